@@ -1,0 +1,243 @@
+"""What DARO adds to a train step over GRPO: both on the same batches, taking turns in one process.
+
+Both run the same model forward and backward; DARO has other coefficients, and afterwards one small Adam step on K+1
+weights. Reported: the ratio of the median step times, the median of the ratios of neighbouring steps (a slow moment of
+the machine hits both of a pair), and DARO's own calls timed alone, which the noise of a step cannot hide.
+
+    python benchmarks/daro_overhead.py --pairs 30 --json
+    python benchmarks/daro_overhead.py --profile          # where the time of a step goes
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import os
+import platform
+import pstats
+import socket
+import statistics
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+RESULT_FILE = Path(__file__).parent / "results" / "daro_overhead.json"
+ROLLOUTS = 8
+TARGET_RATIO = 1.02
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=30, help="timed steps of each algorithm")
+    parser.add_argument("--warm-up", type=int, default=3, help="steps of each that are not timed")
+    parser.add_argument("--groups", type=int, default=25, help=f"groups of {ROLLOUTS} samples in a batch")
+    parser.add_argument("--tokens", type=int, default=40, help="mean tokens of a sample")
+    parser.add_argument("--micro-batches", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--profile", action="store_true", help="also print where the time of ten steps goes")
+    parser.add_argument("--json", action="store_true", help=f"also write {RESULT_FILE.name} into benchmarks/results")
+    return parser.parse_args()
+
+
+def save_model(directory: Path) -> None:
+    """A Qwen2 model of the quickstart's size, random weights."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=384,
+        vocab_size=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+
+
+def make_batch(groups: int, mean_tokens: int, seed: int) -> Any:
+    """Samples of all bins 1..K-1, lengths around the mean."""
+    import numpy as np
+
+    from megatron_daro.types import TrainBatch
+
+    rng = np.random.default_rng(seed)
+    num = groups * ROLLOUTS
+    prompts = rng.integers(6, 13, num)
+    responses = np.maximum(rng.normal(mean_tokens - 9, mean_tokens / 4, num).astype(np.int64), 1)
+    bins = np.repeat(rng.integers(1, ROLLOUTS, groups), ROLLOUTS)
+    total = int(responses.sum())
+    return TrainBatch(
+        tokens_T=rng.integers(0, 32, int((prompts + responses).sum())).astype(np.int32),
+        lengths_N=prompts + responses,
+        prompt_lengths_N=prompts,
+        loss_mask_R=np.ones(total, np.uint8),
+        rollout_logprobs_R=np.full(total, -3.4, np.float32),
+        rewards_N=np.zeros(num, np.float32),
+        correct_N=(np.tile(np.arange(ROLLOUTS), groups) < bins).astype(np.uint8),
+        bins_N=bins,
+        group_ids_N=np.repeat(np.arange(groups), ROLLOUTS),
+        advantages_N=rng.standard_normal(num).astype(np.float32),
+        truncated_N=np.zeros(num, np.uint8),
+        rollouts_per_prompt=ROLLOUTS,
+    )
+
+
+def build_policies(directory: Path, names: tuple[str, ...]) -> dict[str, Any]:
+    from megatron_daro.actor import parallel
+    from megatron_daro.actor.policy import MegatronPolicy
+    from megatron_daro.actor.settings import PolicySettings
+    from megatron_daro.config.actor import ActorSection
+    from megatron_daro.config.algorithm import AlgorithmSection
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    address = f"tcp://127.0.0.1:{port}"
+    parallel.initialize(parallel.Layout(), rank=0, init_method=address, seed=1, timeout_s=60)
+    settings = PolicySettings(directory, ROLLOUTS, max_response_tokens=64, temperature=1.0, total_steps=10_000)
+    actor = ActorSection(dtype="fp32")
+    return {name: MegatronPolicy(settings, actor, AlgorithmSection(name=name)) for name in names}
+
+
+def timed_step(policy: Any, batch: Any, micro_batches: list[list[int]]) -> tuple[float, float]:
+    """Seconds on the clock, and seconds of this process on a processor, which a busy machine disturbs less."""
+    start, cpu_start = time.perf_counter(), time.process_time()
+    result = policy.train_step(batch, micro_batches, step=1)
+    cpu_seconds, seconds = time.process_time() - cpu_start, time.perf_counter() - start
+    assert not result.skipped, result.reason
+    return seconds, cpu_seconds
+
+
+def measure(policies: dict[str, Any], arguments: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
+    """Step times (see `timed_step`); both see the same batch, one after the other, and swap the lead each time."""
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in policies}
+    for pair in range(arguments.warm_up + arguments.pairs):
+        batch = make_batch(arguments.groups, arguments.tokens, seed=pair)
+        micro_batches = [list(range(i, len(batch), arguments.micro_batches)) for i in range(arguments.micro_batches)]
+        order = list(policies) if pair % 2 else list(policies)[::-1]
+        for name in order:
+            took = timed_step(policies[name], batch, micro_batches)
+            if pair >= arguments.warm_up:
+                seconds[name].append(took)
+    return seconds
+
+
+def time_alone(policies: dict[str, Any], batch: Any, repeats: int = 200) -> dict[str, float]:
+    """Median seconds per step of what an algorithm itself computes: coefficients, reported terms, update."""
+    import torch
+
+    from megatron_daro.algo.weighting import BatchTotals
+
+    bins, lengths = torch.from_numpy(batch.bins_N), torch.from_numpy(batch.trained_tokens_N)
+    totals = BatchTotals.of(bins, lengths, ROLLOUTS)
+    sums = torch.linspace(-1, 1, ROLLOUTS + 1, dtype=torch.float64)
+    medians = {}
+    for name, policy in policies.items():
+        algorithm, times = policy.trainee.algorithm, []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            algorithm.sample_coefficients(bins, lengths, totals)
+            algorithm.extra_loss(totals)
+            algorithm.update(sums, totals.tokens_per_bin, sums.abs())
+            _ = algorithm.weights, algorithm.clamped
+            times.append(time.perf_counter() - start)
+        medians[name] = statistics.median(times)
+    return medians
+
+
+def profile(policy: Any, arguments: argparse.Namespace) -> None:
+    batch = make_batch(arguments.groups, arguments.tokens, seed=0)
+    micro_batches = [list(range(i, len(batch), arguments.micro_batches)) for i in range(arguments.micro_batches)]
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for _ in range(10):
+        policy.train_step(batch, micro_batches, step=1)
+    profiler.disable()
+    stats = pstats.Stats(profiler)
+    stats.strip_dirs().sort_stats("tottime").print_stats(25)
+    stats.sort_stats("cumulative").print_stats(45)
+
+
+def summarize(
+    seconds: dict[str, list[tuple[float, float]]], alone: dict[str, float], arguments: argparse.Namespace
+) -> dict[str, Any]:
+    import torch
+
+    result: dict[str, Any] = {
+        "groups": arguments.groups,
+        "rollouts_per_prompt": ROLLOUTS,
+        "mean_tokens": arguments.tokens,
+        "micro_batches": arguments.micro_batches,
+        "pairs": arguments.pairs,
+        "threads": arguments.threads,
+        "target_ratio": TARGET_RATIO,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cpu_count": os.cpu_count(),
+    }
+    for i, clock in enumerate(("wall", "cpu")):
+        times = {name: [both[i] for both in values] for name, values in seconds.items()}
+        medians = {name: statistics.median(values) for name, values in times.items()}
+        pairs = [d / g for d, g in zip(times["daro"], times["grpo"], strict=True)]
+        result[clock] = {
+            "step_s": medians,
+            "ratio_of_medians": medians["daro"] / medians["grpo"],
+            "pair_ratio_quartiles": statistics.quantiles(pairs, n=4),
+        }
+    result["algorithm_alone_s"] = alone
+    result["daro_alone_fraction"] = (alone["daro"] - alone["grpo"]) / result["cpu"]["step_s"]["grpo"]
+    return result
+
+
+def print_table(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="Train step, DARO beside GRPO")
+    for column in ("", "grpo", "daro", "daro / grpo", "pairs: quartiles"):
+        table.add_column(column, justify="right" if column else "left")
+    for clock in ("wall", "cpu"):
+        row = result[clock]
+        milliseconds = [f"{row['step_s'][name] * 1e3:.1f} ms" for name in ("grpo", "daro")]
+        quartiles = "  ".join(f"{q:.3f}" for q in row["pair_ratio_quartiles"])
+        table.add_row(f"step, {clock}", *milliseconds, f"{row['ratio_of_medians']:.4f}", quartiles)
+    microseconds = [f"{result['algorithm_alone_s'][name] * 1e6:.0f} us" for name in ("grpo", "daro")]
+    table.add_row("algorithm alone", *microseconds, f"+{result['daro_alone_fraction'] * 100:.3f} % of a step", "")
+    console = Console(width=110)
+    console.print(table)
+    console.print(f"target: at most {TARGET_RATIO}")
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
+    warnings.simplefilter("ignore")
+    import torch
+
+    torch.set_num_threads(arguments.threads)
+    from megatron_daro.actor import parallel
+
+    with tempfile.TemporaryDirectory() as directory:
+        save_model(Path(directory))
+        policies = build_policies(Path(directory), ("grpo", "daro"))
+        seconds = measure(policies, arguments)
+        alone = time_alone(policies, make_batch(arguments.groups, arguments.tokens, seed=0))
+        if arguments.profile:
+            profile(policies["daro"], arguments)
+        parallel.shutdown()
+    result = summarize(seconds, alone, arguments)
+    print_table(result)
+    if arguments.json:
+        RESULT_FILE.parent.mkdir(exist_ok=True)
+        RESULT_FILE.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

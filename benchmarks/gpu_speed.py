@@ -1,0 +1,158 @@
+"""Speed on one device: log-probs with entropy beside the plain way, and tokens per second of a train step.
+
+Called by tools/gpu_check.py, which sets up the process group and writes the report. Sizes are arguments, so that a CPU
+can rehearse it with small ones.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+QWEN_05B = {
+    "hidden_size": 896,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "intermediate_size": 4864,
+    "vocab_size": 151_936,
+    "max_position_embeddings": 32_768,
+    "tie_word_embeddings": True,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Median seconds of one repetition, and peak memory above what was there before, in GiB (None on a CPU)."""
+
+    name: str
+    seconds: float
+    peak_gib: float | None
+    tokens: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+
+def measure(name: str, run: Callable[[], object], device: torch.device, tokens: int, repeats: int) -> Speed:
+    """Two runs to warm up, then the median; the device is waited for on both sides of each."""
+    on_gpu = device.type == "cuda"
+    before = 0
+    for _ in range(2):
+        run()
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        if on_gpu:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if on_gpu else None
+    return Speed(name, statistics.median(times), peak, tokens)
+
+
+def logprob_speed(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    tokens: int = 8192,
+    vocab: int = 151_936,
+    hidden: int = 1024,
+    repeats: int = 5,
+) -> list[Speed]:
+    """Forward and backward of log-prob + entropy, output layer included: ours, then plain log_softmax."""
+    from megatron_daro.actor.logprobs import vocab_parallel_logprobs
+
+    torch.manual_seed(0)
+    inputs = [(torch.randn(n, hidden, device=device) * 0.05).to(dtype).requires_grad_() for n in (tokens, vocab)]
+    labels = torch.randint(0, vocab, (tokens,), device=device)
+
+    def ours() -> None:
+        logprobs, entropy = vocab_parallel_logprobs(*inputs, labels)
+        torch.autograd.grad(logprobs.sum() + 0.1 * entropy.sum(), inputs)
+
+    def plain() -> None:
+        distribution = torch.log_softmax((inputs[0] @ inputs[1].t()).float(), -1)
+        entropy = -(distribution.exp() * distribution).sum(-1)
+        logprobs = distribution.gather(1, labels[:, None])[:, 0]
+        torch.autograd.grad(logprobs.sum() + 0.1 * entropy.sum(), inputs)
+
+    label = f"log-probs {str(dtype).removeprefix('torch.')}, {tokens} x {vocab}"
+    return [
+        measure(f"{label}, {name}", function, device, tokens, repeats)
+        for name, function in (("ours", ours), ("plain", plain))
+    ]
+
+
+def train_step_speed(
+    device: torch.device,
+    directory: Path,
+    build_policy: Callable[..., Any],
+    *,
+    shape: dict[str, Any] | None = None,
+    samples: int = 16,
+    sample_tokens: int = 1024,
+    repeats: int = 5,
+) -> Speed:
+    """A whole train step in bf16 (forward, backward, optimizer) of a 0.5B shape with random weights, packed.
+
+    Args:
+        build_policy: (directory, dtype=...) -> policy of one rank.
+        shape: fields of a Qwen2 configuration.
+        samples, sample_tokens: the batch, in two micro-batches.
+    """
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    torch.manual_seed(0)
+    config = Qwen2Config(**(shape or QWEN_05B))
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
+    policy = build_policy(directory, dtype="bf16")
+    batch = _batch(samples, sample_tokens, config.vocab_size)
+    half = samples // 2
+    micro_batches = [list(range(half)), list(range(half, samples))]
+
+    def step() -> None:
+        result = policy.train_step(batch, micro_batches, step=1)
+        if result.skipped:
+            raise RuntimeError(result.reason)
+
+    size = sum(p.numel() for p in policy.model.parameters()) / 1e6
+    name = f"train step bf16, {size:.0f} M parameters"
+    return measure(name, step, device, samples * sample_tokens, repeats)
+
+
+def _batch(samples: int, sample_tokens: int, vocab: int) -> Any:
+    """Samples of one length, an eighth of it prompt; groups of four with two right answers each."""
+    from megatron_daro.types import TrainBatch
+
+    rng = np.random.default_rng(0)
+    prompt = max(sample_tokens // 8, 1)
+    total = samples * (sample_tokens - prompt)
+    correct = np.tile([1, 0, 1, 0], samples // 4).astype(np.uint8)
+    return TrainBatch(
+        tokens_T=rng.integers(0, vocab, samples * sample_tokens).astype(np.int32),
+        lengths_N=np.full(samples, sample_tokens),
+        prompt_lengths_N=np.full(samples, prompt),
+        loss_mask_R=np.ones(total, np.uint8),
+        rollout_logprobs_R=np.full(total, -np.log(vocab), np.float32),
+        rewards_N=correct.astype(np.float32),
+        correct_N=correct,
+        bins_N=np.full(samples, 2),
+        group_ids_N=np.repeat(np.arange(samples // 4), 4),
+        advantages_N=np.where(correct > 0, 1.0, -1.0).astype(np.float32),
+        truncated_N=np.zeros(samples, np.uint8),
+        rollouts_per_prompt=4,
+    )

@@ -1,0 +1,90 @@
+#!/usr/bin/env bash
+# Trains a small language model with DARO on this machine, from nothing:
+#   bash examples/quickstart/run.sh [a.b=c ...]      for example trainer.steps=5
+# Stages: virtual environment (unless one is active), packages, base model (kept for the next run), training with
+# evaluation at both ends, table and report. The arguments are passed to `megatron-daro train`.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+run=runs/quickstart
+for option in "$@"; do
+    case "$option" in
+        -h | --help)
+            sed -n '2,5s/^# //p' examples/quickstart/run.sh
+            exit 0
+            ;;
+        trainer.run_dir=*) run=${option#*=} ;;
+        -*)
+            echo "run.sh: got '$option'; allowed: options of the run as a.b=c" >&2
+            exit 2
+            ;;
+    esac
+done
+
+# stage TEXT: one line before each stage, with the seconds since the start.
+stage() { printf '[%3d s] %s\n' "$SECONDS" "$1"; }
+
+find_python() {
+    local candidate
+    for candidate in python3.11 python3 python; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    echo "run.sh: no Python 3.11 or newer was found (tried python3.11, python3, python); install one" >&2
+    return 1
+}
+
+# Sets `bin` to the folder with the programs of the environment to use.
+choose_environment() {
+    local base
+    if [ -n "${VIRTUAL_ENV:-}" ] && [ -x "$VIRTUAL_ENV/bin/python" ]; then
+        bin=$VIRTUAL_ENV/bin
+        stage "environment: $VIRTUAL_ENV, which is active"
+        return
+    fi
+    bin=$PWD/.venv/bin
+    if ! "$bin/python" -c '' 2>/dev/null; then
+        stage "environment: making .venv"
+        base=$(find_python)
+        "$base" -m venv --clear .venv
+    fi
+}
+
+# Nothing is fetched when this folder was installed before with the same requirements and interpreter.
+install_packages() {
+    local stamp wanted
+    stamp=$("$bin/python" -c 'import sys; print(sys.prefix)')/.megatron_daro_quickstart
+    wanted=$({ cat setup.py requirements.txt; echo "$PWD"; "$bin/python" -VV; } | cksum)
+    if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+        stage "packages: installed already"
+        return
+    fi
+    stage "packages: installing (about 90 s)"
+    "$bin/python" -m pip install -q --disable-pip-version-check -e .
+    echo "$wanted" >"$stamp"
+}
+
+# An earlier run is never overwritten.
+move_aside() {
+    local old
+    [ -e "$1" ] || return 0
+    old=$1-$(date -r "$1" +%Y%m%d-%H%M%S)
+    while [ -e "$old" ]; do old=$old-again; done
+    mv "$1" "$old"
+    stage "the earlier run is now $old"
+}
+
+choose_environment
+install_packages
+stage "base model: runs/quickstart-base (about 70 s, unless it is there already)"
+"$bin/python" examples/quickstart/build_base.py
+move_aside "$run"
+stage "training: $run (about 4 minutes)"
+"$bin/megatron-daro" train examples/quickstart/config.yaml "$@"
+stage "report"
+report=$("$bin/megatron-daro" report "$run")
+stage "done"
+"$bin/python" examples/quickstart/summary.py "$run"
+echo "report, for a browser: $report"

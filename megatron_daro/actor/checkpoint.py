@@ -1,0 +1,105 @@
+"""Saving and loading what training changes: model, optimizer, schedule, DARO's weights.
+
+Place in the data flow: called by the policy with a directory that recovery.py prepared, sealed and verified. Uses
+Megatron's sharded state dicts, so that a checkpoint of one layout loads into another.
+Refuses: a checkpoint of another model, algorithm or K.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from safetensors import SafetensorError
+
+from megatron_daro.actor import device
+from megatron_daro.actor.checkpoint_format import SafetensorsLoad, SafetensorsSave
+from megatron_daro.actor.compat import allocate_optimizer_state, load_optimizer_state
+from megatron_daro.actor.step import Trainee
+from megatron_daro.errors import CheckpointError, DaroError
+
+device.prepare()
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+ALGORITHM_FILE = "algorithm.json"
+# Optimizer state is stored in the shapes of the parameters: any TP, PP and DP can load it.
+_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
+
+
+def save(trainee: Trainee, directory: Path) -> None:
+    """Write into an existing, empty directory. Collective over all ranks; returns when every rank has written.
+
+    Raises:
+        CheckpointError: the disk refused. The other ranks then wait for this one: the group is not usable any more.
+    """
+    try:
+        with _quiet():
+            state = _state(trainee, is_loading=False)
+            dist_checkpointing.save(state, str(directory), sharded_strategy=SafetensorsSave())
+        if dist.get_rank() == 0:
+            (directory / ALGORITHM_FILE).write_text(json.dumps(trainee.algorithm.state_dict()))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"checkpoint {directory} could not be written: {error}; free disk space, then --resume from the last one"
+        ) from error
+    dist.barrier()
+
+
+def load(trainee: Trainee, directory: Path) -> None:
+    """Fill the trainee from what `save` wrote, on this or another layout. Collective.
+
+    Raises:
+        CheckpointError: files are missing or torn, or belong to another model, algorithm or K.
+    """
+    try:
+        with _quiet():
+            state = dist_checkpointing.load(
+                _state(trainee, is_loading=True), str(directory), sharded_strategy=SafetensorsLoad()
+            )
+        algorithm = json.loads((directory / ALGORITHM_FILE).read_text())
+    except DaroError:
+        raise
+    except (CheckpointingException, OSError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {directory} cannot be loaded: {error}") from error
+    trainee.model.module.load_state_dict(state["model"], strict=True)
+    load_optimizer_state(trainee.optimizer, state["optimizer"])
+    trainee.scheduler.load_state_dict(state["scheduler"])
+    trainee.algorithm.load_state_dict(algorithm)
+
+
+def _state(trainee: Trainee, *, is_loading: bool) -> dict[str, Any]:
+    allocate_optimizer_state(trainee.optimizer)
+    metadata = {**_METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    model = trainee.model.module.sharded_state_dict(metadata=metadata)
+    return {
+        "model": model,
+        "optimizer": trainee.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata),
+        "scheduler": trainee.scheduler.state_dict(),
+    }
+
+
+class _quiet(warnings.catch_warnings):  # noqa: N801  (a context manager, used as one)
+    """Without upstream's warnings and INFO lines about its own deprecations."""
+
+    def __enter__(self) -> Any:
+        entered = super().__enter__()
+        warnings.simplefilter("ignore")
+        self._logger = logging.getLogger("megatron.core")
+        self._level = self._logger.level
+        self._logger.setLevel(logging.ERROR)
+        return entered
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._logger.setLevel(self._level)
+        super().__exit__(*exc_info)

@@ -1,0 +1,100 @@
+"""Gaps between this package and Megatron-core 0.16, closed in one place.
+
+Each entry names the upstream version, the reason, and when it can go. Refuses: to change upstream's modules; entries
+here subclass or wrap what upstream offers.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_daro.actor import device
+
+device.prepare()
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.optimizer import MegatronOptimizer
+
+
+class HiddenStateGPTModel(GPTModel):
+    """GPTModel whose last stage returns hidden states [T, 1, D] after the final norm, not logits.
+
+    Upstream: 0.16.x. Reason: the log-probabilities are computed in chunks together with the output layer
+    (actor/logprobs.py); upstream's forward would hold the logits of the whole micro-batch. Can go: when upstream lets
+    the caller skip the output layer.
+    """
+
+    def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return hidden_states
+
+    def output_weight(self) -> torch.Tensor:
+        """This rank's rows of the output layer, [Vp, D]; the embedding's when they are tied. Last stage only."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+
+def finalize_summed_grads(model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
+    """Reduce gradients over DP, CP, TP norms and tied embeddings, with no division at all.
+
+    Upstream: 0.16.x. Reason: the distributed loss already carries its global denominator in every coefficient, so
+    gradients must be plain sums. With `calculate_per_token_loss` the data-parallel reduction multiplies by 1 and the
+    schedule divides nothing for a 3-tuple; what is left is the division by `num_tokens` in finalize_model_grads, which
+    None switches off. Can go: when upstream has a "sum" normalisation.
+    """
+    finalize_model_grads(model, None, **kwargs)
+
+
+def allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
+    """Adam moments and step counts of 0 where an optimizer has not stepped yet; nothing where it has.
+
+    Upstream: 0.16.x. Reason: without Transformer Engine or Apex, DistributedOptimizer.state_dict reads the step count
+    from the parameters' states and fails when there are none, and it is called to load a checkpoint as well. Can go:
+    when upstream accepts a torch optimizer that has not stepped.
+    """
+    for inner in _torch_adams(optimizer):
+        if inner.state:
+            continue
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                moments = {name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")}
+                inner.state[parameter] = {"step": torch.zeros(()), **moments}
+
+
+def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
+    """`optimizer.load_state_dict(state)`, with torch's Adam as the inner optimizer too.
+
+    Upstream: 0.16.x. Reason: the fully reshardable format leaves the step counts out, but the loader asks for one with
+    every parameter; and it then gives all parameters one shared step tensor, which Adam would increment once for each
+    of them. Can go: when a torch optimizer survives upstream's own round trip.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if hasattr(part, "_set_main_param_and_optimizer_states"):
+            part._set_main_param_and_optimizer_states = partial(_set_all_but_step, part)
+    optimizer.load_state_dict(state)
+    for inner in _torch_adams(optimizer):
+        for values in inner.state.values():
+            values["step"] = values["step"].clone()
+
+
+def _set_all_but_step(part: Any, parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+    """What upstream's method of this name does, leaving the step count as it is."""
+    group, order = part.model_param_group_index_map[parameter]
+    main = part.optimizer.param_groups[group]["params"][order]
+    step = {name: value for name, value in part.optimizer.state[main].items() if name == "step"}
+    type(part)._set_main_param_and_optimizer_states(part, parameter, {**step, **tensors})
+
+
+def _torch_adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Adam]:
+    """The torch Adam (or AdamW, which is one) inside each part of a Megatron optimizer."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = getattr(part, "optimizer", None)
+        if isinstance(inner, torch.optim.Adam):
+            yield inner

@@ -1,0 +1,202 @@
+"""Micro-batches through the pipeline: packing, Megatron's schedule, and log-probabilities at the trained positions.
+
+Place in the data flow: TrainBatch shard + micro-batch indices -> packed micro-batches -> hidden states -> per-token
+log-probabilities and entropy, which actor/loss.py turns into a loss and actor/policy.py into columns.
+
+Legend: T packed tokens of this CP rank, M selected positions, D hidden, Vp this rank's vocabulary rows, R responses.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_daro.actor import device
+from megatron_daro.actor.compat import HiddenStateGPTModel
+from megatron_daro.actor.logprobs import vocab_parallel_logprobs
+from megatron_daro.data.packing import (
+    PackedMicroBatch,
+    collect_responses,
+    context_parallel_slice,
+    pack,
+    pack_multiples,
+)
+from megatron_daro.types import TrainBatch
+
+device.prepare()
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel import (
+        copy_to_tensor_model_parallel_region,
+        gather_from_sequence_parallel_region,
+    )
+
+MicroBatches = Sequence[Sequence[int]]
+LossFunction = Callable[[PackedMicroBatch, Tensor], tuple[Tensor, Tensor, dict[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputSettings:
+    """How log-probabilities are taken. temperature divides the logits; vocab_size is the real vocabulary."""
+
+    vocab_size: int
+    temperature: float = 1.0
+    chunk_tokens: int = 1024
+
+
+# Tokens of one matrix product in fp8 are a multiple of this (16 for the plain recipes, 32 for the block-scaled ones).
+FP8_TOKENS_MULTIPLE = 32
+
+
+def packed_micro_batches(
+    batch: TrainBatch, micro_batches: MicroBatches, *, sequence_parallel: bool, fp8: bool = False
+) -> list[PackedMicroBatch]:
+    """This rank's micro-batches on its device, sliced for context parallelism."""
+    tensor = parallel_state.get_tensor_model_parallel_world_size()
+    context = parallel_state.get_context_parallel_world_size()
+    sequence_multiple, total_multiple = pack_multiples(tensor, context, sequence_parallel)
+    if fp8:
+        parts = context * (tensor if sequence_parallel else 1)
+        total_multiple = math.lcm(total_multiple, FP8_TOKENS_MULTIPLE * parts)
+    rank = parallel_state.get_context_parallel_rank()
+    packs = (
+        pack(batch, indices, sequence_multiple=sequence_multiple, total_multiple=total_multiple)
+        for indices in micro_batches
+    )
+    return [context_parallel_slice(packed, rank, context).to(device.prepare()) for packed in packs]
+
+
+def run_schedule(
+    model: DistributedDataParallel,
+    packs: Sequence[PackedMicroBatch],
+    on_hidden: Callable[..., Any],
+    *,
+    forward_only: bool,
+) -> list[Any]:
+    """Megatron's forward-backward schedule over the micro-batches.
+
+    Args:
+        model: this rank's stage.
+        packs: one per micro-batch; the same number on every rank.
+        on_hidden: on the last stage, `on_hidden(packed, hidden_T1D)` -> what Megatron expects of a loss function; with
+            `forward_only`, anything: it is collected.
+
+    Returns:
+        What `on_hidden` reported per micro-batch; empty on other stages.
+    """
+    schedule = get_forward_backward_func()
+    longest = max(len(packed.tokens_T) for packed in packs)
+    return schedule(
+        forward_step_func=partial(_forward_step, on_hidden),
+        data_iterator=iter(packs),
+        model=[model],
+        num_microbatches=len(packs),
+        seq_length=longest,  # an upper bound; stages tell each other the real lengths
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+
+
+def _forward_step(
+    on_hidden: Callable[..., Any], data: Iterator[PackedMicroBatch], model: torch.nn.Module
+) -> tuple[Tensor, Callable[..., Any]]:
+    packed = next(data)
+    hidden = model(
+        packed.tokens_T[None],
+        packed.positions_T[None],
+        None,
+        packed_seq_params=PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=packed.cu_seqlens,
+            cu_seqlens_kv=packed.cu_seqlens,
+            max_seqlen_q=packed.max_seqlen,
+            max_seqlen_kv=packed.max_seqlen,
+        ),
+    )
+    return hidden, lambda out, non_loss_data=False: on_hidden(packed, out)
+
+
+def position_logprobs(
+    model: HiddenStateGPTModel, hidden_T1D: Tensor, labels_M: Tensor, positions_M: Tensor, settings: OutputSettings
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of the labels and entropy at chosen positions, the same on every tensor-parallel rank.
+
+    Args:
+        model: the unwrapped last stage.
+        hidden_T1D: its output; under sequence parallelism this rank's T / TP tokens.
+        labels_M: global vocabulary ids, long.
+        positions_M: which of the T tokens, long.
+
+    Returns:
+        logprobs_M, entropy_M in nats, fp32, differentiable.
+    """
+    if model.config.sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(hidden_T1D, tensor_parallel_output_grad=True)
+    else:
+        hidden = copy_to_tensor_model_parallel_region(hidden_T1D)
+    weight = model.output_weight()
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    return vocab_parallel_logprobs(
+        hidden[positions_M, 0],
+        weight,
+        labels_M,
+        group=parallel_state.get_tensor_model_parallel_group() if size > 1 else None,
+        vocab_start=rank * weight.shape[0],
+        vocab_size=settings.vocab_size,
+        temperature=settings.temperature,
+        chunk_tokens=settings.chunk_tokens,
+    )
+
+
+def response_logprobs(
+    model: DistributedDataParallel, batch: TrainBatch, micro_batches: MicroBatches, settings: OutputSettings
+) -> np.ndarray | None:
+    """Log-probability of every response token under the current weights, no gradient.
+
+    Returns:
+        float32 [R] in the batch's order on every rank of the last stage; None on other stages.
+    """
+    inner: HiddenStateGPTModel = model.module
+    config = inner.config
+    packs = packed_micro_batches(batch, micro_batches, sequence_parallel=config.sequence_parallel, fp8=bool(config.fp8))
+
+    def on_hidden(packed: PackedMicroBatch, hidden: Tensor) -> tuple[Tensor, PackedMicroBatch]:
+        positions = packed.response_slots_P
+        logprobs_M, _ = position_logprobs(inner, hidden, packed.labels_T[positions], positions, settings)
+        return torch.zeros(len(packed.tokens_T), device=hidden.device).index_copy(0, positions, logprobs_M), packed
+
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        parts = run_schedule(model, packs, on_hidden, forward_only=True)
+    model.train(was_training)
+    if not parallel_state.is_pipeline_last_stage():
+        return None
+    return _join_context(collect_responses(parts, int(batch.response_lengths_N.sum())))
+
+
+def _join_context(column_R: np.ndarray) -> np.ndarray:
+    """The column with the tokens that the other context-parallel ranks computed; NaN stays where nobody did."""
+    group = parallel_state.get_context_parallel_group()
+    if group.size() == 1:
+        return column_R
+    own_R = torch.from_numpy(column_R).to(device.prepare())
+    known_R = (~own_R.isnan()).float()
+    values_R = own_R.nan_to_num()
+    torch.distributed.all_reduce(values_R, group=group)
+    torch.distributed.all_reduce(known_R, group=group)
+    return torch.where(known_R > 0, values_R, torch.nan).cpu().numpy()

@@ -1,0 +1,366 @@
+"""Log-probabilities and entropy of labels, straight from hidden states, without ever holding the logits.
+
+Place in the data flow: between the last transformer layer and the token loss, and in the old/reference log-prob pass.
+The output layer is part of this function: logits exist only as one tile of `chunk_tokens` x `chunk_vocab` numbers
+that is overwritten again and again, in the forward pass and, recomputed, in the backward pass. So the memory beside
+the gradients is one or two tiles, and the time lost to a fourth matrix product is won back from memory traffic: every
+pass over a tile stays in cache.
+
+What it refuses to do: it never gathers hidden states, never reduces the hidden gradient over the tensor-parallel group
+(see `vocab_parallel_logprobs`), and does not mask: positions that do not count carry any valid label, and the caller
+multiplies by its mask, or selects the positions that count beforehand, which is cheaper.
+
+Shapes: T tokens; D hidden; V real vocabulary; Vp columns this rank holds (padding included);
+C tokens of one chunk; X columns of one tile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_daro.errors import ConfigError, DataError
+
+# Columns of one tile where the caller names none. CPU: 1,024 x 2,048 fp32 is 8 MiB, which stays in a last-level cache.
+# GPU: few, large kernels matter more; 1,024 x 32,768 fp32 is 128 MiB.
+CPU_TILE_COLUMNS = 2048
+GPU_TILE_COLUMNS = 32768
+
+# Stands in for minus infinity where it is multiplied by zero: exp(-1e30) is 0, and -1e30 * 0 is 0 instead of NaN.
+_FAR_BELOW = -1e30
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How one call is cut and what it computes; the same object serves forward and backward."""
+
+    vocab_start: int
+    num_columns: int
+    """Columns of this rank that are real vocabulary; the padding lies behind them."""
+    temperature: float
+    chunk_tokens: int
+    chunk_vocab: int
+    with_entropy: bool
+    group: Any
+
+    def column_tiles(self) -> Iterator[slice]:
+        for start in range(0, self.num_columns, self.chunk_vocab):
+            yield slice(start, min(start + self.chunk_vocab, self.num_columns))
+
+    def token_chunks(self, num_tokens: int) -> Iterator[slice]:
+        for start in range(0, num_tokens, self.chunk_tokens):
+            yield slice(start, min(start + self.chunk_tokens, num_tokens))
+
+    def tile_elements(self, num_tokens: int) -> int:
+        return min(self.chunk_tokens, num_tokens) * min(self.chunk_vocab, self.num_columns)
+
+
+def vocab_parallel_logprobs(
+    hidden_TD: Tensor,
+    weight_VpD: Tensor,
+    labels_T: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    temperature: float = 1.0,
+    chunk_tokens: int = 1024,
+    chunk_vocab: int | None = None,
+    with_entropy: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each label and entropy of each position's distribution, differentiable in hidden and weight.
+
+    With tensor parallelism the weight gradient is complete (this rank's rows), and the hidden gradient is **this
+    rank's partial sum**: pass hidden through Megatron's `copy_to_tensor_model_parallel_region` (or, under sequence
+    parallelism, `gather_from_sequence_parallel_region`) first, whose backward adds the parts up. Every rank must
+    compute the same loss from the outputs, which are equal on all ranks.
+
+    Args:
+        hidden_TD: final hidden states (after the last norm), fp32, bf16, fp16 or fp64, [T, D]; T may be 0.
+        weight_VpD: this rank's rows of the output layer, same dtype, [Vp, D].
+        labels_T: global vocabulary ids in [0, V), long, [T]; any valid id where the caller masks the result.
+        group: tensor-parallel process group, or None for one rank. Its ranks pass the same hidden states and labels.
+        vocab_start: global id of this rank's first row.
+        vocab_size: V; rows at or beyond it are padding, get probability 0 and gradient 0. None: every row is real.
+        temperature: logits are divided by it; > 0.
+        chunk_tokens: tokens of one chunk.
+        chunk_vocab: columns of one tile; None picks 2,048 on a CPU and 32,768 on a GPU.
+        with_entropy: False skips the entropy and returns zeros for it, with no gradient.
+    Returns:
+        logprobs_T and entropy_T in nats, fp32 (fp64 for fp64 input), [T] each.
+    Raises:
+        DataError: shapes, dtypes or labels do not fit together.
+        ConfigError: temperature or a chunk size is out of range.
+    Source: the chain rule on log softmax; running maximum and sum as in Milakov and Gimelshein, arXiv 1805.02867.
+    """
+    _check_options(temperature, chunk_tokens, chunk_vocab)
+    _check_tensors(hidden_TD, weight_VpD, labels_T)
+    num_rows = weight_VpD.shape[0]
+    vocab_size = _real_vocabulary(num_rows, group, vocab_start, vocab_size)
+    _check_labels(labels_T, vocab_size)
+    device_columns = CPU_TILE_COLUMNS if hidden_TD.device.type == "cpu" else GPU_TILE_COLUMNS
+    plan = _Plan(
+        vocab_start=vocab_start,
+        num_columns=max(0, min(num_rows, vocab_size - vocab_start)),
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        chunk_vocab=chunk_vocab or device_columns,
+        with_entropy=with_entropy,
+        group=group,
+    )
+    return _ChunkedLogprobs.apply(hidden_TD, weight_VpD, labels_T, plan)
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    """Forward: one sweep over the tiles for the statistics of each position. Backward: a second one that uses them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TD: Tensor, weight_VpD: Tensor, labels_T: Tensor, plan: _Plan
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        max_T, sum_T, moment_T, target_T = _local_statistics(hidden_TD, weight_VpD, labels_T, plan)
+        if plan.group is not None and labels_T.numel():
+            max_T, sum_T, moment_T, target_T = _reduce_statistics(max_T, sum_T, moment_T, target_T, plan.group)
+        log_sum_T = sum_T.log()
+        logprobs_T = (target_T - max_T) - log_sum_T
+        entropy_T = log_sum_T - moment_T / sum_T if plan.with_entropy else torch.zeros_like(logprobs_T)
+        ctx.plan = plan
+        ctx.save_for_backward(hidden_TD, weight_VpD, labels_T, max_T, log_sum_T, entropy_T)
+        if not plan.with_entropy:
+            ctx.mark_non_differentiable(entropy_T)
+        return logprobs_T, entropy_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, logprob_grad_T: Tensor | None, entropy_grad_T: Tensor | None) -> tuple[Any, ...]:
+        hidden_TD, weight_VpD, labels_T, max_T, log_sum_T, entropy_T = ctx.saved_tensors
+        if not ctx.plan.with_entropy:
+            entropy_grad_T = None
+        if logprob_grad_T is None:
+            logprob_grad_T = torch.zeros_like(max_T)
+        sweep = _BackwardSweep(ctx.plan, max_T, log_sum_T, entropy_T, logprob_grad_T, entropy_grad_T)
+        gradients = sweep.run(hidden_TD, weight_VpD, labels_T, *ctx.needs_input_grad[:2])
+        return (*gradients, None, None)
+
+
+def _local_statistics(
+    hidden_TD: Tensor, weight_VpD: Tensor, labels_T: Tensor, plan: _Plan
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Over this rank's columns: maximum m, sum of e = exp(logit - m), sum of e * (logit - m), and the label's logit.
+
+    The moment is taken about the maximum, so that logits of +-1e4 do not cancel in the entropy.
+    A label of another rank leaves 0 in the last one; a rank of padding only leaves m at `_FAR_BELOW` and sums of 0.
+    """
+    num_tokens = hidden_TD.shape[0]
+    dtype = _accumulation_dtype(hidden_TD)
+    max_T, sum_T, moment_T, target_T = hidden_TD.new_zeros((4, num_tokens), dtype=dtype).unbind()
+    max_T.fill_(_FAR_BELOW)
+    if num_tokens == 0:
+        return max_T, sum_T, moment_T, target_T
+    buffer, scratch = hidden_TD.new_empty((2, plan.tile_elements(num_tokens)), dtype=dtype).unbind()
+    for columns in plan.column_tiles():
+        weight_XD = _operand(weight_VpD[columns], dtype)
+        for rows in plan.token_chunks(num_tokens):
+            tile_CX = _logits_tile(_operand(hidden_TD[rows], dtype), weight_XD, plan.temperature, buffer)
+            index_C, here_C = _label_columns(labels_T[rows], plan.vocab_start + columns.start, tile_CX.shape[1])
+            found_C = tile_CX.gather(1, index_C.unsqueeze(1)).squeeze(1)
+            target_T[rows] += torch.where(here_C, found_C, 0)
+            new_max_C = torch.maximum(max_T[rows], tile_CX.amax(dim=1))
+            tile_CX.sub_(new_max_C.unsqueeze(1))
+            exp_CX = torch.exp(tile_CX, out=scratch[: tile_CX.numel()].view_as(tile_CX))
+            fall_C = (max_T[rows] - new_max_C).clamp_(min=_FAR_BELOW)
+            shrink_C = fall_C.exp()
+            if plan.with_entropy:
+                moment_T[rows] = (moment_T[rows] + fall_C * sum_T[rows]) * shrink_C + _row_dots(exp_CX, tile_CX)
+            sum_T[rows] = sum_T[rows] * shrink_C + exp_CX.sum(dim=1)
+            max_T[rows] = new_max_C
+    return max_T, sum_T, moment_T, target_T
+
+
+def _reduce_statistics(
+    max_T: Tensor, sum_T: Tensor, moment_T: Tensor, target_T: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Combine the statistics of all ranks' columns: one maximum and one sum over the group, 4 T numbers in all."""
+    global_max_T = max_T.clone()
+    dist.all_reduce(global_max_T, op=dist.ReduceOp.MAX, group=group)
+    fall_T = (max_T - global_max_T).clamp_(min=_FAR_BELOW)
+    shrink_T = fall_T.exp()
+    sums_3T = torch.stack((sum_T * shrink_T, (moment_T + fall_T * sum_T) * shrink_T, target_T))
+    dist.all_reduce(sums_3T, op=dist.ReduceOp.SUM, group=group)
+    return global_max_T, sums_3T[0], sums_3T[1], sums_3T[2]
+
+
+class _BackwardSweep:
+    """Gradients of hidden and weight: every tile of logits is computed once more and turned into its gradient in place.
+
+    With p = softmax(z), H the entropy, g and e the gradients of log-probability and entropy, and y the label:
+    dz_v = g * ([v = y] - p_v) - e * p_v * (log p_v + H). The softmax part of both is one factor on p_v.
+    """
+
+    def __init__(
+        self,
+        plan: _Plan,
+        max_T: Tensor,
+        log_sum_T: Tensor,
+        entropy_T: Tensor,
+        logprob_grad_T: Tensor,
+        entropy_grad_T: Tensor | None,
+    ) -> None:
+        self.plan = plan
+        self.max_T = max_T
+        self.log_sum_T = log_sum_T
+        # Logits were divided by the temperature, so their gradient is too: cheaper on T numbers than on T x Vp.
+        self.label_grad_T = logprob_grad_T / plan.temperature
+        self.slope_T = None if entropy_grad_T is None else -entropy_grad_T / plan.temperature
+        self.offset_T = -self.label_grad_T
+        if self.slope_T is not None:
+            self.offset_T = self.offset_T + self.slope_T * entropy_T
+
+    def run(
+        self, hidden_TD: Tensor, weight_VpD: Tensor, labels_T: Tensor, need_hidden: bool, need_weight: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        plan, num_tokens = self.plan, hidden_TD.shape[0]
+        dtype = _accumulation_dtype(hidden_TD)
+        hidden_grad_TD = torch.zeros_like(hidden_TD, dtype=dtype) if need_hidden else None
+        weight_grad_VpD = torch.empty_like(weight_VpD) if need_weight else None
+        if weight_grad_VpD is not None:
+            weight_grad_VpD[plan.num_columns :].zero_()
+        buffer, scratch = hidden_TD.new_empty((2, plan.tile_elements(num_tokens)), dtype=dtype).unbind()
+        for columns in plan.column_tiles():
+            weight_XD = _operand(weight_VpD[columns], dtype)
+            weight_grad_XD = _accumulator(weight_grad_VpD, columns, dtype)
+            for rows in plan.token_chunks(num_tokens):
+                hidden_CD = _operand(hidden_TD[rows], dtype)
+                tile_CX = _logits_tile(hidden_CD, weight_XD, plan.temperature, buffer)
+                grad_CX = self._tile_gradient(tile_CX, labels_T[rows], rows, columns.start, scratch)
+                if hidden_grad_TD is not None:
+                    _add_product(hidden_grad_TD[rows], grad_CX, weight_XD)
+                if weight_grad_XD is not None:
+                    _add_product(weight_grad_XD, grad_CX.t(), hidden_CD)
+            if weight_grad_VpD is not None and weight_grad_XD is not None and weight_grad_VpD.dtype != dtype:
+                weight_grad_VpD[columns] = weight_grad_XD
+        return None if hidden_grad_TD is None else hidden_grad_TD.to(hidden_TD.dtype), weight_grad_VpD
+
+    def _tile_gradient(self, tile_CX: Tensor, labels_C: Tensor, rows: slice, start: int, scratch: Tensor) -> Tensor:
+        """Turn a tile of logits into a tile of their gradients; the tile is used up."""
+        tile_CX.sub_(self.max_T[rows].unsqueeze(1)).sub_(self.log_sum_T[rows].unsqueeze(1))
+        if self.slope_T is None:
+            grad_CX = tile_CX.exp_().mul_(self.offset_T[rows].unsqueeze(1))
+        else:
+            grad_CX = torch.exp(tile_CX, out=scratch[: tile_CX.numel()].view_as(tile_CX))
+            tile_CX.mul_(self.slope_T[rows].unsqueeze(1)).add_(self.offset_T[rows].unsqueeze(1))
+            grad_CX.mul_(tile_CX)
+        index_C, here_C = _label_columns(labels_C, self.plan.vocab_start + start, tile_CX.shape[1])
+        label_grad_C = torch.where(here_C, self.label_grad_T[rows], 0)
+        return grad_CX.scatter_add_(1, index_C.unsqueeze(1), label_grad_C.unsqueeze(1))
+
+
+def _accumulation_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _operand(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """The matrix as a factor of a product whose result is `dtype`.
+
+    A GPU multiplies narrow numbers into fp32 sums by itself. A CPU would round the result to the narrow type, which
+    costs 2e-3 relative on a logit, so there the factors are widened: a slice at a time, never the whole weight.
+    """
+    return matrix if matrix.device.type == "cuda" else matrix.to(dtype)
+
+
+def _logits_tile(hidden_CD: Tensor, weight_XD: Tensor, temperature: float, buffer: Tensor) -> Tensor:
+    num_tokens, num_columns = hidden_CD.shape[0], weight_XD.shape[0]
+    tile_CX = buffer[: num_tokens * num_columns].view(num_tokens, num_columns)
+    if hidden_CD.dtype == buffer.dtype:
+        torch.mm(hidden_CD, weight_XD.t(), out=tile_CX)
+    else:
+        torch.mm(hidden_CD, weight_XD.t(), out_dtype=buffer.dtype, out=tile_CX)
+    return tile_CX if temperature == 1.0 else tile_CX.div_(temperature)
+
+
+def _accumulator(grad_VpD: Tensor | None, columns: slice, dtype: torch.dtype) -> Tensor | None:
+    """Zeros to sum one tile's rows of the weight gradient in: those rows themselves if their dtype is wide enough."""
+    if grad_VpD is None:
+        return None
+    rows_XD = grad_VpD[columns]
+    return rows_XD.zero_() if grad_VpD.dtype == dtype else torch.zeros_like(rows_XD, dtype=dtype)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, summed in the dtype of `total`."""
+    if right.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(torch.mm(left.to(right.dtype), right, out_dtype=total.dtype))
+
+
+def _row_dots(left_CX: Tensor, right_CX: Tensor) -> Tensor:
+    """Dot product of each pair of rows, without a tile for the products."""
+    return torch.bmm(left_CX.unsqueeze(1), right_CX.unsqueeze(2)).view(-1)
+
+
+def _label_columns(labels_C: Tensor, first_id: int, num_columns: int) -> tuple[Tensor, Tensor]:
+    """Column of each label in a tile that begins at `first_id` (0 if it lies elsewhere), and whether it lies there."""
+    index_C = labels_C - first_id
+    here_C = (index_C >= 0) & (index_C < num_columns)
+    return torch.where(here_C, index_C, 0), here_C
+
+
+def _real_vocabulary(num_rows: int, group: dist.ProcessGroup | None, vocab_start: int, vocab_size: int | None) -> int:
+    total_rows = num_rows * (1 if group is None else dist.get_world_size(group))
+    if vocab_start < 0 or vocab_start + num_rows > total_rows:
+        raise DataError(
+            f"vocab_start: got {vocab_start} with {num_rows} rows on this rank, allowed 0 to {total_rows - num_rows}; "
+            "pass the tensor-parallel group, and the global id of this rank's first row"
+        )
+    if vocab_size is None:
+        return total_rows
+    if not 1 <= vocab_size <= total_rows:
+        raise DataError(
+            f"vocab_size: got {vocab_size}, allowed 1 to {total_rows}, the rows of the output layer over all ranks; "
+            "pass the tokenizer's vocabulary, not more than the layer has"
+        )
+    return vocab_size
+
+
+def _check_options(temperature: float, chunk_tokens: int, chunk_vocab: int | None) -> None:
+    if not (temperature > 0 and math.isfinite(temperature)):
+        raise ConfigError(f"temperature: got {temperature}, allowed a finite number above 0; greedy is no distribution")
+    if chunk_tokens < 1:
+        raise ConfigError(f"chunk_tokens: got {chunk_tokens}, allowed 1 or more; 1024 is a good start")
+    if chunk_vocab is not None and chunk_vocab < 1:
+        raise ConfigError(f"chunk_vocab: got {chunk_vocab}, allowed 1 or more, or None to let the device decide")
+
+
+def _check_tensors(hidden_TD: Tensor, weight_VpD: Tensor, labels_T: Tensor) -> None:
+    shapes = f"hidden {tuple(hidden_TD.shape)}, weight {tuple(weight_VpD.shape)}, labels {tuple(labels_T.shape)}"
+    if hidden_TD.dim() != 2 or weight_VpD.dim() != 2 or hidden_TD.shape[1] != weight_VpD.shape[1]:
+        raise DataError(f"log-probs: got {shapes}; allowed [T, D], [Vp, D], [T]; flatten batch and sequence first")
+    if labels_T.dim() != 1 or labels_T.shape[0] != hidden_TD.shape[0]:
+        raise DataError(f"log-probs: got {shapes}; one label per hidden state is needed; shift labels before the call")
+    if labels_T.dtype != torch.long:
+        raise DataError(f"labels: got {labels_T.dtype}, allowed torch.int64; call .long() on them")
+    if hidden_TD.dtype != weight_VpD.dtype or not hidden_TD.is_floating_point():
+        raise DataError(
+            f"log-probs: got hidden {hidden_TD.dtype} and weight {weight_VpD.dtype}; allowed one floating-point dtype "
+            "for both; cast one of them"
+        )
+
+
+def _check_labels(labels_T: Tensor, vocab_size: int) -> None:
+    """One read-back per call: a label outside the vocabulary would otherwise pass as a log-probability of no token."""
+    if labels_T.numel() == 0:
+        return
+    low, high = (int(value) for value in torch.stack(labels_T.aminmax()).tolist())
+    if low < 0 or high >= vocab_size:
+        raise DataError(
+            f"labels: got ids from {low} to {high}, allowed 0 to {vocab_size - 1}; give masked positions any valid id"
+        )

@@ -1,0 +1,193 @@
+"""The distributed loss: token sums per pass rate over all ranks before the update, one coefficient per rollout.
+
+Place in the data flow: a data-parallel shard of the step -> global totals (one all-reduce) -> per micro-batch X = sum
+of coefficient * token losses -> loss sums per bin (one all-reduce) -> DARO's weights, the same on every rank.
+
+Why gradients are exact for every layout: every coefficient already has its global denominator, so the loss of the step
+is the plain sum of X over micro-batches, data-parallel and context-parallel ranks, and the gradient is the plain sum of
+theirs. Megatron-core 0.16 rescales in three places, and each is switched off or cancels:
+  1. The schedule (`forward_step_calc_loss`): for a 3-tuple (loss, num_tokens, report) with `calculate_per_token_loss`
+     it divides nothing. (A 2-tuple would be multiplied by CP and divided by the number of micro-batches.)
+  2. DistributedDataParallel: with `calculate_per_token_loss` its gradient scaling factor is 1, so the reduction over
+     DP x CP is a sum.
+  3. finalize_model_grads divides by num_tokens: actor/compat.py passes None.
+
+Legend: K rollouts per prompt (bins 0..K), N samples of this shard, M samples of a micro-batch, T its packed tokens.
+Refuses: to update weights from a sum that is not finite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_daro.actor import device
+from megatron_daro.actor.forward import OutputSettings, position_logprobs
+from megatron_daro.algo.objective import ObjectiveSettings, TokenObjective, token_objective
+from megatron_daro.algo.weighting import Algorithm, BatchTotals
+from megatron_daro.data.packing import PackedMicroBatch
+from megatron_daro.types import TrainBatch
+
+device.prepare()
+from megatron.core import parallel_state  # noqa: E402  (the device must be prepared first)
+
+# Sums that a step adds up over its tokens, in the order of the reduced vector; see algo.objective.TokenObjective.
+TOKEN_SUMS = (
+    "tokens",
+    "ratio",
+    "clip_high",
+    "clip_low",
+    "dual_clip",
+    "entropy",
+    "kl_ref",
+    "logprob_abs_diff",
+    "mismatch_kl",
+    "corrected",
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepSums:
+    """Sums of one optimizer step over all ranks; the same on every rank.
+
+    loss_sums, abs_loss_sums: float64 [K+1], sums of (absolute) token losses per bin. policy_loss: sum of X.
+    regularizer: KL and entropy part of the loss. token_sums: by name. max_logprob_diff: over all tokens.
+    """
+
+    totals: BatchTotals
+    loss_sums: Tensor
+    abs_loss_sums: Tensor
+    policy_loss: float
+    regularizer: float
+    token_sums: Mapping[str, float]
+    max_logprob_diff: float
+
+    @property
+    def finite(self) -> bool:
+        """Whether every sum is a number."""
+        sums = bool(torch.isfinite(self.loss_sums).all() and torch.isfinite(self.abs_loss_sums).all())
+        return sums and math.isfinite(self.policy_loss) and math.isfinite(self.regularizer)
+
+
+def global_totals(batch: TrainBatch) -> BatchTotals:
+    """Trained tokens per bin and rollouts of the whole optimizer step: this shard's, summed over data-parallel ranks.
+
+    Context-parallel ranks hold the same samples, so the sum does not run over them.
+    """
+    own = BatchTotals.of(
+        torch.from_numpy(batch.bins_N), torch.from_numpy(batch.trained_tokens_N), batch.rollouts_per_prompt
+    )
+    vector = own.vector().to(device.prepare())
+    dist.all_reduce(vector, group=parallel_state.get_data_parallel_group())
+    return BatchTotals.from_vector(vector.cpu())
+
+
+class StepLoss:
+    """The loss of one optimizer step on one rank: `micro_batch` for each micro-batch, then `reduce` once."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        settings: ObjectiveSettings,
+        output: OutputSettings,
+        batch: TrainBatch,
+    ) -> None:
+        """Collective over the data-parallel group: the totals of the step are summed here.
+
+        Args:
+            algorithm: holds the weights w; read here, changed only by `Algorithm.update`.
+            settings, output: how token losses and log-probabilities are made.
+            batch: this rank's shard of the step.
+        """
+        self._settings, self._output = settings, output
+        self.totals = global_totals(batch)
+        self._coefficients_N = algorithm.sample_coefficients(
+            torch.from_numpy(batch.bins_N), torch.from_numpy(batch.trained_tokens_N), self.totals
+        ).to(device.prepare())
+        self._regularizer_coefficient = algorithm.regularizer_coefficient(self.totals)
+        num_bins = batch.rollouts_per_prompt + 1
+        zeros = torch.zeros(2 * num_bins + 2 + len(TOKEN_SUMS), dtype=torch.float64, device=device.prepare())
+        self._sums, self._num_bins = zeros, num_bins
+        self._max_logprob_diff = torch.zeros((), dtype=torch.float64, device=zeros.device)
+
+    def micro_batch(
+        self, model: Any, packed: PackedMicroBatch, hidden_T1D: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """X of one micro-batch, as Megatron's schedule wants it: (loss, number of tokens, report).
+
+        The number of tokens is 0 because nothing may be divided by it (see the module's docstring).
+        """
+        positions_P = packed.mask_T.nonzero().squeeze(1)
+        logprobs_P, entropy_P = position_logprobs(
+            model, hidden_T1D, packed.labels_T[positions_P], positions_P, self._output
+        )
+        objective = token_objective(
+            logprobs_P,
+            entropy_P,
+            old_logprobs_T=_at(packed.old_logprobs_T, positions_P),
+            rollout_logprobs_T=packed.rollout_logprobs_T[positions_P],
+            ref_logprobs_T=_at(packed.ref_logprobs_T, positions_P),
+            advantages_T=packed.per_token(packed.advantages_M)[positions_P],
+            mask_T=packed.mask_T[positions_P],
+            segment_T=packed.segment_T[positions_P],
+            num_segments=len(packed),
+            settings=self._settings,
+            segment_reduce=_sum_over_context if parallel_state.get_context_parallel_world_size() > 1 else None,
+        )
+        policy = (self._coefficients_N[packed.sample_indices] * objective.segment_losses_M).sum()
+        regularizer = self._regularizer_coefficient * objective.regularizer_T.sum(dtype=torch.float64)
+        self._accumulate(packed, objective, policy.detach(), regularizer.detach())
+        loss = (policy + regularizer).to(torch.float32)
+        return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}
+
+    def _accumulate(
+        self, packed: PackedMicroBatch, objective: TokenObjective, policy: Tensor, regularizer: Tensor
+    ) -> None:
+        bins = self._num_bins
+        self._sums[:bins].index_add_(0, packed.bins_M, objective.segment_losses_M.detach())
+        self._sums[bins : 2 * bins].index_add_(0, packed.bins_M, objective.segment_abs_losses_M)
+        self._sums[2 * bins] += policy
+        self._sums[2 * bins + 1] += regularizer
+        for i, name in enumerate(TOKEN_SUMS):
+            if name in objective.sums:
+                self._sums[2 * bins + 2 + i] += objective.sums[name]
+        if "logprob_abs_diff" in objective.maxima:
+            self._max_logprob_diff = torch.maximum(self._max_logprob_diff, objective.maxima["logprob_abs_diff"])
+
+    def reduce(self) -> StepSums:
+        """Sums over data- and context-parallel ranks, handed from the last pipeline stage to all. Collective."""
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        dist.all_reduce(self._sums, group=group)
+        dist.all_reduce(self._max_logprob_diff, op=dist.ReduceOp.MAX, group=group)
+        both = torch.cat([self._sums, self._max_logprob_diff[None]])
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            last = parallel_state.get_pipeline_model_parallel_last_rank()
+            dist.broadcast(both, src=last, group=parallel_state.get_pipeline_model_parallel_group())
+        sums, bins = both.cpu(), self._num_bins
+        named = sums[2 * bins + 2 :].tolist()
+        return StepSums(
+            totals=self.totals,
+            loss_sums=sums[:bins],
+            abs_loss_sums=sums[bins : 2 * bins],
+            policy_loss=float(sums[2 * bins]),
+            regularizer=float(sums[2 * bins + 1]),
+            token_sums=dict(zip(TOKEN_SUMS, named[:-1], strict=True)),
+            max_logprob_diff=named[-1],
+        )
+
+
+def _at(column_T: Tensor | None, positions_P: Tensor) -> Tensor | None:
+    return None if column_T is None else column_T[positions_P]
+
+
+def _sum_over_context(sums_M: Tensor) -> Tensor:
+    """The sum over the context-parallel ranks that share these samples; no gradient passes."""
+    total_M = sums_M.detach().clone()
+    dist.all_reduce(total_M, group=parallel_state.get_context_parallel_group())
+    return total_M

@@ -1,0 +1,243 @@
+"""The Megatron model of a Hugging Face `config.json`: Qwen2, Qwen3 and Llama shapes.
+
+Place in the data flow: built once per worker, filled by actor/weights.py, trained by actor/step.py.
+Refuses: options that Megatron does not know (nearest name given) and those this package sets itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megatron_daro.actor import device
+from megatron_daro.actor.compat import HiddenStateGPTModel, finalize_summed_grads
+from megatron_daro.actor.layers import layer_spec
+from megatron_daro.actor.parallel import Layout
+from megatron_daro.convert.families import ModelShape, RopeScaling
+from megatron_daro.convert.mapping import TensorRule, global_name, hf_to_megatron, output_rule, padded_vocab_size
+from megatron_daro.errors import ConfigError, ModelError
+
+device.prepare()
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Vocabulary rows are padded to a multiple of this (and of TP), so that checkpoints of TP 1 to 16 have one shape.
+VOCABULARY_MULTIPLE = 16
+_UPSTREAM = {"transformer": TransformerConfig, "optimizer": OptimizerConfig, "ddp": DistributedDataParallelConfig}
+_OWNED = {
+    "num_layers": "the model's config.json",
+    "hidden_size": "the model's config.json",
+    "num_attention_heads": "the model's config.json",
+    "tensor_model_parallel_size": "actor.tensor_parallel",
+    "pipeline_model_parallel_size": "actor.pipeline_parallel",
+    "context_parallel_size": "actor.context_parallel",
+    "sequence_parallel": "actor.sequence_parallel",
+    "params_dtype": "actor.dtype",
+    "pipeline_dtype": "actor.dtype",
+    "bf16": "actor.dtype",
+    "fp16": "actor.dtype (fp32 or bf16)",
+    "lr": "actor.optimizer.learning_rate",
+    "clip_grad": "actor.optimizer.grad_clip",
+    "use_distributed_optimizer": "actor.optimizer.distributed",
+    "calculate_per_token_loss": "the distributed loss, which sums gradients",
+    "average_in_collective": "the distributed loss, which sums gradients",
+    "overlap_param_gather": "the chunked output layer, which reads its weight outside the module's forward",
+    "variable_seq_lengths": "the packed batches",
+}
+
+
+def split_megatron_options(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Sort `actor.megatron` by the upstream dataclass that owns each name.
+
+    Returns:
+        {"transformer": {...}, "optimizer": {...}, "ddp": {...}}; a name of several goes to all of them.
+
+    Raises:
+        ConfigError: every unknown name with the nearest one, every name that another field sets.
+    """
+    known = {part: {f.name for f in dataclasses.fields(cls)} for part, cls in _UPSTREAM.items()}
+    every_name = sorted(set().union(*known.values()))
+    problems = []
+    for name in options:
+        if name in _OWNED:
+            problems.append(f"actor.megatron.{name}: set by {_OWNED[name]}; remove it here")
+        elif name not in every_name:
+            near = difflib.get_close_matches(name, every_name, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            problems.append(
+                f"actor.megatron.{name}: no field of Megatron's TransformerConfig, OptimizerConfig or DDP{hint}"
+            )
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return {part: {n: v for n, v in options.items() if n in names} for part, names in known.items()}
+
+
+def padded_vocabulary(vocab_size: int, tensor_parallel: int) -> int:
+    """Rows of the embedding: the vocabulary rounded up so that every TP size of 1..16 gives the same number."""
+    multiple = VOCABULARY_MULTIPLE // math.gcd(VOCABULARY_MULTIPLE, tensor_parallel)
+    return padded_vocab_size(vocab_size, tensor_parallel, multiple=multiple)
+
+
+def transformer_config(
+    shape: ModelShape,
+    layout: Layout,
+    *,
+    dtype: str = "fp32",
+    sequence_parallel: bool = False,
+    recompute: str = "none",
+    fp8: str | None = None,
+    transformer_engine: bool = False,
+    options: Mapping[str, Any] | None = None,
+) -> TransformerConfig:
+    """Megatron's configuration of this shape on this layout; `options` are TransformerConfig fields by name."""
+    on_gpu = torch.cuda.is_available()
+    values: dict[str, Any] = {
+        "num_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "num_query_groups": shape.kv_heads,
+        "kv_channels": shape.head_dim,
+        "ffn_hidden_size": shape.ffn,
+        "layernorm_epsilon": shape.rms_eps,
+        "add_qkv_bias": shape.qkv_bias,
+        "qk_layernorm": shape.qk_norm,
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "context_parallel_size": layout.context,
+        "sequence_parallel": sequence_parallel and layout.tensor > 1,
+        "params_dtype": DTYPES[dtype],
+        "pipeline_dtype": DTYPES[dtype],
+        "bf16": dtype == "bf16",
+        "use_cpu_initialization": not on_gpu,
+        # Weights are loaded from files right after; drawing them would only cost time.
+        "perform_initialization": False,
+        "calculate_per_token_loss": True,
+        "bias_activation_fusion": on_gpu,
+        "apply_rope_fusion": transformer_engine,
+        **_FIXED_TRANSFORMER_OPTIONS,
+        **_recompute_options(recompute),
+    }
+    if fp8:
+        values["fp8"] = fp8
+    config = TransformerConfig(**{**values, **(options or {})})
+    config.finalize_model_grads_func = finalize_summed_grads
+    return config
+
+
+_FIXED_TRANSFORMER_OPTIONS = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": F.silu,
+    "add_bias_linear": False,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "masked_softmax_fusion": False,
+    "bias_dropout_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "persist_layer_norm": False,
+    "variable_seq_lengths": True,
+    # Upstream insists on this name with variable lengths, even for dense models.
+    "moe_token_dispatcher_type": "alltoall",
+}
+
+
+def _recompute_options(recompute: str) -> dict[str, Any]:
+    if recompute == "none":
+        return {}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def build_model(
+    shape: ModelShape, config: TransformerConfig, *, transformer_engine: bool = False
+) -> HiddenStateGPTModel:
+    """This rank's part of the model, with uninitialised weights, on this process's device."""
+    model = HiddenStateGPTModel(
+        config,
+        layer_spec(config, transformer_engine=transformer_engine),
+        vocab_size=padded_vocabulary(shape.vocab, config.tensor_model_parallel_size),
+        max_sequence_length=shape.max_positions,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,
+        share_embeddings_and_output_weights=shape.tie,
+        parallel_output=True,
+    )
+    _mark_tensor_parallel(model, shape)
+    if shape.rope_scaling:
+        _apply_llama3_scaling(model.rotary_pos_emb, shape.rope_scaling)
+    if config.bf16:
+        model = model.bfloat16()  # rotary frequencies are a plain attribute and stay fp32
+    return model.to(device.prepare())
+
+
+def local_rules(model: HiddenStateGPTModel, shape: ModelShape) -> list[tuple[torch.nn.Parameter, TensorRule]]:
+    """This rank's parameters with the rule of each, in forward order.
+
+    Raises:
+        ModelError: a parameter that no rule names.
+    """
+    fused_norms = any(name.endswith("layer_norm_weight") for name, _ in model.named_parameters())
+    rules = {rule.megatron_name: rule for rule in hf_to_megatron(shape, fused_norms=fused_norms)}
+    if shape.tie:
+        rules["output_layer.weight"] = output_rule(shape)
+    first_layer = model.decoder.layers[0].layer_number - 1 if len(model.decoder.layers) else 0
+    found = []
+    for name, parameter in model.named_parameters():
+        whole_name = global_name(name, first_layer)
+        if whole_name not in rules:
+            raise ModelError(f"parameter {whole_name} of the Megatron model has no Hugging Face counterpart")
+        found.append((parameter, rules[whole_name]))
+    return found
+
+
+# Along which dimension of a parameter its tensor-parallel shards stand side by side.
+_SHARDED_DIM = {"vocab": 0, "qkv": 0, "gate_up": 0, "columns": 1}
+
+
+def _mark_tensor_parallel(model: HiddenStateGPTModel, shape: ModelShape) -> None:
+    """Tell Megatron which parameters are shards: the gradient norm counts all others on one rank only.
+
+    Upstream sets the marks while it draws initial weights, and `perform_initialization` is off.
+    """
+    for parameter, rule in local_rules(model, shape):
+        if rule.kind in _SHARDED_DIM and not hasattr(parameter, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(parameter, True, _SHARDED_DIM[rule.kind], 1)
+
+
+def _apply_llama3_scaling(rotary: RotaryEmbedding, scaling: RopeScaling) -> None:
+    """Llama 3's frequency scaling with the file's own numbers (Megatron's default numbers are those of Llama 3.1)."""
+    rotary.inv_freq = rotary._apply_scaling(
+        rotary.inv_freq,
+        factor=scaling.factor,
+        low_freq_factor=scaling.low_freq_factor,
+        high_freq_factor=scaling.high_freq_factor,
+        original_max_position_embeddings=scaling.original_max_positions,
+    )
+
+
+def wrap_data_parallel(
+    model: HiddenStateGPTModel, config: TransformerConfig, *, distributed_optimizer: bool, options: Mapping[str, Any]
+) -> DistributedDataParallel:
+    """Megatron's data-parallel wrapper; gradients are kept and reduced in fp32."""
+    values = {
+        "grad_reduce_in_fp32": True,
+        "overlap_grad_reduce": False,
+        "use_distributed_optimizer": distributed_optimizer,
+        "check_for_nan_in_grad": False,  # actor/step.py looks at the global norm and can skip a step; this would abort
+    }
+    return DistributedDataParallel(config, DistributedDataParallelConfig(**{**values, **options}), model)

@@ -1,0 +1,110 @@
+"""Megatron's optimizer and learning-rate schedule, and a step that can be refused.
+
+Place in the data flow: gradients (already summed over ranks) -> finite? -> clip -> update. The schedule advances
+before the update, so the first update of a warm-up does not run at learning rate 0.
+Refuses: an update with a non-finite gradient norm; the caller decides what happens then.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_daro.actor import device
+from megatron_daro.actor.model import DTYPES
+from megatron_daro.config.actor import OptimizerSection
+
+device.prepare()
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """One attempt to update. grad_norm is before clipping; learning_rate the one used."""
+
+    applied: bool
+    grad_norm: float
+    learning_rate: float
+
+
+def build_optimizer(
+    model: DistributedDataParallel, section: OptimizerSection, *, dtype: str, options: Mapping[str, Any]
+) -> MegatronOptimizer:
+    """Adam over this rank's parameters (or its shard of them, when distributed)."""
+    values: dict[str, Any] = {
+        "optimizer": "adam",
+        "lr": section.learning_rate,
+        "min_lr": section.learning_rate * section.min_learning_rate_ratio,  # copied into every parameter group
+        "weight_decay": section.weight_decay,
+        "adam_beta1": section.betas[0],
+        "adam_beta2": section.betas[1],
+        "adam_eps": section.eps,
+        "clip_grad": section.grad_clip,
+        "use_distributed_optimizer": section.distributed,
+        "params_dtype": DTYPES[dtype],
+        "bf16": dtype == "bf16",
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return get_megatron_optimizer(OptimizerConfig(**{**values, **options}), [model])
+
+
+def build_scheduler(
+    optimizer: MegatronOptimizer, section: OptimizerSection, *, total_steps: int
+) -> OptimizerParamScheduler:
+    """Warm-up from 0, then constant, linear or cosine down to min_learning_rate_ratio; the unit is optimizer steps."""
+    warmup = section.warmup_steps
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=section.learning_rate,
+        min_lr=section.learning_rate * section.min_learning_rate_ratio,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=max(total_steps, warmup + 1),
+        lr_decay_style=section.schedule,
+        start_wd=section.weight_decay,
+        end_wd=section.weight_decay,
+        wd_incr_steps=max(total_steps, 1),
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+
+
+def update(optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, *, allowed: bool = True) -> UpdateReport:
+    """Clip and apply the gradients, unless they or the loss are not finite.
+
+    Args:
+        optimizer, scheduler: of this rank; their state changes only if the update is applied.
+        allowed: False if the loss was not finite; must be the same on every rank.
+    """
+    found_inf = optimizer.prepare_grads()
+    grad_norm = float(optimizer.get_grad_norm())
+    if found_inf or not allowed or not _finite_everywhere(grad_norm):
+        return UpdateReport(applied=False, grad_norm=grad_norm, learning_rate=0.0)
+    scheduler.step(increment=1)
+    if optimizer.config.clip_grad > 0 and optimizer.get_parameters():
+        clip_grad_by_total_norm_fp32(optimizer.get_parameters(), optimizer.config.clip_grad, grad_norm)
+    optimizer.step_with_ready_grads()
+    return UpdateReport(applied=True, grad_norm=grad_norm, learning_rate=_learning_rate(optimizer))
+
+
+def _finite_everywhere(value: float) -> bool:
+    """The same answer on every rank: a norm may be taken over a part of the world only."""
+    flag = torch.tensor([float(math.isfinite(value))], device=device.prepare())
+    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN)
+    return bool(flag.item() > 0)
+
+
+def _learning_rate(optimizer: MegatronOptimizer) -> float:
+    return float(optimizer.param_groups[0]["lr"]) if optimizer.param_groups else 0.0

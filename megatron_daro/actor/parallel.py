@@ -1,0 +1,94 @@
+"""Process groups and seeds of one training process: which rank is what.
+
+Place in the data flow: first thing a worker does; everything else in actor/ asks Megatron's parallel state afterwards.
+Refuses: a world that is not TP x PP x CP x DP.
+"""
+
+from __future__ import annotations
+
+import datetime
+import warnings
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_daro.actor import device
+from megatron_daro.errors import ConfigError
+
+device.prepare()
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # absent Apex and Transformer Engine are announced by a dozen modules
+    from megatron.core import parallel_state, tensor_parallel
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sizes of the parallel dimensions, in processes."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    data: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.tensor * self.pipeline * self.context * self.data
+
+
+def initialize(layout: Layout, *, rank: int, init_method: str, seed: int, timeout_s: float) -> None:
+    """Join the process group and build Megatron's groups. Collectives that wait longer than `timeout_s` fail.
+
+    Args:
+        layout: sizes; their product is the world size.
+        rank: this process, 0..world_size-1 (TP fastest, then CP, DP, PP: Megatron's order "tp-cp-ep-dp-pp").
+        init_method: a torch rendezvous address such as "tcp://127.0.0.1:29500".
+        seed: base seed; Megatron offsets it per TP and PP rank.
+        timeout_s: limit of every collective, in seconds.
+    """
+    target = device.prepare()
+    backend = "nccl" if target.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        init_method=init_method,
+        rank=rank,
+        world_size=layout.world_size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+    build_groups(layout, seed=seed)
+
+
+def build_groups(layout: Layout, *, seed: int) -> None:
+    """Megatron's groups on top of an existing torch process group (tests and plans use their own)."""
+    if dist.get_world_size() != layout.world_size:
+        raise ConfigError(
+            f"actor layout: TP {layout.tensor} x PP {layout.pipeline} x CP {layout.context} x DP {layout.data} = "
+            f"{layout.world_size} processes, but {dist.get_world_size()} were started; change actor.*_parallel"
+        )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        context_parallel_size=layout.context,
+        create_gloo_process_groups=dist.get_backend() != "fake",
+    )
+    seed_everything(seed)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch and Megatron's tensor-parallel generators; the same on every data-parallel rank."""
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def shutdown() -> None:
+    """Leave all groups; afterwards `initialize` may be called again in this process."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def data_parallel_rank() -> int:
+    """Which replica this rank belongs to."""
+    return parallel_state.get_data_parallel_rank()

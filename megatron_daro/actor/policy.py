@@ -1,0 +1,152 @@
+"""The Megatron policy of one process: model, optimizer, algorithm, and what can be done with them.
+
+Place in the data flow: a worker process (runtime/) holds one; every rank of the layout makes the same calls in the same
+order, since most of them are collective. Refuses to know Ray, engines or run directories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_daro.actor import checkpoint, device
+from megatron_daro.actor.forward import MicroBatches, OutputSettings, response_logprobs
+from megatron_daro.actor.model import build_model, split_megatron_options, transformer_config, wrap_data_parallel
+from megatron_daro.actor.optimizer import build_optimizer, build_scheduler
+from megatron_daro.actor.parallel import Layout
+from megatron_daro.actor.settings import PolicySettings
+from megatron_daro.actor.step import Trainee, train_step
+from megatron_daro.actor.weights import export_hf_weights, load_hf_weights
+from megatron_daro.algo.objective import ObjectiveSettings
+from megatron_daro.algo.weighting import ALGORITHMS, Algorithm
+from megatron_daro.config.actor import ActorSection
+from megatron_daro.config.algorithm import AlgorithmSection
+from megatron_daro.convert.families import ModelShape, read_model_shape
+from megatron_daro.convert.hf_reader import HFCheckpoint
+from megatron_daro.types import StepResult, TrainBatch
+
+
+def layout_of(actor: ActorSection) -> Layout:
+    """The parallel sizes of the section."""
+    return Layout(actor.tensor_parallel, actor.pipeline_parallel, actor.context_parallel, actor.data_parallel)
+
+
+def build_algorithm(section: AlgorithmSection, *, rollouts_per_prompt: int, max_response_tokens: int) -> Algorithm:
+    """The named algorithm with its options."""
+    return ALGORITHMS[section.name].from_options(
+        rollouts_per_prompt=rollouts_per_prompt,
+        max_response_tokens=max_response_tokens,
+        **section.daro.model_dump(),
+    )
+
+
+def objective_settings(section: AlgorithmSection) -> ObjectiveSettings:
+    """The token objective that the section describes."""
+    return ObjectiveSettings(
+        clip_low=section.clip_low,
+        clip_high=section.clip_high,
+        dual_clip=section.dual_clip,
+        kl_coefficient=section.kl.coefficient,
+        kl_estimator=section.kl.estimator,
+        entropy_coefficient=section.entropy_coefficient,
+        correction=section.correction.kind,
+        correction_cap=section.correction.cap,
+        correction_low=section.correction.low,
+        correction_high=section.correction.high,
+        correction_level=section.correction.level,
+    )
+
+
+class MegatronPolicy:
+    """One rank's part of the policy. Process groups must be there already (actor/parallel.py)."""
+
+    def __init__(self, settings: PolicySettings, actor: ActorSection, algorithm: AlgorithmSection) -> None:
+        """Build the model, load the Hugging Face weights, make optimizer and schedule. Collective.
+
+        Raises:
+            ModelError: the model directory cannot be used. ConfigError: an option of actor.megatron is unknown.
+        """
+        self.shape: ModelShape = read_model_shape(settings.model_path)
+        self._objective = objective_settings(algorithm)
+        self._output = OutputSettings(self.shape.vocab, settings.temperature, actor.logprob_chunk_tokens)
+        options = split_megatron_options(actor.megatron)
+        # Transformer Engine has no attention for packed sequences in fp32, and multiplies fp32 matrices as TF32.
+        transformer_engine = actor.dtype == "bf16" and device.has_transformer_engine()
+        config = transformer_config(
+            self.shape,
+            layout_of(actor),
+            dtype=actor.dtype,
+            sequence_parallel=actor.use_sequence_parallel,
+            recompute=actor.recompute,
+            fp8="hybrid" if actor.fp8 else None,
+            transformer_engine=transformer_engine,
+            options=options["transformer"],
+        )
+        self.model = build_model(self.shape, config, transformer_engine=transformer_engine)
+        with HFCheckpoint(settings.model_path) as tensors:
+            load_hf_weights(self.model, self.shape, tensors)
+        self._reference = self._copy_weights() if algorithm.needs_reference else None
+        wrapped = wrap_data_parallel(
+            self.model, config, distributed_optimizer=actor.optimizer.distributed, options=options["ddp"]
+        )
+        optimizer = build_optimizer(wrapped, actor.optimizer, dtype=actor.dtype, options=options["optimizer"])
+        self.trainee = Trainee(
+            model=wrapped,
+            optimizer=optimizer,
+            scheduler=build_scheduler(optimizer, actor.optimizer, total_steps=settings.total_steps),
+            algorithm=build_algorithm(
+                algorithm,
+                rollouts_per_prompt=settings.rollouts_per_prompt,
+                max_response_tokens=settings.max_response_tokens,
+            ),
+        )
+
+    def train_step(self, batch: TrainBatch, micro_batches: MicroBatches, *, step: int) -> StepResult:
+        """One optimizer step on this data-parallel shard. Collective over all ranks; all get the same result."""
+        return train_step(self.trainee, batch, micro_batches, self._objective, self._output, step=step)
+
+    def logprobs(self, batch: TrainBatch, micro_batches: MicroBatches) -> np.ndarray | None:
+        """float32 [R] of the shard's response tokens under the current weights; None before the last stage."""
+        return response_logprobs(self.trainee.model, batch, micro_batches, self._output)
+
+    def reference_logprobs(self, batch: TrainBatch, micro_batches: MicroBatches) -> np.ndarray | None:
+        """The same under the weights that the run started from. Needs algorithm.kl.coefficient > 0."""
+        with self._reference_weights():
+            return response_logprobs(self.trainee.model, batch, micro_batches, self._output)
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """This stage's weights under Hugging Face names. Every tensor-parallel rank must iterate to the end."""
+        return export_hf_weights(self.model, self.shape)
+
+    def save(self, directory: Path) -> None:
+        """Write model, optimizer, schedule and DARO's weights into an existing directory. Collective."""
+        checkpoint.save(self.trainee, directory)
+
+    def load(self, directory: Path) -> None:
+        """The inverse of `save`, also on another layout. Collective. Raises CheckpointError."""
+        checkpoint.load(self.trainee, directory)
+
+    def _copy_weights(self) -> list[Tensor]:
+        return [parameter.detach().to("cpu", copy=True) for parameter in self.model.parameters()]
+
+    @contextmanager
+    def _reference_weights(self) -> Iterator[None]:
+        """The reference weights in place of the current ones."""
+        if self._reference is None:
+            raise RuntimeError("reference log-probs were asked for, but algorithm.kl.coefficient is 0")
+        current = self._copy_weights()
+        self._put_weights(self._reference)
+        try:
+            yield
+        finally:
+            self._put_weights(current)
+
+    @torch.no_grad()
+    def _put_weights(self, values: list[Tensor]) -> None:
+        for parameter, value in zip(self.model.parameters(), values, strict=True):
+            parameter.copy_(value)

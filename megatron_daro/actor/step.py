@@ -1,0 +1,120 @@
+"""One optimizer step: forward and backward over the micro-batches, the update, DARO's weights, the metrics.
+
+Place in the data flow: TrainBatch shard + micro-batches -> StepResult, the same on every rank.
+Refuses to update from a loss or gradient that is not finite: model, optimizer, schedule and weights stay as they were
+and the result says so.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from dataclasses import dataclass
+from functools import partial
+
+from megatron_daro.actor import device
+from megatron_daro.actor.forward import MicroBatches, OutputSettings, packed_micro_batches, run_schedule
+from megatron_daro.actor.loss import StepLoss, StepSums
+from megatron_daro.actor.optimizer import UpdateReport, update
+from megatron_daro.algo.objective import ObjectiveSettings
+from megatron_daro.algo.weighting import Algorithm
+from megatron_daro.types import StepResult, TrainBatch
+
+device.prepare()
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer import MegatronOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+
+@dataclass(slots=True, eq=False)
+class Trainee:
+    """What a train step changes, together: the model stage, its optimizer and schedule, the algorithm's weights."""
+
+    model: DistributedDataParallel
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    algorithm: Algorithm
+
+
+def compute_gradients(
+    trainee: Trainee,
+    batch: TrainBatch,
+    micro_batches: MicroBatches,
+    settings: ObjectiveSettings,
+    output: OutputSettings,
+) -> StepSums:
+    """Forward and backward of a whole step; gradients end up summed over all ranks, in the main gradient buffers."""
+    model, inner = trainee.model, trainee.model.module
+    model.train()
+    model.zero_grad_buffer()
+    trainee.optimizer.zero_grad()
+    config = inner.config
+    packs = packed_micro_batches(batch, micro_batches, sequence_parallel=config.sequence_parallel, fp8=bool(config.fp8))
+    loss = StepLoss(trainee.algorithm, settings, output, batch)
+    run_schedule(model, packs, partial(loss.micro_batch, inner), forward_only=False)
+    return loss.reduce()
+
+
+def train_step(
+    trainee: Trainee,
+    batch: TrainBatch,
+    micro_batches: MicroBatches,
+    settings: ObjectiveSettings,
+    output: OutputSettings,
+    *,
+    step: int,
+) -> StepResult:
+    """One optimizer step on this rank's shard; every rank calls it with the same number of micro-batches.
+
+    Returns:
+        Metrics of the whole step. `skipped` with a reason if the loss or the gradient was not finite.
+    """
+    started = time.perf_counter()
+    sums = compute_gradients(trainee, batch, micro_batches, settings, output)
+    forward_backward_s = time.perf_counter() - started
+    weights_before = trainee.algorithm.weights
+    extra_loss = trainee.algorithm.extra_loss(sums.totals)
+    report = update(trainee.optimizer, trainee.scheduler, allowed=sums.finite)
+    if report.applied:
+        trainee.algorithm.update(sums.loss_sums, sums.totals.tokens_per_bin, sums.abs_loss_sums)
+    metrics = _metrics(sums, report, extra_loss) | {"timing/forward_backward_s": forward_backward_s}
+    if weights_before is not None:
+        metrics |= {f"difficulty/weight/{k}": float(weights_before[k]) for k in range(1, len(weights_before) - 1)}
+        metrics["difficulty/clamped"] = float(trainee.algorithm.clamped)
+    reason = "" if report.applied else _reason(sums, report)
+    return StepResult(step=step, metrics=metrics, skipped=not report.applied, reason=reason)
+
+
+def _reason(sums: StepSums, report: UpdateReport) -> str:
+    what = "the gradient norm" if sums.finite else "the loss"
+    return f"{what} was not finite (loss {sums.policy_loss}, gradient norm {report.grad_norm})"
+
+
+def _metrics(sums: StepSums, report: UpdateReport, extra_loss: float) -> dict[str, float]:
+    """Metric keys of docs/metrics.md that the train part knows."""
+    tokens = max(sums.token_sums["tokens"], 1.0)
+    mean = {name: value / tokens for name, value in sums.token_sums.items()}
+    metrics = {
+        "loss/policy": sums.policy_loss,
+        "loss/total": sums.policy_loss + sums.regularizer + extra_loss,
+        "loss/grad_norm": report.grad_norm,
+        "optimizer/learning_rate": report.learning_rate,
+        "ratio/mean": mean["ratio"],
+        "ratio/clip_fraction_high": mean["clip_high"],
+        "ratio/clip_fraction_low": mean["clip_low"],
+        "ratio/dual_clip_fraction": mean["dual_clip"],
+        "policy/entropy": mean["entropy"],
+        "policy/kl_reference": mean["kl_ref"],
+        "mismatch/logprob_abs_mean": mean["logprob_abs_diff"],
+        "mismatch/logprob_abs_max": sums.max_logprob_diff,
+        "mismatch/kl": mean["mismatch_kl"],
+        "mismatch/corrected_fraction": mean["corrected"],
+    }
+    counts = sums.totals.tokens_per_bin.tolist()
+    for k, count in enumerate(counts):
+        metrics[f"difficulty/tokens/{k}"] = float(count)
+        if count:
+            metrics[f"difficulty/loss/{k}"] = float(sums.loss_sums[k]) / count
+    return metrics

@@ -1,0 +1,113 @@
+"""Advantages: one number per rollout, from the rewards of its group.
+
+Place in the data flow: after the verdicts of all K rollouts of every group of the step, before the loss.
+Refuses non-finite rewards. Knows nothing of tokens: the advantage is broadcast over the tokens of its rollout later.
+
+Shape letters: N samples of the whole optimizer step, G groups among them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from megatron_daro.errors import AlgorithmError
+
+AdvantageStd = Literal["population", "sample", "batch", "none"]
+
+
+def group_advantages(
+    rewards_N: Tensor, group_ids_N: Tensor, std: AdvantageStd = "population", eps: float = 1e-6
+) -> Tensor:
+    """A = (R - mean of the group) / (std + eps).
+
+    The mean is always the group's. A group whose rewards are all equal (so also a group of one) gets exactly 0.
+
+    Args:
+        rewards_N: [N], any real or integer dtype, in any order.
+        group_ids_N: [N] integers, arbitrary values in any order; equal id means same group.
+        std: "population" (divide by K) or "sample" (by K - 1) over the group; "batch", population over all N rewards
+            (Lite PPO; hand in the whole step); "none", no division (Dr. GRPO).
+        eps: added to the standard deviation.
+
+    Returns:
+        [N], dtype of the rewards if that is floating, else float32. Never NaN.
+
+    Raises:
+        AlgorithmError: shapes differ, a reward is not finite, or `std` is unknown.
+
+    Source: GRPO arXiv 2402.03300; Lite PPO arXiv 2508.08221; Dr. GRPO arXiv 2503.20783.
+    """
+    if std not in get_args(AdvantageStd):
+        raise AlgorithmError(f"std: got {std!r}, allowed are {', '.join(get_args(AdvantageStd))}")
+    rewards_N, group_N, num_groups, dtype = _checked(rewards_N, group_ids_N)
+    if rewards_N.numel() == 0:
+        return rewards_N.to(dtype)
+    centred_N, size_N = _centred(rewards_N, group_N, num_groups)
+    if std == "none":
+        return centred_N.to(dtype)
+    std_N = rewards_N.std(correction=0) if std == "batch" else _group_std(centred_N, group_N, num_groups, size_N, std)
+    # With eps 0 a constant group would be 0/0; its centred rewards are exactly 0, so any positive divisor does.
+    return (centred_N / torch.where(std_N + eps > 0, std_N + eps, 1.0)).to(dtype)
+
+
+def leave_one_out_advantages(rewards_N: Tensor, group_ids_N: Tensor) -> Tensor:
+    """A_i = R_i - mean of the other rewards of its group (RLOO); exactly 0 for equal rewards and for a group of one.
+
+    Args:
+        rewards_N: [N], any real or integer dtype.
+        group_ids_N: [N] integers, arbitrary values in any order.
+
+    Returns:
+        [N], dtype of the rewards if that is floating, else float32.
+
+    Raises:
+        AlgorithmError: shapes differ or a reward is not finite.
+
+    Source: Ahmadian et al., arXiv 2402.14740: R_i - (sum - R_i)/(K - 1) = (R_i - mean) * K/(K - 1).
+    """
+    rewards_N, group_N, num_groups, dtype = _checked(rewards_N, group_ids_N)
+    centred_N, size_N = _centred(rewards_N, group_N, num_groups)
+    return (centred_N * size_N / (size_N - 1).clamp(min=1)).to(dtype)
+
+
+def _checked(rewards_N: Tensor, group_ids_N: Tensor) -> tuple[Tensor, Tensor, int, torch.dtype]:
+    """Rewards as float64, group numbers 0..G-1, G, and the dtype to answer in."""
+    rewards_N = torch.as_tensor(rewards_N)
+    group_ids_N = torch.as_tensor(group_ids_N, device=rewards_N.device)
+    if rewards_N.ndim != 1 or rewards_N.shape != group_ids_N.shape:
+        raise AlgorithmError(
+            f"rewards_N and group_ids_N: got shapes {tuple(rewards_N.shape)} and {tuple(group_ids_N.shape)}, "
+            "allowed are two vectors of the same length; give one reward and one group id per rollout"
+        )
+    finite_N = torch.isfinite(rewards_N)
+    if not bool(finite_N.all()):
+        where = int((~finite_N).nonzero()[0])
+        raise AlgorithmError(
+            f"rewards_N[{where}]: got {float(rewards_N[where])} (group {int(group_ids_N[where])}), "
+            "allowed are finite numbers; check the reward function of that answer"
+        )
+    dtype = rewards_N.dtype if rewards_N.is_floating_point() else torch.float32
+    ids_G, group_N = torch.unique(group_ids_N, return_inverse=True)
+    return rewards_N.to(torch.float64), group_N, len(ids_G), dtype
+
+
+def _centred(rewards_N: Tensor, group_N: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+    """R - group mean (exactly 0 in groups of equal rewards), and the size of each sample's group; both float64 [N]."""
+    zeros_G = torch.zeros(num_groups, dtype=torch.float64, device=rewards_N.device)
+    size_N = zeros_G.index_add(0, group_N, torch.ones_like(rewards_N))[group_N]
+    mean_N = zeros_G.index_add(0, group_N, rewards_N)[group_N] / size_N
+    lowest_N = zeros_G.scatter_reduce(0, group_N, rewards_N, "amin", include_self=False)[group_N]
+    highest_N = zeros_G.scatter_reduce(0, group_N, rewards_N, "amax", include_self=False)[group_N]
+    # Ten times 0.1 has a mean that is not 0.1 in floating point: rounding must not become a signal of size 1e-17/eps.
+    return torch.where(lowest_N == highest_N, 0.0, rewards_N - mean_N), size_N
+
+
+def _group_std(centred_N: Tensor, group_N: Tensor, num_groups: int, size_N: Tensor, std: str) -> Tensor:
+    """Each sample's group standard deviation, float64 [N]; a group of one has 0 under either divisor."""
+    squares_G = torch.zeros(num_groups, dtype=torch.float64, device=centred_N.device)
+    squares_G.index_add_(0, group_N, centred_N.square())
+    divisor_N = size_N if std == "population" else (size_N - 1).clamp(min=1)
+    return (squares_G[group_N] / divisor_N).sqrt()

@@ -1,0 +1,157 @@
+"""Off-policy corrections: what to do when another engine, or older weights, made the rollouts.
+
+Place in the data flow: rollout, old and current log-probs -> a weight per token (tis, mis) or a ratio per token (gspo)
+for the objective. Refuses to drop anything silently: each weight comes with the indicator of what it changed.
+A dropped token keeps its place in the denominators, which are fixed before the forward pass.
+
+Shape letters: T packed tokens, M segments (samples of this micro-batch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_daro.algo.surrogate import importance_ratio
+
+Correction = Literal["none", "tis", "mis", "gspo"]
+CorrectionLevel = Literal["token", "sequence"]
+SegmentReduce = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CorrectionWeights:
+    """weight_T: detached factor of the token loss. changed_T: bool, where it was truncated (tis) or masked (mis)."""
+
+    weight_T: Tensor
+    changed_T: Tensor
+
+
+def truncated_importance_weights(ratio_T: Tensor, cap: float) -> CorrectionWeights:
+    """TIS: min(ratio, cap).
+
+    Args:
+        ratio_T: [T], pi_old / pi_rollout of a token or of its sequence.
+        cap: C > 0.
+
+    Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025).
+    """
+    ratio_T = ratio_T.detach()
+    return CorrectionWeights(ratio_T.clamp(max=cap), ratio_T > cap)
+
+
+def masked_importance_weights(ratio_T: Tensor, low: float, high: float) -> CorrectionWeights:
+    """MIS: the ratio where it lies in [low, high], else 0.
+
+    Args:
+        ratio_T: [T], pi_old / pi_rollout of a token or of its sequence.
+        low, high: both ends are kept; 0 <= low <= 1 <= high.
+
+    Source: IcePop, arXiv 2510.18855 (token level); the sequence level tests the sequence's ratio instead.
+    """
+    ratio_T = ratio_T.detach()
+    inside = (ratio_T >= low) & (ratio_T <= high)
+    return CorrectionWeights(torch.where(inside, ratio_T, 0), ~inside)
+
+
+def rollout_ratio(
+    old_logprobs_T: Tensor,
+    rollout_logprobs_T: Tensor,
+    mask_T: Tensor,
+    segment_T: Tensor,
+    num_segments: int,
+    *,
+    level: CorrectionLevel = "token",
+    segment_reduce: SegmentReduce | None = None,
+) -> Tensor:
+    """pi_old / pi_rollout: per token, or per sequence as the geometric mean over its trained tokens.
+
+    The geometric mean (as in GSPO), because a bound on the plain product would mean another thing for every length.
+
+    Args:
+        old_logprobs_T, rollout_logprobs_T: [T], finite where the mask is set.
+        mask_T: bool [T], trained tokens.
+        segment_T: int64 [T], which sample a token belongs to, 0..M-1.
+        num_segments: M.
+        level: "token" or "sequence".
+        segment_reduce: see `segment_mean`.
+
+    Returns:
+        [T], detached.
+    """
+    log_ratio_T = (old_logprobs_T - rollout_logprobs_T).detach()
+    if level == "sequence":
+        log_ratio_T = segment_mean(log_ratio_T, mask_T, segment_T, num_segments, segment_reduce)
+    return importance_ratio(log_ratio_T, torch.zeros_like(log_ratio_T))
+
+
+def sequence_log_ratio(
+    logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    mask_T: Tensor,
+    segment_T: Tensor,
+    num_segments: int,
+    segment_reduce: SegmentReduce | None = None,
+) -> Tensor:
+    """GSPO's log ratio, the sequence's mean of (logprobs - old), repeated on each of its tokens.
+
+    Its gradient is routed through each token's own log-prob: value sg[mean] + logprob - sg[logprob]. For a token loss
+    f(s_i) summed over the |o_i| tokens of sequence i, the direct form gives d/dlogprob_u = |o_i| f' s_i / |o_i| and
+    this one f' s_i: the same. So no gradient has to cross context-parallel ranks, and `segment_reduce` may be a plain,
+    non-differentiable all-reduce.
+
+    Args:
+        logprobs_T: [T], with gradient; old_logprobs_T: [T]; mask_T: bool [T]; segment_T: int64 [T]; num_segments: M.
+        segment_reduce: see `segment_mean`.
+
+    Returns:
+        [T], a log ratio with gradient.
+
+    Source: GSPO arXiv 2507.18071, the sequence ratio in the form the paper calls GSPO-token.
+    """
+    mean_T = segment_mean((logprobs_T - old_logprobs_T).detach(), mask_T, segment_T, num_segments, segment_reduce)
+    return mean_T + (logprobs_T - logprobs_T.detach())
+
+
+def segment_mean(
+    values_T: Tensor,
+    mask_T: Tensor,
+    segment_T: Tensor,
+    num_segments: int,
+    segment_reduce: SegmentReduce | None = None,
+) -> Tensor:
+    """The mean over each segment's masked tokens, repeated on each of its tokens; detached.
+
+    Args:
+        values_T: [T]; mask_T: bool [T]; segment_T: int64 [T] in 0..M-1 where the mask is set; num_segments: M.
+        segment_reduce: sums a float64 [M] tensor over the ranks that hold parts of the same segments (context
+            parallel), called twice, in the same order on every rank. None: this process holds whole segments.
+
+    Returns:
+        [T], dtype of the values; 0 for segments without tokens.
+    """
+    sums_M = segment_sums(values_T.detach(), mask_T, segment_T, num_segments)
+    counts_M = segment_sums(torch.ones_like(values_T), mask_T, segment_T, num_segments)
+    if segment_reduce is not None:
+        sums_M, counts_M = segment_reduce(sums_M), segment_reduce(counts_M)
+    if num_segments == 0:
+        return torch.zeros_like(values_T)
+    means_M = (sums_M / counts_M.clamp(min=1)).to(values_T.dtype)
+    return means_M[torch.where(mask_T, segment_T, 0)]
+
+
+def segment_sums(values_T: Tensor, mask_T: Tensor, segment_T: Tensor, num_segments: int) -> Tensor:
+    """The sum over each segment's masked tokens, float64 [M]; gradient flows to the masked tokens only.
+
+    Args:
+        values_T: [T]; mask_T: bool [T]; segment_T: int64 [T], any value where the mask is not set; num_segments: M.
+    """
+    sums_M = torch.zeros(num_segments, dtype=torch.float64, device=values_T.device)
+    if num_segments == 0:
+        return sums_M
+    kept_T = torch.where(mask_T, values_T, 0).to(torch.float64)
+    return sums_M.index_add(0, torch.where(mask_T, segment_T, 0), kept_T)

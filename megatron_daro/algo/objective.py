@@ -1,0 +1,255 @@
+"""The objective of the tokens of one micro-batch: surrogate, correction, KL and entropy terms, and what is reported.
+
+Place in the data flow: log-probs (current, old, rollout, reference) of packed tokens -> token losses and sums; the
+actor multiplies the per-sample sums by the coefficients of `weighting`. Refuses to average: everything reported is a
+sum (or a maximum), so micro-batches and ranks add up exactly. What the mask leaves out may be NaN; it reaches nothing.
+
+Shape letters: T packed tokens, M segments (samples of this micro-batch).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from megatron_daro.algo.corrections import (
+    Correction,
+    CorrectionLevel,
+    CorrectionWeights,
+    SegmentReduce,
+    masked_importance_weights,
+    rollout_ratio,
+    segment_sums,
+    sequence_log_ratio,
+    truncated_importance_weights,
+)
+from megatron_daro.algo.regularizers import KlEstimator, kl_terms
+from megatron_daro.algo.surrogate import check_clip_range, clip_fractions, clipped_ratio_loss, importance_ratio
+from megatron_daro.errors import AlgorithmError
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectiveSettings:
+    """What the token objective is made of.
+
+    clip_low, clip_high, dual_clip: see `surrogate.clipped_ratio_loss`. kl_coefficient, entropy_coefficient: weights of
+    the mean KL and entropy per trained token. correction: "none"; "tis" caps the rollout ratio at correction_cap; "mis"
+    drops what lies outside [correction_low, correction_high]; "gspo" takes the sequence's ratio (its clip range is
+    usually near 4e-4). correction_level: what the rollout ratio is taken over, "token" or "sequence".
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    dual_clip: float | None = None
+    kl_coefficient: float = 0.0
+    kl_estimator: KlEstimator = "k3"
+    entropy_coefficient: float = 0.0
+    correction: Correction = "none"
+    correction_cap: float = 2.0
+    correction_low: float = 0.5
+    correction_high: float = 2.0
+    correction_level: CorrectionLevel = "token"
+
+    def __post_init__(self) -> None:
+        check_clip_range(self.clip_low, self.clip_high, self.dual_clip)
+        choices = {"kl_estimator": KlEstimator, "correction": Correction, "correction_level": CorrectionLevel}
+        for field, allowed in choices.items():
+            if getattr(self, field) not in get_args(allowed):
+                names = ", ".join(get_args(allowed))
+                raise AlgorithmError(f"{field}: got {getattr(self, field)!r}, allowed are {names}")
+        if not self.kl_coefficient >= 0:
+            raise AlgorithmError(f"kl_coefficient: got {self.kl_coefficient}, allowed is 0 or more")
+        if not self.correction_cap > 0:
+            raise AlgorithmError(f"correction_cap: got {self.correction_cap}, allowed is a number above 0")
+        if not 0 <= self.correction_low <= 1 <= self.correction_high:
+            raise AlgorithmError(
+                f"correction_low, correction_high: got {self.correction_low}, {self.correction_high}, "
+                "allowed is 0 <= low <= 1 <= high (a ratio of 1 must stay)"
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenObjective:
+    """Per-token terms (0 where the mask is not set) and what is reported.
+
+    loss_T: policy loss, correction included. kl_T, entropy_T: the terms themselves, without their coefficients.
+    regularizer_T: kl_coefficient * kl_T - entropy_coefficient * entropy_T; sum it and multiply by
+    `Algorithm.regularizer_coefficient`. segment_losses_M: float64 [M], sum of loss_T per sample, with gradient:
+    multiply by `Algorithm.sample_coefficients`. segment_abs_losses_M: float64 [M], sum of |loss_T|, detached.
+    sums: detached float64 0-dim sums over the masked tokens: "tokens", "ratio", "clip_high", "clip_low", "dual_clip",
+    "entropy"; with reference log-probs "kl_ref"; with rollout log-probs "logprob_abs_diff", "mismatch_kl", "corrected".
+    maxima: with rollout log-probs "logprob_abs_diff".
+    """
+
+    loss_T: Tensor
+    kl_T: Tensor
+    entropy_T: Tensor
+    regularizer_T: Tensor
+    segment_losses_M: Tensor
+    segment_abs_losses_M: Tensor
+    sums: dict[str, Tensor]
+    maxima: dict[str, Tensor]
+
+
+def token_objective(
+    logprobs_T: Tensor,
+    entropy_T: Tensor | None,
+    *,
+    old_logprobs_T: Tensor | None,
+    rollout_logprobs_T: Tensor | None,
+    ref_logprobs_T: Tensor | None,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    segment_T: Tensor,
+    num_segments: int,
+    settings: ObjectiveSettings,
+    segment_reduce: SegmentReduce | None = None,
+) -> TokenObjective:
+    """Everything a micro-batch contributes, token by token.
+
+    Args:
+        logprobs_T: [T], current policy, with gradient.
+        entropy_T: [T], or None for zeros (then entropy_coefficient must be 0).
+        old_logprobs_T: [T], or None for an on-policy step: the current ones, detached; the ratio is exactly 1.
+        rollout_logprobs_T: [T] of the engine; None is allowed for corrections "none" and "gspo".
+        ref_logprobs_T: [T]; None is allowed for kl_coefficient 0.
+        advantages_T: [T], each sample's advantage on its tokens.
+        mask_T: [T], true (or 1) where the token is trained.
+        segment_T: int64 [T], sample of the token, 0..M-1 (anything where the mask is not set).
+        num_segments: M.
+        settings: what is switched on.
+        segment_reduce: sums a float64 [M] tensor over the context-parallel ranks that share these samples; no gradient
+            passes through it (see `corrections.sequence_log_ratio`). Called by "gspo" and sequence-level corrections.
+
+    Returns:
+        A TokenObjective.
+
+    Raises:
+        AlgorithmError: shapes differ, or log-probs that the settings need are missing.
+    """
+    optional = (entropy_T, old_logprobs_T, rollout_logprobs_T, ref_logprobs_T)
+    _check_shapes(logprobs_T, *optional, advantages_T, mask_T, segment_T)
+    _check_needed(settings, entropy_T, rollout_logprobs_T, ref_logprobs_T)
+    kept_T = mask_T.bool()
+    where = (kept_T, segment_T, num_segments)
+    # Selecting inputs, not outputs: a NaN that is multiplied by 0 later is still NaN in value and in gradient.
+    logprobs_T, advantages_T = _select(kept_T, logprobs_T), _select(kept_T, advantages_T.detach())
+    entropies_T, old_T, rollout_T, reference_T = (None if x is None else _select(kept_T, x) for x in optional)
+    old_T = logprobs_T.detach() if old_T is None else old_T.detach()
+    ratio_T = _ratio(settings, logprobs_T, old_T, where, segment_reduce)
+    clip = (settings.clip_low, settings.clip_high, settings.dual_clip)
+    loss_T = clipped_ratio_loss(ratio_T, advantages_T, *clip)
+    sums = {"tokens": kept_T, "ratio": ratio_T, **clip_fractions(ratio_T, advantages_T, *clip)}
+    maxima: dict[str, Tensor] = {}
+    if rollout_T is not None:
+        correction = _correction(settings, old_T, rollout_T, where, segment_reduce)
+        loss_T = loss_T * correction.weight_T
+        sums |= {"corrected": correction.changed_T, **_mismatch(old_T, rollout_T)}
+        maxima["logprob_abs_diff"] = _masked_max(sums["logprob_abs_diff"], kept_T)
+    zeros_T = torch.zeros_like(logprobs_T)
+    kl_T = zeros_T if reference_T is None else kl_terms(logprobs_T, reference_T, settings.kl_estimator)
+    entropies_T = zeros_T if entropies_T is None else entropies_T
+    sums |= {"entropy": entropies_T} | ({} if reference_T is None else {"kl_ref": kl_T})
+    return TokenObjective(
+        loss_T=loss_T,
+        kl_T=kl_T,
+        entropy_T=entropies_T,
+        regularizer_T=settings.kl_coefficient * kl_T - settings.entropy_coefficient * entropies_T,
+        segment_losses_M=segment_sums(loss_T, *where),
+        segment_abs_losses_M=segment_sums(loss_T.detach().abs(), *where),
+        sums={name: _masked_sum(values_T, kept_T) for name, values_T in sums.items()},
+        maxima=maxima,
+    )
+
+
+def _select(kept_T: Tensor, values_T: Tensor) -> Tensor:
+    """The values of the masked tokens, 0 elsewhere."""
+    return torch.where(kept_T, values_T, 0)
+
+
+def _ratio(
+    settings: ObjectiveSettings,
+    logprobs_T: Tensor,
+    old_T: Tensor,
+    where: tuple[Tensor, Tensor, int],
+    segment_reduce: SegmentReduce | None,
+) -> Tensor:
+    """The importance ratio that is clipped: the token's, or its sequence's (gspo)."""
+    if settings.correction != "gspo":
+        return importance_ratio(logprobs_T, old_T)
+    log_ratio_T = sequence_log_ratio(logprobs_T, old_T, *where, segment_reduce)
+    return importance_ratio(log_ratio_T, torch.zeros_like(old_T))
+
+
+def _correction(
+    settings: ObjectiveSettings,
+    old_T: Tensor,
+    rollout_T: Tensor,
+    where: tuple[Tensor, Tensor, int],
+    segment_reduce: SegmentReduce | None,
+) -> CorrectionWeights:
+    """The factor of each token's loss."""
+    if settings.correction in ("none", "gspo"):
+        return CorrectionWeights(torch.ones_like(old_T), torch.zeros_like(old_T, dtype=torch.bool))
+    level = settings.correction_level
+    ratio_T = rollout_ratio(old_T, rollout_T, *where, level=level, segment_reduce=segment_reduce)
+    if settings.correction == "tis":
+        return truncated_importance_weights(ratio_T, settings.correction_cap)
+    return masked_importance_weights(ratio_T, settings.correction_low, settings.correction_high)
+
+
+def _mismatch(old_T: Tensor, rollout_T: Tensor) -> dict[str, Tensor]:
+    """How far the trainer's log-probs are from the engine's; the KL estimate is k3 of KL(rollout || old)."""
+    return {"logprob_abs_diff": (old_T - rollout_T).abs(), "mismatch_kl": kl_terms(rollout_T, old_T, "k3")}
+
+
+def _masked_sum(values_T: Tensor, kept_T: Tensor) -> Tensor:
+    """Float64, so that the number of micro-batches does not show in the digits."""
+    return torch.where(kept_T, values_T.detach().to(torch.float64), 0.0).sum()
+
+
+def _masked_max(values_T: Tensor, kept_T: Tensor) -> Tensor:
+    """The largest of non-negative values; 0 without tokens."""
+    values_T = torch.where(kept_T, values_T.detach().to(torch.float64), 0.0)
+    return values_T.max() if values_T.numel() else values_T.sum()
+
+
+def _check_shapes(logprobs_T: Tensor, *others_T: Tensor | None) -> None:
+    names = (
+        "entropy_T",
+        "old_logprobs_T",
+        "rollout_logprobs_T",
+        "ref_logprobs_T",
+        "advantages_T",
+        "mask_T",
+        "segment_T",
+    )
+    for name, other_T in zip(names, others_T, strict=True):
+        if other_T is not None and (other_T.shape != logprobs_T.shape or logprobs_T.ndim != 1):
+            raise AlgorithmError(
+                f"{name}: got shape {tuple(other_T.shape)} beside logprobs_T of {tuple(logprobs_T.shape)}, "
+                "allowed are vectors with one entry per packed token"
+            )
+
+
+def _check_needed(
+    settings: ObjectiveSettings, entropy_T: Tensor | None, rollout_T: Tensor | None, reference_T: Tensor | None
+) -> None:
+    if settings.correction in ("tis", "mis") and rollout_T is None:
+        raise AlgorithmError(
+            f"rollout_logprobs_T: got None, but correction {settings.correction!r} compares with the engine's "
+            "log-probs; hand them in, or set the correction to 'none'"
+        )
+    if settings.kl_coefficient != 0 and reference_T is None:
+        raise AlgorithmError(
+            f"ref_logprobs_T: got None, but kl_coefficient is {settings.kl_coefficient}; "
+            "compute the reference's log-probs, or set kl_coefficient to 0"
+        )
+    if settings.entropy_coefficient != 0 and entropy_T is None:
+        raise AlgorithmError(
+            f"entropy_T: got None, but entropy_coefficient is {settings.entropy_coefficient}; "
+            "compute the entropy with its gradient, or set entropy_coefficient to 0"
+        )

@@ -1,0 +1,284 @@
+"""One small class per algorithm: how the token losses of a rollout enter the policy loss.
+
+Place in the data flow: the totals of the whole optimizer step (bins, trained tokens, rollouts; summed over all ranks
+before the forward pass) -> one coefficient per rollout -> L = sum_i coefficient_i * sum_t l_t, on any split of them.
+Refuses to know a micro-batch: a denominator taken from part of a step makes the loss depend on how the step was split.
+
+Shape letters: N samples (of any part of the step), K rollouts per prompt, [K+1] one entry per bin 0..K.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from megatron_daro.algo.advantages import AdvantageStd, group_advantages, leave_one_out_advantages
+from megatron_daro.algo.difficulty import DifficultyWeights, token_counts
+from megatron_daro.errors import AlgorithmError, CheckpointError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchTotals:
+    """What every rank must know about the whole optimizer step before its first forward pass.
+
+    tokens_per_bin: int64 [K+1], trained tokens. num_rollouts: all rollouts of the step, those without tokens included.
+    """
+
+    tokens_per_bin: Tensor
+    num_rollouts: int
+
+    @classmethod
+    def of(cls, bins_N: Tensor, lengths_N: Tensor, rollouts_per_prompt: int) -> BatchTotals:
+        """The totals of some samples: int64 bins [N] and trained tokens [N]. Add those of all ranks."""
+        return cls(token_counts(bins_N, lengths_N, rollouts_per_prompt), len(torch.as_tensor(bins_N)))
+
+    @classmethod
+    def from_vector(cls, vector: Tensor) -> BatchTotals:
+        """The inverse of `vector`, after it was summed over ranks."""
+        return cls(vector[:-1].to(torch.int64), int(vector[-1]))
+
+    def vector(self) -> Tensor:
+        """int64 [K+2]: tokens per bin, then the rollouts; a plain sum over ranks adds totals."""
+        return torch.cat([self.tokens_per_bin, self.tokens_per_bin.new_tensor([self.num_rollouts])])
+
+    def __add__(self, other: BatchTotals) -> BatchTotals:
+        return BatchTotals(self.tokens_per_bin + other.tokens_per_bin, self.num_rollouts + other.num_rollouts)
+
+    @property
+    def tokens(self) -> int:
+        """N, all trained tokens."""
+        return int(self.tokens_per_bin.sum())
+
+    @property
+    def kept_tokens(self) -> int:
+        """Trained tokens of groups with 0 < mu < 1."""
+        return int(self.tokens_per_bin[1:-1].sum())
+
+
+class Algorithm(ABC):
+    """One row of the family table: an advantage, a filter, and a coefficient per rollout."""
+
+    name: ClassVar[str]
+    advantage_std: ClassVar[AdvantageStd] = "population"
+    dynamic_filter: ClassVar[bool] = False
+
+    def __init__(self, *, rollouts_per_prompt: int, max_response_tokens: int) -> None:
+        """Take K (2 or more) and the longest response allowed, in tokens."""
+        if rollouts_per_prompt < 2:
+            raise AlgorithmError(f"rollouts_per_prompt: got {rollouts_per_prompt}, allowed is 2 or more")
+        if max_response_tokens < 1:
+            raise AlgorithmError(f"max_response_tokens: got {max_response_tokens}, allowed is 1 or more")
+        self.rollouts_per_prompt = rollouts_per_prompt
+        self.max_response_tokens = max_response_tokens
+
+    @classmethod
+    def from_options(cls, *, rollouts_per_prompt: int, max_response_tokens: int, **daro_options: Any) -> Algorithm:
+        """Build from plain options, the same call for every algorithm.
+
+        Args:
+            rollouts_per_prompt: K.
+            max_response_tokens: the longest response allowed (dr_grpo's constant denominator).
+            daro_options: keyword options of `DifficultyWeights`; checked here for every algorithm, used by daro only.
+
+        Raises:
+            AlgorithmError: an option is unknown or out of range.
+        """
+        try:
+            DifficultyWeights(rollouts_per_prompt, **daro_options)
+        except TypeError as error:
+            raise AlgorithmError(f"daro options: {error}; allowed are those of DifficultyWeights") from None
+        return cls(rollouts_per_prompt=rollouts_per_prompt, max_response_tokens=max_response_tokens)
+
+    def advantages(self, rewards_N: Tensor, group_ids_N: Tensor, std: AdvantageStd | None = None) -> Tensor:
+        """The advantages [N] of the rewards of the whole step; `std` overrides the row's own choice."""
+        return group_advantages(rewards_N, group_ids_N, std=std or self.advantage_std)
+
+    def keep(self, bins_N: Tensor) -> Tensor:
+        """bool [N]: which samples the dynamic filter lets through (all where there is none)."""
+        bins_N = torch.as_tensor(bins_N)
+        return self._mixed(bins_N) if self.dynamic_filter else torch.ones_like(bins_N, dtype=torch.bool)
+
+    @abstractmethod
+    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
+        """What the sum of a rollout's token losses is multiplied by.
+
+        Args:
+            bins_N: int64 [N], bins of some samples of the step.
+            lengths_N: [N], their trained response tokens.
+            totals: of the whole optimizer step, over all ranks and micro-batches.
+
+        Returns:
+            float64 [N] on the device of `bins_N`, finite, without gradient; 0 for samples without tokens.
+        """
+
+    def regularizer_coefficient(self, totals: BatchTotals) -> float:
+        """What KL and entropy terms of a token are multiplied by: 1/N, a mean over all trained tokens of the step."""
+        return _inverse(totals.tokens)
+
+    def extra_loss(self, totals: BatchTotals) -> float:
+        """The part of the loss without a gradient into the policy (daro: -sum ln w), for reporting."""
+        return 0.0
+
+    def update(self, loss_sums: Tensor, token_counts: Tensor, abs_loss_sums: Tensor | None = None) -> None:  # noqa: B027
+        """Learn from the step's loss sums per bin [K+1]; only daro does."""
+
+    @property
+    def weights(self) -> Tensor | None:
+        """Difficulty weights float64 [K+1], or None for an algorithm without."""
+        return None
+
+    @property
+    def clamped(self) -> int:
+        """How many difficulty weights sit at an end of their clamp."""
+        return 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data, fit for JSON."""
+        return {"algorithm": self.name}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a saved state. Raises CheckpointError if another algorithm saved it."""
+        if state.get("algorithm") != self.name:
+            raise CheckpointError(
+                f"algorithm: the saved state is of {state.get('algorithm')!r}, this run uses {self.name!r}; "
+                "set algorithm.name to the saved one, or start from the weights alone"
+            )
+
+    def _mixed(self, bins_N: Tensor) -> Tensor:
+        return (bins_N > 0) & (bins_N < self.rollouts_per_prompt)
+
+
+class Grpo(Algorithm):
+    """Token mean over all trained tokens: 1/N."""
+
+    name = "grpo"
+
+    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
+        """See `Algorithm.sample_coefficients`."""
+        return _constant(_inverse(totals.tokens), lengths_N)
+
+
+class GrpoSequence(Algorithm):
+    """The original GRPO: the mean over rollouts of the mean over their tokens, 1/(|o_i| * rollouts)."""
+
+    name = "grpo_sequence"
+
+    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
+        """See `Algorithm.sample_coefficients`."""
+        return _constant(_inverse(totals.num_rollouts), lengths_N) / lengths_N.to(torch.float64).clamp(min=1)
+
+
+class Dapo(Algorithm):
+    """Token mean over the groups with 0 < mu < 1; the others are filtered and replaced."""
+
+    name = "dapo"
+    dynamic_filter = True
+
+    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
+        """See `Algorithm.sample_coefficients`."""
+        return torch.where(self._mixed(bins_N), _constant(_inverse(totals.kept_tokens), lengths_N), 0.0)
+
+
+class LitePpo(Grpo):
+    """Token mean with group mean and batch standard deviation: grpo with w_k proportional to sqrt(mu(1-mu))."""
+
+    name = "lite_ppo"
+    advantage_std = "batch"
+
+
+class DrGrpo(Algorithm):
+    """No standard deviation and a constant denominator: 1/(rollouts * max_response_tokens)."""
+
+    name = "dr_grpo"
+    advantage_std = "none"
+
+    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
+        """See `Algorithm.sample_coefficients`."""
+        return _constant(_inverse(totals.num_rollouts * self.max_response_tokens), lengths_N)
+
+
+class Rloo(Grpo):
+    """Token mean with the leave-one-out advantage."""
+
+    name = "rloo"
+    advantage_std = "none"
+
+    def advantages(self, rewards_N: Tensor, group_ids_N: Tensor, std: AdvantageStd | None = None) -> Tensor:
+        """Leave-one-out; it has no standard deviation to choose, so an override is refused."""
+        if std not in (None, "none"):
+            raise AlgorithmError(
+                f"std: got {std!r}, rloo divides by none; remove the option or choose another algorithm"
+            )
+        return leave_one_out_advantages(rewards_N, group_ids_N)
+
+
+class Daro(Algorithm):
+    """w_k / N_k with learnt difficulty weights; groups with mu of 0 or 1 are filtered."""
+
+    name = "daro"
+    dynamic_filter = True
+
+    def __init__(self, *, rollouts_per_prompt: int, max_response_tokens: int, **daro_options: Any) -> None:
+        """Take the options of `Algorithm` and those of `DifficultyWeights`."""
+        super().__init__(rollouts_per_prompt=rollouts_per_prompt, max_response_tokens=max_response_tokens)
+        try:
+            self.difficulty = DifficultyWeights(rollouts_per_prompt, **daro_options)
+        except TypeError as error:
+            raise AlgorithmError(f"daro options: {error}; allowed are those of DifficultyWeights") from None
+
+    @classmethod
+    def from_options(cls, *, rollouts_per_prompt: int, max_response_tokens: int, **daro_options: Any) -> Daro:
+        """See `Algorithm.from_options`."""
+        return cls(rollouts_per_prompt=rollouts_per_prompt, max_response_tokens=max_response_tokens, **daro_options)
+
+    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
+        """See `Algorithm.sample_coefficients`."""
+        coefficients = self.difficulty.coefficients(totals.tokens_per_bin).to(bins_N.device)
+        return torch.where(lengths_N > 0, coefficients[bins_N], 0.0)
+
+    def extra_loss(self, totals: BatchTotals) -> float:
+        """See `Algorithm.extra_loss`."""
+        return self.difficulty.barrier(totals.tokens_per_bin)
+
+    def update(self, loss_sums: Tensor, token_counts: Tensor, abs_loss_sums: Tensor | None = None) -> None:
+        """See `DifficultyWeights.update`."""
+        self.difficulty.update(loss_sums, token_counts, abs_loss_sums)
+
+    @property
+    def weights(self) -> Tensor:
+        """float64 [K+1]."""
+        return self.difficulty.weights
+
+    @property
+    def clamped(self) -> int:
+        """See `DifficultyWeights.clamped`."""
+        return self.difficulty.clamped
+
+    def state_dict(self) -> dict[str, Any]:
+        """The weights' state beside the name."""
+        return {**super().state_dict(), "difficulty": self.difficulty.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises CheckpointError for another algorithm, another K, or a torn state."""
+        super().load_state_dict(state)
+        self.difficulty.load_state_dict(state.get("difficulty") or {})
+
+
+ALGORITHMS: Mapping[str, type[Algorithm]] = {
+    cls.name: cls for cls in (Grpo, GrpoSequence, Dapo, LitePpo, DrGrpo, Rloo, Daro)
+}
+
+
+def _inverse(count: int) -> float:
+    """1/count, and 0 for a step without any: its sums are 0 as well."""
+    return 1.0 / count if count > 0 else 0.0
+
+
+def _constant(value: float, lengths_N: Tensor) -> Tensor:
+    """float64 [N]: the value where a sample has tokens, else 0."""
+    return torch.where(lengths_N > 0, torch.tensor(value, dtype=torch.float64, device=lengths_N.device), 0.0)

@@ -1,0 +1,184 @@
+"""The console command `megatron-daro`: train, eval, report.
+
+Place in the data flow: the composition root. Reads the configuration, calls the runtime or the report, turns errors
+into exit codes. What a sub-command needs is imported inside it, so `--help` loads neither torch nor ray. Does no work
+of its own.
+
+Exit codes: 0 done; 1 a DaroError, its message on the last line of stderr; 2 wrong configuration or usage; 3 a loss or
+gradient was not finite (trainer.on_nonfinite: stop); 130 Ctrl-C or SIGTERM, with or without a checkpoint (the last
+line says which).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megatron_daro.errors import ConfigError, DaroError, NonFiniteError
+
+if TYPE_CHECKING:
+    from megatron_daro.config import CheckReport, Config
+
+EXIT_ERROR, EXIT_CONFIG, EXIT_NONFINITE, EXIT_INTERRUPTED = 1, 2, 3, 130
+
+ConfigFile = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="YAML file (docs/configuration.md).", show_default=False)
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="A.B=C", help="Options that replace those of the file, such as trainer.steps=5."),
+]
+
+_ENDED = {
+    "stopped": "stopped after step {step}, whose state is saved (nothing to save at step 0); --resume goes on",
+    "interrupted": "interrupted after step {step}, without a checkpoint; --resume goes on from the newest one",
+}
+
+
+class _EndedEarlyError(Exception):
+    """A signal ended the run; the message says what was kept."""
+
+
+app = typer.Typer(
+    name="megatron-daro",
+    help="Difficulty-aware reinforcement learning (DARO) on Megatron-core.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+def train(
+    config_file: ConfigFile,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved configuration and the checks; start nothing.")
+    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint.")] = False,
+    replay: Annotated[
+        Path | None,
+        typer.Option("--replay", metavar="RUN", help="Train on the rollouts recorded in RUN, without engines."),
+    ] = None,
+) -> None:
+    """Train as CONFIG says."""
+    if replay:
+        _require_directory("--replay", replay, "a run directory")
+    config = _resolve(config_file, overrides, dry_run=dry_run)
+    if dry_run:
+        return
+    import megatron_daro.runtime.launch as launch
+
+    outcome = launch.train(config, resume=resume, replay=replay)
+    if outcome.status != "finished":
+        raise _EndedEarlyError(_ENDED[outcome.status].format(step=outcome.step))
+
+
+@app.command(name="eval")
+def evaluate(
+    config_file: ConfigFile,
+    checkpoint: Annotated[
+        Path, typer.Option("--checkpoint", metavar="DIR", help="Checkpoint (RUN/checkpoints/step_...) to evaluate.")
+    ],
+    overrides: Overrides = None,
+) -> None:
+    """Evaluate a checkpoint on the held-out sets of CONFIG."""
+    config = _resolve(config_file, overrides, dry_run=False)
+    _require_directory("--checkpoint", checkpoint, "a checkpoint directory such as RUN/checkpoints/step_000020")
+    if not config.data.eval:
+        raise ConfigError("data.eval: got no set; allowed: at least one for eval; fix: add a set to data.eval")
+    import megatron_daro.runtime.launch as launch
+
+    launch.evaluate(config, checkpoint=checkpoint)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.", show_default=False)],
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="Where to write. Unset: RUN/report.html.")
+    ] = None,
+) -> None:
+    """Write a self-contained HTML report of a run."""
+    _require_directory("RUN", run, "a run directory")
+    from megatron_daro.observe.report import write_report
+
+    target = output or run / "report.html"
+    write_report(run, target)
+    typer.echo(target)
+
+
+def _require_directory(name: str, path: Path, allowed: str) -> None:
+    if not path.is_dir():
+        raise ConfigError(f"{name}: got {str(path)!r}, which is not there; allowed: {allowed}; fix: check the path")
+
+
+def _resolve(config_file: Path, overrides: Sequence[str] | None, *, dry_run: bool) -> Config:
+    """The checked configuration; prints it with its checks on a dry run, and warnings always."""
+    from megatron_daro.config import resolve_and_check, to_yaml
+
+    config, checks = resolve_and_check(config_file, overrides or ())
+    if dry_run:
+        typer.echo(to_yaml(config), nl=False)
+        typer.echo(_check_list(checks), nl=False)
+    for warning in checks.warnings:
+        typer.echo(f"warning: {printable(str(warning))}", err=True)
+    return config
+
+
+def _check_list(checks: CheckReport) -> str:
+    """The checks as YAML comments, so that the whole output of --dry-run is a configuration file."""
+    lines = [f"#   ok       {subject}: {found}" for subject, found in checks.passed]
+    lines += [f"#   warning  {warning}" for warning in checks.warnings]
+    return printable("\n".join(["# Checks", *lines])) + "\n"
+
+
+def printable(text: str) -> str:
+    """Text without control characters other than line breaks: messages may hold what a model or a file said."""
+    return "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: without the program name; those of the process if not given.
+
+    Returns:
+        The exit code (see the module).
+    """
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="megatron-daro")
+    except SystemExit as exit_:  # typer ends this way: help 0, wrong usage 2, Ctrl-C 130
+        code = exit_.code if isinstance(exit_.code, int) else 0
+        return _fail("interrupted", code) if code == EXIT_INTERRUPTED else code
+    except _EndedEarlyError as ended:
+        return _fail(str(ended), EXIT_INTERRUPTED)
+    except KeyboardInterrupt:
+        return _fail("interrupted", EXIT_INTERRUPTED)
+    except ConfigError as error:
+        return _fail(f"configuration error: {error}", EXIT_CONFIG)
+    except NonFiniteError as error:
+        return _fail(_one_line(error), EXIT_NONFINITE)
+    except DaroError as error:
+        return _fail(_one_line(error), EXIT_ERROR)
+    return 0
+
+
+def _one_line(error: DaroError) -> str:
+    """Name and message on one line: whoever watches a log looks at its last line."""
+    return f"{type(error).__name__}: " + "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+
+
+def _fail(message: str, code: int) -> int:
+    sys.stdout.flush()
+    print(printable(message), file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

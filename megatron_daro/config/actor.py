@@ -1,0 +1,88 @@
+"""The `actor` section: layout, precision, memory and optimizer of the Megatron policy.
+
+Place in the data flow: read by megatron_daro.actor. `actor.megatron` holds upstream's own names; they are compared with
+upstream's dataclass where Megatron is imported, through `problems.check_passthrough`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from megatron_daro.config.base import Decay, Section
+
+
+class OptimizerSection(Section):
+    """AdamW and its schedule."""
+
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """Peak learning rate, > 0."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay, >= 0."""
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """Adam decay rates, each in [0, 1)."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Adam's epsilon, > 0."""
+    grad_clip: float = Field(default=1.0, ge=0)
+    """Largest global gradient norm; 0: no clipping."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps of linear warm-up, >= 0."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """Course of the learning rate after warm-up; cosine and linear end at the last optimizer step of the run."""
+    min_learning_rate_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Where cosine and linear end, as a fraction of learning_rate; in [0, 1]."""
+    distributed: bool = True
+    """Split the optimizer state over the data-parallel ranks."""
+
+
+class ActorSection(Section):
+    """The policy under training."""
+
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Ranks that share each layer (TP), >= 1; divides attention heads and key-value heads."""
+    pipeline_parallel: int = Field(default=1, ge=1)
+    """Pipeline stages (PP), >= 1; divides the number of layers."""
+    context_parallel: int = Field(default=1, ge=1)
+    """Ranks that share each sequence (CP), >= 1."""
+    data_parallel: int = Field(default=1, ge=1)
+    """Replicas of the model (DP), >= 1. World size = TP * PP * CP * DP."""
+    sequence_parallel: bool | None = None
+    """Split the activations between the tensor-parallel parts too. Unset: on when tensor_parallel > 1."""
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    """Type of parameters and activations; optimizer state and gradients are fp32."""
+    fp8: bool = False
+    """8-bit matrix products (Transformer Engine); needs a GPU that has them, and dtype bf16."""
+    recompute: Literal["none", "full"] = "none"
+    """full: recompute each layer in the backward pass instead of keeping its activations."""
+    micro_batch_tokens: int = Field(default=16384, ge=1)
+    """Tokens of one packed micro-batch of one replica, at most; >= the longest prompt plus response."""
+    logprob_chunk_tokens: int = Field(default=1024, ge=1)
+    """Tokens whose fp32 logits exist at once when log-probabilities are computed; > 0."""
+    optimizer: OptimizerSection = OptimizerSection()
+    """Optimizer and schedule."""
+    megatron: dict[str, Any] = {}
+    """Fields of Megatron-core's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig under upstream
+    names; unknown ones, and those that another option sets, are refused."""
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one replica: TP * PP * CP."""
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+
+    @property
+    def world_size(self) -> int:
+        """All ranks of the actor: TP * PP * CP * DP."""
+        return self.model_parallel_size * self.data_parallel
+
+    @property
+    def use_sequence_parallel(self) -> bool:
+        """sequence_parallel with its default resolved."""
+        return self.tensor_parallel > 1 if self.sequence_parallel is None else self.sequence_parallel
+
+    @property
+    def sequence_multiple(self) -> int:
+        """A packed micro-batch is padded to a multiple of this: TP (sequence parallel on) * 2 CP (if CP > 1)."""
+        tensor = self.tensor_parallel if self.use_sequence_parallel else 1
+        context = 2 * self.context_parallel if self.context_parallel > 1 else 1
+        return tensor * context

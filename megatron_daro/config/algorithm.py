@@ -1,0 +1,131 @@
+"""The `algorithm` section: which loss, how advantages are made, corrections, shaping, and DARO's weights.
+
+Place in the data flow: read by algo (through the actor and the batch builder). Holds numbers and names only; the
+mathematics is in megatron_daro.algo, which this file cannot import because it is torch-free.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from megatron_daro.config.base import Decay, Section
+
+AlgorithmName = Literal["grpo", "grpo_sequence", "dapo", "lite_ppo", "dr_grpo", "rloo", "daro"]
+AdvantageStd = Literal["population", "sample", "batch", "none"]
+
+STD_OF: dict[str, AdvantageStd] = {
+    "grpo": "population",
+    "grpo_sequence": "population",
+    "dapo": "population",
+    "lite_ppo": "batch",
+    "dr_grpo": "none",
+    "rloo": "none",
+    "daro": "population",
+}
+"""Each algorithm's own divisor of the advantage."""
+
+FILTERING = frozenset({"dapo", "daro"})
+"""Algorithms that keep only groups with 0 < pass rate < 1."""
+
+
+class KlSection(Section):
+    """KL term towards the initial policy."""
+
+    coefficient: float = Field(default=0.0, ge=0)
+    """Factor of the KL term in the loss, >= 0. 0: no term, and no reference log-probabilities are computed."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL per token: k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r."""
+
+
+class CorrectionSection(Section):
+    """Importance correction between the engine that sampled and the policy that trains."""
+
+    kind: Literal["none", "tis", "mis", "gspo"] = "none"
+    """none; tis: truncated ratio; mis: drop what is outside [low, high]; gspo: one ratio per sequence."""
+    level: Literal["token", "sequence"] = "token"
+    """Whether tis and mis look at single tokens or at whole sequences."""
+    cap: float = Field(default=2.0, gt=0)
+    """tis: upper bound of the ratio, > 0."""
+    low: float = Field(default=0.5, ge=0)
+    """mis: lower bound of the ratio, >= 0 and below `high`."""
+    high: float = Field(default=2.0, gt=0)
+    """mis: upper bound of the ratio, > 0."""
+
+
+class OverlongSection(Section):
+    """What happens to answers that are too long (DAPO)."""
+
+    kind: Literal["none", "penalty", "filter"] = "none"
+    """none; penalty: soft reward penalty; filter: truncated rollouts leave the loss but count in the pass rate."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """penalty: response length, in tokens, from which the penalty is -1. Unset: rollout.max_response_tokens."""
+    cache_tokens: int | None = Field(default=None, ge=1)
+    """penalty: width, in tokens, of the zone below max_tokens where the penalty grows. Unset: a fifth of max_tokens."""
+
+
+class DaroSection(Section):
+    """DARO's learnable weight per pass-rate bin."""
+
+    learning_rate: float = Field(default=0.01, gt=0)
+    """Adam learning rate of the weights, > 0."""
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """Adam decay rates of the weights, each in [0, 1)."""
+    parameter: Literal["log", "linear"] = "log"
+    """What Adam moves: s = ln w (positive by construction), or w itself."""
+    magnitude: Literal["abs", "signed", "token"] = "abs"
+    """Measured size of a bin's loss: |L_k|, L_k (the literal formula), or the mean of |token loss|."""
+    normalizer: Literal["bin", "batch"] = "bin"
+    """A bin's loss is divided by its own tokens, or by all tokens of the step."""
+    scale: Literal["sum", "mean"] = "sum"
+    """Bins are summed, or summed and divided by the number of bins present."""
+    clamp: tuple[float, float] = (0.1, 10.0)
+    """Lower and upper bound of a weight; 0 < lower <= 1 <= upper, because weights start at 1."""
+
+
+class AlgorithmSection(Section):
+    """The loss."""
+
+    name: AlgorithmName = "daro"
+    """Which advantage and which weighting of the token losses."""
+    std: Literal["auto", "population", "sample", "batch", "none"] = "auto"
+    """What the advantage is divided by: a standard deviation of the group (population, sample) or batch, or nothing;
+    auto: as the algorithm defines it."""
+    filter: Literal["auto", "none", "pass_rate"] = "auto"
+    """pass_rate: keep groups with 0 < pass rate < 1 and refill the batch; auto: as the algorithm defines it."""
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """The ratio is clipped below at 1 - clip_low; in (0, 1)."""
+    clip_high: float = Field(default=0.28, gt=0)
+    """The ratio is clipped above at 1 + clip_high; > 0."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Bound of the loss for negative advantages, as a multiple of |A|; > 1. Unset: off."""
+    entropy_coefficient: float = Field(default=0.0, ge=0)
+    """Factor of the entropy bonus, >= 0."""
+    old_logprobs: Literal["auto", "forward", "recompute", "rollout"] = "auto"
+    """Denominator of the ratio. forward: the train pass's own detached values (one update per batch); recompute: an
+    extra pass before the first update; rollout: the engine's values. auto: forward with one update per batch, else
+    recompute."""
+    kl: KlSection = KlSection()
+    """KL term."""
+    correction: CorrectionSection = CorrectionSection()
+    """Off-policy correction."""
+    overlong: OverlongSection = OverlongSection()
+    """Overlong answers."""
+    daro: DaroSection = DaroSection()
+    """DARO's weights; read when name is daro."""
+
+    @property
+    def advantage_std(self) -> AdvantageStd:
+        """The divisor with auto resolved."""
+        return STD_OF[self.name] if self.std == "auto" else self.std
+
+    @property
+    def filters_groups(self) -> bool:
+        """Whether groups with pass rate 0 or 1 are dropped and the batch refilled."""
+        return self.name in FILTERING if self.filter == "auto" else self.filter == "pass_rate"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether reference log-probabilities are used."""
+        return self.kl.coefficient > 0

@@ -1,0 +1,198 @@
+"""Checks of what is trained on and how: data files, sampling, algorithm, engine, run.
+
+Place in the data flow: called by checks.py, one function a subject; each yields every problem it finds.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_daro.config.model_files import ModelShape
+from megatron_daro.config.problems import Problem
+from megatron_daro.config.sections import Config
+
+_PARQUET_MAGIC = b"PAR1"
+
+
+def data_files(config: Config) -> Iterator[Problem]:
+    """Every data file is there, not empty, and of a known kind."""
+    data = config.data
+    for index, path in enumerate(data.train):
+        yield from _file_problems(f"data.train.{index}", path, data.format)
+    for index, eval_set in enumerate(data.eval):
+        yield from _file_problems(f"data.eval.{index}.path", eval_set.path, eval_set.format)
+    names = [eval_set.name for eval_set in data.eval]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        allowed = "a different name for each set: it names the metric"
+        yield Problem("data.eval", f"the name {name!r} {names.count(name)} times", allowed, "rename one of the sets")
+
+
+def data_text(config: Config) -> str:
+    """What there is, for the report."""
+    return f"{len(config.data.train)} for training, {len(config.data.eval)} for evaluation"
+
+
+def _file_problems(field: str, path: Path, form: str) -> Iterator[Problem]:
+    allowed = "a file of problems that is not empty"
+    if not path.is_file():
+        got = f"{str(path)!r}, which is {'not a file' if path.exists() else 'not there'}"
+        yield Problem(field, got, allowed, "check the path; it is relative to the working directory")
+        return
+    try:
+        with path.open("rb") as file:
+            start = file.read(4096)
+    except OSError as error:
+        yield Problem(field, f"{str(path)!r}: {error.strerror}", allowed, "make the file readable")
+        return
+    if not start.strip():
+        yield Problem(
+            field, f"{str(path)!r}, an empty file", allowed, "write one problem per line, or name another file"
+        )
+        return
+    parquet = start.startswith(_PARQUET_MAGIC)
+    if parquet and not _ends_with(path, _PARQUET_MAGIC):
+        yield Problem(field, f"{str(path)!r}, a torn Parquet file", allowed, "copy or write the file again")
+    if (form == "parquet" and not parquet) or (form == "jsonl" and parquet):
+        got = f"{str(path)!r}, which is {'a' if parquet else 'no'} Parquet file, with format {form}"
+        yield Problem(field, got, f"a {form} file", "set the format to auto", also=("data.format",))
+
+
+def _ends_with(path: Path, magic: bytes) -> bool:
+    """Source: the Parquet format: a file begins and ends with its magic number."""
+    with path.open("rb") as file:
+        file.seek(-len(magic), 2)
+        return file.read(len(magic)) == magic
+
+
+def sampling(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
+    """The rollouts of a group can differ, can end, and may be kept."""
+    rollout = config.rollout
+    if rollout.temperature == 0:
+        got = f"0 with {rollout.rollouts_per_prompt} rollouts per prompt, which would all be equal"
+        yield Problem("rollout.temperature", got, "> 0 for training", "set rollout.temperature=1.0")
+    if rollout.keep_surplus and rollout.max_staleness == 0:
+        fix = "set rollout.keep_surplus=false or rollout.max_staleness=1"
+        yield Problem(
+            "rollout.keep_surplus", "true with max_staleness 0, where kept groups would be too old",
+            "true only with max_staleness >= 1", fix, also=("rollout.max_staleness",),
+        )  # fmt: skip
+    if shape:
+        too_large = [token for token in rollout.stop_token_ids if token >= shape.vocabulary]
+        if too_large:
+            allowed = f"ids below {shape.vocabulary}, the model's vocabulary"
+            fix = "use the ids of this model's tokenizer"
+            yield Problem("rollout.stop_token_ids", str(too_large), allowed, fix, also=("model.path",))
+        if not (shape.has_end_token or rollout.stop or rollout.stop_token_ids):
+            got = "nothing, and the model's files name no end token"
+            fix = "set rollout.stop_token_ids, or eos_token_id in config.json"
+            allowed = "at least one token that ends an answer"
+            yield Problem("rollout.stop_token_ids", got, allowed, fix, also=("model.path", "rollout.stop"))
+    for index, eval_set in enumerate(config.data.eval):
+        if eval_set.temperature == 0 and eval_set.rollouts_per_prompt > 1:
+            got = f"0 with {eval_set.rollouts_per_prompt} rollouts per prompt, which would all be equal"
+            fix = "raise the temperature or set rollouts_per_prompt to 1"
+            yield Problem(f"data.eval.{index}.temperature", got, "> 0 with several rollouts", fix)
+
+
+def sampling_warnings(config: Config) -> Iterator[Problem]:
+    """Sampling that works but is probably not meant."""
+    rollout, loss = config.rollout, config.algorithm
+    if rollout.max_staleness > 0 and loss.correction.kind == "none":
+        got = f"none with rollout.max_staleness {rollout.max_staleness}"
+        fix = "set algorithm.correction.kind=tis"
+        allowed = "tis, mis or gspo are advised off-policy"
+        yield Problem("algorithm.correction.kind", got, allowed, fix, also=("rollout.max_staleness",))
+    if rollout.oversampling > 1 and not loss.filters_groups and not rollout.keep_surplus:
+        got = f"{rollout.oversampling:g}, but no group is filtered"
+        fix = "set rollout.oversampling=1, or algorithm.filter=pass_rate"
+        allowed = "1 without a filter: the surplus would be thrown away"
+        yield Problem("rollout.oversampling", got, allowed, fix, also=("algorithm.filter", "algorithm.name"))
+
+
+def algorithm(config: Config) -> Iterator[Problem]:
+    """The options of the loss fit each other."""
+    section, updates = config.algorithm, config.trainer.updates_per_batch
+    low, high = section.daro.clamp
+    if not 0 < low <= 1 <= high or low == high:
+        allowed = "[lower, upper] with 0 < lower <= 1 <= upper, lower < upper: weights start at 1"
+        yield Problem("algorithm.daro.clamp", str([low, high]), allowed, "set algorithm.daro.clamp=[0.1,10]")
+    if section.name == "rloo" and section.advantage_std != "none":
+        allowed, fix = "auto or none with rloo, which divides by nothing", "set algorithm.std=auto"
+        yield Problem("algorithm.std", section.std, allowed, fix, also=("algorithm.name",))
+    correction = section.correction
+    if correction.kind == "mis" and not correction.low < correction.high:
+        got = f"{correction.low:g} with high {correction.high:g}"
+        also = ("algorithm.correction.high",)
+        yield Problem("algorithm.correction.low", got, "below algorithm.correction.high", "exchange the two", also=also)
+    if correction.kind != "none" and section.old_logprobs == "rollout":
+        got = f"{correction.kind} with old_logprobs rollout, whose ratio to the engine is always 1"
+        also = ("algorithm.old_logprobs",)
+        if correction.kind != "gspo":
+            fix = "set algorithm.old_logprobs=recompute"
+            yield Problem("algorithm.correction.kind", got, "none or gspo with old_logprobs rollout", fix, also=also)
+    if section.old_logprobs == "forward" and updates > 1:
+        got = f"forward with {updates} updates per batch"
+        fix = "set algorithm.old_logprobs=recompute"
+        allowed = "recompute or rollout with several updates per batch"
+        yield Problem("algorithm.old_logprobs", got, allowed, fix, also=("trainer.updates_per_batch",))
+    yield from _overlong(config)
+
+
+def _overlong(config: Config) -> Iterator[Problem]:
+    overlong, longest = config.algorithm.overlong, config.rollout.max_response_tokens
+    if overlong.kind != "penalty":
+        return
+    prefix, length = "algorithm.overlong", "rollout.max_response_tokens"
+    max_tokens, cache_tokens = overlong.max_tokens or longest, overlong.cache_tokens or 1
+    if max_tokens - cache_tokens >= longest:
+        got = f"{max_tokens}, whose penalty begins at {max_tokens - cache_tokens} tokens"
+        allowed = f"a penalty that begins below max_response_tokens {longest}"
+        fix = f"set {prefix}.max_tokens={longest}"
+        yield Problem(f"{prefix}.max_tokens", got, allowed, fix, also=(length, f"{prefix}.cache_tokens"))
+    if cache_tokens >= max_tokens:
+        got = f"{cache_tokens} with max_tokens {max_tokens}"
+        fix = f"set {prefix}.cache_tokens={max(1, max_tokens // 5)}"
+        wider = (length, f"{prefix}.max_tokens")
+        yield Problem(f"{prefix}.cache_tokens", got, f"below {prefix}.max_tokens", fix, also=wider)
+
+
+def algorithm_warnings(config: Config) -> Iterator[Problem]:
+    """Options that work but leave the algorithm of the name."""
+    section = config.algorithm
+    if section.name in ("lite_ppo", "dr_grpo") and section.std != "auto":
+        allowed = f"auto is what {section.name} is"
+        fix = "leave std unset for the published algorithm"
+        yield Problem("algorithm.std", section.std, allowed, fix, also=("algorithm.name",))
+
+
+def engine(config: Config) -> Iterator[Problem]:
+    """Options of an engine belong to the engine that runs."""
+    if config.engine.sglang and config.engine.kind != "sglang":
+        got = f"{len(config.engine.sglang)} options with kind {config.engine.kind}"
+        fix = "set engine.kind=sglang or remove them"
+        yield Problem("engine.sglang", got, "empty unless engine.kind is sglang", fix, also=("engine.kind",))
+
+
+def run(config: Config) -> Iterator[Problem]:
+    """Steps, rewards, evaluation, reporting."""
+    trainer, reward, optimizer = config.trainer, config.reward, config.actor.optimizer
+    if reward.correct_reward <= reward.incorrect_reward:
+        got = f"{reward.correct_reward:g} with incorrect_reward {reward.incorrect_reward:g}"
+        fix = "set reward.correct_reward=1 and reward.incorrect_reward=0 (or -1)"
+        allowed = "above reward.incorrect_reward"
+        yield Problem("reward.correct_reward", got, allowed, fix, also=("reward.incorrect_reward",))
+    updates = trainer.steps * trainer.updates_per_batch
+    if optimizer.warmup_steps > updates:
+        got = f"{optimizer.warmup_steps}, but the run has {updates} optimizer steps"
+        also = ("trainer.steps", "trainer.updates_per_batch")
+        fix = "lower it or raise trainer.steps"
+        yield Problem("actor.optimizer.warmup_steps", got, f"at most {updates}", fix, also=also)
+    if trainer.eval_every_steps and not config.data.eval:
+        fix = "add a set to data.eval, or set trainer.eval_every_steps=0"
+        got = f"{trainer.eval_every_steps} without a set in data.eval"
+        yield Problem("trainer.eval_every_steps", got, "0 without data.eval", fix, also=("data.eval",))
+    if config.observe.wandb.enabled and importlib.util.find_spec("wandb") is None:
+        fix = 'run pip install "megatron_daro[wandb]", or set observe.wandb.enabled=false'
+        yield Problem("observe.wandb.enabled", "true without the package wandb", "true where it is installed", fix)

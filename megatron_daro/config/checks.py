@@ -1,0 +1,217 @@
+"""What spans sections, files and hardware: everything that can be known to fail before anything starts.
+
+Place in the data flow: after validation, before placement. Each check looks at one subject and returns what it found;
+all are run, and all problems are reported together. Warnings do not stop a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from megatron_daro.config import check_training
+from megatron_daro.config.hardware import Hardware, detect
+from megatron_daro.config.model_files import ModelShape, read_model
+from megatron_daro.config.problems import Problem, config_error
+from megatron_daro.config.sections import Config
+
+_PARALLEL = ("actor.tensor_parallel", "actor.pipeline_parallel", "actor.context_parallel", "actor.data_parallel")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """passed: (subject, what was found) of each check without problems; warnings and problems as found."""
+
+    passed: tuple[tuple[str, str], ...]
+    warnings: tuple[Problem, ...]
+    problems: tuple[Problem, ...]
+
+    def raise_problems(self, source: str) -> None:
+        """Raises ConfigError with every problem, if there is one."""
+        if self.problems:
+            raise config_error(source, self.problems)
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """What the checks look at. shape is None where config.json could not be read, which is a problem of its own."""
+
+    config: Config
+    hardware: Hardware
+    shape: ModelShape | None
+    model_problems: tuple[Problem, ...]
+
+
+def check(config: Config, hardware: Hardware | None = None) -> CheckReport:
+    """Run every check.
+
+    Args:
+        config: a resolved configuration.
+        hardware: what the run may use; detected if not given.
+
+    Returns:
+        The report; nothing is raised.
+    """
+    shape, model_problems = read_model(config.model.path)
+    context = _Context(config, hardware or detect(), shape, tuple(model_problems))
+    passed, warnings, problems = [], [], []
+    for subject, find, warn, describe in _CHECKS:
+        found = list(find(context))
+        problems += found
+        warnings += list(warn(context))
+        passed += [] if found else [(subject, describe(context))]
+    return CheckReport(tuple(passed), tuple(warnings), tuple(problems))
+
+
+def _nothing(context: _Context) -> Iterator[Problem]:
+    return iter(())
+
+
+def _layout_text(context: _Context) -> str:
+    actor = context.config.actor
+    parts = (actor.tensor_parallel, actor.pipeline_parallel, actor.context_parallel, actor.data_parallel)
+    return "TP {} * PP {} * CP {} * DP {} = ".format(*parts) + f"{actor.world_size} ranks"
+
+
+def _world_problems(context: _Context) -> Iterator[Problem]:
+    actor, hardware = context.config.actor, context.hardware
+    if hardware.kind == "gpu" and actor.world_size > hardware.count:
+        fix = "lower the product of the parallel sizes, or run where there are more GPUs"
+        got = _layout_text(context)
+        yield Problem("actor", got, f"at most {hardware.count} ranks: one per visible GPU", fix, also=_PARALLEL)
+
+
+def _world_warnings(context: _Context) -> Iterator[Problem]:
+    actor, hardware = context.config.actor, context.hardware
+    got = _layout_text(context)
+    if hardware.kind == "gpu" and actor.world_size < hardware.count and hardware.count % actor.world_size == 0:
+        factor = hardware.count // actor.world_size
+        fix = f"actor.data_parallel={actor.data_parallel * factor} would use all"
+        yield Problem("actor", got, f"up to {hardware.count} ranks", fix, also=_PARALLEL)
+    if hardware.kind == "cpu" and actor.world_size > hardware.count:
+        fix = "use fewer ranks, or expect them to share cores"
+        yield Problem("actor", got, f"{hardware.count} CPU cores are here", fix, also=_PARALLEL)
+
+
+def _divides(field: str, size: int, count: int, what: str) -> Iterator[Problem]:
+    if count % size:
+        divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0 and n <= 64)
+        got = f"{size}, which does not divide the model's {count} {what}"
+        yield Problem(field, got, f"one of {divisors}", "choose a divisor", also=("model.path",))
+
+
+def _division_problems(context: _Context) -> Iterator[Problem]:
+    actor, shape = context.config.actor, context.shape
+    if shape:
+        tensor, pipeline = ("actor.tensor_parallel", actor.tensor_parallel), actor.pipeline_parallel
+        yield from _divides(*tensor, shape.heads, "attention heads")
+        yield from _divides(*tensor, shape.kv_heads, "key-value heads")
+        yield from _divides(*tensor, shape.intermediate, "MLP columns (intermediate_size)")
+        yield from _divides("actor.pipeline_parallel", pipeline, shape.layers, "layers")
+    if actor.sequence_parallel and actor.tensor_parallel == 1:
+        fix = "leave it unset: it follows tensor_parallel"
+        yield Problem(
+            "actor.sequence_parallel", "true with tensor_parallel 1", "true only with tensor_parallel > 1", fix,
+            also=("actor.tensor_parallel",),
+        )  # fmt: skip
+
+
+def _division_text(context: _Context) -> str:
+    shape = context.shape
+    return f"{shape.layers} layers, {shape.heads} heads, {shape.kv_heads} key-value heads" if shape else "shape unknown"
+
+
+def _batch_problems(context: _Context) -> Iterator[Problem]:
+    rollout, actor, updates = context.config.rollout, context.config.actor, context.config.trainer.updates_per_batch
+    samples = rollout.batch_rollouts
+    also = ("rollout.prompts_per_step", "rollout.rollouts_per_prompt", "trainer.updates_per_batch")
+    product = f"prompts_per_step {rollout.prompts_per_step} * rollouts_per_prompt {rollout.rollouts_per_prompt}"
+    if samples % updates:
+        got = f"{updates}, which does not divide {product} = {samples} samples"
+        fix = "choose a divisor, or change rollout.prompts_per_step"
+        yield Problem("trainer.updates_per_batch", got, f"a divisor of {samples}", fix, also=also)
+    elif samples // updates < actor.data_parallel:
+        got = f"{actor.data_parallel}, but an update has {samples // updates} samples ({product}, {updates} updates)"
+        fix = "raise rollout.prompts_per_step or lower actor.data_parallel"
+        yield Problem("actor.data_parallel", got, f"at most {samples // updates}", fix, also=also)
+
+
+def _batch_text(context: _Context) -> str:
+    config = context.config
+    samples = config.rollout.batch_rollouts
+    return f"{samples} samples a batch, {samples // config.trainer.updates_per_batch} an update"
+
+
+def _budget_problems(context: _Context) -> Iterator[Problem]:
+    config, shape = context.config, context.shape
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    budget, multiple = config.actor.micro_batch_tokens, config.actor.sequence_multiple
+    lengths = ("data.max_prompt_tokens", "rollout.max_response_tokens")
+    need = f"max_prompt_tokens {prompt} + max_response_tokens {response} = {prompt + response}"
+    if prompt + response > budget:
+        fix = f"set actor.micro_batch_tokens={-(-(prompt + response) // multiple) * multiple}, or shorten the sequences"
+        yield Problem("actor.micro_batch_tokens", f"{budget}, but {need}", f">= {prompt + response}", fix, also=lengths)
+    if budget % multiple:
+        got = f"{budget}, which is not a multiple of {multiple} (TP with sequence parallel * 2 CP)"
+        fix = f"set actor.micro_batch_tokens={-(-budget // multiple) * multiple}"
+        yield Problem("actor.micro_batch_tokens", got, f"a multiple of {multiple}", fix, also=_PARALLEL[:3])
+    if shape and shape.max_positions and prompt + response > shape.max_positions:
+        got = f"{need} tokens"
+        allowed = f"at most {shape.max_positions}, the model's max_position_embeddings"
+        fix = "lower rollout.max_response_tokens or data.max_prompt_tokens"
+        yield Problem("rollout.max_response_tokens", got, allowed, fix, also=(*lengths, "model.path"))
+
+
+def _budget_text(context: _Context) -> str:
+    config = context.config
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    return f"{longest} tokens of prompt and response in micro-batches of {config.actor.micro_batch_tokens}"
+
+
+def _precision_problems(context: _Context) -> Iterator[Problem]:
+    actor, hardware = context.config.actor, context.hardware
+    if actor.fp8 and not hardware.fp8:
+        found = "a CPU" if hardware.kind == "cpu" else "a GPU older than that"
+        allowed = "true only where every GPU has compute capability 8.9 or newer (Ada, Hopper, ...)"
+        yield Problem("actor.fp8", f"true on {found}", allowed, "set actor.fp8=false")
+    if actor.fp8 and actor.dtype != "bf16":
+        allowed = "true only with actor.dtype bf16"
+        yield Problem(
+            "actor.fp8", f"true with dtype {actor.dtype}", allowed, "set actor.dtype=bf16", also=("actor.dtype",)
+        )
+
+
+def _precision_text(context: _Context) -> str:
+    actor = context.config.actor
+    return f"{actor.dtype}{' with fp8' if actor.fp8 else ''} on {context.hardware.count} {context.hardware.kind}s"
+
+
+_Find = Callable[[_Context], Iterator[Problem]]
+_CHECKS: tuple[tuple[str, _Find, _Find, Callable[[_Context], str]], ...] = (
+    ("model files", lambda c: iter(c.model_problems), _nothing, lambda c: str(c.config.model.path)),
+    (
+        "data files",
+        lambda c: check_training.data_files(c.config),
+        _nothing,
+        lambda c: check_training.data_text(c.config),
+    ),
+    ("world size", _world_problems, _world_warnings, _layout_text),
+    ("model division", _division_problems, _nothing, _division_text),
+    ("batch", _batch_problems, _nothing, _batch_text),
+    ("sequence budget", _budget_problems, _nothing, _budget_text),
+    ("precision", _precision_problems, _nothing, _precision_text),
+    (
+        "sampling",
+        lambda c: check_training.sampling(c.config, c.shape),
+        lambda c: check_training.sampling_warnings(c.config),
+        lambda c: f"K {c.config.rollout.rollouts_per_prompt}, temperature {c.config.rollout.temperature:g}",
+    ),
+    (
+        "algorithm",
+        lambda c: check_training.algorithm(c.config),
+        lambda c: check_training.algorithm_warnings(c.config),
+        lambda c: c.config.algorithm.name,
+    ),
+    ("engine", lambda c: check_training.engine(c.config), _nothing, lambda c: c.config.engine.kind),
+    ("run", lambda c: check_training.run(c.config), _nothing, lambda c: f"{c.config.trainer.steps} steps"),
+)

@@ -1,0 +1,69 @@
+"""What this machine offers, found without torch.
+
+Place in the data flow: checks compare the layout with it; a cluster's runtime passes its own totals instead. A GPU
+counts only if the installed torch was built for it, as the actor will see it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+_NVIDIA_SMI_TIMEOUT_S = 20
+_FP8_CAPABILITY = 8.9
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """kind; count: GPUs, or CPU cores; fp8: whether every GPU multiplies 8-bit floats."""
+
+    kind: Literal["cpu", "gpu"]
+    count: int
+    fp8: bool = False
+
+
+def detect() -> Hardware:
+    """The hardware of this machine, as torch would use it (CUDA_VISIBLE_DEVICES respected)."""
+    capabilities = _gpu_capabilities() if _torch_has_cuda() else []
+    if not capabilities:
+        return Hardware("cpu", len(os.sched_getaffinity(0)))
+    return Hardware("gpu", len(capabilities), fp8=min(capabilities) >= _FP8_CAPABILITY)
+
+
+def _torch_has_cuda() -> bool:
+    """Whether torch was built for CUDA, read from its version file because importing it takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    return re.search(r"^cuda\b.*=\s*['\"]", text, re.MULTILINE) is not None
+
+
+def _gpu_capabilities() -> list[float]:
+    """Compute capability of each visible GPU; empty without a working nvidia-smi."""
+    command = ["nvidia-smi", "--query-gpu=index,uuid,compute_cap", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.count(",") == 2]
+    return [float(capability) for _, _, capability in visible_rows(rows, os.environ.get("CUDA_VISIBLE_DEVICES"))]
+
+
+def visible_rows(rows: list[list[str]], visible: str | None) -> list[list[str]]:
+    """The rows [index, uuid, capability] that CUDA_VISIBLE_DEVICES names; like CUDA's, the list ends at an unknown
+    name."""
+    if visible is None:
+        return rows
+    chosen = []
+    for name in (part.strip() for part in visible.split(",")):
+        found = [row for row in rows if name and (row[0] == name or row[1].startswith(name))]
+        if not found:
+            break
+        chosen.append(found[0])
+    return chosen

@@ -1,0 +1,261 @@
+"""A YAML file and overrides -> one validated, fully resolved Config.
+
+Place in the data flow: command line -> here -> composition root. Every wrong value is reported, not the first one.
+Values left open because they depend on other sections (the run directory, the engine's seed, ...) are filled in here,
+so the resolved file shows them. Refuses what yaml_text refuses, unknown keys, and values of another type ("3" is not
+a number).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from megatron_daro.config import yaml_text
+from megatron_daro.config.checks import CheckReport, check
+from megatron_daro.config.describe import ITEM, allowed, choices, is_section, strip, walk
+from megatron_daro.config.hardware import Hardware
+from megatron_daro.config.overrides import apply_overrides
+from megatron_daro.config.problems import (
+    Problem,
+    concerns,
+    config_error,
+    did_you_mean,
+    nearest_paths,
+    show,
+    similarity,
+)
+from megatron_daro.config.sections import Config
+
+_PLACEHOLDERS = {"model.path": ".", "data.train": ["."]}
+"""Stand-ins for required fields while the rest of a wrong file is judged; no Config with one leaves this file."""
+
+
+def resolve(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read, override and validate a configuration, without the checks that look at files or hardware.
+
+    Args:
+        path: YAML file.
+        overrides: texts `a.b=c`, in order.
+
+    Returns:
+        The Config with every open value filled in.
+
+    Raises:
+        ConfigError: lists every wrong field.
+    """
+    config, problems, _ = _read(Path(path), overrides)
+    if config is None or problems:
+        raise config_error(str(path), problems)
+    return config
+
+
+def resolve_and_check(
+    path: str | Path, overrides: Sequence[str] = (), hardware: Hardware | None = None
+) -> tuple[Config, CheckReport]:
+    """Read, override, validate and check against files and hardware: what a command does before it starts anything.
+
+    Args:
+        path: YAML file.
+        overrides: texts `a.b=c`, in order.
+        hardware: what the run may use; detected if not given.
+
+    Returns:
+        The Config, and the report of the checks (with warnings).
+
+    Raises:
+        ConfigError: lists every wrong field and every failed check together.
+    """
+    config, problems, broken = _read(Path(path), overrides)
+    if config is None:
+        raise config_error(str(path), problems)
+    report = check(config, hardware)
+    problems = problems + [problem for problem in report.problems if not concerns(problem, broken)]
+    if problems:
+        raise config_error(str(path), problems)
+    return config, report
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved configuration as YAML text; `resolve` of that text gives an equal Config."""
+    return yaml_text.dump(config.model_dump(mode="json"))
+
+
+def known_paths() -> tuple[str, ...]:
+    """Every dotted path of the configuration, sections included; `*` stands for a position in a list."""
+    return tuple(path for path, _ in walk(Config))
+
+
+def _read(path: Path, overrides: Sequence[str]) -> tuple[Config | None, list[Problem], set[str]]:
+    """The Config (as far as it could be made), the problems so far, and the fields they concern."""
+    document = _read_file(path)
+    tree, problems = document.value, document.problems
+    if problems:
+        return None, problems, set()
+    tree, problems = apply_overrides(tree, overrides)
+    places = {field: f"{path.name}:{line}" for field, line in document.lines.items()}
+    places |= {text.partition("=")[0].strip(): "command line" for text in overrides}
+    config, wrong, broken = _validate(_without_empty_sections(tree), places)
+    return (_fill_in(config, path) if config else None), problems + wrong, broken
+
+
+def _read_file(path: Path) -> yaml_text.Document:
+    def failed(got: str, fix: str) -> yaml_text.Document:
+        return yaml_text.Document(problems=[Problem(str(path), got, "a YAML file with a configuration", fix)])
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return failed("no such file", "check the path")
+    except UnicodeDecodeError as error:
+        return failed(f"bytes that are not UTF-8 at position {error.start}", "save the file as UTF-8")
+    except OSError as error:
+        return failed(error.strerror or str(error), "check the path and its permissions")
+    document = yaml_text.parse(text, path.name)
+    if not document.problems and document.value is None:
+        return failed("an empty file", "write at least model.path and data.train")
+    if not document.problems and not isinstance(document.value, dict):
+        return failed(f"{show(document.value)} at the top", "write sections such as `model:` at the top")
+    return document
+
+
+def _without_empty_sections(tree: Mapping[str, Any], model: Any = Config) -> dict[str, Any]:
+    """`rollout:` with nothing below it means its defaults; a missing required section means its missing fields."""
+    result = dict(tree)
+    for name, field in model.model_fields.items():
+        annotation, _ = strip(field.annotation)
+        if not is_section(annotation):
+            continue
+        if result.get(name) is None and (name in result or field.is_required()):
+            result[name] = {}
+        elif isinstance(result.get(name), dict):
+            result[name] = _without_empty_sections(result[name], annotation)
+    return result
+
+
+def _validate(tree: dict[str, Any], places: Mapping[str, str]) -> tuple[Config | None, list[Problem], set[str]]:
+    """Validate; on errors, set the wrong fields to their defaults so that the rest can still be judged."""
+    problems: list[Problem] = []
+    broken: set[str] = set()
+    for _ in range(3):
+        try:
+            return Config.model_validate_json(json.dumps(tree), strict=True), problems, broken
+        except ValidationError as error:
+            for details in error.errors():
+                loc = details["loc"]
+                path = ".".join(map(str, loc))
+                place = "" if details["type"] == "missing" else places.get(path, "")
+                problems.append(_problem(details, path, place))
+                field = _field_part(loc)
+                if details["type"] != "extra_forbidden" or field != path:
+                    broken.add(field)
+                _remove(tree, field.split("."))
+    return None, problems, broken
+
+
+def _field_part(loc: tuple[int | str, ...]) -> str:
+    """The path up to the first list: a wrong item spoils its whole list."""
+    return ".".join(takewhile(lambda part: isinstance(part, str), loc))  # type: ignore[arg-type]
+
+
+def _remove(tree: dict[str, Any], parts: list[str]) -> None:
+    *parents, leaf = parts
+    for part in parents:
+        if not isinstance(tree.get(part), dict):
+            return
+        tree = tree[part]
+    tree.pop(leaf, None)
+    path = ".".join(parts)
+    for required, stand_in in _PLACEHOLDERS.items():
+        section, _, name = required.partition(".")
+        if path == required:
+            tree[leaf] = stand_in
+        elif path == section:
+            tree[leaf] = {name: stand_in}
+
+
+def _problem(details: ErrorDetails, path: str, place: str) -> Problem:
+    """Pydantic's finding in this package's words."""
+    if details["type"] == "extra_forbidden":
+        return _unknown_key(path, details["input"], place)
+    loc = details["loc"]
+    too_short = details["type"] == "missing" and isinstance(loc[-1], int)
+    if too_short:
+        path, loc = path.rpartition(".")[0], loc[:-1]
+    annotation, metadata = _annotation_at(loc)
+    words = allowed(annotation, metadata)
+    if details["type"] == "missing" and not too_short:
+        return Problem(path, "nothing", words, f"set it in the file, or give {path}=... on the command line")
+    return Problem(path, show(details["input"]), words, _fix(annotation, details["input"], path), place=place)
+
+
+def _annotation_at(loc: tuple[int | str, ...]) -> tuple[Any, list[Any]]:
+    annotation: Any = Config
+    metadata: list[Any] = []
+    for part in loc:
+        annotation, _ = strip(annotation)
+        if isinstance(part, int):
+            items = get_args(annotation)
+            annotation, metadata = items[0] if items[-1] is Ellipsis else items[min(part, len(items) - 1)], []
+        elif is_section(annotation):
+            field = annotation.model_fields[part]
+            annotation, metadata = field.annotation, field.metadata
+    return annotation, metadata
+
+
+def _fix(annotation: Any, value: Any, path: str) -> str:
+    plain, _ = strip(annotation)
+    names = choices(annotation)
+    if names and isinstance(value, str):
+        likely = sorted(names, key=lambda name: -similarity(name, value))[:1]
+        return did_you_mean(likely)
+    if plain is bool and isinstance(value, str):
+        return "write true or false"
+    if plain in (int, float) and isinstance(value, str):
+        return "write a plain number, without quotes, units or leading zeros"
+    if plain is str or names:
+        return "put the text in quotes"
+    example = _defaults().get(path)
+    return f"write an allowed value, such as {path}={show(example)}" if example else "write an allowed value"
+
+
+def _unknown_key(path: str, value: Any, place: str) -> Problem:
+    pattern = ".".join(ITEM if part.isdecimal() else part for part in path.split("."))
+    section = path.rpartition(".")[0]
+    names = [name for name, field in walk(Config) if name.rpartition(".")[0] == pattern.rpartition(".")[0]]
+    words = ", ".join(name.rpartition(".")[2] for name in names)
+    where = f"the keys of {section}: {words}" if section else f"the sections {words}"
+    fix = did_you_mean(nearest_paths(pattern, known_paths()))
+    return Problem(path, f"an unknown key with value {show(value)}", where, fix, place=place)
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    return {path: field.default for path, field in walk(Config) if not field.is_required()}
+
+
+def _fill_in(config: Config, path: Path) -> Config:
+    """Give a value to every field whose default depends on other sections."""
+    trainer, rollout, overlong = config.trainer, config.rollout, config.algorithm.overlong
+    max_tokens = overlong.max_tokens or rollout.max_response_tokens
+    overlong = overlong.model_copy(
+        update={"max_tokens": max_tokens, "cache_tokens": overlong.cache_tokens or max(1, max_tokens // 5)}
+    )
+    old_logprobs = config.algorithm.old_logprobs
+    if old_logprobs == "auto":
+        old_logprobs = "forward" if trainer.updates_per_batch == 1 else "recompute"
+    update = {
+        "trainer": trainer.model_copy(update={"run_dir": trainer.run_dir or Path("runs") / path.stem}),
+        "algorithm": config.algorithm.model_copy(update={"overlong": overlong, "old_logprobs": old_logprobs}),
+        "actor": config.actor.model_copy(update={"sequence_parallel": config.actor.use_sequence_parallel}),
+    }
+    if config.engine.seed is None:
+        update["engine"] = config.engine.model_copy(update={"seed": trainer.seed})
+    return config.model_copy(update=update)

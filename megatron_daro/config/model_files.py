@@ -1,0 +1,154 @@
+"""The model directory, looked at without loading it: shape, weights, tokenizer.
+
+Place in the data flow: checks read a ModelShape here. Reads config.json and the headers of the safetensors files (a
+few kilobytes); refuses torn files before any process starts. Never unpickles: *.bin weights are not accepted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_daro.config.problems import Problem
+
+MODEL_TYPES = ("qwen2", "qwen3", "llama")
+"""Model families the actor can build."""
+
+_FIELD = "model.path"
+_MOST_HEADER_BYTES = 100_000_000
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_COUNTS = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The numbers of config.json that a layout depends on; max_positions is None if not stated."""
+
+    model_type: str
+    layers: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    intermediate: int
+    vocabulary: int
+    max_positions: int | None
+    has_end_token: bool
+
+
+def read_model(directory: Path) -> tuple[ModelShape | None, list[Problem]]:
+    """Look at a Hugging Face model directory.
+
+    Args:
+        directory: the directory.
+
+    Returns:
+        The shape, None if config.json does not give it, and everything that is missing or torn.
+    """
+    if not directory.is_dir():
+        got = f"{str(directory)!r}, which is {'a file' if directory.exists() else 'not there'}"
+        fix = "give the local directory of the model; names of a hub are not downloaded"
+        return None, [Problem(_FIELD, got, "a directory with config.json, *.safetensors and a tokenizer", fix)]
+    shape, problems = _read_shape(directory)
+    return shape, [*problems, *_weight_problems(directory), *_tokenizer_problems(directory)]
+
+
+def _read_json(path: Path) -> tuple[dict[str, Any] | None, str]:
+    """The object in a JSON file, or why there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None, f"no {path.name} in {str(path.parent)!r}"
+    except (OSError, ValueError) as error:
+        return None, f"an unreadable {path.name} ({error})"
+    return (value, "") if isinstance(value, dict) else (None, f"a {path.name} that is not a JSON object")
+
+
+def _read_shape(directory: Path) -> tuple[ModelShape | None, list[Problem]]:
+    raw, why = _read_json(directory / "config.json")
+    if raw is None:
+        return None, [Problem(_FIELD, why, "a Hugging Face config.json", "copy or download the complete model again")]
+    missing = [name for name in _COUNTS if not isinstance(raw.get(name), int) or raw[name] < 1]
+    if missing:
+        got = f"a config.json without a usable {', '.join(missing)}"
+        return None, [Problem(_FIELD, got, "positive integers", "use the config.json that belongs to the weights")]
+    problems = []
+    if raw.get("model_type") not in MODEL_TYPES:
+        got = f"a model of type {raw.get('model_type')!r}"
+        problems.append(Problem(_FIELD, got, f"one of {', '.join(MODEL_TYPES)}", "choose a model of these families"))
+    shape = ModelShape(
+        model_type=str(raw.get("model_type")),
+        layers=raw["num_hidden_layers"],
+        heads=raw["num_attention_heads"],
+        kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
+        hidden=raw["hidden_size"],
+        intermediate=raw["intermediate_size"],
+        vocabulary=raw["vocab_size"],
+        max_positions=raw.get("max_position_embeddings"),
+        has_end_token=_has_end_token(directory, raw),
+    )
+    return shape, problems
+
+
+def _has_end_token(directory: Path, raw: dict[str, Any]) -> bool:
+    names = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
+    sources = [raw, *(_read_json(directory / name)[0] or {} for name in names)]
+    return any(source.get(key) is not None for source in sources for key in ("eos_token_id", "eos_token"))
+
+
+def _weight_problems(directory: Path) -> Iterator[Problem]:
+    allowed = "model.safetensors, or model.safetensors.index.json and all its parts"
+    again = "copy or download the complete model again"
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        raw, why = _read_json(index)
+        names = raw.get("weight_map") if raw else None
+        if not isinstance(names, dict) or not names:
+            yield Problem(_FIELD, why or "an index without weight_map", allowed, again)
+            return
+        files = [directory / str(name) for name in sorted(set(names.values()))]
+    else:
+        files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        pickled = any(directory.glob("*.bin"))
+        got = f"no *.safetensors in {str(directory)!r}{' (only *.bin)' if pickled else ''}"
+        fix = "convert the weights to safetensors; pickled *.bin files are never read" if pickled else again
+        yield Problem(_FIELD, got, allowed, fix)
+    for file in files:
+        why = safetensors_fault(file)
+        if why:
+            yield Problem(_FIELD, f"{file.name}: {why}", "complete safetensors files", again)
+
+
+def safetensors_fault(path: Path) -> str:
+    """What is wrong with a safetensors file judging by its header and size; empty if nothing.
+
+    Source: the safetensors format: 8 bytes little-endian header size, a JSON header, then the data.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header_size = int.from_bytes(file.read(8), "little")
+            if size < 8 or header_size > min(size - 8, _MOST_HEADER_BYTES):
+                return f"torn: {size} bytes are too few for its header"
+            header = json.loads(file.read(header_size))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    except FileNotFoundError:
+        return "missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        return f"unreadable header ({type(error).__name__}: {error})"
+    expected = 8 + header_size + max(ends, default=0)
+    return "" if size == expected else f"torn: {size} bytes, its header promises {expected}"
+
+
+def _tokenizer_problems(directory: Path) -> Iterator[Problem]:
+    present = [name for name in _TOKENIZER_FILES if (directory / name).exists()]
+    allowed = f"one of {', '.join(_TOKENIZER_FILES)}"
+    if not present:
+        got = f"no tokenizer in {str(directory)!r}"
+        yield Problem(_FIELD, got, allowed, "copy the tokenizer files of the model into the directory")
+    if present[:1] == ["tokenizer.json"] and _read_json(directory / "tokenizer.json")[0] is None:
+        why = _read_json(directory / "tokenizer.json")[1]
+        yield Problem(_FIELD, why, "a complete tokenizer.json", "copy or download the tokenizer again")

@@ -1,0 +1,111 @@
+"""One thing that is wrong with a configuration, and how a list of them is reported.
+
+Place in the data flow: loading and checks collect Problems; one ConfigError carries them all. Nothing here stops at
+the first.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_daro.errors import ConfigError
+
+_LONGEST_VALUE = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A wrong field: its dotted path, what was got, what is allowed, how to fix it.
+
+    also: further fields the judgement used; if one of them is itself wrong, this problem says nothing new and is
+    left out.
+    place: `file:line` where known.
+    """
+
+    field: str
+    got: str
+    allowed: str
+    fix: str
+    also: tuple[str, ...] = ()
+    place: str = ""
+
+    def __str__(self) -> str:
+        place = f" ({self.place})" if self.place else ""
+        return f"{self.field}{place}: got {self.got}; allowed: {self.allowed}; fix: {self.fix}"
+
+
+def show(value: Any) -> str:
+    """A value as people would write it, cut to a line."""
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+
+
+def config_error(source: str, problems: Sequence[Problem]) -> ConfigError:
+    """One error with every problem on its own line.
+
+    Args:
+        source: the file, for the first line.
+        problems: at least one.
+    """
+    noun = "problem" if len(problems) == 1 else "problems"
+    return ConfigError("\n".join([f"{source}: {len(problems)} {noun}", *(f"  {problem}" for problem in problems)]))
+
+
+def concerns(problem: Problem, fields: Iterable[str]) -> bool:
+    """Whether the problem rests on one of the fields (or on a field inside, or around, one of them)."""
+    used = (problem.field, *problem.also)
+    return any(a == b or a.startswith(f"{b}.") or b.startswith(f"{a}.") for a in used for b in fields)
+
+
+def similarity(a: str, b: str) -> float:
+    """How alike two names are, 0 to 1, whatever their case, hyphens or underscores."""
+    a, b = (name.lower().replace("-", "_") for name in (a, b))
+    return difflib.SequenceMatcher(None, a, b).ratio()
+
+
+def nearest_paths(unknown: str, known: Sequence[str], *, at_most: int = 3) -> list[str]:
+    """The known dotted paths that an unknown one most likely means, best first; never empty if `known` is not.
+
+    The last part decides; the same section comes before others. So `actor.learning_rate` finds
+    `actor.optimizer.learning_rate`.
+    """
+    *parents, leaf = unknown.split(".")
+
+    def score(path: str) -> float:
+        *path_parents, path_leaf = path.split(".")
+        shared = sum(1 for a, b in zip(parents, path_parents, strict=False) if a == b)
+        distance = len(parents) + len(path_parents) - 2 * shared
+        return similarity(leaf, path_leaf) - 0.05 * distance
+
+    ranked = sorted(known, key=score, reverse=True)[:at_most]
+    best = score(ranked[0]) if ranked else 0.0
+    return [path for path in ranked if score(path) >= best - 0.15]
+
+
+def did_you_mean(names: Sequence[str]) -> str:
+    """`did you mean a or b?`"""
+    return f"did you mean {' or '.join(names)}?"
+
+
+def check_passthrough(section: str, given: Mapping[str, Any], known: Iterable[str]) -> list[Problem]:
+    """Problems of keys that are handed on under upstream's names. The caller imports upstream and lists its names.
+
+    Args:
+        section: dotted path of the mapping, such as `actor.megatron`.
+        given: the mapping of the user.
+        known: names upstream has, less those that other options of this package own.
+    """
+    names = sorted(known)
+    return [
+        Problem(
+            field=f"{section}.{key}",
+            got=f"the unknown key {show(key)} with value {show(value)}",
+            allowed=f"the {len(names)} names that upstream has and no other option sets",
+            fix=did_you_mean(nearest_paths(key, names)) if names else "remove it",
+        )
+        for key, value in given.items()
+        if key not in names
+    ]

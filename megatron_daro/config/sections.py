@@ -1,0 +1,226 @@
+"""The typed sections of the configuration, and `Config`, which holds one of each.
+
+Place in the data flow: loading builds one Config; the composition root hands each component its own section and no
+more. Refuses unknown keys and later writes. What spans two sections is in checks.py.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from megatron_daro.config.actor import ActorSection
+from megatron_daro.config.algorithm import AlgorithmSection
+from megatron_daro.config.base import Section
+
+DataFormat = Literal["auto", "jsonl", "parquet", "gsm8k", "dapo"]
+FieldName = Annotated[str, Field(min_length=1)]
+
+
+class ModelSection(Section):
+    """The model to train."""
+
+    path: Path
+    """Local directory with config.json, *.safetensors and the tokenizer files (Hugging Face layout)."""
+    trust_remote_code: bool = False
+    """Allow Python code that lies beside the model to run. Off unless asked for."""
+
+
+class EvalSet(Section):
+    """One held-out set of problems."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
+    """Its name in metrics (eval/{name}/accuracy); letters, digits, _ . and -."""
+    path: Path
+    """File of problems."""
+    format: DataFormat = "auto"
+    """Layout of the file; auto: recognised by its content."""
+    problem_field: FieldName | None = None
+    """Name of the field with the problem. Unset: as the format has it."""
+    answer_field: FieldName | None = None
+    """Name of the field with the answer. Unset: as the format has it."""
+    rollouts_per_prompt: int = Field(default=1, ge=1)
+    """Answers per problem; accuracy is their mean. >= 1."""
+    temperature: float = Field(default=0.0, ge=0)
+    """Sampling temperature; 0: greedy."""
+    max_prompts: int | None = Field(default=None, ge=1)
+    """Only the first so many problems. Unset: all."""
+
+
+class DataSection(Section):
+    """Prompts and how they are written for the model."""
+
+    train: Annotated[tuple[Path, ...], Field(min_length=1)]
+    """Files of training problems, at least one."""
+    format: DataFormat = "auto"
+    """Layout of the training files; auto: recognised by their content."""
+    problem_field: FieldName | None = None
+    """Name of the field with the problem. Unset: as the format has it."""
+    answer_field: FieldName | None = None
+    """Name of the field with the answer. Unset: as the format has it."""
+    prompt_template: Literal["chat", "plain"] = "chat"
+    """chat: the tokenizer's chat template around the text; plain: the text alone."""
+    template: Annotated[str, Field(pattern=r"\{prompt\}")] = "{prompt}"
+    """Text of the prompt (the user's message with chat); must contain {prompt}, where the problem goes."""
+    max_prompt_tokens: int = Field(default=1024, ge=1)
+    """Longer prompts are dropped and counted; tokens, >= 1."""
+    shuffle: bool = True
+    """Shuffle in each epoch, from trainer.seed."""
+    eval: tuple[EvalSet, ...] = ()
+    """Held-out sets."""
+
+
+class RolloutSection(Section):
+    """How much is sampled, and how."""
+
+    prompts_per_step: int = Field(default=64, ge=1)
+    """Prompts (groups) in one training batch, >= 1."""
+    rollouts_per_prompt: int = Field(default=8, ge=2)
+    """Rollouts per prompt (K), >= 2: a pass rate needs at least two answers."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Sampling temperature, > 0 for training."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling, in (0, 1]; 1: off."""
+    max_response_tokens: int = Field(default=4096, ge=1)
+    """Longest answer, in tokens, >= 1."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Strings that end an answer; each must be one token of the tokenizer. The model's own end token always counts."""
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Token ids that end an answer."""
+    max_staleness: int = Field(default=0, ge=0)
+    """Batches by which generation may run ahead of training; 0: synchronous."""
+    oversampling: float = Field(default=1.0, ge=1)
+    """Prompts requested at first, as a multiple of prompts_per_step; >= 1."""
+    max_refill_rounds: int = Field(default=3, ge=0)
+    """Further rounds of prompts when too few groups were left; then the smaller batch is trained. >= 0."""
+    keep_surplus: bool = False
+    """Keep complete groups beyond the batch for the next step instead of dropping them; needs max_staleness >= 1."""
+
+    @property
+    def batch_rollouts(self) -> int:
+        """Samples of one training batch: prompts_per_step * rollouts_per_prompt."""
+        return self.prompts_per_step * self.rollouts_per_prompt
+
+    @property
+    def prompts_requested(self) -> int:
+        """Prompts of the first round of a step."""
+        return math.ceil(self.prompts_per_step * self.oversampling)
+
+
+class EmbeddedSection(Section):
+    """The engine that runs in a process of the job."""
+
+    batch_size: int = Field(default=64, ge=1)
+    """Rows generated together, >= 1."""
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads of each replica. Unset: torch's default."""
+
+
+class EngineSection(Section):
+    """The rollout engine."""
+
+    kind: Literal["embedded", "sglang"] = "embedded"
+    """embedded: transformers in a process of the job; sglang: SGLang servers."""
+    replicas: int = Field(default=1, ge=1)
+    """Engines that share the prompts, >= 1."""
+    seed: int | None = Field(default=None, ge=0)
+    """Seed of sampling. Unset: trainer.seed."""
+    embedded: EmbeddedSection = EmbeddedSection()
+    """Options of the embedded engine."""
+    sglang: dict[str, Any] = {}
+    """SGLang server arguments under their upstream names; only with kind sglang."""
+
+
+class RewardSection(Section):
+    """The verifier and its worker processes."""
+
+    verifier: Literal["math", "integer", "exact"] = "math"
+    """math: math-verify on the last boxed answer; integer: DAPO's last `Answer:` line; exact: equal text."""
+    workers: int = Field(default=2, ge=1)
+    """Worker processes, >= 1."""
+    timeout_s: float = Field(default=5.0, gt=0)
+    """Longest time for one answer, in seconds; the worker is then killed and replaced. > 0."""
+    memory_mib: int = Field(default=1024, ge=64)
+    """Most memory one answer may take beyond the idle worker, in MiB, >= 64."""
+    strict: bool = True
+    """Accept only an answer in the asked form (a box, an Answer line, the marker); off: also a trailing number."""
+    marker: Annotated[str, Field(min_length=1)] = "####"
+    """exact: the text before the answer."""
+    correct_reward: float = 1.0
+    """Reward of a correct answer; above incorrect_reward."""
+    incorrect_reward: float = 0.0
+    """Reward of a wrong answer (DAPO uses -1)."""
+
+
+class TrainerSection(Section):
+    """The run."""
+
+    run_dir: Path | None = None
+    """Directory of the run. Unset: runs/ and the name of the configuration file without its ending."""
+    steps: int = Field(default=100, ge=1)
+    """Optimizer steps of the run, >= 1; a batch of prompts_per_step prompts gives updates_per_batch of them."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of everything random, >= 0."""
+    save_every_steps: int = Field(default=20, ge=0)
+    """Steps between checkpoints; 0: only at the end."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """Newest checkpoints that stay on disk, >= 1."""
+    eval_every_steps: int = Field(default=0, ge=0)
+    """Steps between evaluations on data.eval; also before the first step and after the last. 0: never."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """NaN or infinity in loss or gradient: stop (exit code 3), or skip the step and count it. The batch is written
+    out either way."""
+    deadline_scale: float = Field(default=1.0, gt=0)
+    """Factor of the limit of every wait in the loop (an optimizer step 4 h, a sync 30 min, ...), > 0."""
+    updates_per_batch: int = Field(default=1, ge=1)
+    """Optimizer steps (mini-batches) per batch, >= 1; divides the samples of a batch."""
+
+
+class WandbSection(Section):
+    """Weights & Biases."""
+
+    enabled: bool = False
+    """Send metrics to Weights & Biases (needs the extra `wandb`)."""
+    project: Annotated[str, Field(min_length=1)] = "megatron-daro"
+    """Project name."""
+    name: Annotated[str, Field(min_length=1)] | None = None
+    """Name of the run. Unset: the name of the run directory."""
+
+
+class ObserveSection(Section):
+    """What is shown and written."""
+
+    progress: bool = True
+    """Show progress on the terminal."""
+    tensorboard: bool = True
+    """Write TensorBoard events to RUN/tensorboard."""
+    save_rollouts: bool = True
+    """Write every batch of rollouts to RUN/rollouts (needed for replay and for samples in the report)."""
+    wandb: WandbSection = WandbSection()
+    """Weights & Biases."""
+
+
+class Config(Section):
+    """The whole configuration. Only the composition root holds it."""
+
+    model: ModelSection
+    """The model to train."""
+    data: DataSection
+    """Prompts."""
+    rollout: RolloutSection = RolloutSection()
+    """Sampling."""
+    algorithm: AlgorithmSection = AlgorithmSection()
+    """The loss."""
+    actor: ActorSection = ActorSection()
+    """The policy under training."""
+    engine: EngineSection = EngineSection()
+    """The rollout engine."""
+    reward: RewardSection = RewardSection()
+    """The verifier."""
+    trainer: TrainerSection = TrainerSection()
+    """The run."""
+    observe: ObserveSection = ObserveSection()
+    """What is shown and written."""

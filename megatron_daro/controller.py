@@ -1,0 +1,428 @@
+"""The training loop: batches of rollouts in, optimizer steps, weight syncs, checkpoints and metrics out.
+
+Place in the data flow: the composition root builds the parts and runs one Controller. Three coroutines under one task
+group: `_generate` fills batches, `_train` uses them up, `_watch` waits for Ctrl-C. Generation of batch m may begin when
+batch m - 1 - max_staleness is trained, so 0 is synchronous training and 1 overlaps the two, by the same code. The
+weight version of the policy is the number of the last step, also where a step was skipped. `shutdown` is the one place
+that closes everything. It sees Protocols only and knows no Megatron, Ray, engine or model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import signal
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_daro.config.sections import TrainerSection
+from megatron_daro.errors import DataError, NonFiniteError
+from megatron_daro.recovery import STATE_FORMAT, check_fits
+from megatron_daro.rollout.deadlines import Deadlines, first_cause
+from megatron_daro.rollout.ledger import Outcome
+from megatron_daro.rollout.protocol import CheckpointStore, Engine, MetricsSink, Phases, Policy, Progress
+from megatron_daro.rollout.recorder import Recorder
+from megatron_daro.rollout.sampled_batch import BatchSource, SampledBatch
+from megatron_daro.rollout.summary import group_bins, length_metrics, mean_staleness, sample_metrics
+from megatron_daro.rollout.update_plan import Update, last_step, plan_updates
+from megatron_daro.types import Group, StepResult, TrainBatch
+
+_MAX_LOST_IN_A_ROW = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a controller drives.
+
+    engine is None for replay. checkpoints, recorder and evaluate are left out where the run has none. closers: further
+    things to close at the end, by name, after engine and policy. identity: plain values that must be equal in a run and
+    in a checkpoint it resumes from (seed, K, algorithm...).
+    """
+
+    policy: Policy
+    source: BatchSource
+    build: Callable[[Sequence[Group]], TrainBatch]
+    metrics: MetricsSink
+    progress: Progress
+    phases: Phases
+    engine: Engine | None = None
+    checkpoints: CheckpointStore | None = None
+    recorder: Recorder | None = None
+    evaluate: Callable[[int], Awaitable[Mapping[str, float]]] | None = None
+    closers: Mapping[str, Callable[[], Awaitable[None]]] = field(default_factory=dict)
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    deadlines: Deadlines = field(default_factory=Deadlines)
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutcome:
+    """How a run ended: all steps done, stopped with a checkpoint, or interrupted at once (the second Ctrl-C)."""
+
+    status: Literal["finished", "stopped", "interrupted"]
+    step: int
+
+
+class Controller:
+    """One training run."""
+
+    def __init__(self, section: TrainerSection, parts: Parts, *, max_staleness: int, rollouts_per_prompt: int) -> None:
+        """Starts nothing.
+
+        Args:
+            section: the configuration's trainer section. `steps` are optimizer steps.
+            parts: what is driven.
+            max_staleness: batches that generation may run ahead.
+            rollouts_per_prompt: K.
+        """
+        self._section = section
+        self._parts = parts
+        self._within = parts.deadlines.within
+        self._max_staleness = max_staleness
+        self._group_size = rollouts_per_prompt
+        self.step = 0
+        self._planned_step = 0
+        self._batches_done = 0
+        self._skipped_steps = 0
+        self._lost_in_a_row = 0
+        self._saved_step = 0
+        self._last_batch: SampledBatch | None = None
+        self._unrecorded: tuple[Group, ...] = ()
+        self._resolved: deque[dict[int, Outcome]] = deque(maxlen=max_staleness + 2)
+        self._weights: dict[str, float] = {}
+        self._queue: asyncio.Queue[SampledBatch | None] = asyncio.Queue()
+        self._engine_lock = asyncio.Lock()
+        self._advanced = asyncio.Condition()
+        self._stop = asyncio.Event()
+        self._stop_at_once = False
+        self._task: asyncio.Task | None = None
+
+    async def resume(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
+        """Continues from a checkpoint: policy, prompts, books and files go back to its step. Call before `run`.
+
+        Args:
+            checkpoint: a verified checkpoint directory. state: its state.json.
+
+        Raises:
+            CheckpointError: it is of another format, or of a run that differs in `identity`.
+        """
+        check_fits(checkpoint, state, self._parts.identity)
+        await self._within("load", self._parts.policy.load(checkpoint), what=str(checkpoint))
+        self._parts.source.load_state_dict(state["sampler"])
+        self.step = self._planned_step = self._saved_step = int(state["step"])
+        self._batches_done = int(state["batches_done"])
+        self._skipped_steps = int(state["skipped_steps"])
+        self._weights = dict(state["difficulty_weights"])
+        self.truncate_files()
+
+    def truncate_files(self) -> None:
+        """Takes metrics and rollouts back to the current step, so that a resumed run writes the rest again."""
+        self._parts.metrics.truncate_after(self.step or -1)  # step 0, the evaluation before training, is done again
+        if self._parts.recorder:
+            self._parts.recorder.truncate_after(self.step)
+
+    def request_stop(self, cause: str) -> None:
+        """Once: finish the step, save a checkpoint and end. Twice: end now. Call from the event loop's thread."""
+        if not self._stop.is_set():
+            self._parts.progress.notice(f"{cause}: stopping with a checkpoint (once more to stop at once)")
+            self._stop.set()
+        elif self._task and not self._stop_at_once:
+            self._parts.progress.notice(f"{cause} again: stopping at once, without a checkpoint")
+            self._stop_at_once = True
+            self._task.cancel()
+
+    async def run(self) -> RunOutcome:
+        """Trains up to `steps`, then closes everything, whatever happened.
+
+        Raises:
+            DaroError: the first cause of a failure. Everything is closed by then.
+        """
+        self._task = asyncio.current_task()
+        try:
+            if await self._ready():
+                await self._loop()
+        except BaseExceptionGroup as group:
+            raise first_cause(group) from None
+        except asyncio.CancelledError:
+            if not self._stop_at_once:
+                raise
+            return RunOutcome("interrupted", self.step)
+        finally:
+            await self.shutdown()
+        return RunOutcome(
+            "finished" if self.step >= self._section.steps or not self._stop.is_set() else "stopped", self.step
+        )
+
+    async def shutdown(self) -> None:
+        """Closes engine, policy and the closers. One that fails is reported and does not keep the next from closing."""
+        closers: dict[str, Callable[[], Awaitable[None]]] = {}
+        if self._parts.engine:
+            closers["engine"] = self._parts.engine.close
+        closers["policy"] = self._parts.policy.close
+        for name, close in (closers | dict(self._parts.closers)).items():
+            try:
+                await self._within("close", close(), what=name)
+            except Exception as error:  # The supervisor's border: the cause of the end must stay the one that is seen.
+                self._parts.progress.warn(f"closing the {name} failed: {type(error).__name__}: {error}")
+
+    async def _ready(self) -> bool:
+        """Starts, and says whether it got to the end: a stop ends it at once, since nothing is there to be saved."""
+        start, stop = asyncio.ensure_future(self._start()), asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if start.done():
+                start.result()
+            return start.done()
+        finally:
+            start.cancel()
+            stop.cancel()
+            await asyncio.wait({start, stop})
+
+    async def _start(self) -> None:
+        engine = self._parts.engine
+        if engine:
+            await self._within("engine_start", engine.start())
+            await self._within("sync", self._parts.policy.sync(engine, self.step), what="first sync")
+        await self._evaluate_first()
+        self._parts.phases.collect()
+
+    async def _evaluate_first(self) -> None:
+        """The model that training starts from, as step 0 of the metrics."""
+        evaluate = self._parts.evaluate
+        if evaluate and self.step == 0 and self._section.eval_every_steps:
+            metrics = await self._within("evaluate", evaluate(0), what="before training")
+            self._parts.metrics.write(0, metrics)
+
+    async def _loop(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            generator = tasks.create_task(self._generate(), name="generate")
+            watcher = tasks.create_task(self._watch(generator), name="watch")
+            try:
+                await self._train()
+            finally:
+                generator.cancel()
+                watcher.cancel()
+
+    async def _watch(self, generator: asyncio.Task) -> None:
+        """A stop ends generation at once; what is being trained is finished by `_train`."""
+        await self._stop.wait()  # The one wait without a deadline: for a person.
+        generator.cancel()
+
+    async def _generate(self) -> None:
+        index = self._batches_done
+        try:
+            while await self._within("turn", self._turn(index), what=f"batch {index}"):
+                async with self._engine_use():
+                    with self._parts.phases.measure("rollout"):
+                        batch = await self._parts.source.sample(self._planned_step)
+                if batch is None:
+                    break
+                self._planned_step = last_step(batch, self._planned_step, self._section.updates_per_batch)
+                self._queue.put_nowait(batch)
+                index += 1
+        except asyncio.CancelledError:
+            self._queue.put_nowait(None)
+            raise
+        self._queue.put_nowait(None)
+
+    async def _turn(self, index: int) -> bool:
+        """Waits until batch `index` may be generated. False when training needs no more batches."""
+        async with self._advanced:
+            await self._advanced.wait_for(
+                lambda: (
+                    self.step >= self._section.steps
+                    or (self._planned_step < self._section.steps and index - self._batches_done <= self._max_staleness)
+                )
+            )
+        return self.step < self._section.steps
+
+    @asynccontextmanager
+    async def _engine_use(self) -> AsyncIterator[None]:
+        """The engine for one user at a time: a batch, a weight sync or an evaluation."""
+        await self._within("engine_free", self._engine_lock.acquire())
+        try:
+            yield
+        finally:
+            self._engine_lock.release()
+
+    async def _train(self) -> None:
+        while self.step < self._section.steps and not self._stop.is_set():
+            batch = await self._within("batch", self._queue.get(), what=f"for step {self.step + 1}")
+            if batch is None:
+                break
+            before = self.step
+            await self._train_batch(batch)
+            if _passed(before, self.step, self._section.save_every_steps):
+                await self._checkpoint()
+        await self._checkpoint()
+
+    async def _train_batch(self, batch: SampledBatch) -> None:
+        """All optimizer steps of one batch, in group order; then the engines get the new weights."""
+        self._resolved.append({})
+        self._last_batch = batch
+        stale = self._parts.source.stale(batch.groups, self.step)
+        updates, unused = plan_updates(batch, stale, self.step, self._section.updates_per_batch, self._section.steps)
+        self._finish(unused, "dropped")
+        # Generation planned with the whole batch; corrected before it is woken, or it could wait for a step too many.
+        self._planned_step += (updates[-1].step if updates else self.step) - last_step(
+            batch, self.step, self._section.updates_per_batch
+        )
+        lost = (*self._unrecorded, *batch.dropped, *unused)
+        if not updates:
+            self._unrecorded = (*lost, *batch.filtered)
+            self._count_lost(f"all {len(stale)} groups of a batch were older than max_staleness")
+            await self._advance()
+            return
+        updates[0].dropped, self._unrecorded = lost, ()
+        # All of them before the first update: old log-probs are those of the weights that the batch began with.
+        train_batches = [await self._prepare(batch, update) for update in updates]
+        for update, train_batch in zip(updates, train_batches, strict=True):
+            await self._update(update, train_batch)
+
+    async def _prepare(self, batch: SampledBatch, update: Update) -> TrainBatch:
+        """The columns of one optimizer step, with the log-probs it needs, and what they say in numbers."""
+        with self._parts.phases.measure("build"):
+            train_batch = self._parts.build(update.groups)
+            update.metrics |= sample_metrics(batch, self._group_size)
+            update.metrics |= group_bins((*update.groups, *update.filtered), self._group_size)
+            update.metrics |= length_metrics(train_batch)
+            update.metrics["rollout/staleness_mean"] = mean_staleness(
+                update.groups, update.version, self._section.updates_per_batch
+            )
+        with self._parts.phases.measure("logprob"):
+            work = self._parts.policy.prepare(train_batch)
+            return await self._within("logprob", work, what=f"step {update.step}")
+
+    async def _update(self, update: Update, train_batch: TrainBatch) -> None:
+        """One optimizer step and everything that belongs to it."""
+        with self._parts.phases.measure("train"):
+            await self._optimize(train_batch, update)
+        self._finish(update.groups, update.outcome)
+        self.step = update.step
+        update.metrics |= self._book_metrics()
+        if update.last:
+            await self._share_weights(update)
+        with self._parts.phases.measure("write"):
+            await self._write(update, len(train_batch.tokens_T))
+
+    async def _optimize(self, batch: TrainBatch, update: Update) -> None:
+        """Asks the policy for a step. One that is not finite stops the run or is skipped, and is written out."""
+        try:
+            work = self._parts.policy.train(batch, update.step)
+            result = await self._within("train", work, what=f"step {update.step}")
+        except NonFiniteError as error:
+            result = StepResult(update.step, {}, skipped=True, reason=str(error))
+        update.metrics = dict(result.metrics) | update.metrics
+        self._weights |= {k: v for k, v in result.metrics.items() if k.startswith("difficulty/weight/")}
+        if not result.skipped:
+            self._lost_in_a_row = 0
+            return
+        update.outcome = "dropped"
+        where = "observe.save_rollouts is off, so the batch was not written"
+        if self._parts.recorder:
+            path = await self._to_disk(self._parts.recorder.write_failed, update.step, update.groups)
+            where = f"the batch is in {path}"
+        message = f"step {update.step}: {result.reason or 'loss or gradient is not finite'}; no optimizer step; {where}"
+        if self._section.on_nonfinite == "stop":
+            raise NonFiniteError(f"{message}. To go on without such batches, set trainer.on_nonfinite=skip")
+        self._skipped_steps += 1
+        self._parts.progress.warn(message)
+        self._count_lost(message)
+
+    def _count_lost(self, message: str) -> None:
+        self._lost_in_a_row += 1
+        if self._lost_in_a_row >= _MAX_LOST_IN_A_ROW:
+            raise DataError(f"{self._lost_in_a_row} batches in a row trained nothing; the last: {message}")
+
+    async def _share_weights(self, update: Update) -> None:
+        """Sync and evaluation; then the next batch may be generated, beside the writing of this one."""
+        engine, evaluate = self._parts.engine, self._parts.evaluate
+        async with self._engine_use():
+            if engine:
+                with self._parts.phases.measure("sync"):
+                    work = self._parts.policy.sync(engine, self.step)
+                    update.metrics |= await self._within("sync", work, what=f"step {self.step}")
+            if evaluate and self._evaluation_due(update.version):
+                with self._parts.phases.measure("evaluate"):
+                    update.metrics |= await self._within("evaluate", evaluate(self.step), what=f"step {self.step}")
+        await self._advance()
+
+    def _evaluation_due(self, before: int) -> bool:
+        """Every eval_every_steps steps, and after the last one."""
+        every = self._section.eval_every_steps
+        return _passed(before, self.step, every) or (every > 0 and self.step >= self._section.steps)
+
+    async def _advance(self) -> None:
+        async with self._advanced:
+            self._batches_done += 1
+            self._advanced.notify_all()
+
+    async def _write(self, update: Update, num_tokens: int) -> None:
+        """Rollouts, then metrics: a line in metrics.jsonl means that its rollouts are on disk."""
+        if self._parts.recorder:
+            groups = {update.outcome: update.groups, "filtered": update.filtered}
+            groups["dropped"] = (*groups.get("dropped", ()), *update.dropped)
+            await self._to_disk(self._parts.recorder.write_step, update.step, groups)
+        update.metrics |= self._parts.phases.collect()
+        train_s = update.metrics.get("timing/train_s", 0.0)
+        if train_s > 0:
+            update.metrics["throughput/train_tokens_per_s"] = num_tokens / train_s
+        self._parts.metrics.write(update.step, update.metrics)
+        self._parts.progress.step(update.step, update.metrics)
+
+    async def _to_disk(self, function: Callable[..., Path], step: int, groups: Any) -> Path:
+        return await self._within("write", asyncio.to_thread(function, step, groups), what=f"rollouts of step {step}")
+
+    def _finish(self, groups: Sequence[Group], outcome: Outcome) -> None:
+        ids = [group.group_id for group in groups]
+        self._parts.source.ledger.finish(ids, outcome)
+        self._resolved[-1] |= dict.fromkeys(ids, outcome)
+
+    def _book_metrics(self) -> dict[str, float]:
+        ledger = self._parts.source.ledger
+        return {f"rollout/groups_{state}": float(count) for state, count in ledger.counts().items()} | {
+            "rollout/retries": float(ledger.retries),
+            "rollout/late_refused": float(ledger.late_refused),
+            "rollout/steps_skipped": float(self._skipped_steps),
+        }
+
+    async def _checkpoint(self) -> None:
+        """Saves the state after the last trained batch, if that is not saved yet."""
+        if self._parts.checkpoints is None or self._last_batch is None or self.step == self._saved_step:
+            return
+        resolved = {group_id: outcome for batch in self._resolved for group_id, outcome in batch.items()}
+        state = {
+            "format": STATE_FORMAT,
+            "step": self.step,
+            "batches_done": self._batches_done,
+            "skipped_steps": self._skipped_steps,
+            "sampler": self._last_batch.snapshot.to_json(resolved),
+            "difficulty_weights": {k: v for k, v in self._weights.items() if math.isfinite(v)},
+            "identity": dict(self._parts.identity),
+        }
+        with self._parts.phases.measure("checkpoint"):
+            work = self._parts.checkpoints.save(self.step, self._parts.policy.save, state, self._parts.progress)
+            await self._within("save", work, what=f"checkpoint of step {self.step}")
+        self._saved_step = self.step
+
+
+@contextmanager
+def stop_on_signals(controller: Controller) -> Iterator[None]:
+    """SIGINT and SIGTERM ask the controller to stop; needs the running event loop of the main thread."""
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        loop.add_signal_handler(number, controller.request_stop, number.name)
+    try:
+        yield
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+
+def _passed(before: int, after: int, every: int) -> bool:
+    """Whether a multiple of `every` lies in (before, after]; `every` 0 is never."""
+    return every > 0 and after // every > before // every

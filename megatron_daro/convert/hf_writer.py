@@ -1,0 +1,161 @@
+"""Streamed, atomic writing of a Hugging Face checkpoint.
+
+Place in the data flow: actor -> convert.mapping.merge -> (name, tensor) stream -> directory that transformers can load.
+Holds one file's tensors at a time. The directory appears whole or not at all: everything is written and synced to a
+sibling, which is then renamed. Refuses to write over something that exists; copies no code (`*.py`) with the tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_daro.convert.hf_reader import INDEX_FILE, SINGLE_FILE
+from megatron_daro.errors import ModelError
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+
+
+def write_hf_checkpoint(
+    directory: str | Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    config: Mapping[str, Any],
+    tokenizer_files: str | Path | None = None,
+    *,
+    max_shard_bytes: int = 5 * 1000**3,
+) -> None:
+    """Writes a checkpoint directory that transformers loads.
+
+    Args:
+        directory: must not exist; its parent is made.
+        tensors: (HF name, tensor), any device; consumed once, in order.
+        config: the content of config.json, written as it is.
+        tokenizer_files: a directory to copy the tokenizer and generation_config.json from; None copies nothing.
+        max_shard_bytes: files hold at most this many bytes of tensors, or one larger tensor.
+
+    Raises:
+        ModelError: the directory exists, a name comes twice, no tensor came, or the disk refused. What was written is
+            removed first; errors of the stream itself pass through, after the same.
+    """
+    target = Path(directory)
+    if target.exists():
+        raise ModelError(f"{target} exists already. Remove it or choose another directory; nothing was written.")
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        writer = _ShardWriter(partial, max_shard_bytes)
+        for name, tensor in tensors:
+            writer.add(name, tensor)
+        writer.finish()
+        _write_json(partial / "config.json", dict(config))
+        _copy_tokenizer(tokenizer_files, partial)
+        _sync_all(partial)
+        partial.rename(target)
+        _sync(target.parent)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise ModelError(
+            f"{target} could not be written ({error}); nothing was left there. Free space or check rights."
+        ) from error
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+class _ShardWriter:
+    """Collects tensors until a file is full. File names carry the number of files, so they are given at the end."""
+
+    def __init__(self, directory: Path, max_shard_bytes: int) -> None:
+        self._directory = directory
+        self._limit = max_shard_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
+        self._shards: list[list[str]] = []
+        self._seen: set[str] = set()
+        self._total_bytes = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Takes one tensor; writes the file before it when both together would exceed the limit."""
+        if name in self._seen:
+            raise ModelError(f"tensor {name} came twice; a checkpoint holds each name once.")
+        if self._pending and self._pending_bytes + tensor.nbytes > self._limit:
+            self._flush()
+        self._seen.add(name)
+        # A clone frees the larger buffer a view would keep alive, and safetensors refuses tensors that share memory.
+        shared = tensor.untyped_storage().nbytes() != tensor.nbytes or not tensor.is_contiguous()
+        plain = tensor.detach().cpu()
+        self._pending[name] = plain.clone().contiguous() if shared else plain
+        self._pending_bytes += tensor.nbytes
+        self._total_bytes += tensor.nbytes
+
+    def finish(self) -> None:
+        """Writes what is left, gives the files their names, and writes the index if there are several."""
+        if not self._seen:
+            raise ModelError("no tensor came; a checkpoint without weights is not written.")
+        self._flush()
+        if len(self._shards) == 1:
+            (self._directory / _unnamed(0)).rename(self._directory / SINGLE_FILE)
+            return
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self._shards):
+            file = f"model-{number + 1:05d}-of-{len(self._shards):05d}.safetensors"
+            (self._directory / _unnamed(number)).rename(self._directory / file)
+            weight_map |= dict.fromkeys(names, file)
+        _write_json(
+            self._directory / INDEX_FILE,
+            {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(weight_map.items()))},
+        )
+
+    def _flush(self) -> None:
+        save_file(self._pending, self._directory / _unnamed(len(self._shards)), metadata={"format": "pt"})
+        self._shards.append(list(self._pending))
+        self._pending, self._pending_bytes = {}, 0
+
+
+def _unnamed(number: int) -> str:
+    return f"shard-{number:05d}.tmp"
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _copy_tokenizer(source: str | Path | None, target: Path) -> None:
+    if source is None:
+        return
+    for name in TOKENIZER_FILES:
+        if (Path(source) / name).is_file():
+            shutil.copyfile(Path(source) / name, target / name)
+
+
+def _sync_all(directory: Path) -> None:
+    for path in sorted(directory.iterdir()):
+        _sync(path)
+    _sync(directory)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,12 @@
+"""Data: prompts and their cursor in front of the engine; batches, their split and their packing in front of the actor.
+
+prompts, formats     files -> list of Prompt and a LoadReport
+contamination        exact matches between training and evaluation problems
+tokenizer, template  Prompt text -> token ids
+cursor               endless, resumable order of prompts
+batch                scored groups -> TrainBatch
+schedule             lengths of a TrainBatch -> ranks and micro-batches
+packing              samples of one micro-batch -> PackedMicroBatch and back, and its context-parallel slice
+
+Nothing is imported here, so that `megatron_daro.data.cursor` loads without torch or transformers.
+"""

@@ -1,0 +1,133 @@
+"""Batch assembly: scored groups become the columns of one optimizer step.
+
+Place in the data flow: Groups (rollouts and verdicts, filtered already) -> TrainBatch -> schedule -> packing.
+Bins come from the verdicts' `correct`, never from the shaped reward; advantages come from the shaped reward.
+Refuses groups that are not exactly K finished rollouts with as many verdicts, and records whose columns do not fit.
+Non-finite log-probabilities pass: whether a step with them stops or is skipped is the policy's decision.
+
+Shape letters: N samples, K rollouts per prompt, T tokens of all samples, R response tokens of all samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_daro.algo.advantages import AdvantageStd, group_advantages
+from megatron_daro.algo.difficulty import pass_rate_bins
+from megatron_daro.algo.shaping import overlong_filter, overlong_penalty
+from megatron_daro.errors import DataError
+from megatron_daro.types import Group, Rollout, TrainBatch
+
+Overlong = Literal["none", "penalty", "filter"]
+
+
+def build_batch(
+    groups: Sequence[Group],
+    *,
+    rollouts_per_prompt: int,
+    advantage_std: AdvantageStd = "population",
+    eps: float = 1e-6,
+    advantages: Callable[[Tensor, Tensor], Tensor] | None = None,
+    overlong: Overlong = "none",
+    max_tokens: int = 20480,
+    cache_tokens: int = 4096,
+) -> TrainBatch:
+    """The batch of all rollouts, groups in the given order, rollouts in index order.
+
+    Args:
+        groups: complete groups, each group id once.
+        rollouts_per_prompt: K, at least 2.
+        advantage_std: what the centred rewards are divided by; "batch" is over all groups given here.
+        eps: added to the standard deviation.
+        advantages: (rewards_N, group_ids_N) -> advantages_N in place of the two options above (leave-one-out).
+        overlong: "penalty" adds DAPO's soft length penalty to the rewards; "filter" sets the loss mask of truncated
+            rollouts to 0 (they still count in the pass rate and in the group's mean).
+        max_tokens: response tokens beyond which the penalty is -1.
+        cache_tokens: response tokens before max_tokens over which the penalty falls.
+
+    Returns:
+        The batch; old_logprobs_R and ref_logprobs_R are None.
+
+    Raises:
+        DataError: no groups, an incomplete group, an aborted rollout, a repeated id, or columns that do not fit.
+        AlgorithmError: a reward is not finite, or an option is unknown.
+    """
+    if overlong not in ("none", "penalty", "filter"):
+        raise DataError(f"overlong: got {overlong!r}, allowed are none, penalty, filter")
+    _check_groups(groups, rollouts_per_prompt)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    verdicts = [verdict for group in groups for verdict in group.verdicts]
+    group_ids_N = np.repeat(np.array([g.group_id for g in groups], dtype=np.int64), rollouts_per_prompt)
+    lengths_N = np.array([len(r.tokens) for r in rollouts], dtype=np.int64)
+    prompt_lengths_N = np.array([r.prompt_length for r in rollouts], dtype=np.int64)
+    response_lengths_N = lengths_N - prompt_lengths_N
+    correct_N = np.array([v.correct for v in verdicts], dtype=np.uint8)
+    rewards_N = np.array([v.reward for v in verdicts], dtype=np.float32)
+    truncated_N = np.array([r.finish_reason == "length" for r in rollouts], dtype=np.uint8)
+    loss_mask_R = np.concatenate([np.asarray(r.loss_mask, dtype=np.uint8) for r in rollouts])
+    if overlong == "penalty":
+        rewards_N = rewards_N + overlong_penalty(response_lengths_N, max_tokens, cache_tokens)
+    if overlong == "filter":
+        loss_mask_R = overlong_filter(loss_mask_R, response_lengths_N, truncated_N)
+    rewards, group_ids = torch.from_numpy(rewards_N), torch.from_numpy(group_ids_N)
+    centred = advantages(rewards, group_ids) if advantages else group_advantages(rewards, group_ids, advantage_std, eps)
+    return TrainBatch(
+        tokens_T=np.concatenate([np.asarray(r.tokens, dtype=np.int32) for r in rollouts]),
+        lengths_N=lengths_N,
+        prompt_lengths_N=prompt_lengths_N,
+        loss_mask_R=loss_mask_R,
+        rollout_logprobs_R=np.concatenate([np.asarray(r.logprobs, dtype=np.float32) for r in rollouts]),
+        rewards_N=rewards_N,
+        correct_N=correct_N,
+        bins_N=pass_rate_bins(torch.from_numpy(correct_N), group_ids, rollouts_per_prompt).numpy(),
+        group_ids_N=group_ids_N,
+        advantages_N=centred.float().numpy(),
+        truncated_N=truncated_N,
+        rollouts_per_prompt=rollouts_per_prompt,
+    )
+
+
+def _check_groups(groups: Sequence[Group], rollouts_per_prompt: int) -> None:
+    if rollouts_per_prompt < 2:
+        raise DataError(f"rollouts_per_prompt: got {rollouts_per_prompt}, at least 2 are needed for a pass rate")
+    if not groups:
+        raise DataError("build_batch: got no groups; a training step needs at least one")
+    seen: set[int] = set()
+    for group in groups:
+        name = f"group {group.group_id} (prompt {group.prompt.id})"
+        if group.group_id in seen:
+            raise DataError(f"{name} is given twice; each group trains once per batch")
+        seen.add(group.group_id)
+        if len(group.rollouts) != rollouts_per_prompt or len(group.verdicts) != rollouts_per_prompt:
+            raise DataError(
+                f"{name} has {len(group.rollouts)} rollouts and {len(group.verdicts)} verdicts, exactly "
+                f"{rollouts_per_prompt} are needed; complete the group or drop it and count it"
+            )
+        if [r.index for r in group.rollouts] != list(range(rollouts_per_prompt)):
+            raise DataError(
+                f"{name} has rollout indices {[r.index for r in group.rollouts]}, each index once, in order"
+            )
+        for rollout in group.rollouts:
+            _check_rollout(rollout, name)
+
+
+def _check_rollout(rollout: Rollout, group: str) -> None:
+    name = f"{group}, rollout {rollout.index}"
+    if rollout.finish_reason == "abort":
+        raise DataError(f"{name} was aborted; only finished rollouts are trained: request it again or drop the group")
+    if not 1 <= rollout.prompt_length <= len(rollout.tokens):
+        raise DataError(
+            f"{name} has prompt_length {rollout.prompt_length} of {len(rollout.tokens)} tokens; at least one prompt "
+            "token is needed and no more than there are"
+        )
+    got = len(rollout.loss_mask), len(rollout.logprobs)
+    if got != (rollout.response_length, rollout.response_length):
+        raise DataError(
+            f"{name} has {rollout.response_length} response tokens, but {got[0]} loss-mask entries and "
+            f"{got[1]} log-probs; all three must agree"
+        )

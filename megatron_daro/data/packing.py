@@ -1,0 +1,351 @@
+"""Packing: the samples of one micro-batch end to end in one row ("thd" layout), and the way back.
+
+Place in the data flow: TrainBatch + one micro-batch of the schedule -> PackedMicroBatch -> model -> values_T ->
+response columns. Every column stands at the position that *predicts*: position t sees token t and its label is token t
++ 1. So the log-probability a model returns at t is that of `labels_T[t]`, and nothing has to be shifted afterwards.
+Refuses samples without a prompt token (their first response token has no position that predicts it), repeated or
+unknown sample indices, and multiples below one. It never truncates and never drops a token.
+
+Shape letters: M samples of the micro-batch, T packed tokens with padding, R response tokens of the batch, P response
+tokens of this micro-batch (of this context-parallel slice), G segments (samples, and one more where the end is
+padding).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_daro.errors import DataError
+from megatron_daro.types import TrainBatch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedMicroBatch:
+    """One micro-batch as position-aligned columns.
+
+    tokens_T, labels_T, positions_T int64 (labels are 0 where there is nothing to predict); positions start at 0 in
+    every segment. mask_T float32, 1 where the label is a trained response token. segment_T int64, index into
+    sample_indices, -1 on padding. cu_seqlens int32 [G + 1], boundaries of the whole (unsliced) pack with padding
+    included; max_seqlen the longest segment. sample_indices int64 [M], rows of the batch. advantages_M float32, bins_M
+    int64, trained_tokens_M int64: the batch's, per sample. rollout_logprobs_T, old_logprobs_T, ref_logprobs_T float32,
+    0 outside responses; None where the batch has none. response_slots_P int64: where in T the response tokens are
+    predicted; batch_slots_P int64: where they stand in the batch's R. context_parallel_rank and _size say which slice
+    the T columns are.
+    """
+
+    tokens_T: Tensor
+    labels_T: Tensor
+    positions_T: Tensor
+    mask_T: Tensor
+    segment_T: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    sample_indices: Tensor
+    advantages_M: Tensor
+    bins_M: Tensor
+    trained_tokens_M: Tensor
+    rollout_logprobs_T: Tensor
+    old_logprobs_T: Tensor | None
+    ref_logprobs_T: Tensor | None
+    response_slots_P: Tensor
+    batch_slots_P: Tensor
+    context_parallel_rank: int = 0
+    context_parallel_size: int = 1
+
+    def __len__(self) -> int:
+        return len(self.sample_indices)
+
+    def per_token(self, values_M: Tensor) -> Tensor:
+        """One value per sample, repeated over the sample's tokens; 0 on padding.
+
+        Args:
+            values_M: any dtype, [M].
+
+        Returns:
+            Same dtype, [T].
+        """
+        return torch.where(self.segment_T >= 0, values_M[self.segment_T.clamp(min=0)], values_M.new_zeros(()))
+
+    def to(self, device: torch.device | str) -> PackedMicroBatch:
+        """The same micro-batch on another device."""
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors = {name: value for name, value in columns.items() if isinstance(value, Tensor)}
+        moved: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+        return replace(self, **moved)
+
+
+_TOKEN_COLUMNS = (
+    "tokens_T",
+    "labels_T",
+    "positions_T",
+    "mask_T",
+    "segment_T",
+    "rollout_logprobs_T",
+    "old_logprobs_T",
+    "ref_logprobs_T",
+)
+
+
+def pack_multiples(tensor_parallel: int, context_parallel: int, sequence_parallel: bool) -> tuple[int, int]:
+    """The (sequence_multiple, total_multiple) a layout asks of `pack`.
+
+    Args:
+        tensor_parallel: ranks, at least 1.
+        context_parallel: ranks, at least 1; more than one cuts every segment into 2 * context_parallel chunks.
+        sequence_parallel: whether activations are cut over the tensor-parallel ranks along T.
+
+    Returns:
+        Tokens, tokens. The second covers the slice of each context-parallel rank.
+    """
+    sequence_multiple = 2 * context_parallel if context_parallel > 1 else 1
+    per_slice = tensor_parallel if sequence_parallel else 1
+    return sequence_multiple, math.lcm(sequence_multiple, per_slice * context_parallel)
+
+
+def pack(
+    batch: TrainBatch,
+    indices: Sequence[int],
+    *,
+    sequence_multiple: int = 1,
+    total_multiple: int = 1,
+    pad_token_id: int = 0,
+) -> PackedMicroBatch:
+    """Puts samples end to end.
+
+    Args:
+        batch: where the samples are.
+        indices: rows of the batch, in the order wanted.
+        sequence_multiple: tokens; each sample is padded at its end to a multiple of it (2 * CP for context parallel).
+        total_multiple: tokens; the pack is padded to a multiple of it by one more segment (TP * CP under sequence
+            parallel).
+        pad_token_id: a valid token id.
+
+    Returns:
+        The micro-batch on the CPU.
+
+    Raises:
+        DataError: no samples, repeated or unknown indices, a sample without prompt, a multiple below 1.
+    """
+    indices_M = _checked_indices(batch, indices, sequence_multiple, total_multiple)
+    lengths_M, prompts_M = batch.lengths_N[indices_M], batch.prompt_lengths_N[indices_M]
+    padded_M = -(-lengths_M // sequence_multiple) * sequence_multiple
+    starts_M = np.cumsum(padded_M) - padded_M
+    step = math.lcm(sequence_multiple, total_multiple)
+    used = int(padded_M.sum())
+    total = -(-used // step) * step
+    padded_G = np.append(padded_M, total - used) if total > used else padded_M
+
+    token_slots = np.repeat(starts_M, lengths_M) + _within(lengths_M)
+    segment_T = np.full(total, -1, dtype=np.int64)
+    segment_T[token_slots] = np.repeat(np.arange(len(indices_M)), lengths_M)
+    tokens_T = np.full(total, pad_token_id, dtype=np.int64)
+    tokens_T[token_slots] = batch.tokens_T[_flat_slots(batch.lengths_N, indices_M)]
+    labels_T = np.zeros(total, dtype=np.int64)
+    predicts = np.flatnonzero((segment_T[:-1] >= 0) & (segment_T[:-1] == segment_T[1:]))
+    labels_T[predicts] = tokens_T[predicts + 1]
+
+    responses_M = lengths_M - prompts_M
+    response_slots_P = np.repeat(starts_M + prompts_M - 1, responses_M) + _within(responses_M)
+    batch_slots_P = _flat_slots(batch.response_lengths_N, indices_M)
+
+    def column(values_R: np.ndarray | None) -> Tensor | None:
+        return None if values_R is None else _spread(values_R, batch_slots_P, response_slots_P, total)
+
+    mask_T, rollout_logprobs_T = column(batch.loss_mask_R), column(batch.rollout_logprobs_R)
+    assert mask_T is not None and rollout_logprobs_T is not None
+    return PackedMicroBatch(
+        tokens_T=torch.from_numpy(tokens_T),
+        labels_T=torch.from_numpy(labels_T),
+        positions_T=torch.from_numpy(_within(padded_G)),
+        mask_T=mask_T,
+        segment_T=torch.from_numpy(segment_T),
+        cu_seqlens=torch.from_numpy(np.concatenate([[0], np.cumsum(padded_G)]).astype(np.int32)),
+        max_seqlen=int(padded_G.max()),
+        sample_indices=torch.from_numpy(indices_M),
+        advantages_M=torch.from_numpy(batch.advantages_N[indices_M]),
+        bins_M=torch.from_numpy(batch.bins_N[indices_M]),
+        trained_tokens_M=torch.from_numpy(_run_sums(batch.loss_mask_R[batch_slots_P], responses_M)),
+        rollout_logprobs_T=rollout_logprobs_T,
+        old_logprobs_T=column(batch.old_logprobs_R),
+        ref_logprobs_T=column(batch.ref_logprobs_R),
+        response_slots_P=torch.from_numpy(response_slots_P),
+        batch_slots_P=torch.from_numpy(batch_slots_P),
+    )
+
+
+def unpack_responses(values_T: Tensor, packed: PackedMicroBatch) -> Tensor:
+    """The values of the response tokens, samples end to end in the order of the micro-batch.
+
+    Args:
+        values_T: any dtype, [T], aligned like the columns of `packed`.
+        packed: the micro-batch (or its context-parallel slice: then only the tokens of this slice come back).
+
+    Returns:
+        Same dtype and device, [P]; element p belongs at `packed.batch_slots_P[p]` of the batch's response columns.
+
+    Raises:
+        DataError: the length is not that of the micro-batch.
+    """
+    _check_length(values_T, len(packed.tokens_T))
+    return values_T[packed.response_slots_P.to(values_T.device)]
+
+
+def collect_responses(parts: Iterable[tuple[Tensor, PackedMicroBatch]], num_response_tokens: int) -> np.ndarray:
+    """Response column of a batch from the values of its micro-batches.
+
+    Args:
+        parts: (values_T, micro-batch) pairs; each response token of the batch in at most one of them.
+        num_response_tokens: R of the batch the micro-batches were packed from.
+
+    Returns:
+        float32 [R], in the batch's order; NaN where no part had the token, so that a gap cannot pass for a value.
+    """
+    column_R = np.full(num_response_tokens, np.nan, dtype=np.float32)
+    for values_T, packed in parts:
+        values_P = unpack_responses(values_T.detach(), packed)
+        column_R[packed.batch_slots_P.cpu().numpy()] = values_P.float().cpu().numpy()
+    return column_R
+
+
+def context_parallel_slice(packed: PackedMicroBatch, cp_rank: int, cp_size: int) -> PackedMicroBatch:
+    """The tokens one context-parallel rank computes.
+
+    Each segment is cut into 2 * cp_size equal chunks and rank r holds chunks r and 2 * cp_size - 1 - r, so that causal
+    attention costs every rank the same. cu_seqlens and max_seqlen stay those of the whole pack, as Megatron's thd rope
+    and Transformer Engine expect.
+
+    Args:
+        packed: a whole micro-batch, packed with sequence_multiple a multiple of 2 * cp_size.
+        cp_rank: 0 .. cp_size - 1.
+        cp_size: number of context-parallel ranks.
+
+    Returns:
+        A micro-batch with T / cp_size tokens.
+
+    Raises:
+        DataError: rank out of range, already sliced, or a segment that cannot be cut.
+
+    Source: chunk order of megatron.core get_batch_on_this_cp_rank and rope_utils._get_thd_freqs_on_this_cp_rank.
+    """
+    if cp_size == 1 and cp_rank == 0:
+        return packed
+    keep = _slice_slots(packed, cp_rank, cp_size)
+    columns: dict[str, Any] = {name: getattr(packed, name) for name in _TOKEN_COLUMNS}
+    columns = {name: None if column is None else column[keep] for name, column in columns.items()}
+    new_slot_T = torch.full_like(packed.segment_T, -1)
+    new_slot_T[keep] = torch.arange(len(keep), device=keep.device)
+    response_slots = new_slot_T[packed.response_slots_P]
+    here = response_slots >= 0
+    return replace(
+        packed,
+        **columns,
+        response_slots_P=response_slots[here],
+        batch_slots_P=packed.batch_slots_P[here],
+        context_parallel_rank=cp_rank,
+        context_parallel_size=cp_size,
+    )
+
+
+def context_parallel_join(slices: Sequence[Tensor], packed: PackedMicroBatch) -> Tensor:
+    """The inverse of the slice, for values: what all ranks computed, in the order of the whole pack.
+
+    Args:
+        slices: values of rank 0, 1, ...: each [T / CP] or [T / CP, ...].
+        packed: the whole micro-batch (not a slice).
+
+    Returns:
+        [T] or [T, ...].
+
+    Raises:
+        DataError: a slice of the wrong length.
+    """
+    if len(slices) == 1:
+        _check_length(slices[0], len(packed.tokens_T))
+        return slices[0]
+    joined = slices[0].new_empty((len(packed.tokens_T), *slices[0].shape[1:]))
+    for rank, values in enumerate(slices):
+        keep = _slice_slots(packed, rank, len(slices)).to(values.device)
+        _check_length(values, len(keep))
+        joined[keep] = values
+    return joined
+
+
+def _slice_slots(packed: PackedMicroBatch, cp_rank: int, cp_size: int) -> Tensor:
+    """int64 [T / CP]: the slots of the whole pack that this rank holds, ascending."""
+    if packed.context_parallel_size != 1:
+        raise DataError(
+            f"context_parallel_slice: this micro-batch is already slice {packed.context_parallel_rank} of "
+            f"{packed.context_parallel_size}; pass the whole micro-batch"
+        )
+    if not 0 <= cp_rank < cp_size:
+        raise DataError(f"context_parallel_slice: cp_rank must be in 0..{cp_size - 1}, got {cp_rank}")
+    lengths_G = packed.cu_seqlens.diff().long()
+    if bool((lengths_G % (2 * cp_size)).any()):
+        raise DataError(
+            f"context_parallel_slice: segment lengths must be multiples of 2 * cp_size = {2 * cp_size}, got "
+            f"{lengths_G.tolist()[:8]}; pack with sequence_multiple={2 * cp_size}"
+        )
+    chunk_T = packed.positions_T // (lengths_G // (2 * cp_size)).repeat_interleave(lengths_G)
+    return torch.nonzero((chunk_T == cp_rank) | (chunk_T == 2 * cp_size - 1 - cp_rank)).squeeze(1)
+
+
+def _checked_indices(
+    batch: TrainBatch, indices: Sequence[int], sequence_multiple: int, total_multiple: int
+) -> np.ndarray:
+    indices_M = np.asarray(indices, dtype=np.int64)
+    if sequence_multiple < 1 or total_multiple < 1:
+        raise DataError(f"pack: multiples must be at least 1, got sequence {sequence_multiple}, total {total_multiple}")
+    if indices_M.size == 0:
+        raise DataError("pack: a micro-batch needs at least one sample, got none")
+    if indices_M.min() < 0 or indices_M.max() >= len(batch):
+        raise DataError(
+            f"pack: sample indices must be in 0..{len(batch) - 1}, got {indices_M.min()}..{indices_M.max()}"
+        )
+    if len(np.unique(indices_M)) != len(indices_M):
+        raise DataError("pack: a sample index is repeated; each sample may stand in one micro-batch only once")
+    if (batch.prompt_lengths_N[indices_M] < 1).any():
+        bad = int(indices_M[batch.prompt_lengths_N[indices_M] < 1][0])
+        raise DataError(
+            f"pack: sample {bad} has no prompt token, so nothing predicts its first response token; add a BOS"
+        )
+    return indices_M
+
+
+def _within(lengths: np.ndarray) -> np.ndarray:
+    """0 .. length - 1 for each run, end to end."""
+    starts = np.cumsum(lengths) - lengths
+    return np.arange(int(lengths.sum()), dtype=np.int64) - np.repeat(starts, lengths)
+
+
+def _flat_slots(lengths_N: np.ndarray, indices_M: np.ndarray) -> np.ndarray:
+    """Where the elements of the chosen samples stand in a flat ragged column."""
+    starts_N = np.cumsum(lengths_N) - lengths_N
+    chosen_M = lengths_N[indices_M]
+    return np.repeat(starts_N[indices_M], chosen_M) + _within(chosen_M)
+
+
+def _run_sums(values_P: np.ndarray, lengths_M: np.ndarray) -> np.ndarray:
+    """int64 [M], the sum of each run; 0 for empty runs."""
+    total = np.concatenate([[0], np.cumsum(values_P, dtype=np.int64)])
+    ends = np.cumsum(lengths_M)
+    return total[ends] - total[ends - lengths_M]
+
+
+def _spread(values_R: np.ndarray, batch_slots_P: np.ndarray, response_slots_P: np.ndarray, total: int) -> Tensor:
+    column_T = np.zeros(total, dtype=np.float32)
+    column_T[response_slots_P] = values_R[batch_slots_P]
+    return torch.from_numpy(column_T)
+
+
+def _check_length(values: Tensor, expected: int) -> None:
+    if len(values) != expected:
+        raise DataError(
+            f"values of {expected} positions are needed for this micro-batch, got shape {tuple(values.shape)}"
+        )

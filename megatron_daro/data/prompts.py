@@ -1,0 +1,183 @@
+"""Prompts: problem files become a list of Prompt and a report of what was left out and why.
+
+Place in the data flow: files -> Prompt (without tokens) + LoadReport -> template -> cursor.
+Refuses files without one usable row. A single bad row is dropped and counted with its line number, or, with `strict`,
+refused. Nothing is dropped without standing in the report.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from megatron_daro.data.contamination import find_overlap, normalized_text, prompt_text
+from megatron_daro.data.formats import DataFormat, ParsedRow, RowProblem, parse_row, read_rows
+from megatron_daro.errors import DataError
+from megatron_daro.types import Prompt
+
+_PLACES_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What loading found. rows = kept + the rows in `dropped` + duplicates + conflicting.
+
+    dropped: reason -> "file:line" of every row dropped for it. duplicates: rows that repeat a problem with the same
+    answer. conflicting: rows of problems that occur with different answers; conflicting_problems: how many problems.
+    contaminated: evaluation set -> ids of the kept prompts that stand in it too (exact match of normalised text).
+    """
+
+    rows: int
+    kept: int
+    dropped: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    duplicates: int = 0
+    conflicting: int = 0
+    conflicting_problems: int = 0
+    contaminated: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    @property
+    def num_dropped(self) -> int:
+        """Rows that could not be used."""
+        return sum(len(places) for places in self.dropped.values())
+
+    def summary(self) -> str:
+        """A few lines for the terminal and the log."""
+        lines = [f"{self.rows} rows, {self.kept} prompts kept"]
+        lines += [f"dropped {len(p)}: {reason} ({_shown(p)})" for reason, p in self.dropped.items()]
+        if self.duplicates:
+            lines.append(f"dropped {self.duplicates}: repeats of a problem with the same answer")
+        if self.conflicting:
+            lines.append(f"dropped {self.conflicting}: {self.conflicting_problems} problems with conflicting answers")
+        for name, ids in self.contaminated.items():
+            if ids:
+                lines.append(f"contamination: {len(ids)} training problems stand word for word in {name}")
+        return "\n".join(lines)
+
+
+def load_problems(
+    paths: Sequence[str | Path],
+    format: DataFormat = "auto",
+    problem_field: str | None = None,
+    answer_field: str | None = None,
+    *,
+    strict: bool = False,
+    repeats: Literal["drop", "keep"] = "drop",
+    held_out: Mapping[str, Sequence[Prompt]] | None = None,
+) -> tuple[list[Prompt], LoadReport]:
+    """All usable problems of the files, in file order.
+
+    Args:
+        paths: Parquet, JSON-array or JSON-lines files.
+        format: "auto" recognises container and layout; see `formats`.
+        problem_field: name of the field with the problem (dots go into objects); None takes the layout's own.
+        answer_field: name of the field with the answer.
+        strict: a bad row is an error instead of a counted drop.
+        repeats: "drop" keeps the first of equal problems and none of those with conflicting answers (for training);
+            "keep" takes every row (for evaluation sets, whose size is part of the score).
+        held_out: evaluation sets by name; problems found in them are reported, not dropped.
+
+    Returns:
+        Prompts without tokens, each with an id that depends on source and problem only; and the report.
+
+    Raises:
+        DataError: no paths, a missing, empty or torn file, a file without a usable row, or a bad row under `strict`.
+    """
+    if not paths:
+        raise DataError("data.train: no file given; give at least one file of problems")
+    prompts: list[Prompt] = []
+    dropped: dict[str, list[str]] = {}
+    for path in map(Path, paths):
+        found, bad = _load_file(path, format, problem_field, answer_field)
+        if bad and strict:
+            raise DataError(f"{path}: {_reasons(bad)}; repair the rows, or turn strict off to drop and count them")
+        if not found:
+            raise DataError(f"{path}: no usable row among {sum(map(len, bad.values()))}: {_reasons(bad)}")
+        prompts += found
+        for reason, places in bad.items():
+            dropped.setdefault(reason, []).extend(places)
+    usable = len(prompts)
+    report = LoadReport(rows=usable + sum(map(len, dropped.values())), kept=usable, dropped=dropped)
+    if repeats == "keep":
+        prompts = _unique_ids(prompts)
+    else:
+        prompts, report = _without_repeats(prompts, report)
+    if not prompts:
+        raise DataError(
+            f"no problem is left of {', '.join(map(str, paths))}: {'; '.join(report.summary().splitlines())}"
+        )
+    return prompts, replace(report, kept=len(prompts), contaminated=find_overlap(prompts, held_out or {}))
+
+
+def _load_file(
+    path: Path, data_format: DataFormat, problem_field: str | None, answer_field: str | None
+) -> tuple[list[Prompt], dict[str, list[str]]]:
+    prompts: list[Prompt] = []
+    bad: dict[str, list[str]] = {}
+    for number, row in read_rows(path, data_format):
+        parsed = parse_row(row, data_format, problem_field, answer_field)
+        if isinstance(parsed, RowProblem):
+            bad.setdefault(parsed.reason, []).append(f"{path.name}:{number}")
+        else:
+            prompts.append(_prompt(parsed, path.stem))
+    if not prompts and not bad:
+        raise DataError(f"{path}: the file has no rows; give a file with at least one problem")
+    return prompts, bad
+
+
+def _prompt(parsed: ParsedRow, stem: str) -> Prompt:
+    prompt = Prompt(
+        id="",
+        answer=parsed.answer,
+        source=parsed.source or stem,
+        text=parsed.text,
+        messages=parsed.messages,
+        category=parsed.category,
+    )
+    digest = hashlib.sha256(f"{prompt.source}\0{prompt_text(prompt)}".encode("utf-8", "surrogatepass"))
+    return replace(prompt, id=digest.hexdigest()[:16])
+
+
+def _unique_ids(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Repeats of a problem get their ordinal behind the id."""
+    seen: dict[str, int] = {}
+    named = []
+    for prompt in prompts:
+        seen[prompt.id] = seen.get(prompt.id, 0) + 1
+        ordinal = seen[prompt.id]
+        named.append(prompt if ordinal == 1 else replace(prompt, id=f"{prompt.id}-{ordinal}"))
+    return named
+
+
+def _without_repeats(prompts: Sequence[Prompt], report: LoadReport) -> tuple[list[Prompt], LoadReport]:
+    same: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        same.setdefault(normalized_text(prompt_text(prompt)), []).append(prompt)
+    agreeing = [rows for rows in same.values() if all(_same_answer(rows[0].answer, r.answer) for r in rows)]
+    in_agreement = sum(map(len, agreeing))
+    return [rows[0] for rows in agreeing], replace(
+        report,
+        kept=len(agreeing),
+        duplicates=in_agreement - len(agreeing),
+        conflicting=len(prompts) - in_agreement,
+        conflicting_problems=len(same) - len(agreeing),
+    )
+
+
+def _same_answer(first: str, second: str) -> bool:
+    if first == second:
+        return True
+    try:
+        return float(first) == float(second)
+    except ValueError:
+        return False
+
+
+def _shown(places: Sequence[str]) -> str:
+    return ", ".join(places[:_PLACES_SHOWN]) + (", ..." if len(places) > _PLACES_SHOWN else "")
+
+
+def _reasons(bad: Mapping[str, Sequence[str]]) -> str:
+    return "; ".join(f"{reason} ({len(places)} rows: {_shown(places)})" for reason, places in bad.items())

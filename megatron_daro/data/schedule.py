@@ -1,0 +1,303 @@
+"""The split of a batch: which data-parallel rank computes which samples, in which micro-batches.
+
+Place in the data flow: lengths of a TrainBatch -> Schedule -> each rank packs its own micro-batches.
+All ranks get the same number of micro-batches, since they meet in collective calls once per micro-batch under expert or
+pipeline parallelism. The split is a pure function of the lengths: every rank may compute it and finds the same.
+Refuses a sample that does not fit the token budget and a number of samples that no equal split exists for. It never
+drops or repeats a sample and never makes an empty micro-batch.
+
+Method: samples go to ranks longest first, each to the rank with the least cost; exchanges between the heaviest and the
+lightest rank remove what is left. Within a rank the same rule fills micro-batches; where it overruns the budget,
+best-fit packing is used; where that needs more micro-batches, all ranks get more.
+
+Shape letters: N samples, K rollouts per prompt, D data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_daro.errors import DataError
+from megatron_daro.types import TrainBatch
+
+_BALANCED = 1e-3
+_MAX_EXCHANGES = 64
+_MAX_TRIES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Cost of a sample of L tokens, linear * L + quadratic * L ** 2, in any unit; attention is the quadratic part."""
+
+    linear: float = 1.0
+    quadratic: float = 0.0
+
+    def __post_init__(self) -> None:
+        if min(self.linear, self.quadratic) < 0 or self.linear + self.quadratic <= 0:
+            raise DataError(
+                f"CostModel: got linear {self.linear} and quadratic {self.quadratic}; neither may be negative and one "
+                "must be above 0"
+            )
+
+    def of(self, lengths_N: np.ndarray) -> np.ndarray:
+        """float64 [N], the cost of each sample."""
+        lengths = lengths_N.astype(np.float64)
+        return self.linear * lengths + self.quadratic * lengths * lengths
+
+    @classmethod
+    def transformer(cls, *, num_parameters: float, num_layers: int, attention_width: int) -> CostModel:
+        """Floating-point operations of forward and backward.
+
+        Args:
+            num_parameters: active parameters per token, without the input embedding.
+            num_layers: layers with attention.
+            attention_width: heads times head dimension.
+
+        Returns:
+            6 * parameters per token, and 6 * layers * width per token pair (causal: half of 12).
+        """
+        return cls(linear=6.0 * num_parameters, quadratic=6.0 * num_layers * attention_width)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """ranks[d][m] are the sample indices of micro-batch m of rank d, ascending. tokens and costs are per rank.
+
+    Micro-batches of a rank stand small, large, small: the first and the last of a pipeline run alone.
+    """
+
+    ranks: tuple[tuple[tuple[int, ...], ...], ...]
+    tokens: tuple[int, ...]
+    costs: tuple[float, ...]
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches per rank."""
+        return len(self.ranks[0])
+
+    @property
+    def token_imbalance(self) -> float:
+        """How much the fullest rank exceeds the mean, as a fraction of the mean, in tokens."""
+        return _imbalance(np.array(self.tokens, dtype=np.float64))
+
+    @property
+    def cost_imbalance(self) -> float:
+        """The same in the unit of the cost model."""
+        return _imbalance(np.array(self.costs))
+
+
+def schedule(
+    lengths_N: Sequence[int] | np.ndarray,
+    data_parallel_size: int,
+    token_budget: int,
+    *,
+    cost: CostModel | None = None,
+    sequence_multiple: int = 1,
+    total_multiple: int = 1,
+) -> Schedule:
+    """Splits samples over ranks and micro-batches.
+
+    Args:
+        lengths_N: tokens per sample, prompt and response, each at least 1.
+        data_parallel_size: number of ranks.
+        token_budget: most tokens of one micro-batch, padding included, over all context-parallel ranks.
+        cost: what is balanced; tokens where None. The budget is in tokens always.
+        sequence_multiple: tokens; samples are counted as `pack` pads them.
+        total_multiple: tokens; micro-batches are counted as `pack` pads them.
+
+    Returns:
+        The schedule. The same arguments give the same schedule.
+
+    Raises:
+        DataError: fewer samples than ranks, a sample above the budget, or no equal split (pass a multiple of the
+            ranks).
+    """
+    lengths = np.asarray(lengths_N, dtype=np.int64)
+    budget = token_budget // total_multiple * total_multiple if total_multiple > 0 else 0
+    padded = -(-lengths // max(sequence_multiple, 1)) * sequence_multiple
+    _check(lengths, padded, data_parallel_size, token_budget, budget)
+    costs = (cost or CostModel()).of(padded)
+    num, most = len(padded), len(padded) // data_parallel_size
+    micro_batches = max(1, -(-int(padded.sum()) // (budget * data_parallel_size)))
+    while micro_batches <= most:
+        ranks = _balanced_ranks(costs, data_parallel_size, micro_batches)
+        split = [_micro_batches(rank, padded, costs, micro_batches, budget) for rank in ranks]
+        needed = max(len(parts) for parts in split)
+        if needed == micro_batches:
+            return _finish(split, lengths, costs)
+        # At `most`, a multiple of the ranks always fits: each sample is a micro-batch of its own.
+        micro_batches = needed if micro_batches == most else min(needed, most)
+    raise DataError(
+        f"schedule: {num} samples of up to {padded.max()} tokens do not split into equally many micro-batches of at "
+        f"most {budget} tokens on {data_parallel_size} ranks; pass a multiple of {data_parallel_size} samples or raise "
+        "actor.micro_batch_tokens"
+    )
+
+
+def bin_token_counts(batch: TrainBatch) -> np.ndarray:
+    """Trained tokens of the whole batch per pass-rate bin, the N_k of the DARO loss.
+
+    Args:
+        batch: the samples of one optimizer step, of all ranks.
+
+    Returns:
+        int64 [K + 1].
+    """
+    counts = np.zeros(batch.rollouts_per_prompt + 1, dtype=np.int64)
+    np.add.at(counts, batch.bins_N, batch.trained_tokens_N)
+    return counts
+
+
+def _check(lengths: np.ndarray, padded: np.ndarray, data_parallel_size: int, token_budget: int, budget: int) -> None:
+    if data_parallel_size < 1:
+        raise DataError(f"schedule: data_parallel_size must be at least 1, got {data_parallel_size}")
+    if budget < 1:
+        raise DataError(
+            f"schedule: token_budget must be at least one total_multiple of tokens, got {token_budget}; "
+            "raise actor.micro_batch_tokens"
+        )
+    if len(lengths) < data_parallel_size:
+        raise DataError(
+            f"schedule: {len(lengths)} samples cannot keep {data_parallel_size} data-parallel ranks busy; use at least "
+            "one sample per rank (more prompts_per_step, or fewer ranks)"
+        )
+    if lengths.min() < 1:
+        raise DataError(f"schedule: sample {int(lengths.argmin())} has {lengths.min()} tokens; at least 1 is needed")
+    if padded.max() > budget:
+        longest = int(padded.argmax())
+        raise DataError(
+            f"schedule: sample {longest} has {lengths[longest]} tokens ({padded[longest]} padded), above the budget of "
+            f"{budget} tokens per micro-batch; raise actor.micro_batch_tokens or lower the length limits"
+        )
+
+
+def _descending(costs: np.ndarray) -> np.ndarray:
+    """Indices, most costly first, ties by index."""
+    return np.argsort(-costs, kind="stable")
+
+
+def _balanced_ranks(costs: np.ndarray, num_ranks: int, least: int) -> list[list[int]]:
+    """Each rank's samples: balanced cost, at least `least` samples per rank."""
+    ranks: list[list[int]] = [[] for _ in range(num_ranks)]
+    heap = [(0.0, rank) for rank in range(num_ranks)]
+    owed, remaining = num_ranks * least, len(costs)
+    full: list[tuple[float, int]] = []
+    for sample in _descending(costs).tolist():
+        if remaining == owed:
+            # Every sample left is needed by a rank that has too few: the others are out.
+            full += [entry for entry in heap if len(ranks[entry[1]]) >= least]
+            heap = [entry for entry in heap if len(ranks[entry[1]]) < least]
+            heapq.heapify(heap)
+        load, rank = heapq.heappop(heap)
+        owed -= len(ranks[rank]) < least
+        remaining -= 1
+        ranks[rank].append(sample)
+        heapq.heappush(heap, (load + float(costs[sample]), rank))
+    return _exchange(ranks, costs)
+
+
+def _exchange(ranks: list[list[int]], costs: np.ndarray) -> list[list[int]]:
+    """Swaps one sample of the heaviest rank for one of the lightest, as long as that helps."""
+    loads = np.array([costs[rank].sum() for rank in ranks])
+    for _ in range(_MAX_EXCHANGES):
+        heavy, light = int(loads.argmax()), int(loads.argmin())
+        gap = loads[heavy] - loads[light]
+        if gap <= _BALANCED * loads.mean():
+            break
+        ours = np.array(ranks[heavy])
+        theirs = np.array(ranks[light])[np.argsort(costs[ranks[light]], kind="stable")]
+        # The best partner of a sample costs half the gap less than it.
+        places = np.searchsorted(costs[theirs], costs[ours] - gap / 2).clip(max=len(theirs) - 1)
+        candidates = np.stack([places, (places - 1).clip(min=0)])
+        moved = costs[ours] - costs[theirs[candidates]]
+        side, mine = np.unravel_index(np.abs(moved - gap / 2).argmin(), moved.shape)
+        gain = float(moved[side, mine])
+        if not 0 < gain < gap:
+            break
+        given, taken = int(ours[mine]), int(theirs[candidates[side, mine]])
+        ranks[heavy][ranks[heavy].index(given)] = taken
+        ranks[light][ranks[light].index(taken)] = given
+        loads[heavy] -= gain
+        loads[light] += gain
+    return ranks
+
+
+def _micro_batches(
+    samples: Sequence[int], padded: np.ndarray, costs: np.ndarray, wanted: int, budget: int
+) -> list[list[int]]:
+    """`wanted` micro-batches within the budget, or more where best-fit packing needs more."""
+    chosen = np.array(samples)
+    order = chosen[_descending(costs[chosen])].tolist()
+    parts = _least_loaded_first(order, padded, costs, wanted, budget)
+    return parts if parts is not None else _best_fit(order, padded, wanted, budget)
+
+
+def _least_loaded_first(
+    order: list[int], padded: np.ndarray, costs: np.ndarray, wanted: int, budget: int
+) -> list[list[int]] | None:
+    """Balanced micro-batches; None where a sample finds no room. Empty ones are filled first."""
+    parts: list[list[int]] = [[] for _ in range(wanted)]
+    tokens = [0] * wanted
+    heap = [(0.0, part) for part in range(wanted)]
+    for sample in order:
+        size = int(padded[sample])
+        passed: list[tuple[float, int]] = []
+        while heap and tokens[heap[0][1]] + size > budget and len(passed) <= _MAX_TRIES:
+            passed.append(heapq.heappop(heap))
+        if not heap or len(passed) > _MAX_TRIES:
+            return None
+        load, part = heap[0]
+        parts[part].append(sample)
+        tokens[part] += size
+        heapq.heapreplace(heap, (load + float(costs[sample]), part))
+        for entry in passed:
+            heapq.heappush(heap, entry)
+    return parts
+
+
+def _best_fit(order: list[int], padded: np.ndarray, wanted: int, budget: int) -> list[list[int]]:
+    """Best-fit decreasing; then the largest micro-batches are halved until there are `wanted`."""
+    parts: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []
+    for sample in sorted(order, key=lambda i: (-int(padded[i]), i)):
+        size = int(padded[sample])
+        place = bisect_left(rooms, (size, -1))
+        if place == len(rooms):
+            parts.append([])
+            rooms_entry = (budget, len(parts) - 1)
+        else:
+            rooms_entry = rooms.pop(place)
+        room, part = rooms_entry
+        parts[part].append(sample)
+        insort(rooms, (room - size, part))
+    while len(parts) < wanted:
+        largest = max((p for p in parts if len(p) > 1), key=lambda p: int(padded[p].sum()))
+        parts.remove(largest)
+        parts += [largest[0::2], largest[1::2]]
+    return parts
+
+
+def _finish(split: Sequence[Sequence[Sequence[int]]], lengths: np.ndarray, costs: np.ndarray) -> Schedule:
+    ranks = tuple(_in_pipeline_order(parts, costs) for parts in split)
+    flat = [np.concatenate([np.array(part) for part in rank]) for rank in ranks]
+    return Schedule(
+        ranks=ranks,
+        tokens=tuple(int(lengths[samples].sum()) for samples in flat),
+        costs=tuple(float(costs[samples].sum()) for samples in flat),
+    )
+
+
+def _in_pipeline_order(parts: Sequence[Sequence[int]], costs: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    """Small micro-batches at both ends; samples ascending within each."""
+    tidy = [tuple(sorted(part)) for part in parts]
+    tidy.sort(key=lambda part: (float(costs[list(part)].sum()), part))
+    return tuple(tidy[0::2] + tidy[1::2][::-1])
+
+
+def _imbalance(loads: np.ndarray) -> float:
+    return float(loads.max() / loads.mean() - 1.0)

@@ -1,0 +1,102 @@
+"""Templates: a prompt's text or messages become the token ids the engine receives.
+
+Place in the data flow: Prompt without tokens + tokenizer -> Prompt with tokens + TokenizeReport -> cursor.
+Refuses a template without {prompt}, and a set of which nothing is left. Prompts that are too long, empty, or not fit
+for the template are dropped and stand in the report; nothing is ever cut off a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from megatron_daro.errors import DataError
+from megatron_daro.types import Prompt
+
+_PLACE = "{prompt}"
+_CHUNK = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeReport:
+    """kept + the prompts in `dropped` = the prompts given. dropped: reason -> prompt ids. longest: tokens."""
+
+    kept: int
+    longest: int
+    dropped: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def summary(self) -> str:
+        """A few lines for the terminal and the log."""
+        lines = [f"{self.kept} prompts of up to {self.longest} tokens"]
+        lines += [f"dropped {len(ids)}: {reason} (first: {ids[0]})" for reason, ids in self.dropped.items()]
+        return "\n".join(lines)
+
+
+def tokenize_prompts(
+    prompts: Sequence[Prompt],
+    tokenizer: Any,
+    *,
+    prompt_template: Literal["chat", "plain"] = "chat",
+    template: str = _PLACE,
+    max_prompt_tokens: int = 1024,
+) -> tuple[list[Prompt], TokenizeReport]:
+    """Applies the template and the tokenizer.
+
+    Args:
+        prompts: as loaded.
+        tokenizer: a transformers tokenizer.
+        prompt_template: "chat" puts the text into the tokenizer's chat template, up to where the assistant answers;
+            "plain" takes the text alone (with the tokenizer's own first token, if it has one).
+        template: text around the problem, which replaces {prompt}; for chat messages it goes around the last one.
+        max_prompt_tokens: longer prompts are dropped.
+
+    Returns:
+        The prompts that are left, with tokens, in order; and the report.
+
+    Raises:
+        DataError: template without {prompt}, or no prompt left.
+    """
+    if _PLACE not in template:
+        raise DataError(f"data.template: got {template!r}; it must contain {_PLACE}, where the problem goes")
+    dropped: dict[str, list[str]] = {}
+    kept: list[Prompt] = []
+    for start in range(0, len(prompts), _CHUNK):
+        chunk = []
+        for prompt in prompts[start : start + _CHUNK]:
+            text = _rendered(prompt, tokenizer, prompt_template, template)
+            if text is None:
+                dropped.setdefault("chat of several messages under the plain template", []).append(prompt.id)
+            else:
+                chunk.append((prompt, text))
+        for (prompt, _), ids in zip(chunk, _encoded([t for _, t in chunk], tokenizer, prompt_template), strict=True):
+            if not ids:
+                dropped.setdefault("no tokens", []).append(prompt.id)
+            elif len(ids) > max_prompt_tokens:
+                dropped.setdefault(f"longer than max_prompt_tokens = {max_prompt_tokens}", []).append(prompt.id)
+            else:
+                kept.append(replace(prompt, tokens=tuple(ids)))
+    if not kept:
+        reasons = "; ".join(f"{len(ids)} {reason}" for reason, ids in dropped.items()) or "there were none"
+        raise DataError(f"no prompt is left after the template ({reasons}); raise data.max_prompt_tokens")
+    return kept, TokenizeReport(kept=len(kept), longest=max(len(p.tokens) for p in kept), dropped=dropped)
+
+
+def _rendered(prompt: Prompt, tokenizer: Any, prompt_template: str, template: str) -> str | None:
+    """The text to encode; None where a chat does not fit the plain template."""
+    # str.replace and not str.format: problems and templates are full of braces.
+    if prompt_template == "plain":
+        if prompt.messages is not None and len(prompt.messages) != 1:
+            return None
+        text = prompt.messages[0]["content"] if prompt.messages else prompt.text or ""
+        return template.replace(_PLACE, text)
+    messages = [dict(m) for m in prompt.messages or ({"role": "user", "content": prompt.text or ""},)]
+    messages[-1]["content"] = template.replace(_PLACE, messages[-1]["content"])
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def _encoded(texts: list[str], tokenizer: Any, prompt_template: str) -> list[list[int]]:
+    """A chat template writes its special tokens itself, so the tokenizer must not add them again."""
+    if not texts:
+        return []
+    return tokenizer(texts, add_special_tokens=prompt_template == "plain")["input_ids"]

@@ -1,0 +1,174 @@
+"""The state of one batch while transformers' `generate` decodes it: chooses, records, stops.
+
+Place in the data flow: rows -> Decoding (behind a LogitsProcessor and a StoppingCriteria) -> tokens and log-probs.
+The processor leaves `generate` only the chosen token to pick, so no scores are kept. Once a quarter of the rows
+have finished, the criterion ends the call: the caller drops their caches and calls again with the rest.
+
+Shape letters: N rows of the whole batch, B rows in the call, V vocabulary, M most new tokens, P distinct stop sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.generation import LogitsProcessor, StoppingCriteria
+
+from megatron_daro.engine.abort import AbortSignal
+from megatron_daro.engine.sampling import choose_tokens, row_uniforms
+from megatron_daro.types import FinishReason, GroupRequest
+
+# Measured with 256 and 512 rows of a 0.5 M parameter model: 0.7 to 0.9 are alike, 1.5 times as fast as never dropping.
+_COMPACT_BELOW = 0.75
+_COMPACT_AT_LEAST_ROWS = 16
+_RUNNING, _STOP, _LENGTH, _ABORT = range(4)
+_REASONS: dict[int, FinishReason] = {_STOP: "stop", _LENGTH: "length", _ABORT: "abort"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One rollout to generate: number `index` of a request."""
+
+    request: GroupRequest
+    index: int
+
+
+class Decoding:
+    """Chooses and records every row's tokens until all have finished.
+
+    Args:
+        rows: the batch.
+        seed: of the engine.
+        vocab: size of the model's vocabulary.
+        abort: looked at after every step.
+        report: called with the position of each row, once, in the step in which it finished.
+    """
+
+    def __init__(
+        self, rows: Sequence[Row], seed: int, vocab: int, abort: AbortSignal, report: Callable[[int], None]
+    ) -> None:
+        sampling = [row.request.sampling for row in rows]
+        most = max(s.max_new_tokens for s in sampling)
+        self._rows = rows
+        self._abort, self._report = abort, report
+        self._uniforms_NM = torch.from_numpy(_uniforms(rows, seed, most))
+        self._temperatures_N = torch.tensor([s.temperature for s in sampling], dtype=torch.float32)
+        self._top_p_N = torch.tensor([s.top_p for s in sampling], dtype=torch.float32)
+        self._limits_N = torch.tensor([s.max_new_tokens for s in sampling])
+        self._stops_PV, self._stop_set_N = _stop_table(sampling, vocab)
+        self._tokens_NM = torch.zeros(len(rows), most, dtype=torch.int32)
+        self._logprobs_NM = torch.zeros(len(rows), most)
+        self._lengths_N = torch.zeros(len(rows), dtype=torch.int64)
+        self._finish_N = torch.full((len(rows),), _RUNNING)
+        self._reported_N = torch.zeros(len(rows), dtype=torch.bool)
+        self._present_B = torch.arange(len(rows))
+        self._step = 0
+        self._seen_changes = -1
+
+    @property
+    def done(self) -> bool:
+        """Whether every row has finished."""
+        return not bool((self._finish_N == _RUNNING).any())
+
+    @property
+    def steps_left(self) -> int:
+        """Most tokens that a running row may still get."""
+        running_N = self._finish_N == _RUNNING
+        return int(self._limits_N[running_N].max()) - self._step if bool(running_N.any()) else 0
+
+    def compact(self) -> Tensor:
+        """Forgets the finished rows; returns the positions, in the call that ended, of those that go on (int64 [B])."""
+        keep_B = torch.nonzero(self._finish_N[self._present_B] == _RUNNING).flatten()
+        self._present_B = self._present_B[keep_B]
+        return keep_B
+
+    def result(self, n: int) -> tuple[np.ndarray, np.ndarray, FinishReason]:
+        """Of row n: response tokens int32 [R], log-probs float32 [R], and why it ended."""
+        length = int(self._lengths_N[n])
+        tokens, logprobs = self._tokens_NM[n, :length].numpy(), self._logprobs_NM[n, :length].numpy()
+        return tokens.copy(), logprobs.copy(), _REASONS[int(self._finish_N[n])]
+
+    def choose(self, logits_BV: Tensor) -> Tensor:
+        """Chooses and records one token for every row present; returns them, int64 [B]."""
+        present_B, step = self._present_B, self._step
+        tokens_B, logprobs_B = choose_tokens(
+            logits_BV, self._uniforms_NM[present_B, step], self._temperatures_N[present_B], self._top_p_N[present_B]
+        )
+        running_B = self._finish_N[present_B] == _RUNNING
+        rows_B, tokens = present_B[running_B], tokens_B[running_B]
+        self._tokens_NM[rows_B, step] = tokens.to(torch.int32)
+        self._logprobs_NM[rows_B, step] = logprobs_B[running_B]
+        self._lengths_N[rows_B] = step + 1
+        at_limit = torch.where(self._limits_N[rows_B] == step + 1, _LENGTH, _RUNNING)
+        stopped = self._stops_PV[self._stop_set_N[rows_B], tokens]
+        self._finish_N[rows_B] = torch.where(stopped, _STOP, at_limit)
+        self._step = step + 1
+        return tokens_B
+
+    def should_end(self, rows: int) -> bool:
+        """Whether a call over `rows` rows is to end now: all finished, or enough of them to drop; aborts included."""
+        self.settle()
+        running = int((self._finish_N[self._present_B] == _RUNNING).sum())
+        few = running <= _COMPACT_BELOW * rows and rows >= _COMPACT_AT_LEAST_ROWS
+        return running == 0 or few
+
+    def settle(self) -> None:
+        """Ends aborted rows and reports every row that finished since the last time."""
+        self._look_for_abort()
+        new_N = (self._finish_N != _RUNNING) & ~self._reported_N
+        self._reported_N |= new_N
+        for n in torch.nonzero(new_N).flatten().tolist():
+            self._report(n)
+
+    def _look_for_abort(self) -> None:
+        changes = self._abort.changes
+        if changes == self._seen_changes:
+            return
+        self._seen_changes = changes
+        hit_N = torch.tensor([self._abort.hits(row.request.group_id) for row in self._rows])
+        self._finish_N[hit_N & (self._finish_N == _RUNNING)] = _ABORT
+
+
+class TokenChooser(LogitsProcessor):
+    """Leaves `generate` one token per row to pick: the one that the decoding chose."""
+
+    def __init__(self, decoding: Decoding) -> None:
+        self._decoding = decoding
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """[B, V] logits -> [B, V] with 0 at the chosen token and -inf elsewhere; writes into its argument."""
+        tokens_B = self._decoding.choose(scores)
+        return scores.fill_(-torch.inf).scatter_(1, tokens_B[:, None], 0.0)
+
+
+class EndOfCall(StoppingCriteria):
+    """Ends a `generate` call when it is time to drop finished rows, or nothing is left to do."""
+
+    def __init__(self, decoding: Decoding) -> None:
+        self._decoding = decoding
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """Bool [B], all equal."""
+        rows = len(input_ids)
+        return torch.full((rows,), self._decoding.should_end(rows), dtype=torch.bool)
+
+
+def _uniforms(rows: Sequence[Row], seed: int, most: int) -> np.ndarray:
+    table_NM = np.zeros((len(rows), most), dtype=np.float32)
+    for n, row in enumerate(rows):
+        count = row.request.sampling.max_new_tokens
+        table_NM[n, :count] = row_uniforms(seed, row.request.group_id, row.request.attempt, row.index, count)
+    return table_NM
+
+
+def _stop_table(sampling: Sequence[Any], vocab: int) -> tuple[Tensor, Tensor]:
+    """Which tokens stop (bool [P, V]), and which of these lines each row uses (int64 [N])."""
+    sets = {stops: p for p, stops in enumerate(dict.fromkeys(s.stop_token_ids for s in sampling))}
+    table_PV = torch.zeros(len(sets), vocab, dtype=torch.bool)
+    for stops, p in sets.items():
+        table_PV[p, list(stops)] = True
+    return table_PV, torch.tensor([sets[s.stop_token_ids] for s in sampling])

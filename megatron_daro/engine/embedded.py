@@ -1,0 +1,153 @@
+"""The embedded engine: EmbeddedGenerator in a worker thread, behind the Engine Protocol.
+
+Place in the data flow: sampler -> EmbeddedEngine -> rollouts; sync -> `update_weights`. One thread does all work on the
+model, so a weight update falls between two batches and never into one. Owns no process and imports no Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from megatron_daro.engine.abort import AbortSignal
+from megatron_daro.engine.decoding import Row
+from megatron_daro.engine.generator import EmbeddedGenerator
+from megatron_daro.errors import EngineError
+from megatron_daro.types import GroupRequest, Rollout, WeightBucket
+
+_Result = TypeVar("_Result")
+_Item = tuple[Rollout, ...] | Exception | None
+
+
+class EmbeddedEngine:
+    """Rollouts from a model in this process. Arguments as EmbeddedGenerator's; nothing is loaded before `start`."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        seed: int,
+        batch_size: int = 256,
+        dtype: Literal["fp32", "bf16"] = "fp32",
+        threads: int | None = None,
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        self._settings: dict[str, Any] = {"seed": seed, "batch_size": batch_size, "dtype": dtype}
+        self._settings |= {"threads": threads, "decode": decode}
+        self._path = Path(path)
+        self._generator: EmbeddedGenerator | None = None
+        self._worker: ThreadPoolExecutor | None = None
+        self._live: set[AbortSignal] = set()
+        self._updating = asyncio.Lock()
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the weights now in place; 0 is what was loaded."""
+        return self._started().weight_version
+
+    async def start(self) -> None:
+        """Loads the model. Raises ModelError if the checkpoint cannot be loaded, EngineError if started already."""
+        if self._worker is not None:
+            raise EngineError("the embedded engine was started already.")
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="embedded-engine")
+        try:
+            self._generator = await self._run(lambda: EmbeddedGenerator(self._path, **self._settings))
+        except BaseException:
+            self._worker.shutdown(wait=False)
+            self._worker = None
+            raise
+
+    async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
+        """Yields the rollouts of each request, in the order of its indices, as soon as the last of them is complete.
+
+        Generation goes on while the consumer works on what was yielded. Closing the iterator stops it.
+
+        Raises:
+            EngineError: a request that cannot be generated (before anything is), or a failure of the model.
+        """
+        batches = self._started().plan(requests)
+        signal, finished = AbortSignal(), asyncio.Queue[_Item]()
+        self._live.add(signal)
+        producer = asyncio.create_task(self._produce(batches, requests, signal, finished))
+        try:
+            while (item := await finished.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            signal.abort()
+            self._live.discard(signal)
+            await asyncio.gather(producer, return_exceptions=True)
+
+    async def abort(self, group_ids: Collection[int] | None = None) -> None:
+        """Ends the given groups (None: all) of the running `generate` calls; they yield what they have, as "abort"."""
+        for signal in list(self._live):
+            signal.abort(group_ids)
+
+    async def update_weights(self, buckets: AsyncIterator[WeightBucket], version: int) -> None:
+        """Replaces all weights, between two batches; on any error the old ones stay, with their version.
+
+        Args:
+            buckets: together every tensor of the model once, HF names; a tied lm_head may be absent.
+            version: what rollouts are stamped with from then on.
+
+        Raises:
+            EngineError: tensors missing, unknown, twice, or of the wrong shape. SyncError: a torn bucket.
+        """
+        generator = self._started()
+        async with self._updating:
+            stage = generator.stage_weights()
+            async for bucket in buckets:
+                await asyncio.to_thread(stage.add, bucket)
+            stage.check_complete()
+            await self._run(lambda: generator.apply_weights(stage, version))
+
+    async def close(self) -> None:
+        """Aborts everything, waits for the step that is running, and lets go of the model. May be called twice."""
+        await self.abort()
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            await asyncio.to_thread(worker.shutdown, wait=True, cancel_futures=True)
+        self._generator = None
+
+    async def _produce(
+        self,
+        batches: Sequence[Sequence[Row]],
+        requests: Sequence[GroupRequest],
+        signal: AbortSignal,
+        finished: asyncio.Queue[_Item],
+    ) -> None:
+        """Runs the batches one after the other; puts every complete request into the queue, then None or the error."""
+        generator = self._started()
+        loop = asyncio.get_running_loop()
+        waiting: dict[int, dict[int, Rollout]] = {id(request): {} for request in requests}
+
+        def collect(row: Row, rollout: Rollout) -> None:
+            held = waiting[id(row.request)]
+            held[row.index] = rollout
+            if len(held) == len(row.request.indices):
+                complete = tuple(held[index] for index in row.request.indices)
+                loop.call_soon_threadsafe(finished.put_nowait, complete)
+
+        try:
+            for batch in batches:
+                await self._run(functools.partial(generator.generate_rows, batch, signal, collect))
+            finished.put_nowait(None)
+        except asyncio.CancelledError:
+            finished.put_nowait(EngineError("the embedded engine was closed while it generated."))
+        except Exception as error:  # whatever it is, the consumer must see it: it waits on this queue
+            finished.put_nowait(error)
+
+    async def _run(self, work: Callable[[], _Result]) -> _Result:
+        if self._worker is None:
+            raise EngineError("the embedded engine is not running: it was not started, or it was closed.")
+        return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+
+    def _started(self) -> EmbeddedGenerator:
+        if self._generator is None:
+            raise EngineError("the embedded engine is not running: it was not started, or it was closed.")
+        return self._generator

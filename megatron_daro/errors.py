@@ -1,0 +1,55 @@
+"""The error tree: one root, picklable, every message says what was got, what is allowed and how to fix it.
+
+Place in the data flow: none; every layer raises from here. Errors cross process
+borders (Ray workers, verifier workers), so each carries only its message.
+"""
+
+from __future__ import annotations
+
+
+class DaroError(Exception):
+    """Root of every error this package raises on purpose."""
+
+
+class ConfigError(DaroError):
+    """The configuration is wrong; the message lists every wrong field."""
+
+
+class DataError(DaroError):
+    """Prompts, answers or a data file are unusable."""
+
+
+class ModelError(DaroError):
+    """Model files are missing, torn, or of an unsupported shape."""
+
+
+class CheckpointError(DaroError):
+    """A checkpoint is torn, edited, missing, or does not fit the run."""
+
+
+class EngineError(DaroError):
+    """A rollout engine failed, died or missed its deadline."""
+
+
+class SyncError(DaroError):
+    """Weights could not be moved from the actor to the engines."""
+
+
+class RewardError(DaroError):
+    """The verifier pool itself failed (not: an answer was wrong)."""
+
+
+class NonFiniteError(DaroError):
+    """A loss or a gradient was NaN or infinite; no optimizer step was taken."""
+
+
+class WorkerError(DaroError):
+    """A Ray worker died or a collective call failed on it."""
+
+
+class DeadlineError(DaroError):
+    """A named deadline passed; the message names it, its length and what was awaited."""
+
+
+class AlgorithmError(DaroError, ValueError):
+    """A loss, an advantage or a weighting was handed something it cannot use."""

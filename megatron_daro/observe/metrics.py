@@ -1,0 +1,227 @@
+"""metrics.jsonl, TensorBoard events and (optionally) Weights & Biases: one record per optimizer step.
+
+Place in the data flow: controller -> `MetricsLog.write` -> RUN/metrics.jsonl; the report, tests and `comparable` read
+it back with `read_metrics`. Key names and units: docs/metrics.md. Everything that depends on the clock lives under
+`timing/` and `throughput/`, so the rest of two runs of one seed can be compared exactly. It refuses values that are
+no numbers, steps that do not increase, and files damaged anywhere but in their last line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from numbers import Integral
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megatron_daro.errors import DataError
+from megatron_daro.observe.sinks import Sink, TensorBoardSink, WandbSink
+
+FILE_NAME = "metrics.jsonl"
+NONFINITE_KEY = "observe/nonfinite_values"
+CLOCK_PREFIXES = ("timing/", "throughput/")
+
+Metrics = Mapping[str, float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """One line of the file: what it says and its very bytes, so that keeping it cannot change it."""
+
+    record: dict[str, Any]
+    raw: bytes
+
+    @property
+    def step(self) -> int:
+        return self.record["step"]
+
+
+class MetricsLog:
+    """The writer of a run's metrics. One process writes; it can be reopened after a crash."""
+
+    def __init__(self, run_dir: Path, *, tensorboard: bool = True, wandb: Mapping[str, Any] | None = None) -> None:
+        """Opens (or creates) the run's metrics file and drops a torn last line.
+
+        Args:
+            run_dir: the run directory; created if missing.
+            tensorboard: also write events under RUN/tensorboard.
+            wandb: arguments of `wandb.init`, such as {"project": "daro"}; None (or {"enabled": False, ...}) is off.
+
+        Raises:
+            ConfigError: wandb was asked for and is not installed, or cannot start.
+            DataError: the file that is there is damaged before its last line, or cannot be written.
+        """
+        self.path = Path(run_dir) / FILE_NAME
+        run_dir = self.path.parent
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("a+b", buffering=0)
+        self.last_step = self._rewrite(_parse(self.path))
+        self._sinks: list[Sink] = [TensorBoardSink(run_dir / "tensorboard")] if tensorboard else []
+        if wandb is not None and wandb.get("enabled", True):
+            self._sinks.append(WandbSink(run_dir, {k: v for k, v in wandb.items() if k != "enabled"}))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Appends one step, on disk (fsync) when this returns.
+
+        Args:
+            step: optimizer step, greater than every step written before (0 is allowed: evaluation before training).
+            metrics: key path -> number. NaN and infinities become null and are counted in `observe/nonfinite_values`.
+
+        Raises:
+            DataError: a value is no number, the step does not increase, or the disk refused; the file then still ends
+                with the step before.
+        """
+        if self.last_step is not None and step <= self.last_step:
+            raise DataError(
+                f"{self.path}: step {step} after step {self.last_step}; steps must increase: write all metrics of "
+                "a step at once, or call truncate_after(step) when resuming"
+            )
+        record = _record(step, metrics)
+        self._append(json.dumps(record, allow_nan=False, separators=(", ", ": ")).encode() + b"\n", step)
+        self.last_step = step
+        for sink in self._sinks:
+            sink.write(step, {k: v for k, v in record.items() if k != "step" and v is not None})
+
+    def truncate_after(self, step: int) -> int:
+        """Drops every line of a later step, so that a resumed run writes them again.
+
+        Args:
+            step: the last step to keep (that of the checkpoint).
+
+        Returns:
+            Number of lines dropped.
+        """
+        lines = _parse(self.path)
+        kept = [line for line in lines if line.step <= step]
+        self.last_step = self._rewrite(kept)
+        for sink in self._sinks:
+            sink.truncate_after(step)
+        return len(lines) - len(kept)
+
+    def close(self) -> None:
+        """Flushes and closes everything; a second call does nothing."""
+        for sink in self._sinks:
+            sink.close()
+        self._sinks = []
+        self._file.close()
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _append(self, line: bytes, step: int) -> None:
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            written = self._file.write(line)
+            if written != len(line):
+                raise OSError(f"only {written} of {len(line)} bytes fitted")
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            os.ftruncate(self._file.fileno(), size)
+            raise DataError(
+                f"{self.path}: step {step} could not be written: {error}; free disk space and --resume"
+            ) from error
+
+    def _rewrite(self, lines: list[_Line]) -> int | None:
+        """Leaves exactly these lines in the file, atomically, if it holds anything else. Returns the last step."""
+        content = b"".join(line.raw + b"\n" for line in lines)
+        if content != self.path.read_bytes():
+            temporary = self.path.with_suffix(".jsonl.tmp")
+            with temporary.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            self._file.close()
+            temporary.replace(self.path)
+            self._file = self.path.open("a+b", buffering=0)
+        return lines[-1].step if lines else None
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, float | None]]:
+    """The metrics of a run, one dictionary per step in file order, each with its `step`.
+
+    A torn last line (a crash or a run still writing) is left out. A missing file is an empty list.
+
+    Args:
+        run_dir: the run directory.
+
+    Raises:
+        DataError: a line before the last is damaged, or steps do not increase.
+    """
+    return [line.record for line in _parse(Path(run_dir) / FILE_NAME)]
+
+
+def comparable(metrics: Metrics) -> dict[str, float | None]:
+    """The metrics that two runs of the same seed share exactly: all but the keys under `timing/` and `throughput/`."""
+    return {key: value for key, value in metrics.items() if not key.startswith(CLOCK_PREFIXES)}
+
+
+def _record(step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
+    record: dict[str, Any] = {"step": int(step)}
+    values: dict[str, Any] = {}
+    nonfinite = 0
+    for key in metrics:
+        if not isinstance(key, str) or key in ("step", NONFINITE_KEY):
+            raise DataError(f"metric key {key!r} is not allowed: use a path such as 'loss/policy'; the log adds 'step'")
+        values[key] = _number(key, metrics[key])
+        nonfinite += values[key] is None
+    values[NONFINITE_KEY] = nonfinite
+    return record | {key: values[key] for key in sorted(values, key=_order)}
+
+
+def _order(key: str) -> list[tuple[int, int, str]]:
+    """Sorts paths part by part, numbers by value: difficulty/loss/2 comes before difficulty/loss/10."""
+    return [(0, int(p), "") if p.isascii() and p.isdigit() else (1, 0, p) for p in key.split("/")]
+
+
+def _number(key: str, value: Any) -> int | float | None:
+    if isinstance(value, Integral):
+        return int(value)
+    try:
+        number = None if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError):
+        number = None
+    if number is None:
+        raise DataError(f"metric {key!r} is {type(value).__name__}; allowed: one number. Convert it before writing")
+    return number if math.isfinite(number) else None
+
+
+def _parse(path: Path) -> list[_Line]:
+    """The lines of the file; a last line that is torn is left out."""
+    if not path.exists():
+        return []
+    raw_lines = path.read_bytes().split(b"\n")
+    if not raw_lines[-1]:
+        raw_lines.pop()
+    lines: list[_Line] = []
+    for number, raw in enumerate(raw_lines, start=1):
+        record = _parse_line(raw)
+        if record is None and number == len(raw_lines):
+            break
+        if record is None:
+            raise DataError(
+                f"{path}: line {number} is not a JSON object with an integer 'step'; remove it or restore it"
+            )
+        if lines and record["step"] <= lines[-1].step:
+            raise DataError(
+                f"{path}: line {number} has step {record['step']} after {lines[-1].step}; remove one of them"
+            )
+        lines.append(_Line(record, raw))
+    return lines
+
+
+def _parse_line(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    valid = isinstance(record, dict) and isinstance(record.get("step"), int)
+    return record if valid else None

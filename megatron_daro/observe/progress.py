@@ -1,0 +1,129 @@
+"""What a person sees in the terminal while a run goes on.
+
+Place in the data flow: the controller calls `step(step, metrics)` once per optimizer step and `notice`/`warn` for
+messages. On a terminal it draws a live panel; elsewhere (CI, a log file) it prints one plain line per step; off, it
+prints nothing but still hands messages to `logging`. Text it is given may hold model output: control characters are
+made visible and nothing is read as markup. It computes no metric and never raises because one is missing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Literal
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from megatron_daro.observe.escape import safe_text
+from megatron_daro.observe.progress_view import ProgressState, ProgressView, plain_line
+from megatron_daro.observe.trace import Phases
+
+Mode = Literal["auto", "live", "plain", "off"]
+_logger = logging.getLogger("megatron_daro")
+_MESSAGE_LIMIT = 4000
+
+
+class Progress:
+    """Live progress of one run; a context manager."""
+
+    def __init__(
+        self,
+        *,
+        total_steps: int,
+        rollouts_per_prompt: int,
+        start_step: int = 0,
+        mode: Mode = "auto",
+        title: str = "",
+        phases: Phases | None = None,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Prints nothing until `start` (or `with`).
+
+        Args:
+            total_steps: optimizer steps of the whole run.
+            rollouts_per_prompt: K, the number of rollouts per prompt.
+            start_step: steps done before this process started (a resumed run).
+            mode: "auto" is "live" on a terminal and "plain" elsewhere; "off" prints nothing.
+            title: the panel's title, such as the run directory.
+            phases: asked for the phase that runs now.
+            console: where to draw; stdout if None.
+            clock: seconds, for elapsed time and ETA.
+        """
+        self._console = console or Console(highlight=False)
+        self.mode: Mode = ("live" if self._console.is_terminal else "plain") if mode == "auto" else mode
+        title = self._encodable(safe_text(title, 200, one_line=True))
+        self._state = ProgressState(
+            total_steps=total_steps,
+            rollouts_per_prompt=rollouts_per_prompt,
+            first_step=start_step,
+            title=title,
+            clock=clock,
+            active=phases.active if phases else tuple,
+        )
+        self._live: Live | None = None
+
+    def start(self) -> Progress:
+        """Starts drawing; a second call does nothing."""
+        if self.mode == "live" and self._live is None:
+            view = ProgressView(self._state)
+            self._live = Live(view, console=self._console, refresh_per_second=4, transient=False)
+            self._live.start()
+        return self
+
+    def stop(self) -> None:
+        """Leaves the last panel on the screen and gives the terminal back."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def step(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Shows a finished step.
+
+        Args:
+            step: optimizer step, counted from 1.
+            metrics: the step's metrics by key path (docs/metrics.md); any of them may be missing, null or NaN.
+        """
+        self._state.add(step, metrics)
+        if self._live is not None:
+            self._live.refresh()
+        elif self.mode == "plain":
+            self._print(Text(plain_line(self._state)))
+
+    def notice(self, text: str) -> None:
+        """Prints a message above the panel."""
+        self._message(text, logging.INFO)
+
+    def warn(self, text: str) -> None:
+        """Prints a warning above the panel; when off, it goes to the logger `megatron_daro`."""
+        self._message(text, logging.WARNING)
+
+    def __enter__(self) -> Progress:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _message(self, text: str, level: int) -> None:
+        clean = self._encodable(safe_text(text, _MESSAGE_LIMIT))
+        if self.mode == "off":
+            _logger.log(level, "%s", clean)
+        elif level >= logging.WARNING:
+            self._print(Text.assemble(("warning: ", "bold yellow"), clean))
+        else:
+            self._print(Text(clean))
+
+    def _print(self, text: Text) -> None:
+        # A log line stays one line, however narrow rich believes a pipe to be.
+        self._console.print(text, soft_wrap=not self._console.is_terminal, highlight=False)
+
+    def _encodable(self, text: str) -> str:
+        """Text that the terminal's encoding can express; what it cannot becomes a visible code."""
+        encoding = self._console.encoding or "utf-8"
+        return text.encode(encoding, "backslashreplace").decode(encoding)

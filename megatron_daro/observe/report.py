@@ -1,0 +1,203 @@
+"""`megatron-daro report RUN`: one self-contained HTML page about a run, finished or not.
+
+Place in the data flow: reads metrics.jsonl, config.yaml and rollouts/ of a run directory; writes report.html. It
+needs no network, no torch and no running job, leaves everything else in the directory alone, and drops (and names)
+what was not recorded.
+"""
+
+from __future__ import annotations
+
+import html
+import os
+from pathlib import Path
+
+from megatron_daro.errors import DataError
+from megatron_daro.observe.escape import safe_text
+from megatron_daro.observe.report_data import RunData, ends_of, load_run
+from megatron_daro.observe.report_html import Page, render, table_html
+from megatron_daro.observe.report_samples import load_samples, samples_html
+from megatron_daro.observe.report_sections import build_sections
+
+_CONFIG_CHARACTERS = 200_000
+
+
+def write_report(run_dir: Path, output: Path | None = None) -> Path:
+    """Writes the report of a run.
+
+    Args:
+        run_dir: the run directory; the run may still be going.
+        output: the file to write; RUN/report.html if None.
+
+    Returns:
+        The file written.
+
+    Raises:
+        DataError: there is no metrics.jsonl, it is damaged before its last line, or the report cannot be written.
+    """
+    run_dir = Path(run_dir)
+    target = run_dir / "report.html" if output is None else Path(output)
+    text = render(build_page(load_run(run_dir)))
+    temporary = target.with_name(f"{target.name}.tmp{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(target)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise DataError(f"{target}: the report could not be written: {error}; give another --output") from error
+    return target
+
+
+def build_page(run: RunData) -> Page:
+    """The page's content from what was recorded."""
+    sections = build_sections(run)
+    samples, sample_notes = load_samples(run.run_dir)
+    missing = [f"{s.title}: {name}" for s in sections for name in s.missing] + sample_notes
+    name = safe_text(run.run_dir.resolve().name, 120, one_line=True)
+    algorithm = run.setting("algorithm", "name")
+    title = f"{name} · {safe_text(algorithm, 40, one_line=True)}" if algorithm else name
+    return Page(
+        title=title,
+        subtitle=_status(run),
+        head_html=_cards(run) + _evaluation_table(run),
+        sections=sections,
+        samples_html=samples_html(samples),
+        tail_html=_metrics_table(run) + _config_block(run) + _missing_block(missing),
+    )
+
+
+def _status(run: RunData) -> str:
+    rows = run.train_rows
+    if not rows:
+        return "No optimizer step has been recorded yet."
+    step, planned = int(rows[-1]["step"] or 0), run.setting("trainer", "steps")
+    words = f"{step} optimizer steps"
+    if isinstance(planned, int):
+        words = f"{step} of {planned} optimizer steps" + ("" if step >= planned else " (going on or stopped early)")
+    if run.window > 1:
+        words += f"; plots show means of {run.window} steps"
+    return words
+
+
+def _cards(run: RunData) -> str:
+    cards: list[tuple[str, str, str]] = []
+    accuracy = run.values("accuracy/mean")
+    if accuracy:
+        first, last, count = ends_of(accuracy)
+        cards.append(("training accuracy", f"{first:.1%} → {last:.1%}", f"mean of the first and last {count} steps"))
+    for name, (before, after) in _evaluations(run).items():
+        if "/accuracy/" not in name:
+            cards.append(
+                (f"{_evaluation_label(name)}, held out", f"{before:.1%} → {after:.1%}", _points(after - before))
+            )
+    length = run.values("response/length_mean")
+    if length:
+        first, last, count = ends_of(length)
+        cards.append(("response length", f"{first:,.0f} → {last:,.0f}", "tokens"))
+    tokens = sum(run.total(k) for k in run.under("difficulty/tokens/"))
+    if tokens:
+        cards.append(("trained tokens", _large(tokens), "all steps"))
+    seconds = run.total("timing/step_s")
+    if seconds:
+        per_step = seconds / len(run.values("timing/step_s"))
+        cards.append(("total time", _duration(seconds), f"{per_step:.2f} s per step"))
+    cards.append(("optimizer steps", str(len(run.train_rows)), _version(run)))
+    bad = run.total("observe/nonfinite_values")
+    if bad:
+        cards.append(("non-finite values", f"{bad:.0f}", "metrics that were NaN or infinite"))
+    skipped = max(run.values("rollout/steps_skipped"), default=0)
+    if skipped:
+        cards.append(("skipped steps", f"{skipped:.0f}", "loss or gradient was not finite"))
+    blocks = (
+        f'<div class="card"><span>{html.escape(n)}</span><b>{html.escape(v)}</b><span>{html.escape(d)}</span></div>'
+        for n, v, d in cards
+    )
+    return f'<div class="cards">{"".join(blocks)}</div>'
+
+
+def _version(run: RunData) -> str:
+    per_prompt, prompts = run.rollouts_per_prompt, run.setting("rollout", "prompts_per_step")
+    if per_prompt and isinstance(prompts, int):
+        return f"{prompts} prompts x {per_prompt} rollouts each"
+    return f"{per_prompt} rollouts per prompt" if per_prompt else ""
+
+
+def _evaluations(run: RunData) -> dict[str, tuple[float, float]]:
+    """Evaluation accuracy key -> (first, last)."""
+    keys = [k for k in run.under("eval/") if k.endswith("/accuracy") or "/accuracy/" in k]
+    return {k: (values[0], values[-1]) for k in keys if (values := run.values(k))}
+
+
+def _evaluation_label(key: str) -> str:
+    return safe_text(key.removeprefix("eval/").removesuffix("/accuracy"), 80, one_line=True)
+
+
+def _evaluation_table(run: RunData) -> str:
+    evaluations = _evaluations(run)
+    if not evaluations:
+        return ""
+    rows = []
+    for key, (before, after) in evaluations.items():
+        name, _, level = key.removeprefix("eval/").partition("/accuracy")
+        cells = [
+            name,
+            level.removeprefix("/") or "all",
+            f"{before:.1%}",
+            f"{after:.1%}",
+            f"{(after - before) * 100:+.1f}",
+        ]
+        rows.append([safe_text(c, 80, one_line=True) for c in cells])
+    steps = [r["step"] for r in run.rows if any(r.get(k) is not None for k in evaluations)]
+    table = table_html(
+        ["evaluation", "difficulty", f"step {steps[0]}", f"step {steps[-1]}", "points"], rows, number_columns=3
+    )
+    return f'<div class="block"><h3>Held-out accuracy before and after</h3>{table}</div>'
+
+
+def _metrics_table(run: RunData) -> str:
+    rows = []
+    for key in sorted(run.keys):
+        values = run.values(key)
+        numbers = [f"{v:,.5g}" for v in (values[0], values[-1], min(values), max(values))]
+        rows.append([safe_text(key, 120, one_line=True), *numbers, str(len(values))])
+    if not rows:
+        return ""
+    table = table_html(["metric", "first", "last", "lowest", "highest", "steps"], rows, number_columns=5)
+    return _folded(f"All {len(rows)} metrics", table)
+
+
+def _config_block(run: RunData) -> str:
+    if run.config_text is None:
+        return ""
+    return _folded("Configuration", f"<pre>{html.escape(safe_text(run.config_text, _CONFIG_CHARACTERS))}</pre>")
+
+
+def _missing_block(missing: list[str]) -> str:
+    if not missing:
+        return ""
+    items = "".join(f"<li>{html.escape(safe_text(m, 300, one_line=True))}</li>" for m in missing)
+    return _folded(f"Not recorded, so not shown ({len(missing)})", f"<ul>{items}</ul>")
+
+
+def _folded(title: str, content: str) -> str:
+    return f'<details class="block"><summary><b>{html.escape(title)}</b></summary>{content}</details>'
+
+
+def _points(share: float) -> str:
+    """A difference of two shares, in percentage points."""
+    return f"{share * 100:+.1f} points"
+
+
+def _large(number: float) -> str:
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.0f}"
+
+
+def _duration(seconds: float) -> str:
+    total = round(seconds)
+    hours, minutes, rest = total // 3600, total // 60 % 60, total % 60
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"

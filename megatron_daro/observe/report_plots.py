@@ -1,0 +1,143 @@
+"""The building blocks of the report's plots: a plot as plain data, and the shapes it is made of.
+
+Place in the data flow: `RunData` -> `Plot` (plotly.js JSON, no plotly objects) -> HTML page. Colours that depend on
+light or dark are names (`@sequential`, `@diverging`) that the page's script replaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_daro.observe.report_data import RunData, smooth
+
+# Mid tones: at least 3:1 against both backgrounds of the page.
+COLOURS = ("#2f7ed8", "#d9730d", "#2a9d68", "#c9408f", "#8466d6", "#a98200", "#1796a8", "#d64545", "#7c8798")
+SEQUENTIAL = "@sequential"
+DIVERGING = "@diverging"
+_FEW_POINTS = 20
+
+Trace = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One plot: heading, how to read it, plotly.js traces and layout."""
+
+    title: str
+    caption: str
+    traces: list[Trace]
+    layout: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading with its plots; `missing` says what was left out and why."""
+
+    title: str
+    plots: list[Plot]
+    missing: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One metric to draw as a line."""
+
+    key: str
+    name: str
+    dash: str = "solid"
+
+
+def short(value: float | None) -> float | None:
+    """Five significant digits: what a screen can show, a third of the bytes."""
+    return None if value is None else float(f"{value:.5g}")
+
+
+def lines(run: RunData, wanted: Sequence[Line], *, smoothed: bool = True) -> list[Trace]:
+    """Traces of the metrics that were recorded; noisy ones get a faint raw line and a moving mean on top.
+
+    Args:
+        run: the run.
+        wanted: what to draw; keys that were not recorded are left out.
+        smoothed: draw the moving mean when there are at least 20 points.
+    """
+    traces: list[Trace] = []
+    for index, line in enumerate(wanted):
+        steps, values = run.series(line.key)
+        if steps:
+            traces += _line(steps, values, line, COLOURS[index % len(COLOURS)], smoothed)
+    return traces
+
+
+def _line(steps: list[int], values: list[float], line: Line, colour: str, smoothed: bool) -> list[Trace]:
+    few = len(steps) < _FEW_POINTS
+    raw: Trace = {
+        "type": "scatter",
+        "x": steps,
+        "y": [short(v) for v in values],
+        "name": line.name,
+        "mode": "lines+markers" if few else "lines",
+        "line": {"color": colour, "width": 2, "dash": line.dash},
+    }
+    if few or not smoothed:
+        return [raw]
+    mean = [short(v) for v in smooth(values, max(1, len(values) // 50))]
+    faint = raw | {
+        "line": {"color": colour, "width": 1},
+        "opacity": 0.35,
+        "showlegend": False,
+        "name": f"{line.name}, raw",
+    }
+    return [faint | {"legendgroup": line.key}, raw | {"y": mean, "legendgroup": line.key}]
+
+
+def x_steps() -> dict[str, Any]:
+    """The step axis."""
+    return {"title": {"text": "optimizer step"}}
+
+
+def layout(y_title: str, **more: Any) -> dict[str, Any]:
+    """Layout of a plot over steps. Keyword arguments of the y axis as plotly names them; `y_title` carries the unit."""
+    return {"xaxis": x_steps(), "yaxis": {"title": {"text": y_title}} | more, "hovermode": "x unified"}
+
+
+def percent(y_title: str, **more: Any) -> dict[str, Any]:
+    """Layout of a plot of fractions, drawn as percent."""
+    return layout(y_title, tickformat=".0%", rangemode="tozero", **more)
+
+
+def pass_rate_ticks(bins: Sequence[int], rollouts_per_prompt: int) -> dict[str, Any]:
+    """An axis of pass-rate bins: at most nine labels k/K."""
+    stride = max(1, -(-len(bins) // 9))
+    shown = list(bins)[::stride]
+    return {"tickvals": shown, "ticktext": [f"{k}/{rollouts_per_prompt}" for k in shown]}
+
+
+def heat_map(run: RunData, rows: dict[int, list[float | None]], steps: list[int], *, title: str, **colour: Any) -> Plot:
+    """Pass-rate bins over steps as colour.
+
+    Args:
+        run: gives K for the labels.
+        rows: for each bin k, one value per step; None leaves the cell empty.
+        steps: the optimizer steps.
+        title: heading of the plot.
+        colour: `caption` (how to read it), `unit` (of the colour bar), and plotly's heat map options, such as
+            `colorscale`, `zmid`, `zmin`, `colorbar`.
+    """
+    caption, unit = colour.pop("caption"), colour.pop("unit")
+    bins = sorted(rows)
+    per_prompt = run.rollouts_per_prompt or max(bins)
+    number = colour.pop("number", ":.3g")
+    bar = {"title": {"text": unit, "side": "right"}, "thickness": 12, "len": 1.0} | colour.pop("colorbar", {})
+    trace: Trace = {
+        "type": "heatmap",
+        "x": steps,
+        "y": bins,
+        "z": [[short(v) for v in rows[k]] for k in bins],
+        "hoverongaps": False,
+        "colorbar": bar,
+        "hovertemplate": f"step %{{x}}<br>%{{y}} of {per_prompt} correct<br>{unit}: %{{z{number}}}<extra></extra>",
+    }
+    axis = {"title": {"text": "pass rate (correct / rollouts)"}} | pass_rate_ticks(bins, per_prompt)
+    return Plot(title, caption, [trace | colour], {"xaxis": x_steps(), "yaxis": axis})

@@ -1,0 +1,328 @@
+"""Checkpoints that survive a crash: written whole or not at all, verified before use, pruned only when safe.
+
+Place in the data flow: controller -> `Checkpoints.save` -> RUN/checkpoints/step_000020/ = what the policy wrote,
+state.json (the controller's state), manifest.json (size and SHA-256 of every file, written last); then
+RUN/checkpoints/latest. `find_latest_valid` gives the newest one that is whole. It is written beside its place, synced
+and renamed, so no reader ever sees half of one. It refuses torn and edited checkpoints, and reads JSON only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from megatron_daro.errors import CheckpointError
+from megatron_daro.rollout.protocol import Notices
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+LATEST = "latest"
+STATE_FORMAT = 1
+_MANIFEST_FORMAT = 1
+_STEP_DIRECTORY = re.compile(r"step_(\d{6,})")
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_HASH_THREADS = 4
+
+
+class Checkpoints:
+    """The checkpoints of one run; the only writer of RUN/checkpoints."""
+
+    def __init__(self, run_dir: Path, *, keep: int) -> None:
+        """Args: run_dir: the run directory. keep: newest checkpoints that stay, at least 1."""
+        if keep < 1:
+            raise CheckpointError(f"trainer.keep_checkpoints: {keep}; allowed: >= 1")
+        self._directory = Path(run_dir) / "checkpoints"
+        self._keep = keep
+
+    async def save(
+        self, step: int, write: Callable[[Path], Awaitable[None]], state: Mapping[str, Any], notices: Notices
+    ) -> Path:
+        """Makes a durable checkpoint, points `latest` at it, and then removes the oldest ones beyond `keep`.
+
+        Args:
+            step: optimizer step, which names it.
+            write: fills an existing, empty directory (the policy's own checkpoint).
+            state: JSON-able; becomes state.json.
+            notices: told what was removed.
+
+        Returns:
+            The checkpoint's directory.
+
+        Raises:
+            CheckpointError: it could not be written (a full disk is named). Nothing of it is left, and earlier
+                checkpoints are as they were. What `write` raises otherwise passes through, after the same clean-up.
+        """
+        final = self._directory / _name(step)
+        temporary = final.with_name(final.name + ".tmp")
+        with _named_disk_errors(final):
+            try:
+                await asyncio.to_thread(_make_empty, temporary)
+                await write(temporary)
+                await asyncio.to_thread(_seal, temporary, step, state)
+                await asyncio.to_thread(self._publish, temporary, final)
+            except Exception:  # Not on cancellation: a thread may still be writing; the next save clears it away.
+                shutil.rmtree(temporary, ignore_errors=True)
+                (self._directory / (LATEST + ".tmp")).unlink(missing_ok=True)
+                raise
+            await asyncio.to_thread(self._prune, final, notices)
+        return final
+
+    def _publish(self, temporary: Path, final: Path) -> None:
+        """Into place by rename. `latest` is written before and renamed after: from here on no disk space is needed."""
+        pointer = self._directory / (LATEST + ".tmp")
+        _write_synced(pointer, final.name + "\n")
+        if final.exists():
+            shutil.rmtree(final)
+        temporary.rename(final)
+        _sync(self._directory)
+        pointer.replace(self._directory / LATEST)
+        _sync(self._directory)
+
+    def _prune(self, newest: Path, notices: Notices) -> None:
+        """Removes the oldest beyond `keep`, and what crashes left; only once the newest proves to be readable."""
+        verify(newest, hashes=False)
+        kept = [newest, *(p for p in step_directories(self._directory) if p != newest)][: self._keep]
+        for path in step_directories(self._directory):
+            if path not in kept:
+                shutil.rmtree(path)
+                notices.notice(f"removed checkpoint {path.name} (trainer.keep_checkpoints={self._keep})")
+        for path in self._directory.glob("step_*.tmp"):
+            shutil.rmtree(path)
+
+
+def find_latest_valid(run_dir: Path, notices: Notices) -> tuple[Path, dict[str, Any]] | None:
+    """The newest checkpoint that is whole, with its state.
+
+    Args:
+        run_dir: the run directory. notices: warned of each checkpoint that is refused, with the file and the reason.
+
+    Returns:
+        (directory, the content of state.json), or None when there is no checkpoint at all.
+
+    Raises:
+        CheckpointError: there are checkpoints, but none is whole.
+    """
+    directory = Path(run_dir) / "checkpoints"
+    candidates = step_directories(directory)
+    for path in candidates:
+        try:
+            verify(path)
+            state = read_state(path)
+        except CheckpointError as error:
+            notices.warn(f"checkpoint refused: {error}")
+            continue
+        _check_pointer(directory, path, notices)
+        return path, state
+    if candidates:
+        raise CheckpointError(
+            f"{directory}: none of {len(candidates)} checkpoints is whole (see the warnings above); restore one of "
+            "them, or start again in a new run_dir"
+        )
+    return None
+
+
+def take_latest_valid(run_dir: Path, notices: Notices) -> tuple[Path, dict[str, Any]] | None:
+    """What to resume from: `find_latest_valid`, and refused checkpoints renamed to step_N.refused.
+
+    They would otherwise count as newer ones when old checkpoints are removed. Args, returns and raises as there.
+    """
+    found = find_latest_valid(run_dir, notices)
+    if found:
+        for path in step_directories(found[0].parent):
+            if _step_of(path) > _step_of(found[0]):
+                aside = path.with_name(path.name + ".refused")
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+    return found
+
+
+def verify(checkpoint: Path, *, hashes: bool = True) -> None:
+    """Compares every file with the manifest.
+
+    Args:
+        checkpoint: its directory. hashes: also compare SHA-256, not only sizes.
+
+    Raises:
+        CheckpointError: names the first file that is missing, of another size, or of other content.
+    """
+    manifest = _read_json(checkpoint / MANIFEST)
+    files = manifest.get("files")
+    if manifest.get("format") != _MANIFEST_FORMAT or not isinstance(files, dict) or STATE not in files:
+        raise CheckpointError(
+            f"{checkpoint / MANIFEST}: not a manifest of format {_MANIFEST_FORMAT}; use another checkpoint"
+        )
+    for name, entry in files.items():
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise CheckpointError(f"{checkpoint / MANIFEST}: names {name!r}, outside the checkpoint; it was edited")
+        path = checkpoint / name
+        if not path.is_file():
+            raise CheckpointError(f"{path}: missing; use another checkpoint")
+        if path.stat().st_size != entry["bytes"]:
+            raise CheckpointError(
+                f"{path}: {path.stat().st_size} bytes, but the manifest says {entry['bytes']}: torn or edited"
+            )
+    if hashes:
+        for name, digest in _digests(checkpoint, list(files)).items():
+            if digest != files[name]["sha256"]:
+                raise CheckpointError(f"{checkpoint / name}: its SHA-256 is not that of the manifest: torn or edited")
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The controller's state in a checkpoint.
+
+    Raises:
+        CheckpointError: it is no JSON object, or of another step than its directory.
+    """
+    state = _read_json(checkpoint / STATE)
+    if state.get("step") != _step_of(checkpoint):
+        raise CheckpointError(
+            f"{checkpoint / STATE}: step {state.get('step')!r} in {checkpoint.name}: renamed or edited"
+        )
+    return state
+
+
+def check_fits(checkpoint: Path, state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """Refuses a state that this run cannot continue from.
+
+    Args:
+        checkpoint: its directory, for the message. state: its state.json. identity: what this run is made of.
+
+    Raises:
+        CheckpointError: another format, or values of `identity` that differ; all of them are named.
+    """
+    if state.get("format") != STATE_FORMAT:
+        raise CheckpointError(
+            f"{checkpoint}/state.json: format {state.get('format')!r}; allowed: {STATE_FORMAT}. "
+            "Resume with the version of the package that wrote it"
+        )
+    saved = state["identity"]
+    wrong = [
+        f"{k} was {saved.get(k)!r}, is {identity.get(k)!r}"
+        for k in sorted({*saved, *identity})
+        if saved.get(k) != identity.get(k)
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{checkpoint}: belongs to another run: {'; '.join(wrong)}. Set these back, or start in a new run_dir"
+        )
+
+
+def step_directories(directory: Path) -> list[Path]:
+    """The checkpoints in RUN/checkpoints by name, newest first, whole or not."""
+    found = [path for path in directory.glob("step_*") if path.is_dir() and _STEP_DIRECTORY.fullmatch(path.name)]
+    return sorted(found, key=_step_of, reverse=True)
+
+
+def require_fresh(run_dir: Path) -> None:
+    """Refuses to start a new run over an old one.
+
+    Raises:
+        CheckpointError: the directory holds checkpoints or metrics.
+    """
+    run_dir = Path(run_dir)
+    metrics = run_dir / "metrics.jsonl"
+    if step_directories(run_dir / "checkpoints") or (metrics.exists() and metrics.stat().st_size):
+        raise CheckpointError(
+            f"trainer.run_dir: {run_dir} already holds a run; allowed: an empty directory. "
+            "Use --resume to continue it, or another run_dir"
+        )
+
+
+def _check_pointer(directory: Path, found: Path, notices: Notices) -> None:
+    pointer = directory / LATEST
+    named = pointer.read_text(errors="replace").strip() if pointer.is_file() else "(missing)"
+    if named != found.name:
+        notices.warn(f"{pointer} names {named!r}; the newest whole checkpoint is {found.name}, which is used")
+
+
+def _seal(directory: Path, step: int, state: Mapping[str, Any]) -> None:
+    """Adds state.json, syncs everything, and writes the manifest last."""
+    try:
+        text = json.dumps(state, indent=1, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"state of step {step} is not plain JSON: {error}") from error
+    _write_synced(directory / STATE, text)
+    names = [path.relative_to(directory).as_posix() for path in sorted(directory.rglob("*")) if path.is_file()]
+    for name in names:
+        _sync(directory / name)
+    digests = _digests(directory, names)
+    files = {name: {"bytes": (directory / name).stat().st_size, "sha256": digests[name]} for name in names}
+    _write_synced(
+        directory / MANIFEST, json.dumps({"format": _MANIFEST_FORMAT, "step": step, "files": files}, indent=1)
+    )
+    for path in [*(p for p in directory.rglob("*") if p.is_dir()), directory]:
+        _sync(path)
+
+
+def _digests(directory: Path, names: list[str]) -> dict[str, str]:
+    def digest(name: str) -> str:
+        try:
+            with (directory / name).open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise CheckpointError(f"{directory / name}: cannot be read: {error}") from error
+
+    with ThreadPoolExecutor(_HASH_THREADS) as pool:
+        return dict(zip(names, pool.map(digest, names), strict=True))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}; use another checkpoint") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: no JSON object; use another checkpoint")
+    return content
+
+
+@contextmanager
+def _named_disk_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        cause = "the disk is full" if error.errno in _NO_SPACE else "the disk refused"
+        raise CheckpointError(
+            f"{path}: checkpoint not saved, {cause}: {error}. Nothing of it was kept and earlier checkpoints are "
+            "untouched; free space, lower trainer.keep_checkpoints, and --resume"
+        ) from error
+
+
+def _make_empty(directory: Path) -> None:
+    if directory.exists():
+        shutil.rmtree(directory)
+    directory.mkdir(parents=True)
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _name(step: int) -> str:
+    return f"step_{step:06d}"
+
+
+def _step_of(path: Path) -> int:
+    match = _STEP_DIRECTORY.fullmatch(path.name)
+    return int(match.group(1)) if match else -1

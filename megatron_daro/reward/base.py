@@ -1,0 +1,141 @@
+"""What a verifier is, how one is named, and the reasons a verdict can carry.
+
+Place in the data flow: rollout text and gold answer -> Verdict. Model answers are data here: nothing in this package
+evaluates them outside a limited worker process. Refuses unknown verifier names and empty markers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from megatron_daro.errors import RewardError
+from megatron_daro.types import Verdict
+
+VerifierName = Literal["math", "integer", "exact"]
+VERIFIERS: tuple[VerifierName, ...] = ("math", "integer", "exact")
+
+
+class Verifier(Protocol):
+    """Says whether an answer text contains the gold answer. Deterministic, no state that changes verdicts."""
+
+    def verify(self, answer_text: str, gold: str) -> Verdict: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The part of a comparison that may be slow: the extracted answer and the gold, both as text."""
+
+    answer: str
+    gold: str
+
+
+@runtime_checkable
+class StagedVerifier(Protocol):
+    """A verifier with a cheap, bounded first stage, so that most answers never need a worker process."""
+
+    def screen(self, answer_text: Any, gold: Any) -> Verdict | Job: ...
+
+    def judge(self, job: Job) -> Verdict: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ScreenLimits:
+    """What an extracted answer may contain before it is refused unparsed.
+
+    max_chars: length of the extracted answer. max_nesting: braces of all kinds. max_round_nesting: round and square
+    brackets (the grammar's time doubles with each). max_exponent: value of a numeric exponent. max_factorial:
+    argument of n! and of binomials. max_digits: of one number. max_tower: how deep powers stand in exponents,
+    2 in x^{y^{z^{2}}}.
+    """
+
+    max_chars: int = 1000
+    max_nesting: int = 24
+    max_round_nesting: int = 8
+    max_exponent: int = 10_000
+    max_factorial: int = 2_000
+    max_digits: int = 300
+    max_tower: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierSpec:
+    """Everything that decides a verdict; plain data, so that it can be sent to a worker process.
+
+    name: one of VERIFIERS. strict: accept only the agreed answer form (math: `\\boxed`; integer: `Answer:` line;
+    exact: the marker). marker: what stands before the answer, `exact` only. limits: `math` only.
+    """
+
+    name: str = "math"
+    strict: bool = True
+    correct_reward: float = 1.0
+    incorrect_reward: float = 0.0
+    marker: str = "####"
+    limits: ScreenLimits = field(default_factory=ScreenLimits)
+
+    def __post_init__(self) -> None:
+        if self.name not in VERIFIERS:
+            raise RewardError(
+                f"reward.verifier: got {self.name!r}, allowed {', '.join(VERIFIERS)}; write one of these names"
+            )
+        if not self.marker:
+            raise RewardError("reward marker: got an empty string, allowed any non-empty text such as '####'; set one")
+
+    def verdict(self, correct: bool, reason: str) -> Verdict:
+        """The verdict of that outcome with this spec's rewards."""
+        return Verdict(correct, self.correct_reward if correct else self.incorrect_reward, reason)
+
+
+def check_text(spec: VerifierSpec, answer_text: Any, gold: Any) -> Verdict | None:
+    """Refuse what is not text, before any verifier looks at it.
+
+    Returns: a verdict with reason `not_text`, `gold_not_text` or `gold_empty`; None when both are usable text.
+    """
+    if not isinstance(gold, str):
+        return spec.verdict(False, "gold_not_text")
+    if not gold.strip():
+        return spec.verdict(False, "gold_empty")
+    if not isinstance(answer_text, str):
+        return spec.verdict(False, "not_text")
+    return None
+
+
+def build_verifier(
+    name: str,
+    *,
+    strict: bool = True,
+    correct_reward: float = 1.0,
+    incorrect_reward: float = 0.0,
+    marker: str = "####",
+    limits: ScreenLimits | None = None,
+) -> Verifier:
+    """The verifier of that name.
+
+    Args:
+        name: `math`, `integer` or `exact`.
+        strict: accept only the agreed answer form.
+        correct_reward, incorrect_reward: what the verdicts carry.
+        marker: text before the answer, used by `exact` only.
+        limits: what is refused unparsed, used by `math` only; None for the defaults.
+
+    Returns: an object with `verify(answer_text, gold) -> Verdict`. `math` is unbounded in time when called directly
+    on hostile text that passes the screen: use RewardPool for model answers.
+    Raises: RewardError for an unknown name or an empty marker.
+    """
+    spec = VerifierSpec(name, strict, correct_reward, incorrect_reward, marker, limits or ScreenLimits())
+    return verifier_of(spec)
+
+
+def verifier_of(spec: VerifierSpec) -> Verifier:
+    """The verifier a spec describes."""
+    if spec.name == "math":
+        from megatron_daro.reward.math import MathVerifier
+
+        return MathVerifier(spec)
+    if spec.name == "integer":
+        from megatron_daro.reward.integer import IntegerVerifier
+
+        return IntegerVerifier(spec)
+    from megatron_daro.reward.exact import ExactVerifier
+
+    return ExactVerifier(spec)

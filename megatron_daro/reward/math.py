@@ -1,0 +1,235 @@
+"""Mathematical answers: extraction, pre-filter, outer shape, then math-verify for the leaves.
+
+Place in the data flow: rollout text -> `screen` (calling process: cheap, bounded) -> Verdict, or Job -> `judge` (worker
+process) -> Verdict. math-verify and sympy are imported by `judge` only.
+Refuses: golds that are empty or not text (reasons `gold_empty`, `gold_not_text`); a gold the grammar does not take is
+matched literally, and a mismatch then says `gold_unparsed`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+from megatron_daro.reward.base import Job, VerifierSpec, check_text
+from megatron_daro.reward.extraction import last_box, trailing_number
+from megatron_daro.reward.normal_form import canonical, key, number, words
+from megatron_daro.reward.screening import refusal
+from megatron_daro.reward.structure import Shape, is_region, named_value, shape_of
+from megatron_daro.types import Verdict
+
+MAX_DEPTH = 6
+_BASED = re.compile(r"(?<![\w}])\(?([0-9][0-9A-Fa-f]*)\)?\s*_\s*\{?\s*(\d{1,2})\s*\}?")
+_UNIT = re.compile(r"\\(?:text|mbox|mathrm|textrm)\s*\{\s*([A-Za-z][A-Za-z /]*?)\s*\}\s*(\^\s*\{?\d\}?)?\s*$")
+# Without a text wrapper only words that cannot be a product of symbols in an answer, after a digit or a brace.
+_BARE_UNIT = re.compile(
+    r"(?<=[\d}])\s*(?:cm|mm|km|kg|inch(?:es)?|feet|foot|meters?|metres?|miles?|degrees?|cents?|dollars?|hours?|minutes?"
+    r"|seconds?|days?|years?|units?|square (?:units|inches|feet|cm|meters))\s*(?:\^\s*\{?[23]\}?)?\s*$"
+)
+_UNORDERED = ("set", "list")
+
+
+class MathVerifier:
+    """Equality of mathematical answers. `verify` runs everything in the calling process; RewardPool does not."""
+
+    def __init__(self, spec: VerifierSpec) -> None:
+        self._spec = spec
+
+    def verify(self, answer_text: str, gold: str) -> Verdict:
+        """Compare; unbounded in time on hostile text that passes the screen."""
+        screened = self.screen(answer_text, gold)
+        return screened if isinstance(screened, Verdict) else self.judge(screened)
+
+    def screen(self, answer_text: Any, gold: Any) -> Verdict | Job:
+        """Decide what needs no algebra: not text, no answer, literal equality, too big, two literal numbers.
+
+        Args:
+            answer_text: what the model wrote, whole.
+            gold: the gold answer, not wrapped.
+
+        Returns: a verdict, or the canonical pair for `judge`.
+        """
+        refused = check_text(self._spec, answer_text, gold)
+        if refused is not None:
+            return refused
+        found = last_box(answer_text)
+        if not found and not self._spec.strict:
+            found = trailing_number(answer_text)
+        if not found:
+            return self._spec.verdict(False, "no_answer")
+        too_much = refusal(found, self._spec.limits)
+        wanted = canonical(_last_box_or_all(gold))
+        if too_much is not None:
+            same = found.strip() == gold.strip()
+            return self._spec.verdict(same, "match" if same else too_much)
+        answer = canonical(found)
+        outcome = quick_equal(wanted, answer)
+        if outcome is not None:
+            return self._spec.verdict(outcome == "match", outcome)
+        return Job(answer, wanted)
+
+    def judge(self, job: Job) -> Verdict:
+        """Decide the rest with math-verify. Raises MemoryError when the process runs out of it."""
+        outcome = compare(job.gold, job.answer, 0)
+        return self._spec.verdict(outcome == "match", outcome)
+
+    def gold_problem(self, gold: Any) -> str | None:
+        """`gold_not_text`, `gold_empty`, `gold_unparsed` (matched literally only), or None for a usable gold."""
+        from megatron_daro.reward.symbolic import parsed
+
+        refused = check_text(self._spec, "", gold)
+        if refused is not None:
+            return refused.reason
+        wanted = canonical(_last_box_or_all(gold))
+        if not wanted:
+            return "gold_empty"
+        if refusal(wanted, self._spec.limits) is not None:
+            return "gold_unparsed"
+        if number(wanted) is not None or words(wanted) is not None:
+            return None
+        shape = shape_of(wanted)
+        leaves = shape.items or (shape.text,)
+        return None if all(number(leaf) is not None or parsed(leaf) is not None for leaf in leaves) else "gold_unparsed"
+
+
+def _last_box_or_all(gold: str) -> str:
+    return last_box(gold) or gold
+
+
+def quick_equal(gold: str, answer: str) -> str | None:
+    """Outcome for two canonical texts when it needs no parsing, else None."""
+    if key(gold) == key(answer):
+        return "match"
+    if not answer:
+        return "no_answer"
+    if bool(_BASED.search(gold)) or bool(_BASED.search(answer)):
+        same = _bases(gold) == _bases(answer) and key(_BASED.sub("", gold)) == key(_BASED.sub("", answer))
+        return "match" if same else "no_match"
+    gold_words, answer_words = words(gold), words(answer)
+    if gold_words is not None and answer_words is not None:
+        return "match" if gold_words == answer_words else "no_match"
+    if gold_words is not None and len(gold_words) == 1:
+        return "match" if answer.strip() == gold_words else "no_match"
+    return _quick_numbers(number(gold), number(answer))
+
+
+def _quick_numbers(gold: Decimal | Fraction | None, answer: Decimal | Fraction | None) -> str | None:
+    if gold is None or answer is None:
+        return None
+    if type(gold) is type(answer):
+        return "match" if gold == answer else "no_match"
+    ratio, decimal = (gold, answer) if isinstance(gold, Fraction) else (answer, gold)
+    assert isinstance(decimal, Decimal)
+    if ratio == Fraction(decimal):
+        return "match"
+    # 0.333333 stands for 1/3 when it has six digits or more: leave that to the tolerance of math-verify.
+    return None if len(decimal.as_tuple().digits) >= 6 else "no_match"
+
+
+def _bases(text: str) -> list[tuple[str, str]]:
+    return [(digits.upper().lstrip("0"), base) for digits, base in _BASED.findall(text)]
+
+
+def compare(gold: str, answer: str, depth: int) -> str:
+    """Outcome for two canonical texts: by shape, and leaf by leaf.
+
+    Args:
+        gold, answer: canonical texts.
+        depth: how many brackets were already opened.
+
+    Returns: `match`, `no_match`, `gold_unparsed`, `answer_unparsed`, `compare_failed` or `too_complex`.
+    """
+    if depth > MAX_DEPTH:
+        return "too_complex"
+    quick = quick_equal(gold, answer)
+    if quick is not None:
+        return quick
+    gold_shape, answer_shape = _paired_shapes(gold, answer)
+    kinds = {gold_shape.kind, answer_shape.kind}
+    if kinds == {"leaf"}:
+        return _compare_leaves(gold_shape.text, answer_shape.text)
+    if "leaf" in kinds:
+        leaf = gold_shape if gold_shape.kind == "leaf" else answer_shape
+        other = answer_shape if leaf is gold_shape else gold_shape
+        comparable = is_region(leaf.text) or (other.kind == "list" and is_region(other.text))
+        return _compare_leaves(gold_shape.text, answer_shape.text) if comparable else "no_match"
+    if len(gold_shape.items) != len(answer_shape.items):
+        return "no_match"
+    if kinds <= set(_UNORDERED):
+        return _compare_unordered(gold_shape.items, answer_shape.items, depth)
+    if len(kinds) == 1 or kinds in ({"round", "column"}, {"round", "row"}):
+        return _compare_ordered(gold_shape.items, answer_shape.items, depth)
+    return "no_match"
+
+
+def _paired_shapes(gold: str, answer: str) -> tuple[Shape, Shape]:
+    """Shapes of both; `S = \\{1,2\\}` and `(x,y) = (1,2)` lose their names unless the names differ in order."""
+    gold_named, answer_named = named_value(gold), named_value(answer)
+    if gold_named and answer_named and key(gold_named[0]) != key(answer_named[0]) and "," in gold_named[0]:
+        return Shape("leaf", gold), Shape("leaf", answer)
+    return shape_of(gold_named[1] if gold_named else gold), shape_of(answer_named[1] if answer_named else answer)
+
+
+def _compare_ordered(gold: Sequence[str], answer: Sequence[str], depth: int) -> str:
+    for gold_item, answer_item in zip(gold, answer, strict=True):
+        outcome = compare(gold_item, answer_item, depth + 1)
+        if outcome != "match":
+            return outcome
+    return "match"
+
+
+def _compare_unordered(gold: Sequence[str], answer: Sequence[str], depth: int) -> str:
+    """Each gold item needs an answer item of its own. Equal text first: the rest is quadratic."""
+    left = list(answer)
+    unmatched = []
+    for item in gold:
+        twin = next((other for other in left if key(other) == key(item)), None)
+        if twin is None:
+            unmatched.append(item)
+        else:
+            left.remove(twin)
+    for item in unmatched:
+        worst = "no_match"
+        for other in left:
+            outcome = compare(item, other, depth + 1)
+            if outcome == "match":
+                left.remove(other)
+                break
+            worst = outcome if outcome == "gold_unparsed" else worst
+        else:
+            return worst
+    return "match"
+
+
+def _compare_leaves(gold: str, answer: str) -> str:
+    from megatron_daro.reward.symbolic import equal
+
+    if _percent(gold) != _percent(answer):
+        gold, answer = _as_fraction_of_100(gold), _as_fraction_of_100(answer)
+    gold_unit, answer_unit = _unit(gold), _unit(answer)
+    if gold_unit and answer_unit and gold_unit != answer_unit:
+        return "no_match"
+    return equal(_without_unit(gold), _without_unit(answer))
+
+
+def _percent(text: str) -> bool:
+    return text.rstrip().endswith("%")
+
+
+def _as_fraction_of_100(text: str) -> str:
+    return f"\\frac{{{text.rstrip().rstrip('%').rstrip(chr(92))}}}{{100}}" if _percent(text) else text
+
+
+def _without_unit(text: str) -> str:
+    match = _UNIT.search(text) or _BARE_UNIT.search(text)
+    return text if match is None or not text[: match.start()].strip() else text[: match.start()].strip()
+
+
+def _unit(text: str) -> str | None:
+    match = _UNIT.search(text)
+    if match is None or match.start() == 0:
+        return None
+    return match.group(1).lower().rstrip("s") + re.sub(r"[{}\s]", "", match.group(2) or "")

@@ -1,0 +1,125 @@
+"""Rewrites golds and answers into one notation before they are compared or parsed.
+
+Place in the data flow: extracted answer, gold -> (this) -> structure and leaves. Both sides pass through the same
+rewriting, so it cannot favour one of them. Pure text, linear, no sympy. Refuses nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal, InvalidOperation
+from fractions import Fraction
+
+_DELIMITERS = re.compile(r"\\\(|\\\)|\\\[(?!\d+(?:pt|em|ex))|(?<!\\)\\\]|(?<!\\)\$+")
+_DOLLARS = re.compile(r"(?<!\\)\$+")
+_SIZES = re.compile(r"\\(?:left|right|mleft|mright|[bB]igg?[lr]?)(?![a-zA-Z])\.?")
+_STYLES = re.compile(r"\\(?:displaystyle|textstyle|limits|nolimits)(?![a-zA-Z])")
+_THIN = re.compile(r"\\[!]\s*")
+_SPACES = re.compile(r"(?:(?<!\\)\\[,;: ]|\\q?quad(?![a-zA-Z])|~|\s)+")
+_FRACTIONS = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
+_E_NOTATION = re.compile(r"(?<![\w.\\}])([-+]?(?:\d+\.?\d*|\.\d+))[eE]([-+]?\d+)(?![\w.])")
+_POINT_NO_DIGITS = re.compile(r"(?<=\d)\.(?=\s*[/*+)\-^]|\s*$)")
+_CODE_PREFIX = re.compile(r"\b(?:np|numpy|math|sp|sympy)\.")
+_CODE_FUNCTIONS = re.compile(
+    r"(?<![\\a-zA-Z])(arcsin|arccos|arctan|asin|acos|atan|sinh|cosh|tanh|sin|cos|tan|log|ln|exp|sqrt)\s*(?=\()"
+)
+_CODE_NAMES = {"asin": "arcsin", "acos": "arccos", "atan": "arctan"}
+_THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+_SINGLE = re.compile(r"([_^])\s*\{\s*([A-Za-z0-9])\s*\}")
+_FRAC_SINGLE = re.compile(r"\\frac\s*\{\s*([A-Za-z0-9])\s*\}\s*\{\s*([A-Za-z0-9])\s*\}")
+_WORD_WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mbox|rm|bf)\s*\{([^{}]*)\}")
+_DECIMAL = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)")
+_SCIENTIFIC = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+))\s*(?:\\times|\\cdot)\s*10\s*\^\s*(?:\{\s*([-+]?\d+)\s*\}|(\d))")
+_RATIO = re.compile(r"([-+]?)\s*(?:\\frac\s*\{\s*([-+]?\d+)\s*\}\s*\{\s*(\d+)\s*\}|(\d+)\s*/\s*(\d+))")
+_MAX_EXPONENT = 9_999
+_SYNONYMS = (
+    ("\\geqslant", "\\geq"),
+    ("\\leqslant", "\\leq"),
+    ("\\lbrace", "\\{"),
+    ("\\rbrace", "\\}"),
+    ("\\lbrack", "["),
+    ("\\rbrack", "]"),
+    ("\u2212", "-"),
+    ("\u2264", "\\leq "),
+    ("\u2265", "\\geq "),
+    ("\u221e", "\\infty "),
+    ("\u222a", "\\cup "),
+    ("\u03c0", "\\pi "),
+    ("\u00b0", "^{\\circ}"),
+    ("{,}", ""),
+    ("\\$", ""),
+)
+
+
+def canonical(text: str) -> str:
+    """One notation for the same answer: delimiters, sizes and spaces of LaTeX gone; e-notation, numpy calls, floats
+    such as `1.` and thousands separators rewritten.
+
+    Args:
+        text: content of a box, or a gold.
+
+    Returns: LaTeX without `$`. Never raises.
+    """
+    for old, new in _SYNONYMS:
+        text = text.replace(old, new)
+    # In a matrix `\\\\[2pt]` is a line end, not a delimiter.
+    text = (_DOLLARS if "\\\\" in text else _DELIMITERS).sub("", text)
+    text = _STYLES.sub("", _SIZES.sub("", _THIN.sub("", text)))
+    text = _FRACTIONS.sub(r"\\frac", _SPACES.sub(" ", text)).strip()
+    text = _CODE_PREFIX.sub("", text).replace("**", "^")
+    text = _CODE_FUNCTIONS.sub(lambda m: "\\" + _CODE_NAMES.get(m.group(1), m.group(1)), text)
+    text = _E_NOTATION.sub(lambda m: f"{m.group(1)} \\times 10^{{{int(m.group(2)[:9])}}}", text)
+    text = _POINT_NO_DIGITS.sub("", text.rstrip(" ,;")).rstrip(". ")
+    return text.replace(",", "") if _THOUSANDS.fullmatch(text) else text
+
+
+def key(text: str) -> str:
+    """Text by which equal canonical forms are recognised without parsing: no spaces (but between digits), no braces
+    around single characters, one spelling of text wrappers.
+
+    Two answers with the same key are the same LaTeX, so the same answer; the reverse does not hold.
+    """
+    text = _SINGLE.sub(r"\1\2", _FRAC_SINGLE.sub(r"\\frac\1\2", text))
+    text = _WORD_WRAPPER.sub(lambda m: f"\\text{{{m.group(1).strip()}}}", text)
+    return re.sub(r"(?<=\d) (?=\d)", "\x00", text).replace(" ", "").replace("\x00", " ")
+
+
+def words(text: str) -> str | None:
+    """The lower-case words of an answer that is a word or a choice letter; None when it is mathematics.
+
+    A choice letter needs a text wrapper or brackets: a bare `m` is a symbol.
+    """
+    wrapped = _WORD_WRAPPER.search(text) is not None
+    plain = _WORD_WRAPPER.sub(r"\1", text).strip().strip("().: ")
+    if not re.fullmatch(r"[A-Za-z][A-Za-z' -]*", plain):
+        return None
+    letters = plain.replace(" ", "").replace("-", "")
+    if len(letters) == 1:
+        return plain if wrapped or text.strip().startswith("(") else None
+    return plain.lower() if wrapped or len(letters) > 2 else None
+
+
+def number(text: str) -> Decimal | Fraction | None:
+    """The value of a literal: decimal, `a \\times 10^{n}`, `\\frac{a}{b}` or `a/b` of integers, with or without `\\%`.
+
+    Returns: Decimal for decimals and scientific notation, Fraction for ratios, None for anything else.
+    """
+    text = text.strip()
+    percent = re.search(r"\s*(?:\\?%|\\text\s*\{\s*(?:percent|\\?%)\s*\}|(?<=[\d\s])percent)$", text)
+    if percent:
+        inner = number(text[: percent.start()])
+        return None if inner is None else inner / 100
+    try:
+        if _DECIMAL.fullmatch(text):
+            return Decimal(text)
+        scientific = _SCIENTIFIC.fullmatch(text)
+        if scientific:
+            exponent = int((scientific.group(2) or scientific.group(3))[:12])
+            return Decimal(scientific.group(1)).scaleb(exponent) if abs(exponent) <= _MAX_EXPONENT else None
+        ratio = _RATIO.fullmatch(text)
+        if ratio:
+            value = Fraction(int(ratio.group(2) or ratio.group(4)), int(ratio.group(3) or ratio.group(5)))
+            return -value if ratio.group(1) == "-" else value
+    except (InvalidOperation, ZeroDivisionError, ValueError):
+        return None
+    return None

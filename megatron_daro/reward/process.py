@@ -1,0 +1,178 @@
+"""The pool's end of one worker process: start, ask with a limit on time and memory, kill.
+
+Place in the data flow: RewardPool -> (this) -> worker. Text in, text out, as JSON: no pickle is read from a process
+that handled model answers. Refuses to wait without a deadline.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_daro.errors import RewardError
+from megatron_daro.reward.base import VerifierSpec
+from megatron_daro.reward.worker import MIB, settings_json
+
+START_TIMEOUT_S = 60.0
+MEMORY_POLL_S = 0.02
+_STDERR_CHARS = 600
+
+
+class WorkerTimeoutError(Exception):
+    """The worker did not answer within the limit."""
+
+
+class WorkerMemoryError(Exception):
+    """The worker's resident memory passed the limit."""
+
+
+class WorkerCrashError(Exception):
+    """The worker ended, or wrote something that is no reply."""
+
+
+class WorkerProcess:
+    """One worker. Not thread-safe: one dispatcher thread owns it, starts it and asks it.
+
+    The starting thread must live as long as the worker: Linux delivers the parent-death signal per thread.
+    """
+
+    def __init__(self, spec: VerifierSpec, *, timeout_s: float, memory_mib: int) -> None:
+        self._spec = spec
+        self._timeout_s = timeout_s
+        self._memory_mib = memory_mib
+        self._buffer = b""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker, closed by kill()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, None before start and after kill."""
+        return None if self._process is None else self._process.pid
+
+    def start(self, stopping: Callable[[], bool] = lambda: False) -> None:
+        """Start and wait until the worker is ready.
+
+        Args:
+            stopping: asked while waiting; true gives up.
+
+        Raises: RewardError when it does not become ready; the message has the end of its standard error.
+        """
+        argument = settings_json(
+            self._spec, timeout_s=self._timeout_s, memory_mib=self._memory_mib, parent_pid=os.getpid()
+        )
+        command = [sys.executable, "-P", "-m", "megatron_daro.reward.worker", argument]
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, env=_environment()
+            )
+            reply = self._read(time.monotonic() + START_TIMEOUT_S, None, stopping)
+        except (OSError, WorkerCrashError, WorkerTimeoutError) as error:
+            said = self._last_words()
+            self.kill()
+            raise RewardError(
+                f"reward worker: could not start ({type(error).__name__}: {error}); it said: {said or 'nothing'}. "
+                f"Allowed: ready within {START_TIMEOUT_S:g} s with reward.memory_mib {self._memory_mib}. "
+                "Raise reward.memory_mib (the math verifier alone needs about 100) or repair the installation"
+            ) from error
+        if reply.get("reason") != "ready":
+            self.kill()
+            raise RewardError(f"reward worker: expected the reply 'ready', got {reply!r}; reinstall the package")
+
+    def ask(self, request: dict[str, Any], stopping: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+        """Send one request and wait for its reply.
+
+        Args:
+            request: `{"kind": "judge", "answer", "gold"}` or `{"kind": "gold", "gold"}`.
+            stopping: asked while waiting; true gives up with WorkerCrashError.
+
+        Returns: the reply, with `reason`.
+        Raises: WorkerTimeoutError, WorkerMemoryError, WorkerCrashError; the worker must then be killed.
+        """
+        process = self._process
+        if process is None or process.stdin is None:
+            raise WorkerCrashError("not running")
+        deadline = time.monotonic() + self._timeout_s
+        try:
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.flush()
+        except OSError as error:
+            raise WorkerCrashError(str(error)) from error
+        return self._read(deadline, self._memory_mib, stopping)
+
+    def kill(self) -> None:
+        """End the worker and collect it. Safe to call twice."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                try:
+                    stream.close()
+                except BrokenPipeError:
+                    # A request that was still buffered when the worker died; its reader is gone.
+                    continue
+        self._buffer = b""
+        self._stderr.close()
+
+    def _read(self, deadline: float, memory_mib: int | None, stopping: Callable[[], bool]) -> dict[str, Any]:
+        process = self._process
+        assert process is not None and process.stdout is not None
+        descriptor = process.stdout.fileno()
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN | select.POLLHUP)
+        while b"\n" not in self._buffer:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise WorkerTimeoutError("no reply within the limit")
+            if not poller.poll(1000 * min(left_s, MEMORY_POLL_S)):
+                if stopping():
+                    raise WorkerCrashError("the pool is closing")
+                if memory_mib is not None and resident_mib(process.pid) > memory_mib:
+                    raise WorkerMemoryError(f"more than {memory_mib} MiB resident")
+                continue
+            chunk = os.read(descriptor, 65536)
+            if not chunk:
+                raise WorkerCrashError(f"exit status {process.wait()}")
+            self._buffer += chunk
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        try:
+            reply = json.loads(line)
+        except ValueError as error:
+            raise WorkerCrashError("the reply is no JSON") from error
+        if not isinstance(reply, dict):
+            raise WorkerCrashError("the reply is no JSON object")
+        return reply
+
+    def _last_words(self) -> str:
+        self._stderr.seek(0)
+        text = self._stderr.read()[-_STDERR_CHARS:].decode(errors="replace")
+        return " ".join(text.split())
+
+
+def resident_mib(pid: int) -> float:
+    """Resident memory of a process; 0 when it is gone or the system has no /proc."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0.0
+    return pages * os.sysconf("SC_PAGE_SIZE") / MIB
+
+
+def _environment() -> dict[str, str]:
+    """The parent's environment with the parent's import path, no GPU, one thread.
+
+    Pure-Python integers: GMP aborts the process when memory runs out, Python raises MemoryError.
+    """
+    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    single = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, **single, "PYTHONPATH": path, "SYMPY_GROUND_TYPES": "python", "MPMATH_NOGMPY": "1"}

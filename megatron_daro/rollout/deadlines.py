@@ -1,0 +1,103 @@
+"""The deadline of every wait of the loop, in one table, and the one way to wait.
+
+Place in the data flow: the sampler and the controller await nothing from outside except through `Deadlines.within`, so
+a hung engine, verifier, actor or disk ends as a DeadlineError that names what was awaited. Refuses to wait for ever,
+also for something that ignores being cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+from megatron_daro.errors import DeadlineError
+
+T = TypeVar("T")
+_GRACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Seconds that each wait may take. Generous: they tell a hang from slow work, not slow from fast."""
+
+    engine_start: float = 1800.0
+    """Until an engine can generate (a server loads its model)."""
+    generate: float = 7200.0
+    """Until the next complete group of a round arrives."""
+    abort: float = 60.0
+    """Until an engine acknowledged an abort."""
+    score: float = 600.0
+    """Until the verdicts of one group arrive."""
+    engine_free: float = 14400.0
+    """Until the generation of a batch ends, so that weights may be replaced."""
+    turn: float = 28800.0
+    """Until training has caught up, so that the next batch may be generated."""
+    batch: float = 28800.0
+    """Until the next batch is complete."""
+    logprob: float = 14400.0
+    """Old and reference log-probs of one optimizer step."""
+    train: float = 14400.0
+    """One optimizer step."""
+    sync: float = 1800.0
+    """Moving the weights to the engines."""
+    evaluate: float = 14400.0
+    """One evaluation."""
+    write: float = 600.0
+    """Writing the rollouts of a step to disk."""
+    save: float = 3600.0
+    """Saving a checkpoint."""
+    load: float = 3600.0
+    """Loading a checkpoint."""
+    close: float = 60.0
+    """Closing one component."""
+
+    def scaled(self, factor: float) -> Deadlines:
+        """The table with every limit multiplied by a factor > 0."""
+        return Deadlines(**{limit.name: getattr(self, limit.name) * factor for limit in fields(self)})
+
+    async def within(self, name: str, awaitable: Awaitable[T], *, what: str = "") -> T:
+        """Awaits under the deadline of this name.
+
+        Args:
+            name: a field of this table.
+            awaitable: what to wait for; cancelled when the time is over or the caller is cancelled.
+            what: details for the message, such as "step 20".
+
+        Returns:
+            The result.
+
+        Raises:
+            DeadlineError: the time is over. Whatever the awaitable itself raises passes through.
+        """
+        seconds: float = getattr(self, name)
+        task = asyncio.ensure_future(awaitable)
+        try:
+            done, _ = await asyncio.wait({task}, timeout=seconds)
+        except asyncio.CancelledError:
+            await _cancel(task)
+            raise
+        if done:
+            return task.result()
+        await _cancel(task)
+        detail = f" ({what})" if what else ""
+        raise DeadlineError(
+            f"deadline '{name}'{detail}: not done after {seconds:g} s. "
+            "If this is slow and not hung, raise trainer.deadline_scale; else look at the log of what was awaited"
+        )
+
+
+async def _cancel(task: asyncio.Future) -> None:
+    """Cancels and waits a moment; a task that ignores it is left behind rather than waited for."""
+    task.cancel()
+    await asyncio.wait({task}, timeout=_GRACE_S)
+    if task.done() and not task.cancelled():
+        task.exception()  # Marks it as seen: the deadline or the cancellation is the error that is raised.
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The first real error inside nested exception groups: what a person must be shown on the last line."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,144 @@
+"""The books of the groups: every admitted group is in exactly one of outstanding, trained, filtered, dropped.
+
+Place in the data flow: the sampler admits groups, retries and filters them; the controller marks them trained or
+dropped. It hands out group ids and attempt numbers, and decides whether an answer still counts. It keeps no rollouts.
+Finished groups are counted, not remembered one by one: ids only grow, so an id below the next one that is not
+outstanding is finished, and finishing it again is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+from megatron_daro.errors import CheckpointError, EngineError
+
+Outcome = Literal["trained", "filtered", "dropped"]
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+
+
+class Ledger:
+    """Counts of groups and the attempts of those that are outstanding."""
+
+    def __init__(self) -> None:
+        self._next_id = 0
+        self._admitted = 0
+        self._attempts: dict[int, int] = {}
+        self._finished: dict[str, int] = dict.fromkeys(OUTCOMES, 0)
+        self._retries = 0
+        self._refused = 0
+
+    @property
+    def outstanding(self) -> tuple[int, ...]:
+        """Ids of the groups that are neither trained nor filtered nor dropped, in order."""
+        return tuple(sorted(self._attempts))
+
+    @property
+    def next_id(self) -> int:
+        """The id that the next admitted group gets."""
+        return self._next_id
+
+    def admit(self, count: int) -> list[int]:
+        """Admits `count` new groups; they are outstanding at attempt 0.
+
+        Returns:
+            Their ids, consecutive.
+        """
+        ids = list(range(self._next_id, self._next_id + count))
+        self.admit_recorded(ids)
+        return ids
+
+    def admit_recorded(self, group_ids: Sequence[int]) -> None:
+        """Admits groups that have their ids from a recorded run: increasing, above all ids so far."""
+        for group_id in group_ids:
+            assert group_id >= self._next_id, f"group {group_id} cannot be admitted after group {self._next_id - 1}"
+            self._attempts[group_id] = 0
+            self._next_id = group_id + 1
+            self._admitted += 1
+
+    def attempt(self, group_id: int) -> int:
+        """The current attempt of an outstanding group."""
+        return self._attempts[group_id]
+
+    def retry(self, group_id: int) -> int:
+        """Starts the next attempt of an outstanding group; answers of earlier ones no longer count.
+
+        Returns:
+            The new attempt.
+        """
+        self._attempts[group_id] += 1
+        self._retries += 1
+        return self._attempts[group_id]
+
+    def accepts(self, group_id: int, attempt: int) -> bool:
+        """Whether an answer counts: its group is outstanding and its attempt the current one. A late one is counted.
+
+        Raises:
+            EngineError: the group was never admitted, or the attempt was never asked for: not late, but invented.
+        """
+        current = self._attempts.get(group_id)
+        if not 0 <= group_id < self._next_id or (current is not None and attempt > current):
+            raise EngineError(
+                f"engine answered group {group_id} attempt {attempt}, which was never requested; allowed: group ids "
+                f"below {self._next_id} at an attempt that was sent. The engine must copy both from the request"
+            )
+        if current != attempt:
+            self._refused += 1
+            return False
+        return True
+
+    def refuse(self) -> None:
+        """Counts an answer that was refused for another reason (a second answer for the same index)."""
+        self._refused += 1
+
+    def finish(self, group_ids: Iterable[int], outcome: Outcome) -> None:
+        """Moves outstanding groups to their final state. A group is finished once: nothing is trained twice."""
+        for group_id in group_ids:
+            assert group_id in self._attempts, f"group {group_id} is not outstanding, so it cannot become {outcome}"
+            del self._attempts[group_id]
+            self._finished[outcome] += 1
+
+    @property
+    def late_refused(self) -> int:
+        """Answers that came too late (or twice) and were not used."""
+        return self._refused
+
+    @property
+    def retries(self) -> int:
+        """Attempts beyond the first, over all groups."""
+        return self._retries
+
+    def counts(self) -> dict[str, int]:
+        """Groups admitted and in each state; admitted is the sum of the others at all times."""
+        counts = {"admitted": self._admitted} | self._finished | {"outstanding": len(self._attempts)}
+        assert 2 * counts["admitted"] == sum(counts.values()), f"books do not add up: {counts}"
+        return counts
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as JSON-able plain values; its size grows with the outstanding groups only."""
+        return {
+            "next_id": self._next_id,
+            "admitted": self._admitted,
+            "outstanding": [[group_id, self._attempts[group_id]] for group_id in sorted(self._attempts)],
+            "finished": dict(self._finished),
+            "retries": self._retries,
+            "late_refused": self._refused,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over a saved state.
+
+        Raises:
+            CheckpointError: the state does not add up.
+        """
+        attempts = {int(group_id): int(attempt) for group_id, attempt in state["outstanding"]}
+        finished: dict[str, int] = {outcome: int(state["finished"][outcome]) for outcome in OUTCOMES}
+        next_id, admitted = int(state["next_id"]), int(state["admitted"])
+        if admitted != sum(finished.values()) + len(attempts) or any(not 0 <= i < next_id for i in attempts):
+            raise CheckpointError(
+                f"ledger state does not add up: {admitted} groups admitted, {sum(finished.values())} finished, "
+                f"{len(attempts)} outstanding; allowed: admitted = finished + outstanding. Use an earlier checkpoint"
+            )
+        self._next_id, self._admitted = next_id, admitted
+        self._attempts, self._finished = attempts, finished
+        self._retries, self._refused = int(state["retries"]), int(state["late_refused"])

@@ -1,0 +1,156 @@
+"""What the rollout part and the controller expect of everything they drive.
+
+Place in the data flow: the seam between the loop and everything that can be swapped (embedded engine or SGLang
+servers, the actor behind Ray or in process, fakes in tests). Holds Protocols only; it refuses to hold behaviour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_daro.types import GroupRequest, Prompt, Rollout, StepResult, TrainBatch, Verdict, WeightBucket
+
+
+class Engine(Protocol):
+    """A rollout engine: token ids in; tokens, log-probs, finish reason and weight version out.
+
+    None of the methods may block the event loop; each may be cancelled.
+    """
+
+    async def start(self) -> None:
+        """Become ready to generate. Raises EngineError when that is not possible."""
+        ...
+
+    def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
+        """Yield the rollouts of one request as soon as all of them ended, in any order of requests.
+
+        Every rollout carries the group id, attempt and index it was asked for, `text` decoded, and `loss_mask` and
+        `logprobs` of its response. A rollout that could not be finished has the finish reason "abort" or is left out.
+        Closing the iterator early aborts what is still running.
+        """
+        ...
+
+    async def abort(self, group_ids: Collection[int] | None = None) -> None:
+        """Stop these groups (None: all). Their rollouts come back with the finish reason "abort" or not at all."""
+        ...
+
+    async def update_weights(self, buckets: AsyncIterator[WeightBucket], version: int) -> None:
+        """Replace all weights: after this every new token is of `version`, or SyncError and no token at all."""
+        ...
+
+    async def close(self) -> None:
+        """Release processes, memory and sockets. May be called twice."""
+        ...
+
+
+class Scorer(Protocol):
+    """Verifies answers; the reward pool is one."""
+
+    async def score_async(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
+        """Verdicts of (answer text, gold answer) pairs, in order."""
+        ...
+
+
+class PromptSource(Protocol):
+    """An endless, restartable stream of prompts."""
+
+    def next(self, n: int) -> list[Prompt]:
+        """The next n prompts; wraps around at the end of an epoch."""
+        ...
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """The cursor as JSON-able plain values; a copy, not a view."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly where `state` was taken."""
+        ...
+
+
+class Notices(Protocol):
+    """Where a person is told what happened; the progress display is one."""
+
+    def notice(self, message: str) -> None:
+        """Something worth knowing."""
+        ...
+
+    def warn(self, message: str) -> None:
+        """Something a person should look at."""
+        ...
+
+
+class PhaseTimer(Protocol):
+    """Measures the time of a named phase; `observe.trace.Phases` is one."""
+
+    def measure(self, name: str) -> AbstractContextManager[None]:
+        """Counts the time of the `with` body under this name."""
+        ...
+
+
+class Policy(Protocol):
+    """The policy under training."""
+
+    async def prepare(self, batch: TrainBatch) -> TrainBatch:
+        """The batch with the old and reference log-probs that it needs, under the weights as they are now."""
+        ...
+
+    async def train(self, batch: TrainBatch, step: int) -> StepResult:
+        """One optimizer step. A batch that is not finite takes none: StepResult(skipped=True) or NonFiniteError."""
+        ...
+
+    async def sync(self, engine: Engine, version: int) -> Mapping[str, float]:
+        """Hands the weights to the engine as this version."""
+        ...
+
+    async def save(self, directory: Path) -> None:
+        """Writes everything it needs into an existing, empty directory."""
+        ...
+
+    async def load(self, directory: Path) -> None:
+        """Continues from such a directory."""
+        ...
+
+    async def close(self) -> None:
+        """Releases processes and memory. May be called twice."""
+        ...
+
+
+class MetricsSink(Protocol):
+    """The run's metrics; `observe.metrics.MetricsLog` is one."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds one step; durable when it returns."""
+        ...
+
+    def truncate_after(self, step: int) -> int:
+        """Drops later steps."""
+        ...
+
+
+class Progress(Notices, Protocol):
+    """What a person sees; `observe.progress.Progress` is one."""
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows a finished step."""
+        ...
+
+
+class Phases(PhaseTimer, Protocol):
+    """Time per phase; `observe.trace.Phases` is one."""
+
+    def collect(self) -> Mapping[str, float]:
+        """`timing/*` since the last call."""
+        ...
+
+
+class CheckpointStore(Protocol):
+    """Where checkpoints go; `recovery.Checkpoints` is one."""
+
+    async def save(
+        self, step: int, write: Callable[[Path], Awaitable[None]], state: Mapping[str, Any], notices: Notices
+    ) -> Path:
+        """Makes a checkpoint of what `write` puts into a directory and of `state`: durable, or an error and nothing."""
+        ...

@@ -1,0 +1,92 @@
+"""Recorded batches instead of engines: the train part of a run, again.
+
+Place in the data flow: RUN/rollouts -> ReplaySource -> controller, in the sampler's place. Gives the trained groups of
+every recorded step, in their recorded order and at their recorded step, so the batches are bit for bit those of the
+recorded run. Filtered and dropped groups are not given again. It refuses gaps: a run that was recorded in part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_daro.errors import DataError
+from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.rollout.ledger import Ledger
+from megatron_daro.rollout.recorder import read_step, recorded_steps
+from megatron_daro.rollout.sampled_batch import SampledBatch, Snapshot
+from megatron_daro.types import Group
+
+
+class ReplaySource:
+    """The batch source of `train --replay RUN`."""
+
+    def __init__(self, run_dir: Path, *, rollouts_per_prompt: int, deadlines: Deadlines | None = None) -> None:
+        """Reads the list of steps, no rollouts yet.
+
+        Args:
+            run_dir: the recorded run.
+            rollouts_per_prompt: K of this run; must be that of the recorded one.
+            deadlines: the table of deadlines.
+
+        Raises:
+            DataError: nothing was recorded, or steps are missing between recorded ones.
+        """
+        self._run_dir = Path(run_dir)
+        self._size = rollouts_per_prompt
+        self._deadlines = deadlines or Deadlines()
+        self._steps = recorded_steps(self._run_dir)
+        if not self._steps:
+            raise DataError(f"{self._run_dir}/rollouts: no recorded steps; the run needs observe.save_rollouts=true")
+        gaps = sorted(set(range(self._steps[0], self._steps[-1] + 1)) - set(self._steps))
+        if gaps:
+            raise DataError(f"{self._run_dir}/rollouts: step {gaps[0]} is missing; replay needs every step: restore it")
+        self._last_step = self._steps[0] - 1
+        self.ledger = Ledger()
+
+    @property
+    def steps(self) -> list[int]:
+        """The recorded steps, in order."""
+        return list(self._steps)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues after the recorded step in `state`."""
+        self._last_step = int(state["source"]["last_step"])
+        self.ledger.load_state_dict(state["ledger"])
+
+    def stale(self, groups: Sequence[Group], version: int) -> tuple[Group, ...]:
+        """None: the recorded run has already dropped what was too old for it."""
+        return ()
+
+    async def sample(self, use_version: int) -> SampledBatch | None:
+        """The trained groups of the next recorded step that trained any; None after the last one.
+
+        Raises:
+            DataError: a file is damaged, or its groups are not of K rollouts.
+        """
+        while self._last_step < self._steps[-1]:
+            self._last_step += 1
+            step = self._last_step
+            recorded = await self._deadlines.within(
+                "write", asyncio.to_thread(read_step, self._run_dir, step), what=f"reading step {step}"
+            )
+            groups = tuple(group for group, used in recorded if used == "trained")
+            if groups:
+                return self._batch(step, groups)
+        return None
+
+    def _batch(self, step: int, groups: tuple[Group, ...]) -> SampledBatch:
+        wrong = next((g for g in groups if len(g.rollouts) != self._size), None)
+        if wrong is not None:
+            raise DataError(
+                f"{self._run_dir}/rollouts: step {step} group {wrong.group_id} has {len(wrong.rollouts)} rollouts but "
+                f"rollout.rollouts_per_prompt is {self._size}; set it to the recorded run's value"
+            )
+        self.ledger.admit_recorded([group.group_id for group in groups])
+        return SampledBatch(
+            groups=groups,
+            snapshot=Snapshot({"last_step": step}, self.ledger.state_dict()),
+            first_step=step,
+        )

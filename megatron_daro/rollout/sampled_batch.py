@@ -1,0 +1,92 @@
+"""What the sampler (or replay) hands to the controller: one batch of groups, and where to continue after it.
+
+Place in the data flow: sampler or replay -> SampledBatch -> controller. The snapshot is taken when the batch is
+complete and before the next one is begun, so a checkpoint written after the batch was trained repeats nothing and
+loses nothing, however far generation has run ahead by then. Holds no behaviour beyond that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from megatron_daro.rollout.ledger import Ledger, Outcome
+from megatron_daro.rollout.recorder import group_to_json
+from megatron_daro.types import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Where sampling stood: the prompt cursor, the books, and complete groups that wait for the next batch."""
+
+    source: Mapping[str, Any]
+    ledger: Mapping[str, Any]
+    carry: tuple[Group, ...] = ()
+    counters: Mapping[str, int] = field(default_factory=dict)
+
+    def to_json(self, resolved: Mapping[int, Outcome]) -> dict[str, Any]:
+        """The state to continue from, as plain values.
+
+        Args:
+            resolved: what became of the groups that were handed over up to this batch. All of them must be in it.
+
+        Returns:
+            `source`, `ledger`, `carry` (recorded groups) and `counters`; only carried groups are outstanding.
+        """
+        ledger = Ledger()
+        ledger.load_state_dict(self.ledger)
+        for group_id in ledger.outstanding:
+            if group_id in resolved:
+                ledger.finish([group_id], resolved[group_id])
+        waiting = tuple(group.group_id for group in self.carry)
+        assert ledger.outstanding == waiting, f"groups {ledger.outstanding} are outstanding but {waiting} are carried"
+        return {
+            "source": dict(self.source),
+            "ledger": ledger.state_dict(),
+            "carry": [group_to_json(group, "dropped") for group in self.carry],
+            "counters": dict(self.counters),
+        }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampledBatch:
+    """The groups of one training batch and what sampling them took.
+
+    groups: to be trained, by group id. filtered, dropped: the others that ended meanwhile (a dropped group may be
+    incomplete). rounds: rounds of prompts. rollout_s: seconds. response_tokens: sampled, of complete rollouts.
+    counters: metric key -> count since the run began. first_step: the optimizer step the batch must be trained at
+    (replay); None: the next one.
+    """
+
+    groups: tuple[Group, ...]
+    snapshot: Snapshot
+    filtered: tuple[Group, ...] = ()
+    dropped: tuple[Group, ...] = ()
+    rounds: int = 0
+    rollout_s: float = 0.0
+    response_tokens: int = 0
+    first_step: int | None = None
+    counters: Mapping[str, int] = field(default_factory=dict)
+
+
+class BatchSource(Protocol):
+    """Where the controller gets batches from: the sampler, or replay."""
+
+    ledger: Ledger
+
+    async def sample(self, use_version: int) -> SampledBatch | None:
+        """The next batch, never empty; None when there is no more (replay).
+
+        Args:
+            use_version: the policy's weight version when the batch will be trained.
+        """
+        ...
+
+    def stale(self, groups: Sequence[Group], version: int) -> tuple[Group, ...]:
+        """Those that are too old to be trained by a policy of this weight version."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `Snapshot.to_json` says."""
+        ...

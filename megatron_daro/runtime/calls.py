@@ -1,0 +1,66 @@
+"""Waiting for Ray calls: all of them, and the first failure as an error of this package.
+
+Place in the data flow: between the groups of workers and their callers. Refuses to hide what died: the message names
+the worker and Ray's cause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from megatron_daro.errors import DaroError, WorkerError
+
+
+async def gather(calls: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
+    """Results of calls that belong together; the first failure ends the wait for the others.
+
+    Args:
+        calls: Ray references, by worker name where a mapping.
+
+    Raises:
+        DaroError: what a worker raised on purpose. WorkerError: a worker died or failed otherwise.
+    """
+    named = calls if isinstance(calls, Mapping) else {f"worker {i}": call for i, call in enumerate(calls)}
+    tasks = {asyncio.ensure_future(_one(name, call)): name for name, call in named.items()}
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for failed in _worst_first(task.exception() for task in done):
+            raise failed
+        return [task.result() for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _one(name: str, call: Any) -> Any:
+    try:
+        return await call
+    except (RayError, GetTimeoutError) as error:
+        raise translated(name, error) from None
+
+
+def _worst_first(errors: Iterable[BaseException | None]) -> list[BaseException]:
+    """A worker's death before what the others say of it (a lost peer, a collective that timed out)."""
+    return sorted((e for e in errors if e is not None), key=lambda e: not getattr(e, "died", False))
+
+
+class WorkerDiedError(WorkerError):
+    """The process of a worker is gone."""
+
+    died = True
+
+
+def translated(name: str, error: BaseException) -> DaroError:
+    """Ray's error as one of this package: the worker's own DaroError where it raised one."""
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        if isinstance(cause, DaroError):
+            return cause
+        return WorkerError(f"{error}\n{name} failed: {type(cause).__name__}: {cause}")
+    if isinstance(error, RayActorError):
+        return WorkerDiedError(f"{name} died: {' '.join(str(error).split())}")
+    return WorkerError(f"{name}: {type(error).__name__}: {error}")

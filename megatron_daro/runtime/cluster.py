@@ -1,0 +1,97 @@
+"""The Ray cluster of a run: a private one on this machine, or the one that RAY_ADDRESS names.
+
+Place in the data flow: started before any worker, shut down after the last. A private cluster listens on loopback
+only, has no dashboard, and dies with this process even if this process is killed.
+Refuses a cluster that cannot hold the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import ray
+from ray._private import ray_constants
+
+from megatron_daro.errors import ConfigError
+
+# Ray (2.60) binds its servers to loopback only where a node's address is 127.0.0.1 itself, and replaces that address by
+# the one of the network card unless this switch, made for macOS and Windows, says that the cluster is of one machine.
+_ONE_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+LOOPBACK = "127.0.0.1"
+# Linux limits the path of a socket to 107 bytes, and Ray nests its sockets deep below this directory.
+_MAX_TEMP_PATH = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What the workers of a run ask for: processes, and how many of them need a GPU."""
+
+    processes: int
+    gpus: int
+
+
+@contextmanager
+def cluster(resources: Resources) -> Iterator[None]:
+    """Connect to Ray for the duration of the block.
+
+    Raises:
+        ConfigError: the existing cluster has too few GPUs.
+    """
+    address = os.environ.get("RAY_ADDRESS")
+    _prepare_environment()
+    if address:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    else:
+        _start_private(resources)
+    try:
+        available = ray.cluster_resources().get("GPU", 0)
+        if available < resources.gpus:
+            raise ConfigError(
+                f"actor and engine need {resources.gpus} GPUs; the Ray cluster has {available:g}. "
+                "Lower actor.*_parallel or engine.replicas, or start more nodes"
+            )
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _prepare_environment() -> None:
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def _start_private(resources: Resources) -> None:
+    """A cluster of this machine; as many logical CPUs as the run has processes, so that each gets a place."""
+    os.environ.update(_ONE_MACHINE)  # for Ray's processes; this one has read it when it imported ray
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    ray.init(
+        address="local",
+        num_cpus=resources.processes,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        _node_ip_address=LOOPBACK,
+        _temp_dir=_short_temp_dir(),
+        object_store_memory=_object_store_bytes(),
+    )
+
+
+def _short_temp_dir() -> str | None:
+    """A directory with a short path, where the system's own temporary directory has a long one."""
+    return None if len(tempfile.gettempdir()) <= _MAX_TEMP_PATH else "/tmp/ray"
+
+
+def _object_store_bytes() -> int:
+    """A tenth of the shared memory or memory, between 80 MB (Ray's least) and 8 GB."""
+    pages, size = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    shared = os.statvfs("/dev/shm")
+    room = min(pages * size // 10, shared.f_bavail * shared.f_frsize // 2)
+    return int(min(max(room, 80_000_000), 8_000_000_000))

@@ -1,0 +1,219 @@
+"""The policy as the controller sees it: Megatron ranks as Ray actors behind the Policy Protocol.
+
+Place in the data flow: TrainBatch -> schedule -> one shard per data-parallel rank -> ranks; weights -> engines as
+references to buckets, so that their bytes never pass through the driver.
+Refuses to repeat a collective call: after a failure of one rank the group is not usable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import shutil
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from megatron_daro.actor.settings import PolicySettings
+from megatron_daro.config.actor import ActorSection
+from megatron_daro.config.algorithm import AlgorithmSection
+from megatron_daro.data.schedule import schedule
+from megatron_daro.errors import WorkerError
+from megatron_daro.runtime.calls import gather
+from megatron_daro.runtime.crew import Crew
+from megatron_daro.runtime.workers import TrainWorker
+from megatron_daro.types import StepResult, TrainBatch
+
+BUCKET_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """What one data-parallel rank computes: rows of the batch, and a reference to (shard, micro-batches)."""
+
+    rows: tuple[int, ...]
+    reference: Any
+    micro_batches: tuple[tuple[int, ...], ...]
+
+
+class PolicyGroup:
+    """All ranks of the policy."""
+
+    def __init__(
+        self,
+        settings: PolicySettings,
+        actor: ActorSection,
+        algorithm: AlgorithmSection,
+        *,
+        seed: int,
+        updates_per_batch: int,
+        gpus_per_rank: int,
+        collective_timeout_s: float = 1800.0,
+    ) -> None:
+        """Starts nothing; `start` does."""
+        self._settings, self._actor, self._algorithm, self._seed = settings, actor, algorithm, seed
+        self._timeout_s = collective_timeout_s
+        self._gpus_per_rank = gpus_per_rank
+        self._recompute = algorithm.old_logprobs == "recompute" or (
+            algorithm.old_logprobs == "auto" and updates_per_batch > 1
+        )
+        self.workers = Crew()
+        self._places: list[tuple[int, bool, bool]] = []
+        self._address = ""
+
+    async def start(self) -> None:
+        """Start the processes and build the policy in them. Raises ModelError, ConfigError, WorkerError."""
+        make: Any = TrainWorker.options(num_cpus=1, num_gpus=self._gpus_per_rank)  # type: ignore[attr-defined]
+        self.workers.update({f"actor rank {rank}": make.remote(rank) for rank in range(self._actor.world_size)})
+        first = next(iter(self.workers.values()))
+        (self._address,) = await gather({"actor rank 0": first.rendezvous.remote()})
+        arguments = (self._address, self._settings, self._actor, self._algorithm, self._seed, self._timeout_s)
+        await self._all(lambda worker: worker.setup.remote(*arguments))
+        self._places = await self._all(lambda worker: worker.place.remote())
+
+    async def prepare(self, batch: TrainBatch) -> TrainBatch:
+        """The batch with the log-probabilities that the loss needs beside its own pass, under the current weights."""
+        columns: dict[str, Any] = {}
+        if self._algorithm.old_logprobs == "rollout":
+            columns["old_logprobs_R"] = batch.rollout_logprobs_R
+        if self._recompute or self._algorithm.needs_reference:
+            shards = self._shards(batch)
+            if self._recompute:
+                columns["old_logprobs_R"] = await self._logprobs(batch, shards, reference=False)
+            if self._algorithm.needs_reference:
+                columns["ref_logprobs_R"] = await self._logprobs(batch, shards, reference=True)
+        return dataclasses.replace(batch, **columns) if columns else batch
+
+    async def train(self, batch: TrainBatch, step: int) -> StepResult:
+        """One optimizer step on the whole batch."""
+        shards = self._shards(batch)
+        results = await self._per_rank(
+            shards, lambda worker, s: worker.train.remote(s.reference, s.micro_batches, step)
+        )
+        _check_agreement(results)
+        return results[0]
+
+    async def sync(self, engine: Any, version: int) -> Mapping[str, float]:
+        """Stream the weights to the engines as `version`."""
+        await engine.update_weights(self._bucket_references(), version)
+        return {}
+
+    async def save(self, directory: Path) -> None:
+        """Write the policy's checkpoint into an existing directory."""
+        await self._all(lambda worker: worker.save.remote(directory.absolute()))
+
+    async def load(self, directory: Path) -> None:
+        """Continue from such a directory."""
+        await self._all(lambda worker: worker.load.remote(directory.absolute()))
+
+    async def close(self) -> None:
+        """End the processes. May be called twice."""
+        self.workers.dismiss()
+        if self._address.startswith("file://"):
+            shutil.rmtree(Path(self._address.removeprefix("file://")).parent, ignore_errors=True)
+
+    def _shards(self, batch: TrainBatch) -> list[_Shard]:
+        """The batch split over data-parallel ranks, each part put once into the object store."""
+        plan = schedule(
+            batch.lengths_N,
+            self._actor.data_parallel,
+            self._actor.micro_batch_tokens,
+            sequence_multiple=2 * self._actor.context_parallel if self._actor.context_parallel > 1 else 1,
+            total_multiple=self._actor.sequence_multiple,
+        )
+        return [_shard(batch, micro_batches) for micro_batches in plan.ranks]
+
+    async def _logprobs(self, batch: TrainBatch, shards: Sequence[_Shard], *, reference: bool) -> np.ndarray:
+        """float32 [R] of the whole batch."""
+        results = await self._per_rank(
+            shards, lambda worker, s: worker.logprobs.remote(s.reference, s.micro_batches, reference)
+        )
+        found = {place[0]: values for place, values in zip(self._places, results, strict=True) if values is not None}
+        rows = [row for shard in shards for row in shard.rows]
+        columns = np.concatenate([found[rank] for rank in range(len(shards))])
+        return _in_batch_order(batch, rows, columns)
+
+    async def _bucket_references(self) -> AsyncIterator[Any]:
+        """References to the buckets of every stage; ranks that only take part in the gathers yield none."""
+        names = [name for name, place in zip(self.workers, self._places, strict=True) if place[1]]
+        streams = [self.workers[name].export.remote(BUCKET_BYTES) for name in names]
+        queue: asyncio.Queue[Any] = asyncio.Queue(maxsize=2)
+        done = object()
+
+        async def pump(stream: Any) -> None:
+            async for reference in stream:
+                await queue.put(reference)
+            await queue.put(done)
+
+        pumps = [asyncio.create_task(pump(stream)) for stream in streams]
+        try:
+            left = len(pumps)
+            while left:
+                item = await _next_or_failure(queue, pumps)
+                left -= item is done
+                if item is not done:
+                    yield item
+        finally:
+            for task in pumps:
+                task.cancel()
+
+    async def _per_rank(self, shards: Sequence[_Shard], call: Any) -> list[Any]:
+        """`call(worker, shard)` on every rank with the shard of its data-parallel rank."""
+        return await gather(
+            {
+                name: call(worker, shards[place[0]])
+                for (name, worker), place in zip(self.workers.items(), self._places, strict=True)
+            }
+        )
+
+    async def _all(self, call: Any) -> list[Any]:
+        if not self.workers:
+            raise WorkerError("the actor's workers were not started, or have been dismissed")
+        return await gather({name: call(worker) for name, worker in self.workers.items()})
+
+
+async def _next_or_failure(queue: asyncio.Queue[Any], pumps: Sequence[asyncio.Task[None]]) -> Any:
+    """The next item of the queue, or the error of a pump that failed."""
+    getter = asyncio.ensure_future(queue.get())
+    pending = {getter, *(task for task in pumps if not task.done())}
+    try:
+        while not getter.done():
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {getter}:
+                task.result()
+        return getter.result()
+    finally:
+        getter.cancel()
+
+
+def _shard(batch: TrainBatch, micro_batches: Sequence[Sequence[int]]) -> _Shard:
+    """The rows of one rank, renumbered from 0 in the order of its micro-batches."""
+    rows = tuple(row for micro_batch in micro_batches for row in micro_batch)
+    local, start = [], 0
+    for micro_batch in micro_batches:
+        local.append(tuple(range(start, start + len(micro_batch))))
+        start += len(micro_batch)
+    return _Shard(rows, ray.put(batch.select(rows)), tuple(local))
+
+
+def _in_batch_order(batch: TrainBatch, rows: Sequence[int], column: np.ndarray) -> np.ndarray:
+    """A response column of `batch.select(rows)` back in the batch's own order."""
+    lengths_N = batch.response_lengths_N
+    starts_N = np.cumsum(lengths_N) - lengths_N
+    out = np.empty(int(lengths_N.sum()), dtype=np.float32)
+    position = 0
+    for row in rows:
+        length = int(lengths_N[row])
+        out[starts_N[row] : starts_N[row] + length] = column[position : position + length]
+        position += length
+    return out
+
+
+def _check_agreement(results: Sequence[StepResult]) -> None:
+    """All ranks must have taken the same decision; one that differs would train another model from here on."""
+    if any(result.skipped != results[0].skipped for result in results):
+        raise WorkerError("ranks disagree on whether the optimizer step was applied; resume from the last checkpoint")

@@ -1,0 +1,71 @@
+"""Ends the run when a worker process dies, with the cause, within seconds and wherever the loop happens to wait.
+
+Place in the data flow: beside the controller. Every worker has one call that never returns; its failure is the news,
+unless the worker's crew was dismissed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from typing import TypeVar
+
+from megatron_daro.runtime.calls import translated
+from megatron_daro.runtime.crew import Crew
+
+T = TypeVar("T")
+
+
+async def supervised(work: Awaitable[T], crews: Sequence[Crew]) -> T:
+    """The result of `work`, unless a worker dies first: then `work` is cancelled and the death is raised.
+
+    Args:
+        work: the controller's run; it closes what it holds when it is cancelled.
+        crews: the workers to watch.
+
+    Raises:
+        WorkerError: a worker's process ended while `work` was going on. Whatever `work` raises passes through.
+    """
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_first_death(crews))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if watch.done() and not task.done():
+            await _cancelled(task)
+            raise watch.result()
+        return task.result()
+    except asyncio.CancelledError:
+        await _cancelled(task)
+        raise
+    finally:
+        watch.cancel()
+
+
+async def _cancelled(task: asyncio.Future[T]) -> None:
+    """Cancels and waits. Its error, a consequence of the one that is raised, counts as seen: asyncio would print it."""
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()
+
+
+async def _first_death(crews: Sequence[Crew]) -> Exception:
+    """Waits until a worker of a crew that was not dismissed is gone; returns the error."""
+    watches = [asyncio.ensure_future(_death(crew, name)) for crew in crews for name in crew]
+    try:
+        done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+    finally:
+        for watch in watches:
+            watch.cancel()
+
+
+async def _death(crew: Crew, name: str) -> Exception:
+    try:
+        await crew[name].sentinel.remote()
+        error: Exception = RuntimeError("its sentinel returned")
+    except Exception as raised:  # the supervisor's border: whatever ends a worker is the news
+        error = raised
+    if crew.dismissed:
+        await asyncio.Future()  # for ever: whoever waits here is cancelled when the work is done
+    return translated(name, error)

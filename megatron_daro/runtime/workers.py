@@ -1,0 +1,173 @@
+"""The two Ray actors: one rank of the Megatron policy, one replica of the embedded engine. Thin shells.
+
+Place in the data flow: policy_group.py and engine_group.py call them; all work is done by actor/ and engine/.
+Each has a `sentinel` call that never returns: its failure tells the supervisor that the process died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import socket
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from megatron_daro.config.actor import ActorSection
+from megatron_daro.config.algorithm import AlgorithmSection
+from megatron_daro.types import GroupRequest, Rollout, StepResult, TrainBatch, WeightBucket
+
+# Ray's stubs know neither concurrency groups nor what a decorated class becomes.
+_actor: Any = ray.remote
+
+# Methods of the "work" group run one after the other on one thread; "watch" stays free for the sentinel.
+_GROUPS = {"work": 1, "watch": 1}
+
+
+@_actor(concurrency_groups=_GROUPS, max_restarts=0, max_task_retries=0)
+class TrainWorker:
+    """One rank of the policy. `setup` must be called on all ranks at once."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._policy: Any = None
+
+    @ray.method(concurrency_group="watch")
+    def sentinel(self) -> None:
+        """Blocks for as long as the process lives."""
+        threading.Event().wait()
+
+    @ray.method(concurrency_group="work")
+    def rendezvous(self) -> str:
+        """Where the ranks can meet: a file if this node is on loopback, else this node and a free port.
+
+        torch's own rendezvous server would listen on every interface.
+        """
+        address = ray.util.get_node_ip_address()
+        if ipaddress.ip_address(address).is_loopback:
+            return f"file://{tempfile.mkdtemp(prefix='megatron_daro_')}/ranks"
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            return f"tcp://{address}:{probe.getsockname()[1]}"
+
+    @ray.method(concurrency_group="work")
+    def setup(
+        self,
+        init_method: str,
+        settings: Any,
+        actor: ActorSection,
+        algorithm: AlgorithmSection,
+        seed: int,
+        timeout_s: float,
+    ) -> None:
+        """Join the process group and build the policy. Collective."""
+        if init_method.startswith("file:"):
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        from megatron_daro.actor import parallel
+        from megatron_daro.actor.policy import MegatronPolicy, layout_of
+
+        parallel.initialize(layout_of(actor), rank=self._rank, init_method=init_method, seed=seed, timeout_s=timeout_s)
+        self._policy = MegatronPolicy(settings, actor, algorithm)
+
+    @ray.method(concurrency_group="work")
+    def place(self) -> tuple[int, bool, bool]:
+        """(data-parallel rank, takes part in exports, hands on its stage's exports)."""
+        from megatron_daro.actor import parallel
+        from megatron_daro.actor.weights import exports_weights, speaks_for_stage
+
+        return parallel.data_parallel_rank(), exports_weights(), speaks_for_stage()
+
+    @ray.method(concurrency_group="work")
+    def train(self, batch: TrainBatch, micro_batches: Sequence[Sequence[int]], step: int) -> StepResult:
+        """One optimizer step on this rank's shard. Collective; every rank returns the same."""
+        return self._policy.train_step(batch, micro_batches, step=step)
+
+    @ray.method(concurrency_group="work")
+    def logprobs(self, batch: TrainBatch, micro_batches: Sequence[Sequence[int]], reference: bool) -> np.ndarray | None:
+        """float32 [R] of the shard under the current (or the reference) weights; None before the last stage."""
+        compute = self._policy.reference_logprobs if reference else self._policy.logprobs
+        return compute(batch, micro_batches)
+
+    @ray.method(concurrency_group="work", num_returns="streaming")
+    def export(self, bucket_bytes: int) -> Iterator[WeightBucket]:
+        """This stage's weights in buckets; nothing from ranks that only take part in the gathers."""
+        from megatron_daro.actor.weights import speaks_for_stage
+        from megatron_daro.sync.buckets import bucketize
+
+        stream = self._policy.export()
+        if speaks_for_stage():
+            yield from bucketize(stream, bucket_bytes)
+        else:
+            for _ in stream:
+                pass
+
+    @ray.method(concurrency_group="work")
+    def save(self, directory: Path) -> None:
+        """Write the checkpoint. Collective."""
+        self._policy.save(directory)
+
+    @ray.method(concurrency_group="work")
+    def load(self, directory: Path) -> None:
+        """Read a checkpoint. Collective."""
+        self._policy.load(directory)
+
+
+@_actor(max_restarts=0, max_task_retries=0)
+class EngineWorker:
+    """One replica of the embedded engine: its methods are those of the Engine Protocol, on Ray's event loop."""
+
+    def __init__(self, path: Path, trust_remote_code: bool, options: dict[str, Any]) -> None:
+        from megatron_daro.data.tokenizer import load_tokenizer
+        from megatron_daro.engine.embedded import EmbeddedEngine
+
+        tokenizer = load_tokenizer(path, trust_remote_code)
+        self._engine = EmbeddedEngine(path, decode=lambda ids: _decode(tokenizer, ids), **options)
+        self._buckets: asyncio.Queue[WeightBucket | None] = asyncio.Queue()
+        self._update: asyncio.Task[None] | None = None
+
+    async def sentinel(self) -> None:
+        """Blocks for as long as the process lives."""
+        await asyncio.Event().wait()
+
+    async def start(self) -> None:
+        """Load the model."""
+        await self._engine.start()
+
+    @ray.method(num_returns="streaming")
+    async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
+        """The rollouts of each request as soon as they are complete."""
+        async for rollouts in self._engine.generate(requests):
+            yield rollouts
+
+    async def abort(self, group_ids: Sequence[int] | None) -> None:
+        """Stop these groups, or all."""
+        await self._engine.abort(group_ids)
+
+    async def begin_update(self, version: int) -> None:
+        """Start a weight update; buckets follow."""
+        self._buckets = asyncio.Queue()
+        self._update = asyncio.create_task(self._engine.update_weights(self._received(), version))
+
+    async def add_bucket(self, bucket: WeightBucket) -> None:
+        """One more bucket of the update that was begun."""
+        await self._buckets.put(bucket)
+
+    async def end_update(self) -> None:
+        """All buckets were sent: the weights change now. Raises what the update raised."""
+        await self._buckets.put(None)
+        if self._update is not None:
+            await self._update
+
+    async def _received(self) -> AsyncIterator[WeightBucket]:
+        while (bucket := await self._buckets.get()) is not None:
+            yield bucket
+
+
+def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=True)

@@ -1,0 +1,1 @@
+"""Weight transport from the actor to the rollout engines."""

@@ -1,0 +1,231 @@
+"""Records that cross a process border: prompts, rollouts, verdicts, groups, training batches.
+
+Place in the data flow: prompts -> engine -> Rollout -> verifier -> Verdict -> Group -> TrainBatch -> actor ->
+StepResult.
+Everything is frozen, slotted, annotated and made of plain Python and numpy, so it pickles cheaply and imports no torch.
+
+Shape letters: N samples, K rollouts per prompt; T tokens, R response tokens, each of all samples end to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import numpy as np
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One problem. Either `text` (plain template) or `messages` (chat template) is set.
+
+    `tokens` are the token ids the engine receives, after the template was applied. `category` is a label by which
+    evaluation also reports (a difficulty, a subject); empty where the data has none.
+    """
+
+    id: str
+    answer: str
+    source: str
+    text: str | None = None
+    messages: tuple[Mapping[str, str], ...] | None = None
+    tokens: tuple[int, ...] = ()
+    category: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How an engine samples. `temperature` 0 is greedy; `top_p` in (0, 1]; lengths in tokens."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_new_tokens: int = 1024
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRequest:
+    """What the sampler asks of an engine: rollouts `indices` of one group, at one attempt.
+
+    The tokens of rollout i depend on (engine seed, group_id, attempt, i) and the weights only.
+    """
+
+    group_id: int
+    attempt: int
+    prompt: Prompt
+    indices: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rollout:
+    """One answer of a policy to a prompt.
+
+    tokens: int32 [prompt_length + R], prompt then response (a stop token that was sampled is part of the response).
+    loss_mask: uint8 [R], 1 where the token is trained. logprobs: float32 [R], natural log, of the behaviour
+    distribution (temperature applied, top-p not). weight_version: the oldest policy version that produced a token of
+    it. version_spans: (weight_version, number of response tokens) in order; empty means one span.
+    """
+
+    prompt_id: str
+    group_id: int
+    attempt: int
+    index: int
+    tokens: np.ndarray
+    prompt_length: int
+    loss_mask: np.ndarray
+    logprobs: np.ndarray
+    finish_reason: FinishReason
+    weight_version: int
+    text: str = ""
+    version_spans: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def response_length(self) -> int:
+        """Number of response tokens."""
+        return len(self.tokens) - self.prompt_length
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a verifier says. `correct` decides the pass rate; `reward` the advantage; `reason` is for people.
+
+    Reasons are short words: "match", "no_match", "no_answer", "timeout", "memory", "too_long", "crash", ...
+    """
+
+    correct: bool
+    reward: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """The K rollouts of one prompt with their verdicts, in index order."""
+
+    group_id: int
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def bin(self) -> int:
+        """k = number of correct rollouts, 0..K."""
+        return sum(v.correct for v in self.verdicts)
+
+    @property
+    def pass_rate(self) -> float:
+        """mu = k / K."""
+        return self.bin / len(self.verdicts)
+
+    @property
+    def weight_version(self) -> int:
+        """The oldest policy version in the group."""
+        return min(r.weight_version for r in self.rollouts)
+
+
+_PER_SAMPLE = (
+    "lengths_N",
+    "prompt_lengths_N",
+    "rewards_N",
+    "correct_N",
+    "bins_N",
+    "group_ids_N",
+    "advantages_N",
+    "truncated_N",
+)
+_PER_RESPONSE = ("loss_mask_R", "rollout_logprobs_R", "old_logprobs_R", "ref_logprobs_R")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainBatch:
+    """The samples of one optimizer step, as columns; ragged columns stand end to end in sample order.
+
+    tokens_T int32 [T], prompt then response of each sample; lengths_N int64, prompt + response; prompt_lengths_N int64;
+    loss_mask_R uint8, rollout_logprobs_R float32; rewards_N float32 (shaped); correct_N uint8; bins_N int64 in 0..K;
+    group_ids_N int64; advantages_N float32; truncated_N uint8 (finish reason "length");
+    old_logprobs_R and ref_logprobs_R float32, None until the actor computed them.
+    """
+
+    tokens_T: np.ndarray
+    lengths_N: np.ndarray
+    prompt_lengths_N: np.ndarray
+    loss_mask_R: np.ndarray
+    rollout_logprobs_R: np.ndarray
+    rewards_N: np.ndarray
+    correct_N: np.ndarray
+    bins_N: np.ndarray
+    group_ids_N: np.ndarray
+    advantages_N: np.ndarray
+    truncated_N: np.ndarray
+    rollouts_per_prompt: int
+    old_logprobs_R: np.ndarray | None = None
+    ref_logprobs_R: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.lengths_N)
+
+    @property
+    def response_lengths_N(self) -> np.ndarray:
+        """int64 [N], response tokens per sample."""
+        return self.lengths_N - self.prompt_lengths_N
+
+    @property
+    def trained_tokens_N(self) -> np.ndarray:
+        """int64 [N], response tokens per sample that the loss mask keeps."""
+        starts = np.concatenate([[0], np.cumsum(self.response_lengths_N)])
+        total = np.concatenate([[0], np.cumsum(self.loss_mask_R, dtype=np.int64)])
+        return total[starts[1:]] - total[starts[:-1]]
+
+    def select(self, indices: Sequence[int]) -> TrainBatch:
+        """The batch of the given samples, in the given order."""
+        indices_M = np.asarray(indices, dtype=np.int64)
+        token_ids = _ragged_positions(self.lengths_N, indices_M)
+        response_ids = _ragged_positions(self.response_lengths_N, indices_M)
+        changed = {"tokens_T": self.tokens_T[token_ids]}
+        changed |= {name: getattr(self, name)[indices_M] for name in _PER_SAMPLE}
+        columns = {name: getattr(self, name) for name in _PER_RESPONSE}
+        changed |= {name: column[response_ids] for name, column in columns.items() if column is not None}
+        return replace(self, **changed)
+
+    @classmethod
+    def concatenate(cls, batches: Sequence[TrainBatch]) -> TrainBatch:
+        """One batch of all samples, in order. All must have the same K and the same optional columns."""
+        if len({b.rollouts_per_prompt for b in batches}) != 1:
+            raise ValueError("cannot concatenate batches of different rollouts_per_prompt")
+        columns = [f.name for f in fields(cls) if f.name != "rollouts_per_prompt"]
+        joined: dict[str, Any] = {}
+        for name in columns:
+            parts = [getattr(b, name) for b in batches]
+            joined[name] = None if all(p is None for p in parts) else np.concatenate(parts)
+        return cls(rollouts_per_prompt=batches[0].rollouts_per_prompt, **joined)
+
+
+def _ragged_positions(lengths_N: np.ndarray, indices_M: np.ndarray) -> np.ndarray:
+    """Positions, in the flat column, of the elements of the chosen samples."""
+    starts_N = np.cumsum(lengths_N) - lengths_N
+    chosen = lengths_N[indices_M]
+    first_of_run = np.repeat(starts_N[indices_M] - (np.cumsum(chosen) - chosen), chosen)
+    return first_of_run + np.arange(int(chosen.sum()))
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one optimizer step reports. Metric keys are paths such as `loss/policy` (docs/metrics.md)."""
+
+    step: int
+    metrics: Mapping[str, float]
+    skipped: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightBucket:
+    """Some whole HF tensors flattened end to end: the unit of weight transport.
+
+    entries: (HF name, shape, dtype name such as "float32", byte offset). data: uint8 [bytes].
+    """
+
+    entries: tuple[tuple[str, tuple[int, ...], str, int], ...]
+    data: np.ndarray

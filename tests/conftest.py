@@ -1,0 +1,59 @@
+"""What holds for every test: one thread per process, cheap folders first, GPU tests only where there is a GPU.
+
+Place in the data flow: pytest reads it before any test file. Refuses nothing; fixtures live beside the tests that use
+them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+# Before torch is imported anywhere, here or in a child process: the suite is meant for two cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+HERE = Path(__file__).parent
+FOLDERS = ("unit", "golden", "contract", "parallel", "fault", "e2e", "gpu")
+"""In the order in which they run: a wrong formula shows in seconds, before anything slow begins."""
+
+
+def folder_of(path: Path) -> str:
+    """The folder of tests/ that a test file lies in."""
+    return path.relative_to(HERE).parts[0] if path.is_relative_to(HERE) else ""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Orders the tests by folder and skips what needs a GPU that is not here."""
+    rank = {name: number for number, name in enumerate(FOLDERS)}
+    items.sort(key=lambda item: rank.get(folder_of(item.path), len(rank)))
+    for_gpu = [item for item in items if item.get_closest_marker("gpu") or folder_of(item.path) == "gpu"]
+    if for_gpu and not _has_gpu():
+        for item in for_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU; none is visible here"))
+
+
+def _has_gpu() -> bool:
+    from megatron_daro.config import detect
+
+    return detect().kind == "gpu"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Seconds per folder, where more than one ran: says what makes the suite long."""
+    seconds: dict[str, float] = defaultdict(float)
+    for report in _reports(terminalreporter.stats.values()):
+        seconds[folder_of(HERE.parent / report.nodeid.split("::")[0])] += report.duration
+    if len(seconds) > 1:
+        terminalreporter.section("seconds per folder", sep="-")
+        for folder, total in sorted(seconds.items(), key=lambda entry: -entry[1]):
+            terminalreporter.write_line(f"{total:8.1f} s  {folder}")
+
+
+def _reports(stats: Iterable[list[object]]) -> Iterable[pytest.TestReport]:
+    return (report for reports in stats for report in reports if isinstance(report, pytest.TestReport))

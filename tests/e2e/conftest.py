@@ -1,0 +1,1 @@
+from run_fixtures import reference, tiny  # noqa: F401

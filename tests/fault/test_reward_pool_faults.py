@@ -1,0 +1,242 @@
+"""Faults of the verifier pool: answers that eat time or memory, workers that die, parents that die, starts that fail.
+
+Each test asserts that its fault really happened (counters, process ids), not only that the verdicts are right.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megatron_daro.errors import RewardError
+from megatron_daro.reward import ScreenLimits, VerifierSpec
+from megatron_daro.reward.pool import RewardPool
+from megatron_daro.types import Verdict
+
+# The screen off: the answers must reach a worker, so that its hard limits are what stops them.
+UNSCREENED = VerifierSpec(
+    limits=ScreenLimits(
+        max_chars=10**6,
+        max_nesting=10**6,
+        max_round_nesting=10**6,
+        max_exponent=10**300,
+        max_factorial=10**300,
+        max_digits=10**6,
+        max_tower=10**6,
+    )
+)
+# Minutes of one big-integer power in C, where no Python signal handler or thread would get a turn.
+SLOW = ("\\boxed{3^{1000000000}}", "5 x")
+GOOD = ("\\boxed{(x+1)^2}", "x^2+2x+1")
+WRONG = ("\\boxed{(x+1)^3}", "x^2+2x+1")
+
+
+def gone(pid: int, within_s: float = 20.0) -> bool:
+    """Whether a process ends (or is only a zombie of somebody else) within that time."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def until(condition: Any, what: str, within_s: float = 90.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
+        time.sleep(0.02)
+
+
+def in_thread(pool: RewardPool, pairs: list[tuple[str, str]]) -> tuple[threading.Thread, list[Any]]:
+    """Score in a thread; the list receives the verdicts or the error."""
+    result: list[Any] = []
+
+    def body() -> None:
+        try:
+            result.extend(pool.score(pairs))
+        except RewardError as error:
+            result.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    return thread, result
+
+
+@pytest.fixture(scope="module")
+def unscreened() -> Iterator[RewardPool]:
+    with RewardPool(UNSCREENED, workers=2, timeout_s=4.0) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("answer", ["9^{9^{9^9}}", "2^{1000000000}", "(10^9)!", "x+" + "{" * 3000 + "5" + "}" * 3000])
+def test_a_pathological_answer_times_out_and_the_others_come_right(unscreened: RewardPool, answer: str) -> None:
+    pids, before = set(unscreened.worker_pids), unscreened.counters
+    assert len(pids) == 2
+    pairs = [GOOD, (f"\\boxed{{{answer}}}", "5 x"), *[(f"\\boxed{{y+{i}}}", "y+3") for i in range(8)], WRONG]
+    verdicts = unscreened.score(pairs)
+    assert verdicts[1] == Verdict(False, 0.0, "timeout")
+    others = ["match", *["match" if i == 3 else "no_match" for i in range(8)], "no_match"]
+    assert [v.reason for v in verdicts[:1] + verdicts[2:]] == others
+    assert unscreened.counters["timeouts"] - before["timeouts"] == 1
+    until(lambda: unscreened.counters["restarts"] == before["restarts"] + 1, "the killed worker is replaced")
+    killed = pids - set(unscreened.worker_pids)
+    assert len(killed) == 1
+    assert gone(killed.pop())
+
+
+def test_other_answers_are_done_before_a_pathological_one_times_out() -> None:
+    with RewardPool(UNSCREENED, workers=2, timeout_s=60.0) as pool:
+        thread, _ = in_thread(pool, [SLOW])
+        pool.score([GOOD])
+        verdicts = pool.score([(f"\\boxed{{y+{i}}}", "y+3") for i in range(20)])
+        assert sum(v.correct for v in verdicts) == 1
+        assert thread.is_alive()
+        assert pool.counters["timeouts"] == 0
+        pool.close()
+        thread.join(30)
+
+
+MATRIX_ROWS = " \\\\ ".join([" & ".join(["x+1"] * 30)] * 300)
+
+
+@pytest.mark.parametrize(
+    "hungry",
+    [
+        pytest.param((f"\\boxed{{\\begin{{pmatrix}} {MATRIX_ROWS} \\end{{pmatrix}}}}", "y^2"), id="many-objects"),
+        pytest.param(SLOW, id="one-integer-that-grows-and-never-returns"),
+    ],
+)
+def test_an_answer_that_eats_memory_is_refused_and_its_worker_replaced(hungry: tuple[str, str]) -> None:
+    with RewardPool(UNSCREENED, workers=1) as pool:
+        status = Path(f"/proc/{pool.worker_pids[0]}/status").read_text()
+    base_mib = int(status.split("VmHWM:")[1].split()[0]) // 1024
+    with RewardPool(UNSCREENED, workers=1, timeout_s=120.0, memory_mib=base_mib + 12) as pool:
+        first = pool.worker_pids
+        assert [v.reason for v in pool.score([hungry, WRONG])] == ["memory", "no_match"]
+        assert pool.counters["memory_kills"] == 1
+        assert pool.counters["timeouts"] == 0
+        assert pool.worker_pids != first
+
+
+def test_a_worker_killed_once_costs_nothing() -> None:
+    with RewardPool("math", workers=1, timeout_s=60.0) as pool:
+        (pid,) = pool.worker_pids
+        os.kill(pid, signal.SIGSTOP)
+        thread, result = in_thread(pool, [GOOD])
+        os.kill(pid, signal.SIGKILL)
+        thread.join(90)
+        assert result == [Verdict(True, 1.0, "match")]
+        assert pool.counters["crashes"] == 1
+        assert pool.counters["restarts"] == 1
+
+
+def test_an_answer_that_kills_two_workers_is_a_crash_and_the_pool_goes_on() -> None:
+    with RewardPool(UNSCREENED, workers=1, timeout_s=120.0) as pool:
+        (first,) = pool.worker_pids
+        thread, result = in_thread(pool, [SLOW])
+        os.kill(first, signal.SIGSEGV)
+        until(lambda: pool.worker_pids not in ((), (first,)), "a second worker")
+        os.kill(pool.worker_pids[0], signal.SIGKILL)
+        thread.join(90)
+        assert result == [Verdict(False, 0.0, "crash")]
+        assert pool.counters["crashes"] == 2
+        assert pool.score([GOOD])[0].correct
+
+
+def test_ctrl_c_in_the_terminal_does_not_reach_the_workers() -> None:
+    with RewardPool("math", workers=1, timeout_s=60.0) as pool:
+        os.kill(pool.worker_pids[0], signal.SIGINT)
+        assert pool.score([GOOD])[0].correct
+        assert pool.counters["crashes"] == 0
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_close_leaves_no_process_behind(busy: bool) -> None:
+    pool = RewardPool(UNSCREENED, workers=2, timeout_s=120.0)
+    pool.start()
+    pids = pool.worker_pids
+    assert len(pids) == 2
+    thread, result = in_thread(pool, [SLOW] if busy else [GOOD])
+    if busy:
+        until(lambda: max(sum(psutil.Process(p).cpu_times()[:2]) for p in pids) > 0.1, "a busy worker")
+    else:
+        thread.join(60)
+    pool.close()
+    thread.join(30)
+    assert all(gone(pid, 1.0) for pid in pids)
+    assert isinstance(result[0], RewardError if busy else Verdict)
+    with pytest.raises(RewardError, match="closed"):
+        pool.score([GOOD])
+
+
+PARENT = """
+import sys, threading, time
+sys.path[:0] = {path!r}
+from megatron_daro.reward import ScreenLimits, VerifierSpec
+from megatron_daro.reward.pool import RewardPool
+pool = RewardPool(VerifierSpec(limits=ScreenLimits(max_exponent=10**300)), workers=2, timeout_s=300.0)
+pool.start()
+if {busy}:
+    threading.Thread(target=pool.score, args=([("\\\\boxed{{3^{{1000000000}}}}", "5 x")],), daemon=True).start()
+print(*pool.worker_pids, flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_workers_die_when_their_parent_is_killed(busy: bool) -> None:
+    code = PARENT.format(path=sys.path, busy=busy)
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert parent.stdout is not None
+        pids = [int(word) for word in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        if busy:
+            # 3 s of work: longer than loading and warming up take, so a worker is inside the endless power.
+            started = [sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids]
+            until(
+                lambda: any(
+                    sum(psutil.Process(pid).cpu_times()[:2]) > begin + 1.0
+                    for pid, begin in zip(pids, started, strict=True)
+                ),
+                "a busy worker",
+            )
+        assert all(psutil.pid_exists(pid) for pid in pids)
+    finally:
+        parent.kill()
+        parent.wait(30)
+        if parent.stdout is not None:
+            parent.stdout.close()
+    assert all(gone(pid) for pid in pids)
+
+
+def test_a_pool_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RewardError, match="memory_mib"):
+        RewardPool("math", workers=1, memory_mib=20).start()
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RewardError, match="could not start"):
+        RewardPool("math", workers=2).score([GOOD])
+
+
+def test_workers_that_no_longer_start_end_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    with RewardPool("math", workers=1, timeout_s=60.0) as pool:
+        monkeypatch.setattr(sys, "executable", "/bin/false")
+        os.kill(pool.worker_pids[0], signal.SIGKILL)
+        with pytest.raises(RewardError, match="could not start"):
+            pool.score([GOOD, WRONG])
+        with pytest.raises(RewardError):
+            pool.score([GOOD])

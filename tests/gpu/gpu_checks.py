@@ -1,0 +1,215 @@
+"""What must hold on a GPU, as functions that measure: run by test_on_gpu.py and by tools/gpu_check.py.
+
+Place in the data flow: process groups of one rank exist already; each check builds what it needs, compares it with
+transformers or with float64, and returns the largest difference beside its tolerance. The same functions run on a CPU,
+which rehearses them (tests/parallel/test_gpu_check_rehearsal.py) and proves nothing about a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "parallel"))
+
+FP8_CAPABILITY = (8, 9)
+
+
+class NotHereError(Exception):
+    """The check needs something that this machine or environment lacks; the message names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """difference: the largest found, in the unit that `of` names; passed where it is at most `tolerance`."""
+
+    difference: float
+    tolerance: float
+    of: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether the difference is a number within the tolerance (NaN is not)."""
+        return self.difference <= self.tolerance
+
+
+Check = Callable[[torch.device, Path], Outcome]
+
+
+# --- parts ---
+
+
+def packed_attention(device: torch.device, _: Path, dtype: torch.dtype = torch.float32) -> Outcome:
+    """Values and gradients of the local core attention against float64, sequences of very different length."""
+    from megatron_daro.actor.layers import packed_causal_attention
+
+    torch.manual_seed(0)
+    lengths = [700, 3, 0, 65, 64, 1, 130, 128]
+    sizes = ((sum(lengths), 8, 64), (sum(lengths), 2, 64), (sum(lengths), 2, 64))
+    exact = [torch.randn(size, dtype=torch.float64).to(dtype).double().requires_grad_() for size in sizes]
+    narrow = [x.detach().to(device, dtype).requires_grad_() for x in exact]
+    want, got = packed_causal_attention(*exact, lengths), packed_causal_attention(*narrow, lengths)
+    ramp = torch.linspace(-1, 1, want.numel(), dtype=torch.float64).view_as(want)
+    gradients = torch.autograd.grad((want * ramp).sum(), exact)
+    own = torch.autograd.grad((got * ramp.to(device, dtype)).sum(), narrow)
+    worst = max(_relative(a, b) for a, b in zip((got, *own), (want, *gradients), strict=True))
+    # bf16 keeps 8 bits (2**-9 = 0.002 per rounding); inputs, probabilities and outputs are rounded.
+    return Outcome(worst, 1e-5 if dtype == torch.float32 else 0.02, "relative, values and gradients")
+
+
+def chunked_logprobs(device: torch.device, _: Path, dtype: torch.dtype = torch.float32) -> Outcome:
+    """Log-prob, entropy and gradients against float64, several tiles; bf16 factors are multiplied into fp32 sums."""
+    from megatron_daro.actor.logprobs import vocab_parallel_logprobs
+
+    torch.manual_seed(0)
+    tokens, vocab, hidden_size = 300, 1000, 256
+    exact = [torch.randn(n, hidden_size, dtype=torch.float64) * 0.2 for n in (tokens, vocab + 24)]
+    exact = [x.to(dtype).double().requires_grad_() for x in exact]
+    narrow = [x.detach().to(device, dtype).requires_grad_() for x in exact]
+    labels = torch.randint(0, vocab, (tokens,))
+    logits = (exact[0] @ exact[1].t())[:, :vocab] / 0.7
+    distribution = torch.log_softmax(logits, -1)
+    want = distribution.gather(1, labels[:, None])[:, 0], -(distribution.exp() * distribution).sum(-1)
+    got = vocab_parallel_logprobs(
+        *narrow, labels.to(device), vocab_size=vocab, temperature=0.7, chunk_tokens=128, chunk_vocab=256
+    )
+    ramp = torch.linspace(-1, 1, tokens, dtype=torch.float64)
+
+    def gradients(outputs: tuple[Tensor, Tensor], inputs: list[Tensor]) -> tuple[Tensor, ...]:
+        weight = ramp.to(outputs[0].device, outputs[0].dtype)
+        return torch.autograd.grad((outputs[0] * weight).sum() + (outputs[1] * weight.flip(0)).sum(), inputs)
+
+    pairs = zip((*got, *gradients(got, narrow)), (*want, *gradients(want, exact)), strict=True)
+    worst = max(_relative(a, b) for a, b in pairs)
+    # bf16: the outputs are fp32 from fp32 sums; only factors of the gradients and the gradients themselves are rounded.
+    return Outcome(worst, 1e-5 if dtype == torch.float32 else 0.01, "relative, values and gradients")
+
+
+# --- the policy ---
+
+
+def policy_logprobs_fp32(device: torch.device, directory: Path, family: str = "qwen2") -> Outcome:
+    """Local layers against transformers on the CPU."""
+    from small_models import random_batch, save_model
+    from test_logprobs_models import plain_logprobs
+
+    hf, batch = save_model(family, directory), random_batch()
+    got = build_policy(directory, dtype="fp32").logprobs(batch, _thirds(len(batch)))
+    return Outcome(float(np.abs(got - plain_logprobs(hf, batch)).max()), 1e-4, "nats")
+
+
+def policy_logprobs_bf16(device: torch.device, directory: Path) -> Outcome:
+    """Transformer Engine's layers where they are installed, else local ones, against transformers in fp32."""
+    from small_models import random_batch, save_model
+    from test_logprobs_models import BF16_TOLERANCE, plain_logprobs
+
+    hf, batch = save_model("qwen2", directory), random_batch()
+    got = build_policy(directory, dtype="bf16").logprobs(batch, _thirds(len(batch)))
+    return Outcome(float(np.abs(got - plain_logprobs(hf, batch)).max()), BF16_TOLERANCE, "nats")
+
+
+def policy_gradients_fp32(device: torch.device, directory: Path) -> Outcome:
+    """Every term of the loss switched on, three micro-batches, against the reference on the CPU."""
+    from loss_reference import reference
+    from policy_tasks import collect_gradients
+    from small_models import save_model
+    from test_gradients_exact import relative_difference
+    from test_loss_terms import algorithm_of, batch_with_reference
+
+    from megatron_daro.actor.step import compute_gradients
+
+    hf, batch = save_model("qwen2", directory), batch_with_reference()
+    policy = build_policy(directory, dtype="fp32", algorithm=algorithm_of("all"), distributed=False)
+    compute_gradients(policy.trainee, batch, _thirds(len(batch)), policy._objective, policy._output)
+    want = reference(hf, batch, algorithm_of("all")).gradients
+    # Ten times the bound of one kind of processor: two kinds sum in different orders.
+    return Outcome(relative_difference(collect_gradients(policy), want), 1e-4, "relative, worst parameter")
+
+
+def policy_steps(device: torch.device, directory: Path, *, fp8: bool = False) -> Outcome:
+    """Six steps on one batch whose good answers have advantage 1, the others -1: the loss must fall.
+
+    The difference reported is the last loss minus the first, and must be below zero.
+    """
+    from dataclasses import replace
+
+    from small_models import random_batch, save_model
+
+    save_model("qwen2", directory)
+    batch = random_batch(with_old=False)
+    signs = np.where(batch.correct_N > 0, 1.0, -1.0).astype(np.float32)
+    batch = replace(batch, advantages_N=signs, rollout_logprobs_R=np.full_like(batch.rollout_logprobs_R, -3.9))
+    policy = build_policy(directory, dtype="bf16", fp8=fp8, learning_rate=3e-3)
+    batch = replace(batch, old_logprobs_R=policy.logprobs(batch, _thirds(len(batch))))
+    losses = []
+    for step in range(6):
+        result = policy.train_step(batch, _thirds(len(batch)), step=step)
+        if result.skipped:
+            raise RuntimeError(result.reason)
+        losses.append(result.metrics["loss/policy"])
+    return Outcome(losses[-1] - losses[0], -1e-3, "change of the loss in six steps")
+
+
+def policy_fp8(device: torch.device, directory: Path) -> Outcome:
+    """fp8 matrix products learn as well: needs Transformer Engine, and a GPU that has them."""
+    from megatron_daro.actor.device import has_transformer_engine
+
+    if not has_transformer_engine():
+        raise NotHereError("Transformer Engine is not installed, or there is no GPU")
+    if torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        raise NotHereError(
+            f"the GPU has compute capability {torch.cuda.get_device_capability(device)}, fp8 needs (8, 9)"
+        )
+    return policy_steps(device, directory, fp8=True)
+
+
+CHECKS: dict[str, Check] = {
+    "packed attention, fp32": packed_attention,
+    "packed attention, bf16": lambda device, path: packed_attention(device, path, torch.bfloat16),
+    "chunked log-probs, fp32": chunked_logprobs,
+    "chunked log-probs, bf16": lambda device, path: chunked_logprobs(device, path, torch.bfloat16),
+    "policy log-probs, qwen2 fp32": policy_logprobs_fp32,
+    "policy log-probs, qwen3 fp32": lambda device, path: policy_logprobs_fp32(device, path, "qwen3"),
+    "policy log-probs, llama fp32": lambda device, path: policy_logprobs_fp32(device, path, "llama"),
+    "policy log-probs, qwen2 bf16": policy_logprobs_bf16,
+    "policy gradients, fp32": policy_gradients_fp32,
+    "policy steps, bf16": policy_steps,
+    "policy steps, fp8": policy_fp8,
+}
+
+
+def build_policy(
+    directory: Path,
+    *,
+    dtype: str,
+    algorithm: dict[str, Any] | None = None,
+    fp8: bool = False,
+    distributed: bool = True,
+    learning_rate: float = 1e-4,
+) -> Any:
+    """A policy of one rank."""
+    from policy_tasks import build_policy as build
+
+    from megatron_daro.actor.parallel import Layout
+
+    optimizer = {"distributed": distributed, "learning_rate": learning_rate}
+    return build(directory, Layout(), algorithm or {"name": "grpo"}, dtype=dtype, fp8=fp8, optimizer=optimizer)
+
+
+def _thirds(num_samples: int) -> list[list[int]]:
+    from policy_tasks import uneven_split
+
+    return uneven_split(num_samples, 3)
+
+
+def _relative(got: Tensor, want: Tensor) -> float:
+    """Largest difference, relative to the largest value."""
+    got, want = got.detach().double().cpu(), want.detach().cpu()
+    return float((got - want).abs().max() / want.abs().max())

@@ -1,0 +1,103 @@
+"""What the ranks of a RankPool are asked to do: functions of plain arguments that return plain results."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_daro.observe.metrics import comparable
+from megatron_daro.types import TrainBatch
+
+
+def _trainee(path: Path, layout: Any, algorithm: Any, **options: Any) -> Any:
+    from megatron_daro.actor.policy import MegatronPolicy
+    from megatron_daro.actor.settings import PolicySettings
+    from megatron_daro.config.actor import ActorSection
+    from megatron_daro.config.algorithm import AlgorithmSection
+
+    actor = ActorSection(
+        tensor_parallel=layout.tensor,
+        pipeline_parallel=layout.pipeline,
+        context_parallel=layout.context,
+        data_parallel=layout.data,
+        **{"dtype": "fp32", **options},
+    )
+    settings = PolicySettings(path, rollouts_per_prompt=4, max_response_tokens=32, temperature=1.0, total_steps=10)
+    return MegatronPolicy(settings, actor, AlgorithmSection(**algorithm))
+
+
+def _shard(batch: TrainBatch, layout: Any, num_micro_batches: int) -> tuple[TrainBatch, list[list[int]]]:
+    """This data-parallel rank's samples, and an uneven split of them into micro-batches."""
+    from megatron.core import parallel_state
+
+    mine = batch.select(range(parallel_state.get_data_parallel_rank(), len(batch), layout.data))
+    cuts = np.unique(np.linspace(0, len(mine) ** 0.5, num_micro_batches + 1) ** 2 + 0.5).astype(int)
+    bounds = sorted({0, len(mine), *(int(c) for c in cuts[1:-1])})
+    return mine, [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
+
+
+def response_logprobs(path: Path, layout: Any, batch: TrainBatch, num_micro_batches: int, **options: Any) -> Any:
+    """float32 [R] of this rank's samples and their row numbers; None before the last stage."""
+    policy = _trainee(path, layout, {"name": "grpo"}, **options)
+    mine, micro_batches = _shard(batch, layout, num_micro_batches)
+    return policy.logprobs(mine, micro_batches)
+
+
+def gradients(
+    path: Path, layout: Any, batch: TrainBatch, num_micro_batches: int, algorithm: dict[str, Any], **options: Any
+) -> dict[str, Any]:
+    """Summed gradients under Hugging Face names (this stage's), loss sums per bin, and the loss."""
+    from megatron.core import parallel_state
+
+    from megatron_daro.actor.step import compute_gradients
+    from megatron_daro.actor.weights import _gather, local_rules
+    from megatron_daro.convert.mapping import merge
+
+    options = {"optimizer": {"distributed": False}, **options}
+    policy = _trainee(path, layout, algorithm, **options)
+    mine, micro_batches = _shard(batch, layout, num_micro_batches)
+    sums = compute_gradients(policy.trainee, mine, micro_batches, policy._objective, policy._output)
+    group = parallel_state.get_tensor_model_parallel_group()
+    found: dict[str, torch.Tensor] = {}
+    for parameter, rule in local_rules(policy.model, policy.shape):
+        if policy.shape.tie and rule.megatron_name == "output_layer.weight":
+            continue
+        found |= {n: t.clone() for n, t in merge(rule, _gather(parameter.main_grad, rule, group)).items()}
+    return {
+        "gradients": {n: t.numpy() for n, t in found.items()},
+        "loss_sums": sums.loss_sums.numpy(),
+        "policy_loss": sums.policy_loss,
+        "regularizer": sums.regularizer,
+    }
+
+
+def train(
+    path: Path,
+    layout: Any,
+    batches: list[TrainBatch],
+    num_micro_batches: int,
+    algorithm: dict[str, Any],
+    save_to: Path | None = None,
+    load_from: Path | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Some optimizer steps; the model weights (this stage's), DARO's weights, and the metrics of each step."""
+    policy = _trainee(path, layout, algorithm, **options)
+    if load_from:
+        policy.load(load_from)
+    metrics = []
+    for step, batch in enumerate(batches):
+        mine, micro_batches = _shard(batch, layout, num_micro_batches)
+        metrics.append(comparable(policy.train_step(mine, micro_batches, step=step + 1).metrics))
+    if save_to:
+        policy.save(save_to)
+    weights = policy.trainee.algorithm.weights
+    return {
+        "parameters": {n: t.clone().numpy() for n, t in policy.export()},
+        "weights": None if weights is None else weights.numpy(),
+        "metrics": metrics,
+    }

@@ -1,0 +1,262 @@
+"""What the ranks of a RankPool do in the tests of log-probabilities, loss terms and refused updates.
+
+Place in the data flow: called by `RankPool.run` on every rank of a layout; plain arguments in, plain results out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_daro.types import TrainBatch
+
+
+def build_policy(
+    path: Path, layout: Any, algorithm: dict[str, Any], *, temperature: float = 1.0, **options: Any
+) -> Any:
+    from megatron_daro.actor.policy import MegatronPolicy
+    from megatron_daro.actor.settings import PolicySettings
+    from megatron_daro.config.actor import ActorSection
+    from megatron_daro.config.algorithm import AlgorithmSection
+
+    actor = ActorSection(
+        tensor_parallel=layout.tensor,
+        pipeline_parallel=layout.pipeline,
+        context_parallel=layout.context,
+        data_parallel=layout.data,
+        **{"dtype": "fp32", **options},
+    )
+    settings = PolicySettings(
+        path, rollouts_per_prompt=4, max_response_tokens=32, temperature=temperature, total_steps=10
+    )
+    return MegatronPolicy(settings, actor, AlgorithmSection(**algorithm))
+
+
+def my_rows(num_samples: int, layout: Any) -> list[int]:
+    """Rows of this data-parallel rank; rank 0 of 2 gets three eighths of them, so that shards differ in size."""
+    from megatron.core import parallel_state
+
+    if layout.data == 1:
+        return list(range(num_samples))
+    cut = num_samples * 3 // 8
+    return list(range(cut)) if parallel_state.get_data_parallel_rank() == 0 else list(range(cut, num_samples))
+
+
+def uneven_split(num_samples: int, num_parts: int) -> list[list[int]]:
+    """Parts of growing size, one sample at least; the first holds the first sample only where there are several."""
+    if num_parts >= num_samples:
+        return [[row] for row in range(num_samples)]
+    weights = np.arange(1, num_parts)
+    bounds = [0, 1] if num_parts > 1 else [0]
+    spare = num_samples - num_parts
+    grown = np.floor(np.cumsum(weights) / max(weights.sum(), 1) * spare).astype(int) + np.arange(1, num_parts) + 1
+    bounds += grown.tolist() if num_parts > 1 else [num_samples]
+    return [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
+
+
+def collect_gradients(policy: Any) -> dict[str, np.ndarray]:
+    """The summed gradients of this stage under Hugging Face names."""
+    from megatron.core import parallel_state
+
+    from megatron_daro.actor.weights import _gather, local_rules
+    from megatron_daro.convert.mapping import merge
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    found: dict[str, np.ndarray] = {}
+    for parameter, rule in local_rules(policy.model, policy.shape):
+        if policy.shape.tie and rule.megatron_name == "output_layer.weight":
+            continue
+        whole = merge(rule, _gather(parameter.main_grad, rule, group))
+        found |= {name: tensor.clone().cpu().numpy() for name, tensor in whole.items()}
+    return found
+
+
+def logprobs_and_weights(
+    path: Path, layout: Any, batch: TrainBatch, num_micro_batches: int, temperature: float = 1.0, **options: Any
+) -> dict[str, Any]:
+    """Log-probs [R] of the whole batch (None before the last stage), and the exported weights in bytes."""
+    policy = build_policy(path, layout, {"name": "grpo"}, temperature=temperature, **options)
+    logprobs = policy.logprobs(batch, uneven_split(len(batch), num_micro_batches))
+    exported = {name: tensor.detach().cpu().clone() for name, tensor in policy.export()}
+    return {"logprobs": logprobs, "exported": exported, "num_micro_batches": num_micro_batches}
+
+
+def loss_terms(
+    path: Path,
+    layout: Any,
+    batch: TrainBatch,
+    num_micro_batches: int,
+    algorithm: dict[str, Any],
+    sabotage: str = "",
+    padding: tuple[int, int] | None = None,
+    temperature: float = 1.0,
+    **options: Any,
+) -> dict[str, Any]:
+    """Summed gradients, the step's sums, and the metrics of a train step from the same weights."""
+    from megatron_daro.actor.step import compute_gradients
+
+    options = {"optimizer": {"distributed": False}, **options}
+    policy = build_policy(path, layout, algorithm, temperature=temperature, **options)
+    mine = batch.select(my_rows(len(batch), layout))
+    micro_batches = uneven_split(len(mine), num_micro_batches)
+    with _sabotaged(sabotage), _padded(padding):
+        sums = compute_gradients(policy.trainee, mine, micro_batches, policy._objective, policy._output)
+        gradients = collect_gradients(policy)
+        metrics = dict(policy.train_step(mine, micro_batches, step=1).metrics)
+    return {
+        "gradients": gradients,
+        "loss_sums": sums.loss_sums.numpy(),
+        "abs_loss_sums": sums.abs_loss_sums.numpy(),
+        "policy_loss": sums.policy_loss,
+        "regularizer": sums.regularizer,
+        "metrics": metrics,
+        "num_micro_batches": len(micro_batches),
+    }
+
+
+@contextmanager
+def _sabotaged(kind: str) -> Iterator[None]:
+    """The bug the exactness tests exist for: "denominator" takes totals from the micro-batch, not from the step."""
+    from megatron_daro.actor import loss as module
+    from megatron_daro.algo.weighting import BatchTotals
+
+    original = module.StepLoss.micro_batch
+    if not kind:
+        yield
+        return
+
+    def with_own_denominator(self: Any, model: Any, packed: Any, hidden: Any) -> Any:
+        totals = BatchTotals.of(packed.bins_M, packed.trained_tokens_M, self._num_bins - 1)
+        algorithm = module_algorithm["it"]
+        own = algorithm.sample_coefficients(packed.bins_M, packed.trained_tokens_M, totals)
+        self._coefficients_N = self._coefficients_N.index_copy(0, packed.sample_indices, own)
+        return original(self, model, packed, hidden)
+
+    def remember(self: Any, algorithm: Any, *arguments: Any) -> None:
+        module_algorithm["it"] = algorithm
+        original_init(self, algorithm, *arguments)
+
+    module_algorithm: dict[str, Any] = {}
+    original_init = module.StepLoss.__init__
+    module.StepLoss.micro_batch, module.StepLoss.__init__ = with_own_denominator, remember
+    try:
+        yield
+    finally:
+        module.StepLoss.micro_batch, module.StepLoss.__init__ = original, original_init
+
+
+@contextmanager
+def _padded(multiples: tuple[int, int] | None) -> Iterator[None]:
+    """Packs padded to other multiples than the layout asks for."""
+    from megatron_daro.actor import forward
+
+    original = forward.pack_multiples
+    if multiples is not None:
+        forward.pack_multiples = lambda *_: multiples
+    try:
+        yield
+    finally:
+        forward.pack_multiples = original
+
+
+def pack_lengths(layout: Any, batch: TrainBatch, sequence_parallel: bool, fp8: bool) -> list[int]:
+    """Tokens of this rank's slice of each of three micro-batches."""
+    from megatron_daro.actor.forward import packed_micro_batches
+
+    packs = packed_micro_batches(batch, uneven_split(len(batch), 3), sequence_parallel=sequence_parallel, fp8=fp8)
+    return [len(packed.tokens_T) for packed in packs]
+
+
+def reference_after_training(path: Path, layout: Any, batch: TrainBatch) -> dict[str, Any]:
+    """Log-probs of the start weights: before any step, as the reference after one step, and of the moved weights."""
+    policy = build_policy(path, layout, {"name": "grpo", "kl": {"coefficient": 0.1}}, optimizer={"learning_rate": 1e-2})
+    rows = [list(range(len(batch)))]
+    before = policy.logprobs(batch, rows)
+    with_reference = batch if before is None else replace(batch, ref_logprobs_R=before)
+    if before is None:  # earlier stages never look at the column, but every rank must have one
+        with_reference = replace(batch, ref_logprobs_R=np.zeros_like(batch.rollout_logprobs_R))
+    policy.train_step(with_reference, rows, step=1)
+    moved = policy.logprobs(batch, rows)
+    reference = policy.reference_logprobs(batch, rows)
+    return {"before": before, "moved": moved, "reference": reference, "moved_again": policy.logprobs(batch, rows)}
+
+
+def skip_and_go_on(
+    path: Path,
+    layout: Any,
+    good: Sequence[TrainBatch],
+    bad: TrainBatch | None,
+    poison: str,
+    algorithm: dict[str, Any],
+    **options: Any,
+) -> dict[str, Any]:
+    """A good step, the bad one (unless it is None), a good step; what changed in the bad one, and where it ended.
+
+    poison: "" or "weight": an infinite value in a parameter of one rank, taken out again after the bad step.
+    """
+    policy = build_policy(path, layout, algorithm, **options)
+
+    def step(batch: TrainBatch, number: int) -> Any:
+        mine = batch.select(my_rows(len(batch), layout))
+        return policy.train_step(mine, uneven_split(len(mine), 2), step=number)
+
+    first = step(good[0], 1)
+    outcome = None
+    if bad is not None:
+        with _poisoned(policy, poison):
+            before = everything(policy)
+            outcome = step(bad, 2)
+            changed = [name for name, value in everything(policy).items() if not _same(value, before[name])]
+        outcome = {"skipped": outcome.skipped, "reason": outcome.reason, "changed": changed, "kept": sorted(before)}
+    last = step(good[1], 2)
+    return {"outcome": outcome, "metrics": [first.metrics, last.metrics], "end": everything(policy)}
+
+
+def everything(policy: Any) -> dict[str, np.ndarray]:
+    """Every number that a checkpoint would hold, copied, as bytes with names."""
+    trainee, found = policy.trainee, {}
+    for name, parameter in policy.model.named_parameters():
+        found[f"parameter {name}"] = parameter.detach()
+    parts = getattr(trainee.optimizer, "chained_optimizers", [trainee.optimizer])
+    for i, part in enumerate(parts):
+        for g, group in enumerate(part.optimizer.param_groups):
+            found[f"optimizer {i} group {g} lr"] = torch.tensor([group["lr"], group["weight_decay"]])
+            for p, parameter in enumerate(group["params"]):
+                found[f"optimizer {i} group {g} main {p}"] = parameter.detach()
+                state = part.optimizer.state[parameter]
+                found |= {f"optimizer {i} group {g} {n} {p}": torch.as_tensor(v) for n, v in state.items()}
+    found["scheduler"] = torch.tensor([trainee.scheduler.num_steps], dtype=torch.float64)
+    if trainee.algorithm.weights is not None:
+        difficulty = trainee.algorithm.difficulty.state_dict()
+        found |= {f"difficulty {n}": torch.tensor(v) for n, v in difficulty.items() if isinstance(v, list)}
+    return {name: _bytes(tensor) for name, tensor in found.items()}
+
+
+def _bytes(tensor: torch.Tensor) -> np.ndarray:
+    """Bit patterns: NaN equals itself, and 0 differs from -0."""
+    return tensor.detach().cpu().clone().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _same(left: np.ndarray, right: np.ndarray) -> bool:
+    return left.shape == right.shape and bool((left == right).all())
+
+
+@contextmanager
+def _poisoned(policy: Any, poison: str) -> Iterator[None]:
+    if poison != "weight" or torch.distributed.get_rank() != torch.distributed.get_world_size() - 1:
+        yield
+        return
+    parameter = next(p for n, p in policy.model.named_parameters() if n.endswith("linear_fc2.weight"))
+    with torch.no_grad():
+        kept = parameter[0, 0].clone()
+        parameter[0, 0] = float("inf")
+    yield
+    with torch.no_grad():
+        parameter[0, 0] = kept

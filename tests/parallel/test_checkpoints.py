@@ -1,0 +1,97 @@
+"""Checkpoints: the same run after a restart, bit for bit, and the same numbers in another layout."""
+
+from __future__ import annotations
+
+import json
+
+import megatron_tasks
+import numpy as np
+import pytest
+from small_models import random_batch, save_model
+from test_gradients_exact import layouts
+
+ALGORITHM = {"name": "daro", "daro": {"learning_rate": 0.1}}
+OPTIMIZER = {"learning_rate": 1e-2, "eps": 1e-3, "warmup_steps": 3, "weight_decay": 0.01}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("qwen2_checkpoints")
+    save_model("qwen2_tied", directory)
+    return directory
+
+
+def train(pool, layout, model, *, seeds, distributed=True, **extra):
+    results = pool.run(
+        megatron_tasks.train,
+        layouts()[layout],
+        path=model,
+        batches=[random_batch(seed=s) for s in seeds],
+        num_micro_batches=2,
+        algorithm=ALGORITHM,
+        optimizer={**OPTIMIZER, "distributed": distributed},
+        **extra,
+    )
+    parameters = {}
+    for result in results:
+        parameters |= result["parameters"]
+    return parameters, results[0]
+
+
+@pytest.mark.parametrize("distributed", [True, False], ids=["distributed_optimizer", "plain_optimizer"])
+@pytest.mark.parametrize("layout", ["single", "tp2", "pp2", "dp2"])
+def test_a_restarted_run_is_the_unbroken_one_bit_for_bit(rank_pool, tmp_path, model, layout, distributed):
+    whole, last = train(rank_pool, layout, model, seeds=range(4), distributed=distributed)
+    saved = tmp_path / "checkpoint"
+    saved.mkdir()
+    train(rank_pool, layout, model, seeds=range(2), distributed=distributed, save_to=saved)
+    resumed, last_resumed = train(rank_pool, layout, model, seeds=range(2, 4), distributed=distributed, load_from=saved)
+    for name in whole:
+        np.testing.assert_array_equal(resumed[name], whole[name], err_msg=name)
+    np.testing.assert_array_equal(last_resumed["weights"], last["weights"])
+    assert last_resumed["metrics"] == last["metrics"][2:]
+
+
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [("tp2_pp2", "single"), ("single", "tp2_dp2"), ("dp2", "pp2")])
+def test_another_layout_continues_with_the_same_numbers(rank_pool, tmp_path, model, saved_by, loaded_by):
+    whole, last = train(rank_pool, saved_by, model, seeds=range(4))
+    saved = tmp_path / "checkpoint"
+    saved.mkdir()
+    train(rank_pool, saved_by, model, seeds=range(2), save_to=saved)
+    resumed, last_resumed = train(rank_pool, loaded_by, model, seeds=range(2, 4), load_from=saved)
+    for name in whole:
+        np.testing.assert_allclose(resumed[name], whole[name], rtol=0, atol=2e-5, err_msg=name)
+    np.testing.assert_allclose(last_resumed["weights"], last["weights"], rtol=1e-5)
+
+
+def test_another_number_of_rollouts_is_refused(rank_pool, tmp_path, model):
+    saved = tmp_path / "checkpoint"
+    saved.mkdir()
+    train(rank_pool, "single", model, seeds=[0], save_to=saved)
+    state = json.loads((saved / "algorithm.json").read_text())
+    state["difficulty"]["rollouts_per_prompt"] = 8
+    (saved / "algorithm.json").write_text(json.dumps(state))
+    with pytest.raises(AssertionError, match="CheckpointError: difficulty weights, rollouts_per_prompt"):
+        train(rank_pool, "single", model, seeds=[1], load_from=saved)
+
+
+def test_no_file_of_a_checkpoint_is_a_pickle_that_runs_code(rank_pool, tmp_path, model):
+    import torch
+
+    saved = tmp_path / "checkpoint"
+    saved.mkdir()
+    train(rank_pool, "tp2", model, seeds=[0], save_to=saved)
+    names = {path.name for path in saved.iterdir()}
+    expected = {"common.pt", "metadata.json", "index.json", "algorithm.json"}
+    assert names == expected | {"shard_00000.safetensors", "shard_00001.safetensors"}
+    torch.load(saved / "common.pt", weights_only=True)
+
+
+def test_a_torn_shard_is_named(rank_pool, tmp_path, model):
+    saved = tmp_path / "checkpoint"
+    saved.mkdir()
+    train(rank_pool, "single", model, seeds=[0], save_to=saved)
+    shard = saved / "shard_00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:1000])
+    with pytest.raises(AssertionError, match=r"CheckpointError: .*shard_00000.safetensors cannot be read"):
+        train(rank_pool, "single", model, seeds=[1], load_from=saved)

@@ -1,0 +1,104 @@
+"""Gradients of every layout and algorithm against one process, unpacked, transformers' model and a slow loop."""
+
+from __future__ import annotations
+
+import megatron_tasks
+import numpy as np
+import pytest
+import torch
+from small_models import ROLLOUTS, random_batch, save_model
+
+
+def layouts():
+    from megatron_daro.actor.parallel import Layout
+
+    return {
+        "single": Layout(),
+        "tp2": Layout(tensor=2),
+        "pp2": Layout(pipeline=2),
+        "dp2": Layout(data=2),
+        "cp2": Layout(context=2),
+        "tp2_pp2": Layout(tensor=2, pipeline=2),
+        "tp2_dp2": Layout(tensor=2, data=2),
+        "cp2_dp2": Layout(context=2, data=2),
+        "tp2_cp2": Layout(tensor=2, context=2),
+    }
+
+
+LAYOUTS = list(layouts())
+ALGORITHMS = ["grpo", "grpo_sequence", "dapo", "lite_ppo", "dr_grpo", "daro"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("qwen2")
+    return directory, save_model("qwen2", directory)
+
+
+def reference_gradients(model, batch, algorithm):
+    """The loss of loss.md written out sample by sample, token by token; autograd does the rest."""
+    samples = [batch.select([i]) for i in range(len(batch))]
+    tokens_per_bin = np.zeros(ROLLOUTS + 1)
+    for s in samples:
+        tokens_per_bin[s.bins_N[0]] += s.loss_mask_R.sum()
+    total, kept = tokens_per_bin.sum(), tokens_per_bin[1:-1].sum()
+    model.zero_grad()
+    loss, loss_sums = torch.zeros((), dtype=torch.float64), np.zeros(ROLLOUTS + 1)
+    for s in samples:
+        tokens = torch.tensor(s.tokens_T, dtype=torch.long)
+        prompt, k, length = int(s.prompt_lengths_N[0]), int(s.bins_N[0]), int(s.loss_mask_R.sum())
+        logp = torch.log_softmax(model(tokens[None]).logits[0], -1)[prompt - 1 : -1]
+        logp = logp.gather(1, tokens[prompt:, None])[:, 0]
+        advantage, sample_loss = float(s.advantages_N[0]), torch.zeros((), dtype=torch.float64)
+        for t in range(len(logp)):
+            if s.loss_mask_R[t]:
+                rho = torch.exp(logp[t] - float(s.old_logprobs_R[t]))
+                sample_loss = sample_loss - torch.min(rho * advantage, rho.clamp(0.8, 1.28) * advantage).double()
+        loss_sums[k] += float(sample_loss.detach())
+        if length == 0:
+            continue
+        factor = {
+            "grpo": 1 / total,
+            "lite_ppo": 1 / total,
+            "grpo_sequence": 1 / (length * len(samples)),
+            "dapo": (0 < k < ROLLOUTS) / kept,
+            "dr_grpo": 1 / (len(samples) * 32),
+            "daro": (0 < k < ROLLOUTS) / tokens_per_bin[k],
+        }[algorithm]
+        loss = loss + factor * sample_loss
+    loss.backward()
+    gradients = {name: p.grad.clone().numpy() for name, p in model.named_parameters()}
+    return float(loss.detach()), loss_sums, gradients
+
+
+def relative_difference(got, want):
+    """Largest difference of any parameter, relative to that parameter's largest gradient."""
+    assert set(got) == set(want)
+    return max(float(np.abs(got[n] - want[n]).max() / np.abs(want[n]).max()) for n in want)
+
+
+def merged(results):
+    found = {}
+    for result in results:
+        found |= result["gradients"]
+    return found
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_equal_the_unpacked_reference(rank_pool, model, layout, algorithm):
+    directory, hf = model
+    batch = random_batch()
+    loss, loss_sums, want = reference_gradients(hf, batch, algorithm)
+    results = rank_pool.run(
+        megatron_tasks.gradients,
+        layouts()[layout],
+        path=directory,
+        batch=batch,
+        num_micro_batches=4,
+        algorithm={"name": algorithm},
+    )
+    assert relative_difference(merged(results), want) < 1e-5
+    for result in results:
+        np.testing.assert_allclose(result["loss_sums"], loss_sums, rtol=1e-5, atol=1e-6)
+        assert result["policy_loss"] == pytest.approx(loss, rel=1e-5, abs=1e-7)

@@ -1,0 +1,146 @@
+"""The actor's log-probabilities equal transformers' on the same weights: families, layouts, packing, dtypes."""
+
+from __future__ import annotations
+
+import numpy as np
+import policy_tasks
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_models import random_batch, save_model
+from test_gradients_exact import layouts
+
+FAMILIES = ["qwen2", "qwen2_tied", "qwen3", "llama"]
+LAYOUTS = ["single", "tp2", "pp2", "cp2", "tp2_pp2"]
+TOLERANCE = 1e-4
+# Measured: 0.013 at most and 0.003 on average between two bf16 implementations, and 0.016 from bf16 to fp32 for
+# transformers itself; bf16 keeps 8 bits, so logits of size 4 are known to 4 * 2**-9 = 0.008. Allowed: three times.
+BF16_TOLERANCE, BF16_MEAN_TOLERANCE = 0.04, 0.008
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Family -> (directory, transformers model), saved once."""
+    found = {}
+    for family in FAMILIES:
+        directory = tmp_path_factory.mktemp(family)
+        found[family] = directory, save_model(family, directory)
+    return found
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return random_batch()
+
+
+@torch.no_grad()
+def plain_logprobs(model, batch, temperature=1.0):
+    """transformers, one sample at a time: float32 [R]."""
+    columns = []
+    for i in range(len(batch)):
+        sample = batch.select([i])
+        tokens = torch.tensor(sample.tokens_T, dtype=torch.long)
+        prompt = int(sample.prompt_lengths_N[0])
+        logits = model(tokens[None]).logits[0, prompt - 1 : -1].float() / temperature
+        columns.append(torch.log_softmax(logits, -1).gather(1, tokens[prompt:, None])[:, 0])
+    return torch.cat(columns).numpy()
+
+
+def run(pool, layout, directory, batch, num_micro_batches, **extra):
+    """Log-probs that the last stage found (the same on each of its ranks), and all exported weights."""
+    results = pool.run(
+        policy_tasks.logprobs_and_weights,
+        layouts()[layout],
+        path=directory,
+        batch=batch,
+        num_micro_batches=num_micro_batches,
+        **extra,
+    )
+    found = [r["logprobs"] for r in results if r["logprobs"] is not None]
+    assert len(found) == len(results) // layouts()[layout].pipeline
+    for other in found[1:]:
+        np.testing.assert_array_equal(other, found[0])
+    exported = {}
+    for result in results:
+        exported |= result["exported"]
+    return found[0], exported
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_equal_to_transformers_and_the_weights_come_out_as_they_went_in(rank_pool, models, batch, layout, family):
+    directory, hf = models[family]
+    got, exported = run(rank_pool, layout, directory, batch, 3)
+    want = plain_logprobs(hf, batch)
+    assert got.dtype == np.float32
+    assert got.shape == want.shape
+    np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
+    stored = load_file(directory / "model.safetensors")
+    assert set(exported) == set(stored)
+    for name, tensor in stored.items():
+        assert exported[name].dtype == tensor.dtype
+        assert torch.equal(exported[name], tensor), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", ["single", "tp2", "cp2"])
+def test_unpacked_equals_packed(rank_pool, models, batch, layout, family):
+    directory, hf = models[family]
+    few = batch.select(range(8))
+    one_each, _ = run(rank_pool, layout, directory, few, len(few))
+    together, _ = run(rank_pool, layout, directory, few, 1)
+    want = plain_logprobs(hf, few)
+    np.testing.assert_allclose(one_each, want, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(together, want, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("layout", ["single", "tp2_pp2", "cp2"])
+@pytest.mark.parametrize("temperature", [0.6, 1.7])
+def test_another_temperature(rank_pool, models, batch, layout, temperature):
+    directory, hf = models["qwen3"]
+    got, _ = run(rank_pool, layout, directory, batch, 2, temperature=temperature)
+    want = plain_logprobs(hf, batch, temperature)
+    assert np.abs(want - plain_logprobs(hf, batch)).max() > 0.01, "this temperature would not show"
+    np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("layout", ["single", "tp2", "pp2"])
+def test_recomputation_changes_nothing(rank_pool, models, batch, layout):
+    directory, _ = models["qwen2"]
+    plain, _ = run(rank_pool, layout, directory, batch, 2)
+    recomputed, _ = run(rank_pool, layout, directory, batch, 2, recompute="full")
+    np.testing.assert_array_equal(recomputed, plain)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2_pp2"])
+def test_without_sequence_parallelism(rank_pool, models, batch, layout):
+    directory, hf = models["llama"]
+    got, _ = run(rank_pool, layout, directory, batch, 2, sequence_parallel=False)
+    np.testing.assert_allclose(got, plain_logprobs(hf, batch), rtol=0, atol=TOLERANCE)
+
+
+def test_llama3_rope_scaling_matters_here(models, batch, tmp_path):
+    """Without the scaling the log-probs would differ by far more than the tolerance, so the test above sees it."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    directory, hf = models["llama"]
+    config = LlamaConfig.from_pretrained(directory)
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+    unscaled = AutoModelForCausalLM.from_config(config).eval()
+    unscaled.load_state_dict(hf.state_dict())
+    assert np.abs(plain_logprobs(unscaled, batch) - plain_logprobs(hf, batch)).max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("layout", ["single", "tp2", "pp2", "cp2"])
+def test_bf16_is_as_close_as_bf16_can_be(rank_pool, models, batch, layout, family):
+    directory, hf = models[family]
+    got, exported = run(rank_pool, layout, directory, batch, 2, dtype="bf16")
+    half = type(hf)(hf.config).to(torch.bfloat16).eval()
+    half.load_state_dict(hf.state_dict())
+    difference = np.abs(got - plain_logprobs(half, batch))
+    assert difference.max() <= BF16_TOLERANCE
+    assert difference.mean() <= BF16_MEAN_TOLERANCE
+    stored = load_file(directory / "model.safetensors")
+    for name, tensor in exported.items():
+        assert torch.equal(tensor, stored[name].bfloat16()), name

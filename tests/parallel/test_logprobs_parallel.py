@@ -1,0 +1,75 @@
+"""Vocabulary-parallel log-probabilities over gloo: two ranks equal one, in values and summed gradients."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from megatron_daro.actor.logprobs import vocab_parallel_logprobs
+
+RANKS, ROWS, D, T = 2, 40, 16, 29
+CHUNKS = {"chunk_tokens": 8, "chunk_vocab": 16}
+
+
+def make_case(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(T, D, generator=generator, dtype=torch.float64).to(dtype)
+    weight = torch.randn(RANKS * ROWS, D, generator=generator, dtype=torch.float64).to(dtype)
+    return hidden, weight, torch.randint(0, 2**31, (T,), generator=generator)
+
+
+def run(hidden, weight, labels, **options):
+    """Values and gradients of a loss over both outputs."""
+    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    logprobs, entropy = vocab_parallel_logprobs(hidden, weight, labels, temperature=0.7, **CHUNKS, **options)
+    ramp = torch.linspace(-1.0, 2.0, len(labels), dtype=logprobs.dtype)
+    grads = torch.autograd.grad((logprobs * ramp).sum() + (entropy * ramp.flip(0)).sum(), (hidden, weight))
+    return logprobs.detach(), entropy.detach(), *grads
+
+
+def rank_main(rank: int, directory: str, vocab_size: int, dtype: torch.dtype, num_tokens: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
+    )
+    hidden, weight, ids = make_case(dtype)
+    labels = (ids % vocab_size)[:num_tokens]
+    part = weight[rank * ROWS : (rank + 1) * ROWS]
+    logprobs, entropy, hidden_grad, weight_grad = run(
+        hidden[:num_tokens], part, labels, group=dist.group.WORLD, vocab_start=rank * ROWS, vocab_size=vocab_size
+    )
+    if num_tokens:
+        dist.all_reduce(hidden_grad)  # what the copy-to-region of the caller does
+    torch.save((logprobs, entropy, hidden_grad, weight_grad), Path(directory) / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+# 80 rows over two ranks: no padding; padding on the last rank; a last rank of padding only.
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype", "num_tokens"),
+    [
+        (80, torch.float32, T),
+        (71, torch.float32, T),
+        (40, torch.float64, T),
+        (33, torch.float64, T),
+        (71, torch.float32, 0),
+    ],
+)
+def test_two_ranks_equal_one(tmp_path, vocab_size, dtype, num_tokens):
+    mp.spawn(rank_main, args=(str(tmp_path), vocab_size, dtype, num_tokens), nprocs=RANKS)
+    parts = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(RANKS)]
+    hidden, weight, ids = make_case(dtype)
+    labels = (ids % vocab_size)[:num_tokens]
+    logprobs, entropy, hidden_grad, weight_grad = run(hidden[:num_tokens], weight, labels, vocab_size=vocab_size)
+    for part in parts:
+        torch.testing.assert_close(part[0], logprobs, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(part[1], entropy, rtol=1e-6, atol=1e-6)
+        assert (part[2] - hidden_grad).norm() <= 1e-6 * hidden_grad.norm()
+    both = torch.cat([part[3] for part in parts])
+    assert (both - weight_grad).norm() <= 1e-6 * weight_grad.norm()
+    assert torch.equal(parts[0][0], parts[1][0]), "ranks disagree on the outputs"

@@ -1,0 +1,134 @@
+#!/usr/bin/env bash
+# Sets up what is missing, then runs every check: lint, format, types, tests.
+#
+#   bash tests/run.sh                          everything
+#   bash tests/run.sh tests/unit -k packing    arguments go to pytest; lint, format and types run as well
+#
+# Uses the virtual environment that is active, else .venv, which it makes. Packages are installed only when the
+# requirements, the interpreter or the place of this checkout changed since the last time.
+# The last line is "N passed, N failed, N skipped". Exit status: 0 when all passed.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+
+stage_names=() stage_seconds=() stage_results=() num_failed_stages=0
+
+# stage NAME COMMAND...: runs a command, keeps its time and its result.
+stage() {
+    local name=$1 start=$SECONDS result=ok
+    shift
+    printf '\n=== %s ===\n' "$name"
+    "$@" || result=FAILED
+    stage_names+=("$name") stage_seconds+=($((SECONDS - start))) stage_results+=("$result")
+    if [ "$result" = FAILED ]; then
+        [ "$name" = pytest ] || num_failed_stages=$((num_failed_stages + 1))
+        return 1
+    fi
+}
+
+find_python() {
+    local candidate
+    for candidate in python3.11 python3 python; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    echo "no Python 3.11 or newer was found (tried python3.11, python3, python); install one and run this again" >&2
+    return 1
+}
+
+# Sets `python` to the interpreter of the environment to use.
+choose_environment() {
+    if [ -n "${VIRTUAL_ENV:-}" ] && [ -x "$VIRTUAL_ENV/bin/python" ]; then
+        python=$VIRTUAL_ENV/bin/python
+        return
+    fi
+    python=$PWD/.venv/bin/python
+    if ! "$python" -c '' 2>/dev/null; then
+        local base
+        base=$(find_python) || return 1
+        "$base" -m venv --clear .venv || return 1
+    fi
+}
+
+install_packages() {
+    local prefix stamp wanted
+    prefix=$("$python" -c 'import sys; print(sys.prefix)') || return 1
+    stamp=$prefix/.megatron_daro_dev
+    wanted=$({ cat setup.py requirements.txt; echo "$PWD"; "$python" -VV; } | cksum)
+    if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+        echo "already installed in $prefix"
+        return
+    fi
+    echo "installing packages into $prefix (one to three minutes)"
+    "$python" -m pip install -q --disable-pip-version-check -e '.[dev]' && echo "$wanted" >"$stamp"
+}
+
+print_versions() {
+    "$python" - <<'PYTHON'
+import platform
+from importlib.metadata import version
+
+print("python", platform.python_version())
+for name in ("torch", "megatron-core", "transformers", "ray", "numpy", "math-verify", "pytest", "ruff", "mypy"):
+    print(name, version(name))
+PYTHON
+}
+
+# "passed failed skipped" from pytest's results file; errors count as failed. No file: pytest itself ended early.
+counts() {
+    "$python" - "$1" <<'PYTHON'
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+path = Path(sys.argv[1])
+if path.is_file() and path.stat().st_size:
+    suite = ElementTree.parse(path).getroot().find("testsuite")
+    total, skipped = int(suite.get("tests")), int(suite.get("skipped"))
+    failed = int(suite.get("failures")) + int(suite.get("errors"))
+    print(max(total - failed - skipped, 0), failed, skipped)
+else:
+    print(0, 1, 0)
+PYTHON
+}
+
+summarize() {
+    local i passed=0 failed=0 skipped=0
+    printf '\n=== stages ===\n'
+    for i in "${!stage_names[@]}"; do
+        printf '%-14s %5d s   %s\n' "${stage_names[$i]}" "${stage_seconds[$i]}" "${stage_results[$i]}"
+    done
+    printf '%-14s %5d s\n' total "$SECONDS"
+    if [ -n "${results:-}" ]; then
+        read -r passed failed skipped < <(counts "$results")
+        [ -s "$results" ] || echo "pytest wrote no results: it was killed, timed out, or could not start (see above)"
+        rm -f "$results"
+        if [ "$failed" = 0 ] && [ "${stage_results[-1]}" = FAILED ]; then
+            echo "pytest failed without a failing test (counted as one): no test matched, or a plugin failed"
+            failed=1
+        fi
+    fi
+    [ "$num_failed_stages" = 0 ] || echo "stages that failed beside pytest: $num_failed_stages (counted as failed)"
+    echo "$passed passed, $((failed + num_failed_stages)) failed, $skipped skipped"
+}
+
+main() {
+    local failed=0
+    stage environment choose_environment && stage install install_packages &&
+        stage versions print_versions || {
+        summarize
+        return 1
+    }
+    stage "ruff check" "$python" -m ruff check . || failed=1
+    stage "ruff format" "$python" -m ruff format --check . || failed=1
+    stage mypy "$python" -m mypy || failed=1
+    results=$(mktemp)
+    stage pytest "$python" -m pytest --durations=15 --junitxml="$results" "$@" || failed=1
+    summarize
+    return "$failed"
+}
+
+main "$@"

@@ -1,0 +1,141 @@
+"""The redirection to the CPU: refused where a GPU is, complete where it is not. Each test runs in its own process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+
+def run(code: str) -> str:
+    """The output of a fresh interpreter; the redirection stays in there."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_refused_where_a_gpu_is_and_nothing_changed():
+    out = run("""
+        import torch
+        from megatron_daro.actor import cpu
+        from megatron_daro.errors import ModelError
+        torch.cuda.is_available = lambda: True
+        before = (torch.zeros, torch.Tensor.cuda, torch.Tensor.type, torch.cuda.current_device)
+        try:
+            cpu.install()
+        except ModelError as error:
+            print("refused:", error)
+        after = (torch.zeros, torch.Tensor.cuda, torch.Tensor.type, torch.cuda.current_device)
+        print("unchanged:", before == after, "installed:", cpu._installed)
+    """)
+    assert "refused: actor.cpu: a GPU is available" in out
+    assert "unchanged: True installed: False" in out
+
+
+def test_importing_the_module_alone_changes_nothing():
+    out = run("""
+        import torch
+        before = (torch.zeros, torch.Tensor.cuda, torch.Tensor.type)
+        from megatron_daro.actor import cpu
+        print(before == (torch.zeros, torch.Tensor.cuda, torch.Tensor.type))
+    """)
+    assert out.strip() == "True"
+
+
+def test_the_device_module_does_not_import_it_where_a_gpu_is():
+    out = run("""
+        import sys, torch
+        torch.cuda.is_available = lambda: True
+        torch.cuda.device_count = lambda: 8
+        chosen = []
+        torch.cuda.set_device = chosen.append
+        import os
+        os.environ["LOCAL_RANK"] = "11"
+        from megatron_daro.actor import device
+        print(device.prepare(), chosen, "megatron_daro.actor.cpu" in sys.modules)
+    """)
+    assert out.strip() == "cuda:3 [3] False"
+
+
+def test_every_kind_of_call_lands_on_the_cpu():
+    out = run("""
+        import torch
+        from megatron_daro.actor import cpu
+        cpu.install()
+        cpu.install()  # a second call does nothing
+        like = torch.ones(2)
+        made = {
+            "tensor": torch.tensor([1.0], device="cuda"),
+            "zeros": torch.zeros(2, device="cuda:0"),
+            "ones": torch.ones(2, device=torch.device("cuda")),
+            "empty": torch.empty(2, device=torch.device("cuda", 3), pin_memory=True),
+            "full": torch.full((2,), 1.0, device="cuda"),
+            "arange": torch.arange(2, device=torch.cuda.current_device()),
+            "rand": torch.rand(2, device="cuda"),
+            "randn": torch.randn(2, device="cuda"),
+            "randint": torch.randint(0, 5, (2,), device="cuda"),
+            "empty_like": torch.empty_like(like, device="cuda"),
+            "zeros_like": torch.zeros_like(like, device="cuda"),
+        }
+        assert set(made) == set(cpu._FACTORIES), set(made) ^ set(cpu._FACTORIES)
+        assert all(t.device.type == "cpu" for t in made.values()), {n: t.device for n, t in made.items()}
+        assert torch.zeros(1, device="meta").device.type == "meta", "other devices are left alone"
+        assert like.cuda() is like and like.cuda(0, non_blocking=True) is like
+        module = torch.nn.Linear(2, 2)
+        assert module.cuda() is module
+        torch.cuda.synchronize(); torch.cuda.set_device(0); torch.cuda.empty_cache()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+            event = torch.cuda.current_stream().record_event()
+            event.synchronize()
+            assert event.query() is True
+        like.record_stream(torch.cuda.current_stream())
+        assert not torch.cuda.is_available(), "the redirection does not pretend that there is a GPU"
+        print("done")
+    """)
+    assert out.strip() == "done"
+
+
+def test_type_strings_and_conversions():
+    out = run("""
+        import torch
+        from megatron_daro.actor import cpu
+        cpu.install()
+        x = torch.ones(2)
+        print(x.type(), x.bfloat16().type(), x.half().type())
+        print(x.type(torch.float64).dtype, x.type("torch.LongTensor").dtype)
+    """)
+    assert out.split() == [
+        "torch.cuda.FloatTensor",
+        "torch.cuda.BFloat16Tensor",
+        "torch.cuda.HalfTensor",
+        "torch.float64",
+        "torch.int64",
+    ]
+
+
+def test_random_state_is_the_generator_of_the_cpu():
+    out = run("""
+        import torch
+        from megatron_daro.actor import cpu
+        cpu.install()
+        import megatron.core.tensor_parallel.random as tp_random
+        torch.cuda.manual_seed(3)
+        state = torch.cuda.get_rng_state()
+        first = torch.rand(4)
+        torch.cuda.set_rng_state(state)
+        assert torch.equal(torch.rand(4), first)
+        tp_random._set_cuda_rng_state(state)
+        assert torch.equal(tp_random._get_cuda_rng_state(), state)
+        assert torch.equal(torch.rand(4), first)
+        print("done")
+    """)
+    assert out.strip() == "done"

@@ -1,0 +1,283 @@
+"""Checks across sections, files and hardware: each bad input once, with the words of its message."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_daro.config import Hardware, check, check_passthrough, resolve, resolve_and_check
+from megatron_daro.config.hardware import visible_rows
+from megatron_daro.config.model_files import safetensors_fault
+from megatron_daro.errors import ConfigError
+
+GPUS = Hardware("gpu", 8, fp8=True)
+CONFIGS = Path(__file__).resolve().parents[4] / "shared" / "data" / "configs"
+
+
+def problems(run_files, *overrides: str, hardware: Hardware | None = None) -> list[str]:
+    report = check(resolve(run_files.file, overrides), hardware or Hardware("cpu", 4))
+    return [str(problem) for problem in report.problems]
+
+
+def warnings(run_files, *overrides: str, hardware: Hardware | None = None) -> list[str]:
+    report = check(resolve(run_files.file, overrides), hardware or Hardware("cpu", 4))
+    return [str(warning) for warning in report.warnings]
+
+
+def test_a_good_run_passes_every_check_without_warnings(run_files, cpu):
+    _, report = resolve_and_check(run_files.file, (), cpu)
+    assert report.problems == report.warnings == ()
+    assert {subject for subject, _ in report.passed} >= {"world size", "batch", "sequence budget", "model files"}
+    report.raise_problems("file")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "words"),
+    [
+        (
+            ["trainer.updates_per_batch=7"],
+            "trainer.updates_per_batch",
+            "prompts_per_step 64 * rollouts_per_prompt 8 = 512",
+        ),
+        (
+            ["actor.data_parallel=3", "rollout.prompts_per_step=1", "rollout.rollouts_per_prompt=2"],
+            "actor.data_parallel",
+            "got 3, but an update has 2 samples",
+        ),
+        (["actor.micro_batch_tokens=5000"], "actor.micro_batch_tokens", "set actor.micro_batch_tokens=5120"),
+        (["rollout.max_response_tokens=8000"], "rollout.max_response_tokens", "at most 8192, the model's max_position"),
+        (["actor.tensor_parallel=4"], "actor.tensor_parallel", "model's 2 key-value heads; allowed: one of 1, 2;"),
+        (
+            ["actor.tensor_parallel=16"],
+            "actor.tensor_parallel",
+            "model's 8 attention heads; allowed: one of 1, 2, 4, 8;",
+        ),
+        (["actor.pipeline_parallel=3"], "actor.pipeline_parallel", "model's 4 layers; allowed: one of 1, 2, 4;"),
+        (["actor.sequence_parallel=true"], "actor.sequence_parallel", "true only with tensor_parallel > 1"),
+        (
+            ["actor.context_parallel=2", "actor.tensor_parallel=2", "actor.micro_batch_tokens=16386"],
+            "actor.micro_batch_tokens",
+            "set actor.micro_batch_tokens=16392",
+        ),
+        (["actor.fp8=true"], "actor.fp8", "true on a CPU"),
+        (["actor.fp8=true", "actor.dtype=fp32"], "actor.fp8", "true only with actor.dtype bf16"),
+        (["rollout.temperature=0"], "rollout.temperature", "8 rollouts per prompt, which would all be equal"),
+        (["rollout.keep_surplus=true"], "rollout.keep_surplus", "true only with max_staleness >= 1"),
+        (["rollout.stop_token_ids=[5,100]"], "rollout.stop_token_ids", "got [100]; allowed: ids below 100"),
+        (["algorithm.daro.clamp=[2,10]"], "algorithm.daro.clamp", "0 < lower <= 1 <= upper"),
+        (["algorithm.daro.clamp=[10,0.1]"], "algorithm.daro.clamp", "0 < lower <= 1 <= upper"),
+        (["algorithm.daro.clamp=[0,10]"], "algorithm.daro.clamp", "0 < lower <= 1 <= upper"),
+        (["algorithm.name=rloo", "algorithm.std=batch"], "algorithm.std", "got batch; allowed: auto or none with rloo"),
+        (
+            ["algorithm.correction={kind: mis, low: 3}"],
+            "algorithm.correction.low",
+            "got 3 with high 2; allowed: below algorithm.correction.high",
+        ),
+        (
+            ["algorithm.correction.kind=tis", "algorithm.old_logprobs=rollout"],
+            "algorithm.correction.kind",
+            "whose ratio to the engine is always 1",
+        ),
+        (
+            ["algorithm.old_logprobs=forward", "trainer.updates_per_batch=2"],
+            "algorithm.old_logprobs",
+            "got forward with 2 updates per batch",
+        ),
+        (
+            ["algorithm.overlong={kind: penalty, max_tokens: 20480, cache_tokens: 4096}"],
+            "algorithm.overlong.max_tokens",
+            "whose penalty begins at 16384 tokens; allowed: a penalty that begins below max_response_tokens 4096",
+        ),
+        (
+            ["algorithm.overlong={kind: penalty, max_tokens: 100, cache_tokens: 100}"],
+            "algorithm.overlong.cache_tokens",
+            "got 100 with max_tokens 100",
+        ),
+        (["engine.sglang={tp_size: 2}"], "engine.sglang", "got 1 options with kind embedded"),
+        (["reward.correct_reward=-1"], "reward.correct_reward", "got -1 with incorrect_reward 0"),
+        (["actor.optimizer.warmup_steps=101"], "actor.optimizer.warmup_steps", "the run has 100 optimizer steps"),
+        (["trainer.eval_every_steps=5"], "trainer.eval_every_steps", "got 5 without a set in data.eval"),
+        (["data.train=[/nowhere.jsonl]"], "data.train.0", "'/nowhere.jsonl', which is not there"),
+        (["data.train=[/]"], "data.train.0", "'/', which is not a file"),
+        (["model.path=/nowhere"], "model.path", "'/nowhere', which is not there"),
+    ],
+)
+def test_a_bad_combination_is_refused_in_words(run_files, overrides, field, words):
+    found = problems(run_files, *overrides)
+    assert any(line.startswith(f"{field}: got ") and words in line for line in found), found
+    assert all("; allowed: " in line and "; fix: " in line for line in found)
+
+
+def test_all_failed_checks_are_reported_together(run_files, cpu):
+    overrides = ["rollout.temperature=0", "trainer.updates_per_batch=7", "actor.pipeline_parallel=3", "actor.fp8=true"]
+    with pytest.raises(ConfigError, match="4 problems") as caught:
+        resolve_and_check(run_files.file, overrides, cpu)
+    for field in ("rollout.temperature", "trainer.updates_per_batch", "actor.pipeline_parallel", "actor.fp8"):
+        assert f"  {field}: got " in str(caught.value)
+
+
+def test_a_world_larger_than_the_gpus_is_refused(run_files):
+    layout = [
+        "actor.tensor_parallel=2",
+        "actor.pipeline_parallel=2",
+        "actor.context_parallel=2",
+        "actor.data_parallel=2",
+    ]
+    (line,) = problems(run_files, *layout, hardware=GPUS)
+    assert "TP 2 * PP 2 * CP 2 * DP 2 = 16 ranks; allowed: at most 8 ranks" in line
+    assert not problems(run_files, *layout[:3], hardware=GPUS)
+    assert not problems(run_files, *layout)  # processes on a CPU are free
+
+
+def test_idle_gpus_and_crowded_cores_are_warnings(run_files):
+    (line,) = warnings(run_files, "actor.tensor_parallel=2", hardware=GPUS)
+    assert "actor.data_parallel=4 would use all" in line
+    (line,) = warnings(run_files, "actor.data_parallel=8")
+    assert "4 CPU cores are here" in line
+
+
+def test_fp8_is_accepted_where_the_gpus_have_it(run_files):
+    assert not problems(run_files, "actor.fp8=true", hardware=GPUS)
+    assert "a GPU older" in problems(run_files, "actor.fp8=true", hardware=Hardware("gpu", 8))[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["rollout.max_staleness=1"], "algorithm.correction.kind: got none with rollout.max_staleness 1"),
+        (["rollout.oversampling=2", "algorithm.name=grpo"], "rollout.oversampling: got 2, but no group is filtered"),
+        (["algorithm.name=dr_grpo", "algorithm.std=sample"], "algorithm.std: got sample"),
+    ],
+)
+def test_a_doubtful_combination_is_a_warning_only(run_files, overrides, words):
+    assert any(words in line for line in warnings(run_files, *overrides))
+    assert not problems(run_files, *overrides)
+
+
+def _torn(run_files):
+    path = run_files.model / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _shard_missing(run_files):
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (run_files.model / "model.safetensors").rename(run_files.model / "model-1.safetensors")
+    (run_files.model / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _pickled(run_files):
+    (run_files.model / "model.safetensors").rename(run_files.model / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda r: (r.model / "config.json").unlink(), "no config.json in"),
+        (lambda r: (r.model / "config.json").write_text('{"model_type'), "an unreadable config.json"),
+        (lambda r: (r.model / "config.json").write_text("[]"), "a config.json that is not a JSON object"),
+        (lambda r: r.set_shape(num_hidden_layers=None), "without a usable num_hidden_layers"),
+        (lambda r: r.set_shape(model_type="gpt2"), "a model of type 'gpt2'; allowed: one of qwen2, qwen3, llama"),
+        (lambda r: r.set_shape(eos_token_id=None), "the model's files name no end token"),
+        (lambda r: (r.model / "model.safetensors").unlink(), "no *.safetensors in"),
+        (_pickled, "(only *.bin); allowed: model.safetensors"),
+        (_torn, "model.safetensors: torn: "),
+        (lambda r: (r.model / "model.safetensors").write_bytes(b"abc"), "too few for its header"),
+        (_shard_missing, "model-2.safetensors: missing"),
+        (lambda r: (r.model / "model.safetensors.index.json").write_text("{}"), "an index without weight_map"),
+        (lambda r: (r.model / "tokenizer.json").unlink(), "no tokenizer in"),
+        (lambda r: (r.model / "tokenizer.json").write_text('{"a'), "an unreadable tokenizer.json"),
+        (lambda r: (r.root / "train.jsonl").write_text(" \n\n"), "an empty file"),
+        (lambda r: (r.root / "train.jsonl").write_bytes(b"PAR1 torn"), "a torn Parquet file"),
+    ],
+)
+def test_missing_and_torn_files_are_refused_in_words(run_files, spoil, words):
+    assert not problems(run_files)
+    spoil(run_files)
+    found = problems(run_files)
+    assert any(words in line for line in found), found
+
+
+def test_a_data_file_of_another_container_is_refused(run_files):
+    assert "no Parquet file, with format parquet" in problems(run_files, "data.format=parquet")[0]
+    (run_files.root / "train.jsonl").write_bytes(b"PAR1 whole PAR1")
+    assert not problems(run_files)
+    assert "a Parquet file, with format jsonl" in problems(run_files, "data.format=jsonl")[0]
+
+
+def test_evaluation_sets_are_checked_too(run_files):
+    train = str(run_files.root / "train.jsonl")
+    sets = [{"name": "a", "path": train}, {"name": "a", "path": "/nowhere", "rollouts_per_prompt": 4}]
+    found = "\n".join(problems(run_files, f"data.eval={json.dumps(sets)}"))
+    assert "data.eval: got the name 'a' 2 times" in found
+    assert "data.eval.1.path: got '/nowhere', which is not there" in found
+    assert "data.eval.1.temperature: got 0 with 4 rollouts per prompt" in found
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed: nothing to refuse")
+def test_wandb_must_be_installed(run_files):
+    assert 'pip install "megatron_daro[wandb]"' in problems(run_files, "observe.wandb.enabled=true")[0]
+
+
+def test_real_model_shapes_divide_as_published(run_files):
+    if not CONFIGS.is_dir():
+        pytest.skip(f"{CONFIGS} is absent: no config.json of real models to look at")
+    for name, tensor, fits in [("Qwen2.5-7B", 4, True), ("Qwen2.5-7B", 8, False), ("Llama-3.1-8B", 8, True)]:
+        (run_files.model / "config.json").write_text((CONFIGS / f"{name}.json").read_text())
+        found = problems(run_files, f"actor.tensor_parallel={tensor}")
+        assert (found == []) == fits, (name, tensor, found)
+
+
+def test_a_safetensors_file_of_the_library_is_whole_until_cut(tmp_path):
+    numpy = pytest.importorskip("numpy")
+    library = pytest.importorskip("safetensors.numpy")
+    path = tmp_path / "m.safetensors"
+    library.save_file({"a": numpy.zeros((3, 5), "float32"), "b": numpy.ones(7, "int64")}, path, metadata={"x": "y"})
+    assert safetensors_fault(path) == ""
+    path.write_bytes(path.read_bytes() + b"x")
+    assert "its header promises" in safetensors_fault(path)
+
+
+def test_unknown_passthrough_names_get_the_nearest():
+    known = ["num_layers_in_first_pipeline_stage", "attention_dropout"]
+    (problem,) = check_passthrough("actor.megatron", {"attention_drop": 0.1, "attention_dropout": 0.1}, known)
+    assert str(problem).startswith("actor.megatron.attention_drop: got the unknown key 'attention_drop' with value 0.1")
+    assert "did you mean attention_dropout?" in str(problem)
+
+
+def test_cuda_visible_devices_is_read_as_cuda_reads_it():
+    rows = [["0", "GPU-aa", "9.0"], ["1", "GPU-bb", "8.0"], ["2", "GPU-cc", "9.0"]]
+    assert visible_rows(rows, None) == rows
+    assert visible_rows(rows, "") == []
+    assert visible_rows(rows, "2,0") == [rows[2], rows[0]]
+    assert visible_rows(rows, "GPU-b") == [rows[1]]
+    assert visible_rows(rows, "0,-1,1") == [rows[0]]
+
+
+def test_algorithm_names_and_defaults_are_those_of_algo():
+    pytest.importorskip("torch", reason="algo needs torch")
+    weighting = pytest.importorskip("megatron_daro.algo.weighting")
+    from megatron_daro.config.algorithm import FILTERING, STD_OF
+    from megatron_daro.config.describe import choices
+    from megatron_daro.config.sections import Config
+
+    field = type(Config.model_fields["algorithm"].default).model_fields["name"]
+    assert set(choices(field.annotation)) == set(weighting.ALGORITHMS) == set(STD_OF)
+    for name, algorithm in weighting.ALGORITHMS.items():
+        assert STD_OF[name] == algorithm.advantage_std
+        assert (name in FILTERING) == algorithm.dynamic_filter
+
+
+def test_daro_defaults_are_those_of_algo():
+    torch = pytest.importorskip("torch", reason="algo needs torch")
+    difficulty = pytest.importorskip("megatron_daro.algo.difficulty")
+    from megatron_daro.config import DaroSection
+
+    plain = difficulty.DifficultyWeights(8)
+    configured = difficulty.DifficultyWeights(8, **DaroSection().model_dump())
+    sums, counts = torch.linspace(-1, 1, 9), torch.arange(1, 10)
+    for weights in (plain, configured):
+        weights.update(sums, counts, sums.abs())
+    assert torch.equal(plain.weights, configured.weights)

@@ -1,0 +1,199 @@
+"""HF <-> Megatron parameters: names of Megatron-core 0.16.1, slices against a slow reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_daro.convert.families import ModelShape, read_model_shape
+from megatron_daro.convert.mapping import (
+    global_name,
+    hf_tensor_shapes,
+    hf_to_megatron,
+    merge,
+    output_rule,
+    padded_vocab_size,
+    shard,
+)
+from megatron_daro.errors import ModelError
+
+
+def model_shape(family: str = "qwen2", *, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=24, vocab=61, tie=False):
+    return read_model_shape(
+        {
+            "model_type": family,
+            "num_hidden_layers": layers,
+            "hidden_size": 16,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": head_dim,
+            "intermediate_size": ffn,
+            "vocab_size": vocab,
+            "tie_word_embeddings": tie,
+        }
+    )
+
+
+def random_tensors(shape: ModelShape, dtype=torch.float32) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(d, generator=generator).to(dtype) for name, d in hf_tensor_shapes(shape).items()}
+
+
+def rules_of(shape: ModelShape, **options):
+    return {rule.megatron_name: rule for rule in hf_to_megatron(shape, **options)}
+
+
+LOCAL_LAYER = {
+    "input_layernorm.weight",
+    "self_attention.linear_qkv.weight",
+    "self_attention.linear_proj.weight",
+    "pre_mlp_layernorm.weight",
+    "mlp.linear_fc1.weight",
+    "mlp.linear_fc2.weight",
+}
+FUSED_LAYER = LOCAL_LAYER - {"input_layernorm.weight", "pre_mlp_layernorm.weight"} | {
+    "self_attention.linear_qkv.layer_norm_weight",
+    "mlp.linear_fc1.layer_norm_weight",
+}
+OF_FAMILY = {
+    "llama": set(),
+    "qwen2": {"self_attention.linear_qkv.bias"},
+    "qwen3": {"self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"},
+}
+OUTSIDE = {"embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_names(family, fused):
+    layer = (FUSED_LAYER if fused else LOCAL_LAYER) | OF_FAMILY[family]
+    expected = OUTSIDE | {f"decoder.layers.{i}.{name}" for i in range(2) for name in layer}
+    assert set(rules_of(model_shape(family), fused_norms=fused)) == expected
+
+
+def test_a_tied_model_has_no_output_layer_but_a_rule_for_the_last_stages_copy():
+    shape = model_shape(tie=True)
+    assert set(rules_of(shape)) & {"output_layer.weight"} == set()
+    assert "lm_head.weight" not in hf_tensor_shapes(shape)
+    assert output_rule(shape).hf_names == ("model.embed_tokens.weight",)
+    assert output_rule(model_shape()).hf_names == ("lm_head.weight",)
+
+
+def reference_qkv(tensors, layer: int, shape: ModelShape, ending: str) -> torch.Tensor:
+    """Row by row: for each key/value head its query heads, then the key, then the value."""
+    d, per_group = shape.head_dim, shape.heads // shape.kv_heads
+    q, k, v = (tensors[f"model.layers.{layer}.self_attn.{part}_proj.{ending}"] for part in "qkv")
+    rows = []
+    for group in range(shape.kv_heads):
+        for head in range(group * per_group, (group + 1) * per_group):
+            rows += [q[head * d + i] for i in range(d)]
+        rows += [k[group * d + i] for i in range(d)]
+        rows += [v[group * d + i] for i in range(d)]
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("ending", ["weight", "bias"])
+def test_qkv_is_grouped_and_cut_into_equal_runs_of_rows(tp_size, ending):
+    shape = model_shape(heads=4, kv_heads=2)  # 4 ranks on 2 groups: half a group each, as Megatron-core gathers them
+    tensors = random_tensors(shape)
+    rule = rules_of(shape)[f"decoder.layers.1.self_attention.linear_qkv.{ending}"]
+    expected = reference_qkv(tensors, 1, shape, ending)
+    got = [shard(rule, tensors, rank, tp_size) for rank in range(tp_size)]
+    assert torch.equal(torch.cat(got), expected)
+    assert {len(piece) for piece in got} == {len(expected) // tp_size}
+
+
+def test_fc1_stacks_gate_and_up_of_the_same_rank():
+    shape = model_shape(ffn=24)
+    tensors = random_tensors(shape)
+    rule = rules_of(shape)["decoder.layers.0.mlp.linear_fc1.weight"]
+    gate, up = (tensors[f"model.layers.0.mlp.{part}_proj.weight"] for part in ("gate", "up"))
+    for rank in range(3):
+        own = slice(rank * 8, rank * 8 + 8)
+        assert torch.equal(shard(rule, tensors, rank, 3), torch.cat([gate[own], up[own]]))
+
+
+@pytest.mark.parametrize("name", ["self_attention.linear_proj", "mlp.linear_fc2"])
+def test_row_parallel_layers_are_cut_along_their_input(name):
+    shape = model_shape()
+    tensors = random_tensors(shape)
+    rule = rules_of(shape)[f"decoder.layers.0.{name}.weight"]
+    whole = tensors[rule.hf_names[0]]
+    half = whole.shape[1] // 2
+    assert torch.equal(shard(rule, tensors, 0, 2), whole[:, :half])
+    assert torch.equal(shard(rule, tensors, 1, 2), whole[:, half:])
+
+
+def test_the_vocabulary_is_padded_with_zero_rows_that_export_drops():
+    shape = model_shape(vocab=61)
+    tensors = random_tensors(shape)
+    rule = rules_of(shape)["output_layer.weight"]
+    for padded in (None, 64, 128):  # 128 leaves the last ranks with padding alone
+        pieces = [shard(rule, tensors, rank, 4, padded_vocab=padded) for rank in range(4)]
+        whole = torch.cat(pieces)
+        assert len(whole) == (padded or 64)
+        assert torch.equal(whole[:61], tensors["lm_head.weight"])
+        assert not whole[61:].any()
+        assert torch.equal(merge(rule, pieces)["lm_head.weight"], tensors["lm_head.weight"])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    family=st.sampled_from(["qwen2", "qwen3", "llama"]),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    per_group=st.integers(1, 3),
+    tp_size=st.sampled_from([1, 2, 4]),
+    vocab=st.integers(5, 40),
+    tie=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_merge_undoes_shard_bit_for_bit(family, kv_heads, per_group, tp_size, vocab, tie, dtype):
+    shape = model_shape(
+        family, layers=1, heads=kv_heads * per_group, kv_heads=kv_heads, head_dim=8, ffn=16, vocab=vocab, tie=tie
+    )
+    tensors, restored = random_tensors(shape, dtype), {}
+    for rule in hf_to_megatron(shape):
+        pieces = [shard(rule, tensors, rank, tp_size) for rank in range(tp_size)]
+        assert {tuple(p.shape) for p in pieces} == {rule.local_shape(tp_size)}
+        assert all(p.dtype == dtype and p.is_contiguous() for p in pieces)
+        restored |= merge(rule, pieces)
+    assert restored.keys() == tensors.keys()
+    assert all(torch.equal(restored[name], tensors[name]) for name in tensors)
+    assert all(restored[name].is_contiguous() for name in tensors)
+
+
+def test_global_name_moves_only_the_layer_index():
+    assert global_name("decoder.layers.3.mlp.linear_fc1.weight", 8) == "decoder.layers.11.mlp.linear_fc1.weight"
+    assert global_name("decoder.final_layernorm.weight", 8) == "decoder.final_layernorm.weight"
+    assert global_name("embedding.word_embeddings.weight", 8) == "embedding.word_embeddings.weight"
+
+
+def test_padded_vocab_size():
+    assert [padded_vocab_size(61, 1), padded_vocab_size(61, 4), padded_vocab_size(64, 4)] == [61, 64, 64]
+    assert padded_vocab_size(61, 2, multiple=64) == 128
+
+
+def test_refuses_what_does_not_fit():
+    shape = model_shape()
+    tensors, rules = random_tensors(shape), rules_of(shape)
+    qkv = rules["decoder.layers.0.self_attention.linear_qkv.weight"]
+    with pytest.raises(ModelError, match="tensor_parallel 3"):
+        shard(qkv, tensors, 0, 3)
+    with pytest.raises(ModelError, match="24 columns"):
+        shard(rules["decoder.layers.0.mlp.linear_fc2.weight"], tensors, 0, 5)
+    with pytest.raises(ModelError, match="rank 2 of 2"):
+        shard(qkv, tensors, 2, 2)
+    with pytest.raises(ModelError, match="padded vocabulary 60"):
+        shard(rules["output_layer.weight"], tensors, 0, 2, padded_vocab=60)
+    with pytest.raises(ModelError, match=r"q_proj\.weight.*missing"):
+        shard(qkv, {}, 0, 1)
+    wrong = {**tensors, "lm_head.weight": torch.zeros(61, 15)}
+    with pytest.raises(ModelError, match=r"lm_head\.weight has shape \(61, 15\)"):
+        shard(rules["output_layer.weight"], wrong, 0, 1)
+    with pytest.raises(ModelError, match="expected"):
+        merge(qkv, [torch.zeros(3, 16), torch.zeros(3, 16)])
+    with pytest.raises(ModelError, match="no shards"):
+        merge(qkv, [])

@@ -1,0 +1,124 @@
+"""read_model_shape: what a config.json means, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from megatron_daro.convert.families import RopeScaling, read_model_shape
+from megatron_daro.errors import ModelError
+
+SHARED_CONFIGS = Path(__file__).parents[4] / "shared" / "data" / "configs"
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+QWEN2 = {"model_type": "qwen2", **SIZES}
+
+
+@pytest.mark.parametrize("config_class", [Qwen2Config, Qwen3Config, LlamaConfig])
+@pytest.mark.parametrize("tie", [False, True])
+def test_counts_the_parameters_of_the_model_that_transformers_builds(config_class, tie, tmp_path):
+    config = config_class(**SIZES, tie_word_embeddings=tie)
+    config.save_pretrained(tmp_path)
+    shape = read_model_shape(tmp_path)
+    model = AutoModelForCausalLM.from_config(config)
+    assert shape.num_parameters == sum(p.numel() for p in model.parameters())
+    assert (shape.tie, shape.family) == (tie, config.model_type)
+    assert shape.head_dim == model.model.layers[0].self_attn.head_dim
+    assert shape.max_positions == config.max_position_embeddings
+
+
+def test_qwen3_without_head_dim_has_the_families_own_default_of_128():
+    assert read_model_shape({**QWEN2, "model_type": "qwen3"}).head_dim == 128
+    assert read_model_shape(QWEN2).head_dim == 8
+
+
+def test_rope_of_transformers_4_and_5_read_alike():
+    llama3 = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    llama = {**SIZES, "model_type": "llama"}
+    four = read_model_shape({**llama, "rope_theta": 5e5, "rope_scaling": llama3, "torch_dtype": "bfloat16"})
+    five = read_model_shape({**llama, "rope_parameters": {**llama3, "rope_theta": 5e5}, "dtype": "bfloat16"})
+    assert four == five
+    assert (four.rope_theta, four.dtype) == (5e5, "bfloat16")
+    assert four.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
+    assert read_model_shape(llama).rope_theta == 10000.0
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model_type": "gemma"}, "gemma"),
+        ({"architectures": ["Qwen2ForSequenceClassification"]}, "Qwen2ForCausalLM"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, "sliding"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "linear"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per layer type"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"attention_dropout": 0.1}, "attention_dropout"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": "32"}, "hidden_size"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"hidden_size": 33}, "head_dim"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+        ({"torch_dtype": "int8"}, "int8"),
+    ],
+)
+def test_refuses_by_name(change, named):
+    with pytest.raises(ModelError, match=named):
+        read_model_shape({**QWEN2, **change})
+
+
+def test_a_window_that_no_layer_uses_is_accepted():
+    unused = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}
+    assert read_model_shape({**QWEN2, **unused}).layers == 2
+    assert read_model_shape({**QWEN2, "use_sliding_window": False, "sliding_window": 16}).layers == 2
+
+
+def test_all_unsupported_fields_are_named_at_once():
+    with pytest.raises(ModelError, match=r"hidden_act.*attention_dropout"):
+        read_model_shape({**QWEN2, "hidden_act": "gelu", "attention_dropout": 0.1})
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "\xff"])
+def test_a_torn_config_is_refused_with_its_path(content, tmp_path):
+    (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(ModelError, match=r"config\.json"):
+        read_model_shape(tmp_path)
+
+
+def test_a_missing_config_is_refused_with_its_path(tmp_path):
+    with pytest.raises(ModelError, match=r"config\.json does not exist"):
+        read_model_shape(tmp_path)
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("Qwen2.5-Math-1.5B", 1.544), ("Qwen2.5-7B", 7.616), ("Qwen3-4B", 4.022), ("Llama-3.1-8B", 8.030)],
+)
+def test_published_configs_have_their_published_size(name, billions):
+    file = SHARED_CONFIGS / f"{name}.json"
+    if not file.is_file():
+        pytest.skip(f"{file} is not there: shared data of the project is needed")
+    assert read_model_shape(json.loads(file.read_text())).num_parameters / 1e9 == pytest.approx(billions, abs=1e-3)

@@ -1,0 +1,228 @@
+"""Packing: alignment by hand, round trip, padding, and reassembly of context-parallel slices."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_daro.data.packing import (
+    collect_responses,
+    context_parallel_join,
+    context_parallel_slice,
+    pack,
+    pack_multiples,
+    unpack_responses,
+)
+from megatron_daro.errors import DataError
+from megatron_daro.types import TrainBatch
+
+
+def make_batch(shapes: list[tuple[int, int]], seed: int = 0, old: bool = True) -> TrainBatch:
+    """shapes: (prompt tokens, response tokens) per sample."""
+    rng = np.random.default_rng(seed)
+    prompts = np.array([p for p, _ in shapes], dtype=np.int64)
+    responses = np.array([r for _, r in shapes], dtype=np.int64)
+    num, num_response = len(shapes), int(responses.sum())
+    return TrainBatch(
+        tokens_T=rng.integers(1, 1000, int((prompts + responses).sum())).astype(np.int32),
+        lengths_N=prompts + responses,
+        prompt_lengths_N=prompts,
+        loss_mask_R=rng.integers(0, 2, num_response).astype(np.uint8),
+        rollout_logprobs_R=-rng.random(num_response).astype(np.float32) - 0.1,
+        rewards_N=rng.random(num).astype(np.float32),
+        correct_N=rng.integers(0, 2, num).astype(np.uint8),
+        bins_N=rng.integers(0, 5, num),
+        group_ids_N=np.arange(num),
+        advantages_N=rng.normal(size=num).astype(np.float32),
+        truncated_N=np.zeros(num, dtype=np.uint8),
+        rollouts_per_prompt=4,
+        old_logprobs_R=-rng.random(num_response).astype(np.float32) - 0.1 if old else None,
+    )
+
+
+def test_two_samples_by_hand():
+    batch = TrainBatch(
+        tokens_T=np.array([10, 11, 12, 13, 14, 20, 21, 22], dtype=np.int32),
+        lengths_N=np.array([5, 3]),
+        prompt_lengths_N=np.array([2, 1]),
+        loss_mask_R=np.array([1, 1, 0, 1, 1], dtype=np.uint8),
+        rollout_logprobs_R=np.array([-1, -2, -3, -4, -5], dtype=np.float32),
+        rewards_N=np.zeros(2, np.float32),
+        correct_N=np.zeros(2, np.uint8),
+        bins_N=np.array([1, 2]),
+        group_ids_N=np.array([0, 1]),
+        advantages_N=np.array([0.5, -0.5], dtype=np.float32),
+        truncated_N=np.zeros(2, np.uint8),
+        rollouts_per_prompt=4,
+    )
+    packed = pack(batch, [1, 0], sequence_multiple=4, total_multiple=8, pad_token_id=7)
+    assert packed.tokens_T.tolist() == [20, 21, 22, 7, 10, 11, 12, 13, 14, 7, 7, 7, 7, 7, 7, 7]
+    assert packed.labels_T.tolist() == [21, 22, 0, 0, 11, 12, 13, 14, 0, 0, 0, 0, 0, 0, 0, 0]
+    assert packed.positions_T.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]
+    assert packed.mask_T.tolist() == [1, 1, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0]
+    assert packed.rollout_logprobs_T.tolist() == [-4, -5, 0, 0, 0, -1, -2, -3] + [0] * 8
+    assert packed.segment_T.tolist() == [0, 0, 0, -1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1]
+    assert packed.cu_seqlens.tolist() == [0, 4, 12, 16]
+    assert packed.cu_seqlens.dtype == torch.int32
+    assert packed.max_seqlen == 8
+    assert packed.sample_indices.tolist() == [1, 0]
+    assert packed.bins_M.tolist() == [2, 1]
+    assert packed.trained_tokens_M.tolist() == [2, 2]
+    assert packed.old_logprobs_T is None
+    assert packed.per_token(packed.advantages_M).tolist() == [-0.5] * 3 + [0] + [0.5] * 5 + [0] * 7
+    assert unpack_responses(packed.rollout_logprobs_T, packed).tolist() == [-4, -5, -1, -2, -3]
+
+
+def test_no_padding_unless_asked():
+    batch = make_batch([(3, 5), (1, 1), (4, 9)])
+    packed = pack(batch, [0, 1, 2])
+    assert len(packed.tokens_T) == batch.lengths_N.sum()
+    assert (packed.segment_T >= 0).all()
+    np.testing.assert_array_equal(packed.tokens_T.numpy(), batch.tokens_T)
+
+
+shapes_strategy = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 17)), min_size=1, max_size=9)
+
+
+@settings(deadline=None, max_examples=60)
+@given(shapes_strategy, st.integers(1, 8), st.integers(1, 8), st.randoms(use_true_random=False))
+def test_round_trip_over_micro_batches(shapes, sequence_multiple, total_multiple, random):
+    batch = make_batch(shapes)
+    order = list(range(len(shapes)))
+    random.shuffle(order)
+    cut = random.randint(0, len(order))
+    micro_batches = [part for part in (order[:cut], order[cut:]) if part]
+    packs = [
+        pack(batch, part, sequence_multiple=sequence_multiple, total_multiple=total_multiple) for part in micro_batches
+    ]
+    num_response = len(batch.loss_mask_R)
+    for name in ("rollout_logprobs", "old_logprobs"):
+        column = collect_responses([(getattr(p, f"{name}_T"), p) for p in packs], num_response)
+        np.testing.assert_array_equal(column, getattr(batch, f"{name}_R"))
+    mask = collect_responses([(p.mask_T, p) for p in packs], num_response)
+    np.testing.assert_array_equal(mask, batch.loss_mask_R)
+    labels = collect_responses([(p.labels_T, p) for p in packs], num_response)
+    responses = [t for i, t in enumerate(_split(batch)) for t in t[batch.prompt_lengths_N[i] :]]
+    np.testing.assert_array_equal(labels, np.array(responses, dtype=np.float32))
+    for packed in packs:
+        _check_structure(batch, packed, sequence_multiple, total_multiple)
+
+
+def _split(batch):
+    return np.split(batch.tokens_T, np.cumsum(batch.lengths_N)[:-1])
+
+
+def _check_structure(batch, packed, sequence_multiple, total_multiple):
+    assert len(packed.tokens_T) % sequence_multiple == 0 and len(packed.tokens_T) % total_multiple == 0
+    lengths = packed.cu_seqlens.diff()
+    assert (lengths % sequence_multiple == 0).all() and (lengths > 0).all()
+    assert int(packed.cu_seqlens[-1]) == len(packed.tokens_T)
+    assert int(lengths.max()) == packed.max_seqlen
+    samples = _split(batch)
+    for place, sample in enumerate(packed.sample_indices.tolist()):
+        start = int(packed.cu_seqlens[place])
+        own = slice(start, start + int(batch.lengths_N[sample]))
+        np.testing.assert_array_equal(packed.tokens_T[own].numpy(), samples[sample])
+        np.testing.assert_array_equal(packed.labels_T[own][:-1].numpy(), samples[sample][1:])
+        assert (packed.segment_T[own] == place).all()
+        assert packed.positions_T[own].tolist() == list(range(len(samples[sample])))
+    padding = packed.segment_T < 0
+    assert (packed.mask_T[padding] == 0).all() and (packed.labels_T[padding] == 0).all()
+    assert float(packed.mask_T.sum()) == int(packed.trained_tokens_M.sum())
+
+
+@settings(deadline=None, max_examples=60)
+@given(shapes_strategy, st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2]), st.booleans())
+def test_context_parallel_slices_reassemble_to_the_whole(shapes, cp_size, tp_size, sequence_parallel):
+    batch = make_batch(shapes)
+    sequence_multiple, total_multiple = pack_multiples(tp_size, cp_size, sequence_parallel)
+    packed = pack(batch, range(len(shapes)), sequence_multiple=sequence_multiple, total_multiple=total_multiple)
+    slices = [context_parallel_slice(packed, rank, cp_size) for rank in range(cp_size)]
+    for part in slices:
+        assert len(part.tokens_T) == len(packed.tokens_T) // cp_size
+        assert len(part.tokens_T) % (tp_size if sequence_parallel else 1) == 0
+        assert torch.equal(part.cu_seqlens, packed.cu_seqlens) and part.max_seqlen == packed.max_seqlen
+    for name in ("tokens_T", "labels_T", "positions_T", "mask_T", "segment_T", "rollout_logprobs_T", "old_logprobs_T"):
+        joined = context_parallel_join([getattr(part, name) for part in slices], packed)
+        assert torch.equal(joined, getattr(packed, name)), name
+    column = collect_responses([(part.rollout_logprobs_T, part) for part in slices], len(batch.loss_mask_R))
+    np.testing.assert_array_equal(column, batch.rollout_logprobs_R)
+
+
+def test_zigzag_by_hand():
+    packed = pack(make_batch([(4, 4), (2, 6)]), [0, 1], sequence_multiple=4)
+    first, second = (context_parallel_slice(packed, rank, 2) for rank in range(2))
+    assert first.positions_T.tolist() == [0, 1, 6, 7, 0, 1, 6, 7]
+    assert second.positions_T.tolist() == [2, 3, 4, 5, 2, 3, 4, 5]
+
+
+def test_slices_match_the_chunks_megatrons_rope_takes():
+    rope = pytest.importorskip("megatron.core.models.common.embeddings.rope_utils")
+    packed = pack(make_batch([(5, 14), (2, 3)]), [0, 1], sequence_multiple=6)
+    for rank in range(3):
+        part = context_parallel_slice(packed, rank, 3)
+        lengths = packed.cu_seqlens.diff() // 3
+        frequencies = torch.arange(packed.max_seqlen)
+        expected = [
+            rope._get_thd_freqs_on_this_cp_rank(rank, 3, torch.empty(length), frequencies)
+            for length in lengths.tolist()
+        ]
+        assert torch.equal(part.positions_T, torch.cat(expected))
+
+
+def test_a_gap_is_nan_not_zero():
+    batch = make_batch([(2, 3), (2, 2)])
+    packed = pack(batch, [1])
+    column = collect_responses([(packed.rollout_logprobs_T, packed)], 5)
+    assert np.isnan(column[:3]).all() and np.isfinite(column[3:]).all()
+
+
+def test_per_token_keeps_the_gradient_path():
+    packed = pack(make_batch([(2, 3), (2, 2)]), [0, 1], total_multiple=4)
+    values = torch.tensor([2.0, 3.0], requires_grad=True)
+    packed.per_token(values).sum().backward()
+    assert values.grad.tolist() == [5.0, 4.0]
+
+
+def test_to_moves_every_tensor():
+    packed = pack(make_batch([(2, 3)]), [0]).to("meta")
+    assert packed.tokens_T.device.type == "meta" and packed.old_logprobs_T.device.type == "meta"
+    assert packed.ref_logprobs_T is None
+
+
+@pytest.mark.parametrize(
+    ("indices", "kwargs", "words"),
+    [
+        ([], {}, "at least one sample"),
+        ([0, 0], {}, "repeated"),
+        ([2], {}, "0..1"),
+        ([-1], {}, "0..1"),
+        ([0], {"sequence_multiple": 0}, "at least 1"),
+    ],
+)
+def test_refusals(indices, kwargs, words):
+    with pytest.raises(DataError, match=words):
+        pack(make_batch([(2, 3), (2, 2)]), indices, **kwargs)
+
+
+def test_sample_without_prompt_is_refused_by_number():
+    with pytest.raises(DataError, match="sample 1 has no prompt"):
+        pack(make_batch([(2, 3), (0, 2)]), [0, 1])
+
+
+def test_slice_refusals():
+    packed = pack(make_batch([(2, 3)]), [0])
+    with pytest.raises(DataError, match="sequence_multiple=4"):
+        context_parallel_slice(packed, 0, 2)
+    whole = pack(make_batch([(2, 3)]), [0], sequence_multiple=4)
+    with pytest.raises(DataError, match=r"0\.\.1"):
+        context_parallel_slice(whole, 2, 2)
+    with pytest.raises(DataError, match="already slice"):
+        context_parallel_slice(context_parallel_slice(whole, 0, 2), 0, 2)
+
+
+def test_values_of_another_length_are_refused():
+    packed = pack(make_batch([(2, 3)]), [0])
+    with pytest.raises(DataError, match="5 positions"):
+        unpack_responses(torch.zeros(4), packed)

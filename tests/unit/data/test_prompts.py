@@ -1,0 +1,287 @@
+"""Problem files: every layout, every kind of bad row and bad file, repeats, contamination."""
+
+import json
+import math
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_daro.data.contamination import find_overlap, normalized_text
+from megatron_daro.data.formats import answer_text, last_boxed
+from megatron_daro.data.prompts import load_problems
+from megatron_daro.errors import DataError
+
+SHARED = Path(__file__).parents[4] / "shared" / "data"
+
+
+def write(path: Path, *rows) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def dapo_row(text: str, gold: str) -> dict:
+    return {
+        "data_source": "math_dapo",
+        "prompt": [{"role": "user", "content": text}],
+        "reward_model": {"ground_truth": gold, "style": "rule"},
+    }
+
+
+def test_layouts_in_one_file(tmp_path):
+    rows = [
+        {"problem": "1+1?", "answer": 2},
+        {"question": "2+2?", "answer": "two and two <<2+2=4>>4\n#### 1,004"},
+        dapo_row("3+3?", "6"),
+        {"question": "4+4?", "final_answer": ["8"]},
+        {"problem": "5+5?", "solution": r"so \boxed{\frac{1}{2}} no, \boxed{\sqrt{\frac{10}{1}}}."},
+        {"problem": "6+6?", "answer": 12.0},
+    ]
+    prompts, report = load_problems([write(tmp_path / "mixed.jsonl", *rows)])
+    assert [p.answer for p in prompts] == ["2", "1004", "6", "8", r"\sqrt{\frac{10}{1}}", "12"]
+    assert prompts[0].text == "1+1?" and prompts[0].messages is None and prompts[0].source == "mixed"
+    assert prompts[2].text is None and prompts[2].messages == ({"role": "user", "content": "3+3?"},)
+    assert prompts[2].source == "math_dapo"
+    assert (report.rows, report.kept, report.num_dropped) == (6, 6, 0)
+
+
+@pytest.mark.parametrize("data_format", ["auto", "parquet", "dapo"])
+def test_parquet_in_dapos_layout(tmp_path, data_format):
+    path = tmp_path / "dapo.parquet"
+    pq.write_table(pa.Table.from_pylist([dapo_row("a?", "1"), dapo_row("b?", "-2")]), path)
+    prompts, _ = load_problems([path], data_format)
+    assert [p.answer for p in prompts] == ["1", "-2"]
+
+
+def test_json_array_and_byte_order_mark(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps([{"problem": "a?", "answer": "1"}], indent=1).encode())
+    assert load_problems([path])[0][0].answer == "1"
+    lines = tmp_path / "rows.jsonl"
+    lines.write_bytes(b"\xef\xbb\xbf" + b'{"problem": "a?", "answer": "1"}\n')
+    assert load_problems([lines])[1].num_dropped == 0
+
+
+def test_named_fields_with_dots(tmp_path):
+    path = write(tmp_path / "own.jsonl", {"q": {"text": "a?"}, "gold": {"value": 3}, "answer": "wrong"})
+    prompts, _ = load_problems([path], problem_field="q.text", answer_field="gold.value")
+    assert (prompts[0].text, prompts[0].answer) == ("a?", "3")
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"problem": "a?"}, "no answer"),
+        ({"problem": "a?", "answer": ""}, "no answer"),
+        ({"problem": "a?", "answer": "   "}, "no answer"),
+        ({"problem": "a?", "answer": []}, "no answer"),
+        ({"problem": "a?", "answer": {"x": 1}}, "answer is not text (an object)"),
+        ({"problem": "a?", "answer": ["1", "2"]}, "answer is not text (a list of 2)"),
+        ({"problem": "a?", "answer": True}, "answer is not text (bool)"),
+        ('{"problem": "a?", "answer": NaN}', "answer is not text (nan)"),
+        ({"problem": "a?", "answer": "work\n####"}, "no answer (nothing after ####)"),
+        ({"problem": "a?", "solution": "no box"}, r"no answer (no \boxed{} in the solution)"),
+        ({"answer": "1"}, "no problem (field problem or question or prompt)"),
+        ({"problem": " ", "answer": "1"}, "problem is empty"),
+        ({"problem": 7, "answer": "1"}, "problem is not text"),
+        ({"prompt": [], "answer": "1"}, "the chat does not end with a user message"),
+        (
+            {"prompt": [{"role": "assistant", "content": "x"}], "answer": "1"},
+            "the chat does not end with a user message",
+        ),
+        ({"prompt": [{"role": "user"}], "answer": "1"}, "a chat message lacks role or content as text"),
+        ("[1]", "row is not an object"),
+        ('{"problem": "a?", "answer": ', "line is not JSON"),
+        ("[" * 100_000, "line is not JSON"),
+    ],
+)
+def test_bad_row_is_counted_with_its_line(tmp_path, row, reason):
+    path = write(tmp_path / "rows.jsonl", {"problem": "good?", "answer": "1"}, "", row)
+    prompts, report = load_problems([path])
+    assert len(prompts) == 1
+    assert dict(report.dropped) == {reason: ["rows.jsonl:3"]}
+    assert report.rows == 2 and report.rows == report.kept + report.num_dropped
+    assert f"dropped 1: {reason} (rows.jsonl:3)" in report.summary()
+    with pytest.raises(DataError, match=r"rows.jsonl:3"):
+        load_problems([path], strict=True)
+
+
+def test_line_that_is_not_text(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"problem": "a?", "answer": "1"}\n\xff\xfe\n')
+    assert dict(load_problems([path])[1].dropped) == {"line is not UTF-8 text": ["rows.jsonl:2"]}
+
+
+def test_formats_insist(tmp_path):
+    path = write(
+        tmp_path / "rows.jsonl", {"question": "a?", "answer": "no hashes"}, {"question": "b?", "answer": "#### 2"}
+    )
+    assert [p.answer for p in load_problems([path], "gsm8k")[0]] == ["2"]
+    with pytest.raises(DataError, match="not a Parquet file"):
+        load_problems([path], "parquet")
+    with pytest.raises(DataError, match=r"no problem \(field prompt\)"):
+        load_problems([path], "dapo")
+    with pytest.raises(DataError, match="allowed are auto"):
+        load_problems([path], "csv")
+
+
+def test_unusable_files(tmp_path):
+    with pytest.raises(DataError, match=r"gone.jsonl: cannot be read \(No such file"):
+        load_problems([tmp_path / "gone.jsonl"])
+    with pytest.raises(DataError, match="cannot be read"):
+        load_problems([tmp_path])
+    for content in (b"", b"\n \n"):
+        (tmp_path / "empty.jsonl").write_bytes(content)
+        with pytest.raises(DataError, match=r"empty.jsonl: the file is empty"):
+            load_problems([tmp_path / "empty.jsonl"])
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(DataError, match="has no rows"):
+        load_problems([tmp_path / "list.json"])
+    (tmp_path / "torn.json").write_text('[{"problem": "a?", "ans')
+    with pytest.raises(DataError, match=r"torn.json: .*JSON array"):
+        load_problems([tmp_path / "torn.json"])
+    path = tmp_path / "whole.parquet"
+    pq.write_table(pa.Table.from_pylist([dapo_row("a?", "1")] * 100), path)
+    (tmp_path / "torn.parquet").write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"torn.parquet: torn Parquet file"):
+        load_problems([tmp_path / "torn.parquet"])
+    with pytest.raises(DataError, match="no file given"):
+        load_problems([])
+
+
+def test_file_without_one_usable_row_names_file_and_reasons(tmp_path):
+    good = write(tmp_path / "good.jsonl", {"problem": "a?", "answer": "1"})
+    bad = write(tmp_path / "bad.jsonl", {"problem": "a?"}, {"problem": "b?"}, {"answer": "1"})
+    with pytest.raises(
+        DataError, match=r"bad.jsonl: no usable row among 3: no answer \(2 rows: bad.jsonl:1, bad.jsonl:2\)"
+    ):
+        load_problems([good, bad])
+
+
+def test_repeats_and_conflicts(tmp_path):
+    rows = [
+        {"problem": "a b?", "answer": "1"},
+        {"problem": " a  b?", "answer": 1.0},
+        {"problem": "c?", "answer": "2"},
+        {"problem": "c?", "answer": "3"},
+        {"problem": "C?", "answer": "4"},
+    ]
+    path = write(tmp_path / "rows.jsonl", *rows)
+    prompts, report = load_problems([path])
+    assert [p.answer for p in prompts] == ["1", "4"]
+    assert (report.rows, report.kept, report.duplicates) == (5, 2, 1)
+    assert (report.conflicting, report.conflicting_problems) == (2, 1)
+    kept, report = load_problems([path], repeats="keep")
+    assert len(kept) == 5 == report.kept
+    assert len({p.id for p in kept}) == 5
+    with pytest.raises(DataError, match=r"no problem is left.*0 prompts kept.*conflicting"):
+        load_problems([write(tmp_path / "two.jsonl", *rows[2:4])])
+
+
+def test_ids_depend_on_source_and_problem_only(tmp_path):
+    first = write(tmp_path / "x.jsonl", {"problem": "b?", "answer": "1"}, {"problem": "a?", "answer": "1"})
+    (tmp_path / "deep").mkdir()
+    moved = write(tmp_path / "deep" / "x.jsonl", {"problem": "a?", "answer": "9"})
+    other = write(tmp_path / "y.jsonl", {"problem": "a?", "answer": "1"})
+    assert load_problems([first])[0][1].id == load_problems([moved])[0][0].id
+    assert load_problems([first])[0][1].id != load_problems([other])[0][0].id
+    assert load_problems([moved])[0][0].id == "3017df4920d25423"
+
+
+def test_contamination_is_reported_not_dropped(tmp_path):
+    train = write(tmp_path / "train.jsonl", dapo_row("What is  $1+1$?", "2"), {"problem": "new?", "answer": "1"})
+    held_out, _ = load_problems([write(tmp_path / "eval.jsonl", {"problem": "What is $1 + 1$? ", "answer": "2"})])
+    prompts, report = load_problems([train], held_out={"tiny": held_out, "none": []})
+    assert report.kept == 2
+    assert dict(report.contaminated) == {"tiny": [prompts[0].id], "none": []}
+    assert "contamination: 1 training problems stand word for word in tiny" in report.summary()
+    assert find_overlap(prompts[1:], {"tiny": held_out}) == {"tiny": []}
+
+
+@given(st.floats())
+def test_any_float_answer(value):
+    text = answer_text(value)
+    assert (text is None) == (not math.isfinite(value))
+    assert text is None or float(text) == value
+
+
+def test_answer_text_by_hand():
+    assert [answer_text(v) for v in (27.0, 3, "  x ", ["7"], [[5]], 0.5, -0.0, 1e300)][:7] == [
+        "27", "3", "x", "7", "5", "0.5", "0",
+    ]  # fmt: skip
+    assert [answer_text(v) for v in (None, True, [], [1, 2], {}, "", float("inf"))] == [None] * 7
+
+
+@given(st.recursive(st.text("ab \\", max_size=3), lambda inner: inner.map(lambda t: "{" + t + "}"), max_leaves=4))
+def test_last_boxed_returns_balanced_content(content):
+    content = content.replace("\\", "")
+    assert last_boxed(rf"\boxed{{0}} then \boxed{{{content}}} done") == (content.strip() or None)
+
+
+def test_last_boxed_by_hand():
+    assert last_boxed(r"\boxed{a} \boxed{b_{1}}") == "b_{1}"
+    assert last_boxed(r"\boxed {\{1,2\}}") == r"\{1,2\}"
+    assert last_boxed(r"\boxed{good} and torn \boxed{x_{1}") == "good"
+    assert last_boxed(r"\fbox{7}") == "7"
+    assert last_boxed("none") is None
+
+
+def test_normalized_text_keeps_what_matters():
+    assert normalized_text("a  b\n") == normalized_text("ab")
+    assert normalized_text("x") != normalized_text("X")
+    assert normalized_text("x²") != normalized_text("x2")
+    assert normalized_text("é") == normalized_text("é")
+
+
+EVAL_SETS = [
+    ("aime24.qwen25math.jsonl", 30, "204"),
+    ("aime25.areal.jsonl", 30, "70"),
+    ("amc23_40.qwen25math.jsonl", 40, "27"),
+    ("math500.simplerl.jsonl", 500, r"\left( 3, \frac{\pi}{2} \right)"),
+    ("minerva_math.qwen25math.jsonl", 272, "1.6"),
+    ("olympiadbench.qwen25math.jsonl", 675, "2"),
+    ("gsm8k_test.openai.jsonl", 1319, "18"),
+]
+
+
+def shared_file(name: str) -> Path:
+    if not (SHARED / name).is_file():
+        pytest.skip(f"{name} is not in {SHARED}")
+    return SHARED / name
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize(("name", "rows", "first"), EVAL_SETS)
+def test_evaluation_sets_load_whole(name, rows, first):
+    prompts, report = load_problems([shared_file(f"eval/{name}")], repeats="keep", strict=True)
+    assert (len(prompts), report.rows, prompts[0].answer) == (rows, rows, first)
+    assert all(p.answer and p.text for p in prompts)
+
+
+@pytest.mark.shared
+def test_gsm8k_answers_are_numbers():
+    prompts, report = load_problems([shared_file("train/gsm8k_train.openai.jsonl")], "gsm8k")
+    assert report.kept == 7473
+    assert all(math.isfinite(float(p.answer)) for p in prompts)
+
+
+@pytest.mark.shared
+def test_dapo_17k_counts():
+    held_out = {name: load_problems([shared_file(f"eval/{name}")], repeats="keep")[0] for name, *_ in EVAL_SETS[:6]}
+    _, report = load_problems([shared_file("train/dapo_math_17k.svs.parquet")], held_out=held_out)
+    # 17,917 rows, 16,921 distinct problems, 15 of them with conflicting answers; counted by hand before.
+    assert report.rows == 17917
+    assert report.kept + report.conflicting_problems == 16921
+    assert report.conflicting_problems == 15
+    found = {name.split(".")[0]: len(ids) for name, ids in report.contaminated.items()}
+    assert found == {"aime24": 0, "aime25": 0, "amc23_40": 6, "math500": 4, "minerva_math": 0, "olympiadbench": 4}
+
+
+@pytest.mark.shared
+def test_rows_without_answer_in_a_json_array():
+    _, report = load_problems([shared_file("train/math_7k.deepscaler.json")])
+    places = [f"math_7k.deepscaler.json:{n}" for n in (887, 1010, 5329, 5331)]
+    assert dict(report.dropped) == {"no answer": places}

@@ -1,0 +1,154 @@
+"""The split over ranks and micro-batches: its laws, its balance, its refusals."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megatron_daro.data.packing import pack
+from megatron_daro.data.schedule import CostModel, Schedule, bin_token_counts, schedule
+from megatron_daro.errors import DataError
+
+
+def check_laws(plan: Schedule, lengths, ranks: int, budget: int, sequence_multiple=1, total_multiple=1):
+    assert len(plan.ranks) == ranks
+    assert len({len(rank) for rank in plan.ranks}) == 1
+    used = sorted(i for rank in plan.ranks for part in rank for i in part)
+    assert used == list(range(len(lengths)))
+    step = math.lcm(sequence_multiple, total_multiple)
+    for rank, tokens in zip(plan.ranks, plan.tokens, strict=True):
+        assert all(rank)
+        for part in rank:
+            padded = sum(-(-int(lengths[i]) // sequence_multiple) * sequence_multiple for i in part)
+            assert -(-padded // step) * step <= budget
+        assert tokens == sum(int(lengths[i]) for part in rank for i in part)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.integers(1, 6),
+    st.integers(1, 8),
+    st.data(),
+    st.sampled_from([None, CostModel(1.0, 0.01), CostModel(0.0, 1.0)]),
+    st.integers(0, 50),
+)
+def test_laws_hold_for_any_lengths(ranks, per_rank, data, cost, slack):
+    lengths = data.draw(st.lists(st.integers(1, 100), min_size=ranks * per_rank, max_size=ranks * per_rank))
+    budget = max(lengths) + slack
+    plan = schedule(lengths, ranks, budget, cost=cost)
+    check_laws(plan, lengths, ranks, budget)
+    assert plan == schedule(np.array(lengths), ranks, budget, cost=cost)
+    assert plan.num_micro_batches >= math.ceil(sum(lengths) / ranks / budget)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 5), st.lists(st.integers(1, 60), min_size=5, max_size=40), st.integers(1, 8), st.integers(1, 8))
+def test_padding_counts_against_the_budget(ranks, lengths, sequence_multiple, total_multiple):
+    step = math.lcm(sequence_multiple, total_multiple)
+    budget = max(-(-max(lengths) // step) * step, 3 * step)
+    kwargs = {"sequence_multiple": sequence_multiple, "total_multiple": total_multiple}
+    try:
+        plan = schedule(lengths, ranks, budget, **kwargs)
+    except DataError as error:
+        assume(len(lengths) % ranks == 0)
+        raise AssertionError("a multiple of the ranks always splits") from error
+    check_laws(plan, lengths, ranks, budget, **kwargs)
+
+
+def real_lengths(num: int, seed: int = 0) -> np.ndarray:
+    return np.clip(np.random.default_rng(seed).lognormal(8.0, 1.0, num).astype(np.int64), 32, 20480)
+
+
+@pytest.mark.parametrize("cost", [None, CostModel(1.0, 1 / 8000)])
+def test_balance_on_lengths_like_real_answers(cost):
+    lengths = real_lengths(16384)
+    plan = schedule(lengths, 8, 20480, cost=cost)
+    check_laws(plan, lengths, 8, 20480)
+    assert plan.cost_imbalance <= 0.001
+    assert plan.token_imbalance <= 0.02
+    assert plan.num_micro_batches <= math.ceil(lengths.sum() / 8 / 20480) + 1
+
+
+def test_balance_with_few_samples():
+    imbalances = [schedule(real_lengths(128, seed), 8, 20480).token_imbalance for seed in range(10)]
+    assert np.median(imbalances) <= 0.01
+
+
+def test_exchange_repairs_what_longest_first_leaves():
+    # Longest first alone ends at 125 and 114, and at 106 and 112.
+    assert schedule([29, 37, 35, 20, 37, 39, 38, 4], 2, 1000).token_imbalance < 0.015
+    assert schedule([35, 34, 32, 34, 3, 32, 37, 11], 2, 1000).tokens == (109, 109)
+
+
+def test_quadratic_cost_moves_the_balance():
+    lengths = [100, 10, 10, 10, 10, 10, 10, 10, 10, 10]
+    flops = schedule(lengths, 2, 200, cost=CostModel(0.0, 1.0))
+    assert sorted(flops.tokens) == [90, 100]
+    assert sorted(flops.costs) == [900.0, 10000.0]
+    assert CostModel.transformer(num_parameters=10, num_layers=2, attention_width=3) == CostModel(60.0, 36.0)
+
+
+@pytest.mark.parametrize("parts", [(0.0, 0.0), (-1.0, 2.0)])
+def test_cost_must_be_positive(parts):
+    with pytest.raises(DataError, match="CostModel"):
+        CostModel(*parts)
+
+
+def test_small_micro_batches_stand_at_both_ends():
+    lengths = real_lengths(256)
+    for rank in schedule(lengths, 2, 20480).ranks:
+        sizes = [int(lengths[list(part)].sum()) for part in rank]
+        middle = sizes.index(max(sizes))
+        assert sizes[:middle] == sorted(sizes[:middle])
+        assert sizes[middle:] == sorted(sizes[middle:], reverse=True)
+        assert sorted([sizes[0], sizes[-1]]) == sorted(sizes)[:2]
+
+
+def test_every_sample_its_own_micro_batch():
+    plan = schedule([10] * 6, 3, 10)
+    assert plan.num_micro_batches == 2
+    check_laws(plan, [10] * 6, 3, 10)
+
+
+def test_ranks_with_few_long_and_many_short_samples():
+    lengths = [100, 1, 1, 1, 1, 1, 1, 99, 98, 97, 2, 2]
+    check_laws(schedule(lengths, 4, 100), lengths, 4, 100)
+
+
+def test_sample_over_the_budget_is_named():
+    with pytest.raises(DataError, match=r"sample 2 has 50 tokens .* budget of 40"):
+        schedule([10, 20, 50], 1, 40)
+    with pytest.raises(DataError, match=r"sample 1 has 39 tokens \(40 padded\)"):
+        schedule([10, 39], 1, 39, sequence_multiple=4)
+
+
+def test_refusals_in_words():
+    with pytest.raises(DataError, match="3 samples cannot keep 4 data-parallel ranks busy"):
+        schedule([1, 2, 3], 4, 10)
+    with pytest.raises(DataError, match="0 samples"):
+        schedule([], 1, 10)
+    with pytest.raises(DataError, match="multiple of 2 samples"):
+        schedule([10, 10, 10], 2, 10)
+    with pytest.raises(DataError, match="sample 1 has 0 tokens"):
+        schedule([1, 0], 1, 10)
+    with pytest.raises(DataError, match="data_parallel_size"):
+        schedule([1], 0, 10)
+    with pytest.raises(DataError, match="token_budget"):
+        schedule([1], 1, 3, total_multiple=4)
+
+
+def test_bin_token_counts_are_global_and_masked():
+    from test_packing import make_batch
+
+    batch = make_batch([(2, 5), (1, 7), (3, 4), (2, 9)], seed=3)
+    expected = [0] * 5
+    for sample in range(4):
+        part = batch.select([sample])
+        expected[int(part.bins_N[0])] += int(part.loss_mask_R.sum())
+    assert bin_token_counts(batch).tolist() == expected
+    plan = schedule(batch.lengths_N, 2, 16)
+    packs = [pack(batch, part) for rank in plan.ranks for part in rank]
+    per_pack = sum(np.bincount(p.bins_M, weights=p.trained_tokens_M, minlength=5) for p in packs)
+    assert per_pack.tolist() == expected

@@ -1,0 +1,33 @@
+"""Small models of every family with random weights, saved as ordinary checkpoints."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+VOCAB = 31
+
+
+def save_small_model(directory, family="qwen2", *, tie=False, seed=0, spread=0.3):
+    """Weights wide enough that the next-token distributions differ clearly from uniform and from each other."""
+    head_dim = {} if family == "qwen2" else {"head_dim": 8}
+    config = CONFIGS[family](
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=tie,
+        **head_dim,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.normal_(0.0, spread, generator=generator)
+    model.save_pretrained(directory)
+    return model

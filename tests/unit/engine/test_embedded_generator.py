@@ -1,0 +1,353 @@
+"""The embedded generator against plain forward passes of transformers, and against itself in other batches."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from engine_checkpoints import CONFIGS, VOCAB, save_small_model
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
+
+import megatron_daro.engine.generator as generator_module
+from megatron_daro.engine.abort import AbortSignal
+from megatron_daro.engine.cache import growing_cache
+from megatron_daro.engine.generator import EmbeddedGenerator
+from megatron_daro.errors import EngineError, ModelError
+from megatron_daro.sync.buckets import bucketize
+from megatron_daro.types import GroupRequest, Prompt, SamplingParams
+
+STOPS = (3, 17)
+
+
+@pytest.fixture(scope="session")
+def small_models(tmp_path_factory):
+    """family -> checkpoint directory."""
+    directories = {}
+    for family in CONFIGS:
+        directories[family] = tmp_path_factory.mktemp(family)
+        save_small_model(directories[family], family)
+    return directories
+
+
+def request(group, tokens, *, count=4, attempt=0, **sampling):
+    sampling = {"max_new_tokens": 12, "stop_token_ids": STOPS, **sampling}
+    prompt = Prompt(id=f"p{group}", answer="", source="", tokens=tuple(tokens))
+    return GroupRequest(group, attempt, prompt, tuple(range(count)), SamplingParams(**sampling))
+
+
+def requests(groups=6, **sampling):
+    rng = np.random.default_rng(0)
+    return [request(g, rng.integers(0, VOCAB, 1 + 3 * (g % 4)).tolist(), **sampling) for g in range(groups)]
+
+
+def run(generator, wanted):
+    rollouts = [r for batch in generator.plan(wanted) for r in generator.generate_rows(batch)]
+    return {(r.group_id, r.attempt, r.index): r for r in rollouts}
+
+
+def responses(rollouts):
+    return {key: r.tokens[r.prompt_length :].tolist() for key, r in rollouts.items()}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 0.8), (0.0, 1.0)])
+def test_logprobs_are_those_of_a_plain_forward_of_the_whole_sequence(family, temperature, top_p, small_models):
+    generator = EmbeddedGenerator(small_models[family], seed=1, batch_size=64)
+    model = AutoModelForCausalLM.from_pretrained(small_models[family]).eval()
+    rollouts = run(generator, requests(temperature=temperature, top_p=top_p, stop_token_ids=()))
+    assert len(rollouts) == 24
+    for rollout in rollouts.values():
+        with torch.no_grad():
+            logits = model(torch.tensor(rollout.tokens, dtype=torch.int64)[None]).logits[0]
+        expected = torch.log_softmax(logits / (temperature or 1.0), dim=-1)
+        at = torch.arange(rollout.prompt_length - 1, len(rollout.tokens) - 1)
+        chosen = torch.tensor(rollout.tokens[rollout.prompt_length :], dtype=torch.int64)
+        np.testing.assert_allclose(rollout.logprobs, expected[at, chosen].numpy(), atol=1e-4)
+        if temperature == 0:
+            assert torch.equal(chosen, logits[at].argmax(-1))
+
+
+def test_sampling_settings_of_the_checkpoint_are_not_applied(tmp_path):
+    model = save_small_model(tmp_path)
+    model.generation_config = GenerationConfig(
+        do_sample=True, repetition_penalty=5.0, top_k=1, temperature=0.1, eos_token_id=STOPS[0], max_length=3
+    )
+    wanted = requests(stop_token_ids=())
+    plain = run(EmbeddedGenerator(tmp_path, seed=1), wanted)
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "generation_config.json").exists()
+    bent = run(EmbeddedGenerator(tmp_path, seed=1), wanted)
+    assert responses(bent) == responses(plain)
+    assert all(np.array_equal(bent[key].logprobs, plain[key].logprobs) for key in plain)
+    assert {r.response_length for r in bent.values()} == {12}
+
+
+def test_tokens_do_not_depend_on_the_batch(small_models, monkeypatch):
+    monkeypatch.setattr("megatron_daro.engine.decoding._COMPACT_AT_LEAST_ROWS", 1)
+    wanted = requests(8)
+    together = responses(run(EmbeddedGenerator(small_models["qwen2"], seed=5, batch_size=100), wanted))
+    assert len({tuple(t) for t in together.values()}) > 16
+    for batch_size in (1, 5):
+        assert (
+            responses(run(EmbeddedGenerator(small_models["qwen2"], seed=5, batch_size=batch_size), wanted)) == together
+        )
+    generator = EmbeddedGenerator(small_models["qwen2"], seed=5, batch_size=100)
+    assert responses(run(generator, wanted[::-1])) == together
+    alone = responses(run(generator, [wanted[3]]))
+    assert alone == {key: tokens for key, tokens in together.items() if key[0] == 3}
+
+
+def test_the_same_list_gives_the_same_bits(small_models):
+    first = run(EmbeddedGenerator(small_models["qwen3"], seed=5, batch_size=7), requests())
+    again = run(EmbeddedGenerator(small_models["qwen3"], seed=5, batch_size=7), requests())
+    assert responses(first) == responses(again)
+    assert all(np.array_equal(first[key].logprobs, again[key].logprobs) for key in first)
+
+
+def test_seed_group_attempt_and_index_each_change_the_tokens(small_models):
+    tokens = [5, 6, 7]
+
+    def answer(seed=0, group=1, attempt=0):
+        generator = EmbeddedGenerator(small_models["qwen2"], seed=seed)
+        asked = request(group, tokens, attempt=attempt, count=2, stop_token_ids=())
+        return [r.tokens.tolist() for r in run(generator, [asked]).values()]
+
+    base = answer()
+    assert base[0] != base[1]
+    assert base != answer(seed=1) and base != answer(group=2) and base != answer(attempt=1)
+    assert base == answer()
+
+
+def test_asking_for_some_indices_gives_the_same_rollouts_as_asking_for_all(small_models):
+    generator = EmbeddedGenerator(small_models["qwen2"], seed=0)
+    full = responses(run(generator, [request(1, [4, 5], count=6)]))
+    part = GroupRequest(1, 0, request(1, [4, 5]).prompt, (5, 2), request(1, [4, 5]).sampling)
+    assert responses(run(generator, [part])) == {key: full[key] for key in ((1, 0, 5), (1, 0, 2))}
+
+
+def test_finish_reasons_and_the_stop_token(small_models):
+    rollouts = run(EmbeddedGenerator(small_models["qwen2"], seed=2, batch_size=64), requests(8, max_new_tokens=10))
+    reasons = [r.finish_reason for r in rollouts.values()]
+    assert set(reasons) == {"stop", "length"}
+    for rollout in rollouts.values():
+        response = rollout.tokens[rollout.prompt_length :].tolist()
+        assert len(response) == len(rollout.logprobs) == len(rollout.loss_mask) == rollout.response_length
+        assert not set(response[:-1]) & set(STOPS)
+        assert (response[-1] in STOPS) == (rollout.finish_reason == "stop")
+        assert rollout.finish_reason == "stop" or len(response) == 10
+        assert rollout.tokens.dtype == np.int32 and rollout.logprobs.dtype == np.float32
+        assert rollout.loss_mask.all() and rollout.weight_version == 0
+
+
+def test_requests_of_different_settings_share_a_batch(small_models):
+    wanted = [
+        request(0, [4, 5], max_new_tokens=3, stop_token_ids=()),
+        request(1, [4, 5, 6], max_new_tokens=9, stop_token_ids=(8,), temperature=0.5),
+        request(2, [4], max_new_tokens=20, stop_token_ids=(9, 10), top_p=0.7),
+    ]
+    generator = EmbeddedGenerator(small_models["llama"], seed=0)
+    together = responses(run(generator, wanted))
+    assert max(len(t) for key, t in together.items() if key[0] == 0) == 3
+    for one in wanted:
+        alone = responses(run(generator, [one]))
+        assert alone == {key: together[key] for key in alone}
+
+
+def test_each_distinct_prompt_is_read_once(small_models, monkeypatch):
+    generator = EmbeddedGenerator(small_models["qwen2"], seed=0)
+    rows = []
+    forward = generator.model.base_model.forward
+    monkeypatch.setattr(
+        generator.model.base_model, "forward", lambda *a, **k: (rows.append(k["input_ids"].shape), forward(*a, **k))[1]
+    )
+    run(generator, [request(g, [4 + g, 5, 6], count=8) for g in range(2)])
+    assert rows[0] == (2, 2)  # two prompts without their last tokens, not sixteen rows
+    assert rows[1] == (16, 1)
+
+
+def test_finished_rows_leave_the_batch(small_models, monkeypatch):
+    calls = []
+    generator = EmbeddedGenerator(small_models["qwen2"], seed=0, batch_size=64)
+    original = generator.model.generate
+    monkeypatch.setattr(generator.model, "generate", lambda **k: (calls.append(len(k["input_ids"])), original(**k))[1])
+    rollouts = run(generator, [request(g, [4, 5], count=8, max_new_tokens=2 + 8 * (g % 2)) for g in range(4)])
+    assert len(rollouts) == 32
+    assert calls[0] == 32 and len(calls) > 1 and calls == sorted(calls, reverse=True)
+
+
+def test_rollouts_are_delivered_when_they_finish(small_models):
+    generator, delivered = EmbeddedGenerator(small_models["qwen2"], seed=0, batch_size=64), []
+    wanted = [request(g, [4, 5], count=4, max_new_tokens=20 - 3 * g, stop_token_ids=()) for g in range(4)]
+    [batch] = generator.plan(wanted)
+    rollouts = generator.generate_rows(batch, deliver=lambda row, rollout: delivered.append((row, rollout)))
+    assert [rollout.group_id for _, rollout in delivered] == [3] * 4 + [2] * 4 + [1] * 4 + [0] * 4
+    assert sorted(id(r) for _, r in delivered) == sorted(id(r) for r in rollouts)
+    assert all(row.index == r.index and row.request.group_id == r.group_id for row, r in delivered)
+    assert [r.group_id for r in rollouts] == [row.request.group_id for row in batch]
+
+
+def test_abort_keeps_what_was_generated_and_touches_no_other_group(small_models, monkeypatch):
+    generator = EmbeddedGenerator(small_models["qwen2"], seed=0)
+    wanted = [request(g, [4 + g, 5], count=3, stop_token_ids=(), max_new_tokens=10) for g in range(3)]
+    whole, signal = responses(run(generator, wanted)), AbortSignal()
+    steps = []
+    original = generator_module.TokenChooser.__call__
+
+    def abort_in_step_4(self, input_ids, scores):
+        steps.append(1)
+        if len(steps) == 4:
+            signal.abort({1})
+        return original(self, input_ids, scores)
+
+    monkeypatch.setattr(generator_module.TokenChooser, "__call__", abort_in_step_4)
+    rollouts = {(r.group_id, 0, r.index): r for r in generator.generate_rows(generator.plan(wanted)[0], signal)}
+    for key, rollout in rollouts.items():
+        response = rollout.tokens[rollout.prompt_length :].tolist()
+        assert rollout.finish_reason == ("abort" if key[0] == 1 else "length")
+        assert response == (whole[key][:4] if key[0] == 1 else whole[key])
+        assert len(rollout.logprobs) == len(response)
+
+
+def test_abort_before_the_start_gives_empty_rollouts(small_models):
+    generator, signal = EmbeddedGenerator(small_models["qwen2"], seed=0), AbortSignal()
+    signal.abort()
+    for rollout in generator.generate_rows(generator.plan([request(0, [4, 5])])[0], signal):
+        assert (rollout.finish_reason, rollout.response_length) == ("abort", 0)
+        assert rollout.tokens.tolist() == [4, 5]
+
+
+def named_weights(model):
+    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_updated_weights_answer_as_a_model_loaded_with_them(tie, tmp_path):
+    save_small_model(tmp_path / "old", tie=tie, seed=0)
+    new = save_small_model(tmp_path / "new", tie=tie, seed=1)
+    generator = EmbeddedGenerator(tmp_path / "old", seed=0)
+    before = responses(run(generator, requests()))
+    names = [name for name, _ in named_weights(new)]
+    assert ("lm_head.weight" in names) == (not tie)
+    generator.update_weights(bucketize(named_weights(new), 5000), version=7)
+    after = run(generator, requests())
+    assert responses(after) == responses(run(EmbeddedGenerator(tmp_path / "new", seed=0), requests())) != before
+    assert {r.weight_version for r in after.values()} == {7}
+    if tie:  # a stream that brings the tied matrix under both names is accepted too
+        both = [*named_weights(new), ("lm_head.weight", new.lm_head.weight.detach())]
+        generator.update_weights(bucketize(both, 5000), version=8)
+        assert responses(run(generator, requests())) == responses(after)
+
+
+def test_the_sender_may_reuse_a_buckets_memory(tmp_path):
+    save_small_model(tmp_path / "old", seed=0)
+    new = save_small_model(tmp_path / "new", seed=1)
+
+    def overwritten():
+        for bucket in bucketize(named_weights(new), 5000):
+            yield bucket
+            bucket.data[:] = 0
+
+    generator = EmbeddedGenerator(tmp_path / "old", seed=0)
+    generator.update_weights(overwritten(), version=1)
+    for (name, expected), (_, got) in zip(named_weights(new), named_weights(generator.model), strict=True):
+        assert torch.equal(got, expected), name
+
+
+def broken(weights, how):
+    if how == "missing":
+        return weights[:-1]
+    if how == "shape":
+        return [*weights[:-1], (weights[-1][0], weights[-1][1][:-1])]
+    if how == "unknown":
+        return [*weights, ("model.extra.weight", torch.zeros(2))]
+    return [*weights, weights[0]]
+
+
+@pytest.mark.parametrize(
+    ("how", "named"), [("missing", "never came"), ("shape", "has shape"), ("unknown", "extra"), ("twice", "came twice")]
+)
+def test_a_wrong_update_is_refused_and_the_old_weights_stay(how, named, tmp_path):
+    save_small_model(tmp_path / "old", seed=0)
+    new = save_small_model(tmp_path / "new", seed=1)
+    generator = EmbeddedGenerator(tmp_path / "old", seed=0)
+    before = run(generator, requests())
+    with pytest.raises(EngineError, match=named):
+        generator.update_weights(bucketize(broken(named_weights(new), how), 5000), version=7)
+    after = run(generator, requests())
+    assert all(np.array_equal(after[key].logprobs, before[key].logprobs) for key in before)
+    assert {r.weight_version for r in after.values()} == {0}
+
+
+def test_bf16_generates_and_takes_fp32_weights(tmp_path):
+    model = save_small_model(tmp_path)
+    generator = EmbeddedGenerator(tmp_path, seed=0, dtype="bf16")
+    assert {p.dtype for p in generator.model.parameters()} == {torch.bfloat16}
+    before = run(generator, requests())
+    generator.update_weights(bucketize(named_weights(model), 10**6), version=1)
+    assert {p.dtype for p in generator.model.parameters()} == {torch.bfloat16}
+    assert responses(run(generator, requests())) == responses(before)
+    assert all(np.isfinite(r.logprobs).all() for r in before.values())
+
+
+def test_text_comes_from_the_given_decoder_and_holds_the_response_only(small_models):
+    generator = EmbeddedGenerator(small_models["qwen2"], seed=0, decode=lambda ids: " ".join(map(str, ids)))
+    for rollout in run(generator, requests(2)).values():
+        assert rollout.text == " ".join(map(str, rollout.tokens[rollout.prompt_length :]))
+
+
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [
+        (request(0, []), "no tokens"),
+        (request(0, [VOCAB]), f"token {VOCAB}"),
+        (request(0, [1], stop_token_ids=(-1,)), "token -1"),
+        (request(0, [1] * 250), "256"),
+        (request(0, [1], max_new_tokens=0), "max_new_tokens 0"),
+        (request(0, [1], temperature=-1.0), "temperature -1.0"),
+        (request(0, [1], temperature=float("nan")), "temperature nan"),
+        (request(0, [1], top_p=0.0), "top_p 0.0"),
+        (request(0, [1], count=0), "no rollout indices"),
+    ],
+)
+def test_requests_that_cannot_be_generated_are_refused(bad, named, small_models):
+    with pytest.raises(EngineError, match=named):
+        EmbeddedGenerator(small_models["qwen2"], seed=0).plan([request(1, [1]), bad])
+
+
+def test_a_rollout_is_asked_for_once(small_models):
+    with pytest.raises(EngineError, match="asked for twice"):
+        EmbeddedGenerator(small_models["qwen2"], seed=0).plan([request(1, [1]), request(1, [1])])
+
+
+def test_a_checkpoint_that_is_not_whole_is_refused(small_models, tmp_path):
+    with pytest.raises(ModelError, match="not a directory"):
+        EmbeddedGenerator(tmp_path / "nowhere", seed=0)
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        EmbeddedGenerator(tmp_path, seed=0)
+    source = small_models["qwen2"]
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    (tmp_path / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes()[:-10])
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        EmbeddedGenerator(tmp_path, seed=0)
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(source / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"model\.norm\.weight"):
+        EmbeddedGenerator(tmp_path, seed=0)
+
+
+def test_the_growing_cache_holds_what_dynamic_cache_holds():
+    own, theirs = growing_cache(2), DynamicCache()
+    generator = torch.Generator().manual_seed(0)
+    for length, select in ((5, [0, 2, 2, 1]), (1, None), (30, [3, 0]), (1, [1, 1, 1]), (1, None)):
+        rows = 3 if own.get_seq_length() == 0 else own.layers[0].keys.shape[0]
+        for layer in range(2):
+            keys, values = (torch.randn(rows, 2, length, 4, generator=generator) for _ in range(2))
+            got, expected = own.update(keys, values, layer), theirs.update(keys, values, layer)
+            assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+        if select:
+            own.batch_select_indices(torch.tensor(select))
+            theirs.batch_select_indices(torch.tensor(select))
+        assert own.get_seq_length() == theirs.get_seq_length()

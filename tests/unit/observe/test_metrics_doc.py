@@ -1,0 +1,70 @@
+"""docs/metrics.md names every metric key that the package writes or reads, and no key twice."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from synthetic_run import write_synthetic_run
+
+from megatron_daro.observe import read_metrics
+
+ROOT = Path(__file__).resolve().parents[3]
+DOCUMENTED = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/metrics.md").read_text(), re.M)
+FAMILIES = tuple(sorted({key.split("/")[0] + "/" for key in DOCUMENTED if "/" in key}))
+
+
+def _pattern(key: str) -> re.Pattern:
+    """`{k}` stands for anything within a part of the path, here and in the package's f-strings."""
+    return re.compile("[^/]+".join(re.escape(part) for part in re.split(r"\{[^}]*\}", key)))
+
+
+def _is_documented(key: str) -> bool:
+    plain = re.sub(r"\{[^}]*\}", "x", key)
+    return any(_pattern(d).fullmatch(plain) or _pattern(key).fullmatch(d) for d in DOCUMENTED)
+
+
+def _literal(node: ast.AST) -> str | None:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(v.value if isinstance(v, ast.Constant) else "{}" for v in node.values)
+    return None
+
+
+def _keys_in(path: Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    parts = {id(v) for node in nodes if isinstance(node, ast.JoinedStr) for v in node.values}
+    texts = (_literal(node) for node in nodes if id(node) not in parts)
+    return {t for t in texts if t and t.startswith(FAMILIES) and re.fullmatch(r"[a-z0-9_{}]+(/[a-z0-9_{}]+)+", t)}
+
+
+def test_every_key_in_the_package_is_documented():
+    files = sorted((ROOT / "megatron_daro").rglob("*.py"))
+    found = {key: path.relative_to(ROOT) for path in files for key in _keys_in(path)}
+    assert len(found) > 30, "the search itself finds nothing"
+    # A family without its last part is a prefix that code adds `/{k}` to.
+    undocumented = {k: p for k, p in found.items() if not _is_documented(k) and not _is_documented(k + "/{k}")}
+    assert undocumented == {}
+
+
+def test_the_synthetic_run_of_these_tests_uses_documented_keys_only(tmp_path):
+    run = write_synthetic_run(tmp_path, steps=20, with_rollouts=False)
+    used = {key for row in read_metrics(run) for key in row}
+    assert {k for k in used if not _is_documented(k)} == set()
+
+
+def test_no_key_is_documented_twice():
+    assert len(DOCUMENTED) == len(set(DOCUMENTED))
+
+
+@pytest.mark.parametrize("key", ["loss/policy", "difficulty/loss/{}", "rollout/groups_{}", "eval/a/accuracy/3"])
+def test_the_search_knows_a_documented_key(key):
+    assert _is_documented(key)
+
+
+@pytest.mark.parametrize("key", ["loss/polices", "difficulty/lost/{}", "rollout/rounds/{}"])
+def test_the_search_knows_an_undocumented_key(key):
+    assert not _is_documented(key)

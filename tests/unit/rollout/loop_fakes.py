@@ -1,0 +1,398 @@
+"""Deterministic stand-ins for everything outside the loop: engine, scorer, prompts, policy, phases.
+
+The engine's tokens depend on (seed, group id, attempt, index) and its weights; the policy's weights depend on every bit
+of every batch. So one wrong bit anywhere shows in all later batches. Recorder, metrics log, checkpoints and batch
+builder are the real ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from megatron_daro.config.sections import RolloutSection, TrainerSection
+from megatron_daro.controller import Controller, Parts
+from megatron_daro.data.batch import build_batch
+from megatron_daro.errors import EngineError
+from megatron_daro.observe.metrics import MetricsLog
+from megatron_daro.recovery import Checkpoints, take_latest_valid
+from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.rollout.recorder import Recorder
+from megatron_daro.rollout.sampler import Sampler
+from megatron_daro.types import Prompt, Rollout, SamplingParams, StepResult, Verdict, WeightBucket
+
+K = 4
+NEVER = 10_000.0
+FAST = Deadlines(**dict.fromkeys(("generate", "train", "sync", "score", "close", "batch", "save", "abort"), 20.0))
+
+
+class Crash(BaseException):
+    """Ends a run as abruptly as an exception can."""
+
+
+def digest(*parts: object) -> int:
+    """64 bits that depend on everything given."""
+    text = hashlib.sha256()
+    for part in parts:
+        text.update(part if isinstance(part, bytes) else repr(part).encode())
+        text.update(b"|")
+    return int.from_bytes(text.digest()[:8], "big")
+
+
+class FakeSource:
+    """Endless prompts; every third one is always solved and every fourth never."""
+
+    def __init__(self) -> None:
+        self.cursor = 0
+        self.given: list[str] = []
+
+    def next(self, n: int) -> list[Prompt]:
+        prompts = []
+        for i in range(self.cursor, self.cursor + n):
+            kind = "easy" if i % 3 == 0 else "hard" if i % 4 == 0 else "mixed"
+            prompts.append(Prompt(f"p{i}", kind, "fake", text=f"problem {i}", tokens=(1, 2 + i % 5)))
+        self.cursor += n
+        self.given += [p.id for p in prompts]
+        return prompts
+
+    def state_dict(self) -> dict:
+        return {"cursor": self.cursor}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.cursor = state["cursor"]
+
+
+class FakeScorer:
+    """Verdict from text and gold alone; answers after a random number of turns of the event loop."""
+
+    def __init__(self, order_seed: int = 0) -> None:
+        self.random = random.Random(order_seed)
+        self.hang = False
+
+    async def score_async(self, pairs):
+        if self.hang:
+            await asyncio.sleep(NEVER)
+        for _ in range(self.random.randrange(4)):
+            await asyncio.sleep(0)
+        return [verdict(text, gold) for text, gold in pairs]
+
+
+def verdict(text: str, gold: str) -> Verdict:
+    correct = {"easy": True, "hard": False}.get(gold, digest("verdict", text) % 2 == 0)
+    return Verdict(correct, 1.0 if correct else -0.1, "match" if correct else "no_match")
+
+
+class FakeEngine:
+    """Yields the groups of a request in an order drawn from order_seed."""
+
+    def __init__(self, order_seed: int = 0, events: list | None = None) -> None:
+        self.random = random.Random(order_seed)
+        self.weights = b""
+        self.version = -1
+        self.events = events if events is not None else []
+        self.abort_rollouts: set[tuple[int, int, int]] = set()  # (group, attempt, index): finish reason "abort"
+        self.lose_groups: set[tuple[int, int]] = set()  # (group, attempt): no answer at all
+        self.late: list[Rollout] = []  # Yielded once more at the beginning of the next pass.
+        self.keep_late = False
+        self.hang_after: int | None = None
+        self.stubborn = False
+        self.fail_after: int | None = None
+        self.gate: asyncio.Event | None = None
+        self.requests = []
+        self.closed = self.started = self.iterators_closed = 0
+        self.yields = 0
+
+    async def start(self) -> None:
+        self.started += 1
+
+    async def generate(self, requests):
+        self.requests.append(list(requests))
+        self.events.append(("generate", self.version))
+        try:
+            late, self.late = self.late, []
+            for rollout in late:
+                yield (rollout,)
+            order = self.random.sample(list(requests), len(requests))
+            for request in order:
+                await self._trouble()
+                if (request.group_id, request.attempt) not in self.lose_groups:
+                    self.yields += 1
+                    yield self._answer(request)
+        finally:
+            self.iterators_closed += 1
+            self.events.append(("generated", self.version))
+
+    async def _trouble(self) -> None:
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.hang_after is not None and self.yields >= self.hang_after:
+            while True:
+                try:
+                    await asyncio.sleep(NEVER)
+                except asyncio.CancelledError:
+                    if not self.stubborn:
+                        raise
+        if self.fail_after is not None and self.yields >= self.fail_after:
+            raise EngineError("replica 0 died")
+        for _ in range(self.random.randrange(3)):
+            await asyncio.sleep(0)
+
+    def _answer(self, request) -> tuple[Rollout, ...]:
+        rollouts = []
+        for index in request.indices:
+            rollout = make_rollout(request.group_id, request.attempt, index, request.prompt, self.version, self.weights)
+            if (request.group_id, request.attempt, index) in self.abort_rollouts:
+                if self.keep_late:
+                    self.late.append(rollout)
+                rollout = make_rollout(
+                    request.group_id, request.attempt, index, request.prompt, self.version, self.weights, "abort"
+                )
+            rollouts.append(rollout)
+        return tuple(rollouts)
+
+    async def abort(self, group_ids=None) -> None:
+        self.events.append(("abort", self.version))
+
+    async def update_weights(self, buckets, version: int) -> None:
+        self.weights = b"".join([bucket.data.tobytes() async for bucket in buckets])
+        self.version = version
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+def make_rollout(group_id, attempt, index, prompt, version, weights=b"", finish=None, length=None) -> Rollout:
+    seed = digest("rollout", group_id, attempt, index, prompt.tokens, weights)
+    generator = np.random.default_rng(seed)
+    length = length or int(generator.integers(1, 9))
+    tokens = generator.integers(3, 50, length).astype(np.int32)
+    return Rollout(
+        prompt_id=prompt.id,
+        group_id=group_id,
+        attempt=attempt,
+        index=index,
+        tokens=np.concatenate([np.asarray(prompt.tokens, np.int32), tokens]),
+        prompt_length=len(prompt.tokens),
+        loss_mask=np.ones(length, np.uint8),
+        logprobs=-generator.random(length, dtype=np.float32),
+        finish_reason=finish or ("length" if length == 8 else "stop"),
+        weight_version=version,
+        text=" ".join(map(str, tokens)),
+    )
+
+
+class FakePolicy:
+    """Its weights are a hash over everything it was ever trained on."""
+
+    def __init__(self, events: list | None = None) -> None:
+        self.weights = b"start"
+        self.steps = 0
+        self.events = events if events is not None else []
+        self.nonfinite_steps: dict[int, str] = {}  # step -> "raise" or "skip"
+        self.batches: list[tuple[int, int]] = []
+        self.prepared: set[int] = set()
+        self.gate: asyncio.Event | None = None
+        self.hang = False
+        self.closed = 0
+        self.save_error: OSError | None = None
+
+    async def prepare(self, batch):
+        self.events.append(("prepare", self.steps))
+        await asyncio.sleep(0)
+        self.prepared.add(batch_digest(batch))
+        return replace(batch, old_logprobs_R=np.full_like(batch.rollout_logprobs_R, self.steps))
+
+    async def train(self, batch, step: int) -> StepResult:
+        self.events.append(("train", step))
+        if self.hang:
+            await asyncio.sleep(NEVER)
+        if self.gate is not None:
+            await self.gate.wait()
+        await asyncio.sleep(0)
+        assert batch.old_logprobs_R is not None and batch_digest(batch) in self.prepared
+        self.batches.append((step, batch_digest(batch)))
+        if step in self.nonfinite_steps:
+            from megatron_daro.errors import NonFiniteError
+
+            if self.nonfinite_steps[step] == "raise":
+                raise NonFiniteError("loss is nan in micro-batch 3")
+            return StepResult(step, {"loss/policy": float("nan")}, skipped=True, reason="gradient norm is inf")
+        self.weights = str(digest(self.weights, batch_digest(batch), step)).encode()
+        self.steps += 1
+        self.events.append(("trained", step))
+        loss = int(self.weights) % 1000003 / 1000003
+        return StepResult(step, {"loss/policy": loss, "difficulty/weight/2": 1 + loss})
+
+    async def sync(self, engine, version: int):
+        self.events.append(("sync", version))
+
+        async def buckets():
+            data = np.frombuffer(self.weights, np.uint8)
+            yield WeightBucket((("w", (len(data),), "uint8", 0),), data)
+
+        await engine.update_weights(buckets(), version)
+        return {"sync/bytes": float(len(self.weights))}
+
+    async def save(self, directory: Path) -> None:
+        self.events.append(("save", self.steps))
+        (directory / "shards").mkdir()
+        (directory / "shards" / "0.json").write_text(json.dumps([self.weights.decode(), self.steps]))
+        if self.save_error:
+            raise self.save_error
+
+    async def load(self, directory: Path) -> None:
+        weights, self.steps = json.loads((directory / "shards" / "0.json").read_text())
+        self.weights = weights.encode()
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+def batch_digest(batch) -> int:
+    names = ("tokens_T", "lengths_N", "loss_mask_R", "rollout_logprobs_R", "advantages_N", "bins_N", "group_ids_N")
+    return digest(*(getattr(batch, name).tobytes() for name in names))
+
+
+class FakePhases:
+    """Phases that can raise at a chosen border: (name, n-th time, "enter" or "exit")."""
+
+    def __init__(self, crash: tuple[str, int, str] | None = None) -> None:
+        self.crash = crash
+        self.counts: dict[str, int] = {}
+        self.borders: list[tuple[str, int, str]] = []
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        number = self.counts[name] = self.counts.get(name, 0) + 1
+        self._border((name, number, "enter"))
+        yield
+        self._border((name, number, "exit"))
+
+    def _border(self, border: tuple[str, int, str]) -> None:
+        self.borders.append(border)
+        if border == self.crash:
+            raise Crash(f"crash at {border}")
+
+    def collect(self) -> dict[str, float]:
+        return {}
+
+
+class FakeProgress:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+        self.steps: list[int] = []
+        self.on_step = None
+
+    def notice(self, text: str) -> None:
+        self.messages.append(text)
+
+    def warn(self, text: str) -> None:
+        self.messages.append(f"warning: {text}")
+
+    def step(self, step: int, metrics) -> None:
+        self.steps.append(step)
+        if self.on_step:
+            self.on_step(step)
+
+
+def make_sampler(engine, source, progress, phases, *, rollout=None, order_seed=0, updates=1, **options) -> Sampler:
+    section = RolloutSection(
+        **({"prompts_per_step": 3, "rollouts_per_prompt": K, "oversampling": 1.5} | (rollout or {}))
+    )
+    options = {"filter_groups": True, "deadlines": FAST, "scorer": FakeScorer(order_seed)} | options
+    return Sampler(
+        section,
+        sampling=SamplingParams(),
+        engine=engine,
+        source=source,
+        notices=progress,
+        phases=phases,
+        updates_per_batch=updates,
+        **options,
+    )
+
+
+def make_stack(run: Path, *, order_seed=0, crash=None, rollout=None, trainer=None, deadlines=FAST, **sampler_options):
+    """A whole loop over fakes; attributes of the result are the parts."""
+    events: list = []
+    engine, policy = FakeEngine(order_seed, events), FakePolicy(events)
+    source, phases, progress = FakeSource(), FakePhases(crash), FakeProgress()
+    section = TrainerSection(**({"steps": 6, "save_every_steps": 2, "keep_checkpoints": 2} | (trainer or {})))
+    sampler = make_sampler(
+        engine,
+        source,
+        progress,
+        phases,
+        rollout=rollout,
+        order_seed=order_seed,
+        updates=section.updates_per_batch,
+        deadlines=deadlines,
+        **sampler_options,
+    )
+    metrics = MetricsLog(run, tensorboard=False)
+
+    async def evaluate(step: int):
+        events.append(("evaluate", step))
+        await asyncio.sleep(0)
+        return {"eval/held_out/accuracy": digest(engine.weights) % 100 / 100}
+
+    parts = Parts(
+        policy=policy,
+        source=sampler,
+        build=lambda groups: build_batch(groups, rollouts_per_prompt=K),
+        metrics=metrics,
+        progress=progress,
+        phases=phases,
+        engine=engine,
+        checkpoints=Checkpoints(run, keep=section.keep_checkpoints),
+        recorder=Recorder(run),
+        evaluate=evaluate,
+        identity={"seed": 1},
+        deadlines=deadlines,
+    )
+    staleness = (rollout or {}).get("max_staleness", 0)
+    controller = Controller(section, parts, max_staleness=staleness, rollouts_per_prompt=K)
+    return SimpleNamespace(
+        controller=controller,
+        parts=parts,
+        engine=engine,
+        policy=policy,
+        source=source,
+        sampler=sampler,
+        phases=phases,
+        progress=progress,
+        events=events,
+        metrics=metrics,
+        section=section,
+        run=run,
+    )
+
+
+def run_stack(stack):
+    """Runs to the end; returns the outcome."""
+    return asyncio.run(stack.controller.run())
+
+
+def resume_stack(stack):
+    """What `--resume` does: the newest whole checkpoint, or the beginning."""
+    found = take_latest_valid(stack.run, stack.progress)
+
+    async def go():
+        if found:
+            await stack.controller.resume(*found)
+        else:
+            stack.controller.truncate_files()
+        return await stack.controller.run()
+
+    return asyncio.run(go())

@@ -1,0 +1,260 @@
+"""Filling a batch: determinism, retries, refills, surplus, staleness, and engines that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loop_fakes import FAST, FakeEngine, FakePhases, FakeProgress, FakeScorer, FakeSource, K, make_sampler, verdict
+
+from megatron_daro.errors import DataError, DeadlineError, EngineError, RewardError
+from megatron_daro.rollout import deadlines as deadlines_module
+from megatron_daro.rollout.recorder import group_to_json
+from megatron_daro.rollout.sampled_batch import Snapshot
+
+
+def setup(order_seed=0, **options):
+    engine, source, progress = FakeEngine(order_seed), FakeSource(), FakeProgress()
+    engine.version = 0
+    sampler = make_sampler(engine, source, progress, FakePhases(), order_seed=order_seed, **options)
+    return SimpleNamespace(engine=engine, source=source, progress=progress, sampler=sampler)
+
+
+def sample(parts, use_version=0):
+    return asyncio.run(parts.sampler.sample(use_version))
+
+
+def plain(groups):
+    return [group_to_json(group, "trained") for group in groups]
+
+
+@given(st.integers(1, 1000))
+@settings(max_examples=25, deadline=None)
+def test_the_batch_does_not_depend_on_the_order_of_arrival(order_seed):
+    batches = []
+    for seed in (0, order_seed):
+        parts = setup(seed)
+        batches.append([sample(parts), sample(parts)])
+    for one, other in zip(*batches, strict=True):
+        for name in ("groups", "filtered", "dropped"):
+            assert plain(getattr(one, name)) == plain(getattr(other, name))
+        assert one.snapshot == other.snapshot
+        assert one.rounds == other.rounds
+
+
+def test_groups_are_complete_filtered_and_in_order():
+    parts = setup()
+    batch = sample(parts)
+    assert len(batch.groups) == 3
+    ids = [group.group_id for group in batch.groups]
+    assert ids == sorted(ids)
+    for group in batch.groups:
+        assert [r.index for r in group.rollouts] == list(range(K))
+        assert 0 < group.bin < K
+        assert group.verdicts == tuple(verdict(r.text, group.prompt.answer) for r in group.rollouts)
+    assert {group.bin for group in batch.filtered} <= {0, K} and batch.filtered
+    counts = parts.sampler.ledger.counts()
+    assert counts["outstanding"] == 3 and counts["filtered"] == len(batch.filtered)
+    assert parts.engine.iterators_closed == len(parts.engine.requests)
+
+
+def test_without_the_filter_every_group_trains():
+    parts = setup(filter_groups=False, rollout={"oversampling": 1.0})
+    batch = sample(parts)
+    assert [group.prompt.id for group in batch.groups] == ["p0", "p1", "p2"]
+    assert batch.rounds == 1 and not batch.filtered
+
+
+def test_only_missing_rollouts_are_requested_again_under_the_same_group_id():
+    parts = setup(filter_groups=False, rollout={"oversampling": 1.0})
+    parts.engine.abort_rollouts = {(1, 0, 2), (1, 0, 3), (1, 1, 3)}
+    parts.engine.lose_groups = {(2, 0)}
+    batch = sample(parts)
+    asked = [[(r.group_id, r.attempt, r.indices) for r in requests] for requests in parts.engine.requests]
+    assert asked[1:] == [[(1, 1, (2, 3)), (2, 1, (0, 1, 2, 3))], [(1, 2, (3,))]]
+    assert [group.group_id for group in batch.groups] == [0, 1, 2]
+    assert [r.attempt for r in batch.groups[1].rollouts] == [0, 0, 1, 2]
+    assert parts.sampler.ledger.retries == 3
+
+
+def test_late_answers_of_an_old_attempt_are_refused_and_counted():
+    parts = setup(filter_groups=False, rollout={"oversampling": 1.0})
+    parts.engine.abort_rollouts, parts.engine.keep_late = {(1, 0, 2)}, True
+    batch = sample(parts)
+    assert parts.sampler.ledger.late_refused == 1
+    assert batch.groups[1].rollouts[2].attempt == 1
+    parts.engine.late = [batch.groups[0].rollouts[0]]  # A second answer to an index that has one.
+    sample(parts)
+    assert parts.sampler.ledger.late_refused == 2
+
+
+def test_a_group_that_stays_incomplete_is_dropped_and_refilled():
+    parts = setup(filter_groups=False, rollout={"oversampling": 1.0})
+    parts.engine.lose_groups = {(1, 0), (1, 1)}
+    parts.engine.abort_rollouts = {(1, 2, 3)}
+    batch = sample(parts)
+    assert [group.group_id for group in batch.groups] == [0, 2, 3]
+    assert [group.group_id for group in batch.dropped] == [
+        1,
+        4,
+    ]  # Two are refilled where a third is lost; one is surplus.
+    assert len(batch.dropped[0].rollouts) == 3
+    assert any(
+        "still incomplete after 3 attempts" in m and "group 1, rollouts [3]" in m for m in parts.progress.messages
+    )
+    assert parts.sampler.ledger.counts()["dropped"] == 2
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 4])
+def test_refills_are_bounded_and_a_short_batch_is_said(rounds):
+    parts = setup(rollout={"prompts_per_step": 40, "oversampling": 1.0, "max_refill_rounds": rounds})
+    parts.source.next = lambda n, give=parts.source.next: [
+        replace(p, answer="mixed" if int(p.id[1:]) % 20 == 1 else "hard") for p in give(n)
+    ]
+    batch = sample(parts)
+    assert batch.rounds == 1 + rounds == len(parts.engine.requests)
+    assert 0 < len(batch.groups) < 40
+    assert [m for m in parts.progress.messages if f"batch has {len(batch.groups)} of 40 groups" in m]
+
+
+def test_a_full_batch_asks_no_further():
+    parts = setup(rollout={"max_refill_rounds": 50})
+    batch = sample(parts)
+    assert len(batch.groups) == 3 and batch.rounds < 10
+    assert not [m for m in parts.progress.messages if "batch has" in m]
+
+
+def test_batches_without_a_trainable_group_are_skipped_and_then_an_error():
+    parts = setup(rollout={"max_refill_rounds": 1})
+    parts.source.next = lambda n, give=parts.source.next: [replace(p, answer="easy") for p in give(n)]
+    with pytest.raises(DataError, match=r"3 batches in a row.*all right and 0 all wrong.*Use prompts"):
+        sample(parts)
+    assert len([m for m in parts.progress.messages if "it is skipped" in m]) == 3
+    assert len(parts.engine.requests) == 3 * 2
+
+
+def test_an_empty_batch_is_counted_and_its_groups_are_handed_on():
+    parts = setup(rollout={"max_refill_rounds": 0, "prompts_per_step": 2, "oversampling": 1.0})
+    parts.source.next = lambda n, give=parts.source.next: [
+        replace(p, answer="easy" if int(p.id[1:]) < 2 else "mixed") for p in give(n)
+    ]
+    batch = sample(parts)
+    assert [group.group_id for group in batch.filtered][:2] == [0, 1]
+    assert batch.counters == {"rollout/batches_empty": 1}
+    again = setup()
+    again.sampler.load_state_dict(batch.snapshot.to_json(dict.fromkeys(parts.sampler.ledger.outstanding, "trained")))
+    assert sample(again).counters == {"rollout/batches_empty": 1}
+
+
+def test_surplus_is_chosen_by_id_and_dropped():
+    parts = setup(filter_groups=False, rollout={"oversampling": 2.0})
+    batch = sample(parts)
+    assert [group.group_id for group in batch.groups] == [0, 1, 2]
+    assert [group.group_id for group in batch.dropped] == [3, 4, 5]
+    assert batch.snapshot.carry == ()
+
+
+@pytest.mark.parametrize(("use_version", "carried"), [(0, True), (1, True), (2, False)])
+def test_surplus_is_kept_while_it_is_young_enough(use_version, carried):
+    parts = setup(filter_groups=False, rollout={"oversampling": 2.0, "keep_surplus": True, "max_staleness": 1})
+    first = sample(parts)
+    assert not first.dropped
+    state = first.snapshot.to_json(dict.fromkeys([0, 1, 2], "trained"))
+    assert [record["group_id"] for record in state["carry"]] == [3, 4, 5]
+    resumed = setup(filter_groups=False, rollout={"oversampling": 2.0, "keep_surplus": True, "max_staleness": 1})
+    resumed.sampler.load_state_dict(state)
+    parts.sampler.ledger.finish([0, 1, 2], "trained")
+    for sampler_parts in (parts, resumed):
+        batch = sample(sampler_parts, use_version)
+        assert ([group.group_id for group in batch.groups] == [3, 4, 5]) == carried
+        assert [group.group_id for group in batch.dropped] == ([] if carried else [3, 4, 5])
+    assert parts.sampler.ledger.state_dict() == resumed.sampler.ledger.state_dict()
+
+
+@pytest.mark.parametrize("updates", [1, 3])
+def test_staleness_is_counted_in_batches(updates):
+    parts = setup(filter_groups=False, rollout={"max_staleness": 2}, updates=updates)
+    groups = sample(parts).groups
+    assert parts.sampler.stale(groups, 2 * updates) == ()
+    assert parts.sampler.stale(groups, 2 * updates + 1) == groups
+
+
+def test_a_snapshot_needs_the_fate_of_every_group_but_the_carried():
+    parts = setup(filter_groups=False, rollout={"oversampling": 1.0})
+    batch = sample(parts)
+    with pytest.raises(AssertionError, match=r"\(2,\) are outstanding but \(\) are carried"):
+        batch.snapshot.to_json({0: "trained", 1: "dropped"})
+    state = batch.snapshot.to_json({0: "trained", 1: "dropped", 2: "trained", 99: "trained"})
+    assert state["ledger"]["finished"] == {"trained": 2, "filtered": 0, "dropped": 1}
+    assert isinstance(batch.snapshot, Snapshot)
+
+
+def test_a_dead_engine_ends_sampling_with_its_own_error():
+    parts = setup()
+    parts.engine.fail_after = 2
+    with pytest.raises(EngineError, match="replica 0 died"):
+        sample(parts)
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_a_hanging_engine_is_named(stubborn, monkeypatch):
+    monkeypatch.setattr(deadlines_module, "_GRACE_S", 0.05)
+    parts = setup(deadlines=replace(FAST, generate=0.05, abort=0.05))
+    parts.engine.hang_after, parts.engine.stubborn = 1, stubborn
+
+    async def go():
+        with pytest.raises(DeadlineError, match=r"deadline 'generate' \(the engine, with 5 groups requested\)"):
+            await parts.sampler.sample(0)
+        parts.engine.stubborn = False
+
+    asyncio.run(go())
+    if stubborn:
+        assert any("generation could not be ended" in m for m in parts.progress.messages)
+
+
+def test_a_hanging_verifier_is_named():
+    parts = setup(deadlines=replace(FAST, score=0.05))
+    parts.sampler._scorer.hang = True
+    with pytest.raises(DeadlineError, match=r"deadline 'score' \(group \d+\)"):
+        sample(parts)
+
+
+def test_a_verifier_that_loses_a_verdict_is_an_error():
+    parts = setup()
+
+    class Loses(FakeScorer):
+        async def score_async(self, pairs):
+            return (await super().score_async(pairs))[:-1]
+
+    parts.sampler._scorer = Loses()
+    with pytest.raises(RewardError, match="gave 3 verdicts for 4 answers"):
+        sample(parts)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: replace(r, logprobs=r.logprobs[:-1]), "logprobs has"),
+        (lambda r: replace(r, loss_mask=np.append(r.loss_mask, 1)), "loss_mask has"),
+        (lambda r: replace(r, tokens=np.where(np.arange(len(r.tokens)) == 0, 99, r.tokens)), "are not the prompt"),
+        (lambda r: replace(r, group_id=77), "group 77 attempt 0, which was never requested"),
+    ],
+)
+def test_rollouts_that_do_not_fit_are_refused(change, message):
+    parts = setup()
+    answer = parts.engine._answer
+    parts.engine._answer = lambda request: tuple(map(change, answer(request)))
+    with pytest.raises(EngineError, match=message):
+        sample(parts)
+
+
+def test_a_prompt_source_that_ends_is_an_error():
+    parts = setup()
+    parts.source.next = lambda n: []
+    with pytest.raises(DataError, match="gave 0 prompts instead of 5"):
+        sample(parts)

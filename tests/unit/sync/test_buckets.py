@@ -1,0 +1,89 @@
+"""Weight buckets: what goes in comes out, in order, within the limit, without copies on the way out."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_daro.errors import SyncError
+from megatron_daro.sync.buckets import bucketize, unbucket
+from megatron_daro.types import WeightBucket
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+TENSORS = st.lists(st.tuples(st.lists(st.integers(0, 7), max_size=3), st.sampled_from(DTYPES)), max_size=12)
+
+
+@settings(max_examples=80, deadline=None)
+@given(specs=TENSORS, bucket_bytes=st.integers(1, 4000))
+def test_round_trip_within_the_limit(specs, bucket_bytes):
+    generator = torch.Generator().manual_seed(0)
+    sent = [(f"t{i}", torch.randn(s, generator=generator).to(d)) for i, (s, d) in enumerate(specs)]
+    buckets = list(bucketize(iter(sent), bucket_bytes))
+    received = [pair for bucket in buckets for pair in unbucket(bucket)]
+    assert [name for name, _ in received] == [name for name, _ in sent]
+    for (_, got), (_, expected) in zip(received, sent, strict=True):
+        assert got.dtype == expected.dtype and got.shape == expected.shape and torch.equal(got, expected)
+    for bucket in buckets:
+        assert len(bucket.data) <= bucket_bytes or len(bucket.entries) == 1
+        assert len(bucket.entries) > 0
+
+
+def test_buckets_are_filled_as_far_as_they_go():
+    sent = [(f"t{i}", torch.full((16,), float(i))) for i in range(10)]  # 64 bytes each, no padding
+    assert [len(b.entries) for b in bucketize(sent, 192)] == [3, 3, 3, 1]
+    assert [len(b.data) for b in bucketize(sent, 192)] == [192, 192, 192, 64]
+
+
+def test_the_stream_may_reuse_its_memory_and_is_read_one_bucket_ahead_at_most():
+    scratch, asked = torch.empty(16), []
+
+    def stream():
+        for i in range(6):
+            asked.append(i)
+            yield f"t{i}", scratch.fill_(float(i))
+
+    buckets = bucketize(stream(), 128)
+    first = next(buckets)
+    assert asked == [0, 1, 2]
+    values = [t[0].item() for b in [first, *buckets] for _, t in unbucket(b)]
+    assert values == [0, 1, 2, 3, 4, 5]
+
+
+def test_strided_tensors_are_packed_by_value():
+    tensor = torch.arange(12.0).view(3, 4).t()
+    [(name, got)] = unbucket(next(bucketize([("t", tensor)], 1)))
+    assert name == "t" and torch.equal(got, tensor)
+
+
+def test_unbucket_shares_memory_and_survives_pickling_and_read_only_data():
+    bucket = next(bucketize([("a", torch.ones(3)), ("b", torch.ones(2, dtype=torch.bfloat16))], 1000))
+    views = dict(unbucket(bucket))
+    bucket.data[:] = 0
+    assert views["a"].sum() == 0 and views["b"].sum() == 0
+    copy = pickle.loads(pickle.dumps(bucket))
+    copy.data.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert dict(unbucket(copy))["a"].shape == (3,)
+
+
+def test_refusals():
+    with pytest.raises(SyncError, match="bucket_bytes"):
+        list(bucketize([], 0))
+    with pytest.raises(SyncError, match="t: dtype int64"):
+        list(bucketize([("t", torch.ones(1, dtype=torch.int64))], 10))
+    good = next(bucketize([("t", torch.ones(4))], 100))
+    with pytest.raises(SyncError, match="torn"):
+        list(unbucket(WeightBucket(good.entries, good.data[:-1])))
+    with pytest.raises(SyncError, match="torn"):
+        list(unbucket(WeightBucket((("t", (3,), "float32", 2),), good.data)))
+    with pytest.raises(SyncError, match="'object'"):
+        list(unbucket(WeightBucket((("t", (4,), "object", 0),), good.data)))
+    with pytest.raises(SyncError, match="uint8"):
+        list(unbucket(WeightBucket(good.entries, np.ones(16))))

@@ -1,0 +1,189 @@
+"""The command line: what each command prints, its exit codes, and that help stays light."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_daro import cli
+from megatron_daro.config import Config, resolve
+from megatron_daro.controller import RunOutcome
+from megatron_daro.errors import NonFiniteError, WorkerError
+
+HEAVY = ("torch", "ray", "megatron", "transformers", "numpy", "yaml", "plotly")
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    model, train = tmp_path / "model", tmp_path / "train.jsonl"
+    model.mkdir()
+    shape = {"model_type": "qwen2", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape |= {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 64, "eos_token_id": 1}
+    (model / "config.json").write_text(json.dumps(shape))
+    header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    (model / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    (model / "tokenizer.json").write_text("{}")
+    train.write_text('{"problem": "1+1", "answer": "2"}\n')
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump({"model": {"path": str(model)}, "data": {"train": [str(train)]}}))
+    return path
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """Calls that reach the runtime, in place of Ray; `launched.fail` is raised there if set."""
+
+    class Calls(list):
+        fail: BaseException | None = None
+        status = "finished"
+
+    calls = Calls()
+
+    def record(name):
+        def function(config: Config, **options):
+            calls.append((name, config, options))
+            if calls.fail is not None:
+                raise calls.fail
+            return RunOutcome(calls.status, 3)
+
+        return function
+
+    runtime, launch = types.ModuleType("megatron_daro.runtime"), types.ModuleType("megatron_daro.runtime.launch")
+    launch.train, launch.evaluate = record("train"), record("evaluate")
+    runtime.launch = launch
+    monkeypatch.setitem(sys.modules, "megatron_daro.runtime", runtime)
+    monkeypatch.setitem(sys.modules, "megatron_daro.runtime.launch", launch)
+    return calls
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["eval", "--help"], ["report", "--help"]])
+def test_help_loads_nothing_heavy(arguments):
+    done = run_python(
+        f"import sys; from megatron_daro.cli import main; code = main({arguments!r}); "
+        f"print('loaded', sorted(set({HEAVY!r}) & set(sys.modules)), code)"
+    )
+    assert "Usage: megatron-daro" in done.stdout
+    assert done.stdout.splitlines()[-1] == "loaded [] 0", done.stdout + done.stderr
+
+
+def test_a_wrong_configuration_loads_no_torch_and_exits_with_2(config_file):
+    done = run_python(
+        "import sys; from megatron_daro.cli import main; "
+        f"code = main(['train', {str(config_file)!r}, 'rollout.rollouts_per_prompt=1', 'actor.fp8=maybe']); "
+        "print('loaded', sorted({'torch', 'ray', 'megatron', 'transformers'} & set(sys.modules)), code)"
+    )
+    assert done.stdout == "loaded [] 2\n"
+    assert "configuration error" in done.stderr and "2 problems" in done.stderr and "Traceback" not in done.stderr
+    assert "rollout.rollouts_per_prompt (command line): got 1; allowed: an integer >= 2; fix: " in done.stderr
+    assert "actor.fp8 (command line): got 'maybe'" in done.stderr
+
+
+def test_dry_run_prints_a_configuration_file_and_the_checks_and_starts_nothing(config_file, launched, capsys):
+    assert cli.main(["train", str(config_file), "trainer.steps=3", "rollout.max_staleness=1", "--dry-run"]) == 0
+    printed = capsys.readouterr()
+    assert not launched
+    again = config_file.with_name("again.yaml")
+    again.write_text(printed.out)
+    assert resolve(again) == resolve(config_file, ["trainer.steps=3", "rollout.max_staleness=1"])
+    for words in (
+        "#   ok       world size: TP 1 * PP 1 * CP 1 * DP 1 = 1 ranks",
+        "#   ok       batch:",
+        "#   warning  ",
+    ):
+        assert words in printed.out
+    assert "warning: algorithm.correction.kind: got none" in printed.err
+
+
+def test_train_hands_the_configuration_to_the_runtime(config_file, launched, tmp_path):
+    arguments = ["train", str(config_file), "trainer.steps=3", "--resume", "--replay", str(tmp_path)]
+    assert cli.main(arguments) == 0
+    ((name, config, options),) = launched
+    assert (name, config.trainer.steps, options) == ("train", 3, {"resume": True, "replay": tmp_path})
+
+
+@pytest.mark.parametrize(
+    ("status", "says"), [("stopped", "in the checkpoint"), ("interrupted", "without a checkpoint")]
+)
+def test_a_run_that_a_signal_ended_has_its_own_exit_code(config_file, launched, capsys, status, says):
+    launched.status = status
+    assert cli.main(["train", str(config_file)]) == 130
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert says in last and "step 3" in last and "--resume" in last
+
+
+def test_eval_hands_the_checkpoint_to_the_runtime(config_file, launched, tmp_path, capsys):
+    arguments = ["eval", str(config_file), "--checkpoint", str(tmp_path)]
+    assert cli.main(arguments) == 2
+    assert "data.eval: got no set" in capsys.readouterr().err
+    sets = f"data.eval=[{{name: a, path: '{config_file.parent}/train.jsonl'}}]"
+    assert cli.main([*arguments, sets]) == 0
+    assert launched[0][0] == "evaluate" and launched[0][2] == {"checkpoint": tmp_path}
+    assert cli.main(["eval", str(config_file), sets, "--checkpoint", "/nowhere"]) == 2
+    assert "--checkpoint: got '/nowhere'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "last_line"),
+    [
+        (WorkerError("rank 3 died\n  exit code: -9"), 1, "WorkerError: rank 3 died; exit code: -9"),
+        (NonFiniteError("loss is nan at step 4"), 3, "NonFiniteError: loss is nan at step 4"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (WorkerError("model said \x1b[2J\x07"), 1, r"WorkerError: model said \x1b[2J\x07"),
+    ],
+)
+def test_errors_become_exit_codes_with_the_cause_on_the_last_line(
+    config_file, launched, capsys, error, code, last_line
+):
+    launched.fail = error
+    assert cli.main(["train", str(config_file)]) == code
+    err = capsys.readouterr().err
+    assert err.splitlines()[-1] == last_line
+    assert "Traceback" not in err
+
+
+def test_an_unexpected_error_keeps_its_traceback(config_file, launched):
+    launched.fail = ZeroDivisionError("a bug")
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        cli.main(["train", str(config_file)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train"], "Missing argument 'CONFIG'"),
+        (["train", "x.yaml", "--dryrun"], "--dry-run"),
+        (["tran"], "train"),
+        (["eval", "x.yaml"], "Missing option '--checkpoint'"),
+        (["train", "/nowhere.yaml"], "no such file"),
+        (["train", "/nowhere.yaml", "--replay", "/nowhere"], "--replay: got '/nowhere'"),
+        (["report", "/nowhere"], "RUN: got '/nowhere'"),
+    ],
+)
+def test_wrong_usage_exits_with_2_and_says_what(arguments, words, capsys):
+    assert cli.main(arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_report_of_a_directory_without_a_run_is_an_error_of_its_own(tmp_path, capsys):
+    pytest.importorskip("megatron_daro.observe.report")
+    assert cli.main(["report", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith("DataError: ")
+
+
+def test_the_console_command_is_installed_and_answers():
+    command = Path(sys.executable).with_name("megatron-daro")
+    if not command.exists():
+        pytest.skip(f"{command} is absent: the package is not installed with its console command")
+    done = subprocess.run([command, "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "report" in done.stdout

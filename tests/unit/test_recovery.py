@@ -1,0 +1,314 @@
+"""Checkpoints: whole or not at all; torn, edited and pruned ones; a really full disk."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import resource
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "rollout"))
+
+from loop_fakes import FakeProgress, make_stack, run_stack
+
+from megatron_daro import recovery
+from megatron_daro.errors import CheckpointError, DeadlineError
+from megatron_daro.recovery import Checkpoints, find_latest_valid, require_fresh, take_latest_valid, verify
+
+
+def writer(size=2000, error=None):
+    """What a policy does: some shards in a folder of its own."""
+
+    async def write(directory: Path) -> None:
+        (directory / "iter" / "deep").mkdir(parents=True)
+        for name in ("iter/a.distcp", "iter/deep/b.distcp", "common.pt"):
+            (directory / name).write_bytes(hashlib.sha256(name.encode()).digest() * (size // 32))
+        if error:
+            raise error
+
+    return write
+
+
+def save(run, *steps, keep=10, notices=None, **options):
+    store = Checkpoints(run, keep=keep)
+    for step in steps:
+        state = {"step": step, "cursor": step * 10}
+        path = asyncio.run(store.save(step, writer(**options), state, notices or FakeProgress()))
+    return path
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+def test_a_checkpoint_has_everything_and_latest_points_at_it(tmp_path):
+    path = save(tmp_path, 20)
+    assert path == tmp_path / "checkpoints" / "step_000020"
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step_000020\n"
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert set(manifest["files"]) == {"iter/a.distcp", "iter/deep/b.distcp", "common.pt", "state.json"}
+    data = (path / "iter" / "a.distcp").read_bytes()
+    assert manifest["files"]["iter/a.distcp"] == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    assert find_latest_valid(tmp_path, FakeProgress()) == (path, {"step": 20, "cursor": 200})
+    assert {p.name for p in (tmp_path / "checkpoints").iterdir()} == {"step_000020", "latest"}
+
+
+def test_no_checkpoint_is_none(tmp_path):
+    assert find_latest_valid(tmp_path, FakeProgress()) is None
+    assert take_latest_valid(tmp_path, FakeProgress()) is None
+
+
+def _cut(path):
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def _flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def _text(old, new):
+    def edit(path):
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new))
+
+    return edit
+
+
+DAMAGE = {
+    "shard cut": ("iter/a.distcp", _cut, "iter/a.distcp: 1977 bytes, but the manifest says 1984"),
+    "one bit": ("iter/deep/b.distcp", _flip, "iter/deep/b.distcp: its SHA-256 is not that of the manifest"),
+    "shard missing": ("common.pt", Path.unlink, "common.pt: missing"),
+    "state edited": ("state.json", _text('"cursor": 30', '"cursor": 31'), "state.json: its SHA-256"),
+    "state cut": ("state.json", _cut, "state.json: .* bytes"),
+    "manifest missing": ("manifest.json", Path.unlink, "manifest.json: cannot be read"),
+    "manifest cut": ("manifest.json", _cut, "manifest.json: cannot be read"),
+    "manifest empty": ("manifest.json", _text('"files"', '"fi1es"'), "manifest.json: not a manifest"),
+    "manifest escapes": ("manifest.json", _text('"common.pt"', '"../../x"'), "names '../../x', outside the checkpoint"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_refused_by_name_and_the_previous_one_used(tmp_path, damage):
+    name, break_it, message = DAMAGE[damage]
+    path = save(tmp_path, 2, 3)
+    break_it(path / name)
+    progress = FakeProgress()
+    found, state = find_latest_valid(tmp_path, progress)
+    assert (found.name, state["step"]) == ("step_000002", 2)
+    with pytest.raises(CheckpointError, match=message):
+        verify(path)
+    assert "checkpoint refused" in progress.messages[0] and name.split("/")[-1] in progress.messages[0]
+    assert any("latest names 'step_000003'" in m for m in progress.messages)
+
+
+def test_a_renamed_checkpoint_is_refused(tmp_path):
+    path = save(tmp_path, 2, 3)
+    path.rename(path.with_name("step_000009"))
+    progress = FakeProgress()
+    assert find_latest_valid(tmp_path, progress)[1]["step"] == 2
+    assert "state.json: step 3 in step_000009: renamed or edited" in progress.messages[0]
+
+
+def test_when_none_is_whole_it_is_an_error_and_not_a_fresh_start(tmp_path):
+    for path in (save(tmp_path, 2), save(tmp_path, 3)):
+        _flip(path / "common.pt")
+    with pytest.raises(CheckpointError, match="none of 2 checkpoints is whole"):
+        find_latest_valid(tmp_path, FakeProgress())
+
+
+@pytest.mark.parametrize("pointer", [None, "step_0000", "garbage\n", "step_000002\n"])
+def test_a_torn_pointer_does_not_matter(tmp_path, pointer):
+    save(tmp_path, 2, 3)
+    latest = tmp_path / "checkpoints" / "latest"
+    latest.unlink() if pointer is None else latest.write_text(pointer)
+    progress = FakeProgress()
+    assert find_latest_valid(tmp_path, progress)[1]["step"] == 3
+    assert "the newest whole checkpoint is step_000003" in progress.messages[0]
+
+
+def test_refused_ones_are_set_aside_so_that_pruning_keeps_the_whole_ones(tmp_path):
+    _flip(save(tmp_path, 10, 20) / "common.pt")
+    assert take_latest_valid(tmp_path, FakeProgress())[1]["step"] == 10
+    save(tmp_path, 15, keep=2)
+    names = {p.name for p in (tmp_path / "checkpoints").iterdir()}
+    assert names == {"step_000010", "step_000015", "step_000020.refused", "latest"}
+    save(tmp_path, 20, keep=2)
+    assert find_latest_valid(tmp_path, FakeProgress())[1]["step"] == 20
+
+
+def test_old_ones_go_when_the_new_one_is_whole(tmp_path):
+    progress = FakeProgress()
+    save(tmp_path, 1, 2, 3, 4, keep=2, notices=progress)
+    assert [p.name for p in recovery.step_directories(tmp_path / "checkpoints")] == ["step_000004", "step_000003"]
+    assert progress.messages == [f"removed checkpoint step_00000{i} (trainer.keep_checkpoints=2)" for i in (1, 2)]
+
+
+def test_nothing_is_removed_when_the_new_one_cannot_be_read_back(tmp_path, monkeypatch):
+    save(tmp_path, 1, 2, keep=2)
+    publish = Checkpoints._publish
+
+    def loses_a_file(self, temporary, final):
+        publish(self, temporary, final)
+        (final / "common.pt").unlink()
+
+    monkeypatch.setattr(Checkpoints, "_publish", loses_a_file)
+    with pytest.raises(CheckpointError, match=r"common.pt: missing"):
+        save(tmp_path, 3, keep=2)
+    assert find_latest_valid(tmp_path, FakeProgress())[1]["step"] == 2
+    verify(tmp_path / "checkpoints" / "step_000001")
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("rank 1 died")])
+def test_a_save_that_fails_leaves_nothing_and_earlier_ones_as_they_were(tmp_path, error):
+    save(tmp_path, 1)
+    before = content(tmp_path)
+    with pytest.raises(
+        CheckpointError if isinstance(error, OSError) else RuntimeError,
+        match=r"step_000002: checkpoint not saved, the disk is full: .*No space"
+        if isinstance(error, OSError)
+        else "rank 1",
+    ):
+        save(tmp_path, 2, error=error)
+    assert content(tmp_path) == before
+    assert not list((tmp_path / "checkpoints").glob("*.tmp"))
+
+
+def test_a_state_that_is_no_json_is_refused_and_nothing_is_left(tmp_path):
+    with pytest.raises(CheckpointError, match="state of step 1 is not plain JSON"):
+        asyncio.run(Checkpoints(tmp_path, keep=1).save(1, writer(), {"step": 1, "x": object()}, FakeProgress()))
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+@contextmanager
+def small_filesystem(directory: Path, size_kib: int):
+    """A file system that is really small."""
+    directory.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size_kib}k", "tmpfs", str(directory)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
+        pytest.skip("cannot mount a small tmpfs (needs root); the file-size limit test covers the same path")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(directory)], check=True)
+
+
+@pytest.mark.parametrize("free_kib", [0, 8, 12, 16, 20])
+def test_a_full_disk_is_named_and_the_previous_checkpoint_is_intact(tmp_path, free_kib):
+    run = tmp_path / "small"
+    with small_filesystem(run, 256):
+        save(run, 1)
+        before = content(run)
+        filler = run / "filler"
+        space = os.statvfs(run)
+        filler.write_bytes(b"x" * (space.f_bavail * space.f_frsize - free_kib * 1024))
+        with pytest.raises(
+            CheckpointError, match=r"step_000002: checkpoint not saved, the disk is full: .*No space left"
+        ):
+            save(run, 2)
+        filler.unlink()
+        assert content(run) == before
+        assert not list((run / "checkpoints").glob("*.tmp"))
+        assert find_latest_valid(run, FakeProgress())[1]["step"] == 1
+        save(run, 2)
+        assert find_latest_valid(run, FakeProgress())[1]["step"] == 2
+
+
+def test_a_file_size_limit_is_named_too(tmp_path):
+    save(tmp_path, 1)
+    before = content(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"the disk is full: .*File too large"):
+            save(tmp_path, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize("stage", ["write", "_seal", "rename", "pointer"])
+def test_a_kill_at_any_point_of_saving_leaves_a_whole_checkpoint(tmp_path, stage):
+    """A process that is really killed, at each stage of saving step 2."""
+    save(tmp_path, 1)
+    script = f"""
+import asyncio, os, signal
+from pathlib import Path
+from megatron_daro import recovery
+stage = {stage!r}
+
+def die(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+async def write(directory):
+    (directory / "shard").write_bytes(b"x" * 1000)
+    if stage == "write":
+        die()
+
+if stage == "_seal":
+    recovery._digests = die
+elif stage == "rename":
+    Path.rename = die
+elif stage == "pointer":
+    Path.replace = die
+asyncio.run(recovery.Checkpoints(Path({str(tmp_path)!r}), keep=10).save(2, write, {{"step": 2}}, None))
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True)
+    assert result.returncode == -9, result.stderr.decode()
+    expected = 2 if stage == "pointer" else 1
+    assert find_latest_valid(tmp_path, FakeProgress())[1]["step"] == expected
+    save(tmp_path, 2 if expected == 1 else 3)
+    assert not list((tmp_path / "checkpoints").glob("*.tmp"))
+    assert (tmp_path / "checkpoints" / "latest").read_text() == f"step_00000{2 if expected == 1 else 3}\n"
+
+
+def test_a_hanging_save_is_named_and_not_taken_for_a_checkpoint(tmp_path):
+    from dataclasses import replace
+
+    from loop_fakes import FAST, NEVER
+
+    stack = make_stack(tmp_path, deadlines=replace(FAST, save=0.05))
+
+    async def hang(directory):
+        (directory / "half").write_bytes(b"x")
+        await asyncio.sleep(NEVER)
+
+    stack.policy.save = hang
+    with pytest.raises(DeadlineError, match=r"deadline 'save' \(checkpoint of step 2\)"):
+        run_stack(stack)
+    assert find_latest_valid(tmp_path, FakeProgress()) is None
+
+
+def test_a_full_disk_ends_a_run_with_that_error_and_it_can_be_resumed(tmp_path):
+    from loop_fakes import resume_stack
+
+    stack = make_stack(tmp_path)
+    stack.progress.on_step = lambda step: setattr(
+        stack.policy, "save_error", OSError(28, "No space") if step > 3 else None
+    )
+    with pytest.raises(CheckpointError, match="step_000004: checkpoint not saved, the disk is full"):
+        run_stack(stack)
+    assert stack.policy.closed == stack.engine.closed == 1
+    assert resume_stack(make_stack(tmp_path)).step == 6
+
+
+def test_a_new_run_over_an_old_one_is_refused(tmp_path):
+    require_fresh(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("")
+    require_fresh(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(CheckpointError, match=r"already holds a run.*--resume"):
+        require_fresh(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    save(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="already holds a run"):
+        require_fresh(tmp_path)
