@@ -113,7 +113,7 @@ def test_train_hands_the_configuration_to_the_runtime(config_file, launched, tmp
 
 
 @pytest.mark.parametrize(
-    ("status", "says"), [("stopped", "in the checkpoint"), ("interrupted", "without a checkpoint")]
+    ("status", "says"), [("stopped", "whose state is saved"), ("interrupted", "without a checkpoint")]
 )
 def test_a_run_that_a_signal_ended_has_its_own_exit_code(config_file, launched, capsys, status, says):
     launched.status = status
