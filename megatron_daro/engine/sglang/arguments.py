@@ -1,0 +1,218 @@
+"""Command lines of SGLang servers and of their router.
+
+Place in the data flow: `engine.sglang.arguments` -> argument_problems (before anything starts) -> server_command ->
+ManagedProcess. Arguments keep upstream's names; this file turns them into flags and knows which of them other
+options set.
+
+Refuses arguments that this package owns, and values that a command line cannot carry. Whether upstream knows a name
+is asked of the installed version (environment.py).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_daro.config.problems import Problem, check_passthrough, config_error, show
+
+SECTION = "engine.sglang.arguments"
+
+_ONE_SERVER = (
+    "one process group of tensor_parallel ranks is one server; set engine.replicas and engine.sglang.tensor_parallel"
+)
+_REPLICAS = "set engine.replicas: several servers, each ended and updated by itself"
+_PLACEMENT = "remove it: GPUs are chosen by placement (CUDA_VISIBLE_DEVICES)"
+_ONE_HOST = "remove it: a server runs on one host"
+_HTTP_ONLY = "remove it: servers are asked over plain HTTP"
+_NO_KEY = "remove it: requests carry no key"
+
+OWNED_ARGUMENTS: Mapping[str, str] = {
+    "model_path": "set model.path",
+    "model": "set model.path",
+    "config": "write its content under engine.sglang.arguments, where it is checked",
+    "host": "remove it: it follows from where servers run",
+    "port": "remove it: a free port is reserved for each server",
+    "nccl_port": "remove it: a free port is reserved for each server",
+    "random_seed": "set engine.seed",
+    "weight_version": "remove it: it counts the weight updates",
+    **dict.fromkeys(("tp_size", "tensor_parallel_size", "tp"), "set engine.sglang.tensor_parallel"),
+    **dict.fromkeys(("dp_size", "data_parallel_size", "dp"), _REPLICAS),
+    **dict.fromkeys(("attn_dp_size", "attention_data_parallel_size", "enable_dp_attention"), _REPLICAS),
+    **dict.fromkeys(("pp_size", "pipeline_parallel_size", "pp"), _ONE_SERVER),
+    **dict.fromkeys(("dist_init_addr", "nccl_init_addr", "nnodes", "node_rank", "use_ray"), _ONE_HOST),
+    **dict.fromkeys(("base_gpu_id", "gpu_id_step"), _PLACEMENT),
+    **dict.fromkeys(("grpc_mode", "smg_grpc_mode", "encoder_only", "ssl_keyfile", "ssl_certfile"), _HTTP_ONLY),
+    **dict.fromkeys(("disaggregation_mode", "fastapi_root_path"), _HTTP_ONLY),
+    **dict.fromkeys(("api_key", "admin_api_key"), _NO_KEY),
+}
+"""Names (with underscores) that are not the user's to give, and what to do instead."""
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*\Z")
+_ROUTER_WORKER_WAIT_S = 30
+_DAY_S = 86400
+
+
+def server_command(
+    python: Path,
+    *,
+    model_path: Path,
+    host: str,
+    port: int,
+    nccl_port: int,
+    tensor_parallel: int,
+    seed: int,
+    arguments: Mapping[str, Any],
+) -> list[str]:
+    """The command that starts a server.
+
+    Args:
+        python: interpreter that has sglang.
+        model_path: a local Hugging Face directory.
+        host: address to listen on.
+        port: HTTP port, reserved.
+        nccl_port: port of the server's own process group, reserved (see ports.py for why it is given).
+        tensor_parallel: ranks.
+        seed: of sampling.
+        arguments: further arguments under upstream's names, with hyphens or underscores. True is a flag by itself;
+            False and None leave upstream's default; a list is several values; a dict is JSON text.
+
+    Raises:
+        ConfigError: with every argument that is owned or cannot be written.
+    """
+    problems = argument_problems(arguments)
+    if problems:
+        raise config_error("SGLang servers", problems)
+    own = {
+        "model-path": str(model_path),
+        "host": host,
+        "port": port,
+        "nccl-port": nccl_port,
+        "tp-size": tensor_parallel,
+        "random-seed": seed,
+    }
+    words = [word for name, value in {**own, **arguments}.items() for word in _words(name, value)]
+    return [str(python), "-m", "sglang.launch_server", *words]
+
+
+def argument_problems(arguments: Mapping[str, Any], known: Iterable[str] = ()) -> list[Problem]:
+    """Everything wrong with the user's arguments; empty if nothing is.
+
+    Args:
+        arguments: `engine.sglang.arguments`.
+        known: names that the installed SGLang has, with underscores (ServerEnvironment.argument_names). Empty: names
+            are not compared.
+    """
+    problems, spelled, unowned = [], dict[str, str](), dict[str, Any]()
+    for name, value in arguments.items():
+        key = str(name).replace("-", "_")
+        first = spelled.setdefault(key, str(name))
+        if first != name:
+            problems.append(
+                Problem(f"{SECTION}.{name}", f"{first} as well", "each argument once", f"keep {first} or {name}")
+            )
+        elif key in OWNED_ARGUMENTS:
+            allowed = "arguments that no other option sets"
+            problems.append(Problem(f"{SECTION}.{name}", show(value), allowed, OWNED_ARGUMENTS[key]))
+        elif not _NAME.match(str(name)):
+            allowed = "a name of letters, digits, underscores and hyphens, without leading hyphens"
+            problems.append(Problem(f"{SECTION}.{name}", show(name), allowed, "write the name as upstream does"))
+        else:
+            unowned[key] = value
+            problems += _value_problems(f"{SECTION}.{name}", value)
+    names = frozenset(known) - frozenset(OWNED_ARGUMENTS)
+    problems += [
+        Problem(f"{SECTION}.{key}", "false, which leaves upstream's default", "true", f"write no_{key}: true")
+        for key, value in unowned.items()
+        if value is False and f"no_{key}" in names
+    ]
+    return problems + (check_passthrough(SECTION, unowned, names) if names else [])
+
+
+def router_command(
+    python: Path, *, host: str, port: int, worker_urls: Sequence[str], prometheus_port: int
+) -> list[str]:
+    """The command that starts sglang-router 0.3.2 in front of servers.
+
+    Args:
+        python: interpreter that has sglang_router.
+        host: address to listen on, for requests and for metrics (whose default is all addresses).
+        port: HTTP port, reserved.
+        worker_urls: servers, such as `http://127.0.0.1:30000`; may be empty, more can be added while it runs.
+        prometheus_port: port of its metrics, reserved; the default is the same for every router of a machine.
+
+    Policy round_robin: the default, cache_aware, sees the same text in all requests that carry token ids, and sends
+    them to one server: 20 of 20 at once with two servers idle, where round_robin sent 10 and 10. The answers of one
+    prompt are one request, so their prefix is shared without the router's help.
+
+    Retries, the circuit breaker and health checks are off. The client retries, under its own deadlines. A paused
+    server fails its health check, so a long weight update would take every server out of the list, and each needs two
+    checks more to return. The fleet watches its servers and removes the dead with DELETE /workers/ID.
+    """
+    options: dict[str, Any] = {
+        "host": host,
+        "port": port,
+        "prometheus-host": host,
+        "prometheus-port": prometheus_port,
+        "policy": "round_robin",
+        "disable-retries": True,
+        "disable-circuit-breaker": True,
+        "disable-health-check": True,
+        "worker-startup-timeout-secs": _ROUTER_WORKER_WAIT_S,  # Only servers that serve are handed to it.
+        "worker-startup-check-interval": 1,
+        "request-timeout-secs": _DAY_S,  # Deadlines are the client's.
+        "shutdown-grace-period-secs": 1,
+        "log-level": "warn",
+        "worker-urls": list(worker_urls) or None,
+    }
+    words = [word for name, value in options.items() for word in _words(name, value)]
+    return [str(python), "-m", "sglang_router.launch_router", *words]
+
+
+def _words(name: str, value: Any) -> list[str]:
+    """One argument as words of a command line."""
+    flag = "--" + name.replace("_", "-")
+    if value is None or value is False:
+        return []
+    if value is True:
+        return [flag]
+    if isinstance(value, (list, tuple)):
+        return [flag, *(_text(item) for item in value)]
+    text = _text(value)
+    return [f"{flag}={text}"] if text.startswith("-") else [flag, text]
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, (dict, bool)) else str(value)
+
+
+def _value_problems(field: str, value: Any) -> list[Problem]:
+    """At most one problem: what a command line cannot carry, or would read as something else."""
+    items = list(value) if isinstance(value, (list, tuple)) else [value]
+    allowed = "true, false, null, a number, text, a mapping, or a list of numbers and texts"
+    if not items:
+        return [Problem(field, "an empty list", allowed, "remove the argument or fill the list")]
+    for item in items:
+        if not isinstance(item, (bool, int, float, str, dict, type(None))) or (item is not value and item is None):
+            return [Problem(field, show(value), allowed, "write the value as on SGLang's command line")]
+        if isinstance(item, float) and not math.isfinite(item):
+            return [Problem(field, show(value), "finite numbers", "write a number")]
+        if isinstance(item, str) and "\0" in item:
+            return [Problem(field, show(value), "text without a null character", "remove the character")]
+        if item is not value and isinstance(item, str) and item.startswith("-"):
+            fix = "give the value as one text, as upstream's flag with `=` takes it"
+            return [Problem(field, show(value), "texts in a list begin with no hyphen", fix)]
+        if isinstance(item, dict) and not _is_json(item):
+            return [Problem(field, show(value), "a mapping that JSON can hold", "use texts, numbers, lists, mappings")]
+    return []
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -1,0 +1,123 @@
+"""What the interpreters of servers and router have installed, found out before anything is started.
+
+Place in the data flow: `engine.sglang.python`, `engine.sglang.router_python` -> (this) -> version and argument names,
+which argument_problems compares the user's arguments with.
+
+Refuses interpreters that are missing, cannot run, or have no sglang or one that is too old. A version newer than
+those tested is no error here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_daro.config.problems import Problem, config_error
+from megatron_daro.engine.sglang import upstream_names
+from megatron_daro.engine.sglang.environment_variables import server_environment
+
+OLDEST_SGLANG = (0, 5, 18)
+OLDEST_ROUTER = (0, 3, 2)
+INSPECTION_TIMEOUT_S = 120.0
+"""One start of Python and 20 files; 0.4 s on an idle machine, more on a cold network disk."""
+_STDERR_CHARS = 400
+
+
+@dataclass(frozen=True, slots=True)
+class ServerEnvironment:
+    """An interpreter with sglang (or sglang_router).
+
+    version: as installed, such as `0.5.23`.
+    argument_names: names of the command line's arguments, with underscores, aliases included; empty when a new
+        version declares them in another way, then the server itself is left to refuse unknown ones.
+    """
+
+    version: str
+    argument_names: frozenset[str]
+
+
+def inspect_environment(python: Path, *, env: Mapping[str, str] | None = None) -> ServerEnvironment:
+    """Version and argument names of the sglang that an interpreter has. Runs it once, 0.4 s; sglang is not imported.
+
+    Args:
+        python: `engine.sglang.python`.
+        env: `engine.sglang.env`; a PYTHONPATH in it counts.
+
+    Raises:
+        ConfigError: naming engine.sglang.python.
+    """
+    return _inspect("sglang", "engine.sglang.python", python, OLDEST_SGLANG, env or {})
+
+
+def inspect_router(python: Path, *, env: Mapping[str, str] | None = None) -> ServerEnvironment:
+    """The same for sglang_router.
+
+    Raises:
+        ConfigError: naming engine.sglang.router_python.
+    """
+    return _inspect("sglang_router", "engine.sglang.router_python", python, OLDEST_ROUTER, env or {})
+
+
+def version_numbers(version: str) -> tuple[int, int, int] | None:
+    """The first three numbers of a version; None for a text that does not begin with three."""
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    return None if found is None else (int(found[1]), int(found[2]), int(found[3]))
+
+
+def _inspect(
+    package: str, field: str, python: Path, oldest: tuple[int, int, int], env: Mapping[str, str]
+) -> ServerEnvironment:
+    name = upstream_names.DISTRIBUTIONS[package]
+    wanted = f"a Python interpreter that has {name} {'.'.join(map(str, oldest))} or newer"
+
+    def refuse(got: str, fix: str) -> Exception:
+        return config_error("SGLang", [Problem(field, f"{str(python)!r}, {got}", wanted, fix)])
+
+    if not python.is_file():
+        raise refuse("which is no file" if python.exists() else "which does not exist", "correct the path")
+    if not os.access(python, os.X_OK):
+        raise refuse("which is not executable", "give the path of the interpreter, such as VENV/bin/python")
+    found = _run(package, python, env)
+    if isinstance(found, str):
+        raise refuse(found, f"run `{python} -c 'import json, ast'` and repair the interpreter")
+    version = found["version"]
+    if version is None:
+        raise refuse(f"which has no {name} (Python {found['python']})", f"install it there, or correct {field}")
+    numbers = version_numbers(version)
+    if numbers is None or numbers < oldest:
+        raise refuse(f"which has {name} {version}", f"install a newer {name} there, or correct {field}")
+    return ServerEnvironment(version, frozenset(found["names"]))
+
+
+def _run(package: str, python: Path, env: Mapping[str, str]) -> dict[str, Any] | str:
+    """What upstream_names.py prints, or what went wrong, as the end of a sentence about the interpreter."""
+    try:
+        done = subprocess.run(
+            [str(python), upstream_names.__file__, package],
+            env=server_environment(env, host="127.0.0.1", python=python),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=INSPECTION_TIMEOUT_S,
+        )
+    except OSError as error:
+        return f"which cannot be run ({error})"
+    except subprocess.TimeoutExpired:
+        return f"which did not answer within {INSPECTION_TIMEOUT_S:g} s"
+    if done.returncode == 0:
+        try:
+            # The last line: a site directory's start-up files may print as well.
+            found = json.loads(done.stdout.strip().rpartition("\n")[2])
+        except ValueError:
+            found = None
+        if isinstance(found, dict) and {"version", "names", "python"} <= found.keys():
+            return found
+    said = " ".join((done.stderr or done.stdout)[-_STDERR_CHARS:].split())
+    return f"which failed (status {done.returncode}; it wrote: {said or 'nothing'})"

@@ -1,0 +1,95 @@
+"""Prints what an interpreter has of sglang or sglang_router, as one JSON object; imports neither of them.
+
+    python upstream_names.py sglang
+
+Place in the data flow: environment.py -> (this, in the interpreter of the servers) -> JSON on standard output. It uses
+nothing outside the standard library and runs on Python 3.9 and newer.
+
+Importing SGLang's ServerArgs takes 7 to 13 s and needs a working torch; reading its source takes 0.3 s. Arguments are
+declared as annotated fields (0.5.18: of the class ServerArgs; 0.5.20 and newer: of the classes in arg_groups/fields)
+and, a few, by calls of add_argument. The names of flags are collected from both.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+DISTRIBUTIONS = {"sglang": "sglang", "sglang_router": "sglang-router"}
+
+
+def sources(package: str, root: Path) -> list[Path]:
+    """Files that declare command-line arguments; those that exist."""
+    if package == "sglang_router":
+        return [path for path in [root / "router_args.py"] if path.is_file()]
+    fields = sorted((root / "srt" / "arg_groups" / "fields").glob("*.py"))
+    return [path for path in [root / "srt" / "server_args.py", *fields] if path.is_file()]
+
+
+def flags(tree: ast.Module) -> set[str]:
+    """Names of the flags that a file declares, without leading hyphens, with underscores."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found |= _field_flags(node.target.id, node.annotation)
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
+            found |= {_flag_text(word) for word in node.args}
+    return {name.lstrip("-").replace("-", "_") for name in found if name.startswith("--")}
+
+
+def _field_flags(name: str, annotation: ast.expr) -> set[str]:
+    """Flags of `name: A[type, "help"]` or `name: A[type, Arg(...)]`; none for other annotations."""
+    if not isinstance(annotation, ast.Subscript) or getattr(annotation.value, "id", "") not in ("A", "Annotated"):
+        return set()
+    metadata = annotation.slice.elts[1:] if isinstance(annotation.slice, ast.Tuple) else []
+    for node in metadata:
+        if not isinstance(node, ast.Call):
+            return {f"--{name}"}  # Help text, written out or joined from parts.
+        if getattr(node.func, "id", "") == "Arg":
+            options = {word.arg: _literal(word.value) for word in node.keywords}
+            if options.get("no_cli"):
+                return set()
+            found = {options.get("cli_name") or f"--{name}", *(options.get("aliases") or [])}
+            two_ways = any(getattr(word.value, "attr", "") == "BooleanOptionalAction" for word in node.keywords)
+            return found | {f"--no-{flag.lstrip('-')}" for flag in found} if two_ways else found
+    return set()
+
+
+def _flag_text(node: ast.expr) -> str:
+    """The text of a flag; an f-string's placeholders (a prefix, empty by default) are left out."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) for part in node.values if isinstance(part, ast.Constant))
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def _literal(node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return None
+
+
+def describe(package: str) -> dict[str, Any]:
+    """`version` (null: not installed), `names`, `python`; the package itself is only located."""
+    python = ".".join(map(str, sys.version_info[:3]))
+    try:
+        version = importlib.metadata.version(DISTRIBUTIONS[package])
+    except importlib.metadata.PackageNotFoundError:
+        return {"version": None, "names": [], "python": python}
+    spec = importlib.util.find_spec(package)
+    names: set[str] = set()
+    for root in (spec.submodule_search_locations or []) if spec else []:
+        for path in sources(package, Path(root)):
+            names |= flags(ast.parse(path.read_text(encoding="utf-8")))
+    return {"version": version if spec else None, "names": sorted(names), "python": python}
+
+
+if __name__ == "__main__":
+    # sglang may not be looked for beside this file.
+    sys.path[:] = [entry for entry in sys.path if entry != str(Path(__file__).resolve().parent)]
+    print(json.dumps(describe(sys.argv[1])))
