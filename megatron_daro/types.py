@@ -10,7 +10,7 @@ Shape letters: N samples, K rollouts per prompt; T tokens, R response tokens, ea
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -49,7 +49,11 @@ class SamplingParams:
 class GroupRequest:
     """What the sampler asks of an engine: rollouts `indices` of one group, at one attempt.
 
-    The tokens of rollout i depend on (engine seed, group_id, attempt, i) and the weights only.
+    The tokens of rollout i depend on (engine seed, group_id, attempt, i), `partial` and the weights only.
+
+    partial: index -> what an abort left of that rollout, with at least one response token and fewer than
+    max_new_tokens. An engine that can goes on from there (prompt and partial tokens, max_new_tokens less by those that
+    are there) and answers with the whole, as `Rollout.extended` puts it together; another one starts over.
     """
 
     group_id: int
@@ -57,6 +61,7 @@ class GroupRequest:
     prompt: Prompt
     indices: tuple[int, ...]
     sampling: SamplingParams
+    partial: Mapping[int, Rollout] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,6 +91,67 @@ class Rollout:
     def response_length(self) -> int:
         """Number of response tokens."""
         return len(self.tokens) - self.prompt_length
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """`version_spans`, also where they are one span; empty without a response token."""
+        whole = ((self.weight_version, self.response_length),) if self.response_length else ()
+        return self.version_spans or whole
+
+    def extended(self, later: Rollout, text: str) -> Rollout:
+        """This rollout, cut short before, with what was generated after its last token.
+
+        Args:
+            later: the continuation: its prompt is all of this rollout's tokens, its response the new ones (maybe none).
+            text: the whole response, decoded anew: the two texts may part within a character.
+
+        Returns:
+            prompt_length of this one; attempt and finish reason of `later`; response columns end to end; the spans of
+            both with their own versions (equal neighbours joined), and the oldest version that produced a token.
+
+        Raises:
+            ValueError: `later` is of another rollout, or does not begin with all tokens of this one.
+        """
+        if (self.group_id, self.index) != (later.group_id, later.index):
+            raise ValueError(
+                f"group {later.group_id} rollout {later.index} cannot continue group {self.group_id} rollout "
+                f"{self.index}; allowed: the same group and index"
+            )
+        if later.prompt_length != len(self.tokens) or not np.array_equal(
+            later.tokens[: later.prompt_length], self.tokens
+        ):
+            raise ValueError(
+                f"group {self.group_id} rollout {self.index}: the continuation's prompt ({later.prompt_length} tokens) "
+                f"is not the {len(self.tokens)} tokens so far; the engine must be asked with exactly these"
+            )
+        spans = _joined_spans((*self.spans, *later.spans))
+        return replace(
+            later,
+            prompt_length=self.prompt_length,
+            loss_mask=np.concatenate([self.loss_mask, later.loss_mask]),
+            logprobs=np.concatenate([self.logprobs, later.logprobs]),
+            weight_version=min((version for version, _ in spans), default=later.weight_version),
+            text=text,
+            version_spans=spans,
+        )
+
+    def continues(self, earlier: Rollout) -> bool:
+        """Whether this is `earlier` and more: the same response tokens with the same log-probs at its beginning."""
+        length = earlier.response_length
+        return np.array_equal(self.tokens[: len(earlier.tokens)], earlier.tokens) and np.array_equal(
+            self.logprobs[:length], earlier.logprobs
+        )
+
+
+def _joined_spans(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The same spans with neighbours of one version made one, and without empty ones."""
+    joined: list[tuple[int, int]] = []
+    for version, count in spans:
+        if joined and joined[-1][0] == version:
+            joined[-1] = (version, joined[-1][1] + count)
+        elif count:
+            joined.append((version, count))
+    return tuple(joined)
 
 
 @dataclass(frozen=True, slots=True)

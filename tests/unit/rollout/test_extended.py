@@ -1,0 +1,107 @@
+"""A rollout that was cut short and went on: one rollout, with each part's tokens, log-probs and version."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams
+
+PROMPT = Prompt("p", "4", "test", text="2 + 2", tokens=(5, 6, 7))
+
+
+def part(prompt, count, version, *, spans=(), finish="abort", attempt=0, seed=0) -> Rollout:
+    """A rollout of `count` response tokens after these prompt tokens."""
+    generator = np.random.default_rng([seed, version, count])
+    return Rollout(
+        prompt_id="p",
+        group_id=3,
+        attempt=attempt,
+        index=1,
+        tokens=np.concatenate([np.asarray(prompt, np.int32), generator.integers(10, 99, count).astype(np.int32)]),
+        prompt_length=len(prompt),
+        loss_mask=generator.integers(0, 2, count).astype(np.uint8),
+        logprobs=-generator.random(count, dtype=np.float32),
+        finish_reason=finish,
+        weight_version=version,
+        text="old",
+        version_spans=spans,
+    )
+
+
+def test_two_parts_by_hand():
+    first = part(PROMPT.tokens, 2, 4)
+    later = part(first.tokens, 3, 6, spans=((6, 1), (7, 2)), finish="stop", attempt=1)
+    whole = first.extended(later, "all of it")
+    assert whole.tokens.tolist() == [5, 6, 7, *first.tokens[3:], *later.tokens[5:]] and whole.tokens.dtype == np.int32
+    assert whole.prompt_length == 3 and whole.response_length == 5
+    assert whole.logprobs.tolist() == [*first.logprobs, *later.logprobs] and whole.logprobs.dtype == np.float32
+    assert whole.loss_mask.tolist() == [*first.loss_mask, *later.loss_mask] and whole.loss_mask.dtype == np.uint8
+    assert whole.version_spans == ((4, 2), (6, 1), (7, 2)) and whole.weight_version == 4
+    assert (whole.finish_reason, whole.attempt, whole.text) == ("stop", 1, "all of it")
+    assert whole.continues(first) and not first.continues(whole)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), min_size=1, max_size=5))
+def test_many_parts(parts):
+    """Versions may even fall (a server that was behind): the oldest counts, and the spans cover every token."""
+    whole = part(PROMPT.tokens, parts[0][1], parts[0][0])
+    for version, count in parts[1:]:
+        earlier, whole = whole, whole.extended(part(whole.tokens, count, version), "")
+        assert whole.continues(earlier)
+    total = sum(count for _, count in parts)
+    assert whole.response_length == total == len(whole.logprobs) == len(whole.loss_mask)
+    expected = [version for version, count in parts for _ in range(count)]
+    assert [version for version, count in whole.spans for _ in range(count)] == expected
+    if expected:
+        assert whole.weight_version == min(expected)
+    neighbours = [version for version, _ in whole.spans]
+    assert all(one != other for one, other in pairwise(neighbours))
+
+
+def test_a_continuation_of_nothing_new_keeps_the_old_version():
+    first = part(PROMPT.tokens, 2, 4)
+    whole = first.extended(part(first.tokens, 0, 9, finish="length"), "x")
+    assert whole.weight_version == 4 and whole.version_spans == ((4, 2),) and whole.finish_reason == "length"
+
+
+def test_a_continuation_of_nothing_has_the_new_version():
+    whole = part(PROMPT.tokens, 0, 4).extended(part(PROMPT.tokens, 2, 9), "x")
+    assert whole.weight_version == 9 and whole.version_spans == ((9, 2),)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: replace(r, index=2), "group 3 rollout 2 cannot continue group 3 rollout 1"),
+        (lambda r: replace(r, group_id=4), "group 4 rollout 1 cannot continue"),
+        (lambda r: replace(r, prompt_length=4), "is not the 5 tokens so far"),
+        (lambda r: replace(r, tokens=np.where(np.arange(len(r.tokens)) == 4, 1, r.tokens)), "is not the 5 tokens"),
+    ],
+)
+def test_what_is_no_continuation_is_refused(change, message):
+    first = part(PROMPT.tokens, 2, 4)
+    with pytest.raises(ValueError, match=message):
+        first.extended(change(part(first.tokens, 3, 6)), "")
+
+
+def test_starting_over_is_no_continuation():
+    first = part(PROMPT.tokens, 2, 4)
+    assert not part(PROMPT.tokens, 4, 5).continues(first)
+    same_tokens = replace(first, logprobs=first.logprobs - 1)
+    assert not same_tokens.continues(first), "other weights may choose the same tokens"
+
+
+def test_a_request_with_parts_is_hashable_and_pickles():
+    first = part(PROMPT.tokens, 2, 4)
+    request = GroupRequest(3, 1, PROMPT, (1,), SamplingParams(), partial={1: first})
+    again = pickle.loads(pickle.dumps(request))
+    assert again.partial[1].tokens.tolist() == first.tokens.tolist()
+    assert hash(request) == hash(replace(request, partial={}))
+    assert GroupRequest(3, 1, PROMPT, (1,), SamplingParams()).partial == {}
