@@ -104,7 +104,13 @@ def sampling_warnings(config: Config) -> Iterator[Problem]:
         fix = "set algorithm.correction.kind=tis"
         allowed = "tis, mis or gspo are advised off-policy"
         yield Problem("algorithm.correction.kind", got, allowed, fix, also=("rollout.max_staleness",))
-    if rollout.oversampling > 1 and not loss.filters_groups and not rollout.keep_surplus:
+    early = rollout.finishes_early(config.engine.kind)
+    if early and config.engine.kind == "embedded":
+        got = "enough with the embedded engine, which generates one group after the other then"
+        allowed = "all or auto: larger batches of rows, and a run that repeats exactly"
+        fix = "set rollout.finish_batch=auto"
+        yield Problem("rollout.finish_batch", got, allowed, fix, also=("engine.kind",))
+    if rollout.oversampling > 1 and not (loss.filters_groups or rollout.keep_surplus or early):
         got = f"{rollout.oversampling:g}, but no group is filtered"
         fix = "set rollout.oversampling=1, or algorithm.filter=pass_rate"
         allowed = "1 without a filter: the surplus would be thrown away"

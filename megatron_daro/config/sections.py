@@ -97,7 +97,11 @@ class RolloutSection(Section):
     max_refill_rounds: int = Field(default=3, ge=0)
     """Further rounds of prompts when too few groups were left; then the smaller batch is trained. >= 0."""
     keep_surplus: bool = False
-    """Keep complete groups beyond the batch for the next step instead of dropping them; needs max_staleness >= 1."""
+    """Keep groups beyond the batch for the next step instead of dropping them, unfinished ones with their tokens so
+    far (finish_batch enough); needs max_staleness >= 1."""
+    finish_batch: Literal["auto", "all", "enough"] = "auto"
+    """all: every round waits for all of its groups, so that a run repeats exactly; enough: a batch is complete as soon
+    as prompts_per_step trainable groups are, the rest is aborted; auto: all with the embedded engine, else enough."""
 
     @property
     def batch_rollouts(self) -> int:
@@ -108,6 +112,10 @@ class RolloutSection(Section):
     def prompts_requested(self) -> int:
         """Prompts of the first round of a step."""
         return math.ceil(self.prompts_per_step * self.oversampling)
+
+    def finishes_early(self, engine_kind: str) -> bool:
+        """Whether a batch ends before all of its groups do: `finish_batch`, with auto resolved for this engine."""
+        return self.finish_batch == "enough" or (self.finish_batch == "auto" and engine_kind != "embedded")
 
 
 class EmbeddedSection(Section):
