@@ -1,0 +1,65 @@
+"""Makes SGLang start on a machine without GPU: settings of the process, and operators that torchvision lacks.
+
+Place in the data flow: tools/sglang_cpu_env.sh copies it into the site-packages of its environment, where
+sglang_cpu.pth imports it whenever Python starts there, so in every process of a server too. It imports nothing heavy
+itself. A setting that the caller gave is left as it is.
+"""
+
+import importlib.machinery
+import os
+import sys
+
+SETTINGS = {
+    "SGLANG_USE_CPU_ENGINE": "1",  # without it SGLang looks for a GPU platform and fails on a package that is not here
+    "OMP_NUM_THREADS": "1",  # several servers and a trainer share the cores
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",  # models are directories; nothing is looked up
+}
+
+SCHEMAS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
+
+
+class TorchvisionFinder:
+    """Declares torchvision's operators just before its first import, if its compiled library cannot be loaded.
+
+    torchvision registers Python functions for these operators and fails if they are unknown. Its compiled library,
+    which declares them, only loads beside the torch it was built for.
+    """
+
+    library: object = None
+
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        """None always: the ordinary finders go on. Declares the operators when the name is torchvision."""
+        if name == "torchvision":
+            sys.meta_path.remove(cls)
+            declare_operators()
+
+
+def declare_operators():
+    """Load torchvision's compiled library, or declare the operators without an implementation."""
+    spec = importlib.machinery.PathFinder.find_spec("torchvision")
+    if spec is None:
+        return
+    import torch
+
+    for folder in spec.submodule_search_locations or ():
+        compiled = importlib.machinery.PathFinder.find_spec("_C", [folder])
+        try:
+            if compiled is not None and compiled.origin:
+                torch.ops.load_library(compiled.origin)
+                return
+        except OSError:
+            pass
+    library = torch.library.Library("torchvision", "DEF")
+    for schema in SCHEMAS:
+        library.define(schema)
+    TorchvisionFinder.library = library  # what it declares lasts as long as the object
+
+
+for _name, _value in SETTINGS.items():
+    os.environ.setdefault(_name, _value)
+sys.meta_path.insert(0, TorchvisionFinder)
