@@ -1,25 +1,56 @@
 #!/usr/bin/env bash
 # Trains a small language model with DARO on this machine, from nothing:
-#   bash examples/quickstart/run.sh [a.b=c ...]      for example trainer.steps=5
+#   bash examples/quickstart/run.sh [a.b=c ...]                    for example trainer.steps=5
+#   bash examples/quickstart/run.sh --engine sglang [a.b=c ...]    rollouts from two SGLang servers, into another run
 # Stages: virtual environment (unless one is active), packages, base model (kept for the next run), training with
-# evaluation at both ends, table and report. The arguments are passed to `megatron-daro train`.
+# evaluation at both ends, table and report. The arguments a.b=c are passed to `megatron-daro train`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-run=runs/quickstart
-for option in "$@"; do
-    case "$option" in
-        -h | --help)
-            sed -n '2,5s/^# //p' examples/quickstart/run.sh
-            exit 0
-            ;;
-        trainer.run_dir=*) run=${option#*=} ;;
-        -*)
-            echo "run.sh: got '$option'; allowed: options of the run as a.b=c" >&2
-            exit 2
-            ;;
-    esac
-done
+# refuse GOT: what is allowed instead, on stderr; the end.
+refuse() {
+    echo "run.sh: got '$1'; allowed: --engine embedded, --engine sglang, --help, options of the run as a.b=c" >&2
+    exit 2
+}
+
+# Sets `engine`, and `options` to the options of the run.
+read_arguments() {
+    engine=embedded options=()
+    while [ $# -gt 0 ]; do
+        case "$1" in
+            -h | --help)
+                sed -n '2,6s/^# //p' examples/quickstart/run.sh
+                exit 0
+                ;;
+            --engine=*) engine=${1#*=} ;;
+            --engine)
+                engine=${2-}
+                [ $# -eq 1 ] || shift
+                ;;
+            -* | '') refuse "$1" ;;
+            *) options+=("$1") ;;
+        esac
+        shift
+    done
+    case "$engine" in embedded | sglang) ;; *) refuse "--engine $engine" ;; esac
+}
+
+# Sets `run` to the directory of the run, and `own_servers` if the user names an interpreter for the servers.
+# The options of the user come last, so they win.
+complete_options() {
+    local option
+    run=runs/quickstart own_servers=''
+    if [ "$engine" = sglang ]; then
+        run=runs/quickstart-sglang
+        options=("engine=$(cat examples/quickstart/sglang.yaml)" "trainer.run_dir=$run" "${options[@]}")
+    fi
+    for option in "${options[@]}"; do
+        case "$option" in
+            trainer.run_dir=*) run=${option#*=} ;;
+            engine.sglang.python=*) own_servers=yes ;;
+        esac
+    done
+}
 
 # stage TEXT: one line before each stage, with the seconds since the start.
 stage() { printf '[%3d s] %s\n' "$SECONDS" "$1"; }
@@ -76,13 +107,19 @@ move_aside() {
     stage "the earlier run is now $old"
 }
 
+read_arguments "$@"
+complete_options
 choose_environment
 install_packages
+if [ "$engine" = sglang ] && [ -z "$own_servers" ]; then
+    stage "SGLang: its environment (one to three minutes, unless it is there already)"
+    bash tools/sglang_cpu_env.sh
+fi
 stage "base model: runs/quickstart-base (about 70 s, unless it is there already)"
 "$bin/python" examples/quickstart/build_base.py
 move_aside "$run"
-stage "training: $run (about 4 minutes)"
-"$bin/megatron-daro" train examples/quickstart/config.yaml "$@"
+stage "training: $run (engine: $engine; about 4 minutes)"
+"$bin/megatron-daro" train examples/quickstart/config.yaml "${options[@]}"
 stage "report"
 report=$("$bin/megatron-daro" report "$run")
 stage "done"
