@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from megatron_daro.engine.sglang import keeper
 from megatron_daro.engine.sglang.environment_variables import server_environment
@@ -52,6 +53,7 @@ class ManagedProcess:
         self._python = python
         self._log_start = 0
         self._keeper: subprocess.Popen[bytes] | None = None
+        self._input: IO[bytes] | None = None
         self._pid: int | None = None
         self._ending = threading.Lock()
         self._swept = False
@@ -81,6 +83,8 @@ class ManagedProcess:
             with self._log_path.open("ab") as log:
                 self._log_start = log.tell()
                 self._keeper = self._start_keeper(log.fileno(), write_end)
+            # Held here and not by Popen, which outlives this object as long as its process does.
+            self._input, self._keeper.stdin = self._keeper.stdin, None
         except OSError as error:
             os.close(read_end)
             raise EngineError(
@@ -172,8 +176,8 @@ class ManagedProcess:
     def _close_input(self, grace_s: float | None) -> None:
         """End the keeper's input, which is the order to end the command."""
         with self._ending:
-            stream = None if self._keeper is None else self._keeper.stdin
-            if stream is None or stream.closed:
+            stream, self._input = self._input, None
+            if stream is None:
                 return
             try:
                 if grace_s is not None:

@@ -5,7 +5,7 @@
 Place in the data flow: environment.py -> (this, in the interpreter of the servers) -> JSON on standard output. It uses
 nothing outside the standard library and runs on Python 3.9 and newer.
 
-Importing SGLang's ServerArgs takes 7 to 13 s and needs a working torch; reading its source takes 0.3 s. Arguments are
+Importing SGLang's ServerArgs takes 7 to 13 s and needs a working torch; reading its source takes 0.1 s. Arguments are
 declared as annotated fields (0.5.18: of the class ServerArgs; 0.5.20 and newer: of the classes in arg_groups/fields)
 and, a few, by calls of add_argument. The names of flags are collected from both.
 """

@@ -1,0 +1,195 @@
+"""Inspection of interpreters: real virtual environments with a small package called sglang."""
+
+from __future__ import annotations
+
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from megatron_daro.engine.sglang import environment
+from megatron_daro.engine.sglang.environment import inspect_environment, inspect_router, version_numbers
+from megatron_daro.errors import ConfigError
+
+ONE_CLASS = """
+from __future__ import annotations
+import torch_that_is_not_there
+
+@dataclasses.dataclass
+class ServerArgs:
+    model_path: A[str, Arg(help="x", aliases=["--model"])]
+    tp_size: A[int, Arg(help="x", aliases=["--tensor-parallel-size", "--tp"])] = 1
+    fp8_runner: A[str, Arg(help="x", cli_name="--fp8-backend", choices=CHOICES)] = "auto"
+    host: Annotated[str, "The host."] = "127.0.0.1"
+    port: A[int, "The port of " "the server."] = 30000
+    text: A[str, f"Default {DEFAULT}."] = ""
+    two_ways: A[bool, Arg(help="x", action=argparse.BooleanOptionalAction)] = True
+    hidden: A[int, Arg(help="x", no_cli=True)] = 1
+    computed: A[int, Derived(doc="x")] = 1
+    plain: int = 0
+
+    @staticmethod
+    def add_cli_args(parser):
+        parser.add_argument("--config", type=str)
+        parser.add_argument("-q", "--quiet-mode", "--be-quiet")
+        parser.add_argument("positional")
+"""
+ONE_CLASS_NAMES = {
+    "model_path",
+    "model",
+    "tp_size",
+    "tensor_parallel_size",
+    "tp",
+    "fp8_backend",
+    "host",
+    "port",
+    "text",
+}
+ONE_CLASS_NAMES |= {"two_ways", "no_two_ways", "config", "quiet_mode", "be_quiet"}
+
+
+@pytest.fixture(scope="module")
+def empty_environment(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("environment")
+    venv.create(directory, with_pip=False, symlinks=True)
+    return directory
+
+
+@pytest.fixture
+def environment_with(empty_environment):
+    """Makes an interpreter that has distributions, given as {name: version}, and files, given as {path: text}."""
+    (site,) = empty_environment.glob("lib/python*/site-packages")
+    before = set(site.rglob("*"))
+
+    def make(distributions: dict[str, str], files: dict[str, str]) -> Path:
+        for name, version in distributions.items():
+            info = site / f"{name.replace('-', '_')}-{version}.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        for path, text in files.items():
+            (site / path).parent.mkdir(parents=True, exist_ok=True)
+            (site / path).write_text(text)
+        return empty_environment / "bin" / "python"
+
+    yield make
+    for path in sorted(set(site.rglob("*")) - before, reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+
+
+EXPLODES = "raise RuntimeError('imported')"
+
+
+def test_arguments_of_one_class_as_in_0_5_18(environment_with):
+    files = {"sglang/__init__.py": EXPLODES, "sglang/srt/server_args.py": ONE_CLASS}
+    found = inspect_environment(environment_with({"sglang": "0.5.18"}, files))
+    assert found.version == "0.5.18"
+    assert found.argument_names == ONE_CLASS_NAMES
+
+
+def test_arguments_in_several_files_as_in_0_5_23(environment_with):
+    files = {
+        "sglang/__init__.py": EXPLODES,
+        "sglang/srt/server_args.py": "class ServerArgs:\n  def f(p):\n    p.add_argument('--config')\n  x: int\n",
+        "sglang/srt/arg_groups/fields/__init__.py": "",
+        "sglang/srt/arg_groups/fields/device.py": "class D:\n  _NS = 'd'\n  random_seed: A[int | None, 'x'] = None\n",
+        "sglang/srt/arg_groups/fields/serving.py": "class S:\n  host: A[str, 'x'] = 'h'\n",
+    }
+    found = inspect_environment(environment_with({"sglang": "0.5.23.post1"}, files))
+    assert found == environment.ServerEnvironment("0.5.23.post1", frozenset({"config", "random_seed", "host"}))
+
+
+def test_newer_version_with_another_layout_has_unknown_names(environment_with):
+    found = inspect_environment(environment_with({"sglang": "1.0.0"}, {"sglang/__init__.py": EXPLODES}))
+    assert found == environment.ServerEnvironment("1.0.0", frozenset())
+
+
+def test_router(environment_with):
+    text = "def add(parser, prefix):\n  parser.add_argument(f'--{prefix}policy')\n  parser.add_argument('--host')\n"
+    files = {"sglang_router/__init__.py": EXPLODES, "sglang_router/router_args.py": text}
+    found = inspect_router(environment_with({"sglang-router": "0.3.2"}, files))
+    assert found == environment.ServerEnvironment("0.3.2", frozenset({"policy", "host"}))
+
+
+def refused(python, *, router=False):
+    with pytest.raises(ConfigError) as caught:
+        (inspect_router if router else inspect_environment)(python)
+    text = str(caught.value)
+    field = "engine.sglang.router_python" if router else "engine.sglang.python"
+    assert f"  {field}: got {str(python)!r}" in text and "allowed: a Python interpreter that has" in text
+    assert "fix: " in text
+    return text
+
+
+@pytest.mark.parametrize("router", [False, True])
+def test_interpreter_without_the_package(environment_with, router):
+    name = "sglang-router" if router else "sglang"
+    assert f"which has no {name} (Python 3." in refused(environment_with({}, {}), router=router)
+
+
+def test_metadata_without_the_package_is_no_package(environment_with):
+    assert "which has no sglang" in refused(environment_with({"sglang": "0.5.23"}, {}))
+
+
+@pytest.mark.parametrize("version", ["0.5.17", "0.4.99", "0.5.9", "dev"])
+def test_version_that_is_too_old(environment_with, version):
+    text = refused(environment_with({"sglang": version}, {"sglang/__init__.py": ""}))
+    assert f"which has sglang {version}" in text and "sglang 0.5.18 or newer" in text
+
+
+def test_router_that_is_too_old(environment_with):
+    text = refused(environment_with({"sglang-router": "0.3.1"}, {"sglang_router/__init__.py": ""}), router=True)
+    assert "which has sglang-router 0.3.1" in text and "sglang-router 0.3.2 or newer" in text
+
+
+def test_files_that_are_no_interpreters(tmp_path):
+    assert "does not exist" in refused(tmp_path / "python")
+    assert "is no file" in refused(tmp_path)
+    text = tmp_path / "text"
+    text.write_text("#!/bin/sh\necho broken; exit 3\n")
+    assert "is not executable" in refused(text)
+    text.chmod(0o700)
+    assert "status 3; it wrote: broken" in refused(text)
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\x7fELF nothing")
+    binary.chmod(0o700)
+    assert "cannot be run" in refused(binary)
+    for number, said in enumerate(("no json", "[1]", "{}", '{"version": "0.5.23"}')):
+        other = tmp_path / f"other{number}"
+        other.write_text(f"#!/bin/sh\necho '{said}'\n")
+        other.chmod(0o700)
+        assert "status 0; it wrote: " in refused(other)
+
+
+def test_interpreter_that_hangs_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(environment, "INSPECTION_TIMEOUT_S", 0.2)
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 600\n")
+    slow.chmod(0o700)
+    assert "did not answer within 0.2 s" in refused(slow)
+
+
+def test_import_path_of_the_trainer_does_not_count_but_that_of_the_user_does(environment_with, tmp_path, monkeypatch):
+    package = tmp_path / "extra" / "sglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(EXPLODES)
+    info = tmp_path / "extra" / "sglang-0.5.20.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.20\n")
+    python = environment_with({}, {})
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "extra"))
+    refused(python)
+    assert inspect_environment(python, env={"PYTHONPATH": str(tmp_path / "extra")}).version == "0.5.20"
+
+
+def test_symbolic_link_to_the_interpreter_stays_in_its_environment(environment_with):
+    """A virtual environment's python is a link to another; following it would inspect that one."""
+    python = environment_with({"sglang": "0.5.20"}, {"sglang/__init__.py": ""})
+    assert python.is_symlink() and python.resolve() == Path(sys.executable).resolve()
+    assert inspect_environment(python).version == "0.5.20"
+
+
+def test_version_numbers():
+    assert version_numbers("0.5.23.post1") == (0, 5, 23)
+    assert version_numbers("1.10.2rc1+cu12") == (1, 10, 2)
+    assert version_numbers("main") is None
