@@ -9,6 +9,7 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_daro.config.hardware import Hardware
 from megatron_daro.config.model_files import ModelShape
 from megatron_daro.config.problems import Problem
 from megatron_daro.config.sections import Config
@@ -173,12 +174,35 @@ def algorithm_warnings(config: Config) -> Iterator[Problem]:
         yield Problem("algorithm.std", section.std, allowed, fix, also=("algorithm.name",))
 
 
-def engine(config: Config) -> Iterator[Problem]:
-    """Options of an engine belong to the engine that runs."""
-    if config.engine.sglang and config.engine.kind != "sglang":
-        got = f"{len(config.engine.sglang)} options with kind {config.engine.kind}"
-        fix = "set engine.kind=sglang or remove them"
-        yield Problem("engine.sglang", got, "empty unless engine.kind is sglang", fix, also=("engine.kind",))
+def engine(config: Config, hardware: Hardware) -> Iterator[Problem]:
+    """Options of an engine belong to the engine that runs, and fit each other."""
+    section, sglang = config.engine, config.engine.sglang
+    if section.kind != "sglang":
+        given = [name for name, value in sglang if value != getattr(type(sglang)(), name)]
+        if given:
+            got = f"{', '.join(given)} with engine.kind {section.kind}, which would not use them"
+            fix = "set engine.kind=sglang or remove them"
+            yield Problem("engine.sglang", got, "options only with engine.kind sglang", fix, also=("engine.kind",))
+        return
+    field = "engine.sglang"
+    started = [name for name in ("python", "arguments", "env") if getattr(sglang, name)]
+    if sglang.urls and started:
+        got = f"{len(sglang.urls)} servers that run already, and {', '.join(started)} for servers to be started"
+        also = tuple(f"{field}.{name}" for name in started)
+        yield Problem(f"{field}.urls", got, "one or the other", f"remove {field}.{started[0]}", also=also)
+    if len(set(sglang.urls)) < len(sglang.urls):
+        yield Problem(f"{field}.urls", "a URL twice", "each server once", "remove the repetition")
+    if sglang.router_python and sglang.router_url:
+        got = "a router that runs already, and router_python for one to be started"
+        fix = f"remove {field}.router_python"
+        yield Problem(f"{field}.router_url", got, "one or the other", fix, also=(f"{field}.router_python",))
+    if sglang.sync == "tensor" and (hardware.kind != "gpu" or sglang.urls):
+        got = "tensor " + ("with servers that run elsewhere" if sglang.urls else "on a machine without a GPU")
+        allowed = "tensor for servers of this job on GPUs of the same host; else distributed or disk"
+        yield Problem(f"{field}.sync", got, allowed, f"set {field}.sync=distributed", also=(f"{field}.urls",))
+    if sglang.sync_dir and sglang.sync != "disk":
+        got = f"{str(sglang.sync_dir)!r} with sync {sglang.sync}"
+        yield Problem(f"{field}.sync_dir", got, "only with sync disk", f"set {field}.sync=disk or remove it")
 
 
 def run(config: Config) -> Iterator[Problem]:

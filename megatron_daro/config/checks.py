@@ -212,6 +212,6 @@ _CHECKS: tuple[tuple[str, _Find, _Find, Callable[[_Context], str]], ...] = (
         lambda c: check_training.algorithm_warnings(c.config),
         lambda c: c.config.algorithm.name,
     ),
-    ("engine", lambda c: check_training.engine(c.config), _nothing, lambda c: c.config.engine.kind),
+    ("engine", lambda c: check_training.engine(c.config, c.hardware), _nothing, lambda c: c.config.engine.kind),
     ("run", lambda c: check_training.run(c.config), _nothing, lambda c: f"{c.config.trainer.steps} steps"),
 )

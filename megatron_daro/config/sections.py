@@ -98,7 +98,8 @@ class RolloutSection(Section):
     """Further rounds of prompts when too few groups were left; then the smaller batch is trained. >= 0."""
     keep_surplus: bool = False
     """Keep groups beyond the batch for the next step instead of dropping them, unfinished ones with their tokens so
-    far (finish_batch enough); needs max_staleness >= 1."""
+    far (finish_batch enough). They are a batch older when they are used, so generation runs ahead by one batch fewer
+    than max_staleness, which must be >= 1."""
     finish_batch: Literal["auto", "all", "enough"] = "auto"
     """all: every round waits for all of its groups, so that a run repeats exactly; enough: a batch is complete as soon
     as prompts_per_step trainable groups are, the rest is aborted; auto: all with the embedded engine, else enough."""
@@ -112,6 +113,11 @@ class RolloutSection(Section):
     def prompts_requested(self) -> int:
         """Prompts of the first round of a step."""
         return math.ceil(self.prompts_per_step * self.oversampling)
+
+    @property
+    def batches_ahead(self) -> int:
+        """Batches by which generation runs ahead: what is kept for the next one must not be too old for it."""
+        return max(self.max_staleness - self.keep_surplus, 0)
 
     def finishes_early(self, engine_kind: str) -> bool:
         """Whether a batch ends before all of its groups do: `finish_batch`, with auto resolved for this engine."""
@@ -127,6 +133,49 @@ class EmbeddedSection(Section):
     """CPU threads of each replica. Unset: torch's default."""
 
 
+class SGLangSection(Section):
+    """SGLang servers: how they are started, fed, kept in step with the policy, and given up."""
+
+    python: Path | None = None
+    """Python interpreter that has sglang, with which servers are started. Unset: the one of the trainer."""
+    urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+$")], ...] = ()
+    """Servers that run already, as http://host:port; then none is started and engine.replicas is not used."""
+    arguments: dict[str, Any] = {}
+    """Server arguments under their upstream names, such as mem_fraction_static or attention_backend."""
+    env: dict[str, str] = {}
+    """Environment variables of the servers."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """GPUs (on a CPU: ranks) of each server, >= 1."""
+    router_python: Path | None = None
+    """Python interpreter that has sglang_router; a router then stands in front of several servers. Unset: none."""
+    router_url: Annotated[str, Field(pattern=r"^https?://[^/\s]+$")] | None = None
+    """A router that runs already and knows the servers. Unset: none."""
+    sync: Literal["distributed", "disk", "tensor"] = "distributed"
+    """How weights reach the servers. distributed: broadcast in a process group (NCCL, or gloo on CPU); disk: files in
+    sync_dir, which trainer and servers must both see; tensor: CUDA IPC between GPUs of one host."""
+    sync_dir: Path | None = None
+    """Directory of the weight files of sync disk. Unset: RUN/sync."""
+    bucket_mib: int = Field(default=256, ge=1)
+    """Weights are sent in buckets of at most this many MiB (or one larger tensor); the exporting rank holds two. >= 1."""
+    pause: Literal["retract", "in_place", "abort"] = "retract"
+    """Requests that run while weights change. retract: go on under the new weights with their cache computed anew;
+    in_place: go on with the old cache; abort: end, and are requested again."""
+    verify: bool = True
+    """After each update compare checksums of some tensors (where the server has them) and log-probs of a fixed prompt."""
+    max_tokens_in_flight: int | None = Field(default=None, ge=1)
+    """Tokens (prompt and expected answer) that one server is given at once. Unset: twice what its cache holds."""
+    start_timeout_s: float = Field(default=1800.0, gt=0)
+    """Until a server generates its first token, in seconds, > 0."""
+    request_timeout_s: float = Field(default=3600.0, gt=0)
+    """Until the answers of one group arrive, in seconds; then it is requested elsewhere. > 0."""
+    stall_timeout_s: float = Field(default=60.0, gt=0)
+    """Time without any progress after which a server is given up, in seconds, > 0."""
+    sync_timeout_s: float = Field(default=300.0, gt=0)
+    """Each call of a weight update, and each broadcast, in seconds, > 0."""
+    max_restarts: int = Field(default=20, ge=0)
+    """Times that each server is started again after it failed, >= 0."""
+
+
 class EngineSection(Section):
     """The rollout engine."""
 
@@ -138,8 +187,8 @@ class EngineSection(Section):
     """Seed of sampling. Unset: trainer.seed."""
     embedded: EmbeddedSection = EmbeddedSection()
     """Options of the embedded engine."""
-    sglang: dict[str, Any] = {}
-    """SGLang server arguments under their upstream names; only with kind sglang."""
+    sglang: SGLangSection = SGLangSection()
+    """Options of SGLang servers."""
 
 
 class RewardSection(Section):

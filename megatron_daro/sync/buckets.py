@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -46,6 +47,63 @@ def bucketize(stream: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterat
         bucket.add(name, tensor)
     if bucket.entries:
         yield bucket.close()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatBucket:
+    """Whole tensors of one dtype end to end, as SGLang's `flattened_bucket` has them: no padding.
+
+    names, shapes: of each tensor in order. dtype: such as "bfloat16". data: uint8 [bytes], on the tensors' device.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str
+    data: Tensor
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, view of the data)."""
+        start, dtype = 0, _DTYPES[self.dtype]
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            end = start + math.prod(shape) * dtype.itemsize
+            yield name, self.data[start:end].view(dtype).view(shape)
+            start = end
+
+
+def flatten(stream: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[FlatBucket]:
+    """Whole tensors, in order, in packed buckets of one dtype and at most `bucket_bytes`; a larger tensor has its own.
+
+    Args:
+        stream: (name, tensor of a float dtype, any shape, any device).
+        bucket_bytes: limit of a bucket's data in bytes, at least 1.
+
+    Returns:
+        Buckets that own their data, which lies on the device of their tensors.
+
+    Raises:
+        SyncError: bucket_bytes below 1, or a dtype that cannot be transported.
+    """
+    if bucket_bytes < 1:
+        raise SyncError(f"bucket_bytes must be at least 1, got {bucket_bytes}.")
+    data, used, held = torch.empty(0, dtype=torch.uint8), 0, list[tuple[str, tuple[int, ...]]]()
+    dtype_name = ""
+    for name, tensor in stream:
+        tensor_dtype = _dtype_name(name, tensor)
+        if held and (tensor_dtype != dtype_name or used + tensor.nbytes > bucket_bytes):
+            yield _flat(held, dtype_name, data[:used])
+            held = []
+        if not held:
+            data = torch.empty(max(bucket_bytes, tensor.nbytes), dtype=torch.uint8, device=tensor.device)
+            used, dtype_name = 0, tensor_dtype
+        data[used : used + tensor.nbytes].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+        used += tensor.nbytes
+        held.append((name, tuple(tensor.shape)))
+    if held:
+        yield _flat(held, dtype_name, data[:used])
+
+
+def _flat(held: list[tuple[str, tuple[int, ...]]], dtype_name: str, data: Tensor) -> FlatBucket:
+    return FlatBucket(tuple(name for name, _ in held), tuple(shape for _, shape in held), dtype_name, data)
 
 
 def unbucket(bucket: WeightBucket) -> Iterator[tuple[str, Tensor]]:
@@ -91,9 +149,7 @@ class _OpenBucket:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Copies a tensor to the end. The first one may exceed the limit."""
-        dtype_name = str(tensor.dtype).removeprefix("torch.")
-        if dtype_name not in _DTYPES:
-            raise SyncError(f"{name}: dtype {dtype_name} cannot be transported; allowed: {', '.join(_DTYPES)}.")
+        dtype_name = _dtype_name(name, tensor)
         if not self.entries:
             self._data = np.empty(max(self._limit, tensor.nbytes), dtype=np.uint8)
         start = _aligned(self._used)
@@ -107,6 +163,13 @@ class _OpenBucket:
     def close(self) -> WeightBucket:
         """The finished bucket."""
         return WeightBucket(entries=tuple(self.entries), data=self._data[: self._used])
+
+
+def _dtype_name(name: str, tensor: Tensor) -> str:
+    dtype_name = str(tensor.dtype).removeprefix("torch.")
+    if dtype_name not in _DTYPES:
+        raise SyncError(f"{name}: dtype {dtype_name} cannot be transported; allowed: {', '.join(_DTYPES)}.")
+    return dtype_name
 
 
 def _aligned(offset: int) -> int:

@@ -22,7 +22,7 @@ LEVEL |= {"runtime": 4, "plugins": 4, "cli": 5}
 SIDEWAYS = {
     "data": {"algo"},  # a batch carries advantages and bins
     "rollout": {"data", "algo"},  # the sampler filters by bin and hands groups to the batch
-    "engine": {"sync.buckets"},  # the layout of a weight bucket is read where weights arrive
+    "engine": {"sync"},  # buckets are read where weights arrive, and SGLang servers are sent theirs by a transport
     "controller": {"recovery"},
 }
 """Imports within a level, beside those within a unit; without a cycle."""

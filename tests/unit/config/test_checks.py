@@ -14,6 +14,7 @@ from megatron_daro.config.model_files import safetensors_fault
 from megatron_daro.errors import ConfigError
 
 GPUS = Hardware("gpu", 8, fp8=True)
+SGLANG = ["engine.kind=sglang", 'engine.sglang.urls=["http://h:1"]']
 CONFIGS = Path(__file__).resolve().parents[4] / "shared" / "data" / "configs"
 
 
@@ -96,7 +97,15 @@ def test_a_good_run_passes_every_check_without_warnings(run_files, cpu):
             "algorithm.overlong.cache_tokens",
             "got 100 with max_tokens 100",
         ),
-        (["engine.sglang={tp_size: 2}"], "engine.sglang", "got 1 options with kind embedded"),
+        (["engine.sglang.arguments={dtype: float32}"], "engine.sglang", "got arguments with engine.kind embedded"),
+        ([*SGLANG, "engine.sglang.python=p"], "engine.sglang.urls", "and python for servers to be started"),
+        (
+            SGLANG + ["engine.sglang.router_url=http://h:1", "engine.sglang.router_python=p"],
+            "engine.sglang.router_url",
+            "one",
+        ),
+        ([*SGLANG, "engine.sglang.sync=tensor"], "engine.sglang.sync", "got tensor"),
+        ([*SGLANG, "engine.sglang.sync_dir=d"], "engine.sglang.sync_dir", "only with sync disk"),
         (["reward.correct_reward=-1"], "reward.correct_reward", "got -1 with incorrect_reward 0"),
         (["actor.optimizer.warmup_steps=101"], "actor.optimizer.warmup_steps", "the run has 100 optimizer steps"),
         (["trainer.eval_every_steps=5"], "trainer.eval_every_steps", "got 5 without a set in data.eval"),

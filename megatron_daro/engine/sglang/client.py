@@ -1,0 +1,209 @@
+"""Asynchronous HTTP calls to one SGLang server, each with a deadline; and what a server says of itself.
+
+Place in the data flow: fleet.py and update.py call servers through it; sync/broadcast.py (in the exporting ranks) too.
+It knows the native endpoints and their shapes, nothing of groups, versions or weights. It refuses to wait without a
+deadline, and tells a server that cannot be reached (worth another try) from one that refuses a request (not worth it).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+import orjson
+
+from megatron_daro.errors import EngineError
+
+FIRST_VERSION, LAST_TESTED = (0, 5, 18), (0, 5, 23)
+NEEDED_CALLS = (
+    "/generate",
+    "/abort_request",
+    "/pause_generation",
+    "/continue_generation",
+    "/flush_cache",
+    "/update_weight_version",
+)
+SYNC_CALLS = {
+    "distributed": ("/init_weights_update_group", "/update_weights_from_distributed"),
+    "disk": ("/update_weights_from_disk",),
+    "tensor": ("/update_weights_from_tensor",),
+}
+_CONNECT_S = 10.0
+_LONGEST_BODY = 300
+
+
+class UnreachableError(EngineError):
+    """No whole answer came: connection refused or reset, a deadline, a 5xx. Another try, or server, may succeed."""
+
+
+class RefusedError(EngineError):
+    """The server answered that it will not do this (4xx). The same request fails again."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What a server says of itself.
+
+    version: as text. calls: its endpoints. device: "cpu", "cuda", ... max_tokens: tokens its cache holds.
+    max_input_tokens: longest prompt. context_tokens: longest prompt with its answer. tensor_parallel: ranks of its
+    process group. has_tokenizer: whether it reads and writes text beside token ids.
+    """
+
+    version: str
+    calls: frozenset[str]
+    device: str
+    dtype: str
+    max_tokens: int
+    max_input_tokens: int
+    context_tokens: int
+    tensor_parallel: int
+    model_path: str
+    has_tokenizer: bool
+
+    @property
+    def has_sessions(self) -> bool:
+        """Whether a weight update stands between /begin_weight_update and /end_weight_update (0.5.21 and newer)."""
+        return "/begin_weight_update" in self.calls
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether the server can tell checksums of its tensors."""
+        return "/weights_checker" in self.calls
+
+    def newer_than_tested(self) -> bool:
+        """Whether nobody has tried this version with this package."""
+        return version_number(self.version) > LAST_TESTED
+
+
+class SGLangClient:
+    """One server. Use it inside one event loop; `close`, or leave its `async with`, when done."""
+
+    def __init__(self, url: str) -> None:
+        """Connects to nothing. Args: url: http://host:port."""
+        self.url = url.rstrip("/")
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Drops all connections; running calls fail. May be called twice."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def get(self, path: str, *, timeout_s: float) -> Any:
+        """The JSON answer of a GET. Raises as `post` does."""
+        return await self._call("GET", path, None, timeout_s)
+
+    async def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float) -> Any:
+        """The JSON answer of a POST; None where the body of the answer is empty or no JSON.
+
+        Raises:
+            UnreachableError: connection, deadline or 5xx. RefusedError: 4xx, with what the server said.
+        """
+        return await self._call("POST", path, body or {}, timeout_s)
+
+    async def delete(self, path: str, *, timeout_s: float) -> Any:
+        """The JSON answer of a DELETE. Raises as `post` does."""
+        return await self._call("DELETE", path, None, timeout_s)
+
+    async def facts(self, *, timeout_s: float) -> ServerFacts:
+        """What the server says of itself. Raises RefusedError where it is no SGLang server."""
+        try:
+            info = await self.get("/server_info", timeout_s=timeout_s)
+        except RefusedError:
+            info = await self.get("/get_server_info", timeout_s=timeout_s)  # its name before 0.5.19
+        described = await self.get("/openapi.json", timeout_s=timeout_s)
+        if not isinstance(info, dict) or "version" not in info or not isinstance(described, dict):
+            raise RefusedError(f"{self.url}: /server_info names no version; this is no SGLang server")
+        return _facts(info, described)
+
+    async def abort(self, request_ids: tuple[str, ...], *, timeout_s: float) -> None:
+        """Asks to end these requests; those the server does not know are ignored by it."""
+        calls = (self.post("/abort_request", {"rid": rid}, timeout_s=timeout_s) for rid in request_ids)
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(outcome, BaseException) and not isinstance(outcome, EngineError):
+                raise outcome
+
+    async def healthy(self, *, timeout_s: float) -> bool:
+        """Whether the server produced a token since the call began; it makes one itself if it is idle."""
+        try:
+            await self.get("/health", timeout_s=timeout_s)
+        except EngineError:
+            return False
+        return True
+
+    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> Any:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=False)
+        data = None if body is None else orjson.dumps(body)
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(_CONNECT_S, timeout_s))
+        headers = {"Content-Type": "application/json"} if data is not None else {}
+        try:
+            async with self._session.request(
+                method, self.url + path, data=data, headers=headers, timeout=timeout
+            ) as answer:
+                content = await answer.read()
+                status = answer.status
+        except TimeoutError as error:
+            raise UnreachableError(f"{self.url}{path}: no answer within {timeout_s:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise UnreachableError(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+        if status >= 500:
+            raise UnreachableError(f"{self.url}{path}: status {status}: {_said(content)}")
+        if status >= 400:
+            raise RefusedError(f"{self.url}{path}: status {status}: {_said(content)}")
+        return _parsed(content)
+
+
+def version_number(text: str) -> tuple[int, ...]:
+    """(0, 5, 23) of "0.5.23" or "0.5.23.post1"; () where it does not begin with a number."""
+    found = re.match(r"\d+(?:\.\d+)*", text)
+    return tuple(int(part) for part in found.group().split(".")) if found else ()
+
+
+def _facts(info: Mapping[str, Any], described: Mapping[str, Any]) -> ServerFacts:
+    states = info.get("internal_states") or [{}]
+    context = int(info.get("context_length") or 0) or int(info.get("max_req_input_len") or 0)
+    return ServerFacts(
+        version=str(info["version"]),
+        calls=frozenset(described.get("paths", {})),
+        device=str(info.get("device", "")),
+        dtype=str(info.get("dtype", "")),
+        max_tokens=int(info.get("max_total_num_tokens") or states[0].get("max_total_num_tokens") or 0),
+        max_input_tokens=int(info.get("max_req_input_len") or 0),
+        context_tokens=context,
+        tensor_parallel=int(info.get("tp_size") or 1),
+        model_path=str(info.get("model_path", "")),
+        has_tokenizer=not info.get("skip_tokenizer_init", False),
+    )
+
+
+def _parsed(content: bytes) -> Any:
+    try:
+        return orjson.loads(content)
+    except orjson.JSONDecodeError:
+        return None
+
+
+def _said(content: bytes) -> str:
+    """The message of an error body, on one line, cut."""
+    body = _parsed(content)
+    if isinstance(body, dict):
+        inner = body.get("error", body)
+        message = inner.get("message", inner) if isinstance(inner, dict) else inner
+    else:
+        message = content.decode(errors="replace")
+    text = " ".join(str(message).split())
+    return text if len(text) <= _LONGEST_BODY else text[:_LONGEST_BODY] + "..."

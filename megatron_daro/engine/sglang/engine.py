@@ -1,0 +1,387 @@
+"""SGLang servers as one rollout engine.
+
+Place in the data flow: sampler -> SGLangEngine -> servers -> rollouts; policy -> `update_from` -> servers. Each group
+is one HTTP request to the server with the fewest tokens in flight (or to the router). A request that fails is made
+again, elsewhere if possible; one that a weight update cut short goes on from the tokens it has. It refuses answers of
+weights that a server was never given, and lets nobody wait without a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_daro.config.sections import SGLangSection
+from megatron_daro.engine.sglang import generation
+from megatron_daro.engine.sglang.client import RefusedError, SGLangClient, UnreachableError
+from megatron_daro.engine.sglang.fleet import Fleet, Server
+from megatron_daro.engine.sglang.generation import BadAnswerError
+from megatron_daro.engine.sglang.servers import Router, ServerHandle
+from megatron_daro.engine.sglang.supervision import Expected, Supervision
+from megatron_daro.engine.sglang.update import PROBE_TOKENS, WeightUpdate, post_to
+from megatron_daro.errors import EngineError, SyncError
+from megatron_daro.sync.source import WeightSource
+from megatron_daro.sync.stream import StreamSource
+from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams, WeightBucket
+
+_TRIES = 8
+_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+_FAILURES_IN_A_ROW = 5
+_ABORT_S = 10.0
+_ROUTER_WATCH_S = 2.0
+
+
+class _GivenUpError(EngineError):
+    """The server was fenced while it worked on a request."""
+
+
+@dataclass(eq=False)
+class _Running:
+    """A group that is being generated. done and partial: by index."""
+
+    request: GroupRequest
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    ids: tuple[str, ...] = ()
+    server: Server | None = None
+    done: dict[int, Rollout] = field(default_factory=dict)
+    partial: dict[int, Rollout] = field(default_factory=dict)
+
+    def remaining(self) -> GroupRequest:
+        """What is still to be asked for."""
+        indices = tuple(i for i in self.request.indices if i not in self.done)
+        return replace(self.request, indices=indices, partial={i: r for i, r in self.partial.items() if i in indices})
+
+    def take(self, rollouts: Sequence[Rollout]) -> bool:
+        """Keeps what came. Returns whether anything is new."""
+        before = sum(r.response_length for r in self.partial.values()), len(self.done)
+        for rollout in rollouts:
+            if rollout.finish_reason != "abort":
+                self.done[rollout.index] = rollout
+            elif rollout.response_length:
+                self.partial[rollout.index] = rollout
+        return (sum(r.response_length for r in self.partial.values()), len(self.done)) != before
+
+    def collected(self) -> tuple[Rollout, ...]:
+        """What there is: finished rollouts, and for the others what they got to."""
+        cut = {i: r for i, r in self.partial.items() if r is not self.request.partial.get(i)}
+        found = cut | self.done
+        return tuple(found[i] for i in self.request.indices if i in found)
+
+
+class SGLangEngine:
+    """A fleet of SGLang servers."""
+
+    def __init__(
+        self,
+        handles: Mapping[str, ServerHandle],
+        options: SGLangSection,
+        expected: Expected,
+        *,
+        decode: Callable[[Sequence[int]], str],
+        warn: Callable[[str], None],
+        run_dir: Path,
+        temperature: float,
+        probe_tokens: Sequence[int],
+    ) -> None:
+        """Starts nothing.
+
+        Args:
+            handles: where servers come from, by name. options: the configuration's engine.sglang.
+            expected: what every server must be.
+            decode: token ids -> text. warn: tells a person.
+            run_dir: for logs and weight files.
+            temperature: at which the policy's log-probs are computed.
+            probe_tokens: prompt of the check after each weight update.
+        """
+        self._options, self._expected, self._decode, self._warn = options, expected, decode, warn
+        self._temperature, self._probe_tokens = temperature, tuple(probe_tokens)
+        self._prefix = uuid.uuid4().hex[:8]
+        self.fleet = Fleet(
+            [Server(name, SGLangClient("http://not-started")) for name in handles],
+            max_tokens_in_flight=options.max_tokens_in_flight,
+            on_fenced=lambda server: self._supervision.revive(server),
+        )
+        self._supervision = Supervision(
+            self.fleet, handles, options, expected, warn=warn, join=self._join, changed=self._leave_router
+        )
+        self._update = WeightUpdate(
+            self.fleet, options, sync_dir=options.sync_dir or run_dir / "sync", probe=self._probe, warn=warn
+        )
+        self._router: Router | None = None
+        if options.router_url or (options.router_python and len(handles) > 1):
+            self._router = Router(options.router_python, options.router_url, run_dir / "logs" / "router.log")
+        self._router_watch: asyncio.Task[None] | None = None
+        self._running: set[_Running] = set()
+        self._updating = asyncio.Lock()
+        self._source: WeightSource | None = None
+        self._retries = 0
+        self._started = False
+
+    async def start(self) -> None:
+        """Starts servers and router; again is nothing. Raises EngineError with what is wrong, after ending them."""
+        if self._started:
+            return
+        try:
+            await self._supervision.start()
+            if self._router:
+                await self._router.start()
+                self._router_watch = asyncio.create_task(self._watch_router(self._router))
+        except BaseException:
+            await self.close()
+            raise
+        self._started = True
+
+    async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
+        """The rollouts of each request as soon as all of them ended; closing the iterator aborts the rest."""
+        self._check_usable()
+        runs = [_Running(request) for request in requests]
+        self._running.update(runs)
+        tasks = {asyncio.create_task(self._answer(run)): run for run in runs}
+        try:
+            for finished in asyncio.as_completed(tasks):
+                rollouts = await finished
+                if rollouts:
+                    yield rollouts
+        finally:
+            self._running.difference_update(runs)
+            try:
+                await self._abort_on_servers([run for task, run in tasks.items() if not task.done()])
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def abort(self, group_ids: Collection[int] | None = None) -> None:
+        """Stops these groups (None: all); they come back with what they have."""
+        stopped = [run for run in self._running if group_ids is None or run.request.group_id in group_ids]
+        for run in stopped:
+            run.stop.set()
+        await self._abort_on_servers(stopped)
+
+    async def update_weights(self, buckets: AsyncIterator[WeightBucket], version: int) -> None:
+        """Replaces all weights by a stream of buckets in this process. Raises SyncError."""
+        held = [bucket async for bucket in buckets]
+        source = StreamSource(held, version, post=post_to, model_path=self._expected.model_path)
+        await self._updated(source, version)
+
+    async def update_from(self, source: WeightSource, version: int) -> Mapping[str, float]:
+        """Gives the source's weights to every server that answers, as this version. Returns metrics.
+
+        Raises:
+            SyncError: no server took them. EngineError: all servers are gone.
+        """
+        self._source = source
+        metrics = await self._updated(source, version)
+        return {**metrics, **self.metrics()}
+
+    def metrics(self) -> dict[str, float]:
+        """`engine/*`: servers that serve, and what was given up, started again and asked again since the start."""
+        return {
+            "engine/servers": float(len(self.fleet.of("serving"))),
+            "engine/fenced": float(self.fleet.fenced_count),
+            "engine/restarts": float(sum(server.restarts for server in self.fleet.servers)),
+            "engine/retries": float(self._retries),
+        }
+
+    async def ended(self) -> EngineError:
+        """Waits until all servers are gone; for the run's supervisor."""
+        return await self.fleet.ended()
+
+    async def close(self) -> None:
+        """Ends requests, servers of ours and the router. May be called twice."""
+        self.fleet.close("the SGLang engine was closed")
+        for run in list(self._running):
+            run.stop.set()
+        if self._router_watch:
+            self._router_watch.cancel()
+        if self._router:
+            await self._router.close()
+        await self._supervision.close()
+        self._started = False
+
+    async def _updated(self, source: WeightSource, version: int) -> Mapping[str, float]:
+        self._check_usable()
+        async with self._updating, source.hold():
+            servers = self.fleet.of("serving", "joining")
+            if not servers:
+                self.fleet.check()
+                raise SyncError("no SGLang server can take weights: all are being started again")
+            metrics = await self._update.run(servers, source, version)
+            await self._enter_router()
+            return metrics
+
+    async def _join(self, server: Server) -> None:
+        """Gives a server that came back the policy's weights as they are now."""
+        if self._source is None:
+            return
+        async with self._updating, self._source.hold():
+            if server.state != "joining":
+                return
+            with contextlib.suppress(SyncError):  # it is fenced again, with its reason
+                await self._update.run([server], self._source, self._source.version)
+            await self._enter_router()
+
+    def _check_usable(self) -> None:
+        if not self._started:
+            raise EngineError("the SGLang engine is not running: it was not started, or it was closed")
+        self.fleet.check()
+
+    async def _answer(self, run: _Running) -> tuple[Rollout, ...]:
+        """All rollouts of a group, or what there is when it is stopped; nothing after too many failures."""
+        run.partial = dict(run.request.partial)
+        failures = 0
+        while failures < _TRIES and not run.stop.is_set():
+            request = run.remaining()
+            if not request.indices:
+                break
+            try:
+                rollouts = await self._try(run, request, failures)
+                failures += not run.take(rollouts)  # a server that ends everything at once must not be asked for ever
+            except RefusedError as error:
+                raise EngineError(f"prompt {request.prompt.id}: the server refused the request: {error}") from error
+            except (UnreachableError, BadAnswerError, _GivenUpError) as error:
+                failures += 1
+                self._retries += 1
+                if failures == _TRIES:
+                    self._warn(f"group {request.group_id} failed {_TRIES} times, the last time: {error}")
+                await _stoppable(asyncio.sleep(_pause_s(failures)), run.stop)
+        return run.collected()
+
+    async def _try(self, run: _Running, request: GroupRequest, try_: int) -> tuple[Rollout, ...]:
+        """One request to one server."""
+        tokens = sum(self._estimate(request, index) for index in request.indices)
+        server = await _stoppable(self.fleet.acquire(tokens, timeout_s=self._options.request_timeout_s), run.stop)
+        if server is None:
+            return ()
+        run.server, version = server, server.version or 0
+        run.ids = generation.request_ids(f"{self._prefix}{random.getrandbits(16):04x}", request, try_)
+        try:
+            answers = await self._ask(server, request, run.ids)
+            rollouts = generation.rollouts(request, answers, version=version, decode=self._decode)
+            self._check_versions(server, rollouts)
+        except UnreachableError as error:
+            await self._count_failure(server, error)
+            raise
+        finally:
+            run.ids, run.server = (), None
+            self.fleet.release(server, tokens)
+        server.progressed()
+        self.fleet.learn_lengths(r.response_length for r in rollouts if r.finish_reason != "abort")
+        return rollouts
+
+    def _estimate(self, request: GroupRequest, index: int) -> int:
+        earlier = request.partial.get(index)
+        generated = earlier.response_length if earlier else 0
+        left = request.sampling.max_new_tokens - generated
+        return self.fleet.estimate(len(request.prompt.tokens) + generated, left)
+
+    async def _ask(self, server: Server, request: GroupRequest, ids: tuple[str, ...]) -> Any:
+        """The answer, unless the server is given up meanwhile."""
+        client = self._router.client if self._router and self._router.client else server.client
+        body = generation.body(request, ids)
+        call = asyncio.ensure_future(client.post("/generate", body, timeout_s=self._options.request_timeout_s))
+        # Behind a router nobody knows which server has the request; it fails there when its server is ended.
+        event = asyncio.Event() if client is not server.client else server.given_up
+        given_up, ended = asyncio.ensure_future(event.wait()), asyncio.ensure_future(self.fleet.ended())
+        try:
+            await asyncio.wait({call, given_up, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if call.done():
+                return call.result()
+            self.fleet.check()
+            raise _GivenUpError(f"{server.name} was given up: {server.reason}")
+        finally:
+            for task in (call, given_up, ended):
+                task.cancel()
+
+    def _check_versions(self, server: Server, rollouts: Sequence[Rollout]) -> None:
+        """Refuses tokens of weights that were never given out: the server was replaced behind our back."""
+        servers = self.fleet.servers if self._router else [server]
+        given = set[int]().union(*(s.versions for s in servers))
+        if not given:
+            return
+        unknown = {version for rollout in rollouts for version, _ in rollout.spans} - given - set(_earlier(rollouts))
+        if unknown:
+            reason = f"it answered with weights of version {min(unknown)}; it was given {sorted(given)}"
+            if not self._router:
+                self.fleet.fence(server, reason)
+            raise BadAnswerError(f"{server.name}: {reason}")
+
+    async def _count_failure(self, server: Server, error: UnreachableError) -> None:
+        """A failed request: the server is given up if its process is gone, or if failures pile up."""
+        if self._router and self._router.client:
+            return
+        await self._supervision.examine(server)
+        server.failures += 1
+        if server.failures >= _FAILURES_IN_A_ROW and server.state == "serving":
+            self.fleet.fence(server, f"{server.failures} requests in a row failed, the last: {error}")
+
+    async def _abort_on_servers(self, runs: Sequence[_Running]) -> None:
+        """Ends requests where they run; behind a router, everywhere."""
+        calls = []
+        for run in runs:
+            holders = self.fleet.of("serving", "updating") if self._router else [run.server] if run.server else []
+            calls += [server.client.abort(run.ids, timeout_s=_ABORT_S) for server in holders if run.ids]
+        await asyncio.gather(*calls)
+
+    async def _probe(self, server: Server) -> Rollout:
+        """One answer of a server that serves nobody else yet."""
+        prompt = Prompt(id="probe", answer="", source="", tokens=self._probe_tokens)
+        sampling = SamplingParams(self._temperature, 1.0, PROBE_TOKENS)
+        request = GroupRequest(-1, 0, prompt, (0,), sampling)
+        body = generation.body(request, generation.request_ids(f"{self._prefix}probe", request, 0))
+        body["sampling_params"][0]["ignore_eos"] = True
+        answers = await server.client.post("/generate", body, timeout_s=self._options.sync_timeout_s)
+        (rollout,) = generation.rollouts(request, answers, version=0, decode=lambda ids: "")
+        if rollout.response_length != PROBE_TOKENS:
+            raise BadAnswerError(f"asked for {PROBE_TOKENS} tokens, got {rollout.response_length}")
+        return rollout
+
+    async def _enter_router(self) -> None:
+        """The router knows every server that serves."""
+        if self._router:
+            for server in self.fleet.of("serving"):
+                await self._router.add(server.url)
+
+    async def _leave_router(self, server: Server) -> None:
+        if self._router:
+            await self._router.remove(server.url)
+
+    async def _watch_router(self, router: Router) -> None:
+        """A router of ours that died is started again, with the servers that serve."""
+        while True:
+            await asyncio.sleep(_ROUTER_WATCH_S)
+            try:
+                reason = await router.restart_if_dead()
+                await self._enter_router()
+            except EngineError as error:
+                self.fleet.fail(EngineError(f"the router could not be kept running: {error}"))
+                return
+            if reason:
+                self._warn(f"the router was started again: {reason}")
+
+
+def _earlier(rollouts: Sequence[Rollout]) -> set[int]:
+    """Versions below the newest of each rollout: those of tokens from before a resume, maybe of another server."""
+    return {version for rollout in rollouts for version, _ in rollout.spans[:-1]}
+
+
+def _pause_s(failures: int) -> float:
+    """Before the next try, with jitter: many requests fail at the same moment."""
+    return min(_PAUSE_S * 2**failures, _LONGEST_PAUSE_S) * random.uniform(0.5, 1.5)
+
+
+async def _stoppable(work: Awaitable[Any], stop: asyncio.Event) -> Any:
+    """The result of `work`, or None when `stop` comes first."""
+    task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        stopped.cancel()

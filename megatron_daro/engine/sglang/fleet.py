@@ -1,0 +1,188 @@
+"""The servers of a run: which one gets the next request, which one is given up, and whether any is left.
+
+Place in the data flow: engine.py takes a server for each request and gives it back; supervision.py and update.py fence
+servers. Refuses to hand out a server that is paused, has old weights or is fenced, and to let anyone wait for servers
+when all are gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatron_daro.engine.sglang.client import ServerFacts, SGLangClient
+from megatron_daro.errors import DeadlineError, EngineError
+
+State = Literal["starting", "joining", "serving", "updating", "fenced"]
+"""starting: its process loads; joining: it answers, but has not the policy's weights; serving: it gets requests;
+updating: its weights change; fenced: given up until it was started again."""
+
+# Before any answer came, one is taken to be this part of the longest.
+_FIRST_GUESS = 0.25
+# A new length moves the running mean by this much; a few dozen groups decide it.
+_MEMORY = 0.05
+# Answers longer than the mean are the ones that fill a server.
+_MARGIN = 1.5
+
+
+@dataclass(eq=False)
+class Server:
+    """One server and what is known of it. Only the fleet and the engine's parts write to it.
+
+    version: of its weights now; versions: all that it was given since it started. failures: in a row.
+    """
+
+    name: str
+    client: SGLangClient
+    facts: ServerFacts | None = None
+    state: State = "starting"
+    version: int | None = None
+    versions: set[int] = field(default_factory=set)
+    tokens_in_flight: int = 0
+    last_progress: float = field(default_factory=time.monotonic)
+    failures: int = 0
+    restarts: int = 0
+    reason: str = ""
+    given_up: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return self.client.url
+
+    def progressed(self) -> None:
+        """It did something."""
+        self.last_progress = time.monotonic()
+        self.failures = 0
+
+
+class Fleet:
+    """All servers of a run."""
+
+    def __init__(
+        self, servers: Sequence[Server], *, max_tokens_in_flight: int | None, on_fenced: Callable[[Server], None]
+    ) -> None:
+        """Args: servers: in the order of their names. max_tokens_in_flight: per server; None: twice its cache.
+        on_fenced: called once for every fencing, after the state changed."""
+        self.servers = list(servers)
+        self._limit = max_tokens_in_flight
+        self._on_fenced = on_fenced
+        self._changed = asyncio.Event()
+        self._mean_length: float | None = None
+        self._closed = ""
+        self.fenced_count = 0
+        self.failure: asyncio.Future[EngineError] | None = None
+
+    def of(self, *states: State) -> list[Server]:
+        """The servers in one of these states."""
+        return [server for server in self.servers if server.state in states]
+
+    def set_state(self, server: Server, state: State) -> None:
+        """Changes a server's state and wakes those who wait for one."""
+        server.state = state
+        if state == "serving":
+            server.given_up.clear()
+            server.progressed()
+        self._notify()
+
+    def fence(self, server: Server, reason: str) -> None:
+        """Gives a server up: its requests are cancelled (and made elsewhere), and it gets no others."""
+        if server.state == "fenced":
+            return
+        server.reason, server.version = reason, None
+        server.given_up.set()
+        self.fenced_count += 1
+        self.set_state(server, "fenced")
+        if not self.of("serving", "updating", "joining"):
+            last = "; ".join(f"{s.name}: {s.reason}" for s in self.servers if s.reason)
+            self.fail(EngineError(f"all {len(self.servers)} SGLang servers are gone: {last}"))
+        self._on_fenced(server)
+
+    def fail(self, error: EngineError) -> None:
+        """Ends the fleet: everyone who waits, or comes later, gets this error."""
+        if self.failure is None:
+            self.failure = asyncio.get_running_loop().create_future()
+        if not self.failure.done():
+            self.failure.set_result(error)
+        self._notify()
+
+    def check(self) -> None:
+        """Raises what ended the fleet, if something did."""
+        if self.failure is not None and self.failure.done():
+            raise EngineError(str(self.failure.result()))
+        if self._closed:
+            raise EngineError(self._closed)
+
+    async def ended(self) -> EngineError:
+        """Waits for the end of the fleet; for a supervisor."""
+        if self.failure is None:
+            self.failure = asyncio.get_running_loop().create_future()
+        return await asyncio.shield(self.failure)
+
+    def close(self, reason: str) -> None:
+        """Nobody gets a server any more."""
+        self._closed = reason
+        self._notify()
+
+    async def acquire(self, tokens: int, *, timeout_s: float) -> Server:
+        """The serving server with the fewest tokens in flight that has room; waits for one.
+
+        Args:
+            tokens: what the request will hold, as `estimate` says. One that exceeds a server's limit gets an idle one.
+            timeout_s: longest wait.
+
+        Raises:
+            EngineError: all servers are gone, or the fleet was closed. DeadlineError: no room in that time.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    self.check()
+                    server = self._with_room(tokens)
+                    if server is not None:
+                        server.tokens_in_flight += tokens
+                        return server
+                    await self._changed.wait()
+        except TimeoutError:
+            states = ", ".join(f"{s.name} {s.state}" for s in self.servers)
+            raise DeadlineError(
+                f"deadline 'server': no SGLang server had room within {timeout_s:g} s ({states}); raise "
+                "engine.sglang.request_timeout_s if the servers are only slow"
+            ) from None
+
+    def release(self, server: Server, tokens: int) -> None:
+        """Gives back what `acquire` took."""
+        server.tokens_in_flight = max(server.tokens_in_flight - tokens, 0)
+        self._notify()
+
+    def estimate(self, prompt_tokens: int, max_new_tokens: int) -> int:
+        """Tokens that one sample will hold: its prompt, and an answer somewhat longer than the mean so far."""
+        expected = max_new_tokens * _FIRST_GUESS if self._mean_length is None else self._mean_length * _MARGIN
+        return prompt_tokens + max(1, min(max_new_tokens, int(expected)))
+
+    def learn_lengths(self, lengths: Iterator[int]) -> None:
+        """Takes the lengths of finished answers into the mean."""
+        for length in lengths:
+            mean = length if self._mean_length is None else self._mean_length
+            self._mean_length = mean + _MEMORY * (length - mean)
+
+    def _with_room(self, tokens: int) -> Server | None:
+        fits = [
+            server
+            for server in self.of("serving")
+            if not server.tokens_in_flight or server.tokens_in_flight + tokens <= self._capacity(server)
+        ]
+        return min(fits, key=lambda server: server.tokens_in_flight, default=None)
+
+    def _capacity(self, server: Server) -> int:
+        if self._limit is not None:
+            return self._limit
+        return 2 * server.facts.max_tokens if server.facts else 0
+
+    def _notify(self) -> None:
+        """Wakes all who wait; each looks again."""
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,148 @@
+"""GroupRequest -> the body of /generate -> Rollouts. Pure functions.
+
+Place in the data flow: between the Engine Protocol's records and SGLang's JSON. One HTTP request carries all samples of
+a group (a batch of inputs), so that they share the prompt's cache and come back together. Sampled tokens are taken as
+ids and never through text. It refuses answers that do not fit what was asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from megatron_daro.errors import EngineError
+from megatron_daro.types import FinishReason, GroupRequest, Rollout, SamplingParams
+
+# What a server calls its weights before the first update, unless it was started with another --weight-version.
+_LOADED = "default"
+
+
+class BadAnswerError(EngineError):
+    """A server's answer is not one to what was asked."""
+
+
+def request_ids(prefix: str, request: GroupRequest, try_: int) -> tuple[str, ...]:
+    """One id per sample. They end with a dot: a server aborts every request whose id begins with the given text."""
+    return tuple(f"{prefix}-{request.group_id}-{request.attempt}-{try_}-{index}." for index in request.indices)
+
+
+def body(request: GroupRequest, ids: Sequence[str]) -> dict[str, Any]:
+    """The JSON of /generate. Samples that are resumed begin with what they have."""
+    prefixes = [_so_far(request, index) for index in request.indices]
+    return {
+        "rid": list(ids),
+        "input_ids": [[*request.prompt.tokens, *prefix] for prefix in prefixes],
+        "sampling_params": [_sampling(request.sampling, len(prefix)) for prefix in prefixes],
+        "return_logprob": True,
+        "stream": False,
+    }
+
+
+def rollouts(
+    request: GroupRequest, answers: Any, *, version: int, decode: Callable[[Sequence[int]], str]
+) -> tuple[Rollout, ...]:
+    """The rollouts of one answer, in the order of the request's indices; each as far as it came.
+
+    Args:
+        request: what was asked. answers: the JSON answer.
+        version: weight version for servers that do not tell spans (the oldest that the request can have seen).
+        decode: token ids -> text.
+
+    Raises:
+        BadAnswerError: the answer has another shape, or tokens and log-probs disagree.
+    """
+    if not isinstance(answers, list) or len(answers) != len(request.indices):
+        got = f"{len(answers)} answers" if isinstance(answers, list) else type(answers).__name__
+        raise BadAnswerError(f"group {request.group_id}: asked for {len(request.indices)} samples, got {got}")
+    try:
+        return tuple(
+            _rollout(request, index, answer, version, decode)
+            for index, answer in zip(request.indices, answers, strict=True)
+        )
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise BadAnswerError(f"group {request.group_id}: the answer has another form: {error!r}") from error
+
+
+def _so_far(request: GroupRequest, index: int) -> Sequence[int]:
+    earlier = request.partial.get(index)
+    return () if earlier is None else earlier.tokens[earlier.prompt_length :].tolist()
+
+
+def _sampling(sampling: SamplingParams, generated: int) -> dict[str, Any]:
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "max_new_tokens": sampling.max_new_tokens - generated,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        # It would ignore stop_token_ids too. With some, the model's own end token ends an answer as well, as it does
+        # in the configuration; without any, nothing does.
+        "ignore_eos": not sampling.stop_token_ids,
+        "skip_special_tokens": False,
+    }
+
+
+def _rollout(
+    request: GroupRequest,
+    index: int,
+    answer: Mapping[str, Any],
+    version: int,
+    decode: Callable[[Sequence[int]], str],
+) -> Rollout:
+    meta = answer["meta_info"]
+    ids, logprobs = _tokens(request, index, answer)
+    spans = _spans(meta, len(ids), version)
+    earlier = request.partial.get(index)
+    so_far = request.prompt.tokens if earlier is None else earlier.tokens.tolist()
+    rollout = Rollout(
+        prompt_id=request.prompt.id,
+        group_id=request.group_id,
+        attempt=request.attempt,
+        index=index,
+        tokens=np.asarray([*so_far, *ids], dtype=np.int32),
+        prompt_length=len(so_far),
+        loss_mask=np.ones(len(ids), dtype=np.uint8),
+        logprobs=np.asarray(logprobs, dtype=np.float32),
+        finish_reason=_finish_reason(request, index, meta),
+        weight_version=min((v for v, _ in spans), default=version),
+        version_spans=spans if len(spans) > 1 else (),
+    )
+    text = decode([*_so_far(request, index), *ids])
+    return replace(rollout, text=text) if earlier is None else earlier.extended(rollout, text)
+
+
+def _tokens(request: GroupRequest, index: int, answer: Mapping[str, Any]) -> tuple[list[int], list[float]]:
+    """Sampled ids and their log-probs; both come from the same list, and must agree with output_ids."""
+    pairs = answer["meta_info"].get("output_token_logprobs") or []
+    ids = [int(pair[1]) for pair in pairs]
+    listed = answer.get("output_ids")
+    if listed is not None and list(listed) != ids:
+        raise BadAnswerError(
+            f"group {request.group_id} sample {index}: {len(listed)} output_ids, but log-probs of {len(ids)} tokens "
+            "that are not the same; allowed: one log-prob per sampled token"
+        )
+    return ids, [float(pair[0]) for pair in pairs]
+
+
+def _spans(meta: Mapping[str, Any], num_tokens: int, version: int) -> tuple[tuple[int, int], ...]:
+    """(weight version, tokens) in order. Servers older than 0.5.22 tell the last version only: not to be trusted."""
+    told = meta.get("weight_versions")
+    if not told:
+        return ((version, num_tokens),) if num_tokens else ()
+    spans = [(_version(span["version"]), int(span["end"]) - int(span["start"])) for span in told]
+    return tuple((v, n) for v, n in spans if n > 0)
+
+
+def _version(text: str) -> int:
+    return 0 if text == _LOADED else int(text)
+
+
+def _finish_reason(request: GroupRequest, index: int, meta: Mapping[str, Any]) -> FinishReason:
+    reason = (meta.get("finish_reason") or {}).get("type", "abort")
+    if reason not in ("stop", "length", "abort"):
+        raise BadAnswerError(
+            f"group {request.group_id} sample {index}: finish reason {reason!r}; allowed: stop, length, abort"
+        )
+    return reason

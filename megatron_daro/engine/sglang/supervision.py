@@ -1,0 +1,273 @@
+"""Starts servers, watches that they make progress, and brings those back that were given up.
+
+Place in the data flow: beside the engine; one watcher per server. Whoever fences a server (a watcher, a failed request,
+a failed weight update), its process is ended and started again here, and it comes back as "joining": it gets no request
+until it was given the policy's weights. Progress is a token that came out, not an open port: a server that is idle is
+asked for one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_daro.config.sections import SGLangSection
+from megatron_daro.engine.sglang.client import (
+    FIRST_VERSION,
+    LAST_TESTED,
+    NEEDED_CALLS,
+    SYNC_CALLS,
+    RefusedError,
+    ServerFacts,
+    SGLangClient,
+    UnreachableError,
+    version_number,
+)
+from megatron_daro.engine.sglang.fleet import Fleet, Server
+from megatron_daro.engine.sglang.servers import ServerHandle
+from megatron_daro.errors import EngineError
+
+_POLL_S = 0.5
+_WATCH_S = 2.0
+_CALL_S = 10.0
+_FIRST_TOKEN_S = 60.0
+_RESTART_PAUSE_S = 1.0
+_LONGEST_RESTART_PAUSE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What every server must be.
+
+    model_path: of the policy. model_type: of its config.json. longest_prompt, longest: tokens of a prompt, and of a
+    prompt with its answer. encode: text -> ids of the trainer's tokenizer.
+    """
+
+    model_path: Path
+    model_type: str
+    longest_prompt: int
+    longest: int
+    encode: Callable[[str], list[int]] | None = None
+
+
+class Supervision:
+    """Life and death of the servers of a fleet."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        handles: Mapping[str, ServerHandle],
+        options: SGLangSection,
+        expected: Expected,
+        *,
+        warn: Callable[[str], None],
+        join: Callable[[Server], Awaitable[None]],
+        changed: Callable[[Server], Awaitable[None]],
+    ) -> None:
+        """Args: handles: by server name. join: gives a server the policy's weights (or leaves that to the next
+        update). changed: called when a server comes or goes. warn: tells a person."""
+        self._fleet, self._handles, self._options, self._expected = fleet, handles, options, expected
+        self._warn, self._join, self._changed = warn, join, changed
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
+
+    async def start(self) -> None:
+        """Starts all servers at once and watches them from then on. Raises EngineError: one of them did not start."""
+        starting = [asyncio.create_task(self._bring_up(server)) for server in self._fleet.servers]
+        try:
+            await asyncio.gather(*starting)
+        except BaseException:
+            for task in starting:
+                task.cancel()
+            await asyncio.wait(starting)
+            raise
+        for server in self._fleet.servers:
+            self._run(self._watch(server))
+
+    def revive(self, server: Server) -> None:
+        """Brings a fenced server back, in the background."""
+        if self._closing:
+            return
+        self._warn(f"SGLang {server.name} is given up: {server.reason}")
+        self._run(self._revive(server))
+
+    async def close(self) -> None:
+        """Stops watching and ends every process of ours. May be called twice."""
+        self._closing = True
+        for task in list(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_CALL_S)
+        await asyncio.gather(*(handle.stop() for handle in self._handles.values()), return_exceptions=True)
+        await asyncio.gather(*(server.client.close() for server in self._fleet.servers))
+
+    async def examine(self, server: Server) -> None:
+        """Fences the server now if its process is gone."""
+        reason = await self._handles[server.name].death()
+        if reason and server.state in ("serving", "updating", "joining"):
+            self._fleet.fence(server, reason)
+
+    def _run(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A watcher must not end; if one does, the run must not go on unwatched."""
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._fleet.fail(EngineError(f"supervision of the SGLang servers failed: {task.exception()!r}"))
+
+    async def _bring_up(self, server: Server) -> None:
+        """Process, first answer, first token, and whether it is what it must be. Leaves it "joining"."""
+        handle = self._handles[server.name]
+        started = time.monotonic()
+        url = await handle.launch()
+        await server.client.close()
+        server.client = SGLangClient(url)
+        server.versions, server.version = set(), None
+        try:
+            async with asyncio.timeout(self._options.start_timeout_s):
+                server.facts = await self._first_answer(server, handle)
+                await self._first_token(server, handle)
+        except TimeoutError:
+            raise EngineError(
+                f"{server.name} at {url} did not generate within {time.monotonic() - started:.0f} s; raise "
+                "engine.sglang.start_timeout_s if it is only slow"
+            ) from None
+        await self._check(server)
+        server.failures, server.reason = 0, ""
+        server.given_up.clear()
+        self._fleet.set_state(server, "joining")
+
+    async def _first_answer(self, server: Server, handle: ServerHandle) -> ServerFacts:
+        while True:
+            try:
+                return await server.client.facts(timeout_s=_CALL_S)
+            except UnreachableError as error:
+                reason = await handle.death()
+                if reason:
+                    raise EngineError(f"{server.name} did not start: {reason}") from None
+                if not handle.restartable and "status 503" not in str(error):
+                    raise EngineError(
+                        f"engine.sglang.urls: {server.url} does not answer ({error}); allowed: SGLang servers that run"
+                    ) from None
+            except RefusedError as error:
+                raise EngineError(
+                    f"engine.sglang.urls: {server.url} is no SGLang server ({error}); allowed: SGLang 0.5.18 or newer"
+                ) from None
+            await asyncio.sleep(_POLL_S)
+
+    async def _first_token(self, server: Server, handle: ServerHandle) -> None:
+        body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+        while True:
+            try:
+                await server.client.post("/generate", body, timeout_s=_FIRST_TOKEN_S)
+                return
+            except UnreachableError:
+                reason = await handle.death()
+                if reason:
+                    raise EngineError(f"{server.name} did not start: {reason}") from None
+            await asyncio.sleep(_POLL_S)
+
+    async def _check(self, server: Server) -> None:
+        """Raises EngineError where the server cannot do what the run needs, all reasons at once."""
+        facts = server.facts
+        assert facts is not None
+        problems = _version_problems(facts, self._options.sync) + _length_problems(facts, self._expected)
+        info = await server.client.get("/model_info", timeout_s=_CALL_S)
+        told = info.get("model_type")
+        if told and told != self._expected.model_type:
+            problems.append(
+                f"it serves a model of type {told!r}; allowed: {self._expected.model_type!r}, as model.path"
+            )
+        if facts.has_tokenizer and self._expected.encode and "/tokenize" in facts.calls:
+            problems += await self._tokenizer_problems(server, self._expected.encode)
+        if problems:
+            raise EngineError(f"{server.name} at {server.url} cannot be used: " + "; ".join(problems))
+        if facts.newer_than_tested():
+            tested = ".".join(map(str, LAST_TESTED))
+            self._warn(f"{server.name} is SGLang {facts.version}, newer than {tested}, the newest that was tested")
+
+    async def _tokenizer_problems(self, server: Server, encode: Callable[[str], list[int]]) -> list[str]:
+        text = "If 3x + 4 = 10, then x = 2."
+        try:
+            answer = await server.client.post("/tokenize", {"prompt": text}, timeout_s=_CALL_S)
+            ids = list(answer["tokens"])
+        except (EngineError, KeyError, TypeError):
+            return []
+        expected = encode(text)
+        if ids == expected or ids[1:] == expected:
+            return []
+        return [
+            f"its tokenizer writes {text!r} as {ids[:8]}..., that of model.path as {expected[:8]}...; serve the same "
+            "model, or start the server with --skip-tokenizer-init"
+        ]
+
+    async def _watch(self, server: Server) -> None:
+        """Looks every few seconds whether the process lives and whether tokens come."""
+        limit = self._options.stall_timeout_s
+        while True:
+            await asyncio.sleep(min(_WATCH_S, limit / 4))
+            if server.state not in ("serving", "joining"):
+                continue
+            await self.examine(server)
+            silent = time.monotonic() - server.last_progress
+            if server.state != "serving" or silent < limit / 2:
+                continue
+            if await server.client.healthy(timeout_s=max(limit - silent, 1.0)):
+                server.progressed()
+            elif server.state == "serving":
+                self._fleet.fence(server, f"no token came out of it for {limit:g} s (engine.sglang.stall_timeout_s)")
+
+    async def _revive(self, server: Server) -> None:
+        """Ends what is left of the process and starts another, until one is up or the restarts are used up."""
+        handle = self._handles[server.name]
+        await self._changed(server)
+        pause = _RESTART_PAUSE_S
+        while True:
+            await handle.stop()
+            if server.restarts >= self._options.max_restarts:
+                self._warn(f"SGLang {server.name} was started {server.restarts} times again and stays away")
+                return
+            server.restarts += 1
+            self._fleet.set_state(server, "starting")
+            try:
+                await self._bring_up(server)
+                break
+            except EngineError as error:
+                server.reason = str(error)
+                self._warn(f"SGLang {server.name} could not be started again: {error}")
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_RESTART_PAUSE_S)
+        await self._join(server)
+
+
+def _version_problems(facts: ServerFacts, sync: str) -> list[str]:
+    problems = []
+    number = version_number(facts.version)
+    first = ".".join(map(str, FIRST_VERSION))
+    if number and number < FIRST_VERSION:
+        problems.append(f"it is SGLang {facts.version}; allowed: {first} or newer")
+    missing = [call for call in (*NEEDED_CALLS, *SYNC_CALLS[sync]) if call not in facts.calls]
+    if missing:
+        problems.append(f"SGLang {facts.version} lacks {', '.join(missing)}; allowed: {first} or newer, over HTTP")
+    return problems
+
+
+def _length_problems(facts: ServerFacts, expected: Expected) -> list[str]:
+    problems = []
+    if 0 < facts.max_input_tokens < expected.longest_prompt:
+        problems.append(
+            f"its longest prompt is {facts.max_input_tokens} tokens, data.max_prompt_tokens is "
+            f"{expected.longest_prompt}; raise its context_length or max_total_tokens, or lower data.max_prompt_tokens"
+        )
+    elif 0 < facts.context_tokens < expected.longest - 8:
+        problems.append(
+            f"its context is about {facts.context_tokens} tokens, prompt and answer may be {expected.longest}; raise "
+            "its context_length or max_total_tokens, or lower rollout.max_response_tokens"
+        )
+    return problems

@@ -1,0 +1,219 @@
+"""The sending end of a broadcast of weights to SGLang servers: one exporting rank, one process group, packed buckets.
+
+Place in the data flow: (HF name, tensor) stream of this rank -> buckets -> group of this rank and every rank of every
+server. While one bucket is sent the next is gathered, so at most two exist. The group is kept for the next update as
+long as the same servers take part.
+A failure never leaves the stream half read: other ranks gather along with it and would wait for ever.
+It refuses to guess who is to blame: it reports what each server said.
+Source: sglang/srt/utils/common.py, init_custom_process_group: both ends must derive the same store keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import queue
+import socket
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from megatron_daro.errors import EngineError
+from megatron_daro.sync.buckets import FlatBucket, flatten
+from megatron_daro.sync.source import BroadcastPlan, Post, SendReport, Target, is_hashed
+
+# Servers were just asked to open the update, so those that still answer join at once.
+_LONGEST_JOIN_S = 60.0
+
+
+@dataclass
+class _Sent:
+    """What was sent so far."""
+
+    num_bytes: int = 0
+    num_buckets: int = 0
+    started: float = field(default_factory=time.perf_counter)
+    failures: dict[str, str] = field(default_factory=dict)
+
+
+class BroadcastSender:
+    """This rank's end. `close` it, or its threads and sockets stay."""
+
+    def __init__(self, host: str, backend: str, post: Post) -> None:
+        """Joins nothing.
+
+        Args:
+            host: address of this rank as servers reach it; the group's store listens on it alone.
+            backend: "gloo" or "nccl".
+            post: calls a server.
+        """
+        self._host, self._backend, self._post = host, backend, post
+        self._group: Any = None
+        self._store: Any = None
+        self._name = ""
+        self._joined: tuple[Target, ...] = ()
+
+    def send(self, stream: Iterable[tuple[str, Tensor]], plan: BroadcastPlan) -> SendReport:
+        """Sends the whole stream; reads it to its end whatever happens.
+
+        Args:
+            stream: (HF name, tensor); each item may be a collective of other ranks.
+            plan: to whom, in buckets of which size.
+
+        Returns:
+            The report; with failures the group is gone and the next call makes another.
+        """
+        checksums: dict[str, tuple[str, str]] = {}
+        noted = _noted(stream, checksums) if plan.checksums else stream
+        mailbox: queue.Queue[FlatBucket | None] = queue.Queue()
+        with ThreadPoolExecutor(1, thread_name_prefix="broadcast") as thread:
+            sending = thread.submit(lambda: asyncio.run(self._send_all(mailbox, plan)))
+            try:
+                for bucket in flatten(noted, plan.bucket_bytes):
+                    mailbox.join()  # the bucket before is sent: together with this one there are two
+                    mailbox.put(bucket)
+                    del bucket
+            finally:
+                mailbox.put(None)
+            sent = sending.result()
+        seconds = time.perf_counter() - sent.started
+        return SendReport(sent.num_bytes, sent.num_buckets, seconds, checksums, sent.failures)
+
+    def close(self) -> None:
+        """Leaves the group. May be called twice."""
+        group, self._group, self._store, self._joined = self._group, None, None, ()
+        if group is None:
+            return
+        if self._backend == "nccl":
+            group.abort()
+        dist.destroy_process_group(group)
+
+    async def _send_all(self, mailbox: queue.Queue[FlatBucket | None], plan: BroadcastPlan) -> _Sent:
+        """Takes buckets out until None comes; after a failure they are only thrown away."""
+        sent = _Sent()
+        crash: BaseException | None = None
+        try:
+            sent.failures |= await self._join(plan)
+        except Exception as error:  # raised below: the stream must be read to its end first
+            crash = error
+        while (bucket := await asyncio.to_thread(mailbox.get)) is not None:
+            try:
+                if crash is None and not sent.failures:
+                    sent.failures |= await self._send_bucket(bucket, plan)
+                    sent.num_bytes += bucket.data.nbytes
+                    sent.num_buckets += 1
+            except Exception as error:  # as above
+                crash = error
+            del bucket
+            mailbox.task_done()
+        if crash is not None or sent.failures:
+            self.close()
+        if crash is not None:
+            raise crash
+        return sent
+
+    async def _send_bucket(self, bucket: FlatBucket, plan: BroadcastPlan) -> dict[str, str]:
+        """One bucket to everyone at once. Returns failures by server."""
+        body = {
+            "names": bucket.names,
+            "shapes": bucket.shapes,
+            "dtypes": [bucket.dtype] * len(bucket.names),
+            "group_name": self._name,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+        }
+        bodies = {target.name: body for target in plan.targets}
+        own = asyncio.create_task(asyncio.to_thread(self._broadcast, bucket.data, plan.timeout_s))
+        failures = await self._to_all("/update_weights_from_distributed", bodies, plan)
+        await asyncio.wait({own})
+        if own.exception() and not failures:
+            return dict.fromkeys(bodies, f"broadcast failed: {own.exception()}")
+        return failures
+
+    def _broadcast(self, data: Tensor, timeout_s: float) -> None:
+        try:
+            self._group.broadcast(data, 0).wait(timedelta(seconds=timeout_s))
+        except Exception:
+            self.close()  # ends the wait of the servers, whose own limit is half an hour
+            raise
+
+    async def _join(self, plan: BroadcastPlan) -> dict[str, str]:
+        """Makes the group of this rank and these servers, unless it is there. Returns failures by server."""
+        if self._group is not None and self._joined == plan.targets:
+            return {}
+        self.close()
+        self._name = f"megatron_daro-{uuid.uuid4().hex[:12]}"
+        seconds = min(plan.timeout_s, _LONGEST_JOIN_S)
+        self._store, port = _listening_store(self._host, plan.world_size, seconds)
+        common = {
+            "master_address": self._host,
+            "master_port": port,
+            "world_size": plan.world_size,
+            "group_name": self._name,
+            "backend": self._backend,
+        }
+        bodies = {t.name: common | {"rank_offset": t.rank_offset} for t in plan.targets}
+        own = asyncio.create_task(asyncio.to_thread(self._make_group, plan.world_size, seconds))
+        failures = await self._to_all("/init_weights_update_group", bodies, plan)
+        await asyncio.wait({own})
+        if own.exception():
+            return failures or dict.fromkeys(bodies, f"the group was not made: {own.exception()}")
+        self._group, self._joined = own.result(), plan.targets
+        return failures
+
+    def _make_group(self, world_size: int, timeout_s: float) -> Any:
+        """The process group as the servers make it."""
+        options: dict[str, Any] = {"group_name": self._name, "timeout": timedelta(seconds=timeout_s)}
+        store = c10d.PrefixStore(self._name, self._store)
+        helper: Any = c10d._new_process_group_helper
+        group, _ = helper(world_size, 0, [], dist.Backend(self._backend), store, **options)
+        c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
+        return group
+
+    async def _to_all(self, path: str, bodies: Mapping[str, Mapping[str, Any]], plan: BroadcastPlan) -> dict[str, str]:
+        """One call to every server. Returns what failed, by server."""
+        urls = {target.name: target.url for target in plan.targets}
+        calls = [self._post(urls[name], path, body, plan.timeout_s) for name, body in bodies.items()]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        failures = {}
+        for name, outcome in zip(bodies, outcomes, strict=True):
+            if isinstance(outcome, EngineError):
+                failures[name] = str(outcome)
+            elif isinstance(outcome, BaseException):
+                raise outcome
+        return failures
+
+
+def _listening_store(host: str, world_size: int, timeout_s: float) -> tuple[Any, int]:
+    """A store that listens on this address only (torch's own would listen on every interface), and its port."""
+    with socket.create_server((host, 0)) as listener:
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            host,
+            port,
+            world_size,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+    return store, port
+
+
+def _noted(stream: Iterable[tuple[str, Tensor]], checksums: dict[str, tuple[str, str]]) -> Iterator[tuple[str, Tensor]]:
+    """Passes the stream through and writes down the checksums of some tensors, as servers compute them on a CPU."""
+    for name, tensor in stream:
+        if is_hashed(name):
+            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            digest = hashlib.sha256(data.tobytes()).hexdigest()[:16]
+            checksums[name] = (str(tensor.dtype).removeprefix("torch."), digest)
+        yield name, tensor
