@@ -29,7 +29,7 @@ class TorchvisionFinder:
     which declares them, only loads beside the torch it was built for.
     """
 
-    library: object = None
+    declared: object = None
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):
@@ -57,7 +57,7 @@ def declare_operators():
     library = torch.library.Library("torchvision", "DEF")
     for schema in SCHEMAS:
         library.define(schema)
-    TorchvisionFinder.library = library  # what it declares lasts as long as the object
+    TorchvisionFinder.declared = library  # what it declares lasts as long as the object
 
 
 for _name, _value in SETTINGS.items():
