@@ -29,7 +29,7 @@ class TorchvisionFinder:
     which declares them, only loads beside the torch it was built for.
     """
 
-    declared: object = None
+    operators: object = None
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):
@@ -44,20 +44,20 @@ def declare_operators():
     spec = importlib.machinery.PathFinder.find_spec("torchvision")
     if spec is None:
         return
-    import torch
+    from torch import library, ops
 
     for folder in spec.submodule_search_locations or ():
         compiled = importlib.machinery.PathFinder.find_spec("_C", [folder])
         try:
             if compiled is not None and compiled.origin:
-                torch.ops.load_library(compiled.origin)
+                ops.load_library(compiled.origin)
                 return
         except OSError:
             pass
-    library = torch.library.Library("torchvision", "DEF")
+    operators = library.Library("torchvision", "DEF")
     for schema in SCHEMAS:
-        library.define(schema)
-    TorchvisionFinder.declared = library  # what it declares lasts as long as the object
+        operators.define(schema)
+    TorchvisionFinder.operators = operators  # what it declares lasts as long as the object
 
 
 for _name, _value in SETTINGS.items():
