@@ -25,7 +25,7 @@ class Deadlines:
     engine_start: float = 1800.0
     """Until an engine can generate (a server loads its model)."""
     generate: float = 7200.0
-    """Until the next complete group of a round arrives."""
+    """Until the next complete group of a batch arrives, whichever it is."""
     abort: float = 60.0
     """Until an engine acknowledged an abort."""
     score: float = 600.0

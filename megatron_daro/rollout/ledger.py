@@ -70,6 +70,15 @@ class Ledger:
         self._retries += 1
         return self._attempts[group_id]
 
+    def resume(self, group_id: int) -> int:
+        """Starts the next attempt of a group that was kept unfinished. Nothing failed: it is not counted as a retry.
+
+        Returns:
+            The new attempt.
+        """
+        self._attempts[group_id] += 1
+        return self._attempts[group_id]
+
     def accepts(self, group_id: int, attempt: int) -> bool:
         """Whether an answer counts: its group is outstanding and its attempt the current one. A late one is counted.
 

@@ -135,7 +135,10 @@ def group_to_json(group: Group, outcome: Outcome) -> dict[str, Any]:
         "source": prompt.source,
         "attempt": max((r.attempt for r in group.rollouts), default=0),
         "prompt_tokens": list(prompt.tokens),
-        "rollouts": [_rollout_to_json(r, v) for r, v in zip(group.rollouts, group.verdicts, strict=True)],
+        "rollouts": [
+            rollout_to_json(r) | {"correct": v.correct, "reward": v.reward, "reason": v.reason}
+            for r, v in zip(group.rollouts, group.verdicts, strict=True)
+        ],
         "used": outcome,
     }
     if prompt.messages is not None:
@@ -143,16 +146,14 @@ def group_to_json(group: Group, outcome: Outcome) -> dict[str, Any]:
     return record
 
 
-def _rollout_to_json(rollout: Rollout, verdict: Verdict) -> dict[str, Any]:
+def rollout_to_json(rollout: Rollout) -> dict[str, Any]:
+    """One rollout as plain values, without its prompt and its verdict."""
     record: dict[str, Any] = {
         "index": rollout.index,
         "attempt": rollout.attempt,
         "text": rollout.text,
         "tokens": rollout.tokens[rollout.prompt_length :].tolist(),
         "logprobs": rollout.logprobs.astype(np.float64).tolist(),
-        "correct": verdict.correct,
-        "reward": verdict.reward,
-        "reason": verdict.reason,
         "finish_reason": rollout.finish_reason,
         "weight_version": rollout.weight_version,
         "version_spans": [list(span) for span in rollout.version_spans],
@@ -176,12 +177,13 @@ def group_from_json(record: Mapping[str, Any]) -> tuple[Group, Outcome]:
     )
     if record["used"] not in OUTCOMES:
         raise ValueError(f"used is {record['used']!r}; allowed: {', '.join(OUTCOMES)}")
-    rollouts = tuple(_rollout_from_json(r, record["group_id"], prompt) for r in record["rollouts"])
+    rollouts = tuple(rollout_from_json(r, record["group_id"], prompt) for r in record["rollouts"])
     verdicts = tuple(Verdict(r["correct"], r["reward"], r["reason"]) for r in record["rollouts"])
     return Group(record["group_id"], prompt, rollouts, verdicts), record["used"]
 
 
-def _rollout_from_json(record: Mapping[str, Any], group_id: int, prompt: Prompt) -> Rollout:
+def rollout_from_json(record: Mapping[str, Any], group_id: int, prompt: Prompt) -> Rollout:
+    """The inverse of `rollout_to_json`. Raises KeyError, TypeError or ValueError for anything else."""
     length = record["length"]
     loss_mask = record.get("loss_mask", [1] * length)
     if not length == len(record["tokens"]) == len(record["logprobs"]) == len(loss_mask):

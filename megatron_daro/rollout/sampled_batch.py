@@ -12,18 +12,23 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron_daro.rollout.ledger import Ledger, Outcome
+from megatron_daro.rollout.pending import PartialGroup
 from megatron_daro.rollout.recorder import group_to_json
 from megatron_daro.types import Group
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Where sampling stood: the prompt cursor, the books, and complete groups that wait for the next batch."""
+    """Where sampling stood: the prompt cursor, the books, and the groups that wait for the next batch.
+
+    carry: complete groups. partial: unfinished ones, by group id. counters: metric key -> count since the run began.
+    """
 
     source: Mapping[str, Any]
     ledger: Mapping[str, Any]
     carry: tuple[Group, ...] = ()
     counters: Mapping[str, int] = field(default_factory=dict)
+    partial: tuple[PartialGroup, ...] = ()
 
     def to_json(self, resolved: Mapping[int, Outcome]) -> dict[str, Any]:
         """The state to continue from, as plain values.
@@ -32,19 +37,21 @@ class Snapshot:
             resolved: what became of the groups that were handed over up to this batch. All of them must be in it.
 
         Returns:
-            `source`, `ledger`, `carry` (recorded groups) and `counters`; only carried groups are outstanding.
+            `source`, `ledger`, `carry` (recorded groups), `partial` (unfinished ones) and `counters`; only the groups
+            of `carry` and `partial` are outstanding.
         """
         ledger = Ledger()
         ledger.load_state_dict(self.ledger)
         for group_id in ledger.outstanding:
             if group_id in resolved:
                 ledger.finish([group_id], resolved[group_id])
-        waiting = tuple(group.group_id for group in self.carry)
+        waiting = tuple(sorted([g.group_id for g in self.carry] + [g.group_id for g in self.partial]))
         assert ledger.outstanding == waiting, f"groups {ledger.outstanding} are outstanding but {waiting} are carried"
         return {
             "source": dict(self.source),
             "ledger": ledger.state_dict(),
             "carry": [group_to_json(group, "dropped") for group in self.carry],
+            "partial": [group.to_json() for group in self.partial],
             "counters": dict(self.counters),
         }
 
@@ -54,7 +61,7 @@ class SampledBatch:
     """The groups of one training batch and what sampling them took.
 
     groups: to be trained, by group id. filtered, dropped: the others that ended meanwhile (a dropped group may be
-    incomplete). rounds: rounds of prompts. rollout_s: seconds. response_tokens: sampled, of complete rollouts.
+    incomplete). rounds: rounds of prompts. rollout_s: seconds. response_tokens: generated in these seconds.
     counters: metric key -> count since the run began. first_step: the optimizer step the batch must be trained at
     (replay); None: the next one.
     """

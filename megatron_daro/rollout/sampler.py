@@ -1,66 +1,36 @@
 """Fills one training batch: prompts -> engine -> scorer -> complete groups -> filter -> batch.
 
 Place in the data flow: between the prompt source, the engine and the verifiers on one side and the controller on the
-other. What is in a batch depends on the state alone and never on the order of arrival: every round waits for all of its
-groups, and batch and surplus are told apart by group id. So a resumed run repeats the same batches.
-It refuses rollouts that were not asked for, incomplete groups and, by the filter, groups without signal; it trains and
-records nothing.
+other. It uses what was kept from the batch before, lets rounds.py (which repeats exactly) or early.py (which does not
+wait for the slowest) fill up the rest, tells batch and surplus apart by group id, and takes the snapshot to continue
+from. It refuses a run in which no group carries a signal, and groups that are too old; it trains and records nothing.
 """
 
 from __future__ import annotations
 
-import asyncio
-import math
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_daro.config.sections import RolloutSection
-from megatron_daro.errors import DataError, DeadlineError, EngineError, RewardError
-from megatron_daro.rollout.deadlines import Deadlines, first_cause
+from megatron_daro.errors import CheckpointError, DataError
+from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.rollout.draft import Draft
+from megatron_daro.rollout.early import EarlyFill
+from megatron_daro.rollout.intake import Intake
 from megatron_daro.rollout.ledger import Ledger
+from megatron_daro.rollout.pending import PartialGroup
 from megatron_daro.rollout.protocol import Engine, Notices, PhaseTimer, PromptSource, Scorer
 from megatron_daro.rollout.recorder import group_from_json
+from megatron_daro.rollout.rounds import Rounds
 from megatron_daro.rollout.sampled_batch import SampledBatch, Snapshot
-from megatron_daro.types import Group, GroupRequest, Prompt, Rollout, SamplingParams, Verdict
+from megatron_daro.types import Group, SamplingParams
 
-_LOWEST_KEEP_RATE = 0.25
 _EMPTY = "rollout/batches_empty"
-
-
-@dataclass(slots=True)
-class _Pending:
-    """A group that is being completed."""
-
-    prompt: Prompt
-    rollouts: dict[int, Rollout] = field(default_factory=dict)
-    verdicts: dict[int, Verdict] = field(default_factory=dict)
-
-    def missing(self, rollouts_per_prompt: int) -> tuple[int, ...]:
-        return tuple(i for i in range(rollouts_per_prompt) if i not in self.rollouts)
-
-    def group(self, group_id: int) -> Group:
-        """The group of what is there, in index order."""
-        order = sorted(self.rollouts)
-        return Group(
-            group_id,
-            self.prompt,
-            tuple(self.rollouts[i] for i in order),
-            tuple(self.verdicts[i] for i in order),
-        )
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A batch in the making."""
-
-    kept: list[Group] = field(default_factory=list)
-    filtered: list[Group] = field(default_factory=list)
-    dropped: list[Group] = field(default_factory=list)
-    rounds: int = 0
-    fresh_kept: int = 0
-    fresh_total: int = 0
+_ABORTED_TOKENS = "rollout/aborted_tokens"
+_ABORTED = "rollout/groups_aborted"
+_RESUMED = "rollout/groups_resumed"
+_PARTIAL = "rollout/groups_partial"
 
 
 class Sampler:
@@ -77,6 +47,7 @@ class Sampler:
         notices: Notices,
         phases: PhaseTimer,
         filter_groups: bool,
+        finish_early: bool = False,
         updates_per_batch: int = 1,
         deadlines: Deadlines | None = None,
         max_attempts: int = 3,
@@ -91,33 +62,68 @@ class Sampler:
             notices: told about short batches and dropped groups.
             phases: verification is measured as "reward".
             filter_groups: keep only groups with a pass rate strictly between 0 and 1 (dynamic sampling).
+            finish_early: a batch is complete as soon as it is full (`section.finishes_early`, for this run's engine);
+                else every round waits for all of its groups, and the run repeats exactly.
             updates_per_batch: optimizer steps per batch: one batch of staleness is that many weight versions.
             deadlines: the table of deadlines.
             max_attempts: times that a group's missing rollouts are requested before the group is dropped.
             max_empty_batches: batches in a row that may come out empty.
         """
         self._section = section
-        self._sampling = sampling
-        self._engine = engine
-        self._scorer = scorer
         self._source = source
         self._notices = notices
-        self._phases = phases
         self._filter = filter_groups
+        self._finish_early = finish_early
         self._max_lag = section.max_staleness * updates_per_batch
-        self._deadlines = deadlines or Deadlines()
-        self._max_attempts = max_attempts
         self._max_empty = max_empty_batches
         self.ledger = Ledger()
         self._carry: tuple[Group, ...] = ()
+        self._partial: tuple[PartialGroup, ...] = ()
         self._empty_batches = 0
+        deadlines = deadlines or Deadlines()
+        self._intake = Intake(
+            self.ledger,
+            scorer=scorer,
+            sampling=sampling,
+            rollouts_per_prompt=section.rollouts_per_prompt,
+            deadlines=deadlines,
+            phases=phases,
+            notices=notices,
+        )
+        parts: dict[str, Any] = {"engine": engine, "source": source, "ledger": self.ledger, "notices": notices}
+        parts |= {"deadlines": deadlines, "max_attempts": max_attempts}
+        self._rounds = Rounds(section, self._intake, **parts)
+        self._early = EarlyFill(section, self._intake, **parts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where `Snapshot.to_json` says: same prompts, same group ids, same carried groups."""
+        """Continues where `Snapshot.to_json` says: same prompts, same group ids, same groups that wait.
+
+        Raises:
+            CheckpointError: the state is torn, or does not add up.
+        """
+        try:
+            self._load(state)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"sampler state is not what a checkpoint holds ({type(error).__name__}: {error}); "
+                "use an earlier checkpoint"
+            ) from error
+
+    def _load(self, state: Mapping[str, Any]) -> None:
         self._source.load_state_dict(state["source"])
         self.ledger.load_state_dict(state["ledger"])
         self._carry = tuple(group_from_json(record)[0] for record in state["carry"])
-        self._empty_batches = int(state["counters"][_EMPTY])
+        # Checkpoints that know no unfinished groups lack these keys.
+        size = self._section.rollouts_per_prompt
+        self._partial = tuple(PartialGroup.from_json(record, size) for record in state.get("partial", ()))
+        waiting = sorted([g.group_id for g in self._carry] + [g.group_id for g in self._partial])
+        if list(self.ledger.outstanding) != waiting:
+            raise ValueError(f"groups {list(self.ledger.outstanding)} are outstanding, but groups {waiting} are there")
+        counters = state["counters"]
+        self._empty_batches = int(counters[_EMPTY])
+        self._intake.aborted_tokens = int(counters.get(_ABORTED_TOKENS, 0))
+        self._early.aborted = int(counters.get(_ABORTED, 0))
+        self._early.resumed = int(counters.get(_RESUMED, 0))
 
     def stale(self, groups: Sequence[Group], version: int) -> tuple[Group, ...]:
         """Those whose weights are more than `max_staleness` batches behind this weight version."""
@@ -133,65 +139,62 @@ class Sampler:
             DataError: no trainable group in `max_empty_batches` batches in a row, or no prompts.
             EngineError, RewardError, DeadlineError: the engine or the verifiers failed.
         """
-        started = time.perf_counter()
-        draft = _Draft()
+        started, tokens_before = time.perf_counter(), self._intake.fresh_tokens
+        draft = Draft(self.ledger, rollouts_per_prompt=self._section.rollouts_per_prompt, filter_groups=self._filter)
         self._take_carry(draft, use_version)
+        self._take_partial(draft, use_version)
         for _ in range(self._max_empty):
             await self._fill(draft)
             if draft.kept:
-                return self._complete(draft, time.perf_counter() - started)
+                tokens = self._intake.fresh_tokens - tokens_before
+                return self._complete(draft, time.perf_counter() - started, tokens)
             self._empty_batches += 1
-            self._notices.warn(f"no trainable group in this batch ({_why_empty(draft)}); it is skipped")
+            self._notices.warn(f"no trainable group in this batch ({draft.why_empty()}); it is skipped")
         raise DataError(
-            f"{self._max_empty} batches in a row without a trainable group ({_why_empty(draft)}). "
+            f"{self._max_empty} batches in a row without a trainable group ({draft.why_empty()}). "
             "Use prompts the model solves sometimes, raise rollout.rollouts_per_prompt or rollout.prompts_per_step, "
             "or switch the filter off"
         )
 
-    def _take_carry(self, draft: _Draft, use_version: int) -> None:
+    def _take_carry(self, draft: Draft, use_version: int) -> None:
         """Uses the groups kept from the batch before, but for those that will be too old."""
         old = self.stale(self._carry, use_version)
-        self.ledger.finish([group.group_id for group in old], "dropped")
-        draft.dropped.extend(old)
+        draft.drop(old)
         draft.kept.extend(group for group in self._carry if group not in old)
         self._carry = ()
 
-    async def _fill(self, draft: _Draft) -> None:
-        """Rounds of prompts until the batch is full or the rounds are used up."""
+    def _take_partial(self, draft: Draft, use_version: int) -> None:
+        """Drops unfinished groups whose oldest token will be too old, and all where rounds start afresh."""
+        oldest = use_version - self._max_lag
+        usable = [
+            group
+            for group in self._partial
+            if self._finish_early and (group.weight_version is None or group.weight_version >= oldest)
+        ]
+        self._give_up(draft, [group for group in self._partial if group not in usable])
+        if self._partial and not self._finish_early:
+            self._notices.notice(f"{len(self._partial)} unfinished groups are dropped: rollout.finish_batch is all now")
+        self._partial = tuple(usable)
+
+    def _give_up(self, draft: Draft, groups: Sequence[PartialGroup]) -> None:
+        for group in groups:
+            self._intake.give_up(group)
+        draft.drop(group.finished for group in groups)
+
+    async def _fill(self, draft: Draft) -> None:
+        """Fills the batch up; says so where it stays short."""
+        if self._finish_early:
+            self._partial = await self._early.fill(draft, self._partial)
+        else:
+            await self._rounds.fill(draft)
         target = self._section.prompts_per_step
-        for _ in range(1 + self._section.max_refill_rounds):
-            missing = target - len(draft.kept)
-            if missing <= 0:
-                return
-            draft.rounds += 1
-            for group, complete in await self._round(self._round_size(draft, missing)):
-                self._classify(draft, group, complete)
         if 0 < len(draft.kept) < target:
             self._notices.notice(
                 f"batch has {len(draft.kept)} of {target} groups after {draft.rounds} rounds of prompts "
-                f"({_why_empty(draft)}); going on with these"
+                f"({draft.why_empty()}); going on with these"
             )
 
-    def _round_size(self, draft: _Draft, missing: int) -> int:
-        """Prompts to request: more where the filter has been keeping fewer. A function of this batch alone."""
-        keep_rate = 1.0
-        if draft.fresh_total:
-            keep_rate = max(_LOWEST_KEEP_RATE, draft.fresh_kept / draft.fresh_total)
-        return math.ceil(missing * self._section.oversampling / keep_rate)
-
-    def _classify(self, draft: _Draft, group: Group, complete: bool) -> None:
-        draft.fresh_total += 1
-        if not complete:
-            self.ledger.finish([group.group_id], "dropped")
-            draft.dropped.append(group)
-        elif self._filter and not 0 < group.bin < self._section.rollouts_per_prompt:
-            self.ledger.finish([group.group_id], "filtered")
-            draft.filtered.append(group)
-        else:
-            draft.kept.append(group)
-            draft.fresh_kept += 1
-
-    def _complete(self, draft: _Draft, seconds: float) -> SampledBatch:
+    def _complete(self, draft: Draft, seconds: float, response_tokens: int) -> SampledBatch:
         """Splits off the surplus and takes the snapshot."""
         kept = sorted(draft.kept, key=lambda group: group.group_id)
         target = self._section.prompts_per_step
@@ -199,123 +202,28 @@ class Sampler:
         if self._section.keep_surplus:
             self._carry = tuple(surplus)
         else:
-            self.ledger.finish([group.group_id for group in surplus], "dropped")
-            draft.dropped.extend(surplus)
-        counters = {_EMPTY: self._empty_batches}
-        seen = (*chosen, *draft.filtered, *draft.dropped)
+            draft.drop(surplus)
+            self._give_up(draft, self._partial)
+            self._partial = ()
+        counters = self._counters()
         return SampledBatch(
             groups=tuple(chosen),
             filtered=tuple(draft.filtered),
             dropped=tuple(draft.dropped),
-            snapshot=Snapshot(dict(self._source.state_dict()), self.ledger.state_dict(), self._carry, counters),
+            snapshot=Snapshot(
+                dict(self._source.state_dict()), self.ledger.state_dict(), self._carry, counters, self._partial
+            ),
             rounds=draft.rounds,
             rollout_s=seconds,
-            response_tokens=sum(r.response_length for group in seen for r in group.rollouts),
+            response_tokens=response_tokens,
             counters=counters,
         )
 
-    async def _round(self, count: int) -> list[tuple[Group, bool]]:
-        """Completes `count` new groups. Returns (group, complete) by group id."""
-        prompts = self._source.next(count)
-        if len(prompts) != count:
-            raise DataError(f"the prompt source gave {len(prompts)} prompts instead of {count}; it must not end")
-        pending = {i: _Pending(prompt) for i, prompt in zip(self.ledger.admit(count), prompts, strict=True)}
-        for attempt in range(self._max_attempts):
-            requests = self._requests(pending, retry=attempt > 0)
-            if not requests:
-                break
-            await self._generate(requests, pending)
-        size = self._section.rollouts_per_prompt
-        incomplete = [i for i, p in pending.items() if p.missing(size)]
-        if incomplete:
-            self._notices.warn(
-                f"{len(incomplete)} groups were still incomplete after {self._max_attempts} attempts and are "
-                f"dropped (the first: group {incomplete[0]}, rollouts {list(pending[incomplete[0]].missing(size))})"
-            )
-        return [(pending[i].group(i), i not in incomplete) for i in sorted(pending)]
-
-    def _requests(self, pending: Mapping[int, _Pending], *, retry: bool) -> list[GroupRequest]:
-        """Requests for all rollouts that are missing; a retry is the same group at the next attempt."""
-        requests = []
-        for group_id, entry in pending.items():
-            missing = entry.missing(self._section.rollouts_per_prompt)
-            if missing:
-                attempt = self.ledger.retry(group_id) if retry else self.ledger.attempt(group_id)
-                requests.append(GroupRequest(group_id, attempt, entry.prompt, missing, self._sampling))
-        return requests
-
-    async def _generate(self, requests: Sequence[GroupRequest], pending: Mapping[int, _Pending]) -> None:
-        """One pass of the engine; answers are verified while others are still being generated."""
-        iterator = self._engine.generate(requests)
-        try:
-            async with asyncio.TaskGroup() as scoring:
-                while (rollouts := await self._next(iterator, len(requests))) is not None:
-                    accepted = self._accept(rollouts, pending)
-                    if accepted:
-                        scoring.create_task(self._score(accepted, pending))
-        except BaseExceptionGroup as group:
-            raise first_cause(group) from None
-        finally:
-            await self._close(iterator)
-
-    async def _next(self, iterator: AsyncIterator[tuple[Rollout, ...]], count: int) -> tuple[Rollout, ...] | None:
-        what = f"the engine, with {count} groups requested"
-        try:
-            return await self._deadlines.within("generate", anext(iterator), what=what)
-        except StopAsyncIteration:
-            return None
-
-    async def _close(self, iterator: AsyncIterator[tuple[Rollout, ...]]) -> None:
-        """Ends the pass. An iterator that is stuck is reported and left; the engine's own close comes later."""
-        aclose = getattr(iterator, "aclose", None)
-        if aclose is None:
-            return
-        try:
-            await self._deadlines.within("abort", aclose())
-        except (RuntimeError, DeadlineError) as error:
-            self._notices.warn(f"generation could not be ended: {error}")
-
-    def _accept(self, rollouts: Sequence[Rollout], pending: Mapping[int, _Pending]) -> list[Rollout]:
-        """Those that count: of the current attempt, asked for, finished; each index once."""
-        accepted = []
-        for rollout in rollouts:
-            if not self.ledger.accepts(rollout.group_id, rollout.attempt) or rollout.finish_reason == "abort":
-                continue
-            entry = pending.get(rollout.group_id)
-            if entry is None or rollout.index not in entry.missing(self._section.rollouts_per_prompt):
-                self.ledger.refuse()
-                continue
-            _check_shape(rollout, entry.prompt)
-            entry.rollouts[rollout.index] = rollout
-            accepted.append(rollout)
-        return accepted
-
-    async def _score(self, rollouts: Sequence[Rollout], pending: Mapping[int, _Pending]) -> None:
-        pairs = [(rollout.text, pending[rollout.group_id].prompt.answer) for rollout in rollouts]
-        with self._phases.measure("reward"):
-            verdicts = await self._deadlines.within(
-                "score", self._scorer.score_async(pairs), what=f"group {rollouts[0].group_id}"
-            )
-        if len(verdicts) != len(pairs):
-            raise RewardError(f"the verifier gave {len(verdicts)} verdicts for {len(pairs)} answers; allowed: one each")
-        for rollout, verdict in zip(rollouts, verdicts, strict=True):
-            pending[rollout.group_id].verdicts[rollout.index] = verdict
-
-
-def _check_shape(rollout: Rollout, prompt: Prompt) -> None:
-    """An engine that cuts or shifts its answers would train the wrong tokens without a sound."""
-    lengths = {"logprobs": len(rollout.logprobs), "loss_mask": len(rollout.loss_mask)}
-    wrong = [f"{name} has {n}" for name, n in lengths.items() if n != rollout.response_length]
-    if rollout.prompt_length != len(prompt.tokens) or tuple(rollout.tokens[: rollout.prompt_length]) != prompt.tokens:
-        wrong.append(f"the first {rollout.prompt_length} tokens are not the prompt")
-    if wrong:
-        raise EngineError(
-            f"group {rollout.group_id} rollout {rollout.index}: {rollout.response_length} response tokens, but "
-            f"{' and '.join(wrong)}; allowed: the prompt, then one log-prob and one mask entry per response token"
-        )
-
-
-def _why_empty(draft: _Draft) -> str:
-    right = sum(group.bin > 0 for group in draft.filtered)
-    wrong = len(draft.filtered) - right
-    return f"filtered {right} all right and {wrong} all wrong, {len(draft.dropped)} dropped"
+    def _counters(self) -> dict[str, int]:
+        return {
+            _EMPTY: self._empty_batches,
+            _PARTIAL: len(self._partial),
+            _ABORTED: self._early.aborted,
+            _RESUMED: self._early.resumed,
+            _ABORTED_TOKENS: self._intake.aborted_tokens,
+        }

@@ -323,10 +323,20 @@ def make_sampler(engine, source, progress, phases, *, rollout=None, order_seed=0
     )
 
 
-def make_stack(run: Path, *, order_seed=0, crash=None, rollout=None, trainer=None, deadlines=FAST, **sampler_options):
-    """A whole loop over fakes; attributes of the result are the parts."""
+def make_stack(
+    run: Path,
+    *,
+    order_seed=0,
+    crash=None,
+    rollout=None,
+    trainer=None,
+    deadlines=FAST,
+    engine=FakeEngine,
+    **sampler_options,
+):
+    """A whole loop over fakes; attributes of the result are the parts. engine: the class of the engine."""
     events: list = []
-    engine, policy = FakeEngine(order_seed, events), FakePolicy(events)
+    engine, policy = engine(order_seed, events=events), FakePolicy(events)
     source, phases, progress = FakeSource(), FakePhases(crash), FakeProgress()
     section = TrainerSection(**({"steps": 6, "save_every_steps": 2, "keep_checkpoints": 2} | (trainer or {})))
     sampler = make_sampler(
@@ -361,8 +371,8 @@ def make_stack(run: Path, *, order_seed=0, crash=None, rollout=None, trainer=Non
         identity={"seed": 1},
         deadlines=deadlines,
     )
-    staleness = (rollout or {}).get("max_staleness", 0)
-    controller = Controller(section, parts, max_staleness=staleness, rollouts_per_prompt=K)
+    ahead = RolloutSection(**(rollout or {})).batches_ahead
+    controller = Controller(section, parts, max_staleness=ahead, rollouts_per_prompt=K)
     return SimpleNamespace(
         controller=controller,
         parts=parts,

@@ -145,10 +145,10 @@ def test_an_empty_batch_is_counted_and_its_groups_are_handed_on():
     ]
     batch = sample(parts)
     assert [group.group_id for group in batch.filtered][:2] == [0, 1]
-    assert batch.counters == {"rollout/batches_empty": 1}
+    assert batch.counters["rollout/batches_empty"] == 1
     again = setup()
     again.sampler.load_state_dict(batch.snapshot.to_json(dict.fromkeys(parts.sampler.ledger.outstanding, "trained")))
-    assert sample(again).counters == {"rollout/batches_empty": 1}
+    assert sample(again).counters["rollout/batches_empty"] == 1
 
 
 def test_surplus_is_chosen_by_id_and_dropped():
@@ -218,20 +218,19 @@ def test_a_hanging_engine_is_named(stubborn, monkeypatch):
 
 
 def test_a_hanging_verifier_is_named():
-    parts = setup(deadlines=replace(FAST, score=0.05))
-    parts.sampler._scorer.hang = True
+    scorer = FakeScorer()
+    scorer.hang = True
+    parts = setup(deadlines=replace(FAST, score=0.05), scorer=scorer)
     with pytest.raises(DeadlineError, match=r"deadline 'score' \(group \d+\)"):
         sample(parts)
 
 
 def test_a_verifier_that_loses_a_verdict_is_an_error():
-    parts = setup()
-
     class Loses(FakeScorer):
         async def score_async(self, pairs):
             return (await super().score_async(pairs))[:-1]
 
-    parts.sampler._scorer = Loses()
+    parts = setup(scorer=Loses())
     with pytest.raises(RewardError, match="gave 3 verdicts for 4 answers"):
         sample(parts)
 

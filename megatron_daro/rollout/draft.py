@@ -1,0 +1,71 @@
+"""A batch in the making: which groups are kept, filtered, dropped, and how many of them the filter keeps.
+
+Place in the data flow: groups whose generation ended -> Draft -> SampledBatch. It writes the outcome of what is not
+kept into the books at once. It generates nothing and decides nothing about order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megatron_daro.rollout.ledger import Ledger
+from megatron_daro.types import Group
+
+LOWEST_KEEP_RATE = 0.25
+"""However few groups the filter keeps, no more than four prompts are requested for each that is missing."""
+
+
+class Draft:
+    """Groups of one batch so far, by what became of them."""
+
+    def __init__(self, ledger: Ledger, *, rollouts_per_prompt: int, filter_groups: bool) -> None:
+        """Empty.
+
+        Args:
+            ledger: the books. rollouts_per_prompt: K.
+            filter_groups: keep only groups with a pass rate strictly between 0 and 1.
+        """
+        self._ledger = ledger
+        self._size = rollouts_per_prompt
+        self._filter = filter_groups
+        self.kept: list[Group] = []
+        self.filtered: list[Group] = []
+        self.dropped: list[Group] = []
+        self.rounds = 0
+        self.fresh_kept = 0
+        self.fresh_total = 0
+
+    def classify(self, group: Group, complete: bool) -> None:
+        """Puts a group whose generation ended where it belongs."""
+        self.fresh_total += 1
+        if not complete:
+            self.drop([group])
+        elif self._filter and not 0 < group.bin < self._size:
+            self._ledger.finish([group.group_id], "filtered")
+            self.filtered.append(group)
+        else:
+            self.kept.append(group)
+            self.fresh_kept += 1
+
+    def drop(self, groups: Iterable[Group]) -> None:
+        """Gives outstanding groups up."""
+        groups = list(groups)
+        self._ledger.finish([group.group_id for group in groups], "dropped")
+        self.dropped.extend(groups)
+
+    def keep_rate(self, prior: float = 1.0, prior_groups: float = 0.0) -> float:
+        """Share of this batch's own groups that were kept, not below LOWEST_KEEP_RATE.
+
+        Args:
+            prior: the share to begin from. prior_groups: how many groups it counts for; 0: only while there are none.
+        """
+        if not self.fresh_total + prior_groups:
+            return max(LOWEST_KEEP_RATE, prior)
+        kept = self.fresh_kept + prior * prior_groups
+        return max(LOWEST_KEEP_RATE, kept / (self.fresh_total + prior_groups))
+
+    def why_empty(self) -> str:
+        """What became of the others, for a message."""
+        right = sum(group.bin > 0 for group in self.filtered)
+        wrong = len(self.filtered) - right
+        return f"filtered {right} all right and {wrong} all wrong, {len(self.dropped)} dropped"

@@ -1,0 +1,137 @@
+"""Where answers of an engine come in: which of them count, what they are worth, what was generated for nothing.
+
+Place in the data flow: GroupRequest -> engine -> Intake -> rollouts and verdicts in the Pending groups. Both ways to
+fill a batch (rounds.py, early.py) take their answers in here. It refuses answers that were not asked for, that come
+late or twice, and those whose columns do not fit; it decides nothing about groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+from megatron_daro.errors import DeadlineError, EngineError, RewardError
+from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.rollout.ledger import Ledger
+from megatron_daro.rollout.pending import PartialGroup, Pending
+from megatron_daro.rollout.protocol import Notices, PhaseTimer, Scorer
+from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams
+
+
+class Intake:
+    """Takes answers in. `fresh_tokens`: response tokens generated so far, each once. `aborted_tokens`: those of them
+    that were thrown away because a rollout or its group was not finished."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        scorer: Scorer,
+        sampling: SamplingParams,
+        rollouts_per_prompt: int,
+        deadlines: Deadlines,
+        phases: PhaseTimer,
+        notices: Notices,
+    ) -> None:
+        """Starts nothing. Arguments as the sampler's."""
+        self.rollouts_per_prompt = rollouts_per_prompt
+        self.fresh_tokens = 0
+        self.aborted_tokens = 0
+        self._ledger = ledger
+        self._scorer = scorer
+        self._sampling = sampling
+        self._deadlines = deadlines
+        self._phases = phases
+        self._notices = notices
+
+    def request(self, group_id: int, entry: Pending) -> GroupRequest:
+        """A request for all that is missing of a group, at its current attempt, with what is there in part."""
+        missing = entry.missing(self.rollouts_per_prompt)
+        partial = {i: entry.partial[i] for i in missing if i in entry.partial}
+        return GroupRequest(
+            group_id, self._ledger.attempt(group_id), entry.prompt, missing, self._sampling, partial=partial
+        )
+
+    def accept(self, rollouts: Sequence[Rollout], pending: Mapping[int, Pending]) -> list[Rollout]:
+        """Puts into the groups what counts: of the current attempt and asked for, each index once.
+
+        Returns:
+            The finished ones, which need a verdict. What an abort cut short is kept as partial.
+
+        Raises:
+            EngineError: a group or attempt that was never requested, or columns that do not fit.
+        """
+        finished = []
+        for rollout in rollouts:
+            if not self._ledger.accepts(rollout.group_id, rollout.attempt):
+                continue
+            entry, aborted = pending.get(rollout.group_id), rollout.finish_reason == "abort"
+            if entry is None or rollout.index not in entry.missing(self.rollouts_per_prompt):
+                if not aborted:
+                    self._ledger.refuse()
+                continue
+            _check_shape(rollout, entry.prompt)
+            if aborted:
+                self._hold(rollout, entry)
+            else:
+                self._count(rollout, entry.partial.pop(rollout.index, None))
+                entry.rollouts[rollout.index] = rollout
+                finished.append(rollout)
+        return finished
+
+    async def score(self, rollouts: Sequence[Rollout], pending: Mapping[int, Pending]) -> None:
+        """Verifies finished rollouts of one group. Raises RewardError if a verdict is missing, DeadlineError."""
+        pairs = [(rollout.text, pending[rollout.group_id].prompt.answer) for rollout in rollouts]
+        with self._phases.measure("reward"):
+            verdicts = await self._deadlines.within(
+                "score", self._scorer.score_async(pairs), what=f"group {rollouts[0].group_id}"
+            )
+        if len(verdicts) != len(pairs):
+            raise RewardError(f"the verifier gave {len(verdicts)} verdicts for {len(pairs)} answers; allowed: one each")
+        for rollout, verdict in zip(rollouts, verdicts, strict=True):
+            pending[rollout.group_id].verdicts[rollout.index] = verdict
+
+    async def close(self, iterator: AsyncIterator[tuple[Rollout, ...]]) -> None:
+        """Ends a pass. An iterator that is stuck is reported and left; the engine's own close comes later."""
+        aclose = getattr(iterator, "aclose", None)
+        if aclose is None:
+            return
+        try:
+            await self._deadlines.within("abort", aclose())
+        except (RuntimeError, DeadlineError) as error:
+            self._notices.warn(f"generation could not be ended: {error}")
+
+    def give_up(self, group: PartialGroup) -> None:
+        """Counts the tokens of a group that will not be finished."""
+        self.aborted_tokens += group.response_tokens
+
+    def _hold(self, rollout: Rollout, entry: Pending) -> None:
+        """Keeps what an abort left, if one can go on from there."""
+        earlier = entry.partial.pop(rollout.index, None)
+        self._count(rollout, earlier)
+        if 0 < rollout.response_length < self._sampling.max_new_tokens:
+            entry.partial[rollout.index] = rollout
+        else:
+            self.aborted_tokens += rollout.response_length
+
+    def _count(self, rollout: Rollout, earlier: Rollout | None) -> None:
+        """A rollout that goes on from its earlier part counts that part once; one that started over throws it away."""
+        self.fresh_tokens += rollout.response_length
+        if earlier is None:
+            return
+        if rollout.continues(earlier):
+            self.fresh_tokens -= earlier.response_length
+        else:
+            self.aborted_tokens += earlier.response_length
+
+
+def _check_shape(rollout: Rollout, prompt: Prompt) -> None:
+    """An engine that cuts or shifts its answers would train the wrong tokens without a sound."""
+    lengths = {"logprobs": len(rollout.logprobs), "loss_mask": len(rollout.loss_mask)}
+    wrong = [f"{name} has {n}" for name, n in lengths.items() if n != rollout.response_length]
+    if rollout.prompt_length != len(prompt.tokens) or tuple(rollout.tokens[: rollout.prompt_length]) != prompt.tokens:
+        wrong.append(f"the first {rollout.prompt_length} tokens are not the prompt")
+    if wrong:
+        raise EngineError(
+            f"group {rollout.group_id} rollout {rollout.index}: {rollout.response_length} response tokens, but "
+            f"{' and '.join(wrong)}; allowed: the prompt, then one log-prob and one mask entry per response token"
+        )

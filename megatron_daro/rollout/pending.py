@@ -1,0 +1,124 @@
+"""Groups that are not complete: while they are generated (Pending), and between two batches (PartialGroup).
+
+Place in the data flow: the sampler admits prompts as Pending; answers and verdicts are put into them; a group that is
+still unfinished when its batch is complete is kept as a PartialGroup, in checkpoints too, and goes on in the next
+batch. Holds no engine and no books. It refuses recorded groups that contradict themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_daro.errors import DataError
+from megatron_daro.rollout.ledger import Ledger
+from megatron_daro.rollout.protocol import PromptSource
+from megatron_daro.rollout.recorder import group_from_json, group_to_json, rollout_from_json, rollout_to_json
+from megatron_daro.types import Group, Prompt, Rollout, Verdict
+
+
+@dataclass(slots=True)
+class Pending:
+    """A group that is being completed.
+
+    rollouts: finished ones by index. verdicts: of those that were verified. partial: by index, what an abort left of an
+    unfinished one.
+    """
+
+    prompt: Prompt
+    rollouts: dict[int, Rollout] = field(default_factory=dict)
+    verdicts: dict[int, Verdict] = field(default_factory=dict)
+    partial: dict[int, Rollout] = field(default_factory=dict)
+
+    def missing(self, rollouts_per_prompt: int) -> tuple[int, ...]:
+        """Indices without a finished rollout."""
+        return tuple(i for i in range(rollouts_per_prompt) if i not in self.rollouts)
+
+    @property
+    def unscored(self) -> bool:
+        """Whether finished rollouts wait for their verdicts."""
+        return len(self.verdicts) < len(self.rollouts)
+
+    def group(self, group_id: int) -> Group:
+        """The group of what is finished and verified, in index order."""
+        order = sorted(self.verdicts)
+        return Group(
+            group_id,
+            self.prompt,
+            tuple(self.rollouts[i] for i in order),
+            tuple(self.verdicts[i] for i in order),
+        )
+
+    def kept(self, group_id: int) -> PartialGroup:
+        """What to keep of it while nobody works on it."""
+        return PartialGroup(self.group(group_id), tuple(self.partial[i] for i in sorted(self.partial)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartialGroup:
+    """An unfinished group between two batches.
+
+    finished: the finished rollouts with their verdicts, maybe none. unfinished: the others that have tokens, by index.
+    """
+
+    finished: Group
+    unfinished: tuple[Rollout, ...] = ()
+
+    @property
+    def group_id(self) -> int:
+        """The group's id."""
+        return self.finished.group_id
+
+    @property
+    def weight_version(self) -> int | None:
+        """The oldest policy version that produced a token of it; None: it has no token."""
+        return min((r.weight_version for r in (*self.finished.rollouts, *self.unfinished)), default=None)
+
+    @property
+    def response_tokens(self) -> int:
+        """Response tokens so far."""
+        return sum(r.response_length for r in (*self.finished.rollouts, *self.unfinished))
+
+    def pending(self) -> Pending:
+        """The same, to be completed."""
+        group = self.finished
+        return Pending(
+            group.prompt,
+            rollouts={r.index: r for r in group.rollouts},
+            verdicts={r.index: v for r, v in zip(group.rollouts, group.verdicts, strict=True)},
+            partial={r.index: r for r in self.unfinished},
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; `from_json` gives exactly the same group back."""
+        return {
+            "finished": group_to_json(self.finished, "dropped"),
+            "unfinished": [rollout_to_json(rollout) for rollout in self.unfinished],
+        }
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any], rollouts_per_prompt: int) -> PartialGroup:
+        """The inverse of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
+        finished, _ = group_from_json(record["finished"])
+        rollouts = tuple(rollout_from_json(r, finished.group_id, finished.prompt) for r in record["unfinished"])
+        indices = [r.index for r in (*finished.rollouts, *rollouts)]
+        allowed = range(rollouts_per_prompt)
+        if len(finished.rollouts) == len(allowed) or len({*indices}) < len(indices) or not {*indices} <= {*allowed}:
+            raise ValueError(
+                f"group {finished.group_id}: unfinished with the rollouts {indices}, {len(finished.rollouts)} of them "
+                f"finished; allowed: each of 0 to {allowed[-1]} once at most, not all finished"
+            )
+        if any(r.finish_reason == "abort" for r in finished.rollouts) or any(
+            r.finish_reason != "abort" for r in rollouts
+        ):
+            raise ValueError(f"group {finished.group_id}: a rollout is finished and aborted at once")
+        return cls(finished, rollouts)
+
+
+def admit(source: PromptSource, ledger: Ledger, count: int) -> dict[int, Pending]:
+    """New groups of the next `count` prompts, by id; they are in the books. Raises DataError if prompts run out."""
+    prompts = source.next(count)
+    if len(prompts) != count:
+        raise DataError(f"the prompt source gave {len(prompts)} prompts instead of {count}; it must not end")
+    return {i: Pending(prompt) for i, prompt in zip(ledger.admit(count), prompts, strict=True)}

@@ -1,0 +1,48 @@
+"""rollout.finish_batch: what auto means for an engine, and which combinations are doubtful."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_daro.config import Hardware, check, resolve
+from megatron_daro.config.sections import RolloutSection
+
+
+def warnings(run_files, *overrides: str) -> list[str]:
+    report = check(resolve(run_files.file, overrides), Hardware("cpu", 4))
+    assert not report.problems
+    return [str(problem) for problem in report.warnings]
+
+
+@pytest.mark.parametrize(
+    ("finish_batch", "engine", "early"),
+    [
+        ("auto", "embedded", False),
+        ("auto", "sglang", True),
+        ("all", "sglang", False),
+        ("enough", "embedded", True),
+    ],
+)
+def test_auto_is_resolved_by_the_engine(finish_batch, engine, early):
+    assert RolloutSection(finish_batch=finish_batch).finishes_early(engine) is early
+
+
+def test_enough_with_the_embedded_engine_is_a_warning(run_files):
+    (line,) = [line for line in warnings(run_files, "rollout.finish_batch=enough") if "finish_batch" in line]
+    assert "got enough with the embedded engine" in line
+    assert not [line for line in warnings(run_files) if "finish_batch" in line]
+
+
+def test_oversampling_without_a_filter_has_its_use_where_a_batch_ends_early(run_files):
+    options = ["rollout.oversampling=2", "algorithm.name=grpo"]
+    assert [line for line in warnings(run_files, *options) if "rollout.oversampling" in line]
+    assert not [
+        line for line in warnings(run_files, *options, "rollout.finish_batch=enough") if "rollout.oversampling" in line
+    ]
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "keep_surplus", "ahead"), [(0, False, 0), (2, False, 2), (1, True, 0), (3, True, 2)]
+)
+def test_what_is_kept_costs_a_batch_of_running_ahead(max_staleness, keep_surplus, ahead):
+    assert RolloutSection(max_staleness=max_staleness, keep_surplus=keep_surplus).batches_ahead == ahead
