@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.errors import DataError, NonFiniteError
+from megatron_daro.observe.drift import DriftWatch
 from megatron_daro.recovery import STATE_FORMAT, check_fits
 from megatron_daro.rollout.deadlines import Deadlines, first_cause
 from megatron_daro.rollout.ledger import Outcome
@@ -40,7 +41,7 @@ class Parts:
 
     engine is None for replay. checkpoints, recorder and evaluate are left out where the run has none. closers: further
     things to close at the end, by name, after engine and policy. identity: plain values that must be equal in a run and
-    in a checkpoint it resumes from (seed, K, algorithm...).
+    in a checkpoint it resumes from (seed, K, algorithm...). drift: warns when engine and trainer drift apart.
     """
 
     policy: Policy
@@ -56,6 +57,7 @@ class Parts:
     closers: Mapping[str, Callable[[], Awaitable[None]]] = field(default_factory=dict)
     identity: Mapping[str, Any] = field(default_factory=dict)
     deadlines: Deadlines = field(default_factory=Deadlines)
+    drift: DriftWatch = field(default_factory=DriftWatch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,6 +374,8 @@ class Controller:
             update.metrics["throughput/train_tokens_per_s"] = num_tokens / train_s
         self._parts.metrics.write(update.step, update.metrics)
         self._parts.progress.step(update.step, update.metrics)
+        if drift := self._parts.drift.observe(update.step, update.metrics):
+            self._parts.progress.warn(drift)
 
     async def _to_disk(self, function: Callable[..., Path], step: int, groups: Any) -> Path:
         return await self._within("write", asyncio.to_thread(function, step, groups), what=f"rollouts of step {step}")

@@ -1,0 +1,92 @@
+"""When engine and trainer drift apart: one warning per drift, with the reason that the circumstances suggest."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from megatron_daro.observe.drift import BASELINE_STEPS, PATIENCE, DriftWatch
+
+KL, ABS, CORRECTED, AGE = (
+    "mismatch/kl",
+    "mismatch/logprob_abs_mean",
+    "mismatch/corrected_fraction",
+    "rollout/staleness_mean",
+)
+NORMAL = {KL: 0.005, ABS: 0.02, CORRECTED: 0.0, AGE: 0.0, "loss/policy": 1.0}
+
+
+def feed(watch, *changes, first=1):
+    """Observes NORMAL with each change; the warnings as (number of the change, text)."""
+    texts = [watch.observe(first + i, NORMAL | change) for i, change in enumerate(changes)]
+    return [(i, text) for i, text in enumerate(texts) if text]
+
+
+def settled(**options):
+    watch = DriftWatch(**options)
+    assert not feed(watch, *[{}] * BASELINE_STEPS)
+    return watch
+
+
+def test_growth_for_several_steps_is_warned_of_once():
+    warnings = feed(settled(), *[{KL: 0.02}] * 20, first=9)
+    ((number, text),) = warnings
+    assert number == PATIENCE - 1
+    assert text.startswith("step 11: ") and f"for {PATIENCE} steps" in text and "mismatch/kl 0.02 (limit 0.015)" in text
+
+
+def test_a_single_odd_step_is_nothing():
+    assert not feed(settled(), *[{KL: 1.0}, {KL: 1.0}, {}] * 10)
+
+
+def test_it_warns_again_after_a_recovery_and_not_after_a_short_one():
+    drift, normal = [{KL: 0.02}] * PATIENCE, [{}] * PATIENCE
+    assert len(feed(settled(), *drift, *normal, *drift)) == 2
+    assert len(feed(settled(), *drift, *normal[1:], *drift)) == 1
+
+
+def test_growth_below_the_floor_is_nothing():
+    watch = DriftWatch()
+    assert not feed(watch, *[{KL: 1e-6, ABS: 1e-4}] * BASELINE_STEPS, *[{KL: 0.009, ABS: 0.049}] * 10)
+
+
+def test_a_constant_mismatch_is_nothing_below_the_ceiling_and_warned_of_above():
+    assert not feed(DriftWatch(), *[{KL: 0.09, ABS: 0.2}] * 30)
+    ((number, text),) = feed(DriftWatch(), *[{KL: 0.11}] * 30)
+    assert number == PATIENCE - 1 and "limit 0.1)" in text
+
+
+def test_odd_steps_in_the_baseline_do_not_move_it():
+    watch = DriftWatch()
+    feed(watch, *[{KL: 0.09}] * 2, *[{}] * (BASELINE_STEPS - 2))
+    assert feed(watch, *[{KL: 0.02}] * PATIENCE)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_is_warned_of_at_once(value):
+    ((number, text),) = feed(DriftWatch(), {ABS: value}, {ABS: value})
+    assert number == 0 and "mismatch/logprob_abs_mean not finite" in text and "NaN" in text
+
+
+@pytest.mark.parametrize(
+    ("correction", "change", "reason"),
+    [
+        ("none", {KL: 0.05, AGE: 1.0}, "age of the rollouts (1 batches) without a correction"),
+        ("", {KL: 0.05, AGE: 0.5}, "age of the rollouts (0.5 batches) without a correction"),
+        ("tis", {KL: 0.05, AGE: 1.0}, "which the correction tis cannot make good"),
+        ("none", {ABS: 0.2}, "the numerics of the engine"),
+        ("tis", {KL: 0.05, CORRECTED: 0.4}, "the numerics of the engine"),
+        ("mis", {CORRECTED: 0.3, AGE: 1.0}, "shapes the gradient"),
+    ],
+)
+def test_the_reason_follows_the_circumstances(correction, change, reason):
+    ((_, text),) = feed(settled(correction=correction), *[change] * PATIENCE)
+    assert reason in text
+
+
+def test_steps_without_mismatch_say_nothing_and_change_nothing():
+    watch = settled()
+    feed(watch, *[{KL: 0.05}] * (PATIENCE - 1))
+    assert watch.observe(50, {"loss/policy": 1.0}) is None
+    assert feed(watch, {KL: 0.05})
