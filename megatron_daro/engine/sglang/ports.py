@@ -50,10 +50,9 @@ class Reservation:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is None:
             return
-        # Unlinked under the lock; whoever opened the file before sees that it is no longer at its path. Unlocked by
-        # name: a forked child may hold a copy of the descriptor.
+        # Unlinked under the lock: whoever opened the file before sees that it is no longer at its path, and a forked
+        # child that holds a copy of the descriptor keeps a lock that nobody asks for.
         self._path.unlink(missing_ok=True)
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
     def __enter__(self) -> Reservation:
@@ -144,7 +143,7 @@ def _lock(directory: Path, port: int) -> Reservation | None:
     """The lock of a port, None when another holds it. Files that nobody locks are taken over."""
     path = directory / str(port)
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError:
         return None  # Something of another user or kind lies there: another port will do.
     try:

@@ -185,6 +185,14 @@ def test_directory_that_is_not_ours_is_passed_over(own_directory, monkeypatch):
         reserve_port("127.0.0.1")
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make a directory of another user")
+def test_directory_of_another_user_is_passed_over(own_directory):
+    own_directory.mkdir(mode=0o777)
+    os.chown(own_directory, 4711, 4711)
+    with reserve_port("127.0.0.1") as reservation:
+        assert [path.name for path in Path(f"{own_directory}-1").iterdir()] == [str(reservation.port)]
+
+
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
 def test_host_of_another_machine_is_refused(host):
     with pytest.raises(EngineError, match=f"got host '{host}'"):
