@@ -55,6 +55,8 @@ def test_a_constant_mismatch_is_nothing_below_the_ceiling_and_warned_of_above():
     assert not feed(DriftWatch(), *[{KL: 0.09, ABS: 0.2}] * 30)
     ((number, text),) = feed(DriftWatch(), *[{KL: 0.11}] * 30)
     assert number == PATIENCE - 1 and "limit 0.1)" in text
+    ((number, _),) = feed(DriftWatch(), *[{KL: 0.09}] * BASELINE_STEPS, *[{KL: 0.11}] * 30)
+    assert number == BASELINE_STEPS + PATIENCE - 1
 
 
 def test_odd_steps_in_the_baseline_do_not_move_it():

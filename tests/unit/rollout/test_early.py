@@ -11,11 +11,12 @@ import pytest
 from fleet_fakes import LONGEST, FleetEngine, count_ids, fatal, ids, length_of, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loop_fakes import FAST, FakePhases, FakeProgress, FakeScorer, FakeSource, K, make_sampler
+from loop_fakes import FAST, FakePhases, FakeProgress, FakeScorer, FakeSource, K, make_rollout, make_sampler
 
 from megatron_daro.errors import CheckpointError, DataError, DeadlineError, EngineError
 from megatron_daro.rollout import deadlines as deadlines_module
 from megatron_daro.rollout.recorder import group_to_json
+from megatron_daro.types import SamplingParams
 
 KEEP = {"keep_surplus": True, "max_staleness": 1}
 SLOW = 1000
@@ -397,6 +398,7 @@ def put(path, value):
         put(["partial", 0, "unfinished", 0, "logprobs"], [0.0]),
         put(["partial", 0, "unfinished", 0, "index"], K),
         put(["partial", 0, "unfinished", 0, "finish_reason"], "stop"),
+        put(["partial", 0, "finished", "rollouts", 0, "finish_reason"], "abort"),
         put(["partial", 0, "finished", "group_id"], 77),
         remove(["counters", "rollout/batches_empty"]),
         remove(["ledger", "outstanding"]),
@@ -410,6 +412,48 @@ def test_a_torn_state_is_a_checkpoint_error(change):
     change(state)
     with pytest.raises(CheckpointError, match=r"[Uu]se an earlier checkpoint"):
         setup(rollout=KEEP).sampler.load_state_dict(state)
+
+
+def test_counts_since_the_beginning_go_on_after_a_resume():
+    parts = setup(rollout=KEEP | {"oversampling": 1.5})
+    first, _, _ = kept_in_part(parts)
+    train(parts, first)
+    parts.engine.resumes = False  # so that tokens are thrown away, too
+    second = sample(parts, 1)
+    names = ("rollout/groups_aborted", "rollout/groups_resumed", "rollout/aborted_tokens")
+    assert all(second.counters[name] > 0 for name in names), second.counters
+    resumed = setup(rollout={"oversampling": 1.0} | KEEP)
+    resumed.sampler.load_state_dict(saved(second))
+    third = sample(resumed, 1)
+    assert all(third.counters[name] >= second.counters[name] for name in names)
+
+
+def test_an_answer_cut_before_its_first_token_or_after_its_last_cannot_go_on():
+    """Nothing is there to go on from, or no token is left to be asked for: the next attempt starts over."""
+    parts = setup(filter_groups=False, rollout={"oversampling": 1.0, "prompts_per_step": 1})
+    longest = SamplingParams().max_new_tokens
+
+    async def generate(requests):
+        parts.engine.asked += requests
+        (request,) = requests
+        lengths = {0: 0, 1: longest, 2: longest - 1} if request.attempt == 0 else {}
+        yield tuple(cut(request, index, lengths.get(index)) for index in request.indices)
+
+    parts.engine.generate = generate
+    batch = sample(parts)
+    assert [sorted(request.partial) for request in parts.engine.asked] == [[], [2]]
+    assert parts.engine.asked[1].indices == (0, 1, 2)
+    assert batch.counters["rollout/aborted_tokens"] == longest + longest - 1
+
+
+def cut(request, index, length):
+    """A finished rollout, or one that was cut off at this length."""
+    rollout = make_rollout(request.group_id, request.attempt, index, request.prompt, 0, length=length or 5)
+    if length == 0:
+        rollout = replace(
+            rollout, tokens=rollout.tokens[:2], logprobs=rollout.logprobs[:0], loss_mask=rollout.loss_mask[:0]
+        )
+    return rollout if length is None else replace(rollout, finish_reason="abort")
 
 
 def test_a_checkpoint_that_knows_no_partial_groups_still_loads():
