@@ -92,3 +92,8 @@ def shutdown() -> None:
 def data_parallel_rank() -> int:
     """Which replica this rank belongs to."""
     return parallel_state.get_data_parallel_rank()
+
+
+def pipeline_parallel_rank() -> int:
+    """This process's pipeline stage."""
+    return parallel_state.get_pipeline_model_parallel_rank()

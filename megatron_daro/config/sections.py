@@ -156,12 +156,12 @@ class SGLangSection(Section):
     sync_dir: Path | None = None
     """Directory of the weight files of sync disk. Unset: RUN/sync."""
     bucket_mib: int = Field(default=256, ge=1)
-    """Weights are sent in buckets of at most this many MiB (or one larger tensor); the exporting rank holds two. >= 1."""
+    """Weights are sent in buckets of at most this many MiB, or one larger tensor; the sender holds two. >= 1."""
     pause: Literal["retract", "in_place", "abort"] = "retract"
     """Requests that run while weights change. retract: go on under the new weights with their cache computed anew;
     in_place: go on with the old cache; abort: end, and are requested again."""
     verify: bool = True
-    """After each update compare checksums of some tensors (where the server has them) and log-probs of a fixed prompt."""
+    """After each update compare log-probs of a fixed prompt, and checksums of some tensors where servers have them."""
     max_tokens_in_flight: int | None = Field(default=None, ge=1)
     """Tokens (prompt and expected answer) that one server is given at once. Unset: twice what its cache holds."""
     start_timeout_s: float = Field(default=1800.0, gt=0)

@@ -21,7 +21,7 @@ from megatron_daro.controller import Controller, Parts, RunOutcome, stop_on_sign
 from megatron_daro.data.batch import build_batch
 from megatron_daro.data.cursor import PromptSource
 from megatron_daro.data.tokenizer import load_tokenizer, stop_token_ids
-from megatron_daro.errors import CheckpointError, ConfigError
+from megatron_daro.errors import CheckpointError
 from megatron_daro.observe.metrics import MetricsLog
 from megatron_daro.observe.progress import Progress
 from megatron_daro.observe.trace import Phases
@@ -33,7 +33,7 @@ from megatron_daro.rollout.sampler import Sampler
 from megatron_daro.runtime.cluster import Resources, cluster
 from megatron_daro.runtime.evaluation import Evaluator, HeldOut
 from megatron_daro.runtime.prompts import held_out_sets, training_prompts
-from megatron_daro.runtime.supervisor import supervised
+from megatron_daro.runtime.supervisor import HasEnding, supervised
 from megatron_daro.types import SamplingParams
 
 CONFIG_FILE = "config.yaml"
@@ -120,8 +120,9 @@ async def _train(
         await controller.shutdown()
         raise
     crews = [policy.workers] + ([engine.workers] if engine else [])
+    endings = [engine.ended()] if isinstance(engine, HasEnding) else []
     with stop_on_signals(controller):
-        return await supervised(controller.run(), crews)
+        return await supervised(controller.run(), crews, endings)
 
 
 async def _start_processes(policy: Any, engine: Any, scorer: RewardPool | None) -> None:
@@ -151,6 +152,7 @@ async def _resume(controller: Controller, run_dir: Path, progress: Progress) -> 
 class _Inputs:
     """What a run that generates reads from files."""
 
+    tokenizer: Any
     stop: tuple[int, ...]
     held_out: list[HeldOut]
     prompts: PromptSource
@@ -166,12 +168,12 @@ def _inputs(config: Config, progress: Progress) -> _Inputs:
     )
     held_out = held_out_sets(config.data, tokenizer, progress)
     prompts = training_prompts(config.data, tokenizer, held_out, seed=config.trainer.seed, notices=progress)
-    return _Inputs(stop, held_out, prompts)
+    return _Inputs(tokenizer, stop, held_out, prompts)
 
 
 def _generation(config: Config, inputs: _Inputs, progress: Progress, phases: Phases) -> dict[str, Any]:
     """Engine, scorer, sampler and evaluator of a run that generates; starts nothing."""
-    engine = _engine(config)
+    engine = _engine(config, inputs, progress)
     scorer = RewardPool.from_section(config.reward)
     sampler = Sampler(
         config.rollout,
@@ -184,6 +186,7 @@ def _generation(config: Config, inputs: _Inputs, progress: Progress, phases: Pha
         notices=progress,
         phases=phases,
         filter_groups=config.algorithm.filters_groups,
+        finish_early=config.rollout.finishes_early(config.engine.kind),
         updates_per_batch=config.trainer.updates_per_batch,
         deadlines=_deadlines(config),
     )
@@ -245,9 +248,17 @@ def _policy(config: Config) -> Any:
     )
 
 
-def _engine(config: Config) -> Any:
-    if config.engine.kind != "embedded":
-        raise ConfigError(f"engine.kind: got {config.engine.kind!r}; allowed in this release: embedded")
+def _engine(config: Config, inputs: _Inputs, progress: Progress) -> Any:
+    if config.engine.kind == "sglang":
+        from megatron_daro.runtime.sglang_group import SGLangGroup, Text
+
+        tokenizer = inputs.tokenizer
+        text = Text(
+            lambda prompt: list(tokenizer.encode(prompt, add_special_tokens=False)),
+            lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+            len(tokenizer),
+        )
+        return SGLangGroup(config, text, run_dir=run_directory(config), gpus=_gpus_per_worker() > 0, warn=progress.warn)
     from megatron_daro.runtime.engine_group import EngineGroup
 
     return EngineGroup(
@@ -264,8 +275,10 @@ def _group_size(config: Config) -> int:
 
 
 def _resources(config: Config, *, engines: bool) -> Resources:
-    workers = config.actor.world_size + (config.engine.replicas if engines else 0)
-    return Resources(processes=workers, gpus=workers * _gpus_per_worker())
+    section, ranks = config.engine, config.actor.world_size
+    servers = 0 if not engines or (section.kind == "sglang" and section.sglang.urls) else section.replicas
+    per_server = section.sglang.tensor_parallel if section.kind == "sglang" else 1
+    return Resources(processes=ranks + servers, gpus=(ranks + servers * per_server) * _gpus_per_worker())
 
 
 def _gpus_per_worker() -> int:
@@ -305,8 +318,7 @@ def _identity(config: Config) -> dict[str, Any]:
 
 def _prepared_run_dir(config: Config, *, resume: bool) -> Path:
     """The run directory with the resolved configuration in it."""
-    run_dir = config.trainer.run_dir
-    assert run_dir is not None, "the loader fills trainer.run_dir in"
+    run_dir = run_directory(config)
     if resume and not run_dir.is_dir():
         raise CheckpointError(f"--resume: {run_dir} does not exist; start without --resume, or check trainer.run_dir")
     if not resume:
@@ -314,6 +326,12 @@ def _prepared_run_dir(config: Config, *, resume: bool) -> Path:
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / CONFIG_FILE).write_text(to_yaml(config))
     return run_dir
+
+
+def run_directory(config: Config) -> Path:
+    """Where the run is."""
+    assert config.trainer.run_dir is not None, "the loader fills trainer.run_dir in"
+    return config.trainer.run_dir
 
 
 def _metrics_log(config: Config, run_dir: Path) -> MetricsLog:

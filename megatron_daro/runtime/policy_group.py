@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import shutil
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,10 @@ from megatron_daro.data.schedule import schedule
 from megatron_daro.errors import WorkerError
 from megatron_daro.runtime.calls import gather
 from megatron_daro.runtime.crew import Crew
-from megatron_daro.runtime.workers import TrainWorker
-from megatron_daro.types import StepResult, TrainBatch
+from megatron_daro.runtime.workers import Place, TrainWorker
+from megatron_daro.sync import disk
+from megatron_daro.sync.source import BroadcastPlan, PullsWeights, SendReport
+from megatron_daro.types import Rollout, StepResult, TrainBatch
 
 BUCKET_BYTES = 64 * 1024 * 1024
 
@@ -62,8 +66,11 @@ class PolicyGroup:
             algorithm.old_logprobs == "auto" and updates_per_batch > 1
         )
         self.workers = Crew()
-        self._places: list[tuple[int, bool, bool]] = []
+        self._places: list[Place] = []
         self._address = ""
+        self._version = 0
+        # One collective call at a time on all ranks, and no change of weights while they are being sent.
+        self._busy = asyncio.Lock()
 
     async def start(self) -> None:
         """Start the processes and build the policy in them. Raises ModelError, ConfigError, WorkerError."""
@@ -77,6 +84,10 @@ class PolicyGroup:
 
     async def prepare(self, batch: TrainBatch) -> TrainBatch:
         """The batch with the log-probabilities that the loss needs beside its own pass, under the current weights."""
+        async with self._busy:
+            return await self._prepare(batch)
+
+    async def _prepare(self, batch: TrainBatch) -> TrainBatch:
         columns: dict[str, Any] = {}
         if self._algorithm.old_logprobs == "rollout":
             columns["old_logprobs_R"] = batch.rollout_logprobs_R
@@ -90,25 +101,71 @@ class PolicyGroup:
 
     async def train(self, batch: TrainBatch, step: int) -> StepResult:
         """One optimizer step on the whole batch."""
-        shards = self._shards(batch)
-        results = await self._per_rank(
-            shards, lambda worker, s: worker.train.remote(s.reference, s.micro_batches, step)
-        )
-        _check_agreement(results)
+        async with self._busy:
+            shards = self._shards(batch)
+            results = await self._per_rank(
+                shards, lambda worker, s: worker.train.remote(s.reference, s.micro_batches, step)
+            )
+            _check_agreement(results)
+            self._version = step
         return results[0]
 
     async def sync(self, engine: Any, version: int) -> Mapping[str, float]:
-        """Stream the weights to the engines as `version`."""
-        await engine.update_weights(self._bucket_references(), version)
+        """Hand the weights to the engine as `version`: it pulls them, or gets a stream of buckets."""
+        self._version = version
+        if isinstance(engine, PullsWeights):
+            return await engine.update_from(self, version)
+        async with self._busy:
+            await engine.update_weights(self._bucket_references(), version)
         return {}
+
+    @property
+    def version(self) -> int:
+        """Number of the last optimizer step."""
+        return self._version
+
+    @asynccontextmanager
+    async def hold(self) -> AsyncIterator[None]:
+        """While it is held the weights do not change; the calls below must stand within."""
+        async with self._busy:
+            yield
+
+    async def broadcast(self, plan: BroadcastPlan) -> SendReport:
+        """Every pipeline stage broadcasts its weights, one after the other, in a group of its own."""
+        backend = "nccl" if self._gpus_per_rank else "gloo"
+        return await self._send(lambda worker: worker.send_weights.remote(plan, backend))
+
+    async def push(self, plan: BroadcastPlan) -> SendReport:
+        """Every stage hands out handles of its GPU memory."""
+        return await self._send(lambda worker: worker.push_weights.remote(plan))
+
+    async def write(self, directory: Path, shard_bytes: int) -> SendReport:
+        """All stages write one HF checkpoint."""
+        started, directory = time.perf_counter(), directory.absolute()
+        await asyncio.to_thread(disk.prepare, directory)
+        parts = [
+            await self._stage(s, lambda worker, s=s: worker.write_weights.remote(directory, f"stage{s}", shard_bytes))
+            for s in self._stages()
+        ]
+        total = await asyncio.to_thread(disk.finish, directory, parts, self._settings.model_path)
+        return SendReport(total, sum(len(part) for part in parts), time.perf_counter() - started)
+
+    async def score(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
+        """float32 [R] log-probs of each rollout's response."""
+        batch = _scored_batch(rollouts, at_least=self._actor.data_parallel)
+        column = await self._logprobs(batch, self._shards(batch), reference=False)
+        ends = np.cumsum(batch.response_lengths_N)[: len(rollouts)]
+        return np.split(column[: ends[-1]], ends[:-1])
 
     async def save(self, directory: Path) -> None:
         """Write the policy's checkpoint into an existing directory."""
-        await self._all(lambda worker: worker.save.remote(directory.absolute()))
+        async with self._busy:
+            await self._all(lambda worker: worker.save.remote(directory.absolute()))
 
     async def load(self, directory: Path) -> None:
         """Continue from such a directory."""
-        await self._all(lambda worker: worker.load.remote(directory.absolute()))
+        async with self._busy:
+            await self._all(lambda worker: worker.load.remote(directory.absolute()))
 
     async def close(self) -> None:
         """End the processes. May be called twice."""
@@ -132,14 +189,18 @@ class PolicyGroup:
         results = await self._per_rank(
             shards, lambda worker, s: worker.logprobs.remote(s.reference, s.micro_batches, reference)
         )
-        found = {place[0]: values for place, values in zip(self._places, results, strict=True) if values is not None}
+        found = {
+            place.data_parallel: values
+            for place, values in zip(self._places, results, strict=True)
+            if values is not None
+        }
         rows = [row for shard in shards for row in shard.rows]
         columns = np.concatenate([found[rank] for rank in range(len(shards))])
         return _in_batch_order(batch, rows, columns)
 
     async def _bucket_references(self) -> AsyncIterator[Any]:
         """References to the buckets of every stage; ranks that only take part in the gathers yield none."""
-        names = [name for name, place in zip(self.workers, self._places, strict=True) if place[1]]
+        names = [name for name, place in zip(self.workers, self._places, strict=True) if place.exports]
         streams = [self.workers[name].export.remote(BUCKET_BYTES) for name in names]
         queue: asyncio.Queue[Any] = asyncio.Queue(maxsize=2)
         done = object()
@@ -161,11 +222,30 @@ class PolicyGroup:
             for task in pumps:
                 task.cancel()
 
+    def _stages(self) -> list[int]:
+        return sorted({place.stage for place in self._places})
+
+    async def _stage(self, stage: int, call: Any) -> Any:
+        """`call(worker)` on the exporting ranks of a stage; the result of the one that speaks."""
+        placed = list(zip(self.workers.items(), self._places, strict=True))
+        ranks = [(name, worker, p) for (name, worker), p in placed if p.exports and p.stage == stage]
+        results = await gather({name: call(worker) for name, worker, _ in ranks})
+        return next(result for result, (_, _, p) in zip(results, ranks, strict=True) if p.speaks)
+
+    async def _send(self, call: Any) -> SendReport:
+        """One stage after the other: servers take one bucket at a time. After a failure the rest is not sent."""
+        report = SendReport()
+        for stage in self._stages():
+            report = report.joined(await self._stage(stage, call))
+            if report.failures:
+                break
+        return report
+
     async def _per_rank(self, shards: Sequence[_Shard], call: Any) -> list[Any]:
         """`call(worker, shard)` on every rank with the shard of its data-parallel rank."""
         return await gather(
             {
-                name: call(worker, shards[place[0]])
+                name: call(worker, shards[place.data_parallel])
                 for (name, worker), place in zip(self.workers.items(), self._places, strict=True)
             }
         )
@@ -188,6 +268,27 @@ async def _next_or_failure(queue: asyncio.Queue[Any], pumps: Sequence[asyncio.Ta
         return getter.result()
     finally:
         getter.cancel()
+
+
+def _scored_batch(rollouts: Sequence[Rollout], *, at_least: int) -> TrainBatch:
+    """The rollouts as a batch of which only log-probs are wanted; repeated until every rank has one."""
+    rows = [rollouts[i % len(rollouts)] for i in range(max(len(rollouts), at_least))]
+    zeros = np.zeros(len(rows), dtype=np.float32)
+    counts = np.zeros(len(rows), dtype=np.int64)
+    return TrainBatch(
+        tokens_T=np.concatenate([r.tokens for r in rows]),
+        lengths_N=np.array([len(r.tokens) for r in rows], dtype=np.int64),
+        prompt_lengths_N=np.array([r.prompt_length for r in rows], dtype=np.int64),
+        loss_mask_R=np.concatenate([r.loss_mask for r in rows]),
+        rollout_logprobs_R=np.concatenate([r.logprobs for r in rows]),
+        rewards_N=zeros,
+        correct_N=counts.astype(np.uint8),
+        bins_N=counts,
+        group_ids_N=counts,
+        advantages_N=zeros,
+        truncated_N=counts.astype(np.uint8),
+        rollouts_per_prompt=1,
+    )
 
 
 def _shard(batch: TrainBatch, micro_batches: Sequence[Sequence[int]]) -> _Shard:

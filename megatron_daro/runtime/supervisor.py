@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from megatron_daro.runtime.calls import translated
 from megatron_daro.runtime.crew import Crew
@@ -16,18 +16,28 @@ from megatron_daro.runtime.crew import Crew
 T = TypeVar("T")
 
 
-async def supervised(work: Awaitable[T], crews: Sequence[Crew]) -> T:
+@runtime_checkable
+class HasEnding(Protocol):
+    """An engine that watches its own processes."""
+
+    async def ended(self) -> Exception:
+        """Waits until it cannot go on, and returns why."""
+        ...
+
+
+async def supervised(work: Awaitable[T], crews: Sequence[Crew], endings: Sequence[Awaitable[Exception]] = ()) -> T:
     """The result of `work`, unless a worker dies first: then `work` is cancelled and the death is raised.
 
     Args:
         work: the controller's run; it closes what it holds when it is cancelled.
         crews: the workers to watch.
+        endings: further things that may end the run: each returns its error.
 
     Raises:
         WorkerError: a worker's process ended while `work` was going on. Whatever `work` raises passes through.
     """
     task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_first_death(crews))
+    watch = asyncio.ensure_future(_first_death(crews, endings))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if watch.done() and not task.done():
@@ -49,9 +59,10 @@ async def _cancelled(task: asyncio.Future[T]) -> None:
         task.exception()
 
 
-async def _first_death(crews: Sequence[Crew]) -> Exception:
+async def _first_death(crews: Sequence[Crew], endings: Sequence[Awaitable[Exception]]) -> Exception:
     """Waits until a worker of a crew that was not dismissed is gone; returns the error."""
     watches = [asyncio.ensure_future(_death(crew, name)) for crew in crews for name in crew]
+    watches += [asyncio.ensure_future(ending) for ending in endings]
     try:
         done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
         return done.pop().result()

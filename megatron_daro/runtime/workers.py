@@ -1,7 +1,8 @@
-"""The two Ray actors: one rank of the Megatron policy, one replica of the embedded engine. Thin shells.
+"""The Ray actors: one rank of the Megatron policy, one replica of the embedded engine, one SGLang server. Thin shells.
 
-Place in the data flow: policy_group.py and engine_group.py call them; all work is done by actor/ and engine/.
-Each has a `sentinel` call that never returns: its failure tells the supervisor that the process died.
+Place in the data flow: policy_group.py, engine_group.py and sglang_group.py call them; all work is done by actor/,
+engine/ and sync/. The first two have a `sentinel` call that never returns: its failure tells the supervisor that the
+process died. The third is asked, since a run outlives it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ import ray
 
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
+from megatron_daro.engine.sglang.servers import LaunchOptions, ServerProcess
+from megatron_daro.sync.source import BroadcastPlan, SendReport
 from megatron_daro.types import GroupRequest, Rollout, StepResult, TrainBatch, WeightBucket
 
 # Ray's stubs know neither concurrency groups nor what a decorated class becomes.
@@ -30,6 +34,16 @@ _actor: Any = ray.remote
 _GROUPS = {"work": 1, "watch": 1}
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A rank's part. exports: it takes part in exports; speaks: it hands on its stage's."""
+
+    data_parallel: int
+    stage: int
+    exports: bool
+    speaks: bool
+
+
 @_actor(concurrency_groups=_GROUPS, max_restarts=0, max_task_retries=0)
 class TrainWorker:
     """One rank of the policy. `setup` must be called on all ranks at once."""
@@ -37,6 +51,7 @@ class TrainWorker:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._policy: Any = None
+        self._sender: Any = None
 
     @ray.method(concurrency_group="watch")
     def sentinel(self) -> None:
@@ -76,12 +91,14 @@ class TrainWorker:
         self._policy = MegatronPolicy(settings, actor, algorithm)
 
     @ray.method(concurrency_group="work")
-    def place(self) -> tuple[int, bool, bool]:
-        """(data-parallel rank, takes part in exports, hands on its stage's exports)."""
+    def place(self) -> Place:
+        """What part this rank has."""
         from megatron_daro.actor import parallel
         from megatron_daro.actor.weights import exports_weights, speaks_for_stage
 
-        return parallel.data_parallel_rank(), exports_weights(), speaks_for_stage()
+        return Place(
+            parallel.data_parallel_rank(), parallel.pipeline_parallel_rank(), exports_weights(), speaks_for_stage()
+        )
 
     @ray.method(concurrency_group="work")
     def train(self, batch: TrainBatch, micro_batches: Sequence[Sequence[int]], step: int) -> StepResult:
@@ -97,15 +114,56 @@ class TrainWorker:
     @ray.method(concurrency_group="work", num_returns="streaming")
     def export(self, bucket_bytes: int) -> Iterator[WeightBucket]:
         """This stage's weights in buckets; nothing from ranks that only take part in the gathers."""
-        from megatron_daro.actor.weights import speaks_for_stage
         from megatron_daro.sync.buckets import bucketize
 
-        stream = self._policy.export()
-        if speaks_for_stage():
-            yield from bucketize(stream, bucket_bytes)
+        if self._speaks():
+            yield from bucketize(self._policy.export(), bucket_bytes)
         else:
-            for _ in stream:
-                pass
+            self._follow_export()
+
+    @ray.method(concurrency_group="work")
+    def send_weights(self, plan: BroadcastPlan, backend: str) -> SendReport | None:
+        """This stage's weights to SGLang servers; collective over its tensor-parallel ranks, of which one sends."""
+        if not self._speaks():
+            self._follow_export()
+            return None
+        if self._sender is None:
+            from megatron_daro.engine.sglang.update import post_to
+            from megatron_daro.sync.broadcast import BroadcastSender
+
+            self._sender = BroadcastSender(ray.util.get_node_ip_address(), backend, post_to)
+        return self._sender.send(self._policy.export(), plan)
+
+    @ray.method(concurrency_group="work")
+    def push_weights(self, plan: BroadcastPlan) -> SendReport | None:
+        """The same by handles of this GPU's memory, to servers of this host."""
+        if not self._speaks():
+            self._follow_export()
+            return None
+        from megatron_daro.engine.sglang.update import post_to
+        from megatron_daro.sync.tensor import push
+
+        return push(self._policy.export(), plan, post_to)
+
+    @ray.method(concurrency_group="work")
+    def write_weights(self, directory: Path, label: str, shard_bytes: int) -> dict[str, tuple[str, int]] | None:
+        """The same as files. Returns what was written where."""
+        if not self._speaks():
+            self._follow_export()
+            return None
+        from megatron_daro.sync.disk import write_shards
+
+        return write_shards(directory, label, self._policy.export(), shard_bytes)
+
+    def _speaks(self) -> bool:
+        from megatron_daro.actor.weights import speaks_for_stage
+
+        return speaks_for_stage()
+
+    def _follow_export(self) -> None:
+        """Takes part in the gathers of an export that another rank hands on."""
+        for _ in self._policy.export():
+            pass
 
     @ray.method(concurrency_group="work")
     def save(self, directory: Path) -> None:
@@ -167,6 +225,26 @@ class EngineWorker:
     async def _received(self) -> AsyncIterator[WeightBucket]:
         while (bucket := await self._buckets.get()) is not None:
             yield bucket
+
+
+@_actor(max_restarts=0, max_task_retries=0)
+class ServerWorker:
+    """One SGLang server process, on the node and with the GPUs that Ray gave this actor; it ends with the actor."""
+
+    def __init__(self, options: LaunchOptions) -> None:
+        self._server = ServerProcess(options, ray.util.get_node_ip_address())
+
+    def launch(self) -> str:
+        """Start the process; its URL."""
+        return self._server.launch()
+
+    def death(self) -> str:
+        """Why the process is gone; empty while it lives."""
+        return self._server.death()
+
+    def stop(self) -> None:
+        """End the process."""
+        self._server.stop()
 
 
 def _decode(tokenizer: Any, ids: Sequence[int]) -> str:

@@ -34,11 +34,17 @@ SYNC_CALLS = {
     "tensor": ("/update_weights_from_tensor",),
 }
 _CONNECT_S = 10.0
+# Shorter than the server's own 5 s, so that it does not close a connection at the moment it is used again.
+_KEEPALIVE_S = 2.0
 _LONGEST_BODY = 300
 
 
 class UnreachableError(EngineError):
     """No whole answer came: connection refused or reset, a deadline, a 5xx. Another try, or server, may succeed."""
+
+
+class DisconnectedError(UnreachableError):
+    """The connection could not be made or broke: no answer, and maybe no request either."""
 
 
 class RefusedError(EngineError):
@@ -146,7 +152,8 @@ class SGLangClient:
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> Any:
         if self._session is None:
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=False)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
+            self._session = aiohttp.ClientSession(connector=connector, trust_env=False)
         data = None if body is None else orjson.dumps(body)
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(_CONNECT_S, timeout_s))
         headers = {"Content-Type": "application/json"} if data is not None else {}
@@ -159,7 +166,7 @@ class SGLangClient:
         except TimeoutError as error:
             raise UnreachableError(f"{self.url}{path}: no answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise UnreachableError(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+            raise DisconnectedError(f"{self.url}{path}: {type(error).__name__}: {error}") from error
         if status >= 500:
             raise UnreachableError(f"{self.url}{path}: status {status}: {_said(content)}")
         if status >= 400:

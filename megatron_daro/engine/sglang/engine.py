@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
@@ -101,7 +102,7 @@ class SGLangEngine:
         """
         self._options, self._expected, self._decode, self._warn = options, expected, decode, warn
         self._temperature, self._probe_tokens = temperature, tuple(probe_tokens)
-        self._prefix = uuid.uuid4().hex[:8]
+        self._prefix, self._numbers = uuid.uuid4().hex[:8], itertools.count()
         self.fleet = Fleet(
             [Server(name, SGLangClient("http://not-started")) for name in handles],
             max_tokens_in_flight=options.max_tokens_in_flight,
@@ -241,7 +242,7 @@ class SGLangEngine:
             if not request.indices:
                 break
             try:
-                rollouts = await self._try(run, request, failures)
+                rollouts = await self._try(run, request)
                 failures += not run.take(rollouts)  # a server that ends everything at once must not be asked for ever
             except RefusedError as error:
                 raise EngineError(f"prompt {request.prompt.id}: the server refused the request: {error}") from error
@@ -253,17 +254,22 @@ class SGLangEngine:
                 await _stoppable(asyncio.sleep(_pause_s(failures)), run.stop)
         return run.collected()
 
-    async def _try(self, run: _Running, request: GroupRequest, try_: int) -> tuple[Rollout, ...]:
-        """One request to one server."""
+    async def _try(self, run: _Running, request: GroupRequest) -> tuple[Rollout, ...]:
+        """All that is missing of a group, from one server."""
         tokens = sum(self._estimate(request, index) for index in request.indices)
         server = await _stoppable(self.fleet.acquire(tokens, timeout_s=self._options.request_timeout_s), run.stop)
         if server is None:
             return ()
         run.server, version = server, server.version or 0
-        run.ids = generation.request_ids(f"{self._prefix}{random.getrandbits(16):04x}", request, try_)
+        calls = generation.calls(request, f"{self._prefix}-{next(self._numbers)}")
+        run.ids = tuple(name for call in calls for name in call.ids)
         try:
-            answers = await self._ask(server, request, run.ids)
-            rollouts = generation.rollouts(request, answers, version=version, decode=self._decode)
+            answers = await self._ask(server, calls)
+            rollouts = tuple(
+                rollout
+                for call, answer in zip(calls, answers, strict=True)
+                for rollout in generation.rollouts(call.request, answer, version=version, decode=self._decode)
+            )
             self._check_versions(server, rollouts)
         except UnreachableError as error:
             await self._count_failure(server, error)
@@ -281,22 +287,23 @@ class SGLangEngine:
         left = request.sampling.max_new_tokens - generated
         return self.fleet.estimate(len(request.prompt.tokens) + generated, left)
 
-    async def _ask(self, server: Server, request: GroupRequest, ids: tuple[str, ...]) -> Any:
-        """The answer, unless the server is given up meanwhile."""
+    async def _ask(self, server: Server, calls: Sequence[generation.Call]) -> list[Any]:
+        """The answers, unless the server is given up meanwhile."""
         client = self._router.client if self._router and self._router.client else server.client
-        body = generation.body(request, ids)
-        call = asyncio.ensure_future(client.post("/generate", body, timeout_s=self._options.request_timeout_s))
+        limit = self._options.request_timeout_s
+        work = asyncio.gather(*(client.post("/generate", call.body, timeout_s=limit) for call in calls))
         # Behind a router nobody knows which server has the request; it fails there when its server is ended.
         event = asyncio.Event() if client is not server.client else server.given_up
         given_up, ended = asyncio.ensure_future(event.wait()), asyncio.ensure_future(self.fleet.ended())
         try:
-            await asyncio.wait({call, given_up, ended}, return_when=asyncio.FIRST_COMPLETED)
-            if call.done():
-                return call.result()
+            waits: set[asyncio.Future[Any]] = {work, given_up, ended}
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
             self.fleet.check()
             raise _GivenUpError(f"{server.name} was given up: {server.reason}")
         finally:
-            for task in (call, given_up, ended):
+            for task in (work, given_up, ended):
                 task.cancel()
 
     def _check_versions(self, server: Server, rollouts: Sequence[Rollout]) -> None:
@@ -334,9 +341,8 @@ class SGLangEngine:
         prompt = Prompt(id="probe", answer="", source="", tokens=self._probe_tokens)
         sampling = SamplingParams(self._temperature, 1.0, PROBE_TOKENS)
         request = GroupRequest(-1, 0, prompt, (0,), sampling)
-        body = generation.body(request, generation.request_ids(f"{self._prefix}probe", request, 0))
-        body["sampling_params"][0]["ignore_eos"] = True
-        answers = await server.client.post("/generate", body, timeout_s=self._options.sync_timeout_s)
+        (call,) = generation.calls(request, f"{self._prefix}-{next(self._numbers)}-probe")
+        answers = await server.client.post("/generate", call.body, timeout_s=self._options.sync_timeout_s)
         (rollout,) = generation.rollouts(request, answers, version=0, decode=lambda ids: "")
         if rollout.response_length != PROBE_TOKENS:
             raise BadAnswerError(f"asked for {PROBE_TOKENS} tokens, got {rollout.response_length}")

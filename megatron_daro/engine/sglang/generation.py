@@ -1,14 +1,14 @@
 """GroupRequest -> the body of /generate -> Rollouts. Pure functions.
 
-Place in the data flow: between the Engine Protocol's records and SGLang's JSON. One HTTP request carries all samples of
-a group (a batch of inputs), so that they share the prompt's cache and come back together. Sampled tokens are taken as
-ids and never through text. It refuses answers that do not fit what was asked.
+Place in the data flow: between the Engine Protocol's records and SGLang's JSON. One HTTP request carries all samples
+of a group (a batch of inputs), so that they share the prompt's cache and come back together. Sampled tokens are taken
+as ids and never through text. It refuses answers that do not fit what was asked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,21 +24,39 @@ class BadAnswerError(EngineError):
     """A server's answer is not one to what was asked."""
 
 
-def request_ids(prefix: str, request: GroupRequest, try_: int) -> tuple[str, ...]:
-    """One id per sample. They end with a dot: a server aborts every request whose id begins with the given text."""
-    return tuple(f"{prefix}-{request.group_id}-{request.attempt}-{try_}-{index}." for index in request.indices)
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One HTTP request for some samples of a group. body: of /generate. ids: what the server calls the samples."""
+
+    request: GroupRequest
+    body: dict[str, Any]
+    ids: tuple[str, ...]
 
 
-def body(request: GroupRequest, ids: Sequence[str]) -> dict[str, Any]:
-    """The JSON of /generate. Samples that are resumed begin with what they have."""
+def calls(request: GroupRequest, name: str) -> list[Call]:
+    """The HTTP requests for a group: one for all samples, or one for each where they resume at different lengths.
+
+    Args:
+        request: what is asked.
+        name: of the request, not used before. It is one text and not a list, since the router's type allows no list.
+    """
+    lengths = {len(_so_far(request, index)) for index in request.indices}
+    parts = [request.indices] if len(lengths) == 1 else [(index,) for index in request.indices]
+    return [_call(replace(request, indices=part), f"{name}.{part[0]}") for part in parts]
+
+
+def _call(request: GroupRequest, name: str) -> Call:
     prefixes = [_so_far(request, index) for index in request.indices]
-    return {
-        "rid": list(ids),
+    body = {
+        "rid": name,
         "input_ids": [[*request.prompt.tokens, *prefix] for prefix in prefixes],
-        "sampling_params": [_sampling(request.sampling, len(prefix)) for prefix in prefixes],
+        "sampling_params": _sampling(request.sampling, len(prefixes[0])),
         "return_logprob": True,
         "stream": False,
     }
+    # The server numbers the samples of a batch itself. It aborts every request whose id begins with the given text:
+    # here at most others of the same group, which are aborted together.
+    return Call(request, body, tuple(f"{name}_{i}" for i in range(len(prefixes))))
 
 
 def rollouts(

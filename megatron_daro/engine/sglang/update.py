@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_daro.config.sections import SGLangSection
-from megatron_daro.engine.sglang.client import RefusedError, SGLangClient
+from megatron_daro.engine.sglang.client import DisconnectedError, RefusedError, SGLangClient
 from megatron_daro.engine.sglang.fleet import Fleet, Server
 from megatron_daro.errors import EngineError, SyncError
 from megatron_daro.sync.source import BroadcastPlan, SendReport, Target, WeightSource, is_hashed
@@ -104,7 +104,6 @@ class WeightUpdate:
             await self._compare_logprobs(_taking_part(servers), source)
         for server in _taking_part(servers):
             server.version = version
-            server.versions.add(version)
             self._fleet.set_state(server, "serving")
 
     async def _phase(self, name: str, servers: Sequence[Server], work: Callable[[Server], Any]) -> None:
@@ -119,7 +118,10 @@ class WeightUpdate:
         await asyncio.gather(*(one(server) for server in _taking_part(servers)))
 
     async def _post(self, server: Server, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        return await server.client.post(path, body, timeout_s=self._options.sync_timeout_s)
+        try:
+            return await server.client.post(path, body, timeout_s=self._options.sync_timeout_s)
+        except DisconnectedError:  # a kept connection that the server had closed; all of these may be said twice
+            return await server.client.post(path, body, timeout_s=self._options.sync_timeout_s)
 
     async def _pause(self, server: Server) -> None:
         await self._post(server, "/pause_generation", {"mode": self._options.pause})
@@ -145,6 +147,7 @@ class WeightUpdate:
                 raise
 
     async def _stamp(self, server: Server, version: int) -> None:
+        server.versions.add(version)  # before answers can carry it
         await self._post(server, "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     async def _continue(self, server: Server) -> None:

@@ -1,0 +1,162 @@
+"""SGLang servers as Ray actors, made into one engine; what can be known to fail is looked at before any starts.
+
+Place in the data flow: the composition root builds the engine here; Ray places each server with its GPUs. Refuses
+interpreters, argument names and models that cannot work, with the field that is wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from megatron_daro.config.problems import config_error
+from megatron_daro.config.sections import Config, EngineSection, SGLangSection
+from megatron_daro.engine.sglang.arguments import argument_problems
+from megatron_daro.engine.sglang.engine import SGLangEngine
+from megatron_daro.engine.sglang.environment import inspect_environment, inspect_router
+from megatron_daro.engine.sglang.servers import ExternalServer, LaunchOptions, ServerHandle
+from megatron_daro.engine.sglang.supervision import Expected
+from megatron_daro.errors import EngineError
+from megatron_daro.runtime.calls import translated
+from megatron_daro.runtime.crew import Crew
+from megatron_daro.runtime.workers import ServerWorker
+
+_LAUNCH_S = 300.0
+_CALL_S = 30.0
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """The trainer's tokenizer as two functions, and the number of its tokens."""
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+    vocabulary: int
+
+
+class RayServer:
+    """A server process in a Ray actor; a new actor for each start, so that it may move to another node."""
+
+    restartable = True
+
+    def __init__(self, options: LaunchOptions, gpus: int) -> None:
+        self._options, self._gpus = options, gpus
+        self._worker: Any = None
+
+    async def launch(self) -> str:
+        """Starts actor and process. Raises EngineError."""
+        await self.stop()
+        make: Any = ServerWorker.options(num_cpus=1, num_gpus=self._gpus)  # type: ignore[attr-defined]
+        self._worker = make.remote(self._options)
+        return await self._call(self._worker.launch.remote(), _LAUNCH_S)
+
+    async def death(self) -> str:
+        """Why the process or its actor is gone."""
+        if self._worker is None:
+            return "it was not started"
+        try:
+            return await self._call(self._worker.death.remote(), _CALL_S)
+        except EngineError as error:
+            return str(error)
+
+    async def stop(self) -> None:
+        """Ends both. The process ends with the actor, also where the actor does not answer."""
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return
+        with contextlib.suppress(EngineError):
+            await self._call(worker.stop.remote(), _CALL_S)
+        ray.kill(worker, no_restart=True)
+
+    async def _call(self, reference: Any, timeout_s: float) -> str:
+        try:
+            return await asyncio.wait_for(reference, timeout_s)
+        except TimeoutError:
+            raise EngineError(f"the Ray actor of a server did not answer within {timeout_s:g} s") from None
+        except RayError as error:
+            raise EngineError(str(translated("the Ray actor of a server", error))) from None
+
+
+class SGLangGroup(SGLangEngine):
+    """The servers of a run. Its crew is empty: servers are watched here, and may die without ending the run."""
+
+    def __init__(self, config: Config, text: Text, *, run_dir: Path, gpus: bool, warn: Callable[[str], None]) -> None:
+        """Starts nothing, but looks at the interpreters.
+
+        Raises:
+            ConfigError: an interpreter without what it needs, or arguments that its SGLang does not know.
+        """
+        options = config.engine.sglang
+        check_environments(options)
+        self.workers = Crew()
+        rollout, model_path = config.rollout, config.model.path.absolute()
+        expected = Expected(
+            model_path,
+            json.loads((model_path / "config.json").read_text())["model_type"],
+            config.data.max_prompt_tokens,
+            config.data.max_prompt_tokens + rollout.max_response_tokens,
+            text.encode,
+        )
+        super().__init__(
+            _handles(config.engine, config, run_dir, gpus),
+            options,
+            expected,
+            decode=text.decode,
+            warn=warn,
+            run_dir=run_dir,
+            temperature=rollout.temperature,
+            probe_tokens=range(min(8, text.vocabulary)),
+        )
+
+
+def check_environments(options: SGLangSection) -> None:
+    """Looks at the interpreters of servers and router, and at the names of the arguments. Raises ConfigError."""
+    if not options.urls:
+        python = interpreter(options)
+        found = inspect_environment(python, env=options.env)
+        problems = argument_problems(options.arguments, found.argument_names)
+        if problems:
+            raise config_error(f"SGLang {found.version} of {python}", problems)
+    if options.router_python:
+        inspect_router(options.router_python.absolute())
+
+
+def interpreter(options: SGLangSection) -> Path:
+    """The Python of the servers: not resolved, since a virtual environment is known by the path of its link."""
+    return options.python.absolute() if options.python else Path(sys.executable)
+
+
+def _handles(section: EngineSection, config: Config, run_dir: Path, gpus: bool) -> Mapping[str, ServerHandle]:
+    options = section.sglang
+    if options.urls:
+        return {f"server {i} ({url})": ExternalServer(url) for i, url in enumerate(options.urls)}
+    # The engine speaks in token ids only: without a tokenizer a server starts sooner and does less per answer.
+    arguments = {"dtype": _DTYPES[config.actor.dtype], "skip_tokenizer_init": True, **options.arguments}
+    if config.model.trust_remote_code:
+        arguments = {"trust_remote_code": True, **arguments}
+    seed = config.trainer.seed if section.seed is None else section.seed
+    return {
+        f"server {i}": RayServer(
+            LaunchOptions(
+                python=interpreter(options),
+                model_path=config.model.path.absolute(),
+                tensor_parallel=options.tensor_parallel,
+                seed=seed + i,  # equal seeds would give equal answers to equal prompts
+                arguments=arguments,
+                env=options.env,
+                log_path=run_dir.absolute() / "logs" / f"server_{i}.log",
+            ),
+            options.tensor_parallel if gpus else 0,
+        )
+        for i in range(section.replicas)
+    }

@@ -1,0 +1,60 @@
+"""Weights to servers of the same host as handles of GPU memory (CUDA IPC): nothing is copied between processes.
+
+Place in the data flow: an exporting rank packs buckets on its GPU and posts their handles; each rank of a server maps
+the memory and loads from it before it answers, so the bucket may be freed then. Refuses host memory: there SGLang's
+server dies of a sharing strategy that it does not know.
+Source: sglang/srt/utils/common.py, MultiprocessingSerializer: base64 of torch.multiprocessing's ForkingPickler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import Iterable
+from multiprocessing.reduction import ForkingPickler
+
+from torch import Tensor
+
+from megatron_daro.errors import EngineError
+from megatron_daro.sync.buckets import FlatBucket, flatten
+from megatron_daro.sync.source import BroadcastPlan, Post, SendReport
+
+
+def push(stream: Iterable[tuple[str, Tensor]], plan: BroadcastPlan, post: Post) -> SendReport:
+    """Hands out the whole stream; reads it to its end whatever happens.
+
+    Args:
+        stream: (HF name, tensor on a GPU); each item may be a collective of other ranks.
+        plan: to which servers, in buckets of which size.
+        post: calls a server.
+
+    Returns:
+        The report; failures by server.
+    """
+    started, num_bytes, num_buckets = time.perf_counter(), 0, 0
+    failures: dict[str, str] = {}
+    for bucket in flatten(stream, plan.bucket_bytes):
+        if failures:
+            continue  # other ranks gather along
+        if not bucket.data.is_cuda:
+            failures = {t.name: "engine.sglang.sync tensor needs weights on a GPU" for t in plan.targets}
+            continue
+        failures = asyncio.run(_push_bucket(bucket, plan, post))
+        num_bytes, num_buckets = num_bytes + bucket.data.nbytes, num_buckets + 1
+    return SendReport(num_bytes, num_buckets, time.perf_counter() - started, {}, failures)
+
+
+async def _push_bucket(bucket: FlatBucket, plan: BroadcastPlan, post: Post) -> dict[str, str]:
+    handle = base64.b64encode(bytes(ForkingPickler.dumps(list(bucket.tensors())))).decode()
+
+    async def one(url: str, ranks: int) -> str:
+        body = {"serialized_named_tensors": [handle] * ranks, "flush_cache": False}
+        try:
+            await post(url, "/update_weights_from_tensor", body, plan.timeout_s)
+        except EngineError as error:
+            return str(error)
+        return ""
+
+    said = await asyncio.gather(*(one(target.url, target.ranks) for target in plan.targets))
+    return {target.name: text for target, text in zip(plan.targets, said, strict=True) if text}
