@@ -7,6 +7,7 @@ that Ray placed on some node. Refuses nothing: what a server is, is looked at by
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -167,9 +168,14 @@ class Router:
             raise EngineError(f"{field_name}: no router answered at {self.url} within {_ROUTER_START_S:g} s") from None
 
     async def add(self, url: str) -> None:
-        """Tells it of a server that serves."""
-        if self.client and url not in await self._workers():
-            await self.client.post("/workers", {"url": url}, timeout_s=_CALL_S)
+        """Tells it of a server that serves, and waits a while until it sends requests there. Raises EngineError."""
+        if self.client is None or url in await self._workers():
+            return
+        await self.client.post("/workers", {"url": url}, timeout_s=_CALL_S)
+        with contextlib.suppress(TimeoutError):  # slow to look at it: requests are made again until it has
+            async with asyncio.timeout(_CALL_S):
+                while url not in await self._workers():
+                    await asyncio.sleep(0.1)
 
     async def remove(self, url: str) -> None:
         """Tells it to forget a server; one that it does not know is fine, and so is a router that is gone."""
