@@ -82,7 +82,7 @@ def nearest_paths(unknown: str, known: Sequence[str], *, at_most: int = 3) -> li
 
     ranked = sorted(known, key=score, reverse=True)[:at_most]
     best = score(ranked[0]) if ranked else 0.0
-    return [path for path in ranked if score(path) >= best - 0.15]
+    return [path for path in ranked if score(path) > best - 0.1]
 
 
 def did_you_mean(names: Sequence[str]) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import shutil
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -67,12 +66,11 @@ class WeightUpdate:
             servers: in state serving or joining. source: held by the caller. version: what they are stamped with.
 
         Returns:
-            Metrics `sync/*`.
+            Metrics: `sync/*` and `timing/sync_send_s`.
 
         Raises:
             SyncError: no server took the weights; the message has what each said.
         """
-        started = time.perf_counter()
         report = SendReport()
         for server in servers:
             self._fleet.set_state(server, "updating")
@@ -90,7 +88,7 @@ class WeightUpdate:
                 self._fleet.fence(server, server.reason or "its weights could not be updated")
             reasons = "; ".join(f"{server.name}: {server.reason}" for server in servers)
             raise SyncError(f"no SGLang server took the weights of version {version} ({reasons})")
-        return _metrics(report, len(done), time.perf_counter() - started)
+        return _metrics(report, len(done))
 
     async def _finish(self, servers: Sequence[Server], report: SendReport, source: WeightSource, version: int) -> None:
         """Everything after the weights arrived."""
@@ -281,12 +279,11 @@ def _remove(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def _metrics(report: SendReport, servers: int, seconds: float) -> dict[str, float]:
+def _metrics(report: SendReport, servers: int) -> dict[str, float]:
     return {
         "sync/bytes": float(report.num_bytes),
-        "sync/send_s": report.send_s,
-        "sync/total_s": seconds,
         "sync/servers": float(servers),
+        "timing/sync_send_s": report.send_s,
     }
 
 
