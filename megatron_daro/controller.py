@@ -154,9 +154,8 @@ class Controller:
             return RunOutcome("interrupted", self.step)
         finally:
             await self.shutdown()
-        return RunOutcome(
-            "finished" if self.step >= self._section.steps or not self._stop.is_set() else "stopped", self.step
-        )
+        finished = self.step >= self._section.steps or not self._stop.is_set()
+        return RunOutcome("finished" if finished else "stopped", self.step)
 
     async def shutdown(self) -> None:
         """Closes engine, policy and the closers. One that fails is reported and does not keep the next from closing."""
@@ -369,8 +368,7 @@ class Controller:
             groups["dropped"] = (*groups.get("dropped", ()), *update.dropped)
             await self._to_disk(self._parts.recorder.write_step, update.step, groups)
         update.metrics |= self._parts.phases.collect()
-        train_s = update.metrics.get("timing/train_s", 0.0)
-        if train_s > 0:
+        if train_s := update.metrics.get("timing/train_s", 0.0):
             update.metrics["throughput/train_tokens_per_s"] = num_tokens / train_s
         self._parts.metrics.write(update.step, update.metrics)
         self._parts.progress.step(update.step, update.metrics)

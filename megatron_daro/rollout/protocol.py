@@ -29,12 +29,16 @@ class Engine(Protocol):
 
         Every rollout carries the group id, attempt and index it was asked for, `text` decoded, and `loss_mask` and
         `logprobs` of its response. A rollout that could not be finished has the finish reason "abort" or is left out.
-        Closing the iterator early aborts what is still running.
+        Closing the iterator early aborts what is still running. Many calls may run at once, one request each: an engine
+        bounds by itself how much it generates together. It may go on from `partial` of a request, or start over.
         """
         ...
 
     async def abort(self, group_ids: Collection[int] | None = None) -> None:
-        """Stop these groups (None: all). Their rollouts come back with the finish reason "abort" or not at all."""
+        """Stop these groups (None: all), also those that still wait for their turn; their iterators end soon.
+
+        Their rollouts come back with the finish reason "abort" and the tokens they have, or not at all.
+        """
         ...
 
     async def update_weights(self, buckets: AsyncIterator[WeightBucket], version: int) -> None:

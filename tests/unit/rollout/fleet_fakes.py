@@ -7,24 +7,29 @@ gives back what is there; a request with partial rollouts goes on from them (or 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
-from loop_fakes import NEVER, FakeEngine, digest
+from loop_fakes import NEVER, FakeEngine, FakePhases, FakeProgress, FakeSource, K, digest, make_sampler
 
 from megatron_daro.errors import EngineError
+from megatron_daro.rollout.recorder import group_to_json
 from megatron_daro.types import GroupRequest, Rollout
 
 LONGEST = 8
+KEEP = {"keep_surplus": True, "max_staleness": 1}
+SLOW = 1000
 
 
 class FleetEngine(FakeEngine):
     """`pace(group_id)`: turns of the event loop for one token. All that happens is written down."""
 
-    def __init__(self, *_: object, events: list | None = None) -> None:
-        super().__init__(0, events)
+    def __init__(self, order_seed: int = 0, events: list | None = None) -> None:
+        super().__init__(order_seed, events)
         self.version = 0
         self.pace: Callable[[int], int] = lambda group_id: 1
         self.resumes = True
@@ -134,3 +139,63 @@ def ids(groups) -> list[int]:
 def count_ids(*many) -> Counter[int]:
     """How often each group id is anywhere."""
     return Counter(group_id for groups in many for group_id in ids(groups))
+
+
+def setup(filter_groups=False, rollout=None, **options):
+    """A sampler over a fleet, in the mode that ends early; two groups are a batch."""
+    engine, source, progress = FleetEngine(), FakeSource(), FakeProgress()
+    options = {"finish_early": True} | options
+    rollout = {"prompts_per_step": 2, "oversampling": 2.0} | (rollout or {})
+    sampler = make_sampler(
+        engine, source, progress, FakePhases(), filter_groups=filter_groups, rollout=rollout, **options
+    )
+    return SimpleNamespace(engine=engine, source=source, progress=progress, sampler=sampler)
+
+
+def run(coroutine):
+    """Runs it and sees that no task is left behind."""
+
+    async def go():
+        try:
+            return await coroutine
+        finally:
+            left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            assert not left, left
+
+    return asyncio.run(go())
+
+
+def sample(parts, use_version=0):
+    """The next batch."""
+    return run(parts.sampler.sample(use_version))
+
+
+def train(parts, batch, outcome="trained"):
+    """What the controller does with a batch, as far as the books go."""
+    parts.sampler.ledger.finish(ids(batch.groups), outcome)
+
+
+def saved(batch):
+    """The state of a checkpoint written after this batch, as it comes back from disk."""
+    return json.loads(json.dumps(batch.snapshot.to_json(dict.fromkeys(ids(batch.groups), "trained"))))
+
+
+def plain(groups):
+    """Groups as they can be compared."""
+    return [group_to_json(group, "trained") for group in groups]
+
+
+def kept_in_part(parts):
+    """A batch that leaves group 0 in part; returns (batch, the partial group, tokens of its unfinished rollouts)."""
+    parts.engine.pace = lambda group_id: 4 if group_id == 0 else 1
+    batch = sample(parts)
+    assert ids(batch.groups) == [1, 2]
+    (partial,) = batch.snapshot.partial
+    assert partial.group_id == 0
+    finished, unfinished = partial.finished.rollouts, partial.unfinished
+    turns = unfinished[0].response_length
+    assert 2 <= turns < LONGEST
+    assert {r.index for r in finished} == {i for i in range(K) if length_of(0, i) <= turns} and finished
+    assert {r.index: r.response_length for r in unfinished} == {i: turns for i in range(K) if length_of(0, i) > turns}
+    assert all(r.finish_reason == "abort" for r in unfinished)
+    return batch, partial, turns

@@ -323,33 +323,15 @@ def make_sampler(engine, source, progress, phases, *, rollout=None, order_seed=0
     )
 
 
-def make_stack(
-    run: Path,
-    *,
-    order_seed=0,
-    crash=None,
-    rollout=None,
-    trainer=None,
-    deadlines=FAST,
-    engine=FakeEngine,
-    **sampler_options,
-):
-    """A whole loop over fakes; attributes of the result are the parts. engine: the class of the engine."""
+def make_stack(run: Path, *, order_seed=0, crash=None, rollout=None, trainer=None, deadlines=FAST, **sampler_options):
+    """A whole loop over fakes; attributes of the result are the parts. engine_class: FakeEngine, or another one."""
     events: list = []
-    engine, policy = engine(order_seed, events=events), FakePolicy(events)
+    engine_class = sampler_options.pop("engine_class", FakeEngine)
+    engine, policy = engine_class(order_seed, events), FakePolicy(events)
     source, phases, progress = FakeSource(), FakePhases(crash), FakeProgress()
     section = TrainerSection(**({"steps": 6, "save_every_steps": 2, "keep_checkpoints": 2} | (trainer or {})))
-    sampler = make_sampler(
-        engine,
-        source,
-        progress,
-        phases,
-        rollout=rollout,
-        order_seed=order_seed,
-        updates=section.updates_per_batch,
-        deadlines=deadlines,
-        **sampler_options,
-    )
+    options = {"order_seed": order_seed, "updates": section.updates_per_batch, "deadlines": deadlines}
+    sampler = make_sampler(engine, source, progress, phases, rollout=rollout, **options | sampler_options)
     metrics = MetricsLog(run, tensorboard=False)
 
     async def evaluate(step: int):
