@@ -268,10 +268,12 @@ class SGLangEngine:
             rollouts = tuple(
                 rollout
                 for call, answer in zip(calls, answers, strict=True)
-                for rollout in generation.rollouts(call.request, answer, version=version, decode=self._decode)
+                for rollout in generation.rollouts(
+                    call.request, answer, version=version, loaded=self._loaded(server), decode=self._decode
+                )
             )
             self._check_versions(server, rollouts)
-        except UnreachableError as error:
+        except (UnreachableError, BadAnswerError) as error:
             await self._count_failure(server, error)
             raise
         finally:
@@ -280,6 +282,11 @@ class SGLangEngine:
         server.progressed()
         self.fleet.learn_lengths(r.response_length for r in rollouts if r.finish_reason != "abort")
         return rollouts
+
+    def _loaded(self, server: Server) -> int | None:
+        """Version of the weights that a server was started with, 0, as long as none was given."""
+        servers = self.fleet.servers if self._router else [server]
+        return None if any(s.versions for s in servers) else 0
 
     def _estimate(self, request: GroupRequest, index: int) -> int:
         earlier = request.partial.get(index)
@@ -319,7 +326,7 @@ class SGLangEngine:
                 self.fleet.fence(server, reason)
             raise BadAnswerError(f"{server.name}: {reason}")
 
-    async def _count_failure(self, server: Server, error: UnreachableError) -> None:
+    async def _count_failure(self, server: Server, error: EngineError) -> None:
         """A failed request: the server is given up if its process is gone, or if failures pile up."""
         if self._router and self._router.client:
             return
@@ -343,7 +350,7 @@ class SGLangEngine:
         request = GroupRequest(-1, 0, prompt, (0,), sampling)
         (call,) = generation.calls(request, f"{self._prefix}-{next(self._numbers)}-probe")
         answers = await server.client.post("/generate", call.body, timeout_s=self._options.sync_timeout_s)
-        (rollout,) = generation.rollouts(request, answers, version=0, decode=lambda ids: "")
+        (rollout,) = generation.rollouts(request, answers, version=0, loaded=None, decode=lambda ids: "")
         if rollout.response_length != PROBE_TOKENS:
             raise BadAnswerError(f"asked for {PROBE_TOKENS} tokens, got {rollout.response_length}")
         return rollout

@@ -60,24 +60,31 @@ def _call(request: GroupRequest, name: str) -> Call:
 
 
 def rollouts(
-    request: GroupRequest, answers: Any, *, version: int, decode: Callable[[Sequence[int]], str]
+    request: GroupRequest,
+    answers: Any,
+    *,
+    version: int,
+    loaded: int | None,
+    decode: Callable[[Sequence[int]], str],
 ) -> tuple[Rollout, ...]:
     """The rollouts of one answer, in the order of the request's indices; each as far as it came.
 
     Args:
         request: what was asked. answers: the JSON answer.
         version: weight version for servers that do not tell spans (the oldest that the request can have seen).
+        loaded: version of the weights that servers are started with; None where none may answer with these any more.
         decode: token ids -> text.
 
     Raises:
-        BadAnswerError: the answer has another shape, or tokens and log-probs disagree.
+        BadAnswerError: the answer has another shape, tokens and log-probs disagree, or it is of weights that no server
+            may have any more.
     """
     if not isinstance(answers, list) or len(answers) != len(request.indices):
         got = f"{len(answers)} answers" if isinstance(answers, list) else type(answers).__name__
         raise BadAnswerError(f"group {request.group_id}: asked for {len(request.indices)} samples, got {got}")
     try:
         return tuple(
-            _rollout(request, index, answer, version, decode)
+            _rollout(request, index, answer, _Versions(version, loaded), decode)
             for index, answer in zip(request.indices, answers, strict=True)
         )
     except (KeyError, TypeError, IndexError, ValueError) as error:
@@ -106,12 +113,12 @@ def _rollout(
     request: GroupRequest,
     index: int,
     answer: Mapping[str, Any],
-    version: int,
+    versions: _Versions,
     decode: Callable[[Sequence[int]], str],
 ) -> Rollout:
     meta = answer["meta_info"]
     ids, logprobs = _tokens(request, index, answer)
-    spans = _spans(meta, len(ids), version)
+    spans = _spans(meta, len(ids), versions)
     earlier = request.partial.get(index)
     so_far = request.prompt.tokens if earlier is None else earlier.tokens.tolist()
     rollout = Rollout(
@@ -124,7 +131,7 @@ def _rollout(
         loss_mask=np.ones(len(ids), dtype=np.uint8),
         logprobs=np.asarray(logprobs, dtype=np.float32),
         finish_reason=_finish_reason(request, index, meta),
-        weight_version=min((v for v, _ in spans), default=version),
+        weight_version=min((v for v, _ in spans), default=versions.oldest),
         version_spans=spans if len(spans) > 1 else (),
     )
     text = decode([*_so_far(request, index), *ids])
@@ -144,17 +151,29 @@ def _tokens(request: GroupRequest, index: int, answer: Mapping[str, Any]) -> tup
     return ids, [float(pair[0]) for pair in pairs]
 
 
-def _spans(meta: Mapping[str, Any], num_tokens: int, version: int) -> tuple[tuple[int, int], ...]:
+@dataclass(frozen=True, slots=True)
+class _Versions:
+    """oldest: what the request can have seen. loaded: what servers call their weights before any update."""
+
+    oldest: int
+    loaded: int | None
+
+    def number(self, text: str) -> int:
+        """The version that a server names."""
+        if text != _LOADED:
+            return int(text)
+        if self.loaded is None:
+            raise BadAnswerError("it answered with the weights that it was started with; it was given others since")
+        return self.loaded
+
+
+def _spans(meta: Mapping[str, Any], num_tokens: int, versions: _Versions) -> tuple[tuple[int, int], ...]:
     """(weight version, tokens) in order. Servers older than 0.5.22 tell the last version only: not to be trusted."""
     told = meta.get("weight_versions")
     if not told:
-        return ((version, num_tokens),) if num_tokens else ()
-    spans = [(_version(span["version"]), int(span["end"]) - int(span["start"])) for span in told]
+        return ((versions.oldest, num_tokens),) if num_tokens else ()
+    spans = [(versions.number(span["version"]), int(span["end"]) - int(span["start"])) for span in told]
     return tuple((v, n) for v, n in spans if n > 0)
-
-
-def _version(text: str) -> int:
-    return 0 if text == _LOADED else int(text)
 
 
 def _finish_reason(request: GroupRequest, index: int, meta: Mapping[str, Any]) -> FinishReason:
