@@ -22,6 +22,7 @@ from megatron_daro.data.batch import build_batch
 from megatron_daro.data.cursor import PromptSource
 from megatron_daro.data.tokenizer import load_tokenizer, stop_token_ids
 from megatron_daro.errors import CheckpointError
+from megatron_daro.observe.drift import DriftWatch
 from megatron_daro.observe.metrics import MetricsLog
 from megatron_daro.observe.progress import Progress
 from megatron_daro.observe.trace import Phases
@@ -106,9 +107,10 @@ async def _train(
             recorder=Recorder(run_dir) if config.observe.save_rollouts else None,
             identity=_identity(config),
             deadlines=_deadlines(config),
+            drift=DriftWatch(correction=config.algorithm.correction.kind),
             **parts,
         ),
-        max_staleness=0 if isinstance(inputs, ReplaySource) else config.rollout.max_staleness,
+        max_staleness=0 if isinstance(inputs, ReplaySource) else config.rollout.batches_ahead,
         rollouts_per_prompt=_group_size(config),
     )
     engine = parts.get("engine")
