@@ -83,12 +83,14 @@ def rollouts(
         got = f"{len(answers)} answers" if isinstance(answers, list) else type(answers).__name__
         raise BadAnswerError(f"group {request.group_id}: asked for {len(request.indices)} samples, got {got}")
     try:
-        return tuple(
-            _rollout(request, index, answer, _Versions(version, loaded), decode)
+        parts = [
+            _rollout(request, index, answer, _Versions(version, loaded))
             for index, answer in zip(request.indices, answers, strict=True)
-        )
+        ]
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise BadAnswerError(f"group {request.group_id}: the answer has another form: {error!r}") from error
+    # Not above: what `decode` raises is no fault of the server, and asking again does not mend it.
+    return tuple(_whole(request, part, decode) for part in parts)
 
 
 def _so_far(request: GroupRequest, index: int) -> Sequence[int]:
@@ -114,14 +116,13 @@ def _rollout(
     index: int,
     answer: Mapping[str, Any],
     versions: _Versions,
-    decode: Callable[[Sequence[int]], str],
 ) -> Rollout:
     meta = answer["meta_info"]
     ids, logprobs = _tokens(request, index, answer)
     spans = _spans(meta, len(ids), versions)
     earlier = request.partial.get(index)
     so_far = request.prompt.tokens if earlier is None else earlier.tokens.tolist()
-    rollout = Rollout(
+    return Rollout(
         prompt_id=request.prompt.id,
         group_id=request.group_id,
         attempt=request.attempt,
@@ -134,8 +135,13 @@ def _rollout(
         weight_version=min((v for v, _ in spans), default=versions.oldest),
         version_spans=spans if len(spans) > 1 else (),
     )
-    text = decode([*_so_far(request, index), *ids])
-    return replace(rollout, text=text) if earlier is None else earlier.extended(rollout, text)
+
+
+def _whole(request: GroupRequest, part: Rollout, decode: Callable[[Sequence[int]], str]) -> Rollout:
+    """What was generated now, after what the request has of the same rollout."""
+    earlier = request.partial.get(part.index)
+    text = decode([*_so_far(request, part.index), *part.tokens[part.prompt_length :].tolist()])
+    return replace(part, text=text) if earlier is None else earlier.extended(part, text)
 
 
 def _tokens(request: GroupRequest, index: int, answer: Mapping[str, Any]) -> tuple[list[int], list[float]]:
