@@ -84,8 +84,13 @@ class ServerProcess:
         self._ports: list[Reservation] = []
 
     def launch(self) -> str:
-        """Starts the process, under new ports. Returns its URL."""
+        """Starts the process, under new ports. Returns its URL. Raises EngineError, also where the model is not."""
         self.stop()
+        if not (self._options.model_path / "config.json").is_file():  # it would say so after half a minute of imports
+            raise EngineError(
+                f"model.path: {self._options.model_path} has no config.json on the host of this server; allowed: a "
+                "Hugging Face checkpoint at the same path on every host"
+            )
         self._ports = [reserve_port(self._host), reserve_port(self._host)]
         port, nccl_port = (reservation.port for reservation in self._ports)
         options = self._options
