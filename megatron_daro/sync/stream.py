@@ -1,7 +1,7 @@
 """Buckets that came to this process as a WeightSource: for engines that are handed a stream instead of the policy.
 
 Place in the data flow: Engine.update_weights(buckets) -> StreamSource -> the same transports as the policy's own ranks.
-It has no forward pass, so it cannot score.
+It has no forward pass, so it cannot score; it refuses streams that lack a tensor, which servers would not notice.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
+from megatron_daro.convert.families import read_model_shape
+from megatron_daro.convert.hf_reader import HFCheckpoint
 from megatron_daro.errors import SyncError
 from megatron_daro.sync.broadcast import BroadcastSender
 from megatron_daro.sync.buckets import unbucket
@@ -21,12 +23,20 @@ from megatron_daro.sync.disk import write_checkpoint
 from megatron_daro.sync.source import BroadcastPlan, Post, SendReport
 from megatron_daro.types import Rollout, WeightBucket
 
+# Written into some checkpoints, computed anew by every reader.
+_NO_WEIGHTS = ("rotary_emb.inv_freq",)
+
 
 class StreamSource:
     """Weights as buckets in memory."""
 
     def __init__(self, buckets: Sequence[WeightBucket], version: int, *, post: Post, model_path: Path) -> None:
-        """Args: buckets: all tensors. post: calls a server. model_path: where config.json is, for sync disk."""
+        """Args: buckets: all tensors. post: calls a server. model_path: the checkpoint that servers were started with.
+
+        Raises:
+            SyncError: a tensor of that checkpoint is in no bucket. ModelError: the checkpoint cannot be read.
+        """
+        _check_complete(buckets, model_path)
         self._buckets, self.version = buckets, version
         self._post, self._model_path = post, model_path
 
@@ -58,3 +68,16 @@ class StreamSource:
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for bucket in self._buckets:
             yield from unbucket(bucket)
+
+
+def _check_complete(buckets: Sequence[WeightBucket], model_path: Path) -> None:
+    with HFCheckpoint(model_path) as checkpoint:
+        wanted = {name for name in checkpoint.names() if not name.endswith(_NO_WEIGHTS)}
+    if read_model_shape(model_path).tie:
+        wanted -= {"lm_head.weight"}
+    missing = sorted(wanted - {entry[0] for bucket in buckets for entry in bucket.entries})
+    if missing:
+        raise SyncError(
+            f"weight update: {len(missing)} of {len(wanted)} tensors of {model_path} never came, the first: "
+            f"{missing[0]}; allowed: all of them in every update"
+        )
