@@ -19,7 +19,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 HERE = Path(__file__).parent
-FOLDERS = ("unit", "golden", "contract", "parallel", "fault", "e2e", "gpu")
+FOLDERS = ("unit", "golden", "contract", "sglang", "parallel", "fault", "e2e", "gpu")
 """In the order in which they run: a wrong formula shows in seconds, before anything slow begins."""
 
 

@@ -1,0 +1,1 @@
+from sglang_fixtures import pool, pytest_runtest_makereport  # noqa: F401

@@ -1,0 +1,292 @@
+"""Real SGLang servers for tests: two processes that stay up for the session, and engines made of them.
+
+Used by tests/contract and tests/sglang. A server takes 15 to 40 s to start, an engine of servers that run already
+half a second; so tests share the processes, each test makes an engine of its own, and what a test did to a server is
+undone by the weight update with which the next engine begins. Servers listen on 127.0.0.1 only.
+Refuses nothing: without the environment of tools/sglang_cpu_env.sh tests that need it are skipped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from megatron_daro.config.sections import SGLangSection
+from megatron_daro.engine.sglang.arguments import server_command
+from megatron_daro.engine.sglang.engine import SGLangEngine
+from megatron_daro.engine.sglang.ports import reserve_port
+from megatron_daro.engine.sglang.process import ManagedProcess
+from megatron_daro.engine.sglang.servers import ExternalServer
+from megatron_daro.engine.sglang.supervision import Expected
+from megatron_daro.sync.buckets import bucketize
+from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams
+
+VARIABLE = "MEGATRON_DARO_SGLANG"
+HOST = "127.0.0.1"
+VOCAB, CONTEXT = 31, 4096
+START_LIMIT_S = 240
+CPU_ARGUMENTS: dict[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "grammar_backend": "none",
+    "max_total_tokens": 16384,
+    "max_running_requests": 32,
+    "cuda_graph_backend_decode": "disabled",
+    "cuda_graph_backend_prefill": "disabled",
+    "sleep_on_idle": True,
+}
+_PROJECT = Path(__file__).resolve().parents[1]
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def environment() -> Path | None:
+    """The directory that tools/sglang_cpu_env.sh made: the one of MEGATRON_DARO_SGLANG, else .venv-sglang."""
+    directory = Path(os.environ.get(VARIABLE) or _PROJECT / ".venv-sglang")
+    return directory if (directory / "bin" / "python").exists() else None
+
+
+def required_environment() -> Path:
+    """The same; the test is skipped where there is none."""
+    found = environment()
+    if found is None:
+        pytest.skip(f"no SGLang here: run tools/sglang_cpu_env.sh, or set {VARIABLE} to the directory that it made")
+    return found
+
+
+def save_policy(directory: Path, seed: int, *, max_positions: int = CONTEXT) -> Any:
+    """A Qwen2 of 14,000 random weights, wide enough that two seeds differ clearly; saved, and returned."""
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=True,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.normal_(0.0, 0.3, generator=generator)
+    model.save_pretrained(directory)
+    return model
+
+
+class PooledServer:
+    """One server process; after `kill` and `start` it is at the same address, with the weights of its files."""
+
+    def __init__(self, model: Path, log: Path, seed: int) -> None:
+        self.model, self.log = model, log
+        self._python = required_environment() / "bin" / "python"
+        self._ports = [reserve_port(HOST), reserve_port(HOST)]
+        port, nccl_port = (reservation.port for reservation in self._ports)
+        self.url = f"http://{HOST}:{port}"
+        self._command = server_command(
+            self._python,
+            model_path=model,
+            host=HOST,
+            port=port,
+            nccl_port=nccl_port,
+            tensor_parallel=1,
+            seed=seed,
+            arguments={"dtype": "float32", "skip_tokenizer_init": True, **CPU_ARGUMENTS},
+        )
+        self._process: ManagedProcess | None = None
+
+    def start(self) -> None:
+        """Starts the process unless it lives; `wait` waits until it serves."""
+        if self._process is None or self._process.poll() is not None:
+            self._process = ManagedProcess(self._command, host=HOST, env={}, log_path=self.log, python=self._python)
+            self._process.start()
+
+    def wait(self) -> None:
+        """Until it answers; a process that ends first, or is too slow, fails the test with the end of its log."""
+        end = time.monotonic() + START_LIMIT_S
+        while not self._answers():
+            assert self._process is not None and self._process.poll() is None, self.tail()
+            assert time.monotonic() < end, f"no answer within {START_LIMIT_S} s: {self.tail()}"
+            time.sleep(0.2)
+
+    def kill(self) -> None:
+        """SIGKILL to it and its children."""
+        if self._process is not None:
+            self._process.kill()
+
+    @property
+    def pid(self) -> int:
+        """Process id, also of its session."""
+        assert self._process is not None and self._process.pid is not None
+        return self._process.pid
+
+    def death(self) -> str:
+        """Why it is gone; empty while it lives."""
+        code = None if self._process is None else self._process.poll()
+        return "" if code is None else f"it ended with {code}"
+
+    def tail(self) -> str:
+        """The end of its log."""
+        return "" if self._process is None else f"{self.log}:\n{self._process.log_tail(30)}"
+
+    def close(self) -> None:
+        """Ends it and gives its ports back."""
+        self.kill()
+        for reservation in self._ports:
+            reservation.close()
+
+    def _answers(self) -> bool:
+        try:
+            with _DIRECT.open(f"{self.url}/health", timeout=30) as answer:
+                return answer.status == 200
+        except (OSError, urllib.error.URLError):
+            return False
+
+
+class Pool:
+    """Two servers of one model. Nothing runs before the first use."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._servers: list[PooledServer] = []
+        self.starts = 0
+
+    def up(self) -> list[PooledServer]:
+        """Both servers, serving; those that a test killed are started again."""
+        if not self._servers:
+            model = self._directory / "model"
+            save_policy(model, 0)
+            self._servers = [PooledServer(model, self._directory / f"server_{i}.log", seed=i) for i in range(2)]
+        for server in self._servers:
+            server.start()
+        for server in self._servers:
+            server.wait()
+        return self._servers
+
+    def tails(self) -> str:
+        """The ends of the logs, for a test that failed."""
+        return "\n".join(server.tail() for server in self._servers)
+
+    def down(self) -> None:
+        """Ends both; the next use starts them again."""
+        for server in self._servers:
+            server.close()
+        self._servers = []
+
+
+class ManagedServer:
+    """A server of the pool as one that the engine started: a restart is real, the end of the engine spares it."""
+
+    restartable = True
+
+    def __init__(self, server: PooledServer) -> None:
+        self._server, self._stopped = server, False
+        self.launches = 0
+
+    async def launch(self) -> str:
+        """Hands out the running process the first time; afterwards starts it anew."""
+        self.launches += 1
+        if self._stopped:
+            await asyncio.to_thread(self._server.kill)
+            self._stopped = False
+        await asyncio.to_thread(self._server.start)
+        return self._server.url
+
+    async def death(self) -> str:
+        """Why it is gone."""
+        return await asyncio.to_thread(self._server.death)
+
+    async def stop(self) -> None:
+        """Remembers that the process is not wanted any more; the next launch ends it."""
+        self._stopped = True
+
+
+def section(**options: Any) -> SGLangSection:
+    """engine.sglang with limits that a busy machine of two cores keeps."""
+    return SGLangSection(**{"stall_timeout_s": 120, "sync_timeout_s": 60, "request_timeout_s": 120, **options})
+
+
+def expected(model: Path, **changes: Any) -> Expected:
+    """What a server of the pool is."""
+    return Expected(**{"model_path": model, "model_type": "qwen2", "longest_prompt": 64, "longest": 128, **changes})
+
+
+def engine_of(
+    servers: Sequence[Any],
+    run_dir: Path,
+    *,
+    options: SGLangSection | None = None,
+    decode: Any = None,
+    temperature: float = 1.0,
+    expect: Expected | None = None,
+    warnings: list[str] | None = None,
+) -> SGLangEngine:
+    """An engine, not started. servers: handles, or URLs of servers that run already."""
+    handles = {f"server {i}": ExternalServer(s) if isinstance(s, str) else s for i, s in enumerate(servers)}
+    told = [] if warnings is None else warnings
+    return SGLangEngine(
+        handles,
+        options or section(),
+        expect or expected(run_dir),
+        decode=decode or (lambda ids: " ".join(map(str, ids))),
+        warn=told.append,
+        run_dir=run_dir,
+        temperature=temperature,
+        probe_tokens=range(8),
+    )
+
+
+@asynccontextmanager
+async def started(engine: SGLangEngine) -> AsyncIterator[SGLangEngine]:
+    """Started, and closed at the end; the servers of the pool live on."""
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def buckets_of(model: Any, bucket_bytes: int = 8000) -> AsyncIterator[Any]:
+    """All weights of a transformers model."""
+    named = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+    for bucket in bucketize(named, bucket_bytes):
+        yield bucket
+
+
+def group(number: int, *, count: int = 4, length: int = 3, **sampling: Any) -> GroupRequest:
+    """A group of random prompt tokens; nothing ends its answers but their length."""
+    tokens = tuple(int(t) for t in np.random.default_rng(number).integers(0, VOCAB, length))
+    prompt = Prompt(id=f"p{number}", answer="", source="test", tokens=tokens)
+    return GroupRequest(number, 0, prompt, tuple(range(count)), SamplingParams(**{"max_new_tokens": 12, **sampling}))
+
+
+async def collect(engine: SGLangEngine, requests: Sequence[GroupRequest]) -> list[Rollout]:
+    """All rollouts of some groups."""
+    return [rollout async for rollouts in engine.generate(requests) for rollout in rollouts]
+
+
+def logprobs_of(model: Any, rollout: Rollout, temperature: float = 1.0) -> np.ndarray:
+    """float32 [R] by transformers."""
+    with torch.no_grad():
+        logits = model(torch.tensor(rollout.tokens, dtype=torch.int64)[None]).logits[0].float() / temperature
+    chosen = torch.tensor(rollout.tokens[rollout.prompt_length :], dtype=torch.int64)
+    at = torch.arange(rollout.prompt_length - 1, len(rollout.tokens) - 1)
+    return torch.log_softmax(logits, dim=-1)[at, chosen].numpy()
+
+
+def worst_difference(model: Any, rollouts: Sequence[Rollout], temperature: float = 1.0) -> float:
+    """Largest absolute difference between the servers' log-probs and those of a transformers model."""
+    return max(float(np.abs(logprobs_of(model, r, temperature) - r.logprobs).max()) for r in rollouts)
