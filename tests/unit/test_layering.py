@@ -110,7 +110,7 @@ def test_imports_follow_the_layers(unit):
         ("algo/x.py", "from ..config import Config"),
         ("data/x.py", "from megatron_daro import actor"),
         ("data/x.py", "from megatron_daro.rollout.ledger import Ledger"),
-        ("engine/x.py", "from megatron_daro.sync import tensor"),
+        ("sync/x.py", "from megatron_daro.engine import weights"),
         ("reward/x.py", "from megatron_daro.data import prompts"),
         ("engine/x.py", "from megatron_daro.actor.model import build_model"),
         ("engine/x.py", "import megatron.core.parallel_state"),
