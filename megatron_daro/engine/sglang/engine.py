@@ -298,7 +298,7 @@ class SGLangEngine:
         """The answers, unless the server is given up meanwhile."""
         client = self._router.client if self._router and self._router.client else server.client
         limit = self._options.request_timeout_s
-        work = asyncio.gather(*(client.post("/generate", call.body, timeout_s=limit) for call in calls))
+        work = asyncio.create_task(client.post_all("/generate", [call.body for call in calls], timeout_s=limit))
         # Behind a router nobody knows which server has the request; it fails there when its server is ended.
         event = asyncio.Event() if client is not server.client else server.given_up
         given_up, ended = asyncio.ensure_future(event.wait()), asyncio.ensure_future(self.fleet.ended())

@@ -7,6 +7,7 @@ as ids and never through text. It refuses answers that do not fit what was asked
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,8 @@ from megatron_daro.types import FinishReason, GroupRequest, Rollout, SamplingPar
 
 # What a server calls its weights before the first update, unless it was started with another --weight-version.
 _LOADED = "default"
+# Rounding of a token that is all but certain.
+_ABOVE_ZERO = 1e-3
 
 
 class BadAnswerError(EngineError):
@@ -154,7 +157,16 @@ def _tokens(request: GroupRequest, index: int, answer: Mapping[str, Any]) -> tup
             f"group {request.group_id} sample {index}: {len(listed)} output_ids, but log-probs of {len(ids)} tokens "
             "that are not the same; allowed: one log-prob per sampled token"
         )
-    return ids, [float(pair[0]) for pair in pairs]
+    allowed = request.sampling.max_new_tokens - len(_so_far(request, index))
+    if len(ids) > allowed:
+        raise BadAnswerError(f"group {request.group_id} sample {index}: {len(ids)} tokens; asked for at most {allowed}")
+    logprobs = [float(pair[0]) for pair in pairs]
+    wrong = [value for value in logprobs if not (math.isfinite(value) and value <= _ABOVE_ZERO)]
+    if wrong:
+        raise BadAnswerError(
+            f"group {request.group_id} sample {index}: log-prob {wrong[0]}; allowed: finite and not above 0"
+        )
+    return ids, logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +191,10 @@ def _spans(meta: Mapping[str, Any], num_tokens: int, versions: _Versions) -> tup
     if not told:
         return ((versions.oldest, num_tokens),) if num_tokens else ()
     spans = [(versions.number(span["version"]), int(span["end"]) - int(span["start"])) for span in told]
+    if sum(n for _, n in spans) != num_tokens:
+        raise BadAnswerError(
+            f"its weight versions {spans} are of another number of tokens than the {num_tokens} it gave"
+        )
     return tuple((v, n) for v, n in spans if n > 0)
 
 

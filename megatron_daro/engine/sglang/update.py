@@ -26,6 +26,7 @@ from megatron_daro.types import Rollout
 
 _TRIES = 3
 _ALIVE_S = 5.0
+_FLUSHES, _FLUSH_PAUSE_S = 20, 0.25
 # Answers of one server to the probe; enough tokens that weights of another step show, few enough to cost nothing.
 PROBE_TOKENS = 16
 # Largest difference that two right implementations have: fp32 differs by order of summation (1e-5 measured), bf16
@@ -138,11 +139,18 @@ class WeightUpdate:
             await self._post(server, "/end_weight_update")
 
     async def _flush(self, server: Server) -> None:
-        try:
-            await self._post(server, "/flush_cache")
-        except RefusedError:
-            if self._options.pause != "in_place":  # where running requests keep their cache on purpose
-                raise
+        """Empties the cache that the old weights made. 0.5.20 refuses while retracted requests wait: these are ended
+        then, and come back to the engine, which goes on with them from where they were."""
+        for _ in range(_FLUSHES):
+            try:
+                await self._post(server, "/flush_cache")
+                return
+            except RefusedError:
+                if self._options.pause == "in_place":  # where running requests keep their cache on purpose
+                    return
+            await self._post(server, "/abort_request", {"abort_all": True})
+            await asyncio.sleep(_FLUSH_PAUSE_S)
+        raise RefusedError(f"{server.url}/flush_cache: refused {_FLUSHES} times, also after its requests were ended")
 
     async def _stamp(self, server: Server, version: int) -> None:
         server.versions.add(version)  # before answers can carry it

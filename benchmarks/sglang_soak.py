@@ -1,0 +1,234 @@
+"""A long run on real SGLang servers under faults: everything must be noticed, nothing lost, and nothing stale trained.
+
+    python benchmarks/sglang_soak.py --json                          # 200 steps, 42 faults; about 25 minutes on 2 cores
+    python benchmarks/sglang_soak.py --steps 20 --each 1 --at-least 1
+
+Trains the tiny task of the tests with its real actor and two servers, weights by broadcast. A seeded schedule kills,
+stops and slows servers and breaks their answers (soak_faults.py); each fault hits while both servers serve, and the
+next one waits until they do again. Afterwards soak_books.py looks at the books and recomputes every log-prob.
+Exit code 1, and a list of problems, if a fault went unnoticed or something does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import sglang_servers
+import soak_books
+from soak_faults import KINDS, Injector, schedule
+from soak_proxy import ProxiedServer
+
+sys.path.insert(0, str(sglang_servers.ROOT / "tests"))
+import tiny_task
+
+from megatron_daro.config import resolve
+from megatron_daro.runtime import launch, sglang_group
+
+_REASONS = (
+    ("process ended", r"process ended|Ray actor"),
+    ("no token came", r"no token came out"),
+    ("requests failed in a row", r"requests in a row failed"),
+    ("weight update", r"weight update"),
+)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", type=Path, default=sglang_servers.PYTHON, help="interpreter of the servers")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--each", type=int, default=6, help="faults of each kind")
+    parser.add_argument("--at-least", type=int, default=5, help="of each kind that must have been noticed")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--staleness", type=int, default=1)
+    parser.add_argument("--pause", default="retract", choices=("retract", "in_place", "abort"))
+    parser.add_argument("--pace-s", type=float, default=5.0, help="longest wait before a step while a server starts")
+    parser.add_argument("--directory", type=Path, help="for model, run and logs; else a temporary one")
+    parser.add_argument("--json", action="store_true", help="also write benchmarks/results/sglang_soak.json")
+    return parser.parse_args()
+
+
+def configuration(arguments: argparse.Namespace, directory: Path) -> Path:
+    """The tiny task on two servers with short deadlines."""
+    task = tiny_task.build(directory)
+    server_options = {
+        "python": str(sglang_servers.require(arguments.python)),
+        "arguments": {**sglang_servers.CPU_ARGUMENTS, "max_total_tokens": 4096, "max_running_requests": 32},
+        "pause": arguments.pause,
+        "bucket_mib": 1,
+        "start_timeout_s": 300.0,
+        "request_timeout_s": 15.0,
+        "stall_timeout_s": 20.0,
+        "sync_timeout_s": 25.0,
+        "max_restarts": 1000,
+    }
+    changes: dict[str, Any] = {
+        "engine": {"kind": "sglang", "replicas": 2, "sglang": server_options},
+        "rollout": {"max_staleness": arguments.staleness},
+        # Slowly, so that the task stays unsolved; fast enough that weights of two versions can be told apart.
+        "actor": {"optimizer": {"learning_rate": 3.0e-4}},
+        "algorithm": {"filter": "none", "correction": {"kind": "tis" if arguments.staleness else "none"}},
+        "trainer": {"steps": arguments.steps, "run_dir": str(directory / "run"), "save_every_steps": 50},
+        "observe": {"progress": False},
+    }
+    return task.write_config(directory / "soak.yaml", changes)
+
+
+class Soak:
+    """Hooks the faults into a run that launch.py puts together."""
+
+    def __init__(self, arguments: argparse.Namespace, directory: Path) -> None:
+        self._arguments, self._run_dir = arguments, directory / "run"
+        self._handles: dict[str, ProxiedServer] = {}
+        self.faults = schedule(arguments.steps, arguments.each, arguments.seed)
+        self.injector: Injector | None = None
+        self.own_s: list[float] = []
+        self._resumed: float | None = None
+        self.sampler: Any = None
+        self.engine: Any = None
+        self._step = 0
+
+    def hook(self) -> None:
+        """Replaces the two functions of the composition root that make the servers' handles and the generation."""
+        make_handles, make_generation = sglang_group._handles, launch._generation
+
+        def handles(*arguments: Any) -> dict[str, ProxiedServer]:
+            self._handles = {name: ProxiedServer(inner) for name, inner in make_handles(*arguments).items()}
+            return self._handles
+
+        def generation(*arguments: Any) -> dict[str, Any]:
+            parts = make_generation(*arguments)
+            self._attach(parts["engine"], parts["source"])
+            return parts
+
+        sglang_group._handles = handles  # type: ignore[assignment]
+        launch._generation = generation
+
+    def _attach(self, engine: Any, sampler: Any) -> None:
+        self.engine, self.sampler = engine, sampler
+        sample, update_from = sampler.sample, engine.update_from
+
+        async def gated(version: int) -> Any:
+            if self.injector is None:
+                self.injector = Injector(engine, self._handles, self.faults, seed=self._arguments.seed, log=say)
+            self._step += 1
+            if self._resumed is not None:
+                self.own_s.append(time.monotonic() - self._resumed)
+            await self.injector.gate(self._step, self._arguments.pace_s)
+            if self._step >= self._arguments.steps:
+                await self.injector.finish()
+            self._resumed = time.monotonic()
+            return await sample(version)
+
+        async def kept(source: Any, version: int) -> Any:
+            async with source.hold():
+                await source.write(self._run_dir / "versions" / f"{version:06d}", 2**30)
+            return await update_from(source, version)
+
+        sampler.sample, engine.update_from = gated, kept
+
+
+def say(text: str) -> None:
+    """A line on standard output, at once."""
+    print(text, flush=True)
+
+
+def summary(arguments: argparse.Namespace, soak: Soak, status: str, seconds: float) -> dict[str, Any]:
+    """Numbers and problems."""
+    assert soak.injector is not None
+    books, problems = soak_books.check_books(soak._run_dir, arguments.steps, soak.sampler.ledger.outstanding)
+    weights, more = soak_books.check_weights(soak._run_dir, temperature=1.0)
+    problems += more
+    if status != "finished":
+        problems.append(f"the run ended as {status!r}")
+    faults = {kind: of_kind(soak, kind) for kind in KINDS}
+    for kind, row in faults.items():
+        if row["noticed"] < arguments.at_least:
+            problems.append(f"{kind}: {row['noticed']} noticed of {row['injected']}; at least {arguments.at_least}")
+    metrics = soak.engine.metrics()
+    return {
+        "setup": {
+            **{key: getattr(arguments, key) for key in ("steps", "each", "seed", "staleness", "pause")},
+            **sglang_servers.versions(arguments.python),
+        },
+        "problems": problems,
+        "seconds": seconds,
+        "faults": faults,
+        "fences": dict(Counter(reason_of(fence["reason"]) for fence in soak.injector.fences)),
+        "restarts": int(metrics["engine/restarts"]),
+        "retries": int(metrics["engine/retries"]),
+        "time": lost_seconds(soak.own_s),
+        "books": books,
+        "weights": weights,
+        "events": [vars(fault) for fault in soak.faults],
+    }
+
+
+def lost_seconds(own_s: list[float]) -> dict[str, float]:
+    """What faults cost the run: time beyond the median from batch to batch, without what the soak itself waited."""
+    median = statistics.median(own_s)
+    return {"median_step_s": median, "lost_s": sum(max(s - median, 0.0) for s in own_s), "all_steps_s": sum(own_s)}
+
+
+def of_kind(soak: Soak, kind: str) -> dict[str, Any]:
+    """How many, and the longest and middle time until noticed and until all served again."""
+    faults = [fault for fault in soak.faults if fault.kind == kind and fault.injected_s is not None]
+    noticed = sorted(f.noticed_s - f.injected_s for f in faults if f.noticed_s is not None and f.injected_s is not None)
+    healed = sorted(f.healed_s - f.injected_s for f in faults if f.healed_s is not None and f.injected_s is not None)
+    row: dict[str, Any] = {"injected": len(faults), "noticed": len(noticed)}
+    for name, values in (("noticed_s", noticed), ("healed_s", healed)):
+        row[name] = {"median": values[len(values) // 2], "longest": values[-1]} if values else None
+    return row
+
+
+def reason_of(text: str) -> str:
+    """A fence's reason as a few words."""
+    found = next((name for name, pattern in _REASONS if re.search(pattern, text)), "other")
+    return f"{found}, {text.split(',')[1].split(':')[0].strip()}" if found == "weight update" else found
+
+
+def table(result: dict[str, Any]) -> str:
+    """The faults as a Markdown table."""
+    lines = [
+        "| fault | injected | noticed | until noticed, median (longest) | until all served again |",
+        "|---|---|---|---|---|",
+    ]
+    for kind, row in result["faults"].items():
+        times = [
+            f"{row[k]['median']:.1f} ({row[k]['longest']:.1f}) s" if row[k] else "" for k in ("noticed_s", "healed_s")
+        ]
+        lines.append(f"| {kind} | {row['injected']} | {row['noticed']} | {times[0]} | {times[1]} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    directory = arguments.directory or Path(tempfile.mkdtemp(prefix="soak_"))
+    directory.mkdir(parents=True, exist_ok=True)
+    say(f"in {directory}")
+    config = resolve(configuration(arguments, directory))
+    soak = Soak(arguments, directory)
+    soak.hook()
+    started = time.monotonic()
+    outcome = launch.train(config)
+    result = summary(arguments, soak, outcome.status, time.monotonic() - started)
+    (directory / "soak.json").write_text(json.dumps(result, indent=1) + "\n")
+    say(table(result))
+    say(json.dumps({key: value for key, value in result.items() if key != "events"}, indent=1))
+    if arguments.json:
+        sglang_servers.write_results("sglang_soak", result)
+    if result["problems"]:
+        raise SystemExit("the soak FAILED:\n  " + "\n  ".join(result["problems"]))
+    say("the soak passed")
+
+
+if __name__ == "__main__":
+    main()

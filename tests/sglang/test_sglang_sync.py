@@ -1,0 +1,110 @@
+"""After every weight update the servers have the policy's weights: real Megatron ranks, real servers, equal log-probs.
+
+1e-4: both compute in fp32; orders of summation differ by 1e-5.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from sglang_pool import collect, engine_of, expected, group, section, started
+
+from megatron_daro.actor.settings import PolicySettings
+from megatron_daro.config.actor import ActorSection
+from megatron_daro.config.algorithm import AlgorithmSection
+from megatron_daro.runtime.cluster import Resources, cluster
+from megatron_daro.runtime.policy_group import PolicyGroup
+from megatron_daro.types import TrainBatch
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+TEMPERATURE, K, TOLERANCE = 0.7, 4, 1e-4
+LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
+MODES = ("distributed", "disk")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_cluster():
+    with cluster(Resources(processes=4, gpus=0)):
+        yield
+
+
+def policy_of(model, tensor_parallel, pipeline_parallel):
+    actor = ActorSection(
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        dtype="fp32",
+        micro_batch_tokens=256,
+        optimizer={"learning_rate": 1e-2},
+    )
+    settings = PolicySettings(model, K, 12, TEMPERATURE, total_steps=10)
+    algorithm = AlgorithmSection(name="grpo")
+    return PolicyGroup(settings, actor, algorithm, seed=1, updates_per_batch=1, gpus_per_rank=0)
+
+
+def batch_of(rollouts):
+    """The rollouts as a batch; every other one is taken for right."""
+    advantages_N = np.array([1.0 if i % 2 else -1.0 for i in range(len(rollouts))], dtype=np.float32)
+    return TrainBatch(
+        tokens_T=np.concatenate([r.tokens for r in rollouts]),
+        lengths_N=np.array([len(r.tokens) for r in rollouts], dtype=np.int64),
+        prompt_lengths_N=np.array([r.prompt_length for r in rollouts], dtype=np.int64),
+        loss_mask_R=np.concatenate([r.loss_mask for r in rollouts]),
+        rollout_logprobs_R=np.concatenate([r.logprobs for r in rollouts]),
+        rewards_N=(advantages_N > 0).astype(np.float32),
+        correct_N=(advantages_N > 0).astype(np.uint8),
+        bins_N=np.full(len(rollouts), K // 2, dtype=np.int64),
+        group_ids_N=np.array([r.group_id for r in rollouts], dtype=np.int64),
+        advantages_N=advantages_N,
+        truncated_N=np.zeros(len(rollouts), dtype=np.uint8),
+        rollouts_per_prompt=K,
+    )
+
+
+async def worst_difference(policy, rollouts):
+    """Between the log-probs of the servers and those of the ranks."""
+    scored = await policy.score(rollouts)
+    return max(float(np.abs(mine - r.logprobs).max()) for mine, r in zip(scored, rollouts, strict=True))
+
+
+async def sampled(engine):
+    """32 answers; eight groups, so that both servers have some at the same time."""
+    wanted = [group(i, count=K, length=1 + i, temperature=TEMPERATURE) for i in range(8)]
+    rollouts = await collect(engine, wanted)
+    assert len(rollouts) == 32 and all(r.response_length == 12 for r in rollouts)
+    return sorted(rollouts, key=lambda r: (r.group_id, r.index))
+
+
+@pytest.mark.parametrize(("tensor_parallel", "pipeline_parallel"), LAYOUTS)
+def test_servers_have_the_ranks_weights_after_every_sync(pool, tmp_path, tensor_parallel, pipeline_parallel):
+    servers = pool.up()
+    model, urls = servers[0].model, [server.url for server in servers]
+
+    async def scenario():
+        policy = policy_of(model, tensor_parallel, pipeline_parallel)
+        version, earlier = 0, None
+        try:
+            await policy.start()
+            for mode in MODES:
+                options = section(sync=mode, bucket_mib=1)
+                engine = engine_of(urls, tmp_path, options=options, temperature=TEMPERATURE, expect=expected(model))
+                async with started(engine):
+                    for _ in range(2):
+                        if earlier is not None:
+                            version += 1
+                            assert not (await policy.train(batch_of(earlier), version)).skipped
+                        metrics = await policy.sync(engine, version)
+                        assert (metrics["sync/servers"], metrics["engine/fenced"]) == (2, 0)
+                        rollouts = await sampled(engine)
+                        assert {r.weight_version for r in rollouts} == {version}
+                        assert await worst_difference(policy, rollouts) <= TOLERANCE, (mode, version)
+                        if earlier is not None:  # or the update before would have passed as well
+                            assert await worst_difference(policy, earlier) > 100 * TOLERANCE
+                        earlier = rollouts
+        finally:
+            await policy.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 500))
+    assert [path.name for path in (tmp_path / "sync").iterdir()] == ["version_000003-1"]

@@ -1,0 +1,160 @@
+"""Whole runs of `megatron-daro train` whose rollouts come from two SGLang servers, which are killed on the way."""
+
+from __future__ import annotations
+
+import ipaddress
+import time
+
+import psutil
+import pytest
+from cli_runs import last_step, started
+from sglang_pool import CPU_ARGUMENTS, required_environment
+
+from megatron_daro.observe.metrics import read_metrics
+from megatron_daro.rollout.recorder import read_step
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+START_LIMIT_S = 300
+STEPS = 12
+
+
+@pytest.fixture
+def config(tiny, tmp_path, pool):
+    """The tiny task on two servers; those that other tests share are ended, so that not four run at once."""
+    directory = required_environment()
+    pool.down()
+    sglang = {
+        "python": str(directory / "bin" / "python"),
+        "arguments": {**CPU_ARGUMENTS, "max_total_tokens": 4096},
+        "sync": "distributed",
+        "stall_timeout_s": 60,
+        "sync_timeout_s": 120,
+        "request_timeout_s": 120,
+    }
+
+    def write(*, router, **sections):
+        options = sglang | ({"router_python": str(directory / "router" / "bin" / "python")} if router else {})
+        changes = {"engine": {"kind": "sglang", "replicas": 2, "sglang": options}}
+        return tiny.write_config(tmp_path / "sglang.yaml", changes | sections)
+
+    return write
+
+
+def servers(run):
+    """The processes that serve: not their keepers, whose command line ends with that of the server."""
+    found = []
+    for process in run.processes():
+        try:
+            words = process.cmdline()
+        except psutil.NoSuchProcess:
+            continue
+        if words[1:3] == ["-m", "sglang.launch_server"]:
+            found.append(process)
+    return found
+
+
+def test_a_run_outlives_the_kill_of_a_server(config, tmp_path, capsys):
+    began, run_dir = time.monotonic(), tmp_path / "run"
+    path = config(router=True, trainer={"steps": STEPS, "save_every_steps": 0, "eval_every_steps": STEPS})
+    with started(["train", path, f"trainer.run_dir={run_dir}"], tmp_path / "log") as run:
+        run.wait_until(lambda: last_step(run_dir) >= 2, "second step", START_LIMIT_S)
+        assert run.named("ray::ServerWorker") and run.named("ray::TrainWorker")
+        listening = listeners(run.processes())
+        killed_after, victim = last_step(run_dir), servers(run)[0]
+        victim.kill()
+        victim.wait(10)
+        finished = run.finish()
+        assert run.left_behind() == []
+    assert finished.code == 0, finished.stderr
+    with capsys.disabled():
+        print(f"\n[{STEPS} steps on two SGLang servers, one killed: {time.monotonic() - began:.0f} s]", end=" ")
+    lines = read_metrics(run_dir)
+    assert [line["step"] for line in lines] == list(range(STEPS + 1))
+    for line in lines[1:]:
+        assert_books_add_up(line)
+        assert line["rollout/staleness_mean"] == 0
+        assert line["mismatch/logprob_abs_mean"] < 1e-4
+        assert line["sync/bytes"] > 0
+    assert lines[-1]["rollout/groups_trained"] == 4 * STEPS
+    # The death is seen at the latest by the weight update of the step that ends next.
+    assert killed_after < STEPS and "fenced" in " ".join(lines[-1])
+    assert lines[-1]["engine/fenced"] >= 1 and lines[-1]["engine/restarts"] >= 1
+    assert lines[killed_after]["engine/servers"] == 2
+    assert min(line["engine/servers"] for line in lines[killed_after:]) == 1
+    for step in range(1, STEPS + 1):
+        versions = {r.weight_version for group, _ in read_step(run_dir, step) for r in group.rollouts}
+        assert versions == {step - 1}
+    assert "signal 9" in finished.stdout
+    assert_loopback(listening)
+
+
+def test_a_stale_run_gets_its_server_back_and_ends_when_all_are_gone(config, tmp_path, capsys):
+    began, run_dir = time.monotonic(), tmp_path / "run"
+    path = config(
+        router=False,
+        trainer={"steps": 100000, "save_every_steps": 0},
+        rollout={"prompts_per_step": 4, "rollouts_per_prompt": 4, "max_response_tokens": 4}
+        | {"max_staleness": 1, "keep_surplus": True, "oversampling": 1.5},
+        algorithm={"correction": {"kind": "tis"}},
+    )
+    with started(["train", path, f"trainer.run_dir={run_dir}"], tmp_path / "log") as run:
+        run.wait_until(lambda: last_step(run_dir) >= 2, "second step", START_LIMIT_S)
+        servers(run)[0].kill()
+        run.wait_until(lambda: latest(run_dir)["engine/servers"] == 1, "step with one server")
+        run.wait_until(lambda: latest(run_dir)["engine/servers"] == 2, "step with both again", START_LIMIT_S)
+        for process in servers(run):
+            process.kill()
+        finished = run.finish(limit_s=60)
+        assert run.left_behind() == []
+    with capsys.disabled():
+        print(f"\n[one server back, then all killed: {time.monotonic() - began:.0f} s]", end=" ")
+    assert finished.code == 1
+    assert "EngineError: all 2 SGLang servers are gone" in finished.last_line and "signal 9" in finished.last_line
+    lines = read_metrics(run_dir)[1:]
+    for line in lines:
+        assert_books_add_up(line)
+        assert line["rollout/staleness_mean"] <= 1
+        assert line["mismatch/logprob_abs_mean"] < 1  # weights of at most one step before; a stranger's would be far
+    assert max(line["rollout/staleness_mean"] for line in lines) > 0
+    assert lines[-1]["engine/fenced"] >= 1 and lines[-1]["engine/restarts"] >= 1
+
+
+def latest(run_dir):
+    return read_metrics(run_dir)[-1]
+
+
+def assert_books_add_up(line):
+    """Every admitted group was trained, filtered, dropped, or is outstanding."""
+    parts = [line[f"rollout/groups_{name}"] for name in ("trained", "filtered", "dropped", "outstanding")]
+    assert line["rollout/groups_admitted"] == sum(parts), line
+
+
+def listeners(processes):
+    """(command line, address) of every listening TCP and every bound UDP socket."""
+    found = []
+    for process in processes:
+        try:
+            command = " ".join(process.cmdline())[:100]
+            connections = process.net_connections(kind="inet")
+        except psutil.NoSuchProcess:
+            continue
+        for connection in connections:
+            unconnected = connection.status == psutil.CONN_LISTEN or (
+                connection.status == psutil.CONN_NONE and not connection.raddr
+            )
+            if unconnected and connection.laddr:
+                found.append((f"{command} port {connection.laddr.port}", connection.laddr.ip))
+    return found
+
+
+def assert_loopback(listening):
+    """Nobody else can connect."""
+    assert len(listening) > 5, "Ray, servers and router must show up here, or this looks in the wrong place"
+    outside = [f"{who} on {ip}" for who, ip in listening if not is_loopback(ip)]
+    assert outside == []
+
+
+def is_loopback(ip):
+    address = ipaddress.ip_address(ip)
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback

@@ -1,0 +1,172 @@
+"""An HTTP server of this process that speaks as SGLang does, and misbehaves when told to.
+
+Used where a fault cannot be had from a real server: connections that break in the middle of an answer, answers of
+another form, versions that nobody can install here. What it says of itself and the shape of its answers were taken
+from SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+from aiohttp import web
+
+from megatron_daro.engine.sglang.client import NEEDED_CALLS, SYNC_CALLS
+
+ALL_CALLS = (
+    *NEEDED_CALLS,
+    *(call for calls in SYNC_CALLS.values() for call in calls),
+    *("/begin_weight_update", "/end_weight_update", "/weights_checker", "/tokenize"),
+)
+Answer = Callable[[web.Request, Any], Awaitable[web.StreamResponse]]
+
+
+class StubServer:
+    """One server. Use as an async context manager.
+
+    Attributes:
+        url: its address. calls: how often each path was asked for; order: the paths in their order.
+        bodies: of /generate. running, most_running: requests at once. weight_version: that it names.
+        answers: path -> coroutine that answers instead. gate: /generate answers only while it is set.
+    """
+
+    def __init__(
+        self,
+        *,
+        version: str = "0.5.23",
+        paths: Iterable[str] = ALL_CALLS,
+        info: dict[str, Any] | None = None,
+        model_type: str = "qwen2",
+    ) -> None:
+        self._paths, self._model_type = tuple(paths), model_type
+        self._info = {
+            "version": version,
+            "device": "cpu",
+            "dtype": "float32",
+            "max_total_num_tokens": 4096,
+            "max_req_input_len": 4090,
+            "tp_size": 1,
+            "model_path": "/model",
+            "skip_tokenizer_init": True,
+            **(info or {}),
+        }
+        self.calls: Counter[str] = Counter()
+        self.order: list[str] = []
+        self.bodies: list[dict[str, Any]] = []
+        self.answers: dict[str, Answer] = {}
+        self.running = self.most_running = 0
+        self.weight_version = "default"
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.url = ""
+
+    async def __aenter__(self) -> StubServer:
+        application = web.Application()
+        application.router.add_route("*", "/{path:.*}", self._answer)
+        self._runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Nothing listens any more. May be called twice."""
+        await self._runner.cleanup()
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        path, body = request.path, (await request.json() if request.can_read_body else None)
+        self.calls[path] += 1
+        self.order.append(path)
+        if path in self.answers:
+            return await self.answers[path](request, body)
+        if path == "/server_info":
+            return web.json_response(self._info)
+        if path == "/openapi.json":
+            return web.json_response({"paths": {path: {} for path in self._paths}})
+        if path == "/model_info":
+            return web.json_response({"model_type": self._model_type})
+        if path == "/generate":
+            return await self._generate(body)
+        if path == "/update_weight_version":
+            self.weight_version = body["new_version"]
+        known = path in self._paths or path == "/health"
+        return web.json_response({"success": known}, status=200 if known else 404)
+
+    async def _generate(self, body: dict[str, Any]) -> web.StreamResponse:
+        self.bodies.append(body)
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            await self.gate.wait()
+        finally:
+            self.running -= 1
+        return web.json_response(self.generated(body))
+
+    def generated(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """As many tokens for each input as were asked for, counted up from the number of tokens in it."""
+        count = body["sampling_params"]["max_new_tokens"]
+        inputs = body["input_ids"] if isinstance(body["input_ids"][0], list) else [body["input_ids"]]
+        return [self.one([(len(ids) + i) % 30 for i in range(count)]) for ids in inputs]
+
+    def one(self, ids: list[int], finish_reason: str = "length") -> dict[str, Any]:
+        """The answer of one sample."""
+        span = {"version": self.weight_version, "start": 0, "end": len(ids)}
+        return {
+            "output_ids": ids,
+            "meta_info": {
+                "finish_reason": {"type": finish_reason, "length": len(ids)},
+                "output_token_logprobs": [[-0.5 - 0.01 * i, token, None] for i, token in enumerate(ids)],
+                "weight_version": self.weight_version,
+                "weight_versions": [span],
+            },
+        }
+
+
+def answering(status: int, content: Any = None) -> Answer:
+    """Always this status."""
+
+    async def answer(request: web.Request, body: Any) -> web.StreamResponse:
+        return web.json_response(content if content is not None else {"error": {"message": "told to"}}, status=status)
+
+    return answer
+
+
+def times(count: int, answer: Answer, otherwise: Answer) -> Answer:
+    """`answer` the first `count` times."""
+    left = [count]
+
+    async def counted(request: web.Request, body: Any) -> web.StreamResponse:
+        left[0] -= 1
+        return await (answer if left[0] >= 0 else otherwise)(request, body)
+
+    return counted
+
+
+async def reset(request: web.Request, body: Any) -> web.StreamResponse:
+    """The connection ends before an answer."""
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+async def truncated(request: web.Request, body: Any) -> web.StreamResponse:
+    """The connection ends in the middle of the JSON."""
+    response = web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": "1000"})
+    await response.prepare(request)
+    await response.write(b'[{"output_ids": [1, 2')
+    assert request.transport is not None
+    request.transport.abort()
+    return response
+
+
+async def never(request: web.Request, body: Any) -> web.StreamResponse:
+    """No answer for as long as somebody waits."""
+    await asyncio.Event().wait()
+    return web.Response()

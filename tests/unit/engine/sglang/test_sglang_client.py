@@ -1,0 +1,169 @@
+"""Calls to one server: which failures are worth another try, and what a server says of itself."""
+
+import asyncio
+
+import pytest
+from stub_server import StubServer, answering, never, reset, truncated
+
+from megatron_daro.engine.sglang.client import (
+    DisconnectedError,
+    RefusedError,
+    SGLangClient,
+    UnreachableError,
+    version_number,
+)
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 30))
+
+
+async def asked(stub, path="/generate", **options):
+    async with SGLangClient(stub.url) as client:
+        return await client.post(path, {"input_ids": [[1]]}, **{"timeout_s": 10, **options})
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "text"),
+    [
+        (answering(500), UnreachableError, "status 500: told to"),
+        (answering(503), UnreachableError, "status 503"),
+        (answering(400), RefusedError, "status 400: told to"),
+        (answering(422, {"detail": "no such field"}), RefusedError, "no such field"),
+        (reset, DisconnectedError, "/generate"),
+        (truncated, DisconnectedError, "Payload"),
+    ],
+)
+def test_every_failure_is_one_to_repeat_or_one_not_to(answer, error, text):
+    async def scenario():
+        async with StubServer() as stub:
+            stub.answers["/generate"] = answer
+            with pytest.raises(error, match=text):
+                await asked(stub)
+            assert stub.calls["/generate"] == 1
+
+    run(scenario())
+
+
+def test_a_server_that_never_answers_ends_at_the_deadline():
+    async def scenario():
+        async with StubServer() as stub:
+            stub.answers["/generate"] = never
+            with pytest.raises(UnreachableError, match=r"no answer within 0\.2 s"):
+                await asked(stub, timeout_s=0.2)
+
+    run(scenario())
+
+
+def test_nothing_listening_is_unreachable():
+    async def scenario():
+        async with StubServer() as stub:
+            await stub.stop()
+            with pytest.raises(DisconnectedError, match=stub.url):
+                await asked(stub)
+
+    run(scenario())
+
+
+def test_an_error_of_many_lines_becomes_one_short_line():
+    async def scenario():
+        async with StubServer() as stub:
+            stub.answers["/generate"] = answering(400, {"error": {"message": "a\n" * 5000}})
+            with pytest.raises(RefusedError) as caught:
+                await asked(stub)
+            assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+    run(scenario())
+
+
+def test_an_answer_that_is_no_json_is_none():
+    async def scenario():
+        async with StubServer() as stub, SGLangClient(stub.url) as client:
+            stub.answers["/flush_cache"] = plain
+            assert await client.post("/flush_cache", timeout_s=10) is None
+
+    async def plain(request, body):
+        from aiohttp import web
+
+        return web.Response(text="Cache flushed.\n")
+
+    run(scenario())
+
+
+def test_facts_of_a_server():
+    async def scenario(**options):
+        async with StubServer(**options) as stub, SGLangClient(stub.url) as client:
+            return await client.facts(timeout_s=10)
+
+    facts = run(scenario())
+    assert (facts.version, facts.device, facts.dtype, facts.max_tokens) == ("0.5.23", "cpu", "float32", 4096)
+    assert (facts.max_input_tokens, facts.context_tokens, facts.tensor_parallel) == (4090, 4090, 1)
+    assert facts.has_sessions and facts.has_checksums and not facts.has_tokenizer and not facts.newer_than_tested()
+    assert run(scenario(version="0.6.0")).newer_than_tested()
+    old = run(scenario(version="0.5.20", paths=["/generate"]))
+    assert not old.has_sessions and not old.has_checksums
+
+
+def test_the_older_name_of_server_info_is_asked_too():
+    async def scenario():
+        async with StubServer(version="0.5.18") as stub, SGLangClient(stub.url) as client:
+            stub.answers["/server_info"] = answering(404)
+            stub.answers["/get_server_info"] = answering(200, {"version": "0.5.18"})
+            return await client.facts(timeout_s=10)
+
+    assert run(scenario()).version == "0.5.18"
+
+
+@pytest.mark.parametrize("info", [{"hello": "world"}, ["list"], 5])
+def test_a_server_without_a_version_is_refused(info):
+    async def scenario():
+        async with StubServer() as stub, SGLangClient(stub.url) as client:
+            stub.answers["/server_info"] = answering(200, info)
+            with pytest.raises(RefusedError, match="no SGLang server"):
+                await client.facts(timeout_s=10)
+
+    run(scenario())
+
+
+def test_abort_names_each_request_and_forgives_refusals():
+    async def scenario():
+        async with StubServer() as stub, SGLangClient(stub.url) as client:
+            stub.answers["/abort_request"] = answering(400)
+            await client.abort(("a_0", "a_1"), timeout_s=10)
+            assert stub.calls["/abort_request"] == 2
+
+    run(scenario())
+
+
+def test_healthy_is_what_the_server_says():
+    async def scenario():
+        async with StubServer() as stub, SGLangClient(stub.url) as client:
+            before = await client.healthy(timeout_s=10)
+            stub.answers["/health"] = answering(503)
+            return before, await client.healthy(timeout_s=10)
+
+    assert run(scenario()) == (True, False)
+
+
+def test_close_may_be_repeated_and_ends_running_calls():
+    async def scenario():
+        async with StubServer() as stub:
+            stub.answers["/generate"] = never
+            client = SGLangClient(stub.url)
+            task = asyncio.create_task(client.post("/generate", timeout_s=20))
+            while not stub.calls["/generate"]:
+                await asyncio.sleep(0.01)
+            await client.close()
+            with pytest.raises(UnreachableError):
+                await task
+            await client.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("0.5.23", (0, 5, 23)), ("0.5.23.post1", (0, 5, 23)), ("0.6.0rc1", (0, 6, 0)), ("main", ()), ("", ())],
+)
+def test_version_number(text, number):
+    assert version_number(text) == number

@@ -1,0 +1,152 @@
+"""Who gets the next request, who waits, and that nobody waits for servers that are gone."""
+
+import asyncio
+
+import pytest
+
+from megatron_daro.engine.sglang.client import ServerFacts, SGLangClient
+from megatron_daro.engine.sglang.fleet import Fleet, Server
+from megatron_daro.errors import DeadlineError, EngineError
+
+FACTS = ServerFacts("0.5.23", frozenset(), "cpu", "float32", 100, 100, 100, 1, "/model", False)
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 20))
+
+
+def fleet_of(count=2, limit=10, fenced=None):
+    servers = [Server(f"server {i}", SGLangClient("http://x"), FACTS, state="serving") for i in range(count)]
+    return Fleet(servers, max_tokens_in_flight=limit, on_fenced=(fenced if fenced is not None else []).append)
+
+
+def test_the_server_with_the_fewest_tokens_gets_the_next_request():
+    async def scenario():
+        fleet = fleet_of()
+        return [(await fleet.acquire(tokens, timeout_s=5)).name for tokens in (5, 2, 2, 2)]
+
+    # loads before each: 0 0, 5 0, 5 2, 5 4
+    assert run(scenario()) == ["server 0", "server 1", "server 1", "server 1"]
+
+
+def test_never_more_than_the_limit_unless_a_single_one():
+    async def scenario():
+        fleet = fleet_of(count=1)
+        await fleet.acquire(6, timeout_s=5)
+        with pytest.raises(DeadlineError, match=r"no SGLang server had room within 0\.05 s .*server 0 serving"):
+            await fleet.acquire(5, timeout_s=0.05)
+        await fleet.acquire(4, timeout_s=5)
+        fleet.release(fleet.servers[0], 6)
+        fleet.release(fleet.servers[0], 4)
+        await fleet.acquire(500, timeout_s=5)
+        with pytest.raises(DeadlineError):
+            await fleet.acquire(1, timeout_s=0.05)
+
+    run(scenario())
+
+
+def test_without_a_limit_twice_the_servers_cache_counts():
+    async def scenario():
+        fleet = fleet_of(count=1, limit=None)
+        await fleet.acquire(150, timeout_s=5)
+        await fleet.acquire(50, timeout_s=5)
+        with pytest.raises(DeadlineError):
+            await fleet.acquire(1, timeout_s=0.05)
+
+    run(scenario())
+
+
+def test_a_release_lets_the_one_who_waits_go_on():
+    async def scenario():
+        fleet = fleet_of(count=1)
+        await fleet.acquire(10, timeout_s=5)
+        waiting = asyncio.create_task(fleet.acquire(10, timeout_s=5))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        fleet.release(fleet.servers[0], 10)
+        return (await waiting).name
+
+    assert run(scenario()) == "server 0"
+
+
+@pytest.mark.parametrize("state", ["starting", "joining", "updating", "fenced"])
+def test_a_server_that_does_not_serve_gets_nothing_until_it_does(state):
+    async def scenario():
+        fleet = fleet_of(count=1)
+        fleet.set_state(fleet.servers[0], state)
+        waiting = asyncio.create_task(fleet.acquire(1, timeout_s=5))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        fleet.set_state(fleet.servers[0], "serving")
+        return (await waiting).name
+
+    assert run(scenario()) == "server 0"
+
+
+def test_fencing_is_told_once_and_drops_the_version():
+    async def scenario():
+        told = []
+        fleet = fleet_of(fenced=told)
+        server = fleet.servers[0]
+        server.version = 4
+        fleet.fence(server, "first")
+        fleet.fence(server, "second")
+        assert told == [server] and fleet.fenced_count == 1
+        assert (server.reason, server.version, server.given_up.is_set()) == ("first", None, True)
+        fleet.check()
+
+    run(scenario())
+
+
+def test_all_gone_is_an_error_for_those_who_wait_and_those_who_come():
+    async def scenario():
+        fleet = fleet_of(limit=1)
+        for _ in fleet.servers:
+            await fleet.acquire(1, timeout_s=5)
+        waiting = asyncio.create_task(fleet.acquire(1, timeout_s=5))
+        ending = asyncio.create_task(fleet.ended())
+        await asyncio.sleep(0.01)
+        for i, server in enumerate(fleet.servers):
+            fleet.fence(server, f"reason {i}")
+        expected = "all 2 SGLang servers are gone: server 0: reason 0; server 1: reason 1"
+        for error in (await asyncio.gather(waiting, return_exceptions=True))[0], await ending:
+            assert isinstance(error, EngineError) and str(error) == expected
+        with pytest.raises(EngineError, match="all 2"):
+            await fleet.acquire(1, timeout_s=5)
+
+    run(scenario())
+
+
+def test_the_last_server_in_an_update_or_joining_is_not_all_gone():
+    async def scenario(state):
+        fleet = fleet_of()
+        fleet.set_state(fleet.servers[1], state)
+        fleet.fence(fleet.servers[0], "x")
+        fleet.check()
+
+    for state in ("updating", "joining"):
+        run(scenario(state))
+
+
+def test_close_wakes_those_who_wait():
+    async def scenario():
+        fleet = fleet_of(count=1)
+        await fleet.acquire(10, timeout_s=5)
+        waiting = asyncio.create_task(fleet.acquire(1, timeout_s=5))
+        await asyncio.sleep(0.01)
+        fleet.close("closed")
+        with pytest.raises(EngineError, match="closed"):
+            await waiting
+
+    run(scenario())
+
+
+def test_estimates_follow_the_lengths_of_answers():
+    fleet = fleet_of()
+    assert fleet.estimate(10, 400) == 10 + 100
+    assert fleet.estimate(10, 1) == 11
+    fleet.learn_lengths(iter([20] * 5))
+    assert fleet.estimate(10, 400) == 10 + 30
+    fleet.learn_lengths(iter([200] * 500))
+    assert fleet.estimate(10, 400) == 10 + 299
+    assert fleet.estimate(10, 50) == 10 + 50

@@ -1,0 +1,171 @@
+"""GroupRequest -> /generate -> Rollouts: what is asked, and which answers are refused."""
+
+import numpy as np
+import pytest
+
+from megatron_daro.engine.sglang import generation
+from megatron_daro.engine.sglang.generation import BadAnswerError
+from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams
+
+PROMPT = Prompt(id="p", answer="", source="", tokens=(7, 8, 9))
+
+
+def request_of(indices=(0, 1), partial=None, **sampling):
+    options = {"temperature": 0.7, "top_p": 0.9, "max_new_tokens": 10, "stop_token_ids": (2,), **sampling}
+    return GroupRequest(4, 1, PROMPT, indices, SamplingParams(**options), partial or {})
+
+
+def cut(index, ids, version=3):
+    """What an abort left of a rollout."""
+    return Rollout(
+        prompt_id="p", group_id=4, attempt=0, index=index, tokens=np.array([7, 8, 9, *ids], dtype=np.int32),
+        prompt_length=3, loss_mask=np.ones(len(ids), dtype=np.uint8),
+        logprobs=np.full(len(ids), -2.0, dtype=np.float32), finish_reason="abort", weight_version=version,
+    )  # fmt: skip
+
+
+def answer(ids, spans=None, reason="stop", **changes):
+    meta = {
+        "finish_reason": {"type": reason},
+        "output_token_logprobs": [[-0.5, token, None] for token in ids],
+        "weight_version": "5",
+    }
+    meta |= {} if spans is None else {"weight_versions": spans}
+    return {"output_ids": list(ids), "meta_info": meta | changes}
+
+
+def span(version, start, end):
+    return {"version": version, "start": start, "end": end}
+
+
+def rollouts(request, answers, version=5, loaded=None, decode=str):
+    return generation.rollouts(request, answers, version=version, loaded=loaded, decode=decode)
+
+
+def test_one_call_for_all_samples_of_a_group():
+    (call,) = generation.calls(request_of((2, 5)), "name")
+    assert call.body == {
+        "rid": "name.2",
+        "input_ids": [[7, 8, 9], [7, 8, 9]],
+        "sampling_params": {
+            "temperature": 0.7, "top_p": 0.9, "max_new_tokens": 10, "stop_token_ids": [2], "ignore_eos": False,
+            "skip_special_tokens": False,
+        },
+        "return_logprob": True,
+        "stream": False,
+    }  # fmt: skip
+    assert call.ids == ("name.2_0", "name.2_1")
+
+
+def test_without_stop_tokens_nothing_ends_an_answer_early():
+    (call,) = generation.calls(request_of(stop_token_ids=()), "name")
+    assert call.body["sampling_params"]["ignore_eos"] is True
+
+
+def test_samples_that_resume_at_different_lengths_are_asked_for_each_with_what_is_left():
+    request = request_of((0, 1, 2), {0: cut(0, [1, 1]), 2: cut(2, [4, 4, 4])})
+    calls = generation.calls(request, "name")
+    assert [call.request.indices for call in calls] == [(0,), (1,), (2,)]
+    assert [call.body["input_ids"] for call in calls] == [[[7, 8, 9, 1, 1]], [[7, 8, 9]], [[7, 8, 9, 4, 4, 4]]]
+    assert [call.body["sampling_params"]["max_new_tokens"] for call in calls] == [8, 10, 7]
+    assert len({call.body["rid"] for call in calls}) == 3
+
+
+def test_samples_that_resume_at_one_length_are_asked_for_together():
+    (call,) = generation.calls(request_of((0, 1), {0: cut(0, [1]), 1: cut(1, [4])}), "name")
+    assert call.body["input_ids"] == [[7, 8, 9, 1], [7, 8, 9, 4]]
+    assert call.body["sampling_params"]["max_new_tokens"] == 9
+
+
+def test_rollouts_have_the_servers_tokens_and_logprobs():
+    first, second = rollouts(
+        request_of(), [answer([1, 2], [span("5", 0, 2)]), answer([3], [span("5", 0, 1)], "length")]
+    )
+    assert (first.index, second.index, first.attempt, first.group_id) == (0, 1, 1, 4)
+    assert first.tokens.tolist() == [7, 8, 9, 1, 2] and first.tokens.dtype == np.int32
+    assert first.logprobs.tolist() == [-0.5, -0.5] and first.loss_mask.tolist() == [1, 1]
+    assert (first.finish_reason, second.finish_reason) == ("stop", "length")
+    assert (first.weight_version, first.version_spans, first.text) == (5, (), "[1, 2]")
+
+
+def test_spans_of_an_update_on_the_way_are_kept_and_the_oldest_is_the_version():
+    (rollout,) = rollouts(request_of((0,)), [answer([1, 2, 3], [span("5", 0, 1), span("6", 1, 1), span("7", 1, 3)])])
+    assert rollout.version_spans == ((5, 1), (7, 2)) and rollout.weight_version == 5
+
+
+def test_a_server_that_tells_no_spans_gets_the_version_at_the_request():
+    (rollout,) = rollouts(request_of((0,)), [answer([1, 2])], version=4)
+    assert (rollout.weight_version, rollout.version_spans) == (4, ())
+
+
+def test_the_weights_a_server_was_started_with_count_only_before_the_first_update():
+    given = [answer([1], [span("default", 0, 1)])]
+    assert rollouts(request_of((0,)), given, loaded=0)[0].weight_version == 0
+    with pytest.raises(BadAnswerError, match="started with"):
+        rollouts(request_of((0,)), given, loaded=None)
+
+
+def test_a_partial_rollout_is_continued():
+    partial = {0: cut(0, [1, 1])}
+    (rollout,) = rollouts(request_of((0,), partial), [answer([4, 2], [span("5", 0, 2)])])
+    assert rollout.tokens.tolist() == [7, 8, 9, 1, 1, 4, 2] and rollout.prompt_length == 3
+    assert rollout.logprobs.tolist() == [-2.0, -2.0, -0.5, -0.5]
+    assert rollout.version_spans == ((3, 2), (5, 2)) and rollout.weight_version == 3
+    assert rollout.text == "[1, 1, 4, 2]" and rollout.continues(partial[0])
+
+
+def test_a_partial_rollout_that_got_nothing_further_stays_what_it_was():
+    (rollout,) = rollouts(request_of((0,), {0: cut(0, [1, 1])}), [answer([], [], "abort")])
+    assert rollout.tokens.tolist() == [7, 8, 9, 1, 1] and rollout.finish_reason == "abort"
+    assert rollout.weight_version == 3
+
+
+@pytest.mark.parametrize("reason", [None, {"type": "abort"}])
+def test_an_abort_before_the_first_token_is_an_empty_rollout(reason):
+    (rollout,) = rollouts(request_of((0,)), [answer([], finish_reason=reason, output_token_logprobs=None)])
+    assert (rollout.finish_reason, rollout.response_length) == ("abort", 0)
+
+
+@pytest.mark.parametrize(
+    ("answers", "text"),
+    [
+        ([answer([1])], "asked for 2 samples, got 1 answers"),
+        ([answer([1])] * 3, "got 3 answers"),
+        ({"error": "x"}, "got dict"),
+        (None, "got NoneType"),
+        ([answer([1]), {"output_ids": [1]}], "another form"),
+        ([answer([1]), "text"], "another form"),
+        ([answer([1]), answer([1], [{"version": "new", "start": 0, "end": 1}])], "another form"),
+        ([answer([1]), answer([1], finish_reason={"type": "error"})], "finish reason 'error'"),
+        ([answer([1]), answer([1, 2]) | {"output_ids": [1]}], "1 output_ids, but log-probs of 2 tokens"),
+        ([answer([1]), answer([1, 2]) | {"output_ids": [1, 3]}], "not the same"),
+        ([answer([1]), answer([1], output_token_logprobs=[[None, 1, None]])], "another form"),
+    ],
+)
+def test_an_answer_of_another_form_is_refused(answers, text):
+    with pytest.raises(BadAnswerError, match=text):
+        rollouts(request_of(), answers)
+
+
+def test_what_the_decoder_raises_is_not_taken_for_a_bad_answer():
+    def decode(ids):
+        raise ValueError("no such token")
+
+    with pytest.raises(ValueError, match="no such token"):
+        rollouts(request_of((0,)), [answer([1])], decode=decode)
+
+
+def test_spans_must_cover_the_tokens():
+    with pytest.raises(BadAnswerError):
+        rollouts(request_of((0,)), [answer([1, 2, 3], [span("5", 0, 2)])])
+
+
+def test_more_tokens_than_asked_for_are_refused():
+    with pytest.raises(BadAnswerError):
+        rollouts(request_of((0,), max_new_tokens=2), [answer([1, 2, 3], [span("5", 0, 3)])])
+
+
+@pytest.mark.parametrize("value", [float("nan"), 0.5])
+def test_logprobs_must_be_numbers_up_to_zero(value):
+    with pytest.raises(BadAnswerError):
+        rollouts(request_of((0,)), [answer([1], output_token_logprobs=[[value, 1, None]])])
