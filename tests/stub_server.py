@@ -8,7 +8,7 @@ from SGLang 0.5.23.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
@@ -29,8 +29,10 @@ class StubServer:
 
     Attributes:
         url: its address. calls: how often each path was asked for; order: the paths in their order.
-        bodies: of /generate. running, most_running: requests at once. weight_version: that it names.
-        answers: path -> coroutine that answers instead. gate: /generate answers only while it is set.
+        bodies: of /generate; said: of every other path. running, most_running: requests at once.
+        weight_version: that it names. checksums: those of its tensors.
+        answers: path -> coroutine that answers instead. gate: /generate answers only while it is set, or with two
+            tokens and "abort" when the request is aborted.
     """
 
     def __init__(
@@ -56,11 +58,14 @@ class StubServer:
         self.calls: Counter[str] = Counter()
         self.order: list[str] = []
         self.bodies: list[dict[str, Any]] = []
+        self.said: defaultdict[str, list[Any]] = defaultdict(list)
+        self.checksums: dict[str, str] = {}
         self.answers: dict[str, Answer] = {}
         self.running = self.most_running = 0
         self.weight_version = "default"
         self.gate = asyncio.Event()
         self.gate.set()
+        self._aborts: dict[str, asyncio.Event] = {}
         self.url = ""
 
     async def __aenter__(self) -> StubServer:
@@ -84,6 +89,7 @@ class StubServer:
         path, body = request.path, (await request.json() if request.can_read_body else None)
         self.calls[path] += 1
         self.order.append(path)
+        self.said[path].append(body)
         if path in self.answers:
             return await self.answers[path](request, body)
         if path == "/server_info":
@@ -94,6 +100,10 @@ class StubServer:
             return web.json_response({"model_type": self._model_type})
         if path == "/generate":
             return await self._generate(body)
+        if path == "/weights_checker":
+            return web.json_response({"success": True, "ranks": [{"checksums": self.checksums}]})
+        if path == "/abort_request":
+            self._abort(body)
         if path == "/update_weight_version":
             self.weight_version = body["new_version"]
         known = path in self._paths or path == "/health"
@@ -103,11 +113,23 @@ class StubServer:
         self.bodies.append(body)
         self.running += 1
         self.most_running = max(self.most_running, self.running)
+        aborted = self._aborts.setdefault(str(body.get("rid")), asyncio.Event())
+        ends = [asyncio.ensure_future(event.wait()) for event in (self.gate, aborted)]
         try:
-            await self.gate.wait()
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self.running -= 1
-        return web.json_response(self.generated(body))
+            for end in ends:
+                end.cancel()
+        if self.gate.is_set():
+            return web.json_response(self.generated(body))
+        return web.json_response([self.one([1, 2], "abort") for _ in body["input_ids"]])
+
+    def _abort(self, body: dict[str, Any]) -> None:
+        """Ends requests by the name of one of their samples, or all."""
+        for name, event in self._aborts.items():
+            if body.get("abort_all") or body.get("rid", "").startswith(name):
+                event.set()
 
     def generated(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         """As many tokens for each input as were asked for, counted up from the number of tokens in it."""

@@ -70,11 +70,21 @@ class WeightUpdate:
             Metrics: `sync/*` and `timing/sync_send_s`.
 
         Raises:
-            SyncError: no server took the weights; the message has what each said.
+            SyncError: no server took the weights; the message has what each said. Or the source has none to give: all
+                servers are fenced then, since they are paused and nobody would wake them.
         """
-        report = SendReport()
         for server in servers:
+            server.reason = ""
             self._fleet.set_state(server, "updating")
+        try:
+            return await self._run(servers, source, version)
+        except SyncError as error:
+            for server in _taking_part(servers):
+                self._fleet.fence(server, server.reason or f"weight update: {error}")
+            raise
+
+    async def _run(self, servers: Sequence[Server], source: WeightSource, version: int) -> Mapping[str, float]:
+        report = SendReport()
         for _ in range(_TRIES):
             await self._phase("pause", servers, self._pause)
             await self._phase("begin", servers, self._begin)
@@ -85,8 +95,6 @@ class WeightUpdate:
             await self._fence_guilty(_taking_part(servers), report)
         done = [server for server in servers if server.state == "serving"]
         if not done:
-            for server in _taking_part(servers):
-                self._fleet.fence(server, server.reason or "its weights could not be updated")
             reasons = "; ".join(f"{server.name}: {server.reason}" for server in servers)
             raise SyncError(f"no SGLang server took the weights of version {version} ({reasons})")
         return _metrics(report, len(done))
@@ -239,7 +247,11 @@ class WeightUpdate:
             )
         except RefusedError:
             return None
-        return {name: digest for name, digest in answer["ranks"][0]["checksums"].items() if is_hashed(name)}
+        try:
+            told = answer["ranks"][0]["checksums"]
+            return {name: digest for name, digest in told.items() if is_hashed(name)}
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise EngineError(f"{server.url}/weights_checker: the answer has another form: {error!r}") from error
 
     async def _compare_logprobs(self, servers: Sequence[Server], source: WeightSource) -> None:
         """Each server answers a fixed prompt; its log-probs must be the source's."""

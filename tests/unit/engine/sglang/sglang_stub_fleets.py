@@ -1,0 +1,101 @@
+"""Engines of stub servers, and somebody who has weights for them: what the unit tests of this folder share."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import numpy as np
+from sglang_pool import engine_of, section, started
+from stub_server import StubServer
+
+from megatron_daro.engine.sglang.update import post_to
+from megatron_daro.errors import EngineError
+from megatron_daro.sync.source import SendReport
+
+LIMIT_S = 60
+
+
+def run(coroutine):
+    """Nothing here may wait for ever."""
+    return asyncio.run(asyncio.wait_for(coroutine, LIMIT_S))
+
+
+class Weights:
+    """A WeightSource that calls servers as the policy's ranks do, and takes the stub's log-probs for right.
+
+    plans, directories: what it was asked for. checksums: those it claims to have sent. broken: raised by `write`.
+    """
+
+    def __init__(self, version=1):
+        self.version, self.plans, self.directories = version, [], []
+        self.checksums, self.broken = {}, None
+
+    @asynccontextmanager
+    async def hold(self):
+        yield
+
+    async def broadcast(self, plan):
+        return await self._sent(plan, "/update_weights_from_distributed")
+
+    async def push(self, plan):
+        return await self._sent(plan, "/update_weights_from_tensor")
+
+    async def write(self, directory, shard_bytes):
+        if self.broken:
+            raise self.broken
+        directory.mkdir(parents=True)
+        (directory / "model").write_text("weights")
+        self.directories.append(directory)
+        return SendReport(100, 1, 0.5)
+
+    async def score(self, rollouts):
+        return [-0.5 - 0.01 * np.arange(r.response_length, dtype=np.float32) for r in rollouts]
+
+    async def _sent(self, plan, path):
+        self.plans.append(plan)
+        failures = {}
+        for target in plan.targets:
+            try:
+                await post_to(target.url, path, {"names": ["w"]}, plan.timeout_s)
+            except EngineError as error:
+                failures[target.name] = str(error)
+        return SendReport(100, 1, 0.5, self.checksums, failures)
+
+
+class Rig:
+    """A started engine of stubs, and what it told people."""
+
+    def __init__(self, engine, stubs, warnings):
+        self.engine, self.stubs, self.warnings = engine, stubs, warnings
+        self.servers = engine.fleet.servers
+
+    @property
+    def states(self):
+        return [server.state for server in self.servers]
+
+    async def until(self, condition):
+        """Looks until it holds; `run` limits the wait."""
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def rig(tmp_path, *stubs, count=2, handles=None, decode=None, expect=None, updated=None, **options):
+    """A started engine. stubs: options of each, or `count` plain ones. handles: made of the stubs' URLs.
+    updated: the Weights that it has from the beginning. Servers that fail stay away unless max_restarts is given."""
+    warnings = []
+    async with AsyncExitStack() as stack:
+        up = [await stack.enter_async_context(StubServer(**given)) for given in (stubs or [{}] * count)]
+        servers = [stub.url for stub in up] if handles is None else [handles(stub.url) for stub in up]
+        engine = engine_of(
+            servers, tmp_path, options=section(**{"max_restarts": 0, **options}), warnings=warnings, decode=decode,
+            expect=expect,
+        )  # fmt: skip
+        await stack.enter_async_context(started(engine))
+        if updated:
+            await engine.update_from(updated, updated.version)
+        for stub in up:
+            for heard in (stub.order, stub.bodies, stub.calls, stub.said):
+                heard.clear()
+        yield Rig(engine, up, warnings)

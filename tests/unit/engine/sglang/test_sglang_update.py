@@ -1,0 +1,390 @@
+"""A weight update happened on a server, or the server is fenced: every call of it fails once, and nothing is mixed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from aiohttp import web
+from sglang_pool import collect, group
+from sglang_stub_fleets import Weights, rig, run
+from stub_server import ALL_CALLS, answering, never, reset, times
+
+from megatron_daro.engine.sglang import update
+from megatron_daro.errors import EngineError, SyncError
+
+SESSION_CALLS = ("/begin_weight_update", "/end_weight_update")
+CALLS = {
+    "/pause_generation": "pause",
+    "/begin_weight_update": "begin",
+    "/end_weight_update": "end",
+    "/flush_cache": "flush the cache",
+    "/weights_checker": "compare checksums",
+    "/update_weight_version": "set the version",
+    "/continue_generation": "continue",
+    "/generate": "probe",
+}
+WEIGHTS_CALL = "/update_weights_from_distributed"
+ORDER = [*list(CALLS)[:2], WEIGHTS_CALL, *list(CALLS)[2:]]
+
+
+@pytest.fixture
+def weights():
+    """Version 3, with a checksum, so that servers are asked for theirs."""
+    made = Weights(3)
+    made.checksums = {"norm.weight": ("float32", "abc")}
+    return made
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(update, "_FLUSH_PAUSE_S", 0.01)
+
+
+@pytest.mark.parametrize(
+    ("stub", "options", "order"),
+    [
+        pytest.param({}, {}, ORDER, id="0.5.23"),
+        pytest.param(
+            {"version": "0.5.20", "paths": set(ALL_CALLS) - {*SESSION_CALLS, "/weights_checker"}},
+            {},
+            [path for path in ORDER if path not in (*SESSION_CALLS, "/weights_checker")],
+            id="0.5.20",
+        ),
+        pytest.param({}, {"verify": False}, [p for p in ORDER if CALLS.get(p) not in ("compare checksums", "probe")],
+                     id="unverified"),
+        pytest.param({}, {"sync": "disk"}, ["/pause_generation", "/update_weights_from_disk", "/flush_cache",
+                     "/update_weight_version", "/continue_generation", "/generate"], id="disk"),
+        pytest.param({}, {"sync": "tensor"}, ["/update_weights_from_tensor" if p == WEIGHTS_CALL else p for p in ORDER],
+                     id="tensor"),
+    ],
+)  # fmt: skip
+def test_the_order_of_the_calls_each_on_all_servers_before_the_next(tmp_path, weights, stub, options, order):
+    async def scenario():
+        async with rig(tmp_path, stub, stub, **options) as fleet:
+            heard = []
+            for server in fleet.stubs:
+                server.order = heard
+            metrics = await fleet.engine.update_from(weights, 3)
+            assert heard == [path for path in order for _ in range(2)]
+            assert fleet.states == ["serving", "serving"] and [s.version for s in fleet.servers] == [3, 3]
+            assert (metrics["sync/servers"], metrics["sync/bytes"], metrics["timing/sync_send_s"]) == (2, 100, 0.5)
+            (said,) = fleet.stubs[0].said["/update_weight_version"]
+            assert said == {"new_version": "3", "abort_all_requests": False}
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("pause", ["retract", "in_place", "abort"])
+def test_servers_are_paused_as_configured(tmp_path, weights, pause):
+    async def scenario():
+        async with rig(tmp_path, count=1, pause=pause) as fleet:
+            await fleet.engine.update_from(weights, 3)
+            assert fleet.stubs[0].said["/pause_generation"] == [{"mode": pause}]
+
+    run(scenario())
+
+
+def test_each_target_has_ranks_of_its_own_after_the_senders(tmp_path, weights):
+    async def scenario():
+        wide = {"info": {"tp_size": 2}}
+        async with rig(tmp_path, {}, wide, {}, bucket_mib=3, sync_timeout_s=50) as fleet:
+            await fleet.engine.update_from(weights, 3)
+            (plan,) = weights.plans
+            assert [(t.rank_offset, t.ranks) for t in plan.targets] == [(1, 1), (2, 2), (4, 1)]
+            assert [t.url for t in plan.targets] == [stub.url for stub in fleet.stubs]
+            assert (plan.world_size, plan.bucket_bytes, plan.timeout_s) == (5, 3 * 2**20, 50)
+
+    run(scenario())
+
+
+def failing_calls():
+    for path, phase in CALLS.items():
+        for name, answer in {"500": answering(500), "400": answering(400), "reset": reset}.items():
+            # These two refusals are answers: a server that cannot tell, one that has requests to end first.
+            if (path, name) not in {("/weights_checker", "400"), ("/flush_cache", "400")}:
+                yield pytest.param(path, phase, answer, id=f"{phase}-{name}")
+
+
+@pytest.mark.parametrize(("path", "phase", "answer"), failing_calls())
+def test_a_server_that_fails_a_call_is_fenced_and_the_other_serves(tmp_path, weights, path, phase, answer):
+    async def scenario():
+        async with rig(tmp_path) as fleet:
+            sick, well = fleet.stubs
+            sick.answers[path] = answer
+            metrics = await fleet.engine.update_from(weights, 3)
+            assert metrics["sync/servers"] == metrics["engine/servers"] == 1
+            assert fleet.states == ["fenced", "serving"]
+            assert f"weight update, {phase}: {sick.url}{path}" in fleet.servers[0].reason
+            assert any("server 0 is given up" in text for text in fleet.warnings)
+            assert well.order == ORDER, "the other one is not disturbed"
+            after = set(ORDER[ORDER.index(path) + 1 :]) - {"/end_weight_update"}  # with which a refused begin is met
+            assert not after & set(sick.order), "it must not go on with what it has"
+            asked_before = sick.calls["/generate"]
+            rollouts = await collect(fleet.engine, [group(i) for i in range(3)])
+            assert {r.weight_version for r in rollouts} == {3} and len(rollouts) == 12
+            assert sick.calls["/generate"] == asked_before and well.calls["/generate"] == 4
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/pause_generation", "/generate"])
+def test_a_server_that_never_answers_is_fenced_at_the_deadline(tmp_path, weights, path):
+    async def scenario():
+        async with rig(tmp_path, sync_timeout_s=3) as fleet:
+            fleet.stubs[0].answers[path] = never
+            await fleet.engine.update_from(weights, 3)
+            assert fleet.states == ["fenced", "serving"]
+            assert f"{CALLS[path]}: {fleet.stubs[0].url}{path}: no answer within 3 s" in fleet.servers[0].reason
+
+    run(scenario())
+
+
+def test_a_call_on_a_connection_that_was_just_closed_is_made_once_more(tmp_path, weights):
+    async def scenario():
+        async with rig(tmp_path) as fleet:
+            for path in list(CALLS)[:-1]:
+                content = {"ranks": [{"checksums": {}}]} if path == "/weights_checker" else {}
+                fleet.stubs[0].answers[path] = times(1, reset, answering(200, content))
+            fleet.stubs[0].weight_version = "3"  # its call is answered without effect above
+            await fleet.engine.update_from(weights, 3)
+            assert fleet.states == ["serving", "serving"]
+            assert {fleet.stubs[0].calls[path] for path in list(CALLS)[:-1]} == {2}
+
+    run(scenario())
+
+
+def test_a_server_that_refuses_the_weights_is_fenced_and_the_other_gets_all_again(tmp_path, weights):
+    async def scenario():
+        async with rig(tmp_path) as fleet:
+            sick, well = fleet.stubs
+            sick.answers[WEIGHTS_CALL] = answering(400, {"error": {"message": "size mismatch"}})
+            for stub in fleet.stubs:
+                for path in SESSION_CALLS:
+                    stub.answers[path] = sessions_of(stub)
+            await fleet.engine.update_from(weights, 3)
+            assert fleet.states == ["fenced", "serving"]
+            assert "weight update, send" in fleet.servers[0].reason and "size mismatch" in fleet.servers[0].reason
+            assert [len(plan.targets) for plan in weights.plans] == [2, 1] and weights.plans[1].world_size == 2
+            begun = ["/pause_generation", "/begin_weight_update"]
+            reopened = [*begun, "/end_weight_update", "/begin_weight_update"]
+            assert well.order == [*begun, WEIGHTS_CALL, "/model_info", *reopened, *ORDER[2:]]
+            assert "sent again from the beginning to: server 1" in " ".join(fleet.warnings)
+            assert "/continue_generation" not in sick.order
+
+    run(scenario())
+
+
+def sessions_of(stub):
+    """As 0.5.21 and newer: one weight update is open at a time."""
+    opened = getattr(stub, "opened", None)
+    if opened is None:
+        opened = stub.opened = []
+
+    async def answer(request, body):
+        if request.path == "/begin_weight_update":
+            if opened:
+                return web.json_response({"error": {"message": "a weight update is open"}}, status=400)
+            opened.append(1)
+        else:
+            opened.clear()
+        return web.json_response({"success": True})
+
+    return answer
+
+
+def test_a_server_that_dies_while_weights_are_sent_is_fenced_and_the_other_gets_all_again(tmp_path, weights):
+    async def scenario():
+        async with rig(tmp_path) as fleet:
+            dying = fleet.stubs[0]
+
+            async def die(request, body):
+                dying.answers["/model_info"] = reset
+                return await reset(request, body)
+
+            dying.answers[WEIGHTS_CALL] = die
+            await fleet.engine.update_from(weights, 3)
+            assert fleet.states == ["fenced", "serving"] and fleet.servers[1].version == 3
+            assert fleet.stubs[1].calls[WEIGHTS_CALL] == 2
+
+    run(scenario())
+
+
+def test_a_sending_that_fails_for_no_ones_fault_is_tried_again(tmp_path, weights):
+    async def scenario():
+        async with rig(tmp_path) as fleet:
+            fleet.stubs[0].answers[WEIGHTS_CALL] = times(2, answering(500), answering(200, {}))
+            await fleet.engine.update_from(weights, 3)
+            assert fleet.states == ["serving", "serving"] and len(weights.plans) == 3
+            assert fleet.engine.metrics()["engine/fenced"] == 0
+
+    run(scenario())
+
+
+def test_a_sending_that_always_fails_ends_with_what_everyone_said(tmp_path, weights):
+    async def scenario():
+        async with rig(tmp_path) as fleet:
+            fleet.stubs[0].answers[WEIGHTS_CALL] = answering(500)
+            with pytest.raises(SyncError, match=r"took the weights of version 3 .*status 500") as caught:
+                await fleet.engine.update_from(weights, 3)
+            assert "server 0" in str(caught.value) and "server 1: weight update, send" in str(caught.value)
+            assert len(weights.plans) == 3 and fleet.states == ["fenced", "fenced"]
+            assert not any("/continue_generation" in stub.order for stub in fleet.stubs)
+            with pytest.raises(EngineError, match="all 2 SGLang servers are gone"):
+                await collect(fleet.engine, [group(0)])
+
+    run(scenario())
+
+
+def test_servers_read_the_files_of_one_version_and_only_the_last_is_kept(tmp_path, weights):
+    async def scenario():
+        async with rig(tmp_path, sync="disk", sync_dir=tmp_path / "elsewhere") as fleet:
+            for version in (3, 4):
+                await fleet.engine.update_from(weights, version)
+            assert [d.name for d in weights.directories] == ["version_000003-0", "version_000004-1"]
+            assert sorted((tmp_path / "elsewhere").iterdir()) == weights.directories[1:]
+            for stub in fleet.stubs:
+                read = [body["model_path"] for body in stub.said["/update_weights_from_disk"]]
+                assert read == [str(directory) for directory in weights.directories]
+
+    run(scenario())
+
+
+def test_a_server_that_cannot_read_the_files_is_fenced(tmp_path, weights):
+    async def scenario():
+        async with rig(tmp_path, sync="disk") as fleet:
+            fleet.stubs[0].answers["/update_weights_from_disk"] = answering(400, {"message": "no such directory"})
+            await fleet.engine.update_from(weights, 3)
+            assert fleet.states == ["fenced", "serving"]
+            assert "read the files" in fleet.servers[0].reason and "no such directory" in fleet.servers[0].reason
+
+    run(scenario())
+
+
+def test_weights_that_cannot_be_written_leave_no_server_paused_for_ever(tmp_path, weights):
+    async def scenario():
+        weights.broken = SyncError("no space left; free space, or set engine.sglang.sync_dir")
+        async with rig(tmp_path, sync="disk") as fleet:
+            with pytest.raises(SyncError, match="no space left"):
+                await fleet.engine.update_from(weights, 3)
+            assert fleet.states == ["fenced", "fenced"] and "no space left" in fleet.servers[0].reason
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("told", "facts", "state"),
+    [
+        ({"norm.weight": "abc"}, {}, "serving"),
+        ({"norm.weight": "other"}, {}, "fenced"),
+        ({}, {}, "serving"),
+        ({"norm.weight": "other"}, {"tp_size": 2}, "serving"),
+        ({"norm.weight": "other"}, {"device": "cuda"}, "serving"),
+        ({"norm.weight": "other"}, {"dtype": "bfloat16"}, "serving"),
+    ],
+)
+def test_checksums_are_compared_where_both_hash_alike(tmp_path, weights, told, facts, state):
+    async def scenario():
+        async with rig(tmp_path, {"info": facts}, {}) as fleet:
+            fleet.stubs[0].checksums = told
+            await fleet.engine.update_from(weights, 3)
+            assert fleet.states == [state, "serving"]
+            if state == "fenced":
+                assert "1 tensors are not those that were sent, the first: norm.weight" in fleet.servers[0].reason
+                assert "/update_weight_version" not in fleet.stubs[0].order
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("content", [{}, {"ranks": []}, {"ranks": [{}]}, [1]])
+def test_checksums_of_another_form_fence_the_server(tmp_path, weights, content):
+    async def scenario():
+        async with rig(tmp_path) as fleet:
+            fleet.stubs[0].answers["/weights_checker"] = answering(200, content)
+            await fleet.engine.update_from(weights, 3)
+            assert fleet.states == ["fenced", "serving"] and "another form" in fleet.servers[0].reason
+
+    run(scenario())
+
+
+def shifted(stub, by):
+    """As the stub answers, with other log-probs."""
+
+    async def answer(request, body):
+        content = stub.generated(body)
+        for one in content:
+            for pair in one["meta_info"]["output_token_logprobs"]:
+                pair[0] += by
+        return web.json_response(text=json.dumps(content))
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("dtype", "by", "state"),
+    [
+        ("float32", -5e-4, "serving"),
+        ("float32", -2e-3, "fenced"),
+        ("bfloat16", -0.5, "serving"),
+        ("bfloat16", -1.5, "fenced"),
+        ("float32", float("nan"), "fenced"),
+    ],
+)
+def test_log_probs_are_compared_with_the_policys(tmp_path, weights, dtype, by, state):
+    async def scenario():
+        async with rig(tmp_path, {"info": {"dtype": dtype}}, {}) as fleet:
+            fleet.stubs[0].answers["/generate"] = shifted(fleet.stubs[0], by)
+            await fleet.engine.update_from(weights, 3)
+            assert fleet.states == [state, "serving"]
+            if state == "fenced" and by == by:
+                assert f"by up to {-by:.3g}; allowed: " in fleet.servers[0].reason
+
+    run(scenario())
+
+
+def test_a_server_that_answers_the_probe_with_the_weights_it_started_with_is_fenced(tmp_path, weights):
+    async def scenario():
+        async with rig(tmp_path) as fleet:
+            fleet.stubs[0].answers["/update_weight_version"] = answering(200, {})
+            await fleet.engine.update_from(weights, 3)
+            assert fleet.states == ["fenced", "serving"]
+            assert "weights that it was started with" in fleet.servers[0].reason
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("refusals", [1, 19])
+def test_a_refused_flush_ends_waiting_requests_and_is_tried_again(tmp_path, weights, refusals):
+    async def scenario():
+        async with rig(tmp_path) as fleet:
+            stub = fleet.stubs[0]
+            stub.answers["/flush_cache"] = times(refusals, answering(400), answering(200, {}))
+            await fleet.engine.update_from(weights, 3)
+            assert fleet.states == ["serving", "serving"]
+            assert stub.said["/abort_request"] == [{"abort_all": True}] * refusals
+            assert stub.calls["/flush_cache"] == refusals + 1
+            assert fleet.stubs[1].calls["/abort_request"] == 0
+
+    run(scenario())
+
+
+def test_a_flush_that_is_always_refused_fences_the_server(tmp_path, weights):
+    async def scenario():
+        async with rig(tmp_path) as fleet:
+            fleet.stubs[0].answers["/flush_cache"] = answering(400)
+            await fleet.engine.update_from(weights, 3)
+            assert fleet.states == ["fenced", "serving"] and fleet.stubs[0].calls["/flush_cache"] == 20
+            assert "refused 20 times" in fleet.servers[0].reason
+
+    run(scenario())
+
+
+def test_paused_in_place_a_refused_flush_passes(tmp_path, weights):
+    async def scenario():
+        async with rig(tmp_path, pause="in_place") as fleet:
+            fleet.stubs[0].answers["/flush_cache"] = answering(400)
+            await fleet.engine.update_from(weights, 3)
+            assert fleet.states == ["serving", "serving"]
+            assert (fleet.stubs[0].calls["/flush_cache"], fleet.stubs[0].calls["/abort_request"]) == (1, 0)
+
+    run(scenario())
