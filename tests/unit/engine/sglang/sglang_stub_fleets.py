@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import numpy as np
 from sglang_pool import engine_of, section, started
-from stub_server import StubServer
+from stub_server import StubServer, times
 
 from megatron_daro.engine.sglang.update import post_to
 from megatron_daro.errors import EngineError
@@ -99,3 +99,34 @@ async def rig(tmp_path, *stubs, count=2, handles=None, decode=None, expect=None,
             for heard in (stub.order, stub.bodies, stub.calls, stub.said):
                 heard.clear()
         yield Rig(engine, up, warnings)
+
+
+class StubHandle:
+    """A stub as a server that the engine starts: a test says when it is dead, and how often starting it fails."""
+
+    restartable = True
+
+    def __init__(self, url):
+        self.url, self.dead, self.failing = url, "", 0
+        self.launches = self.stops = 0
+
+    async def launch(self):
+        self.launches += 1
+        if self.failing:
+            self.failing -= 1
+            raise EngineError("no GPU is free")
+        self.dead = ""
+        return self.url
+
+    async def death(self):
+        if isinstance(self.dead, Exception):
+            raise self.dead
+        return self.dead
+
+    async def stop(self):
+        self.stops += 1
+
+
+def first(stub, count, answer):
+    """The stub's /generate answers so `count` times, afterwards as always."""
+    stub.answers["/generate"] = times(count, answer, lambda request, body: stub._generate(body))
