@@ -43,11 +43,25 @@ def versions(python: Path) -> dict[str, Any]:
     return {"sglang": sglang, "torch": torch, "python": platform.python_version(), "cpu_count": os.cpu_count()}
 
 
-def server(python: Path, model: Path, log: Path, *, seed: int = 0, **arguments: Any) -> LocalServer:
+def server(
+    python: Path,
+    model: Path,
+    log: Path,
+    *,
+    seed: int = 0,
+    environment: dict[str, str] | None = None,
+    **arguments: Any,
+) -> LocalServer:
     """One server on loopback, not started."""
     given = {**CPU_ARGUMENTS, "skip_tokenizer_init": True, **arguments}
     options = LaunchOptions(
-        python=python, model_path=model, tensor_parallel=1, seed=seed, arguments=given, env={}, log_path=log
+        python=python,
+        model_path=model,
+        tensor_parallel=1,
+        seed=seed,
+        arguments=given,
+        env=environment or {},
+        log_path=log,
     )
     return LocalServer(options)
 

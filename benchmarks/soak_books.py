@@ -29,7 +29,7 @@ _STATES = ("trained", "filtered", "dropped", "outstanding")
 
 def check_books(run_dir: Path, steps: int, outstanding: Collection[int]) -> tuple[dict[str, Any], list[str]]:
     """Books and group ids of a run. outstanding: ids at its end. Returns what was counted, and problems."""
-    lines = [line for line in read_metrics(run_dir) if line["step"] > 0]
+    lines: list[dict[str, Any]] = [dict(line) for line in read_metrics(run_dir) if (line["step"] or 0) > 0]
     problems = []
     if [line["step"] for line in lines] != list(range(1, steps + 1)):
         problems.append(f"metrics.jsonl has {len(lines)} steps, not each of 1 to {steps} once")
@@ -72,6 +72,8 @@ def check_weights(run_dir: Path, temperature: float) -> tuple[dict[str, Any], li
         for other in (version - 1, version + 1):
             if version and (run_dir / "versions" / f"{other:06d}").is_dir():
                 neighbours.append(_largest_difference(run_dir, other, version, rollouts[version], temperature)[0])
+    if not neighbours:
+        return {"versions": len(own), "tokens": tokens}, ["no two versions of weights were used: nothing was checked"]
     result = {
         "versions": len(own),
         "tokens": tokens,

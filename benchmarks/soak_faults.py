@@ -34,6 +34,7 @@ SYNC_PATHS = (
 _ALL_SERVE_S = 300.0
 _TRIGGER_S = 120.0
 _QUIET_S = 5.0
+_EXTRA = 5
 
 
 @dataclass
@@ -76,6 +77,7 @@ class Injector:
         self._rng = random.Random(seed + 1)
         self._started = time.monotonic()
         self._waiting = list(faults)
+        self._extra = _EXTRA
         self._current: asyncio.Task[None] | None = None
         self.fences: list[dict[str, Any]] = []
         inner = engine.fleet._on_fenced
@@ -124,9 +126,12 @@ class Injector:
         if fault.kind == "slow_down" and server.state == "serving":
             await set_sleep(proxy, 0.0)
         self._collect(fault, before, proxy)
-        await self._until(self.all_serve, _ALL_SERVE_S)
-        fault.healed_s = self.now()
-        self._log(f"{fault.healed_s:7.1f} s  all serve again after {fault.kind}: {'; '.join(fault.evidence)[:300]}")
+        evidence = f"{fault.kind}: {'; '.join(fault.evidence)[:300]}"
+        if await self._until(self.all_serve, _ALL_SERVE_S):
+            fault.healed_s = self.now()
+            self._log(f"{fault.healed_s:7.1f} s  all serve again after {evidence}")
+        else:
+            self._log(f"{self.now():7.1f} s  NOT HEALED after {_ALL_SERVE_S:g} s: {evidence}")
 
     async def _kill_idle(self, fault: Fault, server: Server, handle: ProxiedServer) -> None:
         await self._until(lambda: not any(handle.proxy.active.values()), _TRIGGER_S)
@@ -226,6 +231,10 @@ class Injector:
         if missed or not self._reactions(fault, before, proxy):
             fault.noticed_s = None
             self._log(f"{self.now():7.1f} s  NOT NOTICED: {fault}")
+            if self._extra:  # another of its kind, at once: how many went unnoticed stays in the table
+                self._extra -= 1
+                self.faults.append(Fault(fault.kind, fault.step))
+                self._waiting.insert(0, self.faults[-1])
 
     async def _until(self, condition: Callable[[], bool], limit_s: float) -> bool:
         """Polls; False when the limit passed."""
