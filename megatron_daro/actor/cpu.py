@@ -1,7 +1,8 @@
 """Lets Megatron-core 0.16 run on a machine without a GPU: one file, imported only when there is none.
 
 Megatron-core asks for CUDA by name in four ways: factory calls with device="cuda", `torch.cuda.*` functions,
-`.cuda()` methods, and the type strings "torch.cuda.FloatTensor". Each is redirected to the CPU here.
+`.cuda()` methods, and the type strings "torch.cuda.FloatTensor". Each is redirected to the CPU here. The functions that
+Megatron-core fuses with torch.compile run as they are written: loading the compiler alone takes seconds of every start.
 
 Upstream: megatron-core 0.16.x. Reason: no CPU back end upstream; tests, CI and laptops need the same code as a GPU.
 Can go: when upstream takes its device from configuration.
@@ -69,7 +70,13 @@ def install() -> None:
     _redirect_factories()
     _redirect_cuda_module()
     _redirect_tensor_methods()
+    torch.compile = _uncompiled  # type: ignore[assignment]  # before the next, which imports Megatron-core
     _redirect_random_state()
+
+
+def _uncompiled(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
+    """In place of torch.compile, also with options alone: `@torch.compile(dynamic=True)`."""
+    return function if function is not None else _uncompiled
 
 
 def _on_cpu(device: Any) -> Any:

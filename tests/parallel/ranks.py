@@ -15,6 +15,7 @@ from typing import Any
 LIMIT_S = 240
 # gloo leaves threads of destroyed groups behind; after many worlds they slow the processes down.
 WORLDS_PER_PROCESS = 60
+PRELOAD = ["torch", "transformers", "megatron_daro.actor.policy", "megatron_daro.actor.parallel"]
 
 
 def free_port() -> int:
@@ -29,7 +30,9 @@ class RankPool:
         self._start()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        # Forked from a process that has imported Megatron once, and nothing else: it runs no threads.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
         self._pipes, self._processes, self._worlds = [], [], 0
         for rank in range(self._size):
             ours, theirs = context.Pipe()

@@ -139,3 +139,19 @@ def test_random_state_is_the_generator_of_the_cpu():
         print("done")
     """)
     assert out.strip() == "done"
+
+
+def test_the_compiler_is_not_loaded_and_fused_functions_still_compute():
+    out = run("""
+        import sys, torch
+        from megatron_daro.actor import cpu
+        cpu.install()
+        import megatron_daro.actor.model
+        from megatron.core.fusions.fused_bias_swiglu import swiglu
+        x = torch.linspace(-2, 2, 8).reshape(2, 4)
+        gate, up = x.chunk(2, -1)
+        print("computes:", torch.equal(swiglu(x), torch.nn.functional.silu(gate) * up))
+        print("with options:", torch.compile(dynamic=True)(len) is len)
+        print("loaded:", "torch._inductor.compile_fx" in sys.modules)
+    """)
+    assert out.splitlines() == ["computes: True", "with options: True", "loaded: False"]
