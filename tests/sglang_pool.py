@@ -65,11 +65,11 @@ def required_environment() -> Path:
     return found
 
 
-def save_policy(directory: Path, seed: int, *, max_positions: int = CONTEXT) -> Any:
+def save_policy(directory: Path, seed: int, *, max_positions: int = CONTEXT, hidden: int = 32) -> Any:
     """A Qwen2 of 14,000 random weights, wide enough that two seeds differ clearly; saved, and returned."""
     config = Qwen2Config(
         vocab_size=VOCAB,
-        hidden_size=32,
+        hidden_size=hidden,
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -107,20 +107,23 @@ class PooledServer:
             arguments={"dtype": "float32", "skip_tokenizer_init": True, **CPU_ARGUMENTS},
         )
         self._process: ManagedProcess | None = None
+        self._served = False
 
     def start(self) -> None:
         """Starts the process unless it lives; `wait` waits until it serves."""
         if self._process is None or self._process.poll() is not None:
+            self._served = False
             self._process = ManagedProcess(self._command, host=HOST, env={}, log_path=self.log, python=self._python)
             self._process.start()
 
     def wait(self) -> None:
         """Until it answers; a process that ends first, or is too slow, fails the test with the end of its log."""
         end = time.monotonic() + START_LIMIT_S
-        while not self._answers():
+        while not self._served and not self._answers():  # asked once: /health takes a second
             assert self._process is not None and self._process.poll() is None, self.tail()
             assert time.monotonic() < end, f"no answer within {START_LIMIT_S} s: {self.tail()}"
             time.sleep(0.2)
+        self._served = True
 
     def kill(self) -> None:
         """SIGKILL to it and its children."""

@@ -42,8 +42,9 @@ class StubServer:
         paths: Iterable[str] = ALL_CALLS,
         info: dict[str, Any] | None = None,
         model_type: str = "qwen2",
+        vocabulary: int = 31,
     ) -> None:
-        self._paths, self._model_type = tuple(paths), model_type
+        self._paths, self._model_type, self._vocabulary = tuple(paths), model_type, vocabulary
         self._info = {
             "version": version,
             "device": "cpu",
@@ -110,6 +111,11 @@ class StubServer:
         return web.json_response({"success": known}, status=200 if known else 404)
 
     async def _generate(self, body: dict[str, Any]) -> web.StreamResponse:
+        last = self._vocabulary - 1
+        beyond = [token for token in body["sampling_params"].get("logit_bias", {}) if int(token) > last]
+        if beyond:
+            message = f"logit_bias must has keys in [0, {last}], got {beyond[0]}."
+            return web.json_response({"error": {"message": message}}, status=400)
         self.bodies.append(body)
         self.running += 1
         self.most_running = max(self.most_running, self.running)

@@ -100,12 +100,14 @@ class SGLangGroup(SGLangEngine):
         check_environments(options)
         self.workers = Crew()
         rollout, model_path = config.rollout, config.model.path.absolute()
+        model = json.loads((model_path / "config.json").read_text())
         expected = Expected(
             model_path,
-            json.loads((model_path / "config.json").read_text())["model_type"],
+            model["model_type"],
             config.data.max_prompt_tokens,
             config.data.max_prompt_tokens + rollout.max_response_tokens,
             text.encode,
+            model.get("vocab_size"),
         )
         super().__init__(
             _handles(config.engine, config, run_dir, gpus),

@@ -54,7 +54,7 @@ def servers(run):
     return found
 
 
-def test_a_run_outlives_the_kill_of_a_server(config, tmp_path, capsys):
+def test_a_run_outlives_the_kill_of_a_server(config, tmp_path, record_property):
     began, run_dir = time.monotonic(), tmp_path / "run"
     path = config(router=True, trainer={"steps": STEPS, "save_every_steps": 0, "eval_every_steps": STEPS})
     with started(["train", path, f"trainer.run_dir={run_dir}"], tmp_path / "log") as run:
@@ -67,8 +67,7 @@ def test_a_run_outlives_the_kill_of_a_server(config, tmp_path, capsys):
         finished = run.finish()
         assert run.left_behind() == []
     assert finished.code == 0, finished.stderr
-    with capsys.disabled():
-        print(f"\n[{STEPS} steps on two SGLang servers, one killed: {time.monotonic() - began:.0f} s]", end=" ")
+    record_property(f"seconds of the run: {STEPS} steps on two servers, one killed", round(time.monotonic() - began))
     lines = read_metrics(run_dir)
     assert [line["step"] for line in lines] == list(range(STEPS + 1))
     for line in lines[1:]:
@@ -85,11 +84,11 @@ def test_a_run_outlives_the_kill_of_a_server(config, tmp_path, capsys):
     for step in range(1, STEPS + 1):
         versions = {r.weight_version for group, _ in read_step(run_dir, step) for r in group.rollouts}
         assert versions == {step - 1}
-    assert "signal 9" in finished.stdout
+    assert seen_by_watcher_or_update(finished.stdout)
     assert_loopback(listening)
 
 
-def test_a_stale_run_gets_its_server_back_and_ends_when_all_are_gone(config, tmp_path, capsys):
+def test_a_stale_run_gets_its_server_back_and_ends_when_all_are_gone(config, tmp_path, record_property):
     began, run_dir = time.monotonic(), tmp_path / "run"
     path = config(
         router=False,
@@ -107,10 +106,10 @@ def test_a_stale_run_gets_its_server_back_and_ends_when_all_are_gone(config, tmp
             process.kill()
         finished = run.finish(limit_s=60)
         assert run.left_behind() == []
-    with capsys.disabled():
-        print(f"\n[one server back, then all killed: {time.monotonic() - began:.0f} s]", end=" ")
+    record_property("seconds of the run: one server back, then all killed", round(time.monotonic() - began))
     assert finished.code == 1
-    assert "EngineError: all 2 SGLang servers are gone" in finished.last_line and "signal 9" in finished.last_line
+    assert "EngineError: all 2 SGLang servers are gone" in finished.last_line
+    assert seen_by_watcher_or_update(finished.last_line)
     lines = read_metrics(run_dir)[1:]
     for line in lines:
         assert_books_add_up(line)
@@ -118,6 +117,11 @@ def test_a_stale_run_gets_its_server_back_and_ends_when_all_are_gone(config, tmp
         assert line["mismatch/logprob_abs_mean"] < 1  # weights of at most one step before; a stranger's would be far
     assert max(line["rollout/staleness_mean"] for line in lines) > 0
     assert lines[-1]["engine/fenced"] >= 1 and lines[-1]["engine/restarts"] >= 1
+
+
+def seen_by_watcher_or_update(text):
+    """Why a killed server was given up: whoever asked it first said so."""
+    return "signal 9" in text or "weight update" in text
 
 
 def latest(run_dir):

@@ -140,6 +140,14 @@ class SGLangClient:
             raise RefusedError(f"{self.url}: /server_info names no version; this is no SGLang server")
         return _facts(info, described)
 
+    async def model_info(self, *, timeout_s: float) -> Mapping[str, Any]:
+        """What it says of its model; empty where that has another form. Raises as `post` does."""
+        try:
+            info = await self.get("/model_info", timeout_s=timeout_s)
+        except RefusedError:
+            info = await self.get("/get_model_info", timeout_s=timeout_s)  # its name before 0.5.19
+        return info if isinstance(info, dict) else {}
+
     async def abort(self, request_ids: tuple[str, ...], *, timeout_s: float) -> None:
         """Asks to end these requests; those the server does not know are ignored by it."""
         calls = (self.post("/abort_request", {"rid": rid}, timeout_s=timeout_s) for rid in request_ids)

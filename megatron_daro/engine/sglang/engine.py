@@ -333,7 +333,7 @@ class SGLangEngine:
         await self._supervision.examine(server)
         server.failures += 1
         if server.failures >= _FAILURES_IN_A_ROW and server.state == "serving":
-            self.fleet.fence(server, f"{server.failures} requests in a row failed, the last: {error}")
+            self._supervision.give_up(server, f"{server.failures} requests in a row failed, the last: {error}")
 
     async def _abort_on_servers(self, runs: Sequence[_Running]) -> None:
         """Ends requests where they run; behind a router, everywhere."""

@@ -9,6 +9,7 @@ asked for one.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -36,14 +37,18 @@ _CALL_S = 10.0
 _FIRST_TOKEN_S = 60.0
 _RESTART_PAUSE_S = 1.0
 _LONGEST_RESTART_PAUSE_S = 60.0
+# How long a process may take to be seen as gone after its connections broke.
+_DEATH_S, _DEATH_POLL_S = 3.0, 0.1
+# The oldest version of which is known that it refuses a bias beyond its vocabulary, instead of dying of it.
+_VOCABULARY_VERSION = (0, 5, 20)
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
     """What every server must be.
 
-    model_path: of the policy. model_type: of its config.json. longest_prompt, longest: tokens of a prompt, and of a
-    prompt with its answer. encode: text -> ids of the trainer's tokenizer.
+    model_path: of the policy. model_type, vocabulary: of its config.json (None: not compared). longest_prompt, longest:
+    tokens of a prompt, and of a prompt with its answer. encode: text -> ids of the trainer's tokenizer.
     """
 
     model_path: Path
@@ -51,6 +56,7 @@ class Expected:
     longest_prompt: int
     longest: int
     encode: Callable[[str], list[int]] | None = None
+    vocabulary: int | None = None
 
 
 class Supervision:
@@ -108,6 +114,23 @@ class Supervision:
         """Fences the server now if its process is gone."""
         reason = await self._handles[server.name].death()
         if reason and server.state in ("serving", "updating", "joining"):
+            self._fleet.fence(server, reason)
+
+    def give_up(self, server: Server, reason: str) -> None:
+        """Fences a server whose requests fail. If its process turns out to be gone that is the reason: its log says
+        more than a connection that broke; but the end of all its children takes a moment."""
+        if self._handles[server.name].restartable:
+            self._fleet.set_state(server, "joining")  # it gets no request meanwhile
+            self._run(self._give_up(server, reason))
+        else:
+            self._fleet.fence(server, reason)
+
+    async def _give_up(self, server: Server, reason: str) -> None:
+        end = time.monotonic() + _DEATH_S
+        while server.state == "joining" and time.monotonic() < end:
+            await self.examine(server)
+            await asyncio.sleep(_DEATH_POLL_S)
+        if server.state == "joining":
             self._fleet.fence(server, reason)
 
     def _run(self, work: Awaitable[None]) -> None:
@@ -178,16 +201,18 @@ class Supervision:
         facts = server.facts
         assert facts is not None
         problems = _version_problems(facts, self._options.sync) + _length_problems(facts, self._expected)
-        info = await server.client.get("/model_info", timeout_s=_CALL_S)
-        told = info.get("model_type")
+        told = (await server.client.model_info(timeout_s=_CALL_S)).get("model_type")
         if told and told != self._expected.model_type:
             problems.append(
                 f"it serves a model of type {told!r}; allowed: {self._expected.model_type!r}, as model.path"
             )
         if facts.has_tokenizer and self._expected.encode and "/tokenize" in facts.calls:
             problems += await self._tokenizer_problems(server, self._expected.encode)
+        if self._expected.vocabulary and version_number(facts.version) >= _VOCABULARY_VERSION:
+            problems += await self._vocabulary_problems(server, self._expected.vocabulary)
         if problems:
-            raise EngineError(f"{server.name} at {server.url} cannot be used: " + "; ".join(problems))
+            field_name = "engine.sglang" if self._handles[server.name].restartable else "engine.sglang.urls"
+            raise EngineError(f"{field_name}: {server.name} at {server.url} cannot be used: " + "; ".join(problems))
         if facts.newer_than_tested():
             tested = ".".join(map(str, LAST_TESTED))
             self._warn(f"{server.name} is SGLang {facts.version}, newer than {tested}, the newest that was tested")
@@ -206,6 +231,21 @@ class Supervision:
             f"its tokenizer writes {text!r} as {ids[:8]}..., that of model.path as {expected[:8]}...; serve the same "
             "model, or start the server with --skip-tokenizer-init"
         ]
+
+    async def _vocabulary_problems(self, server: Server, vocabulary: int) -> list[str]:
+        """The server must refuse a bias for the first token beyond the vocabulary, and no smaller one."""
+        bias = {"max_new_tokens": 1, "logit_bias": {str(vocabulary): 0.0}}
+        try:
+            await server.client.post("/generate", {"input_ids": [0], "sampling_params": bias}, timeout_s=_CALL_S)
+            told = f"more than {vocabulary}"
+        except UnreachableError:
+            return []
+        except RefusedError as error:
+            last = re.search(r"logit_bias .*\[0, (\d+)\]", str(error))
+            if last is None or int(last[1]) == vocabulary - 1:
+                return []
+            told = str(int(last[1]) + 1)
+        return [f"its model has a vocabulary of {told} tokens, that of model.path {vocabulary}; serve the same model"]
 
     async def _watch(self, server: Server) -> None:
         """Looks every few seconds whether the process lives and whether tokens come."""
@@ -252,9 +292,12 @@ def _version_problems(facts: ServerFacts, sync: str) -> list[str]:
     first = ".".join(map(str, FIRST_VERSION))
     if number and number < FIRST_VERSION:
         problems.append(f"it is SGLang {facts.version}; allowed: {first} or newer")
-    missing = [call for call in (*NEEDED_CALLS, *SYNC_CALLS[sync]) if call not in facts.calls]
-    if missing:
-        problems.append(f"SGLang {facts.version} lacks {', '.join(missing)}; allowed: {first} or newer, over HTTP")
+    for calls, fix in ((NEEDED_CALLS, ""), (SYNC_CALLS[sync], ", or another engine.sglang.sync")):
+        missing = [call for call in calls if call not in facts.calls]
+        if missing:
+            problems.append(
+                f"SGLang {facts.version} lacks {', '.join(missing)}; allowed: {first} or newer, over HTTP{fix}"
+            )
     return problems
 
 

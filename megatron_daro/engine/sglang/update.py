@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_daro.config.sections import SGLangSection
-from megatron_daro.engine.sglang.client import DisconnectedError, RefusedError, SGLangClient
+from megatron_daro.engine.sglang.client import DisconnectedError, RefusedError, SGLangClient, UnreachableError
 from megatron_daro.engine.sglang.fleet import Fleet, Server
 from megatron_daro.errors import EngineError, SyncError
 from megatron_daro.sync.source import BroadcastPlan, SendReport, Target, WeightSource, is_hashed
@@ -203,9 +203,11 @@ class WeightUpdate:
 
         async def alive(server: Server) -> bool:
             try:
-                await server.client.get("/model_info", timeout_s=_ALIVE_S)
-            except EngineError:
+                await server.client.model_info(timeout_s=_ALIVE_S)
+            except UnreachableError:
                 return False
+            except RefusedError:  # an answer, too
+                return True
             return True
 
         answering = await asyncio.gather(*(alive(server) for server in servers))

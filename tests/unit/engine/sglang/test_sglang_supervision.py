@@ -79,6 +79,27 @@ def test_a_death_is_seen_at_the_first_request_that_fails(tmp_path, monkeypatch):
     run(scenario())
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_requests_that_fail_are_explained_by_the_end_of_the_process_where_it_ends(tmp_path, monkeypatch, ends):
+    """It is seen late: a process counts as gone when all its children are."""
+    monkeypatch.setattr(supervision, "_WATCH_S", 1000)
+    monkeypatch.setattr(supervision, "_DEATH_S", 30 if ends else 0.3)
+
+    async def scenario():
+        async with managed(tmp_path, updated=Weights(), max_restarts=0, stall_timeout_s=4000) as fleet:
+            fleet.stubs[0].answers["/generate"] = reset
+            working = asyncio.create_task(collect(fleet.engine, [group(0)]))
+            await fleet.until(lambda: fleet.states[0] != "serving")
+            if ends:
+                handles_of(fleet)[0].dead = "its process ended with signal 9"
+            assert len(await working) == 4 and fleet.stubs[0].calls["/generate"] == 5
+            await fleet.until(lambda: fleet.states == ["fenced", "serving"])
+            reason = "its process ended with signal 9" if ends else "5 requests in a row failed"
+            assert fleet.servers[0].reason.startswith(reason)
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("answer", [never, answering(503), reset])
 def test_a_server_out_of_which_no_token_comes_is_given_up(tmp_path, answer):
     async def scenario():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from aiohttp import web
 from sglang_pool import collect, group
@@ -327,7 +328,6 @@ def shifted(stub, by):
         ("float32", -2e-3, "fenced"),
         ("bfloat16", -0.5, "serving"),
         ("bfloat16", -1.5, "fenced"),
-        ("float32", float("nan"), "fenced"),
     ],
 )
 def test_log_probs_are_compared_with_the_policys(tmp_path, weights, dtype, by, state):
@@ -336,8 +336,22 @@ def test_log_probs_are_compared_with_the_policys(tmp_path, weights, dtype, by, s
             fleet.stubs[0].answers["/generate"] = shifted(fleet.stubs[0], by)
             await fleet.engine.update_from(weights, 3)
             assert fleet.states == [state, "serving"]
-            if state == "fenced" and by == by:
+            if state == "fenced":
                 assert f"by up to {-by:.3g}; allowed: " in fleet.servers[0].reason
+
+    run(scenario())
+
+
+def test_weights_whose_log_probs_are_no_numbers_are_served_by_nobody(tmp_path, weights):
+    async def scores(rollouts):
+        return [np.full(r.response_length, np.nan, dtype=np.float32) for r in rollouts]
+
+    async def scenario():
+        weights.score = scores
+        async with rig(tmp_path) as fleet:
+            with pytest.raises(SyncError, match="differ from the policy's by up to nan"):
+                await fleet.engine.update_from(weights, 3)
+            assert fleet.states == ["fenced", "fenced"]
 
     run(scenario())
 

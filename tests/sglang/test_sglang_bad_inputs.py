@@ -1,0 +1,231 @@
+"""Servers and environments that cannot work: an error with the field and the fix, before the first weight update.
+
+Stub servers say what no server here says of itself; what a real one must be asked is asked of a real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.server
+import threading
+
+import pytest
+from cli_runs import run_cli
+from sglang_pool import VOCAB, buckets_of, engine_of, expected, required_environment, save_policy, section, started
+from stub_server import ALL_CALLS, StubServer, answering
+
+from megatron_daro.errors import ConfigError, EngineError, SyncError
+from megatron_daro.runtime.sglang_group import check_environments
+
+ERROR, CONFIGURATION = 1, 2
+URLS = "engine.sglang.urls"
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 120))
+
+
+async def refusal(tmp_path, url, *, warnings=None, options=None, **expectation):
+    """What the start of an engine of this one server says; empty where it starts."""
+    engine = engine_of(
+        [url], tmp_path, options=options, warnings=warnings, expect=expected(tmp_path, **expectation)
+    )  # fmt: skip
+    try:
+        async with started(engine):
+            return ""
+    except EngineError as error:
+        return str(error)
+
+
+def refused(tmp_path, stub, prepare=lambda server: None, **options):
+    """The same of a stub, which must not have been touched."""
+
+    async def scenario():
+        async with StubServer(**stub) as server:
+            prepare(server)
+            said = await refusal(tmp_path, server.url, **options)
+            assert server.url in said or not said
+            assert server.calls["/pause_generation"] == 0
+            return said
+
+    return run(scenario())
+
+
+def no_sglang(content, status):
+    def prepare(server):
+        for path in ("/server_info", "/get_server_info", "/openapi.json"):
+            server.answers[path] = answering(status, content)
+
+    return prepare
+
+
+@pytest.mark.parametrize("prepare", [no_sglang({"detail": "Not Found"}, 404), no_sglang("It works!", 200)])
+def test_a_url_of_something_else_is_no_sglang_server(tmp_path, prepare):
+    said = refused(tmp_path, {}, prepare)
+    assert said.startswith(URLS) and "is no SGLang server" in said and "allowed: SGLang 0.5.18 or newer" in said
+
+
+def test_a_url_that_speaks_no_http_is_named(tmp_path):
+    async def greet(reader, writer):
+        writer.write(b"SSH-2.0-OpenSSH_9.6\r\n")
+        await writer.drain()
+        writer.close()
+
+    async def scenario():
+        async with await asyncio.start_server(greet, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            said = await refusal(tmp_path, url)
+            assert said.startswith(f"{URLS}: {url} does not answer") and "allowed: SGLang servers that run" in said
+
+    run(scenario())
+
+
+def test_a_url_where_nothing_listens_is_named(tmp_path):
+    async def scenario():
+        async with StubServer() as server:
+            await server.stop()
+            return server.url, await refusal(tmp_path, server.url)
+
+    url, said = run(scenario())
+    assert said.startswith(f"{URLS}: {url} does not answer")
+
+
+@pytest.mark.parametrize(
+    ("stub", "expectation", "texts"),
+    [
+        pytest.param({"version": "0.5.17"}, {}, ["it is SGLang 0.5.17; allowed: 0.5.18 or newer"], id="old"),
+        pytest.param(
+            {"paths": set(ALL_CALLS) - {"/abort_request", "/pause_generation"}}, {},
+            ["lacks /abort_request, /pause_generation; allowed: 0.5.18 or newer, over HTTP"], id="lacks-a-call",
+        ),
+        pytest.param(
+            {"paths": set(ALL_CALLS) - {"/init_weights_update_group"}}, {},
+            ["lacks /init_weights_update_group", "or another engine.sglang.sync"], id="lacks-a-call-of-sync",
+        ),
+        pytest.param(
+            {"model_type": "llama"}, {}, ["it serves a model of type 'llama'; allowed: 'qwen2', as model.path"],
+            id="other-model",
+        ),
+        pytest.param(
+            {"vocabulary": 20}, {"vocabulary": 31},
+            ["its model has a vocabulary of 20 tokens, that of model.path 31; serve the same model"],
+            id="smaller-vocabulary",
+        ),
+        pytest.param(
+            {"vocabulary": 40}, {"vocabulary": 31},
+            ["its model has a vocabulary of more than 31 tokens, that of model.path 31; serve the same model"],
+            id="larger-vocabulary",
+        ),
+        pytest.param(
+            {"info": {"max_req_input_len": 63}}, {},
+            ["its longest prompt is 63 tokens, data.max_prompt_tokens is 64", "or lower data.max_prompt_tokens"],
+            id="short-prompts",
+        ),
+        pytest.param(
+            {"info": {"context_length": 100}}, {},
+            ["its context is about 100 tokens, prompt and answer may be 128", "or lower rollout.max_response_tokens"],
+            id="short-context",
+        ),
+        pytest.param(
+            {"version": "0.5.17", "model_type": "llama", "info": {"max_req_input_len": 1}}, {},
+            ["it is SGLang 0.5.17", "of type 'llama'", "its longest prompt is 1 tokens"], id="all-at-once",
+        ),
+    ],
+)  # fmt: skip
+def test_a_server_that_cannot_do_what_the_run_needs_is_refused(tmp_path, stub, expectation, texts):
+    said = refused(tmp_path, stub, **expectation)
+    assert said.startswith(f"{URLS}: server 0 at http") and "cannot be used" in said
+    assert all(text in said for text in texts), said
+
+
+@pytest.mark.parametrize(("ids", "fits"), [([5, 6, 7], True), ([1, 5, 6, 7], True), ([5, 6, 8], False), ([], False)])
+def test_a_servers_tokenizer_must_be_that_of_the_model(tmp_path, ids, fits):
+    def prepare(server):
+        server.answers["/tokenize"] = answering(200, {"tokens": ids})
+
+    said = refused(tmp_path, {"info": {"skip_tokenizer_init": False}}, prepare, encode=lambda text: [5, 6, 7])
+    assert (said == "") == fits
+    if not fits:
+        assert "its tokenizer writes" in said and "model.path" in said and "--skip-tokenizer-init" in said
+
+
+def test_what_fits_is_accepted_and_a_version_that_nobody_tried_is_a_warning(tmp_path):
+    warnings = []
+    options = {"vocabulary": 31, "encode": lambda text: [], "warnings": warnings}
+    assert refused(tmp_path, {}, **options) == "" and warnings == []
+    assert refused(tmp_path, {"version": "0.6.0"}, **options) == ""
+    assert warnings == ["server 0 is SGLang 0.6.0, newer than 0.5.23, the newest that was tested"]
+
+
+def test_another_way_of_sync_needs_other_calls(tmp_path):
+    stub = {"paths": set(ALL_CALLS) - {"/init_weights_update_group", "/update_weights_from_distributed"}}
+    assert refused(tmp_path, stub, options=section(sync="disk")) == ""
+    assert "/update_weights_from_distributed" in refused(tmp_path, stub)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_real_server_of_another_vocabulary_or_size_is_refused(pool, tmp_path):
+    server = pool.up()[0]
+
+    async def scenario():
+        for vocabulary in (VOCAB - 1, VOCAB + 1):
+            said = await refusal(tmp_path, server.url, vocabulary=vocabulary)
+            assert "vocabulary of" in said and f"that of model.path {vocabulary}; serve the same model" in said
+        assert await refusal(tmp_path, server.url, vocabulary=VOCAB) == ""
+        wider = save_policy(tmp_path / "wider", 0, hidden=48)
+        async with started(engine_of([server.url], tmp_path, expect=expected(tmp_path / "wider"))) as engine:
+            with pytest.raises(SyncError) as caught:
+                await engine.update_weights(buckets_of(wider), 1)
+            assert "model.path" in str(caught.value), caught.value
+
+    run(scenario())
+
+
+def train(tiny, tmp_path, **options):
+    """`megatron-daro train` with these options of SGLang servers."""
+    config = tiny.write_config(tmp_path / "bad.yaml", {"engine": {"kind": "sglang", "replicas": 1, "sglang": options}})
+    finished = run_cli(["train", config, f"trainer.run_dir={tmp_path / 'run'}"], tmp_path / "log")
+    assert "Traceback" not in finished.stderr and not (tmp_path / "run" / "checkpoints").exists()
+    return finished
+
+
+def test_train_with_an_interpreter_that_is_not_there(tiny, tmp_path):
+    missing = tmp_path / "env" / "bin" / "python"
+    finished = train(tiny, tmp_path, python=str(missing))
+    assert finished.code == CONFIGURATION
+    assert finished.last_line.strip().startswith("engine.sglang.python: got") and "does not exist" in finished.last_line
+    assert str(missing) in finished.last_line and "correct the path" in finished.last_line
+
+
+@contextlib.contextmanager
+def web_server():
+    """Something that listens and is no SGLang server."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.slow
+def test_train_with_the_url_of_something_else(tiny, tmp_path):
+    with web_server() as url:
+        finished = train(tiny, tmp_path, urls=[url])
+    assert finished.code == ERROR
+    assert f"{URLS}: {url} is no SGLang server" in finished.last_line
+    assert "allowed: SGLang 0.5.18 or newer" in finished.last_line
+
+
+def test_arguments_that_the_installed_sglang_does_not_know_are_refused(tiny, tmp_path):
+    python = required_environment() / "bin" / "python"
+    options = section(python=python, arguments={"mem_fraction_statik": 0.5, "no_such_thing": 1})
+    with pytest.raises(ConfigError) as caught:
+        check_environments(options)
+    for text in ("engine.sglang.arguments.mem_fraction_statik", "mem_fraction_static", "no_such_thing"):
+        assert text in str(caught.value)
