@@ -1,0 +1,174 @@
+"""The sending ends of weight sync, as far as they need no server: files that appear whole, streams that are read to
+their end whatever happens, streams that lack a tensor. With servers: tests/sglang."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from sglang_pool import buckets_of, save_policy
+
+from megatron_daro.errors import EngineError, SyncError
+from megatron_daro.sync import broadcast, disk, tensor
+from megatron_daro.sync.broadcast import BroadcastSender
+from megatron_daro.sync.buckets import flatten
+from megatron_daro.sync.source import BroadcastPlan, SendReport, Target
+from megatron_daro.sync.stream import StreamSource
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TENSORS = st.lists(st.tuples(st.lists(st.integers(0, 7), max_size=3), st.sampled_from(DTYPES)), max_size=12)
+
+
+def named(count=10, numel=16):
+    """64 bytes each."""
+    return [(f"t{i}", torch.full((numel,), float(i))) for i in range(count)]
+
+
+class Stream:
+    """Tensors, and how many of them were taken. at: (number, call) just before that one is handed out."""
+
+    def __init__(self, tensors, at=(-1, lambda: None)):
+        self.tensors, self.at, self.taken = tensors, at, 0
+
+    def __iter__(self):
+        for item in self.tensors:
+            if self.taken == self.at[0]:
+                self.at[1]()
+            self.taken += 1
+            yield item
+
+
+@settings(max_examples=60, deadline=None)
+@given(specs=TENSORS, bucket_bytes=st.integers(1, 2000))
+def test_flat_buckets_have_one_dtype_no_padding_and_everything_in_order(specs, bucket_bytes):
+    generator = torch.Generator().manual_seed(0)
+    sent = [(f"t{i}", torch.randn(s, generator=generator).to(d)) for i, (s, d) in enumerate(specs)]
+    received = []
+    for bucket in flatten(iter(sent), bucket_bytes):
+        assert bucket.data.nbytes <= bucket_bytes or len(bucket.names) == 1
+        tensors = list(bucket.tensors())
+        assert sum(t.nbytes for _, t in tensors) == bucket.data.nbytes
+        assert {str(t.dtype) for _, t in tensors} == {f"torch.{bucket.dtype}"}
+        received += [(name, t.clone()) for name, t in tensors]
+    assert [name for name, _ in received] == [name for name, _ in sent]
+    assert all(torch.equal(got, t) and got.dtype == t.dtype for (_, got), (_, t) in zip(received, sent, strict=True))
+
+
+@pytest.fixture
+def model_path(tmp_path):
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text('{"model_type": "x"}')
+    return path
+
+
+def test_files_of_several_ranks_make_one_checkpoint(tmp_path, model_path):
+    directory, tensors = tmp_path / "sync" / "version_1", named(10)
+    report = disk.write_checkpoint(directory, [tensors[:6], tensors[6:]], model_path, 128)
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == report.num_bytes == 640
+    loaded = {}
+    for file in set(index["weight_map"].values()):
+        part = load_file(directory / file)
+        assert len(part) <= 2 and all(index["weight_map"][name] == file for name in part)
+        loaded |= part
+    assert loaded.keys() == dict(tensors).keys() and all(torch.equal(loaded[name], t) for name, t in tensors)
+    assert (directory / "config.json").read_text() == (model_path / "config.json").read_text()
+    assert [path.name for path in directory.parent.iterdir()] == ["version_1"]
+
+
+def test_a_write_that_fails_reads_the_stream_to_its_end_and_leaves_nothing_to_be_read(tmp_path, model_path):
+    directory = tmp_path / "sync" / "version_1"
+    stream = Stream(named(10), at=(4, lambda: shutil.rmtree(disk.partial_directory(directory))))
+    with pytest.raises(SyncError, match=r"could not be written.*free space, or set engine\.sglang\.sync_dir"):
+        disk.write_checkpoint(directory, [stream], model_path, 64)
+    assert stream.taken == 10, "other ranks gather along with it"
+    assert not directory.exists()
+
+
+def test_a_directory_that_cannot_be_made_names_the_option(tmp_path, model_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SyncError, match=r"engine\.sglang\.sync_dir: .* cannot be made"):
+        disk.write_checkpoint(tmp_path / "file" / "version_1", [named()], model_path, 64)
+
+
+def test_an_earlier_try_is_replaced_as_a_whole(tmp_path, model_path):
+    directory = tmp_path / "version_1"
+    for path in (directory, disk.partial_directory(directory)):
+        path.mkdir()
+        (path / "old.safetensors").write_text("torn")
+    disk.write_checkpoint(directory, [named(1)], model_path, 64)
+    assert not (directory / "old.safetensors").exists()
+
+
+def plan_of(names, timeout_s=1.0):
+    targets = tuple(Target(name, f"http://{name}", i + 1, 1) for i, name in enumerate(names))
+    return BroadcastPlan(targets, 64, timeout_s)
+
+
+@pytest.mark.parametrize("error", [EngineError("no room"), RuntimeError("a fault of this program")])
+def test_a_broadcast_that_nobody_joins_reads_the_stream_to_its_end(error):
+    calls, stream = [], Stream(named(10))
+
+    async def post(url, path, body, timeout_s):
+        calls.append((url, path, body["rank_offset"]))
+        raise error
+
+    sender = BroadcastSender("127.0.0.1", "gloo", post)
+    try:
+        if isinstance(error, EngineError):
+            report = sender.send(stream, plan_of(["a", "b"]))
+            assert report.failures == {"a": "no room", "b": "no room"} and report.num_bytes == 0
+        else:
+            with pytest.raises(RuntimeError, match="a fault of this program"):
+                sender.send(stream, plan_of(["a", "b"]))
+    finally:
+        sender.close()
+    assert stream.taken == 10, "other ranks gather along with it"
+    assert sorted(calls) == [(f"http://{n}", "/init_weights_update_group", i) for n, i in (("a", 1), ("b", 2))]
+
+
+def test_the_senders_store_listens_on_its_host_only():
+    store, port = broadcast._listening_store("127.0.0.1", 2, 5.0)
+    with open("/proc/net/tcp") as table:  # noqa: PTH123
+        rows = [line.split()[1] for line in table if line.split()[3] == "0A"]
+    assert [row for row in rows if row.endswith(f":{port:04X}")] == [f"0100007F:{port:04X}"]
+    with open("/proc/net/tcp6") as table:  # noqa: PTH123
+        assert not [line for line in table if line.split()[1].endswith(f":{port:04X}")]
+    del store
+
+
+def test_handles_of_host_memory_are_refused_and_the_stream_is_read_to_its_end():
+    async def post(*arguments):
+        raise AssertionError("nothing may be sent: the server would die of it")
+
+    stream = Stream(named(10))
+    report = tensor.push(stream, plan_of(["a"]), post)
+    assert "needs weights on a GPU" in report.failures["a"] and stream.taken == 10
+
+
+def test_a_stream_that_lacks_a_tensor_is_refused(tmp_path):
+    model = save_policy(tmp_path, 0)
+
+    async def source(drop):
+        buckets = [bucket async for bucket in buckets_of(model)]
+        kept = [bucket for bucket in buckets if drop not in [entry[0] for entry in bucket.entries]]
+        return StreamSource(kept, 1, post=None, model_path=tmp_path)
+
+    asyncio.run(source("none of them"))  # lm_head is the embedding of this model, and is no tensor of its own
+    with pytest.raises(SyncError, match=r"\d+ of \d+ tensors of .* never came, the first: .*; allowed: all of them"):
+        asyncio.run(source("model.norm.weight"))
+
+
+def test_reports_of_stages_add_up():
+    first = SendReport(10, 1, 0.5, {"a": ("float32", "1")}, {})
+    second = SendReport(20, 2, 0.25, {"b": ("float32", "2")}, {"server 0": "gone"})
+    both = first.joined(second)
+    assert (both.num_bytes, both.num_buckets, both.send_s) == (30, 3, 0.75)
+    assert both.checksums.keys() == {"a", "b"} and both.failures == {"server 0": "gone"}
