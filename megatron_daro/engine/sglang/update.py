@@ -212,12 +212,15 @@ class WeightUpdate:
 
         answering = await asyncio.gather(*(alive(server) for server in servers))
         guilty = [server for server, answers in zip(servers, answering, strict=True) if not answers]
-        guilty += [s for s in servers if s not in guilty and _own_fault(report.failures.get(s.name, ""))]
         for server in guilty:
             self._fleet.fence(server, f"weight update, send: {report.failures.get(server.name, 'it does not answer')}")
+        for server in _taking_part(servers):
+            said = report.failures.get(server.name, "")
+            if _own_fault(said):
+                self._fleet.fence(server, f"weight update, send: {said} Does it serve the model of model.path?")
         others = ", ".join(server.name for server in _taking_part(servers)) or "none"
-        said = "; ".join(f"{name}: {text}" for name, text in report.failures.items())
-        self._warn(f"a weight update failed while sending ({said}); sent again from the beginning to: {others}")
+        all_said = "; ".join(f"{name}: {text}" for name, text in report.failures.items())
+        self._warn(f"a weight update failed while sending ({all_said}); sent again from the beginning to: {others}")
         for server in _taking_part(servers):
             server.reason = f"weight update, send: {report.failures.get(server.name, 'the group ended')}"
 

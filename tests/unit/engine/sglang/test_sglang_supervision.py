@@ -40,11 +40,12 @@ def test_a_dead_idle_server_is_started_again_and_has_the_weights_before_any_requ
         weights = Weights(4)
         async with managed(tmp_path, updated=weights) as fleet:
             handle, stub = handles_of(fleet)[0], fleet.stubs[0]
+            weights.version = 5  # trained on meanwhile
             handle.dead = "its process ended with signal 9"
             await fleet.until(lambda: fleet.servers[0].state == "serving" and handle.launches == 2)
             assert stub.order == JOINING
             assert handle.stops == 1, "what is left of it must be ended first"
-            assert fleet.servers[0].version == 4 and fleet.servers[0].versions == {4}
+            assert fleet.servers[0].version == 5 and fleet.servers[0].versions == {5}
             assert [t.name for t in weights.plans[-1].targets] == ["server 0"], "the other is not disturbed"
             assert fleet.stubs[1].order == []
             assert "SGLang server 0 is given up: its process ended with signal 9" in fleet.warnings

@@ -166,6 +166,7 @@ def test_a_server_that_refuses_the_weights_is_fenced_and_the_other_gets_all_agai
             await fleet.engine.update_from(weights, 3)
             assert fleet.states == ["fenced", "serving"]
             assert "weight update, send" in fleet.servers[0].reason and "size mismatch" in fleet.servers[0].reason
+            assert "model.path" in fleet.servers[0].reason
             assert [len(plan.targets) for plan in weights.plans] == [2, 1] and weights.plans[1].world_size == 2
             begun = ["/pause_generation", "/begin_weight_update"]
             reopened = [*begun, "/end_weight_update", "/begin_weight_update"]
