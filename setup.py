@@ -28,6 +28,7 @@ setup(
         "dev": [
             "pytest>=9,<10",
             "pytest-timeout>=2.4,<3",
+            "pytest-xdist>=3.8,<4",
             "hypothesis>=6.170,<7",
             "psutil>=6,<8",
             "ruff>=0.17,<0.18",

@@ -10,6 +10,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,8 +20,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 HERE = Path(__file__).parent
-FOLDERS = ("unit", "golden", "contract", "sglang", "parallel", "fault", "e2e", "gpu")
+FOLDERS = ("unit", "golden", "contract", "sglang", "parallel", "e2e", "fault", "gpu")
 """In the order in which they run: a wrong formula shows in seconds, before anything slow begins."""
+_SERVERS = "sglang"
 
 
 def folder_of(path: Path) -> str:
@@ -38,6 +40,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU; none is visible here"))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """For `pytest -n 2`: one process runs all tests of a file, in order, and all that share the SGLang servers.
+
+    Its own --dist loadgroup does not work with pytest 9.2, where a test's id cannot be changed (pytest-xdist 3.8.0).
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Together(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.split("::")[0]
+            return _SERVERS if folder_of(HERE.parent / path) == _SERVERS or nodeid.endswith(f"[{_SERVERS}]") else path
+
+    return Together(config, log)
+
+
 def _has_gpu() -> bool:
     from megatron_daro.config import detect
 
@@ -45,7 +63,8 @@ def _has_gpu() -> bool:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Seconds per folder, where more than one ran: says what makes the suite long."""
+    """What tests measured, and seconds per folder, where more than one ran: says what makes the suite long."""
+    _print_properties(terminalreporter)
     seconds: dict[str, float] = defaultdict(float)
     for report in _reports(terminalreporter.stats.values()):
         seconds[folder_of(HERE.parent / report.nodeid.split("::")[0])] += report.duration
@@ -53,6 +72,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("seconds per folder", sep="-")
         for folder, total in sorted(seconds.items(), key=lambda entry: -entry[1]):
             terminalreporter.write_line(f"{total:8.1f} s  {folder}")
+
+
+def _print_properties(terminalreporter: pytest.TerminalReporter) -> None:
+    """What tests said with `record_property`; a print would be lost in the processes of pytest-xdist."""
+    said = {(r.nodeid, *entry) for r in _reports(terminalreporter.stats.values()) for entry in r.user_properties}
+    if said:
+        terminalreporter.section("what tests measured", sep="-")
+        for nodeid, name, value in sorted(said, key=str):
+            terminalreporter.write_line(f"{name}: {value}  ({nodeid.split('::')[-1]})")
 
 
 def _reports(stats: Iterable[list[object]]) -> Iterable[pytest.TestReport]:

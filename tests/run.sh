@@ -5,7 +5,9 @@
 #   bash tests/run.sh tests/unit -k packing    arguments go to pytest; lint, format and types run as well
 #
 # Uses the virtual environment that is active, else .venv, which it makes. Packages are installed only when the
-# requirements, the interpreter or the place of this checkout changed since the last time.
+# requirements, the interpreter or the place of this checkout changed since the last time. Without arguments it also
+# makes the environment of the SGLang servers (tools/sglang_cpu_env.sh; 2.5 GB in $MEGATRON_DARO_SGLANG, else in
+# .venv-sglang), while the other stages run, and pytest uses two processes.
 # The last line is "N passed, N failed, N skipped". Exit status: 0 when all passed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -77,6 +79,28 @@ for name in ("torch", "megatron-core", "transformers", "ray", "numpy", "math-ver
 PYTHON
 }
 
+# Begins to make the SGLang environment; `wait_for_sglang` waits for its end. On a machine with a GPU the script refuses:
+# there the tests that need servers on a CPU are skipped.
+begin_sglang() {
+    export MEGATRON_DARO_SGLANG=${MEGATRON_DARO_SGLANG:-$PWD/.venv-sglang}
+    sglang_log=$(mktemp)
+    set -m # a process group of its own, so that its pip ends with it
+    bash tools/sglang_cpu_env.sh "$MEGATRON_DARO_SGLANG" >"$sglang_log" 2>&1 </dev/null &
+    sglang_pid=$!
+    set +m
+    trap 'kill -- -"$sglang_pid" 2>/dev/null; rm -f "$sglang_log"' EXIT
+    trap 'exit 130' INT
+    trap 'exit 143' TERM
+}
+
+wait_for_sglang() {
+    local result=0
+    wait "$sglang_pid" || result=$?
+    trap 'rm -f "$sglang_log"' EXIT
+    cat "$sglang_log"
+    [ "$result" = 0 ] || grep -q 'not needed: this machine has a GPU' "$sglang_log"
+}
+
 # "passed failed skipped" from pytest's results file; errors count as failed. No file: pytest itself ended early.
 counts() {
     "$python" - "$1" <<'PYTHON'
@@ -116,7 +140,11 @@ summarize() {
 }
 
 main() {
-    local failed=0
+    local failed=0 processes=()
+    if [ $# = 0 ]; then
+        begin_sglang
+        processes=(-n 2 --no-loadscope-reorder)
+    fi
     stage environment choose_environment && stage install install_packages &&
         stage versions print_versions || {
         summarize
@@ -125,8 +153,9 @@ main() {
     stage "ruff check" "$python" -m ruff check . || failed=1
     stage "ruff format" "$python" -m ruff format --check . || failed=1
     stage mypy "$python" -m mypy || failed=1
+    [ $# != 0 ] || stage sglang wait_for_sglang || failed=1
     results=$(mktemp)
-    stage pytest "$python" -m pytest --durations=15 --junitxml="$results" "$@" || failed=1
+    stage pytest "$python" -m pytest --durations=15 --junitxml="$results" "${processes[@]}" "$@" || failed=1
     summarize
     return "$failed"
 }
