@@ -1,0 +1,337 @@
+"""Sync of a 0.5-billion-parameter bf16 model to two SGLang servers against a bare broadcast of the same bytes.
+
+    OMP_NUM_THREADS=1 python benchmarks/sglang_sync.py --json                 # about 6 minutes on 2 cores, 18 GiB
+    OMP_NUM_THREADS=1 python benchmarks/sglang_sync.py --tiny --rounds 2
+
+The shape is that of Qwen2 0.5B with random weights. A Megatron actor (one rank, a Ray actor, with gradients and
+optimizer) sends to two CPU servers over gloo. The bare side is torch.distributed.broadcast over gloo, in buckets of the
+same size, from one plain process to two others that do nothing with them. Both take turns; medians are compared.
+Two times are taken of ours: "send" is gathering, broadcasting and loading (a server answers when it has loaded a
+bucket), without the making of the group, which the first update does; "update" is the whole transaction, from pause to
+the comparison of log-probs, where 16 tokens are sampled from each server. The goal of twice the bare time is for
+"send". Peak extra memory: before each update the kernel's high-water mark of the exporting process is reset
+(/proc/PID/clear_refs), afterwards VmHWM less the VmRSS from before. Its goal: two buckets; a tensor larger than the
+bucket size is a bucket. Exit code 1 if a goal is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+import sglang_servers
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from megatron_daro.actor.settings import PolicySettings
+from megatron_daro.config.actor import ActorSection
+from megatron_daro.config.algorithm import AlgorithmSection
+from megatron_daro.config.sections import SGLangSection
+from megatron_daro.engine.sglang.engine import SGLangEngine
+from megatron_daro.engine.sglang.supervision import Expected
+from megatron_daro.runtime.cluster import Resources, cluster
+from megatron_daro.runtime.policy_group import PolicyGroup
+
+TIME_GOAL, MEMORY_GOAL = 2.0, 2.0
+# Pages of the allocator, of messages and of the forward pass of 16 tokens: what two buckets may be exceeded by.
+_MEMORY_MARGIN = 16 * 2**20
+SHAPE: dict[str, Any] = {
+    "vocab_size": 151_936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+}
+TINY = {**SHAPE, "vocab_size": 16_384, "hidden_size": 112, "intermediate_size": 608, "num_hidden_layers": 4}
+_LIMIT_S = 600.0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", type=Path, default=sglang_servers.PYTHON, help="interpreter of the servers")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each side")
+    parser.add_argument("--bucket-mib", type=int, default=SGLangSection().bucket_mib)
+    parser.add_argument("--tiny", action="store_true", help="a small model, to try the script out")
+    parser.add_argument("--json", action="store_true", help="also write benchmarks/results/sglang_sync.json")
+    return parser.parse_args()
+
+
+class Bare:
+    """Three plain processes; the first broadcasts to the others when told."""
+
+    def __init__(self, sizes: Sequence[int], directory: Path) -> None:
+        """Args: sizes: bytes of each bucket."""
+        context = multiprocessing.get_context("spawn")
+        self._pipes = []
+        self._processes = []
+        for rank in range(3):
+            ours, theirs = context.Pipe()
+            arguments = (rank, list(sizes), f"file://{directory / 'ranks'}", theirs)
+            self._processes.append(context.Process(target=_bare_rank, args=arguments, daemon=True))
+            self._pipes.append(ours)
+        for process in self._processes:
+            process.start()
+        for pipe in self._pipes:
+            self._received(pipe)
+
+    def run(self) -> float:
+        """Seconds of one broadcast of all buckets, from a barrier to a barrier."""
+        for pipe in self._pipes:
+            pipe.send("go")
+        return max(self._received(pipe) for pipe in self._pipes)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def _received(self, pipe: Any) -> float:
+        if not pipe.poll(_LIMIT_S):
+            raise SystemExit(f"a process of the bare broadcast did not answer within {_LIMIT_S:g} s")
+        return pipe.recv()
+
+
+def _bare_rank(rank: int, sizes: list[int], init_method: str, pipe: Any) -> None:
+    """A process of the bare side. The sender has all buckets, as the actor has all weights; receivers reuse one."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=3)
+    room = torch.ones(sum(sizes) if rank == 0 else max(sizes), dtype=torch.uint8)
+    starts = [sum(sizes[:i]) if rank == 0 else 0 for i in range(len(sizes))]
+    buckets = [room[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+    pipe.send(0.0)
+    while pipe.recv() == "go":
+        dist.barrier()
+        started = time.perf_counter()
+        for bucket in buckets:
+            dist.broadcast(bucket, 0)
+        dist.barrier()
+        pipe.send(time.perf_counter() - started)
+
+
+class PeakMemory:
+    """How far the memory of a process rose, by the kernel's own high-water mark."""
+
+    def __init__(self, pid: int) -> None:
+        self._directory = Path(f"/proc/{pid}")
+        self._before = 0
+
+    def reset(self) -> None:
+        """From here on."""
+        self._before = self._status("VmRSS")
+        (self._directory / "clear_refs").write_text("5")
+
+    def extra_bytes(self) -> int:
+        """Most resident memory since `reset`, beyond what there was."""
+        return self._status("VmHWM") - self._before
+
+    def _status(self, key: str) -> int:
+        lines = (self._directory / "status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(key + ":"))
+
+
+class PhaseTimes:
+    """Seconds of each phase of the engine's updates."""
+
+    def __init__(self, engine: SGLangEngine) -> None:
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+        update: Any = engine._update
+        phase, send = update._phase, update._send
+
+        async def timed_phase(name: str, servers: Any, work: Any) -> None:
+            started = time.perf_counter()
+            await phase(name, servers, work)
+            self.seconds[name].append(time.perf_counter() - started)
+
+        async def timed_send(*arguments: Any) -> Any:
+            started = time.perf_counter()
+            report = await send(*arguments)
+            self.seconds["send"].append(time.perf_counter() - started)
+            return report
+
+        update._phase, update._send = timed_phase, timed_send
+
+
+def make_engine(arguments: argparse.Namespace, model: Path, directory: Path) -> SGLangEngine:
+    """Two servers, not started."""
+    handles = {
+        f"server {i}": sglang_servers.server(
+            sglang_servers.require(arguments.python),
+            model,
+            directory / f"server_{i}.log",
+            seed=i,
+            dtype="bfloat16",
+            max_total_tokens=1024,
+            max_running_requests=4,
+        )
+        for i in range(2)
+    }
+    options = SGLangSection(
+        bucket_mib=arguments.bucket_mib, start_timeout_s=900, stall_timeout_s=300, sync_timeout_s=300, max_restarts=0
+    )
+    return SGLangEngine(
+        handles,
+        options,
+        Expected(model, "qwen2", 64, 128),
+        decode=lambda ids: "",
+        warn=print,
+        run_dir=directory,
+        temperature=1.0,
+        probe_tokens=range(8),
+    )
+
+
+def make_policy(model: Path) -> PolicyGroup:
+    """One rank with everything that training needs."""
+    return PolicyGroup(
+        PolicySettings(model, rollouts_per_prompt=2, max_response_tokens=64, temperature=1.0, total_steps=1),
+        ActorSection(dtype="bf16"),
+        AlgorithmSection(),
+        seed=0,
+        updates_per_batch=1,
+        gpus_per_rank=0,
+    )
+
+
+async def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """Raw numbers of all rounds."""
+    model = directory / "model"
+    parameters = sglang_servers.save_model(model, TINY if arguments.tiny else SHAPE, "bfloat16")
+    engine, policy = make_engine(arguments, model, directory), make_policy(model)
+    bare = None
+    try:
+        await asyncio.gather(engine.start(), policy.start())
+        (worker,) = policy.workers.values()
+        memory = PeakMemory(ray.get(worker.__ray_call__.remote(lambda _: os.getpid())))
+        first = await one_update(policy, engine, 0, memory)  # joins the group
+        if first["bytes"] != 2 * parameters:
+            raise SystemExit(f"{first['bytes']} bytes were sent; {2 * parameters} are the model")
+        bare = Bare(bucket_sizes(model, arguments.bucket_mib * 2**20), directory)
+        bare.run()
+        phases, rounds = PhaseTimes(engine), []
+        for number in range(1, arguments.rounds + 1):
+            bare_s = bare.run()
+            rounds.append(await one_update(policy, engine, number, memory) | {"bare_s": bare_s})
+    finally:
+        with suppress(Exception):
+            await engine.close()
+        await policy.close()
+        if bare:
+            bare.close()
+    return {"parameters": parameters, "first": first, "rounds": rounds, "phases": dict(phases.seconds)}
+
+
+async def one_update(policy: PolicyGroup, engine: SGLangEngine, version: int, memory: PeakMemory) -> dict[str, float]:
+    """One update of both servers. Raises SystemExit unless both took it."""
+    memory.reset()
+    started = time.perf_counter()
+    metrics = await policy.sync(engine, version)
+    seconds = time.perf_counter() - started
+    if metrics["sync/servers"] != 2:
+        raise SystemExit(f"only {metrics['sync/servers']:g} servers took the weights of version {version}")
+    return {
+        "update_s": seconds,
+        "send_s": metrics["timing/sync_send_s"],
+        "bytes": metrics["sync/bytes"],
+        "extra_bytes": memory.extra_bytes(),
+    }
+
+
+def bucket_sizes(model: Path, limit: int) -> list[int]:
+    """Bytes of the buckets as the sender makes them, if tensors came in the order of the file."""
+    from safetensors import safe_open
+
+    sizes: list[int] = []
+    with safe_open(model / "model.safetensors", "pt") as file:
+        for name in file.keys():  # noqa: SIM118  (it is no dictionary)
+            nbytes = file.get_tensor(name).nbytes
+            if sizes and sizes[-1] + nbytes <= limit:
+                sizes[-1] += nbytes
+            else:
+                sizes.append(nbytes)
+    return sizes
+
+
+def summarized(arguments: argparse.Namespace, raw: dict[str, Any]) -> dict[str, Any]:
+    """Medians, ratios and problems."""
+    shape = TINY if arguments.tiny else SHAPE
+    medians = {key: statistics.median(r[key] for r in raw["rounds"]) for key in ("bare_s", "send_s", "update_s")}
+    bucket = max(arguments.bucket_mib * 2**20, 2 * shape["vocab_size"] * shape["hidden_size"])
+    extra = max(r["extra_bytes"] for r in [raw["first"], *raw["rounds"]])
+    result = {
+        "setup": {
+            "bucket_mib": arguments.bucket_mib,
+            "rounds": arguments.rounds,
+            "parameters": raw["parameters"],
+            **sglang_servers.versions(arguments.python),
+        },
+        **medians,
+        "send_ratio": medians["send_s"] / medians["bare_s"],
+        "update_ratio": medians["update_s"] / medians["bare_s"],
+        "time_goal": TIME_GOAL,
+        "bucket_bytes": bucket,
+        "peak_extra_bytes": extra,
+        "peak_extra_buckets": extra / bucket,
+        "memory_goal": MEMORY_GOAL,
+        "phases_s": {name: statistics.median(values) for name, values in raw["phases"].items()},
+        "first": raw["first"],
+        "turns": raw["rounds"],
+    }
+    problems = []
+    if result["send_ratio"] > TIME_GOAL:
+        problems.append(f"send takes {result['send_ratio']:.2f} times the bare broadcast; at most {TIME_GOAL}")
+    if extra > MEMORY_GOAL * bucket + _MEMORY_MARGIN:
+        problems.append(f"peak extra memory is {extra / bucket:.2f} buckets; at most {MEMORY_GOAL}")
+    return {**result, "problems": problems}
+
+
+def show(result: dict[str, Any]) -> None:
+    """The tables."""
+    table = Table("what", "seconds, median", "of bare", title=f"{result['setup']['parameters']:,} parameters in bf16")
+    for key, name in (("bare_s", "bare broadcast"), ("send_s", "send and load"), ("update_s", "whole update")):
+        table.add_row(name, f"{result[key]:.2f}", f"{result[key] / result['bare_s']:.2f}")
+    console = Console()
+    console.print(table)
+    phases = Table("phase of the update", "seconds, median")
+    for name, seconds in result["phases_s"].items():
+        phases.add_row(name, f"{seconds:.3f}")
+    console.print(phases)
+    mib = 2**20
+    print(
+        f"peak extra memory of the exporting process {result['peak_extra_bytes'] / mib:.0f} MiB, "
+        f"{result['peak_extra_buckets']:.2f} buckets of {result['bucket_bytes'] / mib:.0f} MiB"
+    )
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # the bare side's processes have it too
+    with tempfile.TemporaryDirectory(prefix="sglang_sync_") as name, cluster(Resources(processes=1, gpus=0)):
+        result = summarized(arguments, asyncio.run(measure(arguments, Path(name))))
+    show(result)
+    if arguments.json:
+        sglang_servers.write_results("sglang_sync", result)
+    if result["problems"]:
+        raise SystemExit("MISSED:\n  " + "\n  ".join(result["problems"]))
+
+
+if __name__ == "__main__":
+    main()
