@@ -84,6 +84,8 @@ def test_500s_and_connections_that_break_lose_and_double_no_group(pool, models, 
             engine = engine_of([proxy.url for proxy in proxies], tmp_path, expect=expected(servers[0].model))
             await stack.enter_async_context(started(engine))
             for version, model in enumerate(models):
+                for proxy in proxies:
+                    proxy.rule = lambda path: ""
                 await engine.update_from(await source_of(model, version, servers[0].model), version)
                 left = itertools.repeat(None, 20)
 

@@ -33,7 +33,6 @@ from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams, W
 
 _TRIES = 8
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
-_FAILURES_IN_A_ROW = 5
 _ABORT_S = 10.0
 _ROUTER_WATCH_S = 2.0
 
@@ -44,12 +43,13 @@ class _GivenUpError(EngineError):
 
 @dataclass(eq=False)
 class _Running:
-    """A group that is being generated. done and partial: by index."""
+    """A group that is being generated. failed_on: the last server that failed. done and partial: by index."""
 
     request: GroupRequest
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     ids: tuple[str, ...] = ()
     server: Server | None = None
+    failed_on: Server | None = None
     done: dict[int, Rollout] = field(default_factory=dict)
     partial: dict[int, Rollout] = field(default_factory=dict)
 
@@ -121,8 +121,7 @@ class SGLangEngine:
         self._running: set[_Running] = set()
         self._updating = asyncio.Lock()
         self._source: WeightSource | None = None
-        self._retries = 0
-        self._started = False
+        self._retries, self._started = 0, False
 
     async def start(self) -> None:
         """Starts servers and router; again is nothing. Raises EngineError with what is wrong, after ending them."""
@@ -257,7 +256,8 @@ class SGLangEngine:
     async def _try(self, run: _Running, request: GroupRequest) -> tuple[Rollout, ...]:
         """All that is missing of a group, from one server."""
         tokens = sum(self._estimate(request, index) for index in request.indices)
-        server = await _stoppable(self.fleet.acquire(tokens, timeout_s=self._options.request_timeout_s), run.stop)
+        room = self.fleet.acquire(tokens, timeout_s=self._options.request_timeout_s, avoid=run.failed_on)
+        server = await _stoppable(room, run.stop)
         if server is None:
             return ()
         run.server, version = server, server.version or 0
@@ -274,6 +274,7 @@ class SGLangEngine:
             )
             self._check_versions(server, rollouts)
         except (UnreachableError, BadAnswerError) as error:
+            run.failed_on = server
             await self._count_failure(server, error)
             raise
         finally:
@@ -331,8 +332,7 @@ class SGLangEngine:
         if self._router and self._router.client:
             return
         await self._supervision.examine(server)
-        server.failures += 1
-        if server.failures >= _FAILURES_IN_A_ROW and server.state == "serving":
+        if server.failed() and server.state == "serving":
             self._supervision.give_up(server, f"{server.failures} requests in a row failed, the last: {error}")
 
     async def _abort_on_servers(self, runs: Sequence[_Running]) -> None:

@@ -26,6 +26,9 @@ _FIRST_GUESS = 0.25
 _MEMORY = 0.05
 # Answers longer than the mean are the ones that fill a server.
 _MARGIN = 1.5
+# A server is given up when so many requests failed with no success between, over so many seconds: a moment in which
+# everything under way at once is refused is no reason to start a server again.
+_FAILURES_IN_A_ROW, _FAILING_S = 5, 3.0
 
 
 @dataclass(eq=False)
@@ -44,6 +47,7 @@ class Server:
     tokens_in_flight: int = 0
     last_progress: float = field(default_factory=time.monotonic)
     failures: int = 0
+    failing_since: float = 0.0
     restarts: int = 0
     reason: str = ""
     given_up: asyncio.Event = field(default_factory=asyncio.Event)
@@ -52,6 +56,14 @@ class Server:
     def url(self) -> str:
         """Its address."""
         return self.client.url
+
+    def failed(self) -> bool:
+        """A request to it failed. Returns whether that is enough to give it up."""
+        now = time.monotonic()
+        if not self.failures:
+            self.failing_since = now
+        self.failures += 1
+        return self.failures >= _FAILURES_IN_A_ROW and now - self.failing_since >= _FAILING_S
 
     def progressed(self) -> None:
         """It did something."""
@@ -127,12 +139,13 @@ class Fleet:
         self._closed = reason
         self._notify()
 
-    async def acquire(self, tokens: int, *, timeout_s: float) -> Server:
+    async def acquire(self, tokens: int, *, timeout_s: float, avoid: Server | None = None) -> Server:
         """The serving server with the fewest tokens in flight that has room; waits for one.
 
         Args:
             tokens: what the request will hold, as `estimate` says. One that exceeds a server's limit gets an idle one.
             timeout_s: longest wait.
+            avoid: taken only where no other has room: one on which the request failed.
 
         Raises:
             EngineError: all servers are gone, or the fleet was closed. DeadlineError: no room in that time.
@@ -141,7 +154,7 @@ class Fleet:
             async with asyncio.timeout(timeout_s):
                 while True:
                     self.check()
-                    server = self._with_room(tokens)
+                    server = self._with_room(tokens, avoid)
                     if server is not None:
                         server.tokens_in_flight += tokens
                         return server
@@ -169,13 +182,13 @@ class Fleet:
             mean = length if self._mean_length is None else self._mean_length
             self._mean_length = mean + _MEMORY * (length - mean)
 
-    def _with_room(self, tokens: int) -> Server | None:
+    def _with_room(self, tokens: int, avoid: Server | None) -> Server | None:
         fits = [
             server
             for server in self.of("serving")
             if not server.tokens_in_flight or server.tokens_in_flight + tokens <= self._capacity(server)
         ]
-        return min(fits, key=lambda server: server.tokens_in_flight, default=None)
+        return min(fits, key=lambda server: (server is avoid, server.tokens_in_flight), default=None)
 
     def _capacity(self, server: Server) -> int:
         if self._limit is not None:

@@ -12,6 +12,7 @@ from sglang_stub_fleets import Weights, first, rig, run
 from stub_server import StubServer, answering, reset, truncated
 
 from megatron_daro.engine.sglang import engine as engine_module
+from megatron_daro.engine.sglang import fleet as fleet_module
 from megatron_daro.errors import EngineError
 
 UPDATE = "/update_weight_version"
@@ -21,6 +22,7 @@ UPDATE = "/update_weight_version"
 def no_pauses(monkeypatch):
     monkeypatch.setattr(engine_module, "_PAUSE_S", 0.001)
     monkeypatch.setattr(engine_module, "_LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(fleet_module, "_FAILING_S", 0.0)
 
 
 def serving(tmp_path, *stubs, **options):
@@ -73,13 +75,39 @@ def test_a_request_that_fails_is_made_again(tmp_path, answer):
     run(scenario())
 
 
-def test_five_failures_in_a_row_fence_a_server_and_others_do_the_work(tmp_path):
+def test_a_request_that_failed_is_made_again_elsewhere(tmp_path):
+    async def scenario():
+        async with serving(tmp_path) as fleet:
+            fleet.stubs[0].answers["/generate"] = answering(500)
+            assert len(await collect(fleet.engine, [group(0)])) == 4
+            assert [stub.calls["/generate"] for stub in fleet.stubs] == [1, 1]
+            assert fleet.states == ["serving", "serving"]
+
+    run(scenario())
+
+
+def test_five_failures_in_a_row_fence_a_server(tmp_path):
     async def scenario():
         async with serving(tmp_path) as fleet:
             first(fleet.stubs[0], 5, answering(500))
-            rollouts = await collect(fleet.engine, [group(0)])
-            assert len(rollouts) == 4 and fleet.states == ["fenced", "serving"]
+            for number in range(5):
+                assert fleet.states == ["serving", "serving"]
+                assert len(await collect(fleet.engine, [group(number)])) == 4
+            assert fleet.states == ["fenced", "serving"]
             assert "5 requests in a row failed" in fleet.servers[0].reason and "told to" in fleet.servers[0].reason
+
+    run(scenario())
+
+
+def test_a_moment_in_which_everything_fails_costs_no_server(tmp_path, monkeypatch):
+    monkeypatch.setattr(fleet_module, "_FAILING_S", 1000.0)
+
+    async def scenario():
+        async with serving(tmp_path) as fleet:
+            for stub in fleet.stubs:
+                first(stub, 12, answering(500))
+            rollouts = await collect(fleet.engine, [group(i) for i in range(12)])
+            assert len(rollouts) == 48 and fleet.states == ["serving", "serving"]
 
     run(scenario())
 
@@ -101,7 +129,7 @@ def test_a_group_that_always_fails_comes_back_as_nothing_with_a_warning(tmp_path
             for stub in fleet.stubs:
                 stub.answers["/generate"] = answering(500)
             assert await collect(fleet.engine, [group(3)]) == []
-            assert sum(stub.calls["/generate"] for stub in fleet.stubs) == 8
+            assert [stub.calls["/generate"] for stub in fleet.stubs] == [4, 4]
             assert any("group 3 failed 8 times" in text and "told to" in text for text in fleet.warnings)
 
     run(scenario())
@@ -192,10 +220,11 @@ def test_answers_of_weights_that_a_server_was_never_given_are_refused(tmp_path, 
         async with serving(tmp_path) as fleet:
             fleet.stubs[0].weight_version = claimed
             rollouts = await collect(fleet.engine, [group(0)])
-            assert {r.weight_version for r in rollouts} == {1} and fleet.states == ["fenced", "serving"]
+            assert {r.weight_version for r in rollouts} == {1}
+            assert [stub.calls["/generate"] for stub in fleet.stubs] == [1, 1]
             if claimed == "7":
                 assert "it answered with weights of version 7; it was given [1]" in fleet.servers[0].reason
-            assert fleet.stubs[0].calls["/generate"] == (1 if claimed == "7" else 5)
+                assert fleet.states == ["fenced", "serving"]
 
     run(scenario())
 

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from megatron_daro.engine.sglang import fleet as fleet_module
 from megatron_daro.engine.sglang.client import ServerFacts, SGLangClient
 from megatron_daro.engine.sglang.fleet import Fleet, Server
 from megatron_daro.errors import DeadlineError, EngineError
@@ -27,6 +28,28 @@ def test_the_server_with_the_fewest_tokens_gets_the_next_request():
 
     # loads before each: 0 0, 5 0, 5 2, 5 4
     assert run(scenario()) == ["server 0", "server 1", "server 1", "server 1"]
+
+
+def test_a_server_to_avoid_is_taken_only_where_no_other_has_room():
+    async def scenario():
+        fleet = fleet_of()
+        first = fleet.servers[0]
+        return [(await fleet.acquire(tokens, timeout_s=5, avoid=first)).name for tokens in (6, 4, 3)]
+
+    assert run(scenario()) == ["server 1", "server 1", "server 0"]
+
+
+def test_failures_give_a_server_up_when_they_are_many_and_last(monkeypatch):
+    server, clock = fleet_of(count=1).servers[0], [100.0]
+    monkeypatch.setattr(fleet_module.time, "monotonic", lambda: clock[0])
+    assert not any(server.failed() for _ in range(100)), "all at the same moment"
+    clock[0] += 2.9
+    assert not server.failed()
+    server.progressed()
+    clock[0] += 3.0
+    assert [server.failed() for _ in range(4)] == [False] * 4, "that one success ended the row"
+    clock[0] += 3.0
+    assert server.failed()
 
 
 def test_never_more_than_the_limit_unless_a_single_one():

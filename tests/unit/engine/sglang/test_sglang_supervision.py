@@ -10,6 +10,7 @@ from sglang_pool import collect, group
 from sglang_stub_fleets import StubHandle, Weights, rig, run
 from stub_server import StubServer, answering, never, reset, times
 
+from megatron_daro.engine.sglang import fleet as fleet_module
 from megatron_daro.engine.sglang import supervision
 from megatron_daro.errors import EngineError, SyncError
 
@@ -25,6 +26,7 @@ def impatient(monkeypatch):
     """Looks and tries again at once."""
     for name in ("_WATCH_S", "_POLL_S", "_RESTART_PAUSE_S"):
         monkeypatch.setattr(supervision, name, 0.02)
+    monkeypatch.setattr(fleet_module, "_FAILING_S", 0.0)
 
 
 def managed(tmp_path, *stubs, **options):
@@ -89,11 +91,11 @@ def test_requests_that_fail_are_explained_by_the_end_of_the_process_where_it_end
     async def scenario():
         async with managed(tmp_path, updated=Weights(), max_restarts=0, stall_timeout_s=4000) as fleet:
             fleet.stubs[0].answers["/generate"] = reset
-            working = asyncio.create_task(collect(fleet.engine, [group(0)]))
-            await fleet.until(lambda: fleet.states[0] != "serving")
+            for number in range(5):
+                assert len(await collect(fleet.engine, [group(number)])) == 4, "it was answered by the other"
+            assert fleet.stubs[0].calls["/generate"] == 5 and fleet.states == ["joining", "serving"]
             if ends:
                 handles_of(fleet)[0].dead = "its process ended with signal 9"
-            assert len(await working) == 4 and fleet.stubs[0].calls["/generate"] == 5
             await fleet.until(lambda: fleet.states == ["fenced", "serving"])
             reason = "its process ended with signal 9" if ends else "5 requests in a row failed"
             assert fleet.servers[0].reason.startswith(reason)
@@ -166,9 +168,8 @@ def test_servers_that_run_already_come_back_when_they_answer_again(tmp_path):
         async with rig(tmp_path, updated=weights, max_restarts=1000) as fleet:
             stub = fleet.stubs[0]
             stub.answers["/server_info"] = stub.answers["/generate"] = reset
-            await collect(fleet.engine, [group(i) for i in range(3)])
-            for _ in range(4):  # one request failed already, the fifth in a row fences
-                await fleet.engine._count_failure(fleet.servers[0], EngineError("failed"))
+            for number in range(5):
+                await collect(fleet.engine, [group(number)])
             await fleet.until(lambda: any("could not be started again" in text for text in fleet.warnings))
             assert "engine.sglang.urls" in fleet.warnings[-1]
             stub.answers.clear()
