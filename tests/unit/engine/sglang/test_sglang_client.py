@@ -167,3 +167,20 @@ def test_close_may_be_repeated_and_ends_running_calls():
 )
 def test_version_number(text, number):
     assert version_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("answers", "told"),
+    [
+        ({}, {"model_type": "qwen2"}),
+        ({"/model_info": (404, {}), "/get_model_info": (200, {"model_type": "old"})}, {"model_type": "old"}),
+        ({"/model_info": (200, [1])}, {}),
+    ],
+)
+def test_what_a_server_says_of_its_model(answers, told):
+    async def scenario():
+        async with StubServer() as stub, SGLangClient(stub.url) as client:
+            stub.answers = {path: answering(*answer) for path, answer in answers.items()}
+            return await client.model_info(timeout_s=10)
+
+    assert run(scenario()) == told
