@@ -12,8 +12,21 @@ import threading
 
 import pytest
 from cli_runs import run_cli
-from sglang_pool import VOCAB, buckets_of, engine_of, expected, required_environment, save_policy, section, started
+from sglang_pool import (
+    VOCAB,
+    buckets_of,
+    collect,
+    engine_of,
+    expected,
+    group,
+    required_environment,
+    save_policy,
+    section,
+    started,
+    worst_difference,
+)
 from stub_server import ALL_CALLS, StubServer, answering
+from transformers import AutoModelForCausalLM
 
 from megatron_daro.errors import ConfigError, EngineError, SyncError
 from megatron_daro.runtime.sglang_group import check_environments
@@ -179,6 +192,11 @@ def test_a_real_server_of_another_vocabulary_or_size_is_refused(pool, tmp_path):
             with pytest.raises(SyncError) as caught:
                 await engine.update_weights(buckets_of(wider), 1)
             assert "model.path" in str(caught.value), caught.value
+        # It is left paused, with weights of two models; what the next run gives it is whole again.
+        right = AutoModelForCausalLM.from_pretrained(server.model)
+        async with started(engine_of([server.url], tmp_path, expect=expected(server.model))) as engine:
+            await engine.update_weights(buckets_of(right), 2)
+            assert worst_difference(right, await collect(engine, [group(0)])) <= 1e-4
 
     run(scenario())
 

@@ -9,6 +9,7 @@ asked for one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -155,6 +156,8 @@ class Supervision:
         try:
             async with asyncio.timeout(self._options.start_timeout_s):
                 server.facts = await self._first_answer(server, handle)
+                if not handle.restartable:
+                    await self._wake(server)
                 await self._first_token(server, handle)
         except TimeoutError:
             raise EngineError(
@@ -183,6 +186,11 @@ class Supervision:
                     f"engine.sglang.urls: {server.url} is no SGLang server ({error}); allowed: SGLang 0.5.18 or newer"
                 ) from None
             await asyncio.sleep(_POLL_S)
+
+    async def _wake(self, server: Server) -> None:
+        """A server that ran before this run may still be paused: its last weight update failed, or was never ended."""
+        with contextlib.suppress(EngineError):  # what it lacks is said below, what hangs shows at the first token
+            await server.client.post("/continue_generation", timeout_s=_CALL_S)
 
     async def _first_token(self, server: Server, handle: ServerHandle) -> None:
         body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}

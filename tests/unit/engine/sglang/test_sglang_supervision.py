@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from sglang_pool import collect, group
+from aiohttp import web
+from sglang_pool import collect, engine_of, group, started
 from sglang_stub_fleets import StubHandle, Weights, rig, run
 from stub_server import StubServer, answering, never, reset, times
 
@@ -175,6 +176,42 @@ def test_servers_that_run_already_come_back_when_they_answer_again(tmp_path):
             stub.answers.clear()
             await fleet.until(lambda: fleet.states == ["serving", "serving"])
             assert fleet.servers[0].version == 2
+
+    run(scenario())
+
+
+def pausing(stub):
+    """As SGLang: nothing is generated between the two calls."""
+    for path, change in (("/pause_generation", stub.gate.clear), ("/continue_generation", stub.gate.set)):
+
+        async def answer(request, body, change=change):
+            change()
+            return web.json_response({"success": True})
+
+        stub.answers[path] = answer
+
+
+def test_a_server_that_runs_already_and_was_left_paused_starts(tmp_path):
+    async def scenario():
+        async with StubServer() as stub:
+            pausing(stub)
+            stub.gate.clear()
+            async with started(engine_of([stub.url], tmp_path)) as engine:
+                assert engine.fleet.servers[0].state == "joining"
+
+    run(scenario())
+
+
+def test_a_server_that_runs_already_comes_back_from_an_update_that_failed(tmp_path):
+    async def scenario():
+        weights = Weights(2)
+        async with rig(tmp_path, updated=weights, max_restarts=1000) as fleet:
+            stub = fleet.stubs[0]
+            pausing(stub)
+            stub.answers["/flush_cache"] = times(1, answering(500), answering(200, {}))
+            await fleet.engine.update_from(weights, 3)
+            await fleet.until(lambda: fleet.states == ["serving", "serving"])
+            assert stub.calls["/flush_cache"] == 2 and fleet.engine.metrics()["engine/fenced"] == 1
 
     run(scenario())
 
