@@ -36,7 +36,8 @@ from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams
 VARIABLE = "MEGATRON_DARO_SGLANG"
 HOST = "127.0.0.1"
 VOCAB, CONTEXT = 31, 4096
-START_LIMIT_S = 240
+START_LIMIT_S = 480
+_LONGEST_LINE = 300  # one line of a log is all arguments of the server
 CPU_ARGUMENTS: dict[str, Any] = {
     "device": "cpu",
     "attention_backend": "torch_native",
@@ -143,7 +144,8 @@ class PooledServer:
 
     def tail(self) -> str:
         """The end of its log."""
-        return "" if self._process is None else f"{self.log}:\n{self._process.log_tail(30)}"
+        lines = [] if self._process is None else self._process.log_tail(30).splitlines()
+        return "\n".join([f"{self.log}:", *(line[:_LONGEST_LINE] for line in lines)])
 
     def close(self) -> None:
         """Ends it and gives its ports back."""

@@ -178,7 +178,7 @@ def test_another_way_of_sync_needs_other_calls(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_real_server_of_another_vocabulary_or_size_is_refused(pool, tmp_path):
     server = pool.up()[0]
 

@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM
 from megatron_daro.engine.sglang.update import post_to
 from megatron_daro.sync.stream import StreamSource
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 TOLERANCE, LIMIT_S = 1e-4, 500
 

@@ -18,7 +18,7 @@ from megatron_daro.runtime.cluster import Resources, cluster
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.types import TrainBatch
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 TEMPERATURE, K, TOLERANCE = 0.7, 4, 1e-4
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]

@@ -13,7 +13,7 @@ from sglang_pool import CPU_ARGUMENTS, required_environment
 from megatron_daro.observe.metrics import read_metrics
 from megatron_daro.rollout.recorder import read_step
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 START_LIMIT_S = 400
 STEPS = 12
