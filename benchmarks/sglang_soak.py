@@ -66,9 +66,9 @@ def configuration(arguments: argparse.Namespace, directory: Path) -> Path:
         "pause": arguments.pause,
         "bucket_mib": 1,
         "start_timeout_s": 300.0,
-        "request_timeout_s": 15.0,
-        "stall_timeout_s": 20.0,
-        "sync_timeout_s": 25.0,
+        "request_timeout_s": 20.0,
+        "stall_timeout_s": 30.0,
+        "sync_timeout_s": 60.0,  # 25 s were not enough once, when other work starved the machine: both servers were gone
         "max_restarts": 1000,
     }
     changes: dict[str, Any] = {

@@ -164,19 +164,19 @@ class Injector:
         handle.signal(signal.SIGSTOP, fault.variant)
 
     async def _http_500(self, fault: Fault, server: Server, handle: ProxiedServer) -> None:
-        path = self._rng.choice(("/generate", "/generate", self._rng.choice(SYNC_PATHS)))
-        self._answer(fault, handle, path, "500", self._rng.randint(1, 8) if path == "/generate" else 1)
+        self._answer(fault, server, handle, "500")
 
     async def _reset(self, fault: Fault, server: Server, handle: ProxiedServer) -> None:
-        path = self._rng.choice(("/generate", "/generate", self._rng.choice(SYNC_PATHS)))
-        action = self._rng.choice(("reset", "reset_answer"))
-        self._answer(fault, handle, path, action, self._rng.randint(1, 8) if path == "/generate" else 1)
+        self._answer(fault, server, handle, self._rng.choice(("reset", "reset_answer")))
 
-    def _answer(self, fault: Fault, handle: ProxiedServer, path: str, action: str, count: int) -> None:
+    def _answer(self, fault: Fault, server: Server, handle: ProxiedServer, action: str) -> None:
+        """Some requests for rollouts, or one call of a weight update, get this instead of an answer."""
+        path = self._rng.choice(("/generate", "/generate", self._rng.choice(SYNC_PATHS)))
+        count = self._rng.randint(1, 8) if path == "/generate" else 1
         fault.variant = f"{count} x {action} at {path}"
 
         def rule(asked: str) -> str:
-            if asked != path:
+            if asked != path or (path == "/generate" and server.state != "serving"):
                 return ""
             if fault.injected_s is None:
                 self._mark(fault)

@@ -36,8 +36,8 @@ The tiny task of the tests trained for {steps} steps: a Megatron actor with tens
 servers on the CPU ({cpu_count} cores, shared with other work), weights broadcast over gloo after every step,
 `max_staleness` {staleness} with {correction}, `pause` {pause}. Between everything that talks to a server and the server
 stands a small proxy. A schedule (seed {seed}) draws kind, server, moment and variant of each of {injected} faults; each
-begins only when both servers serve, so a server is always left. Deadlines are short: 15 s for a request, 20 s without a
-token, 25 s for a call of a weight update.
+begins only when both servers serve, so a server is always left. Deadlines are short: 20 s for a request, 30 s without a
+token, 60 s for a call of a weight update.
 
 A fault counts as noticed when the engine did something about it: gave the server up, or made the request or call again.
 One that kills or stops must end in a server given up. It counts as recovered when both servers serve again with the
