@@ -68,7 +68,7 @@ def configuration(arguments: argparse.Namespace, directory: Path) -> Path:
         "start_timeout_s": 300.0,
         "request_timeout_s": 20.0,
         "stall_timeout_s": 30.0,
-        "sync_timeout_s": 60.0,  # 25 s were not enough once, when other work starved the machine: both servers were gone
+        "sync_timeout_s": 60.0,  # once 25 s were not enough: other work starved both servers, and none was left
         "max_restarts": 1000,
     }
     changes: dict[str, Any] = {
