@@ -131,7 +131,10 @@ class WeightUpdate:
             return await server.client.post(path, body, timeout_s=self._options.sync_timeout_s)
 
     async def _pause(self, server: Server) -> None:
-        await self._post(server, "/pause_generation", {"mode": self._options.pause})
+        # Where nothing runs the modes differ in one thing: only in "abort" does the paused scheduler wait for work; in
+        # the others it asks for work without a rest, on a core that the sender of the weights may need (0.5.23).
+        running = any(other.tokens_in_flight for other in self._fleet.servers)
+        await self._post(server, "/pause_generation", {"mode": self._options.pause if running else "abort"})
 
     async def _begin(self, server: Server) -> None:
         if self._options.sync == "disk" or not _facts(server).has_sessions:

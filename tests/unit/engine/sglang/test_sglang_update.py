@@ -77,11 +77,14 @@ def test_the_order_of_the_calls_each_on_all_servers_before_the_next(tmp_path, we
 
 
 @pytest.mark.parametrize("pause", ["retract", "in_place", "abort"])
-def test_servers_are_paused_as_configured(tmp_path, weights, pause):
+@pytest.mark.parametrize("running", [True, False])
+def test_servers_are_paused_as_configured_where_requests_run(tmp_path, weights, pause, running):
     async def scenario():
-        async with rig(tmp_path, count=1, pause=pause) as fleet:
+        async with rig(tmp_path, {}, {}, pause=pause) as fleet:
+            fleet.servers[1].tokens_in_flight = 100 if running else 0  # behind a router it may run on any server
             await fleet.engine.update_from(weights, 3)
-            assert fleet.stubs[0].said["/pause_generation"] == [{"mode": pause}]
+            for stub in fleet.stubs:
+                assert stub.said["/pause_generation"] == [{"mode": pause if running else "abort"}]
 
     run(scenario())
 
