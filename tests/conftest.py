@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 import os
+import signal
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,9 +20,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+# A shell starts background jobs with Ctrl-C ignored, and children inherit that; some tests press it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 HERE = Path(__file__).parent
-FOLDERS = ("unit", "golden", "contract", "sglang", "parallel", "e2e", "fault", "gpu")
-"""In the order in which they run: a wrong formula shows in seconds, before anything slow begins."""
+FOLDERS = ("unit", "golden", "contract", "sglang", "fault", "e2e", "parallel", "gpu")
+"""In the order in which they run: a wrong formula shows in seconds, before anything slow begins; many short files come
+last, so that two processes end at about the same time."""
 _SERVERS = "sglang"
 
 
