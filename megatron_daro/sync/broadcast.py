@@ -78,8 +78,9 @@ class BroadcastSender:
         with ThreadPoolExecutor(1, thread_name_prefix="broadcast") as thread:
             sending = thread.submit(lambda: asyncio.run(self._send_all(mailbox, plan)))
             try:
-                for bucket in flatten(noted, plan.bucket_bytes):
-                    mailbox.join()  # the bucket before is sent: together with this one there are two
+                for bucket in flatten(noted, plan.bucket_bytes, reuse=True):
+                    mailbox.join()  # the bucket before is sent: together with this one there are two, and the next
+                    # one to be filled takes its place
                     mailbox.put(bucket)
                     del bucket
             finally:

@@ -70,21 +70,24 @@ class FlatBucket:
             start = end
 
 
-def flatten(stream: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[FlatBucket]:
+def flatten(stream: Iterable[tuple[str, Tensor]], bucket_bytes: int, *, reuse: bool = False) -> Iterator[FlatBucket]:
     """Whole tensors, in order, in packed buckets of one dtype and at most `bucket_bytes`; a larger tensor has its own.
 
     Args:
         stream: (name, tensor of a float dtype, any shape, any device).
         bucket_bytes: limit of a bucket's data in bytes, at least 1.
+        reuse: the buckets take turns in two buffers, which saves the time in which the system clears new pages: when
+            a bucket is asked for, the data of the one before the last is overwritten. Else each owns its data.
 
     Returns:
-        Buckets that own their data, which lies on the device of their tensors.
+        Buckets, whose data lies on the device of their tensors.
 
     Raises:
         SyncError: bucket_bytes below 1, or a dtype that cannot be transported.
     """
     if bucket_bytes < 1:
         raise SyncError(f"bucket_bytes must be at least 1, got {bucket_bytes}.")
+    buffers = _Buffers(2 if reuse else 0)
     data, used, held = torch.empty(0, dtype=torch.uint8), 0, list[tuple[str, tuple[int, ...]]]()
     dtype_name = ""
     for name, tensor in stream:
@@ -93,13 +96,32 @@ def flatten(stream: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator
             yield _flat(held, dtype_name, data[:used])
             held = []
         if not held:
-            data = torch.empty(max(bucket_bytes, tensor.nbytes), dtype=torch.uint8, device=tensor.device)
+            del data  # or a buffer that must grow would exist twice
+            data = buffers.take(max(bucket_bytes, tensor.nbytes), tensor.device)
             used, dtype_name = 0, tensor_dtype
         data[used : used + tensor.nbytes].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
         used += tensor.nbytes
         held.append((name, tuple(tensor.shape)))
     if held:
         yield _flat(held, dtype_name, data[:used])
+
+
+class _Buffers:
+    """A fixed number of buffers that are handed out in turn; with none, new ones."""
+
+    def __init__(self, count: int) -> None:
+        self._held: list[Tensor | None] = [None] * count
+        self._rotates = count > 0
+
+    def take(self, num_bytes: int, device: torch.device) -> Tensor:
+        """A buffer of at least this size; the oldest one, if it is large enough."""
+        held = self._held.pop(0) if self._held else None
+        if held is None or held.nbytes < num_bytes or held.device != device:
+            del held  # before the larger one is made
+            held = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        if self._rotates:
+            self._held.append(held)
+        return held
 
 
 def _flat(held: list[tuple[str, tuple[int, ...]]], dtype_name: str, data: Tensor) -> FlatBucket:

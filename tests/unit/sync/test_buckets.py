@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_daro.errors import SyncError
-from megatron_daro.sync.buckets import bucketize, unbucket
+from megatron_daro.sync.buckets import bucketize, flatten, unbucket
 from megatron_daro.types import WeightBucket
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -87,3 +87,26 @@ def test_refusals():
         list(unbucket(WeightBucket((("t", (4,), "object", 0),), good.data)))
     with pytest.raises(SyncError, match="uint8"):
         list(unbucket(WeightBucket(good.entries, np.ones(16))))
+
+
+def streamed(sizes):
+    """(name, tensor) of float32, each of its own number."""
+    return [(str(i), torch.full((size,), float(i))) for i, size in enumerate(sizes)]
+
+
+@pytest.mark.parametrize("sizes", [[4] * 7, [4, 4, 9, 4, 4], [9, 4, 4, 4], [4, 20, 9, 30, 1]])
+def test_reused_buffers_hold_a_bucket_and_the_one_before_it(sizes):
+    stream, before, seen = streamed(sizes), None, []
+    for bucket in flatten(iter(stream), 16, reuse=True):
+        for held in filter(None, (before, bucket)):
+            for name, tensor in held.tensors():
+                assert torch.equal(tensor, stream[int(name)][1]), f"{name} was overwritten while it was in use"
+        seen += bucket.names
+        before = bucket
+    assert seen == [name for name, _ in stream]
+
+
+@pytest.mark.parametrize(("reuse", "places"), [(True, 2), (False, 6)])
+def test_buckets_take_turns_in_two_buffers_or_own_their_data(reuse, places):
+    buckets = list(flatten(iter(streamed([4] * 6)), 16, reuse=reuse))
+    assert len(buckets) == 6 and len({bucket.data.data_ptr() for bucket in buckets}) == places
