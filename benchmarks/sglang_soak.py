@@ -192,6 +192,11 @@ def of_kind(soak: Soak, kind: str) -> dict[str, Any]:
     return row
 
 
+def without_paths(result: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Reasons name log files; where they lay is nobody's business."""
+    return json.loads(json.dumps(result).replace(str(directory), "DIRECTORY"))
+
+
 def reason_of(text: str) -> str:
     """A fence's reason as a few words."""
     found = next((name for name, pattern in _REASONS if re.search(pattern, text)), "other")
@@ -224,7 +229,7 @@ def main() -> None:
     soak.hook()
     started = time.monotonic()
     outcome = launch.train(config)
-    result = summary(arguments, soak, outcome.status, time.monotonic() - started)
+    result = without_paths(summary(arguments, soak, outcome.status, time.monotonic() - started), directory)
     (directory / "soak.json").write_text(json.dumps(result, indent=1) + "\n")
     say(table(result))
     say(json.dumps({key: value for key, value in result.items() if key != "events"}, indent=1))
