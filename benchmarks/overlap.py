@@ -66,7 +66,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=24, help="of a step, with 8 answers each")
-    parser.add_argument("--hidden", type=int, default=160, help="size of the model: wider makes training slower")
+    parser.add_argument("--hidden", type=int, default=240, help="size of the model: wider makes training slower")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--json", action="store_true", help="also write benchmarks/results/overlap.json")
     return parser.parse_args()
