@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import sglang_servers
+import tiny_task
 import yaml
 from rich.console import Console
 from rich.table import Table
@@ -77,20 +78,8 @@ def build_task(directory: Path, hidden: int) -> None:
     for name, times in (("held_out", HELD_OUT), ("train", 1)):
         lines = [json.dumps({"problem": f"{letter}=", "answer": letter}) + "\n" for letter in _LETTERS * times]
         (directory / f"{name}.jsonl").write_text("".join(lines))
-    _save_tokenizer(directory / "base")
+    tiny_task.save_tokenizer(directory / "base", _SYMBOLS)
     _pretrain(directory / "base", hidden)
-
-
-def _save_tokenizer(directory: Path) -> None:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.WordLevel({s: i for i, s in enumerate(_SYMBOLS)}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("####|."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
-    ).save_pretrained(directory)
 
 
 def _pretrain(directory: Path, hidden: int, steps: int = 240, rows: int = 48) -> None:
@@ -293,10 +282,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="overlap_") as name:
         result = summarized(arguments, asyncio.run(measure(arguments, Path(name))))
     show(result)
-    if arguments.json:
-        sglang_servers.write_results("overlap", result)
-    if result["problems"]:
-        raise SystemExit("MISSED:\n  " + "\n  ".join(result["problems"]))
+    sglang_servers.conclude("overlap", result, write=arguments.json)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,14 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 from megatron_daro.engine.sglang.servers import LaunchOptions, LocalServer
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))  # the tiny task and the small servers of the tests serve benchmarks too
 RESULTS = Path(__file__).parent / "results"
 PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
 CPU_ARGUMENTS: dict[str, Any] = {
@@ -75,6 +77,14 @@ def save_model(directory: Path, shape: dict[str, Any], dtype: str = "float32") -
     model = AutoModelForCausalLM.from_config(Qwen2Config(**shape)).to(getattr(torch, dtype))
     model.save_pretrained(directory)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def conclude(name: str, result: dict[str, Any], *, write: bool) -> None:
+    """The end of a benchmark: writes its results if asked to; exit code 1 if it has `problems`."""
+    if write:
+        write_results(name, result)
+    if result["problems"]:
+        raise SystemExit("MISSED:\n  " + "\n  ".join(result["problems"]))
 
 
 def write_results(name: str, result: dict[str, Any]) -> Path:

@@ -16,7 +16,6 @@ import json
 import os
 import re
 import statistics
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -25,11 +24,9 @@ from typing import Any
 
 import sglang_servers
 import soak_books
+import tiny_task
 from soak_faults import KINDS, Injector, schedule
 from soak_proxy import ProxiedServer
-
-sys.path.insert(0, str(sglang_servers.ROOT / "tests"))
-import tiny_task
 
 from megatron_daro.config import resolve
 from megatron_daro.runtime import launch, sglang_group

@@ -327,10 +327,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="sglang_sync_") as name, cluster(Resources(processes=1, gpus=0)):
         result = summarized(arguments, asyncio.run(measure(arguments, Path(name))))
     show(result)
-    if arguments.json:
-        sglang_servers.write_results("sglang_sync", result)
-    if result["problems"]:
-        raise SystemExit("MISSED:\n  " + "\n  ".join(result["problems"]))
+    sglang_servers.conclude("sglang_sync", result, write=arguments.json)
 
 
 if __name__ == "__main__":

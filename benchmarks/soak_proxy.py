@@ -10,8 +10,6 @@ import asyncio
 import contextlib
 import os
 import random
-import socket
-import struct
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -19,6 +17,7 @@ from pathlib import Path
 
 import aiohttp
 from aiohttp import web
+from loopback_server import cut_off, listen, pass_on, passing_session
 
 from megatron_daro.engine.sglang import keeper
 from megatron_daro.engine.sglang.servers import ServerHandle
@@ -45,17 +44,9 @@ class Proxy:
         """Listens for this server. Returns the proxy's URL."""
         await self.close()
         self.target = target
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=aiohttp.ClientTimeout(total=None)
-        )
-        application = web.Application(client_max_size=2**30)
-        application.router.add_route("*", "/{path:.*}", self._handle)
-        # A client that gives up must be seen by the server, as without a proxy.
-        self._runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self._session = passing_session()
+        self._runner, url = await listen(self._handle, largest_body=2**30)
+        return url
 
     async def close(self) -> None:
         """Stops listening. May be called twice."""
@@ -67,6 +58,7 @@ class Proxy:
             await session.close()
 
     async def _handle(self, request: web.Request) -> web.Response:
+        assert self._session is not None
         body = await request.read()
         self.seen.append((time.monotonic(), request.path))
         action = self.rule(request.path) if self.rule else ""
@@ -75,40 +67,20 @@ class Proxy:
         if action == "500":
             return web.json_response({"error": {"message": "a fault of the soak test"}}, status=500)
         if action == "reset":
-            return _cut_off(request)
+            return cut_off(request)
         if action == "kill" and request.path != "/generate":
             self.kill()
         if action == "kill" and request.path == "/generate":
             asyncio.get_running_loop().call_later(random.uniform(0, 0.005), self.kill)
         self.active[request.path] += 1
         try:
-            answer = await self._pass_on(request, body)
+            answer = await pass_on(self._session, self.target, request, body)
         except aiohttp.ClientError:
             self.done["cut"] += 1
-            return _cut_off(request)
+            return cut_off(request)
         finally:
             self.active[request.path] -= 1
-        return _cut_off(request) if action == "reset_answer" else answer
-
-    async def _pass_on(self, request: web.Request, body: bytes) -> web.Response:
-        assert self._session is not None
-        kind = {"Content-Type": request.headers["Content-Type"]} if "Content-Type" in request.headers else {}
-        async with self._session.request(
-            request.method, self.target + request.path_qs, data=body or None, headers=kind
-        ) as answer:
-            content = await answer.read()
-            return web.Response(
-                status=answer.status, body=content, headers={"Content-Type": answer.headers.get("Content-Type", "")}
-            )
-
-
-def _cut_off(request: web.Request) -> web.Response:
-    """Ends the client's connection with a TCP reset."""
-    if request.transport is not None:
-        linger = struct.pack("ii", 1, 0)
-        request.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-        request.transport.abort()
-    return web.Response(status=500)
+        return cut_off(request) if action == "reset_answer" else answer
 
 
 class ProxiedServer:

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from aiohttp import web
+from loopback_server import listen
 
 from megatron_daro.engine.sglang.client import NEEDED_CALLS, SYNC_CALLS
 
@@ -70,13 +71,7 @@ class StubServer:
         self.url = ""
 
     async def __aenter__(self) -> StubServer:
-        application = web.Application()
-        application.router.add_route("*", "/{path:.*}", self._answer)
-        self._runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0.1)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self._runner, self.url = await listen(self._answer)
         return self
 
     async def __aexit__(self, *error: object) -> None:

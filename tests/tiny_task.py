@@ -7,6 +7,7 @@ answer d or d+1 with equal chance, so most groups have a pass rate between 0 and
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def build(directory: Path) -> TinyTask:
     task = TinyTask(directory)
     _write_problems(task.train, [f"{d}=" for d in DIGITS])
     _write_problems(directory / "held_out.jsonl", [f"{d}=" for d in DIGITS])
-    _save_tokenizer(task.model)
+    save_tokenizer(task.model, _SYMBOLS)
     _pretrain(task.model)
     task.config.write_text(yaml.safe_dump(_config(directory)))
     return task
@@ -85,11 +86,12 @@ def _write_problems(path: Path, problems: list[str]) -> None:
     path.write_text("".join(json.dumps({"problem": p, "answer": p[:-1]}) + "\n" for p in problems))
 
 
-def _save_tokenizer(directory: Path) -> None:
+def save_tokenizer(directory: Path, symbols: Sequence[str]) -> None:
+    """One token a symbol; the first three are padding, begin and end."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.WordLevel({s: i for i, s in enumerate(_SYMBOLS)}, unk_token="<pad>"))
+    tokenizer = Tokenizer(models.WordLevel({s: i for i, s in enumerate(symbols)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(f"{_MARK}|."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -110,17 +111,15 @@ class _Buffers:
     """A fixed number of buffers that are handed out in turn; with none, new ones."""
 
     def __init__(self, count: int) -> None:
-        self._held: list[Tensor | None] = [None] * count
-        self._rotates = count > 0
+        self._held: deque[Tensor | None] = deque([None] * count, maxlen=count)
 
     def take(self, num_bytes: int, device: torch.device) -> Tensor:
         """A buffer of at least this size; the oldest one, if it is large enough."""
-        held = self._held.pop(0) if self._held else None
+        held = self._held.popleft() if self._held else None
         if held is None or held.nbytes < num_bytes or held.device != device:
             del held  # before the larger one is made
             held = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        if self._rotates:
-            self._held.append(held)
+        self._held.append(held)  # with none to hold, this does nothing
         return held
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import socket
-import struct
 from collections import Counter
 from collections.abc import Callable
 
 import aiohttp
 from aiohttp import web
+from loopback_server import cut_off, listen, pass_on, passing_session
 
 Rule = Callable[[str], str]
 """Path of a request -> "" (passes), "500", "reset" (before the server sees it), "reset_answer" (after it answered)."""
@@ -23,16 +22,8 @@ class Proxy:
         self.done: Counter[str] = Counter()
 
     async def __aenter__(self) -> Proxy:
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
-        application = web.Application(client_max_size=2**26)
-        application.router.add_route("*", "/{path:.*}", self._answer)
-        # A client that gives up must be seen by the server, as without a proxy.
-        self._runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0.1)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self._session = passing_session()
+        self._runner, self.url = await listen(self._answer, largest_body=2**26)
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -46,27 +37,9 @@ class Proxy:
         if action == "500":
             return web.json_response({"error": {"message": "the proxy was told to"}}, status=500)
         if action == "reset":
-            return _cut_off(request)
+            return cut_off(request)
         try:
-            answer = await self._pass_on(request, body)
+            answer = await pass_on(self._session, self.target, request, body)
         except aiohttp.ClientError:
-            return _cut_off(request)
-        return _cut_off(request) if action == "reset_answer" else answer
-
-    async def _pass_on(self, request: web.Request, body: bytes) -> web.Response:
-        url, kind = self.target + request.path_qs, request.headers.get("Content-Type", "application/json")
-        async with self._session.request(
-            request.method, url, data=body or None, headers={"Content-Type": kind}
-        ) as answer:
-            content = await answer.read()
-            return web.Response(status=answer.status, body=content, content_type="application/json")
-
-
-def _cut_off(request: web.Request) -> web.Response:
-    """Ends the client's connection with a TCP reset."""
-    if request.transport is not None:
-        request.transport.get_extra_info("socket").setsockopt(
-            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
-        )
-        request.transport.abort()
-    return web.Response(status=500)
+            return cut_off(request)
+        return cut_off(request) if action == "reset_answer" else answer

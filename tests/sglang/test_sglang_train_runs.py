@@ -7,6 +7,7 @@ import time
 
 import psutil
 import pytest
+from books import assert_books_add_up
 from cli_runs import last_step, started
 from sglang_pool import CPU_ARGUMENTS, required_environment
 
@@ -125,12 +126,6 @@ def tells_why(text):
 
 def latest(run_dir):
     return read_metrics(run_dir)[-1]
-
-
-def assert_books_add_up(line):
-    """Every admitted group was trained, filtered, dropped, or is outstanding."""
-    parts = [line[f"rollout/groups_{name}"] for name in ("trained", "filtered", "dropped", "outstanding")]
-    assert line["rollout/groups_admitted"] == sum(parts), line
 
 
 def listeners(processes):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent / "rollout"))
 
+from books import check_books, recorded_once
 from loop_fakes import FAST, Crash, K, make_stack, resume_stack, run_stack
 
 from megatron_daro.controller import stop_on_signals
@@ -30,12 +31,6 @@ def files(run: Path) -> dict:
     """Everything in a run directory that must not depend on time, order of arrival or crashes."""
     rollouts = {step: (run / "rollouts" / f"step_{step:06d}.jsonl.zst").read_bytes() for step in recorded_steps(run)}
     return {"metrics": [comparable(line) for line in read_metrics(run)], "rollouts": rollouts}
-
-
-def check_books(run: Path) -> None:
-    for line in (line for line in read_metrics(run) if line["step"] > 0):
-        books = {key: line[f"rollout/groups_{key}"] for key in ("trained", "filtered", "dropped", "outstanding")}
-        assert line["rollout/groups_admitted"] == sum(books.values())
 
 
 def test_a_run_writes_every_step_and_its_books_add_up(tmp_path):
@@ -412,9 +407,7 @@ def test_whatever_happens_the_books_add_up_and_nothing_stale_or_twice_is_trained
     else:
         run_stack(stack)
     check_books(run)
-    recorded = [(step, group, used) for step in recorded_steps(run) for group, used in read_step(run, step)]
-    ids = [group.group_id for _, group, _ in recorded]
-    assert len(ids) == len(set(ids)), "a group is recorded with two outcomes"
+    recorded = recorded_once(run)
     counts, outcomes = stack.sampler.ledger.counts(), [used for *_, used in recorded]
     assert counts["trained"] == outcomes.count("trained")
     for step, group, used in recorded:
