@@ -155,8 +155,9 @@ class SGLangSection(Section):
     sync_dir, which trainer and servers must both see; tensor: CUDA IPC between GPUs of one host."""
     sync_dir: Path | None = None
     """Directory of the weight files of sync disk. Unset: RUN/sync."""
-    bucket_mib: int = Field(default=256, ge=1)
-    """Weights are sent in buckets of at most this many MiB, or one larger tensor; the sender holds two. >= 1."""
+    bucket_mib: int | None = Field(default=None, ge=1)
+    """Weights are sent in buckets of at most this many MiB, or one larger tensor; the sender holds two. Unset: 64 to
+    servers on a CPU, else 256. >= 1."""
     pause: Literal["retract", "in_place", "abort"] = "retract"
     """Requests that run while weights change. retract: go on under the new weights with their cache computed anew;
     in_place: go on with the old cache; abort: end, and are requested again."""

@@ -179,12 +179,11 @@ def merge(rule: TensorRule, shards: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def _merge_vocab(rule: TensorRule, shards: Sequence[Tensor]) -> list[Tensor]:
-    whole = shards[0] if len(shards) == 1 else torch.cat(tuple(shards))
-    return [whole[: rule.hf_shapes[0][0]].contiguous()]
+    return [_joined(shards)[: rule.hf_shapes[0][0]].contiguous()]
 
 
 def _merge_qkv(rule: TensorRule, shards: Sequence[Tensor]) -> list[Tensor]:
-    whole = torch.cat(tuple(shards))
+    whole = _joined(shards)
     grouped = whole.view(rule.groups, -1, *whole.shape[1:])
     sizes = [dims[0] // rule.groups for dims in rule.hf_shapes]
     return [part.reshape(dims) for part, dims in zip(grouped.split(sizes, dim=1), rule.hf_shapes, strict=True)]
@@ -192,12 +191,17 @@ def _merge_qkv(rule: TensorRule, shards: Sequence[Tensor]) -> list[Tensor]:
 
 def _merge_gate_up(rule: TensorRule, shards: Sequence[Tensor]) -> list[Tensor]:
     halves = [piece.chunk(2) for piece in shards]
-    return [torch.cat([half[i] for half in halves]) for i in range(2)]
+    return [_joined([half[i] for half in halves]) for i in range(2)]
+
+
+def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """All parts as one contiguous tensor; a single one is not copied."""
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(tuple(parts), dim=dim)
 
 
 _MERGE: Mapping[Kind, Callable[[TensorRule, Sequence[Tensor]], list[Tensor]]] = {
     "copy": lambda rule, shards: [shards[0].contiguous()],
-    "columns": lambda rule, shards: [torch.cat(tuple(shards), dim=1)],
+    "columns": lambda rule, shards: [_joined(shards, dim=1)],
     "vocab": _merge_vocab,
     "qkv": _merge_qkv,
     "gate_up": _merge_gate_up,

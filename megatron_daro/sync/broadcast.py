@@ -215,6 +215,6 @@ def _noted(stream: Iterable[tuple[str, Tensor]], checksums: dict[str, tuple[str,
     for name, tensor in stream:
         if is_hashed(name):
             data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            digest = hashlib.sha256(data.tobytes()).hexdigest()[:16]
+            digest = hashlib.sha256(data.data).hexdigest()[:16]
             checksums[name] = (str(tensor.dtype).removeprefix("torch."), digest)
         yield name, tensor

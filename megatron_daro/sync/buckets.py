@@ -75,10 +75,11 @@ def flatten(stream: Iterable[tuple[str, Tensor]], bucket_bytes: int, *, reuse: b
     """Whole tensors, in order, in packed buckets of one dtype and at most `bucket_bytes`; a larger tensor has its own.
 
     Args:
-        stream: (name, tensor of a float dtype, any shape, any device).
+        stream: (name, tensor of a float dtype, any shape, any device). A larger tensor is not copied: the stream must
+            leave it as it is for as long as the bucket is in use.
         bucket_bytes: limit of a bucket's data in bytes, at least 1.
         reuse: the buckets take turns in two buffers, which saves the time in which the system clears new pages: when
-            a bucket is asked for, the data of the one before the last is overwritten. Else each owns its data.
+            a bucket is asked for, the data of the one before the last is overwritten. Else each has its own.
 
     Returns:
         Buckets, whose data lies on the device of their tensors.
@@ -88,20 +89,21 @@ def flatten(stream: Iterable[tuple[str, Tensor]], bucket_bytes: int, *, reuse: b
     """
     if bucket_bytes < 1:
         raise SyncError(f"bucket_bytes must be at least 1, got {bucket_bytes}.")
-    buffers = _Buffers(2 if reuse else 0)
+    buffers = _Buffers(bucket_bytes, 2 if reuse else 0)
     data, used, held = torch.empty(0, dtype=torch.uint8), 0, list[tuple[str, tuple[int, ...]]]()
     dtype_name = ""
     for name, tensor in stream:
-        tensor_dtype = _dtype_name(name, tensor)
-        if held and (tensor_dtype != dtype_name or used + tensor.nbytes > bucket_bytes):
+        tensor_dtype, bytes_B = _dtype_name(name, tensor), _bytes(tensor)
+        if held and (tensor_dtype != dtype_name or used + len(bytes_B) > bucket_bytes):
             yield _flat(held, dtype_name, data[:used])
             held = []
+        if len(bytes_B) > bucket_bytes:
+            yield _flat([(name, tuple(tensor.shape))], tensor_dtype, bytes_B)
+            continue
         if not held:
-            del data  # or a buffer that must grow would exist twice
-            data = buffers.take(max(bucket_bytes, tensor.nbytes), tensor.device)
-            used, dtype_name = 0, tensor_dtype
-        data[used : used + tensor.nbytes].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
-        used += tensor.nbytes
+            data, used, dtype_name = buffers.take(tensor.device), 0, tensor_dtype
+        data[used : used + len(bytes_B)].copy_(bytes_B)
+        used += len(bytes_B)
         held.append((name, tuple(tensor.shape)))
     if held:
         yield _flat(held, dtype_name, data[:used])
@@ -110,17 +112,22 @@ def flatten(stream: Iterable[tuple[str, Tensor]], bucket_bytes: int, *, reuse: b
 class _Buffers:
     """A fixed number of buffers that are handed out in turn; with none, new ones."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, num_bytes: int, count: int) -> None:
+        self._num_bytes = num_bytes
         self._held: deque[Tensor | None] = deque([None] * count, maxlen=count)
 
-    def take(self, num_bytes: int, device: torch.device) -> Tensor:
-        """A buffer of at least this size; the oldest one, if it is large enough."""
+    def take(self, device: torch.device) -> Tensor:
+        """The oldest buffer."""
         held = self._held.popleft() if self._held else None
-        if held is None or held.nbytes < num_bytes or held.device != device:
-            del held  # before the larger one is made
-            held = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        if held is None or held.device != device:
+            held = torch.empty(self._num_bytes, dtype=torch.uint8, device=device)
         self._held.append(held)  # with none to hold, this does nothing
         return held
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """uint8 [bytes]: the same memory, unless it is not contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _flat(held: list[tuple[str, tuple[int, ...]]], dtype_name: str, data: Tensor) -> FlatBucket:

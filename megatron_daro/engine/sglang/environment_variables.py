@@ -34,6 +34,13 @@ _ADDED = {
     "PYTHONUNBUFFERED": "1",  # The end of the log is there when the process died.
     "PYTHONSAFEPATH": "1",  # A folder called `torch` in the working directory is no module. Python 3.11 and newer.
 }
+CPU_SERVER = {
+    # The C library keeps freed memory for the next bucket of weights; else the system clears every page of every bucket
+    # anew, which takes longer than to send it.
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**40),
+}
+"""Added for a server that runs on a CPU."""
 
 
 def is_loopback(host: str) -> bool:

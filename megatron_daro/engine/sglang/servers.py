@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from megatron_daro.engine.sglang.arguments import router_command, server_command
 from megatron_daro.engine.sglang.client import SGLangClient
+from megatron_daro.engine.sglang.environment_variables import CPU_SERVER
 from megatron_daro.engine.sglang.ports import Reservation, reserve_port
 from megatron_daro.engine.sglang.process import ManagedProcess
 from megatron_daro.errors import EngineError
@@ -104,7 +105,8 @@ class ServerProcess:
             seed=options.seed,
             arguments=options.arguments,
         )
-        self._process = _process(command, self._host, options.env, options.log_path, options.python)
+        env = {**(CPU_SERVER if options.arguments.get("device") == "cpu" else {}), **options.env}
+        self._process = _process(command, self._host, env, options.log_path, options.python)
         self._process.start()
         return f"http://{self._host}:{port}"
 

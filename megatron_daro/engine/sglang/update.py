@@ -26,6 +26,8 @@ from megatron_daro.types import Rollout
 
 _TRIES = 3
 _ALIVE_S = 5.0
+# Unless set. On a CPU small ones are fast, whose memory is used again at once; elsewhere each costs a round trip.
+CPU_BUCKET_MIB, GPU_BUCKET_MIB = 64, 256
 _FLUSHES, _FLUSH_PAUSE_S = 20, 0.25
 # Answers of one server to the probe; enough tokens that weights of another step show, few enough to cost nothing.
 PROBE_TOKENS = 16
@@ -185,13 +187,17 @@ class WeightUpdate:
             targets.append(Target(server.name, server.url, offset, ranks))
             offset += ranks
         hashed = self._options.verify and any(_hashes_alike(server) for server in servers)
-        bucket_bytes = self._options.bucket_mib * 2**20
+        bucket_bytes = self._bucket_bytes(servers)
         return BroadcastPlan(tuple(targets), bucket_bytes, self._options.sync_timeout_s, checksums=hashed)
+
+    def _bucket_bytes(self, servers: Sequence[Server]) -> int:
+        on_cpu = all(_facts(server).device == "cpu" for server in servers)
+        return (self._options.bucket_mib or (CPU_BUCKET_MIB if on_cpu else GPU_BUCKET_MIB)) * 2**20
 
     async def _send_files(self, servers: Sequence[Server], source: WeightSource, version: int) -> SendReport:
         """Sync by disk: written once, read by all. Files before the last are removed."""
         directory = self._sync_dir / f"version_{version:06d}-{next(self._files)}"
-        report = await source.write(directory, self._options.bucket_mib * 2**20)
+        report = await source.write(directory, self._bucket_bytes(servers))
         self._written.append(directory)
         body = {"model_path": str(directory.absolute()), "flush_cache": False}
         await self._phase(

@@ -197,3 +197,13 @@ def test_refuses_what_does_not_fit():
         merge(qkv, [torch.zeros(3, 16), torch.zeros(3, 16)])
     with pytest.raises(ModelError, match="no shards"):
         merge(qkv, [])
+
+
+def test_whole_shards_are_merged_without_copying_but_where_rows_move():
+    shape = model_shape(layers=1)
+    tensors = random_tensors(shape, torch.float32)
+    for rule in hf_to_megatron(shape):
+        only = shard(rule, tensors, 0, 1)
+        place = only.untyped_storage().data_ptr()
+        shared = all(whole.untyped_storage().data_ptr() == place for whole in merge(rule, [only]).values())
+        assert shared or rule.kind == "qkv", rule.megatron_name

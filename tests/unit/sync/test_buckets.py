@@ -110,3 +110,19 @@ def test_reused_buffers_hold_a_bucket_and_the_one_before_it(sizes):
 def test_buckets_take_turns_in_two_buffers_or_own_their_data(reuse, places):
     buckets = list(flatten(iter(streamed([4] * 6)), 16, reuse=reuse))
     assert len(buckets) == 6 and len({bucket.data.data_ptr() for bucket in buckets}) == places
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+def test_a_tensor_larger_than_a_bucket_is_not_copied(reuse):
+    stream = streamed([2, 9, 3])
+    buckets = list(flatten(iter(stream), 16, reuse=reuse))
+    assert [bucket.names for bucket in buckets] == [("0",), ("1",), ("2",)]
+    places = [(bucket.data.data_ptr(), tensor.data_ptr()) for bucket, (_, tensor) in zip(buckets, stream, strict=True)]
+    assert [mine == theirs for mine, theirs in places] == [False, True, False]
+
+
+def test_a_larger_tensor_that_is_not_contiguous_is_sent_row_by_row():
+    turned = torch.arange(20.0).view(4, 5).T
+    (bucket,) = flatten(iter([("w", turned)]), 16)
+    ((name, tensor),) = bucket.tensors()
+    assert name == "w" and torch.equal(tensor, turned) and bucket.data.nbytes == 80

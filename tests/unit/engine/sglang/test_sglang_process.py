@@ -14,6 +14,7 @@ from sglang_process_trees import SLEEP, alive, eventually, python, read_pids, st
 
 from megatron_daro.engine.sglang.environment_variables import is_loopback, server_environment
 from megatron_daro.engine.sglang.process import ManagedProcess
+from megatron_daro.engine.sglang.servers import LaunchOptions, ServerProcess
 from megatron_daro.errors import EngineError
 
 PYTHON = Path(sys.executable)
@@ -244,6 +245,30 @@ def test_gloo_uses_the_loopback_interface_only_for_loopback_hosts(host, loopback
     found = server_environment({}, host=host, python=Path("/p/python"), inherited=TRAINER)
     assert ("GLOO_SOCKET_IFNAME" in found) is loopback
     assert host in found["NO_PROXY"].split(",")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "kept"),
+    [({"device": "cpu"}, {}, "0"), ({"device": "cpu"}, {"MALLOC_MMAP_MAX_": "9"}, "9"), ({}, {}, None)],
+    ids=["cpu", "the user's wins", "gpu"],
+)
+def test_a_server_on_a_cpu_keeps_the_memory_of_buckets(tmp_path, arguments, env, kept):
+    (tmp_path / "config.json").write_text("{}")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\ncase "$1$2" in -msglang.launch_server) exec env;; esac\nexec {PYTHON} "$@"\n')
+    python.chmod(0o755)
+    options = LaunchOptions(
+        python=python, model_path=tmp_path, tensor_parallel=1, seed=0, arguments=arguments, env=env,
+        log_path=tmp_path / "log",
+    )  # fmt: skip
+    server = ServerProcess(options, "127.0.0.1")
+    try:
+        server.launch()
+        eventually(server.death, "the command to end")
+    finally:
+        server.stop()
+    seen = dict(line.split("=", 1) for line in (tmp_path / "log").read_text().splitlines() if "=" in line)
+    assert seen["GLOO_SOCKET_IFNAME"] == "lo" and seen.get("MALLOC_MMAP_MAX_") == kept
 
 
 def test_the_command_really_gets_this_environment(managed, monkeypatch):

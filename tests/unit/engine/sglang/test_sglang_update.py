@@ -78,6 +78,18 @@ def test_servers_are_paused_as_configured_where_requests_run(tmp_path, weights, 
     run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("device", "given", "mib"), [("cpu", None, 64), ("cuda", None, 256), ("cuda", 7, 7)], ids=["cpu", "gpu", "as given"]
+)
+def test_buckets_are_smaller_to_servers_on_a_cpu(tmp_path, weights, device, given, mib):
+    async def scenario():
+        async with rig(tmp_path, {}, {"info": {"device": device}}, bucket_mib=given) as fleet:
+            await fleet.engine.update_from(weights, 3)
+            assert [plan.bucket_bytes for plan in weights.plans] == [mib * 2**20]
+
+    run(scenario())
+
+
 def test_each_target_has_ranks_of_its_own_after_the_senders(tmp_path, weights):
     async def scenario():
         wide = {"info": {"tp_size": 2}}
