@@ -1,6 +1,6 @@
 """Sync of a 0.5-billion-parameter bf16 model to two SGLang servers against a bare broadcast of the same bytes.
 
-    OMP_NUM_THREADS=1 python benchmarks/sglang_sync.py --json                 # about 6 minutes on 2 cores, 18 GiB
+    OMP_NUM_THREADS=1 python benchmarks/sglang_sync.py --rounds 9 --json      # about 3 minutes on 2 cores, 13 GiB
     OMP_NUM_THREADS=1 python benchmarks/sglang_sync.py --tiny --rounds 2
 
 The shape is that of Qwen2 0.5B with random weights. A Megatron actor (one rank, a Ray actor, with gradients and
