@@ -118,7 +118,9 @@ fi
 stage "base model: runs/quickstart-base (about 70 s, unless it is there already)"
 "$bin/python" examples/quickstart/build_base.py
 move_aside "$run"
-stage "training: $run (engine: $engine; about 4 minutes)"
+minutes=4
+[ "$engine" = embedded ] || minutes=10
+stage "training: $run (engine: $engine; about $minutes minutes)"
 "$bin/megatron-daro" train examples/quickstart/config.yaml "${options[@]}"
 stage "report"
 report=$("$bin/megatron-daro" report "$run")
