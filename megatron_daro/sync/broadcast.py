@@ -22,13 +22,12 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_daro.errors import EngineError
-from megatron_daro.sync.buckets import FlatBucket, flatten
+from megatron_daro.sync.buckets import FlatBucket, flatten, tensor_bytes
 from megatron_daro.sync.source import BroadcastPlan, Post, SendReport, Target, is_hashed
 
 # Servers were just asked to open the update, so those that still answer join at once.
@@ -79,8 +78,7 @@ class BroadcastSender:
             sending = thread.submit(lambda: asyncio.run(self._send_all(mailbox, plan)))
             try:
                 for bucket in flatten(noted, plan.bucket_bytes, reuse=True):
-                    mailbox.join()  # the bucket before is sent: together with this one there are two, and the next
-                    # one to be filled takes its place
+                    mailbox.join()  # the bucket before is sent, and its buffer is the next one's
                     mailbox.put(bucket)
                     del bucket
             finally:
@@ -214,7 +212,6 @@ def _noted(stream: Iterable[tuple[str, Tensor]], checksums: dict[str, tuple[str,
     """Passes the stream through and writes down the checksums of some tensors, as servers compute them on a CPU."""
     for name, tensor in stream:
         if is_hashed(name):
-            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            digest = hashlib.sha256(data.data).hexdigest()[:16]
+            digest = hashlib.sha256(tensor_bytes(tensor).cpu().numpy().data).hexdigest()[:16]
             checksums[name] = (str(tensor.dtype).removeprefix("torch."), digest)
         yield name, tensor

@@ -93,7 +93,7 @@ def flatten(stream: Iterable[tuple[str, Tensor]], bucket_bytes: int, *, reuse: b
     data, used, held = torch.empty(0, dtype=torch.uint8), 0, list[tuple[str, tuple[int, ...]]]()
     dtype_name = ""
     for name, tensor in stream:
-        tensor_dtype, bytes_B = _dtype_name(name, tensor), _bytes(tensor)
+        tensor_dtype, bytes_B = _dtype_name(name, tensor), tensor_bytes(tensor)
         if held and (tensor_dtype != dtype_name or used + len(bytes_B) > bucket_bytes):
             yield _flat(held, dtype_name, data[:used])
             held = []
@@ -125,8 +125,8 @@ class _Buffers:
         return held
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    """uint8 [bytes]: the same memory, unless it is not contiguous."""
+def tensor_bytes(tensor: Tensor) -> Tensor:
+    """uint8 [bytes] on the tensor's device: the same memory, unless the tensor is not contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -183,8 +183,7 @@ class _OpenBucket:
         start = _aligned(self._used)
         self._data[self._used : start] = 0
         end = start + tensor.nbytes
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        torch.from_numpy(self._data[start:end]).copy_(flat)
+        torch.from_numpy(self._data[start:end]).copy_(tensor_bytes(tensor))
         self.entries.append((name, tuple(tensor.shape), dtype_name, start))
         self._used = end
 
