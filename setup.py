@@ -30,7 +30,6 @@ setup(
             "pytest-timeout>=2.4,<3",
             "pytest-xdist>=3.8,<4",
             "hypothesis>=6.170,<7",
-            "psutil>=6,<8",
             "ruff>=0.17,<0.18",
             "mypy>=2.4,<3",
             "pre-commit>=4,<5",

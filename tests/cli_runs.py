@@ -1,7 +1,8 @@
 """Runs of the real command line as child processes, and what they leave behind.
 
 Used by tests/e2e and tests/fault. Every process of a run carries a mark in its environment, which children inherit, so
-that also those that were adopted by init are found. Only marked processes are ever signalled.
+that also those that were adopted by init are found; one that writes a title over its environment (Ray's helpers do)
+is found as a descendant of the driver while that lives, and remembered. Only these are ever signalled.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Run:
     def __init__(self, command: Sequence[str], log: Path, extra: Mapping[str, str]) -> None:
         self._mark = uuid.uuid4().hex
         self._log = log
+        self._seen: set[psutil.Process] = set()
         log.parent.mkdir(parents=True, exist_ok=True)
         environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
         environment |= {_MARK: self._mark, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "COLUMNS": "200", **extra}
@@ -73,14 +75,21 @@ class Run:
 
     def processes(self) -> list[psutil.Process]:
         """Every living process of this run, the driver among them; zombies hold nothing and do not count."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(_MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-                continue
-        return found
+        self._seen |= {process for process in psutil.process_iter() if self._is_marked(process)} | self._descendants()
+        self._seen = {process for process in self._seen if _lives(process)}
+        return sorted(self._seen, key=lambda process: process.pid)
+
+    def _is_marked(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get(_MARK) == self._mark
+        except psutil.Error:
+            return False
+
+    def _descendants(self) -> set[psutil.Process]:
+        try:
+            return set(psutil.Process(self.driver.pid).children(recursive=True))
+        except psutil.Error:
+            return set()
 
     def named(self, title: str) -> list[psutil.Process]:
         """Those whose command line begins with `title`, such as ray::TrainWorker."""
@@ -99,14 +108,20 @@ class Run:
         os.killpg(self.driver.pid, signal.SIGINT)
 
     def finish(self, limit_s: float = RUN_LIMIT_S) -> Finished:
-        """Waits for the end of the driver."""
-        try:
-            code = self.driver.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(
+        """Waits for the end of the driver; looks every half second which processes it has."""
+        end = time.monotonic() + limit_s
+        while (code := self._ended_within(0.5)) is None:
+            self.processes()
+            assert time.monotonic() < end, (
                 f"still running after {limit_s} s:\n{self.output()[-2000:]}\n{self._stderr.read_text()[-4000:]}"
-            ) from None
+            )
         return Finished(code, self.output(), self._stderr.read_text(errors="replace"))
+
+    def _ended_within(self, seconds: float) -> int | None:
+        try:
+            return self.driver.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
 
     def left_behind(self) -> list[str]:
         """Command lines of processes that are still there GONE_WITHIN_S after the end of the driver."""
@@ -216,8 +231,15 @@ def _scalars(directory: Path) -> dict[str, Any]:
     return torch.load(directory / "common.pt", weights_only=True)
 
 
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
 def _command(process: psutil.Process) -> str:
     try:
-        return " ".join(process.cmdline())
+        return " ".join(process.cmdline()).strip()
     except psutil.NoSuchProcess:
         return ""

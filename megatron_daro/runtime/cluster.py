@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
+import psutil
 import ray
 from ray._private import ray_constants
 
@@ -25,6 +27,9 @@ _ONE_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 LOOPBACK = "127.0.0.1"
 # Linux limits the path of a socket to 107 bytes, and Ray nests its sockets deep below this directory.
 _MAX_TEMP_PATH = 40
+# If Ray's raylet is killed with the driver, its helpers (dashboard, environments) try for a minute to report that to a
+# server which is dead as well (ray/_private/process_watcher.py, Ray 2.60). This shell ends them after 3 seconds.
+_END_HELPERS = 'read -r _; sleep 3; kill -9 "$@" 2> /dev/null'
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +49,12 @@ def cluster(resources: Resources) -> Iterator[None]:
     """
     address = os.environ.get("RAY_ADDRESS")
     _prepare_environment()
-    if address:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    else:
-        _start_private(resources)
-    try:
+    with ExitStack() as stack:
+        if address:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        else:
+            stack.callback(_start_private(resources).kill)
+        stack.callback(ray.shutdown)
         available = ray.cluster_resources().get("GPU", 0)
         if available < resources.gpus:
             raise ConfigError(
@@ -56,8 +62,6 @@ def cluster(resources: Resources) -> Iterator[None]:
                 "Lower actor.*_parallel or engine.replicas, or start more nodes"
             )
         yield
-    finally:
-        ray.shutdown()
 
 
 def _prepare_environment() -> None:
@@ -68,20 +72,56 @@ def _prepare_environment() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-def _start_private(resources: Resources) -> None:
-    """A cluster of this machine; as many logical CPUs as the run has processes, so that each gets a place."""
+def _start_private(resources: Resources) -> subprocess.Popen[bytes]:
+    """A cluster of this machine; as many logical CPUs as the run has processes, so that each gets a place.
+
+    Returns:
+        What ends the helpers if this process is killed; to be killed when the cluster was shut down in order.
+    """
     os.environ.update(_ONE_MACHINE)  # for Ray's processes; this one has read it when it imported ray
     ray_constants.ENABLE_RAY_CLUSTER = False
-    ray.init(
-        address="local",
-        num_cpus=resources.processes,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        _node_ip_address=LOOPBACK,
-        _temp_dir=_short_temp_dir(),
-        object_store_memory=_object_store_bytes(),
-    )
+    try:
+        ray.init(
+            address="local",
+            num_cpus=resources.processes,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _node_ip_address=LOOPBACK,
+            _temp_dir=_short_temp_dir(),
+            object_store_memory=_object_store_bytes(),
+        )
+    except BaseException:  # Ctrl-C during the start as well
+        _kill_raylets()
+        raise
+    return _end_helpers_after_this_process()
+
+
+def _raylets() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if child.name() == "raylet"]
+
+
+def _kill_raylets() -> None:
+    """Kill what this process has started of a cluster, helpers included; Ray kills the rest when Python exits."""
+    for raylet in _raylets():
+        with suppress(psutil.NoSuchProcess):
+            raylet.suspend()  # so that it starts nothing more
+            for helper in raylet.children():
+                _kill(helper)
+            _kill(raylet)
+
+
+def _kill(process: psutil.Process) -> None:
+    with suppress(psutil.NoSuchProcess):
+        process.kill()
+
+
+def _end_helpers_after_this_process() -> subprocess.Popen[bytes]:
+    """A shell that kills the children of this process's raylet soon after this process has ended."""
+    pids = [str(child.pid) for raylet in _raylets() for child in raylet.children()]
+    command = ["/bin/sh", "-c", _END_HELPERS, "megatron-daro-ray-helpers", *pids]
+    # Its input ends with this process. A session of its own keeps Ctrl-C and the signals of a job away from it.
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
 
 
 def _short_temp_dir() -> str | None:
