@@ -80,6 +80,7 @@ class Sampler:
         self._carry: tuple[Group, ...] = ()
         self._partial: tuple[PartialGroup, ...] = ()
         self._empty_batches = 0
+        self._short_batches = 0
         deadlines = deadlines or Deadlines()
         self._intake = Intake(
             self.ledger,
@@ -182,17 +183,20 @@ class Sampler:
         draft.drop(group.finished for group in groups)
 
     async def _fill(self, draft: Draft) -> None:
-        """Fills the batch up; says so where it stays short."""
+        """Fills the batch up; the 1st, 2nd, 4th, 8th... batch of this process that stays short is announced."""
         if self._finish_early:
             self._partial = await self._early.fill(draft, self._partial)
         else:
             await self._rounds.fill(draft)
         target = self._section.prompts_per_step
         if 0 < len(draft.kept) < target:
-            self._notices.notice(
-                f"batch has {len(draft.kept)} of {target} groups after {draft.rounds} rounds of prompts "
-                f"({draft.why_empty()}); going on with these"
-            )
+            self._short_batches += 1
+            if self._short_batches.bit_count() == 1:
+                self._notices.notice(
+                    f"batch has {len(draft.kept)} of {target} groups after {draft.rounds} rounds of prompts "
+                    f"({draft.why_empty()}); going on with these. Short batches so far: {self._short_batches}; "
+                    f"said again at {2 * self._short_batches}"
+                )
 
     def _complete(self, draft: Draft, seconds: float, response_tokens: int) -> SampledBatch:
         """Splits off the surplus and takes the snapshot."""

@@ -122,6 +122,15 @@ def test_refills_are_bounded_and_a_short_batch_is_said(rounds):
     assert [m for m in parts.progress.messages if f"batch has {len(batch.groups)} of 40 groups" in m]
 
 
+def test_short_batches_are_announced_ever_more_rarely():
+    parts = setup(rollout={"prompts_per_step": 40, "oversampling": 1.0, "max_refill_rounds": 0})
+    for _ in range(9):
+        batch = sample(parts)
+        assert 0 < len(batch.groups) < 40
+    said = [m.partition("Short batches so far: ")[2] for m in parts.progress.messages if "batch has" in m]
+    assert said == ["1; said again at 2", "2; said again at 4", "4; said again at 8", "8; said again at 16"]
+
+
 def test_a_full_batch_asks_no_further():
     parts = setup(rollout={"max_refill_rounds": 50})
     batch = sample(parts)
