@@ -220,7 +220,7 @@ def test_a_server_that_runs_already_comes_back_from_an_update_that_failed(tmp_pa
 def test_a_server_that_cannot_take_the_weights_when_it_comes_back_is_fenced_again(tmp_path):
     async def scenario():
         weights = Weights(2)
-        async with managed(tmp_path, updated=weights, sync="disk") as fleet:
+        async with managed(tmp_path, updated=weights, sync="disk", max_restarts=1000) as fleet:  # three take 10 ms
             handle = handles_of(fleet)[0]
             weights.broken = SyncError("no space left")
             handle.dead = "gone"
