@@ -233,12 +233,12 @@ def test_updated_weights_are_used_and_stamped(start, models):
 
 
 def test_an_update_during_generation_never_mixes_versions_within_a_span(start, models):
-    wanted = [group(i, count=8, max_new_tokens=60, stop_token_ids=()) for i in range(6)]
+    wanted = [group(i, max_new_tokens=400, stop_token_ids=()) for i in range(4)]
 
     async def scenario():
         async with start(models[0][0]) as engine:
             task = asyncio.create_task(collect(engine, wanted))
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.2)  # after the first tokens, long before the last
             await engine.update_weights(buckets_of(models[1][1]), version=1)
             return await task
 
