@@ -111,7 +111,7 @@ class Run:
         """Waits for the end of the driver; looks every half second which processes it has."""
         end = time.monotonic() + limit_s
         while (code := self._ended_within(0.5)) is None:
-            self.processes()
+            self._seen |= self._descendants()
             assert time.monotonic() < end, (
                 f"still running after {limit_s} s:\n{self.output()[-2000:]}\n{self._stderr.read_text()[-4000:]}"
             )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import psutil
 import ray
 from ray._private import ray_constants
 
+from megatron_daro.engine.sglang.keeper import descendants, signal_all
 from megatron_daro.errors import ConfigError
 
 # Ray (2.60) binds its servers to loopback only where a node's address is 127.0.0.1 itself, and replaces that address by
@@ -106,14 +108,7 @@ def _kill_raylets() -> None:
     for raylet in _raylets():
         with suppress(psutil.NoSuchProcess):
             raylet.suspend()  # so that it starts nothing more
-            for helper in raylet.children():
-                _kill(helper)
-            _kill(raylet)
-
-
-def _kill(process: psutil.Process) -> None:
-    with suppress(psutil.NoSuchProcess):
-        process.kill()
+            signal_all([*descendants(raylet.pid), raylet.pid], signal.SIGKILL)
 
 
 def _end_helpers_after_this_process() -> subprocess.Popen[bytes]:
