@@ -16,14 +16,13 @@ from typing import Any, Literal
 import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
-PlainValue = str | int | float | bool | None
-"""What a setting or a field of a record can be, written to JSON or YAML."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One problem. Either `text` (plain template) or `messages` (chat template) is set.
 
+    `answer` is the gold answer; each of `alternatives` counts as right too.
     `tokens` are the token ids the engine receives, after the template was applied. `category` is a label by which
     evaluation also reports (a difficulty, a subject); empty where the data has none.
     """
@@ -35,6 +34,12 @@ class Prompt:
     messages: tuple[Mapping[str, str], ...] | None = None
     tokens: tuple[int, ...] = ()
     category: str = ""
+    alternatives: tuple[str, ...] = ()
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """Every gold answer; one of them is enough."""
+        return (self.answer, *self.alternatives)
 
 
 @dataclass(frozen=True, slots=True)

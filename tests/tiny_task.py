@@ -17,7 +17,7 @@ import yaml
 K = 4
 DIGITS = "0123456789"
 _MARK = "####"
-_SYMBOLS = ["<pad>", "<bos>", "<eos>", *DIGITS, "=", _MARK]
+SYMBOLS = ["<pad>", "<bos>", "<eos>", *DIGITS, "=", _MARK]
 END = 2
 
 
@@ -53,7 +53,7 @@ def build(directory: Path) -> TinyTask:
     task = TinyTask(directory)
     _write_problems(task.train, [f"{d}=" for d in DIGITS])
     _write_problems(directory / "held_out.jsonl", [f"{d}=" for d in DIGITS])
-    save_tokenizer(task.model, _SYMBOLS)
+    save_tokenizer(task.model, SYMBOLS)
     _pretrain(task.model)
     task.config.write_text(yaml.safe_dump(_config(directory)))
     return task
@@ -108,11 +108,11 @@ def _pretrain(directory: Path, steps: int = 150) -> None:
     torch.set_num_threads(1)
     config = Qwen2Config(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
-        vocab_size=len(_SYMBOLS), max_position_embeddings=32, tie_word_embeddings=False,
+        vocab_size=len(SYMBOLS), max_position_embeddings=32, tie_word_embeddings=False,
         eos_token_id=END, bos_token_id=1, pad_token_id=0,
     )  # fmt: skip
     model = Qwen2ForCausalLM(config)
-    symbol = {s: i for i, s in enumerate(_SYMBOLS)}
+    symbol = {s: i for i, s in enumerate(SYMBOLS)}
     rows = [
         [symbol[d], symbol["="], symbol[_MARK], symbol[DIGITS[(int(d) + shift) % 10]], END]
         for d in DIGITS

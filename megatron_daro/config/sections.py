@@ -48,6 +48,9 @@ class EvalSet(Section):
     """Sampling temperature; 0: greedy."""
     max_prompts: int | None = Field(default=None, ge=1)
     """Only the first so many problems. Unset: all."""
+    drop_unusable: bool = False
+    """Leave out rows without problem or answer and prompts that are too long, and score the rest. Off: one such row is
+    an error, since the accuracy would be that of another set."""
 
 
 class DataSection(Section):

@@ -1,6 +1,7 @@
 """Data: prompts and their cursor in front of the engine; batches, their split and their packing in front of the actor.
 
-prompts, formats     files -> list of Prompt and a LoadReport
+containers, formats  files -> rows -> problem and gold answers of each
+prompts              rows -> list of Prompt and a LoadReport
 contamination        exact matches between training and evaluation problems
 tokenizer, template  Prompt text -> token ids
 cursor               endless, resumable order of prompts

@@ -129,6 +129,6 @@ class PromptSource:
 def _fingerprint(prompts: Sequence[Prompt]) -> str:
     digest = hashlib.sha256()
     for prompt in prompts:
-        record = repr((prompt.id, prompt.answer, prompt.tokens))
+        record = repr((prompt.id, prompt.answer, prompt.tokens, *prompt.alternatives))
         digest.update(f"{len(record)}:{record}".encode("utf-8", "surrogatepass"))
     return digest.hexdigest()[:32]

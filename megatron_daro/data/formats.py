@@ -1,10 +1,10 @@
-r"""File formats: rows of a problem file, and the problem and the gold answer in each.
+r"""File formats: the problem and the gold answers in a row of a problem file.
 
-Place in the data flow: a file -> (row number, row) -> ParsedRow -> prompts.
-Containers are recognised by content: Parquet, a JSON array, or JSON lines. Layouts are recognised by their fields: DAPO
-(`prompt` is a list of chat messages, gold in `reward_model.ground_truth`), GSM8K (gold after `####`), and plain rows
-(`problem` or `question`; gold in `answer`, `final_answer`, `ground_truth`, or the last \boxed{} of `solution`).
-Refuses whole files that are missing, empty or torn (DataError). A single bad row is a RowProblem: the caller counts it.
+Place in the data flow: a row of containers -> ParsedRow -> prompts.
+Layouts are recognised by their fields: DAPO (`prompt` is a list of chat messages, gold in `reward_model.ground_truth`),
+GSM8K (gold after `####`), and plain rows (`problem`, `question`, `prompt` or `messages`; gold in `answer`,
+`final_answer`, `ground_truth`, or the last \boxed{} of `solution`). A gold may be a list of alternatives.
+A row that cannot be used is a RowProblem: the caller counts it.
 """
 
 from __future__ import annotations
@@ -14,32 +14,25 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, get_args
+from decimal import Decimal, InvalidOperation
+from typing import Any
 
-from megatron_daro.errors import DataError
+from megatron_daro.data.containers import DataFormat, RowProblem, WrittenNumber
 
-DataFormat = Literal["auto", "jsonl", "parquet", "gsm8k", "dapo"]
-
-PROBLEM_FIELDS = ("problem", "question", "prompt")
+PROBLEM_FIELDS = ("problem", "question", "prompt", "messages")
 CATEGORY_FIELDS = ("category", "difficulty", "level")
 ANSWER_FIELDS = ("answer", "final_answer", "reward_model.ground_truth", "ground_truth", "solution")
 _SEPARATED_NUMBER = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-
-@dataclass(frozen=True, slots=True)
-class RowProblem:
-    """Why a row cannot be used, in a few words that are the same for all rows of that kind."""
-
-    reason: str
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
+_MOST_ALTERNATIVES = 64
+_EXACT_AS_FLOAT = 2**53
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedRow:
-    """A usable row: `text` or `messages`, the gold answer, and the row's own source and category if it has them."""
+    """A usable row: `text` or `messages`, the gold answers (each is right), the row's own source and category."""
 
-    answer: str
+    answers: tuple[str, ...]
     text: str | None = None
     messages: tuple[Mapping[str, str], ...] | None = None
     source: str | None = None
@@ -48,32 +41,6 @@ class ParsedRow:
 
 class _UnusableRowError(Exception):
     """Carries a RowProblem's reason out of the field readers; never leaves this module."""
-
-
-def read_rows(path: Path, data_format: DataFormat = "auto") -> Iterator[tuple[int, Any]]:
-    """The rows of a file, one at a time.
-
-    Args:
-        path: a Parquet file, a JSON array of objects, or one JSON object per line.
-        data_format: "jsonl" and "parquet" insist on that container; the others take whichever it is.
-
-    Yields:
-        (number, row): the line number of JSON lines, else the row number, from 1; a RowProblem where a line is not
-        JSON.
-
-    Raises:
-        DataError: the file is missing, empty, torn, or not of the container asked for.
-    """
-    if data_format not in get_args(DataFormat):
-        raise DataError(f"format: got {data_format!r}, allowed are {', '.join(get_args(DataFormat))}")
-    head = _head(path)
-    container = "parquet" if head.startswith(b"PAR1") else "array" if head.lstrip().startswith(b"[") else "lines"
-    if data_format == "parquet" and container != "parquet":
-        raise DataError(f"{path}: format is parquet, but the file is not a Parquet file; use format auto")
-    if data_format == "jsonl" and container == "parquet":
-        raise DataError(f"{path}: format is jsonl, but the file is a Parquet file; use format auto")
-    reader = {"parquet": _parquet_rows, "array": _array_rows, "lines": _line_rows}[container]
-    yield from reader(path)
 
 
 def parse_row(
@@ -97,18 +64,30 @@ def parse_row(
     try:
         source = row.get("data_source")
         problem = _problem(row, data_format, problem_field)
-        return ParsedRow(
-            answer=_answer(row, data_format, answer_field),
+        parsed = ParsedRow(
+            answers=_answers(row, data_format, answer_field),
             source=source if isinstance(source, str) and source else None,
             category=_category(row),
             **problem,
         )
     except _UnusableRowError as unusable:
         return RowProblem(str(unusable))
+    # JSON can write half of a character (\ud800 alone); no tokenizer and no file takes it.
+    if any(_SURROGATE.search(text) for text in _texts(parsed)):
+        return RowProblem("text that is not Unicode (a lone surrogate)")
+    return parsed
+
+
+def field_names(row: Any) -> list[str]:
+    """Names that `problem_field` and `answer_field` could have: of the row's fields, and of those in its objects."""
+    if not isinstance(row, Mapping):
+        return []
+    inner = [f"{name}.{key}" for name, value in row.items() if isinstance(value, Mapping) for key in value]
+    return [*map(str, row), *inner]
 
 
 def answer_text(value: Any) -> str | None:
-    """A gold answer as text: 27.0 is "27", a one-element list is its element.
+    """A gold answer as text: 27.0 is "27", a number of a JSON file keeps its digits, a one-element list is its element.
 
     Args:
         value: what a file holds.
@@ -121,11 +100,40 @@ def answer_text(value: Any) -> str | None:
         return answer_text(value[0])
     if isinstance(value, str):
         return value.strip() or None
+    if isinstance(value, WrittenNumber):
+        return _number_text(_decimal(value.text), value.text)
+    if isinstance(value, Decimal):
+        return _number_text(value, f"{value:f}") if value.is_finite() else None
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    if not math.isfinite(value):
+    if isinstance(value, int):
+        return str(value)
+    return _number_text(Decimal(repr(value)), repr(value)) if math.isfinite(value) else None
+
+
+def _decimal(written: str) -> Decimal | None:
+    """None for an exponent of more digits than the library takes."""
+    try:
+        return Decimal(written)
+    except InvalidOperation:
         return None
-    return str(int(value)) if value == int(value) else repr(value)
+
+
+def _number_text(value: Decimal | None, written: str) -> str:
+    """The number as it is written, but 27.0 as 27 and 0.50 as 0.5."""
+    # copy_abs and not abs, which rounds and overflows.
+    if value is not None and value.copy_abs() <= _EXACT_AS_FLOAT and value == int(value):
+        return str(int(value))
+    if "e" in written.lower() or "." not in written:
+        return written
+    return written.rstrip("0").rstrip(".")
+
+
+def _texts(parsed: ParsedRow) -> Iterator[str]:
+    """Every text of the row that goes on from here."""
+    yield from (*parsed.answers, parsed.text or "", parsed.source or "", parsed.category)
+    for message in parsed.messages or ():
+        yield from message.values()
 
 
 def last_boxed(text: str) -> str | None:
@@ -141,59 +149,6 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def _head(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            head = file.read(4096).removeprefix(_BYTE_ORDER_MARK)
-    except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read ({error.strerror}); check the path in data.train or data.eval"
-        ) from error
-    if not head.strip():
-        raise DataError(f"{path}: the file is empty; give a file with at least one problem")
-    return head
-
-
-def _line_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if number == 1:
-                line = line.removeprefix(_BYTE_ORDER_MARK)
-            if not line.strip():
-                continue
-            try:
-                yield number, json.loads(line.decode("utf-8"))
-            except UnicodeDecodeError:
-                yield number, RowProblem("line is not UTF-8 text")
-            except (ValueError, RecursionError):
-                yield number, RowProblem("line is not JSON")
-
-
-def _array_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    try:
-        rows = json.loads(path.read_bytes().removeprefix(_BYTE_ORDER_MARK).decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{path}: starts like a JSON array, but is torn or not JSON ({error}); repair the file"
-        ) from error
-    yield from enumerate(rows, start=1)
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    number = 0
-    try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield number, row
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: torn Parquet file after row {number} ({error}); fetch the file again") from error
-
-
 def _field(row: Mapping[str, Any], dotted: str) -> Any:
     if dotted in row:
         return row[dotted]
@@ -206,21 +161,43 @@ def _field(row: Mapping[str, Any], dotted: str) -> Any:
 
 
 def _first_field(row: Mapping[str, Any], names: Sequence[str]) -> tuple[str, Any]:
-    return next(((name, _field(row, name)) for name in names if _field(row, name) is not None), ("", None))
+    """The first field that says something; an empty `answer` beside a `solution` says nothing."""
+    return next(((name, _field(row, name)) for name in names if not _is_blank(_field(row, name))), ("", None))
+
+
+def _is_blank(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and not value.strip()) or value == []
 
 
 def _problem(row: Mapping[str, Any], data_format: DataFormat, field: str | None) -> dict[str, Any]:
     default = {"gsm8k": ("question",), "dapo": ("prompt",)}.get(data_format, PROBLEM_FIELDS)
-    _, value = _first_field(row, (field,) if field else default)
+    names = (field,) if field else default
+    _, value = _first_field(row, names)
     if value is None:
-        raise _UnusableRowError(f"no problem (field {field or ' or '.join(default)})")
+        found = [_field(row, name) for name in names]
+        if [] in found:
+            raise _UnusableRowError("the chat does not end with a user message")
+        missing = all(one is None for one in found)
+        raise _UnusableRowError(f"no problem (field {' or '.join(names)})" if missing else "problem is empty")
+    if isinstance(value, str):
+        value = _chat_in_text(value) or value
     if isinstance(value, list):
         return {"messages": _messages(value)}
     if not isinstance(value, str):
         raise _UnusableRowError("problem is not text")
-    if not value.strip():
-        raise _UnusableRowError("problem is empty")
     return {"text": value}
+
+
+def _chat_in_text(text: str) -> list[Any] | None:
+    """The chat that a text is, where all of it is a JSON array of messages; files without lists keep chats so."""
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    is_chat = isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m for m in value)
+    return value if is_chat else None
 
 
 def _messages(value: list[Any]) -> tuple[Mapping[str, str], ...]:
@@ -236,18 +213,26 @@ def _messages(value: list[Any]) -> tuple[Mapping[str, str], ...]:
     return tuple(messages)
 
 
-def _answer(row: Mapping[str, Any], data_format: DataFormat, field: str | None) -> str:
+def _answers(row: Mapping[str, Any], data_format: DataFormat, field: str | None) -> tuple[str, ...]:
+    """The gold and its alternatives, each once, in the file's order."""
     default = {"gsm8k": ("answer",), "dapo": ("reward_model.ground_truth",)}.get(data_format, ANSWER_FIELDS)
     name, value = _first_field(row, (field,) if field else default)
-    if value is None or value == "" or value == []:
+    alternatives = [one for one in value if not _is_blank(one)] if isinstance(value, list) else [value]
+    if value is None or not alternatives:
         raise _UnusableRowError("no answer")
+    if len(alternatives) > _MOST_ALTERNATIVES:
+        raise _UnusableRowError(f"answer is a list of more than {_MOST_ALTERNATIVES}")
+    return tuple(dict.fromkeys(_answer(one, name, data_format) for one in alternatives))
+
+
+def _answer(value: Any, name: str, data_format: DataFormat) -> str:
     if name == "solution":
         value = last_boxed(value) if isinstance(value, str) else None
         if value is None:
             raise _UnusableRowError(r"no answer (no \boxed{} in the solution)")
     text = answer_text(value)
     if text is None:
-        raise _UnusableRowError("no answer" if isinstance(value, str) else f"answer is not text ({_kind(value)})")
+        raise _UnusableRowError(f"answer is not text ({_kind(value)})")
     if data_format == "gsm8k" and "####" not in text:
         raise _UnusableRowError("no answer (no #### in a GSM8K answer)")
     return _after_hashes(text) if "####" in text else text

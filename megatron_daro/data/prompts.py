@@ -13,12 +13,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from megatron_daro.data.containers import DataFormat, RowProblem, read_rows
 from megatron_daro.data.contamination import find_overlap, normalized_text, prompt_text
-from megatron_daro.data.formats import DataFormat, ParsedRow, RowProblem, parse_row, read_rows
+from megatron_daro.data.formats import ParsedRow, field_names, parse_row
 from megatron_daro.errors import DataError
 from megatron_daro.types import Prompt
 
 _PLACES_SHOWN = 5
+_FIELDS_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +67,20 @@ def load_problems(
     *,
     strict: bool = False,
     repeats: Literal["drop", "keep"] = "drop",
+    ends: int | None = None,
     held_out: Mapping[str, Sequence[Prompt]] | None = None,
 ) -> tuple[list[Prompt], LoadReport]:
     """All usable problems of the files, in file order.
 
     Args:
-        paths: Parquet, JSON-array or JSON-lines files.
-        format: "auto" recognises container and layout; see `formats`.
+        paths: Parquet, JSON-array or JSON-lines files, also packed with gzip or zstd.
+        format: "auto" recognises container and layout; see `containers` and `formats`.
         problem_field: name of the field with the problem (dots go into objects); None takes the layout's own.
         answer_field: name of the field with the answer.
         strict: a bad row is an error instead of a counted drop.
         repeats: "drop" keeps the first of equal problems and none of those with conflicting answers (for training);
             "keep" takes every row (for evaluation sets, whose size is part of the score).
+        ends: only so many first and as many last rows of each file, for a quick look.
         held_out: evaluation sets by name; problems found in them are reported, not dropped.
 
     Returns:
@@ -90,11 +94,14 @@ def load_problems(
     prompts: list[Prompt] = []
     dropped: dict[str, list[str]] = {}
     for path in map(Path, paths):
-        found, bad = _load_file(path, format, problem_field, answer_field)
+        found, bad, fields = _load_file(path, format, problem_field, answer_field, ends)
         if bad and strict:
             raise DataError(f"{path}: {_reasons(bad)}; repair the rows, or turn strict off to drop and count them")
         if not found:
-            raise DataError(f"{path}: no usable row among {sum(map(len, bad.values()))}: {_reasons(bad)}")
+            hint = (
+                f"; the fields are {', '.join(fields)}: name two with problem_field and answer_field" if fields else ""
+            )
+            raise DataError(f"{path}: no usable row among {sum(map(len, bad.values()))}: {_reasons(bad)}{hint}")
         prompts += found
         for reason, places in bad.items():
             dropped.setdefault(reason, []).extend(places)
@@ -112,11 +119,14 @@ def load_problems(
 
 
 def _load_file(
-    path: Path, data_format: DataFormat, problem_field: str | None, answer_field: str | None
-) -> tuple[list[Prompt], dict[str, list[str]]]:
+    path: Path, data_format: DataFormat, problem_field: str | None, answer_field: str | None, ends: int | None
+) -> tuple[list[Prompt], dict[str, list[str]], list[str]]:
+    """Prompts; the places of bad rows by reason; the field names of the first row that has some."""
     prompts: list[Prompt] = []
     bad: dict[str, list[str]] = {}
-    for number, row in read_rows(path, data_format):
+    fields: list[str] = []
+    for number, row in read_rows(path, data_format, ends=ends):
+        fields = fields or field_names(row)[:_FIELDS_SHOWN]
         parsed = parse_row(row, data_format, problem_field, answer_field)
         if isinstance(parsed, RowProblem):
             bad.setdefault(parsed.reason, []).append(f"{path.name}:{number}")
@@ -124,13 +134,14 @@ def _load_file(
             prompts.append(_prompt(parsed, path.stem))
     if not prompts and not bad:
         raise DataError(f"{path}: the file has no rows; give a file with at least one problem")
-    return prompts, bad
+    return prompts, bad, fields
 
 
 def _prompt(parsed: ParsedRow, stem: str) -> Prompt:
     prompt = Prompt(
         id="",
-        answer=parsed.answer,
+        answer=parsed.answers[0],
+        alternatives=parsed.answers[1:],
         source=parsed.source or stem,
         text=parsed.text,
         messages=parsed.messages,
@@ -155,7 +166,7 @@ def _without_repeats(prompts: Sequence[Prompt], report: LoadReport) -> tuple[lis
     same: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         same.setdefault(normalized_text(prompt_text(prompt)), []).append(prompt)
-    agreeing = [rows for rows in same.values() if all(_same_answer(rows[0].answer, r.answer) for r in rows)]
+    agreeing = [rows for rows in same.values() if all(_same_answers(rows[0], r) for r in rows)]
     in_agreement = sum(map(len, agreeing))
     return [rows[0] for rows in agreeing], replace(
         report,
@@ -164,6 +175,11 @@ def _without_repeats(prompts: Sequence[Prompt], report: LoadReport) -> tuple[lis
         conflicting=len(prompts) - in_agreement,
         conflicting_problems=len(same) - len(agreeing),
     )
+
+
+def _same_answers(first: Prompt, second: Prompt) -> bool:
+    pairs = zip(first.answers, second.answers, strict=False)
+    return len(first.answers) == len(second.answers) and all(_same_answer(a, b) for a, b in pairs)
 
 
 def _same_answer(first: str, second: str) -> bool:

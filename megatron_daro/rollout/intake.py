@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 
-from megatron_daro.errors import DeadlineError, EngineError, RewardError
+from megatron_daro.errors import DeadlineError, EngineError
 from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.rollout.judging import judge
 from megatron_daro.rollout.ledger import Ledger
 from megatron_daro.rollout.pending import PartialGroup, Pending
 from megatron_daro.rollout.protocol import Notices, PhaseTimer, Scorer
@@ -18,12 +19,8 @@ from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams
 
 
 class Intake:
-    """Takes answers in, and counts what became of them since the run began.
-
-    fresh_tokens: response tokens generated, each once. aborted_tokens: those of them that were thrown away because a
-    rollout or its group was not finished. groups_aborted: unfinished when their batch was full. groups_resumed: begun
-    again after that.
-    """
+    """Takes answers in. `fresh_tokens`: response tokens generated so far, each once. `aborted_tokens`: those of them
+    that were thrown away because a rollout or its group was not finished."""
 
     def __init__(
         self,
@@ -40,8 +37,6 @@ class Intake:
         self.rollouts_per_prompt = rollouts_per_prompt
         self.fresh_tokens = 0
         self.aborted_tokens = 0
-        self.groups_aborted = 0
-        self.groups_resumed = 0
         self._ledger = ledger
         self._scorer = scorer
         self._sampling = sampling
@@ -86,13 +81,11 @@ class Intake:
 
     async def score(self, rollouts: Sequence[Rollout], pending: Mapping[int, Pending]) -> None:
         """Verifies finished rollouts of one group. Raises RewardError if a verdict is missing, DeadlineError."""
-        pairs = [(rollout.text, pending[rollout.group_id].prompt.answer) for rollout in rollouts]
+        answers = [(rollout.text, pending[rollout.group_id].prompt) for rollout in rollouts]
         with self._phases.measure("reward"):
             verdicts = await self._deadlines.within(
-                "score", self._scorer.score_async(pairs), what=f"group {rollouts[0].group_id}"
+                "score", judge(self._scorer, answers), what=f"group {rollouts[0].group_id}"
             )
-        if len(verdicts) != len(pairs):
-            raise RewardError(f"the verifier gave {len(verdicts)} verdicts for {len(pairs)} answers; allowed: one each")
         for rollout, verdict in zip(rollouts, verdicts, strict=True):
             pending[rollout.group_id].verdicts[rollout.index] = verdict
 

@@ -123,7 +123,7 @@ def group_to_json(group: Group, outcome: Outcome) -> dict[str, Any]:
     """One group as plain values; `group_from_json` gives exactly the same group back.
 
     Keys beyond the contract of the run directory appear only where they carry something: `messages` for a chat prompt,
-    `loss_mask` where a response token is not trained.
+    `alternatives` where several golds are right, `loss_mask` where a response token is not trained.
     """
     prompt = group.prompt
     text = prompt.text if prompt.messages is None else "\n".join(str(m.get("content", "")) for m in prompt.messages)
@@ -141,6 +141,8 @@ def group_to_json(group: Group, outcome: Outcome) -> dict[str, Any]:
         ],
         "used": outcome,
     }
+    if prompt.alternatives:
+        record["alternatives"] = list(prompt.alternatives)
     if prompt.messages is not None:
         record["messages"] = [dict(message) for message in prompt.messages]
     return record
@@ -174,6 +176,7 @@ def group_from_json(record: Mapping[str, Any]) -> tuple[Group, Outcome]:
         text=record["prompt"] if messages is None else None,
         messages=None if messages is None else tuple(dict(message) for message in messages),
         tokens=tuple(record["prompt_tokens"]),
+        alternatives=tuple(record.get("alternatives", ())),
     )
     if record["used"] not in OUTCOMES:
         raise ValueError(f"used is {record['used']!r}; allowed: {', '.join(OUTCOMES)}")

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_daro.config.sections import EvalSet
+from megatron_daro.rollout.judging import judge
 from megatron_daro.rollout.protocol import Engine, Scorer
 from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams
 
@@ -58,7 +59,7 @@ class Evaluator:
         async for finished in self._engine.generate(requests):
             rollouts += finished
         rollouts.sort(key=lambda rollout: (-rollout.group_id, rollout.index))
-        verdicts = await self._scorer.score_async([(r.text, prompts[r.group_id].answer) for r in rollouts])
+        verdicts = await judge(self._scorer, [(r.text, prompts[r.group_id]) for r in rollouts])
         return _accuracies(
             section.name, [(prompts[r.group_id].category, v.correct) for r, v in zip(rollouts, verdicts, strict=True)]
         )

@@ -1,6 +1,7 @@
 """The prompts of a run: files to problems to token ids, with everything that was dropped said aloud.
 
-Place in the data flow: data/ does the work; this puts its parts together for a configuration.
+Place in the data flow: data/ does the work; this puts its parts together for a configuration. Refuses an evaluation
+set of which something would be missing, unless that was asked for.
 """
 
 from __future__ import annotations
@@ -12,41 +13,69 @@ from megatron_daro.config.sections import DataSection, EvalSet
 from megatron_daro.data.cursor import PromptSource
 from megatron_daro.data.prompts import load_problems
 from megatron_daro.data.template import tokenize_prompts
+from megatron_daro.errors import DataError
 from megatron_daro.rollout.protocol import Notices
 from megatron_daro.runtime.evaluation import HeldOut
 from megatron_daro.types import Prompt
 
 
 def held_out_sets(section: DataSection, tokenizer: Any, notices: Notices) -> list[HeldOut]:
-    """Every evaluation set, tokenised; repeats stay, since the size of a set is part of its score."""
-    return [HeldOut(one, tuple(_held_out(section, one, tokenizer, notices))) for one in section.eval]
+    """Every evaluation set, tokenised; repeats stay, since the size of a set is part of its score.
+
+    Raises:
+        DataError: a file cannot be used, or a set would lose rows (see data.eval.*.drop_unusable).
+    """
+    return [
+        HeldOut(one, tuple(_held_out(section, f"data.eval.{index}", one, tokenizer, notices)))
+        for index, one in enumerate(section.eval)
+    ]
 
 
 def training_prompts(
-    section: DataSection, tokenizer: Any, held_out: Sequence[HeldOut], *, seed: int, notices: Notices
+    section: DataSection,
+    tokenizer: Any,
+    held_out: Sequence[HeldOut],
+    *,
+    seed: int,
+    notices: Notices,
+    ends: int | None = None,
 ) -> PromptSource:
-    """The endless stream of training prompts. Problems that stand in a held-out set are reported."""
+    """The endless stream of training prompts. Problems that stand in a held-out set are reported.
+
+    Args:
+        ends: only so many first and last rows of each file, for a quick look.
+    """
     problems, report = load_problems(
         section.train,
         section.format,
         section.problem_field,
         section.answer_field,
+        ends=ends,
         held_out={one.section.name: one.prompts for one in held_out},
     )
     _say(notices, "training data", report.summary())
-    prompts = _tokenised(section, problems, tokenizer, "training data", notices)
+    prompts, summary = _tokenised(section, problems, tokenizer)
+    _say(notices, "training data", summary)
     return PromptSource(prompts, seed=seed, shuffle=section.shuffle)
 
 
-def _held_out(section: DataSection, one: EvalSet, tokenizer: Any, notices: Notices) -> list[Prompt]:
+def _held_out(section: DataSection, field: str, one: EvalSet, tokenizer: Any, notices: Notices) -> list[Prompt]:
     problems, report = load_problems([one.path], one.format, one.problem_field, one.answer_field, repeats="keep")
     _say(notices, f"evaluation set {one.name}", report.summary())
-    return _tokenised(section, problems[: one.max_prompts], tokenizer, f"evaluation set {one.name}", notices)
+    problems = problems[: one.max_prompts]
+    prompts, summary = _tokenised(section, problems, tokenizer)
+    _say(notices, f"evaluation set {one.name}", summary)
+    lost = report.num_dropped + len(problems) - len(prompts)
+    if lost and not one.drop_unusable:
+        why = "; ".join(line for line in (*report.summary().splitlines(), *summary.splitlines()) if "dropped" in line)
+        raise DataError(
+            f"{field} ({one.name}): {lost} of {report.rows} rows of {one.path} cannot be used, so its accuracy would "
+            f"be that of another set: {why}; repair the rows, or set {field}.drop_unusable=true to score the rest"
+        )
+    return prompts
 
 
-def _tokenised(
-    section: DataSection, problems: Sequence[Prompt], tokenizer: Any, what: str, notices: Notices
-) -> list[Prompt]:
+def _tokenised(section: DataSection, problems: Sequence[Prompt], tokenizer: Any) -> tuple[list[Prompt], str]:
     prompts, report = tokenize_prompts(
         problems,
         tokenizer,
@@ -54,8 +83,7 @@ def _tokenised(
         template=section.template,
         max_prompt_tokens=section.max_prompt_tokens,
     )
-    _say(notices, what, report.summary())
-    return prompts
+    return prompts, report.summary()
 
 
 def _say(notices: Notices, what: str, summary: str) -> None:

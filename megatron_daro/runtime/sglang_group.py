@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +17,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from megatron_daro.config.problems import config_error
-from megatron_daro.config.sections import Config, EngineSection, SGLangSection
-from megatron_daro.engine.sglang.arguments import argument_problems
+from megatron_daro.config.sections import Config, EngineSection
 from megatron_daro.engine.sglang.engine import SGLangEngine
-from megatron_daro.engine.sglang.environment import inspect_environment, inspect_router
+from megatron_daro.engine.sglang.environment import check_environments, interpreter
 from megatron_daro.engine.sglang.servers import ExternalServer, LaunchOptions, ServerHandle
 from megatron_daro.engine.sglang.supervision import Expected
 from megatron_daro.errors import EngineError
@@ -119,23 +116,6 @@ class SGLangGroup(SGLangEngine):
             temperature=rollout.temperature,
             probe_tokens=range(min(8, text.vocabulary)),
         )
-
-
-def check_environments(options: SGLangSection) -> None:
-    """Looks at the interpreters of servers and router, and at the names of the arguments. Raises ConfigError."""
-    if not options.urls:
-        python = interpreter(options)
-        found = inspect_environment(python, env=options.env)
-        problems = argument_problems(options.arguments, found.argument_names)
-        if problems:
-            raise config_error(f"SGLang {found.version} of {python}", problems)
-    if options.router_python:
-        inspect_router(options.router_python.absolute())
-
-
-def interpreter(options: SGLangSection) -> Path:
-    """The Python of the servers: not resolved, since a virtual environment is known by the path of its link."""
-    return options.python.absolute() if options.python else Path(sys.executable)
 
 
 def _handles(section: EngineSection, config: Config, run_dir: Path, gpus: bool) -> Mapping[str, ServerHandle]:

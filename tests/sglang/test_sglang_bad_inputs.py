@@ -28,8 +28,8 @@ from sglang_pool import (
 from stub_server import ALL_CALLS, StubServer, answering
 from transformers import AutoModelForCausalLM
 
+from megatron_daro.engine.sglang.environment import check_environments
 from megatron_daro.errors import ConfigError, EngineError, SyncError
-from megatron_daro.runtime.sglang_group import check_environments
 
 ERROR, CONFIGURATION = 1, 2
 URLS = "engine.sglang.urls"

@@ -13,13 +13,16 @@ import json
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_daro.config.problems import Problem, config_error
+from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang import upstream_names
+from megatron_daro.engine.sglang.arguments import argument_problems
 from megatron_daro.engine.sglang.environment_variables import server_environment
 
 OLDEST_SGLANG = (0, 5, 18)
@@ -40,6 +43,23 @@ class ServerEnvironment:
 
     version: str
     argument_names: frozenset[str]
+
+
+def check_environments(options: SGLangSection) -> None:
+    """Looks at the interpreters of servers and router, and at the names of the arguments. Raises ConfigError."""
+    if not options.urls:
+        python = interpreter(options)
+        found = inspect_environment(python, env=options.env)
+        problems = argument_problems(options.arguments, found.argument_names)
+        if problems:
+            raise config_error(f"SGLang {found.version} of {python}", problems)
+    if options.router_python:
+        inspect_router(options.router_python.absolute())
+
+
+def interpreter(options: SGLangSection) -> Path:
+    """The Python of the servers: not resolved, since a virtual environment is known by the path of its link."""
+    return options.python.absolute() if options.python else Path(sys.executable)
 
 
 def inspect_environment(python: Path, *, env: Mapping[str, str] | None = None) -> ServerEnvironment:

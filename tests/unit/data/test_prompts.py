@@ -2,6 +2,7 @@
 
 import json
 import math
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_daro.data.containers import WrittenNumber
 from megatron_daro.data.contamination import find_overlap, normalized_text
 from megatron_daro.data.formats import answer_text, last_boxed
 from megatron_daro.data.prompts import load_problems
@@ -79,12 +81,19 @@ def test_named_fields_with_dots(tmp_path):
         ({"problem": "a?", "answer": "   "}, "no answer"),
         ({"problem": "a?", "answer": []}, "no answer"),
         ({"problem": "a?", "answer": {"x": 1}}, "answer is not text (an object)"),
-        ({"problem": "a?", "answer": ["1", "2"]}, "answer is not text (a list of 2)"),
+        ({"problem": "a?", "answer": ["1", {"x": 1}]}, "answer is not text (an object)"),
+        ({"problem": "a?", "answer": ["1", ["2", "3"]]}, "answer is not text (a list of 2)"),
+        ({"problem": "a?", "answer": [None, " "]}, "no answer"),
+        ({"problem": "a?", "answer": list(range(65))}, "answer is a list of more than 64"),
+        ({"problem": "a\ud800?", "answer": "1"}, "text that is not Unicode (a lone surrogate)"),
+        ({"problem": "a?", "answer": ["1", "\udfff"]}, "text that is not Unicode (a lone surrogate)"),
+        ({"problem": "a?", "answer": "1", "level": "\ud800"}, "text that is not Unicode (a lone surrogate)"),
+        (dapo_row("\udc80", "1"), "text that is not Unicode (a lone surrogate)"),
         ({"problem": "a?", "answer": True}, "answer is not text (bool)"),
         ('{"problem": "a?", "answer": NaN}', "answer is not text (nan)"),
         ({"problem": "a?", "answer": "work\n####"}, "no answer (nothing after ####)"),
         ({"problem": "a?", "solution": "no box"}, r"no answer (no \boxed{} in the solution)"),
-        ({"answer": "1"}, "no problem (field problem or question or prompt)"),
+        ({"answer": "1"}, "no problem (field problem or question or prompt or messages)"),
         ({"problem": " ", "answer": "1"}, "problem is empty"),
         ({"problem": 7, "answer": "1"}, "problem is not text"),
         ({"prompt": [], "answer": "1"}, "the chat does not end with a user message"),
@@ -199,6 +208,88 @@ def test_contamination_is_reported_not_dropped(tmp_path):
     assert dict(report.contaminated) == {"tiny": [prompts[0].id], "none": []}
     assert "contamination: 1 training problems stand word for word in tiny" in report.summary()
     assert find_overlap(prompts[1:], {"tiny": held_out}) == {"tiny": []}
+
+
+def test_a_gold_may_be_a_list_of_alternatives(tmp_path):
+    """Rows as Dr. GRPO's Minerva file has them: 75 of 272 golds are lists."""
+    rows = [{"problem": f"{i}?", "answer": [f"{i}", f"{i}.0 m", f"{i}"] if i < 75 else f"{i}"} for i in range(272)]
+    prompts, report = load_problems([write(tmp_path / "minerva.jsonl", *rows)], repeats="keep")
+    assert (report.kept, report.num_dropped) == (272, 0)
+    assert prompts[3].answers == ("3", "3.0 m") and prompts[3].answer == "3"
+    assert prompts[80].answers == ("80",) and prompts[80].alternatives == ()
+
+
+def test_alternatives_decide_whether_a_repeat_agrees(tmp_path):
+    rows = [{"problem": "a?", "answer": ["1", "2"]}, {"problem": "a?", "answer": [1.0, 2]}]
+    _, report = load_problems([write(tmp_path / "a.jsonl", *rows)])
+    assert (report.kept, report.duplicates) == (1, 1)
+    with pytest.raises(DataError, match="conflicting"):
+        load_problems([write(tmp_path / "b.jsonl", rows[0], {"problem": "a?", "answer": "1"})])
+
+
+def test_chats_in_text_and_in_a_column_of_messages(tmp_path):
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    rows = [
+        {"messages": chat, "answer": "2"},
+        {"prompt": json.dumps(chat), "answer": "2"},
+        {"prompt": '[1, 2] is a list of "role"s?', "answer": "2"},
+        {"prompt": "[[1, 2], [3]]", "answer": "2"},
+    ]
+    prompts, _ = load_problems([write(tmp_path / "rows.jsonl", *rows)], repeats="keep")
+    assert prompts[0].messages == prompts[1].messages == tuple(chat)
+    assert [p.text for p in prompts] == [None, None, rows[2]["prompt"], rows[3]["prompt"]]
+
+
+def test_an_empty_field_says_nothing(tmp_path):
+    rows = [
+        {"problem": "a?", "answer": "", "solution": r"so \boxed{7}"},
+        {"problem": " ", "question": "b?", "answer": [], "final_answer": 8},
+        {"problem": "c?", "answer": None, "reward_model": {"ground_truth": ""}, "ground_truth": "9"},
+    ]
+    prompts, _ = load_problems([write(tmp_path / "rows.jsonl", *rows)])
+    assert [(p.text, p.answer) for p in prompts] == [("a?", "7"), ("b?", "8"), ("c?", "9")]
+
+
+@pytest.mark.parametrize(
+    ("written", "gold"),
+    [
+        ("6.02e23", "6.02e23"),
+        ("9007199254740993.0", "9007199254740993"),
+        ("123456789012345678901234567890", "123456789012345678901234567890"),
+        ("1e22", "1e22"),
+        ("3.14159265358979323846", "3.14159265358979323846"),
+        ("1.6e-19", "1.6e-19"),
+        ("-27.0", "-27"),
+        ("-0.0", "0"),
+        ("0.50", "0.5"),
+        ("1e3", "1000"),
+        ("1e400", "1e400"),
+    ],
+)
+def test_a_number_of_a_json_file_keeps_its_own_digits(tmp_path, written, gold):
+    path = write(tmp_path / "rows.jsonl", f'{{"problem": "a?", "answer": {written}}}')
+    assert load_problems([path])[0][0].answer == gold
+    (tmp_path / "rows.json").write_text(f'[{{"problem": "a?", "answer": [{written}]}}]')
+    assert load_problems([tmp_path / "rows.json"])[0][0].answer == gold
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False) | st.integers())
+def test_a_gold_is_exactly_the_number_that_was_written(value):
+    written = json.dumps(value)
+    gold = answer_text(WrittenNumber(written)) if isinstance(value, float) else answer_text(value)
+    assert Decimal(gold) == Decimal(written)
+
+
+def test_parquet_decimals_and_doubles(tmp_path):
+    golds = [Decimal("27.00"), Decimal("0.50"), Decimal("12345678901234567890.12"), Decimal("-3.14")]
+    for type_, values, wanted in [
+        (pa.decimal128(38, 2), golds, ["27", "0.5", "12345678901234567890.12", "-3.14"]),
+        (pa.decimal128(38, 0), [Decimal(10**30)], ["1" + "0" * 30]),
+        (pa.float64(), [6.02e23, 27.0, 2.0**60, 0.1], ["6.02e+23", "27", "1.152921504606847e+18", "0.1"]),
+    ]:
+        problems = [f"{i}?" for i in range(len(values))]
+        pq.write_table(pa.table({"problem": problems, "answer": pa.array(values, type_)}), tmp_path / "n.parquet")
+        assert [p.answer for p in load_problems([tmp_path / "n.parquet"])[0]] == wanted
 
 
 @given(st.floats())

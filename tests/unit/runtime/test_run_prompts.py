@@ -1,0 +1,69 @@
+"""The prompts of a run: an evaluation set loses no row in silence, training data may."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny_task
+
+from megatron_daro.config import DataSection, EvalSet
+from megatron_daro.data.tokenizer import load_tokenizer
+from megatron_daro.errors import DataError
+from megatron_daro.runtime.prompts import held_out_sets, training_prompts
+
+GOOD = [{"problem": "1=", "answer": "1"}, {"problem": "2=", "answer": ["2", "3"]}]
+NO_ANSWER, TOO_LONG = {"problem": "3="}, {"problem": "3==========", "answer": "3"}
+SURROGATE = {"problem": "\ud800=", "answer": "3"}
+
+
+class Said(list):
+    """Notices as a list."""
+
+    notice = warn = list.append
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tokenizer")
+    tiny_task.save_tokenizer(directory, tiny_task.SYMBOLS)
+    return load_tokenizer(directory)
+
+
+def section(tmp_path: Path, rows: list, **options) -> DataSection:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    held_out = EvalSet(name="digits", path=path, **options)
+    return DataSection(train=(path,), prompt_template="plain", max_prompt_tokens=4, eval=(held_out,))
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (NO_ANSWER, "1 of 3 rows of .*rows.jsonl cannot be used.*dropped 1: no answer"),
+        (SURROGATE, "1 of 3 rows .*a lone surrogate"),
+        (TOO_LONG, "1 of 3 rows .*longer than max_prompt_tokens = 4"),
+    ],
+)
+def test_an_evaluation_set_that_would_lose_a_row_is_refused_unless_asked_for(tmp_path, tokenizer, bad, says):
+    data, said = section(tmp_path, [*GOOD, bad]), Said()
+    with pytest.raises(DataError, match=rf"data\.eval\.0 \(digits\): {says}") as caught:
+        held_out_sets(data, tokenizer, said)
+    assert "set data.eval.0.drop_unusable=true" in str(caught.value)
+    (kept,) = held_out_sets(section(tmp_path, [*GOOD, bad], drop_unusable=True), tokenizer, said)
+    assert [p.answers for p in kept.prompts] == [("1",), ("2", "3")]
+
+
+def test_the_first_problems_only_are_no_loss(tmp_path, tokenizer):
+    (kept,) = held_out_sets(section(tmp_path, [*GOOD, GOOD[0]], max_prompts=2), tokenizer, Said())
+    assert len(kept.prompts) == 2
+
+
+def test_training_data_lose_rows_and_say_so(tmp_path, tokenizer):
+    said = Said()
+    source = training_prompts(
+        section(tmp_path, [*GOOD, NO_ANSWER, TOO_LONG, SURROGATE]), tokenizer, [], seed=0, notices=said
+    )
+    assert len(source) == 2
+    assert sum("dropped 1" in line for line in said) == 3, said
