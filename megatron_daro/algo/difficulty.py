@@ -136,7 +136,7 @@ class DifficultyWeights:
     The policy sees w_k as a constant and the weights see the losses as constants. A bin that is absent from a step
     keeps its weight, its moments and its own step count. Float64 on the CPU: equal sums give equal weights everywhere.
 
-    Source: DARO arXiv 2510.09001; what the paper leaves open is decided in loss.md of the project.
+    Source: DARO arXiv 2510.09001; what the paper leaves open is decided in docs/loss.md.
     """
 
     def __init__(

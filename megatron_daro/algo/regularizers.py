@@ -8,8 +8,10 @@ Shapes: "..." is any common (broadcastable) shape.
 
 from __future__ import annotations
 
+import math
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
 from megatron_daro.algo.surrogate import MAX_LOG_RATIO
@@ -22,7 +24,8 @@ def kl_terms(logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator = "k
     """An estimate of KL(policy || reference) per sampled token.
 
     With d = logprobs - ref_logprobs: k1 is d (unbiased; as a loss its expected gradient is zero), k2 is d^2/2 (its
-    gradient is that of the KL), k3 is exp(-d) - 1 + d (unbiased and never negative; the exponent limited to +-20).
+    gradient is that of the KL), k3 is exp(-d) - 1 + d (unbiased and never negative). Where -d is above 20, k3 goes on
+    along its tangent: the slope stays at 1 - exp(20), which still pulls towards the reference and is finite.
 
     Args:
         logprobs: of the tokens sampled from the policy, natural log; gradient flows.
@@ -44,5 +47,7 @@ def kl_terms(logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator = "k
         return difference.square() / 2
     if estimator == "k3":
         # expm1 keeps the digits: near d = 0 the three terms cancel to d^2/2.
-        return (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1() + difference
+        exponent = -difference
+        tangent = torch.where(exponent > MAX_LOG_RATIO, (exponent - MAX_LOG_RATIO) * math.exp(MAX_LOG_RATIO), 0)
+        return exponent.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1() + tangent + difference
     raise AlgorithmError(f"estimator: got {estimator!r}, allowed are {', '.join(get_args(KlEstimator))}")

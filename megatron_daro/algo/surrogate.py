@@ -20,6 +20,10 @@ MAX_LOG_RATIO = 20.0
 def importance_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """exp(logprobs - old_logprobs), the difference limited to +-20 so that neither value nor gradient is infinite.
 
+    Beyond the limit the ratio is a constant: such a token has no gradient, also where A < 0 and the unlimited loss
+    would have one. A ratio of 4.9e8 says that the two log-probs are not of neighbouring policies, and its gradient
+    would outweigh every other token of the step.
+
     Args:
         logprobs, old_logprobs: natural logarithms, any broadcastable shapes.
 

@@ -77,7 +77,8 @@ class DaroSection(Section):
     magnitude: Literal["abs", "signed", "token"] = "abs"
     """Measured size of a bin's loss: |L_k|, L_k (the literal formula), or the mean of |token loss|."""
     normalizer: Literal["bin", "batch"] = "bin"
-    """A bin's loss is divided by its own tokens, or by all tokens of the step."""
+    """A bin's loss is divided by its own tokens (bin), or by the trained tokens of all bins 0 < k < K of the step
+    (batch): with filter none, those of groups that are all right or all wrong are not among them."""
     scale: Literal["sum", "mean"] = "sum"
     """Bins are summed, or summed and divided by the number of bins present."""
     clamp: tuple[float, float] = (0.1, 10.0)

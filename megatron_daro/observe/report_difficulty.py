@@ -1,6 +1,6 @@
 """The report's pass-rate section: what each bin contributed, weighed and measured, over time and against theory.
 
-Place in the data flow: `RunData` -> `Plot`s. Theory is loss.md's on-policy L_k, which the run records as
+Place in the data flow: `RunData` -> `Plot`s. Theory is docs/loss.md's on-policy L_k, which the run records as
 `difficulty/predicted_loss/{k}`; nothing is fitted here.
 """
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_daro.algo.corrections import segment_mean, sequence_log_ratio
+from megatron_daro.algo.corrections import masked_importance_weights, segment_mean, sequence_log_ratio
 from megatron_daro.algo.objective import ObjectiveSettings, TokenObjective, token_objective
 from megatron_daro.algo.regularizers import kl_terms
 from megatron_daro.errors import AlgorithmError
@@ -299,12 +299,31 @@ def test_kl_estimators_agree_with_the_kl_of_two_distributions():
     assert torch.equal(kl_terms(policy, policy.detach(), "k3"), torch.zeros(3).double())
 
 
-def test_k3_of_far_apart_logprobs_is_finite():
-    logprobs = torch.tensor([-1e4], requires_grad=True)
-    term = kl_terms(logprobs, torch.zeros(1), "k3")
-    term.sum().backward()
-    assert torch.isfinite(term).all()
-    assert torch.isfinite(logprobs.grad).all()
+@given(distance=st.one_of(st.floats(-1e4, 1e4), st.floats(-21, -19), st.floats(19, 21)))
+@settings(deadline=None)
+def test_k3_pulls_towards_the_reference_however_far_it_is(distance):
+    """Finite, never negative, and its slope has the sign of the distance; exact up to 20, bounded beyond."""
+    logprobs = torch.tensor([distance], dtype=torch.float64, requires_grad=True)
+    term = kl_terms(logprobs, torch.zeros(1, dtype=torch.float64), "k3")
+    (slope,) = torch.autograd.grad(term.sum(), logprobs)
+    assert torch.isfinite(term).all() and torch.isfinite(slope).all() and term.item() >= 0
+    assert slope.item() == pytest.approx(1 - math.exp(min(-distance, 20)), abs=1e-8)
+    assert distance == 0 or slope.item() * distance >= 0
+    if distance > -20:
+        assert term.item() == pytest.approx(math.exp(-distance) - 1 + distance, rel=1e-9, abs=1e-9)
+
+
+def test_k3_is_continuous_where_its_tangent_begins():
+    near, far = (kl_terms(torch.tensor([-x]).double(), torch.zeros(1), "k3").item() for x in (20 - 1e-9, 20 + 1e-9))
+    assert near == pytest.approx(far, rel=1e-8)
+
+
+def test_both_ends_of_the_masked_range_are_inside():
+    """MIS keeps [low, high]; a ratio just beyond either end is dropped."""
+    ratio_T = torch.tensor([0.4999, 0.5, 1.0, 2.0, 2.0001])
+    result = masked_importance_weights(ratio_T, 0.5, 2.0)
+    assert result.changed_T.tolist() == [True, False, False, False, True]
+    assert result.weight_T.tolist() == [0, 0.5, 1.0, 2.0, 0]
 
 
 def test_sequence_ratio_and_segment_mean_by_hand():

@@ -116,6 +116,15 @@ def test_extreme_ratios_stay_finite(difference, advantage):
     assert math.isfinite(logprob.grad.item())
 
 
+@pytest.mark.parametrize(("difference", "moves"), [(19.9, True), (20.1, False), (1e4, False)])
+def test_a_ratio_beyond_the_limit_has_no_gradient_even_where_the_advantage_is_negative(difference, moves):
+    logprob = torch.tensor(difference, dtype=torch.float64, requires_grad=True)
+    loss = clipped_token_loss(logprob, ZERO, torch.tensor(-1.0, dtype=torch.float64))
+    loss.backward()
+    assert loss.item() == pytest.approx(math.exp(min(difference, 20)))
+    assert logprob.grad.item() == pytest.approx(math.exp(difference) if moves else 0.0)
+
+
 def test_clip_fractions_mark_where_the_gradient_is_gone():
     ratio = torch.tensor([1.5, 1.5, 0.5, 0.5, 4.0, 1.0])
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0, 1.0])

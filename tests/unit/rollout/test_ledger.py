@@ -69,6 +69,16 @@ def test_invented_answers_are_errors_and_late_ones_are_counted():
     assert (ledger.late_refused, ledger.retries) == (1, 1)
 
 
+@pytest.mark.parametrize("outcome", OUTCOMES)
+def test_answers_of_a_finished_group_are_late(outcome):
+    ledger = Ledger()
+    ledger.admit(2)
+    ledger.finish([0], outcome)
+    assert not ledger.accepts(0, 0) and not ledger.accepts(0, 1)
+    assert ledger.accepts(1, 0)
+    assert ledger.late_refused == 2
+
+
 def test_a_state_that_does_not_add_up_is_refused():
     ledger = Ledger()
     ledger.admit(3)
