@@ -29,7 +29,7 @@ from soak_faults import KINDS, Injector, schedule
 from soak_proxy import ProxiedServer
 
 from megatron_daro.config import resolve
-from megatron_daro.runtime import launch, sglang_group
+from megatron_daro.runtime import launch, parts, sglang_group
 
 _REASONS = (
     ("process ended", r"process ended|Ray actor"),
@@ -96,19 +96,19 @@ class Soak:
 
     def hook(self) -> None:
         """Replaces the two functions of the composition root that make the servers' handles and the generation."""
-        make_handles, make_generation = sglang_group._handles, launch._generation
+        make_handles, make_generation = sglang_group._handles, parts.generation
 
         def handles(*arguments: Any) -> dict[str, ProxiedServer]:
             self._handles = {name: ProxiedServer(inner) for name, inner in make_handles(*arguments).items()}
             return self._handles
 
-        def generation(*arguments: Any) -> dict[str, Any]:
-            parts = make_generation(*arguments)
-            self._attach(parts["engine"], parts["source"])
-            return parts
+        def generation(*arguments: Any) -> parts.Generation:
+            made = make_generation(*arguments)
+            self._attach(made.engine, made.sampler)
+            return made
 
         sglang_group._handles = handles  # type: ignore[assignment]
-        launch._generation = generation  # type: ignore[assignment]
+        parts.generation = generation  # type: ignore[assignment]
 
     def _attach(self, engine: Any, sampler: Any) -> None:
         self.engine, self.sampler = engine, sampler

@@ -32,9 +32,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_daro.algo.advantages import group_advantages
-from megatron_daro.algo.difficulty import DifficultyWeights, pass_rate_bins, token_counts
+from megatron_daro.algo.difficulty import pass_rate_bins, token_counts
 from megatron_daro.algo.surrogate import clipped_token_loss
+from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.config import Config, resolve
 from megatron_daro.errors import ConfigError, DaroError
 from megatron_daro.rollout.recorder import read_step, recorded_steps
@@ -66,7 +66,9 @@ class Trainer:
     def __init__(self, config: Config) -> None:
         self.config, self.optimizer_steps, self.size = config, 0, config.rollout.rollouts_per_prompt
         self.model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
-        self.weights = DifficultyWeights(self.size, **config.algorithm.daro.model_dump())
+        sizes = {"rollouts_per_prompt": self.size, "max_response_tokens": config.rollout.max_response_tokens}
+        self.algorithm = make_algorithm(**config.algorithm.arguments(**sizes))
+        self.weights = self.algorithm.difficulty
         section = config.actor.optimizer
         decayed = {"params": [p for p in self.model.parameters() if p.ndim > 1], "weight_decay": section.weight_decay}
         others = {"params": [p for p in self.model.parameters() if p.ndim == 1], "weight_decay": 0.0}
@@ -77,7 +79,7 @@ class Trainer:
         section = self.config.actor.optimizer
         groups_N, rewards_N = torch.tensor([s.group for s in samples]), torch.tensor([s.reward for s in samples])
         bins_N = pass_rate_bins(torch.tensor([s.correct for s in samples]), groups_N, self.size)
-        advantages_N = group_advantages(rewards_N, groups_N, std=self.config.algorithm.advantage_std)
+        advantages_N = self.algorithm.advantages(rewards_N, groups_N)
         counts = token_counts(bins_N, torch.tensor([len(s.response) for s in samples]), self.size)
         # From the totals of the whole step, so the split into forward passes below cannot change the result.
         coefficients_N = self.weights.coefficients(counts)[bins_N]

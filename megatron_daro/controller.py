@@ -30,9 +30,13 @@ from megatron_daro.rollout.recorder import Recorder
 from megatron_daro.rollout.sampled_batch import BatchSource, SampledBatch
 from megatron_daro.rollout.summary import group_bins, length_metrics, mean_staleness, sample_metrics
 from megatron_daro.rollout.update_plan import Update, last_step, plan_updates
-from megatron_daro.types import Group, StepResult, TrainBatch
+from megatron_daro.types import Group, PlainValue, StepResult, TrainBatch
 
 _MAX_LOST_IN_A_ROW = 5
+
+
+BuildBatch = Callable[[Sequence[Group]], TrainBatch]
+"""Makes the columns of one optimizer step: `data.batch.build_batch` with the run's algorithm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +50,7 @@ class Parts:
 
     policy: Policy
     source: BatchSource
-    build: Callable[[Sequence[Group]], TrainBatch]
+    build: BuildBatch
     metrics: MetricsSink
     progress: Progress
     phases: Phases
@@ -55,7 +59,7 @@ class Parts:
     recorder: Recorder | None = None
     evaluate: Callable[[int], Awaitable[Mapping[str, float]]] | None = None
     closers: Mapping[str, Callable[[], Awaitable[None]]] = field(default_factory=dict)
-    identity: Mapping[str, Any] = field(default_factory=dict)
+    identity: Mapping[str, PlainValue] = field(default_factory=dict)
     deadlines: Deadlines = field(default_factory=Deadlines)
     drift: DriftWatch = field(default_factory=DriftWatch)
 

@@ -16,6 +16,8 @@ from typing import Any, Literal
 import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
+PlainValue = str | int | float | bool | None
+"""What a setting or a field of a record can be, written to JSON or YAML."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,9 +169,9 @@ def run_cli(arguments: Sequence[object], log: Path, environment: Mapping[str, st
     return finished
 
 
-def trained(arguments: Sequence[object], log: Path) -> Finished:
+def trained(arguments: Sequence[object], log: Path, environment: Mapping[str, str] = {}) -> Finished:
     """A whole run that must succeed."""
-    finished = run_cli(arguments, log)
+    finished = run_cli(arguments, log, environment)
     assert finished.code == 0, f"exit code {finished.code}:\n{finished.stdout[-2000:]}\n{finished.stderr[-4000:]}"
     return finished
 

@@ -23,7 +23,7 @@ from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.actor.step import Trainee, train_step
 from megatron_daro.actor.weights import export_hf_weights, load_hf_weights
 from megatron_daro.algo.objective import ObjectiveSettings
-from megatron_daro.algo.weighting import ALGORITHMS, Algorithm
+from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.convert.families import ModelShape, read_model_shape
@@ -34,15 +34,6 @@ from megatron_daro.types import StepResult, TrainBatch
 def layout_of(actor: ActorSection) -> Layout:
     """The parallel sizes of the section."""
     return Layout(actor.tensor_parallel, actor.pipeline_parallel, actor.context_parallel, actor.data_parallel)
-
-
-def build_algorithm(section: AlgorithmSection, *, rollouts_per_prompt: int, max_response_tokens: int) -> Algorithm:
-    """The named algorithm with its options."""
-    return ALGORITHMS[section.name].from_options(
-        rollouts_per_prompt=rollouts_per_prompt,
-        max_response_tokens=max_response_tokens,
-        **section.daro.model_dump(),
-    )
 
 
 def objective_settings(section: AlgorithmSection) -> ObjectiveSettings:
@@ -99,10 +90,11 @@ class MegatronPolicy:
             model=wrapped,
             optimizer=optimizer,
             scheduler=build_scheduler(optimizer, actor.optimizer, total_steps=settings.total_steps),
-            algorithm=build_algorithm(
-                algorithm,
-                rollouts_per_prompt=settings.rollouts_per_prompt,
-                max_response_tokens=settings.max_response_tokens,
+            algorithm=make_algorithm(
+                **algorithm.arguments(
+                    rollouts_per_prompt=settings.rollouts_per_prompt,
+                    max_response_tokens=settings.max_response_tokens,
+                )
             ),
         )
 

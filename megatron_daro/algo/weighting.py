@@ -9,10 +9,12 @@ Shape letters: N samples (of any part of the step), K rollouts per prompt, [K+1]
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -20,6 +22,8 @@ from torch import Tensor
 from megatron_daro.algo.advantages import AdvantageStd, group_advantages, leave_one_out_advantages
 from megatron_daro.algo.difficulty import DifficultyWeights, token_counts
 from megatron_daro.errors import AlgorithmError, CheckpointError
+
+GroupFilter = Literal["auto", "none", "pass_rate"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,47 +65,88 @@ class BatchTotals:
 
 
 class Algorithm(ABC):
-    """One row of the family table: an advantage, a filter, and a coefficient per rollout."""
+    """One row of the family table: an advantage, a filter, and a coefficient per rollout.
+
+    A subclass says its name, and overrides what differs: `advantage_std` or `advantages`, `dynamic_filter` or
+    `own_filter`, `sample_coefficients`, and `update` with the state where it learns. Keyword arguments of its own
+    constructor are its options.
+    """
 
     name: ClassVar[str]
     advantage_std: ClassVar[AdvantageStd] = "population"
     dynamic_filter: ClassVar[bool] = False
+    std_allowed: ClassVar[tuple[AdvantageStd, ...]] = get_args(AdvantageStd)
+    """Divisors that may take the place of `advantage_std`."""
+    std_defines: ClassVar[bool] = False
+    """Whether another divisor makes it another algorithm than the published one."""
 
-    def __init__(self, *, rollouts_per_prompt: int, max_response_tokens: int) -> None:
-        """Take K (2 or more) and the longest response allowed, in tokens."""
+    def __init__(
+        self,
+        *,
+        rollouts_per_prompt: int,
+        max_response_tokens: int,
+        std: AdvantageStd | Literal["auto"] = "auto",
+        group_filter: GroupFilter = "auto",
+    ) -> None:
+        """Take what every algorithm is told.
+
+        Args:
+            rollouts_per_prompt: K, 2 or more.
+            max_response_tokens: the longest response allowed, in tokens (dr_grpo's constant denominator).
+            std: what the advantage is divided by; auto: the algorithm's own choice.
+            group_filter: which groups are trained. auto: the algorithm's own choice; none: all; pass_rate: those with
+                0 < mu < 1.
+
+        Raises:
+            AlgorithmError: an option is out of range, or the algorithm has no such divisor.
+        """
         if rollouts_per_prompt < 2:
             raise AlgorithmError(f"rollouts_per_prompt: got {rollouts_per_prompt}, allowed is 2 or more")
         if max_response_tokens < 1:
             raise AlgorithmError(f"max_response_tokens: got {max_response_tokens}, allowed is 1 or more")
+        if std != "auto" and std not in self.std_allowed:
+            raise AlgorithmError(
+                f"std: got {std!r}, allowed with {self.name}: auto or {', '.join(self.std_allowed)}; set it to auto, "
+                "or choose another algorithm"
+            )
         self.rollouts_per_prompt = rollouts_per_prompt
         self.max_response_tokens = max_response_tokens
+        self.std: AdvantageStd = self.advantage_std if std == "auto" else std
+        self.group_filter: GroupFilter = group_filter
 
-    @classmethod
-    def from_options(cls, *, rollouts_per_prompt: int, max_response_tokens: int, **daro_options: Any) -> Algorithm:
-        """Build from plain options, the same call for every algorithm.
+    def advantages(self, rewards_N: Tensor, group_ids_N: Tensor) -> Tensor:
+        """The advantages of the whole step.
 
         Args:
-            rollouts_per_prompt: K.
-            max_response_tokens: the longest response allowed (dr_grpo's constant denominator).
-            daro_options: keyword options of `DifficultyWeights`; checked here for every algorithm, used by daro only.
+            rewards_N: [N], finite. group_ids_N: int64 [N].
 
-        Raises:
-            AlgorithmError: an option is unknown or out of range.
+        Returns:
+            Floating [N].
         """
-        try:
-            DifficultyWeights(rollouts_per_prompt, **daro_options)
-        except TypeError as error:
-            raise AlgorithmError(f"daro options: {error}; allowed are those of DifficultyWeights") from None
-        return cls(rollouts_per_prompt=rollouts_per_prompt, max_response_tokens=max_response_tokens)
-
-    def advantages(self, rewards_N: Tensor, group_ids_N: Tensor, std: AdvantageStd | None = None) -> Tensor:
-        """The advantages [N] of the rewards of the whole step; `std` overrides the row's own choice."""
-        return group_advantages(rewards_N, group_ids_N, std=std or self.advantage_std)
+        return group_advantages(rewards_N, group_ids_N, std=self.std)
 
     def keep(self, bins_N: Tensor) -> Tensor:
-        """bool [N]: which samples the dynamic filter lets through (all where there is none)."""
+        """bool [N]: whose groups are trained, after `group_filter`. The others are replaced by further prompts."""
         bins_N = torch.as_tensor(bins_N)
+        if self.group_filter == "none":
+            return torch.ones_like(bins_N, dtype=torch.bool)
+        return self._mixed(bins_N) if self.group_filter == "pass_rate" else self.own_filter(bins_N)
+
+    def own_filter(self, bins_N: Tensor) -> Tensor:
+        """bool [N]: what `group_filter` auto means for this algorithm."""
         return self._mixed(bins_N) if self.dynamic_filter else torch.ones_like(bins_N, dtype=torch.bool)
+
+    @property
+    def kept_bins(self) -> frozenset[int]:
+        """The bins 0..K whose groups are trained."""
+        return frozenset(self.keep(torch.arange(self.rollouts_per_prompt + 1)).nonzero().flatten().tolist())
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What is allowed, but probably not meant."""
+        if not self.std_defines or self.std == self.advantage_std:
+            return ()
+        return (f"algorithm.std: got {self.std!r}; auto is what {self.name} is: leave it unset for the published one",)
 
     @abstractmethod
     def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
@@ -189,6 +234,7 @@ class LitePpo(Grpo):
 
     name = "lite_ppo"
     advantage_std = "batch"
+    std_defines = True
 
 
 class DrGrpo(Algorithm):
@@ -196,6 +242,7 @@ class DrGrpo(Algorithm):
 
     name = "dr_grpo"
     advantage_std = "none"
+    std_defines = True
 
     def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
         """See `Algorithm.sample_coefficients`."""
@@ -207,13 +254,10 @@ class Rloo(Grpo):
 
     name = "rloo"
     advantage_std = "none"
+    std_allowed = ("none",)
 
-    def advantages(self, rewards_N: Tensor, group_ids_N: Tensor, std: AdvantageStd | None = None) -> Tensor:
-        """Leave-one-out; it has no standard deviation to choose, so an override is refused."""
-        if std not in (None, "none"):
-            raise AlgorithmError(
-                f"std: got {std!r}, rloo divides by none; remove the option or choose another algorithm"
-            )
+    def advantages(self, rewards_N: Tensor, group_ids_N: Tensor) -> Tensor:
+        """See `leave_one_out_advantages`."""
         return leave_one_out_advantages(rewards_N, group_ids_N)
 
 
@@ -223,18 +267,23 @@ class Daro(Algorithm):
     name = "daro"
     dynamic_filter = True
 
-    def __init__(self, *, rollouts_per_prompt: int, max_response_tokens: int, **daro_options: Any) -> None:
-        """Take the options of `Algorithm` and those of `DifficultyWeights`."""
-        super().__init__(rollouts_per_prompt=rollouts_per_prompt, max_response_tokens=max_response_tokens)
-        try:
-            self.difficulty = DifficultyWeights(rollouts_per_prompt, **daro_options)
-        except TypeError as error:
-            raise AlgorithmError(f"daro options: {error}; allowed are those of DifficultyWeights") from None
-
-    @classmethod
-    def from_options(cls, *, rollouts_per_prompt: int, max_response_tokens: int, **daro_options: Any) -> Daro:
-        """See `Algorithm.from_options`."""
-        return cls(rollouts_per_prompt=rollouts_per_prompt, max_response_tokens=max_response_tokens, **daro_options)
+    def __init__(
+        self,
+        *,
+        rollouts_per_prompt: int,
+        max_response_tokens: int,
+        std: AdvantageStd | Literal["auto"] = "auto",
+        group_filter: GroupFilter = "auto",
+        **difficulty: Any,
+    ) -> None:
+        """Take the options of `Algorithm` and, as keywords, those of `DifficultyWeights`."""
+        super().__init__(
+            rollouts_per_prompt=rollouts_per_prompt,
+            max_response_tokens=max_response_tokens,
+            std=std,
+            group_filter=group_filter,
+        )
+        self.difficulty = DifficultyWeights(rollouts_per_prompt, **difficulty)
 
     def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
         """See `Algorithm.sample_coefficients`."""
@@ -272,6 +321,43 @@ class Daro(Algorithm):
 ALGORITHMS: Mapping[str, type[Algorithm]] = {
     cls.name: cls for cls in (Grpo, GrpoSequence, Dapo, LitePpo, DrGrpo, Rloo, Daro)
 }
+
+
+def make_algorithm(name: str, **options: Any) -> Algorithm:
+    """The algorithm of this name: the same call in the driver and on every rank.
+
+    Args:
+        name: one of `ALGORITHMS`, or `module:Class`, a subclass of `Algorithm` that Python can import.
+        options: arguments of its constructor.
+
+    Raises:
+        AlgorithmError: there is no such algorithm, or an option is unknown or out of range.
+    """
+    cls = ALGORITHMS.get(name) or _imported(name)
+    try:
+        inspect.signature(cls).bind(**options)
+        return cls(**options)
+    except TypeError as error:
+        raise AlgorithmError(f"options of algorithm {name}: {error}; allowed are those of {cls.__name__}") from None
+
+
+def _imported(name: str) -> type[Algorithm]:
+    allowed = f"allowed are {', '.join(ALGORITHMS)}, or module:Class of a subclass of Algorithm"
+    module, _, attribute = name.partition(":")
+    if not attribute:
+        raise AlgorithmError(f"name: got {name!r}, {allowed}")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise AlgorithmError(
+            f"name: got {name!r}, which cannot be imported ({error}), {allowed}; the folder of the module must be in "
+            "PYTHONPATH, on every machine of the run"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, Algorithm) and not inspect.isabstract(found)):
+        raise AlgorithmError(f"name: got {name!r}, which is no subclass of Algorithm with all its methods, {allowed}")
+    if not isinstance(getattr(found, "name", None), str):
+        raise AlgorithmError(f"name: {name!r} has no attribute `name`, which stands in its checkpoints; give it one")
+    return found
 
 
 def _inverse(count: int) -> float:

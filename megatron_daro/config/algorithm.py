@@ -6,28 +6,14 @@ mathematics is in megatron_daro.algo, which this file cannot import because it i
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megatron_daro.config.base import Decay, Section
+from megatron_daro.config.base import Decay, OneOf, Section
 
-AlgorithmName = Literal["grpo", "grpo_sequence", "dapo", "lite_ppo", "dr_grpo", "rloo", "daro"]
-AdvantageStd = Literal["population", "sample", "batch", "none"]
-
-STD_OF: dict[str, AdvantageStd] = {
-    "grpo": "population",
-    "grpo_sequence": "population",
-    "dapo": "population",
-    "lite_ppo": "batch",
-    "dr_grpo": "none",
-    "rloo": "none",
-    "daro": "population",
-}
-"""Each algorithm's own divisor of the advantage."""
-
-FILTERING = frozenset({"dapo", "daro"})
-"""Algorithms that keep only groups with 0 < pass rate < 1."""
+ALGORITHM_NAMES = ("grpo", "grpo_sequence", "dapo", "lite_ppo", "dr_grpo", "rloo", "daro")
+"""Those of megatron_daro.algo.weighting.ALGORITHMS; a test compares them."""
 
 
 class KlSection(Section):
@@ -88,8 +74,11 @@ class DaroSection(Section):
 class AlgorithmSection(Section):
     """The loss."""
 
-    name: AlgorithmName = "daro"
-    """Which advantage and which weighting of the token losses."""
+    name: Annotated[str, OneOf(ALGORITHM_NAMES)] = "daro"
+    """Which advantage, which filter and which weighting of the token losses; module:Class: a subclass of
+    megatron_daro.algo.weighting.Algorithm of your own."""
+    options: dict[str, Any] = {}
+    """Options of an algorithm of your own: keyword arguments of its constructor."""
     std: Literal["auto", "population", "sample", "batch", "none"] = "auto"
     """What the advantage is divided by: a standard deviation of the group (population, sample) or batch, or nothing;
     auto: as the algorithm defines it."""
@@ -117,16 +106,23 @@ class AlgorithmSection(Section):
     """DARO's weights; read when name is daro."""
 
     @property
-    def advantage_std(self) -> AdvantageStd:
-        """The divisor with auto resolved."""
-        return STD_OF[self.name] if self.std == "auto" else self.std
-
-    @property
-    def filters_groups(self) -> bool:
-        """Whether groups with pass rate 0 or 1 are dropped and the batch refilled."""
-        return self.name in FILTERING if self.filter == "auto" else self.filter == "pass_rate"
-
-    @property
     def needs_reference(self) -> bool:
         """Whether reference log-probabilities are used."""
         return self.kl.coefficient > 0
+
+    def arguments(self, *, rollouts_per_prompt: int, max_response_tokens: int) -> dict[str, Any]:
+        """The keyword arguments of megatron_daro.algo.weighting.make_algorithm for this run.
+
+        Args:
+            rollouts_per_prompt: K. max_response_tokens: the longest response allowed.
+        """
+        own = getattr(self, self.name, None)
+        return {
+            "name": self.name,
+            "rollouts_per_prompt": rollouts_per_prompt,
+            "max_response_tokens": max_response_tokens,
+            "std": self.std,
+            "group_filter": self.filter,
+            **(own.model_dump() if isinstance(own, Section) else {}),
+            **self.options,
+        }

@@ -9,12 +9,15 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_daro.config.base import filled
 from megatron_daro.config.hardware import Hardware
 from megatron_daro.config.model_files import ModelShape
 from megatron_daro.config.problems import Problem
 from megatron_daro.config.sections import Config
 
 _PARQUET_MAGIC = b"PAR1"
+_GSPO_WIDEST = 0.01
+"""Source: GSPO arXiv 2507.18071, section 5: 3e-4 below and 4e-4 above; this is far beyond any published setting."""
 
 
 def data_files(config: Config) -> Iterator[Problem]:
@@ -111,11 +114,6 @@ def sampling_warnings(config: Config) -> Iterator[Problem]:
         allowed = "all or auto: larger batches of rows, and a run that repeats exactly"
         fix = "set rollout.finish_batch=auto"
         yield Problem("rollout.finish_batch", got, allowed, fix, also=("engine.kind",))
-    if rollout.oversampling > 1 and not (loss.filters_groups or rollout.keep_surplus or early):
-        got = f"{rollout.oversampling:g}, but no group is filtered"
-        fix = "set rollout.oversampling=1, or algorithm.filter=pass_rate"
-        allowed = "1 without a filter: the surplus would be thrown away"
-        yield Problem("rollout.oversampling", got, allowed, fix, also=("algorithm.filter", "algorithm.name"))
 
 
 def algorithm(config: Config) -> Iterator[Problem]:
@@ -125,9 +123,6 @@ def algorithm(config: Config) -> Iterator[Problem]:
     if not 0 < low <= 1 <= high or low == high:
         allowed = "[lower, upper] with 0 < lower <= 1 <= upper, lower < upper: weights start at 1"
         yield Problem("algorithm.daro.clamp", str([low, high]), allowed, "set algorithm.daro.clamp=[0.1,10]")
-    if section.name == "rloo" and section.advantage_std != "none":
-        allowed, fix = "auto or none with rloo, which divides by nothing", "set algorithm.std=auto"
-        yield Problem("algorithm.std", section.std, allowed, fix, also=("algorithm.name",))
     correction = section.correction
     if correction.kind == "mis" and not correction.low < correction.high:
         got = f"{correction.low:g} with high {correction.high:g}"
@@ -152,7 +147,7 @@ def _overlong(config: Config) -> Iterator[Problem]:
     if overlong.kind != "penalty":
         return
     prefix, length = "algorithm.overlong", "rollout.max_response_tokens"
-    max_tokens, cache_tokens = overlong.max_tokens or longest, overlong.cache_tokens or 1
+    max_tokens, cache_tokens = filled(overlong.max_tokens), filled(overlong.cache_tokens)
     if max_tokens - cache_tokens >= longest:
         got = f"{max_tokens}, whose penalty begins at {max_tokens - cache_tokens} tokens"
         allowed = f"a penalty that begins below max_response_tokens {longest}"
@@ -166,12 +161,16 @@ def _overlong(config: Config) -> Iterator[Problem]:
 
 
 def algorithm_warnings(config: Config) -> Iterator[Problem]:
-    """Options that work but leave the algorithm of the name."""
+    """Options that work but are probably not meant."""
     section = config.algorithm
-    if section.name in ("lite_ppo", "dr_grpo") and section.std != "auto":
-        allowed = f"auto is what {section.name} is"
-        fix = "leave std unset for the published algorithm"
-        yield Problem("algorithm.std", section.std, allowed, fix, also=("algorithm.name",))
+    if section.correction.kind == "gspo" and section.clip_high > _GSPO_WIDEST:
+        got = f"gspo with clip_low {section.clip_low:g} and clip_high {section.clip_high:g}"
+        allowed = (
+            "gspo's own range is about 3e-4 and 4e-4: a ratio per sequence, its tokens' geometric mean, moves little"
+        )
+        fix = "set algorithm.clip_low=3e-4 and algorithm.clip_high=4e-4"
+        also = ("algorithm.clip_low", "algorithm.clip_high")
+        yield Problem("algorithm.correction.kind", got, allowed, fix, also=also)
 
 
 def engine(config: Config, hardware: Hardware) -> Iterator[Problem]:

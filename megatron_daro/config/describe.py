@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import annotated_types
 from pydantic.fields import FieldInfo
 
-from megatron_daro.config.base import Section
+from megatron_daro.config.base import OneOf, Section
 
 ITEM = "*"
 """Stands for the position in a list in a dotted path, as in `data.eval.*.name`."""
@@ -72,6 +72,9 @@ def _bounds(metadata: list[Any]) -> str:
 
 
 def _text(metadata: list[Any]) -> str:
+    names = [m.words for m in metadata if isinstance(m, OneOf)]
+    if names:
+        return names[0]
     patterns = [m.pattern for m in metadata if getattr(m, "pattern", None)]
     if patterns:
         return f"text that matches {patterns[0]}"
@@ -111,7 +114,9 @@ def field_allowed(field: FieldInfo) -> str:
     return allowed(field.annotation, field.metadata)
 
 
-def choices(annotation: Any) -> tuple[str, ...]:
-    """The names of a Literal annotation, else nothing."""
-    annotation, _ = strip(annotation)
-    return get_args(annotation) if get_origin(annotation) is Literal else ()
+def choices(annotation: Any, metadata: list[Any]) -> tuple[str, ...]:
+    """The names that a Literal annotation or a `OneOf` knows, else nothing."""
+    annotation, inner = strip(annotation)
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    return next((m.names for m in [*metadata, *inner] if isinstance(m, OneOf)), ())

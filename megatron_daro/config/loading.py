@@ -193,7 +193,7 @@ def _problem(details: ErrorDetails, path: str, place: str) -> Problem:
     words = allowed(annotation, metadata)
     if details["type"] == "missing" and not too_short:
         return Problem(path, "nothing", words, f"set it in the file, or give {path}=... on the command line")
-    return Problem(path, show(details["input"]), words, _fix(annotation, details["input"], path), place=place)
+    return Problem(path, show(details["input"]), words, _fix(annotation, metadata, details["input"], path), place=place)
 
 
 def _annotation_at(loc: tuple[int | str, ...]) -> tuple[Any, list[Any]]:
@@ -210,9 +210,9 @@ def _annotation_at(loc: tuple[int | str, ...]) -> tuple[Any, list[Any]]:
     return annotation, metadata
 
 
-def _fix(annotation: Any, value: Any, path: str) -> str:
+def _fix(annotation: Any, metadata: list[Any], value: Any, path: str) -> str:
     plain, _ = strip(annotation)
-    names = choices(annotation)
+    names = choices(annotation, metadata)
     if names and isinstance(value, str):
         likely = sorted(names, key=lambda name: -similarity(name, value))[:1]
         return did_you_mean(likely)

@@ -10,16 +10,15 @@ Shape letters: N samples, K rollouts per prompt, T tokens of all samples, R resp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from megatron_daro.algo.advantages import AdvantageStd, group_advantages
 from megatron_daro.algo.difficulty import pass_rate_bins
 from megatron_daro.algo.shaping import overlong_filter, overlong_penalty
+from megatron_daro.algo.weighting import Algorithm
 from megatron_daro.errors import DataError
 from megatron_daro.types import Group, Rollout, TrainBatch
 
@@ -28,11 +27,8 @@ Overlong = Literal["none", "penalty", "filter"]
 
 def build_batch(
     groups: Sequence[Group],
+    algorithm: Algorithm,
     *,
-    rollouts_per_prompt: int,
-    advantage_std: AdvantageStd = "population",
-    eps: float = 1e-6,
-    advantages: Callable[[Tensor, Tensor], Tensor] | None = None,
     overlong: Overlong = "none",
     max_tokens: int = 20480,
     cache_tokens: int = 4096,
@@ -40,11 +36,8 @@ def build_batch(
     """The batch of all rollouts, groups in the given order, rollouts in index order.
 
     Args:
-        groups: complete groups, each group id once.
-        rollouts_per_prompt: K, at least 2.
-        advantage_std: what the centred rewards are divided by; "batch" is over all groups given here.
-        eps: added to the standard deviation.
-        advantages: (rewards_N, group_ids_N) -> advantages_N in place of the two options above (leave-one-out).
+        groups: complete groups, each group id once; a divisor over the batch is over all of them.
+        algorithm: makes the advantages, and knows K.
         overlong: "penalty" adds DAPO's soft length penalty to the rewards; "filter" sets the loss mask of truncated
             rollouts to 0 (they still count in the pass rate and in the group's mean).
         max_tokens: response tokens beyond which the penalty is -1.
@@ -59,6 +52,7 @@ def build_batch(
     """
     if overlong not in ("none", "penalty", "filter"):
         raise DataError(f"overlong: got {overlong!r}, allowed are none, penalty, filter")
+    rollouts_per_prompt = algorithm.rollouts_per_prompt
     _check_groups(groups, rollouts_per_prompt)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     verdicts = [verdict for group in groups for verdict in group.verdicts]
@@ -75,7 +69,6 @@ def build_batch(
     if overlong == "filter":
         loss_mask_R = overlong_filter(loss_mask_R, response_lengths_N, truncated_N)
     rewards, group_ids = torch.from_numpy(rewards_N), torch.from_numpy(group_ids_N)
-    centred = advantages(rewards, group_ids) if advantages else group_advantages(rewards, group_ids, advantage_std, eps)
     return TrainBatch(
         tokens_T=np.concatenate([np.asarray(r.tokens, dtype=np.int32) for r in rollouts]),
         lengths_N=lengths_N,
@@ -86,15 +79,13 @@ def build_batch(
         correct_N=correct_N,
         bins_N=pass_rate_bins(torch.from_numpy(correct_N), group_ids, rollouts_per_prompt).numpy(),
         group_ids_N=group_ids_N,
-        advantages_N=centred.float().numpy(),
+        advantages_N=algorithm.advantages(rewards, group_ids).float().numpy(),
         truncated_N=truncated_N,
         rollouts_per_prompt=rollouts_per_prompt,
     )
 
 
 def _check_groups(groups: Sequence[Group], rollouts_per_prompt: int) -> None:
-    if rollouts_per_prompt < 2:
-        raise DataError(f"rollouts_per_prompt: got {rollouts_per_prompt}, at least 2 are needed for a pass rate")
     if not groups:
         raise DataError("build_batch: got no groups; a training step needs at least one")
     seen: set[int] = set()

@@ -22,6 +22,10 @@ _GRACE_S = 5.0
 class Deadlines:
     """Seconds that each wait may take. Generous: they tell a hang from slow work, not slow from fast."""
 
+    policy_start: float = 3600.0
+    """Until every rank of the policy has its weights."""
+    verifier_start: float = 600.0
+    """Until the verifiers' processes run."""
     engine_start: float = 1800.0
     """Until an engine can generate (a server loads its model)."""
     generate: float = 7200.0

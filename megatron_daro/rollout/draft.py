@@ -6,7 +6,7 @@ kept into the books at once. It generates nothing and decides nothing about orde
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from megatron_daro.rollout.ledger import Ledger
 from megatron_daro.types import Group
@@ -18,16 +18,15 @@ LOWEST_KEEP_RATE = 0.25
 class Draft:
     """Groups of one batch so far, by what became of them."""
 
-    def __init__(self, ledger: Ledger, *, rollouts_per_prompt: int, filter_groups: bool) -> None:
+    def __init__(self, ledger: Ledger, *, rollouts_per_prompt: int, kept_bins: Collection[int]) -> None:
         """Empty.
 
         Args:
-            ledger: the books. rollouts_per_prompt: K.
-            filter_groups: keep only groups with a pass rate strictly between 0 and 1.
+            ledger: the books. rollouts_per_prompt: K. kept_bins: the bins 0..K whose groups are trained.
         """
         self._ledger = ledger
         self._size = rollouts_per_prompt
-        self._filter = filter_groups
+        self._kept_bins = kept_bins
         self.kept: list[Group] = []
         self.filtered: list[Group] = []
         self.dropped: list[Group] = []
@@ -40,7 +39,7 @@ class Draft:
         self.fresh_total += 1
         if not complete:
             self.drop([group])
-        elif self._filter and not 0 < group.bin < self._size:
+        elif group.bin not in self._kept_bins:
             self._ledger.finish([group.group_id], "filtered")
             self.filtered.append(group)
         else:
@@ -66,6 +65,8 @@ class Draft:
 
     def why_empty(self) -> str:
         """What became of the others, for a message."""
-        right = sum(group.bin > 0 for group in self.filtered)
-        wrong = len(self.filtered) - right
-        return f"filtered {right} all right and {wrong} all wrong, {len(self.dropped)} dropped"
+        bins = [group.bin for group in self.filtered]
+        right, wrong = bins.count(self._size), bins.count(0)
+        others = len(bins) - right - wrong
+        partly = f" and {others} partly right" if others else ""
+        return f"filtered {right} all right and {wrong} all wrong{partly}, {len(self.dropped)} dropped"

@@ -14,14 +14,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron_daro.config.sections import RolloutSection
 from megatron_daro.errors import DaroError
-from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.draft import Draft
-from megatron_daro.rollout.intake import Intake
-from megatron_daro.rollout.ledger import Ledger
+from megatron_daro.rollout.filling import Filling
 from megatron_daro.rollout.pending import PartialGroup, Pending, admit
-from megatron_daro.rollout.protocol import Engine, Notices, PromptSource
 
 _PRIOR_GROUPS = 8
 """The share of kept groups begins at that of the batch before, which counts for so many groups. Without it, one
@@ -49,49 +45,19 @@ class _Flight:
 class EarlyFill:
     """Keeps groups in flight until enough of them are trainable."""
 
-    def __init__(
-        self,
-        section: RolloutSection,
-        intake: Intake,
-        *,
-        engine: Engine,
-        source: PromptSource,
-        ledger: Ledger,
-        notices: Notices,
-        deadlines: Deadlines,
-        max_attempts: int,
-    ) -> None:
-        """Starts nothing. Arguments as the sampler's."""
-        self._section = section
-        self._intake = intake
-        self._engine = engine
-        self._source = source
-        self._ledger = ledger
-        self._notices = notices
-        self._deadlines = deadlines
-        self._max_attempts = max_attempts
+    keeps_unfinished = True
+
+    def __init__(self, filling: Filling) -> None:
+        """Starts nothing."""
+        self._filling = filling
         self._keep_rate = 1.0
-        self.resumed = 0
-        self.aborted = 0
-        """Groups since the run began: begun again, and aborted because their batch was full."""
 
     async def fill(self, draft: Draft, waiting: Sequence[PartialGroup]) -> tuple[PartialGroup, ...]:
-        """Adds groups to the draft until it is full, or until the bound on prompts is reached and all have ended.
-
-        Args:
-            draft: the batch so far.
-            waiting: outstanding groups kept unfinished; they go on before new prompts are admitted.
-
-        Returns:
-            The groups that are unfinished now, by id, still outstanding. None of them is generated any more.
-
-        Raises:
-            What `Sampler.sample` does: the first failure ends everything that is in flight.
-        """
+        """See `BatchFiller.fill`. The first failure ends everything that is in flight."""
         flight = _Flight(deque(waiting))
         try:
             self._top_up(draft, flight)
-            while flight.tasks and len(draft.kept) < self._section.prompts_per_step:
+            while flight.tasks and len(draft.kept) < self._filling.section.prompts_per_step:
                 self._land(draft, flight, await self._next_end(flight))
                 self._top_up(draft, flight)
             if flight.tasks:
@@ -99,14 +65,14 @@ class EarlyFill:
         finally:
             await self._end(flight)
         self._keep_rate = draft.keep_rate(self._keep_rate, _PRIOR_GROUPS)
-        draft.rounds += math.ceil(flight.admitted / self._section.prompts_requested)
+        draft.rounds += math.ceil(flight.admitted / self._filling.section.prompts_requested)
         self._say_given_up(flight)
         kept = [*flight.waiting, *(entry.kept(i) for i, entry in flight.unfinished.items())]
         return tuple(sorted(kept, key=lambda group: group.group_id))
 
     def _top_up(self, draft: Draft, flight: _Flight) -> None:
         """Begins groups until as many are in flight as the missing ones are likely to need; kept ones come first."""
-        section = self._section
+        section = self._filling.section
         missing = section.prompts_per_step - len(draft.kept)
         if missing <= 0:
             return
@@ -114,15 +80,15 @@ class EarlyFill:
         wanted = math.ceil(missing * section.oversampling / rate) - len(flight.tasks)
         while wanted > 0 and flight.waiting:
             group = flight.waiting.popleft()
-            self._ledger.resume(group.group_id)
-            self.resumed += 1
+            self._filling.ledger.resume(group.group_id)
+            self._filling.intake.groups_resumed += 1
             self._launch(flight, group.group_id, group.pending())
             wanted -= 1
         bound = (1 + section.max_refill_rounds) * section.prompts_requested
         count = min(wanted, bound - flight.admitted)
         if count > 0:
             flight.admitted += count
-            for group_id, entry in admit(self._source, self._ledger, count).items():
+            for group_id, entry in admit(self._filling.source, self._filling.ledger, count).items():
                 self._launch(flight, group_id, entry)
 
     def _launch(self, flight: _Flight, group_id: int, entry: Pending) -> None:
@@ -133,55 +99,56 @@ class EarlyFill:
 
     async def _complete(self, flight: _Flight, group_id: int, entry: Pending) -> None:
         """One group: all attempts that it needs, one directly after the other."""
-        for attempt in range(self._max_attempts):
-            if flight.stopping or not entry.missing(self._section.rollouts_per_prompt):
+        for attempt in range(self._filling.max_attempts):
+            if flight.stopping or not entry.missing(self._filling.section.rollouts_per_prompt):
                 return
             if attempt > 0:
-                self._ledger.retry(group_id)
-            iterator = self._engine.generate([self._intake.request(group_id, entry)])
+                self._filling.ledger.retry(group_id)
+            iterator = self._filling.engine.generate([self._filling.intake.request(group_id, entry)])
             try:
                 # No deadline of its own: it may wait behind others. `_next_end` waits for the next of them all.
                 async for rollouts in iterator:
-                    finished = self._intake.accept(rollouts, {group_id: entry})
+                    finished = self._filling.intake.accept(rollouts, {group_id: entry})
                     if finished:
-                        await self._intake.score(finished, {group_id: entry})
+                        await self._filling.intake.score(finished, {group_id: entry})
             finally:
-                await self._intake.close(iterator)
+                await self._filling.intake.close(iterator)
 
     async def _next_end(self, flight: _Flight) -> asyncio.Task[None]:
         what = f"the engine, with {len(flight.tasks)} groups in flight"
-        return await self._deadlines.within("generate", flight.ended.get(), what=what)
+        return await self._filling.deadlines.within("generate", flight.ended.get(), what=what)
 
     def _land(self, draft: Draft, flight: _Flight, task: asyncio.Task[None]) -> None:
         """Takes a group out of the air. Raises what ended its task."""
         group_id = flight.tasks.pop(task)
         entry = flight.entries.pop(group_id)
-        missing = entry.missing(self._section.rollouts_per_prompt)
+        missing = entry.missing(self._filling.section.rollouts_per_prompt)
         if task.done() and not task.cancelled():
             task.result()
         if flight.stopping and (missing or entry.unscored):
-            self.aborted += 1
+            self._filling.intake.groups_aborted += 1
             flight.unfinished[group_id] = entry
             return
         if missing:
             flight.given_up.append((group_id, missing))
-            self._intake.give_up(entry.kept(group_id))
+            self._filling.intake.give_up(entry.kept(group_id))
         draft.classify(entry.group(group_id), not missing)
 
     async def _recall(self, draft: Draft, flight: _Flight) -> None:
         """The batch is full: aborts what is in flight. Groups that were about to end are surplus."""
         flight.stopping = True
         what = f"{len(flight.tasks)} unfinished groups"
-        await self._deadlines.within("abort", self._engine.abort(sorted(flight.entries)), what=what)
-        _, late = await asyncio.wait(flight.tasks, timeout=self._deadlines.abort)
+        await self._filling.deadlines.within("abort", self._filling.engine.abort(sorted(flight.entries)), what=what)
+        _, late = await asyncio.wait(flight.tasks, timeout=self._filling.deadlines.abort)
         scoring = {task for task in late if flight.entries[flight.tasks[task]].unscored}
         if scoring:  # All that is left of it is verification, which has its own deadline.
-            await asyncio.wait(scoring, timeout=self._deadlines.score)
+            await asyncio.wait(scoring, timeout=self._filling.deadlines.score)
         stuck = [task for task in flight.tasks if not task.done()]
         if stuck:
-            self._notices.warn(
-                f"{len(stuck)} groups did not end within {self._deadlines.abort:g} s of their abort (the first: group "
-                f"{flight.tasks[stuck[0]]}); they are left behind with what they have. Look at the engine's log"
+            self._filling.notices.warn(
+                f"{len(stuck)} groups did not end within {self._filling.deadlines.abort:g} s of their abort (the "
+                f"first: group {flight.tasks[stuck[0]]}); they are left behind with what they have. "
+                "Look at the engine's log"
             )
             await self._cancel(stuck)
         while not flight.ended.empty():
@@ -196,9 +163,9 @@ class EarlyFill:
         flight.stopping = True
         ids = sorted(flight.entries)
         try:
-            await self._deadlines.within("abort", self._engine.abort(ids), what=f"{len(ids)} groups")
+            await self._filling.deadlines.within("abort", self._filling.engine.abort(ids), what=f"{len(ids)} groups")
         except DaroError as error:
-            self._notices.warn(f"{len(ids)} groups could not be aborted: {error}")
+            self._filling.notices.warn(f"{len(ids)} groups could not be aborted: {error}")
         finally:
             await self._cancel(list(flight.tasks))
 
@@ -206,7 +173,7 @@ class EarlyFill:
         """Cancels and waits, not for ever: closing an iterator may take the whole deadline of an abort."""
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks, timeout=2 * self._deadlines.abort)
+        await asyncio.wait(tasks, timeout=2 * self._filling.deadlines.abort)
         for task in tasks:
             if task.done() and not task.cancelled():
                 task.exception()  # Marks it as seen: another error, or the cancellation, is the one that is raised.
@@ -214,7 +181,7 @@ class EarlyFill:
     def _say_given_up(self, flight: _Flight) -> None:
         if flight.given_up:
             group_id, missing = flight.given_up[0]
-            self._notices.warn(
-                f"{len(flight.given_up)} groups were still incomplete after {self._max_attempts} attempts and are "
-                f"dropped (the first: group {group_id}, rollouts {list(missing)})"
+            self._filling.notices.warn(
+                f"{len(flight.given_up)} groups were still incomplete after {self._filling.max_attempts} attempts and "
+                f"are dropped (the first: group {group_id}, rollouts {list(missing)})"
             )

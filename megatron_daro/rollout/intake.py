@@ -19,8 +19,12 @@ from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams
 
 
 class Intake:
-    """Takes answers in. `fresh_tokens`: response tokens generated so far, each once. `aborted_tokens`: those of them
-    that were thrown away because a rollout or its group was not finished."""
+    """Takes answers in, and counts what became of them since the run began.
+
+    fresh_tokens: response tokens generated, each once. aborted_tokens: those of them that were thrown away because a
+    rollout or its group was not finished. groups_aborted: unfinished when their batch was full. groups_resumed: begun
+    again after that.
+    """
 
     def __init__(
         self,
@@ -37,6 +41,8 @@ class Intake:
         self.rollouts_per_prompt = rollouts_per_prompt
         self.fresh_tokens = 0
         self.aborted_tokens = 0
+        self.groups_aborted = 0
+        self.groups_resumed = 0
         self._ledger = ledger
         self._scorer = scorer
         self._sampling = sampling

@@ -9,22 +9,16 @@ from. It refuses a run in which no group carries a signal, and groups that are t
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from megatron_daro.config.sections import RolloutSection
 from megatron_daro.errors import CheckpointError, DataError
-from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.draft import Draft
-from megatron_daro.rollout.early import EarlyFill
-from megatron_daro.rollout.intake import Intake
-from megatron_daro.rollout.ledger import Ledger
+from megatron_daro.rollout.filling import BatchFiller, Filling
 from megatron_daro.rollout.pending import PartialGroup
-from megatron_daro.rollout.protocol import Engine, Notices, PhaseTimer, PromptSource, Scorer
 from megatron_daro.rollout.recorder import group_from_json
-from megatron_daro.rollout.rounds import Rounds
 from megatron_daro.rollout.sampled_batch import SampledBatch, Snapshot
-from megatron_daro.types import Group, SamplingParams
+from megatron_daro.types import Group
 
 _EMPTY = "rollout/batches_empty"
 _ABORTED_TOKENS = "rollout/aborted_tokens"
@@ -38,63 +32,34 @@ class Sampler:
 
     def __init__(
         self,
-        section: RolloutSection,
+        filling: Filling,
+        filler: BatchFiller,
         *,
-        sampling: SamplingParams,
-        engine: Engine,
-        scorer: Scorer,
-        source: PromptSource,
-        notices: Notices,
-        phases: PhaseTimer,
-        filter_groups: bool,
-        finish_early: bool = False,
+        kept_bins: Collection[int],
         updates_per_batch: int = 1,
-        deadlines: Deadlines | None = None,
-        max_attempts: int = 3,
         max_empty_batches: int = 3,
     ) -> None:
         """Starts nothing.
 
         Args:
-            section: the configuration's rollout section.
-            sampling: what each request asks for (stop strings already turned into token ids).
-            engine: generates. scorer: verifies. source: gives prompts.
-            notices: told about short batches and dropped groups.
-            phases: verification is measured as "reward".
-            filter_groups: keep only groups with a pass rate strictly between 0 and 1 (dynamic sampling).
-            finish_early: a batch is complete as soon as it is full (`section.finishes_early`, for this run's engine);
-                else every round waits for all of its groups, and the run repeats exactly.
+            filling: what groups are made of. filler: the way to fill a batch, over the same filling.
+            kept_bins: the bins 0..K whose groups are trained; the others are replaced (dynamic sampling).
             updates_per_batch: optimizer steps per batch: one batch of staleness is that many weight versions.
-            deadlines: the table of deadlines.
-            max_attempts: times that a group's missing rollouts are requested before the group is dropped.
             max_empty_batches: batches in a row that may come out empty.
         """
-        self._section = section
-        self._source = source
-        self._notices = notices
-        self._filter = filter_groups
-        self._finish_early = finish_early
-        self._max_lag = section.max_staleness * updates_per_batch
+        self._section = filling.section
+        self._source = filling.source
+        self._notices = filling.notices
+        self._intake = filling.intake
+        self._filler = filler
+        self._kept_bins = kept_bins
+        self._max_lag = filling.section.max_staleness * updates_per_batch
         self._max_empty = max_empty_batches
-        self.ledger = Ledger()
+        self.ledger = filling.ledger
         self._carry: tuple[Group, ...] = ()
         self._partial: tuple[PartialGroup, ...] = ()
         self._empty_batches = 0
         self._short_batches = 0
-        deadlines = deadlines or Deadlines()
-        self._intake = Intake(
-            self.ledger,
-            scorer=scorer,
-            sampling=sampling,
-            rollouts_per_prompt=section.rollouts_per_prompt,
-            deadlines=deadlines,
-            phases=phases,
-            notices=notices,
-        )
-        parts: dict[str, Any] = {"engine": engine, "source": source, "ledger": self.ledger, "notices": notices}
-        parts |= {"deadlines": deadlines, "max_attempts": max_attempts}
-        self._rounds = Rounds(section, self._intake, **parts)
-        self._early = EarlyFill(section, self._intake, **parts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where `Snapshot.to_json` says: same prompts, same group ids, same groups that wait.
@@ -123,8 +88,8 @@ class Sampler:
         counters = state["counters"]
         self._empty_batches = int(counters[_EMPTY])
         self._intake.aborted_tokens = int(counters.get(_ABORTED_TOKENS, 0))
-        self._early.aborted = int(counters.get(_ABORTED, 0))
-        self._early.resumed = int(counters.get(_RESUMED, 0))
+        self._intake.groups_aborted = int(counters.get(_ABORTED, 0))
+        self._intake.groups_resumed = int(counters.get(_RESUMED, 0))
 
     def stale(self, groups: Sequence[Group], version: int) -> tuple[Group, ...]:
         """Those whose weights are more than `max_staleness` batches behind this weight version."""
@@ -141,7 +106,7 @@ class Sampler:
             EngineError, RewardError, DeadlineError: the engine or the verifiers failed.
         """
         started, tokens_before = time.perf_counter(), self._intake.fresh_tokens
-        draft = Draft(self.ledger, rollouts_per_prompt=self._section.rollouts_per_prompt, filter_groups=self._filter)
+        draft = Draft(self.ledger, rollouts_per_prompt=self._section.rollouts_per_prompt, kept_bins=self._kept_bins)
         self._take_carry(draft, use_version)
         self._take_partial(draft, use_version)
         for _ in range(self._max_empty):
@@ -170,10 +135,10 @@ class Sampler:
         usable = [
             group
             for group in self._partial
-            if self._finish_early and (group.weight_version is None or group.weight_version >= oldest)
+            if self._filler.keeps_unfinished and (group.weight_version is None or group.weight_version >= oldest)
         ]
         self._give_up(draft, [group for group in self._partial if group not in usable])
-        if self._partial and not self._finish_early:
+        if self._partial and not self._filler.keeps_unfinished:
             self._notices.notice(f"{len(self._partial)} unfinished groups are dropped: rollout.finish_batch is all now")
         self._partial = tuple(usable)
 
@@ -184,10 +149,7 @@ class Sampler:
 
     async def _fill(self, draft: Draft) -> None:
         """Fills the batch up; the 1st, 2nd, 4th, 8th... batch of this process that stays short is announced."""
-        if self._finish_early:
-            self._partial = await self._early.fill(draft, self._partial)
-        else:
-            await self._rounds.fill(draft)
+        self._partial = await self._filler.fill(draft, self._partial)
         target = self._section.prompts_per_step
         if 0 < len(draft.kept) < target:
             self._short_batches += 1
@@ -227,7 +189,7 @@ class Sampler:
         return {
             _EMPTY: self._empty_batches,
             _PARTIAL: len(self._partial),
-            _ABORTED: self._early.aborted,
-            _RESUMED: self._early.resumed,
+            _ABORTED: self._intake.groups_aborted,
+            _RESUMED: self._intake.groups_resumed,
             _ABORTED_TOKENS: self._intake.aborted_tokens,
         }

@@ -13,7 +13,7 @@ import torch
 
 from megatron_daro.algo.difficulty import DifficultyWeights, bin_sums, pass_rate_bins
 from megatron_daro.algo.objective import ObjectiveSettings, token_objective
-from megatron_daro.algo.weighting import ALGORITHMS, BatchTotals
+from megatron_daro.algo.weighting import ALGORITHMS, BatchTotals, make_algorithm
 
 K = 4
 CORRECT_N = torch.tensor([1, 0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1, 1, 1])
@@ -124,7 +124,7 @@ def run_step(algorithm, settings: ObjectiveSettings | None = None):
 
 
 def build(name: str, **options):
-    return ALGORITHMS[name].from_options(rollouts_per_prompt=K, max_response_tokens=8, **options)
+    return make_algorithm(name, rollouts_per_prompt=K, max_response_tokens=8, **options)
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))

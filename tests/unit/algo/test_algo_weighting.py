@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_daro.algo.advantages import group_advantages
 from megatron_daro.algo.difficulty import bin_sums, pass_rate_bins
 from megatron_daro.algo.surrogate import clipped_token_loss
-from megatron_daro.algo.weighting import ALGORITHMS, BatchTotals
+from megatron_daro.algo.weighting import ALGORITHMS, BatchTotals, Grpo, make_algorithm
 from megatron_daro.errors import AlgorithmError, CheckpointError
 
 LONGEST = 6
@@ -49,7 +49,7 @@ class Step:
 
 def build(name: str, k: int, **options):
     """An algorithm as the actor builds it."""
-    return ALGORITHMS[name].from_options(rollouts_per_prompt=k, max_response_tokens=LONGEST, **options)
+    return make_algorithm(name, rollouts_per_prompt=k, max_response_tokens=LONGEST, **options)
 
 
 def trained_daro(k: int, **options):
@@ -242,23 +242,56 @@ def test_other_k_and_torn_states_are_refused():
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_options_are_checked_by_every_algorithm(name):
-    build(name, 4, learning_rate=0.1, magnitude="token", clamp=(0.2, 5.0))
     with pytest.raises(AlgorithmError, match="learning_rat"):
         build(name, 4, learning_rat=0.1)
-    with pytest.raises(AlgorithmError, match="magnitude"):
-        build(name, 4, magnitude="mean")
     with pytest.raises(AlgorithmError, match="rollouts_per_prompt"):
         build(name, 1)
     with pytest.raises(AlgorithmError, match="max_response_tokens"):
-        ALGORITHMS[name].from_options(rollouts_per_prompt=4, max_response_tokens=0)
+        make_algorithm(name, rollouts_per_prompt=4, max_response_tokens=0)
+
+
+def test_options_of_daro():
+    build("daro", 4, learning_rate=0.1, magnitude="token", clamp=(0.2, 5.0))
+    with pytest.raises(AlgorithmError, match="magnitude"):
+        build("daro", 4, magnitude="mean")
 
 
 def test_std_override_and_rloo():
     rewards_N, ids_N = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4, dtype=torch.long)
-    assert build("grpo", 4).advantages(rewards_N, ids_N, std="sample")[0].item() == pytest.approx(1.5, rel=1e-5)
+    assert build("grpo", 4, std="sample").advantages(rewards_N, ids_N)[0].item() == pytest.approx(1.5, rel=1e-5)
     assert build("rloo", 4).advantages(rewards_N, ids_N)[0].item() == 1.0
-    with pytest.raises(AlgorithmError, match="rloo"):
-        build("rloo", 4).advantages(rewards_N, ids_N, std="sample")
+    with pytest.raises(AlgorithmError, match=r"std: got 'sample', allowed with rloo: auto or none"):
+        build("rloo", 4, std="sample")
+    assert build("rloo", 4, std="none").remarks == build("lite_ppo", 4).remarks == ()
+    assert "auto is what lite_ppo is" in build("lite_ppo", 4, std="sample").remarks[0]
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_group_filter_takes_the_place_of_the_own_one(name):
+    own = {1, 2, 3} if name in ("dapo", "daro") else {0, 1, 2, 3, 4}
+    assert build(name, 4).kept_bins == own
+    assert build(name, 4, group_filter="none").kept_bins == {0, 1, 2, 3, 4}
+    assert build(name, 4, group_filter="pass_rate").kept_bins == {1, 2, 3}
+
+
+class Unnamed(Grpo):
+    """An algorithm that somebody brings along and forgot to name."""
+
+    name = None
+
+
+def test_an_algorithm_of_ones_own_is_imported_by_its_path():
+    assert type(build("megatron_daro.algo.weighting:Dapo", 4)) is ALGORITHMS["dapo"]
+    for wrong, said in {
+        "gpro": "got 'gpro', allowed are grpo, ",
+        "no.such.module:Toy": "cannot be imported .*PYTHONPATH",
+        "megatron_daro.algo.weighting:Toy": "cannot be imported",
+        "megatron_daro.algo.weighting:BatchTotals": "no subclass of Algorithm",
+        "megatron_daro.algo.weighting:Algorithm": "no subclass of Algorithm with all its methods",
+        f"{__name__}:Unnamed": "has no attribute `name`",
+    }.items():
+        with pytest.raises(AlgorithmError, match=said):
+            build(wrong, 4)
 
 
 @pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"daro"}))

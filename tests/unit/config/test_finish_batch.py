@@ -33,14 +33,6 @@ def test_enough_with_the_embedded_engine_is_a_warning(run_files):
     assert not [line for line in warnings(run_files) if "finish_batch" in line]
 
 
-def test_oversampling_without_a_filter_has_its_use_where_a_batch_ends_early(run_files):
-    options = ["rollout.oversampling=2", "algorithm.name=grpo"]
-    assert [line for line in warnings(run_files, *options) if "rollout.oversampling" in line]
-    assert not [
-        line for line in warnings(run_files, *options, "rollout.finish_batch=enough") if "rollout.oversampling" in line
-    ]
-
-
 @pytest.mark.parametrize(
     ("max_staleness", "keep_surplus", "ahead"), [(0, False, 0), (2, False, 2), (1, True, 0), (3, True, 2)]
 )

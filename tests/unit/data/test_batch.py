@@ -3,11 +3,15 @@
 import numpy as np
 import pytest
 
-from megatron_daro.algo.advantages import leave_one_out_advantages
+from megatron_daro.algo.weighting import Algorithm, make_algorithm
 from megatron_daro.data.batch import build_batch
 from megatron_daro.data.schedule import bin_token_counts
 from megatron_daro.errors import AlgorithmError, DataError
 from megatron_daro.types import Group, Prompt, Rollout, TrainBatch, Verdict
+
+
+def algorithm(k: int, name: str = "grpo", **options) -> Algorithm:
+    return make_algorithm(name, rollouts_per_prompt=k, max_response_tokens=64, **options)
 
 
 def make_rollout(group_id: int, index: int, response: int = 3, finish: str = "stop", prompt: int = 2) -> Rollout:
@@ -41,9 +45,7 @@ def make_group(
 
 
 def test_columns_by_hand():
-    batch = build_batch(
-        [make_group(5, [True, False], [1, 2]), make_group(2, [True, True], [2, 1])], rollouts_per_prompt=2
-    )
+    batch = build_batch([make_group(5, [True, False], [1, 2]), make_group(2, [True, True], [2, 1])], algorithm(2))
     assert batch.lengths_N.tolist() == [3, 4, 4, 3] and batch.prompt_lengths_N.tolist() == [2] * 4
     assert batch.tokens_T.tolist() == [500, 501, 502, 510, 511, 512, 513, 200, 201, 202, 203, 210, 211, 212]
     assert batch.tokens_T.dtype == np.int32
@@ -58,8 +60,8 @@ def test_columns_by_hand():
 
 def test_penalty_changes_advantages_but_never_bins():
     group = make_group(0, [True, True, False, False], [1, 10, 1, 20])
-    plain = build_batch([group], rollouts_per_prompt=4)
-    shaped = build_batch([group], rollouts_per_prompt=4, overlong="penalty", max_tokens=12, cache_tokens=4)
+    plain = build_batch([group], algorithm(4))
+    shaped = build_batch([group], algorithm(4), overlong="penalty", max_tokens=12, cache_tokens=4)
     assert shaped.rewards_N.tolist() == [1.0, 0.5, 0.0, -1.0]
     assert shaped.bins_N.tolist() == plain.bins_N.tolist() == [2] * 4
     assert shaped.correct_N.tolist() == [1, 1, 0, 0]
@@ -68,62 +70,60 @@ def test_penalty_changes_advantages_but_never_bins():
 
 def test_bins_ignore_rewards_of_another_sign():
     group = make_group(0, [True, False, False], rewards=[-1.0, 1.0, 1.0])
-    assert build_batch([group], rollouts_per_prompt=3).bins_N.tolist() == [1, 1, 1]
+    assert build_batch([group], algorithm(3)).bins_N.tolist() == [1, 1, 1]
 
 
 def test_filter_masks_truncated_which_still_count():
     group = make_group(0, [True, False], [2, 4], finish=["stop", "length"])
-    batch = build_batch([group], rollouts_per_prompt=2, overlong="filter")
+    batch = build_batch([group], algorithm(2), overlong="filter")
     assert batch.loss_mask_R.tolist() == [1, 1, 0, 0, 0, 0]
     assert batch.truncated_N.tolist() == [0, 1]
     assert batch.bins_N.tolist() == [1, 1]
     assert batch.advantages_N[0] == pytest.approx(1, abs=1e-5)
     assert batch.trained_tokens_N.tolist() == [2, 0]
-    untouched = build_batch([group], rollouts_per_prompt=2)
+    untouched = build_batch([group], algorithm(2))
     assert untouched.loss_mask_R.tolist() == [1] * 6 and group.rollouts[1].loss_mask.tolist() == [1] * 4
 
 
-def test_standard_deviation_options_and_a_function():
+def test_the_advantages_are_those_of_the_algorithm():
     groups = [make_group(0, [True, False, False, False]), make_group(1, [True, True, False, True])]
-    none = build_batch(groups, rollouts_per_prompt=4, advantage_std="none")
+    none = build_batch(groups, algorithm(4, std="none"))
     np.testing.assert_allclose(none.advantages_N[:4], [0.75, -0.25, -0.25, -0.25])
-    left_out = build_batch(groups, rollouts_per_prompt=4, advantages=leave_one_out_advantages)
+    left_out = build_batch(groups, algorithm(4, name="rloo"))
     np.testing.assert_allclose(left_out.advantages_N[:4], [1, -1 / 3, -1 / 3, -1 / 3], rtol=1e-6)
 
 
 def test_incomplete_group_is_refused_by_name():
     with pytest.raises(DataError, match=r"group 7 \(prompt p7\) has 3 rollouts.*exactly 4"):
-        build_batch([make_group(7, [True] * 3)], rollouts_per_prompt=4)
+        build_batch([make_group(7, [True] * 3)], algorithm(4))
 
 
 def test_missing_verdict_is_refused():
     group = make_group(1, [True, False])
     short = Group(group.group_id, group.prompt, group.rollouts, group.verdicts[:1])
     with pytest.raises(DataError, match="1 verdicts"):
-        build_batch([short], rollouts_per_prompt=2)
+        build_batch([short], algorithm(2))
 
 
 def test_aborted_rollout_is_refused():
     with pytest.raises(DataError, match=r"rollout 1 was aborted"):
-        build_batch([make_group(1, [True, False], finish=["stop", "abort"])], rollouts_per_prompt=2)
+        build_batch([make_group(1, [True, False], finish=["stop", "abort"])], algorithm(2))
 
 
 def test_other_refusals():
     group = make_group(1, [True, False])
     with pytest.raises(DataError, match="twice"):
-        build_batch([group, group], rollouts_per_prompt=2)
+        build_batch([group, group], algorithm(2))
     with pytest.raises(DataError, match="no groups"):
-        build_batch([], rollouts_per_prompt=2)
-    with pytest.raises(DataError, match="at least 2"):
-        build_batch([group], rollouts_per_prompt=1)
+        build_batch([], algorithm(2))
     swapped = Group(1, group.prompt, group.rollouts[::-1], group.verdicts)
     with pytest.raises(DataError, match=r"indices \[1, 0\]"):
-        build_batch([swapped], rollouts_per_prompt=2)
+        build_batch([swapped], algorithm(2))
     with pytest.raises(DataError, match="penalti"):
-        build_batch([group], rollouts_per_prompt=2, overlong="penalti")
+        build_batch([group], algorithm(2), overlong="penalti")
     nan = Group(1, group.prompt, group.rollouts, (Verdict(True, float("nan"), "match"), group.verdicts[1]))
     with pytest.raises(AlgorithmError):
-        build_batch([nan], rollouts_per_prompt=2)
+        build_batch([nan], algorithm(2))
 
 
 def test_columns_that_do_not_fit_are_refused():
@@ -131,20 +131,20 @@ def test_columns_that_do_not_fit_are_refused():
     broken = make_rollout(1, 0)
     object.__setattr__(broken, "logprobs", broken.logprobs[:1])
     with pytest.raises(DataError, match="3 loss-mask entries and 1 log-probs"):
-        build_batch([Group(1, group.prompt, (broken, group.rollouts[1]), group.verdicts)], rollouts_per_prompt=2)
+        build_batch([Group(1, group.prompt, (broken, group.rollouts[1]), group.verdicts)], algorithm(2))
     headless = make_rollout(1, 0, prompt=0)
     with pytest.raises(DataError, match="at least one prompt"):
-        build_batch([Group(1, group.prompt, (headless, group.rollouts[1]), group.verdicts)], rollouts_per_prompt=2)
+        build_batch([Group(1, group.prompt, (headless, group.rollouts[1]), group.verdicts)], algorithm(2))
 
 
 def test_empty_response_is_kept():
-    batch = build_batch([make_group(1, [True, False], [3, 0])], rollouts_per_prompt=2)
+    batch = build_batch([make_group(1, [True, False], [3, 0])], algorithm(2))
     assert batch.trained_tokens_N.tolist() == [3, 0]
 
 
 def test_select_and_concatenate_are_inverse():
     batch = build_batch(
-        [make_group(0, [True, False, True], [1, 4, 2]), make_group(1, [False] * 3, [2, 0, 3])], rollouts_per_prompt=3
+        [make_group(0, [True, False, True], [1, 4, 2]), make_group(1, [False] * 3, [2, 0, 3])], algorithm(3)
     )
     parts = [batch.select([i]) for i in range(6)]
     joined = TrainBatch.concatenate(parts)
@@ -160,7 +160,7 @@ def test_select_and_concatenate_are_inverse():
 
 
 def test_concatenate_refuses_another_k():
-    two = build_batch([make_group(0, [True, False])], rollouts_per_prompt=2)
-    three = build_batch([make_group(0, [True, False, True])], rollouts_per_prompt=3)
+    two = build_batch([make_group(0, [True, False])], algorithm(2))
+    three = build_batch([make_group(0, [True, False, True])], algorithm(3))
     with pytest.raises(ValueError, match="rollouts_per_prompt"):
         TrainBatch.concatenate([two, three])

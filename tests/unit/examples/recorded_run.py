@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.config import Config, to_yaml
 from megatron_daro.rollout.recorder import Recorder
 from megatron_daro.types import Group, Prompt, Rollout, Verdict
@@ -100,9 +101,10 @@ def _train(config: Config, steps: list[list[Group]], run: Path) -> None:
         total_steps=STEPS,
     )
     policy = MegatronPolicy(settings, config.actor, config.algorithm)
+    algorithm = make_algorithm(**config.algorithm.arguments(rollouts_per_prompt=ROLLOUTS, max_response_tokens=32))
     lines = []
     for step, groups in enumerate(steps, start=1):
-        batch = build_batch(groups, rollouts_per_prompt=ROLLOUTS)
+        batch = build_batch(groups, algorithm)
         halves = [range(10), range(10, len(batch))]
         lines.append({"step": step, **policy.train_step(batch, halves, step=step).metrics})
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.config.sections import RolloutSection, TrainerSection
 from megatron_daro.controller import Controller, Parts
 from megatron_daro.data.batch import build_batch
@@ -26,11 +27,17 @@ from megatron_daro.errors import EngineError
 from megatron_daro.observe.metrics import MetricsLog
 from megatron_daro.recovery import Checkpoints, take_latest_valid
 from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.rollout.early import EarlyFill
+from megatron_daro.rollout.filling import Filling
+from megatron_daro.rollout.intake import Intake
+from megatron_daro.rollout.ledger import Ledger
 from megatron_daro.rollout.recorder import Recorder
+from megatron_daro.rollout.rounds import Rounds
 from megatron_daro.rollout.sampler import Sampler
 from megatron_daro.types import Prompt, Rollout, SamplingParams, StepResult, Verdict, WeightBucket
 
 K = 4
+GRPO = make_algorithm("grpo", rollouts_per_prompt=K, max_response_tokens=64)
 NEVER = 10_000.0
 FAST = Deadlines(**dict.fromkeys(("generate", "train", "sync", "score", "close", "batch", "save", "abort"), 20.0))
 
@@ -310,17 +317,15 @@ def make_sampler(engine, source, progress, phases, *, rollout=None, order_seed=0
     section = RolloutSection(
         **({"prompts_per_step": 3, "rollouts_per_prompt": K, "oversampling": 1.5} | (rollout or {}))
     )
-    options = {"filter_groups": True, "deadlines": FAST, "scorer": FakeScorer(order_seed)} | options
-    return Sampler(
-        section,
-        sampling=SamplingParams(),
-        engine=engine,
-        source=source,
-        notices=progress,
-        phases=phases,
-        updates_per_batch=updates,
-        **options,
-    )
+    bins, ledger = range(section.rollouts_per_prompt + 1), Ledger()
+    kept_bins = bins[1:-1] if options.pop("filter_groups", True) else bins
+    filling_class = EarlyFill if options.pop("finish_early", False) else Rounds
+    shared = {"deadlines": options.pop("deadlines", FAST), "notices": progress}
+    scorer, size = options.pop("scorer", None) or FakeScorer(order_seed), section.rollouts_per_prompt
+    sampling = SamplingParams()
+    intake = Intake(ledger, scorer=scorer, sampling=sampling, rollouts_per_prompt=size, phases=phases, **shared)
+    filling = Filling(section=section, engine=engine, source=source, ledger=ledger, intake=intake, **shared)
+    return Sampler(filling, filling_class(filling), kept_bins=kept_bins, updates_per_batch=updates, **options)
 
 
 def make_stack(run: Path, *, order_seed=0, crash=None, rollout=None, trainer=None, deadlines=FAST, **sampler_options):
@@ -342,7 +347,7 @@ def make_stack(run: Path, *, order_seed=0, crash=None, rollout=None, trainer=Non
     parts = Parts(
         policy=policy,
         source=sampler,
-        build=lambda groups: build_batch(groups, rollouts_per_prompt=K),
+        build=lambda groups: build_batch(groups, GRPO),
         metrics=metrics,
         progress=progress,
         phases=phases,

@@ -1,0 +1,239 @@
+"""From a checked configuration to the parts of a run; starts nothing.
+
+Place in the data flow: launch.py calls these, then starts what they made. Everything is handed its own section here, or
+the few values it needs of others. Computes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from megatron_daro.actor.settings import PolicySettings
+from megatron_daro.algo.weighting import Algorithm, make_algorithm
+from megatron_daro.config import Config, detect
+from megatron_daro.config.base import filled
+from megatron_daro.controller import BuildBatch
+from megatron_daro.data.batch import build_batch
+from megatron_daro.data.cursor import PromptSource
+from megatron_daro.data.tokenizer import load_tokenizer, stop_token_ids
+from megatron_daro.errors import AlgorithmError, ConfigError
+from megatron_daro.observe.progress import Progress
+from megatron_daro.observe.trace import Phases
+from megatron_daro.reward.pool import RewardPool
+from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.rollout.early import EarlyFill
+from megatron_daro.rollout.filling import Filling
+from megatron_daro.rollout.intake import Intake
+from megatron_daro.rollout.ledger import Ledger
+from megatron_daro.rollout.protocol import Engine, Notices
+from megatron_daro.rollout.rounds import Rounds
+from megatron_daro.rollout.sampler import Sampler
+from megatron_daro.runtime.cluster import Resources
+from megatron_daro.runtime.crew import Crew
+from megatron_daro.runtime.engine_group import EngineGroup
+from megatron_daro.runtime.evaluation import Evaluator, HeldOut
+from megatron_daro.runtime.policy_group import PolicyGroup
+from megatron_daro.runtime.prompts import held_out_sets, training_prompts
+from megatron_daro.runtime.sglang_group import SGLangGroup, Text
+from megatron_daro.types import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class RunEngine(Engine, Protocol):
+    """A rollout engine and the worker processes that it owns."""
+
+    workers: Crew
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a run that generates reads from files."""
+
+    tokenizer: PreTrainedTokenizerBase
+    stop: tuple[int, ...]
+    held_out: list[HeldOut]
+    prompts: PromptSource
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What makes batches. evaluator: None where there is no evaluation set."""
+
+    engine: RunEngine
+    scorer: RewardPool
+    sampler: Sampler
+    evaluator: Evaluator | None
+
+
+def algorithm_of(config: Config) -> Algorithm:
+    """The driver's instance: it makes advantages and filters groups; every rank has one more, for the loss.
+
+    Raises:
+        ConfigError: no such algorithm, or options that it does not take.
+    """
+    sizes = config.rollout.rollouts_per_prompt, config.rollout.max_response_tokens
+    try:
+        return make_algorithm(**config.algorithm.arguments(rollouts_per_prompt=sizes[0], max_response_tokens=sizes[1]))
+    except AlgorithmError as error:
+        raise ConfigError(f"algorithm.{error}") from error
+
+
+def algorithm_remarks(config: Config, algorithm: Algorithm) -> list[str]:
+    """What is allowed, but probably not meant, where that depends on the algorithm itself."""
+    rollout, remarks = config.rollout, list(algorithm.remarks)
+    used = rollout.keep_surplus or rollout.finishes_early(config.engine.kind)
+    if rollout.oversampling > 1 and len(algorithm.kept_bins) > algorithm.rollouts_per_prompt and not used:
+        remarks.append(
+            f"rollout.oversampling: got {rollout.oversampling:g}, but no group is filtered; allowed: 1 without a "
+            "filter, since the surplus would be thrown away; fix: set rollout.oversampling=1, or "
+            "algorithm.filter=pass_rate"
+        )
+    return remarks
+
+
+def batch_builder(config: Config, algorithm: Algorithm) -> BuildBatch:
+    """Groups -> TrainBatch, with the algorithm's advantages."""
+    overlong = config.algorithm.overlong
+    return partial(
+        build_batch,
+        algorithm=algorithm,
+        overlong=overlong.kind,
+        max_tokens=filled(overlong.max_tokens),
+        cache_tokens=filled(overlong.cache_tokens),
+    )
+
+
+def read_inputs(config: Config, notices: Notices) -> Inputs:
+    """Tokenizer and problems. Raises ModelError, DataError."""
+    tokenizer = load_tokenizer(
+        config.model.path, config.model.trust_remote_code, chat_template=config.data.prompt_template == "chat"
+    )
+    stop = stop_token_ids(
+        tokenizer, stop=config.rollout.stop, extra_ids=config.rollout.stop_token_ids, model_path=config.model.path
+    )
+    held_out = held_out_sets(config.data, tokenizer, notices)
+    prompts = training_prompts(config.data, tokenizer, held_out, seed=config.trainer.seed, notices=notices)
+    return Inputs(tokenizer, stop, held_out, prompts)
+
+
+def generation(config: Config, inputs: Inputs, algorithm: Algorithm, progress: Progress, phases: Phases) -> Generation:
+    """Engine, scorer, sampler and evaluator."""
+    rollout, engine = config.rollout, rollout_engine(config, inputs, progress)
+    scorer, ledger, limits = RewardPool.from_section(config.reward), Ledger(), deadlines(config)
+    intake = Intake(
+        ledger,
+        scorer=scorer,
+        sampling=SamplingParams(rollout.temperature, rollout.top_p, rollout.max_response_tokens, inputs.stop),
+        rollouts_per_prompt=rollout.rollouts_per_prompt,
+        deadlines=limits,
+        phases=phases,
+        notices=progress,
+    )
+    filling = Filling(
+        section=rollout,
+        engine=engine,
+        source=inputs.prompts,
+        ledger=ledger,
+        intake=intake,
+        notices=progress,
+        deadlines=limits,
+    )
+    sampler = Sampler(
+        filling,
+        EarlyFill(filling) if rollout.finishes_early(config.engine.kind) else Rounds(filling),
+        kept_bins=algorithm.kept_bins,
+        updates_per_batch=config.trainer.updates_per_batch,
+    )
+    evaluator = Evaluator(
+        inputs.held_out,
+        engine,
+        scorer,
+        max_response_tokens=rollout.max_response_tokens,
+        stop_token_ids=inputs.stop,
+    )
+    return Generation(engine, scorer, sampler, evaluator if inputs.held_out else None)
+
+
+def deadlines(config: Config) -> Deadlines:
+    """The limit of every wait."""
+    return Deadlines().scaled(config.trainer.deadline_scale)
+
+
+def policy_group(config: Config) -> PolicyGroup:
+    """The Megatron ranks."""
+    settings = PolicySettings(
+        model_path=config.model.path.absolute(),
+        rollouts_per_prompt=config.rollout.rollouts_per_prompt,
+        max_response_tokens=config.rollout.max_response_tokens,
+        temperature=config.rollout.temperature,
+        total_steps=config.trainer.steps,
+    )
+    return PolicyGroup(
+        settings,
+        config.actor,
+        config.algorithm,
+        seed=config.trainer.seed,
+        updates_per_batch=config.trainer.updates_per_batch,
+        gpus_per_rank=gpus_per_worker(),
+    )
+
+
+def rollout_engine(config: Config, inputs: Inputs, notices: Notices) -> RunEngine:
+    """The engine of `engine.kind`. Raises ConfigError for servers whose environment cannot work."""
+    if config.engine.kind == "sglang":
+        tokenizer = inputs.tokenizer
+        text = Text(
+            lambda prompt: list(tokenizer.encode(prompt, add_special_tokens=False)),
+            lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
+            len(tokenizer),
+        )
+        return SGLangGroup(config, text, run_dir=run_directory(config), gpus=gpus_per_worker() > 0, warn=notices.warn)
+    return EngineGroup(
+        config.engine,
+        model_path=config.model.path.absolute(),
+        trust_remote_code=config.model.trust_remote_code,
+        seed=config.trainer.seed,
+        dtype=config.actor.dtype,
+    )
+
+
+def resources(config: Config, *, engines: bool) -> Resources:
+    """What the run needs of the cluster."""
+    section, ranks = config.engine, config.actor.world_size
+    servers = 0 if not engines or (section.kind == "sglang" and section.sglang.urls) else section.replicas
+    per_server = section.sglang.tensor_parallel if section.kind == "sglang" else 1
+    return Resources(processes=ranks + servers, gpus=(ranks + servers * per_server) * gpus_per_worker())
+
+
+def gpus_per_worker() -> int:
+    """1 where this machine has GPUs; asked without loading torch."""
+    return 1 if detect().kind == "gpu" else 0
+
+
+def run_directory(config: Config) -> Path:
+    """Where the run is."""
+    return filled(config.trainer.run_dir)
+
+
+async def start_all(policy: PolicyGroup, made: Generation | None, limits: Deadlines) -> None:
+    """All processes at once: each spends its first seconds importing. The first failure ends the other starts.
+
+    Raises:
+        DaroError: a process cannot start. DeadlineError: one did not start in time, and which.
+    """
+    starts = [limits.within("policy_start", policy.start(), what="the actor's ranks")]
+    if made:
+        starts.append(limits.within("engine_start", made.engine.start(), what="the rollout engine"))
+        starts.append(limits.within("verifier_start", asyncio.to_thread(made.scorer.start), what="the verifiers"))
+    tasks = [asyncio.ensure_future(start) for start in starts]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,60 @@
+"""Parts from a configuration: the algorithm that the driver uses, and what is said about its options."""
+
+import pytest
+
+from megatron_daro.config import Config
+from megatron_daro.errors import ConfigError
+from megatron_daro.runtime.parts import algorithm_of, algorithm_remarks, batch_builder
+
+
+def configured(**sections) -> Config:
+    return Config.model_validate({"model": {"path": "m"}, "data": {"train": ("t",)}, **sections})
+
+
+def remarks(**sections) -> list[str]:
+    config = configured(**sections)
+    return algorithm_remarks(config, algorithm_of(config))
+
+
+def test_the_named_algorithm_gets_its_own_options_and_no_others():
+    daro = algorithm_of(configured(algorithm={"name": "daro", "daro": {"clamp": (0.5, 2.0)}, "filter": "none"}))
+    assert daro.difficulty.clamp == (0.5, 2.0)
+    assert daro.kept_bins == set(range(9))
+    # Options of daro are there in every configuration; only daro takes them.
+    assert algorithm_of(configured(algorithm={"name": "grpo", "std": "sample"})).std == "sample"
+    with pytest.raises(ConfigError, match=r"options of algorithm grpo: .*'gamma'"):
+        algorithm_of(configured(algorithm={"name": "grpo", "options": {"gamma": 2.0}}))
+    with pytest.raises(ConfigError, match=r"options of algorithm daro: .*'gamma'"):
+        algorithm_of(configured(algorithm={"name": "daro", "options": {"gamma": 2.0}}))
+
+
+def test_a_divisor_that_the_algorithm_has_not_is_a_configuration_error():
+    with pytest.raises(ConfigError, match=r"algorithm\.std: got 'batch', allowed with rloo: auto or none"):
+        algorithm_of(configured(algorithm={"name": "rloo", "std": "batch"}))
+
+
+def test_another_divisor_than_the_published_one_is_remarked():
+    (remark,) = remarks(algorithm={"name": "dr_grpo", "std": "sample"})
+    assert remark.startswith("algorithm.std: got 'sample'; auto is what dr_grpo is")
+    assert remarks(algorithm={"name": "grpo", "std": "sample"}) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "remarked"),
+    [
+        ("grpo", {}, True),
+        ("daro", {}, False),
+        ("grpo", {"finish_batch": "enough"}, False),
+        ("grpo", {"keep_surplus": True}, False),
+    ],
+)
+def test_oversampling_without_any_use_is_remarked(name, more, remarked):
+    found = remarks(algorithm={"name": name}, rollout={"oversampling": 2.0, **more})
+    assert bool(found) is remarked
+    assert all("rollout.oversampling: got 2, but no group is filtered" in remark for remark in found)
+
+
+def test_the_builder_hands_the_overlong_options_on():
+    overlong = {"kind": "penalty", "max_tokens": 64, "cache_tokens": 16}
+    config = configured(algorithm={"overlong": overlong})
+    assert batch_builder(config, algorithm_of(config)).keywords["max_tokens"] == 64
