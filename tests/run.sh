@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # Sets up what is missing, then runs every check: lint, format, types, tests.
 #
-#   bash tests/run.sh                          everything
+#   bash tests/run.sh                          everything that a change can break
+#   bash tests/run.sh --quick                  lint, format, types, unit and golden tests: before every commit
+#   bash tests/run.sh --all                    also the heavy proofs: tests/parallel under a second Megatron-core
 #   bash tests/run.sh tests/unit -k packing    arguments go to pytest; lint, format and types run as well
 #
 # Uses the virtual environment that is active, else .venv, which it makes. Packages are installed only when the
-# requirements, the interpreter or the place of this checkout changed since the last time. Without arguments it also
-# makes the environment of the SGLang servers (tools/sglang_cpu_env.sh; 2.5 GB in $MEGATRON_DARO_SGLANG, else in
-# .venv-sglang), while the other stages run, and pytest uses two processes.
+# requirements, the interpreter or the place of this checkout changed since the last time. Without arguments, and with
+# --all, it also makes the environment of the SGLang servers (tools/sglang_cpu_env.sh; 2.5 GB in $MEGATRON_DARO_SGLANG,
+# else in .venv-sglang), while the other stages run. pytest uses two processes, but where arguments go to it.
 # The last line is "N passed, N failed, N skipped". Exit status: 0 when all passed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -139,12 +141,25 @@ summarize() {
     echo "$passed passed, $((failed + num_failed_stages)) failed, $skipped skipped"
 }
 
-main() {
-    local failed=0 processes=()
-    if [ $# = 0 ]; then
-        begin_sglang
-        processes=(-n 2 --no-loadscope-reorder)
+# Sets `tier` (quick, default, all or chosen) and `pytest_arguments`.
+choose_tier() {
+    local two_processes=(-n 2 --no-loadscope-reorder)
+    case "${1:-}" in
+        '') tier=default pytest_arguments=("${two_processes[@]}") ;;
+        --all) tier=all pytest_arguments=("${two_processes[@]}") ;;
+        --quick) tier=quick pytest_arguments=("${two_processes[@]}" tests/unit tests/golden) ;;
+        *) tier=chosen pytest_arguments=("$@") ;;
+    esac
+    if [ "$tier" != chosen ] && [ $# -gt 1 ]; then
+        echo "tests/run.sh: got '$*'; allowed: --quick or --all alone, or arguments of pytest" >&2
+        exit 2
     fi
+}
+
+main() {
+    local failed=0
+    choose_tier "$@"
+    case "$tier" in default | all) begin_sglang ;; esac
     stage environment choose_environment && stage install install_packages &&
         stage versions print_versions || {
         summarize
@@ -153,9 +168,9 @@ main() {
     stage "ruff check" "$python" -m ruff check . || failed=1
     stage "ruff format" "$python" -m ruff format --check . || failed=1
     stage mypy "$python" -m mypy || failed=1
-    [ $# != 0 ] || stage sglang wait_for_sglang || failed=1
+    case "$tier" in default | all) stage sglang wait_for_sglang || failed=1 ;; esac
     results=$(mktemp)
-    stage pytest "$python" -m pytest --durations=15 --junitxml="$results" "${processes[@]}" "$@" || failed=1
+    stage pytest "$python" -m pytest --durations=15 --junitxml="$results" "${pytest_arguments[@]}" || failed=1
     summarize
     return "$failed"
 }

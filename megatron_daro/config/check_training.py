@@ -212,12 +212,10 @@ def run(config: Config) -> Iterator[Problem]:
         fix = "set reward.correct_reward=1 and reward.incorrect_reward=0 (or -1)"
         allowed = "above reward.incorrect_reward"
         yield Problem("reward.correct_reward", got, allowed, fix, also=("reward.incorrect_reward",))
-    updates = trainer.steps * trainer.updates_per_batch
-    if optimizer.warmup_steps > updates:
-        got = f"{optimizer.warmup_steps}, but the run has {updates} optimizer steps"
-        also = ("trainer.steps", "trainer.updates_per_batch")
+    if optimizer.warmup_steps > trainer.steps:
+        got = f"{optimizer.warmup_steps}, but the run has {trainer.steps} optimizer steps"
         fix = "lower it or raise trainer.steps"
-        yield Problem("actor.optimizer.warmup_steps", got, f"at most {updates}", fix, also=also)
+        yield Problem("actor.optimizer.warmup_steps", got, f"at most {trainer.steps}", fix, also=("trainer.steps",))
     if trainer.eval_every_steps and not config.data.eval:
         fix = "add a set to data.eval, or set trainer.eval_every_steps=0"
         got = f"{trainer.eval_every_steps} without a set in data.eval"

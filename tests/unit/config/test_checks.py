@@ -107,6 +107,11 @@ def test_a_good_run_passes_every_check_without_warnings(run_files, cpu):
         ([*SGLANG, "engine.sglang.sync_dir=d"], "engine.sglang.sync_dir", "only with sync disk"),
         (["reward.correct_reward=-1"], "reward.correct_reward", "got -1 with incorrect_reward 0"),
         (["actor.optimizer.warmup_steps=101"], "actor.optimizer.warmup_steps", "the run has 100 optimizer steps"),
+        (
+            ["actor.optimizer.warmup_steps=101", "trainer.updates_per_batch=2"],  # steps are optimizer steps already
+            "actor.optimizer.warmup_steps",
+            "the run has 100 optimizer steps",
+        ),
         (["trainer.eval_every_steps=5"], "trainer.eval_every_steps", "got 5 without a set in data.eval"),
         (["data.train=[/nowhere.jsonl]"], "data.train.0", "'/nowhere.jsonl', which is not there"),
         (["data.train=[/]"], "data.train.0", "'/', which is not a file"),
