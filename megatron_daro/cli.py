@@ -11,6 +11,7 @@ line says which).
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,10 +55,11 @@ app = typer.Typer(
 
 @app.command()
 def train(
+    context: typer.Context,
     config_file: ConfigFile,
     overrides: Overrides = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the resolved configuration and the checks; start nothing.")
+        bool, typer.Option("--dry-run", help="Print the resolved configuration and check everything; start nothing.")
     ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint.")] = False,
     replay: Annotated[
@@ -70,6 +72,7 @@ def train(
         _require_directory("--replay", replay, "a run directory")
     config = _resolve(config_file, overrides, dry_run=dry_run)
     if dry_run:
+        _rehearse(config, resume=resume, replay=replay, owns_process=bool(context.obj))
         return
     import megatron_daro.runtime.launch as launch
 
@@ -130,6 +133,18 @@ def _resolve(config_file: Path, overrides: Sequence[str] | None, *, dry_run: boo
     return config
 
 
+def _rehearse(config: Config, *, resume: bool, replay: Path | None, owns_process: bool) -> None:
+    """What needs files but no process, as the start itself would do it."""
+    from megatron_daro.runtime.rehearsal import needs_torch, rehearse
+
+    if owns_process and not needs_torch(config):
+        # transformers reads a tokenizer without torch as well, and is imported in a third of the time then.
+        os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # it would say that torch is missing
+        sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    lines = rehearse(config, resume=resume, replay=replay)
+    typer.echo(printable("\n".join(["# Start", *(f"#   {line}" for line in lines)])))
+
+
 def _check_list(checks: CheckReport) -> str:
     """The checks as YAML comments, so that the whole output of --dry-run is a configuration file."""
     lines = [f"#   ok       {subject}: {found}" for subject, found in checks.passed]
@@ -152,7 +167,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code (see the module).
     """
     try:
-        app(args=None if arguments is None else list(arguments), prog_name="megatron-daro")
+        given = None if arguments is None else list(arguments)
+        app(args=given, prog_name="megatron-daro", obj=given is None)
     except SystemExit as exit_:  # typer ends this way: help 0, wrong usage 2, Ctrl-C 130
         code = exit_.code if isinstance(exit_.code, int) else 0
         return _fail("interrupted", code) if code == EXIT_INTERRUPTED else code

@@ -39,9 +39,11 @@ One YAML file with the sections below; only `model.path` and `data.train` are re
   data.train=[a.jsonl,b.jsonl]`. The value is read as YAML. A mapping is merged key by key, anything else replaces;
   `data.eval.0.path=x` reaches into a list; of two equal keys the last wins. Text that YAML would read otherwise
   needs quotes inside quotes: `'data.template="Q: {prompt}"'`.
-* `megatron-daro train run.yaml --dry-run` prints the resolved configuration and the checks, and starts nothing. The
-  same text is written to `config.yaml` in the run directory, and gives the same configuration when it is read
-  again.
+* `megatron-daro train run.yaml --dry-run` prints the resolved configuration and the checks, then does what a start does
+  before its first process: it looks at the run directory and the servers' interpreter, reads the tokenizer, the
+  evaluation sets and both ends of the training files, and ends with the error that the start would end with. It
+  starts and writes nothing. The configuration is written to `config.yaml` in the run directory, and gives the same
+  configuration when it is read again.
 * Every wrong value is reported at once (exit code 2), each with the field, what was got, what is allowed and how to
   fix it. Unknown keys are errors that name the nearest key. A key given twice is an error.
 * YAML is read by PyYAML's safe loader with the scalar rules of YAML 1.2: `1e-6` is a number; `yes`, `no`, `010` and

@@ -16,7 +16,6 @@ from pathlib import Path
 from megatron_daro import recovery
 from megatron_daro.config import Config, to_yaml
 from megatron_daro.controller import Controller, Parts, RunOutcome, stop_on_signals
-from megatron_daro.errors import CheckpointError
 from megatron_daro.observe.drift import DriftWatch
 from megatron_daro.observe.metrics import MetricsLog
 from megatron_daro.observe.progress import Progress
@@ -26,6 +25,8 @@ from megatron_daro.rollout.replay import ReplaySource
 from megatron_daro.rollout.sampled_batch import BatchSource
 from megatron_daro.runtime import parts
 from megatron_daro.runtime.cluster import cluster
+from megatron_daro.runtime.inputs import Inputs, read_inputs
+from megatron_daro.runtime.rehearsal import check_start, taken_back_if_it_fails
 from megatron_daro.runtime.supervisor import HasEnding, supervised
 from megatron_daro.types import PlainValue
 
@@ -56,8 +57,9 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
         DaroError: the cause of a failure; all processes are gone by then.
     """
     algorithm = parts.algorithm_of(config)
-    run_dir = _prepared_run_dir(config, resume=resume)
-    with ExitStack() as stack:
+    check_start(config, resume=resume, generates=replay is None)
+    with taken_back_if_it_fails(parts.run_directory(config)), ExitStack() as stack:
+        run_dir = _prepared_run_dir(config)
         phases = Phases()
         progress = _progress(config, run_dir, phases)
         metrics = stack.enter_context(_metrics_log(config, run_dir))
@@ -65,11 +67,11 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
         for remark in parts.algorithm_remarks(config, algorithm):
             progress.warn(remark)
         # Before any process is started: data that is wrong costs no time.
-        inputs: parts.Inputs | ReplaySource
+        inputs: Inputs | ReplaySource
         if replay:
             inputs = ReplaySource(replay, rollouts_per_prompt=config.rollout.rollouts_per_prompt)
         else:
-            inputs = parts.read_inputs(config, progress)
+            inputs = read_inputs(config, progress)
         with cluster(parts.resources(config, engines=replay is None)):
             return asyncio.run(_train(config, inputs, _Observers(metrics, progress, phases), resume=resume))
 
@@ -80,7 +82,7 @@ def evaluate(config: Config, *, checkpoint: Path) -> dict[str, float]:
     progress = Progress(
         total_steps=0, rollouts_per_prompt=config.rollout.rollouts_per_prompt, mode="off", title=str(checkpoint)
     )
-    inputs = parts.read_inputs(config, progress)
+    inputs = read_inputs(config, progress)
     with cluster(parts.resources(config, engines=True)):
         metrics = asyncio.run(_evaluate(config, checkpoint, inputs, progress))
     for name, value in metrics.items():
@@ -88,9 +90,7 @@ def evaluate(config: Config, *, checkpoint: Path) -> dict[str, float]:
     return metrics
 
 
-async def _train(
-    config: Config, inputs: parts.Inputs | ReplaySource, observers: _Observers, *, resume: bool
-) -> RunOutcome:
+async def _train(config: Config, inputs: Inputs | ReplaySource, observers: _Observers, *, resume: bool) -> RunOutcome:
     algorithm, policy, limits = parts.algorithm_of(config), parts.policy_group(config), parts.deadlines(config)
     made: parts.Generation | None = None
     source: BatchSource
@@ -145,7 +145,7 @@ async def _resume(controller: Controller, run_dir: Path, progress: Progress) -> 
     progress.notice(f"resumed from {checkpoint}")
 
 
-async def _evaluate(config: Config, checkpoint: Path, inputs: parts.Inputs, progress: Progress) -> dict[str, float]:
+async def _evaluate(config: Config, checkpoint: Path, inputs: Inputs, progress: Progress) -> dict[str, float]:
     policy, limits = parts.policy_group(config), parts.deadlines(config)
     made = parts.generation(config, inputs, parts.algorithm_of(config), progress, Phases())
     assert made.evaluator, "the command line asks for evaluation sets"
@@ -171,13 +171,9 @@ def _identity(config: Config) -> dict[str, PlainValue]:
     }
 
 
-def _prepared_run_dir(config: Config, *, resume: bool) -> Path:
+def _prepared_run_dir(config: Config) -> Path:
     """The run directory with the resolved configuration in it."""
     run_dir = parts.run_directory(config)
-    if resume and not run_dir.is_dir():
-        raise CheckpointError(f"--resume: {run_dir} does not exist; start without --resume, or check trainer.run_dir")
-    if not resume:
-        recovery.require_fresh(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / CONFIG_FILE).write_text(to_yaml(config))
     return run_dir

@@ -10,7 +10,7 @@ import asyncio
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.algo.weighting import Algorithm, make_algorithm
@@ -18,8 +18,6 @@ from megatron_daro.config import Config, detect
 from megatron_daro.config.base import filled
 from megatron_daro.controller import BuildBatch
 from megatron_daro.data.batch import build_batch
-from megatron_daro.data.cursor import PromptSource
-from megatron_daro.data.tokenizer import load_tokenizer, stop_token_ids
 from megatron_daro.errors import AlgorithmError, ConfigError
 from megatron_daro.observe.progress import Progress
 from megatron_daro.observe.trace import Phases
@@ -35,30 +33,17 @@ from megatron_daro.rollout.sampler import Sampler
 from megatron_daro.runtime.cluster import Resources
 from megatron_daro.runtime.crew import Crew
 from megatron_daro.runtime.engine_group import EngineGroup
-from megatron_daro.runtime.evaluation import Evaluator, HeldOut
+from megatron_daro.runtime.evaluation import Evaluator
+from megatron_daro.runtime.inputs import Inputs
 from megatron_daro.runtime.policy_group import PolicyGroup
-from megatron_daro.runtime.prompts import held_out_sets, training_prompts
 from megatron_daro.runtime.sglang_group import SGLangGroup, Text
 from megatron_daro.types import SamplingParams
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 class RunEngine(Engine, Protocol):
     """A rollout engine and the worker processes that it owns."""
 
     workers: Crew
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """What a run that generates reads from files."""
-
-    tokenizer: PreTrainedTokenizerBase
-    stop: tuple[int, ...]
-    held_out: list[HeldOut]
-    prompts: PromptSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,19 +92,6 @@ def batch_builder(config: Config, algorithm: Algorithm) -> BuildBatch:
         max_tokens=filled(overlong.max_tokens),
         cache_tokens=filled(overlong.cache_tokens),
     )
-
-
-def read_inputs(config: Config, notices: Notices) -> Inputs:
-    """Tokenizer and problems. Raises ModelError, DataError."""
-    tokenizer = load_tokenizer(
-        config.model.path, config.model.trust_remote_code, chat_template=config.data.prompt_template == "chat"
-    )
-    stop = stop_token_ids(
-        tokenizer, stop=config.rollout.stop, extra_ids=config.rollout.stop_token_ids, model_path=config.model.path
-    )
-    held_out = held_out_sets(config.data, tokenizer, notices)
-    prompts = training_prompts(config.data, tokenizer, held_out, seed=config.trainer.seed, notices=notices)
-    return Inputs(tokenizer, stop, held_out, prompts)
 
 
 def generation(config: Config, inputs: Inputs, algorithm: Algorithm, progress: Progress, phases: Phases) -> Generation:

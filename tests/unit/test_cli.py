@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 import subprocess
 import sys
@@ -10,8 +11,10 @@ import types
 from pathlib import Path
 
 import pytest
+import tiny_task
 import yaml
 
+import megatron_daro.runtime
 from megatron_daro import cli
 from megatron_daro.config import Config, resolve
 from megatron_daro.controller import RunOutcome
@@ -20,8 +23,15 @@ from megatron_daro.errors import NonFiniteError, WorkerError
 HEAVY = ("torch", "ray", "megatron", "transformers", "numpy", "yaml", "plotly")
 
 
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    tiny_task.save_tokenizer(directory, tiny_task.SYMBOLS)
+    return directory
+
+
 @pytest.fixture
-def config_file(tmp_path: Path) -> Path:
+def config_file(tmp_path: Path, tokenizer: Path) -> Path:
     model, train = tmp_path / "model", tmp_path / "train.jsonl"
     model.mkdir()
     shape = {"model_type": "qwen2", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -29,10 +39,12 @@ def config_file(tmp_path: Path) -> Path:
     (model / "config.json").write_text(json.dumps(shape))
     header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
     (model / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
-    (model / "tokenizer.json").write_text("{}")
-    train.write_text('{"problem": "1+1", "answer": "2"}\n')
+    shutil.copytree(tokenizer, model, dirs_exist_ok=True)
+    train.write_text('{"problem": "1=", "answer": "1"}\n')
     path = tmp_path / "tiny.yaml"
-    path.write_text(yaml.safe_dump({"model": {"path": str(model)}, "data": {"train": [str(train)]}}))
+    data = {"train": [str(train)], "prompt_template": "plain"}
+    content = {"model": {"path": str(model)}, "data": data, "trainer": {"run_dir": str(tmp_path / "run")}}
+    path.write_text(yaml.safe_dump(content))
     return path
 
 
@@ -55,10 +67,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
 
         return function
 
-    runtime, launch = types.ModuleType("megatron_daro.runtime"), types.ModuleType("megatron_daro.runtime.launch")
+    launch = types.ModuleType("megatron_daro.runtime.launch")
     launch.train, launch.evaluate = record("train"), record("evaluate")
-    runtime.launch = launch
-    monkeypatch.setitem(sys.modules, "megatron_daro.runtime", runtime)
+    monkeypatch.setattr(megatron_daro.runtime, "launch", launch, raising=False)
     monkeypatch.setitem(sys.modules, "megatron_daro.runtime.launch", launch)
     return calls
 
@@ -100,9 +111,31 @@ def test_dry_run_prints_a_configuration_file_and_the_checks_and_starts_nothing(c
         "#   ok       world size: TP 1 * PP 1 * CP 1 * DP 1 = 1 ranks",
         "#   ok       batch:",
         "#   warning  ",
+        "# Start",
+        "#   training data: 1 prompts of up to 2 tokens",
     ):
         assert words in printed.out
+    assert not (config_file.parent / "run").exists()
     assert "warning: algorithm.correction.kind: got none" in printed.err
+
+
+def test_a_dry_run_reads_tokenizer_and_problems_without_loading_torch_or_ray(config_file):
+    done = run_python(
+        "import sys; from megatron_daro.cli import main; "
+        f"sys.argv[1:] = ['train', {str(config_file)!r}, '--dry-run']; code = main(); "
+        "print('loaded', sorted(m for m in ('torch', 'ray', 'megatron') if sys.modules.get(m)), code)"
+    )
+    assert done.stdout.splitlines()[-1] == "loaded [] 0" and "1 prompts of up to 2 tokens" in done.stdout
+    assert done.stderr == ""
+
+
+def test_a_dry_run_ends_as_the_start_would(config_file, capsys):
+    assert cli.main(["train", str(config_file), "--dry-run", "rollout.stop=['==']"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("ModelError: rollout.stop: '==' is 2 tokens")
+    assert cli.main(["train", str(config_file), "--dry-run", f"trainer.run_dir={config_file}/run"]) == 2
+    assert "is a file" in capsys.readouterr().err
+    assert cli.main(["train", str(config_file), "--dry-run", "--resume"]) == 1
+    assert "run does not exist" in capsys.readouterr().err
 
 
 def test_train_hands_the_configuration_to_the_runtime(config_file, launched, tmp_path):

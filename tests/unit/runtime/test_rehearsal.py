@@ -1,0 +1,170 @@
+"""A rehearsal says what the start would say, for real: both run here, up to where processes would begin."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import json
+import zipfile
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tiny_task
+import yaml
+
+from megatron_daro.config import Config, resolve
+from megatron_daro.errors import ConfigError, DaroError
+from megatron_daro.runtime.rehearsal import ENDS, rehearse, taken_back_if_it_fails
+
+ROWS = [{"problem": f"{d}=", "answer": str(d)} for d in range(10)] * (2 * ENDS // 10 + 10)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    tiny_task.save_tokenizer(directory, tiny_task.SYMBOLS)
+    return directory
+
+
+@pytest.fixture
+def configured(tmp_path: Path, model: Path):
+    """Writes a training file and resolves a configuration around it."""
+
+    def configure(*overrides: str, content: bytes = lines(ROWS)) -> Config:
+        (tmp_path / "train.jsonl").write_bytes(content)
+        data = {"train": [str(tmp_path / "train.jsonl")], "prompt_template": "plain", "max_prompt_tokens": 4}
+        tree = {"model": {"path": str(model)}, "data": data, "trainer": {"run_dir": str(tmp_path / "runs" / "one")}}
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
+        return resolve(tmp_path / "run.yaml", [override.format(here=tmp_path) for override in overrides])
+
+    return configure
+
+
+def lines(rows) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def parquet(rows) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), sink)
+    return sink.getvalue()
+
+
+def zipped(content: bytes) -> bytes:
+    sink = io.BytesIO()
+    with zipfile.ZipFile(sink, "w") as archive:
+        archive.writestr("train.jsonl", content)
+    return sink.getvalue()
+
+
+def ends_with_the_same_error(config: Config, *, resume: bool = False) -> str:
+    """The error of the rehearsal, which must be that of the start; neither leaves anything."""
+    from megatron_daro.runtime.launch import train
+
+    before = sorted(config.trainer.run_dir.parent.parent.rglob("*"))
+    with pytest.raises(DaroError) as rehearsed:
+        rehearse(config, resume=resume, replay=None)
+    with pytest.raises(DaroError) as started:
+        train(config, resume=resume)
+    assert (type(rehearsed.value), str(rehearsed.value)) == (type(started.value), str(started.value))
+    assert sorted(config.trainer.run_dir.parent.parent.rglob("*")) == before
+    return str(started.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("data.prompt_template=chat", "has no chat template"),
+        ("rollout.stop=['==']", "'==' is 2 tokens of this tokenizer"),
+        ("rollout.stop_token_ids=[999]", "outside this tokenizer's vocabulary"),
+        ("data.max_prompt_tokens=1", "no prompt is left"),
+        ("trainer.run_dir={here}/run.yaml", "run.yaml is a file; allowed: a directory"),
+        ("trainer.run_dir={here}/run.yaml/below", "run.yaml is a file; allowed: a directory"),
+        ("engine.kind=sglang", "which has no sglang"),
+        ("algorithm.name=none:Such", "none:Such"),
+        ("algorithm.options.magnitud=abs", "options of algorithm daro"),
+        ("actor.megatron.atention_dropout=0", "did you mean attention_dropout?"),
+        ("data.eval=[{{name: a, path: '{here}/bad.jsonl'}}]", "drop_unusable=true"),
+    ],
+)
+def test_a_field_that_cannot_work_is_found_before_anything_starts(configured, tmp_path, override, says):
+    (tmp_path / "bad.jsonl").write_bytes(lines([ROWS[0], {"problem": "1="}]))
+    assert says in ends_with_the_same_error(configured(override))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (gzip.compress(lines(ROWS))[:-9], "torn gzip file"),
+        (parquet(ROWS)[:-20], "torn Parquet file"),
+        (zipped(lines(ROWS)), "a zip archive"),
+        (lines(ROWS).decode().encode("utf-16"), "UTF-16"),
+        (b"problem,answer\n1=,1\n", "line is not JSON"),
+        (parquet([{"instruction": "1=", "output": "1"}]), "the fields are instruction, output"),
+        (b"[]", "has no rows"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_found_before_anything_starts(configured, content, says):
+    assert says in ends_with_the_same_error(configured(content=content))
+
+
+def test_run_directories_that_hold_the_wrong_thing(configured, tmp_path):
+    config = configured()
+    assert "does not exist" in ends_with_the_same_error(config, resume=True)
+    config.trainer.run_dir.mkdir(parents=True)
+    (config.trainer.run_dir / "metrics.jsonl").write_text("{}\n")
+    assert "already holds a run" in ends_with_the_same_error(config)
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_rehearsal_reads_the_ends_of_a_file_and_all_of_it_before_it_refuses(configured, pack):
+    config = configured(content=pack(lines(ROWS)))
+    found = rehearse(config, resume=False, replay=None)
+    assert f"training data: {2 * ENDS} rows, 10 prompts kept" in found
+    # Both ends without an answer: the start would drop and count them, so the rehearsal must not refuse.
+    bad_ends = lines([{"problem": "1="}] * ENDS + ROWS + [{"problem": "1="}] * ENDS)
+    assert any(
+        f"dropped {2 * ENDS}: no answer" in line
+        for line in rehearse(configured(content=pack(bad_ends)), resume=False, replay=None)
+    )
+    assert not config.trainer.run_dir.parent.exists()
+
+
+def test_a_start_that_fails_later_leaves_no_directory_either(configured, monkeypatch):
+    from megatron_daro.runtime import launch
+
+    @contextlib.contextmanager
+    def no_cluster(resources):
+        raise ConfigError("the Ray cluster has no room")
+        yield
+
+    monkeypatch.setattr(launch, "cluster", no_cluster)
+    config = configured()
+    with pytest.raises(ConfigError, match="no room"):
+        launch.train(config)
+    assert not config.trainer.run_dir.parent.exists()
+
+
+@pytest.mark.parametrize("error", [ConfigError("x"), KeyboardInterrupt()])
+def test_what_is_taken_back_and_what_stays(tmp_path, error):
+    def fail(run_dir: Path, *files: str) -> None:
+        with contextlib.suppress(ConfigError, KeyboardInterrupt), taken_back_if_it_fails(run_dir):
+            run_dir.mkdir(parents=True, exist_ok=True)
+            for name in ("config.yaml", "tensorboard/events", "metrics.jsonl", *files):
+                (run_dir / name).parent.mkdir(exist_ok=True)
+                (run_dir / name).write_text("" if name == "metrics.jsonl" else "x")
+            raise error
+
+    fail(tmp_path / "runs" / "a" / "b")
+    assert list(tmp_path.iterdir()) == []
+    fail(tmp_path / "logged", "logs/server_0.log")
+    assert (tmp_path / "logged" / "config.yaml").exists()
+    (tmp_path / "older").mkdir()
+    fail(tmp_path / "older")
+    assert list((tmp_path / "older").iterdir()) == []
+    (tmp_path / "older" / "mine.txt").write_text("x")
+    fail(tmp_path / "older")
+    assert (tmp_path / "older" / "mine.txt").exists() and (tmp_path / "older" / "config.yaml").exists()
