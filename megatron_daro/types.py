@@ -43,6 +43,11 @@ class Prompt:
         """Every gold answer; one of them is enough."""
         return (self.answer, *self.alternatives)
 
+    @property
+    def statement(self) -> str:
+        """The problem's own text: `text`, or the content of the last message."""
+        return (self.text or "") if not self.messages else str(self.messages[-1].get("content", ""))
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:

@@ -210,6 +210,8 @@ class RewardSection(Section):
     """Accept only an answer in the asked form (a box, an Answer line, the marker); off: also a trailing number."""
     marker: Annotated[str, Field(min_length=1)] = "####"
     """exact: the text before the answer."""
+    refuse_restated: bool = False
+    """math: an expression that stands in the problem's statement is no answer (numbers and words always are one)."""
     correct_reward: float = 1.0
     """Reward of a correct answer; above incorrect_reward."""
     incorrect_reward: float = 0.0

@@ -24,7 +24,7 @@ class Verifier(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The part of a comparison that may be slow: the extracted answer and the gold, both as text."""
+    """The part of a comparison that may be slow: the extracted answer and the gold, both as they were written."""
 
     answer: str
     gold: str
@@ -32,11 +32,13 @@ class Job:
 
 @runtime_checkable
 class StagedVerifier(Protocol):
-    """A verifier with a cheap, bounded first stage, so that most answers never need a worker process."""
+    """A verifier with a first stage that is linear in the text, so that most answers never need a worker process."""
 
-    def screen(self, answer_text: Any, gold: Any) -> Verdict | Job: ...
+    def screen(self, answer_text: Any, gold: Any, statement: str = "") -> Verdict | Job: ...
 
     def judge(self, job: Job) -> Verdict: ...
+
+    def gold_problem(self, gold: Any) -> str | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,8 @@ class VerifierSpec:
     """Everything that decides a verdict; plain data, so that it can be sent to a worker process.
 
     name: one of VERIFIERS. strict: accept only the agreed answer form (math: `\\boxed`; integer: `Answer:` line;
-    exact: the marker). marker: what stands before the answer, `exact` only. limits: `math` only.
+    exact: the marker). marker: what stands before the answer, `exact` only. limits: `math` only. refuse_restated:
+    an expression that stands in the statement is no answer (`math` only, needs the statement).
     """
 
     name: str = "math"
@@ -72,6 +75,7 @@ class VerifierSpec:
     incorrect_reward: float = 0.0
     marker: str = "####"
     limits: ScreenLimits = field(default_factory=ScreenLimits)
+    refuse_restated: bool = False
 
     def __post_init__(self) -> None:
         if self.name not in VERIFIERS:
@@ -98,44 +102,3 @@ def check_text(spec: VerifierSpec, answer_text: Any, gold: Any) -> Verdict | Non
     if not isinstance(answer_text, str):
         return spec.verdict(False, "not_text")
     return None
-
-
-def build_verifier(
-    name: str,
-    *,
-    strict: bool = True,
-    correct_reward: float = 1.0,
-    incorrect_reward: float = 0.0,
-    marker: str = "####",
-    limits: ScreenLimits | None = None,
-) -> Verifier:
-    """The verifier of that name.
-
-    Args:
-        name: `math`, `integer` or `exact`.
-        strict: accept only the agreed answer form.
-        correct_reward, incorrect_reward: what the verdicts carry.
-        marker: text before the answer, used by `exact` only.
-        limits: what is refused unparsed, used by `math` only; None for the defaults.
-
-    Returns: an object with `verify(answer_text, gold) -> Verdict`. `math` is unbounded in time when called directly
-    on hostile text that passes the screen: use RewardPool for model answers.
-    Raises: RewardError for an unknown name or an empty marker.
-    """
-    spec = VerifierSpec(name, strict, correct_reward, incorrect_reward, marker, limits or ScreenLimits())
-    return verifier_of(spec)
-
-
-def verifier_of(spec: VerifierSpec) -> Verifier:
-    """The verifier a spec describes."""
-    if spec.name == "math":
-        from megatron_daro.reward.math import MathVerifier
-
-        return MathVerifier(spec)
-    if spec.name == "integer":
-        from megatron_daro.reward.integer import IntegerVerifier
-
-        return IntegerVerifier(spec)
-    from megatron_daro.reward.exact import ExactVerifier
-
-    return ExactVerifier(spec)

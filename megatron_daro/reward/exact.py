@@ -38,7 +38,7 @@ class ExactVerifier:
             return self._spec.verdict(False, "no_answer")
         return self._spec.verdict(found == wanted, "match" if found == wanted else "no_match")
 
-    def screen(self, answer_text: Any, gold: Any) -> Verdict | Job:
+    def screen(self, answer_text: Any, gold: Any, statement: str = "") -> Verdict | Job:
         """All of it is cheap."""
         return self.verify(answer_text, gold)
 

@@ -7,30 +7,27 @@ of the text and never raises on any text. Refuses to guess: None means that the 
 from __future__ import annotations
 
 import re
+from collections import deque
 
 TAIL_CHARS = 300
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BARE_BOX = re.compile(r"[^\s$]+")
-_ANSWER_LINE = re.compile(r"(?i)answer[ \t*_]*:[ \t*_]*\n?([^\n]*)")
+_ANSWER = re.compile(r"(?ia)answer[ \t*_]*:")
+_ANSWER_LINE = re.compile(r"[ \t*_]*\n?([^\n]*)")
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:(?<=\d)\.\d+|(?<!\d)\.\d+|(?<=\d))(?:/\d+)?")
 
 
 def matching_brace(text: str, start: int) -> int | None:
     """Index of the `}` that closes the `{` at `start`; escaped braces do not count. None when it is never closed."""
     depth = 0
-    position = start
-    while position < len(text):
-        char = text[position]
-        if char == "\\":
-            position += 2
-            continue
-        if char == "{":
+    for brace in _BRACE.finditer(text, start):
+        if brace.group() == "{":
             depth += 1
-        elif char == "}":
+        elif brace.group() == "}":
             depth -= 1
             if depth == 0:
-                return position
-        position += 1
+                return brace.start()
     return None
 
 
@@ -44,8 +41,7 @@ def last_box(text: str) -> str | None:
     if match is None:
         return None
     position = match.end()
-    while position < len(text) and text[position].isspace():
-        position += 1
+    position += len(text[position:]) - len(text[position:].lstrip())
     if position < len(text) and text[position] == "{":
         end = matching_brace(text, position)
         return None if end is None else text[position + 1 : end].strip()
@@ -66,13 +62,9 @@ def last_answer_line(text: str) -> str | None:
 
     Source: the rule of DAPO (arXiv 2503.14476, section 3.4): the prompt asks for a last line `Answer: $Answer`.
     """
-    start = text.lower().rfind("answer")
-    while start >= 0:
-        match = _ANSWER_LINE.match(text, start)
-        if match is not None:
-            return match.group(1).strip()
-        start = text.lower().rfind("answer", 0, start)
-    return None
+    last = deque(_ANSWER.finditer(text), maxlen=1)
+    line = _ANSWER_LINE.match(text, last[0].end()) if last else None
+    return line.group(1).strip() if line else None
 
 
 def after_marker(text: str, marker: str) -> str | None:

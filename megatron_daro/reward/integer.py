@@ -61,7 +61,7 @@ class IntegerVerifier:
             return self._spec.verdict(False, "too_long" if len(found) > MAX_CHARS else "answer_unparsed")
         return self._spec.verdict(value == wanted, "match" if value == wanted else "no_match")
 
-    def screen(self, answer_text: Any, gold: Any) -> Verdict | Job:
+    def screen(self, answer_text: Any, gold: Any, statement: str = "") -> Verdict | Job:
         """All of it is cheap."""
         return self.verify(answer_text, gold)
 

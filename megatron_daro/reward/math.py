@@ -17,17 +17,19 @@ from typing import Any
 from megatron_daro.reward.base import Job, VerifierSpec, check_text
 from megatron_daro.reward.extraction import last_box, trailing_number
 from megatron_daro.reward.normal_form import canonical, key, number, words
+from megatron_daro.reward.relations import as_union, assignments, chain, in_order, is_name
 from megatron_daro.reward.screening import refusal
 from megatron_daro.reward.structure import Shape, is_region, named_value, shape_of
+from megatron_daro.reward.unevaluated import restates, unevaluated
+from megatron_daro.reward.units import changes_value, unit, without_unit
 from megatron_daro.types import Verdict
 
 MAX_DEPTH = 6
+# Longer answers and golds are decided in a worker from the start, whatever the limits of the screen are.
+QUICK_CHARS = 1000
 _BASED = re.compile(r"(?<![\w}])\(?([0-9][0-9A-Fa-f]*)\)?\s*_\s*\{?\s*(\d{1,2})\s*\}?")
-_UNIT = re.compile(r"\\(?:text|mbox|mathrm|textrm)\s*\{\s*([A-Za-z][A-Za-z /]*?)\s*\}\s*(\^\s*\{?\d\}?)?\s*$")
-# Without a text wrapper only words that cannot be a product of symbols in an answer, after a digit or a brace.
-_BARE_UNIT = re.compile(
-    r"(?<=[\d}])\s*(?:cm|mm|km|kg|inch(?:es)?|feet|foot|meters?|metres?|miles?|degrees?|cents?|dollars?|hours?|minutes?"
-    r"|seconds?|days?|years?|units?|square (?:units|inches|feet|cm|meters))\s*(?:\^\s*\{?[23]\}?)?\s*$"
+_ARITHMETIC = re.compile(
+    r"(?:[\d\s.,+\-*/^(){}!%|]|\\(?:frac|sqrt|cdot|times|div|pi|binom|sin|cos|tan|log|ln)(?![a-zA-Z]))+"
 )
 _UNORDERED = ("set", "list")
 
@@ -43,14 +45,17 @@ class MathVerifier:
         screened = self.screen(answer_text, gold)
         return screened if isinstance(screened, Verdict) else self.judge(screened)
 
-    def screen(self, answer_text: Any, gold: Any) -> Verdict | Job:
+    def screen(self, answer_text: Any, gold: Any, statement: str = "") -> Verdict | Job:
         """Decide what needs no algebra: not text, no answer, literal equality, too big, two literal numbers.
+
+        Linear in the texts; beyond finding the answer, it looks at QUICK_CHARS characters of each at most.
 
         Args:
             answer_text: what the model wrote, whole.
             gold: the gold answer, not wrapped.
+            statement: the problem's own text, for `refuse_restated`.
 
-        Returns: a verdict, or the canonical pair for `judge`.
+        Returns: a verdict, or the pair for `judge`.
         """
         refused = check_text(self._spec, answer_text, gold)
         if refused is not None:
@@ -60,20 +65,19 @@ class MathVerifier:
             found = trailing_number(answer_text)
         if not found:
             return self._spec.verdict(False, "no_answer")
-        too_much = refusal(found, self._spec.limits)
-        wanted = canonical(_last_box_or_all(gold))
-        if too_much is not None:
+        if len(found) > self._spec.limits.max_chars:
             same = found.strip() == gold.strip()
-            return self._spec.verdict(same, "match" if same else too_much)
-        answer = canonical(found)
-        outcome = quick_equal(wanted, answer)
-        if outcome is not None:
-            return self._spec.verdict(outcome == "match", outcome)
-        return Job(answer, wanted)
+            return self._spec.verdict(same, "match" if same else "too_long")
+        if max(len(found), len(gold)) > QUICK_CHARS:
+            return Job(found, gold)
+        outcome = self._quick(found, gold, statement)
+        return Job(found, gold) if outcome is None else self._spec.verdict(outcome == "match", outcome)
 
     def judge(self, job: Job) -> Verdict:
         """Decide the rest with math-verify. Raises MemoryError when the process runs out of it."""
-        outcome = compare(job.gold, job.answer, 0)
+        outcome = self._quick(job.answer, job.gold, "")
+        if outcome is None:
+            outcome = compare(canonical(_last_box_or_all(job.gold)), canonical(job.answer), 0)
         return self._spec.verdict(outcome == "match", outcome)
 
     def gold_problem(self, gold: Any) -> str | None:
@@ -93,6 +97,19 @@ class MathVerifier:
         shape = shape_of(wanted)
         leaves = shape.items or (shape.text,)
         return None if all(number(leaf) is not None or parsed(leaf) is not None for leaf in leaves) else "gold_unparsed"
+
+    def _quick(self, found: str, gold: str, statement: str) -> str | None:
+        """Outcome of an extracted answer where no algebra is needed to know it, else None."""
+        too_much = refusal(found, self._spec.limits)
+        if too_much is not None:
+            return "match" if found.strip() == gold.strip() else too_much
+        wanted, answer = canonical(_last_box_or_all(gold)), canonical(found)
+        if key(wanted) != key(answer):
+            if self._spec.strict and unevaluated(answer, wanted):
+                return "unevaluated"
+            if self._spec.refuse_restated and restates(answer, statement):
+                return "restated"
+        return quick_equal(wanted, answer)
 
 
 def _last_box_or_all(gold: str) -> str:
@@ -148,12 +165,18 @@ def compare(gold: str, answer: str, depth: int) -> str:
     if quick is not None:
         return quick
     gold_shape, answer_shape = _paired_shapes(gold, answer)
+    named = _compare_named(gold_shape, answer_shape, depth)
+    if named is not None:
+        return named
     kinds = {gold_shape.kind, answer_shape.kind}
     if kinds == {"leaf"}:
         return _compare_leaves(gold_shape.text, answer_shape.text)
     if "leaf" in kinds:
         leaf = gold_shape if gold_shape.kind == "leaf" else answer_shape
         other = answer_shape if leaf is gold_shape else gold_shape
+        union = as_union(other.text) if other.kind == "list" else None
+        if union is not None:
+            return _compare_leaves(*((gold, union) if leaf is gold_shape else (union, answer)))
         comparable = is_region(leaf.text) or (other.kind == "list" and is_region(other.text))
         return _compare_leaves(gold_shape.text, answer_shape.text) if comparable else "no_match"
     if len(gold_shape.items) != len(answer_shape.items):
@@ -204,15 +227,45 @@ def _compare_unordered(gold: Sequence[str], answer: Sequence[str], depth: int) -
     return "match"
 
 
+def _compare_named(gold: Shape, answer: Shape, depth: int) -> str | None:
+    """Outcome where a side is `x=2, y=12`: by name, or as the coordinates (2,12); None for other forms."""
+    gold_named = assignments(gold.items) if gold.kind == "list" else None
+    answer_named = assignments(answer.items) if answer.kind == "list" else None
+    if gold_named and answer_named:
+        if set(gold_named) != set(answer_named):
+            return "no_match"
+        return _compare_ordered(list(gold_named.values()), [answer_named[name] for name in gold_named], depth)
+    named, other = (gold_named, answer) if gold_named else (answer_named, gold)
+    if not named or other.kind not in ("round", "column", "row") or len(named) != len(other.items):
+        return None
+    values = in_order(named)
+    return _compare_ordered(*((values, other.items) if gold_named else (other.items, values)), depth)
+
+
 def _compare_leaves(gold: str, answer: str) -> str:
     from megatron_daro.reward.symbolic import equal
 
+    answer_parts = chain(answer)
+    if len(answer_parts) > 1 and len(chain(gold)) == 1 and not is_region(gold):
+        return _compare_chain(gold, answer_parts)
+    if changes_value(answer) and not changes_value(gold):
+        return "no_match"
     if _percent(gold) != _percent(answer):
         gold, answer = _as_fraction_of_100(gold), _as_fraction_of_100(answer)
-    gold_unit, answer_unit = _unit(gold), _unit(answer)
+    gold_unit, answer_unit = unit(gold), unit(answer)
     if gold_unit and answer_unit and gold_unit != answer_unit:
         return "no_match"
-    return equal(_without_unit(gold), _without_unit(answer))
+    return equal(without_unit(gold), without_unit(answer))
+
+
+def _compare_chain(gold: str, parts: Sequence[str]) -> str:
+    """An answer such as `x=5` or `2^3=8` for a gold that is no equation: the last part, if the numbers before agree."""
+    *before, value = [part for part in parts if part] or [""]
+    if before and is_name(value) and not is_name(before[0]):
+        before, value = [value], before[0]
+    if any(_ARITHMETIC.fullmatch(part) and _compare_leaves(value, part) != "match" for part in before):
+        return "no_match"
+    return compare(gold, value, MAX_DEPTH)
 
 
 def _percent(text: str) -> bool:
@@ -221,15 +274,3 @@ def _percent(text: str) -> bool:
 
 def _as_fraction_of_100(text: str) -> str:
     return f"\\frac{{{text.rstrip().rstrip('%').rstrip(chr(92))}}}{{100}}" if _percent(text) else text
-
-
-def _without_unit(text: str) -> str:
-    match = _UNIT.search(text) or _BARE_UNIT.search(text)
-    return text if match is None or not text[: match.start()].strip() else text[: match.start()].strip()
-
-
-def _unit(text: str) -> str | None:
-    match = _UNIT.search(text)
-    if match is None or match.start() == 0:
-        return None
-    return match.group(1).lower().rstrip("s") + re.sub(r"[{}\s]", "", match.group(2) or "")

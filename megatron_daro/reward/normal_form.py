@@ -7,6 +7,7 @@ rewriting, so it cannot favour one of them. Pure text, linear, no sympy. Refuses
 from __future__ import annotations
 
 import re
+import unicodedata
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 
@@ -31,7 +32,15 @@ _WORD_WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|ma
 _DECIMAL = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)")
 _SCIENTIFIC = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+))\s*(?:\\times|\\cdot)\s*10\s*\^\s*(?:\{\s*([-+]?\d+)\s*\}|(\d))")
 _RATIO = re.compile(r"([-+]?)\s*(?:\\frac\s*\{\s*([-+]?\d+)\s*\}\s*\{\s*(\d+)\s*\}|(\d+)\s*/\s*(\d+))")
+_REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\(?:overline|bar|dot)\s*(?:\{\s*(\d+)\s*\}|(\d))(?!\d)")
+_SPACED_THOUSANDS = re.compile(r"(?<![\d.,] )(?<![\d.,^_])\d{1,3}(?: \d{3})+(?![\d,])(?! \d)")
+_LEADING_RELATION = re.compile(r"^\s*=\s*(?=[^\s=])")
+_ROOT = re.compile(r"\\sqrt\s*(?:\(([^()]*)\))")
+_RAISED = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u207b\u207f]+")
+_LOWERED = re.compile("[\u2080-\u208b]+")
+_PERCENT = re.compile(r"(?:\\?%|\\text\s*\{\s*(?:percent|\\?%)\s*\}|(?<=[\d\s])percent)$")
 _MAX_EXPONENT = 9_999
+_MAX_PERIOD = 60
 _SYNONYMS = (
     ("\\geqslant", "\\geq"),
     ("\\leqslant", "\\leq"),
@@ -46,6 +55,19 @@ _SYNONYMS = (
     ("\u222a", "\\cup "),
     ("\u03c0", "\\pi "),
     ("\u00b0", "^{\\circ}"),
+    ("\u2260", "\\neq "),
+    ("\u2208", "\\in "),
+    ("\u2229", "\\cap "),
+    ("\u2205", "\\emptyset "),
+    ("\u2248", "="),
+    ("\\approx", "="),
+    ("\u00d7", "\\times "),
+    ("\u00f7", "\\div "),
+    ("\u00b7", "\\cdot "),
+    ("\u22c5", "\\cdot "),
+    ("\u2013", "-"),
+    ("\u2044", "/"),
+    ("\u221a", "\\sqrt "),
     ("{,}", ""),
     ("\\$", ""),
 )
@@ -64,13 +86,42 @@ def canonical(text: str) -> str:
         text = text.replace(old, new)
     # In a matrix `\\\\[2pt]` is a line end, not a delimiter.
     text = (_DOLLARS if "\\\\" in text else _DELIMITERS).sub("", text)
-    text = _STYLES.sub("", _SIZES.sub("", _THIN.sub("", text)))
+    text = _STYLES.sub("", _SIZES.sub("", _THIN.sub("", text if text.isascii() else _ascii_digits(text))))
     text = _FRACTIONS.sub(r"\\frac", _SPACES.sub(" ", text)).strip()
     text = _CODE_PREFIX.sub("", text).replace("**", "^")
     text = _CODE_FUNCTIONS.sub(lambda m: "\\" + _CODE_NAMES.get(m.group(1), m.group(1)), text)
     text = _E_NOTATION.sub(lambda m: f"{m.group(1)} \\times 10^{{{int(m.group(2)[:9])}}}", text)
+    text = _ROOT.sub(r"\\sqrt{\1}", text)
+    text = _REPEATING.sub(_repeating_decimal, _LEADING_RELATION.sub("", text))
+    text = _SPACED_THOUSANDS.sub(lambda m: m.group().replace(" ", ""), text)
     text = _POINT_NO_DIGITS.sub("", text.rstrip(" ,;")).rstrip(". ")
     return text.replace(",", "") if _THOUSANDS.fullmatch(text) else text
+
+
+def _ascii_digits(text: str) -> str:
+    """Raised, lowered and full-width digits and fractions of one character, in LaTeX."""
+    text = _RAISED.sub(lambda m: f"^{{{unicodedata.normalize('NFKC', m.group())}}}", text)
+    text = _LOWERED.sub(lambda m: f"_{{{unicodedata.normalize('NFKC', m.group())}}}", text)
+    return "".join(_ascii(char) for char in text).replace("\u2212", "-")
+
+
+def _ascii(char: str) -> str:
+    kind, _, parts = unicodedata.decomposition(char).partition(" ")
+    if kind == "<wide>":
+        return unicodedata.normalize("NFKC", char)
+    if kind != "<fraction>":
+        return char
+    above, _, below = "".join(chr(int(code, 16)) for code in parts.split()).partition("\u2044")
+    return f"\\frac{{{above}}}{{{below}}}" if below else char
+
+
+def _repeating_decimal(match: re.Match[str]) -> str:
+    """`0.1\\overline{36}` as the fraction it is: (136 - 1) / 990."""
+    whole, fixed, period = match.group(1), match.group(2), match.group(3) or match.group(4)
+    if len(whole + fixed + period) > _MAX_PERIOD:
+        return match.group()
+    value = int(whole + fixed + period) - int((whole + fixed) or "0")
+    return f"\\frac{{{value}}}{{{'9' * len(period)}{'0' * len(fixed)}}}"
 
 
 def key(text: str) -> str:
@@ -105,10 +156,12 @@ def number(text: str) -> Decimal | Fraction | None:
     Returns: Decimal for decimals and scientific notation, Fraction for ratios, None for anything else.
     """
     text = text.strip()
-    percent = re.search(r"\s*(?:\\?%|\\text\s*\{\s*(?:percent|\\?%)\s*\}|(?<=[\d\s])percent)$", text)
-    if percent:
-        inner = number(text[: percent.start()])
-        return None if inner is None else inner / 100
+    percent = _PERCENT.search(text)
+    value = _literal(text[: percent.start()].rstrip() if percent else text)
+    return value / 100 if percent and value is not None else value
+
+
+def _literal(text: str) -> Decimal | Fraction | None:
     try:
         if _DECIMAL.fullmatch(text):
             return Decimal(text)

@@ -18,13 +18,16 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_daro.errors import RewardError
-from megatron_daro.reward.base import Job, StagedVerifier, VerifierSpec, verifier_of
+from megatron_daro.reward.base import Job, StagedVerifier, VerifierSpec
+from megatron_daro.reward.factory import verifier_of
 from megatron_daro.reward.process import (
+    PATIENCE,
     START_TIMEOUT_S,
     WorkerCrashError,
     WorkerMemoryError,
     WorkerProcess,
     WorkerTimeoutError,
+    WorkerUnreachedError,
 )
 from megatron_daro.types import Verdict
 
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
 
 _IN_PROCESS = ("integer", "exact")
 _RESTART_ATTEMPTS = 3
+_MAX_CRASHES = 2
+_MAX_UNREACHED = 3
 _JOIN_TIMEOUT_S = 10.0
 _Task = tuple[dict[str, Any], "Future[dict[str, Any]]"]
 
@@ -40,7 +45,8 @@ _Task = tuple[dict[str, Any], "Future[dict[str, Any]]"]
 @dataclass(slots=True)
 class PoolCounters:
     """What happened so far. screened: decided without a worker. judged: replies of workers, golds included.
-    restarts: workers started again. deduplicated: pairs equal to another of the same call."""
+    restarts: workers started again. deduplicated: pairs equal to another of the same call. failures: answers on which
+    the verifier itself failed. asked_again: answers that a stopped worker never took, given to another one."""
 
     screened: int = 0
     judged: int = 0
@@ -49,6 +55,8 @@ class PoolCounters:
     memory_kills: int = 0
     crashes: int = 0
     restarts: int = 0
+    failures: int = 0
+    asked_again: int = 0
 
 
 class RewardPool:
@@ -98,6 +106,7 @@ class RewardPool:
             correct_reward=section.correct_reward,
             incorrect_reward=section.incorrect_reward,
             marker=section.marker,
+            refuse_restated=section.refuse_restated,
         )
         return cls(spec, section.workers, section.timeout_s, section.memory_mib)
 
@@ -145,17 +154,18 @@ class RewardPool:
             self.close()
             raise
 
-    def score(self, pairs: Sequence[tuple[Any, Any]]) -> list[Verdict]:
-        """Verdicts of (answer text, gold) pairs, in their order.
+    def score(self, pairs: Sequence[tuple[Any, ...]]) -> list[Verdict]:
+        """Verdicts of (answer text, gold) or (answer text, gold, statement) tuples, in their order.
 
         Args:
-            pairs: what is not text gives the reason `not_text` or `gold_not_text`.
+            pairs: what is not text gives the reason `not_text` or `gold_not_text`. No text raises: a fault of the
+                verifier itself is the reason `verifier_failed`. The statement is the problem's own text.
 
         Returns: one verdict per pair.
         Raises: RewardError when the pool is closed or its workers no longer start.
         """
         self.start()
-        screened = [self._verifier.screen(answer, gold) for answer, gold in pairs]
+        screened = [self._screen(*pair) for pair in pairs]
         jobs = list(dict.fromkeys(item for item in screened if isinstance(item, Job)))
         requests = [{"kind": "judge", "answer": job.answer, "gold": job.gold} for job in jobs]
         replies = dict(zip(jobs, self._ask_all(requests), strict=True))
@@ -163,7 +173,7 @@ class RewardPool:
         self._count(screened=len(screened) - num_jobs, deduplicated=num_jobs - len(jobs))
         return [item if isinstance(item, Verdict) else self._verdict(replies[item]) for item in screened]
 
-    async def score_async(self, pairs: Sequence[tuple[Any, Any]]) -> list[Verdict]:
+    async def score_async(self, pairs: Sequence[tuple[Any, ...]]) -> list[Verdict]:
         """`score` without blocking the event loop."""
         return await asyncio.to_thread(self.score, pairs)
 
@@ -175,7 +185,7 @@ class RewardPool:
         self.start()
         problems: dict[int, str] = {}
         if self._needs_no_worker():
-            found = {i: self._verifier.gold_problem(gold) for i, gold in enumerate(golds)}  # type: ignore[attr-defined]
+            found = {i: self._verifier.gold_problem(gold) for i, gold in enumerate(golds)}
             return {i: problem for i, problem in found.items() if problem}
         problems |= {i: "gold_not_text" for i, gold in enumerate(golds) if not isinstance(gold, str)}
         asked = [i for i in range(len(golds)) if i not in problems]
@@ -193,6 +203,13 @@ class RewardPool:
                 thread.join(_JOIN_TIMEOUT_S)
         self._fail_waiting(RewardError("reward pool: closed while answers were waiting; close it after scoring"))
 
+    def _screen(self, answer_text: Any, gold: Any, statement: str = "") -> Verdict | Job:
+        try:
+            return self._verifier.screen(answer_text, gold, statement)
+        except Exception:  # The border of the verifier: one answer must not end a run. Counted.
+            self._count(failures=1)
+            return self._spec.verdict(False, "verifier_failed")
+
     def _needs_no_worker(self) -> bool:
         return self._spec.name in _IN_PROCESS
 
@@ -208,7 +225,7 @@ class RewardPool:
         if self._broken is not None or self._closing.is_set():
             self._fail_waiting(self._broken or RewardError("reward pool: closed; make a new one"))
         turns = self._tasks.qsize() // max(1, self._workers) + 2
-        bound_s = turns * 2 * (self._timeout_s + START_TIMEOUT_S)
+        bound_s = turns * (_MAX_CRASHES + _MAX_UNREACHED) * (PATIENCE * self._timeout_s + START_TIMEOUT_S)
         if wait(futures, timeout=bound_s).not_done:
             raise RewardError(
                 f"reward pool: {len(futures)} answers were not scored within {bound_s:.0f} s, the bound for "
@@ -258,7 +275,8 @@ class RewardPool:
         self, slot: int, worker: WorkerProcess | None, request: dict[str, Any]
     ) -> tuple[dict[str, Any], WorkerProcess | None]:
         """The reply to one request and the worker for the next one (None: to be started then)."""
-        for _ in range(2):
+        crashes = unreached = 0
+        while crashes < _MAX_CRASHES and unreached < _MAX_UNREACHED:
             if self._closing.is_set():
                 raise RewardError("reward pool: closed while an answer was being scored; close it after scoring")
             worker = worker or self._replacement(slot)
@@ -268,20 +286,33 @@ class RewardPool:
                 reply = {"reason": "timeout"}
             except WorkerMemoryError:
                 reply = {"reason": "memory"}
+            except WorkerUnreachedError:
+                unreached += 1
+                self._count(asked_again=unreached < _MAX_UNREACHED)
+                self._discard(slot, worker)
+                worker = None
+                continue
             except WorkerCrashError:
+                crashes += 1
                 if not self._closing.is_set():
                     self._count(crashes=1)
                 self._discard(slot, worker)
                 worker = None
                 continue
-            self._count(judged=1, timeouts=reply["reason"] == "timeout", memory_kills=reply["reason"] == "memory")
-            if reply["reason"] in ("timeout", "memory"):
+            reason = reply["reason"]
+            self._count(
+                judged=1,
+                timeouts=reason == "timeout",
+                memory_kills=reason == "memory",
+                failures=reason == "verifier_failed",
+            )
+            if reason in ("timeout", "memory"):
                 self._discard(slot, worker)
                 worker = None
             return reply, worker
         if self._closing.is_set():
             raise RewardError("reward pool: closed while an answer was being scored; close it after scoring")
-        return {"reason": "crash"}, None
+        return {"reason": "crash" if crashes == _MAX_CRASHES else "unreached"}, None
 
     def _replacement(self, slot: int) -> WorkerProcess:
         worker = self._new_worker(slot, attempts=_RESTART_ATTEMPTS)

@@ -6,12 +6,15 @@ that handled model answers. Refuses to wait without a deadline.
 
 from __future__ import annotations
 
+import array
+import fcntl
 import json
 import os
 import select
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,12 +25,20 @@ from megatron_daro.reward.base import VerifierSpec
 from megatron_daro.reward.worker import MIB, settings_json
 
 START_TIMEOUT_S = 60.0
+# A worker that got less than this share of its limit as CPU time is waited for up to PATIENCE times the limit: it was
+# the machine that was slow, not the answer.
+CPU_SHARE = 0.5
+PATIENCE = 3
 MEMORY_POLL_S = 0.02
 _STDERR_CHARS = 600
 
 
 class WorkerTimeoutError(Exception):
     """The worker did not answer within the limit."""
+
+
+class WorkerUnreachedError(Exception):
+    """The limit passed, but the worker is stopped or never took the request: nothing is known about the answer."""
 
 
 class WorkerMemoryError(Exception):
@@ -94,7 +105,8 @@ class WorkerProcess:
             stopping: asked while waiting; true gives up with WorkerCrashError.
 
         Returns: the reply, with `reason`.
-        Raises: WorkerTimeoutError, WorkerMemoryError, WorkerCrashError; the worker must then be killed.
+        Raises: WorkerTimeoutError, WorkerUnreachedError, WorkerMemoryError, WorkerCrashError; the worker must then be
+        killed.
         """
         process = self._process
         if process is None or process.stdin is None:
@@ -130,13 +142,17 @@ class WorkerProcess:
         descriptor = process.stdout.fileno()
         poller = select.poll()
         poller.register(descriptor, select.POLLIN | select.POLLHUP)
+        # CPU time before this request, less the first 20 ms of it: most replies come sooner and need no look at /proc.
+        cpu_before_s: float | None = None
         while b"\n" not in self._buffer:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise WorkerTimeoutError("no reply within the limit")
+                self._check_overdue(-left_s, cpu_before_s)
+                left_s = MEMORY_POLL_S
             if not poller.poll(1000 * min(left_s, MEMORY_POLL_S)):
                 if stopping():
                     raise WorkerCrashError("the pool is closing")
+                cpu_before_s = activity(process.pid)[1] if cpu_before_s is None else cpu_before_s
                 if memory_mib is not None and resident_mib(process.pid) > memory_mib:
                     raise WorkerMemoryError(f"more than {memory_mib} MiB resident")
                 continue
@@ -153,6 +169,17 @@ class WorkerProcess:
             raise WorkerCrashError("the reply is no JSON object")
         return reply
 
+    def _check_overdue(self, late_s: float, cpu_before_s: float | None) -> None:
+        """Raise what a passed limit means; return when the worker is only starved and may go on for a while."""
+        process = self._process
+        assert process is not None and process.stdin is not None
+        state, cpu_s = activity(process.pid)
+        if state in "Tt" or _unread_bytes(process.stdin.fileno()) > 0:
+            raise WorkerUnreachedError(f"state {state} after the limit of {self._timeout_s:g} s")
+        starved = cpu_s - (cpu_before_s or 0.0) < CPU_SHARE * self._timeout_s
+        if not starved or late_s > (PATIENCE - 1) * self._timeout_s:
+            raise WorkerTimeoutError("no reply within the limit")
+
     def _last_words(self) -> str:
         self._stderr.seek(0)
         text = self._stderr.read()[-_STDERR_CHARS:].decode(errors="replace")
@@ -166,6 +193,28 @@ def resident_mib(pid: int) -> float:
     except (OSError, IndexError, ValueError):
         return 0.0
     return pages * os.sysconf("SC_PAGE_SIZE") / MIB
+
+
+def activity(pid: int) -> tuple[str, float]:
+    """(state letter, CPU seconds so far) of a process; ("?", infinity) when it is gone or there is no /proc.
+
+    Source: proc_pid_stat(5), fields 3, 14 and 15, counted behind the command name, which may hold blanks.
+    """
+    try:
+        columns = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return columns[0], (int(columns[11]) + int(columns[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
+        return "?", float("inf")
+
+
+def _unread_bytes(descriptor: int) -> int:
+    """How much of what was written to a pipe its reader has not taken yet; 0 where the system does not say."""
+    count = array.array("i", [0])
+    try:
+        fcntl.ioctl(descriptor, termios.FIONREAD, count)
+    except OSError:
+        return 0
+    return count[0]
 
 
 def _environment() -> dict[str, str]:

@@ -8,6 +8,7 @@ Refuses what the algebra system would wrongly accept: floats that agree only bec
 from __future__ import annotations
 
 import logging
+import re
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -16,6 +17,11 @@ from math_verify import parse, verify
 from math_verify.parser import LatexExtractionConfig
 from sympy import Derivative, Expr, Float, Integral, Limit, Symbol
 from sympy.core.function import AppliedUndef
+from sympy.core.relational import Relational
+from sympy.logic.boolalg import BooleanAtom
+
+from megatron_daro.reward.normal_form import key
+from megatron_daro.reward.relations import chain
 
 Outcome = Literal["match", "no_match", "gold_unparsed", "answer_unparsed", "compare_failed"]
 
@@ -23,6 +29,11 @@ RELATIVE_TOLERANCE = 1e-5
 _CACHE_ENTRIES = 4096
 # Wider than any rounding math-verify accepts (6 decimals, or the relative tolerance above).
 _SURE_DIFFERENCE = 1e-3
+_LETTERS = re.compile(r"\\[a-zA-Z]+|[a-zA-Z]")
+_TEXT = re.compile(r"\\(?:text|mbox|textrm|textbf)\s*\{[^{}]*\}")
+_MARKED = re.compile(
+    r"\^\s*\{?\s*(?:T|\\top|\\intercal|\\dagger|\\prime|\\(?:mathrm|mathsf|text)\s*\{\s*T\s*\})(?![a-zA-Z])|'"
+)
 _NO_VALUE = (AppliedUndef, Derivative, Integral, Limit)
 # units=False: math-verify takes the m of 6m for metres and drops it. Units are cut before, where they are text.
 _NORMALISATION = NormalizationConfig(units=False, malformed_operators=True, nits=True)
@@ -66,7 +77,11 @@ def equal(gold: str, answer: str) -> Outcome:
     answer_value = parsed(answer)
     if answer_value is None:
         return "answer_unparsed"
+    if _other_symbols(gold, answer):
+        return "no_match"
     try:
+        if _says_nothing(gold_value) or _says_nothing(answer_value):
+            return "match" if [key(side) for side in chain(gold)[::-1]] == list(map(key, chain(answer))) else "no_match"
         if _surely_differ(gold_value, answer_value):
             return "no_match"
         gold_value, answer_value = _symbol_pair(gold_value, answer_value)
@@ -78,6 +93,30 @@ def equal(gold: str, answer: str) -> Outcome:
     except Exception:
         return "compare_failed"
     return "match" if same else "no_match"
+
+
+def _other_symbols(gold: str, answer: str) -> bool:
+    """Whether a letter stands in one case in the gold and in the other case in the answer, or only one of them has a
+    transposition or a prime.
+
+    The grammar makes all symbols lower-case and drops such marks.
+    """
+    if bool(_MARKED.search(gold)) != bool(_MARKED.search(answer)):
+        return True
+    of_gold, of_answer = (set(_LETTERS.findall(_TEXT.sub("", text))) for text in (gold, answer))
+    missing = of_gold - of_answer
+    return any(_other_case(letter) in of_answer - of_gold for letter in missing)
+
+
+def _other_case(letter: str) -> str:
+    return f"\\{letter[1:2].swapcase()}{letter[2:]}" if letter.startswith("\\") else letter.swapcase()
+
+
+def _says_nothing(value: Any) -> bool:
+    """Whether an equation or inequality holds, or fails, whatever its symbols are: `0=0`, `ab=ba`."""
+    if isinstance(value, Relational):
+        value = value.func(*value.args)
+    return isinstance(value, BooleanAtom)
 
 
 def _symbol_pair(gold: Any, answer: Any) -> tuple[Any, Any]:

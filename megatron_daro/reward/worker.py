@@ -17,7 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_daro.reward.base import Job, ScreenLimits, VerifierSpec, verifier_of
+from megatron_daro.reward.base import Job, ScreenLimits, VerifierSpec
+from megatron_daro.reward.factory import verifier_of
 
 MIB = 1024 * 1024
 EXIT_MEMORY = 3
@@ -101,13 +102,15 @@ def serve(verifier: Any, requests: BinaryIO, replies: BinaryIO, *, timeout_s: fl
     The timer is the last resort of a worker whose parent hangs: its default action ends the process.
     """
     for line in requests:
-        signal.setitimer(signal.ITIMER_REAL, 2 * timeout_s + 5)
+        signal.setitimer(signal.ITIMER_REAL, 4 * timeout_s + 5)
         try:
             reply = answer(verifier, json.loads(line))
         except MemoryError:
             reply = {"correct": False, "reason": "memory"}
         except RecursionError:
             reply = {"correct": False, "reason": "too_complex"}
+        except Exception:  # The border of the process: a fault of the verifier costs one verdict, counted by the pool.
+            reply = {"correct": False, "reason": "verifier_failed"}
         signal.setitimer(signal.ITIMER_REAL, 0)
         if peak_mib() > memory_mib:
             reply = {"correct": False, "reason": "memory"}

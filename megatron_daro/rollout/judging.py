@@ -21,7 +21,7 @@ async def judge(scorer: Scorer, answers: Sequence[tuple[str, Prompt]]) -> list[V
     Raises:
         RewardError: the scorer gave more or fewer verdicts than it was asked for.
     """
-    pairs = [(text, gold) for text, prompt in answers for gold in prompt.answers]
+    pairs = [(text, gold, prompt.statement) for text, prompt in answers for gold in prompt.answers]
     verdicts = await scorer.score_async(pairs)
     if len(verdicts) != len(pairs):
         raise RewardError(f"the verifier gave {len(verdicts)} verdicts for {len(pairs)} answers; allowed: one each")

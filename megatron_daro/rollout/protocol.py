@@ -53,8 +53,8 @@ class Engine(Protocol):
 class Scorer(Protocol):
     """Verifies answers; the reward pool is one."""
 
-    async def score_async(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
-        """Verdicts of (answer text, gold answer) pairs, in order."""
+    async def score_async(self, pairs: Sequence[tuple[str, str, str]]) -> list[Verdict]:
+        """Verdicts of (answer text, gold answer, statement of the problem), in order."""
         ...
 
 

@@ -144,6 +144,49 @@ def test_a_worker_killed_once_costs_nothing() -> None:
         assert pool.counters["restarts"] == 1
 
 
+def test_a_worker_stopped_while_idle_costs_no_verdict() -> None:
+    with RewardPool("math", workers=1, timeout_s=2.0) as pool:
+        (pid,) = pool.worker_pids
+        os.kill(pid, signal.SIGSTOP)
+        until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "a stopped worker")
+        assert [v.reason for v in pool.score([GOOD, WRONG])] == ["match", "no_match"]
+        assert (pool.counters["asked_again"], pool.counters["timeouts"]) == (1, 0)
+        assert gone(pid)
+
+
+def test_a_worker_stopped_in_the_middle_of_an_answer_is_no_timeout() -> None:
+    with RewardPool(UNSCREENED, workers=1, timeout_s=3.0) as pool:
+        (pid,) = pool.worker_pids
+        before_s = sum(psutil.Process(pid).cpu_times()[:2])
+        thread, result = in_thread(pool, [SLOW])
+        until(lambda: sum(psutil.Process(pid).cpu_times()[:2]) > before_s + 0.2, "a worker that has begun")
+        os.kill(pid, signal.SIGSTOP)
+        until(lambda: pool.counters["asked_again"] == 1, "the answer is given to another worker")
+        assert pool.counters["timeouts"] == 0
+        thread.join(90)
+        assert result == [Verdict(False, 0.0, "timeout")]
+
+
+def test_an_answer_that_no_worker_ever_takes_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = RewardPool._new_worker
+    stopped: list[int] = []
+
+    def stopped_worker(*args: Any, **options: Any) -> Any:
+        worker = start(*args, **options)
+        os.kill(worker.pid, signal.SIGSTOP)
+        stopped.append(worker.pid)
+        return worker
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RewardPool, "_new_worker", stopped_worker)
+        pool = RewardPool("math", workers=1, timeout_s=1.0)
+        assert pool.score([GOOD]) == [Verdict(False, 0.0, "unreached")]
+        assert len(stopped) >= 3
+        assert (pool.counters["asked_again"], pool.counters["timeouts"]) == (2, 0)
+    pool.close()
+    assert all(gone(pid) for pid in stopped)
+
+
 def test_an_answer_that_kills_two_workers_is_a_crash_and_the_pool_goes_on() -> None:
     with RewardPool(UNSCREENED, workers=1, timeout_s=120.0) as pool:
         (first,) = pool.worker_pids

@@ -90,7 +90,7 @@ class FakeScorer:
             await asyncio.sleep(NEVER)
         for _ in range(self.random.randrange(4)):
             await asyncio.sleep(0)
-        return [verdict(text, gold) for text, gold in pairs]
+        return [verdict(text, gold) for text, gold, _ in pairs]
 
 
 def verdict(text: str, gold: str) -> Verdict:
