@@ -145,3 +145,15 @@ def test_importing_the_package_imports_nothing():
     code = f"import sys; before = set(sys.modules); import {NAME}; print(sorted(set(sys.modules) - before))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str([NAME])
+
+
+def test_no_files_import_each_other_in_a_circle():
+    names = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in FILES}
+    names = {name.removesuffix(".__init__"): path for name, path in names.items()}
+    edges = {}
+    for name, path in names.items():
+        targets = {target for _, target in imported(ast.parse(path.read_text(encoding="utf-8")), path)}
+        targets |= {target.rpartition(".")[0] for target in targets}
+        # A package's own __init__ gathers its files; only what the files import counts.
+        edges[name] = {t for t in targets if t in names and t != name and not under(name, t)}
+    tuple(graphlib.TopologicalSorter(edges).static_order())  # raises CycleError, with the circle
