@@ -48,7 +48,8 @@ One YAML file with the sections below; only `model.path` and `data.train` are re
   fix it. Unknown keys are errors that name the nearest key. A key given twice is an error.
 * YAML is read by PyYAML's safe loader with the scalar rules of YAML 1.2: `1e-6` is a number; `yes`, `no`, `010` and
   dates are text. Types are not converted: `"3"` is text, not a number.
-* Relative paths start at the working directory.
+* Relative paths start at the working directory; a leading `~` is the home directory.
+* One value where a list is due is a list of one: `train: a.jsonl` is `train: [a.jsonl]`.
 * Options left `null` that depend on others (`trainer.run_dir`, `engine.seed`, ...) are filled in when the file is
   resolved.
 """

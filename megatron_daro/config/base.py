@@ -8,14 +8,28 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 T = TypeVar("T")
 Decay = Annotated[float, Field(ge=0, lt=1)]
 """A decay rate of Adam."""
+
+
+def _expanded(path: Path) -> Path:
+    try:
+        return path.expanduser()
+    except RuntimeError as error:  # no such user, or no home directory
+        raise ValueError(str(error)) from error
+
+
+ExpandedPath = Annotated[Path, AfterValidator(_expanded)]
+"""A path in which a leading ~ is the home directory."""
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+"""What generators of 64 bits take."""
 
 
 class Section(BaseModel):

@@ -16,6 +16,7 @@ from megatron_daro.config.problems import Problem
 from megatron_daro.config.sections import Config
 
 _PARQUET_MAGIC = b"PAR1"
+_NUMPY_SEEDS = 2**32
 _GSPO_WIDEST = 0.01
 """Source: GSPO arXiv 2507.18071, section 5: 3e-4 below and 4e-4 above; this is far beyond any published setting."""
 
@@ -202,6 +203,15 @@ def engine(config: Config, hardware: Hardware) -> Iterator[Problem]:
     if sglang.sync_dir and sglang.sync != "disk":
         got = f"{str(sglang.sync_dir)!r} with sync {sglang.sync}"
         yield Problem(f"{field}.sync_dir", got, "only with sync disk", f"set {field}.sync=disk or remove it")
+
+
+def server_seeds(config: Config) -> Iterator[Problem]:
+    """Each server has a seed of its own, which it hands to numpy."""
+    section = config.engine
+    if section.kind == "sglang" and not section.sglang.urls and filled(section.seed) + section.replicas > _NUMPY_SEEDS:
+        fix = f"set engine.seed to a number up to {_NUMPY_SEEDS - section.replicas}"
+        allowed = f"seeds of {section.replicas} SGLang servers, one after the other, below 2^32"
+        yield Problem("engine.seed", str(section.seed), allowed, fix, also=("engine.kind", "engine.replicas"))
 
 
 def run(config: Config) -> Iterator[Problem]:

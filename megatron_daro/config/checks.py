@@ -6,6 +6,7 @@ all are run, and all problems are reported together. Warnings do not stop a run.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from megatron_daro.config.model_files import ModelShape, read_model
 from megatron_daro.config.problems import Problem, config_error
 from megatron_daro.config.sections import Config
 
+_LEAST_PROCESS_BYTES = 256 * 2**20
+"""A worker that has imported torch and done nothing yet has more."""
 _PARALLEL = ("actor.tensor_parallel", "actor.pipeline_parallel", "actor.context_parallel", "actor.data_parallel")
 
 
@@ -84,13 +87,47 @@ def _world_problems(context: _Context) -> Iterator[Problem]:
 def _world_warnings(context: _Context) -> Iterator[Problem]:
     actor, hardware = context.config.actor, context.hardware
     got = _layout_text(context)
-    if hardware.kind == "gpu" and actor.world_size < hardware.count and hardware.count % actor.world_size == 0:
-        factor = hardware.count // actor.world_size
-        fix = f"actor.data_parallel={actor.data_parallel * factor} would use all"
-        yield Problem("actor", got, f"up to {hardware.count} ranks", fix, also=_PARALLEL)
+    room = (hardware.count - _engine_gpus(context)) // actor.world_size
+    if hardware.kind == "gpu" and room > 1:
+        fix = f"set actor.data_parallel={actor.data_parallel * room}, or more engine.replicas, to use more GPUs"
+        yield Problem("actor", got, f"up to {actor.world_size * room} ranks beside the engines", fix, also=_PARALLEL)
     if hardware.kind == "cpu" and actor.world_size > hardware.count:
         fix = "use fewer ranks, or expect them to share cores"
         yield Problem("actor", got, f"{hardware.count} CPU cores are here", fix, also=_PARALLEL)
+
+
+def _started_engines(context: _Context) -> int:
+    engine = context.config.engine
+    return 0 if engine.kind == "sglang" and engine.sglang.urls else engine.replicas
+
+
+def _engine_gpus(context: _Context) -> int:
+    engine = context.config.engine
+    return _started_engines(context) * (engine.sglang.tensor_parallel if engine.kind == "sglang" else 1)
+
+
+def _process_problems(context: _Context) -> Iterator[Problem]:
+    """Ranks and engines have room together. A cluster that RAY_ADDRESS names may be larger than this machine."""
+    engine, ranks, hardware = context.config.engine, context.config.actor.world_size, context.hardware
+    if os.environ.get("RAY_ADDRESS"):
+        return
+    also = (*_PARALLEL, "engine.kind", "engine.sglang.urls", "engine.sglang.tensor_parallel")
+    started, gpus = _started_engines(context), ranks + _engine_gpus(context)
+    if hardware.kind == "gpu" and ranks <= hardware.count < gpus:
+        got = f"{engine.replicas}, with which actor and engine need {gpus} GPUs"
+        fix = "lower engine.replicas or the parallel sizes, or run where there are more GPUs"
+        yield Problem("engine.replicas", got, f"{hardware.count} GPUs together", fix, also=also)
+    least = (ranks + started) * _LEAST_PROCESS_BYTES
+    if hardware.memory_bytes and least > hardware.memory_bytes:
+        got = f"{engine.replicas}, and {ranks} ranks: {ranks + started} processes of at least 256 MiB each"
+        allowed = f"what fits into {hardware.memory_bytes / 2**30:.0f} GiB of memory, models not counted"
+        yield Problem("engine.replicas", got, allowed, "lower engine.replicas", also=also)
+
+
+def _process_text(context: _Context) -> str:
+    engine = context.config.engine
+    servers = len(engine.sglang.urls) or engine.replicas
+    return f"{context.config.actor.world_size} ranks, {servers} engines ({engine.kind})"
 
 
 def _divides(field: str, size: int, count: int, what: str) -> Iterator[Problem]:
@@ -196,6 +233,7 @@ _CHECKS: tuple[tuple[str, _Find, _Find, Callable[[_Context], str]], ...] = (
         lambda c: check_training.data_text(c.config),
     ),
     ("world size", _world_problems, _world_warnings, _layout_text),
+    ("processes", _process_problems, _nothing, _process_text),
     ("model division", _division_problems, _nothing, _division_text),
     ("batch", _batch_problems, _nothing, _batch_text),
     ("sequence budget", _budget_problems, _nothing, _budget_text),
@@ -213,5 +251,6 @@ _CHECKS: tuple[tuple[str, _Find, _Find, Callable[[_Context], str]], ...] = (
         lambda c: c.config.algorithm.name,
     ),
     ("engine", lambda c: check_training.engine(c.config, c.hardware), _nothing, lambda c: c.config.engine.kind),
+    ("seeds", lambda c: check_training.server_seeds(c.config), _nothing, lambda c: str(c.config.trainer.seed)),
     ("run", lambda c: check_training.run(c.config), _nothing, lambda c: f"{c.config.trainer.steps} steps"),
 )

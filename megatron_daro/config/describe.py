@@ -67,7 +67,8 @@ def _bounds(metadata: list[Any]) -> str:
         (annotated_types.Le, "<="),
         (annotated_types.Lt, "<"),
     ):
-        words += [f"{sign} {getattr(m, kind.__name__.lower()):g}" for m in metadata if isinstance(m, kind)]
+        bounds = [getattr(m, kind.__name__.lower()) for m in metadata if isinstance(m, kind)]
+        words += [f"{sign} {bound if isinstance(bound, int) else f'{bound:g}'}" for bound in bounds]
     return " and ".join(words)
 
 

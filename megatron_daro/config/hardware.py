@@ -10,6 +10,7 @@ import importlib.util
 import os
 import re
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,19 +21,31 @@ _FP8_CAPABILITY = 8.9
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """kind; count: GPUs, or CPU cores; fp8: whether every GPU multiplies 8-bit floats."""
+    """kind; count: GPUs, or CPU cores; fp8: whether every GPU multiplies 8-bit floats; memory_bytes: of this machine,
+    None if unknown."""
 
     kind: Literal["cpu", "gpu"]
     count: int
     fp8: bool = False
+    memory_bytes: int | None = None
 
 
 def detect() -> Hardware:
     """The hardware of this machine, as torch would use it (CUDA_VISIBLE_DEVICES respected)."""
     capabilities = _gpu_capabilities() if _torch_has_cuda() else []
     if not capabilities:
-        return Hardware("cpu", len(os.sched_getaffinity(0)))
-    return Hardware("gpu", len(capabilities), fp8=min(capabilities) >= _FP8_CAPABILITY)
+        return Hardware("cpu", len(os.sched_getaffinity(0)), memory_bytes=_memory_bytes())
+    fp8 = min(capabilities) >= _FP8_CAPABILITY
+    return Hardware("gpu", len(capabilities), fp8=fp8, memory_bytes=_memory_bytes())
+
+
+def _memory_bytes() -> int:
+    """The machine's memory, or the smaller limit of this container (cgroup version 2, or 1)."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        with suppress(OSError, ValueError):
+            limits.append(int(path.read_text(encoding="ascii")))
+    return min(limits)
 
 
 def _torch_has_cuda() -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -30,7 +30,6 @@ from megatron_daro.config.problems import (
     did_you_mean,
     nearest_paths,
     show,
-    similarity,
 )
 from megatron_daro.config.sections import Config
 
@@ -101,8 +100,10 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[Config | None, list[Pro
         return None, problems, set()
     tree, problems = apply_overrides(tree, overrides)
     places = {field: f"{path.name}:{line}" for field, line in document.lines.items()}
-    places |= {text.partition("=")[0].strip(): "command line" for text in overrides}
-    config, wrong, broken = _validate(_without_empty_sections(tree), places)
+    for field in (text.partition("=")[0].strip() for text in overrides):
+        places = {other: place for other, place in places.items() if not other.startswith(f"{field}.")}
+        places[field] = "command line"
+    config, wrong, broken = _validate(_with_lists_of_one(_without_empty_sections(tree)), places)
     return (_fill_in(config, path) if config else None), problems + wrong, broken
 
 
@@ -140,6 +141,20 @@ def _without_empty_sections(tree: Mapping[str, Any], model: Any = Config) -> dic
     return result
 
 
+def _with_lists_of_one(tree: Mapping[str, Any], model: Any = Config) -> dict[str, Any]:
+    """Where a list of any length is due, `train: a.jsonl` means `train: [a.jsonl]`."""
+    result = dict(tree)
+    for name in result.keys() & model.model_fields.keys():
+        annotation, _ = strip(model.model_fields[name].annotation)
+        items, value = get_args(annotation), result[name]
+        if is_section(annotation) and isinstance(value, dict):
+            result[name] = _with_lists_of_one(value, annotation)
+        elif get_origin(annotation) is tuple and items[-1] is Ellipsis:
+            one = isinstance(value, dict) if is_section(items[0]) else isinstance(value, (str, int, float))
+            result[name] = [value] if one else value
+    return result
+
+
 def _validate(tree: dict[str, Any], places: Mapping[str, str]) -> tuple[Config | None, list[Problem], set[str]]:
     """Validate; on errors, set the wrong fields to their defaults so that the rest can still be judged."""
     problems: list[Problem] = []
@@ -148,16 +163,26 @@ def _validate(tree: dict[str, Any], places: Mapping[str, str]) -> tuple[Config |
         try:
             return Config.model_validate_json(json.dumps(tree), strict=True), problems, broken
         except ValidationError as error:
-            for details in error.errors():
+            found = error.errors()
+            for details in found:
                 loc = details["loc"]
+                # A list whose items are wrong also counts as too short.
+                if any(other["loc"][: len(loc)] == loc != other["loc"] for other in found):
+                    continue
                 path = ".".join(map(str, loc))
-                place = "" if details["type"] == "missing" else places.get(path, "")
+                place = "" if details["type"] == "missing" else _place(path, places)
                 problems.append(_problem(details, path, place))
                 field = _field_part(loc)
                 if details["type"] != "extra_forbidden" or field != path:
                     broken.add(field)
                 _remove(tree, field.split("."))
     return None, problems, broken
+
+
+def _place(path: str, places: Mapping[str, str]) -> str:
+    """Where the path was written, or the list that it is a position of."""
+    around, _, last = path.rpartition(".")
+    return places.get(path) or (places.get(around, "") if last.isdecimal() else "")
 
 
 def _field_part(loc: tuple[int | str, ...]) -> str:
@@ -214,8 +239,7 @@ def _fix(annotation: Any, metadata: list[Any], value: Any, path: str) -> str:
     plain, _ = strip(annotation)
     names = choices(annotation, metadata)
     if names and isinstance(value, str):
-        likely = sorted(names, key=lambda name: -similarity(name, value))[:1]
-        return did_you_mean(likely)
+        return did_you_mean(nearest_paths(value, names, at_most=1), "write one of these names")
     if plain is bool and isinstance(value, str):
         return "write true or false"
     if plain in (int, float) and isinstance(value, str):
@@ -232,7 +256,7 @@ def _unknown_key(path: str, value: Any, place: str) -> Problem:
     names = [name for name, field in walk(Config) if name.rpartition(".")[0] == pattern.rpartition(".")[0]]
     words = ", ".join(name.rpartition(".")[2] for name in names)
     where = f"the keys of {section}: {words}" if section else f"the sections {words}"
-    fix = did_you_mean(nearest_paths(pattern, known_paths()))
+    fix = did_you_mean(nearest_paths(pattern, known_paths()), "remove it; docs/configuration.md has every option")
     return Problem(path, f"an unknown key with value {show(value)}", where, fix, place=place)
 
 

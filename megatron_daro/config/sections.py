@@ -7,14 +7,13 @@ more. Refuses unknown keys and later writes. What spans two sections is in check
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
-from megatron_daro.config.base import Section
+from megatron_daro.config.base import ExpandedPath, Section, Seed
 
 DataFormat = Literal["auto", "jsonl", "parquet", "gsm8k", "dapo"]
 FieldName = Annotated[str, Field(min_length=1)]
@@ -23,7 +22,7 @@ FieldName = Annotated[str, Field(min_length=1)]
 class ModelSection(Section):
     """The model to train."""
 
-    path: Path
+    path: ExpandedPath
     """Local directory with config.json, *.safetensors and the tokenizer files (Hugging Face layout)."""
     trust_remote_code: bool = False
     """Allow Python code that lies beside the model to run. Off unless asked for."""
@@ -34,7 +33,7 @@ class EvalSet(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
     """Its name in metrics (eval/{name}/accuracy); letters, digits, _ . and -."""
-    path: Path
+    path: ExpandedPath
     """File of problems."""
     format: DataFormat = "auto"
     """Layout of the file; auto: recognised by its content."""
@@ -56,7 +55,7 @@ class EvalSet(Section):
 class DataSection(Section):
     """Prompts and how they are written for the model."""
 
-    train: Annotated[tuple[Path, ...], Field(min_length=1)]
+    train: Annotated[tuple[ExpandedPath, ...], Field(min_length=1)]
     """Files of training problems, at least one."""
     format: DataFormat = "auto"
     """Layout of the training files; auto: recognised by their content."""
@@ -139,7 +138,7 @@ class EmbeddedSection(Section):
 class SGLangSection(Section):
     """SGLang servers: how they are started, fed, kept in step with the policy, and given up."""
 
-    python: Path | None = None
+    python: ExpandedPath | None = None
     """Python interpreter that has sglang, with which servers are started. Unset: the one of the trainer."""
     urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+$")], ...] = ()
     """Servers that run already, as http://host:port; then none is started and engine.replicas is not used."""
@@ -149,14 +148,14 @@ class SGLangSection(Section):
     """Environment variables of the servers."""
     tensor_parallel: int = Field(default=1, ge=1)
     """GPUs (on a CPU: ranks) of each server, >= 1."""
-    router_python: Path | None = None
+    router_python: ExpandedPath | None = None
     """Python interpreter that has sglang_router; a router then stands in front of several servers. Unset: none."""
     router_url: Annotated[str, Field(pattern=r"^https?://[^/\s]+$")] | None = None
     """A router that runs already and knows the servers. Unset: none."""
     sync: Literal["distributed", "disk", "tensor"] = "distributed"
     """How weights reach the servers. distributed: broadcast in a process group (NCCL, or gloo on CPU); disk: files in
     sync_dir, which trainer and servers must both see; tensor: CUDA IPC between GPUs of one host."""
-    sync_dir: Path | None = None
+    sync_dir: ExpandedPath | None = None
     """Directory of the weight files of sync disk. Unset: RUN/sync."""
     bucket_mib: int | None = Field(default=None, ge=1)
     """Weights are sent in buckets of at most this many MiB, or one larger tensor; the sender holds two. Unset: 64 to
@@ -187,7 +186,7 @@ class EngineSection(Section):
     """embedded: transformers in a process of the job; sglang: SGLang servers."""
     replicas: int = Field(default=1, ge=1)
     """Engines that share the prompts, >= 1."""
-    seed: int | None = Field(default=None, ge=0)
+    seed: Seed | None = None
     """Seed of sampling. Unset: trainer.seed."""
     embedded: EmbeddedSection = EmbeddedSection()
     """Options of the embedded engine."""
@@ -221,12 +220,12 @@ class RewardSection(Section):
 class TrainerSection(Section):
     """The run."""
 
-    run_dir: Path | None = None
+    run_dir: ExpandedPath | None = None
     """Directory of the run. Unset: runs/ and the name of the configuration file without its ending."""
     steps: int = Field(default=100, ge=1)
     """Optimizer steps of the run, >= 1; a batch of prompts_per_step prompts gives updates_per_batch of them."""
-    seed: int = Field(default=0, ge=0)
-    """Seed of everything random, >= 0."""
+    seed: Seed = 0
+    """Seed of everything random, in [0, 2^63)."""
     save_every_steps: int = Field(default=20, ge=0)
     """Steps between checkpoints; 0: only at the end."""
     keep_checkpoints: int = Field(default=2, ge=1)

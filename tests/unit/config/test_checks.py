@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_daro.config import Hardware, check, check_passthrough, resolve, resolve_and_check
+from megatron_daro.config import Hardware, check, check_passthrough, detect, resolve, resolve_and_check
 from megatron_daro.config.hardware import visible_rows
 from megatron_daro.config.model_files import safetensors_fault
 from megatron_daro.errors import ConfigError
@@ -141,13 +141,45 @@ def test_a_world_larger_than_the_gpus_is_refused(run_files):
     ]
     (line,) = problems(run_files, *layout, hardware=GPUS)
     assert "TP 2 * PP 2 * CP 2 * DP 2 = 16 ranks; allowed: at most 8 ranks" in line
-    assert not problems(run_files, *layout[:3], hardware=GPUS)
+    assert not problems(run_files, *layout[:2], hardware=GPUS)
     assert not problems(run_files, *layout)  # processes on a CPU are free
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["actor.data_parallel=8"], "engine.replicas: got 1, with which actor and engine need 9 GPUs; allowed: 8 GPUs"),
+        (["engine.replicas=8"], "need 9 GPUs"),
+        (["engine.kind=sglang", "engine.replicas=2", "engine.sglang.tensor_parallel=4"], "need 9 GPUs"),
+        ([*SGLANG, "actor.data_parallel=8"], None),
+        (["engine.replicas=7"], None),
+    ],
+)
+def test_ranks_and_engines_have_gpus_together_as_the_start_asks_for_them(run_files, monkeypatch, overrides, says):
+    found = problems(run_files, *overrides, hardware=GPUS)
+    assert says in found[0] if says else not found
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")  # a larger cluster
+    assert not problems(run_files, *overrides, hardware=GPUS)
+
+
+def test_three_hundred_engines_do_not_fit_into_this_machine(run_files):
+    small = Hardware("cpu", 4, memory_bytes=64 * 2**30)
+    (line,) = problems(run_files, "engine.replicas=300", hardware=small)
+    assert "301 processes of at least 256 MiB each; allowed: what fits into 64 GiB" in line
+    assert not problems(run_files, "engine.replicas=200", hardware=small)
+    assert detect().memory_bytes > 2**28
+
+
+def test_servers_get_seeds_that_numpy_takes(run_files):
+    servers = ["engine.kind=sglang", "engine.replicas=2"]
+    assert not problems(run_files, *servers, f"trainer.seed={2**32 - 2}")
+    assert "SGLang servers" in problems(run_files, *servers, f"trainer.seed={2**32 - 1}")[0]
+    assert not problems(run_files, f"trainer.seed={2**63 - 1}")
 
 
 def test_idle_gpus_and_crowded_cores_are_warnings(run_files):
     (line,) = warnings(run_files, "actor.tensor_parallel=2", hardware=GPUS)
-    assert "actor.data_parallel=4 would use all" in line
+    assert "set actor.data_parallel=3, or more engine.replicas" in line
     (line,) = warnings(run_files, "actor.data_parallel=8")
     assert "4 CPU cores are here" in line
 

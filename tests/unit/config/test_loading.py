@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from megatron_daro.config import Config, resolve, resolve_and_check, to_yaml, yaml_text
 from megatron_daro.config.describe import walk
 from megatron_daro.config.loading import known_paths
+from megatron_daro.config.problems import similarity
 from megatron_daro.errors import ConfigError
 
 MINIMAL = "model: {path: m}\ndata: {train: [a.jsonl]}\n"
@@ -175,12 +176,43 @@ def test_overrides_reach_lists_merge_mappings_and_the_last_wins(tmp_path):
         ("rolout.top_p=1", "did you mean rollout?"),
         ("actor.learning_rate=1", "actor.optimizer.learning_rate"),
         ("learning_rate=1", "actor.optimizer.learning_rate"),
+        ("rollout.x=1", "fix: remove it; docs/configuration.md has every option"),
+        ("algorithm.name=x", "fix: write one of these names"),
+        ("trainer.seed=18446744073709551616", "allowed: an integer >= 0 and < 9223372036854775808"),
+        ("engine.seed=9223372036854775808", "allowed: an integer >= 0 and < 9223372036854775808, or null"),
+        ("model.path=~nobody-of-this-name/m", "model.path (command line): got '~nobody-of-this-name/m'"),
+        ("data.train=3", "data.train.0 (command line): got 3; allowed: a path"),
+        ("rollout.stop_token_ids=x", "rollout.stop_token_ids.0 (command line): got 'x'"),
     ],
 )
 def test_a_bad_override_is_refused_in_words(tmp_path, override, expected):
     assert any(expected in line for line in refused(write(tmp_path, MINIMAL), override)), refused(
         tmp_path / "run.yaml", override
     )
+
+
+def test_a_tilde_is_the_home_directory_in_every_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    paths = ["model.path", "trainer.run_dir", "engine.sglang.python", "engine.sglang.router_python"]
+    paths += ["engine.sglang.sync_dir", "data.train.0", "data.eval.0.path"]
+    text = MINIMAL.replace("]}", "], eval: [{name: a, path: b}]}")
+    config = resolve(write(tmp_path, text), [f"{path}=~/x" for path in paths])
+    tree = config.model_dump(mode="json")
+    for path in paths:
+        found = tree
+        for part in path.split("."):
+            found = found[int(part) if part.isdecimal() else part]
+        assert found == "/home/someone/x", path
+    fields = {path.replace("*", "0") for path, field in walk(Config) if "Path" in str(field.annotation)}
+    assert fields == {path.removesuffix(".0") for path in paths}
+
+
+def test_one_value_where_a_list_is_due_is_a_list_of_one(tmp_path):
+    text = "model: {path: m}\ndata: {train: a.jsonl, eval: {name: e, path: b.jsonl}}\nrollout: {stop_token_ids: 3}\n"
+    config = resolve(write(tmp_path, text), ["rollout.stop=end"])
+    assert config.data.train == (Path("a.jsonl"),) and config.data.eval[0].name == "e"
+    assert (config.rollout.stop, config.rollout.stop_token_ids) == (("end",), (3,))
+    assert resolve(write(tmp_path, MINIMAL), ["data.train=c.jsonl"]).data.train == (Path("c.jsonl"),)
 
 
 def test_nothing_can_be_written_afterwards(tmp_path):
@@ -216,13 +248,16 @@ def test_a_mistyped_key_is_answered_with_the_right_one(path, data):
 
 @given(st.sampled_from(LEAVES), st.text("abcdefghijklmnopqrstuvwxyz_", min_size=1, max_size=20))
 @settings(deadline=None)
-def test_every_unknown_key_gets_a_suggestion(path, wrong):
+@example("rollout.max_staleness", "x")
+def test_an_unknown_key_gets_suggestions_that_are_like_it_or_none(path, wrong):
     typed = f"{path.rpartition('.')[0]}.{wrong}".lstrip(".")
     if typed in known_paths() or ".megatron." in typed or ".sglang." in typed:
         return
     line = next(line for line in resolve_text_refused(f"{typed}=null") if line.startswith(typed))
-    suggested = line.partition("did you mean ")[2].rstrip("?").split(" or ")
-    assert suggested and set(suggested) <= set(known_paths())
+    suggested = [name for name in line.partition("did you mean ")[2].rstrip("?").split(" or ") if name]
+    assert set(suggested) <= set(known_paths())
+    assert all(similarity(name.rpartition(".")[2], wrong) >= 0.6 for name in suggested)
+    assert suggested or line.endswith("fix: remove it; docs/configuration.md has every option")
 
 
 def resolve_text_refused(*overrides: str) -> list[str]:
