@@ -20,7 +20,7 @@ from megatron_daro.actor import device
 from megatron_daro.actor.compat import HiddenStateGPTModel, finalize_summed_grads
 from megatron_daro.actor.layers import layer_spec
 from megatron_daro.actor.parallel import Layout
-from megatron_daro.convert.families import ModelShape, RopeScaling
+from megatron_daro.config.model_shape import ModelShape, RopeScaling
 from megatron_daro.convert.mapping import TensorRule, global_name, hf_to_megatron, output_rule, padded_vocab_size
 from megatron_daro.errors import ConfigError, ModelError
 

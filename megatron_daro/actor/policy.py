@@ -26,7 +26,7 @@ from megatron_daro.algo.objective import ObjectiveSettings
 from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
-from megatron_daro.convert.families import ModelShape, read_model_shape
+from megatron_daro.config.model_shape import ModelShape, read_model_shape
 from megatron_daro.convert.hf_reader import HFCheckpoint
 from megatron_daro.types import StepResult, TrainBatch
 

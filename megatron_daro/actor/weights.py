@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_daro.actor import device
 from megatron_daro.actor.compat import HiddenStateGPTModel
 from megatron_daro.actor.model import local_rules, padded_vocabulary
-from megatron_daro.convert.families import ModelShape
+from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.convert.mapping import TensorRule, merge, shard
 
 device.prepare()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_daro.config.base import filled
 from megatron_daro.config.hardware import Hardware
-from megatron_daro.config.model_files import ModelShape
+from megatron_daro.config.model_files import ModelFiles
 from megatron_daro.config.problems import Problem
 from megatron_daro.config.sections import Config
 
@@ -71,7 +71,7 @@ def _ends_with(path: Path, magic: bytes) -> bool:
         return file.read(len(magic)) == magic
 
 
-def sampling(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
+def sampling(config: Config, model: ModelFiles) -> Iterator[Problem]:
     """The rollouts of a group can differ, can end, and may be kept."""
     rollout = config.rollout
     if rollout.temperature == 0:
@@ -83,13 +83,13 @@ def sampling(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
             "rollout.keep_surplus", "true with max_staleness 0, where kept groups would be too old",
             "true only with max_staleness >= 1", fix, also=("rollout.max_staleness",),
         )  # fmt: skip
-    if shape:
-        too_large = [token for token in rollout.stop_token_ids if token >= shape.vocabulary]
+    if model.shape:
+        too_large = [token for token in rollout.stop_token_ids if token >= model.shape.vocab]
         if too_large:
-            allowed = f"ids below {shape.vocabulary}, the model's vocabulary"
+            allowed = f"ids below {model.shape.vocab}, the model's vocabulary"
             fix = "use the ids of this model's tokenizer"
             yield Problem("rollout.stop_token_ids", str(too_large), allowed, fix, also=("model.path",))
-        if not (shape.has_end_token or rollout.stop or rollout.stop_token_ids):
+        if not (model.has_end_token or rollout.stop or rollout.stop_token_ids):
             got = "nothing, and the model's files name no end token"
             fix = "set rollout.stop_token_ids, or eos_token_id in config.json"
             allowed = "at least one token that ends an answer"

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from megatron_daro.config import check_training
 from megatron_daro.config.hardware import Hardware, detect
-from megatron_daro.config.model_files import ModelShape, read_model
+from megatron_daro.config.model_files import ModelFiles, read_model
+from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.config.problems import Problem, config_error
 from megatron_daro.config.sections import Config
 
@@ -37,12 +38,16 @@ class CheckReport:
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """What the checks look at. shape is None where config.json could not be read, which is a problem of its own."""
+    """What the checks look at."""
 
     config: Config
     hardware: Hardware
-    shape: ModelShape | None
-    model_problems: tuple[Problem, ...]
+    model: ModelFiles
+
+    @property
+    def shape(self) -> ModelShape | None:
+        """None where config.json could not be read, which is a problem of its own."""
+        return self.model.shape
 
 
 def check(config: Config, hardware: Hardware | None = None) -> CheckReport:
@@ -55,8 +60,7 @@ def check(config: Config, hardware: Hardware | None = None) -> CheckReport:
     Returns:
         The report; nothing is raised.
     """
-    shape, model_problems = read_model(config.model.path)
-    context = _Context(config, hardware or detect(), shape, tuple(model_problems))
+    context = _Context(config, hardware or detect(), read_model(config.model.path))
     passed, warnings, problems = [], [], []
     for subject, find, warn, describe in _CHECKS:
         found = list(find(context))
@@ -143,7 +147,7 @@ def _division_problems(context: _Context) -> Iterator[Problem]:
         tensor, pipeline = ("actor.tensor_parallel", actor.tensor_parallel), actor.pipeline_parallel
         yield from _divides(*tensor, shape.heads, "attention heads")
         yield from _divides(*tensor, shape.kv_heads, "key-value heads")
-        yield from _divides(*tensor, shape.intermediate, "MLP columns (intermediate_size)")
+        yield from _divides(*tensor, shape.ffn, "MLP columns (intermediate_size)")
         yield from _divides("actor.pipeline_parallel", pipeline, shape.layers, "layers")
     if actor.sequence_parallel and actor.tensor_parallel == 1:
         fix = "leave it unset: it follows tensor_parallel"
@@ -192,7 +196,7 @@ def _budget_problems(context: _Context) -> Iterator[Problem]:
         got = f"{budget}, which is not a multiple of {multiple} (TP with sequence parallel * 2 CP)"
         fix = f"set actor.micro_batch_tokens={-(-budget // multiple) * multiple}"
         yield Problem("actor.micro_batch_tokens", got, f"a multiple of {multiple}", fix, also=_PARALLEL[:3])
-    if shape and shape.max_positions and prompt + response > shape.max_positions:
+    if shape and prompt + response > shape.max_positions:
         got = f"{need} tokens"
         allowed = f"at most {shape.max_positions}, the model's max_position_embeddings"
         fix = "lower rollout.max_response_tokens or data.max_prompt_tokens"
@@ -225,7 +229,7 @@ def _precision_text(context: _Context) -> str:
 
 _Find = Callable[[_Context], Iterator[Problem]]
 _CHECKS: tuple[tuple[str, _Find, _Find, Callable[[_Context], str]], ...] = (
-    ("model files", lambda c: iter(c.model_problems), _nothing, lambda c: str(c.config.model.path)),
+    ("model files", lambda c: iter(c.model.problems), _nothing, lambda c: str(c.config.model.path)),
     (
         "data files",
         lambda c: check_training.data_files(c.config),
@@ -240,7 +244,7 @@ _CHECKS: tuple[tuple[str, _Find, _Find, Callable[[_Context], str]], ...] = (
     ("precision", _precision_problems, _nothing, _precision_text),
     (
         "sampling",
-        lambda c: check_training.sampling(c.config, c.shape),
+        lambda c: check_training.sampling(c.config, c.model),
         lambda c: check_training.sampling_warnings(c.config),
         lambda c: f"K {c.config.rollout.rollouts_per_prompt}, temperature {c.config.rollout.temperature:g}",
     ),

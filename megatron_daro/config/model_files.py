@@ -1,7 +1,8 @@
 """The model directory, looked at without loading it: shape, weights, tokenizer.
 
-Place in the data flow: checks read a ModelShape here. Reads config.json and the headers of the safetensors files (a
-few kilobytes); refuses torn files before any process starts. Never unpickles: *.bin weights are not accepted.
+Place in the data flow: checks read ModelFiles here. Reads config.json (model_shape.py) and the headers of the
+safetensors files (a few kilobytes); refuses torn files before any process starts. Never unpickles: *.bin weights are
+not accepted.
 """
 
 from __future__ import annotations
@@ -12,47 +13,43 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_daro.config.model_shape import ModelShape, read_model_shape
 from megatron_daro.config.problems import Problem
-
-MODEL_TYPES = ("qwen2", "qwen3", "llama")
-"""Model families the actor can build."""
+from megatron_daro.errors import ModelError
 
 _FIELD = "model.path"
 _MOST_HEADER_BYTES = 100_000_000
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_COUNTS = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size")
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShape:
-    """The numbers of config.json that a layout depends on; max_positions is None if not stated."""
+class ModelFiles:
+    """shape: None where config.json does not give it. has_end_token: whether a file names a token that ends an answer.
+    problems: everything that is missing, torn or not supported."""
 
-    model_type: str
-    layers: int
-    heads: int
-    kv_heads: int
-    hidden: int
-    intermediate: int
-    vocabulary: int
-    max_positions: int | None
-    has_end_token: bool
+    shape: ModelShape | None = None
+    has_end_token: bool = False
+    problems: tuple[Problem, ...] = ()
 
 
-def read_model(directory: Path) -> tuple[ModelShape | None, list[Problem]]:
-    """Look at a Hugging Face model directory.
-
-    Args:
-        directory: the directory.
-
-    Returns:
-        The shape, None if config.json does not give it, and everything that is missing or torn.
-    """
+def read_model(directory: Path) -> ModelFiles:
+    """Look at a Hugging Face model directory."""
     if not directory.is_dir():
         got = f"{str(directory)!r}, which is {'a file' if directory.exists() else 'not there'}"
         fix = "give the local directory of the model; names of a hub are not downloaded"
-        return None, [Problem(_FIELD, got, "a directory with config.json, *.safetensors and a tokenizer", fix)]
-    shape, problems = _read_shape(directory)
-    return shape, [*problems, *_weight_problems(directory), *_tokenizer_problems(directory)]
+        problem = Problem(_FIELD, got, "a directory with config.json, *.safetensors and a tokenizer", fix)
+        return ModelFiles(problems=(problem,))
+    problems = [*_weight_problems(directory), *_tokenizer_problems(directory)]
+    try:
+        shape = read_model_shape(directory)
+    except ModelError as error:
+        allowed, fix = (
+            "the config.json of a dense Qwen2, Qwen3 or Llama model",
+            "copy the complete model, or choose another",
+        )
+        problem = Problem(_FIELD, f"a config.json that cannot be used ({error})", allowed, fix)
+        return ModelFiles(problems=(problem, *problems))
+    return ModelFiles(shape, _has_end_token(directory), tuple(problems))
 
 
 def _read_json(path: Path) -> tuple[dict[str, Any] | None, str]:
@@ -66,35 +63,9 @@ def _read_json(path: Path) -> tuple[dict[str, Any] | None, str]:
     return (value, "") if isinstance(value, dict) else (None, f"a {path.name} that is not a JSON object")
 
 
-def _read_shape(directory: Path) -> tuple[ModelShape | None, list[Problem]]:
-    raw, why = _read_json(directory / "config.json")
-    if raw is None:
-        return None, [Problem(_FIELD, why, "a Hugging Face config.json", "copy or download the complete model again")]
-    missing = [name for name in _COUNTS if not isinstance(raw.get(name), int) or raw[name] < 1]
-    if missing:
-        got = f"a config.json without a usable {', '.join(missing)}"
-        return None, [Problem(_FIELD, got, "positive integers", "use the config.json that belongs to the weights")]
-    problems = []
-    if raw.get("model_type") not in MODEL_TYPES:
-        got = f"a model of type {raw.get('model_type')!r}"
-        problems.append(Problem(_FIELD, got, f"one of {', '.join(MODEL_TYPES)}", "choose a model of these families"))
-    shape = ModelShape(
-        model_type=str(raw.get("model_type")),
-        layers=raw["num_hidden_layers"],
-        heads=raw["num_attention_heads"],
-        kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
-        hidden=raw["hidden_size"],
-        intermediate=raw["intermediate_size"],
-        vocabulary=raw["vocab_size"],
-        max_positions=raw.get("max_position_embeddings"),
-        has_end_token=_has_end_token(directory, raw),
-    )
-    return shape, problems
-
-
-def _has_end_token(directory: Path, raw: dict[str, Any]) -> bool:
-    names = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
-    sources = [raw, *(_read_json(directory / name)[0] or {} for name in names)]
+def _has_end_token(directory: Path) -> bool:
+    names = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
+    sources = [_read_json(directory / name)[0] or {} for name in names]
     return any(source.get(key) is not None for source in sources for key in ("eos_token_id", "eos_token"))
 
 

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_daro.convert.families import ModelShape
+from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.errors import ModelError
 
 Kind = Literal["copy", "vocab", "qkv", "gate_up", "columns"]

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from megatron_daro.convert.families import read_model_shape
+from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.convert.hf_reader import HFCheckpoint
 from megatron_daro.errors import SyncError
 from megatron_daro.sync.broadcast import BroadcastSender

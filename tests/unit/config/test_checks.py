@@ -222,12 +222,17 @@ def _pickled(run_files):
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda r: (r.model / "config.json").unlink(), "no config.json in"),
-        (lambda r: (r.model / "config.json").write_text('{"model_type'), "an unreadable config.json"),
-        (lambda r: (r.model / "config.json").write_text("[]"), "a config.json that is not a JSON object"),
-        (lambda r: r.set_shape(num_hidden_layers=None), "without a usable num_hidden_layers"),
-        (lambda r: r.set_shape(model_type="gpt2"), "a model of type 'gpt2'; allowed: one of qwen2, qwen3, llama"),
+        (
+            lambda r: (r.model / "config.json").unlink(),
+            "config.json does not exist. model.path must be a directory with a config.json",
+        ),
+        (lambda r: (r.model / "config.json").write_text('{"model_type'), "config.json cannot be read as JSON"),
+        (lambda r: (r.model / "config.json").write_text("[]"), "config.json holds a JSON list, not an object"),
+        (lambda r: r.set_shape(num_hidden_layers=None), "num_hidden_layers is missing"),
+        (lambda r: r.set_shape(model_type="gpt2"), "model_type 'gpt2' is not supported; allowed: qwen2, qwen3, llama"),
         (lambda r: r.set_shape(eos_token_id=None), "the model's files name no end token"),
+        (lambda r: r.set_shape(rope_scaling={"rope_type": "yarn"}), "rope type 'yarn' is not supported"),
+        (lambda r: r.set_shape(quantization_config={"bits": 4}), "convert the checkpoint to bf16 first"),
         (lambda r: (r.model / "model.safetensors").unlink(), "no *.safetensors in"),
         (_pickled, "(only *.bin); allowed: model.safetensors"),
         (_torn, "model.safetensors: torn: "),

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_daro.convert.families import ModelShape, read_model_shape
+from megatron_daro.config.model_shape import ModelShape, read_model_shape
 from megatron_daro.convert.mapping import (
     global_name,
     hf_tensor_shapes,

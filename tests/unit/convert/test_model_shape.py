@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from megatron_daro.convert.families import RopeScaling, read_model_shape
+from megatron_daro.config.model_shape import RopeScaling, read_model_shape
 from megatron_daro.errors import ModelError
 
 SHARED_CONFIGS = Path(__file__).parents[4] / "shared" / "data" / "configs"
