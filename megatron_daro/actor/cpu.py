@@ -40,18 +40,18 @@ _installed = False
 class _NoStream:
     """Stands in for torch.cuda.Stream and Event: everything on a CPU is already in order."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def wait_stream(self, *args: Any) -> None: ...
-    def wait_event(self, *args: Any) -> None: ...
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+    def wait_stream(self, *args: object) -> None: ...
+    def wait_event(self, *args: object) -> None: ...
     def synchronize(self) -> None: ...
-    def wait(self, *args: Any) -> None: ...
+    def wait(self, *args: object) -> None: ...
 
-    def record(self, *args: Any) -> None: ...
+    def record(self, *args: object) -> None: ...
 
     def query(self) -> bool:
         return True
 
-    def record_event(self, *args: Any) -> _NoStream:
+    def record_event(self, *args: object) -> _NoStream:
         return _NoStream()
 
 
@@ -74,12 +74,12 @@ def install() -> None:
     _redirect_random_state()
 
 
-def _uncompiled(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
+def _uncompiled(function: Callable[..., Any] | None = None, **options: object) -> Callable[..., Any]:
     """In place of torch.compile, also with options alone: `@torch.compile(dynamic=True)`."""
     return function if function is not None else _uncompiled
 
 
-def _on_cpu(device: Any) -> Any:
+def _on_cpu(device: object) -> Any:
     """The device with any CUDA device replaced by the CPU."""
     if isinstance(device, str) and device.startswith("cuda"):
         return "cpu"
@@ -90,7 +90,7 @@ def _on_cpu(device: Any) -> Any:
 
 def _device_rewritten(factory: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(factory)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         if "device" in kwargs:
             kwargs["device"] = _on_cpu(kwargs["device"])
         if "pin_memory" in kwargs:
@@ -133,7 +133,7 @@ def _redirect_tensor_methods() -> None:
     original_type = tensor.type
 
     @functools.wraps(original_type)
-    def type_with_cuda_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def type_with_cuda_name(self: torch.Tensor, *args: object, **kwargs: object) -> Any:
         out = original_type(self, *args, **kwargs)
         return out.replace("torch.", "torch.cuda.", 1) if isinstance(out, str) else out
 

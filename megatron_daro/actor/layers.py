@@ -42,7 +42,7 @@ class RMSNorm(torch.nn.Module):
     Statistics are taken in fp32 and the result is cast back before the weight, as Hugging Face's models do.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
@@ -58,7 +58,7 @@ class RMSNorm(torch.nn.Module):
 class PackedAttention(MegatronModule):
     """Causal attention within each sequence of a pack, on torch SDPA; keys and values gathered under CP."""
 
-    def __init__(self, config: TransformerConfig, layer_number: int, *_: Any, **__: Any) -> None:
+    def __init__(self, config: TransformerConfig, layer_number: int, *_: object, **__: object) -> None:
         super().__init__(config=config)
         self.layer_number = layer_number
 
@@ -68,8 +68,8 @@ class PackedAttention(MegatronModule):
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        attn_mask_type: Any = None,
-        attention_bias: Any = None,
+        attn_mask_type: object = None,
+        attention_bias: object = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
         """query [T, H, D], key and value [T, G, D] -> [T, H * D]; sequence bounds from packed_seq_params (global)."""
@@ -149,14 +149,14 @@ class _GatherOverContext(torch.autograd.Function):
     """All-gather along tokens over the CP group; the gradient is summed over ranks and scattered back."""
 
     @staticmethod
-    def forward(ctx: Any, x_TGD: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: object, x_TGD: torch.Tensor) -> torch.Tensor:
         group = parallel_state.get_context_parallel_group()
         parts = [torch.empty_like(x_TGD) for _ in range(group.size())]
         torch.distributed.all_gather(parts, x_TGD.contiguous(), group=group)
         return torch.stack(parts)
 
     @staticmethod
-    def backward(ctx: Any, grad_CTGD: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: object, grad_CTGD: torch.Tensor) -> torch.Tensor:
         group = parallel_state.get_context_parallel_group()
         grad = grad_CTGD.contiguous()
         torch.distributed.all_reduce(grad, group=group)

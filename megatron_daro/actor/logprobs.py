@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from megatron_daro.errors import ConfigError, DataError
 
@@ -118,12 +118,20 @@ def vocab_parallel_logprobs(
     return _ChunkedLogprobs.apply(hidden_TD, weight_VpD, labels_T, plan)
 
 
+class _Context(FunctionCtx):
+    """What torch hands from forward to backward."""
+
+    plan: _Plan
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+
 class _ChunkedLogprobs(torch.autograd.Function):
     """Forward: one sweep over the tiles for the statistics of each position. Backward: a second one that uses them."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_TD: Tensor, weight_VpD: Tensor, labels_T: Tensor, plan: _Plan
+        ctx: _Context, hidden_TD: Tensor, weight_VpD: Tensor, labels_T: Tensor, plan: _Plan
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         max_T, sum_T, moment_T, target_T = _local_statistics(hidden_TD, weight_VpD, labels_T, plan)
@@ -140,7 +148,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, logprob_grad_T: Tensor | None, entropy_grad_T: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: _Context, logprob_grad_T: Tensor | None, entropy_grad_T: Tensor | None) -> tuple[Any, ...]:
         hidden_TD, weight_VpD, labels_T, max_T, log_sum_T, entropy_T = ctx.saved_tensors
         if not ctx.plan.with_entropy:
             entropy_grad_T = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
 import annotated_types
 from pydantic.fields import FieldInfo
@@ -22,12 +22,12 @@ ITEM = "*"
 _SCALARS = {bool: "true or false", int: "an integer", float: "a number", str: "text", Path: "a path", Any: "anything"}
 
 
-def is_section(annotation: Any) -> bool:
+def is_section(annotation: object) -> TypeGuard[type[Section]]:
     """Whether the annotation is a Section class."""
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
-def strip(annotation: Any) -> tuple[Any, list[Any]]:
+def strip(annotation: object) -> tuple[Any, list[Any]]:
     """An annotation without `Annotated` and `| None`, and the constraints that stood on it."""
     metadata: list[Any] = []
     while True:
@@ -40,12 +40,12 @@ def strip(annotation: Any) -> tuple[Any, list[Any]]:
             return annotation, metadata
 
 
-def section_of(annotation: Any) -> type[Section] | None:
+def section_of(annotation: object) -> type[Section] | None:
     """The Section that an annotation is, or that its list items are."""
-    annotation, _ = strip(annotation)
-    if get_origin(annotation) is tuple:
-        annotation, _ = strip(get_args(annotation)[0])
-    return annotation if is_section(annotation) else None
+    plain, _ = strip(annotation)
+    if get_origin(plain) is tuple:
+        plain, _ = strip(get_args(plain)[0])
+    return plain if is_section(plain) else None
 
 
 def walk(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -90,23 +90,23 @@ def _list(items: tuple[Any, ...], metadata: list[Any]) -> str:
     return f"a list{size}, each {allowed(items[0])}"
 
 
-def allowed(annotation: Any, metadata: list[Any] | None = None) -> str:
+def allowed(annotation: object, metadata: list[Any] | None = None) -> str:
     """What an annotation allows, in words."""
     optional = get_origin(annotation) in (Union, types.UnionType) and type(None) in get_args(annotation)
-    annotation, inner = strip(annotation)
+    plain, inner = strip(annotation)
     metadata = [*(metadata or []), *inner]
-    if get_origin(annotation) is Literal:
-        text = f"one of {', '.join(map(str, get_args(annotation)))}"
-    elif get_origin(annotation) is tuple:
-        text = _list(get_args(annotation), metadata)
-    elif get_origin(annotation) is dict:
+    if get_origin(plain) is Literal:
+        text = f"one of {', '.join(map(str, get_args(plain)))}"
+    elif get_origin(plain) is tuple:
+        text = _list(get_args(plain), metadata)
+    elif get_origin(plain) is dict:
         text = "a mapping"
-    elif is_section(annotation):
-        text = f"a mapping with the keys {', '.join(annotation.model_fields)}"
-    elif annotation is str:
+    elif is_section(plain):
+        text = f"a mapping with the keys {', '.join(plain.model_fields)}"
+    elif plain is str:
         text = _text(metadata)
     else:
-        text = " ".join(filter(None, [_SCALARS[annotation], _bounds(metadata)]))
+        text = " ".join(filter(None, [_SCALARS[plain], _bounds(metadata)]))
     return f"{text}, or null" if optional else text
 
 
@@ -115,7 +115,7 @@ def field_allowed(field: FieldInfo) -> str:
     return allowed(field.annotation, field.metadata)
 
 
-def choices(annotation: Any, metadata: list[Any]) -> tuple[str, ...]:
+def choices(annotation: object, metadata: list[Any]) -> tuple[str, ...]:
     """The names that a Literal annotation or a `OneOf` knows, else nothing."""
     annotation, inner = strip(annotation)
     if get_origin(annotation) is Literal:

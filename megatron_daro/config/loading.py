@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_daro.config import yaml_text
+from megatron_daro.config.base import Section
 from megatron_daro.config.checks import CheckReport, check
 from megatron_daro.config.describe import ITEM, allowed, choices, is_section, strip, walk
 from megatron_daro.config.hardware import Hardware
@@ -127,7 +128,7 @@ def _read_file(path: Path) -> yaml_text.Document:
     return document
 
 
-def _without_empty_sections(tree: Mapping[str, Any], model: Any = Config) -> dict[str, Any]:
+def _without_empty_sections(tree: Mapping[str, Any], model: type[Section] = Config) -> dict[str, Any]:
     """`rollout:` with nothing below it means its defaults; a missing required section means its missing fields."""
     result = dict(tree)
     for name, field in model.model_fields.items():
@@ -235,7 +236,7 @@ def _annotation_at(loc: tuple[int | str, ...]) -> tuple[Any, list[Any]]:
     return annotation, metadata
 
 
-def _fix(annotation: Any, metadata: list[Any], value: Any, path: str) -> str:
+def _fix(annotation: object, metadata: list[Any], value: object, path: str) -> str:
     plain, _ = strip(annotation)
     names = choices(annotation, metadata)
     if names and isinstance(value, str):
@@ -250,7 +251,7 @@ def _fix(annotation: Any, metadata: list[Any], value: Any, path: str) -> str:
     return f"write an allowed value, such as {path}={show(example)}" if example else "write an allowed value"
 
 
-def _unknown_key(path: str, value: Any, place: str) -> Problem:
+def _unknown_key(path: str, value: object, place: str) -> Problem:
     pattern = ".".join(ITEM if part.isdecimal() else part for part in path.split("."))
     section = path.rpartition(".")[0]
     names = [name for name, field in walk(Config) if name.rpartition(".")[0] == pattern.rpartition(".")[0]]

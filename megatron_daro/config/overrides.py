@@ -44,7 +44,7 @@ def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> tuple[
     return result, problems
 
 
-def _assign(tree: dict[str, Any], parts: list[str], value: Any) -> Problem | None:
+def _assign(tree: dict[str, Any], parts: list[str], value: object) -> Problem | None:
     target: Any = tree
     for depth, part in enumerate(parts):
         here = ".".join(parts[: depth + 1])
@@ -65,7 +65,7 @@ def _assign(tree: dict[str, Any], parts: list[str], value: Any) -> Problem | Non
     return None
 
 
-def _merge(old: Any, new: Any) -> Any:
+def _merge(old: object, new: object) -> Any:
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return new
     return {**old, **{key: _merge(old.get(key), value) for key, value in new.items()}}

@@ -39,7 +39,7 @@ class Problem:
         return f"{self.field}{place}: got {self.got}; allowed: {self.allowed}; fix: {self.fix}"
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """A value as people would write it, cut to a line."""
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."

@@ -99,7 +99,7 @@ def parse(text: str, source: str) -> Document:
     return document
 
 
-def dump(value: Any) -> str:
+def dump(value: object) -> str:
     """Plain values as YAML text that `parse` reads back to equal values."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120)
 

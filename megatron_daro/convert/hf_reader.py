@@ -130,7 +130,7 @@ class HFCheckpoint(Mapping[str, Tensor]):
     def _path(self, name: str) -> Path:
         return self.directory / self._file_of[name]
 
-    def _handle(self, name: str) -> Any:
+    def _handle(self, name: str) -> safe_open:
         if name not in self._file_of:
             tied = " Set tie_word_embeddings in config.json if the model shares it." if name == "lm_head.weight" else ""
             raise ModelError(f"{self.directory} holds no tensor {name}. Is it the model of its config.json?{tied}")

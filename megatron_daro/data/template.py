@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from megatron_daro.errors import DataError
 from megatron_daro.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _PLACE = "{prompt}"
 _CHUNK = 1024
@@ -35,7 +38,7 @@ class TokenizeReport:
 
 def tokenize_prompts(
     prompts: Sequence[Prompt],
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     prompt_template: Literal["chat", "plain"] = "chat",
     template: str = _PLACE,
@@ -82,7 +85,7 @@ def tokenize_prompts(
     return kept, TokenizeReport(kept=len(kept), longest=max(len(p.tokens) for p in kept), dropped=dropped)
 
 
-def _rendered(prompt: Prompt, tokenizer: Any, prompt_template: str, template: str) -> str | None:
+def _rendered(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, prompt_template: str, template: str) -> str | None:
     """The text to encode; None where a chat does not fit the plain template."""
     # str.replace and not str.format: problems and templates are full of braces.
     if prompt_template == "plain":
@@ -92,10 +95,10 @@ def _rendered(prompt: Prompt, tokenizer: Any, prompt_template: str, template: st
         return template.replace(_PLACE, text)
     messages = [dict(m) for m in prompt.messages or ({"role": "user", "content": prompt.text or ""},)]
     messages[-1]["content"] = template.replace(_PLACE, messages[-1]["content"])
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
-def _encoded(texts: list[str], tokenizer: Any, prompt_template: str) -> list[list[int]]:
+def _encoded(texts: list[str], tokenizer: PreTrainedTokenizerBase, prompt_template: str) -> list[list[int]]:
     """A chat template writes its special tokens itself, so the tokenizer must not add them again."""
     if not texts:
         return []

@@ -10,14 +10,19 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron_daro.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
-def load_tokenizer(path: str | Path, trust_remote_code: bool = False, *, chat_template: bool = False) -> Any:
+def load_tokenizer(
+    path: str | Path, trust_remote_code: bool = False, *, chat_template: bool = False
+) -> PreTrainedTokenizerBase:
     """The tokenizer of a model.
 
     Args:
@@ -63,7 +68,11 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False, *, chat_te
 
 
 def stop_token_ids(
-    tokenizer: Any, *, stop: Sequence[str] = (), extra_ids: Sequence[int] = (), model_path: str | Path | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    stop: Sequence[str] = (),
+    extra_ids: Sequence[int] = (),
+    model_path: str | Path | None = None,
 ) -> tuple[int, ...]:
     """The ids that end an answer: the tokenizer's own, the model's generation config's, and those asked for.
 

@@ -6,8 +6,6 @@ step: with 256 rows on a CPU that was four fifths of the time of `generate`. Ful
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -23,12 +21,14 @@ def growing_cache(num_layers: int) -> DynamicCache:
 class _GrowingLayer(DynamicLayer):
     """Keys and values [rows, heads, length, head_dim] as views of larger storage."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self._key_storage: Tensor | None = None
         self._value_storage: Tensor | None = None
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Appends along the length; returns everything held."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

@@ -151,7 +151,7 @@ class EndOfCall(StoppingCriteria):
     def __init__(self, decoding: Decoding) -> None:
         self._decoding = decoding
 
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
         """Bool [B], all equal."""
         rows = len(input_ids)
         return torch.full((rows,), self._decoding.should_end(rows), dtype=torch.bool)

@@ -24,7 +24,7 @@ from megatron_daro.engine.cache import growing_cache
 from megatron_daro.engine.decoding import Decoding, EndOfCall, Row, TokenChooser
 from megatron_daro.engine.weights import WeightStage
 from megatron_daro.errors import EngineError, ModelError
-from megatron_daro.types import GroupRequest, Rollout, WeightBucket
+from megatron_daro.types import FinishReason, GroupRequest, Rollout, WeightBucket
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -169,7 +169,7 @@ class EmbeddedGenerator:
         rows_N = torch.tensor([distinct[prompt] for prompt in prompts])
         if ids_QS.shape[1] > 1:
             positions_QS = (mask_QS.cumsum(dim=1) - 1).clamp(min=0)
-            self.model.base_model(
+            self.model.model(
                 input_ids=ids_QS[:, :-1],
                 attention_mask=mask_QS[:, :-1],
                 position_ids=positions_QS[:, :-1],
@@ -179,7 +179,7 @@ class EmbeddedGenerator:
             cache.batch_select_indices(rows_N)
         return ids_QS[rows_N], mask_QS[rows_N], cache
 
-    def _rollout(self, row: Row, tokens_R: np.ndarray, logprobs_R: np.ndarray, finish: Any) -> Rollout:
+    def _rollout(self, row: Row, tokens_R: np.ndarray, logprobs_R: np.ndarray, finish: FinishReason) -> Rollout:
         request, prompt = row.request, row.request.prompt.tokens
         return Rollout(
             prompt_id=request.prompt.id,

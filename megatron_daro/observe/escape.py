@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import unicodedata
-from typing import Any
 
 _KEPT = {"\n", "\t"}
 # Cc: control characters, ANSI's ESC among them. Cf: invisible format characters, direction overrides among them.
@@ -37,7 +36,7 @@ def safe_text(text: object, limit: int | None = None, *, one_line: bool = False)
     return clean
 
 
-def script_json(value: Any) -> str:
+def script_json(value: object) -> str:
     """JSON that may stand inside a `<script>` element: no character in it can end the element or start a comment.
 
     Args:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, SupportsFloat
 
 from megatron_daro.errors import DataError
 from megatron_daro.observe.sinks import Sink, TensorBoardSink, WandbSink
@@ -182,7 +182,7 @@ def _order(key: str) -> list[tuple[int, int, str]]:
     return [(0, int(p), "") if p.isascii() and p.isdigit() else (1, 0, p) for p in key.split("/")]
 
 
-def _number(key: str, value: Any) -> int | float | None:
+def _number(key: str, value: SupportsFloat | str | bytes) -> int | float | None:
     if isinstance(value, Integral):
         return int(value)
     try:

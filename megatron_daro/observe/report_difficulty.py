@@ -121,12 +121,22 @@ def _weight_map(run: RunData) -> Plot | None:
     )
 
 
-def _share_map(run: RunData, family: str, **words: str) -> Plot | None:
+def _share_map(run: RunData, family: str, *, title: str, unit: str, caption: str) -> Plot | None:
     steps, table = _table(run, family)
     if not table:
         return None
-    look: dict[str, Any] = {"colorscale": SEQUENTIAL, "zmin": 0, "number": ":.1%", "colorbar": {"tickformat": ".0%"}}
-    return heat_map(run, _shares(table), steps, **look, **words)
+    return heat_map(
+        run,
+        _shares(table),
+        steps,
+        title=title,
+        unit=unit,
+        caption=caption,
+        number=":.1%",
+        colorbar={"tickformat": ".0%"},
+        colorscale=SEQUENTIAL,
+        zmin=0,
+    )
 
 
 def _token_map(run: RunData) -> Plot | None:
@@ -167,13 +177,13 @@ def _quarters(run: RunData) -> list[tuple[str, list[dict[str, float | None]]]]:
     return [("all steps", rows)] if len(rows) < 8 else [("first quarter", rows[:size]), ("last quarter", rows[-size:])]
 
 
-def _by_bin(means: Table, name: str, colour: str, **look: Any) -> Trace:
+def _by_bin(means: Table, name: str, colour: str, **look: object) -> Trace:
     bins = sorted(means)
     trace: Trace = {"type": "scatter", "x": bins, "y": [short(means[k][0]) for k in bins], "name": name}
     return trace | {"mode": "lines+markers", "line": {"color": colour, "width": 2}} | look
 
 
-def _pass_rate_layout(run: RunData, y_title: str, **y_axis: Any) -> dict[str, Any]:
+def _pass_rate_layout(run: RunData, y_title: str, **y_axis: object) -> dict[str, Any]:
     bins = range((run.rollouts_per_prompt or 1) + 1)
     axis = {"title": {"text": "pass rate (correct / rollouts)"}} | pass_rate_ticks(bins, run.rollouts_per_prompt or 1)
     return {"xaxis": axis, "yaxis": {"title": {"text": y_title}} | y_axis, "hovermode": "x unified"}

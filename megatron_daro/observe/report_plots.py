@@ -6,7 +6,7 @@ light or dark are names (`@sequential`, `@diverging`) that the page's script rep
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,12 +97,12 @@ def x_steps() -> dict[str, Any]:
     return {"title": {"text": "optimizer step"}}
 
 
-def layout(y_title: str, **more: Any) -> dict[str, Any]:
+def layout(y_title: str, **more: object) -> dict[str, Any]:
     """Layout of a plot over steps. Keyword arguments of the y axis as plotly names them; `y_title` carries the unit."""
     return {"xaxis": x_steps(), "yaxis": {"title": {"text": y_title}} | more, "hovermode": "x unified"}
 
 
-def percent(y_title: str, **more: Any) -> dict[str, Any]:
+def percent(y_title: str, **more: object) -> dict[str, Any]:
     """Layout of a plot of fractions, drawn as percent."""
     return layout(y_title, tickformat=".0%", rangemode="tozero", **more)
 
@@ -114,7 +114,18 @@ def pass_rate_ticks(bins: Sequence[int], rollouts_per_prompt: int) -> dict[str, 
     return {"tickvals": shown, "ticktext": [f"{k}/{rollouts_per_prompt}" for k in shown]}
 
 
-def heat_map(run: RunData, rows: dict[int, list[float | None]], steps: list[int], *, title: str, **colour: Any) -> Plot:
+def heat_map(
+    run: RunData,
+    rows: dict[int, list[float | None]],
+    steps: list[int],
+    *,
+    title: str,
+    caption: str,
+    unit: str,
+    number: str = ":.3g",
+    colorbar: Mapping[str, object] = {},
+    **colour: object,
+) -> Plot:
     """Pass-rate bins over steps as colour.
 
     Args:
@@ -122,14 +133,12 @@ def heat_map(run: RunData, rows: dict[int, list[float | None]], steps: list[int]
         rows: for each bin k, one value per step; None leaves the cell empty.
         steps: the optimizer steps.
         title: heading of the plot.
-        colour: `caption` (how to read it), `unit` (of the colour bar), and plotly's heat map options, such as
-            `colorscale`, `zmid`, `zmin`, `colorbar`.
+        caption: how to read it. unit: of the colour bar. number: format of a cell's value.
+        colorbar, colour: plotly's heat map options, such as `colorscale`, `zmid`, `zmin`.
     """
-    caption, unit = colour.pop("caption"), colour.pop("unit")
     bins = sorted(rows)
     per_prompt = run.rollouts_per_prompt or max(bins)
-    number = colour.pop("number", ":.3g")
-    bar = {"title": {"text": unit, "side": "right"}, "thickness": 12, "len": 1.0} | colour.pop("colorbar", {})
+    bar = {"title": {"text": unit, "side": "right"}, "thickness": 12, "len": 1.0, **colorbar}
     trace: Trace = {
         "type": "heatmap",
         "x": steps,

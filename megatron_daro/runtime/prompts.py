@@ -7,7 +7,7 @@ set of which something would be missing, unless that was asked for.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron_daro.config.sections import DataSection, EvalSet
 from megatron_daro.data.cursor import PromptSource
@@ -18,8 +18,11 @@ from megatron_daro.rollout.protocol import Notices
 from megatron_daro.runtime.evaluation import HeldOut
 from megatron_daro.types import Prompt
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-def held_out_sets(section: DataSection, tokenizer: Any, notices: Notices) -> list[HeldOut]:
+
+def held_out_sets(section: DataSection, tokenizer: PreTrainedTokenizerBase, notices: Notices) -> list[HeldOut]:
     """Every evaluation set, tokenised; repeats stay, since the size of a set is part of its score.
 
     Raises:
@@ -33,7 +36,7 @@ def held_out_sets(section: DataSection, tokenizer: Any, notices: Notices) -> lis
 
 def training_prompts(
     section: DataSection,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     held_out: Sequence[HeldOut],
     *,
     seed: int,
@@ -59,7 +62,9 @@ def training_prompts(
     return PromptSource(prompts, seed=seed, shuffle=section.shuffle)
 
 
-def _held_out(section: DataSection, field: str, one: EvalSet, tokenizer: Any, notices: Notices) -> list[Prompt]:
+def _held_out(
+    section: DataSection, field: str, one: EvalSet, tokenizer: PreTrainedTokenizerBase, notices: Notices
+) -> list[Prompt]:
     problems, report = load_problems([one.path], one.format, one.problem_field, one.answer_field, repeats="keep")
     _say(notices, f"evaluation set {one.name}", report.summary())
     problems = problems[: one.max_prompts]
@@ -75,7 +80,9 @@ def _held_out(section: DataSection, field: str, one: EvalSet, tokenizer: Any, no
     return prompts
 
 
-def _tokenised(section: DataSection, problems: Sequence[Prompt], tokenizer: Any) -> tuple[list[Prompt], str]:
+def _tokenised(
+    section: DataSection, problems: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Prompt], str]:
     prompts, report = tokenize_prompts(
         problems,
         tokenizer,

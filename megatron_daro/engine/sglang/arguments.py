@@ -172,7 +172,7 @@ def router_command(
     return [str(python), "-m", "sglang_router.launch_router", *words]
 
 
-def _words(name: str, value: Any) -> list[str]:
+def _words(name: str, value: object) -> list[str]:
     """One argument as words of a command line."""
     flag = "--" + name.replace("_", "-")
     if value is None or value is False:
@@ -185,11 +185,11 @@ def _words(name: str, value: Any) -> list[str]:
     return [f"{flag}={text}"] if text.startswith("-") else [flag, text]
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return json.dumps(value) if isinstance(value, (dict, bool)) else str(value)
 
 
-def _value_problems(field: str, value: Any) -> list[Problem]:
+def _value_problems(field: str, value: object) -> list[Problem]:
     """At most one problem: what a command line cannot carry, or would read as something else."""
     items = list(value) if isinstance(value, (list, tuple)) else [value]
     allowed = "true, false, null, a number, text, a mapping, or a list of numbers and texts"
@@ -210,7 +210,7 @@ def _value_problems(field: str, value: Any) -> list[Problem]:
     return []
 
 
-def _is_json(value: Any) -> bool:
+def _is_json(value: object) -> bool:
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError):
