@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from megatron_daro.actor import device
 from megatron_daro.actor.checkpoint_format import SafetensorsLoad, SafetensorsSave
 from megatron_daro.actor.compat import allocate_optimizer_state, load_optimizer_state
+from megatron_daro.actor.optimizer import group_options, set_group_options
 from megatron_daro.actor.step import Trainee
 from megatron_daro.errors import CheckpointError, DaroError
 
@@ -59,6 +60,8 @@ def save(trainee: Trainee, directory: Path) -> None:
 def load(trainee: Trainee, directory: Path) -> None:
     """Fill the trainee from what `save` wrote, on this or another layout. Collective.
 
+    State comes from the checkpoint; options of the optimizer and its schedule stay those that this run was built with.
+
     Raises:
         CheckpointError: files are missing or torn, or belong to another model, algorithm or K.
     """
@@ -73,7 +76,9 @@ def load(trainee: Trainee, directory: Path) -> None:
     except (CheckpointingException, OSError, ValueError) as error:
         raise CheckpointError(f"checkpoint {directory} cannot be loaded: {error}") from error
     trainee.model.module.load_state_dict(state["model"], strict=True)
+    options = group_options(trainee.optimizer)
     load_optimizer_state(trainee.optimizer, state["optimizer"])
+    set_group_options(trainee.optimizer, options)
     trainee.scheduler.load_state_dict(state["scheduler"])
     trainee.algorithm.load_state_dict(algorithm)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,8 @@ with warnings.catch_warnings():
     from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+_GROUP_STATE = ("params", "step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,20 @@ def build_scheduler(
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
+
+
+def group_options(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
+    """The options of each parameter group (learning rates, betas, eps, ...), without its parameters and their age."""
+    return [{k: v for k, v in group.items() if k not in _GROUP_STATE} for group in optimizer.param_groups]
+
+
+def set_group_options(optimizer: MegatronOptimizer, options: Sequence[Mapping[str, Any]]) -> None:
+    """Puts back what `group_options` gave: loading a checkpoint replaces the options of this run by the saved ones.
+
+    The schedule then sets learning rate and weight decay of the step from them.
+    """
+    for group, own in zip(optimizer.param_groups, options, strict=True):
+        group.update(own)
 
 
 def update(optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, *, allowed: bool = True) -> UpdateReport:

@@ -85,7 +85,8 @@ def train(
     load_from: Path | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Some optimizer steps; the model weights (this stage's), DARO's weights, and the metrics of each step."""
+    """Some optimizer steps; the model weights (this stage's), DARO's weights, the metrics of each step, and the options
+    of each of the optimizer's parameter groups."""
     policy = _trainee(path, layout, algorithm, **options)
     if load_from:
         policy.load(load_from)
@@ -100,4 +101,5 @@ def train(
         "parameters": {n: t.clone().numpy() for n, t in policy.export()},
         "weights": None if weights is None else weights.numpy(),
         "metrics": metrics,
+        "groups": [{k: v for k, v in g.items() if k != "params"} for g in policy.trainee.optimizer.param_groups],
     }
