@@ -74,9 +74,12 @@ def train(
     if dry_run:
         _rehearse(config, resume=resume, replay=replay, owns_process=bool(context.obj))
         return
-    import megatron_daro.runtime.launch as launch
+    from megatron_daro.runtime.interrupts import interruptible
 
-    outcome = launch.train(config, resume=resume, replay=replay)
+    with interruptible():
+        import megatron_daro.runtime.launch as launch
+
+        outcome = launch.train(config, resume=resume, replay=replay)
     if outcome.status != "finished":
         raise _EndedEarlyError(_ENDED[outcome.status].format(step=outcome.step))
 
@@ -94,9 +97,12 @@ def evaluate(
     _require_directory("--checkpoint", checkpoint, "a checkpoint directory such as RUN/checkpoints/step_000020")
     if not config.data.eval:
         raise ConfigError("data.eval: got no set; allowed: at least one for eval; fix: add a set to data.eval")
-    import megatron_daro.runtime.launch as launch
+    from megatron_daro.runtime.interrupts import interruptible
 
-    launch.evaluate(config, checkpoint=checkpoint)
+    with interruptible():
+        import megatron_daro.runtime.launch as launch
+
+        launch.evaluate(config, checkpoint=checkpoint)
 
 
 @app.command()

@@ -148,7 +148,7 @@ class Controller:
         """
         self._task = asyncio.current_task()
         try:
-            if await self._ready():
+            if await self.unless_stopped(self._start()):
                 await self._loop()
         except BaseExceptionGroup as group:
             raise first_cause(group) from None
@@ -173,9 +173,9 @@ class Controller:
             except Exception as error:  # The supervisor's border: the cause of the end must stay the one that is seen.
                 self._parts.progress.warn(f"closing the {name} failed: {type(error).__name__}: {error}")
 
-    async def _ready(self) -> bool:
-        """Starts, and says whether it got to the end: a stop ends it at once, since nothing is there to be saved."""
-        start, stop = asyncio.ensure_future(self._start()), asyncio.ensure_future(self._stop.wait())
+    async def unless_stopped(self, work: Awaitable[None]) -> bool:
+        """Does the work, and says whether it got to the end: a stop ends it at once, with nothing there to be saved."""
+        start, stop = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
         try:
             await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
             if start.done():
@@ -417,16 +417,20 @@ class Controller:
 
 @contextmanager
 def stop_on_signals(controller: Controller) -> Iterator[None]:
-    """SIGINT and SIGTERM ask the controller to stop; needs the running event loop of the main thread."""
+    """SIGINT, SIGTERM and SIGHUP (a closed terminal) ask the controller to stop; then the handlers before are back.
+
+    Needs the running event loop of the main thread.
+    """
     loop = asyncio.get_running_loop()
-    signals = (signal.SIGINT, signal.SIGTERM)
-    for number in signals:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    for number in before:
         loop.add_signal_handler(number, controller.request_stop, number.name)
     try:
         yield
     finally:
-        for number in signals:
+        for number, handler in before.items():
             loop.remove_signal_handler(number)
+            signal.signal(number, handler)
 
 
 def _passed(before: int, after: int, every: int) -> bool:

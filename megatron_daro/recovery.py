@@ -1,9 +1,10 @@
 """Checkpoints that survive a crash: written whole or not at all, verified before use, pruned only when safe.
 
 Place in the data flow: controller -> `Checkpoints.save` -> RUN/checkpoints/step_000020/ = what the policy wrote,
-state.json (the controller's state), manifest.json (size and SHA-256 of every file, written last); then
-RUN/checkpoints/latest. `find_latest_valid` gives the newest one that is whole. It is written beside its place, synced
-and renamed, so no reader ever sees half of one. It refuses torn and edited checkpoints, and reads JSON only.
+state.json (the controller's state), made_with.json (what the run was made of), manifest.json (size and SHA-256 of every
+file, written last); then RUN/checkpoints/latest. `find_latest_valid` gives the newest one that is whole. It is written
+beside its place, synced and renamed, so no reader ever sees half of one. It refuses torn and edited checkpoints, and
+reads JSON only.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from megatron_daro.rollout.protocol import Notices
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
+MADE_WITH = "made_with.json"
 LATEST = "latest"
 STATE_FORMAT = 1
 _MANIFEST_FORMAT = 1
@@ -37,12 +39,19 @@ _HASH_THREADS = 4
 class Checkpoints:
     """The checkpoints of one run; the only writer of RUN/checkpoints."""
 
-    def __init__(self, run_dir: Path, *, keep: int) -> None:
-        """Args: run_dir: the run directory. keep: newest checkpoints that stay, at least 1."""
+    def __init__(self, run_dir: Path, *, keep: int, made_with: Mapping[str, Any] | None = None) -> None:
+        """Starts nothing.
+
+        Args:
+            run_dir: the run directory.
+            keep: newest checkpoints that stay, at least 1.
+            made_with: what the run is made of (runtime/restart_audit.py), written into every checkpoint.
+        """
         if keep < 1:
             raise CheckpointError(f"trainer.keep_checkpoints: {keep}; allowed: >= 1")
         self._directory = Path(run_dir) / "checkpoints"
         self._keep = keep
+        self._made_with = made_with
 
     async def save(
         self, step: int, write: Callable[[Path], Awaitable[None]], state: Mapping[str, Any], notices: Notices
@@ -68,6 +77,8 @@ class Checkpoints:
             try:
                 await asyncio.to_thread(_make_empty, temporary)
                 await write(temporary)
+                if self._made_with is not None:
+                    await asyncio.to_thread(_write_synced, temporary / MADE_WITH, json.dumps(self._made_with, indent=1))
                 await asyncio.to_thread(_seal, temporary, step, state)
                 await asyncio.to_thread(self._publish, temporary, final)
             except Exception:  # Not on cancellation: a thread may still be writing; the next save clears it away.
@@ -138,12 +149,17 @@ def take_latest_valid(run_dir: Path, notices: Notices) -> tuple[Path, dict[str, 
     """
     found = find_latest_valid(run_dir, notices)
     if found:
-        for path in step_directories(found[0].parent):
-            if _step_of(path) > _step_of(found[0]):
-                aside = path.with_name(path.name + ".refused")
-                shutil.rmtree(aside, ignore_errors=True)
-                path.rename(aside)
+        set_newer_aside(found[0])
     return found
+
+
+def set_newer_aside(checkpoint: Path) -> None:
+    """Renames the checkpoints after this one, which were refused, to step_N.refused."""
+    for path in step_directories(checkpoint.parent):
+        if _step_of(path) > _step_of(checkpoint):
+            aside = path.with_name(path.name + ".refused")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
 
 
 def verify(checkpoint: Path, *, hashes: bool = True) -> None:
@@ -189,6 +205,12 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
             f"{checkpoint / STATE}: step {state.get('step')!r} in {checkpoint.name}: renamed or edited"
         )
     return state
+
+
+def read_made_with(checkpoint: Path) -> dict[str, Any] | None:
+    """What the run was made of when it wrote this checkpoint; None for one that does not say."""
+    path = checkpoint / MADE_WITH
+    return _read_json(path) if path.exists() else None
 
 
 def check_fits(checkpoint: Path, state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ is found as a descendant of the driver while that lives, and remembered. Only th
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -213,8 +214,11 @@ def assert_same_run(run_dir: Path, reference: Path, steps: range, *, but: frozen
 
 
 def different_files(mine: Path, theirs: Path) -> set[str]:
-    """Names of the files of two checkpoints that differ or are in one of them only."""
-    found, wanted = digests(mine), digests(theirs)
+    """Names of the files of two checkpoints that differ or are in one of them only.
+
+    made_with.json does not count, since it names the run directory; nor does its entry in the manifest.
+    """
+    found, wanted = _comparable_digests(mine), _comparable_digests(theirs)
     assert sum(name.startswith("shard_") for name in wanted) == 2
     different = {name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name)}
     # A pickle also says which of its values were one object in memory; a loaded state differs from a new one in that.
@@ -222,6 +226,14 @@ def different_files(mine: Path, theirs: Path) -> set[str]:
     if "common.pt" in different and _scalars(mine) == _scalars(theirs):
         different -= {"common.pt", "manifest.json"}
     return different
+
+
+def _comparable_digests(directory: Path) -> dict[str, str]:
+    found = digests(directory)
+    del found["made_with.json"]
+    manifest = json.loads((directory / "manifest.json").read_text())
+    del manifest["files"]["made_with.json"]
+    return {**found, "manifest.json": json.dumps(manifest)}
 
 
 def _scalars(directory: Path) -> dict[str, Any]:

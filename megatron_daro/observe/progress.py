@@ -25,6 +25,7 @@ from megatron_daro.observe.trace import Phases
 Mode = Literal["auto", "live", "plain", "off"]
 _logger = logging.getLogger("megatron_daro")
 _MESSAGE_LIMIT = 4000
+_LOG_WIDTH = 160
 
 
 class Progress:
@@ -93,6 +94,11 @@ class Progress:
             self._live.refresh()
         elif self.mode == "plain":
             self._print(Text(plain_line(self._state)))
+
+    @property
+    def width(self) -> int:
+        """Columns that a table may have: those of the terminal, else of a wide log line."""
+        return self._console.width if self._console.is_terminal else _LOG_WIDTH
 
     def notice(self, text: str) -> None:
         """Prints a message above the panel."""

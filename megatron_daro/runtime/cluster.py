@@ -22,6 +22,7 @@ from ray._private import ray_constants
 
 from megatron_daro.engine.sglang.keeper import descendants, signal_all
 from megatron_daro.errors import ConfigError
+from megatron_daro.runtime.interrupts import kept_handlers
 
 # Ray (2.60) binds its servers to loopback only where a node's address is 127.0.0.1 itself, and replaces that address by
 # the one of the network card unless this switch, made for macOS and Windows, says that the cluster is of one machine.
@@ -83,16 +84,21 @@ def _start_private(resources: Resources) -> subprocess.Popen[bytes]:
     os.environ.update(_ONE_MACHINE)  # for Ray's processes; this one has read it when it imported ray
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
-        ray.init(
-            address="local",
-            num_cpus=resources.processes,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            _node_ip_address=LOOPBACK,
-            _temp_dir=_short_temp_dir(),
-            object_store_memory=_object_store_bytes(),
-        )
+        # Ray's own handler of SIGTERM ends Python with code 15; that of its C++ part prints where it was.
+        with kept_handlers():
+            ray.init(
+                address="local",
+                num_cpus=resources.processes,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _node_ip_address=LOOPBACK,
+                _temp_dir=_short_temp_dir(),
+                object_store_memory=_object_store_bytes(),
+            )
+    except SystemExit as ray_was_told_to_end:
+        _kill_raylets()
+        raise KeyboardInterrupt from ray_was_told_to_end
     except BaseException:  # Ctrl-C during the start as well
         _kill_raylets()
         raise

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_daro import recovery
-from megatron_daro.config import Config, to_yaml
+from megatron_daro.config import Config
 from megatron_daro.controller import Controller, Parts, RunOutcome, stop_on_signals
 from megatron_daro.observe.drift import DriftWatch
 from megatron_daro.observe.metrics import MetricsLog
@@ -26,11 +26,12 @@ from megatron_daro.rollout.sampled_batch import BatchSource
 from megatron_daro.runtime import parts
 from megatron_daro.runtime.cluster import cluster
 from megatron_daro.runtime.inputs import Inputs, read_inputs
+from megatron_daro.runtime.interrupts import interruptible
 from megatron_daro.runtime.rehearsal import check_start, taken_back_if_it_fails
+from megatron_daro.runtime.run_directory import owned
+from megatron_daro.runtime.start import Start, begin
 from megatron_daro.runtime.supervisor import HasEnding, supervised
 from megatron_daro.types import PlainValue
-
-CONFIG_FILE = "config.yaml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +59,17 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
     """
     algorithm = parts.algorithm_of(config)
     check_start(config, resume=resume, generates=replay is None)
-    with taken_back_if_it_fails(parts.run_directory(config)), ExitStack() as stack:
-        run_dir = _prepared_run_dir(config)
+    run_dir = parts.run_directory(config)
+    with interruptible() as interrupts, taken_back_if_it_fails(run_dir), ExitStack() as stack:
+        stack.enter_context(owned(run_dir, resume=resume))
         phases = Phases()
         progress = _progress(config, run_dir, phases)
-        metrics = stack.enter_context(_metrics_log(config, run_dir))
         stack.enter_context(progress)
+        start = begin(run_dir, config, resume=resume, progress=progress)
+        if start.step >= config.trainer.steps:
+            progress.notice(f"{run_dir} has all of its {start.step} steps; raise trainer.steps to go on. Nothing to do")
+            return RunOutcome("finished", start.step)
+        metrics = stack.enter_context(_metrics_log(config, run_dir))
         for remark in parts.algorithm_remarks(config, algorithm):
             progress.warn(remark)
         # Before any process is started: data that is wrong costs no time.
@@ -73,7 +79,10 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
         else:
             inputs = read_inputs(config, progress)
         with cluster(parts.resources(config, engines=replay is None)):
-            return asyncio.run(_train(config, inputs, _Observers(metrics, progress, phases), resume=resume))
+            try:
+                return asyncio.run(_train(config, inputs, _Observers(metrics, progress, phases), start))
+            finally:
+                interrupts.ending()
 
 
 def evaluate(config: Config, *, checkpoint: Path) -> dict[str, float]:
@@ -90,7 +99,7 @@ def evaluate(config: Config, *, checkpoint: Path) -> dict[str, float]:
     return metrics
 
 
-async def _train(config: Config, inputs: Inputs | ReplaySource, observers: _Observers, *, resume: bool) -> RunOutcome:
+async def _train(config: Config, inputs: Inputs | ReplaySource, observers: _Observers, start: Start) -> RunOutcome:
     algorithm, policy, limits = parts.algorithm_of(config), parts.policy_group(config), parts.deadlines(config)
     made: parts.Generation | None = None
     source: BatchSource
@@ -110,7 +119,7 @@ async def _train(config: Config, inputs: Inputs | ReplaySource, observers: _Obse
             progress=observers.progress,
             phases=observers.phases,
             engine=made.engine if made else None,
-            checkpoints=recovery.Checkpoints(run_dir, keep=config.trainer.keep_checkpoints),
+            checkpoints=recovery.Checkpoints(run_dir, keep=config.trainer.keep_checkpoints, made_with=start.made_with),
             recorder=Recorder(run_dir) if config.observe.save_rollouts else None,
             evaluate=made.evaluator.evaluate if made and made.evaluator else None,
             closers={"verifiers": partial(asyncio.to_thread, made.scorer.close)} if made else {},
@@ -121,28 +130,22 @@ async def _train(config: Config, inputs: Inputs | ReplaySource, observers: _Obse
         max_staleness=config.rollout.batches_ahead if made else 0,
         rollouts_per_prompt=config.rollout.rollouts_per_prompt,
     )
-    try:
-        await parts.start_all(policy, made, limits)
-        if resume:
-            await _resume(controller, run_dir, observers.progress)
-    except BaseException:
-        await controller.shutdown()
-        raise
-    crews = [policy.workers] + ([made.engine.workers] if made else [])
-    endings = [made.engine.ended()] if made and isinstance(made.engine, HasEnding) else []
     with stop_on_signals(controller):
+        try:
+            if not await controller.unless_stopped(parts.start_all(policy, made, limits)):
+                await controller.shutdown()
+                return RunOutcome("stopped", start.step)
+            if start.checkpoint:
+                await controller.resume(start.checkpoint, start.state)
+                observers.progress.notice(f"resumed from {start.checkpoint}")
+            elif start.begins_again:
+                controller.truncate_files()
+        except BaseException:
+            await controller.shutdown()
+            raise
+        crews = [policy.workers] + ([made.engine.workers] if made else [])
+        endings = [made.engine.ended()] if made and isinstance(made.engine, HasEnding) else []
         return await supervised(controller.run(), crews, endings)
-
-
-async def _resume(controller: Controller, run_dir: Path, progress: Progress) -> None:
-    found = await asyncio.to_thread(recovery.take_latest_valid, run_dir, progress)
-    if found is None:
-        progress.notice(f"{run_dir} has no checkpoint yet: starting from step 0")
-        controller.truncate_files()
-        return
-    checkpoint, state = found
-    await controller.resume(checkpoint, state)
-    progress.notice(f"resumed from {checkpoint}")
 
 
 async def _evaluate(config: Config, checkpoint: Path, inputs: Inputs, progress: Progress) -> dict[str, float]:
@@ -169,14 +172,6 @@ def _identity(config: Config) -> dict[str, PlainValue]:
         "updates_per_batch": config.trainer.updates_per_batch,
         "algorithm": config.algorithm.name,
     }
-
-
-def _prepared_run_dir(config: Config) -> Path:
-    """The run directory with the resolved configuration in it."""
-    run_dir = parts.run_directory(config)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / CONFIG_FILE).write_text(to_yaml(config))
-    return run_dir
 
 
 def _metrics_log(config: Config, run_dir: Path) -> MetricsLog:

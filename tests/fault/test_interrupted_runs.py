@@ -1,6 +1,9 @@
-"""Ctrl-C: once is a clean stop with a checkpoint, twice ends at once, and during start-up it ends promptly."""
+"""Ctrl-C: once is a clean stop with a checkpoint, twice ends at once, and during start-up it ends promptly.
+
+SIGTERM and SIGHUP are the same."""
 
 import signal
+import time
 
 import pytest
 from cli_runs import assert_same_run, checkpoint, last_step, metric_lines, signalled, started, trained
@@ -48,12 +51,20 @@ def test_second_ctrl_c_ends_at_once_although_a_worker_hangs(tiny, tmp_path):
     assert not list((run_dir / "checkpoints").glob("step_??????"))  # at most one that was never finished
 
 
-@pytest.mark.parametrize("place", ["raylet", "ray::TrainWorker"])
-def test_ctrl_c_during_start_up_ends_promptly(tiny, tmp_path, place):
+@pytest.mark.parametrize(
+    ("place", "number"),
+    [
+        ("raylet", signal.SIGINT),
+        ("ray::TrainWorker", signal.SIGINT),
+        ("raylet", signal.SIGTERM),
+        ("ray::TrainWorker", signal.SIGHUP),
+    ],
+)
+def test_a_signal_during_start_up_ends_promptly(tiny, tmp_path, place, number):
     run_dir = tmp_path / "run"
     with started(["train", tiny.config, f"trainer.run_dir={run_dir}", "trainer.steps=100000"], tmp_path / "log") as run:
         run.wait_until(lambda: any(place in " ".join(p.cmdline()) for p in run.processes()), place)
-        run.interrupt()
+        run.interrupt() if number == signal.SIGINT else run.driver.send_signal(number)
         finished = run.finish(limit_s=30)
         assert run.left_behind() == []
     assert finished.code == INTERRUPTED, finished.stderr
@@ -73,11 +84,26 @@ def test_ctrl_c_before_the_first_step_does_not_wait_for_the_evaluation(tiny, tmp
     assert last_step(run_dir) == -1  # the first evaluation would have written step 0
 
 
-def test_sigterm_stops_with_a_checkpoint_too(tiny, tmp_path):
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_sigterm_and_a_closed_terminal_stop_with_a_checkpoint_too(tiny, tmp_path, name):
     run_dir = tmp_path / "run"
     arguments = ["train", tiny.config, f"trainer.run_dir={run_dir}"]
-    with signalled(arguments, tmp_path / "log", name="SIGTERM", place="train", after_step=1, run_dir=run_dir) as run:
+    with signalled(arguments, tmp_path / "log", name=name, place="train", after_step=1, run_dir=run_dir) as run:
         finished = run.finish()
         assert run.fired.exists() and run.left_behind() == []
-    assert finished.code == INTERRUPTED and signal.SIGTERM.name in finished.stdout
+    assert finished.code == INTERRUPTED and f"{name}: stopping with a checkpoint" in finished.stdout
     assert checkpoint(run_dir, 2).is_dir()
+
+
+def test_many_quick_ctrl_c_end_without_a_traceback(tiny, tmp_path):
+    run_dir = tmp_path / "run"
+    arguments = ["train", tiny.config, f"trainer.run_dir={run_dir}", "trainer.steps=100000"]
+    with started(arguments, tmp_path / "log") as run:
+        run.wait_until(lambda: last_step(run_dir) >= 1, "first step")
+        for _ in range(12):
+            run.interrupt()
+            time.sleep(0.05)
+        finished = run.finish(limit_s=60)
+        assert run.left_behind() == []
+    assert finished.code == INTERRUPTED, finished.stderr
+    assert "Traceback" not in finished.stderr and "interrupted" in finished.last_line

@@ -1,0 +1,75 @@
+"""Ctrl-C, SIGTERM and SIGHUP outside the training loop: while a command starts, and while it takes everything apart.
+
+Place in the data flow: around a whole command. The loop has its own handlers (controller.stop_on_signals) and gives
+these back when it ends. All three signals mean the same. Refuses to be hurried: what ends already is ended in order,
+unless somebody insists.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+import psutil
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+INSISTING = 5
+"""Signals while a command ends already, after which it is ended by force."""
+EXIT_INTERRUPTED = 130
+
+
+class Interrupts:
+    """The first signal raises KeyboardInterrupt; those after it, and all after `ending`, are counted only."""
+
+    def __init__(self) -> None:
+        self._ending = False
+        self._ignored = 0
+
+    def ending(self) -> None:
+        """From here on nothing is left to be interrupted."""
+        self._ending = True
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """The handler of all three signals."""
+        if not self._ending:
+            self._ending = True
+            raise KeyboardInterrupt(signal.Signals(number).name)
+        self._ignored += 1
+        if self._ignored >= INSISTING:
+            _end_by_force()
+
+
+@contextmanager
+def interruptible() -> Iterator[Interrupts]:
+    """Handles the three signals in the block; the handlers before come back after it. For the main thread."""
+    interrupts = Interrupts()
+    before = {number: signal.signal(number, interrupts.handle) for number in SIGNALS}
+    try:
+        yield interrupts
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def kept_handlers() -> Iterator[None]:
+    """Puts the handlers of the three signals back after code that replaces them."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end_by_force() -> None:
+    """Kills what this process has started, then this process: no exit handler runs, so none can hang."""
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            child.kill()
+    print("interrupted again and again: ended by force, without a checkpoint", file=sys.stderr, flush=True)
+    os._exit(EXIT_INTERRUPTED)

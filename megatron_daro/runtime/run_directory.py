@@ -1,0 +1,104 @@
+"""The run directory of a run that starts: one owner at a time, and never written over.
+
+Place in the data flow: the first thing that a start does; held until the end. Refuses a directory that holds a run
+(without --resume), one that another process uses, and one that cannot be written.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megatron_daro import recovery
+from megatron_daro.errors import CheckpointError, ConfigError
+
+LOCK_FILE = "run.lock"
+
+
+@contextmanager
+def owned(run_dir: Path, *, resume: bool) -> Iterator[Path]:
+    """The directory, made if it is new, and locked against other runs until the end of the block.
+
+    Args:
+        run_dir: trainer.run_dir.
+        resume: whether it may hold a run already.
+
+    Raises:
+        CheckpointError: another process uses it, or it holds a run and may not.
+        ConfigError: it cannot be made or written.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = (run_dir / LOCK_FILE).open("a+", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"trainer.run_dir: got {str(run_dir)!r}, which cannot be written ({error.strerror}); allowed: a directory "
+            "that this user may write; fix: choose another trainer.run_dir, or change its permissions"
+        ) from error
+    with lock:
+        _take(lock, run_dir)
+        if not resume:
+            recovery.require_fresh(run_dir)
+        _write_owner(lock)
+        try:
+            yield run_dir
+        finally:
+            with suppress(OSError):  # the directory may be gone, or its disk full
+                lock.truncate(0)
+
+
+def _take(lock: Any, run_dir: Path) -> None:
+    """Locks the file. The kernel gives the lock back when its owner ends, however it ends.
+
+    A file system without locks leaves only what the owner wrote: it counts while that process lives on this host, and
+    for another host until the file is removed.
+    """
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _in_use(run_dir, _owner(lock)) from None
+    except OSError:
+        owner = _owner(lock)
+        if owner and not _is_dead(owner):
+            raise _in_use(run_dir, owner, f"; if it is gone, remove {run_dir / LOCK_FILE}") from None
+
+
+def _in_use(run_dir: Path, owner: dict[str, Any], hint: str = "") -> CheckpointError:
+    who = "another process"
+    if owner:
+        who = f"process {owner.get('pid')} on host {owner.get('host')} since {owner.get('started')}"
+    return CheckpointError(
+        f"trainer.run_dir: {run_dir} is in use by {who}; allowed: one run in a directory. Wait for it or end it, or "
+        f"use another run_dir{hint}"
+    )
+
+
+def _owner(lock: Any) -> dict[str, Any]:
+    """What the last owner wrote; empty if it gave the directory back."""
+    lock.seek(0)
+    try:
+        owner = json.loads(lock.read() or "{}")
+    except ValueError:
+        return {}
+    return owner if isinstance(owner, dict) else {}
+
+
+def _write_owner(lock: Any) -> None:
+    lock.truncate(0)
+    started = datetime.now().astimezone().isoformat(timespec="seconds")
+    json.dump({"pid": os.getpid(), "host": socket.gethostname(), "started": started}, lock)
+    lock.flush()
+
+
+def _is_dead(owner: dict[str, Any]) -> bool:
+    pid = owner.get("pid")
+    return owner.get("host") == socket.gethostname() and isinstance(pid, int) and not psutil.pid_exists(pid)

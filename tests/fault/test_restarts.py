@@ -1,0 +1,57 @@
+"""What a restart changed is said, and takes effect or is refused; a refused one leaves the run directory as it was."""
+
+import shutil
+
+import pytest
+from cli_runs import digests, run_cli, trained
+
+from megatron_daro.observe.metrics import read_metrics
+from megatron_daro.runtime.run_directory import owned
+
+NO_CLUSTER = {"RAY_ADDRESS": "127.0.0.1:1"}
+
+
+@pytest.fixture
+def run_dir(reference, tmp_path):
+    """A copy of the finished run of 8 steps."""
+    return shutil.copytree(reference, tmp_path / "run")
+
+
+def resume(tiny, run_dir, *overrides):
+    return ["train", tiny.config, f"trainer.run_dir={run_dir}", "trainer.eval_every_steps=4", "--resume", *overrides]
+
+
+def test_refused_changes_are_all_named_and_nothing_but_the_audit_is_written(tiny, run_dir, tmp_path):
+    before = digests(run_dir)
+    changed = ["rollout.rollouts_per_prompt=8", "actor.dtype=bf16", "rollout.temperature=0.5"]
+    finished = run_cli(resume(tiny, run_dir, *changed), tmp_path / "log", environment=NO_CLUSTER)
+    assert finished.code == 1 and "belongs to another run" in finished.last_line
+    assert "rollout.rollouts_per_prompt was 4, is 8" in finished.last_line
+    assert "actor.dtype was 'fp32', is 'bf16'" in finished.last_line
+    after = digests(run_dir)
+    audit = (run_dir / "restarts.txt").read_text()
+    assert set(after) - set(before) == {"restarts.txt"}
+    assert {name for name in before if after[name] != before[name]} == set()
+    row = next(line for line in audit.splitlines() if "rollout.temperature" in line)
+    assert " ".join(row.split()) == "rollout.temperature 1.0 0.5 in effect: trains differently from here"
+    assert row in finished.stdout
+
+
+def test_a_finished_run_says_so_and_a_directory_in_use_who_has_it(tiny, run_dir, tmp_path):
+    before = digests(run_dir)
+    finished = run_cli(resume(tiny, run_dir), tmp_path / "log", environment=NO_CLUSTER)
+    assert finished.code == 0 and "has all of its 8 steps; raise trainer.steps" in finished.stdout
+    assert "step_000008: 158 values kept, 2 changed and in effect, 0 refused" in finished.stdout  # run_dir, tensorboard
+    with owned(run_dir, resume=True):
+        finished = run_cli(resume(tiny, run_dir), tmp_path / "log", environment=NO_CLUSTER)
+    assert finished.code == 1 and "is in use by process" in finished.last_line
+    changed = {name for name, digest in digests(run_dir).items() if before.get(name) != digest}
+    assert changed == {"restarts.txt"}
+
+
+def test_a_changed_learning_rate_is_used_and_the_audit_says_so(tiny, run_dir, tmp_path):
+    changed = ["actor.optimizer.learning_rate=1e-9", "trainer.steps=9"]
+    finished = trained(resume(tiny, run_dir, *changed), tmp_path / "log")
+    assert "actor.optimizer.learning_rate" in finished.stdout and "1e-09" in finished.stdout
+    rates = [line["optimizer/learning_rate"] for line in read_metrics(run_dir)[-2:]]
+    assert rates == pytest.approx([1e-3, 1e-9], rel=1e-6)

@@ -1,0 +1,66 @@
+"""Signals outside the training loop: one interrupts, more are patient, many end by force."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from megatron_daro.runtime.interrupts import EXIT_INTERRUPTED, INSISTING, SIGNALS, interruptible, kept_handlers
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_the_first_signal_interrupts_and_the_next_ones_do_not_hurry_the_clean_up(number):
+    before = {n: signal.getsignal(n) for n in SIGNALS}
+    steps = []
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        try:
+            signal.raise_signal(number)
+        finally:
+            for other in SIGNALS:
+                signal.raise_signal(other)
+            steps.append("cleaned up")
+    assert steps == ["cleaned up"]
+    assert {n: signal.getsignal(n) for n in SIGNALS} == before
+
+
+def test_what_ends_already_is_not_interrupted():
+    with interruptible() as interrupts:
+        interrupts.ending()
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_handlers_that_other_code_replaces_come_back():
+    with interruptible():
+        before = {n: signal.getsignal(n) for n in SIGNALS}
+        with kept_handlers():
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))
+        assert {n: signal.getsignal(n) for n in SIGNALS} == before
+
+
+def test_who_insists_ends_a_clean_up_that_hangs_with_its_children():
+    code = (
+        "import subprocess, time\n"
+        "from megatron_daro.runtime.interrupts import interruptible\n"
+        "with interruptible() as interrupts:\n"
+        "    interrupts.ending()\n"
+        "    child = subprocess.Popen(['sleep', '60'])\n"
+        "    print(child.pid, flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    child = int(process.stdout.readline())
+    for _ in range(INSISTING + 3):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.02)  # two signals of one kind that wait together count once
+        if process.poll() is not None:
+            break
+    _, stderr = process.communicate(timeout=20)
+    assert process.returncode == EXIT_INTERRUPTED
+    assert stderr == "interrupted again and again: ended by force, without a checkpoint\n"
+    # One that no init has collected yet is a zombie.
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE

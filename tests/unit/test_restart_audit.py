@@ -1,0 +1,171 @@
+"""The restart audit: every field has a class, every difference is named, and what is refused changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import tiny_task
+
+from megatron_daro.config import Config, resolve
+from megatron_daro.config.describe import section_of, walk
+from megatron_daro.config.restart import _CONTENT, _REFUSED, _RUNS, _TRAINS, CLASS_OF, ChangeClass
+from megatron_daro.errors import CheckpointError
+from megatron_daro.runtime.restart_audit import audit, made_with, record
+
+FIELDS = [path for path, field in walk(Config) if section_of(field.annotation) is None]
+SINGLE = [path for path in FIELDS if not path.startswith("data.eval.") and CLASS_OF.get(path) != "content"]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("task")
+    task = tiny_task.TinyTask(directory)
+    tiny_task.save_tokenizer(task.model, ["<pad>", "<bos>", "<eos>", "="])
+    (task.model / "config.json").write_text(json.dumps({"model_type": "qwen2", "rope_theta": 10000.0}))
+    (task.model / "model.safetensors").write_bytes(bytes(range(256)) * 40)
+    for name in ("train", "held_out"):
+        (directory / f"{name}.jsonl").write_text('{"problem": "1=", "answer": "1"}\n')
+    task.config.write_text(json.dumps(tiny_task._config(directory)))
+    return resolve(task.config)
+
+
+@pytest.fixture
+def saved(config):
+    return json.loads(json.dumps(made_with(config)))
+
+
+def changes(saved: dict, now: dict) -> dict[str, str]:
+    return {change.name: change.kind for change in audit(Path("step_000002"), saved, now).changes}
+
+
+def test_every_field_of_the_configuration_has_exactly_one_class():
+    assert set(CLASS_OF) == set(FIELDS)
+    named = [*_RUNS.split(), *_TRAINS.split(), *_REFUSED, *_CONTENT]
+    assert len(named) == len(set(named))
+    assert set(CLASS_OF.values()) == set(get_args(ChangeClass))
+
+
+def test_a_run_that_did_not_change_has_nothing_to_say(config, saved):
+    found = audit(Path("step_000002"), saved, made_with(config))
+    assert found.changes == () and found.kept > len(SINGLE)
+    found.raise_refused()
+    assert found.text().splitlines() == [
+        f"restart from step_000002: {found.kept} values kept, 0 changed and in effect, 0 refused"
+    ]
+
+
+@pytest.mark.parametrize("path", SINGLE)
+def test_a_changed_field_is_named_with_its_class(saved, path):
+    """Every field: it is either in effect or refused by its name, never neither."""
+    now = copy.deepcopy(saved)
+    *parents, leaf = path.split(".")
+    section: Any = now["config"]
+    for parent in parents:
+        section = section[parent]
+    assert leaf in section
+    section[leaf] = {"changed": "value"} if isinstance(section[leaf], dict) else "another value"
+    assert changes(saved, now) == {path: CLASS_OF[path]}
+    found = audit(Path("step_000002"), saved, now)
+    assert path in found.text() and ("REFUSED" in found.text()) == (CLASS_OF[path] == "refused")
+    if CLASS_OF[path] == "refused":
+        with pytest.raises(CheckpointError, match=f"belongs to another run: {path} was .* is 'another value' "):
+            found.raise_refused()
+    else:
+        found.raise_refused()
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "named", "kind"),
+    [
+        ("base/config.json", ("10000.0", "500000.0"), "model config.json rope_theta", "refused"),
+        ("base/tokenizer.json", ('"<bos>"', '"<bas>"'), "model file tokenizer.json", "refused"),
+        ("base/tokenizer_config.json", ('"<bos>"', '"<bas>"'), "model file tokenizer_config.json", "trains"),
+        ("train.jsonl", ("1=", "2="), "data.train content", "refused"),
+        ("held_out.jsonl", ("1=", "2="), "data.eval.digits content", "trains"),
+    ],
+)
+def test_what_files_hold_is_compared(config, saved, name, change, named, kind):
+    file = config.model.path.parent / name
+    before = file.read_text()
+    try:
+        edit(file, *change)
+        assert changes(saved, made_with(config)) == {named: kind}
+    finally:
+        file.write_text(before)
+
+
+def test_other_weights_of_the_same_size_are_refused(config, saved):
+    file = config.model.path / "model.safetensors"
+    before = file.read_bytes()
+    try:
+        file.write_bytes(before[:5000] + b"!" + before[5001:])
+        assert changes(saved, made_with(config)) == {"model file model.safetensors": "refused"}
+    finally:
+        file.write_bytes(before)
+
+
+def test_files_may_lie_elsewhere(config, saved, tmp_path):
+    moved = config.model.path.parent.rename(tmp_path / "moved")
+    try:
+        text = json.dumps(config.model_dump(mode="json")).replace(str(config.model.path.parent), str(moved))
+        assert changes(saved, made_with(Config.model_validate_json(text))) == {}
+    finally:
+        moved.rename(config.model.path.parent)
+
+
+def test_evaluation_sets_are_compared_by_name(saved):
+    now = copy.deepcopy(saved)
+    (one,) = now["config"]["data"]["eval"]
+    one["temperature"] = 0.7
+    now["config"]["data"]["eval"] = [{**one, "name": "more"}, one]
+    found = changes(saved, now)
+    assert found["data.eval.digits.temperature"] == found["data.eval.more.path"] == "trains"
+    assert not any(name.startswith("data.eval.digits") for name in found if not name.endswith("temperature"))
+
+
+def test_versions_and_machine_are_said_and_never_refused(saved):
+    now = copy.deepcopy(saved)
+    now["packages"]["torch"], now["machine"]["count"] = "0.1", 999
+    assert changes(saved, now) == {"packages torch": "runs", "machine count": "runs"}
+
+
+def test_an_option_that_the_checkpoint_does_not_know_yet_is_no_change(saved):
+    now = copy.deepcopy(saved)
+    del saved["config"]["actor"]["dtype"]
+    assert changes(saved, now) == {}
+
+
+def test_long_values_that_differ_late_still_differ_in_the_table(saved):
+    now = copy.deepcopy(saved)
+    saved["config"]["engine"]["sglang"]["env"] = {"A": "x" * 300 + "1"}
+    now["config"]["engine"]["sglang"]["env"] = {"A": "x" * 300 + "2"}
+    assert changes(saved, now) == {"engine.sglang.env": "runs"}
+
+
+def test_the_table_fits_a_narrow_terminal_and_is_kept_in_the_run_directory(saved, tmp_path):
+    now = copy.deepcopy(saved)
+    now["config"]["actor"]["optimizer"]["learning_rate"] = 1e-9
+    now["config"]["rollout"]["rollouts_per_prompt"] = 8
+    found = audit(Path("step_000002"), saved, now)
+    narrow = found.text(60).splitlines()
+    assert all(len(line) <= 60 for line in narrow[1:])
+    for text in (found.text(), found.text()):
+        record(tmp_path, text)
+    kept = (tmp_path / "restarts.txt").read_text()
+    assert kept.count("restart from step_000002: ") == 2
+    assert "actor.optimizer.learning_rate" in kept and "0.001" in kept and "1e-09" in kept
+    assert "REFUSED: DARO's weights belong to K" in kept
