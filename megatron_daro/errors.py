@@ -6,6 +6,11 @@ borders (Ray workers, verifier workers), so each carries only its message.
 
 from __future__ import annotations
 
+import errno
+from pathlib import Path
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
 
 class DaroError(Exception):
     """Root of every error this package raises on purpose."""
@@ -53,3 +58,22 @@ class DeadlineError(DaroError):
 
 class AlgorithmError(DaroError, ValueError):
     """A loss, an advantage or a weighting was handed something it cannot use."""
+
+
+def disk_fault(error: OSError, directory: Path) -> tuple[str, str]:
+    """Why a file could not be written, and what to do about it.
+
+    Args:
+        error: what the system said. directory: where the file belongs.
+
+    Returns:
+        (cause, advice), each a part of a sentence.
+    """
+    if not directory.is_dir():
+        return (
+            f"the directory {directory} is gone: it was removed, or its disk is not mounted any more",
+            "bring it back and --resume, or start in a new run_dir",
+        )
+    if error.errno in _NO_SPACE:
+        return f"the disk is full: {error}", "free disk space and --resume"
+    return f"the disk refused: {error}", "make the directory writable and --resume"

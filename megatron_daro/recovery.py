@@ -10,7 +10,6 @@ reads JSON only.
 from __future__ import annotations
 
 import asyncio
-import errno
 import hashlib
 import json
 import os
@@ -22,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megatron_daro.errors import CheckpointError
+from megatron_daro.errors import CheckpointError, disk_fault
 from megatron_daro.rollout.protocol import Notices
 
 MANIFEST = "manifest.json"
@@ -32,7 +31,6 @@ LATEST = "latest"
 STATE_FORMAT = 1
 _MANIFEST_FORMAT = 1
 _STEP_DIRECTORY = re.compile(r"step_(\d{6,})")
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _HASH_THREADS = 4
 
 
@@ -313,11 +311,18 @@ def _named_disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        cause = "the disk is full" if error.errno in _NO_SPACE else "the disk refused"
-        raise CheckpointError(
-            f"{path}: checkpoint not saved, {cause}: {error}. Nothing of it was kept and earlier checkpoints are "
-            "untouched; free space, lower trainer.keep_checkpoints, and --resume"
-        ) from error
+        run_dir = path.parent.parent
+        cause, advice = disk_fault(error, run_dir)
+        if not run_dir.is_dir():
+            raise CheckpointError(f"{path}: checkpoint not saved, {cause}; {advice}") from error
+        if step_directories(path.parent):
+            rest = f"earlier checkpoints are untouched; {advice}; trainer.keep_checkpoints says how many stay"
+        else:
+            rest = (
+                f"there is no earlier one, so --resume would begin again at step 0 and discard {run_dir}/rollouts. To "
+                f"use them: free disk space, and train with another trainer.run_dir and --replay {run_dir}"
+            )
+        raise CheckpointError(f"{path}: checkpoint not saved, {cause}. Nothing of it was kept and {rest}") from error
 
 
 def _make_empty(directory: Path) -> None:

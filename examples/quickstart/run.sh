@@ -117,6 +117,9 @@ if [ "$engine" = sglang ] && [ -z "$own_servers" ]; then
 fi
 stage "base model: runs/quickstart-base (about 70 s, unless it is there already)"
 "$bin/python" examples/quickstart/build_base.py
+# Before the earlier run is moved: a mistake in the options moves nothing.
+"$bin/megatron-daro" train examples/quickstart/config.yaml "${options[@]}" "trainer.run_dir=$(mktemp -u)" --dry-run \
+    >/dev/null
 move_aside "$run"
 minutes=4
 [ "$engine" = embedded ] || minutes=10

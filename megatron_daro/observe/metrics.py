@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, SupportsFloat
 
-from megatron_daro.errors import DataError
+from megatron_daro.errors import DataError, disk_fault
 from megatron_daro.observe.sinks import Sink, TensorBoardSink, WandbSink
 
 FILE_NAME = "metrics.jsonl"
@@ -44,7 +44,7 @@ class MetricsLog:
     """The writer of a run's metrics. One process writes; it can be reopened after a crash."""
 
     def __init__(self, run_dir: Path, *, tensorboard: bool = True, wandb: Mapping[str, Any] | None = None) -> None:
-        """Opens (or creates) the run's metrics file and drops a torn last line.
+        """Opens (or creates) the run's metrics file and drops a torn last line; `remark` then says so.
 
         Args:
             run_dir: the run directory; created if missing.
@@ -59,7 +59,13 @@ class MetricsLog:
         run_dir = self.path.parent
         run_dir.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("a+b", buffering=0)
-        self.last_step = self._rewrite(_parse(self.path))
+        lines = _parse(self.path)
+        torn = self.path.stat().st_size - sum(len(line.raw) + 1 for line in lines)
+        self.last_step = self._rewrite(lines)
+        self.remark = ""
+        if torn > 0:
+            after = f"step {self.last_step}" if lines else "the beginning"
+            self.remark = f"{self.path}: the last line, after {after}, was torn ({torn} bytes); it was removed"
         self._sinks: list[Sink] = [TensorBoardSink(run_dir / "tensorboard")] if tensorboard else []
         if wandb is not None and wandb.get("enabled", True):
             self._sinks.append(WandbSink(run_dir, {k: v for k, v in wandb.items() if k != "enabled"}))
@@ -120,15 +126,15 @@ class MetricsLog:
     def _append(self, line: bytes, step: int) -> None:
         size = os.fstat(self._file.fileno()).st_size
         try:
+            self.path.stat()  # a removed file that is still open takes lines that nobody can read
             written = self._file.write(line)
             if written != len(line):
                 raise OSError(f"only {written} of {len(line)} bytes fitted")
             os.fsync(self._file.fileno())
         except OSError as error:
             os.ftruncate(self._file.fileno(), size)
-            raise DataError(
-                f"{self.path}: step {step} could not be written: {error}; free disk space and --resume"
-            ) from error
+            cause, advice = disk_fault(error, self.path.parent)
+            raise DataError(f"{self.path}: step {step} could not be written, {cause}; {advice}") from error
 
     def _rewrite(self, lines: list[_Line]) -> int | None:
         """Leaves exactly these lines in the file, atomically, if it holds anything else. Returns the last step."""

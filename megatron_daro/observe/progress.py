@@ -49,14 +49,15 @@ class Progress:
             total_steps: optimizer steps of the whole run.
             rollouts_per_prompt: K, the number of rollouts per prompt.
             start_step: steps done before this process started (a resumed run).
-            mode: "auto" is "live" on a terminal and "plain" elsewhere; "off" prints nothing.
+            mode: "auto" is "live" on a terminal that can draw (TERM is not dumb) and "plain" elsewhere; "off" prints nothing.
             title: the panel's title, such as the run directory.
             phases: asked for the phase that runs now.
             console: where to draw; stdout if None.
             clock: seconds, for elapsed time and ETA.
         """
         self._console = console or Console(highlight=False)
-        self.mode: Mode = ("live" if self._console.is_terminal else "plain") if mode == "auto" else mode
+        can_draw = self._console.is_terminal and not self._console.is_dumb_terminal
+        self.mode: Mode = ("live" if can_draw else "plain") if mode == "auto" else mode
         title = self._encodable(safe_text(title, 200, one_line=True))
         self._state = ProgressState(
             total_steps=total_steps,

@@ -17,6 +17,7 @@ from megatron_daro import recovery
 from megatron_daro.config import Config
 from megatron_daro.controller import Controller, Parts, RunOutcome, stop_on_signals
 from megatron_daro.observe.drift import DriftWatch
+from megatron_daro.observe.escape import safe_text
 from megatron_daro.observe.metrics import MetricsLog
 from megatron_daro.observe.progress import Progress
 from megatron_daro.observe.trace import Phases
@@ -29,7 +30,7 @@ from megatron_daro.runtime.inputs import Inputs, read_inputs
 from megatron_daro.runtime.interrupts import interruptible
 from megatron_daro.runtime.rehearsal import check_start, taken_back_if_it_fails
 from megatron_daro.runtime.run_directory import owned
-from megatron_daro.runtime.start import Start, begin
+from megatron_daro.runtime.start import Start, as_trained, begin
 from megatron_daro.runtime.supervisor import HasEnding, supervised
 from megatron_daro.types import PlainValue
 
@@ -70,6 +71,8 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
             progress.notice(f"{run_dir} has all of its {start.step} steps; raise trainer.steps to go on. Nothing to do")
             return RunOutcome("finished", start.step)
         metrics = stack.enter_context(_metrics_log(config, run_dir))
+        if metrics.remark:
+            progress.warn(metrics.remark)
         for remark in parts.algorithm_remarks(config, algorithm):
             progress.warn(remark)
         # Before any process is started: data that is wrong costs no time.
@@ -88,6 +91,7 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
 def evaluate(config: Config, *, checkpoint: Path) -> dict[str, float]:
     """Accuracy of a checkpoint on the held-out sets; printed, and returned by metric key."""
     recovery.verify(checkpoint)
+    config = as_trained(config, checkpoint)
     progress = Progress(
         total_steps=0, rollouts_per_prompt=config.rollout.rollouts_per_prompt, mode="off", title=str(checkpoint)
     )
@@ -95,7 +99,7 @@ def evaluate(config: Config, *, checkpoint: Path) -> dict[str, float]:
     with cluster(parts.resources(config, engines=True)):
         metrics = asyncio.run(_evaluate(config, checkpoint, inputs, progress))
     for name, value in metrics.items():
-        print(f"{name}\t{value:.4f}")
+        print(f"{safe_text(name, one_line=True)}\t{value:.4f}")
     return metrics
 
 
