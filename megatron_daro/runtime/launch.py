@@ -66,13 +66,6 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
         phases = Phases()
         progress = _progress(config, run_dir, phases)
         stack.enter_context(progress)
-        start = begin(run_dir, config, resume=resume, progress=progress)
-        if start.step >= config.trainer.steps:
-            progress.notice(f"{run_dir} has all of its {start.step} steps; raise trainer.steps to go on. Nothing to do")
-            return RunOutcome("finished", start.step)
-        metrics = stack.enter_context(_metrics_log(config, run_dir))
-        if metrics.remark:
-            progress.warn(metrics.remark)
         for remark in parts.algorithm_remarks(config, algorithm):
             progress.warn(remark)
         # Before any process is started: data that is wrong costs no time.
@@ -81,6 +74,13 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
             inputs = ReplaySource(replay, rollouts_per_prompt=config.rollout.rollouts_per_prompt)
         else:
             inputs = read_inputs(config, progress)
+        start = begin(run_dir, config, resume=resume, progress=progress)
+        if start.step >= config.trainer.steps:
+            progress.notice(f"{run_dir} has all of its {start.step} steps; raise trainer.steps to go on. Nothing to do")
+            return RunOutcome("finished", start.step)
+        metrics = stack.enter_context(_metrics_log(config, run_dir))
+        if metrics.remark:
+            progress.warn(metrics.remark)
         with cluster(parts.resources(config, engines=replay is None)):
             try:
                 return asyncio.run(_train(config, inputs, _Observers(metrics, progress, phases), start))

@@ -94,7 +94,7 @@ def made_with(config: Config) -> dict[str, Any]:
     packages = {name: _version(name) for name in _PACKAGES}
     return {
         "config": config.model_dump(mode="json"),
-        "model": json.loads((path / "config.json").read_text(encoding="utf-8")),
+        "model": _read_object(path / "config.json"),
         "bound_files": {name: _digest(path / name) for name in _BOUND if (path / name).is_file()}
         | {file.name: _sampled_digest(file) for file in sorted(path.glob("*.safetensors"))},
         "free_files": {name: _digest(path / name) for name in _FREE if (path / name).is_file()},
@@ -199,6 +199,13 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return _ABSENT
+
+
+def _read_object(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}: cannot be read: {error}; copy or download the complete model again") from error
 
 
 def _digest(file: Path) -> str:

@@ -26,6 +26,7 @@ ROWS = [{"problem": f"{d}=", "answer": str(d)} for d in range(10)] * (2 * ENDS /
 def model(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("model")
     tiny_task.save_tokenizer(directory, tiny_task.SYMBOLS)
+    (directory / "config.json").write_text("{}")
     return directory
 
 
