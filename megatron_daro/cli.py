@@ -4,9 +4,7 @@ Place in the data flow: the composition root. Reads the configuration, calls the
 into exit codes. What a sub-command needs is imported inside it, so `--help` loads neither torch nor ray. Does no work
 of its own.
 
-Exit codes: 0 done; 1 a DaroError, its message on the last line of stderr; 2 wrong configuration or usage; 3 a loss or
-gradient was not finite (trainer.on_nonfinite: stop); 130 Ctrl-C or SIGTERM, with or without a checkpoint (the last
-line says which).
+`EXIT_CODES` says how a command can end; the last line of stderr has the cause.
 """
 
 from __future__ import annotations
@@ -14,17 +12,28 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megatron_daro import __version__
 from megatron_daro.errors import ConfigError, DaroError, NonFiniteError
 
 if TYPE_CHECKING:
     from megatron_daro.config import CheckReport, Config
 
 EXIT_ERROR, EXIT_CONFIG, EXIT_NONFINITE, EXIT_INTERRUPTED = 1, 2, 3, 130
+
+EXIT_CODES = {
+    0: "done",
+    EXIT_ERROR: "an error, its cause on the last line",
+    EXIT_CONFIG: "wrong configuration or usage, nothing was started",
+    EXIT_NONFINITE: "a loss or gradient was not finite",
+    EXIT_INTERRUPTED: "interrupted by Ctrl-C, SIGTERM or a closed terminal; the last line says what was saved",
+}
+"""What the documentation's table says; a test compares them."""
 
 ConfigFile = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="YAML file (docs/configuration.md).", show_default=False)
@@ -51,6 +60,21 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"megatron-daro {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Options of the program itself."""
 
 
 @app.command()
@@ -82,6 +106,13 @@ def train(
         outcome = launch.train(config, resume=resume, replay=replay)
     if outcome.status != "finished":
         raise _EndedEarlyError(_ENDED[outcome.status].format(step=outcome.step))
+    run_dir = config.trainer.run_dir
+    typer.echo(
+        printable(
+            f"run: {run_dir}, {outcome.step} steps; next: megatron-daro report {run_dir}, "
+            f"which writes {run_dir}/report.html"
+        )
+    )
 
 
 @app.command(name="eval")
@@ -95,6 +126,7 @@ def evaluate(
     """Evaluate a checkpoint on the held-out sets of CONFIG."""
     config = _resolve(config_file, overrides, dry_run=False)
     _require_directory("--checkpoint", checkpoint, "a checkpoint directory such as RUN/checkpoints/step_000020")
+    _require_no_run(checkpoint)
     if not config.data.eval:
         raise ConfigError("data.eval: got no set; allowed: at least one for eval; fix: add a set to data.eval")
     from megatron_daro.runtime.interrupts import interruptible
@@ -124,6 +156,17 @@ def report(
 def _require_directory(name: str, path: Path, allowed: str) -> None:
     if not path.is_dir():
         raise ConfigError(f"{name}: got {str(path)!r}, which is not there; allowed: {allowed}; fix: check the path")
+
+
+def _require_no_run(checkpoint: Path) -> None:
+    """Names the checkpoints where a run directory, or its folder of checkpoints, was given for one of them."""
+    folder = checkpoint / "checkpoints" if (checkpoint / "checkpoints").is_dir() else checkpoint
+    found = sorted(path.name for path in folder.glob("step_*") if path.is_dir() and path.suffix == "")
+    if found:
+        raise ConfigError(
+            f"--checkpoint: got {str(checkpoint)!r}, which holds {len(found)} checkpoints; allowed: one of "
+            f"{', '.join(found)}; fix: --checkpoint {folder / found[-1]}"
+        )
 
 
 def _resolve(config_file: Path, overrides: Sequence[str] | None, *, dry_run: bool) -> Config:
@@ -177,6 +220,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         app(args=given, prog_name="megatron-daro", obj=given is None)
     except SystemExit as exit_:  # typer ends this way: help 0, wrong usage 2, Ctrl-C 130
         code = exit_.code if isinstance(exit_.code, int) else 0
+        if isinstance(exit_.__context__, BrokenPipeError):  # typer ends without a word then
+            _drop_stdout()
+            return _fail("stdout was closed by its reader", EXIT_ERROR)
         return _fail("interrupted", code) if code == EXIT_INTERRUPTED else code
     except _EndedEarlyError as ended:
         return _fail(str(ended), EXIT_INTERRUPTED)
@@ -188,7 +234,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(_one_line(error), EXIT_NONFINITE)
     except DaroError as error:
         return _fail(_one_line(error), EXIT_ERROR)
+    except OSError as error:
+        return _fail(_system_fault(error), EXIT_ERROR)
     return 0
+
+
+def _system_fault(error: OSError) -> str:
+    """What the system refused, in a sentence: a full disk, a missing permission, a limit of this shell."""
+    where = f" ({error.filename})" if error.filename else ""
+    return f"the system refused: {error.strerror or error}{where}; look at free space, permissions and `ulimit -a`"
+
+
+def _drop_stdout() -> None:
+    """What is still buffered for a closed pipe goes to the null device; else Python complains when it ends."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.close(null)
 
 
 def _one_line(error: DaroError) -> str:
@@ -197,7 +258,8 @@ def _one_line(error: DaroError) -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    sys.stdout.flush()
+    with suppress(OSError):  # nobody may be reading
+        sys.stdout.flush()
     print(printable(message), file=sys.stderr, flush=True)
     return code
 

@@ -49,7 +49,7 @@ class Progress:
             total_steps: optimizer steps of the whole run.
             rollouts_per_prompt: K, the number of rollouts per prompt.
             start_step: steps done before this process started (a resumed run).
-            mode: "auto" is "live" on a terminal that can draw (TERM is not dumb) and "plain" elsewhere; "off" prints nothing.
+            mode: "auto" is "live" on a terminal that can draw (TERM not dumb), else "plain"; "off" prints nothing.
             title: the panel's title, such as the run directory.
             phases: asked for the phase that runs now.
             console: where to draw; stdout if None.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import struct
 import subprocess
@@ -220,3 +221,54 @@ def test_the_console_command_is_installed_and_answers():
         pytest.skip(f"{command} is absent: the package is not installed with its console command")
     done = subprocess.run([command, "--help"], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "report" in done.stdout
+
+
+def test_exit_codes_are_the_same_everywhere():
+    docs = Path(cli.__file__).parents[1]
+    rows = re.findall(r"^\| (\d+) \| ([^|]+) \|", (docs / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    assert {int(code): meaning.strip() for code, meaning in rows} == cli.EXIT_CODES
+    readme = " ".join((docs / "README.md").read_text().split())
+    (sentence,) = re.findall(r"The exit code says how a run ended: (.*?)\. ", readme)
+    said = {int(part.split()[0]): part.partition(" ")[2] for part in sentence.split("; ")}
+    assert said == {code: meaning.split(" by ")[0] for code, meaning in cli.EXIT_CODES.items()}
+
+
+@pytest.mark.parametrize(
+    "command", [[sys.executable, "-m", "megatron_daro"], [sys.executable, "-m", "megatron_daro.cli"]]
+)
+def test_the_version_and_the_package_as_a_program(command):
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"megatron-daro {megatron_daro.__version__}\n", "")
+
+
+def test_a_finished_run_names_itself_and_the_next_command(config_file, launched, capsys):
+    assert cli.main(["train", str(config_file), "trainer.run_dir=some/run"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "run: some/run, 3 steps; next: megatron-daro report some/run, which writes some/run/report.html"
+
+
+@pytest.mark.parametrize("given", ["", "checkpoints"])
+def test_eval_of_a_run_names_its_checkpoints(config_file, launched, tmp_path, capsys, given):
+    for name in ("step_000002", "step_000010", "step_000012.tmp"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert cli.main(["eval", str(config_file), "--checkpoint", str(tmp_path / given)]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "which holds 2 checkpoints; allowed: one of step_000002, step_000010; fix: --checkpoint " in last
+    assert last.endswith("/checkpoints/step_000010") and not launched
+
+
+def test_what_the_system_refuses_is_a_sentence(config_file, launched, capsys):
+    launched.fail = PermissionError(13, "Permission denied", "/some/where")
+    assert cli.main(["train", str(config_file)]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("the system refused: Permission denied (/some/where); ")
+
+
+def test_a_reader_that_goes_away_ends_a_dry_run_with_a_sentence(config_file):
+    # The reader is gone before anything is written; what is left in buffers must not be complained about either.
+    script = (
+        f"exec {{out}}> >(exit 0); sleep 0.3; {sys.executable} -m megatron_daro train {config_file} --dry-run >&$out"
+    )
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "stdout was closed by its reader"
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
