@@ -17,7 +17,7 @@ NAME = PACKAGE.name
 LEVEL = {"types": 0, "errors": 0, "config": 1, "observe": 1}
 LEVEL |= dict.fromkeys(("algo", "reward", "data", "rollout", "convert", "plan"), 2)
 LEVEL |= dict.fromkeys(("actor", "engine", "sync", "controller", "recovery"), 3)
-LEVEL |= {"runtime": 4, "plugins": 4, "cli": 5}
+LEVEL |= {"runtime": 4, "plugins": 4, "cli": 5, "__main__": 6}
 
 SIDEWAYS = {
     "data": {"algo"},  # a batch carries advantages and bins
