@@ -47,7 +47,7 @@ actor.optimizer.min_learning_rate_ratio
 actor.megatron
 engine.seed engine.sglang.pause
 reward.verifier reward.timeout_s reward.memory_mib reward.strict reward.marker reward.correct_reward
-reward.incorrect_reward
+reward.incorrect_reward reward.refuse_restated
 trainer.steps trainer.on_nonfinite
 """
 # What is trained or measured: in effect from the resumed step on, so the run is not the one that was begun.
