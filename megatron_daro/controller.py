@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,9 +26,10 @@ from megatron_daro.observe.drift import DriftWatch
 from megatron_daro.recovery import STATE_FORMAT, check_fits
 from megatron_daro.rollout.deadlines import Deadlines, first_cause
 from megatron_daro.rollout.ledger import Outcome
+from megatron_daro.rollout.no_signal import SignalWatch
 from megatron_daro.rollout.protocol import CheckpointStore, Engine, MetricsSink, Phases, Policy, Progress
-from megatron_daro.rollout.recorder import Recorder
-from megatron_daro.rollout.sampled_batch import BatchSource, SampledBatch
+from megatron_daro.rollout.recorder import WAITING_FILE, Recorder, read_waiting, write_groups
+from megatron_daro.rollout.sampled_batch import BatchSource, SampledBatch, Snapshot
 from megatron_daro.rollout.summary import group_bins, length_metrics, mean_staleness, sample_metrics
 from megatron_daro.rollout.update_plan import Update, last_step, plan_updates
 from megatron_daro.types import Group, PlainValue, StepResult, TrainBatch
@@ -45,7 +47,8 @@ class Parts:
 
     engine is None for replay. checkpoints, recorder and evaluate are left out where the run has none. closers: further
     things to close at the end, by name, after engine and policy. identity: plain values that must be equal in a run and
-    in a checkpoint it resumes from (seed, K, algorithm...). drift: warns when engine and trainer drift apart.
+    in a checkpoint it resumes from (seed, K, algorithm...). drift: warns when engine and trainer drift apart. signal:
+    warns when no answer teaches anything.
     """
 
     policy: Policy
@@ -62,6 +65,7 @@ class Parts:
     identity: Mapping[str, PlainValue] = field(default_factory=dict)
     deadlines: Deadlines = field(default_factory=Deadlines)
     drift: DriftWatch = field(default_factory=DriftWatch)
+    signal: SignalWatch = field(default_factory=SignalWatch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +121,8 @@ class Controller:
         """
         check_fits(checkpoint, state, self._parts.identity)
         await self._within("load", self._parts.policy.load(checkpoint), what=str(checkpoint))
-        self._parts.source.load_state_dict(state["sampler"])
+        waiting = await self._within("load", asyncio.to_thread(read_waiting, checkpoint), what=str(checkpoint))
+        self._parts.source.load_state_dict(state["sampler"], waiting)
         self.step = self._planned_step = self._saved_step = int(state["step"])
         self._batches_done = int(state["batches_done"])
         self._skipped_steps = int(state["skipped_steps"])
@@ -257,6 +262,11 @@ class Controller:
         while self.step < self._section.steps and not self._stop.is_set():
             batch = await self._within("batch", self._queue.get(), what=f"for step {self.step + 1}")
             if batch is None:
+                if not self._stop.is_set():
+                    self._parts.progress.warn(
+                        f"the recording ends here: {self.step} of {self._section.steps} steps (trainer.steps) were "
+                        "trained, and there are no further rollouts"
+                    )
                 break
             before = self.step
             await self._train_batch(batch)
@@ -378,6 +388,8 @@ class Controller:
         self._parts.progress.step(update.step, update.metrics)
         if drift := self._parts.drift.observe(update.step, update.metrics):
             self._parts.progress.warn(drift)
+        if silence := self._parts.signal.observe(update.step, update.groups):
+            self._parts.progress.warn(silence)
 
     async def _to_disk(self, function: Callable[..., Path], step: int, groups: Any) -> Path:
         return await self._within("write", asyncio.to_thread(function, step, groups), what=f"rollouts of step {step}")
@@ -410,9 +422,16 @@ class Controller:
             "identity": dict(self._parts.identity),
         }
         with self._parts.phases.measure("checkpoint"):
-            work = self._parts.checkpoints.save(self.step, self._parts.policy.save, state, self._parts.progress)
+            write = partial(self._fill_checkpoint, self._last_batch.snapshot)
+            work = self._parts.checkpoints.save(self.step, write, state, self._parts.progress)
             await self._within("save", work, what=f"checkpoint of step {self.step}")
         self._saved_step = self.step
+
+    async def _fill_checkpoint(self, snapshot: Snapshot, directory: Path) -> None:
+        """The policy's files, and the groups that wait for the next batch."""
+        await self._parts.policy.save(directory)
+        if waiting := snapshot.waiting():
+            await asyncio.to_thread(write_groups, directory / WAITING_FILE, waiting)
 
 
 @contextmanager

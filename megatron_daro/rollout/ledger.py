@@ -49,11 +49,11 @@ class Ledger:
         return ids
 
     def admit_recorded(self, group_ids: Sequence[int]) -> None:
-        """Admits groups that have their ids from a recorded run: increasing, above all ids so far."""
+        """Admits groups that have their ids from a recorded run, in any order: one may be used after later ones."""
         for group_id in group_ids:
-            assert group_id >= self._next_id, f"group {group_id} cannot be admitted after group {self._next_id - 1}"
+            assert group_id not in self._attempts, f"group {group_id} is admitted twice"
             self._attempts[group_id] = 0
-            self._next_id = group_id + 1
+            self._next_id = max(self._next_id, group_id + 1)
             self._admitted += 1
 
     def attempt(self, group_id: int) -> int:

@@ -7,14 +7,12 @@ batch. Holds no engine and no books. It refuses recorded groups that contradict 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from megatron_daro.errors import DataError
+from megatron_daro.rollout.group_columns import RecordedGroup
 from megatron_daro.rollout.ledger import Ledger
 from megatron_daro.rollout.protocol import PromptSource
-from megatron_daro.rollout.recorder import group_from_json, group_to_json, rollout_from_json, rollout_to_json
 from megatron_daro.types import Group, Prompt, Rollout, Verdict
 
 
@@ -90,18 +88,14 @@ class PartialGroup:
             partial={r.index: r for r in self.unfinished},
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values; `from_json` gives exactly the same group back."""
-        return {
-            "finished": group_to_json(self.finished, "dropped"),
-            "unfinished": [rollout_to_json(rollout) for rollout in self.unfinished],
-        }
+    def to_record(self) -> RecordedGroup:
+        """As a checkpoint holds it; `from_record` gives exactly the same group back."""
+        return RecordedGroup(self.finished, None, self.unfinished)
 
     @classmethod
-    def from_json(cls, record: Mapping[str, Any], rollouts_per_prompt: int) -> PartialGroup:
-        """The inverse of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
-        finished, _ = group_from_json(record["finished"])
-        rollouts = tuple(rollout_from_json(r, finished.group_id, finished.prompt) for r in record["unfinished"])
+    def from_record(cls, record: RecordedGroup, rollouts_per_prompt: int) -> PartialGroup:
+        """The inverse of `to_record`. Raises ValueError where the rollouts contradict each other."""
+        finished, rollouts = record.group, record.unfinished
         indices = [r.index for r in (*finished.rollouts, *rollouts)]
         allowed = range(rollouts_per_prompt)
         if len(finished.rollouts) == len(allowed) or len({*indices}) < len(indices) or not {*indices} <= {*allowed}:

@@ -1,40 +1,45 @@
-"""Recorded rollouts: one compressed file per optimizer step, enough to train again without engines.
+"""Recorded rollouts: one Parquet file per optimizer step, enough to train again without engines.
 
-Place in the data flow: the controller writes the groups of each step under RUN/rollouts; the report shows them; replay
-and resume read them back. Files are JSON lines under zstandard, written whole or not at all. Numbers come back exactly:
-float32 values are written as the float64 of the same value. It refuses damaged files and never unpickles. Log-probs
-that are not finite (in RUN/failed only) are written as the NaN and Infinity that Python's JSON reads.
+Place in the data flow: the controller writes the groups of each step under RUN/rollouts, and the sampler those of a
+batch that it skips; the report shows them; replay and resume read them back. Files are written whole or not at all, and
+are on disk when a call returns. What is in them: group_columns.py. It refuses damaged files and those of the older
+format (JSON lines), and never unpickles.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import zstandard
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from megatron_daro.errors import DataError
+from megatron_daro.rollout.group_columns import FORMAT, SCHEMA, WRITER_OPTIONS, RecordedGroup, blocks, decode
 from megatron_daro.rollout.ledger import OUTCOMES, Outcome
-from megatron_daro.types import Group, Prompt, Rollout, Verdict
+from megatron_daro.types import Group
 
-_STEP_FILE = re.compile(r"step_(\d{6,})\.jsonl\.zst")
+OLDER_SUFFIX = ".jsonl.zst"
+WAITING_FILE = "waiting.parquet"
+"""In a checkpoint: the groups that wait for the next batch; not there when none does."""
+_STEP_FILE = re.compile(r"step_(\d{6,})(\.parquet|\.jsonl\.zst)")
+_SKIPPED_FILE = re.compile(r"skipped_(\d{6,})\.parquet")
 
 
 class Recorder:
     """Writer of a run's rollouts; reopened freely after a crash."""
 
-    def __init__(self, run_dir: Path, *, level: int = 3) -> None:
-        """Args: run_dir: the run directory. level: zstandard's compression level."""
+    def __init__(self, run_dir: Path) -> None:
+        """Args: run_dir: the run directory."""
         self._run_dir = Path(run_dir)
-        self._level = level
 
     def write_step(self, step: int, groups: Mapping[Outcome, Sequence[Group]]) -> Path:
-        """Writes RUN/rollouts/step_{step}.jsonl.zst, replacing one of an earlier try; on disk when this returns.
+        """Writes RUN/rollouts/step_{step}.parquet, replacing one of an earlier try; on disk when this returns.
+
+        What was skipped on the way to this step is among its groups, so the file of that goes.
 
         Args:
             step: optimizer step.
@@ -43,50 +48,39 @@ class Recorder:
         Raises:
             DataError: the disk refused; no file of that name is left half written.
         """
-        return self._write(self._run_dir / "rollouts" / _file_name(step), groups)
+        path = write_groups(self._run_dir / "rollouts" / _file_name(step), _recorded(groups))
+        for number, skipped in _numbered(self._run_dir / "rollouts", _SKIPPED_FILE):
+            if number <= step:
+                skipped.unlink()
+        return path
+
+    def write_skipped(self, step: int, groups: Mapping[Outcome, Sequence[Group]]) -> Path:
+        """Writes what was sampled for `step` so far, none of it trainable, to RUN/rollouts/skipped_{step}.parquet."""
+        return write_groups(self._run_dir / "rollouts" / f"skipped_{step:06d}.parquet", _recorded(groups))
 
     def write_failed(self, step: int, groups: Sequence[Group]) -> Path:
         """Writes the batch of a step that was not finite to RUN/failed, for people to look at."""
-        return self._write(self._run_dir / "failed" / _file_name(step), {"dropped": groups})
+        return write_groups(self._run_dir / "failed" / _file_name(step), _recorded({"dropped": groups}))
 
     def truncate_after(self, step: int) -> int:
         """Removes the files of every later step, and what a crash left half written.
 
         Returns:
             Number of steps removed.
+
+        Raises:
+            DataError: there are files of the older format.
         """
+        folder = self._run_dir / "rollouts"
         later = [path for number, path in _step_files(self._run_dir) if number > step]
-        for path in [*later, *(self._run_dir / "rollouts").glob("*.tmp")]:
+        skipped = [path for number, path in _numbered(folder, _SKIPPED_FILE) if number > step]
+        for path in [*later, *skipped, *folder.glob("*.tmp")]:
             path.unlink()
         return len(later)
 
-    def _write(self, path: Path, groups: Mapping[Outcome, Sequence[Group]]) -> Path:
-        lines = (
-            json.dumps(group_to_json(group, outcome), separators=(",", ":")).encode() + b"\n"
-            for outcome in OUTCOMES
-            for group in groups.get(outcome, ())
-        )
-        temporary = path.with_name(path.name + ".tmp")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("wb") as file:
-                with zstandard.ZstdCompressor(level=self._level, write_checksum=True).stream_writer(
-                    file, closefd=False
-                ) as stream:
-                    for line in lines:
-                        stream.write(line)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-            _sync_directory(path.parent)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise DataError(f"{path}: rollouts could not be written: {error}; free disk space and --resume") from error
-        return path
-
 
 def recorded_steps(run_dir: Path) -> list[int]:
-    """Steps that have a file under RUN/rollouts, in order."""
+    """Steps that have a file under RUN/rollouts, in order. Raises DataError where files are of the older format."""
     return sorted(number for number, _ in _step_files(Path(run_dir)))
 
 
@@ -94,132 +88,117 @@ def read_step(run_dir: Path, step: int) -> list[tuple[Group, Outcome]]:
     """The groups of one step with what became of them: trained ones first, in batch order.
 
     Raises:
-        DataError: the file is missing, torn, or not what `Recorder` writes; names the file and the line.
+        DataError: the file is missing, torn, or not what `Recorder` writes; names the file and the row.
     """
     return read_groups(Path(run_dir) / "rollouts" / _file_name(step))
 
 
 def read_groups(path: Path) -> list[tuple[Group, Outcome]]:
     """The groups of one recorded file. Raises DataError as `read_step` does."""
+    entries = read_recorded(path)
+    if any(entry.used is None or entry.unfinished for entry in entries):
+        raise DataError(f"{path}: holds groups that still wait, as a checkpoint does; give a file of RUN/rollouts")
+    return [(entry.group, entry.used) for entry in entries if entry.used is not None]
+
+
+def read_recorded(path: Path) -> list[RecordedGroup]:
+    """What `write_groups` wrote. Raises DataError as `read_step` does."""
+    path = Path(path)
+    if path.name.endswith(OLDER_SUFFIX):
+        raise _older_format(path)
     try:
-        reader = zstandard.ZstdDecompressor().decompressobj()
-        lines = reader.decompress(path.read_bytes()).splitlines()
-        if not reader.eof:
-            raise zstandard.ZstdError("it ends in the middle of the data")
-    except (OSError, zstandard.ZstdError) as error:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            _check_format(file.metadata.metadata, file.schema_arrow)
+            tables = (file.read_row_group(i, columns=SCHEMA.names) for i in range(file.num_row_groups))
+            return list(decode(batch for table in tables for batch in table.to_batches()))
+    except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: cannot be read: {error}; restore the file or replay another run") from error
-    result = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            result.append(group_from_json(json.loads(line)))
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{path}: line {number} is no recorded group ({type(error).__name__}: {error}); restore the file"
-            ) from error
-    return result
 
 
-def group_to_json(group: Group, outcome: Outcome) -> dict[str, Any]:
-    """One group as plain values; `group_from_json` gives exactly the same group back.
+def read_waiting(checkpoint: Path) -> list[RecordedGroup]:
+    """The groups that wait in a checkpoint. Raises DataError as `read_step` does."""
+    path = checkpoint / WAITING_FILE
+    return read_recorded(path) if path.exists() else []
 
-    Keys beyond the contract of the run directory appear only where they carry something: `messages` for a chat prompt,
-    `alternatives` where several golds are right, `loss_mask` where a response token is not trained.
+
+def write_groups(path: Path, groups: Iterable[RecordedGroup]) -> Path:
+    """Writes groups as one Parquet file: beside its place, synced, then renamed.
+
+    Raises:
+        DataError: the disk refused; what stood at `path` before is untouched.
     """
-    prompt = group.prompt
-    text = prompt.text if prompt.messages is None else "\n".join(str(m.get("content", "")) for m in prompt.messages)
-    record: dict[str, Any] = {
-        "group_id": group.group_id,
-        "prompt_id": prompt.id,
-        "prompt": text,
-        "answer": prompt.answer,
-        "source": prompt.source,
-        "attempt": max((r.attempt for r in group.rollouts), default=0),
-        "prompt_tokens": list(prompt.tokens),
-        "rollouts": [
-            rollout_to_json(r) | {"correct": v.correct, "reward": v.reward, "reason": v.reason}
-            for r, v in zip(group.rollouts, group.verdicts, strict=True)
-        ],
-        "used": outcome,
-    }
-    if prompt.alternatives:
-        record["alternatives"] = list(prompt.alternatives)
-    if prompt.messages is not None:
-        record["messages"] = [dict(message) for message in prompt.messages]
-    return record
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            _write(temporary, groups)
+            temporary.replace(path)
+            _sync(path.parent)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise DataError(f"{path}: rollouts could not be written: {error}; free disk space and --resume") from error
+    return path
 
 
-def rollout_to_json(rollout: Rollout) -> dict[str, Any]:
-    """One rollout as plain values, without its prompt and its verdict."""
-    record: dict[str, Any] = {
-        "index": rollout.index,
-        "attempt": rollout.attempt,
-        "text": rollout.text,
-        "tokens": rollout.tokens[rollout.prompt_length :].tolist(),
-        "logprobs": rollout.logprobs.astype(np.float64).tolist(),
-        "finish_reason": rollout.finish_reason,
-        "weight_version": rollout.weight_version,
-        "version_spans": [list(span) for span in rollout.version_spans],
-        "length": rollout.response_length,
-    }
-    if not rollout.loss_mask.all():
-        record["loss_mask"] = rollout.loss_mask.tolist()
-    return record
+def _write(path: Path, groups: Iterable[RecordedGroup]) -> None:
+    """pyarrow's own file, not one of Python: it writes without the interpreter's lock."""
+    with pa.OSFile(str(path), "wb") as sink:
+        writer = pq.ParquetWriter(sink, SCHEMA, **WRITER_OPTIONS)
+        try:
+            for block in blocks(groups):
+                writer.write_batch(block)
+            writer.add_key_value_metadata(FORMAT)
+        except BaseException:
+            with suppress(OSError):  # Closing writes the footer, which the same full disk refuses again.
+                writer.close()
+            raise
+        writer.close()
+    _sync(path)
 
 
-def group_from_json(record: Mapping[str, Any]) -> tuple[Group, Outcome]:
-    """The inverse of `group_to_json`. Raises KeyError, TypeError or ValueError for anything else."""
-    messages = record.get("messages")
-    prompt = Prompt(
-        id=record["prompt_id"],
-        answer=record["answer"],
-        source=record["source"],
-        text=record["prompt"] if messages is None else None,
-        messages=None if messages is None else tuple(dict(message) for message in messages),
-        tokens=tuple(record["prompt_tokens"]),
-        alternatives=tuple(record.get("alternatives", ())),
-    )
-    if record["used"] not in OUTCOMES:
-        raise ValueError(f"used is {record['used']!r}; allowed: {', '.join(OUTCOMES)}")
-    rollouts = tuple(rollout_from_json(r, record["group_id"], prompt) for r in record["rollouts"])
-    verdicts = tuple(Verdict(r["correct"], r["reward"], r["reason"]) for r in record["rollouts"])
-    return Group(record["group_id"], prompt, rollouts, verdicts), record["used"]
+def _check_format(metadata: Mapping[bytes, bytes] | None, found: pa.Schema) -> None:
+    got = {name: (metadata or {}).get(name.encode(), b"nothing").decode(errors="replace") for name in FORMAT}
+    if got != FORMAT:
+        raise ValueError(f"it is no file of recorded rollouts: its metadata says {got}, expected {FORMAT}")
+    for field in SCHEMA:
+        number = found.get_field_index(field.name)
+        if number < 0 or found.field(number).type != field.type:
+            got = "is missing" if number < 0 else f"is {found.field(number).type}"
+            raise ValueError(f"column {field.name} {got}; expected {field.type}")
 
 
-def rollout_from_json(record: Mapping[str, Any], group_id: int, prompt: Prompt) -> Rollout:
-    """The inverse of `rollout_to_json`. Raises KeyError, TypeError or ValueError for anything else."""
-    length = record["length"]
-    loss_mask = record.get("loss_mask", [1] * length)
-    if not length == len(record["tokens"]) == len(record["logprobs"]) == len(loss_mask):
-        raise ValueError(f"rollout {record['index']}: tokens, logprobs or loss_mask are not {length} long")
-    return Rollout(
-        prompt_id=prompt.id,
-        group_id=group_id,
-        attempt=record["attempt"],
-        index=record["index"],
-        tokens=np.asarray([*prompt.tokens, *record["tokens"]], dtype=np.int32),
-        prompt_length=len(prompt.tokens),
-        loss_mask=np.asarray(loss_mask, dtype=np.uint8),
-        logprobs=np.asarray(record["logprobs"], dtype=np.float32),
-        finish_reason=record["finish_reason"],
-        weight_version=record["weight_version"],
-        text=record["text"],
-        version_spans=tuple((int(version), int(count)) for version, count in record["version_spans"]),
-    )
+def _recorded(groups: Mapping[Outcome, Sequence[Group]]) -> Iterator[RecordedGroup]:
+    return (RecordedGroup(group, outcome) for outcome in OUTCOMES for group in groups.get(outcome, ()))
 
 
 def _file_name(step: int) -> str:
-    return f"step_{step:06d}.jsonl.zst"
+    return f"step_{step:06d}.parquet"
 
 
-def _step_files(run_dir: Path) -> Iterable[tuple[int, Path]]:
-    for path in (run_dir / "rollouts").glob("step_*.jsonl.zst"):
-        match = _STEP_FILE.fullmatch(path.name)
-        if match:
-            yield int(match.group(1)), path
+def _step_files(run_dir: Path) -> Iterator[tuple[int, Path]]:
+    for number, path in _numbered(run_dir / "rollouts", _STEP_FILE):
+        if path.name.endswith(OLDER_SUFFIX):
+            raise _older_format(path)
+        yield number, path
 
 
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
+def _numbered(folder: Path, name: re.Pattern[str]) -> list[tuple[int, Path]]:
+    """The files of a folder whose names match, with their numbers, in order."""
+    found = ((name.fullmatch(path.name), path) for path in folder.glob("*"))
+    return sorted((int(match.group(1)), path) for match, path in found if match)
+
+
+def _older_format(path: Path) -> DataError:
+    return DataError(
+        f"{path}: recorded in the older format ({OLDER_SUFFIX}); allowed: .parquet. "
+        f"Convert the run's rollouts with: megatron-daro convert-rollouts {path.parent.parent}"
+    )
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

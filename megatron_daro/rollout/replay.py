@@ -1,8 +1,9 @@
 """Recorded batches instead of engines: the train part of a run, again.
 
-Place in the data flow: RUN/rollouts -> ReplaySource -> controller, in the sampler's place. Gives the trained groups of
-every recorded step, in their recorded order and at their recorded step, so the batches are bit for bit those of the
-recorded run. Filtered and dropped groups are not given again. It refuses gaps: a run that was recorded in part.
+Place in the data flow: RUN/rollouts -> ReplaySource -> controller, in the sampler's place. Gives the groups of every
+recorded step that trained, in their recorded order and at their recorded step, so the batches are bit for bit those of
+the recorded run. Filtered and dropped groups come with them, since accuracy counts them; they train nothing. It refuses
+gaps (a run that was recorded in part), the older file format, and to go on where a run that generates stopped.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_daro.errors import DataError
+from megatron_daro.errors import CheckpointError, DataError
 from megatron_daro.rollout.deadlines import Deadlines
-from megatron_daro.rollout.ledger import Ledger
+from megatron_daro.rollout.group_columns import RecordedGroup
+from megatron_daro.rollout.ledger import Ledger, Outcome
 from megatron_daro.rollout.recorder import read_step, recorded_steps
-from megatron_daro.rollout.sampled_batch import SampledBatch, Snapshot
+from megatron_daro.rollout.sampled_batch import REPLAYED_STEP, SampledBatch, Snapshot, is_replay
 from megatron_daro.types import Group
 
 
@@ -32,7 +34,7 @@ class ReplaySource:
             deadlines: the table of deadlines.
 
         Raises:
-            DataError: nothing was recorded, or steps are missing between recorded ones.
+            DataError: nothing was recorded, steps are missing between recorded ones, or files have the older format.
         """
         self._run_dir = Path(run_dir)
         self._size = rollouts_per_prompt
@@ -51,9 +53,14 @@ class ReplaySource:
         """The recorded steps, in order."""
         return list(self._steps)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues after the recorded step in `state`."""
-        self._last_step = int(state["source"]["last_step"])
+    def load_state_dict(self, state: Mapping[str, Any], waiting: Sequence[RecordedGroup] = ()) -> None:
+        """Continues after the recorded step in `state`. Raises CheckpointError for that of a run that generates."""
+        if not is_replay(state):
+            raise CheckpointError(
+                "the checkpoint is of a run that generates its rollouts; resume it without --replay, or replay into a "
+                "new trainer.run_dir"
+            )
+        self._last_step = int(state["source"][REPLAYED_STEP])
         self.ledger.load_state_dict(state["ledger"])
 
     def stale(self, groups: Sequence[Group], version: int) -> tuple[Group, ...]:
@@ -61,7 +68,7 @@ class ReplaySource:
         return ()
 
     async def sample(self, use_version: int) -> SampledBatch | None:
-        """The trained groups of the next recorded step that trained any; None after the last one.
+        """The groups of the next recorded step that trained any; None after the last one.
 
         Raises:
             DataError: a file is damaged, or its groups are not of K rollouts.
@@ -72,21 +79,27 @@ class ReplaySource:
             recorded = await self._deadlines.within(
                 "write", asyncio.to_thread(read_step, self._run_dir, step), what=f"reading step {step}"
             )
-            groups = tuple(group for group, used in recorded if used == "trained")
-            if groups:
-                return self._batch(step, groups)
+            if any(used == "trained" for _, used in recorded):
+                return self._batch(step, recorded)
         return None
 
-    def _batch(self, step: int, groups: tuple[Group, ...]) -> SampledBatch:
+    def _batch(self, step: int, recorded: Sequence[tuple[Group, Outcome]]) -> SampledBatch:
+        groups, filtered, dropped = (
+            tuple(group for group, used in recorded if used == outcome) for outcome in ("trained", "filtered", "dropped")
+        )
         wrong = next((g for g in groups if len(g.rollouts) != self._size), None)
         if wrong is not None:
             raise DataError(
                 f"{self._run_dir}/rollouts: step {step} group {wrong.group_id} has {len(wrong.rollouts)} rollouts but "
                 f"rollout.rollouts_per_prompt is {self._size}; set it to the recorded run's value"
             )
-        self.ledger.admit_recorded([group.group_id for group in groups])
+        self.ledger.admit_recorded([group.group_id for group, _ in recorded])
+        self.ledger.finish([group.group_id for group in filtered], "filtered")
+        self.ledger.finish([group.group_id for group in dropped], "dropped")
         return SampledBatch(
             groups=groups,
-            snapshot=Snapshot({"last_step": step}, self.ledger.state_dict()),
+            filtered=filtered,
+            dropped=dropped,
+            snapshot=Snapshot({REPLAYED_STEP: step}, self.ledger.state_dict()),
             first_step=step,
         )

@@ -11,10 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from megatron_daro.rollout.group_columns import RecordedGroup
 from megatron_daro.rollout.ledger import Ledger, Outcome
 from megatron_daro.rollout.pending import PartialGroup
-from megatron_daro.rollout.recorder import group_to_json
 from megatron_daro.types import Group
+
+REPLAYED_STEP = "last_step"
+"""The key of a replay's source state: the recorded step that it is at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +34,13 @@ class Snapshot:
     partial: tuple[PartialGroup, ...] = ()
 
     def to_json(self, resolved: Mapping[int, Outcome]) -> dict[str, Any]:
-        """The state to continue from, as plain values.
+        """The state to continue from, as plain values, without the groups that wait: those are `waiting`.
 
         Args:
             resolved: what became of the groups that were handed over up to this batch. All of them must be in it.
 
         Returns:
-            `source`, `ledger`, `carry` (recorded groups), `partial` (unfinished ones) and `counters`; only the groups
-            of `carry` and `partial` are outstanding.
+            `source`, `ledger` and `counters`; only the groups of `carry` and `partial` are outstanding.
         """
         ledger = Ledger()
         ledger.load_state_dict(self.ledger)
@@ -47,13 +49,11 @@ class Snapshot:
                 ledger.finish([group_id], resolved[group_id])
         waiting = tuple(sorted([g.group_id for g in self.carry] + [g.group_id for g in self.partial]))
         assert ledger.outstanding == waiting, f"groups {ledger.outstanding} are outstanding but {waiting} are carried"
-        return {
-            "source": dict(self.source),
-            "ledger": ledger.state_dict(),
-            "carry": [group_to_json(group, "dropped") for group in self.carry],
-            "partial": [group.to_json() for group in self.partial],
-            "counters": dict(self.counters),
-        }
+        return {"source": dict(self.source), "ledger": ledger.state_dict(), "counters": dict(self.counters)}
+
+    def waiting(self) -> tuple[RecordedGroup, ...]:
+        """The groups of `carry`, then those of `partial`, as they are written beside the state."""
+        return (*(RecordedGroup(group) for group in self.carry), *(group.to_record() for group in self.partial))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,6 +77,12 @@ class SampledBatch:
     counters: Mapping[str, int] = field(default_factory=dict)
 
 
+def is_replay(state: Mapping[str, Any]) -> bool:
+    """Whether a source's saved state is that of a replay."""
+    source = state.get("source")
+    return isinstance(source, Mapping) and REPLAYED_STEP in source
+
+
 class BatchSource(Protocol):
     """Where the controller gets batches from: the sampler, or replay."""
 
@@ -94,6 +100,6 @@ class BatchSource(Protocol):
         """Those that are too old to be trained by a policy of this weight version."""
         ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `Snapshot.to_json` says."""
+    def load_state_dict(self, state: Mapping[str, Any], waiting: Sequence[RecordedGroup] = ()) -> None:
+        """Continue where `Snapshot.to_json` says, with the groups of `Snapshot.waiting`. Raises CheckpointError."""
         ...

@@ -3,11 +3,13 @@
 Place in the data flow: between the prompt source, the engine and the verifiers on one side and the controller on the
 other. It uses what was kept from the batch before, lets rounds.py (which repeats exactly) or early.py (which does not
 wait for the slowest) fill up the rest, tells batch and surplus apart by group id, and takes the snapshot to continue
-from. It refuses a run in which no group carries a signal, and groups that are too old; it trains and records nothing.
+from. It refuses a run in which no group carries a signal, whose answers it has recorded, and groups that are too old;
+it trains nothing.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -15,9 +17,12 @@ from typing import Any
 from megatron_daro.errors import CheckpointError, DataError
 from megatron_daro.rollout.draft import Draft
 from megatron_daro.rollout.filling import BatchFiller, Filling
+from megatron_daro.rollout.group_columns import RecordedGroup
+from megatron_daro.rollout.ledger import Outcome
+from megatron_daro.rollout.no_signal import describe
 from megatron_daro.rollout.pending import PartialGroup
-from megatron_daro.rollout.recorder import group_from_json
-from megatron_daro.rollout.sampled_batch import SampledBatch, Snapshot
+from megatron_daro.rollout.recorder import Recorder
+from megatron_daro.rollout.sampled_batch import SampledBatch, Snapshot, is_replay
 from megatron_daro.types import Group
 
 _EMPTY = "rollout/batches_empty"
@@ -37,6 +42,7 @@ class Sampler:
         *,
         kept_bins: Collection[int],
         updates_per_batch: int = 1,
+        recorder: Recorder | None = None,
         max_empty_batches: int = 3,
     ) -> None:
         """Starts nothing.
@@ -45,6 +51,7 @@ class Sampler:
             filling: what groups are made of. filler: the way to fill a batch, over the same filling.
             kept_bins: the bins 0..K whose groups are trained; the others are replaced (dynamic sampling).
             updates_per_batch: optimizer steps per batch: one batch of staleness is that many weight versions.
+            recorder: where skipped batches are written; None: nowhere.
             max_empty_batches: batches in a row that may come out empty.
         """
         self._section = filling.section
@@ -60,31 +67,38 @@ class Sampler:
         self._partial: tuple[PartialGroup, ...] = ()
         self._empty_batches = 0
         self._short_batches = 0
+        self._recorder = recorder
+        self._deadlines = filling.deadlines
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], waiting: Sequence[RecordedGroup] = ()) -> None:
         """Continues where `Snapshot.to_json` says: same prompts, same group ids, same groups that wait.
 
         Raises:
-            CheckpointError: the state is torn, or does not add up.
+            CheckpointError: the state is of a replay, torn, or does not add up.
         """
+        if is_replay(state):
+            raise CheckpointError(
+                "the checkpoint is of a replay, which knows no prompts to go on with; resume it with --replay and the "
+                "recorded run, or start in a new run_dir"
+            )
         try:
-            self._load(state)
+            self._load(state, waiting)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 f"sampler state is not what a checkpoint holds ({type(error).__name__}: {error}); "
                 "use an earlier checkpoint"
             ) from error
 
-    def _load(self, state: Mapping[str, Any]) -> None:
+    def _load(self, state: Mapping[str, Any], waiting: Sequence[RecordedGroup]) -> None:
         self._source.load_state_dict(state["source"])
         self.ledger.load_state_dict(state["ledger"])
-        self._carry = tuple(group_from_json(record)[0] for record in state["carry"])
-        # Checkpoints that know no unfinished groups lack these keys.
         size = self._section.rollouts_per_prompt
-        self._partial = tuple(PartialGroup.from_json(record, size) for record in state.get("partial", ()))
-        waiting = sorted([g.group_id for g in self._carry] + [g.group_id for g in self._partial])
-        if list(self.ledger.outstanding) != waiting:
-            raise ValueError(f"groups {list(self.ledger.outstanding)} are outstanding, but groups {waiting} are there")
+        complete = [record for record in waiting if len(record.group.rollouts) == size and not record.unfinished]
+        self._carry = tuple(record.group for record in complete)
+        self._partial = tuple(PartialGroup.from_record(r, size) for r in waiting if r not in complete)
+        there = sorted(record.group.group_id for record in waiting)
+        if list(self.ledger.outstanding) != there:
+            raise ValueError(f"groups {list(self.ledger.outstanding)} are outstanding, but groups {there} are there")
         counters = state["counters"]
         self._empty_batches = int(counters[_EMPTY])
         self._intake.aborted_tokens = int(counters.get(_ABORTED_TOKENS, 0))
@@ -115,12 +129,22 @@ class Sampler:
                 tokens = self._intake.fresh_tokens - tokens_before
                 return self._complete(draft, time.perf_counter() - started, tokens)
             self._empty_batches += 1
-            self._notices.warn(f"no trainable group in this batch ({draft.why_empty()}); it is skipped")
+            where = await self._record_skipped(draft, use_version + 1)
+            self._notices.warn(f"no trainable group in this batch ({draft.why_empty()}); it is skipped; {where}")
         raise DataError(
             f"{self._max_empty} batches in a row without a trainable group ({draft.why_empty()}). "
-            "Use prompts the model solves sometimes, raise rollout.rollouts_per_prompt or rollout.prompts_per_step, "
-            "or switch the filter off"
+            f"{describe(draft.filtered)} Use prompts the model solves sometimes, raise rollout.rollouts_per_prompt or "
+            f"rollout.prompts_per_step, or switch the filter off; {where}"
         )
+
+    async def _record_skipped(self, draft: Draft, step: int) -> str:
+        """Writes what was sampled for a step so far and trains nothing. Returns where people find it."""
+        if self._recorder is None:
+            return "observe.save_rollouts is off, so the answers were not recorded"
+        groups: dict[Outcome, list[Group]] = {"filtered": draft.filtered, "dropped": draft.dropped}
+        writing = asyncio.to_thread(self._recorder.write_skipped, step, groups)
+        path = await self._deadlines.within("write", writing, what=f"the skipped batch of step {step}")
+        return f"its answers are in {path}, which `megatron-daro report` shows"
 
     def _take_carry(self, draft: Draft, use_version: int) -> None:
         """Uses the groups kept from the batch before, but for those that will be too old."""

@@ -1,0 +1,288 @@
+"""Groups of rollouts as Parquet columns and back: the one form in which a group is ever written.
+
+Place in the data flow: recorder (a step's groups) and checkpoints (groups that wait) -> rows of SCHEMA -> the same
+groups. One row is one rollout with its prompt and its verdict, so that people can read the file with pandas or DuckDB;
+a group without a rollout is one row without an index. Everything comes back bit for bit. Columns are built from numpy
+arrays and encoded by pyarrow without the interpreter's lock. It opens no files, and refuses rows that contradict
+themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, get_args
+
+import numpy as np
+import pyarrow as pa
+
+from megatron_daro.rollout.ledger import OUTCOMES, Outcome
+from megatron_daro.types import FinishReason, Group, Prompt, Rollout, Verdict
+
+FORMAT = {"megatron_daro.rollouts": "2"}
+"""In the metadata of every file. Format 1 was JSON lines (jsonl_rollouts.py)."""
+BLOCK_TOKENS = 1 << 20
+"""Response tokens of a row group: enough to compress well, little enough that a reader holds few of them."""
+
+
+def _list(kind: pa.DataType) -> pa.DataType:
+    return pa.list_(pa.field("element", kind, nullable=False))
+
+
+_SPAN = pa.struct([pa.field("weight_version", pa.int64(), False), pa.field("tokens", pa.int64(), False)])
+_RESPONSE_LISTS = ("tokens", "logprobs", "loss_mask")
+SCHEMA = pa.schema(
+    [
+        pa.field("group_id", pa.int64(), False),
+        pa.field("used", pa.string()),
+        pa.field("prompt_id", pa.string(), False),
+        pa.field("source", pa.string(), False),
+        pa.field("category", pa.string(), False),
+        pa.field("prompt", pa.string()),
+        pa.field("messages", pa.string()),
+        pa.field("answer", pa.string(), False),
+        pa.field("alternatives", pa.string()),
+        pa.field("prompt_tokens", _list(pa.int32()), False),
+        pa.field("index", pa.int32()),
+        pa.field("attempt", pa.int32()),
+        pa.field("text", pa.string()),
+        pa.field("tokens", _list(pa.int32()), False),
+        pa.field("logprobs", _list(pa.float32()), False),
+        pa.field("loss_mask", _list(pa.uint8())),
+        pa.field("length", pa.int32()),
+        pa.field("finish_reason", pa.string()),
+        pa.field("weight_version", pa.int64()),
+        pa.field("version_spans", _list(_SPAN), False),
+        pa.field("correct", pa.bool_()),
+        pa.field("reward", pa.float64()),
+        pa.field("reason", pa.string()),
+        pa.field("lone_surrogates", pa.string()),
+    ]
+)
+"""The columns; docs/rollout_files.md says what each holds."""
+WRITER_OPTIONS: dict[str, Any] = {
+    "compression": "zstd",
+    "compression_level": 1,
+    "use_dictionary": ["used", "prompt_id", "source", "category", "prompt", "messages", "answer", "alternatives"]
+    + ["finish_reason", "reason", "loss_mask.list.element"],
+    "column_encoding": {
+        "tokens.list.element": "BYTE_STREAM_SPLIT",
+        "logprobs.list.element": "BYTE_STREAM_SPLIT",
+    },
+    "write_statistics": False,
+    "write_page_checksum": True,
+    "store_schema": False,
+}
+"""Of pyarrow.parquet.ParquetWriter. benchmarks/recording.py --encodings compares the alternatives."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedGroup:
+    """A group with what became of it; None while it still waits. unfinished: rollouts without a verdict."""
+
+    group: Group
+    used: Outcome | None = None
+    unfinished: tuple[Rollout, ...] = ()
+
+
+def blocks(groups: Iterable[RecordedGroup], block_tokens: int = BLOCK_TOKENS) -> Iterator[pa.RecordBatch]:
+    """The groups as row groups of about `block_tokens` response tokens, in order; a group is never split."""
+    waiting: list[RecordedGroup] = []
+    tokens = 0
+    for entry in groups:
+        waiting.append(entry)
+        tokens += sum(r.response_length for r in (*entry.group.rollouts, *entry.unfinished))
+        if tokens >= block_tokens:
+            yield encode(waiting)
+            waiting, tokens = [], 0
+    if waiting:
+        yield encode(waiting)
+
+
+def encode(groups: Sequence[RecordedGroup]) -> pa.RecordBatch:
+    """Rows of SCHEMA; `decode` gives exactly the same groups back."""
+    rows: list[tuple[RecordedGroup, Rollout | None, Verdict | None]] = []
+    for entry in groups:
+        finished = zip(entry.group.rollouts, entry.group.verdicts, strict=True)
+        own = [(entry, r, v) for r, v in finished] + [(entry, r, None) for r in entry.unfinished]
+        rows += own or [(entry, None, None)]
+    prompts = [entry.group.prompt for entry, _, _ in rows]
+    rollouts = [rollout for _, rollout, _ in rows]
+    verdicts = [verdict for _, _, verdict in rows]
+    plain = {
+        "group_id": [entry.group.group_id for entry, _, _ in rows],
+        "used": [entry.used for entry, _, _ in rows],
+        "prompt_id": [p.id for p in prompts],
+        "source": [p.source for p in prompts],
+        "category": [p.category for p in prompts],
+        "prompt": [_prompt_text(p) for p in prompts],
+        "messages": [p.messages and json.dumps([dict(m) for m in p.messages]) for p in prompts],
+        "answer": [p.answer for p in prompts],
+        "alternatives": [json.dumps(p.alternatives) if p.alternatives else None for p in prompts],
+        "index": _of(rollouts, lambda r: r.index),
+        "attempt": _of(rollouts, lambda r: r.attempt),
+        "text": _of(rollouts, lambda r: r.text),
+        "length": _of(rollouts, lambda r: r.response_length),
+        "finish_reason": _of(rollouts, lambda r: r.finish_reason),
+        "weight_version": _of(rollouts, lambda r: r.weight_version),
+        "version_spans": [
+            [{"weight_version": version, "tokens": count} for version, count in (r.version_spans if r else ())]
+            for r in rollouts
+        ],
+        "correct": _of(verdicts, lambda v: v.correct),
+        "reward": _of(verdicts, lambda v: v.reward),
+        "reason": _of(verdicts, lambda v: v.reason),
+    }
+    columns: dict[str, pa.Array] = _with_exact_texts(plain)
+    none = np.zeros(0)
+    prompt_tokens = {entry.group.group_id: np.asarray(entry.group.prompt.tokens, dtype=np.int32) for entry in groups}
+    columns["prompt_tokens"] = _ragged("prompt_tokens", [prompt_tokens[entry.group.group_id] for entry, _, _ in rows])
+    columns["tokens"] = _ragged("tokens", [none if r is None else r.tokens[r.prompt_length :] for r in rollouts])
+    columns["logprobs"] = _ragged("logprobs", [none if r is None else r.logprobs for r in rollouts])
+    whole = np.array([r is None or bool(r.loss_mask.all()) for r in rollouts], dtype=bool)
+    masks = [none if r is None or all_ else r.loss_mask for r, all_ in zip(rollouts, whole, strict=True)]
+    columns["loss_mask"] = _ragged("loss_mask", masks, missing=whole)
+    return pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+
+
+def decode(batches: Iterable[pa.RecordBatch]) -> Iterator[RecordedGroup]:
+    """The inverse of `encode`, over all batches of a file: neighbouring rows of one group id are one group.
+
+    Raises:
+        ValueError: a row contradicts itself; the message has its number from 1.
+    """
+    number = 0
+
+    def numbered() -> Iterator[dict[str, Any]]:
+        nonlocal number
+        for batch in batches:
+            for row in _rows(batch):
+                number += 1
+                yield row
+
+    for _, rows in groupby(numbered(), key=lambda row: row["group_id"]):
+        first = number
+        try:
+            yield _group(list(rows))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"the group in row {first} cannot be: {error}") from error
+
+
+def _rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
+    """One mapping per row. Lists of numbers are views of the batch's memory; a list that is null is None."""
+    names = [name for name in SCHEMA.names if not _is_ragged(name)]
+    plain = [batch.column(name).to_pylist() for name in names]
+    ragged = {name: _views(batch.column(name)) for name in SCHEMA.names if _is_ragged(name)}
+    for i, values in enumerate(zip(*plain, strict=True)):
+        row = dict(zip(names, values, strict=True)) | {name: views[i] for name, views in ragged.items()}
+        if row["lone_surrogates"]:
+            exact = json.loads(row["lone_surrogates"]).items()
+            row |= {name: bytes.fromhex(text).decode("utf-8", "surrogatepass") for name, text in exact}
+        yield row
+
+
+def _group(rows: list[dict[str, Any]]) -> RecordedGroup:
+    first = rows[0]
+    messages = first["messages"] and json.loads(first["messages"])
+    prompt = Prompt(
+        id=first["prompt_id"],
+        answer=first["answer"],
+        source=first["source"],
+        text=first["prompt"] if messages is None else None,
+        messages=None if messages is None else tuple(dict(message) for message in messages),
+        tokens=tuple(first["prompt_tokens"].tolist()),
+        category=first["category"],
+        alternatives=tuple(json.loads(first["alternatives"] or "[]")),
+    )
+    if first["used"] not in (*OUTCOMES, None):
+        raise ValueError(f"used is {first['used']!r}; allowed: {', '.join(OUTCOMES)}")
+    if len(rows) == 1 and first["index"] is None:
+        rows = []
+    prefix = np.asarray(prompt.tokens, dtype=np.int32)
+    pairs = [(_rollout(row, prompt, prefix), row) for row in rows]
+    done = [(rollout, row) for rollout, row in pairs if row["correct"] is not None]
+    group = Group(
+        first["group_id"],
+        prompt,
+        tuple(rollout for rollout, _ in done),
+        tuple(Verdict(row["correct"], row["reward"], row["reason"]) for _, row in done),
+    )
+    return RecordedGroup(group, first["used"], tuple(rollout for rollout, row in pairs if row["correct"] is None))
+
+
+def _rollout(row: dict[str, Any], prompt: Prompt, prefix: np.ndarray) -> Rollout:
+    """One rollout in memory of its own: a view would keep the whole row group alive."""
+    length, mask = row["length"], row["loss_mask"]
+    mask = np.ones(length, np.uint8) if mask is None else mask.copy()
+    if not length == len(row["tokens"]) == len(row["logprobs"]) == len(mask):
+        raise ValueError(f"rollout {row['index']}: tokens, logprobs or loss_mask are not {length} long")
+    if row["finish_reason"] not in get_args(FinishReason):
+        raise ValueError(f"finish_reason is {row['finish_reason']!r}; allowed: {', '.join(get_args(FinishReason))}")
+    return Rollout(
+        prompt_id=prompt.id,
+        group_id=row["group_id"],
+        attempt=row["attempt"],
+        index=row["index"],
+        tokens=np.concatenate([prefix, row["tokens"]]),
+        prompt_length=len(prefix),
+        loss_mask=mask,
+        logprobs=row["logprobs"].copy(),
+        finish_reason=row["finish_reason"],
+        weight_version=row["weight_version"],
+        text=row["text"],
+        version_spans=tuple((span["weight_version"], span["tokens"]) for span in row["version_spans"]),
+    )
+
+
+def _prompt_text(prompt: Prompt) -> str | None:
+    """What people see: of a chat prompt the texts of its messages."""
+    if prompt.messages is None:
+        return prompt.text
+    return "\n".join(str(message.get("content", "")) for message in prompt.messages)
+
+
+def _of(values: Sequence[Any], read: Callable[[Any], Any]) -> list[Any]:
+    return [None if value is None else read(value) for value in values]
+
+
+def _is_ragged(name: str) -> bool:
+    return name == "prompt_tokens" or name in _RESPONSE_LISTS
+
+
+def _ragged(name: str, lists: Sequence[Any], missing: np.ndarray | None = None) -> pa.Array:
+    kind = SCHEMA.field(name).type
+    arrays = [np.asarray(values, dtype=kind.value_type.to_pandas_dtype()) for values in lists]
+    offsets = np.zeros(len(arrays) + 1, dtype=np.int32)
+    np.cumsum([len(array) for array in arrays], out=offsets[1:])
+    mask = None if missing is None else pa.array(missing)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(arrays)), type=kind, mask=mask)
+
+
+def _views(column: pa.ListArray) -> list[np.ndarray | None]:
+    values, offsets = column.values.to_numpy(zero_copy_only=False), column.offsets.to_numpy().tolist()
+    if column.values.null_count:
+        raise ValueError("a list of numbers holds a null")
+    valid = column.is_valid().to_pylist()
+    return [values[offsets[i] : offsets[i + 1]] if valid[i] else None for i in range(len(valid))]
+
+
+def _with_exact_texts(plain: dict[str, list[Any]]) -> dict[str, pa.Array]:
+    """Arrow columns. Lone surrogates, which UTF-8 has no form for, are shown as U+FFFD and kept beside the text."""
+    exact: list[dict[str, str]] = [{} for _ in plain["group_id"]]
+    columns = {}
+    for name, values in plain.items():
+        try:
+            columns[name] = pa.array(values, SCHEMA.field(name).type)
+        except UnicodeEncodeError:
+            for i, text in enumerate(values):
+                if text is not None and _shown(text) != text:
+                    exact[i][name] = text.encode("utf-8", "surrogatepass").hex()
+            columns[name] = pa.array([text and _shown(text) for text in values], SCHEMA.field(name).type)
+    columns["lone_surrogates"] = pa.array([json.dumps(texts) if texts else None for texts in exact], pa.string())
+    return columns
+
+
+def _shown(text: str) -> str:
+    return "".join("\ufffd" if "\ud800" <= character <= "\udfff" else character for character in text)
