@@ -1,4 +1,4 @@
-"""The console command `megatron-daro`: train, eval, report.
+"""The console command `megatron-daro`: train, eval, report, convert-rollouts.
 
 Place in the data flow: the composition root. Reads the configuration, calls the runtime or the report, turns errors
 into exit codes. What a sub-command needs is imported inside it, so `--help` loads neither torch nor ray. Does no work
@@ -151,6 +151,20 @@ def report(
     target = output or run / "report.html"
     write_report(run, target)
     typer.echo(target)
+
+
+@app.command(name="convert-rollouts")
+def convert_rollouts(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.", show_default=False)],
+) -> None:
+    """Turn rollouts that an older version recorded (.jsonl.zst) into Parquet files."""
+    _require_directory("RUN", run, "a run directory")
+    from megatron_daro.rollout.jsonl_rollouts import convert_run
+
+    count = 0
+    for count, (source, target) in enumerate(convert_run(run), start=1):
+        typer.echo(f"{source} -> {target.name}")
+    typer.echo(f"{count} files converted" if count else f"{run}: no rollouts of the older format; nothing to convert")
 
 
 def _require_directory(name: str, path: Path, allowed: str) -> None:

@@ -85,7 +85,8 @@ class ReplaySource:
 
     def _batch(self, step: int, recorded: Sequence[tuple[Group, Outcome]]) -> SampledBatch:
         groups, filtered, dropped = (
-            tuple(group for group, used in recorded if used == outcome) for outcome in ("trained", "filtered", "dropped")
+            tuple(group for group, used in recorded if used == outcome)
+            for outcome in ("trained", "filtered", "dropped")
         )
         wrong = next((g for g in groups if len(g.rollouts) != self._size), None)
         if wrong is not None:

@@ -22,14 +22,14 @@ from megatron_daro.controller import stop_on_signals
 from megatron_daro.errors import CheckpointError, DataError, DeadlineError, EngineError, NonFiniteError
 from megatron_daro.observe.metrics import comparable, read_metrics
 from megatron_daro.recovery import find_latest_valid, step_directories
-from megatron_daro.rollout.recorder import read_groups, read_step, recorded_steps
+from megatron_daro.rollout.recorder import read_groups, read_step, read_waiting, recorded_steps
 
 EVALUATE = {"eval_every_steps": 3}
 
 
 def files(run: Path) -> dict:
     """Everything in a run directory that must not depend on time, order of arrival or crashes."""
-    rollouts = {step: (run / "rollouts" / f"step_{step:06d}.jsonl.zst").read_bytes() for step in recorded_steps(run)}
+    rollouts = {step: (run / "rollouts" / f"step_{step:06d}.parquet").read_bytes() for step in recorded_steps(run)}
     return {"metrics": [comparable(line) for line in read_metrics(run)], "rollouts": rollouts}
 
 
@@ -179,10 +179,10 @@ def test_a_step_that_is_not_finite_stops_the_run_and_is_written_out(tmp_path, ho
     stack = make_stack(tmp_path)
     stack.policy.nonfinite_steps = {3: how}
     with pytest.raises(
-        NonFiniteError, match=r"step 3: .*no optimizer step; the batch is in .*failed/step_000003.jsonl.zst"
+        NonFiniteError, match=r"step 3: .*no optimizer step; the batch is in .*failed/step_000003.parquet"
     ):
         run_stack(stack)
-    failed = read_groups(tmp_path / "failed" / "step_000003.jsonl.zst")
+    failed = read_groups(tmp_path / "failed" / "step_000003.parquet")
     assert len(failed) == 3
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
     assert (stack.engine.closed, stack.policy.closed) == (1, 1)
@@ -196,7 +196,7 @@ def test_a_step_that_is_not_finite_can_be_skipped_and_is_counted(tmp_path, how):
     assert outcome.step == 6 and stack.policy.steps == 5
     assert [line["rollout/steps_skipped"] for line in read_metrics(tmp_path)] == [0, 0, 1, 1, 1, 1]
     assert {used for _, used in read_step(tmp_path, 3)} <= {"filtered", "dropped"}
-    assert len(read_groups(tmp_path / "failed" / "step_000003.jsonl.zst")) == 3
+    assert len(read_groups(tmp_path / "failed" / "step_000003.parquet")) == 3
     check_books(tmp_path)
 
 
@@ -440,8 +440,9 @@ def test_carried_groups_and_attempts_survive_a_crash(tmp_path, staleness, saved)
     stack.engine.abort_rollouts = {(i, 0, 1) for i in range(0, 90, 4)}
     with pytest.raises(Crash):
         run_stack(stack)
-    _, state = find_latest_valid(tmp_path, stack.progress)
-    assert state["step"] == saved and state["sampler"]["carry"] and state["sampler"]["ledger"]["retries"]
+    checkpoint, state = find_latest_valid(tmp_path, stack.progress)
+    assert state["step"] == saved and state["sampler"]["ledger"]["retries"]
+    assert read_waiting(checkpoint), "no group waits in the checkpoint, so this test shows nothing"
     resumed = make_stack(tmp_path, rollout=rollout, filter_groups=False)
     resumed.engine.abort_rollouts = stack.engine.abort_rollouts
     resume_stack(resumed)

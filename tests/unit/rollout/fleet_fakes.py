@@ -14,10 +14,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
+from group_forms import plain_group, through_parquet
 from loop_fakes import NEVER, FakeEngine, FakePhases, FakeProgress, FakeSource, K, digest, make_sampler
 
 from megatron_daro.errors import EngineError
-from megatron_daro.rollout.recorder import group_to_json
 from megatron_daro.types import GroupRequest, Rollout
 
 LONGEST = 8
@@ -176,13 +176,14 @@ def train(parts, batch, outcome="trained"):
 
 
 def saved(batch):
-    """The state of a checkpoint written after this batch, as it comes back from disk."""
-    return json.loads(json.dumps(batch.snapshot.to_json(dict.fromkeys(ids(batch.groups), "trained"))))
+    """(state, groups that wait) of a checkpoint written after this batch, as they come back from disk."""
+    state = json.loads(json.dumps(batch.snapshot.to_json(dict.fromkeys(ids(batch.groups), "trained"))))
+    return state, through_parquet(batch.snapshot.waiting())
 
 
 def plain(groups):
     """Groups as they can be compared."""
-    return [group_to_json(group, "trained") for group in groups]
+    return [plain_group(group) for group in groups]
 
 
 def kept_in_part(parts):

@@ -286,7 +286,7 @@ def test_the_books_add_up_whatever_the_engine_does(fates, paces, filter_groups, 
         if restart and version == 1:
             generated, lost = parts.engine.generated, parts.engine.lost_tokens
             parts = setup(filter_groups, rollout)
-            parts.sampler.load_state_dict(state)
+            parts.sampler.load_state_dict(*state)
 
 
 def arrange(engine, fates, paces):

@@ -89,9 +89,9 @@ def test_a_state_that_does_not_add_up_is_refused():
         Ledger().load_state_dict(state)
 
 
-def test_recorded_ids_may_leave_gaps_but_not_go_back():
+def test_recorded_ids_may_leave_gaps_and_go_back_but_not_come_twice():
     ledger = Ledger()
-    ledger.admit_recorded([3, 7])
+    ledger.admit_recorded([7, 3])
     ledger.finish([3], "trained")
     assert ledger.counts() == {"admitted": 2, "trained": 1, "filtered": 0, "dropped": 0, "outstanding": 1}
     with pytest.raises(AssertionError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -23,7 +22,7 @@ from fleet_fakes import (
 from loop_fakes import K, make_rollout
 
 from megatron_daro.errors import CheckpointError
-from megatron_daro.types import SamplingParams
+from megatron_daro.types import SamplingParams, Verdict
 
 
 def test_unfinished_groups_are_kept_and_go_on_first_under_the_next_weights():
@@ -141,10 +140,10 @@ def test_a_checkpoint_brings_partial_groups_back_exactly():
     rollout = KEEP | {"oversampling": 1.5}
     parts = setup(rollout=rollout)
     first, _, _ = kept_in_part(parts)
-    state = saved(first)
-    assert [record["finished"]["group_id"] for record in state["partial"]] == [0]
+    state, waiting = saved(first)
+    assert [record.group.group_id for record in waiting] == [0] and waiting[0].unfinished
     resumed = setup(rollout=rollout)
-    resumed.sampler.load_state_dict(json.loads(json.dumps(state)))
+    resumed.sampler.load_state_dict(state, waiting)
     assert resumed.sampler.ledger.counts()["outstanding"] == 1
     train(parts, first)
     batches = []
@@ -178,17 +177,6 @@ def put(path, value):
 @pytest.mark.parametrize(
     "change",
     [
-        remove(["partial"]),
-        remove(["partial", 0]),
-        remove(["partial", 0, "unfinished", 0, "tokens"]),
-        remove(["partial", 0, "finished", "prompt_id"]),
-        put(["partial"], 7),
-        put(["partial", 0], None),
-        put(["partial", 0, "unfinished", 0, "logprobs"], [0.0]),
-        put(["partial", 0, "unfinished", 0, "index"], K),
-        put(["partial", 0, "unfinished", 0, "finish_reason"], "stop"),
-        put(["partial", 0, "finished", "rollouts", 0, "finish_reason"], "abort"),
-        put(["partial", 0, "finished", "group_id"], 77),
         remove(["counters", "rollout/batches_empty"]),
         remove(["ledger", "outstanding"]),
         put(["ledger", "outstanding"], []),
@@ -196,11 +184,40 @@ def put(path, value):
 )
 def test_a_torn_state_is_a_checkpoint_error(change):
     parts = setup(rollout=KEEP | {"oversampling": 1.5})
-    state = saved(kept_in_part(parts)[0])
-    setup(rollout=KEEP).sampler.load_state_dict(state)
+    state, waiting = saved(kept_in_part(parts)[0])
+    setup(rollout=KEEP).sampler.load_state_dict(state, waiting)
     change(state)
     with pytest.raises(CheckpointError, match=r"[Uu]se an earlier checkpoint"):
-        setup(rollout=KEEP).sampler.load_state_dict(state)
+        setup(rollout=KEEP).sampler.load_state_dict(state, waiting)
+
+
+def edited(record, **changes):
+    """The record with its first unfinished rollout changed."""
+    return replace(record, unfinished=(replace(record.unfinished[0], **changes), *record.unfinished[1:]))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda record: [],
+        lambda record: [record, record],
+        lambda record: [replace(record, group=replace(record.group, group_id=77))],
+        lambda record: [edited(record, index=K)],
+        lambda record: [edited(record, index=record.group.rollouts[0].index)],
+        lambda record: [edited(record, finish_reason="stop")],
+        lambda record: [
+            replace(
+                record, group=replace(record.group, rollouts=record.unfinished, verdicts=(Verdict(True, 1.0, "m"),))
+            )
+        ],
+    ],
+)
+def test_waiting_groups_that_contradict_the_state_are_a_checkpoint_error(damage):
+    parts = setup(rollout=KEEP | {"oversampling": 1.5})
+    state, (record,) = saved(kept_in_part(parts)[0])
+    assert record.unfinished and record.group.rollouts
+    with pytest.raises(CheckpointError, match=r"[Uu]se an earlier checkpoint"):
+        setup(rollout=KEEP).sampler.load_state_dict(state, damage(record))
 
 
 def test_counts_since_the_beginning_go_on_after_a_resume():
@@ -212,14 +229,13 @@ def test_counts_since_the_beginning_go_on_after_a_resume():
     names = ("rollout/groups_aborted", "rollout/groups_resumed", "rollout/aborted_tokens")
     assert all(second.counters[name] > 0 for name in names), second.counters
     resumed = setup(rollout=KEEP)
-    resumed.sampler.load_state_dict(saved(second))
+    resumed.sampler.load_state_dict(*saved(second))
     assert resumed.sampler._counters() == second.counters
 
 
 def test_a_checkpoint_that_knows_no_partial_groups_still_loads():
     parts = setup(rollout={"oversampling": 1.0})
-    state = saved(sample(parts))
-    del state["partial"]
+    state, _ = saved(sample(parts))
     state["counters"] = {"rollout/batches_empty": 3}
     resumed = setup()
     resumed.sampler.load_state_dict(state)
@@ -230,7 +246,7 @@ def test_rounds_that_wait_for_all_drop_unfinished_groups_of_a_checkpoint_and_say
     parts = setup(rollout=KEEP | {"oversampling": 1.5})
     first, partial, _ = kept_in_part(parts)
     resumed = setup(rollout=KEEP, finish_early=False)
-    resumed.sampler.load_state_dict(saved(first))
+    resumed.sampler.load_state_dict(*saved(first))
 
     async def all_at_once(requests):
         for request in requests:

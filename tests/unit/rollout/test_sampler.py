@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from group_forms import plain_group, through_parquet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loop_fakes import FAST, FakeEngine, FakePhases, FakeProgress, FakeScorer, FakeSource, K, make_sampler, verdict
 
 from megatron_daro.errors import DataError, DeadlineError, EngineError, RewardError
 from megatron_daro.rollout import deadlines as deadlines_module
-from megatron_daro.rollout.recorder import group_to_json
 from megatron_daro.rollout.sampled_batch import Snapshot
 
 
@@ -30,7 +30,7 @@ def sample(parts, use_version=0):
 
 
 def plain(groups):
-    return [group_to_json(group, "trained") for group in groups]
+    return [plain_group(group) for group in groups]
 
 
 @given(st.integers(1, 1000))
@@ -174,9 +174,10 @@ def test_surplus_is_kept_while_it_is_young_enough(use_version, carried):
     first = sample(parts)
     assert not first.dropped
     state = first.snapshot.to_json(dict.fromkeys([0, 1, 2], "trained"))
-    assert [record["group_id"] for record in state["carry"]] == [3, 4, 5]
+    waiting = through_parquet(first.snapshot.waiting())
+    assert [record.group.group_id for record in waiting] == [3, 4, 5]
     resumed = setup(filter_groups=False, rollout={"oversampling": 2.0, "keep_surplus": True, "max_staleness": 1})
-    resumed.sampler.load_state_dict(state)
+    resumed.sampler.load_state_dict(state, waiting)
     parts.sampler.ledger.finish([0, 1, 2], "trained")
     for sampler_parts in (parts, resumed):
         batch = sample(sampler_parts, use_version)
