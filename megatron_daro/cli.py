@@ -161,10 +161,11 @@ def convert_rollouts(
     _require_directory("RUN", run, "a run directory")
     from megatron_daro.rollout.jsonl_rollouts import convert_run
 
-    count = 0
-    for count, (source, target) in enumerate(convert_run(run), start=1):
+    converted = 0
+    for source, target in convert_run(run):
         typer.echo(f"{source} -> {target.name}")
-    typer.echo(f"{count} files converted" if count else f"{run}: no rollouts of the older format; nothing to convert")
+        converted += 1
+    typer.echo(f"{converted} files converted; {run} has no others of the older format")
 
 
 def _require_directory(name: str, path: Path, allowed: str) -> None:

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,13 +27,16 @@ from megatron_daro.rollout.deadlines import Deadlines, first_cause
 from megatron_daro.rollout.ledger import Outcome
 from megatron_daro.rollout.no_signal import SignalWatch
 from megatron_daro.rollout.protocol import CheckpointStore, Engine, MetricsSink, Phases, Policy, Progress
-from megatron_daro.rollout.recorder import WAITING_FILE, Recorder, read_waiting, write_groups
-from megatron_daro.rollout.sampled_batch import BatchSource, SampledBatch, Snapshot
+from megatron_daro.rollout.recorder import Recorder, read_waiting, write_waiting
+from megatron_daro.rollout.sampled_batch import BatchSource, SampledBatch
 from megatron_daro.rollout.summary import group_bins, length_metrics, mean_staleness, sample_metrics
 from megatron_daro.rollout.update_plan import Update, last_step, plan_updates
 from megatron_daro.types import Group, PlainValue, StepResult, TrainBatch
 
 _MAX_LOST_IN_A_ROW = 5
+_RECORDING_ENDS = (
+    "the recording ends here: {step} of {steps} steps (trainer.steps) were trained, and there are no further rollouts"
+)
 
 
 BuildBatch = Callable[[Sequence[Group]], TrainBatch]
@@ -263,10 +265,7 @@ class Controller:
             batch = await self._within("batch", self._queue.get(), what=f"for step {self.step + 1}")
             if batch is None:
                 if not self._stop.is_set():
-                    self._parts.progress.warn(
-                        f"the recording ends here: {self.step} of {self._section.steps} steps (trainer.steps) were "
-                        "trained, and there are no further rollouts"
-                    )
+                    self._parts.progress.warn(_RECORDING_ENDS.format(step=self.step, steps=self._section.steps))
                 break
             before = self.step
             await self._train_batch(batch)
@@ -386,10 +385,9 @@ class Controller:
             update.metrics["throughput/train_tokens_per_s"] = num_tokens / train_s
         self._parts.metrics.write(update.step, update.metrics)
         self._parts.progress.step(update.step, update.metrics)
-        if drift := self._parts.drift.observe(update.step, update.metrics):
-            self._parts.progress.warn(drift)
-        if silence := self._parts.signal.observe(update.step, update.groups):
-            self._parts.progress.warn(silence)
+        drift = self._parts.drift.observe(update.step, update.metrics)
+        for warning in filter(None, (drift, self._parts.signal.observe(update.step, update.groups))):
+            self._parts.progress.warn(warning)
 
     async def _to_disk(self, function: Callable[..., Path], step: int, groups: Any) -> Path:
         return await self._within("write", asyncio.to_thread(function, step, groups), what=f"rollouts of step {step}")
@@ -422,16 +420,15 @@ class Controller:
             "identity": dict(self._parts.identity),
         }
         with self._parts.phases.measure("checkpoint"):
-            write = partial(self._fill_checkpoint, self._last_batch.snapshot)
-            work = self._parts.checkpoints.save(self.step, write, state, self._parts.progress)
+            work = self._parts.checkpoints.save(self.step, self._fill_checkpoint, state, self._parts.progress)
             await self._within("save", work, what=f"checkpoint of step {self.step}")
         self._saved_step = self.step
 
-    async def _fill_checkpoint(self, snapshot: Snapshot, directory: Path) -> None:
+    async def _fill_checkpoint(self, directory: Path) -> None:
         """The policy's files, and the groups that wait for the next batch."""
+        assert self._last_batch is not None, "a checkpoint follows a batch"
         await self._parts.policy.save(directory)
-        if waiting := snapshot.waiting():
-            await asyncio.to_thread(write_groups, directory / WAITING_FILE, waiting)
+        await asyncio.to_thread(write_waiting, directory, self._last_batch.snapshot.waiting())
 
 
 @contextmanager

@@ -208,7 +208,7 @@ def assert_same_run(run_dir: Path, reference: Path, steps: range, *, but: frozen
     """Prompts, rollouts, metrics and the checkpoint after `steps`, without the files `but`, are bit for bit equal."""
     assert metric_lines(run_dir, steps) == metric_lines(reference, steps)
     for step in steps:
-        name = f"rollouts/step_{step:06d}.jsonl.zst"
+        name = f"rollouts/step_{step:06d}.parquet"
         assert (run_dir / name).read_bytes() == (reference / name).read_bytes(), name
     assert different_files(checkpoint(run_dir, steps[-1]), checkpoint(reference, steps[-1])) <= but
 

@@ -19,6 +19,7 @@ from megatron_daro.observe.report_samples import load_samples, samples_html
 from megatron_daro.observe.report_sections import build_sections
 
 _CONFIG_CHARACTERS = 200_000
+_SKIPPED = " The newest batch was skipped, since no group had both right and wrong answers: see the sample rollouts."
 
 
 def write_report(run_dir: Path, output: Path | None = None) -> Path:
@@ -58,7 +59,7 @@ def build_page(run: RunData) -> Page:
     title = f"{name} · {safe_text(algorithm, 40, one_line=True)}" if algorithm else name
     return Page(
         title=title,
-        subtitle=_status(run),
+        subtitle=_status(run) + (_SKIPPED if any(file.skipped for file in samples) else ""),
         head_html=_cards(run) + _evaluation_table(run),
         sections=sections,
         samples_html=samples_html(samples),

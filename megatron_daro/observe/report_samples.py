@@ -1,152 +1,174 @@
-"""Sample rollouts for the report: some groups of the first, middle and last recorded step, right and wrong answers.
+"""Sample rollouts for the report: some groups of the first, middle and last recorded step and of skipped batches.
 
-Place in the data flow: RUN/rollouts/step_*.jsonl.zst -> `Sample`s -> HTML. What is in the files was written by a
-model: it is data, cut to a length and escaped. A file that is torn or huge is skipped and named; the report still
-comes out.
+Place in the data flow: RUN/rollouts/*.parquet -> `Sample`s -> HTML. What is in the files was written by a model: it is
+data, cut to a length and escaped. Of a long file only the beginning is read. A file that is torn, of the older format
+or of another shape is skipped and named; the report still comes out.
 """
 
 from __future__ import annotations
 
 import html
-import json
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, islice
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-import zstandard
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from megatron_daro.observe.escape import safe_text
 
-_STEP_FILE = re.compile(r"step_(\d+)\.jsonl\.zst")
-_GROUPS_PER_STEP = 3
-_MOST_LINES = 256
+_FILE = re.compile(r"(step|skipped)_(\d+)\.parquet")
+_OLDER = "step_*.jsonl.zst"
+_COLUMNS = (
+    *("group_id", "used", "prompt_id", "prompt", "answer", "text", "logprobs", "length"),
+    *("correct", "reward", "reason", "finish_reason", "weight_version"),
+)
+_GROUPS_PER_FILE = 3
+_MOST_GROUPS = 256
 _MOST_BYTES = 64 << 20
+_ROWS_AT_ONCE = 64
 _PROMPT_CHARACTERS = 2000
 _ANSWER_CHARACTERS = 6000
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One group of one step, with the rollouts chosen from it."""
+class Group:
+    """The recorded rollouts of one prompt; each is a row of the file."""
+
+    rollouts: Sequence[Mapping[str, Any]]
+
+    @property
+    def correct(self) -> int:
+        """Number of right answers."""
+        return sum(bool(r["correct"]) for r in self.rollouts)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether it has right and wrong answers."""
+        return 0 < self.correct < len(self.rollouts)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Some groups of one file. verdicts: how often each reason was given in what was read of it."""
 
     step: int
-    group: Mapping[str, Any]
-    shown: list[Mapping[str, Any]]
+    skipped: bool
+    groups: list[Group]
+    verdicts: Mapping[str, int]
 
 
-def load_samples(run_dir: Path) -> tuple[list[Sample], list[str]]:
-    """Samples in step order, and a line for everything that had to be left out.
+def load_samples(run_dir: Path) -> tuple[list[Samples], list[str]]:
+    """Samples of recorded steps in order, then of skipped batches; and a line for everything that was left out.
 
     Args:
         run_dir: the run directory.
     """
-    files = sorted((int(m[1]), p) for p in (run_dir / "rollouts").glob("*") if (m := _STEP_FILE.fullmatch(p.name)))
-    if not files:
-        return [], ["sample rollouts (rollouts/step_*.jsonl.zst; observe.save_rollouts writes them)"]
-    chosen = sorted({0, len(files) // 2, len(files) - 1})
-    samples: list[Sample] = []
-    notes: list[str] = []
-    for step, path in (files[i] for i in chosen):
+    folder = run_dir / "rollouts"
+    found = sorted((m[1], int(m[2]), path) for path in folder.glob("*") if (m := _FILE.fullmatch(path.name)))
+    steps = [file for file in found if file[0] == "step"]
+    skipped = [file for file in found if file[0] == "skipped"]
+    notes = []
+    if older := next(folder.glob(_OLDER), None):
+        notes.append(f"sample rollouts of an older format ({older.name}): megatron-daro convert-rollouts {run_dir}")
+    elif not found:
+        notes.append("sample rollouts (rollouts/step_*.parquet; observe.save_rollouts writes them)")
+    chosen = [steps[i] for i in sorted({0, len(steps) // 2, len(steps) - 1})] if steps else []
+    samples: list[Samples] = []
+    for kind, step, path in [*chosen, *skipped[-1:]]:
         try:
-            groups = [g for g in _read(path) if _well_formed(g)]
-        except (OSError, ValueError, zstandard.ZstdError) as error:
-            notes.append(
-                f"sample rollouts of step {step}: {path.name} is damaged ({safe_text(error, 200, one_line=True)})"
-            )
+            groups = list(islice(_read(path), _MOST_GROUPS))
+        except (OSError, pa.ArrowException, ValueError, KeyError) as error:
+            what = "the batch skipped before step" if kind == "skipped" else "step"
+            reason = safe_text(error, 200, one_line=True)
+            notes.append(f"sample rollouts of {what} {step}: {path.name} is damaged ({reason})")
             continue
-        samples += [Sample(step, g, _one_of_each(g["rollouts"])) for g in _pick(groups)]
+        verdicts = Counter(str(r["reason"]) for group in groups for r in group.rollouts)
+        samples.append(Samples(step, kind == "skipped", _pick(groups), verdicts))
     return samples, notes
 
 
-def samples_html(samples: list[Sample]) -> str:
+def samples_html(samples: list[Samples]) -> str:
     """The samples as HTML; every piece of text in it is escaped."""
-    parts = []
-    last_step = None
-    for sample in samples:
-        if sample.step != last_step:
-            parts.append(f"<h3>Step {sample.step}</h3>")
-            last_step = sample.step
-        parts.append(_sample_html(sample))
-    return "\n".join(parts)
+    return "\n".join(_file_html(file) for file in samples)
 
 
-def _read(path: Path) -> list[Any]:
-    """The first groups of a file. Raises ValueError or ZstdError when it is torn."""
-    decoder = zstandard.ZstdDecompressor().decompressobj()
-    content = bytearray()
-    with path.open("rb") as file:
-        # Small chunks: one of them can unpack to 32,000 times its size.
-        while len(content) < _MOST_BYTES and (chunk := file.read(1024)):
-            content += decoder.decompress(chunk)
-    if len(content) < _MOST_BYTES and not decoder.eof:
-        raise ValueError("it ends in the middle")
-    lines = content.splitlines() if decoder.eof else content.splitlines()[:-1]
-    return [json.loads(line) for line in lines[:_MOST_LINES]]
+def _file_html(file: Samples) -> str:
+    title = f"<h3>Step {file.step}</h3>"
+    if file.skipped:
+        title = (
+            f"<h3>Skipped before step {file.step}</h3><p>Nothing of this batch could be trained: no group had both "
+            "right and wrong answers.</p>"
+        )
+    said = ", ".join(f"{_text(reason, 40)} {count}" for reason, count in Counter(file.verdicts).most_common())
+    return "\n".join([f"{title}<p>Verdicts: {said}</p>", *map(_group_html, file.groups)])
 
 
-def _well_formed(group: Any) -> bool:
-    if not isinstance(group, dict) or not isinstance(group.get("rollouts"), list):
-        return False
-    return bool(group["rollouts"]) and all(isinstance(r, dict) for r in group["rollouts"])
+def _read(path: Path) -> Iterator[Group]:
+    """The groups of a file with at least one rollout, until enough was read. Raises ValueError when it is torn."""
+    with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        if missing := [name for name in _COLUMNS if name not in file.schema_arrow.names]:
+            raise ValueError(f"it has no columns {', '.join(missing)}")
+        for _, rows in groupby(_rows(file), key=lambda row: row["group_id"]):
+            # A group without rollouts is one row without a verdict.
+            if rollouts := [row for row in rows if row["correct"] is not None]:
+                yield Group(rollouts)
 
 
-def _pick(groups: list[Any]) -> list[Any]:
+def _rows(file: pq.ParquetFile) -> Iterator[dict[str, Any]]:
+    read = 0
+    for batch in file.iter_batches(_ROWS_AT_ONCE, columns=list(_COLUMNS)):
+        yield from batch.to_pylist()
+        read += batch.nbytes
+        if read >= _MOST_BYTES:
+            return
+
+
+def _pick(groups: list[Group]) -> list[Group]:
     """Groups with both verdicts first, since they are the ones that train; spread over the pass rates."""
-    mixed = [g for g in groups if 0 < _correct(g) < len(g["rollouts"])]
-    mixed.sort(key=lambda g: _correct(g) / len(g["rollouts"]))
-    count = min(_GROUPS_PER_STEP, len(mixed))
+    mixed = sorted((g for g in groups if g.mixed), key=lambda g: g.correct / len(g.rollouts))
+    count = min(_GROUPS_PER_FILE, len(mixed))
     spread = [mixed[round(i * (len(mixed) - 1) / max(1, count - 1))] for i in range(count)]
-    rest = [g for g in groups if g not in mixed]
-    return spread + rest[: _GROUPS_PER_STEP - count]
+    return spread + [g for g in groups if not g.mixed][: _GROUPS_PER_FILE - count]
 
 
-def _correct(group: Mapping[str, Any]) -> int:
-    return sum(bool(r.get("correct")) for r in group["rollouts"])
+def _shown(group: Group) -> Sequence[Mapping[str, Any]]:
+    """A right and a wrong answer; where all are alike, two of them."""
+    if group.mixed:
+        return [next(r for r in group.rollouts if bool(r["correct"]) == wanted) for wanted in (True, False)]
+    return group.rollouts[:2]
 
 
-def _one_of_each(rollouts: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    right = [r for r in rollouts if r.get("correct")][:1]
-    wrong = [r for r in rollouts if not r.get("correct")][:1]
-    return right + wrong
-
-
-def _sample_html(sample: Sample) -> str:
-    group = sample.group
-    correct, total = _correct(group), len(group["rollouts"])
-    used = f" · {_text(group['used'], 40)}" if "used" in group else ""
-    name = _text(group.get("prompt_id", "?"), 80)
-    rollouts = "".join(_rollout_html(r) for r in sample.shown)
+def _group_html(group: Group) -> str:
+    first = group.rollouts[0]
+    rollouts = "".join(_rollout_html(r) for r in _shown(group))
     return (
-        f'<details class="sample"><summary><b>{name}</b> · pass rate {correct}/{total}'
-        f"{used}</summary><h4>Prompt</h4><pre>{_text(group.get('prompt', ''), _PROMPT_CHARACTERS)}</pre>"
-        f"<p>Reference answer: <code>{_text(group.get('answer', ''), 300)}</code></p>{rollouts}</details>"
+        f'<details class="sample"><summary><b>{_text(first["prompt_id"], 80)}</b> · pass rate '
+        f"{group.correct}/{len(group.rollouts)} · {_text(first['used'], 40)}</summary><h4>Prompt</h4>"
+        f"<pre>{_text(first['prompt'], _PROMPT_CHARACTERS)}</pre>"
+        f"<p>Reference answer: <code>{_text(first['answer'], 300)}</code></p>{rollouts}</details>"
     )
 
 
 def _rollout_html(rollout: Mapping[str, Any]) -> str:
-    correct = bool(rollout.get("correct"))
+    correct = bool(rollout["correct"])
     badge = f'<span class="badge {"right" if correct else "wrong"}">{"✓ correct" if correct else "✗ incorrect"}</span>'
     facts = [
-        f"verdict {rollout.get('reason', '?')}",
-        f"reward {rollout.get('reward', '?')}",
-        f"{rollout.get('length', '?')} tokens",
-        f"finish {rollout.get('finish_reason', '?')}",
-        f"weight version {rollout.get('weight_version', '?')}",
+        f"verdict {rollout['reason']}",
+        f"reward {rollout['reward']}",
+        f"{rollout['length']} tokens",
+        f"finish {rollout['finish_reason']}",
+        f"weight version {rollout['weight_version']}",
     ]
-    confidence = _mean_logprob(rollout.get("logprobs"))
-    if confidence is not None:
-        facts.append(f"mean log-prob {confidence:.3f}")
+    if rollout["logprobs"]:
+        facts.append(f"mean log-prob {fmean(rollout['logprobs']):.3f}")
     words = " · ".join(_text(f, 80) for f in facts)
-    return f"<h4>{badge} <small>{words}</small></h4><pre>{_text(rollout.get('text', ''), _ANSWER_CHARACTERS)}</pre>"
-
-
-def _mean_logprob(logprobs: Any) -> float | None:
-    if not isinstance(logprobs, list) or not logprobs:
-        return None
-    numbers = [x for x in logprobs if isinstance(x, int | float)]
-    return sum(numbers) / len(numbers) if numbers else None
+    return f"<h4>{badge} <small>{words}</small></h4><pre>{_text(rollout['text'], _ANSWER_CHARACTERS)}</pre>"
 
 
 def _text(value: object, limit: int) -> str:

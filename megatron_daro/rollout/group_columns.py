@@ -33,6 +33,10 @@ def _list(kind: pa.DataType) -> pa.DataType:
 
 _SPAN = pa.struct([pa.field("weight_version", pa.int64(), False), pa.field("tokens", pa.int64(), False)])
 _RESPONSE_LISTS = ("tokens", "logprobs", "loss_mask")
+_REPEATED = (
+    *("used", "prompt_id", "source", "category", "prompt", "messages", "answer", "alternatives"),
+    *("finish_reason", "reason"),
+)
 SCHEMA = pa.schema(
     [
         pa.field("group_id", pa.int64(), False),
@@ -65,8 +69,7 @@ SCHEMA = pa.schema(
 WRITER_OPTIONS: dict[str, Any] = {
     "compression": "zstd",
     "compression_level": 1,
-    "use_dictionary": ["used", "prompt_id", "source", "category", "prompt", "messages", "answer", "alternatives"]
-    + ["finish_reason", "reason", "loss_mask.list.element"],
+    "use_dictionary": [*_REPEATED, "loss_mask.list.element"],
     "column_encoding": {
         "tokens.list.element": "BYTE_STREAM_SPLIT",
         "logprobs.list.element": "BYTE_STREAM_SPLIT",
@@ -111,14 +114,14 @@ def encode(groups: Sequence[RecordedGroup]) -> pa.RecordBatch:
     prompts = [entry.group.prompt for entry, _, _ in rows]
     rollouts = [rollout for _, rollout, _ in rows]
     verdicts = [verdict for _, _, verdict in rows]
-    plain = {
+    plain: dict[str, list[Any]] = {
         "group_id": [entry.group.group_id for entry, _, _ in rows],
         "used": [entry.used for entry, _, _ in rows],
         "prompt_id": [p.id for p in prompts],
         "source": [p.source for p in prompts],
         "category": [p.category for p in prompts],
         "prompt": [_prompt_text(p) for p in prompts],
-        "messages": [p.messages and json.dumps([dict(m) for m in p.messages]) for p in prompts],
+        "messages": [None if p.messages is None else json.dumps([dict(m) for m in p.messages]) for p in prompts],
         "answer": [p.answer for p in prompts],
         "alternatives": [json.dumps(p.alternatives) if p.alternatives else None for p in prompts],
         "index": _of(rollouts, lambda r: r.index),

@@ -46,7 +46,7 @@ def _samples(groups: Sequence[Group], reasons: Sequence[str]) -> list[str]:
 
 def _sample(group: Group, text: str, verdict: Verdict) -> str:
     """The end of the answer: there a verifier looks."""
-    shown = safe_text(text[-_SHOWN_CHARACTERS:], _SHOWN_CHARACTERS, one_line=True)
+    shown = safe_text(text[-_SHOWN_CHARACTERS:], 2 * _SHOWN_CHARACTERS, one_line=True)
     cut = "..." if len(text) > _SHOWN_CHARACTERS else ""
     prompt, gold = (safe_text(value, 80, one_line=True) for value in (group.prompt.id, group.prompt.answer))
     return f"{safe_text(verdict.reason, 40, one_line=True)}: prompt {prompt} (answer {gold!r}) got '{cut}{shown}'"

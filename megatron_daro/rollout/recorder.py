@@ -121,6 +121,12 @@ def read_waiting(checkpoint: Path) -> list[RecordedGroup]:
     return read_recorded(path) if path.exists() else []
 
 
+def write_waiting(checkpoint: Path, groups: Sequence[RecordedGroup]) -> None:
+    """Writes the groups that wait into a checkpoint, if there are any. Raises DataError as `write_groups` does."""
+    if groups:
+        write_groups(checkpoint / WAITING_FILE, groups)
+
+
 def write_groups(path: Path, groups: Iterable[RecordedGroup]) -> Path:
     """Writes groups as one Parquet file: beside its place, synced, then renamed.
 
@@ -159,9 +165,9 @@ def _write(path: Path, groups: Iterable[RecordedGroup]) -> None:
 
 
 def _check_format(metadata: Mapping[bytes, bytes] | None, found: pa.Schema) -> None:
-    got = {name: (metadata or {}).get(name.encode(), b"nothing").decode(errors="replace") for name in FORMAT}
-    if got != FORMAT:
-        raise ValueError(f"it is no file of recorded rollouts: its metadata says {got}, expected {FORMAT}")
+    said = {name: (metadata or {}).get(name.encode(), b"nothing").decode(errors="replace") for name in FORMAT}
+    if said != FORMAT:
+        raise ValueError(f"it is no file of recorded rollouts: its metadata says {said}, expected {FORMAT}")
     for field in SCHEMA:
         number = found.get_field_index(field.name)
         if number < 0 or found.field(number).type != field.type:

@@ -84,10 +84,9 @@ class ReplaySource:
         return None
 
     def _batch(self, step: int, recorded: Sequence[tuple[Group, Outcome]]) -> SampledBatch:
-        groups, filtered, dropped = (
-            tuple(group for group, used in recorded if used == outcome)
-            for outcome in ("trained", "filtered", "dropped")
-        )
+        groups = tuple(group for group, used in recorded if used == "trained")
+        filtered = tuple(group for group, used in recorded if used == "filtered")
+        dropped = tuple(group for group, used in recorded if used == "dropped")
         wrong = next((g for g in groups if len(g.rollouts) != self._size), None)
         if wrong is not None:
             raise DataError(

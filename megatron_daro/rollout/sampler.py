@@ -123,6 +123,7 @@ class Sampler:
         draft = Draft(self.ledger, rollouts_per_prompt=self._section.rollouts_per_prompt, kept_bins=self._kept_bins)
         self._take_carry(draft, use_version)
         self._take_partial(draft, use_version)
+        where = ""
         for _ in range(self._max_empty):
             await self._fill(draft)
             if draft.kept:

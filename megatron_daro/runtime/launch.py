@@ -21,7 +21,6 @@ from megatron_daro.observe.escape import safe_text
 from megatron_daro.observe.metrics import MetricsLog
 from megatron_daro.observe.progress import Progress
 from megatron_daro.observe.trace import Phases
-from megatron_daro.rollout.recorder import Recorder
 from megatron_daro.rollout.replay import ReplaySource
 from megatron_daro.rollout.sampled_batch import BatchSource
 from megatron_daro.runtime import parts
@@ -124,7 +123,7 @@ async def _train(config: Config, inputs: Inputs | ReplaySource, observers: _Obse
             phases=observers.phases,
             engine=made.engine if made else None,
             checkpoints=recovery.Checkpoints(run_dir, keep=config.trainer.keep_checkpoints, made_with=start.made_with),
-            recorder=Recorder(run_dir) if config.observe.save_rollouts else None,
+            recorder=parts.recorder(config),
             evaluate=made.evaluator.evaluate if made and made.evaluator else None,
             closers={"verifiers": partial(asyncio.to_thread, made.scorer.close)} if made else {},
             identity=_identity(config),

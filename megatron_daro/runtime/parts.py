@@ -28,6 +28,7 @@ from megatron_daro.rollout.filling import Filling
 from megatron_daro.rollout.intake import Intake
 from megatron_daro.rollout.ledger import Ledger
 from megatron_daro.rollout.protocol import Engine, Notices
+from megatron_daro.rollout.recorder import Recorder
 from megatron_daro.rollout.rounds import Rounds
 from megatron_daro.rollout.sampler import Sampler
 from megatron_daro.runtime.cluster import Resources
@@ -121,6 +122,7 @@ def generation(config: Config, inputs: Inputs, algorithm: Algorithm, progress: P
         EarlyFill(filling) if rollout.finishes_early(config.engine.kind) else Rounds(filling),
         kept_bins=algorithm.kept_bins,
         updates_per_batch=config.trainer.updates_per_batch,
+        recorder=recorder(config),
     )
     evaluator = Evaluator(
         inputs.held_out,
@@ -130,6 +132,11 @@ def generation(config: Config, inputs: Inputs, algorithm: Algorithm, progress: P
         stop_token_ids=inputs.stop,
     )
     return Generation(engine, scorer, sampler, evaluator if inputs.held_out else None)
+
+
+def recorder(config: Config) -> Recorder | None:
+    """The writer of the run's rollouts; None where none are kept."""
+    return Recorder(run_directory(config)) if config.observe.save_rollouts else None
 
 
 def deadlines(config: Config) -> Deadlines:

@@ -24,7 +24,6 @@ def poisoned(reference, tmp_path_factory):
     for group, used in read_step(reference, BAD_STEP):
         by_outcome[used].append(group)
     victim = by_outcome["trained"][1].rollouts[2]
-    victim.logprobs.setflags(write=True)
     victim.logprobs[0] = np.nan
     Recorder(run_dir).write_step(BAD_STEP, by_outcome)
     return run_dir
@@ -40,7 +39,7 @@ def test_stop_takes_no_step_writes_the_batch_and_says_so_in_the_exit_code(tiny, 
     finished = run_cli(command, tmp_path / "log")
     assert finished.code == NONFINITE, finished.stderr
     run_dir = tmp_path / "run"
-    failed = run_dir / "failed" / "step_000003.jsonl.zst"
+    failed = run_dir / "failed" / "step_000003.parquet"
     assert f"step {BAD_STEP}" in finished.last_line and str(failed) in finished.last_line
     groups = [group for group, _ in read_groups(failed)]
     assert sum(math.isnan(value) for g in groups for r in g.rollouts for value in r.logprobs) == 1
@@ -59,7 +58,7 @@ def test_skip_counts_the_step_leaves_the_weights_and_goes_on(tiny, poisoned, tmp
     changed = different_files(checkpoint(run_dir, BAD_STEP), checkpoint(run_dir, BAD_STEP - 1))
     assert changed == {"state.json", "manifest.json"}  # weights, optimizer and schedule are as they were
     assert "shard_00000.safetensors" in different_files(checkpoint(run_dir, 4), checkpoint(run_dir, BAD_STEP))
-    assert (run_dir / "failed" / "step_000003.jsonl.zst").is_file()
+    assert (run_dir / "failed" / "step_000003.parquet").is_file()
 
 
 def test_skip_ends_when_nothing_trains_any_more(tiny, reference, tmp_path):

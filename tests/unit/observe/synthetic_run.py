@@ -8,15 +8,15 @@ Run as a script, it writes a run directory: `python synthetic_run.py DIRECTORY`.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from pathlib import Path
 
 import numpy as np
-import zstandard
 
 from megatron_daro.observe import MetricsLog
+from megatron_daro.rollout.recorder import Recorder
+from megatron_daro.types import Group, Prompt, Rollout, Verdict
 
 HOSTILE_TEXTS = (
     '</script><img src=x onerror="document.title=\'owned\'"><script>document.title="owned"</script>',
@@ -144,48 +144,45 @@ def _evaluation(ability: float, rng) -> dict[str, float]:
 
 
 def write_rollouts(
-    run_dir: Path, step: int, k_max: int, ability: float, rng, *, groups: int = 6, hostile: bool
+    run_dir: Path, step: int, k_max: int, ability: float, rng, *, groups: int = 6, hostile: bool = False
 ) -> Path:
-    """Writes rollouts/step_XXXXXX.jsonl.zst as the recorder does; hostile texts stand among the answers."""
-    lines = []
+    """Writes rollouts/step_XXXXXX.parquet; hostile texts stand among the answers."""
+    made = []
     for g in range(groups):
         a, b = (int(x) for x in rng.integers(10, 99, 2))
         p = 1 / (1 + math.exp(rng.normal(0, 1) - ability))
-        rollouts = [_rollout(a, b, bool(rng.random() < p), step, rng) for _ in range(k_max)]
-        if hostile:
-            rollouts = [r | {"text": "\n".join((r["text"], *HOSTILE_TEXTS))} for r in rollouts]
-        prompt = f"What is {a} + {b}? Answer in \\boxed{{}}." if g or not hostile else HOSTILE_TEXTS[0]
-        lines.append(
-            {
-                "group_id": step * 100 + g,
-                "prompt_id": f"arithmetic/{step}-{g}",
-                "prompt": prompt,
-                "answer": str(a + b),
-                "rollouts": rollouts,
-            }
+        text = f"What is {a} + {b}? Answer in \\boxed{{}}." if g or not hostile else HOSTILE_TEXTS[0]
+        prompt = Prompt(f"arithmetic/{step}-{g}", str(a + b), "arithmetic", text=text, tokens=(1, 2, 3))
+        verdicts = tuple(_verdict(bool(rng.random() < p)) for _ in range(k_max))
+        rollouts = tuple(
+            _rollout(prompt, step * 100 + g, i, (a, b), v.correct, step, rng, hostile) for i, v in enumerate(verdicts)
         )
-    path = run_dir / "rollouts" / f"step_{step:06d}.jsonl.zst"
-    path.parent.mkdir(exist_ok=True)
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    path.write_bytes(zstandard.ZstdCompressor().compress(text.encode()))
-    return path
+        made.append(Group(step * 100 + g, prompt, rollouts, verdicts))
+    return Recorder(run_dir).write_step(step, {"trained": made})
 
 
-def _rollout(a: int, b: int, correct: bool, step: int, rng) -> dict:
-    length = int(rng.gamma(4, 10)) + 8
+def _verdict(correct: bool) -> Verdict:
+    return Verdict(correct, 1.0 if correct else -1.0, "match" if correct else "no_match")
+
+
+def _rollout(prompt, group_id, index, numbers, correct, step, rng, hostile) -> Rollout:
+    (a, b), length = numbers, int(rng.gamma(4, 10)) + 8
     said = a + b if correct else a + b + int(rng.integers(1, 9))
     working = f"{a} + {b}\n= {a} + {b // 10 * 10} + {b % 10}\n= {a + b // 10 * 10} + {b % 10}\n"
-    return {
-        "text": f"{working}= {said}\n\\boxed{{{said}}}",
-        "tokens": [int(t) for t in rng.integers(0, 200, length)],
-        "logprobs": [float(-x) for x in rng.exponential(0.2, length)],
-        "correct": correct,
-        "reward": 1.0 if correct else -1.0,
-        "reason": "match" if correct else "no_match",
-        "finish_reason": "stop",
-        "weight_version": step - 1,
-        "length": length,
-    }
+    text = f"{working}= {said}\n\\boxed{{{said}}}"
+    return Rollout(
+        prompt_id=prompt.id,
+        group_id=group_id,
+        attempt=0,
+        index=index,
+        tokens=np.concatenate([prompt.tokens, rng.integers(0, 200, length)]).astype(np.int32),
+        prompt_length=len(prompt.tokens),
+        loss_mask=np.ones(length, np.uint8),
+        logprobs=-rng.exponential(0.2, length).astype(np.float32),
+        finish_reason="stop",
+        weight_version=step - 1,
+        text="\n".join((text, *HOSTILE_TEXTS)) if hostile else text,
+    )
 
 
 _CONFIG = """\

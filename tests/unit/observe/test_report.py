@@ -9,14 +9,20 @@ import math
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from synthetic_run import HOSTILE_TEXTS, write_synthetic_run
+from synthetic_run import HOSTILE_TEXTS, write_rollouts, write_synthetic_run
 
 from megatron_daro.errors import DataError
-from megatron_daro.observe import MetricsLog, read_metrics
+from megatron_daro.observe import MetricsLog, read_metrics, report_samples
 from megatron_daro.observe.report import write_report
+from megatron_daro.rollout.recorder import Recorder, read_groups
+from megatron_daro.types import Verdict
 
 
 class Parsed(HTMLParser):
@@ -306,25 +312,46 @@ def test_a_run_that_is_still_going_with_a_torn_last_line(tmp_path):
     assert path.read_bytes() == before, "a report changes nothing in the run"
 
 
-@pytest.mark.parametrize("damage", [b"", b"not zstandard", None])
+@pytest.mark.parametrize("damage", [b"", b"no Parquet at all", None])
 def test_a_damaged_rollout_file_is_named_and_the_rest_shown(tmp_path, damage):
     write_synthetic_run(tmp_path, steps=20)
-    path = tmp_path / "rollouts/step_000010.jsonl.zst"
+    path = tmp_path / "rollouts/step_000010.parquet"
     path.write_bytes(path.read_bytes()[:300] if damage is None else damage)
     text, parsed = _report(tmp_path)
     assert re.findall(r"<h3>Step (\d+)</h3>", text) == ["1", "20"]
-    assert "sample rollouts of step 10: step_000010.jsonl.zst is damaged" in parsed.visible
+    assert "sample rollouts of step 10: step_000010.parquet is damaged" in parsed.visible
 
 
-def test_rollout_records_of_another_shape_do_not_stop_the_report(tmp_path):
-    import zstandard
+def test_rollouts_of_another_shape_or_format_do_not_stop_the_report(tmp_path):
+    write_synthetic_run(tmp_path, steps=3)
+    pq.write_table(pa.table({"group_id": [1]}), tmp_path / "rollouts/step_000003.parquet")
+    (tmp_path / "rollouts/step_000002.jsonl.zst").write_bytes(b"")
+    text, parsed = _report(tmp_path)
+    assert re.findall(r"<h3>Step (\d+)</h3>", text) == ["1"]
+    assert "step_000003.parquet is damaged (it has no columns used, prompt_id" in parsed.visible
+    assert f"older format (step_000002.jsonl.zst): megatron-daro convert-rollouts {tmp_path}" in parsed.visible
 
-    write_synthetic_run(tmp_path, steps=3, with_rollouts=False)
-    (tmp_path / "rollouts").mkdir()
-    lines = [[], {"rollouts": 3}, {"rollouts": [1]}, {"rollouts": [{"text": None, "logprobs": "x", "correct": 1}]}]
-    content = zstandard.ZstdCompressor().compress("\n".join(map(json.dumps, lines)).encode())
-    (tmp_path / "rollouts/step_000003.jsonl.zst").write_bytes(content)
+
+def test_of_a_long_file_the_beginning_is_read(tmp_path, monkeypatch):
+    write_synthetic_run(tmp_path, steps=1)
+    assert _report(tmp_path)[0].count('<details class="sample">') == 3
+    monkeypatch.setattr(report_samples, "_MOST_BYTES", 1)
+    monkeypatch.setattr(report_samples, "_ROWS_AT_ONCE", 8)
     assert _report(tmp_path)[0].count('<details class="sample">') == 1
+
+
+def test_a_skipped_batch_is_shown_with_its_verdicts_before_any_step(tmp_path):
+    MetricsLog(tmp_path, tensorboard=False).close()
+    rng = np.random.default_rng(0)
+    path = write_rollouts(tmp_path, 1, 4, -99.0, rng)
+    groups = [replace(g, verdicts=(Verdict(False, -1.0, "no_answer"), *g.verdicts[1:])) for g, _ in read_groups(path)]
+    path.unlink()
+    Recorder(tmp_path).write_skipped(1, {"filtered": groups})
+    text, parsed = _report(tmp_path)
+    assert "No optimizer step has been recorded yet. The newest batch was skipped" in parsed.visible
+    assert "Skipped before step 1" in parsed.visible and "Verdicts: no_match 18, no_answer 6" in parsed.visible
+    assert text.count("pass rate 0/4 · filtered") == 3
+    assert text.count("<small>verdict no_answer") == text.count("<small>verdict no_match") == 3
 
 
 def test_a_long_run_is_averaged_and_says_so(tmp_path):

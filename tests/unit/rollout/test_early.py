@@ -228,7 +228,7 @@ def test_a_group_that_does_not_hear_the_abort_is_left_behind(monkeypatch):
         "1 groups did not end within 0.05 s of their abort (the first: group 1)" in m for m in parts.progress.messages
     )
     assert ids(batch.snapshot.partial) == [1] and len(batch.groups) == 2
-    assert saved(batch)["ledger"]["outstanding"]
+    assert saved(batch)[0]["ledger"]["outstanding"]
 
 
 def test_a_verifier_that_hangs_on_the_last_group_is_named():

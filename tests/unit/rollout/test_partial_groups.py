@@ -196,6 +196,11 @@ def edited(record, **changes):
     return replace(record, unfinished=(replace(record.unfinished[0], **changes), *record.unfinished[1:]))
 
 
+def aborted(record):
+    """The record's group with an aborted rollout among its finished ones."""
+    return replace(record.group, rollouts=record.unfinished, verdicts=(Verdict(True, 1.0, "match"),))
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -205,11 +210,7 @@ def edited(record, **changes):
         lambda record: [edited(record, index=K)],
         lambda record: [edited(record, index=record.group.rollouts[0].index)],
         lambda record: [edited(record, finish_reason="stop")],
-        lambda record: [
-            replace(
-                record, group=replace(record.group, rollouts=record.unfinished, verdicts=(Verdict(True, 1.0, "m"),))
-            )
-        ],
+        lambda record: [replace(record, group=aborted(record))],
     ],
 )
 def test_waiting_groups_that_contradict_the_state_are_a_checkpoint_error(damage):

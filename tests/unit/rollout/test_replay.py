@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
+from books import check_books
 from loop_fakes import FakePolicy, FakeProgress, K, make_stack, run_stack
 
 from megatron_daro.controller import Controller
-from megatron_daro.errors import DataError
+from megatron_daro.errors import CheckpointError, DataError
 from megatron_daro.observe.metrics import MetricsLog, read_metrics
+from megatron_daro.recovery import find_latest_valid
 from megatron_daro.rollout.recorder import Recorder, read_step
 from megatron_daro.rollout.replay import ReplaySource
 
@@ -46,7 +49,21 @@ def test_the_batches_and_weights_are_those_of_the_recorded_run(tmp_path, updates
     for key in ("loss/policy", "difficulty/predicted_loss/2"):
         recorded, again = ([m.get(key) for m in read_metrics(tmp_path / run)] for run in "ab")
         assert recorded == again
-    assert [u for _, u in read_step(tmp_path / "b", 3)] == ["trained"] * len(read_step(tmp_path / "b", 3))
+    for step in range(1, 7):
+        name = f"rollouts/step_{step:06d}.parquet"
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_accuracy_counts_filtered_groups_as_in_the_recorded_run(tmp_path):
+    run_stack(make_stack(tmp_path / "a"))
+    replay(tmp_path / "a", tmp_path / "b")
+    keys = [f"difficulty/groups/{k}" for k in range(K + 1)]
+    keys += ["accuracy/mean", "reward/mean", "response/length_mean", "rollout/groups_filtered"]
+    recorded, again = (
+        [[line[key] for key in keys] for line in read_metrics(tmp_path / run) if line["step"]] for run in "ab"
+    )
+    assert recorded == again and any(line[-1] for line in recorded)
+    check_books(tmp_path / "b")
 
 
 def test_a_replay_ends_with_the_recording(tmp_path):
@@ -54,6 +71,14 @@ def test_a_replay_ends_with_the_recording(tmp_path):
     parts, outcome = replay(tmp_path / "a", tmp_path / "b", steps=50)
     assert (outcome.status, outcome.step) == ("finished", 3)
     assert len(parts.policy.batches) == 3
+    (said,) = [text for text in parts.progress.messages if "the recording ends" in text]
+    assert said.startswith("warning: ") and "3 of 50 steps (trainer.steps)" in said
+
+
+def test_a_replay_that_reaches_its_last_step_says_nothing_of_an_end(tmp_path):
+    run_stack(make_stack(tmp_path / "a"))
+    parts, _ = replay(tmp_path / "a", tmp_path / "b", steps=3)
+    assert not [text for text in parts.progress.messages if "recording ends" in text]
 
 
 def test_replay_keeps_the_step_numbers_when_a_step_trained_nothing(tmp_path):
@@ -76,13 +101,40 @@ def test_a_replay_can_be_resumed(tmp_path):
     assert again.ledger.counts()["trained"] == len(first.groups)
 
 
+def test_a_replay_and_a_run_that_generates_do_not_go_on_from_each_other(tmp_path):
+    generated = make_stack(tmp_path / "a")
+    run_stack(generated)
+    source = ReplaySource(tmp_path / "a", rollouts_per_prompt=K)
+    first = asyncio.run(source.sample(0))
+    state = first.snapshot.to_json({group.group_id: "trained" for group in first.groups})
+    with pytest.raises(CheckpointError, match=r"checkpoint is of a replay.*resume it with --replay"):
+        make_stack(tmp_path / "c").sampler.load_state_dict(state)
+    _, of_run = find_latest_valid(tmp_path / "a", generated.progress)
+    with pytest.raises(CheckpointError, match=r"of a run that generates its rollouts; resume it without --replay"):
+        source.load_state_dict(of_run["sampler"])
+
+
+def test_groups_that_end_long_after_later_ones_can_be_replayed(tmp_path):
+    """With servers a slow group is trained batches after groups with higher ids."""
+    from fleet_fakes import FleetEngine
+
+    rollout = {"prompts_per_step": 3, "oversampling": 3.0, "max_staleness": 2, "keep_surplus": True}
+    original = make_stack(tmp_path / "a", engine_class=FleetEngine, finish_early=True, rollout=rollout)
+    original.engine.pace = lambda group_id: 6 if group_id % 5 == 0 else 1
+    run_stack(original)
+    ids = [[g.group_id for g, used in read_step(tmp_path / "a", step) if used == "trained"] for step in range(1, 7)]
+    assert any(min(later) < max(earlier) for earlier, later in pairwise(ids)), "no group was late"
+    parts, _ = replay(tmp_path / "a", tmp_path / "b")
+    assert parts.policy.batches == original.policy.batches
+
+
 def test_what_cannot_be_replayed_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"no recorded steps; the run needs observe.save_rollouts=true"):
         ReplaySource(tmp_path, rollouts_per_prompt=K)
     run_stack(make_stack(tmp_path))
     with pytest.raises(DataError, match=r"step 1 group \d+ has 4 rollouts but rollout.rollouts_per_prompt is 8"):
         asyncio.run(ReplaySource(tmp_path, rollouts_per_prompt=8).sample(0))
-    (tmp_path / "rollouts" / "step_000003.jsonl.zst").unlink()
+    (tmp_path / "rollouts" / "step_000003.parquet").unlink()
     with pytest.raises(DataError, match="step 3 is missing"):
         ReplaySource(tmp_path, rollouts_per_prompt=K)
     assert Recorder(tmp_path).truncate_after(0) == 5
