@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from synthetic_run import write_synthetic_run
 
 from megatron_daro.errors import ConfigError, DataError
 from megatron_daro.observe import MetricsLog, comparable, read_metrics
@@ -227,11 +228,9 @@ def test_wandb_offline_takes_steps_and_a_resumed_run_keeps_its_id(tmp_path):
 _IMPORTS = """
 import sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-from synthetic_run import write_synthetic_run
 from megatron_daro.observe.report import write_report
 from megatron_daro.observe import MetricsLog, Phases, Progress
-run = write_synthetic_run(Path(sys.argv[1]), steps=3)
+run = Path(sys.argv[1])
 with MetricsLog(run) as log:
     log.write(4, {"a": 1.0})
 write_report(run)
@@ -239,9 +238,9 @@ print(*sorted(m for m in sys.modules if m.split(".")[0] in ("torch", "ray", "meg
 """
 
 
-def test_observe_needs_no_torch_and_imports_only_downwards(tmp_path, request):
-    here = str(request.path.parent)
-    arguments = [sys.executable, "-c", _IMPORTS, str(tmp_path), here]
+def test_observe_needs_no_torch_and_imports_only_downwards(tmp_path):
+    write_synthetic_run(tmp_path, steps=3)
+    arguments = [sys.executable, "-c", _IMPORTS, str(tmp_path)]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     loaded = done.stdout.split()
     assert "megatron_daro.observe.report" in loaded
