@@ -19,6 +19,7 @@ from megatron_daro.config.sections import Config
 
 _LEAST_PROCESS_BYTES = 256 * 2**20
 """A worker that has imported torch and done nothing yet has more."""
+_LEAST_VERIFIER_BYTES = 64 * 2**20
 _PARALLEL = ("actor.tensor_parallel", "actor.pipeline_parallel", "actor.context_parallel", "actor.data_parallel")
 
 
@@ -126,6 +127,10 @@ def _process_problems(context: _Context) -> Iterator[Problem]:
         got = f"{engine.replicas}, and {ranks} ranks: {ranks + started} processes of at least 256 MiB each"
         allowed = f"what fits into {hardware.memory_bytes / 2**30:.0f} GiB of memory, models not counted"
         yield Problem("engine.replicas", got, allowed, "lower engine.replicas", also=also)
+    workers = context.config.reward.workers
+    if hardware.memory_bytes and workers * _LEAST_VERIFIER_BYTES > hardware.memory_bytes:
+        allowed = f"what fits into {hardware.memory_bytes / 2**30:.0f} GiB of memory, 64 MiB each at least"
+        yield Problem("reward.workers", str(workers), allowed, "use as many as there are free cores")
 
 
 def _process_text(context: _Context) -> str:

@@ -80,8 +80,8 @@ class RolloutSection(Section):
 
     prompts_per_step: int = Field(default=64, ge=1)
     """Prompts (groups) in one training batch, >= 1."""
-    rollouts_per_prompt: int = Field(default=8, ge=2)
-    """Rollouts per prompt (K), >= 2: a pass rate needs at least two answers."""
+    rollouts_per_prompt: int = Field(default=8, ge=2, le=65536)
+    """Rollouts per prompt (K), 2 to 65536: a pass rate needs at least two answers, and every k has a bin."""
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature, > 0 for training."""
     top_p: float = Field(default=1.0, gt=0, le=1)

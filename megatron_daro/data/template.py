@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
+from jinja2 import TemplateError
+
 from megatron_daro.errors import DataError
 from megatron_daro.types import Prompt
 
@@ -67,11 +69,10 @@ def tokenize_prompts(
     for start in range(0, len(prompts), _CHUNK):
         chunk = []
         for prompt in prompts[start : start + _CHUNK]:
-            text = _rendered(prompt, tokenizer, prompt_template, template)
-            if text is None:
-                dropped.setdefault("chat of several messages under the plain template", []).append(prompt.id)
-            else:
-                chunk.append((prompt, text))
+            try:
+                chunk.append((prompt, _rendered(prompt, tokenizer, prompt_template, template)))
+            except _UnfitPromptError as unfit:
+                dropped.setdefault(str(unfit), []).append(prompt.id)
         for (prompt, _), ids in zip(chunk, _encoded([t for _, t in chunk], tokenizer, prompt_template), strict=True):
             if not ids:
                 dropped.setdefault("no tokens", []).append(prompt.id)
@@ -85,17 +86,24 @@ def tokenize_prompts(
     return kept, TokenizeReport(kept=len(kept), longest=max(len(p.tokens) for p in kept), dropped=dropped)
 
 
-def _rendered(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, prompt_template: str, template: str) -> str | None:
-    """The text to encode; None where a chat does not fit the plain template."""
+class _UnfitPromptError(Exception):
+    """Why a prompt does not fit the template; never leaves this module."""
+
+
+def _rendered(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, prompt_template: str, template: str) -> str:
+    """The text to encode."""
     # str.replace and not str.format: problems and templates are full of braces.
     if prompt_template == "plain":
         if prompt.messages is not None and len(prompt.messages) != 1:
-            return None
+            raise _UnfitPromptError("chat of several messages under the plain template")
         text = prompt.messages[0]["content"] if prompt.messages else prompt.text or ""
         return template.replace(_PLACE, text)
     messages = [dict(m) for m in prompt.messages or ({"role": "user", "content": prompt.text or ""},)]
     messages[-1]["content"] = template.replace(_PLACE, messages[-1]["content"])
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except TemplateError as error:  # templates refuse roles that the model has not learnt, such as system
+        raise _UnfitPromptError(f"the chat template refuses it ({error})") from error
 
 
 def _encoded(texts: list[str], tokenizer: PreTrainedTokenizerBase, prompt_template: str) -> list[list[int]]:

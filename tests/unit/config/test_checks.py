@@ -167,6 +167,7 @@ def test_three_hundred_engines_do_not_fit_into_this_machine(run_files):
     (line,) = problems(run_files, "engine.replicas=300", hardware=small)
     assert "301 processes of at least 256 MiB each; allowed: what fits into 64 GiB" in line
     assert not problems(run_files, "engine.replicas=200", hardware=small)
+    assert "reward.workers: got 1025" in problems(run_files, "reward.workers=1025", hardware=small)[0]
     assert detect().memory_bytes > 2**28
 
 

@@ -51,6 +51,16 @@ def chat_prompt(*contents: str) -> Prompt:
     return Prompt(id="chat", answer="1", source="test", messages=messages)
 
 
+def test_a_chat_that_the_template_refuses_is_dropped_and_counted(tmp_path):
+    refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHAT
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path, chat=refusing), chat_template=True)
+    kept, report = tokenize_prompts([text_prompt("1+1?"), chat_prompt("Be short.", "2+2?")], tokenizer)
+    assert [p.text for p in kept] == ["1+1?"]
+    assert dict(report.dropped) == {"the chat template refuses it (no system role)": ["chat"]}
+    with pytest.raises(DataError, match=r"no prompt is left .*1 the chat template refuses it \(no system role\)"):
+        tokenize_prompts([chat_prompt("Be short.", "2+2?")], tokenizer)
+
+
 def test_chat_template_by_hand(tmp_path):
     tokenizer = load_tokenizer(save_tokenizer(tmp_path, bos=True), chat_template=True)
     kept, report = tokenize_prompts([text_prompt("1+1?"), chat_prompt("Be short.", r"\frac{1}{2}?")], tokenizer)

@@ -14,9 +14,15 @@ import pyarrow.parquet as pq
 import pytest
 import tiny_task
 import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from megatron_daro.config import Config, resolve
+from megatron_daro.config import Config, describe, resolve
+from megatron_daro.config.describe import ITEM
 from megatron_daro.errors import ConfigError, DaroError
+from megatron_daro.observe.progress import Progress
+from megatron_daro.observe.trace import Phases
+from megatron_daro.runtime.inputs import read_inputs
 from megatron_daro.runtime.rehearsal import ENDS, rehearse, taken_back_if_it_fails
 
 ROWS = [{"problem": f"{d}=", "answer": str(d)} for d in range(10)] * (2 * ENDS // 10 + 10)
@@ -169,3 +175,53 @@ def test_what_is_taken_back_and_what_stays(tmp_path, error):
     (tmp_path / "older" / "mine.txt").write_text("x")
     fail(tmp_path / "older")
     assert (tmp_path / "older" / "mine.txt").exists() and (tmp_path / "older" / "config.yaml").exists()
+
+
+def values_of(field) -> st.SearchStrategy:
+    """Allowed values and such as are not, judged by the annotation of a field."""
+    annotation, _ = describe.strip(field.annotation)
+    names = describe.choices(field.annotation, field.metadata)
+    if names:
+        return st.sampled_from([*names, "none:Such"])
+    if annotation is bool:
+        return st.booleans()
+    if annotation in (int, float):
+        return st.sampled_from([0, 1, 2, 3, 7, 10**6, 2**31, 2**32, 2**63 - 1, 2**64, -1, 0.5, 1e-300, 1e300])
+    if annotation is dict:
+        return st.dictionaries(st.sampled_from(["adam_eps", "no_such", "lr"]), st.just(1), max_size=1)
+    return st.sampled_from(["=", "==", "{prompt}", "#{prompt}", "", "~/x", "/nowhere", ["="], ["<eos>", "=="], None])
+
+
+FIELDS = {
+    path: values_of(field)
+    for path, field in describe.walk(Config)
+    if ITEM not in path and not describe.is_section(describe.strip(field.annotation)[0]) and "megatron" not in path
+}
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.dictionaries(st.sampled_from(sorted(FIELDS)), st.none(), min_size=1, max_size=3).flatmap(
+        lambda drawn: st.fixed_dictionaries({path: FIELDS[path] for path in drawn})
+    )
+)
+def test_what_passes_the_rehearsal_can_be_put_together(configured, overrides):
+    """Every part that a start makes before its first process; a field the rehearsal overlooks fails here."""
+    from megatron_daro.runtime import parts
+
+    base = configured()
+    notices = Progress(total_steps=1, rollouts_per_prompt=2, mode="off")
+    try:
+        config = configured(
+            *(f"{path}={json.dumps(value)}".replace("{", "{{").replace("}", "}}") for path, value in overrides.items())
+        )
+        rehearse(config, resume=False, replay=None)
+    except DaroError:
+        return
+    assert not base.trainer.run_dir.exists()
+    algorithm, inputs = parts.algorithm_of(config), read_inputs(config, notices)
+    parts.generation(config, inputs, algorithm, notices, Phases())
+    parts.batch_builder(config, algorithm)
+    parts.policy_group(config)
+    parts.deadlines(config)
+    parts.resources(config, engines=True)
