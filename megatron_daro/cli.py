@@ -201,7 +201,7 @@ def _rehearse(config: Config, *, resume: bool, replay: Path | None, owns_process
     """What needs files but no process, as the start itself would do it."""
     from megatron_daro.runtime.rehearsal import needs_torch, rehearse
 
-    if owns_process and not needs_torch(config):
+    if owns_process and not resume and not needs_torch(config):
         # transformers reads a tokenizer without torch as well, and is imported in a third of the time then.
         os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # it would say that torch is missing
         sys.modules.setdefault("torch", None)  # type: ignore[arg-type]

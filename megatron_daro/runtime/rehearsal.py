@@ -7,7 +7,6 @@ writes nothing.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,10 +14,14 @@ from pathlib import Path
 
 from megatron_daro import recovery
 from megatron_daro.config import Config
+from megatron_daro.config.base import filled
 from megatron_daro.engine.sglang.environment import check_environments
-from megatron_daro.errors import CheckpointError, ConfigError, DataError
+from megatron_daro.errors import DataError
 from megatron_daro.rollout.replay import ReplaySource
 from megatron_daro.runtime.inputs import read_inputs
+from megatron_daro.runtime.restart_audit import made_with
+from megatron_daro.runtime.run_directory import LOCK_FILE, require_usable
+from megatron_daro.runtime.start import CONFIG_FILE, compared
 
 ENDS = 100
 """Rows that a rehearsal reads at each end of a training file."""
@@ -45,15 +48,30 @@ def rehearse(config: Config, *, resume: bool, replay: Path | None) -> list[str]:
     check_start(config, resume=resume, generates=replay is None)
     if replay:
         ReplaySource(replay, rollouts_per_prompt=config.rollout.rollouts_per_prompt)
-        return [*found, f"replay: {replay}"]
+        found.notice(f"replay: {replay}")
+    else:
+        _read_inputs(config, found)
+    if resume:
+        _rehearse_restart(config, found)
+    return list(found)
+
+
+def _read_inputs(config: Config, found: _Lines) -> None:
+    inputs = _Lines()
     try:
-        inputs = _Lines()
         read_inputs(config, inputs, ends=ENDS)
-        return [*found, f"the first and last {ENDS} rows of training files were read", *inputs]
+        found += [f"the first and last {ENDS} rows of training files were read", *inputs]
     except DataError:
         # What is wrong with some rows need not be wrong with the file.
         read_inputs(config, found)
-        return list(found)
+
+
+def _rehearse_restart(config: Config, found: _Lines) -> None:
+    newest = recovery.find_latest_valid(filled(config.trainer.run_dir), found)
+    audit = compared(newest[0], made_with(config), found) if newest else None
+    if audit:
+        audit.raise_refused()
+        found += audit.text().splitlines()
 
 
 def needs_torch(config: Config) -> bool:
@@ -79,8 +97,7 @@ def check_start(config: Config, *, resume: bool, generates: bool) -> None:
     Raises:
         ConfigError: a field that cannot work here. CheckpointError: the run directory holds the wrong thing.
     """
-    assert config.trainer.run_dir is not None, "the loader fills trainer.run_dir in"
-    check_run_directory(config.trainer.run_dir, resume=resume)
+    require_usable(filled(config.trainer.run_dir), resume=resume)
     if generates and config.engine.kind == "sglang":
         check_environments(config.engine.sglang)
     if config.actor.megatron:
@@ -88,21 +105,6 @@ def check_start(config: Config, *, resume: bool, generates: bool) -> None:
         from megatron_daro.actor.model import split_megatron_options
 
         split_megatron_options(config.actor.megatron)
-
-
-def check_run_directory(run_dir: Path, *, resume: bool) -> None:
-    """Whether a run can begin or go on there. Raises ConfigError, CheckpointError."""
-    if resume and not run_dir.is_dir():
-        raise CheckpointError(f"--resume: {run_dir} does not exist; start without --resume, or check trainer.run_dir")
-    there = next(path for path in (run_dir, *run_dir.absolute().parents) if os.access(path, os.F_OK))
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        what = f"{there} is a file" if not there.is_dir() else f"{there} cannot be written"
-        raise ConfigError(
-            f"trainer.run_dir: got {str(run_dir)!r}, but {what}; allowed: a directory that this user may write; "
-            "fix: choose another trainer.run_dir"
-        )
-    if not resume:
-        recovery.require_fresh(run_dir)
 
 
 @contextmanager
@@ -127,7 +129,7 @@ def taken_back_if_it_fails(run_dir: Path) -> Iterator[None]:
 
 def _says_something(run_dir: Path, path: Path) -> bool:
     """Whether a file is more than what every start writes first: configuration, lock, header of the events."""
-    prepared = path.parent == run_dir and path.name in ("config.yaml", "run.lock")
+    prepared = path.parent == run_dir and path.name in (CONFIG_FILE, LOCK_FILE)
     events = path.relative_to(run_dir).parts[0] == "tensorboard"
     return path.is_file() and path.stat().st_size > 0 and not prepared and not events
 

@@ -40,10 +40,7 @@ def owned(run_dir: Path, *, resume: bool) -> Iterator[Path]:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = (run_dir / LOCK_FILE).open("a+", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"trainer.run_dir: got {str(run_dir)!r}, which cannot be written ({error.strerror}); allowed: a directory "
-            "that this user may write; fix: choose another trainer.run_dir, or change its permissions"
-        ) from error
+        raise _not_writable(run_dir, error.strerror) from error
     with lock:
         _take(lock, run_dir)
         if not resume:
@@ -54,6 +51,31 @@ def owned(run_dir: Path, *, resume: bool) -> Iterator[Path]:
         finally:
             with suppress(OSError):  # the directory may be gone, or its disk full
                 lock.truncate(0)
+
+
+def require_usable(run_dir: Path, *, resume: bool) -> None:
+    """Refuses what `owned` would refuse, without making or locking anything.
+
+    Raises:
+        CheckpointError: another process uses the directory, it holds a run and may not, or it is not there to resume.
+        ConfigError: it cannot be made or written.
+    """
+    if resume and not run_dir.is_dir():
+        raise CheckpointError(f"--resume: {run_dir} does not exist; start without --resume, or check trainer.run_dir")
+    there = next(path for path in (run_dir, *run_dir.absolute().parents) if os.access(path, os.F_OK))
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise _not_writable(run_dir, f"{there} is a file" if not there.is_dir() else f"{there} is closed to this user")
+    with suppress(OSError), (run_dir / LOCK_FILE).open("r+", encoding="utf-8") as lock:
+        _take(lock, run_dir)  # given back at the end of the block
+    if not resume:
+        recovery.require_fresh(run_dir)
+
+
+def _not_writable(run_dir: Path, why: str | None) -> ConfigError:
+    return ConfigError(
+        f"trainer.run_dir: got {str(run_dir)!r}, which cannot be written ({why}); allowed: a directory "
+        "that this user may write; fix: choose another trainer.run_dir, or change its permissions"
+    )
 
 
 def _take(lock: Any, run_dir: Path) -> None:

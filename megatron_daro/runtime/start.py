@@ -15,6 +15,7 @@ from typing import Any
 from megatron_daro import recovery
 from megatron_daro.config import Config, to_yaml
 from megatron_daro.observe.progress import Progress
+from megatron_daro.rollout.protocol import Notices
 from megatron_daro.runtime import restart_audit
 
 CONFIG_FILE = "config.yaml"
@@ -53,7 +54,12 @@ def begin(run_dir: Path, config: Config, *, resume: bool, progress: Progress) ->
     start = Start(made_with)
     found = recovery.find_latest_valid(run_dir, progress) if resume else None
     if found:
-        _compare(run_dir, found[0], made_with, progress)
+        audit = compared(found[0], made_with, progress)
+        if audit:
+            restart_audit.record(run_dir, audit.text())
+            for line in audit.text(progress.width).splitlines():
+                progress.notice(line)
+            audit.raise_refused()
         recovery.set_newer_aside(found[0])
         start = Start(made_with, *found)
     elif resume:
@@ -79,13 +85,10 @@ def as_trained(config: Config, checkpoint: Path) -> Config:
     return Config.model_validate_json(json.dumps(tree))
 
 
-def _compare(run_dir: Path, checkpoint: Path, made_with: Mapping[str, Any], progress: Progress) -> None:
+def compared(checkpoint: Path, made_with: Mapping[str, Any], notices: Notices) -> restart_audit.Audit | None:
+    """What differs between a checkpoint's run and this one; None, with a warning, where the checkpoint does not say."""
     saved = recovery.read_made_with(checkpoint)
     if saved is None:
-        progress.warn(f"{checkpoint} does not say what its run was made of, so changes since then are not known")
-        return
-    found = restart_audit.audit(checkpoint, saved, made_with)
-    restart_audit.record(run_dir, found.text())
-    for line in found.text(progress.width).splitlines():
-        progress.notice(line)
-    found.raise_refused()
+        notices.warn(f"{checkpoint} does not say what its run was made of, so changes since then are not known")
+        return None
+    return restart_audit.audit(checkpoint, saved, made_with)

@@ -97,7 +97,9 @@ def test_a_wrong_configuration_loads_no_torch_and_exits_with_2(config_file):
     )
     assert done.stdout == "loaded [] 2\n"
     assert "configuration error" in done.stderr and "2 problems" in done.stderr and "Traceback" not in done.stderr
-    assert "rollout.rollouts_per_prompt (command line): got 1; allowed: an integer >= 2 and <= 65536; fix: " in done.stderr
+    assert (
+        "rollout.rollouts_per_prompt (command line): got 1; allowed: an integer >= 2 and <= 65536; fix: " in done.stderr
+    )
     assert "actor.fp8 (command line): got 'maybe'" in done.stderr
 
 

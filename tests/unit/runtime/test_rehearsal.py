@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gzip
 import io
 import json
+import os
 import zipfile
 from pathlib import Path
 
@@ -17,13 +19,16 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megatron_daro import recovery
 from megatron_daro.config import Config, describe, resolve
 from megatron_daro.config.describe import ITEM
-from megatron_daro.errors import ConfigError, DaroError
+from megatron_daro.errors import CheckpointError, ConfigError, DaroError
 from megatron_daro.observe.progress import Progress
 from megatron_daro.observe.trace import Phases
 from megatron_daro.runtime.inputs import read_inputs
 from megatron_daro.runtime.rehearsal import ENDS, rehearse, taken_back_if_it_fails
+from megatron_daro.runtime.restart_audit import made_with
+from megatron_daro.runtime.run_directory import owned
 
 ROWS = [{"problem": f"{d}=", "answer": str(d)} for d in range(10)] * (2 * ENDS // 10 + 10)
 
@@ -88,8 +93,8 @@ def ends_with_the_same_error(config: Config, *, resume: bool = False) -> str:
         ("rollout.stop=['==']", "'==' is 2 tokens of this tokenizer"),
         ("rollout.stop_token_ids=[999]", "outside this tokenizer's vocabulary"),
         ("data.max_prompt_tokens=1", "no prompt is left"),
-        ("trainer.run_dir={here}/run.yaml", "run.yaml is a file; allowed: a directory"),
-        ("trainer.run_dir={here}/run.yaml/below", "run.yaml is a file; allowed: a directory"),
+        ("trainer.run_dir={here}/run.yaml", "run.yaml is a file); allowed: a directory"),
+        ("trainer.run_dir={here}/run.yaml/below", "run.yaml is a file); allowed: a directory"),
         ("engine.kind=sglang", "which has no sglang"),
         ("algorithm.name=none:Such", "none:Such"),
         ("algorithm.options.magnitud=abs", "options of algorithm daro"),
@@ -124,6 +129,25 @@ def test_run_directories_that_hold_the_wrong_thing(configured, tmp_path):
     config.trainer.run_dir.mkdir(parents=True)
     (config.trainer.run_dir / "metrics.jsonl").write_text("{}\n")
     assert "already holds a run" in ends_with_the_same_error(config)
+    (config.trainer.run_dir / "metrics.jsonl").unlink()
+    with owned(config.trainer.run_dir, resume=False):
+        assert f"in use by process {os.getpid()}" in ends_with_the_same_error(config)
+
+
+def test_a_restart_that_the_audit_refuses_is_refused_by_the_rehearsal_too(configured):
+    config, other = configured(), configured("trainer.seed=1")
+    checkpoints = recovery.Checkpoints(config.trainer.run_dir, keep=1, made_with=made_with(config))
+
+    async def write(directory: Path) -> None:
+        (directory / "weights").write_text("x")
+
+    notices = Progress(total_steps=1, rollouts_per_prompt=2, mode="off")
+    asyncio.run(checkpoints.save(3, write, {"step": 3}, notices))
+    before = sorted(config.trainer.run_dir.rglob("*"))
+    assert rehearse(config, resume=True, replay=None)
+    with pytest.raises(CheckpointError, match=r"trainer\.seed"):
+        rehearse(other, resume=True, replay=None)
+    assert sorted(config.trainer.run_dir.rglob("*")) == before
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
