@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from megatron_daro.actor import device
-from megatron_daro.actor.checkpoint_format import SafetensorsLoad, SafetensorsSave
+from megatron_daro.actor.checkpoint_format import load_sharded, save_sharded
 from megatron_daro.actor.compat import allocate_optimizer_state, load_optimizer_state
 from megatron_daro.actor.optimizer import group_options, set_group_options
 from megatron_daro.actor.step import Trainee
@@ -26,7 +26,7 @@ from megatron_daro.errors import CheckpointError, DaroError
 device.prepare()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
 ALGORITHM_FILE = "algorithm.json"
@@ -46,8 +46,7 @@ def save(trainee: Trainee, directory: Path) -> None:
     """
     try:
         with _quiet():
-            state = _state(trainee, is_loading=False)
-            dist_checkpointing.save(state, str(directory), sharded_strategy=SafetensorsSave())
+            save_sharded(_state(trainee, is_loading=False), directory)
         if dist.get_rank() == 0:
             (directory / ALGORITHM_FILE).write_text(json.dumps(trainee.algorithm.state_dict()))
     except (OSError, SafetensorError) as error:
@@ -67,9 +66,7 @@ def load(trainee: Trainee, directory: Path) -> None:
     """
     try:
         with _quiet():
-            state = dist_checkpointing.load(
-                _state(trainee, is_loading=True), str(directory), sharded_strategy=SafetensorsLoad()
-            )
+            state = load_sharded(_state(trainee, is_loading=True), directory)
         algorithm = json.loads((directory / ALGORITHM_FILE).read_text())
     except DaroError:
         raise

@@ -1,11 +1,13 @@
-"""A storage back end for Megatron's distributed checkpoints: safetensors files and one JSON index, no pickle.
+"""How Megatron's sharded state dicts are stored: safetensors files and one JSON index, nothing that runs code.
 
-Place in the data flow: megatron.core.dist_checkpointing hands over the sharded tensors of each rank; each rank writes
-one file with those it is the main replica of, rank 0 writes the index. Loading reads only the slices that overlap what
-this rank asks for, so the layout may differ from the one that saved.
+Place in the data flow: actor/checkpoint.py hands over the sharded state dict of each rank; each rank writes one file
+with the tensors it is the main replica of; rank 0 writes the index, and what is not sharded. Loading reads only the
+slices that overlap what this rank asks for, so the layout may differ from the one that saved.
 
-Why not upstream's "torch_dist" back end: its reader unpickles `.metadata`, which runs code from the file, and its
-writer processes take seconds even for a few megabytes.
+Of Megatron only the vocabulary of sharding is used (which box of which global tensor a rank holds, and the check that
+every box has exactly one main replica), which is the same in 0.16.1 to 0.19.x. Its own entry points are not: those of
+0.19 take no other storage than "torch_dist", whose reader unpickles `.metadata`, which runs code from the file, and
+whose writer processes take seconds even for a few megabytes.
 Refuses: sharded objects that are neither tensors nor bytes; a request that the files do not cover completely.
 """
 
@@ -15,6 +17,7 @@ import io
 import itertools
 import json
 import math
+import pickle
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,12 +36,19 @@ from megatron_daro.errors import CheckpointError
 device.prepare()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
-    from megatron.core.dist_checkpointing.strategies.base import LoadShardedStrategy, SaveShardedStrategy
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge, nested_values
+    from megatron.core.dist_checkpointing.mapping import (
+        ShardedObject,
+        ShardedTensor,
+        apply_factory_merges,
+        is_main_replica,
+    )
+    from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
+    from megatron.core.dist_checkpointing.utils import extract_sharded_base
+    from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
 
 BACKEND, VERSION = "daro_safetensors", 1
-INDEX_FILE = "index.json"
+INDEX_FILE, METADATA_FILE, COMMON_FILE = "index.json", "metadata.json", "common.pt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,59 +63,88 @@ class StoredShard:
     global_shape: tuple[int, ...]
 
 
-class SafetensorsSave(SaveShardedStrategy):
-    """Writes this rank's main replicas to one file; rank 0 also writes the index."""
+def save_sharded(state: dict[str, Any], directory: Path) -> None:
+    """Write a sharded state dict into an existing, empty directory. Collective over all ranks.
 
-    def __init__(self) -> None:
-        super().__init__(BACKEND, VERSION)
+    Args:
+        state: nested; its ShardedTensors and ShardedObjects are written by their main replicas, the rest by rank 0.
+        directory: the same on all ranks.
 
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
-
-    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        """Collective over all ranks."""
-        file = f"shard_{dist.get_rank():05d}.safetensors"
-        tensors: dict[str, Tensor] = {}
-        shards: list[StoredShard] = []
-        for item in nested_values(sharded_state_dict):
-            if is_main_replica(item.replica_id):
-                name = str(len(tensors))
-                tensors[name], shard = _stored(item, file, name)
-                shards.append(shard)
-        if tensors:
-            save_file(tensors, Path(checkpoint_dir) / file)
-        gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(shards, gathered)
-        if gathered is not None:
-            _write_index(Path(checkpoint_dir), [shard for part in gathered for shard in part])
+    Raises:
+        CheckpointingException: a box of a tensor has no main replica, or two. OSError, SafetensorError: the disk.
+    """
+    sharded, common = save_preprocess(state)
+    write_shards(sharded, directory)
+    if dist.get_rank() == 0:
+        buffer = io.BytesIO()
+        torch.save(common, buffer)
+        (directory / COMMON_FILE).write_bytes(buffer.getvalue())
+        metadata = {"sharded_backend": BACKEND, "sharded_backend_version": VERSION}
+        (directory / METADATA_FILE).write_text(json.dumps(metadata))
 
 
-class SafetensorsLoad(LoadShardedStrategy):
-    """Fills every requested tensor from the stored pieces that overlap it."""
+def load_sharded(state: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """The values of what `save_sharded` wrote, as this rank's state dict asks for them. Collective.
 
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
+    Args:
+        state: what this rank wants: sharded tensors of any layout. It stays as it is.
+        directory: the same on all ranks.
 
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        if loaded_backend != BACKEND:
-            raise CheckpointError(f"checkpoint back end: got {loaded_backend!r}, allowed is {BACKEND!r}")
+    Raises:
+        CheckpointError: written by something else, torn, or without a piece that is wanted.
+    """
+    _check_format(directory)
+    sharded, own, factories = load_preprocess(state)
+    values = _read_common(directory)
+    merge(values, own)
+    sharded, _ = extract_sharded_base(sharded)
+    validate_sharding_integrity(determine_global_metadata(sharded)[1])
+    merge(values, read_shards(sharded, directory))
+    return apply_factory_merges(values, factories)
 
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        if loaded_version != VERSION:
-            raise CheckpointError(
-                f"checkpoint version: got {loaded_version}, allowed is {VERSION}; use the release that wrote it"
-            )
 
-    def load(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> Any:
-        """Every sharded tensor and object replaced by its value. Raises CheckpointError if a piece is missing."""
-        reader = _ShardReader(Path(checkpoint_dir))
-        return dict_list_map_inplace(reader.value_of, sharded_state_dict)
+def write_shards(sharded: Any, directory: Path) -> None:
+    """This rank's main replicas to one file; rank 0 also writes the index. Collective over all ranks."""
+    file = f"shard_{dist.get_rank():05d}.safetensors"
+    tensors: dict[str, Tensor] = {}
+    shards: list[StoredShard] = []
+    for item in nested_values(sharded):
+        if is_main_replica(item.replica_id):
+            name = str(len(tensors))
+            tensors[name], shard = _stored(item, file, name)
+            shards.append(shard)
+    if tensors:
+        save_file(tensors, directory / file)
+    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(shards, gathered)
+    if gathered is not None:
+        _write_index(directory, [shard for part in gathered for shard in part])
 
-    def load_tensors_metadata(self, checkpoint_dir: str | Path) -> dict[str, ShardedTensor]:
-        """Key -> unsharded description of each stored tensor."""
-        raise NotImplementedError("strict loading modes are not used: a missing tensor is an error when it is read")
+
+def read_shards(sharded: Any, directory: Path) -> Any:
+    """Every sharded tensor and object replaced by its value. Raises CheckpointError if a piece is missing."""
+    return dict_list_map_inplace(_ShardReader(directory).value_of, sharded)
+
+
+def _check_format(directory: Path) -> None:
+    path = directory / METADATA_FILE
+    try:
+        metadata = json.loads(path.read_text())
+        backend, version = metadata["sharded_backend"], metadata["sharded_backend_version"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; the checkpoint is torn") from None
+    if backend != BACKEND:
+        raise CheckpointError(f"checkpoint back end: got {backend!r}, allowed is {BACKEND!r}")
+    if version != VERSION:
+        raise CheckpointError(f"checkpoint version: got {version}, allowed is {VERSION}; use the release that wrote it")
+
+
+def _read_common(directory: Path) -> dict[str, Any]:
+    path = directory / COMMON_FILE
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; the checkpoint is torn") from None
 
 
 class _ShardReader:

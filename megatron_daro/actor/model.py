@@ -7,7 +7,6 @@ Refuses: options that Megatron does not know (nearest name given) and those this
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import warnings
 from collections.abc import Mapping
@@ -20,9 +19,11 @@ from megatron_daro.actor import device
 from megatron_daro.actor.compat import HiddenStateGPTModel, finalize_summed_grads
 from megatron_daro.actor.layers import layer_spec
 from megatron_daro.actor.parallel import Layout
+from megatron_daro.config.megatron_options import SECTION, option_problems
 from megatron_daro.config.model_shape import ModelShape, RopeScaling
+from megatron_daro.config.problems import config_error
 from megatron_daro.convert.mapping import TensorRule, global_name, hf_to_megatron, output_rule, padded_vocab_size
-from megatron_daro.errors import ConfigError, ModelError
+from megatron_daro.errors import ModelError
 
 device.prepare()
 with warnings.catch_warnings():
@@ -38,26 +39,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Vocabulary rows are padded to a multiple of this (and of TP), so that checkpoints of TP 1 to 16 have one shape.
 VOCABULARY_MULTIPLE = 16
 _UPSTREAM = {"transformer": TransformerConfig, "optimizer": OptimizerConfig, "ddp": DistributedDataParallelConfig}
-_OWNED = {
-    "num_layers": "the model's config.json",
-    "hidden_size": "the model's config.json",
-    "num_attention_heads": "the model's config.json",
-    "tensor_model_parallel_size": "actor.tensor_parallel",
-    "pipeline_model_parallel_size": "actor.pipeline_parallel",
-    "context_parallel_size": "actor.context_parallel",
-    "sequence_parallel": "actor.sequence_parallel",
-    "params_dtype": "actor.dtype",
-    "pipeline_dtype": "actor.dtype",
-    "bf16": "actor.dtype",
-    "fp16": "actor.dtype (fp32 or bf16)",
-    "lr": "actor.optimizer.learning_rate",
-    "clip_grad": "actor.optimizer.grad_clip",
-    "use_distributed_optimizer": "actor.optimizer.distributed",
-    "calculate_per_token_loss": "the distributed loss, which sums gradients",
-    "average_in_collective": "the distributed loss, which sums gradients",
-    "overlap_param_gather": "the chunked output layer, which reads its weight outside the module's forward",
-    "variable_seq_lengths": "the packed batches",
-}
 
 
 def split_megatron_options(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -67,22 +48,12 @@ def split_megatron_options(options: Mapping[str, Any]) -> dict[str, dict[str, An
         {"transformer": {...}, "optimizer": {...}, "ddp": {...}}; a name of several goes to all of them.
 
     Raises:
-        ConfigError: every unknown name with the nearest one, every name that another field sets.
+        ConfigError: every unknown name with the nearest one, every name that another field sets or that is refused.
     """
-    known = {part: {f.name for f in dataclasses.fields(cls)} for part, cls in _UPSTREAM.items()}
-    every_name = sorted(set().union(*known.values()))
-    problems = []
-    for name in options:
-        if name in _OWNED:
-            problems.append(f"actor.megatron.{name}: set by {_OWNED[name]}; remove it here")
-        elif name not in every_name:
-            near = difflib.get_close_matches(name, every_name, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            problems.append(
-                f"actor.megatron.{name}: no field of Megatron's TransformerConfig, OptimizerConfig or DDP{hint}"
-            )
+    known = {part: frozenset(f.name for f in dataclasses.fields(cls)) for part, cls in _UPSTREAM.items()}
+    problems = list(option_problems(options, known))
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise config_error(SECTION, problems)
     return {part: {n: v for n, v in options.items() if n in names} for part, names in known.items()}
 
 
@@ -233,11 +204,20 @@ def _apply_llama3_scaling(rotary: RotaryEmbedding, scaling: RopeScaling) -> None
 def wrap_data_parallel(
     model: HiddenStateGPTModel, config: TransformerConfig, *, distributed_optimizer: bool, options: Mapping[str, Any]
 ) -> DistributedDataParallel:
-    """Megatron's data-parallel wrapper; gradients are kept and reduced in fp32."""
+    """Megatron's data-parallel wrapper; gradients are kept and reduced in fp32.
+
+    With `overlap_grad_reduce` the schedule is told how to hold the reduction back until the last micro-batch: without
+    that a bucket is sent when it was added to as often as in the first step, too early or never in a step with another
+    number of micro-batches.
+    """
     values = {
         "grad_reduce_in_fp32": True,
         "overlap_grad_reduce": False,
         "use_distributed_optimizer": distributed_optimizer,
         "check_for_nan_in_grad": False,  # actor/step.py looks at the global norm and can skip a step; this would abort
     }
-    return DistributedDataParallel(config, DistributedDataParallelConfig(**{**values, **options}), model)
+    ddp_config = DistributedDataParallelConfig(**{**values, **options})
+    wrapped = DistributedDataParallel(config, ddp_config, model)
+    if ddp_config.overlap_grad_reduce:
+        config.no_sync_func = wrapped.no_sync
+    return wrapped

@@ -1,7 +1,7 @@
 """The `actor` section: layout, precision, memory and optimizer of the Megatron policy.
 
-Place in the data flow: read by megatron_daro.actor. `actor.megatron` holds upstream's own names; they are compared with
-upstream's dataclass where Megatron is imported, through `problems.check_passthrough`.
+Place in the data flow: read by megatron_daro.actor. `actor.megatron` holds upstream's own names, which
+config/megatron_options.py looks at.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class ActorSection(Section):
     """Optimizer and schedule."""
     megatron: dict[str, Any] = {}
     """Fields of Megatron-core's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig under upstream
-    names; unknown ones, and those that another option sets, are refused."""
+    names; unknown ones, those that another option sets, and those that would be ignored (such as virtual pipeline
+    stages and the precision-aware optimizer) are refused with the reason."""
 
     @property
     def model_parallel_size(self) -> int:

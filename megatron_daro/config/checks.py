@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from megatron_daro.config import check_training
+from megatron_daro.config import check_training, megatron_options
 from megatron_daro.config.hardware import Hardware, detect
 from megatron_daro.config.model_files import ModelFiles, read_model
 from megatron_daro.config.model_shape import ModelShape
@@ -232,6 +232,11 @@ def _precision_text(context: _Context) -> str:
     return f"{actor.dtype}{' with fp8' if actor.fp8 else ''} on {context.hardware.count} {context.hardware.kind}s"
 
 
+def _megatron_problems(context: _Context) -> Iterator[Problem]:
+    given = context.config.actor.megatron
+    return megatron_options.option_problems(given, megatron_options.upstream_names()) if given else iter(())
+
+
 _Find = Callable[[_Context], Iterator[Problem]]
 _CHECKS: tuple[tuple[str, _Find, _Find, Callable[[_Context], str]], ...] = (
     ("model files", lambda c: iter(c.model.problems), _nothing, lambda c: str(c.config.model.path)),
@@ -247,6 +252,12 @@ _CHECKS: tuple[tuple[str, _Find, _Find, Callable[[_Context], str]], ...] = (
     ("batch", _batch_problems, _nothing, _batch_text),
     ("sequence budget", _budget_problems, _nothing, _budget_text),
     ("precision", _precision_problems, _nothing, _precision_text),
+    (
+        "Megatron options",
+        _megatron_problems,
+        _nothing,
+        lambda c: f"{len(c.config.actor.megatron)} handed on under upstream's names",
+    ),
     (
         "sampling",
         lambda c: check_training.sampling(c.config, c.model),

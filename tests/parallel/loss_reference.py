@@ -25,6 +25,7 @@ class Reference:
     policy_loss: float
     regularizer: float
     loss_sums: np.ndarray
+    abs_loss_sums: np.ndarray
     metrics: dict[str, float]
 
 
@@ -49,10 +50,11 @@ def reference(model: torch.nn.Module, batch: TrainBatch, algorithm: Mapping[str,
         tokens_per_bin[sample.bin] += len(sample.logp)
     total = tokens_per_bin.sum()
     policy = regularizer = torch.zeros((), dtype=torch.float64)
-    loss_sums, seen = np.zeros(ROLLOUTS + 1), []
+    loss_sums, abs_loss_sums, seen = np.zeros(ROLLOUTS + 1), np.zeros(ROLLOUTS + 1), []
     for sample in samples:
         losses, numbers = _token_losses(sample, algorithm)
         loss_sums[sample.bin] += float(losses.detach().sum())
+        abs_loss_sums[sample.bin] += float(losses.detach().abs().sum())
         mixed = 0 < sample.bin < ROLLOUTS
         factor = 1 / total if algorithm["name"] == "grpo" else (1 / tokens_per_bin[sample.bin] if mixed else 0.0)
         policy = policy + factor * losses.double().sum()
@@ -68,6 +70,7 @@ def reference(model: torch.nn.Module, batch: TrainBatch, algorithm: Mapping[str,
         policy_loss=float(policy.detach()),
         regularizer=float(regularizer.detach()),
         loss_sums=loss_sums,
+        abs_loss_sums=abs_loss_sums,
         metrics=metrics,
     )
 

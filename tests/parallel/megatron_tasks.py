@@ -79,20 +79,24 @@ def train(
     path: Path,
     layout: Any,
     batches: list[TrainBatch],
-    num_micro_batches: int,
+    num_micro_batches: int | list[int],
     algorithm: dict[str, Any],
     save_to: Path | None = None,
     load_from: Path | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Some optimizer steps; the model weights (this stage's), DARO's weights, the metrics of each step, and the options
-    of each of the optimizer's parameter groups."""
+    of each of the optimizer's parameter groups.
+
+    num_micro_batches: of all steps, or of each.
+    """
     policy = _trainee(path, layout, algorithm, **options)
     if load_from:
         policy.load(load_from)
     metrics = []
-    for step, batch in enumerate(batches):
-        mine, micro_batches = _shard(batch, layout, num_micro_batches)
+    numbers = [num_micro_batches] * len(batches) if isinstance(num_micro_batches, int) else num_micro_batches
+    for step, (batch, number) in enumerate(zip(batches, numbers, strict=True)):
+        mine, micro_batches = _shard(batch, layout, number)
         metrics.append(comparable(policy.train_step(mine, micro_batches, step=step + 1).metrics))
     if save_to:
         policy.save(save_to)

@@ -109,6 +109,7 @@ def assert_equal_to(want, results):
         assert result["policy_loss"] == pytest.approx(want.policy_loss, rel=TOLERANCE, abs=1e-7)
         assert result["regularizer"] == pytest.approx(want.regularizer, rel=TOLERANCE, abs=1e-7)
         np.testing.assert_allclose(result["loss_sums"], want.loss_sums, rtol=TOLERANCE, atol=1e-6)
+        np.testing.assert_allclose(result["abs_loss_sums"], want.abs_loss_sums, rtol=TOLERANCE, atol=1e-6)
     for name, value in want.metrics.items():
         assert results[0]["metrics"][name] == pytest.approx(value, rel=TOLERANCE, abs=1e-6), name
     assert results[0]["metrics"]["loss/policy"] == pytest.approx(want.policy_loss, rel=TOLERANCE, abs=1e-7)

@@ -58,15 +58,45 @@ def test_five_steps_equal_the_reference(rank_pool, tmp_path, reference, layout, 
     _, batches, want, want_weights = reference
     directory = tmp_path / "model"
     save_model("qwen2", directory)  # the reference changed its own copy
-    results = rank_pool.run(
+    results = train(rank_pool, layouts()[layout], directory, batches, num_micro_batches=3, distributed=distributed)
+    assert_equal_to(want, want_weights, results)
+
+
+@pytest.mark.parametrize("distributed", [True, False], ids=["distributed_optimizer", "plain_optimizer"])
+@pytest.mark.parametrize(("pipeline", "context"), [(1, 1), (2, 1), (1, 2)], ids=["dp2", "pp2_dp2", "cp2_dp2"])
+def test_gradients_reduced_while_they_are_computed(rank_pool, tmp_path, reference, pipeline, context, distributed):
+    """Several buckets, each sent within the last backward pass; the number of micro-batches differs in every step."""
+    from megatron_daro.actor.parallel import Layout
+
+    _, batches, want, want_weights = reference
+    directory = tmp_path / "model"
+    save_model("qwen2", directory)
+    results = train(
+        rank_pool,
+        Layout(data=2, pipeline=pipeline, context=context),
+        directory,
+        batches,
+        num_micro_batches=[2, 4, 1, 3, 2],
+        distributed=distributed,
+        megatron={"overlap_grad_reduce": True, "bucket_size": 20_000},
+    )
+    assert_equal_to(want, want_weights, results)
+
+
+def train(pool, layout, directory, batches, *, num_micro_batches, distributed, **options):
+    return pool.run(
         megatron_tasks.train,
-        layouts()[layout],
+        layout,
         path=directory,
         batches=batches,
-        num_micro_batches=3,
+        num_micro_batches=num_micro_batches,
         algorithm={"name": "daro", "daro": {"learning_rate": 0.1}},
         optimizer={**OPTIMIZER, "distributed": distributed},
+        **options,
     )
+
+
+def assert_equal_to(want, want_weights, results):
     got = {}
     for result in results:
         got |= result["parameters"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +17,10 @@ from hypothesis import strategies as st
 
 from megatron_daro.actor import checkpoint_format as fmt
 from megatron_daro.errors import CheckpointError
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from megatron.core.dist_checkpointing.core import CheckpointingException
 
 GLOBAL = (6, 8)
 
@@ -43,11 +49,11 @@ def cuts_to_boxes(cuts, shape):
 
 
 def save(directory, items):
-    fmt.SafetensorsSave().save({str(i): item for i, item in enumerate(items)}, directory)
+    fmt.write_shards({str(i): item for i, item in enumerate(items)}, directory)
 
 
 def load(directory, items):
-    state = fmt.SafetensorsLoad().load({str(i): item for i, item in enumerate(items)}, directory)
+    state = fmt.read_shards({str(i): item for i, item in enumerate(items)}, directory)
     return [state[str(i)] for i in range(len(items))]
 
 
@@ -195,14 +201,61 @@ def test_a_file_outside_the_checkpoint_is_not_opened(tmp_path):
         load(inside, [shard_of(whole, (0, 0), GLOBAL)])
 
 
-def test_other_back_ends_and_versions_are_refused():
-    loader = fmt.SafetensorsLoad()
-    loader.check_backend_compatibility(fmt.BACKEND)
-    loader.check_version_compatibility(fmt.VERSION)
-    with pytest.raises(CheckpointError, match="'torch_dist'"):
-        loader.check_backend_compatibility("torch_dist")
-    with pytest.raises(CheckpointError, match="got 2, allowed is 1"):
-        loader.check_version_compatibility(2)
+def test_what_is_not_sharded_comes_back_beside_what_is(tmp_path):
+    whole = torch.arange(48.0).reshape(GLOBAL)
+    state = {"model": {"w": shard_of(whole, (0, 0), GLOBAL)}, "schedule": {"num_steps": 3, "lr": 0.5}}
+    fmt.save_sharded(state, tmp_path)
+    wanted = {"model": {"w": shard_of(whole * 0, (0, 0), GLOBAL)}, "schedule": {"num_steps": 0}}
+    got = fmt.load_sharded(wanted, tmp_path)
+    assert torch.equal(got["model"]["w"], whole)
+    assert got["schedule"] == {"num_steps": 3, "lr": 0.5}
+
+
+def test_a_box_with_two_main_replicas_is_not_saved(tmp_path):
+    twice = {name: fmt.ShardedTensor.from_rank_offsets("w", torch.zeros(GLOBAL)) for name in "ab"}
+    with pytest.raises(CheckpointingException, match="Invalid access pattern"):
+        fmt.save_sharded(twice, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}', "'torch_dist', allowed is 'daro_safet"),
+        ('{"sharded_backend": "daro_safetensors", "sharded_backend_version": 2}', "got 2, allowed is 1"),
+        ("{}", "metadata.json cannot be read: .*torn"),
+        ("", "metadata.json cannot be read: .*torn"),
+    ],
+)
+def test_other_back_ends_and_versions_are_refused(tmp_path, metadata, message):
+    fmt.save_sharded({"w": shard_of(torch.zeros(GLOBAL), (0, 0), GLOBAL)}, tmp_path)
+    (tmp_path / fmt.METADATA_FILE).write_text(metadata)
+    with pytest.raises(CheckpointError, match=message):
+        fmt.load_sharded({}, tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "empty", "code"])
+def test_a_torn_or_hostile_common_file_is_named(tmp_path, damage):
+    fmt.save_sharded({"w": shard_of(torch.zeros(GLOBAL), (0, 0), GLOBAL)}, tmp_path)
+    file = tmp_path / fmt.COMMON_FILE
+    if damage == "missing":
+        file.unlink()
+    elif damage == "code":
+        torch.save({"run": TouchesAFile(tmp_path / "touched")}, file)
+    else:
+        file.write_bytes(file.read_bytes()[: 50 if damage == "short" else 0])
+    with pytest.raises(CheckpointError, match=r"common\.pt cannot be read"):
+        fmt.load_sharded({}, tmp_path)
+    assert not (tmp_path / "touched").exists()
+
+
+class TouchesAFile:
+    """Its pickle runs code when it is read."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
 
 
 def test_what_is_not_sharded_passes_through(tmp_path):

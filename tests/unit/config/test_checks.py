@@ -293,6 +293,26 @@ def test_a_safetensors_file_of_the_library_is_whole_until_cut(tmp_path):
     assert "its header promises" in safetensors_fault(path)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="Megatron-core is not installed: no names")
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("use_precision_aware_optimizer=true", "clipping"),
+        ("virtual_pipeline_model_parallel_size=2", "would be missing; fix: use actor.pipeline_parallel alone"),
+        ("clip_grad=1", "set by actor.optimizer.grad_clip; fix: remove it here"),
+        ("bucket_sise=1000", "did you mean bucket_size"),
+    ],
+)
+def test_options_of_megatron_are_looked_at_before_anything_starts(run_files, option, words):
+    (problem,) = problems(run_files, f"actor.megatron.{option}")
+    assert problem.startswith(f"actor.megatron.{option.split('=')[0]}: got ")
+    assert words in problem
+
+
+def test_good_options_of_megatron_pass(run_files):
+    assert problems(run_files, "actor.megatron.overlap_grad_reduce=true", "actor.megatron.bucket_size=1000") == []
+
+
 def test_unknown_passthrough_names_get_the_nearest():
     known = ["num_layers_in_first_pipeline_stage", "attention_dropout"]
     (problem,) = check_passthrough("actor.megatron", {"attention_drop": 0.1, "attention_dropout": 0.1}, known)

@@ -1,0 +1,131 @@
+"""`actor.megatron`: which options of Megatron-core may be given, which this package sets, which it cannot keep.
+
+Place in the data flow: the checks before a start ask here, and so does actor/model.py before it hands the options on.
+Upstream's names are read from its source files: importing Megatron-core takes seconds, and needs torch.
+Refuses: names that upstream does not have, names that another option sets, and options that would be ignored or would
+change what is trained without a word.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_daro.config.problems import Problem, check_passthrough, show
+
+SECTION = "actor.megatron"
+
+# Our name for each upstream dataclass -> the classes whose annotated names are its fields, with their files.
+_SOURCES = {
+    "transformer": (
+        ("ModelParallelConfig", "model_parallel_config.py"),
+        ("TransformerConfig", "transformer/transformer_config.py"),
+    ),
+    "optimizer": (("OptimizerConfig", "optimizer/optimizer_config.py"),),
+    "ddp": (("DistributedDataParallelConfig", "distributed/distributed_data_parallel_config.py"),),
+}
+
+OWNED = {
+    "num_layers": "the model's config.json",
+    "hidden_size": "the model's config.json",
+    "num_attention_heads": "the model's config.json",
+    "tensor_model_parallel_size": "actor.tensor_parallel",
+    "pipeline_model_parallel_size": "actor.pipeline_parallel",
+    "context_parallel_size": "actor.context_parallel",
+    "sequence_parallel": "actor.sequence_parallel",
+    "params_dtype": "actor.dtype",
+    "pipeline_dtype": "actor.dtype",
+    "bf16": "actor.dtype",
+    "fp16": "actor.dtype (fp32 or bf16)",
+    "lr": "actor.optimizer.learning_rate",
+    "clip_grad": "actor.optimizer.grad_clip",
+    "use_distributed_optimizer": "actor.optimizer.distributed",
+    "calculate_per_token_loss": "the distributed loss, which sums gradients",
+    "average_in_collective": "the distributed loss, which sums gradients",
+    "overlap_param_gather": "the chunked output layer, which reads its weight outside the module's forward",
+    "variable_seq_lengths": "the packed batches",
+}
+"""Upstream's names that something else sets, and what."""
+
+_PRECISION = "gradients then stand where neither clipping nor the check for numbers that are not finite looks"
+_STAGES = "each rank builds one part of the model, so that the layers of its other parts would be missing"
+_GROUPS = "the process groups of the actor are made without it"
+
+REFUSED = {
+    "use_precision_aware_optimizer": _PRECISION,
+    "main_grads_dtype": _PRECISION,
+    "main_params_dtype": _PRECISION,
+    "exp_avg_dtype": _PRECISION,
+    "exp_avg_sq_dtype": _PRECISION,
+    "virtual_pipeline_model_parallel_size": _STAGES,
+    "pipeline_model_parallel_layout": _STAGES,
+    "overlap_p2p_comm": "it needs several parts of the model on a rank (virtual pipeline stages), which are not built",
+    "overlap_param_gather_with_optimizer_step": "parameters are gathered before the forward pass, not within it",
+    "defer_embedding_wgrad_compute": "the chunked output layer computes the gradient of its own weight",
+    "num_distributed_optimizer_instances": _GROUPS,
+    "tensor_parallel_num_weight_shards": _GROUPS,
+    "gtp_weight_remat_size": _GROUPS,
+    "use_megatron_fsdp": "the gradients are reduced by Megatron's DistributedDataParallel",
+    "grad_norm_skip_threshold": "only trainer.on_nonfinite decides which steps are skipped",
+    "num_moe_experts": "mixture-of-experts models are not built",
+    "mtp_num_layers": "layers that predict several tokens are not built",
+    "use_mup": "the log-probabilities are taken without its scale of the logits",
+}
+"""Upstream's options that would be ignored, or make wrong numbers, and why."""
+
+
+def upstream_names() -> dict[str, frozenset[str]]:
+    """Field names of the installed Megatron-core by dataclass; empty where it is not installed or laid out otherwise.
+
+    Returns:
+        {"transformer": names, "optimizer": names, "ddp": names}.
+    """
+    root = _installed()
+    if root is None:
+        return {}
+    names = {part: _annotated(root, sources) for part, sources in _SOURCES.items()}
+    return names if all(names.values()) else {}
+
+
+def option_problems(options: Mapping[str, Any], known: Mapping[str, frozenset[str]]) -> Iterator[Problem]:
+    """What is wrong with `actor.megatron`.
+
+    Args:
+        options: as the user gave them.
+        known: what `upstream_names` gives; unknown names are not looked for where it is empty.
+    """
+    free = {}
+    for name, value in options.items():
+        field = f"{SECTION}.{name}"
+        if name in OWNED:
+            yield Problem(field, show(value), f"nothing, it is set by {OWNED[name]}", "remove it here")
+        elif name in REFUSED and value not in (None, False):
+            fix = "remove it" if name != "virtual_pipeline_model_parallel_size" else "use actor.pipeline_parallel alone"
+            yield Problem(field, show(value), f"nothing: {REFUSED[name]}", fix)
+        else:
+            free[name] = value
+    if known:
+        yield from check_passthrough(SECTION, free, frozenset().union(*known.values()) - OWNED.keys())
+
+
+def _installed() -> Path | None:
+    spec = importlib.util.find_spec("megatron")  # a namespace: finding it runs no code of Megatron-core
+    places = spec.submodule_search_locations if spec else None
+    return next((Path(place) / "core" for place in places or () if (Path(place) / "core").is_dir()), None)
+
+
+def _annotated(root: Path, sources: tuple[tuple[str, str], ...]) -> frozenset[str]:
+    """Names with an annotation in the bodies of the classes: the fields of dataclasses."""
+    found: set[str] = set()
+    for class_name, file in sources:
+        try:
+            tree = ast.parse((root / file).read_text(encoding="utf-8"))
+        except (OSError, SyntaxError, UnicodeDecodeError):
+            return frozenset()
+        bodies = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
+        statements = (statement for body in bodies for statement in body)
+        found |= {s.target.id for s in statements if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)}
+    return frozenset(found)
