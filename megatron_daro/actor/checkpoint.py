@@ -8,7 +8,6 @@ Refuses: a checkpoint of another model, algorithm or K.
 from __future__ import annotations
 
 import json
-import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from safetensors import SafetensorError
 
 from megatron_daro.actor import device
 from megatron_daro.actor.checkpoint_format import load_sharded, save_sharded
-from megatron_daro.actor.compat import allocate_optimizer_state, load_optimizer_state
+from megatron_daro.actor.compat import allocate_optimizer_state, load_optimizer_state, quiet
 from megatron_daro.actor.optimizer import group_options, set_group_options
 from megatron_daro.actor.step import Trainee
 from megatron_daro.errors import CheckpointError, DaroError
@@ -45,7 +44,7 @@ def save(trainee: Trainee, directory: Path) -> None:
         CheckpointError: the disk refused. The other ranks then wait for this one: the group is not usable any more.
     """
     try:
-        with _quiet():
+        with quiet():
             save_sharded(_state(trainee, is_loading=False), directory)
         if dist.get_rank() == 0:
             (directory / ALGORITHM_FILE).write_text(json.dumps(trainee.algorithm.state_dict()))
@@ -65,7 +64,7 @@ def load(trainee: Trainee, directory: Path) -> None:
         CheckpointError: files are missing or torn, or belong to another model, algorithm or K.
     """
     try:
-        with _quiet():
+        with quiet():
             state = load_sharded(_state(trainee, is_loading=True), directory)
         algorithm = json.loads((directory / ALGORITHM_FILE).read_text())
     except DaroError:
@@ -89,19 +88,3 @@ def _state(trainee: Trainee, *, is_loading: bool) -> dict[str, Any]:
         "optimizer": trainee.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata),
         "scheduler": trainee.scheduler.state_dict(),
     }
-
-
-class _quiet(warnings.catch_warnings):  # noqa: N801  (a context manager, used as one)
-    """Without upstream's warnings and INFO lines about its own deprecations."""
-
-    def __enter__(self) -> Any:
-        entered = super().__enter__()
-        warnings.simplefilter("ignore")
-        self._logger = logging.getLogger("megatron.core")
-        self._level = self._logger.level
-        self._logger.setLevel(logging.ERROR)
-        return entered
-
-    def __exit__(self, *exc_info: Any) -> None:
-        self._logger.setLevel(self._level)
-        super().__exit__(*exc_info)

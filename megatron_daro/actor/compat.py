@@ -1,4 +1,4 @@
-"""Gaps between this package and Megatron-core 0.16, closed in one place.
+"""Gaps between this package and Megatron-core 0.16.1 to 0.19.x, closed in one place.
 
 Each entry names the upstream version, the reason, and when it can go. Refuses: to change upstream's modules; entries
 here subclass or wrap what upstream offers.
@@ -6,8 +6,10 @@ here subclass or wrap what upstream offers.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,12 +23,34 @@ with warnings.catch_warnings():
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import MegatronOptimizer
+    from megatron.core.optimizer.optimizer import param_group_identifier_keys
+
+# What tells the parameter groups of one model apart, whatever the options of a run.
+_GROUP_STRUCTURE = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without upstream's warnings and log lines below ERROR.
+
+    Upstream: 0.16.1 to 0.19.2. Reason: it announces its own deprecations (GPTModel, parameter layouts, checkpoints) on
+    every rank, to people who cannot act on them. Can go: when it does not.
+    """
+    logger = logging.getLogger("megatron.core")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 class HiddenStateGPTModel(GPTModel):
     """GPTModel whose last stage returns hidden states [T, 1, D] after the final norm, not logits.
 
-    Upstream: 0.16.x. Reason: the log-probabilities are computed in chunks together with the output layer
+    Upstream: 0.16.1 to 0.19.2. Reason: the log-probabilities are computed in chunks together with the output layer
     (actor/logprobs.py); upstream's forward would hold the logits of the whole micro-batch. Can go: when upstream lets
     the caller skip the output layer.
     """
@@ -44,10 +68,10 @@ class HiddenStateGPTModel(GPTModel):
 def finalize_summed_grads(model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
     """Reduce gradients over DP, CP, TP norms and tied embeddings, with no division at all.
 
-    Upstream: 0.16.x. Reason: the distributed loss already carries its global denominator in every coefficient, so
-    gradients must be plain sums. With `calculate_per_token_loss` the data-parallel reduction multiplies by 1 and the
-    schedule divides nothing for a 3-tuple; what is left is the division by `num_tokens` in finalize_model_grads, which
-    None switches off. Can go: when upstream has a "sum" normalisation.
+    Upstream: 0.16.1 to 0.19.2. Reason: the distributed loss already carries its global denominator in every
+    coefficient, so gradients must be plain sums. With `calculate_per_token_loss` the data-parallel reduction multiplies
+    by 1 and the schedule divides nothing for a 3-tuple; what is left is the division by `num_tokens` in
+    finalize_model_grads, which None switches off. Can go: when upstream has a "sum" normalisation.
     """
     finalize_model_grads(model, None, **kwargs)
 
@@ -55,9 +79,9 @@ def finalize_summed_grads(model: list[torch.nn.Module], num_tokens: torch.Tensor
 def allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
     """Adam moments and step counts of 0 where an optimizer has not stepped yet; nothing where it has.
 
-    Upstream: 0.16.x. Reason: without Transformer Engine or Apex, DistributedOptimizer.state_dict reads the step count
-    from the parameters' states and fails when there are none, and it is called to load a checkpoint as well. Can go:
-    when upstream accepts a torch optimizer that has not stepped.
+    Upstream: 0.16.1 to 0.19.2. Reason: without Transformer Engine or Apex, DistributedOptimizer.state_dict reads the
+    step count from the parameters' states and fails when there are none, and it is called to load a checkpoint as well.
+    Can go: when upstream accepts a torch optimizer that has not stepped.
     """
     for inner in _torch_adams(optimizer):
         if inner.state:
@@ -71,10 +95,14 @@ def allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
 def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
     """`optimizer.load_state_dict(state)`, with torch's Adam as the inner optimizer too.
 
-    Upstream: 0.16.x. Reason: the fully reshardable format leaves the step counts out, but the loader asks for one with
-    every parameter; and it then gives all parameters one shared step tensor, which Adam would increment once for each
-    of them. Can go: when a torch optimizer survives upstream's own round trip.
+    Upstream: 0.16.1 to 0.19.2. Reason: the fully reshardable format leaves the step counts out, but the loader asks for
+    one with every parameter; and it then gives all parameters one shared step tensor, which Adam would increment once
+    for each of them. Can go: when a torch optimizer survives upstream's own round trip.
+    Upstream: 0.19. Reason: a saved parameter group is found by its learning rates and weight decays too, so
+    that a run with other ones finds none. Can go: when groups are found by what they are.
     """
+    for group in _param_groups(state):
+        _identify(group, optimizer.param_groups)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if hasattr(part, "_set_main_param_and_optimizer_states"):
             part._set_main_param_and_optimizer_states = partial(_set_all_but_step, part)
@@ -82,6 +110,26 @@ def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) ->
     for inner in _torch_adams(optimizer):
         for values in inner.state.values():
             values["step"] = values["step"].clone()
+
+
+def _param_groups(state: Any) -> Iterator[dict[str, Any]]:
+    """The saved parameter groups of an optimizer and of those chained in it."""
+    for name, value in state.items() if isinstance(state, dict) else ():
+        if name == "param_groups":
+            yield from value
+        else:
+            yield from _param_groups(value)
+
+
+def _identify(saved: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+    """Gives a saved group what upstream finds it by, from this run's group of the same structure."""
+    own = next((g for g in groups if all(g.get(key) == saved.get(key) for key in _GROUP_STRUCTURE)), None)
+    if own is None:
+        return
+    for name in set(param_group_identifier_keys) - set(_GROUP_STRUCTURE):
+        saved.pop(name, None)
+        if name in own:
+            saved[name] = own[name]
 
 
 def _set_all_but_step(part: Any, parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:

@@ -1,10 +1,10 @@
-"""Lets Megatron-core 0.16 run on a machine without a GPU: one file, imported only when there is none.
+"""Lets Megatron-core 0.16.1 to 0.19.x run on a machine without a GPU: one file, imported only when there is none.
 
 Megatron-core asks for CUDA by name in four ways: factory calls with device="cuda", `torch.cuda.*` functions,
 `.cuda()` methods, and the type strings "torch.cuda.FloatTensor". Each is redirected to the CPU here. The functions that
 Megatron-core fuses with torch.compile run as they are written: loading the compiler alone takes seconds of every start.
 
-Upstream: megatron-core 0.16.x. Reason: no CPU back end upstream; tests, CI and laptops need the same code as a GPU.
+Upstream: megatron-core 0.16.1 to 0.19.2. Reason: no CPU back end upstream; tests, CI and laptops need the same code as a GPU.
 Can go: when upstream takes its device from configuration.
 Refuses: to be installed when a GPU is there (it would send its work to the CPU in silence).
 """

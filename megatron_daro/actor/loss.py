@@ -5,7 +5,7 @@ of coefficient * token losses -> loss sums per bin (one all-reduce) -> DARO's we
 
 Why gradients are exact for every layout: every coefficient already has its global denominator, so the loss of the step
 is the plain sum of X over micro-batches, data-parallel and context-parallel ranks, and the gradient is the plain sum of
-theirs. Megatron-core 0.16 rescales in three places, and each is switched off or cancels:
+theirs. Megatron-core rescales in three places, and each is switched off or cancels:
   1. The schedule (`forward_step_calc_loss`): for a 3-tuple (loss, num_tokens, report) with `calculate_per_token_loss`
      it divides nothing. (A 2-tuple would be multiplied by CP and divided by the number of micro-batches.)
   2. DistributedDataParallel: with `calculate_per_token_loss` its gradient scaling factor is 1, so the reduction over

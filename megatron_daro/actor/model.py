@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_daro.actor import device
-from megatron_daro.actor.compat import HiddenStateGPTModel, finalize_summed_grads
+from megatron_daro.actor.compat import HiddenStateGPTModel, finalize_summed_grads, quiet
 from megatron_daro.actor.layers import layer_spec
 from megatron_daro.actor.parallel import Layout
 from megatron_daro.config.megatron_options import SECTION, option_problems
@@ -136,18 +136,19 @@ def build_model(
     shape: ModelShape, config: TransformerConfig, *, transformer_engine: bool = False
 ) -> HiddenStateGPTModel:
     """This rank's part of the model, with uninitialised weights, on this process's device."""
-    model = HiddenStateGPTModel(
-        config,
-        layer_spec(config, transformer_engine=transformer_engine),
-        vocab_size=padded_vocabulary(shape.vocab, config.tensor_model_parallel_size),
-        max_sequence_length=shape.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        position_embedding_type="rope",
-        rotary_base=shape.rope_theta,
-        share_embeddings_and_output_weights=shape.tie,
-        parallel_output=True,
-    )
+    with quiet():
+        model = HiddenStateGPTModel(
+            config,
+            layer_spec(config, transformer_engine=transformer_engine),
+            vocab_size=padded_vocabulary(shape.vocab, config.tensor_model_parallel_size),
+            max_sequence_length=shape.max_positions,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            position_embedding_type="rope",
+            rotary_base=shape.rope_theta,
+            share_embeddings_and_output_weights=shape.tie,
+            parallel_output=True,
+        )
     _mark_tensor_parallel(model, shape)
     if shape.rope_scaling:
         _apply_llama3_scaling(model.rotary_pos_emb, shape.rope_scaling)
@@ -217,7 +218,8 @@ def wrap_data_parallel(
         "check_for_nan_in_grad": False,  # actor/step.py looks at the global norm and can skip a step; this would abort
     }
     ddp_config = DistributedDataParallelConfig(**{**values, **options})
-    wrapped = DistributedDataParallel(config, ddp_config, model)
+    with quiet():
+        wrapped = DistributedDataParallel(config, ddp_config, model)
     if ddp_config.overlap_grad_reduce:
         config.no_sync_func = wrapped.no_sync
     return wrapped

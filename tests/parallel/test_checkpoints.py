@@ -21,7 +21,7 @@ def model(tmp_path_factory):
     return directory
 
 
-def train(pool, layout, model, *, seeds, distributed=True, **extra):
+def train(pool, layout, model, *, seeds, distributed=True, learning_rate=OPTIMIZER["learning_rate"], **extra):
     results = pool.run(
         megatron_tasks.train,
         layouts()[layout],
@@ -29,7 +29,7 @@ def train(pool, layout, model, *, seeds, distributed=True, **extra):
         batches=[random_batch(seed=s) for s in seeds],
         num_micro_batches=2,
         algorithm=ALGORITHM,
-        optimizer={**OPTIMIZER, "distributed": distributed},
+        optimizer={**OPTIMIZER, "distributed": distributed, "learning_rate": learning_rate},
         **extra,
     )
     parameters = {}
@@ -62,6 +62,14 @@ def test_another_layout_continues_with_the_same_numbers(rank_pool, tmp_path, mod
     for name in whole:
         np.testing.assert_allclose(resumed[name], whole[name], rtol=0, atol=2e-5, err_msg=name)
     np.testing.assert_allclose(last_resumed["weights"], last["weights"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("distributed", [True, False], ids=["distributed_optimizer", "plain_optimizer"])
+def test_another_learning_rate_finds_its_parameter_groups(rank_pool, tmp_path, model, distributed):
+    saved = tmp_path / "checkpoint"
+    saved.mkdir()
+    train(rank_pool, "single", model, seeds=[0], distributed=distributed, save_to=saved)
+    train(rank_pool, "single", model, seeds=[1], distributed=distributed, load_from=saved, learning_rate=1e-3)
 
 
 def test_another_number_of_rollouts_is_refused(rank_pool, tmp_path, model):
