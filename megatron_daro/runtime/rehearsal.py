@@ -76,7 +76,7 @@ def _rehearse_restart(config: Config, found: _Lines) -> None:
 
 def needs_torch(config: Config) -> bool:
     """Whether a rehearsal of this configuration imports modules that import torch, which takes seconds."""
-    return _algorithm_can_be_refused(config) or bool(config.actor.megatron) or config.model.trust_remote_code
+    return _algorithm_can_be_refused(config) or config.model.trust_remote_code
 
 
 def _algorithm_can_be_refused(config: Config) -> bool:
@@ -100,11 +100,6 @@ def check_start(config: Config, *, resume: bool, generates: bool) -> None:
     require_usable(filled(config.trainer.run_dir), resume=resume)
     if generates and config.engine.kind == "sglang":
         check_environments(config.engine.sglang)
-    if config.actor.megatron:
-        # Imports Megatron, which takes seconds; only upstream's own classes know their names.
-        from megatron_daro.actor.model import split_megatron_options
-
-        split_megatron_options(config.actor.megatron)
 
 
 @contextmanager

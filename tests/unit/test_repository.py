@@ -52,7 +52,10 @@ NOT_REQUIRED = {
     "latex2sympy2_extended": "pinned by math-verify, which is pinned",
     "sympy": "torch and math-verify both require it; their results are sympy objects",
 }
-NOT_IMPORTED = {"tokenizers": "transformers loads tokenizer.json with it"}
+NOT_IMPORTED = {
+    "tokenizers": "transformers loads tokenizer.json with it",
+    "triton": "Megatron-core 0.18 and later import it",
+}
 
 
 def tracked(*patterns: str) -> list[Path]:

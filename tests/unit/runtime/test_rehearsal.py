@@ -98,7 +98,6 @@ def ends_with_the_same_error(config: Config, *, resume: bool = False) -> str:
         ("engine.kind=sglang", "which has no sglang"),
         ("algorithm.name=none:Such", "none:Such"),
         ("algorithm.options.magnitud=abs", "options of algorithm daro"),
-        ("actor.megatron.atention_dropout=0", "did you mean attention_dropout?"),
         ("data.eval=[{{name: a, path: '{here}/bad.jsonl'}}]", "drop_unusable=true"),
     ],
 )
