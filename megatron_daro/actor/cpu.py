@@ -4,8 +4,8 @@ Megatron-core asks for CUDA by name in four ways: factory calls with device="cud
 `.cuda()` methods, and the type strings "torch.cuda.FloatTensor". Each is redirected to the CPU here. The functions that
 Megatron-core fuses with torch.compile run as they are written: loading the compiler alone takes seconds of every start.
 
-Upstream: megatron-core 0.16.1 to 0.19.2. Reason: no CPU back end upstream; tests, CI and laptops need the same code as a GPU.
-Can go: when upstream takes its device from configuration.
+Upstream: megatron-core 0.16.1 to 0.19.2. Reason: no CPU back end upstream; tests, CI and laptops need the same code as
+a GPU. Can go: when upstream takes its device from configuration.
 Refuses: to be installed when a GPU is there (it would send its work to the CPU in silence).
 """
 
