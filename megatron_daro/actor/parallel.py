@@ -97,3 +97,9 @@ def data_parallel_rank() -> int:
 def pipeline_parallel_rank() -> int:
     """This process's pipeline stage."""
     return parallel_state.get_pipeline_model_parallel_rank()
+
+
+def answers_for_shard() -> bool:
+    """Whether this rank answers for its data-parallel rank: last stage, tensor and context rank 0."""
+    first = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
+    return first and parallel_state.is_pipeline_last_stage()

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.errors import DataError
 from megatron_daro.types import TrainBatch
 
@@ -62,6 +63,16 @@ class CostModel:
             6 * parameters per token, and 6 * layers * width per token pair (causal: half of 12).
         """
         return cls(linear=6.0 * num_parameters, quadratic=6.0 * num_layers * attention_width)
+
+    @classmethod
+    def of_model(cls, shape: ModelShape) -> CostModel:
+        """The same for a model: all of its parameters but an input embedding of its own, which multiplies nothing."""
+        lookup = 0 if shape.tie else shape.vocab * shape.hidden
+        return cls.transformer(
+            num_parameters=shape.num_parameters - lookup,
+            num_layers=shape.layers,
+            attention_width=shape.heads * shape.head_dim,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,35 +13,26 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
-from megatron_daro.data.schedule import schedule
+from megatron_daro.config.model_shape import read_model_shape
+from megatron_daro.data.schedule import CostModel
 from megatron_daro.errors import WorkerError
 from megatron_daro.runtime.calls import gather
 from megatron_daro.runtime.crew import Crew
+from megatron_daro.runtime.shards import Shard, joined_column, shards_of
 from megatron_daro.runtime.workers import Place, TrainWorker
 from megatron_daro.sync import disk
 from megatron_daro.sync.source import BroadcastPlan, PullsWeights, SendReport
 from megatron_daro.types import Rollout, StepResult, TrainBatch
 
 BUCKET_BYTES = 64 * 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class _Shard:
-    """What one data-parallel rank computes: rows of the batch, and a reference to (shard, micro-batches)."""
-
-    rows: tuple[int, ...]
-    reference: Any
-    micro_batches: tuple[tuple[int, ...], ...]
 
 
 class PolicyGroup:
@@ -65,6 +56,10 @@ class PolicyGroup:
         self._recompute = algorithm.old_logprobs == "recompute" or (
             algorithm.old_logprobs == "auto" and updates_per_batch > 1
         )
+        self._cost = CostModel.of_model(read_model_shape(settings.model_path))
+        # Batches whose shards are in the object store since `prepare`, oldest first: id -> (batch, shards).
+        self._prepared: dict[int, tuple[TrainBatch, list[Shard]]] = {}
+        self._most_prepared = updates_per_batch
         self.workers = Crew()
         self._places: list[Place] = []
         self._address = ""
@@ -88,27 +83,33 @@ class PolicyGroup:
             return await self._prepare(batch)
 
     async def _prepare(self, batch: TrainBatch) -> TrainBatch:
-        columns: dict[str, Any] = {}
         if self._algorithm.old_logprobs == "rollout":
-            columns["old_logprobs_R"] = batch.rollout_logprobs_R
-        if self._recompute or self._algorithm.needs_reference:
-            shards = self._shards(batch)
-            if self._recompute:
-                columns["old_logprobs_R"] = await self._logprobs(batch, shards, reference=False)
-            if self._algorithm.needs_reference:
-                columns["ref_logprobs_R"] = await self._logprobs(batch, shards, reference=True)
-        return dataclasses.replace(batch, **columns) if columns else batch
+            batch = dataclasses.replace(batch, old_logprobs_R=batch.rollout_logprobs_R)
+        if not (self._recompute or self._algorithm.needs_reference):
+            return batch
+        shards, columns = self._shards(batch), {}
+        if self._recompute:
+            columns["old_logprobs_R"] = await self._logprobs(batch, shards, reference=False)
+        if self._algorithm.needs_reference:
+            columns["ref_logprobs_R"] = await self._logprobs(batch, shards, reference=True)
+        prepared = dataclasses.replace(batch, **columns)
+        self._prepared[id(prepared)] = prepared, shards
+        while len(self._prepared) > self._most_prepared:
+            del self._prepared[next(iter(self._prepared))]
+        return prepared
 
     async def train(self, batch: TrainBatch, step: int) -> StepResult:
-        """One optimizer step on the whole batch."""
+        """One optimizer step on the whole batch; one that `prepare` gave is with the ranks already."""
         async with self._busy:
-            shards = self._shards(batch)
-            results = await self._per_rank(
-                shards, lambda worker, s: worker.train.remote(s.reference, s.micro_batches, step)
+            _, shards = self._prepared.pop(id(batch), (batch, None))
+            calls = self._calls(
+                shards or self._shards(batch),
+                lambda worker, s: worker.train.remote(s.reference, s.micro_batches, step, **s.columns),
             )
+            results = await gather(calls)
             _check_agreement(results)
             self._version = step
-        return results[0]
+        return next(result for result, place in zip(results, self._places, strict=True) if place.answers)
 
     async def sync(self, engine: Any, version: int) -> Mapping[str, float]:
         """Hand the weights to the engine as `version`: it pulls them, or gets a stream of buckets."""
@@ -173,30 +174,19 @@ class PolicyGroup:
         if self._address.startswith("file://"):
             shutil.rmtree(Path(self._address.removeprefix("file://")).parent, ignore_errors=True)
 
-    def _shards(self, batch: TrainBatch) -> list[_Shard]:
-        """The batch split over data-parallel ranks, each part put once into the object store."""
-        plan = schedule(
-            batch.lengths_N,
-            self._actor.data_parallel,
-            self._actor.micro_batch_tokens,
-            sequence_multiple=2 * self._actor.context_parallel if self._actor.context_parallel > 1 else 1,
-            total_multiple=self._actor.sequence_multiple,
-        )
-        return [_shard(batch, micro_batches) for micro_batches in plan.ranks]
+    def _shards(self, batch: TrainBatch) -> list[Shard]:
+        return shards_of(batch, self._actor, self._cost)
 
-    async def _logprobs(self, batch: TrainBatch, shards: Sequence[_Shard], *, reference: bool) -> np.ndarray:
-        """float32 [R] of the whole batch."""
-        results = await self._per_rank(
-            shards, lambda worker, s: worker.logprobs.remote(s.reference, s.micro_batches, reference)
-        )
-        found = {
-            place.data_parallel: values
-            for place, values in zip(self._places, results, strict=True)
-            if values is not None
-        }
-        rows = [row for shard in shards for row in shard.rows]
-        columns = np.concatenate([found[rank] for rank in range(len(shards))])
-        return _in_batch_order(batch, rows, columns)
+    async def _logprobs(self, batch: TrainBatch, shards: Sequence[Shard], *, reference: bool) -> np.ndarray:
+        """float32 [R] of the whole batch; the shards keep references to their parts."""
+        calls = self._calls(shards, lambda worker, s: worker.logprobs.remote(s.reference, s.micro_batches, reference))
+        answers = await gather(calls)
+        parts: dict[int, np.ndarray] = {}
+        for place, call, answer in zip(self._places, calls.values(), answers, strict=True):
+            if place.answers:
+                parts[place.data_parallel] = answer
+                shards[place.data_parallel].columns["ref_logprobs_R" if reference else "old_logprobs_R"] = call
+        return joined_column(batch, shards, parts)
 
     async def _bucket_references(self) -> AsyncIterator[Any]:
         """References to the buckets of every stage; ranks that only take part in the gathers yield none."""
@@ -241,14 +231,12 @@ class PolicyGroup:
                 break
         return report
 
-    async def _per_rank(self, shards: Sequence[_Shard], call: Any) -> list[Any]:
-        """`call(worker, shard)` on every rank with the shard of its data-parallel rank."""
-        return await gather(
-            {
-                name: call(worker, shards[place.data_parallel])
-                for (name, worker), place in zip(self.workers.items(), self._places, strict=True)
-            }
-        )
+    def _calls(self, shards: Sequence[Shard], call: Any) -> dict[str, Any]:
+        """`call(worker, shard)` on every rank with the shard of its data-parallel rank: references by rank's name."""
+        return {
+            name: call(worker, shards[place.data_parallel])
+            for (name, worker), place in zip(self.workers.items(), self._places, strict=True)
+        }
 
     async def _all(self, call: Any) -> list[Any]:
         if not self.workers:
@@ -289,29 +277,6 @@ def _scored_batch(rollouts: Sequence[Rollout], *, at_least: int) -> TrainBatch:
         truncated_N=counts.astype(np.uint8),
         rollouts_per_prompt=1,
     )
-
-
-def _shard(batch: TrainBatch, micro_batches: Sequence[Sequence[int]]) -> _Shard:
-    """The rows of one rank, renumbered from 0 in the order of its micro-batches."""
-    rows = tuple(row for micro_batch in micro_batches for row in micro_batch)
-    local, start = [], 0
-    for micro_batch in micro_batches:
-        local.append(tuple(range(start, start + len(micro_batch))))
-        start += len(micro_batch)
-    return _Shard(rows, ray.put(batch.select(rows)), tuple(local))
-
-
-def _in_batch_order(batch: TrainBatch, rows: Sequence[int], column: np.ndarray) -> np.ndarray:
-    """A response column of `batch.select(rows)` back in the batch's own order."""
-    lengths_N = batch.response_lengths_N
-    starts_N = np.cumsum(lengths_N) - lengths_N
-    out = np.empty(int(lengths_N.sum()), dtype=np.float32)
-    position = 0
-    for row in rows:
-        length = int(lengths_N[row])
-        out[starts_N[row] : starts_N[row] + length] = column[position : position + length]
-        position += length
-    return out
 
 
 def _check_agreement(results: Sequence[StepResult]) -> None:

@@ -8,6 +8,7 @@ process died. The third is asked, since a run outlives it.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import ipaddress
 import os
 import socket
@@ -36,12 +37,16 @@ _GROUPS = {"work": 1, "watch": 1}
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A rank's part. exports: it takes part in exports; speaks: it hands on its stage's."""
+    """A rank's part. exports: it takes part in exports; speaks: it hands on its stage's.
+
+    answers: what its tensor and context group computed for a shard comes from this rank, one per data-parallel rank.
+    """
 
     data_parallel: int
     stage: int
     exports: bool
     speaks: bool
+    answers: bool
 
 
 @_actor(concurrency_groups=_GROUPS, max_restarts=0, max_task_retries=0)
@@ -97,19 +102,35 @@ class TrainWorker:
         from megatron_daro.actor.weights import exports_weights, speaks_for_stage
 
         return Place(
-            parallel.data_parallel_rank(), parallel.pipeline_parallel_rank(), exports_weights(), speaks_for_stage()
+            data_parallel=parallel.data_parallel_rank(),
+            stage=parallel.pipeline_parallel_rank(),
+            exports=exports_weights(),
+            speaks=speaks_for_stage(),
+            answers=parallel.answers_for_shard(),
         )
 
     @ray.method(concurrency_group="work")
-    def train(self, batch: TrainBatch, micro_batches: Sequence[Sequence[int]], step: int) -> StepResult:
-        """One optimizer step on this rank's shard. Collective; every rank returns the same."""
-        return self._policy.train_step(batch, micro_batches, step=step)
+    def train(
+        self, batch: TrainBatch, micro_batches: Sequence[Sequence[int]], step: int, **columns: np.ndarray
+    ) -> StepResult:
+        """One optimizer step on this rank's shard. Collective; metrics come from the ranks that answer only.
+
+        columns: of the shard, computed since it was sent; they take the place of those in `batch`.
+        """
+        result = self._policy.train_step(dataclasses.replace(batch, **columns), micro_batches, step=step)
+        return result if self._answers() else dataclasses.replace(result, metrics={})
 
     @ray.method(concurrency_group="work")
     def logprobs(self, batch: TrainBatch, micro_batches: Sequence[Sequence[int]], reference: bool) -> np.ndarray | None:
-        """float32 [R] of the shard under the current (or the reference) weights; None before the last stage."""
+        """float32 [R] of the shard under the current (or the reference) weights; None where another rank answers."""
         compute = self._policy.reference_logprobs if reference else self._policy.logprobs
-        return compute(batch, micro_batches)
+        found = compute(batch, micro_batches)
+        return found if self._answers() else None
+
+    def _answers(self) -> bool:
+        from megatron_daro.actor import parallel
+
+        return parallel.answers_for_shard()
 
     @ray.method(concurrency_group="work", num_returns="streaming")
     def export(self, bucket_bytes: int) -> Iterator[WeightBucket]:

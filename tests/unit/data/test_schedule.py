@@ -7,6 +7,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from megatron_daro.config.model_shape import read_model_shape
+from megatron_daro.data import schedule as module
 from megatron_daro.data.packing import pack
 from megatron_daro.data.schedule import CostModel, Schedule, bin_token_counts, schedule
 from megatron_daro.errors import DataError
@@ -88,6 +90,56 @@ def test_quadratic_cost_moves_the_balance():
     assert sorted(flops.tokens) == [90, 100]
     assert sorted(flops.costs) == [900.0, 10000.0]
     assert CostModel.transformer(num_parameters=10, num_layers=2, attention_width=3) == CostModel(60.0, 36.0)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=24), st.integers(0, 60), st.data())
+def test_best_fit_loses_nothing_however_many_parts_are_wanted(lengths, slack, data):
+    """Also where fewer parts would do and some are halved, which `schedule` rarely asks for."""
+    padded, budget = np.array(lengths), max(lengths) + slack
+    wanted = data.draw(st.integers(1, len(lengths)))
+    parts = module._best_fit(list(range(len(lengths))), padded, wanted, budget)
+    assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
+    assert all(part and padded[part].sum() <= budget for part in parts)
+    assert len(parts) >= wanted
+
+
+QWEN_05B = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rope_theta": 1000000.0,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+}
+
+
+def test_the_cost_of_a_model_is_that_of_its_shape():
+    """By hand: 6 operations a parameter that multiplies; 6 a layer, channel and pair of tokens of causal attention."""
+    layer = 896 * (2 * 896 + 2 * 128) + (896 + 2 * 128) + 3 * 896 * 4864 + 2 * 896
+    multiplied = 24 * layer + 896 + 151936 * 896
+    for tie in (True, False):
+        cost = CostModel.of_model(read_model_shape({**QWEN_05B, "tie_word_embeddings": tie}))
+        assert cost == CostModel(6.0 * multiplied, 6.0 * 24 * 14 * 64), "an input embedding of its own costs nothing"
+
+
+@pytest.mark.parametrize("num", [64, 128, 512])
+def test_cost_of_a_model_is_balanced_within_the_token_budget(num):
+    """Few samples a rank: equal tokens would leave the rank with the longest answers behind."""
+    cost = CostModel.of_model(read_model_shape({**QWEN_05B, "tie_word_embeddings": True}))
+    found = []
+    for seed in range(5):
+        lengths = real_lengths(num, seed)
+        by_tokens, by_cost = schedule(lengths, 8, 20480), schedule(lengths, 8, 20480, cost=cost)
+        check_laws(by_cost, lengths, 8, 20480)
+        loads = [sum(cost.of(lengths[list(part)]).sum() for part in rank) for rank in by_tokens.ranks]
+        found.append((max(loads) / np.mean(loads) - 1, by_cost.cost_imbalance))
+    before, after = np.median(found, axis=0)
+    assert after < before / 2
+    assert after < 0.02
 
 
 @pytest.mark.parametrize("parts", [(0.0, 0.0), (-1.0, 2.0)])
