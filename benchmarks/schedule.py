@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_daro.data.packing import pack, pack_multiples
-from megatron_daro.data.schedule import CostModel, schedule
+from megatron_daro.data.schedule import CostModel, Schedule, schedule
 from megatron_daro.types import TrainBatch
 
 Split = list[list[list[int]]]
@@ -140,6 +140,27 @@ def run(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     return {name: {key: statistics.median(r[key] for r in got) for key in got[0]} for name, got in rows.items()}
 
 
+def small_batches(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Medians over 20 seeds for as few samples as an optimizer step has, by number and by what is balanced."""
+    found = {}
+    for num in (64, 128, 256, 512):
+        for name, cost in (("tokens", None), ("operations", FLOPS)):
+            rows = []
+            for seed in range(20):
+                lengths = reasoning_lengths(num, seed, options.longest)
+                plan = schedule(lengths, options.ranks, options.budget, cost=cost)
+                rows.append(measured_plan(plan, lengths, options.budget))
+            found[f"{num}, {name}"] = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+    return found
+
+
+def measured_plan(plan: Schedule, lengths: np.ndarray, budget: int) -> dict[str, float]:
+    """Imbalances of one schedule; the time is not looked at."""
+    split = [[list(micro) for micro in rank] for rank in plan.ranks]
+    figures = measured(lambda _: (split, 0.0), lengths, budget)
+    return {name: value for name, value in figures.items() if not name.startswith("time")}
+
+
 def packing(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Padding and time of packing all micro-batches of the first rank, by layout; and padding to the longest sample."""
     lengths = reasoning_lengths(options.samples, 0, options.longest)
@@ -205,9 +226,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--json", action="store_true", help=f"write {RESULTS.relative_to(Path(__file__).parent.parent)}"
     )
     options = parser.parse_args(arguments)
-    results, packed = run(options), packing(options)
+    results, small, packed = run(options), small_batches(options), packing(options)
     setting = f"{options.samples} samples, {options.ranks} ranks, budget {options.budget} tokens"
     show(f"{setting}, median of {options.seeds} seeds", results)
+    show(f"{options.ranks} ranks, budget {options.budget} tokens, samples and what is balanced", small)
     show(f"{setting}, micro-batches of one rank", packed)
     if not options.verl:
         print("verl: skipped, --verl was not given")
@@ -215,7 +237,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         RESULTS.parent.mkdir(exist_ok=True)
         setup = {key: value for key, value in vars(options).items() if key not in ("json", "verl")}
         setup["verl"] = bool(options.verl)
-        RESULTS.write_text(json.dumps({"setup": setup, "medians": results, "packing": packed}, indent=2) + "\n")
+        RESULTS.write_text(
+            json.dumps({"setup": setup, "medians": results, "small": small, "packing": packed}, indent=2) + "\n"
+        )
 
 
 if __name__ == "__main__":

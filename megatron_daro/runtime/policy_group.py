@@ -87,7 +87,7 @@ class PolicyGroup:
             batch = dataclasses.replace(batch, old_logprobs_R=batch.rollout_logprobs_R)
         if not (self._recompute or self._algorithm.needs_reference):
             return batch
-        shards, columns = self._shards(batch), {}
+        shards, columns = self._shards(batch), dict[str, Any]()
         if self._recompute:
             columns["old_logprobs_R"] = await self._logprobs(batch, shards, reference=False)
         if self._algorithm.needs_reference:

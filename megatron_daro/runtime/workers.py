@@ -110,9 +110,7 @@ class TrainWorker:
         )
 
     @ray.method(concurrency_group="work")
-    def train(
-        self, batch: TrainBatch, micro_batches: Sequence[Sequence[int]], step: int, **columns: np.ndarray
-    ) -> StepResult:
+    def train(self, batch: TrainBatch, micro_batches: Sequence[Sequence[int]], step: int, **columns: Any) -> StepResult:
         """One optimizer step on this rank's shard. Collective; metrics come from the ranks that answer only.
 
         columns: of the shard, computed since it was sent; they take the place of those in `batch`.

@@ -1,0 +1,77 @@
+"""The policy as the driver sees it: real ranks under Ray, and what crosses the driver in a step."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import numpy as np
+import pytest
+from small_models import ROLLOUTS, random_batch, save_model
+
+from megatron_daro.actor.settings import PolicySettings
+from megatron_daro.config.actor import ActorSection
+from megatron_daro.config.algorithm import AlgorithmSection
+from megatron_daro.errors import WorkerError
+from megatron_daro.runtime import policy_group, shards
+from megatron_daro.runtime.calls import gather
+from megatron_daro.runtime.cluster import Resources, cluster
+
+ALGORITHM = AlgorithmSection(name="grpo", old_logprobs="recompute", kl={"coefficient": 0.1})
+
+
+@pytest.fixture
+def put(monkeypatch):
+    """Everything the driver put into the object store by hand."""
+    objects, original = [], shards.ray.put
+    monkeypatch.setattr(shards.ray, "put", lambda value: objects.append(value) or original(value))
+    return objects
+
+
+async def two_steps(policy, batch, put):
+    await policy.start()
+    found = {}
+    prepared = await policy.prepare(batch)
+    first = await policy.train(prepared, 1)
+    found["puts of a step"] = len(put)
+    found["first"] = first.metrics
+    # The same columns by the other way: a batch that `prepare` did not give travels whole.
+    again = await policy.prepare(batch)
+    kept = policy._prepared[id(again)][1]
+    calls = policy._calls(kept, lambda worker, s: worker.logprobs.remote(s.reference, s.micro_batches, False))
+    found["answers"] = [answer is not None for answer in await gather(calls)]
+    results = policy._calls(kept, lambda worker, s: worker.train.remote(s.reference, s.micro_batches, 2, **s.columns))
+    found["metrics of ranks"] = [bool(result.metrics) for result in await gather(results)]
+    unknown = dataclasses.replace(await policy.prepare(batch))
+    before = len(put)
+    found["last"] = (await policy.train(unknown, 3)).metrics
+    found["puts of a batch nobody prepared"] = len(put) - before
+    await policy.close()
+    return found
+
+
+def test_a_shard_is_put_once_a_step_and_one_rank_answers_for_it(tmp_path, put):
+    save_model("qwen2", tmp_path)
+    actor = ActorSection(tensor_parallel=2, dtype="fp32", micro_batch_tokens=64, optimizer={"learning_rate": 1e-2})
+    settings = PolicySettings(tmp_path, ROLLOUTS, 32, 1.0, total_steps=10)
+    with cluster(Resources(processes=2, gpus=0)):
+        policy = policy_group.PolicyGroup(settings, actor, ALGORITHM, seed=1, updates_per_batch=1, gpus_per_rank=0)
+        found = asyncio.run(two_steps(policy, random_batch(with_old=False), put))
+    assert found["puts of a step"] == 1, "log-probs of old and reference weights, and training, of one shard"
+    assert found["answers"] == [True, False]
+    assert found["metrics of ranks"] == [True, False]
+    # Before the first step the old and the reference weights are the current ones; the columns did arrive.
+    assert found["first"]["ratio/mean"] == pytest.approx(1.0, abs=1e-5)
+    assert found["first"]["policy/kl_reference"] == pytest.approx(0.0, abs=1e-6)
+    assert found["first"]["mismatch/logprob_abs_mean"] > 0.1
+    assert found["last"]["ratio/mean"] == pytest.approx(1.0, abs=1e-5)
+    assert found["last"]["policy/kl_reference"] > 1e-4
+    assert found["puts of a batch nobody prepared"] == 1
+    assert all(np.isfinite(value) for value in found["last"].values())
+
+
+def test_ranks_that_disagree_end_the_run():
+    one = policy_group.StepResult(1, {"loss/policy": 0.5})
+    policy_group._check_agreement([one, dataclasses.replace(one, metrics={})])
+    with pytest.raises(WorkerError, match="ranks disagree on whether the optimizer step was applied"):
+        policy_group._check_agreement([one, dataclasses.replace(one, metrics={}, skipped=True)])
