@@ -69,7 +69,7 @@ def disk_fault(error: OSError, directory: Path) -> tuple[str, str]:
     Returns:
         (cause, advice), each a part of a sentence.
     """
-    if not directory.is_dir():
+    if error.errno == errno.ENOENT or not directory.is_dir():
         return (
             f"the directory {directory} is gone: it was removed, or its disk is not mounted any more",
             "bring it back and --resume, or start in a new run_dir",

@@ -7,12 +7,14 @@ the worker and Ray's cause.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from megatron_daro.errors import DaroError, WorkerError
+from megatron_daro.runtime.cluster_faults import plain
 
 
 async def gather(calls: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
@@ -54,6 +56,15 @@ class WorkerDiedError(WorkerError):
     died = True
 
 
+def _how(text: str) -> str:
+    """Ray's account of a death without its class names, addresses and advice: process, and what ended it."""
+    line = " ".join(text.split())
+    pid = re.search(r"\bpid: (\d+)", line)
+    detail = re.search(r"Worker exit detail: (.*?)(?: There are some potential root causes|$)", line)
+    said = detail.group(1) if detail else plain(line)
+    return (f"process {pid.group(1)}: " if pid else "") + said.rstrip(". ")
+
+
 def translated(name: str, error: BaseException) -> DaroError:
     """Ray's error as one of this package: the worker's own DaroError where it raised one."""
     if isinstance(error, RayTaskError):
@@ -62,5 +73,8 @@ def translated(name: str, error: BaseException) -> DaroError:
             return cause
         return WorkerError(f"{error}\n{name} failed: {type(cause).__name__}: {cause}")
     if isinstance(error, RayActorError):
-        return WorkerDiedError(f"{name} died: {' '.join(str(error).split())}")
+        return WorkerDiedError(
+            f"{name} died: {_how(str(error))}. If it was not killed on purpose, look for `oom-kill` in the kernel log; "
+            "--resume goes on from the newest checkpoint"
+        )
     return WorkerError(f"{name}: {type(error).__name__}: {error}")

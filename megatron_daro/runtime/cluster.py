@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import ray
@@ -22,17 +23,17 @@ from ray._private import ray_constants
 
 from megatron_daro.engine.sglang.keeper import descendants, signal_all
 from megatron_daro.errors import ConfigError
+from megatron_daro.runtime.cluster_faults import check_address, check_limits, not_started, own_directory
 from megatron_daro.runtime.interrupts import kept_handlers
 
 # Ray (2.60) binds its servers to loopback only where a node's address is 127.0.0.1 itself, and replaces that address by
 # the one of the network card unless this switch, made for macOS and Windows, says that the cluster is of one machine.
 _ONE_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 LOOPBACK = "127.0.0.1"
-# Linux limits the path of a socket to 107 bytes, and Ray nests its sockets deep below this directory.
-_MAX_TEMP_PATH = 40
 # If Ray's raylet is killed with the driver, its helpers (dashboard, environments) try for a minute to report that to a
-# server which is dead as well (ray/_private/process_watcher.py, Ray 2.60). This shell ends them after 3 seconds.
-_END_HELPERS = 'read -r _; sleep 3; kill -9 "$@" 2> /dev/null'
+# server which is dead as well (ray/_private/process_watcher.py, Ray 2.60). This shell ends them after 3 seconds, and
+# removes the session's directory.
+_END_HELPERS = 'dir=$1; shift; read -r _; sleep 3; kill -9 "$@" 2> /dev/null; sleep 1; rm -rf -- "$dir"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +49,23 @@ def cluster(resources: Resources) -> Iterator[None]:
     """Connect to Ray for the duration of the block.
 
     Raises:
-        ConfigError: the existing cluster has too few GPUs.
+        ConfigError: nobody answers at RAY_ADDRESS, the cluster has too few GPUs, or this process may not start one.
+        WorkerError: Ray did not start.
     """
     address = os.environ.get("RAY_ADDRESS")
     _prepare_environment()
+    check_limits()
     with ExitStack() as stack:
         if address:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            check_address(address)
+            with _said_in_a_sentence(), kept_handlers():
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         else:
-            stack.callback(_start_private(resources).kill)
+            directory = own_directory()
+            stack.callback(shutil.rmtree, directory, ignore_errors=True)
+            with _said_in_a_sentence():
+                helper = _start_private(resources, directory)
+            stack.callback(helper.kill)
         stack.callback(ray.shutdown)
         available = ray.cluster_resources().get("GPU", 0)
         if available < resources.gpus:
@@ -75,8 +84,19 @@ def _prepare_environment() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-def _start_private(resources: Resources) -> subprocess.Popen[bytes]:
+@contextmanager
+def _said_in_a_sentence() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise not_started(error) from error
+
+
+def _start_private(resources: Resources, directory: Path) -> subprocess.Popen[bytes]:
     """A cluster of this machine; as many logical CPUs as the run has processes, so that each gets a place.
+
+    Args:
+        resources: what the run needs. directory: for Ray's session.
 
     Returns:
         What ends the helpers if this process is killed; to be killed when the cluster was shut down in order.
@@ -93,7 +113,7 @@ def _start_private(resources: Resources) -> subprocess.Popen[bytes]:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 _node_ip_address=LOOPBACK,
-                _temp_dir=_short_temp_dir(),
+                _temp_dir=str(directory),
                 object_store_memory=_object_store_bytes(),
             )
     except SystemExit as ray_was_told_to_end:
@@ -102,7 +122,7 @@ def _start_private(resources: Resources) -> subprocess.Popen[bytes]:
     except BaseException:  # Ctrl-C during the start as well
         _kill_raylets()
         raise
-    return _end_helpers_after_this_process()
+    return _end_helpers_after_this_process(directory)
 
 
 def _raylets() -> list[psutil.Process]:
@@ -117,17 +137,12 @@ def _kill_raylets() -> None:
             signal_all([*descendants(raylet.pid), raylet.pid], signal.SIGKILL)
 
 
-def _end_helpers_after_this_process() -> subprocess.Popen[bytes]:
-    """A shell that kills the children of this process's raylet soon after this process has ended."""
+def _end_helpers_after_this_process(directory: Path) -> subprocess.Popen[bytes]:
+    """A shell that kills the children of this process's raylet, and removes its directory, soon after its end."""
     pids = [str(child.pid) for raylet in _raylets() for child in raylet.children()]
-    command = ["/bin/sh", "-c", _END_HELPERS, "megatron-daro-ray-helpers", *pids]
+    command = ["/bin/sh", "-c", _END_HELPERS, "megatron-daro-ray-helpers", str(directory), *pids]
     # Its input ends with this process. A session of its own keeps Ctrl-C and the signals of a job away from it.
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
-
-
-def _short_temp_dir() -> str | None:
-    """A directory with a short path, where the system's own temporary directory has a long one."""
-    return None if len(tempfile.gettempdir()) <= _MAX_TEMP_PATH else "/tmp/ray"
 
 
 def _object_store_bytes() -> int:

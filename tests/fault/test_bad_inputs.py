@@ -118,6 +118,13 @@ def test_replay_of_a_run_without_rollouts(tiny, tmp_path):
     assert finished.code == ERROR and "no recorded steps" in finished.last_line
 
 
+def test_a_cluster_that_is_not_there(tiny, tmp_path):
+    finished = fails(tiny, tmp_path)
+    assert finished.code == CONFIGURATION
+    assert "RAY_ADDRESS: got '127.0.0.1:1', but nobody answers" in finished.last_line
+    assert not (tmp_path / "run").exists()
+
+
 def test_run_directory_that_holds_a_run_is_not_written_over(tiny, reference, tmp_path):
     command = ["train", tiny.config, f"trainer.run_dir={reference}"]
     finished = run_cli(command, tmp_path / "log", environment=NO_CLUSTER)

@@ -1,9 +1,11 @@
 """What a restart changed is said, and takes effect or is refused; a refused one leaves the run directory as it was."""
 
 import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
-from cli_runs import digests, run_cli, trained
+from cli_runs import digests, run_cli
 
 from megatron_daro.observe.metrics import read_metrics
 from megatron_daro.runtime.run_directory import owned
@@ -51,7 +53,10 @@ def test_a_finished_run_says_so_and_a_directory_in_use_who_has_it(tiny, run_dir,
 
 def test_a_changed_learning_rate_is_used_and_the_audit_says_so(tiny, run_dir, tmp_path):
     changed = ["actor.optimizer.learning_rate=1e-9", "trainer.steps=9"]
-    finished = trained(resume(tiny, run_dir, *changed), tmp_path / "log")
+    with tempfile.TemporaryDirectory(dir="/tmp") as temporary:  # a short path, so that Ray's session lies there
+        finished = run_cli(resume(tiny, run_dir, *changed), tmp_path / "log", environment={"TMPDIR": temporary})
+        assert finished.code == 0, finished.stderr
+        assert [path.name for path in Path(temporary).iterdir()] == []
     assert "actor.optimizer.learning_rate" in finished.stdout and "1e-09" in finished.stdout
     rates = [line["optimizer/learning_rate"] for line in read_metrics(run_dir)[-2:]]
     assert rates == pytest.approx([1e-3, 1e-9], rel=1e-6)
