@@ -32,8 +32,13 @@ _ONE_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 LOOPBACK = "127.0.0.1"
 # If Ray's raylet is killed with the driver, its helpers (dashboard, environments) try for a minute to report that to a
 # server which is dead as well (ray/_private/process_watcher.py, Ray 2.60). This shell ends them after 3 seconds, and
-# removes the session's directory.
-_END_HELPERS = 'dir=$1; shift; read -r _; sleep 3; kill -9 "$@" 2> /dev/null; sleep 1; rm -rf -- "$dir"'
+# removes the session's directory. If the raylet dies first, Ray's C++ part ends this process without a cause: it says it.
+_END_HELPERS = """
+dir=$1 raylet=$2; shift 2; read -r _
+grep -q . "/proc/$raylet/cmdline" 2> /dev/null || echo "WorkerError: the raylet of this run (Ray's process $raylet) \
+died, and the run with it. Look for oom-kill in the kernel log; --resume goes on from the newest checkpoint" >&2
+sleep 3; kill -9 "$@" 2> /dev/null; sleep 1; rm -rf -- "$dir"
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +144,9 @@ def _kill_raylets() -> None:
 
 def _end_helpers_after_this_process(directory: Path) -> subprocess.Popen[bytes]:
     """A shell that kills the children of this process's raylet, and removes its directory, soon after its end."""
-    pids = [str(child.pid) for raylet in _raylets() for child in raylet.children()]
-    command = ["/bin/sh", "-c", _END_HELPERS, "megatron-daro-ray-helpers", str(directory), *pids]
+    (raylet,) = _raylets()
+    pids = [str(child.pid) for child in raylet.children()]
+    command = ["/bin/sh", "-c", _END_HELPERS, "megatron-daro-ray-helpers", str(directory), str(raylet.pid), *pids]
     # Its input ends with this process. A session of its own keeps Ctrl-C and the signals of a job away from it.
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
 

@@ -86,6 +86,23 @@ def test_killed_worker_ends_the_job_with_the_cause_on_the_last_line(tiny, tmp_pa
     assert (
         finished.last_line.startswith("WorkerDiedError: ")
         and who in finished.last_line
-        and "died" in finished.last_line
+        and "died: process " in finished.last_line
+        and "--resume" in finished.last_line
+        and len(finished.last_line) < 400
     )
     assert last_step(run_dir) < 100000
+
+
+def test_killed_raylet_is_the_cause_on_the_last_line(tiny, tmp_path):
+    run_dir = tmp_path / "run"
+    overrides = [f"trainer.run_dir={run_dir}", "trainer.steps=100000", "algorithm.name=grpo"]
+    with started(["train", tiny.config, *overrides], tmp_path / "log") as run:
+        run.wait_until(lambda: last_step(run_dir) >= 1, "first step")
+        (raylet,) = [process for process in run.processes() if process.name() == "raylet"]
+        raylet.kill()
+        run.finish(limit_s=60)
+        assert run.left_behind() == []
+        finished = run.finish()
+    assert finished.code != 0
+    assert f"the raylet of this run (Ray's process {raylet.pid}) died" in finished.last_line
+    assert "--resume" in finished.last_line
