@@ -9,8 +9,12 @@ made visible and nothing is read as markup. It computes no metric and never rais
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
@@ -26,6 +30,31 @@ Mode = Literal["auto", "live", "plain", "off"]
 _logger = logging.getLogger("megatron_daro")
 _MESSAGE_LIMIT = 4000
 _LOG_WIDTH = 160
+
+
+class _Terminal(Console):
+    """A console that may lose its reader (`| head`, a closed terminal): the run goes on without one."""
+
+    def on_broken_pipe(self) -> None:
+        """Rich would end the program here."""
+        self._go_on_unread("its reader is gone")
+
+    def _check_buffer(self) -> None:
+        try:
+            super()._check_buffer()
+        except OSError as error:  # a terminal that was closed, a log file on a full disk
+            self._go_on_unread(error.strerror or str(error))
+
+    def _go_on_unread(self, why: str) -> None:
+        self.quiet = True
+        with suppress(OSError, ValueError), Path(os.devnull).open("wb") as null:
+            os.dup2(null.fileno(), self.file.fileno())  # what is buffered would fail again at the end
+        with suppress(OSError):
+            print(
+                f"warning: stdout cannot be written ({why}); the run goes on, its numbers are in metrics.jsonl",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 class Progress:
@@ -55,7 +84,7 @@ class Progress:
             console: where to draw; stdout if None.
             clock: seconds, for elapsed time and ETA.
         """
-        self._console = console or Console(highlight=False)
+        self._console = console or _Terminal(highlight=False)
         can_draw = self._console.is_terminal and not self._console.is_dumb_terminal
         self.mode: Mode = ("live" if can_draw else "plain") if mode == "auto" else mode
         title = self._encodable(safe_text(title, 200, one_line=True))

@@ -32,7 +32,7 @@ _ONE_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 LOOPBACK = "127.0.0.1"
 # If Ray's raylet is killed with the driver, its helpers (dashboard, environments) try for a minute to report that to a
 # server which is dead as well (ray/_private/process_watcher.py, Ray 2.60). This shell ends them after 3 seconds, and
-# removes the session's directory. If the raylet dies first, Ray's C++ part ends this process without a cause: it says it.
+# removes the session's directory. If the raylet dies first, Ray's C++ part ends this process; the cause is said here.
 _END_HELPERS = """
 dir=$1 raylet=$2; shift 2; read -r _
 grep -q . "/proc/$raylet/cmdline" 2> /dev/null || echo "WorkerError: the raylet of this run (Ray's process $raylet) \

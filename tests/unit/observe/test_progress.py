@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import logging
 import math
+import os
+import sys
 
 import pytest
 from hypothesis import given
@@ -211,3 +213,26 @@ def test_a_sparkline_has_one_block_per_value_in_their_order(values):
     assert len(drawn) == len(values)
     ordered = [d for _, d in sorted(zip(values, drawn, strict=True))]
     assert ordered == sorted(ordered)
+
+
+@pytest.mark.parametrize("mode", ["plain", "live"])
+def test_a_reader_that_goes_away_does_not_end_the_run(monkeypatch, capsys, mode):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as gone:
+        monkeypatch.setattr(sys, "stdout", gone)
+        with Progress(total_steps=3, rollouts_per_prompt=4, mode=mode) as progress:
+            progress.notice("one")
+            progress.step(1, {"reward/mean": 0.5})
+            progress.warn("two")
+    warning = (
+        "warning: stdout cannot be written (its reader is gone); the run goes on, its numbers are in metrics.jsonl"
+    )
+    assert capsys.readouterr().err.splitlines() == [warning]
+
+
+@pytest.mark.parametrize(("term", "mode"), [("dumb", "plain"), ("unknown", "plain"), ("xterm", "live")])
+def test_a_terminal_that_cannot_draw_gets_a_line_a_step(monkeypatch, term, mode):
+    monkeypatch.setenv("TERM", term)
+    console = Console(file=io.StringIO(), force_terminal=True)
+    assert Progress(total_steps=3, rollouts_per_prompt=4, console=console).mode == mode
