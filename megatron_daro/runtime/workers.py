@@ -71,7 +71,8 @@ class TrainWorker:
         """
         address = ray.util.get_node_ip_address()
         if ipaddress.ip_address(address).is_loopback:
-            session = ray._private.worker.global_worker.node.get_session_dir_path()  # goes with the cluster
+            node: Any = ray._private.worker.global_worker.node
+            session = node.get_session_dir_path()  # goes with the cluster
             return f"file://{tempfile.mkdtemp(prefix='megatron_daro_', dir=session)}/ranks"
         with socket.socket() as probe:
             probe.bind((address, 0))
