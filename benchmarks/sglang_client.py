@@ -30,6 +30,7 @@ from rich.table import Table
 from megatron_daro.config.sections import SGLangSection
 from megatron_daro.convert.hf_reader import HFCheckpoint
 from megatron_daro.engine.sglang import generation
+from megatron_daro.engine.sglang.answers import DirectAnswers
 from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.engine.sglang.supervision import Expected
 from megatron_daro.sync.buckets import bucketize
@@ -88,7 +89,7 @@ def make_engine(arguments: argparse.Namespace, directory: Path) -> SGLangEngine:
         {"server": handle},
         SGLangSection(start_timeout_s=300, request_timeout_s=300),
         Expected(model, "qwen2", PROMPT_TOKENS, PROMPT_TOKENS + arguments.tokens),
-        decode=lambda ids: " ".join(map(str, ids)),
+        answers=DirectAnswers(lambda ids: " ".join(map(str, ids))),
         warn=print,
         run_dir=directory,
         temperature=1.0,

@@ -40,6 +40,7 @@ from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.sections import SGLangSection
+from megatron_daro.engine.sglang.answers import DirectAnswers
 from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.engine.sglang.supervision import Expected
 from megatron_daro.engine.sglang.update import CPU_BUCKET_MIB
@@ -191,7 +192,7 @@ def make_engine(arguments: argparse.Namespace, model: Path, directory: Path) -> 
         handles,
         options,
         Expected(model, "qwen2", 64, 128),
-        decode=lambda ids: "",
+        answers=DirectAnswers(lambda ids: ""),
         warn=print,
         run_dir=directory,
         temperature=1.0,

@@ -24,6 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from megatron_daro.config.sections import SGLangSection
+from megatron_daro.engine.sglang.answers import DirectAnswers
 from megatron_daro.engine.sglang.arguments import server_command
 from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.engine.sglang.ports import reserve_port
@@ -235,6 +236,7 @@ def engine_of(
     *,
     options: SGLangSection | None = None,
     decode: Any = None,
+    answers: Any = None,
     temperature: float = 1.0,
     expect: Expected | None = None,
     warnings: list[str] | None = None,
@@ -246,7 +248,7 @@ def engine_of(
         handles,
         options or section(),
         expect or expected(run_dir),
-        decode=decode or (lambda ids: " ".join(map(str, ids))),
+        answers=answers or DirectAnswers(decode or (lambda ids: " ".join(map(str, ids)))),
         warn=told.append,
         run_dir=run_dir,
         temperature=temperature,

@@ -1,7 +1,8 @@
 """SGLang servers as one rollout engine.
 
 Place in the data flow: sampler -> SGLangEngine -> servers -> rollouts; policy -> `update_from` -> servers. Each group
-is one HTTP request to the server with the fewest tokens in flight (or to the router). A request that fails is made
+is one HTTP request to the server with the fewest tokens in flight (or to the router); it is decided here, and made
+and parsed by whoever stands behind `Answers`, so no token passes through this process. A request that fails is made
 again, elsewhere if possible; one that a weight update cut short goes on from the tokens it has. It refuses answers of
 weights that a server was never given, and lets nobody wait without a deadline.
 """
@@ -14,19 +15,21 @@ import itertools
 import random
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang import generation
+from megatron_daro.engine.sglang.answers import Answers, LostWorkerError, Question
 from megatron_daro.engine.sglang.client import RefusedError, SGLangClient, UnreachableError
 from megatron_daro.engine.sglang.fleet import Fleet, Server
 from megatron_daro.engine.sglang.generation import BadAnswerError
+from megatron_daro.engine.sglang.running import Running
 from megatron_daro.engine.sglang.servers import Router, ServerHandle
 from megatron_daro.engine.sglang.supervision import Expected, Supervision
 from megatron_daro.engine.sglang.update import PROBE_TOKENS, WeightUpdate, post_to
 from megatron_daro.errors import EngineError, SyncError
+from megatron_daro.rollout.deadlines import first_cause
 from megatron_daro.sync.source import WeightSource
 from megatron_daro.sync.stream import StreamSource
 from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams, WeightBucket
@@ -41,40 +44,6 @@ class _GivenUpError(EngineError):
     """The server was fenced while it worked on a request."""
 
 
-@dataclass(eq=False)
-class _Running:
-    """A group that is being generated. failed_on: the last server that failed. done and partial: by index."""
-
-    request: GroupRequest
-    stop: asyncio.Event = field(default_factory=asyncio.Event)
-    ids: tuple[str, ...] = ()
-    server: Server | None = None
-    failed_on: Server | None = None
-    done: dict[int, Rollout] = field(default_factory=dict)
-    partial: dict[int, Rollout] = field(default_factory=dict)
-
-    def remaining(self) -> GroupRequest:
-        """What is still to be asked for."""
-        indices = tuple(i for i in self.request.indices if i not in self.done)
-        return replace(self.request, indices=indices, partial={i: r for i, r in self.partial.items() if i in indices})
-
-    def take(self, rollouts: Sequence[Rollout]) -> bool:
-        """Keeps what came. Returns whether anything is new."""
-        before = sum(r.response_length for r in self.partial.values()), len(self.done)
-        for rollout in rollouts:
-            if rollout.finish_reason != "abort":
-                self.done[rollout.index] = rollout
-            elif rollout.response_length:
-                self.partial[rollout.index] = rollout
-        return (sum(r.response_length for r in self.partial.values()), len(self.done)) != before
-
-    def collected(self) -> tuple[Rollout, ...]:
-        """What there is: finished rollouts, and for the others what they got to."""
-        cut = {i: r for i, r in self.partial.items() if r is not self.request.partial.get(i)}
-        found = cut | self.done
-        return tuple(found[i] for i in self.request.indices if i in found)
-
-
 class SGLangEngine:
     """A fleet of SGLang servers."""
 
@@ -84,7 +53,7 @@ class SGLangEngine:
         options: SGLangSection,
         expected: Expected,
         *,
-        decode: Callable[[Sequence[int]], str],
+        answers: Answers,
         warn: Callable[[str], None],
         run_dir: Path,
         temperature: float,
@@ -95,12 +64,12 @@ class SGLangEngine:
         Args:
             handles: where servers come from, by name. options: the configuration's engine.sglang.
             expected: what every server must be.
-            decode: token ids -> text. warn: tells a person.
+            answers: asks servers; started and closed with this. warn: tells a person.
             run_dir: for logs and weight files.
             temperature: at which the policy's log-probs are computed.
             probe_tokens: prompt of the check after each weight update.
         """
-        self._options, self._expected, self._decode, self._warn = options, expected, decode, warn
+        self._options, self._expected, self._answers, self._warn = options, expected, answers, warn
         self._temperature, self._probe_tokens = temperature, tuple(probe_tokens)
         self._prefix, self._numbers = uuid.uuid4().hex[:8], itertools.count()
         self.fleet = Fleet(
@@ -118,7 +87,7 @@ class SGLangEngine:
         if options.router_url or (options.router_python and len(handles) > 1):
             self._router = Router(options.router_python, options.router_url, run_dir / "logs" / "router.log")
         self._router_watch: asyncio.Task[None] | None = None
-        self._running: set[_Running] = set()
+        self._running: set[Running] = set()
         self._updating = asyncio.Lock()
         self._source: WeightSource | None = None
         self._retries, self._started = 0, False
@@ -128,19 +97,23 @@ class SGLangEngine:
         if self._started:
             return
         try:
-            await self._supervision.start()
+            async with asyncio.TaskGroup() as starting:
+                starting.create_task(self._answers.start())
+                starting.create_task(self._supervision.start())
             if self._router:
                 await self._router.start()
                 self._router_watch = asyncio.create_task(self._watch_router(self._router))
-        except BaseException:
+        except BaseException as error:
             await self.close()
+            if isinstance(error, BaseExceptionGroup):
+                raise first_cause(error) from None
             raise
         self._started = True
 
     async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
         """The rollouts of each request as soon as all of them ended; closing the iterator aborts the rest."""
         self._check_usable()
-        runs = [_Running(request) for request in requests]
+        runs = [Running(request) for request in requests]
         self._running.update(runs)
         tasks = {asyncio.create_task(self._answer(run)): run for run in runs}
         try:
@@ -150,8 +123,11 @@ class SGLangEngine:
                     yield rollouts
         finally:
             self._running.difference_update(runs)
+            unfinished = [run for task, run in tasks.items() if not task.done()]
+            for run in unfinished:  # so that what an abort cuts short is not asked for again
+                run.stop.set()
             try:
-                await self._abort_on_servers([run for task, run in tasks.items() if not task.done()])
+                await self._abort_on_servers(unfinished)
             finally:
                 for task in tasks:
                     task.cancel()
@@ -187,6 +163,7 @@ class SGLangEngine:
             "engine/fenced": float(self.fleet.fenced_count),
             "engine/restarts": float(sum(server.restarts for server in self.fleet.servers)),
             "engine/retries": float(self._retries),
+            "engine/answer_worker_restarts": float(self._answers.restarts),
         }
 
     async def ended(self) -> EngineError:
@@ -203,6 +180,7 @@ class SGLangEngine:
         if self._router:
             await self._router.close()
         await self._supervision.close()
+        await self._answers.close()
         self._started = False
 
     async def _updated(self, source: WeightSource, version: int) -> Mapping[str, float]:
@@ -232,7 +210,7 @@ class SGLangEngine:
             raise EngineError("the SGLang engine is not running: it was not started, or it was closed")
         self.fleet.check()
 
-    async def _answer(self, run: _Running) -> tuple[Rollout, ...]:
+    async def _answer(self, run: Running) -> tuple[Rollout, ...]:
         """All rollouts of a group, or what there is when it is stopped; nothing after too many failures."""
         run.partial = dict(run.request.partial)
         failures = 0
@@ -245,7 +223,7 @@ class SGLangEngine:
                 failures += not run.take(rollouts)  # a server that ends everything at once must not be asked for ever
             except RefusedError as error:
                 raise EngineError(f"prompt {request.prompt.id}: the server refused the request: {error}") from error
-            except (UnreachableError, BadAnswerError, _GivenUpError) as error:
+            except (UnreachableError, BadAnswerError, LostWorkerError, _GivenUpError) as error:
                 failures += 1
                 self._retries += 1
                 if failures == _TRIES:
@@ -253,25 +231,25 @@ class SGLangEngine:
                 await _stoppable(asyncio.sleep(_pause_s(failures)), run.stop)
         return run.collected()
 
-    async def _try(self, run: _Running, request: GroupRequest) -> tuple[Rollout, ...]:
+    async def _try(self, run: Running, request: GroupRequest) -> tuple[Rollout, ...]:
         """All that is missing of a group, from one server."""
         tokens = sum(self._estimate(request, index) for index in request.indices)
-        room = self.fleet.acquire(tokens, timeout_s=self._options.request_timeout_s, avoid=run.failed_on)
-        server = await _stoppable(room, run.stop)
+        room = asyncio.ensure_future(
+            self.fleet.acquire(tokens, timeout_s=self._options.request_timeout_s, avoid=run.failed_on)
+        )
+        try:
+            server = await _stoppable(room, run.stop)
+        except asyncio.CancelledError:
+            if room.done() and not room.cancelled() and not room.exception():
+                self.fleet.release(room.result(), tokens)
+            raise
         if server is None:
             return ()
         run.server, version = server, server.version or 0
         calls = generation.calls(request, f"{self._prefix}-{next(self._numbers)}")
         run.ids = tuple(name for call in calls for name in call.ids)
         try:
-            answers = await self._ask(server, calls)
-            rollouts = tuple(
-                rollout
-                for call, answer in zip(calls, answers, strict=True)
-                for rollout in generation.rollouts(
-                    call.request, answer, version=version, loaded=self._loaded(server), decode=self._decode
-                )
-            )
+            rollouts = await self._ask(server, calls, version)
             self._check_versions(server, rollouts)
         except (UnreachableError, BadAnswerError) as error:
             run.failed_on = server
@@ -295,11 +273,12 @@ class SGLangEngine:
         left = request.sampling.max_new_tokens - generated
         return self.fleet.estimate(len(request.prompt.tokens) + generated, left)
 
-    async def _ask(self, server: Server, calls: Sequence[generation.Call]) -> list[Any]:
+    async def _ask(self, server: Server, calls: Sequence[generation.Call], version: int) -> tuple[Rollout, ...]:
         """The answers, unless the server is given up meanwhile."""
         client = self._router.client if self._router and self._router.client else server.client
         limit = self._options.request_timeout_s
-        work = asyncio.create_task(client.post_all("/generate", [call.body for call in calls], timeout_s=limit))
+        question = Question(client.url, tuple(calls), version, self._loaded(server), limit)
+        work = asyncio.create_task(self._answers.ask(question))
         # Behind a router nobody knows which server has the request; it fails there when its server is ended.
         event = asyncio.Event() if client is not server.client else server.given_up
         given_up, ended = asyncio.ensure_future(event.wait()), asyncio.ensure_future(self.fleet.ended())
@@ -335,7 +314,7 @@ class SGLangEngine:
         if server.failed() and server.state == "serving":
             self._supervision.give_up(server, f"{server.failures} requests in a row failed, the last: {error}")
 
-    async def _abort_on_servers(self, runs: Sequence[_Running]) -> None:
+    async def _abort_on_servers(self, runs: Sequence[Running]) -> None:
         """Ends requests where they run; behind a router, everywhere."""
         calls = []
         for run in runs:

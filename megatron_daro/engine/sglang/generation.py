@@ -1,13 +1,13 @@
 """GroupRequest -> the body of /generate -> Rollouts. Pure functions.
 
-Place in the data flow: between the Engine Protocol's records and SGLang's JSON. One HTTP request carries all samples
-of a group (a batch of inputs), so that they share the prompt's cache and come back together. Sampled tokens are taken
-as ids and never through text. It refuses answers that do not fit what was asked.
+Place in the data flow: between the Engine Protocol's records and SGLang's JSON. The engine splits a group into calls,
+which costs nothing per token; bodies and rollouts are made where the server is asked (answers.py). One HTTP request
+carries all samples of a group (a batch of inputs), so that they share the prompt's cache and come back together.
+Sampled tokens are taken as ids and never through text. It refuses answers that do not fit what was asked.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,11 +29,24 @@ class BadAnswerError(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One HTTP request for some samples of a group. body: of /generate. ids: what the server calls the samples."""
+    """One HTTP request for some samples of a group. name: of the request. ids: what the server calls the samples."""
 
     request: GroupRequest
-    body: dict[str, Any]
+    name: str
     ids: tuple[str, ...]
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The body of /generate: made when it is sent, since it lists every token."""
+        request = self.request
+        prefixes = [_so_far(request, index) for index in request.indices]
+        return {
+            "rid": self.name,
+            "input_ids": [[*request.prompt.tokens, *prefix] for prefix in prefixes],
+            "sampling_params": _sampling(request.sampling, len(prefixes[0])),
+            "return_logprob": True,
+            "stream": False,
+        }
 
 
 def calls(request: GroupRequest, name: str) -> list[Call]:
@@ -43,23 +56,17 @@ def calls(request: GroupRequest, name: str) -> list[Call]:
         request: what is asked.
         name: of the request, not used before. It is one text and not a list, since the router's type allows no list.
     """
-    lengths = {len(_so_far(request, index)) for index in request.indices}
+    lengths = {_length_so_far(request, index) for index in request.indices}
     parts = [request.indices] if len(lengths) == 1 else [(index,) for index in request.indices]
     return [_call(replace(request, indices=part), f"{name}.{part[0]}") for part in parts]
 
 
 def _call(request: GroupRequest, name: str) -> Call:
-    prefixes = [_so_far(request, index) for index in request.indices]
-    body = {
-        "rid": name,
-        "input_ids": [[*request.prompt.tokens, *prefix] for prefix in prefixes],
-        "sampling_params": _sampling(request.sampling, len(prefixes[0])),
-        "return_logprob": True,
-        "stream": False,
-    }
     # The server numbers the samples of a batch itself. It aborts every request whose id begins with the given text:
     # here at most others of the same group, which are aborted together.
-    return Call(request, body, tuple(f"{name}_{i}" for i in range(len(prefixes))))
+    partial = {i: rollout for i, rollout in request.partial.items() if i in request.indices}
+    request = replace(request, partial=partial)
+    return Call(request, name, tuple(f"{name}_{i}" for i in range(len(request.indices))))
 
 
 def rollouts(
@@ -90,7 +97,7 @@ def rollouts(
             _rollout(request, index, answer, _Versions(version, loaded))
             for index, answer in zip(request.indices, answers, strict=True)
         ]
-    except (KeyError, TypeError, IndexError, ValueError) as error:
+    except (KeyError, TypeError, IndexError, ValueError, OverflowError) as error:
         raise BadAnswerError(f"group {request.group_id}: the answer has another form: {error!r}") from error
     # Not above: what `decode` raises is no fault of the server, and asking again does not mend it.
     return tuple(_whole(request, part, decode) for part in parts)
@@ -99,6 +106,11 @@ def rollouts(
 def _so_far(request: GroupRequest, index: int) -> Sequence[int]:
     earlier = request.partial.get(index)
     return () if earlier is None else earlier.tokens[earlier.prompt_length :].tolist()
+
+
+def _length_so_far(request: GroupRequest, index: int) -> int:
+    earlier = request.partial.get(index)
+    return 0 if earlier is None else earlier.response_length
 
 
 def _sampling(sampling: SamplingParams, generated: int) -> dict[str, Any]:
@@ -124,16 +136,16 @@ def _rollout(
     ids, logprobs = _tokens(request, index, answer)
     spans = _spans(meta, len(ids), versions)
     earlier = request.partial.get(index)
-    so_far = request.prompt.tokens if earlier is None else earlier.tokens.tolist()
+    so_far = np.asarray(request.prompt.tokens, dtype=np.int32) if earlier is None else earlier.tokens
     return Rollout(
         prompt_id=request.prompt.id,
         group_id=request.group_id,
         attempt=request.attempt,
         index=index,
-        tokens=np.asarray([*so_far, *ids], dtype=np.int32),
+        tokens=np.concatenate([so_far, ids]),
         prompt_length=len(so_far),
         loss_mask=np.ones(len(ids), dtype=np.uint8),
-        logprobs=np.asarray(logprobs, dtype=np.float32),
+        logprobs=logprobs,
         finish_reason=_finish_reason(request, index, meta),
         weight_version=min((v for v, _ in spans), default=versions.oldest),
         version_spans=spans if len(spans) > 1 else (),
@@ -147,26 +159,26 @@ def _whole(request: GroupRequest, part: Rollout, decode: Callable[[Sequence[int]
     return replace(part, text=text) if earlier is None else earlier.extended(part, text)
 
 
-def _tokens(request: GroupRequest, index: int, answer: Mapping[str, Any]) -> tuple[list[int], list[float]]:
-    """Sampled ids and their log-probs; both come from the same list, and must agree with output_ids."""
+def _tokens(request: GroupRequest, index: int, answer: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Sampled ids, int32 [R], and their log-probs, float32 [R]; both come from one list and must fit output_ids."""
     pairs = answer["meta_info"].get("output_token_logprobs") or []
-    ids = [int(pair[1]) for pair in pairs]
+    ids = np.array([int(pair[1]) for pair in pairs], dtype=np.int32)
     listed = answer.get("output_ids")
-    if listed is not None and list(listed) != ids:
+    if listed is not None and list(listed) != ids.tolist():
         raise BadAnswerError(
             f"group {request.group_id} sample {index}: {len(listed)} output_ids, but log-probs of {len(ids)} tokens "
             "that are not the same; allowed: one log-prob per sampled token"
         )
-    allowed = request.sampling.max_new_tokens - len(_so_far(request, index))
+    allowed = request.sampling.max_new_tokens - _length_so_far(request, index)
     if len(ids) > allowed:
         raise BadAnswerError(f"group {request.group_id} sample {index}: {len(ids)} tokens; asked for at most {allowed}")
-    logprobs = [float(pair[0]) for pair in pairs]
-    wrong = [value for value in logprobs if not (math.isfinite(value) and value <= _ABOVE_ZERO)]
-    if wrong:
+    logprobs = np.array([float(pair[0]) for pair in pairs], dtype=np.float64)
+    wrong = logprobs[~(np.isfinite(logprobs) & (logprobs <= _ABOVE_ZERO))]
+    if len(wrong):
         raise BadAnswerError(
             f"group {request.group_id} sample {index}: log-prob {wrong[0]}; allowed: finite and not above 0"
         )
-    return ids, logprobs
+    return ids, logprobs.astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ class Rig:
 
 
 @asynccontextmanager
-async def rig(tmp_path, *stubs, count=2, handles=None, decode=None, expect=None, updated=None, **options):
+async def rig(tmp_path, *stubs, count=2, handles=None, decode=None, answers=None, expect=None, updated=None, **options):
     """A started engine. stubs: options of each, or `count` plain ones. handles: made of the stubs' URLs.
     updated: the Weights that it has from the beginning. Servers that fail stay away unless max_restarts is given."""
     warnings = []
@@ -90,7 +90,7 @@ async def rig(tmp_path, *stubs, count=2, handles=None, decode=None, expect=None,
         servers = [stub.url for stub in up] if handles is None else [handles(stub.url) for stub in up]
         engine = engine_of(
             servers, tmp_path, options=section(**{"max_restarts": 0, **options}), warnings=warnings, decode=decode,
-            expect=expect,
+            answers=answers, expect=expect,
         )  # fmt: skip
         await stack.enter_async_context(started(engine))
         if updated:
