@@ -165,6 +165,9 @@ class SGLangSection(Section):
     in_place: go on with the old cache; abort: end, and are requested again."""
     verify: bool = True
     """After each update compare log-probs of a fixed prompt, and checksums of some tensors where servers have them."""
+    answer_workers: int | None = Field(default=None, ge=1)
+    """Processes that ask the servers, parse what they say and turn tokens into text, spread over the Ray nodes. Unset:
+    one on each node. >= 1."""
     max_tokens_in_flight: int | None = Field(default=None, ge=1)
     """Tokens (prompt and expected answer) that one server is given at once. Unset: twice what its cache holds."""
     start_timeout_s: float = Field(default=1800.0, gt=0)
@@ -200,7 +203,7 @@ class RewardSection(Section):
     verifier: Literal["math", "integer", "exact"] = "math"
     """math: math-verify on the last boxed answer; integer: DAPO's last `Answer:` line; exact: equal text."""
     workers: int = Field(default=2, ge=1)
-    """Worker processes, >= 1."""
+    """Worker processes in sum, spread over the Ray nodes with at least one on each; >= 1."""
     timeout_s: float = Field(default=5.0, gt=0)
     """Longest time for one answer, in seconds; the worker is then killed and replaced. > 0."""
     memory_mib: int = Field(default=1024, ge=64)

@@ -28,6 +28,8 @@ class Deadlines:
     """Until the verifiers' processes run."""
     engine_start: float = 1800.0
     """Until an engine can generate (a server loads its model)."""
+    workers_start: float = 300.0
+    """Until processes that ask servers, or verify, are ready: each time they are started."""
     generate: float = 7200.0
     """Until the next complete group of a batch arrives, whichever it is."""
     abort: float = 60.0

@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from megatron_daro import recovery
@@ -125,7 +124,7 @@ async def _train(config: Config, inputs: Inputs | ReplaySource, observers: _Obse
             checkpoints=recovery.Checkpoints(run_dir, keep=config.trainer.keep_checkpoints, made_with=start.made_with),
             recorder=parts.recorder(config),
             evaluate=made.evaluator.evaluate if made and made.evaluator else None,
-            closers={"verifiers": partial(asyncio.to_thread, made.scorer.close)} if made else {},
+            closers={"verifiers": made.scorer.close} if made else {},
             identity=_identity(config),
             deadlines=limits,
             drift=DriftWatch(correction=config.algorithm.correction.kind),
@@ -163,7 +162,7 @@ async def _evaluate(config: Config, checkpoint: Path, inputs: Inputs, progress: 
     finally:
         await made.engine.close()
         await policy.close()
-        await asyncio.to_thread(made.scorer.close)
+        await made.scorer.close()
 
 
 def _identity(config: Config) -> dict[str, PlainValue]:

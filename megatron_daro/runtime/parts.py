@@ -21,7 +21,6 @@ from megatron_daro.data.batch import build_batch
 from megatron_daro.errors import AlgorithmError, ConfigError
 from megatron_daro.observe.progress import Progress
 from megatron_daro.observe.trace import Phases
-from megatron_daro.reward.pool import RewardPool
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.early import EarlyFill
 from megatron_daro.rollout.filling import Filling
@@ -38,6 +37,7 @@ from megatron_daro.runtime.evaluation import Evaluator
 from megatron_daro.runtime.inputs import Inputs
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.runtime.sglang_group import SGLangGroup, Text
+from megatron_daro.runtime.verdicts import Verdicts
 from megatron_daro.types import SamplingParams
 
 
@@ -52,7 +52,7 @@ class Generation:
     """What makes batches. evaluator: None where there is no evaluation set."""
 
     engine: RunEngine
-    scorer: RewardPool
+    scorer: Verdicts
     sampler: Sampler
     evaluator: Evaluator | None
 
@@ -98,7 +98,10 @@ def batch_builder(config: Config, algorithm: Algorithm) -> BuildBatch:
 def generation(config: Config, inputs: Inputs, algorithm: Algorithm, progress: Progress, phases: Phases) -> Generation:
     """Engine, scorer, sampler and evaluator."""
     rollout, engine = config.rollout, rollout_engine(config, inputs, progress)
-    scorer, ledger, limits = RewardPool.from_section(config.reward), Ledger(), deadlines(config)
+    ledger, limits = Ledger(), deadlines(config)
+    scorer = Verdicts(
+        config.reward, beside_driver=config.engine.kind == "embedded", warn=progress.warn, deadlines=limits
+    )
     intake = Intake(
         ledger,
         scorer=scorer,
@@ -169,10 +172,16 @@ def rollout_engine(config: Config, inputs: Inputs, notices: Notices) -> RunEngin
         tokenizer = inputs.tokenizer
         text = Text(
             lambda prompt: list(tokenizer.encode(prompt, add_special_tokens=False)),
-            lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
             len(tokenizer),
         )
-        return SGLangGroup(config, text, run_dir=run_directory(config), gpus=gpus_per_worker() > 0, warn=notices.warn)
+        return SGLangGroup(
+            config,
+            text,
+            run_dir=run_directory(config),
+            gpus=gpus_per_worker() > 0,
+            warn=notices.warn,
+            deadlines=deadlines(config),
+        )
     return EngineGroup(
         config.engine,
         model_path=config.model.path.absolute(),
@@ -209,7 +218,7 @@ async def start_all(policy: PolicyGroup, made: Generation | None, limits: Deadli
     starts = [limits.within("policy_start", policy.start(), what="the actor's ranks")]
     if made:
         starts.append(limits.within("engine_start", made.engine.start(), what="the rollout engine"))
-        starts.append(limits.within("verifier_start", asyncio.to_thread(made.scorer.start), what="the verifiers"))
+        starts.append(limits.within("verifier_start", made.scorer.start(), what="the verifiers"))
     tasks = [asyncio.ensure_future(start) for start in starts]
     try:
         await asyncio.gather(*tasks)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from megatron_daro.engine.sglang.environment import check_environments, interpre
 from megatron_daro.engine.sglang.servers import ExternalServer, LaunchOptions, ServerHandle
 from megatron_daro.engine.sglang.supervision import Expected
 from megatron_daro.errors import EngineError
+from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.runtime.answer_workers import AnswerWorkers
 from megatron_daro.runtime.calls import translated
 from megatron_daro.runtime.crew import Crew
 from megatron_daro.runtime.workers import ServerWorker
@@ -34,10 +36,9 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """The trainer's tokenizer as two functions, and the number of its tokens."""
+    """How the trainer's tokenizer reads text, and the number of its tokens."""
 
     encode: Callable[[str], list[int]]
-    decode: Callable[[Sequence[int]], str]
     vocabulary: int
 
 
@@ -87,7 +88,16 @@ class RayServer:
 class SGLangGroup(SGLangEngine):
     """The servers of a run. Its crew is empty: servers are watched here, and may die without ending the run."""
 
-    def __init__(self, config: Config, text: Text, *, run_dir: Path, gpus: bool, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        text: Text,
+        *,
+        run_dir: Path,
+        gpus: bool,
+        warn: Callable[[str], None],
+        deadlines: Deadlines,
+    ) -> None:
         """Starts nothing, but looks at the interpreters.
 
         Raises:
@@ -110,7 +120,13 @@ class SGLangGroup(SGLangEngine):
             _handles(config.engine, config, run_dir, gpus),
             options,
             expected,
-            decode=text.decode,
+            answers=AnswerWorkers(
+                options.answer_workers,
+                model_path,
+                config.model.trust_remote_code,
+                warn=warn,
+                deadlines=deadlines,
+            ),
             warn=warn,
             run_dir=run_dir,
             temperature=rollout.temperature,

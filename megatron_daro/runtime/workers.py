@@ -1,8 +1,9 @@
-"""The Ray actors: one rank of the Megatron policy, one replica of the embedded engine, one SGLang server. Thin shells.
+"""The Ray actors: one rank of the Megatron policy, one replica of the embedded engine, one SGLang server, one process
+that asks servers, one pool of verifiers. Thin shells.
 
-Place in the data flow: policy_group.py, engine_group.py and sglang_group.py call them; all work is done by actor/,
-engine/ and sync/. The first two have a `sentinel` call that never returns: its failure tells the supervisor that the
-process died. The third is asked, since a run outlives it.
+Place in the data flow: policy_group.py, engine_group.py, sglang_group.py and node_workers.py call them; all work is
+done by actor/, engine/, sync/ and reward/. The first two have a `sentinel` call that never returns: its failure tells
+the supervisor that the process died. A run outlives the others: whoever calls them sees that they are gone.
 """
 
 from __future__ import annotations
@@ -24,15 +25,19 @@ import ray
 
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
+from megatron_daro.config.sections import RewardSection
+from megatron_daro.engine.sglang.answers import Question
 from megatron_daro.engine.sglang.servers import LaunchOptions, ServerProcess
 from megatron_daro.sync.source import BroadcastPlan, SendReport
-from megatron_daro.types import GroupRequest, Rollout, StepResult, TrainBatch, WeightBucket
+from megatron_daro.types import GroupRequest, Rollout, StepResult, TrainBatch, Verdict, WeightBucket
 
 # Ray's stubs know neither concurrency groups nor what a decorated class becomes.
 _actor: Any = ray.remote
 
 # Methods of the "work" group run one after the other on one thread; "watch" stays free for the sentinel.
 _GROUPS = {"work": 1, "watch": 1}
+# Calls that an asynchronous actor has under way at most: all groups of a large batch wait in it for their servers.
+_MANY_CALLS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +271,57 @@ class ServerWorker:
     def stop(self) -> None:
         """End the process."""
         self._server.stop()
+
+
+@_actor(max_restarts=0, max_task_retries=0, max_concurrency=_MANY_CALLS)
+class AnswerWorker:
+    """Asks SGLang servers and makes rollouts of their answers, many at once on Ray's event loop."""
+
+    def __init__(self, path: Path, trust_remote_code: bool) -> None:
+        from megatron_daro.data.tokenizer import load_tokenizer
+        from megatron_daro.engine.sglang.answers import DirectAnswers
+
+        tokenizer = load_tokenizer(path, trust_remote_code)
+        self._answers = DirectAnswers(lambda ids: _decode(tokenizer, ids))
+
+    async def ready(self) -> tuple[str, int]:
+        """Node and process, when it can work."""
+        return _own_place()
+
+    async def ask(self, question: Question) -> tuple[Rollout, ...]:
+        """The rollouts of one group. Raises as `Answers.ask` says."""
+        return await self._answers.ask(question)
+
+
+@_actor(max_restarts=0, max_task_retries=0, max_concurrency=_MANY_CALLS)
+class VerdictWorker:
+    """A pool of verifier processes on this node; they end with this process, however it ends."""
+
+    def __init__(self, section: RewardSection, workers: int) -> None:
+        from megatron_daro.reward.pool import RewardPool
+
+        self._pool = RewardPool.from_section(section.model_copy(update={"workers": workers}))
+
+    async def ready(self) -> tuple[str, int]:
+        """Node and process, when the verifiers run."""
+        await asyncio.to_thread(self._pool.start)
+        return _own_place()
+
+    async def score(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
+        """Verdicts in order. Raises RewardError."""
+        return await self._pool.score_async(pairs)
+
+    async def counters(self) -> dict[str, int]:
+        """What the pool did so far."""
+        return self._pool.counters
+
+    async def stop(self) -> None:
+        """End the verifiers in order."""
+        await asyncio.to_thread(self._pool.close)
+
+
+def _own_place() -> tuple[str, int]:
+    return ray.get_runtime_context().get_node_id(), os.getpid()
 
 
 def _decode(tokenizer: Any, ids: Sequence[int]) -> str:

@@ -1,0 +1,192 @@
+"""Equal Ray actors spread over the nodes: a call goes to the least busy one, and one that is lost is started again.
+
+Place in the data flow: answer_workers.py (requests to servers) and verdicts.py (verifier pools) each have one set.
+Unlike the policy's ranks they hold nothing that a run needs, so a run outlives them: whoever called a lost one is told
+(WorkerDiedError) and calls again. It refuses to start one more often than `MAX_RESTARTS` times, and to wait without a
+deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from megatron_daro.errors import DeadlineError, WorkerError
+from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.runtime.calls import WorkerDiedError, gather, translated
+
+MAX_RESTARTS = 20
+_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
+Make = Callable[[dict[str, Any], int], Any]
+"""(options of the actor, number of the worker) -> handle. The actor has a coroutine `ready` that returns when it can
+work, and serves many calls at once."""
+
+
+@dataclass(eq=False)
+class _Slot:
+    """One worker. handle: None between two lives."""
+
+    number: int
+    name: str
+    node: str
+    handle: Any = None
+    ready: bool = False
+    under_way: int = 0
+    restarts: int = 0
+    reason: str = ""
+    back: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+def alive_nodes() -> list[str]:
+    """Ids of the nodes of the cluster, this process's own first."""
+    own = ray.get_runtime_context().get_node_id()
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    return sorted(nodes, key=lambda node: (node != own, node))
+
+
+class NodeWorkers:
+    """The workers of one kind."""
+
+    def __init__(self, kind: str, make: Make, *, warn: Callable[[str], None], deadlines: Deadlines) -> None:
+        """Starts nothing.
+
+        Args:
+            kind: what each is, for messages: "answer worker".
+            make: starts one.
+            warn: tells a person of each loss.
+            deadlines: `workers_start` bounds each start.
+        """
+        self._kind, self._make, self._warn, self._deadlines = kind, make, warn, deadlines
+        self._slots: list[_Slot] = []
+        self._starts: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self.restarts = 0
+
+    async def start(self, nodes: Sequence[str]) -> None:
+        """Starts one worker on each of these nodes (a node may be named several times) and waits for all.
+
+        Raises:
+            DaroError: one could not start. DeadlineError: it took too long.
+        """
+        self._slots = [_Slot(i, f"{self._kind} {i}", node) for i, node in enumerate(nodes)]
+        for slot in self._slots:
+            self._place(slot)
+        ready = {slot.name: slot.handle.ready.remote() for slot in self._slots}
+        await self._deadlines.within("workers_start", gather(ready), what=f"{len(ready)} x {self._kind}")
+        for slot in self._slots:
+            slot.ready = True
+            slot.back.set()
+
+    async def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+        """The result of one worker. When this is cancelled, the call is cancelled there.
+
+        Args:
+            timeout_s: after this the worker counts as hung: it is ended and started again. None: the caller has a
+                deadline of its own.
+
+        Raises:
+            WorkerDiedError: the worker was lost with the call; call again. WorkerError: none is left, or the call
+            failed. DaroError: what the worker raised on purpose.
+        """
+        slot = await self._free()
+        handle, slot.under_way = slot.handle, slot.under_way + 1
+        reference = getattr(handle, method).remote(*arguments)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await reference
+        except TimeoutError:
+            reason = f"deadline '{method}': no result within {timeout_s:g} s"
+            self._lost(slot, handle, reason)
+            raise WorkerDiedError(f"{slot.name}: {reason}") from None
+        except RayActorError as error:
+            reason = str(translated(slot.name, error))
+            self._lost(slot, handle, reason)
+            raise WorkerDiedError(reason) from None
+        except RayError as error:
+            raise translated(slot.name, error) from None
+        except asyncio.CancelledError:
+            ray.cancel(reference)
+            raise
+        finally:
+            slot.under_way -= 1
+
+    async def each(self, method: str) -> dict[str, Any]:
+        """The results of every worker that is there now, by name."""
+        there = [slot for slot in self._slots if slot.handle is not None]
+        results = await gather({slot.name: getattr(slot.handle, method).remote() for slot in there})
+        return {slot.name: result for slot, result in zip(there, results, strict=True)}
+
+    def close(self) -> None:
+        """Ends every process. May be called twice."""
+        self._closed = True
+        for task in self._starts:
+            task.cancel()
+        for slot in self._slots:
+            self._end(slot)
+        self._slots = []
+
+    async def _free(self) -> _Slot:
+        """The least busy worker that is ready, or the first that is again."""
+        while True:
+            if not self._slots:
+                why = "they were not started, or are closed" if self._closed or not self.restarts else "all are lost"
+                raise WorkerError(f"no {self._kind} is left: {why}")
+            ready = [slot for slot in self._slots if slot.ready]
+            if ready:
+                return min(ready, key=lambda slot: slot.under_way)
+            # Bounded: each start has its deadline and its number, and the last one that fails leaves none.
+            waits = [asyncio.ensure_future(slot.back.wait()) for slot in self._slots]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+
+    def _place(self, slot: _Slot) -> None:
+        # Soft: on another node where its own is gone. No CPU is asked for: the run's processes have them all.
+        strategy = NodeAffinitySchedulingStrategy(node_id=slot.node, soft=True)
+        slot.handle = self._make({"num_cpus": 0, "scheduling_strategy": strategy}, slot.number)
+
+    def _lost(self, slot: _Slot, handle: Any, reason: str) -> None:
+        """Ends what is left of it and starts it again, once for all whose calls it had."""
+        if slot.handle is not handle or self._closed:
+            return
+        self._end(slot)
+        slot.back.clear()
+        slot.reason = reason
+        task = asyncio.create_task(self._restart(slot))
+        self._starts.add(task)
+        task.add_done_callback(self._starts.discard)
+
+    async def _restart(self, slot: _Slot) -> None:
+        """Until it works again, or was started too often; then it is left out."""
+        while slot.restarts < MAX_RESTARTS:
+            slot.restarts += 1
+            self.restarts += 1
+            self._warn(f"{slot.reason}. It is started again ({slot.restarts} of {MAX_RESTARTS} times)")
+            await asyncio.sleep(min(_PAUSE_S * 2 ** (slot.restarts - 1), _LONGEST_PAUSE_S))
+            self._place(slot)
+            try:
+                start = gather({slot.name: slot.handle.ready.remote()})
+                await self._deadlines.within("workers_start", start, what=slot.name)
+            except (WorkerError, DeadlineError) as error:
+                slot.reason = str(error)
+                self._end(slot)
+                continue
+            slot.ready = True
+            slot.back.set()
+            return
+        self._warn(f"{slot.name} is not started again: it was {MAX_RESTARTS} times. The last time: {slot.reason}")
+        self._slots.remove(slot)
+        slot.back.set()
+
+    def _end(self, slot: _Slot) -> None:
+        handle, slot.handle, slot.ready = slot.handle, None, False
+        if handle is not None:
+            ray.kill(handle, no_restart=True)
