@@ -149,8 +149,8 @@ class NodeWorkers:
                     wait.cancel()
 
     def _place(self, slot: _Slot) -> None:
-        # Soft: on another node where its own is gone. No CPU is asked for: the run's processes have them all.
-        strategy = NodeAffinitySchedulingStrategy(node_id=slot.node, soft=True)
+        # Not soft: Ray then places it anywhere. No CPU is asked for: the run's processes have them all.
+        strategy = NodeAffinitySchedulingStrategy(node_id=slot.node, soft=False)
         slot.handle = self._make({"num_cpus": 0, "scheduling_strategy": strategy}, slot.number)
 
     def _lost(self, slot: _Slot, handle: Any, reason: str) -> None:
@@ -171,6 +171,9 @@ class NodeWorkers:
             self.restarts += 1
             self._warn(f"{slot.reason}. It is started again ({slot.restarts} of {MAX_RESTARTS} times)")
             await asyncio.sleep(min(_PAUSE_S * 2 ** (slot.restarts - 1), _LONGEST_PAUSE_S))
+            nodes = alive_nodes()
+            if slot.node not in nodes:
+                slot.node = nodes[slot.number % len(nodes)]
             self._place(slot)
             try:
                 start = gather({slot.name: slot.handle.ready.remote()})

@@ -1,0 +1,252 @@
+"""Answer workers and verifier pools on a Ray cluster of two nodes: both nodes work, and a killed process loses nothing.
+
+One cluster of two nodes on this machine and one set of workers serve all tests. Servers are stubs, since what is killed
+stands on this side of HTTP; engine, workers, object store and verifiers are the real ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections import Counter
+from contextlib import asynccontextmanager
+
+import pytest
+import ray
+import tiny_task
+from ray.cluster_utils import Cluster
+from sglang_pool import collect, engine_of, group, started
+from stub_server import StubServer, times
+
+from megatron_daro.config.sections import RewardSection
+from megatron_daro.engine.sglang.answers import DirectAnswers
+from megatron_daro.errors import EngineError, ModelError, WorkerError
+from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.runtime import node_workers
+from megatron_daro.runtime.answer_workers import AnswerWorkers
+from megatron_daro.runtime.calls import WorkerDiedError
+from megatron_daro.runtime.verdicts import Verdicts, shares
+
+LIMIT_S = 120
+PAIRS = [(f"\\boxed{{{i % 3}}}", "1") for i in range(9)]
+CORRECT = [i % 3 == 1 for i in range(9)]
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    """Two nodes; their ids."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 100_000_000})
+    cluster.add_node(num_cpus=1, object_store_memory=100_000_000)
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield sorted(node["NodeID"] for node in ray.nodes())
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A directory with a tokenizer."""
+    directory = tmp_path_factory.mktemp("model")
+    tiny_task.save_tokenizer(directory, ["<pad>", "<bos>", "<eos>", *(chr(65 + i) for i in range(28))])
+    return directory
+
+
+def run(coroutine):
+    """Nothing here may wait for ever."""
+    return asyncio.run(asyncio.wait_for(coroutine, LIMIT_S))
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def answering(model, warnings, count=None):
+    workers = AnswerWorkers(count, model, False, warn=warnings.append, deadlines=Deadlines())
+    try:
+        await workers.start()
+        yield workers
+    finally:
+        await workers.close()
+
+
+async def places(workers):
+    """Node and process of each."""
+    return await workers.workers.each("ready")
+
+
+def kill(place):
+    os.kill(place[1], signal.SIGKILL)
+
+
+def test_both_nodes_ask_and_rollouts_are_those_of_one_process(nodes, model, tmp_path):
+    async def scenario():
+        warnings = []
+        async with StubServer() as stub, answering(model, warnings) as workers:
+            assert sorted(node for node, _ in (await places(workers)).values()) == nodes
+            stub.gate.clear()
+            requests = [group(i, max_new_tokens=4000) for i in range(6)]
+            async with started(engine_of([stub.url], tmp_path, answers=workers)) as engine:
+                working = asyncio.create_task(collect(engine, requests))
+                await until(lambda: stub.running == 6)
+                assert [slot.under_way for slot in workers.workers._slots] == [3, 3]
+                stub.gate.set()
+                remote = await working
+            async with started(engine_of([stub.url], tmp_path, answers=DirectAnswers(decoder(model)))) as engine:
+                local = await collect(engine, requests)
+        assert described(remote) == described(local) and len(remote) == 24 and not warnings
+        # Mapped from the object store: nothing was copied, so nothing may be written.
+        assert not any(a.flags.owndata or a.flags.writeable for r in remote for a in (r.tokens, r.logprobs))
+
+    run(scenario())
+
+
+def decoder(model):
+    from megatron_daro.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(model)
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def described(rollouts):
+    found = sorted(rollouts, key=lambda r: (r.group_id, r.index))
+    return [
+        (r.group_id, r.index, r.tokens.tolist(), r.logprobs.tolist(), r.loss_mask.tolist(), r.spans, r.text, str(r))
+        for r in found
+    ]
+
+
+def test_a_killed_answer_worker_loses_no_group_and_is_started_again(nodes, model, tmp_path):
+    async def scenario():
+        warnings = []
+        async with StubServer() as stub, answering(model, warnings) as workers:
+            before = await places(workers)
+            stub.gate.clear()
+            async with started(engine_of([stub.url], tmp_path, answers=workers, warnings=warnings)) as engine:
+                working = asyncio.create_task(collect(engine, [group(i) for i in range(6)]))
+                await until(lambda: stub.running == 6)
+                kill(before["answer worker 0"])
+                await until(lambda: stub.calls["/generate"] == 9)
+                stub.gate.set()
+                rollouts = await working
+                assert Counter(r.group_id for r in rollouts) == dict.fromkeys(range(6), 4)
+                assert all(r.response_length == 12 and r.finish_reason == "length" for r in rollouts)
+                metrics = engine.metrics()
+                assert (metrics["engine/retries"], metrics["engine/answer_worker_restarts"]) == (3, 1)
+                assert metrics["engine/fenced"] == 0 and engine.fleet.servers[0].failures == 0
+                await until(lambda: all(slot.ready for slot in workers.workers._slots))
+                after = await places(workers)
+                assert after["answer worker 0"][0] == before["answer worker 0"][0]
+                assert after["answer worker 0"][1] != before["answer worker 0"][1]
+                assert after["answer worker 1"] == before["answer worker 1"]
+                assert len(await collect(engine, [group(i) for i in range(4)])) == 16
+        (warning,) = warnings
+        assert "answer worker 0 died" in warning and "started again (1 of 20 times)" in warning
+
+    run(scenario())
+
+
+def test_an_abort_reaches_the_server_and_a_closed_stream_drops_its_connection(nodes, model, tmp_path):
+    async def scenario():
+        async with StubServer() as stub, answering(model, [], count=1) as workers:
+            stub.gate.clear()
+            async with started(engine_of([stub.url], tmp_path, answers=workers)) as engine:
+                working = asyncio.create_task(collect(engine, [group(0, count=2)]))
+                await until(lambda: stub.running == 1)
+                await engine.abort({0})
+                assert [(r.finish_reason, r.response_length) for r in await working] == [("abort", 2)] * 2
+                question = asyncio.create_task(collect(engine, [group(1)]))
+                await until(lambda: stub.running == 1)
+                stub.answers["/abort_request"] = times(1000, ignored, ignored)
+                question.cancel()
+                await asyncio.wait([question])
+                await until(lambda: stub.running == 0)
+
+    run(scenario())
+
+
+async def ignored(request, body):
+    from aiohttp import web
+
+    return web.json_response({})
+
+
+def test_a_worker_that_hangs_is_ended_by_its_deadline(nodes, model, monkeypatch):
+    async def scenario():
+        warnings = []
+        async with answering(model, warnings, count=1) as workers:
+            ((_, pid),) = (await places(workers)).values()
+            os.kill(pid, signal.SIGSTOP)
+            with pytest.raises(WorkerDiedError, match=r"deadline .ready.: no result within 0\.5 s"):
+                await workers.workers.call("ready", timeout_s=0.5)
+            assert (await workers.workers.call("ready", timeout_s=120))[1] != pid  # waits for the new one
+            assert workers.restarts == 1 and "deadline 'ready'" in warnings[0]
+
+    run(scenario())
+
+
+def test_a_worker_that_is_lost_too_often_is_left_out_and_without_any_the_run_ends(nodes, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(node_workers, "MAX_RESTARTS", 1)
+
+    async def scenario():
+        warnings = []
+        async with StubServer() as stub, answering(model, warnings, count=1) as workers:
+            stub.gate.clear()
+            async with started(engine_of([stub.url], tmp_path, answers=workers, warnings=warnings)) as engine:
+                working = asyncio.create_task(collect(engine, [group(0)]))
+                for number in range(2):
+                    await until(lambda number=number: stub.calls["/generate"] == number + 1)
+                    kill((await places(workers))["answer worker 0"])
+                with pytest.raises(WorkerError, match="no answer worker is left: all are lost"):
+                    await working
+        assert "answer worker 0 is not started again: it was 1 times" in warnings[-1]
+
+    run(scenario())
+
+
+def test_what_cannot_start_says_why(nodes, tmp_path):
+    async def scenario():
+        async with answering(tmp_path / "nothing", []):
+            pass
+
+    with pytest.raises((ModelError, WorkerError, EngineError), match="is not a directory"):
+        run(scenario())
+
+
+def test_verdicts_come_from_both_nodes_also_after_a_pool_was_killed(nodes):
+    async def scenario():
+        warnings = []
+        section = RewardSection(workers=3, timeout_s=60)
+        verdicts = Verdicts(section, beside_driver=True, warn=warnings.append, deadlines=Deadlines())
+        try:
+            await verdicts.start()
+            before = await verdicts.workers.each("ready")
+            assert sorted(node for node, _ in before.values()) == nodes
+            results = await asyncio.gather(*(verdicts.score_async(PAIRS) for _ in range(6)))
+            assert [[v.correct for v in found] for found in results] == [CORRECT] * 6
+            judged = [counters["judged"] for counters in (await verdicts.workers.each("counters")).values()]
+            assert len(judged) == 2 and all(judged), judged
+            scoring = [asyncio.create_task(verdicts.score_async(PAIRS)) for _ in range(6)]
+            await until(lambda: [slot.under_way for slot in verdicts.workers._slots] == [3, 3])
+            kill(before["verifier pool 0"])
+            results = await asyncio.gather(*scoring)
+            assert [[v.correct for v in found] for found in results] == [CORRECT] * 6
+            # Its calls may have ended before it did: then the next one finds it gone.
+            await asyncio.gather(*(verdicts.score_async(PAIRS) for _ in range(4)))
+            await until(lambda: all(slot.ready for slot in verdicts.workers._slots))
+            after = await verdicts.workers.each("ready")
+            assert after["verifier pool 0"][1] != before["verifier pool 0"][1] and verdicts.workers.restarts == 1
+        finally:
+            await verdicts.close()
+        assert "verifier pool 0 died" in warnings[0] and len(warnings) == 1
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("workers", "nodes_", "expected"), [(2, 1, [2]), (5, 2, [3, 2]), (2, 4, [1, 1, 1, 1]), (8, 4, [2, 2, 2, 2])]
+)
+def test_verifiers_are_dealt_out_to_the_nodes(workers, nodes_, expected):
+    assert shares(workers, nodes_) == expected
