@@ -299,16 +299,23 @@ class Controller:
     async def _prepare(self, batch: SampledBatch, update: Update) -> TrainBatch:
         """The columns of one optimizer step, with the log-probs it needs, and what they say in numbers."""
         with self._parts.phases.measure("build"):
-            train_batch = self._parts.build(update.groups)
-            update.metrics |= sample_metrics(batch, self._group_size)
-            update.metrics |= group_bins((*update.groups, *update.filtered), self._group_size)
-            update.metrics |= length_metrics(train_batch)
-            update.metrics["rollout/staleness_mean"] = mean_staleness(
-                update.groups, update.version, self._section.updates_per_batch
-            )
+            # In a thread: gigabytes are copied, while the event loop has other groups' answers to take in.
+            columns = asyncio.to_thread(self._columns, batch, update)
+            train_batch, metrics = await self._within("build", columns, what=f"step {update.step}")
+            update.metrics |= metrics
         with self._parts.phases.measure("logprob"):
             work = self._parts.policy.prepare(train_batch)
             return await self._within("logprob", work, what=f"step {update.step}")
+
+    def _columns(self, batch: SampledBatch, update: Update) -> tuple[TrainBatch, dict[str, float]]:
+        train_batch = self._parts.build(update.groups)
+        metrics = sample_metrics(batch, self._group_size)
+        metrics |= group_bins((*update.groups, *update.filtered), self._group_size)
+        metrics |= length_metrics(train_batch)
+        metrics["rollout/staleness_mean"] = mean_staleness(
+            update.groups, update.version, self._section.updates_per_batch
+        )
+        return train_batch, metrics
 
     async def _update(self, update: Update, train_batch: TrainBatch) -> None:
         """One optimizer step and everything that belongs to it."""

@@ -254,19 +254,20 @@ class TrainBatch:
     @property
     def trained_tokens_N(self) -> np.ndarray:
         """int64 [N], response tokens per sample that the loss mask keeps."""
-        starts = np.concatenate([[0], np.cumsum(self.response_lengths_N)])
-        total = np.concatenate([[0], np.cumsum(self.loss_mask_R, dtype=np.int64)])
-        return total[starts[1:]] - total[starts[:-1]]
+        parts = _ragged(self.loss_mask_R, self.response_lengths_N)
+        return np.array([part.sum(dtype=np.int64) for part in parts], dtype=np.int64)
 
     def select(self, indices: Sequence[int]) -> TrainBatch:
         """The batch of the given samples, in the given order."""
         indices_M = np.asarray(indices, dtype=np.int64)
-        token_ids = _ragged_positions(self.lengths_N, indices_M)
-        response_ids = _ragged_positions(self.response_lengths_N, indices_M)
-        changed = {"tokens_T": self.tokens_T[token_ids]}
+        changed = {"tokens_T": _ragged_select(self.tokens_T, self.lengths_N, indices_M)}
         changed |= {name: getattr(self, name)[indices_M] for name in _PER_SAMPLE}
         columns = {name: getattr(self, name) for name in _PER_RESPONSE}
-        changed |= {name: column[response_ids] for name, column in columns.items() if column is not None}
+        changed |= {
+            name: _ragged_select(column, self.response_lengths_N, indices_M)
+            for name, column in columns.items()
+            if column is not None
+        }
         return replace(self, **changed)
 
     @classmethod
@@ -282,12 +283,17 @@ class TrainBatch:
         return cls(rollouts_per_prompt=batches[0].rollouts_per_prompt, **joined)
 
 
-def _ragged_positions(lengths_N: np.ndarray, indices_M: np.ndarray) -> np.ndarray:
-    """Positions, in the flat column, of the elements of the chosen samples."""
-    starts_N = np.cumsum(lengths_N) - lengths_N
-    chosen = lengths_N[indices_M]
-    first_of_run = np.repeat(starts_N[indices_M] - (np.cumsum(chosen) - chosen), chosen)
-    return first_of_run + np.arange(int(chosen.sum()))
+def _ragged(column: np.ndarray, lengths_N: np.ndarray) -> list[np.ndarray]:
+    """The part of each sample, as views: no position is written down for each element."""
+    ends = np.cumsum(lengths_N).tolist()
+    return [column[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def _ragged_select(column: np.ndarray, lengths_N: np.ndarray, indices_M: np.ndarray) -> np.ndarray:
+    """The chosen samples' parts, end to end."""
+    parts = _ragged(column, lengths_N)
+    chosen = [parts[i] for i in indices_M.tolist()]
+    return np.concatenate(chosen) if chosen else column[:0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,8 @@ class Deadlines:
     """Until training has caught up, so that the next batch may be generated."""
     batch: float = 28800.0
     """Until the next batch is complete."""
+    build: float = 600.0
+    """Putting the columns of one optimizer step together."""
     logprob: float = 14400.0
     """Old and reference log-probs of one optimizer step."""
     train: float = 14400.0

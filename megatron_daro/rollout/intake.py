@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 
+import numpy as np
+
 from megatron_daro.errors import DeadlineError, EngineError
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.judging import judge
 from megatron_daro.rollout.ledger import Ledger
 from megatron_daro.rollout.pending import PartialGroup, Pending
 from megatron_daro.rollout.protocol import Notices, PhaseTimer, Scorer
-from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams
+from megatron_daro.types import GroupRequest, Rollout, SamplingParams
 
 
 class Intake:
@@ -67,7 +69,8 @@ class Intake:
         Raises:
             EngineError: a group or attempt that was never requested, or columns that do not fit.
         """
-        finished = []
+        finished: list[Rollout] = []
+        prompts: dict[int, np.ndarray] = {}
         for rollout in rollouts:
             if not self._ledger.accepts(rollout.group_id, rollout.attempt):
                 continue
@@ -76,7 +79,9 @@ class Intake:
                 if not aborted:
                     self._ledger.refuse()
                 continue
-            _check_shape(rollout, entry.prompt)
+            if rollout.group_id not in prompts:
+                prompts[rollout.group_id] = np.array(entry.prompt.tokens, dtype=np.int32)
+            _check_shape(rollout, prompts[rollout.group_id])
             if aborted:
                 self._hold(rollout, entry)
             else:
@@ -129,11 +134,11 @@ class Intake:
             self.aborted_tokens += earlier.response_length
 
 
-def _check_shape(rollout: Rollout, prompt: Prompt) -> None:
+def _check_shape(rollout: Rollout, prompt: np.ndarray) -> None:
     """An engine that cuts or shifts its answers would train the wrong tokens without a sound."""
     lengths = {"logprobs": len(rollout.logprobs), "loss_mask": len(rollout.loss_mask)}
     wrong = [f"{name} has {n}" for name, n in lengths.items() if n != rollout.response_length]
-    if rollout.prompt_length != len(prompt.tokens) or tuple(rollout.tokens[: rollout.prompt_length]) != prompt.tokens:
+    if rollout.prompt_length != len(prompt) or not np.array_equal(rollout.tokens[: rollout.prompt_length], prompt):
         wrong.append(f"the first {rollout.prompt_length} tokens are not the prompt")
     if wrong:
         raise EngineError(

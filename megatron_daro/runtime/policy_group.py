@@ -87,7 +87,7 @@ class PolicyGroup:
             batch = dataclasses.replace(batch, old_logprobs_R=batch.rollout_logprobs_R)
         if not (self._recompute or self._algorithm.needs_reference):
             return batch
-        shards, columns = self._shards(batch), dict[str, Any]()
+        shards, columns = await asyncio.to_thread(self._shards, batch), dict[str, Any]()
         if self._recompute:
             columns["old_logprobs_R"] = await self._logprobs(batch, shards, reference=False)
         if self._algorithm.needs_reference:
@@ -103,7 +103,7 @@ class PolicyGroup:
         async with self._busy:
             _, shards = self._prepared.pop(id(batch), (batch, None))
             calls = self._calls(
-                shards or self._shards(batch),
+                shards or await asyncio.to_thread(self._shards, batch),
                 lambda worker, s: worker.train.remote(s.reference, s.micro_batches, step, **s.columns),
             )
             results = await gather(calls)
@@ -154,7 +154,7 @@ class PolicyGroup:
     async def score(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
         """float32 [R] log-probs of each rollout's response."""
         batch = _scored_batch(rollouts, at_least=self._actor.data_parallel)
-        column = await self._logprobs(batch, self._shards(batch), reference=False)
+        column = await self._logprobs(batch, await asyncio.to_thread(self._shards, batch), reference=False)
         ends = np.cumsum(batch.response_lengths_N)[: len(rollouts)]
         return np.split(column[: ends[-1]], ends[:-1])
 

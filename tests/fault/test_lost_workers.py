@@ -15,20 +15,22 @@ from contextlib import asynccontextmanager
 import pytest
 import ray
 import tiny_task
+from aiohttp import web
 from ray.cluster_utils import Cluster
 from sglang_pool import collect, engine_of, group, started
-from stub_server import StubServer, times
+from stub_server import StubServer
 
 from megatron_daro.config.sections import RewardSection
+from megatron_daro.data.tokenizer import load_tokenizer
 from megatron_daro.engine.sglang.answers import DirectAnswers
-from megatron_daro.errors import EngineError, ModelError, WorkerError
+from megatron_daro.errors import ModelError, WorkerError
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.runtime import node_workers
 from megatron_daro.runtime.answer_workers import AnswerWorkers
 from megatron_daro.runtime.calls import WorkerDiedError
 from megatron_daro.runtime.verdicts import Verdicts, shares
 
-LIMIT_S = 120
+LIMIT_S = 100
 PAIRS = [(f"\\boxed{{{i % 3}}}", "1") for i in range(9)]
 CORRECT = [i % 3 == 1 for i in range(9)]
 
@@ -52,9 +54,26 @@ def model(tmp_path_factory):
     return directory
 
 
-def run(coroutine):
-    """Nothing here may wait for ever."""
-    return asyncio.run(asyncio.wait_for(coroutine, LIMIT_S))
+@pytest.fixture(scope="module")
+def run():
+    """Runs a coroutine on the event loop that the shared workers live on. Nothing here may wait for ever."""
+    with asyncio.Runner() as runner:
+        yield lambda coroutine: runner.run(asyncio.wait_for(coroutine, LIMIT_S))
+
+
+@pytest.fixture(scope="module")
+def warnings():
+    """What the shared workers said."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def workers(nodes, model, run, warnings):
+    """An answer worker on each node, for all tests: each takes seconds to start."""
+    made = AnswerWorkers(None, model, False, warn=warnings.append, deadlines=Deadlines())
+    run(made.start())
+    yield made
+    run(made.close())
 
 
 async def until(condition):
@@ -62,14 +81,35 @@ async def until(condition):
         await asyncio.sleep(0.01)
 
 
+class Kept:
+    """Workers that outlive the engine of one test."""
+
+    def __init__(self, inner):
+        self._inner, self.ask = inner, inner.ask
+
+    @property
+    def restarts(self):
+        return self._inner.restarts
+
+    async def start(self):
+        pass
+
+    async def close(self):
+        pass
+
+
 @asynccontextmanager
-async def answering(model, warnings, count=None):
-    workers = AnswerWorkers(count, model, False, warn=warnings.append, deadlines=Deadlines())
-    try:
-        await workers.start()
-        yield workers
-    finally:
-        await workers.close()
+async def asking(stub, run_dir, answers, warnings=None):
+    """An engine of this stub, whose server counts as having weights; the stub answers when its gate is set."""
+    stub.weight_version = "0"
+    async with started(engine_of([stub.url], run_dir, answers=Kept(answers), warnings=warnings)) as engine:
+        for server in engine.fleet.servers:
+            server.version, server.versions = 0, {0}
+            engine.fleet.set_state(server, "serving")
+        stub.gate.clear()
+        stub.calls.clear()
+        yield engine
+        stub.gate.set()
 
 
 async def places(workers):
@@ -81,20 +121,19 @@ def kill(place):
     os.kill(place[1], signal.SIGKILL)
 
 
-def test_both_nodes_ask_and_rollouts_are_those_of_one_process(nodes, model, tmp_path):
+def test_both_nodes_ask_and_rollouts_are_those_of_one_process(nodes, model, workers, warnings, run, tmp_path):
     async def scenario():
-        warnings = []
-        async with StubServer() as stub, answering(model, warnings) as workers:
+        async with StubServer() as stub:
             assert sorted(node for node, _ in (await places(workers)).values()) == nodes
-            stub.gate.clear()
             requests = [group(i, max_new_tokens=4000) for i in range(6)]
-            async with started(engine_of([stub.url], tmp_path, answers=workers)) as engine:
+            async with asking(stub, tmp_path, workers) as engine:
                 working = asyncio.create_task(collect(engine, requests))
                 await until(lambda: stub.running == 6)
                 assert [slot.under_way for slot in workers.workers._slots] == [3, 3]
                 stub.gate.set()
                 remote = await working
-            async with started(engine_of([stub.url], tmp_path, answers=DirectAnswers(decoder(model)))) as engine:
+            async with asking(stub, tmp_path, DirectAnswers(decoder(model))) as engine:
+                stub.gate.set()
                 local = await collect(engine, requests)
         assert described(remote) == described(local) and len(remote) == 24 and not warnings
         # Mapped from the object store: nothing was copied, so nothing may be written.
@@ -104,8 +143,6 @@ def test_both_nodes_ask_and_rollouts_are_those_of_one_process(nodes, model, tmp_
 
 
 def decoder(model):
-    from megatron_daro.data.tokenizer import load_tokenizer
-
     tokenizer = load_tokenizer(model)
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
 
@@ -118,13 +155,11 @@ def described(rollouts):
     ]
 
 
-def test_a_killed_answer_worker_loses_no_group_and_is_started_again(nodes, model, tmp_path):
+def test_a_killed_answer_worker_loses_no_group_and_is_started_again(workers, warnings, run, tmp_path):
     async def scenario():
-        warnings = []
-        async with StubServer() as stub, answering(model, warnings) as workers:
+        async with StubServer() as stub:
             before = await places(workers)
-            stub.gate.clear()
-            async with started(engine_of([stub.url], tmp_path, answers=workers, warnings=warnings)) as engine:
+            async with asking(stub, tmp_path, workers) as engine:
                 working = asyncio.create_task(collect(engine, [group(i) for i in range(6)]))
                 await until(lambda: stub.running == 6)
                 kill(before["answer worker 0"])
@@ -148,74 +183,67 @@ def test_a_killed_answer_worker_loses_no_group_and_is_started_again(nodes, model
     run(scenario())
 
 
-def test_an_abort_reaches_the_server_and_a_closed_stream_drops_its_connection(nodes, model, tmp_path):
+def test_an_abort_reaches_the_server_and_a_closed_stream_drops_its_connection(workers, run, tmp_path):
     async def scenario():
-        async with StubServer() as stub, answering(model, [], count=1) as workers:
-            stub.gate.clear()
-            async with started(engine_of([stub.url], tmp_path, answers=workers)) as engine:
-                working = asyncio.create_task(collect(engine, [group(0, count=2)]))
-                await until(lambda: stub.running == 1)
-                await engine.abort({0})
-                assert [(r.finish_reason, r.response_length) for r in await working] == [("abort", 2)] * 2
-                question = asyncio.create_task(collect(engine, [group(1)]))
-                await until(lambda: stub.running == 1)
-                stub.answers["/abort_request"] = times(1000, ignored, ignored)
-                question.cancel()
-                await asyncio.wait([question])
-                await until(lambda: stub.running == 0)
+        async with StubServer() as stub, asking(stub, tmp_path, workers) as engine:
+            working = asyncio.create_task(collect(engine, [group(0, count=2)]))
+            await until(lambda: stub.running == 1)
+            await engine.abort({0})
+            assert [(r.finish_reason, r.response_length) for r in await working] == [("abort", 2)] * 2
+            question = asyncio.create_task(collect(engine, [group(1)]))
+            await until(lambda: stub.running == 1)
+            stub.answers["/abort_request"] = ignored
+            question.cancel()
+            await asyncio.wait([question])
+            await until(lambda: stub.running == 0)
 
     run(scenario())
 
 
 async def ignored(request, body):
-    from aiohttp import web
-
     return web.json_response({})
 
 
-def test_a_worker_that_hangs_is_ended_by_its_deadline(nodes, model, monkeypatch):
+def test_a_worker_that_hangs_is_ended_by_its_deadline(workers, warnings, run):
     async def scenario():
-        warnings = []
-        async with answering(model, warnings, count=1) as workers:
-            ((_, pid),) = (await places(workers)).values()
-            os.kill(pid, signal.SIGSTOP)
-            with pytest.raises(WorkerDiedError, match=r"deadline .ready.: no result within 0\.5 s"):
-                await workers.workers.call("ready", timeout_s=0.5)
-            assert (await workers.workers.call("ready", timeout_s=120))[1] != pid  # waits for the new one
-            assert workers.restarts == 1 and "deadline 'ready'" in warnings[0]
+        (_, pid), (_, other) = (await places(workers)).values()
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(WorkerDiedError, match=r"deadline 'ready': no result within 0\.5 s"):
+            await workers.workers.call("ready", timeout_s=0.5)
+        assert (await workers.workers.call("ready", timeout_s=LIMIT_S))[1] == other
+        await until(lambda: all(slot.ready for slot in workers.workers._slots))
+        assert pid not in [found for _, found in (await places(workers)).values()]
+        assert "deadline 'ready'" in warnings[-1]
 
     run(scenario())
 
 
-def test_a_worker_that_is_lost_too_often_is_left_out_and_without_any_the_run_ends(nodes, model, tmp_path, monkeypatch):
-    monkeypatch.setattr(node_workers, "MAX_RESTARTS", 1)
+def test_workers_lost_too_often_are_left_out_and_with_none_the_run_ends(
+    workers, warnings, run, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(node_workers, "MAX_RESTARTS", 0)
 
     async def scenario():
-        warnings = []
-        async with StubServer() as stub, answering(model, warnings, count=1) as workers:
-            stub.gate.clear()
-            async with started(engine_of([stub.url], tmp_path, answers=workers, warnings=warnings)) as engine:
-                working = asyncio.create_task(collect(engine, [group(0)]))
-                for number in range(2):
-                    await until(lambda number=number: stub.calls["/generate"] == number + 1)
-                    kill((await places(workers))["answer worker 0"])
-                with pytest.raises(WorkerError, match="no answer worker is left: all are lost"):
-                    await working
-        assert "answer worker 0 is not started again: it was 1 times" in warnings[-1]
+        async with StubServer() as stub, asking(stub, tmp_path, workers) as engine:
+            working = asyncio.create_task(collect(engine, [group(0)]))
+            await until(lambda: stub.running == 1)
+            for place in (await places(workers)).values():
+                kill(place)
+            with pytest.raises(WorkerError, match="no answer worker is left: all are lost"):
+                await working
+        assert all("is not started again: it was" in warning for warning in warnings[-2:])
 
     run(scenario())
 
 
-def test_what_cannot_start_says_why(nodes, tmp_path):
-    async def scenario():
-        async with answering(tmp_path / "nothing", []):
-            pass
-
-    with pytest.raises((ModelError, WorkerError, EngineError), match="is not a directory"):
-        run(scenario())
+def test_what_cannot_start_says_why(nodes, run, tmp_path):
+    nothing = AnswerWorkers(1, tmp_path / "nothing", False, warn=print, deadlines=Deadlines())
+    with pytest.raises((ModelError, WorkerError), match="is not a directory"):
+        run(nothing.start())
+    run(nothing.close())
 
 
-def test_verdicts_come_from_both_nodes_also_after_a_pool_was_killed(nodes):
+def test_verdicts_come_from_both_nodes_also_after_a_pool_was_killed(nodes, run):
     async def scenario():
         warnings = []
         section = RewardSection(workers=3, timeout_s=60)

@@ -1,0 +1,308 @@
+"""What a batch costs the driver: from requests to TrainBatch, shards and the record, everything real but two things.
+
+    OMP_NUM_THREADS=1 python benchmarks/control_plane.py --json                       # about 15 minutes on 2 cores
+    OMP_NUM_THREADS=1 python benchmarks/control_plane.py --millions 1
+
+Servers answer at once from memory (canned_server.py, over HTTP on loopback, in processes of their own), and the policy
+has no model: its ranks are Ray actors that read their shards and give log-probs back. Cluster, answer workers,
+verifiers, sampler, books, columns, schedule, shards, log-probs, rollouts on disk and metrics are the run's own, driven
+by its Controller. Each size is a fresh process; counted is from the first request until the step is written.
+
+Given are CPU seconds of the driver's process (all threads, in user and system mode), how late its event loop woke from
+pauses of 5 ms, and its memory: own pages, and pages of the object store that it has mapped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import sglang_servers
+import yaml
+from rich.console import Console
+from rich.table import Table
+from tiny_task import save_tokenizer
+
+from megatron_daro.config import resolve
+from megatron_daro.controller import Controller, Parts
+from megatron_daro.engine.sglang.fleet import Fleet
+from megatron_daro.observe.metrics import MetricsLog
+from megatron_daro.observe.progress import Progress
+from megatron_daro.observe.trace import Phases
+from megatron_daro.rollout.recorder import Recorder
+from megatron_daro.runtime import parts
+from megatron_daro.runtime.calls import gather
+from megatron_daro.runtime.cluster import cluster
+from megatron_daro.runtime.inputs import read_inputs
+from megatron_daro.runtime.policy_group import PolicyGroup
+from megatron_daro.runtime.workers import Place
+from megatron_daro.types import StepResult, TrainBatch
+
+SAMPLES, TOKENS, SERVERS, RANKS = 8, 4900, 2, 2
+CPU_GOAL_S, STALL_GOAL_MS, P99_GOAL_MS, MEMORY_GOAL_GIB = 3.0, 100.0, 20.0, 6.0
+PAUSE_S = 0.005
+RIGHT, WRONG = "\\boxed{7}", "\\boxed{8}"
+WORDS = [f" w{i:04d}" for i in range(4000)]
+SYMBOLS = ["<pad>", "<bos>", "<eos>", RIGHT, WRONG, *"0123456789 pq", *WORDS]
+
+
+@ray.remote(num_cpus=0)
+class Rank:
+    """A rank without a model: it reads its shard as a rank does, and gives log-probs of the right shape."""
+
+    def logprobs(self, batch: TrainBatch, micro_batches: Any, reference: bool) -> np.ndarray:
+        return batch.rollout_logprobs_R * np.float32(0.5)
+
+    def train(self, batch: TrainBatch, micro_batches: Any, step: int) -> StepResult:
+        return StepResult(step, {"loss/policy": float(batch.tokens_T.mean())})
+
+
+class NoModel(PolicyGroup):
+    """The run's policy group on ranks without a model. Weights: every server counts as having them."""
+
+    async def start(self) -> None:
+        handles: dict[str, Any] = {f"actor rank {i}": Rank.remote() for i in range(RANKS)}  # type: ignore[attr-defined]
+        self.workers.update(handles)
+        self._places = [Place(data_parallel=i, stage=0, exports=False, speaks=False) for i in range(RANKS)]
+        await gather([handle.__ray_ready__.remote() for handle in handles.values()])
+
+    async def sync(self, engine: Any, version: int) -> dict[str, float]:
+        fleet: Fleet = engine.fleet
+        for server in fleet.of("joining", "serving"):
+            server.version = 0
+            server.versions.add(0)
+            fleet.set_state(server, "serving")
+        return {}
+
+
+class Watch:
+    """How late the event loop wakes, and the driver's memory, while it is on."""
+
+    def __init__(self) -> None:
+        self.late_ms: list[float] = []
+        self.loop_cpu_s = 0.0
+        self.own_gib = self.mapped_gib = 0.0
+        self._off = threading.Event()
+
+    async def loop(self) -> None:
+        """Until it is cancelled."""
+        began = time.thread_time()
+        while True:
+            before = time.perf_counter()
+            await asyncio.sleep(PAUSE_S)
+            self.late_ms.append(1000 * (time.perf_counter() - before - PAUSE_S))
+            self.loop_cpu_s = time.thread_time() - began
+
+    def memory(self) -> None:
+        """The highest of many looks; in a thread."""
+        while not self._off.wait(0.05):
+            lines = Path("/proc/self/status").read_text().splitlines()
+            found = {line.split(":")[0]: int(line.split()[1]) / 2**20 for line in lines if line.startswith("Rss")}
+            self.own_gib = max(self.own_gib, found["RssAnon"])
+            self.mapped_gib = max(self.mapped_gib, found["RssShmem"])
+
+    def off(self) -> None:
+        """Ends `memory`."""
+        self._off.set()
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--millions", type=int, nargs="+", default=[1, 5, 10, 20, 40], help="tokens of each batch")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each size; the one with least CPU is kept")
+    parser.add_argument("--json", action="store_true", help="also write benchmarks/results/control_plane.json")
+    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+@contextmanager
+def canned_servers() -> Iterator[list[str]]:
+    """URLs of servers that end with the block."""
+    ids = {symbol: i for i, symbol in enumerate(SYMBOLS)}
+    first = ids[WORDS[0]]
+    endings = [f"{ids[text]},{ids['<eos>']}" for text in (RIGHT, WRONG)]
+    script = str(Path(__file__).parent / "canned_server.py")
+    command = [sys.executable, script, *map(str, (SAMPLES, TOKENS, first, len(SYMBOLS))), *endings]
+    processes = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(SERVERS)
+    ]
+    try:
+        urls = [process.stdout.readline().strip() for process in processes if process.stdout]
+        if not all(urls):
+            raise SystemExit("a canned server did not start; its error is above")
+        yield urls
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def write_task(directory: Path, urls: list[str], prompts: int) -> Path:
+    """Model directory (tokenizer and config.json), problems and configuration."""
+    model = directory / "model"
+    save_tokenizer(model, SYMBOLS)
+    (model / "config.json").write_text(json.dumps(SHAPE))
+    problems = [{"problem": f"{i:0100d}pq", "answer": "7"} for i in range(prompts)]
+    (directory / "train.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    content = {
+        "model": {"path": str(model)},
+        "data": {"train": [str(directory / "train.jsonl")], "prompt_template": "plain", "max_prompt_tokens": 128},
+        "rollout": {"prompts_per_step": prompts, "rollouts_per_prompt": SAMPLES, "max_response_tokens": 5000},
+        "algorithm": {"old_logprobs": "recompute"},
+        "actor": {"data_parallel": RANKS, "micro_batch_tokens": 32768},
+        "engine": {"kind": "sglang", "replicas": SERVERS, "sglang": {"urls": urls}},
+        "trainer": {"steps": 1, "run_dir": str(directory / "run"), "save_every_steps": 0},
+        "observe": {"progress": False, "tensorboard": False},
+    }
+    (directory / "task.yaml").write_text(yaml.safe_dump(content))
+    return directory / "task.yaml"
+
+
+SHAPE = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": len(SYMBOLS),
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+}
+
+
+async def one_step(config: Any, inputs: Any, run_dir: Path) -> dict[str, Any]:
+    """One step of a run, and what it cost this process."""
+    progress = Progress(total_steps=1, rollouts_per_prompt=SAMPLES, mode="off", title="control plane")
+    algorithm, limits, phases, watch = parts.algorithm_of(config), parts.deadlines(config), Phases(), Watch()
+    group = parts.policy_group(config)
+    group.__class__ = NoModel
+    made = parts.generation(config, inputs, algorithm, progress, phases)
+    with MetricsLog(run_dir, tensorboard=False) as metrics:
+        controller = Controller(
+            config.trainer,
+            Parts(
+                policy=group,
+                source=made.sampler,
+                build=parts.batch_builder(config, algorithm),
+                metrics=metrics,
+                progress=progress,
+                phases=phases,
+                engine=made.engine,
+                recorder=Recorder(run_dir),
+                closers={"verifiers": made.scorer.close},
+                deadlines=limits,
+            ),
+            max_staleness=0,
+            rollouts_per_prompt=SAMPLES,
+        )
+        await parts.start_all(group, made, limits)
+        looks = threading.Thread(target=watch.memory)
+        looks.start()
+        ticks = asyncio.create_task(watch.loop())
+        before, started = cpu_s(), time.perf_counter()
+        try:
+            await controller.run()
+        finally:
+            spent, seconds = cpu_s() - before, time.perf_counter() - started
+            ticks.cancel()
+            watch.off()
+            looks.join()
+    (line,) = [json.loads(text) for text in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return described(watch, line) | {"driver_cpu_s": spent, "seconds": seconds}
+
+
+def cpu_s() -> float:
+    """User and system time of this process, all threads."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def described(watch: Watch, line: dict[str, Any]) -> dict[str, Any]:
+    """Numbers of one run. Raises SystemExit where the batch is not what it must be."""
+    late = np.array(watch.late_ms)
+    mean = line["response/length_mean"]
+    if mean != TOKENS or line["accuracy/mean"] != 0.5:
+        raise SystemExit(f"mean length {mean}, not {TOKENS}, or accuracy {line['accuracy/mean']}, not 0.5")
+    return {
+        "event_loop_cpu_s": watch.loop_cpu_s,
+        "latest_ms": float(late.max()),
+        "p99_ms": float(np.quantile(late, 0.99)),
+        "own_gib": watch.own_gib,
+        "mapped_gib": watch.mapped_gib,
+        "load": os.getloadavg()[0],
+        "phases_s": {key.split("/")[1]: value for key, value in line.items() if key.startswith("timing/")},
+    }
+
+
+def run_one(directory: Path) -> dict[str, Any]:
+    """In a process of its own."""
+    config = resolve(directory / "task.yaml")
+    run_dir = parts.run_directory(config)
+    run_dir.mkdir(parents=True)
+    progress = Progress(total_steps=1, rollouts_per_prompt=SAMPLES, mode="off", title="control plane")
+    inputs = read_inputs(config, progress)
+    with cluster(parts.resources(config, engines=True)):
+        return asyncio.run(one_step(config, inputs, run_dir))
+
+
+def measured(millions: int, urls: list[str]) -> dict[str, Any]:
+    """One batch of about so many tokens, by a fresh driver."""
+    prompts = -(-millions * 1_000_000 // (SAMPLES * TOKENS))
+    with tempfile.TemporaryDirectory(prefix="control_plane_") as name:
+        write_task(Path(name), urls, prompts)
+        command = [sys.executable, __file__, "--one", name]
+        output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=1800).stdout
+    result = json.loads(output.splitlines()[-1])
+    return {"tokens": prompts * SAMPLES * TOKENS, "rollouts": prompts * SAMPLES} | result
+
+
+def missed(rows: dict[str, dict[str, Any]]) -> list[str]:
+    """Goals that were not reached."""
+    found = []
+    if row := rows.get("10"):
+        goals = {"driver_cpu_s": CPU_GOAL_S, "latest_ms": STALL_GOAL_MS, "p99_ms": P99_GOAL_MS}
+        found += [f"10 M tokens: {k} {row[k]:.2f}, at most {goal:g}" for k, goal in goals.items() if row[k] > goal]
+    if (row := rows.get("40")) and row["own_gib"] + row["mapped_gib"] > MEMORY_GOAL_GIB:
+        found.append(f"40 M tokens: {row['own_gib'] + row['mapped_gib']:.2f} GiB, at most {MEMORY_GOAL_GIB:g}")
+    return found
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if arguments.one:
+        print(json.dumps(run_one(arguments.one)))
+        return
+    columns = ("driver_cpu_s", "event_loop_cpu_s", "latest_ms", "p99_ms", "own_gib", "mapped_gib", "seconds")
+    table = Table("M tokens", *columns, title="the driver")
+    rows: dict[str, dict[str, Any]] = {}
+    with canned_servers() as urls:
+        for millions in arguments.millions:
+            runs = [measured(millions, urls) for _ in range(arguments.repeats)]
+            row = min(runs, key=lambda run: run["driver_cpu_s"])
+            row["all_runs"] = [{key: run[key] for key in (*columns, "load")} for run in runs]
+            rows[str(millions)] = row
+            table.add_row(str(millions), *(f"{row[key]:.2f}" for key in columns))
+    Console().print(table)
+    setup = {"samples": SAMPLES, "tokens": TOKENS, "servers": SERVERS, "ranks": RANKS, "cpu_count": os.cpu_count()}
+    sglang_servers.conclude(
+        "control_plane", {"setup": setup, "rows": rows, "problems": missed(rows)}, write=arguments.json
+    )
+
+
+if __name__ == "__main__":
+    main()
