@@ -260,7 +260,7 @@ class TrainBatch:
     def select(self, indices: Sequence[int]) -> TrainBatch:
         """The batch of the given samples, in the given order."""
         indices_M = np.asarray(indices, dtype=np.int64)
-        changed = {"tokens_T": _ragged_select(self.tokens_T, self.lengths_N, indices_M)}
+        changed: dict[str, Any] = {"tokens_T": _ragged_select(self.tokens_T, self.lengths_N, indices_M)}
         changed |= {name: getattr(self, name)[indices_M] for name in _PER_SAMPLE}
         columns = {name: getattr(self, name) for name in _PER_RESPONSE}
         changed |= {

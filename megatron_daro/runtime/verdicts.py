@@ -60,8 +60,8 @@ class Verdicts:
         self._shares = shares(self._section.workers, len(nodes))
         await self.workers.start(nodes)
 
-    async def score_async(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
-        """Verdicts of (answer text, gold answer) pairs, in order.
+    async def score_async(self, pairs: Sequence[tuple[str, str, str]]) -> list[Verdict]:
+        """Verdicts of (answer text, gold answer, statement of the problem), in order.
 
         Raises:
             RewardError: a pool failed. WorkerError: all are lost, each after as many starts as are allowed.

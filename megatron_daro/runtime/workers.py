@@ -307,7 +307,7 @@ class VerdictWorker:
         await asyncio.to_thread(self._pool.start)
         return _own_place()
 
-    async def score(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
+    async def score(self, pairs: Sequence[tuple[str, str, str]]) -> list[Verdict]:
         """Verdicts in order. Raises RewardError."""
         return await self._pool.score_async(pairs)
 

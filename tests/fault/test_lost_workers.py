@@ -17,7 +17,7 @@ import ray
 import tiny_task
 from aiohttp import web
 from ray.cluster_utils import Cluster
-from sglang_pool import collect, engine_of, group, started
+from sglang_pool import collect, engine_of, group, section, started
 from stub_server import StubServer
 
 from megatron_daro.config.sections import RewardSection
@@ -31,7 +31,8 @@ from megatron_daro.runtime.calls import WorkerDiedError
 from megatron_daro.runtime.verdicts import Verdicts, shares
 
 LIMIT_S = 100
-PAIRS = [(f"\\boxed{{{i % 3}}}", "1") for i in range(9)]
+OPTIONS = section(max_tokens_in_flight=1_000_000)
+PAIRS = [(f"\\boxed{{{i % 3}}}", "1", "What is 1?") for i in range(9)]
 CORRECT = [i % 3 == 1 for i in range(9)]
 
 
@@ -102,7 +103,9 @@ class Kept:
 async def asking(stub, run_dir, answers, warnings=None):
     """An engine of this stub, whose server counts as having weights; the stub answers when its gate is set."""
     stub.weight_version = "0"
-    async with started(engine_of([stub.url], run_dir, answers=Kept(answers), warnings=warnings)) as engine:
+    async with started(
+        engine_of([stub.url], run_dir, options=OPTIONS, answers=Kept(answers), warnings=warnings)
+    ) as engine:
         for server in engine.fleet.servers:
             server.version, server.versions = 0, {0}
             engine.fleet.set_state(server, "serving")
@@ -218,9 +221,7 @@ def test_a_worker_that_hangs_is_ended_by_its_deadline(workers, warnings, run):
     run(scenario())
 
 
-def test_workers_lost_too_often_are_left_out_and_with_none_the_run_ends(
-    workers, warnings, run, tmp_path, monkeypatch
-):
+def test_workers_lost_too_often_are_left_out_and_with_none_the_run_ends(workers, warnings, run, tmp_path, monkeypatch):
     monkeypatch.setattr(node_workers, "MAX_RESTARTS", 0)
 
     async def scenario():
