@@ -30,7 +30,7 @@ from megatron_daro.runtime.answer_workers import AnswerWorkers
 from megatron_daro.runtime.calls import WorkerDiedError
 from megatron_daro.runtime.verdicts import Verdicts, shares
 
-LIMIT_S = 100
+LIMIT_S = 200
 OPTIONS = section(max_tokens_in_flight=1_000_000)
 PAIRS = [(f"\\boxed{{{i % 3}}}", "1", "What is 1?") for i in range(9)]
 CORRECT = [i % 3 == 1 for i in range(9)]
@@ -247,7 +247,7 @@ def test_what_cannot_start_says_why(nodes, run, tmp_path):
 def test_verdicts_come_from_both_nodes_also_after_a_pool_was_killed(nodes, run):
     async def scenario():
         warnings = []
-        section = RewardSection(workers=3, timeout_s=60)
+        section = RewardSection(workers=2, timeout_s=60)
         verdicts = Verdicts(section, beside_driver=True, warn=warnings.append, deadlines=Deadlines())
         try:
             await verdicts.start()
