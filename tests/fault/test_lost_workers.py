@@ -32,7 +32,7 @@ from megatron_daro.runtime.verdicts import Verdicts, shares
 
 LIMIT_S = 200
 OPTIONS = section(max_tokens_in_flight=1_000_000)
-PAIRS = [(f"\\boxed{{{i % 3}}}", "1", "What is 1?") for i in range(9)]
+PAIRS = [(rf"\boxed{{\frac{{{2 * (i % 3)}x}}{{2}}}}", "x", "Simplify.") for i in range(9)]
 CORRECT = [i % 3 == 1 for i in range(9)]
 
 
