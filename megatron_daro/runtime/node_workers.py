@@ -119,6 +119,8 @@ class NodeWorkers:
     async def each(self, method: str) -> dict[str, Any]:
         """The results of every worker that is there now, by name."""
         there = [slot for slot in self._slots if slot.handle is not None]
+        if not there:
+            return {}
         results = await gather({slot.name: getattr(slot.handle, method).remote() for slot in there})
         return {slot.name: result for slot, result in zip(there, results, strict=True)}
 

@@ -78,6 +78,7 @@ class Verdicts:
         """Ends all processes. May be called twice."""
         if self.pool is not None:
             await asyncio.to_thread(self.pool.close)
+            return
         try:
             async with asyncio.timeout(_STOP_S):
                 await self.workers.each("stop")
