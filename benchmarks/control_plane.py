@@ -67,7 +67,7 @@ class Rank:
     def logprobs(self, batch: TrainBatch, micro_batches: Any, reference: bool) -> np.ndarray:
         return batch.rollout_logprobs_R * np.float32(0.5)
 
-    def train(self, batch: TrainBatch, micro_batches: Any, step: int) -> StepResult:
+    def train(self, batch: TrainBatch, micro_batches: Any, step: int, **columns: np.ndarray) -> StepResult:
         return StepResult(step, {"loss/policy": float(batch.tokens_T.mean())})
 
 
@@ -77,7 +77,9 @@ class NoModel(PolicyGroup):
     async def start(self) -> None:
         handles: dict[str, Any] = {f"actor rank {i}": Rank.remote() for i in range(RANKS)}  # type: ignore[attr-defined]
         self.workers.update(handles)
-        self._places = [Place(data_parallel=i, stage=0, exports=False, speaks=False) for i in range(RANKS)]
+        self._places = [
+            Place(data_parallel=i, stage=0, exports=False, speaks=False, answers=True) for i in range(RANKS)
+        ]
         await gather([handle.__ray_ready__.remote() for handle in handles.values()])
 
     async def sync(self, engine: Any, version: int) -> dict[str, float]:

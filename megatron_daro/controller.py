@@ -29,7 +29,7 @@ from megatron_daro.rollout.no_signal import SignalWatch
 from megatron_daro.rollout.protocol import CheckpointStore, Engine, MetricsSink, Phases, Policy, Progress
 from megatron_daro.rollout.recorder import Recorder, read_waiting, write_waiting
 from megatron_daro.rollout.sampled_batch import BatchSource, SampledBatch
-from megatron_daro.rollout.summary import group_bins, length_metrics, mean_staleness, sample_metrics
+from megatron_daro.rollout.summary import update_metrics
 from megatron_daro.rollout.update_plan import Update, last_step, plan_updates
 from megatron_daro.types import Group, PlainValue, StepResult, TrainBatch
 
@@ -308,14 +308,8 @@ class Controller:
             return await self._within("logprob", work, what=f"step {update.step}")
 
     def _columns(self, batch: SampledBatch, update: Update) -> tuple[TrainBatch, dict[str, float]]:
-        train_batch = self._parts.build(update.groups)
-        metrics = sample_metrics(batch, self._group_size)
-        metrics |= group_bins((*update.groups, *update.filtered), self._group_size)
-        metrics |= length_metrics(train_batch)
-        metrics["rollout/staleness_mean"] = mean_staleness(
-            update.groups, update.version, self._section.updates_per_batch
-        )
-        return train_batch, metrics
+        columns = self._parts.build(update.groups)
+        return columns, update_metrics(batch, update, columns, self._section.updates_per_batch)
 
     async def _update(self, update: Update, train_batch: TrainBatch) -> None:
         """One optimizer step and everything that belongs to it."""

@@ -15,7 +15,18 @@ import numpy as np
 
 from megatron_daro.algo.difficulty import predicted_bin_loss
 from megatron_daro.rollout.sampled_batch import SampledBatch
+from megatron_daro.rollout.update_plan import Update
 from megatron_daro.types import Group, TrainBatch
+
+
+def update_metrics(
+    batch: SampledBatch, update: Update, columns: TrainBatch, updates_per_batch: int
+) -> dict[str, float]:
+    """All of the below for one optimizer step: `columns` are those of `update`, which is of `batch`."""
+    size = columns.rollouts_per_prompt
+    metrics = sample_metrics(batch, size) | group_bins((*update.groups, *update.filtered), size)
+    metrics |= length_metrics(columns)
+    return metrics | {"rollout/staleness_mean": mean_staleness(update.groups, update.version, updates_per_batch)}
 
 
 def sample_metrics(batch: SampledBatch, rollouts_per_prompt: int) -> dict[str, float]:

@@ -101,9 +101,9 @@ class PolicyGroup:
     async def train(self, batch: TrainBatch, step: int) -> StepResult:
         """One optimizer step on the whole batch; one that `prepare` gave is with the ranks already."""
         async with self._busy:
-            _, shards = self._prepared.pop(id(batch), (batch, None))
+            _, prepared = self._prepared.pop(id(batch), (batch, None))
             calls = self._calls(
-                shards or await asyncio.to_thread(self._shards, batch),
+                await asyncio.to_thread(self._shards, batch) if prepared is None else prepared,
                 lambda worker, s: worker.train.remote(s.reference, s.micro_batches, step, **s.columns),
             )
             results = await gather(calls)
@@ -186,7 +186,7 @@ class PolicyGroup:
             if place.answers:
                 parts[place.data_parallel] = answer
                 shards[place.data_parallel].columns["ref_logprobs_R" if reference else "old_logprobs_R"] = call
-        return joined_column(batch, shards, parts)
+        return await asyncio.to_thread(joined_column, batch, shards, parts)
 
     async def _bucket_references(self) -> AsyncIterator[Any]:
         """References to the buckets of every stage; ranks that only take part in the gathers yield none."""
