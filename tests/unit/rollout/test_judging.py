@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from loop_fakes import make_rollout
 
+from megatron_daro.config import EvalSet
 from megatron_daro.errors import RewardError
+from megatron_daro.observe.progress import Progress
+from megatron_daro.observe.trace import Phases
 from megatron_daro.reward.base import VerifierSpec
 from megatron_daro.reward.pool import RewardPool
+from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.rollout.intake import Intake
 from megatron_daro.rollout.judging import judge
-from megatron_daro.types import Prompt
+from megatron_daro.rollout.ledger import Ledger
+from megatron_daro.rollout.pending import Pending
+from megatron_daro.runtime.evaluation import Evaluator, HeldOut
+from megatron_daro.types import Prompt, SamplingParams
 
 
 def prompt(*golds: str) -> Prompt:
-    return Prompt(id="p", answer=golds[0], source="s", text="?", alternatives=golds[1:])
+    return Prompt(id="p", answer=golds[0], source="s", text="?", tokens=(3,), alternatives=golds[1:])
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.lists(st.integers(0, 4), min_size=1, max_size=3)), max_size=8))
@@ -41,3 +52,36 @@ def test_a_scorer_that_loses_a_verdict_is_refused():
 
     with pytest.raises(RewardError, match="gave 0 verdicts for 2 answers"):
         asyncio.run(judge(Forgetful(), [("#### 1", prompt("1", "2"))]))
+
+
+def answering_two(group_id: int, index: int, asked: Prompt):
+    return replace(make_rollout(group_id, 0, index, asked, version=0), text="#### 2")
+
+
+def test_training_takes_any_of_the_golds():
+    with RewardPool("exact", workers=0) as pool:
+        intake = Intake(
+            Ledger(),
+            scorer=pool,
+            sampling=SamplingParams(),
+            rollouts_per_prompt=2,
+            deadlines=Deadlines(),
+            phases=Phases(),
+            notices=Progress(total_steps=1, rollouts_per_prompt=2, mode="off"),
+        )
+        pending = {0: Pending(prompt("1", "2")), 1: Pending(prompt("1", "3"))}
+        for group_id, entry in pending.items():
+            asyncio.run(intake.score([answering_two(group_id, i, entry.prompt) for i in range(2)], pending))
+    assert [[v.correct for v in entry.verdicts.values()] for entry in pending.values()] == [[True] * 2, [False] * 2]
+
+
+def test_evaluation_takes_any_of_the_golds():
+    class Engine:
+        async def generate(self, requests):
+            for request in requests:
+                yield tuple(answering_two(request.group_id, i, request.prompt) for i in request.indices)
+
+    sets = [HeldOut(EvalSet(name="digits", path=Path("x")), (prompt("1", "2"), prompt("2"), prompt("1", "3")))]
+    with RewardPool("exact", workers=0) as pool:
+        evaluator = Evaluator(sets, Engine(), pool, max_response_tokens=8, stop_token_ids=(1,))
+        assert asyncio.run(evaluator.evaluate(0)) == {"eval/digits/accuracy": 2 / 3}
