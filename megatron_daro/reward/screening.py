@@ -125,11 +125,13 @@ def _factorial_too_big(text: str, limits: ScreenLimits) -> bool:
             return True
         if before and before[-1] in ")}]":
             group = _group_before(before)
+            if before[: -len(group)].rstrip().endswith("^"):
+                return True
             if "!" in group or _log10_bound(group, limits.max_tower) > math.log10(limits.max_factorial):
                 return True
             continue
         digits = re.search(r"\d+$", before)
-        if digits and int(digits.group()) > limits.max_factorial:
+        if digits and (int(digits.group()) > limits.max_factorial or before[: digits.start()].rstrip().endswith("^")):
             return True
     return False
 

@@ -11,7 +11,7 @@ import re
 from functools import lru_cache
 
 from megatron_daro.reward.normal_form import canonical, number, words
-from megatron_daro.reward.relations import chain
+from megatron_daro.reward.relations import chain, is_name
 
 # Families: a gold with one member allows the others.
 _OPERATORS = tuple(
@@ -41,6 +41,7 @@ _NAME_WRAPPER = re.compile(r"\\(?:operatorname|mathop)\*?\s*\{\s*([a-zA-Z]+)\s*\
 _COMMAND = re.compile(r"\\(?!pi(?![a-zA-Z]))[a-zA-Z]+")
 _SPAN = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\[(.+?)\\\]|\\\((.+?)\\\)", re.DOTALL)
 _SIDES = re.compile(r"=|<|>|,|;|\\(?:leq?|geq?|lt|gt|neq?|approx|equiv)(?![a-zA-Z])")
+_ORDER = re.compile(r"<|>|\\(?:leq?|geq?|lt|gt)(?![a-zA-Z])")
 _MAX_STATEMENT = 20_000
 
 
@@ -51,6 +52,8 @@ def unevaluated(answer: str, gold: str) -> bool:
     binomials, factorials, logarithms and trigonometric functions where the gold is one exact value without them. Of
     `S = 5050` only what stands behind the last sign counts.
     """
+    if _unsolved(answer, gold):
+        return True
     value = answer if "=" in gold else chain(answer)[-1]
     answer, gold = _plain_names(value), _plain_names(gold)
     if any(operator.search(answer) and not operator.search(gold) for operator in _OPERATORS):
@@ -58,6 +61,19 @@ def unevaluated(answer: str, gold: str) -> bool:
     if "." in gold or re.search(r"[a-zA-Z]", _COMMAND.sub("", gold).replace("\\pi", "")):
         return False
     return any(operator.search(answer) and not operator.search(gold) for operator in _OPERATORS_OF_VALUES)
+
+
+def _unsolved(answer: str, gold: str) -> bool:
+    """Whether the answer is an inequality, or an equation for one number, that the gold has solved for a symbol."""
+    if _ORDER.search(answer):
+        return not any(map(is_name, _ORDER.split(answer))) and ("(" in gold or "[" in gold or _solved(_ORDER, gold))
+    wanted, sides = chain(gold), chain(answer)
+    of_number = len(wanted) == 2 and is_name(wanted[0]) and number(wanted[1]) is not None
+    return of_number and len(sides) > 1 and not any(map(is_name, sides))
+
+
+def _solved(relation: re.Pattern[str], text: str) -> bool:
+    return relation.search(text) is not None and any(map(is_name, relation.split(text)))
 
 
 def restates(answer: str, statement: str) -> bool:

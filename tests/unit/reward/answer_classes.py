@@ -28,6 +28,13 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         (r"\frac{\pi}{6}", r"\arcsin\left(\frac{1}{2}\right)"),
         ("5050", r"S = \sum_{k=1}^{100} k"),
     ],
+    "unsolved": [
+        (r"(5,\infty)", r"\frac{1}{x-5} > 0"),
+        (r"(-3,2)", "|x-1|+|x+2| < 5"),
+        (r"x \in [-2,7]", r"x^2-5x-4 \leq 10"),
+        ("x>5", "2x>10"),
+        ("x=4", "x+1=5"),
+    ],
     "equation that says nothing": [("AB = BA", "0=0"), ("AB = BA", "1=1"), ("0=0", "1=1"), ("x<x+1", "0<1")],
     "equation that is false": [("5", "6=5"), ("5", "x=2+3=6"), ("5", "2+2=5"), ("5", "5=6")],
     "transposed or primed": [("A^T", "a"), ("A^T", "A"), ("A", r"A^{\top}"), ("f'(x)", "f(x)")],
@@ -80,6 +87,12 @@ RIGHT: dict[str, list[tuple[str, str]]] = {
         ("5050", r"\sum_{k=1}^{100} k = 5050"),
         ("AB = BA", "BA = AB"),
         ("0", "0=0"),
+    ],
+    "solved or unsolved alike": [
+        (r"\frac{x^2}{4} + y^2 < 1", r"y^2 + \frac{x^2}{4} < 1"),
+        ("y=2x+3", "2x-y+3=0"),
+        ("x>5", "5<x"),
+        ("x=4", "4=x"),
     ],
     "named coordinates": [
         ("(2,12)", "x=2, y=12"),
