@@ -4,6 +4,12 @@ Place in the data flow: (rollout text, gold) -> screen here -> worker processes 
 worker and idle workers take the next from one queue, so a slow answer holds up its own worker only.
 Refuses to start with limits that cannot work, and to score after close. A timed-out, oversized or crashing answer
 is a Verdict (`timeout`, `memory`, `crash`), never an exception.
+
+Why not pebble (5.2.3, tried): its ProcessPool keeps order, kills at a time-out, passes over a stopped idle worker and
+is as fast. It lacks: a limit on resident memory (an answer that took 800 MiB came back), and its workers' ids are not
+public, so none can be added; word of whether a worker was stopped or starved (both are its TimeoutError), and a bound
+when all workers are stopped (its time-out counts from the taking of a task); an end of busy workers when the driver
+is killed (one went on computing); a start without importing the driver's main module again; replies that are no pickle.
 """
 
 from __future__ import annotations
