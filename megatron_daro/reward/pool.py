@@ -155,7 +155,7 @@ class RewardPool:
                 thread.start()
         try:
             for future in ready:
-                future.result(timeout=START_TIMEOUT_S * 2)
+                future.result(timeout=START_TIMEOUT_S * (PATIENCE + 1))
         except BaseException:
             self.close()
             raise
@@ -231,7 +231,7 @@ class RewardPool:
         if self._broken is not None or self._closing.is_set():
             self._fail_waiting(self._broken or RewardError("reward pool: closed; make a new one"))
         turns = self._tasks.qsize() // max(1, self._workers) + 2
-        bound_s = turns * (_MAX_CRASHES + _MAX_UNREACHED) * (PATIENCE * self._timeout_s + START_TIMEOUT_S)
+        bound_s = turns * (_MAX_CRASHES + _MAX_UNREACHED) * PATIENCE * (self._timeout_s + START_TIMEOUT_S)
         if wait(futures, timeout=bound_s).not_done:
             raise RewardError(
                 f"reward pool: {len(futures)} answers were not scored within {bound_s:.0f} s, the bound for "
@@ -264,12 +264,13 @@ class RewardPool:
                 try:
                     reply, worker = self._serve(slot, worker, request)
                     future.set_result(reply)
-                except RewardError as error:
+                except Exception as error:
                     future.set_exception(error)
                     raise
                 # Replaced before the next job is taken: a job never waits for a worker to load while another is idle.
                 worker = worker or self._replacement(slot)
-        except RewardError as error:
+        except Exception as fault:  # The border of the thread: whoever waits for it must hear of it.
+            error = fault if isinstance(fault, RewardError) else RewardError(f"reward pool: {fault!r}; report this")
             self._broken = error
             if not ready.done():
                 ready.set_exception(error)

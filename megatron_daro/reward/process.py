@@ -84,8 +84,8 @@ class WorkerProcess:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, env=_environment()
             )
-            reply = self._read(time.monotonic() + START_TIMEOUT_S, None, stopping)
-        except (OSError, WorkerCrashError, WorkerTimeoutError) as error:
+            reply = self._read(START_TIMEOUT_S, None, stopping)
+        except (OSError, WorkerCrashError, WorkerTimeoutError, WorkerUnreachedError) as error:
             said = self._last_words()
             self.kill()
             raise RewardError(
@@ -111,13 +111,12 @@ class WorkerProcess:
         process = self._process
         if process is None or process.stdin is None:
             raise WorkerCrashError("not running")
-        deadline = time.monotonic() + self._timeout_s
         try:
             process.stdin.write(json.dumps(request).encode() + b"\n")
             process.stdin.flush()
         except OSError as error:
             raise WorkerCrashError(str(error)) from error
-        return self._read(deadline, self._memory_mib, stopping)
+        return self._read(self._timeout_s, self._memory_mib, stopping)
 
     def kill(self) -> None:
         """End the worker and collect it. Safe to call twice."""
@@ -136,8 +135,8 @@ class WorkerProcess:
         self._buffer = b""
         self._stderr.close()
 
-    def _read(self, deadline: float, memory_mib: int | None, stopping: Callable[[], bool]) -> dict[str, Any]:
-        process = self._process
+    def _read(self, limit_s: float, memory_mib: int | None, stopping: Callable[[], bool]) -> dict[str, Any]:
+        process, deadline = self._process, time.monotonic() + limit_s
         assert process is not None and process.stdout is not None
         descriptor = process.stdout.fileno()
         poller = select.poll()
@@ -147,7 +146,7 @@ class WorkerProcess:
         while b"\n" not in self._buffer:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                self._check_overdue(-left_s, cpu_before_s)
+                self._check_overdue(limit_s, -left_s, cpu_before_s)
                 left_s = MEMORY_POLL_S
             if not poller.poll(1000 * min(left_s, MEMORY_POLL_S)):
                 if stopping():
@@ -169,15 +168,15 @@ class WorkerProcess:
             raise WorkerCrashError("the reply is no JSON object")
         return reply
 
-    def _check_overdue(self, late_s: float, cpu_before_s: float | None) -> None:
+    def _check_overdue(self, limit_s: float, late_s: float, cpu_before_s: float | None) -> None:
         """Raise what a passed limit means; return when the worker is only starved and may go on for a while."""
         process = self._process
         assert process is not None and process.stdin is not None
         state, cpu_s = activity(process.pid)
         if state in "Tt" or _unread_bytes(process.stdin.fileno()) > 0:
-            raise WorkerUnreachedError(f"state {state} after the limit of {self._timeout_s:g} s")
-        starved = cpu_s - (cpu_before_s or 0.0) < CPU_SHARE * self._timeout_s
-        if not starved or late_s > (PATIENCE - 1) * self._timeout_s:
+            raise WorkerUnreachedError(f"state {state} after the limit of {limit_s:g} s")
+        starved = cpu_s - (cpu_before_s or 0.0) < CPU_SHARE * limit_s
+        if not starved or late_s > (PATIENCE - 1) * limit_s:
             raise WorkerTimeoutError("no reply within the limit")
 
     def _last_words(self) -> str:

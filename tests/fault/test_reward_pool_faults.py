@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from megatron_daro.errors import RewardError
-from megatron_daro.reward import ScreenLimits, VerifierSpec
+from megatron_daro.reward import ScreenLimits, VerifierSpec, process
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.types import Verdict
 
@@ -165,6 +165,19 @@ def test_a_worker_stopped_in_the_middle_of_an_answer_is_no_timeout() -> None:
         assert pool.counters["timeouts"] == 0
         thread.join(90)
         assert result == [Verdict(False, 0.0, "timeout")]
+
+
+def test_a_worker_stopped_while_it_starts_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stopped(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.send_signal(signal.SIGSTOP)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "START_TIMEOUT_S", 1.0)
+        patch.setattr(subprocess, "Popen", Stopped)
+        with pytest.raises(RewardError, match="could not start"):
+            RewardPool("math", workers=1).start()
 
 
 def test_an_answer_that_no_worker_ever_takes_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:

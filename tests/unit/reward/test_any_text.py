@@ -5,9 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
+
 import pytest
+import verifier_fuzz
 from answer_classes import RIGHT, WRONG
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -97,6 +101,13 @@ def test_a_fault_of_the_verifier_is_a_verdict_and_counted(monkeypatch: pytest.Mo
         monkeypatch.setattr(pool._verifier, "screen", fails)
         assert pool.score([("Answer: 5", "5")] * 2) == [Verdict(False, 0.0, "verifier_failed")] * 2
         assert pool.counters["failures"] == 2
+
+
+def test_a_short_run_of_the_fuzzer() -> None:
+    found = verifier_fuzz.fuzz(4000, seed=11, workers=1, timeout_s=60, judged=0.02)
+    assert sum(found["reasons"].values()) == 4000
+    assert found["counters"]["failures"] == found["counters"]["crashes"] == 0
+    assert {"match", "no_match", "unevaluated", "too_long", "(open)"} <= set(found["reasons"])
 
 
 SHAPES = """
