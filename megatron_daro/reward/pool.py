@@ -270,11 +270,11 @@ class RewardPool:
                 # Replaced before the next job is taken: a job never waits for a worker to load while another is idle.
                 worker = worker or self._replacement(slot)
         except Exception as fault:  # The border of the thread: whoever waits for it must hear of it.
-            error = fault if isinstance(fault, RewardError) else RewardError(f"reward pool: {fault!r}; report this")
-            self._broken = error
+            broken = fault if isinstance(fault, RewardError) else RewardError(f"reward pool: {fault!r}; report this")
+            self._broken = broken
             if not ready.done():
-                ready.set_exception(error)
-            self._fail_waiting(error)
+                ready.set_exception(broken)
+            self._fail_waiting(broken)
         finally:
             self._discard(slot, worker)
 
