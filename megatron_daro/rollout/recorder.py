@@ -17,7 +17,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megatron_daro.errors import DataError
+from megatron_daro.errors import DataError, disk_fault
 from megatron_daro.rollout.group_columns import FORMAT, SCHEMA, WRITER_OPTIONS, RecordedGroup, blocks, decode
 from megatron_daro.rollout.ledger import OUTCOMES, Outcome
 from megatron_daro.types import Group
@@ -144,7 +144,8 @@ def write_groups(path: Path, groups: Iterable[RecordedGroup]) -> Path:
             temporary.unlink(missing_ok=True)
             raise
     except OSError as error:
-        raise DataError(f"{path}: rollouts could not be written: {error}; free disk space and --resume") from error
+        cause, advice = disk_fault(error, path.parent)
+        raise DataError(f"{path}: rollouts could not be written: {cause}; {advice}") from error
     return path
 
 

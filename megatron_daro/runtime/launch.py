@@ -96,9 +96,13 @@ def evaluate(config: Config, *, checkpoint: Path) -> dict[str, float]:
     inputs = read_inputs(config, progress)
     with cluster(parts.resources(config, engines=True)):
         metrics = asyncio.run(_evaluate(config, checkpoint, inputs, progress))
-    for name, value in metrics.items():
-        print(f"{safe_text(name, one_line=True)}\t{value:.4f}")
+    print("\n".join(_accuracy_lines(metrics)))
     return metrics
+
+
+def _accuracy_lines(metrics: Mapping[str, float]) -> list[str]:
+    """A line each, of two columns, whatever the name of a set or a category holds."""
+    return [f"{safe_text(name, one_line=True)}\t{value:.4f}" for name, value in metrics.items()]
 
 
 async def _train(config: Config, inputs: Inputs | ReplaySource, observers: _Observers, start: Start) -> RunOutcome:
