@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -221,6 +222,22 @@ def test_a_full_disk_is_named_and_the_previous_checkpoint_is_intact(tmp_path, fr
         assert find_latest_valid(run, FakeProgress())[1]["step"] == 1
         save(run, 2)
         assert find_latest_valid(run, FakeProgress())[1]["step"] == 2
+
+
+def test_a_full_disk_without_any_checkpoint_names_what_can_still_be_used(tmp_path):
+    with pytest.raises(CheckpointError, match=r"there is no earlier one, so --resume would begin again .*--replay "):
+        save(tmp_path, 1, error=OSError(28, "No space left on device"))
+
+
+def test_a_removed_run_directory_is_not_called_a_full_disk(tmp_path):
+    async def write(directory: Path) -> None:
+        shutil.rmtree(tmp_path / "run")
+        (directory / "shard").write_bytes(b"x")
+
+    store = Checkpoints(tmp_path / "run", keep=1)
+    with pytest.raises(CheckpointError, match=r"checkpoint not saved, the directory .*run is gone") as raised:
+        asyncio.run(store.save(1, write, {"step": 1}, FakeProgress()))
+    assert "free" not in str(raised.value)
 
 
 def test_a_file_size_limit_is_named_too(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 
@@ -108,6 +109,26 @@ def test_a_last_line_torn_at_any_byte_is_left_out_and_repaired(tmp_path):
         assert [r["step"] for r in read_metrics(tmp_path)] == expected, cut
         _write(tmp_path, [3])
         assert [r["step"] for r in read_metrics(tmp_path)] == [*expected, 3], cut
+
+
+def test_a_torn_last_line_is_said_and_a_whole_one_is_not(tmp_path):
+    _write(tmp_path, [1, 2])
+    with MetricsLog(tmp_path, tensorboard=False) as log:
+        assert log.remark == ""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-5])
+    torn = len(path.read_bytes().split(b"\n")[-1])
+    with MetricsLog(tmp_path, tensorboard=False) as log:
+        assert log.remark == f"{path}: the last line, after step 1, was torn ({torn} bytes); it was removed"
+
+
+def test_a_removed_run_directory_is_named_and_not_taken_for_a_full_disk(tmp_path):
+    with MetricsLog(tmp_path / "run", tensorboard=False) as log:
+        log.write(1, {"a": 1.0})
+        shutil.rmtree(tmp_path / "run")
+        with pytest.raises(DataError, match=r"the directory .*run is gone: .* start in a new run_dir") as raised:
+            log.write(2, {"a": 1.0})
+    assert "free disk space" not in str(raised.value)
 
 
 def test_damage_before_the_last_line_is_an_error_that_names_the_line(tmp_path):
