@@ -103,6 +103,13 @@ wait_for_sglang() {
     [ "$result" = 0 ] || grep -q 'not needed: this machine has a GPU' "$sglang_log"
 }
 
+# The heavy proofs, each with a results file of its own.
+heavy_proofs() {
+    second_results=$(mktemp)
+    export MEGATRON_DARO_SECOND=${MEGATRON_DARO_SECOND:-$PWD/.venv-second-megatron}
+    PYTEST_ADDOPTS="--junitxml=$second_results" stage "second megatron" bash tests/second_megatron.sh
+}
+
 # "passed failed skipped" from pytest's results file; errors count as failed. No file: pytest itself ended early.
 counts() {
     "$python" - "$1" <<'PYTHON'
@@ -122,7 +129,7 @@ PYTHON
 }
 
 summarize() {
-    local i passed=0 failed=0 skipped=0
+    local i more passed=0 failed=0 skipped=0
     printf '\n=== stages ===\n'
     for i in "${!stage_names[@]}"; do
         printf '%-14s %5d s   %s\n' "${stage_names[$i]}" "${stage_seconds[$i]}" "${stage_results[$i]}"
@@ -132,10 +139,15 @@ summarize() {
         read -r passed failed skipped < <(counts "$results")
         [ -s "$results" ] || echo "pytest wrote no results: it was killed, timed out, or could not start (see above)"
         rm -f "$results"
-        if [ "$failed" = 0 ] && [ "${stage_results[-1]}" = FAILED ]; then
+        if [ "$failed" = 0 ] && [ "$pytest_result" = FAILED ]; then
             echo "pytest failed without a failing test (counted as one): no test matched, or a plugin failed"
             failed=1
         fi
+    fi
+    if [ -n "${second_results:-}" ]; then
+        read -r -a more < <(counts "$second_results")
+        passed=$((passed + more[0])) skipped=$((skipped + more[2]))
+        rm -f "$second_results" # what failed there has failed its stage
     fi
     [ "$num_failed_stages" = 0 ] || echo "stages that failed beside pytest: $num_failed_stages (counted as failed)"
     echo "$passed passed, $((failed + num_failed_stages)) failed, $skipped skipped"
@@ -171,6 +183,8 @@ main() {
     case "$tier" in default | all) stage sglang wait_for_sglang || failed=1 ;; esac
     results=$(mktemp)
     stage pytest "$python" -m pytest --durations=15 --junitxml="$results" "${pytest_arguments[@]}" || failed=1
+    pytest_result=${stage_results[-1]}
+    [ "$tier" != all ] || VIRTUAL_ENV=$("$python" -c 'import sys; print(sys.prefix)') heavy_proofs || failed=1
     summarize
     return "$failed"
 }
