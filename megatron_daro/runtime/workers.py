@@ -278,14 +278,17 @@ class AnswerWorker:
     """Asks SGLang servers and makes rollouts of their answers, many at once on Ray's event loop."""
 
     def __init__(self, path: Path, trust_remote_code: bool) -> None:
-        from megatron_daro.data.tokenizer import load_tokenizer
         from megatron_daro.engine.sglang.answers import DirectAnswers
 
-        tokenizer = load_tokenizer(path, trust_remote_code)
-        self._answers = DirectAnswers(lambda ids: _decode(tokenizer, ids))
+        self._path, self._trust, self._tokenizer = path, trust_remote_code, None
+        self._answers = DirectAnswers(lambda ids: _decode(self._tokenizer, ids))
 
     async def ready(self) -> tuple[str, int]:
-        """Node and process, when it can work."""
+        """Node and process, when the tokenizer is loaded. Raises ModelError: here, since Ray cuts what a start says."""
+        from megatron_daro.data.tokenizer import load_tokenizer
+
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self._path, self._trust)
         return _own_place()
 
     async def ask(self, question: Question) -> tuple[Rollout, ...]:
