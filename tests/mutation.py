@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mutants import Mutant, changed_lines, find_mutants
-from mutation_runs import ROOT, Copy, MutationError, Runner, Score, baseline
+from mutation_runs import ROOT, Copy, MutationError, Runner, Score
 
 EQUIVALENT = Path(__file__).with_name("mutation_equivalent.toml")
 PRELOAD = (
@@ -37,7 +37,9 @@ PRELOAD = (
     "hypothesis.strategies",
     "pydantic",
     "aiohttp",
-    "anyio",
+    "pytest_timeout",
+    "_pytest.pytester",
+    "xml.etree.ElementTree",
     "rich.console",
     "yaml",
 )
@@ -152,15 +154,13 @@ def run(
     """
     scores = [Score(module) for module in modules]
     with tempfile.TemporaryDirectory(prefix="mutation-") as temporary:
-        first = Copy.of(root, Path(temporary, "0"))
-        usual_s = {module: baseline(first, module, tests) for module, tests in modules.items()}
-        copies = [first, *(first.again(Path(temporary, str(i))) for i in range(1, jobs))]
+        copies = [Copy.of(root, Path(temporary, str(i))) for i in range(jobs)]
         runner = Runner(copies, modules)
         try:
             for score in scores:
                 source = (root / score.module).read_text(encoding="utf-8")
                 score.mutants = len(find_mutants(source))
-                usual = usual_s[score.module]
+                usual = runner.usual_seconds(score.module)
                 print(f"{score.module}: {score.mutants} mutants; its tests take {usual:.1f} s", flush=True)
                 for key in outdated(source, score.module, equivalent):
                     print(f"no mutant any more, remove it from {EQUIVALENT.name}: {key}")

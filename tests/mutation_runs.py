@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MOST_BYTES = 12 << 30
 """Of data a test process may have: a mutant that appends for ever must not take the machine."""
 
+_HYPOTHESIS = "_hypothesis_pytestplugin"
 _FAILED_TO_START, _FOREIGN = 120, 121
 _NO_VERDICT = {
     3: "pytest had an internal error",
@@ -96,11 +97,6 @@ class Copy:
                 shutil.copyfile(root / name, copy.tree / name)
         return copy
 
-    def again(self, folder: Path) -> Copy:
-        """A second copy, with what was compiled."""
-        shutil.copytree(self.tree, folder / "tree", symlinks=True)
-        return Copy(folder)
-
     def last_words(self) -> str:
         """The end of what pytest said when it ran last."""
         return self._log.read_text(errors="replace")[-3000:]
@@ -116,7 +112,7 @@ class Copy:
         for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
             compiled.unlink()
 
-    def start(self, module: str, tests: Sequence[str], keep_compiled: bool) -> int:
+    def start(self, module: str, tests: Sequence[str]) -> int:
         """Starts the tests in a fork of this process, which leads a process group; returns its id."""
         shutil.rmtree(self._folder / "tmp", ignore_errors=True)
         sys.stdout.flush()
@@ -128,24 +124,23 @@ class Copy:
             output = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(output, 1), os.dup2(output, 2), os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
-            code = self._pytest(module, tests, keep_compiled)
+            code = self._pytest(module, tests)
         except BaseException as error:
             print(f"{type(error).__name__}: {error}", flush=True)
             code = _FAILED_TO_START
         os._exit(code)
 
-    def _pytest(self, module: str, tests: Sequence[str], keep_compiled: bool) -> int:
+    def _pytest(self, module: str, tests: Sequence[str]) -> int:
         import pytest
 
         os.chdir(self.tree)
-        sys.dont_write_bytecode = not keep_compiled
         os.environ["PYTHONPATH"] = str(self.tree)
-        os.environ["PYTHONDONTWRITEBYTECODE"] = "" if keep_compiled else "1"
+        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
         own = (str(self.tree), str(self.tree / "tests"))
         sys.path[:] = [*own, *(p for p in sys.path if Path(p or ".").resolve() not in (ROOT, ROOT / "tests"))]
         for name in ("mutants", "mutation", "mutation_runs"):
             sys.modules.pop(name, None)
-        quiet = ["-q", "-x", "--tb=short", "-p", "no:xdist", "--hypothesis-seed=0"]
+        quiet = ["-q", "-x", "--tb=short", "-p", "pytest_timeout", "-p", _HYPOTHESIS, "--hypothesis-seed=0"]
         code = int(pytest.main([*quiet, f"--basetemp={self._folder / 'tmp'}", *tests]))
         sys.stdout.flush()
         loaded = sys.modules.get(module.removesuffix(".py").replace("/", "."))
@@ -173,13 +168,27 @@ class Runner:
         self._free, self._modules = list(copies), modules
         self._running: dict[int, Running] = {}
 
+    def usual_seconds(self, module: str) -> float:
+        """How long the tests of a module take without a mutant.
+
+        Raises:
+            MutationError: they fail, or do not load the copy.
+        """
+        copy, started = self._free_copy(), time.monotonic()
+        child = copy.start(module, self._modules[module])
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        _end(child, reaped=True)
+        self._free.append(copy)
+        if status != 0:
+            why = _NO_VERDICT.get(status, f"exit status {status}")
+            raise MutationError(f"{module}: its tests do not pass without a mutant ({why}):\n{copy.last_words()}")
+        return time.monotonic() - started
+
     def submit(self, score: Score, mutant: Mutant, source: str, changed: str, limit_s: float) -> None:
         """Waits for a free copy and starts the mutant's tests in it."""
-        while not self._free:
-            self._poll()
-        copy = self._free.pop()
+        copy = self._free_copy()
         copy.write(score.module, changed)
-        child = copy.start(score.module, self._modules[score.module], keep_compiled=False)
+        child = copy.start(score.module, self._modules[score.module])
         self._running[child] = Running(copy, score, mutant, source, changed, limit_s)
 
     def drain(self) -> None:
@@ -192,6 +201,11 @@ class Runner:
         for child in self._running:
             _end(child)
         self._running.clear()
+
+    def _free_copy(self) -> Copy:
+        while not self._free:
+            self._poll()
+        return self._free.pop()
 
     def _poll(self) -> None:
         for child, running in list(self._running.items()):
@@ -226,19 +240,3 @@ def _end(child: int, reaped: bool = False) -> None:
     if not reaped:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-
-
-def baseline(copy: Copy, module: str, tests: Sequence[str]) -> float:
-    """Seconds that the tests of a module take without a mutant.
-
-    Raises:
-        MutationError: they fail, or do not load the copy.
-    """
-    started = time.monotonic()
-    child = copy.start(module, tests, keep_compiled=True)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    _end(child, reaped=True)
-    if status != 0:
-        why = _NO_VERDICT.get(status, f"exit status {status}")
-        raise MutationError(f"{module}: its tests do not pass without a mutant ({why}):\n{copy.last_words()}")
-    return time.monotonic() - started
