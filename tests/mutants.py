@@ -45,6 +45,9 @@ COSMIC_RAY = (
 """The operators of cosmic-ray that are used."""
 
 
+_SEEN_ON_A_GPU = ("device", "non_blocking")
+
+
 class _Own(Operator):
     """What the operators below share: a position is the span of the parts that they change."""
 
@@ -94,11 +97,12 @@ class DropStatement(_Own):
 
 
 class DropKeyword(_Own):
-    """`f(x, eps=e)` becomes `f(x)`."""
+    """`f(x, eps=e)` becomes `f(x)`; not `device`, which no test on a CPU can miss."""
 
     def points(self, node: Any) -> list[Any]:
         if node.type == "arglist" or _is_trailer(node, "("):
-            return [c for c in node.children if c.type == "argument" and len(c.children) == 3 and c.children[1] == "="]
+            named = [c for c in node.children if c.type == "argument" and len(c.children) == 3 and c.children[1] == "="]
+            return [argument for argument in named if argument.children[0].value not in _SEEN_ON_A_GPU]
         return []
 
     def mutate(self, node: Any, index: int) -> Any:
@@ -235,6 +239,8 @@ class _Places(Visitor):
 
 
 def _is_outside(node: Any) -> bool:
+    if node.type == "parameters":  # the `*` between them is no multiplication
+        return True
     while node.parent is not None:
         child, node = node, node.parent
         if node.type in ("fstring", "decorator", "import_name", "import_from"):

@@ -49,7 +49,7 @@ _ALGO, _ROLLOUT, _DATA = "tests/unit/algo/test_algo_", "tests/unit/rollout/test_
 _SGLANG, _LOSS = "tests/unit/engine/sglang/test_sglang_", "tests/parallel/test_loss_terms.py::"
 _TABLE: dict[str, tuple[str, ...]] = {
     "algo/advantages.py": (_GOLDEN, f"{_ALGO}advantages.py"),
-    "algo/corrections.py": (_GOLDEN, f"{_ALGO}objective.py"),
+    "algo/corrections.py": (f"{_ALGO}corrections.py", _GOLDEN, f"{_ALGO}objective.py"),
     "algo/difficulty.py": (_GOLDEN, f"{_ALGO}difficulty.py"),
     "algo/objective.py": (_GOLDEN, f"{_ALGO}objective.py"),
     "algo/regularizers.py": (_GOLDEN, f"{_ALGO}surrogate.py", f"{_ALGO}objective.py"),

@@ -160,3 +160,5 @@ def test_defaults_of_the_product():
     settings = ObjectiveSettings()
     assert (settings.clip_low, settings.clip_high, settings.dual_clip) == (0.2, 0.28, None)
     assert (settings.kl_coefficient, settings.entropy_coefficient, settings.correction) == (0.0, 0.0, "none")
+    assert (settings.correction_cap, settings.correction_low, settings.correction_high) == (2.0, 0.5, 2.0)
+    assert (settings.correction_level, settings.kl_estimator) == ("token", "k3")

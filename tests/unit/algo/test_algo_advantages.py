@@ -80,6 +80,19 @@ def test_dtype_of_the_answer():
     assert group_advantages(torch.tensor([1, 0]), ids_N).dtype == torch.float32
     assert group_advantages(torch.tensor([1.0, 0.0]).double(), ids_N).dtype == torch.float64
     assert leave_one_out_advantages(torch.tensor([True, False]), ids_N).dtype == torch.float32
+    assert group_advantages(torch.empty(0), torch.empty(0, dtype=torch.long)).dtype == torch.float32
+
+
+def test_differences_far_below_eps_are_divided_by_eps():
+    rewards_N = torch.tensor([0.0, 2e-9], dtype=torch.float64)
+    expected = torch.tensor([-1.0, 1.0], dtype=torch.float64) * 1e-9 / (1e-9 + 1e-6)
+    torch.testing.assert_close(group_advantages(rewards_N, torch.tensor([0, 0])), expected, rtol=1e-9, atol=0)
+
+
+def test_the_first_reward_that_is_not_finite_is_named():
+    rewards_N = torch.tensor([0.0, float("inf"), 0.0, float("nan")])
+    with pytest.raises(AlgorithmError, match=r"rewards_N\[1\]: got inf \(group 5\)"):
+        group_advantages(rewards_N, torch.tensor([4, 5, 6, 7]))
 
 
 def test_refuses_what_has_no_meaning():

@@ -274,6 +274,7 @@ def test_shapes_are_checked():
         weights.update(torch.ones(4), COUNTS)
     with pytest.raises(AlgorithmError, match="counts of 0 or more"):
         weights.coefficients(-COUNTS)
+    assert bin_sums(torch.ones(2), torch.tensor([0, 1], dtype=torch.int16), K).tolist() == [1, 1, 0, 0, 0]
     with pytest.raises(AlgorithmError, match="same length"):
         bin_sums(torch.ones(3), torch.zeros(2, dtype=torch.long), K)
 

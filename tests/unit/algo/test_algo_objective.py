@@ -369,14 +369,22 @@ def test_entropy_bonus_needs_entropies():
     ("options", "field"),
     [
         ({"clip_low": -0.1}, "clip_low"),
+        ({"clip_high": -0.1}, "clip_high"),
         ({"kl_estimator": "k4"}, "kl_estimator"),
         ({"kl_coefficient": -1.0}, "kl_coefficient"),
         ({"correction": "is"}, "correction"),
         ({"correction_cap": 0.0}, "correction_cap"),
         ({"correction_low": 1.2}, "correction_low"),
+        ({"correction_low": -0.1}, "correction_low"),
+        ({"correction_high": 0.9}, "correction_low, correction_high"),
         ({"correction_level": "batch"}, "correction_level"),
     ],
 )
 def test_refuses_settings_out_of_range(options, field):
     with pytest.raises(AlgorithmError, match=f"^{field}"):
         ObjectiveSettings(**options)
+
+
+def test_the_ends_of_the_settings_are_allowed():
+    ObjectiveSettings(correction_low=0.0, correction_high=1.0, correction_cap=0.5)
+    ObjectiveSettings(correction_low=1.0)

@@ -45,6 +45,13 @@ def test_filter_zeroes_exactly_the_truncated_rollouts():
     assert torch.equal(kept, torch.tensor([1.0, 0.0]))
 
 
+def test_narrow_whole_numbers_do_not_overflow():
+    """Lengths and flags come in whatever dtype a recorded batch has."""
+    assert overlong_penalty(np.array([250, 100], dtype=np.uint8), 300, 100).tolist() == [-0.5, 0.0]
+    lengths, truncated = np.array([2, 1], dtype=np.uint8), np.array([1, 0], dtype=np.uint8)
+    assert overlong_filter(np.ones(3), lengths, truncated).tolist() == [0, 0, 1]
+
+
 def test_numpy_stays_numpy_and_torch_stays_torch():
     assert isinstance(overlong_penalty(np.array([1])), np.ndarray)
     assert isinstance(overlong_penalty(torch.tensor([1])), torch.Tensor)

@@ -208,8 +208,19 @@ def test_steps_without_tokens_give_finite_coefficients(name):
     assert algorithm.sample_coefficients(bins_N, lengths_N, totals).tolist() == [0.0] * 4
     assert algorithm.regularizer_coefficient(totals) == 0.0
     assert algorithm.extra_loss(totals) == 0.0
+    one_token = BatchTotals(torch.tensor([0, 1, 0]), 1)
+    assert algorithm.regularizer_coefficient(one_token) == 1.0
     empty = torch.empty(0, dtype=torch.long)
     assert algorithm.sample_coefficients(empty, empty, totals).shape == (0,)
+
+
+def test_totals_survive_the_way_through_one_vector():
+    totals = BatchTotals.of(torch.tensor([1, 2, 1]), torch.tensor([3, 5, 0]), 2)
+    vector = totals.vector()
+    assert vector.tolist() == [0, 3, 5, 3] and vector.dtype == torch.int64
+    back = BatchTotals.from_vector(vector.double())
+    assert back.tokens_per_bin.tolist() == [0, 3, 5] and back.tokens_per_bin.dtype == torch.int64
+    assert (back.num_rollouts, back.tokens, back.kept_tokens) == (3, 8, 3)
 
 
 def test_daro_reports_its_barrier_and_options_reach_the_weights():
@@ -248,6 +259,7 @@ def test_options_are_checked_by_every_algorithm(name):
         build(name, 1)
     with pytest.raises(AlgorithmError, match="max_response_tokens"):
         make_algorithm(name, rollouts_per_prompt=4, max_response_tokens=0)
+    assert make_algorithm(name, rollouts_per_prompt=2, max_response_tokens=1).max_response_tokens == 1
 
 
 def test_options_of_daro():
@@ -272,6 +284,8 @@ def test_group_filter_takes_the_place_of_the_own_one(name):
     assert build(name, 4).kept_bins == own
     assert build(name, 4, group_filter="none").kept_bins == {0, 1, 2, 3, 4}
     assert build(name, 4, group_filter="pass_rate").kept_bins == {1, 2, 3}
+    for kind in ("auto", "none", "pass_rate"):
+        assert build(name, 4, group_filter=kind).keep(torch.tensor([0, 2])).dtype == torch.bool
 
 
 class Unnamed(Grpo):

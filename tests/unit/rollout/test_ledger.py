@@ -69,6 +69,27 @@ def test_invented_answers_are_errors_and_late_ones_are_counted():
     assert (ledger.late_refused, ledger.retries) == (1, 1)
 
 
+def test_a_resumed_group_is_at_its_next_attempt_and_no_retry():
+    ledger = Ledger()
+    ledger.admit(1)
+    assert ledger.resume(0) == 1 == ledger.attempt(0)
+    assert not ledger.accepts(0, 0) and ledger.accepts(0, 1)
+    assert ledger.retries == 0
+
+
+def test_second_answers_are_counted_one_by_one():
+    ledger = Ledger()
+    ledger.refuse()
+    assert ledger.late_refused == 1
+
+
+def test_an_answer_for_a_negative_group_is_invented():
+    ledger = Ledger()
+    ledger.admit(1)
+    with pytest.raises(EngineError, match="group -1"):
+        ledger.accepts(-1, 0)
+
+
 @pytest.mark.parametrize("outcome", OUTCOMES)
 def test_answers_of_a_finished_group_are_late(outcome):
     ledger = Ledger()
@@ -86,6 +107,16 @@ def test_a_state_that_does_not_add_up_is_refused():
     state = ledger.state_dict()
     state["finished"] = {"trained": 2, "filtered": 0, "dropped": 0}
     with pytest.raises(CheckpointError, match="3 groups admitted, 2 finished, 2 outstanding"):
+        Ledger().load_state_dict(state)
+
+
+@pytest.mark.parametrize("group_id", [-1, 2])
+def test_a_state_with_a_group_that_was_never_admitted_is_refused(group_id):
+    ledger = Ledger()
+    ledger.admit(2)
+    state = ledger.state_dict()
+    state["outstanding"] = [[0, 0], [group_id, 0]]
+    with pytest.raises(CheckpointError, match="does not add up"):
         Ledger().load_state_dict(state)
 
 
