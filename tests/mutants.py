@@ -239,7 +239,7 @@ class _Places(Visitor):
 
 
 def _is_outside(node: Any) -> bool:
-    if node.type == "parameters":  # the `*` between them is no multiplication
+    if node.parent is not None and node.parent.type == "parameters":  # the `*` between them is no multiplication
         return True
     while node.parent is not None:
         child, node = node, node.parent
