@@ -280,7 +280,8 @@ class AnswerWorker:
     def __init__(self, path: Path, trust_remote_code: bool) -> None:
         from megatron_daro.engine.sglang.answers import DirectAnswers
 
-        self._path, self._trust, self._tokenizer = path, trust_remote_code, None
+        self._path, self._trust = path, trust_remote_code
+        self._tokenizer: Any = None
         self._answers = DirectAnswers(lambda ids: _decode(self._tokenizer, ids))
 
     async def ready(self) -> tuple[str, int]:
