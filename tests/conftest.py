@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 # Before torch is imported anywhere, here or in a child process: the suite is meant for two cores.
@@ -23,6 +24,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # A shell starts background jobs with Ctrl-C ignored, and children inherit that; some tests press it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How long an example takes says something of the machine only.
+hypothesis.settings.register_profile("suite", deadline=None)
+hypothesis.settings.load_profile("suite")
 
 HERE = Path(__file__).parent
 FOLDERS = ("unit", "golden", "contract", "sglang", "fault", "e2e", "parallel", "gpu")

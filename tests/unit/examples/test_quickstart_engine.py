@@ -67,11 +67,13 @@ def copy(tmp_path):
 
 
 def trained(copy: Copy, *arguments: str) -> list[str]:
-    """The options that reach `megatron-daro train`, after the configuration file."""
+    """The options that reach `megatron-daro train`, after the configuration file; a dry run of them comes before."""
     done = copy.run(*arguments)
     assert done.returncode == 0, done.stderr
-    command, report = copy.calls("megatron-daro")
+    rehearsal, command, report = copy.calls("megatron-daro")
     assert command[:2] == ["train", "examples/quickstart/config.yaml"] and report[0] == "report"
+    assert rehearsal[: len(command)] == command
+    assert rehearsal[len(command)].startswith("trainer.run_dir=") and rehearsal[len(command) + 1 :] == ["--dry-run"]
     return command[2:]
 
 
@@ -79,7 +81,7 @@ def trained(copy: Copy, *arguments: str) -> list[str]:
 def test_the_embedded_engine_is_the_default_and_changes_nothing(copy, arguments):
     assert trained(copy, *arguments, "trainer.steps=5") == ["trainer.steps=5"]
     assert copy.calls("sglang_cpu_env") == []
-    assert copy.calls("megatron-daro")[1] == ["report", "runs/quickstart"]
+    assert copy.calls("megatron-daro")[-1] == ["report", "runs/quickstart"]
 
 
 @pytest.mark.parametrize("arguments", [("--engine", "sglang"), ("--engine=sglang",)])
@@ -94,7 +96,7 @@ def test_sglang_is_two_servers_a_router_and_a_run_of_its_own(copy, arguments):
     assert servers.router_python == Path(".venv-sglang/router/bin/python")
     assert servers.sync == "distributed"
     assert servers.arguments["device"] == "cpu" and servers.arguments["sleep_on_idle"] is True
-    assert copy.calls("megatron-daro")[1] == ["report", "runs/quickstart-sglang"]
+    assert copy.calls("megatron-daro")[-1] == ["report", "runs/quickstart-sglang"]
     assert resolve(ROOT / FOLDER / "config.yaml", options[:2]).engine.replicas == 2
 
 
@@ -111,7 +113,7 @@ def test_the_users_directory_wins_and_an_earlier_run_there_is_kept(copy):
     earlier.mkdir(parents=True)
     options = trained(copy, "--engine", "sglang", "trainer.run_dir=runs/mine")
     assert resolve(ROOT / FOLDER / "config.yaml", options).trainer.run_dir == Path("runs/mine")
-    assert copy.calls("megatron-daro")[1] == ["report", "runs/mine"]
+    assert copy.calls("megatron-daro")[-1] == ["report", "runs/mine"]
     assert [path.name[:5] for path in earlier.parent.iterdir()] == ["mine-"]
 
 

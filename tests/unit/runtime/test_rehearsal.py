@@ -30,6 +30,15 @@ from megatron_daro.runtime.rehearsal import ENDS, rehearse, taken_back_if_it_fai
 from megatron_daro.runtime.restart_audit import made_with
 from megatron_daro.runtime.run_directory import owned
 
+SHAPE = {
+    "model_type": "qwen2",
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "vocab_size": len(tiny_task.SYMBOLS),
+    "max_position_embeddings": 64,
+}
 ROWS = [{"problem": f"{d}=", "answer": str(d)} for d in range(10)] * (2 * ENDS // 10 + 10)
 
 
@@ -37,7 +46,7 @@ ROWS = [{"problem": f"{d}=", "answer": str(d)} for d in range(10)] * (2 * ENDS /
 def model(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("model")
     tiny_task.save_tokenizer(directory, tiny_task.SYMBOLS)
-    (directory / "config.json").write_text("{}")
+    (directory / "config.json").write_text(json.dumps(SHAPE))
     return directory
 
 
