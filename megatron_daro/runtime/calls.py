@@ -60,8 +60,8 @@ def _how(text: str) -> str:
     """Ray's account of a death without its class names, addresses and advice: process, and what ended it."""
     line = " ".join(text.split())
     pid = re.search(r"\bpid: (\d+)", line)
-    detail = re.search(r"Worker exit detail: (.*?)(?: There are some potential root causes|$)", line)
-    said = detail.group(1) if detail else plain(line)
+    detail = re.search(r"Worker exit detail: (.*)", line)
+    said = plain(". ".join(detail.group(1).split(". ")[:2]) if detail else line)  # then come guesses at the cause
     return (f"process {pid.group(1)}: " if pid else "") + said.rstrip(". ")
 
 

@@ -102,7 +102,7 @@ def test_a_death_is_told_without_rays_advice():
     text = (
         "The actor died unexpectedly before finishing this task.\n\tclass_name: TrainWorker\n\tpid: 4711\n"
         "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
-        "Worker unexpectedly exits with a connection error code 2. End of file. There are some potential root causes. "
+        "Worker unexpectedly exits with a connection error code 2. End of file. There are 3 potential root causes. "
         "(1) The process is killed by SIGKILL by OOM killer. (2) ray stop --force is called."
     )
     assert _how(text) == "process 4711: Worker unexpectedly exits with a connection error code 2. End of file"
