@@ -85,7 +85,8 @@ class Rollout:
     tokens: int32 [prompt_length + R], prompt then response (a stop token that was sampled is part of the response).
     loss_mask: uint8 [R], 1 where the token is trained. logprobs: float32 [R], natural log, of the behaviour
     distribution (temperature applied, top-p not). weight_version: the oldest policy version that produced a token of
-    it. version_spans: (weight_version, number of response tokens) in order; empty means one span.
+    it, or may have read its prompt. version_spans: (weight_version, number of response tokens) in order; empty means
+    one span.
     """
 
     prompt_id: str
@@ -144,7 +145,10 @@ class Rollout:
             prompt_length=self.prompt_length,
             loss_mask=np.concatenate([self.loss_mask, later.loss_mask]),
             logprobs=np.concatenate([self.logprobs, later.logprobs]),
-            weight_version=min((version for version, _ in spans), default=later.weight_version),
+            weight_version=min(
+                self.weight_version if self.response_length else later.weight_version,
+                later.weight_version if later.response_length else self.weight_version,
+            ),
             text=text,
             version_spans=spans,
         )

@@ -27,7 +27,8 @@ class Question:
     """What one server (or the router at `url`) is asked for one group.
 
     calls: the HTTP requests, posted at once. version: weight version for servers that do not tell spans. loaded:
-    version of the weights that servers are started with; None where none may answer with these any more.
+    version of the weights that servers are started with; None where none may answer with these any more. keeps_cache:
+    an update does not make the server read its prompts anew (generation.py, `rollouts`).
     """
 
     url: str
@@ -35,6 +36,7 @@ class Question:
     version: int
     loaded: int | None
     timeout_s: float
+    keeps_cache: bool = False
 
 
 class Answers(Protocol):
@@ -85,7 +87,12 @@ class DirectAnswers:
             rollout
             for call, answer in zip(question.calls, answers, strict=True)
             for rollout in generation.rollouts(
-                call.request, answer, version=question.version, loaded=question.loaded, decode=self._decode
+                call.request,
+                answer,
+                version=question.version,
+                loaded=question.loaded,
+                decode=self._decode,
+                keeps_cache=question.keeps_cache,
             )
         )
 

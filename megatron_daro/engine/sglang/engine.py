@@ -246,7 +246,9 @@ class SGLangEngine:
         if server is None:
             return ()
         run.server, version = server, server.version or 0
-        calls = generation.calls(request, f"{self._prefix}-{next(self._numbers)}")
+        calls = generation.calls(
+            request, f"{self._prefix}-{next(self._numbers)}", cache_key=f"{self._prefix}-weights-{version}"
+        )
         run.ids = tuple(name for call in calls for name in call.ids)
         try:
             rollouts = await self._ask(server, calls, version)
@@ -277,7 +279,8 @@ class SGLangEngine:
         """The answers, unless the server is given up meanwhile."""
         client = self._router.client if self._router and self._router.client else server.client
         limit = self._options.request_timeout_s
-        question = Question(client.url, tuple(calls), version, self._loaded(server), limit)
+        keeps_cache = self._options.pause == "in_place"
+        question = Question(client.url, tuple(calls), version, self._loaded(server), limit, keeps_cache)
         work = asyncio.create_task(self._answers.ask(question))
         # Behind a router nobody knows which server has the request; it fails there when its server is ended.
         event = asyncio.Event() if client is not server.client else server.given_up
@@ -327,7 +330,8 @@ class SGLangEngine:
         prompt = Prompt(id="probe", answer="", source="", tokens=self._probe_tokens)
         sampling = SamplingParams(self._temperature, 1.0, PROBE_TOKENS)
         request = GroupRequest(-1, 0, prompt, (0,), sampling)
-        (call,) = generation.calls(request, f"{self._prefix}-{next(self._numbers)}-probe")
+        name = f"{self._prefix}-{next(self._numbers)}-probe"
+        (call,) = generation.calls(request, name, cache_key=name)  # of no other prompt, whatever happened to the server
         answers = await server.client.post("/generate", call.body, timeout_s=self._options.sync_timeout_s)
         (rollout,) = generation.rollouts(request, answers, version=0, loaded=None, decode=lambda ids: "")
         if rollout.response_length != PROBE_TOKENS:

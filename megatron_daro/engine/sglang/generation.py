@@ -29,10 +29,12 @@ class BadAnswerError(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One HTTP request for some samples of a group. name: of the request. ids: what the server calls the samples."""
+    """One HTTP request for some samples of a group. name: of the request. cache_key: of its prefixes. ids: what the
+    server calls the samples."""
 
     request: GroupRequest
     name: str
+    cache_key: str
     ids: tuple[str, ...]
 
     @property
@@ -42,6 +44,7 @@ class Call:
         prefixes = [_so_far(request, index) for index in request.indices]
         return {
             "rid": self.name,
+            "extra_key": self.cache_key,
             "input_ids": [[*request.prompt.tokens, *prefix] for prefix in prefixes],
             "sampling_params": _sampling(request.sampling, len(prefixes[0])),
             "return_logprob": True,
@@ -49,24 +52,26 @@ class Call:
         }
 
 
-def calls(request: GroupRequest, name: str) -> list[Call]:
+def calls(request: GroupRequest, name: str, *, cache_key: str) -> list[Call]:
     """The HTTP requests for a group: one for all samples, or one for each where they resume at different lengths.
 
     Args:
         request: what is asked.
         name: of the request, not used before. It is one text and not a list, since the router's type allows no list.
+        cache_key: prefixes are found in the server's cache, and left there, only by requests with the same key. With
+            one key per weight version no prompt meets a prefix of older weights, however long that stays in the cache.
     """
     lengths = {_length_so_far(request, index) for index in request.indices}
     parts = [request.indices] if len(lengths) == 1 else [(index,) for index in request.indices]
-    return [_call(replace(request, indices=part), f"{name}.{part[0]}") for part in parts]
+    return [_call(replace(request, indices=part), f"{name}.{part[0]}", cache_key) for part in parts]
 
 
-def _call(request: GroupRequest, name: str) -> Call:
+def _call(request: GroupRequest, name: str, cache_key: str) -> Call:
     # The server numbers the samples of a batch itself. It aborts every request whose id begins with the given text:
     # here at most others of the same group, which are aborted together.
     partial = {i: rollout for i, rollout in request.partial.items() if i in request.indices}
     request = replace(request, partial=partial)
-    return Call(request, name, tuple(f"{name}_{i}" for i in range(len(request.indices))))
+    return Call(request, name, cache_key, tuple(f"{name}_{i}" for i in range(len(request.indices))))
 
 
 def rollouts(
@@ -76,6 +81,7 @@ def rollouts(
     version: int,
     loaded: int | None,
     decode: Callable[[Sequence[int]], str],
+    keeps_cache: bool = False,
 ) -> tuple[Rollout, ...]:
     """The rollouts of one answer, in the order of the request's indices; each as far as it came.
 
@@ -84,6 +90,8 @@ def rollouts(
         version: weight version for servers that do not tell spans (the oldest that the request can have seen).
         loaded: version of the weights that servers are started with; None where none may answer with these any more.
         decode: token ids -> text.
+        keeps_cache: an update does not make the server read running and waiting prompts anew. All of an answer then
+            counts as of `version` or older: what its prompt was read with, the spans of the answer do not say.
 
     Raises:
         BadAnswerError: the answer has another shape, tokens and log-probs disagree, or it is of weights that no server
@@ -94,7 +102,7 @@ def rollouts(
         raise BadAnswerError(f"group {request.group_id}: asked for {len(request.indices)} samples, got {got}")
     try:
         parts = [
-            _rollout(request, index, answer, _Versions(version, loaded))
+            _rollout(request, index, answer, _Versions(version, loaded, keeps_cache))
             for index, answer in zip(request.indices, answers, strict=True)
         ]
     except (KeyError, TypeError, IndexError, ValueError, OverflowError) as error:
@@ -135,6 +143,9 @@ def _rollout(
     meta = answer["meta_info"]
     ids, logprobs = _tokens(request, index, answer)
     spans = _spans(meta, len(ids), versions)
+    oldest = min((v for v, _ in spans), default=versions.oldest)
+    if versions.keeps_cache:
+        oldest = min(oldest, versions.oldest)
     earlier = request.partial.get(index)
     so_far = np.asarray(request.prompt.tokens, dtype=np.int32) if earlier is None else earlier.tokens
     return Rollout(
@@ -147,8 +158,8 @@ def _rollout(
         loss_mask=np.ones(len(ids), dtype=np.uint8),
         logprobs=logprobs,
         finish_reason=_finish_reason(request, index, meta),
-        weight_version=min((v for v, _ in spans), default=versions.oldest),
-        version_spans=spans if len(spans) > 1 else (),
+        weight_version=oldest,
+        version_spans=() if spans in ((), ((oldest, len(ids)),)) else spans,
     )
 
 
@@ -183,10 +194,12 @@ def _tokens(request: GroupRequest, index: int, answer: Mapping[str, Any]) -> tup
 
 @dataclass(frozen=True, slots=True)
 class _Versions:
-    """oldest: what the request can have seen. loaded: what servers call their weights before any update."""
+    """oldest: what the request can have seen. loaded: what servers call their weights before any update. keeps_cache:
+    whether its prompt may have been read with the oldest, though every token is of newer ones."""
 
     oldest: int
     loaded: int | None
+    keeps_cache: bool = False
 
     def number(self, text: str) -> int:
         """The version that a server names."""

@@ -153,13 +153,15 @@ class WeightUpdate:
 
     async def _flush(self, server: Server) -> None:
         """Empties the cache that the old weights made. 0.5.20 refuses while retracted requests wait: these are ended
-        then, and come back to the engine, which goes on with them from where they were."""
+        then, and come back to the engine, which goes on with them from where they were. Paused in place, a server
+        refuses while anything runs, and keeps what the old weights read: later requests do not find it, since each
+        looks under the key of its weight version."""
         for _ in range(_FLUSHES):
             try:
                 await self._post(server, "/flush_cache")
                 return
             except RefusedError:
-                if self._options.pause == "in_place":  # where running requests keep their cache on purpose
+                if self._options.pause == "in_place":
                     return
             await self._post(server, "/abort_request", {"abort_all": True})
             await asyncio.sleep(_FLUSH_PAUSE_S)

@@ -38,14 +38,15 @@ def span(version, start, end):
     return {"version": version, "start": start, "end": end}
 
 
-def rollouts(request, answers, version=5, loaded=None, decode=str):
-    return generation.rollouts(request, answers, version=version, loaded=loaded, decode=decode)
+def rollouts(request, answers, version=5, loaded=None, decode=str, **options):
+    return generation.rollouts(request, answers, version=version, loaded=loaded, decode=decode, **options)
 
 
 def test_one_call_for_all_samples_of_a_group():
-    (call,) = generation.calls(request_of((2, 5)), "name")
+    (call,) = generation.calls(request_of((2, 5)), "name", cache_key="weights-3")
     assert call.body == {
         "rid": "name.2",
+        "extra_key": "weights-3",
         "input_ids": [[7, 8, 9], [7, 8, 9]],
         "sampling_params": {
             "temperature": 0.7, "top_p": 0.9, "max_new_tokens": 10, "stop_token_ids": [2], "ignore_eos": False,
@@ -58,13 +59,13 @@ def test_one_call_for_all_samples_of_a_group():
 
 
 def test_without_stop_tokens_nothing_ends_an_answer_early():
-    (call,) = generation.calls(request_of(stop_token_ids=()), "name")
+    (call,) = generation.calls(request_of(stop_token_ids=()), "name", cache_key="weights-3")
     assert call.body["sampling_params"]["ignore_eos"] is True
 
 
 def test_samples_that_resume_at_different_lengths_are_asked_for_each_with_what_is_left():
     request = request_of((0, 1, 2), {0: cut(0, [1, 1]), 2: cut(2, [4, 4, 4])})
-    calls = generation.calls(request, "name")
+    calls = generation.calls(request, "name", cache_key="weights-3")
     assert [call.request.indices for call in calls] == [(0,), (1,), (2,)]
     assert [call.body["input_ids"] for call in calls] == [[[7, 8, 9, 1, 1]], [[7, 8, 9]], [[7, 8, 9, 4, 4, 4]]]
     assert [call.body["sampling_params"]["max_new_tokens"] for call in calls] == [8, 10, 7]
@@ -72,7 +73,7 @@ def test_samples_that_resume_at_different_lengths_are_asked_for_each_with_what_i
 
 
 def test_samples_that_resume_at_one_length_are_asked_for_together():
-    (call,) = generation.calls(request_of((0, 1), {0: cut(0, [1]), 1: cut(1, [4])}), "name")
+    (call,) = generation.calls(request_of((0, 1), {0: cut(0, [1]), 1: cut(1, [4])}), "name", cache_key="weights-3")
     assert call.body["input_ids"] == [[7, 8, 9, 1], [7, 8, 9, 4]]
     assert call.body["sampling_params"]["max_new_tokens"] == 9
 
@@ -91,6 +92,14 @@ def test_rollouts_have_the_servers_tokens_and_logprobs():
 def test_spans_of_an_update_on_the_way_are_kept_and_the_oldest_is_the_version():
     (rollout,) = rollouts(request_of((0,)), [answer([1, 2, 3], [span("5", 0, 1), span("6", 1, 1), span("7", 1, 3)])])
     assert rollout.version_spans == ((5, 1), (7, 2)) and rollout.weight_version == 5
+
+
+@pytest.mark.parametrize(("keeps_cache", "version"), [(True, 4), (False, 5)])
+def test_a_prompt_that_waited_in_a_server_which_keeps_its_cache_is_as_old_as_its_request(keeps_cache, version):
+    """The server may have begun to read it with the weights of then, though it answered with later ones only."""
+    told = [answer([1, 2, 3], [span("5", 0, 3)])]
+    (rollout,) = rollouts(request_of((0,)), told, version=4, keeps_cache=keeps_cache)
+    assert rollout.weight_version == version and rollout.spans == ((5, 3),)
 
 
 def test_a_server_that_tells_no_spans_gets_the_version_at_the_request():
