@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.errors import DataError, NonFiniteError
@@ -31,6 +31,7 @@ from megatron_daro.rollout.recorder import Recorder, read_waiting, write_waiting
 from megatron_daro.rollout.sampled_batch import BatchSource, SampledBatch
 from megatron_daro.rollout.summary import update_metrics
 from megatron_daro.rollout.update_plan import Update, last_step, plan_updates
+from megatron_daro.sync.weight_sync import WeightExporter, WeightReceiver, WeightSync
 from megatron_daro.types import Group, PlainValue, StepResult, TrainBatch
 
 _MAX_LOST_IN_A_ROW = 5
@@ -43,6 +44,14 @@ BuildBatch = Callable[[Sequence[Group]], TrainBatch]
 """Makes the columns of one optimizer step: `data.batch.build_batch` with the run's algorithm."""
 
 
+class ExportingPolicy(Policy, WeightExporter, Protocol):
+    """A policy that is trained, and exports its weights."""
+
+
+class ReceivingEngine(Engine, WeightReceiver, Protocol):
+    """An engine that generates, and receives weights."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """What a controller drives.
@@ -53,13 +62,13 @@ class Parts:
     warns when no answer teaches anything.
     """
 
-    policy: Policy
+    policy: ExportingPolicy
     source: BatchSource
     build: BuildBatch
     metrics: MetricsSink
     progress: Progress
     phases: Phases
-    engine: Engine | None = None
+    engine: ReceivingEngine | None = None
     checkpoints: CheckpointStore | None = None
     recorder: Recorder | None = None
     evaluate: Callable[[int], Awaitable[Mapping[str, float]]] | None = None
@@ -105,6 +114,7 @@ class Controller:
         self._unrecorded: tuple[Group, ...] = ()
         self._resolved: deque[dict[int, Outcome]] = deque(maxlen=max_staleness + 2)
         self._weights: dict[str, float] = {}
+        self._weight_sync = WeightSync(parts.policy, parts.engine) if parts.engine else None
         self._queue: asyncio.Queue[SampledBatch | None] = asyncio.Queue()
         self._engine_lock = asyncio.Lock()
         self._advanced = asyncio.Condition()
@@ -197,7 +207,7 @@ class Controller:
         engine = self._parts.engine
         if engine:
             await self._within("engine_start", engine.start())
-            await self._within("sync", self._parts.policy.sync(engine, self.step), what="first sync")
+            await self._publish("first sync")
         await self._evaluate_first()
         self._parts.phases.collect()
 
@@ -352,14 +362,17 @@ class Controller:
         if self._lost_in_a_row >= _MAX_LOST_IN_A_ROW:
             raise DataError(f"{self._lost_in_a_row} batches in a row trained nothing; the last: {message}")
 
+    async def _publish(self, what: str) -> Mapping[str, float]:
+        assert self._weight_sync is not None, "there is one wherever there is an engine"
+        return await self._within("sync", self._weight_sync.publish(self.step), what=what)
+
     async def _share_weights(self, update: Update) -> None:
         """Sync and evaluation; then the next batch may be generated, beside the writing of this one."""
         engine, evaluate = self._parts.engine, self._parts.evaluate
         async with self._engine_use():
             if engine:
                 with self._parts.phases.measure("sync"):
-                    work = self._parts.policy.sync(engine, self.step)
-                    update.metrics |= await self._within("sync", work, what=f"step {self.step}")
+                    update.metrics |= await self._publish(f"step {self.step}")
             if evaluate and self._evaluation_due(update.version):
                 with self._parts.phases.measure("evaluate"):
                     update.metrics |= await self._within("evaluate", evaluate(self.step), what=f"step {self.step}")

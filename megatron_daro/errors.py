@@ -36,6 +36,10 @@ class EngineError(DaroError):
     """A rollout engine failed, died or missed its deadline."""
 
 
+class RefusedError(EngineError):
+    """A server answered that it will not do this (4xx). The same request fails again."""
+
+
 class SyncError(DaroError):
     """Weights could not be moved from the actor to the engines."""
 

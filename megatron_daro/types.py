@@ -308,14 +308,3 @@ class StepResult:
     metrics: Mapping[str, float]
     skipped: bool = False
     reason: str = ""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class WeightBucket:
-    """Some whole HF tensors flattened end to end: the unit of weight transport.
-
-    entries: (HF name, shape, dtype name such as "float32", byte offset). data: uint8 [bytes].
-    """
-
-    entries: tuple[tuple[str, tuple[int, ...], str, int], ...]
-    data: np.ndarray

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -102,9 +103,16 @@ class MegatronPolicy:
         """One optimizer step on this data-parallel shard. Collective over all ranks; all get the same result."""
         return train_step(self.trainee, batch, micro_batches, self._objective, self._output, step=step)
 
-    def logprobs(self, batch: TrainBatch, micro_batches: MicroBatches) -> np.ndarray | None:
-        """float32 [R] of the shard's response tokens under the current weights; None before the last stage."""
-        return response_logprobs(self.trainee.model, batch, micro_batches, self._output)
+    def logprobs(
+        self, batch: TrainBatch, micro_batches: MicroBatches, *, temperature: float | None = None
+    ) -> np.ndarray | None:
+        """float32 [R] of the shard's response tokens under the current weights; None before the last stage.
+
+        Args:
+            batch: the shard. micro_batches: its rows. temperature: that logits are divided by; None: as configured.
+        """
+        output = self._output if temperature is None else replace(self._output, temperature=temperature)
+        return response_logprobs(self.trainee.model, batch, micro_batches, output)
 
     def reference_logprobs(self, batch: TrainBatch, micro_batches: MicroBatches) -> np.ndarray | None:
         """The same under the weights that the run started from. Needs algorithm.kl.coefficient > 0."""

@@ -1,7 +1,8 @@
 """The embedded engine: EmbeddedGenerator in a worker thread, behind the Engine Protocol.
 
-Place in the data flow: sampler -> EmbeddedEngine -> rollouts; sync -> `update_weights`. One thread does all work on the
-model, so a weight update falls between two batches and never into one. Owns no process and imports no Ray.
+Place in the data flow: sampler -> EmbeddedEngine -> rollouts; buckets of weights -> `receive`. One thread
+does all work on the model, so a weight update falls between two batches and never into one. Owns no process and
+imports no Ray.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from typing import Any, Literal, TypeVar
 from megatron_daro.engine.abort import AbortSignal
 from megatron_daro.engine.decoding import Row
 from megatron_daro.engine.generator import EmbeddedGenerator
+from megatron_daro.engine.weights import WeightStage
 from megatron_daro.errors import EngineError
-from megatron_daro.types import GroupRequest, Rollout, WeightBucket
+from megatron_daro.sync.buckets import WeightBucket
+from megatron_daro.types import GroupRequest, Rollout
 
 _Result = TypeVar("_Result")
 _Item = tuple[Rollout, ...] | Exception | None
@@ -42,7 +45,7 @@ class EmbeddedEngine:
         self._generator: EmbeddedGenerator | None = None
         self._worker: ThreadPoolExecutor | None = None
         self._live: set[AbortSignal] = set()
-        self._updating = asyncio.Lock()
+        self._stage: WeightStage | None = None
 
     @property
     def weight_version(self) -> int:
@@ -88,23 +91,33 @@ class EmbeddedEngine:
         for signal in list(self._live):
             signal.abort(group_ids)
 
-    async def update_weights(self, buckets: AsyncIterator[WeightBucket], version: int) -> None:
+    def open_update(self) -> None:
+        """Begins an update; one that was open is forgotten, with what it got."""
+        self._stage = self._started().stage_weights()
+
+    async def receive(self, bucket: WeightBucket) -> None:
+        """One bucket of the open update. Raises EngineError: none is open, or a tensor is unknown, came before, or has
+        another shape; SyncError: the bucket is torn."""
+        await asyncio.to_thread(self._open_stage().add, bucket)
+
+    async def commit_update(self, version: int) -> None:
         """Replaces all weights, between two batches; on any error the old ones stay, with their version.
 
         Args:
-            buckets: together every tensor of the model once, HF names; a tied lm_head may be absent.
             version: what rollouts are stamped with from then on.
 
         Raises:
-            EngineError: tensors missing, unknown, twice, or of the wrong shape. SyncError: a torn bucket.
+            EngineError: no update is open, or tensors are missing (a tied lm_head may be).
         """
-        generator = self._started()
-        async with self._updating:
-            stage = generator.stage_weights()
-            async for bucket in buckets:
-                await asyncio.to_thread(stage.add, bucket)
-            stage.check_complete()
-            await self._run(lambda: generator.apply_weights(stage, version))
+        stage, generator = self._open_stage(), self._started()
+        self._stage = None
+        stage.check_complete()
+        await self._run(lambda: generator.apply_weights(stage, version))
+
+    def _open_stage(self) -> WeightStage:
+        if self._stage is None:
+            raise EngineError("the embedded engine has no weight update open.")
+        return self._stage
 
     async def close(self) -> None:
         """Aborts everything, waits for the step that is running, and lets go of the model. May be called twice."""

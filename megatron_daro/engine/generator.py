@@ -8,7 +8,7 @@ Shape letters: N rows of a batch, Q distinct prompts of a batch, S longest promp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from megatron_daro.engine.cache import growing_cache
 from megatron_daro.engine.decoding import Decoding, EndOfCall, Row, TokenChooser
 from megatron_daro.engine.weights import WeightStage
 from megatron_daro.errors import EngineError, ModelError
-from megatron_daro.types import FinishReason, GroupRequest, Rollout, WeightBucket
+from megatron_daro.types import FinishReason, GroupRequest, Rollout
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -128,13 +128,6 @@ class EmbeddedGenerator:
         """Replaces the weights; rollouts carry `version` from now on. Raises EngineError if the stage is incomplete."""
         stage.apply()
         self.weight_version = version
-
-    def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
-        """Replaces all weights, or, when it raises EngineError or SyncError, none."""
-        stage = self.stage_weights()
-        for bucket in buckets:
-            stage.add(bucket)
-        self.apply_weights(stage, version)
 
     def _decode(self, rows: Sequence[Row], decoding: Decoding) -> None:
         decoding.settle()

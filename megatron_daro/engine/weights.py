@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_daro.errors import EngineError
-from megatron_daro.sync.buckets import unbucket
-from megatron_daro.types import WeightBucket
+from megatron_daro.sync.buckets import WeightBucket
 
 _SHOWN = 4
 
@@ -37,7 +36,7 @@ class WeightStage:
             EngineError: an unknown name, a name that came before, or another shape than the model's.
             SyncError: the bucket is torn.
         """
-        for name, tensor in unbucket(bucket):
+        for name, tensor in bucket.tensors():
             if name in self._aliases:
                 continue
             if name not in self._parameters:

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_daro.types import GroupRequest, Prompt, Rollout, StepResult, TrainBatch, Verdict, WeightBucket
+from megatron_daro.types import GroupRequest, Prompt, Rollout, StepResult, TrainBatch, Verdict
 
 
 class Engine(Protocol):
@@ -39,10 +39,6 @@ class Engine(Protocol):
 
         Their rollouts come back with the finish reason "abort" and the tokens they have, or not at all.
         """
-        ...
-
-    async def update_weights(self, buckets: AsyncIterator[WeightBucket], version: int) -> None:
-        """Replace all weights: after this every new token is of `version`, or SyncError and no token at all."""
         ...
 
     async def close(self) -> None:
@@ -103,10 +99,6 @@ class Policy(Protocol):
 
     async def train(self, batch: TrainBatch, step: int) -> StepResult:
         """One optimizer step. A batch that is not finite takes none: StepResult(skipped=True) or NonFiniteError."""
-        ...
-
-    async def sync(self, engine: Engine, version: int) -> Mapping[str, float]:
-        """Hands the weights to the engine as this version."""
         ...
 
     async def save(self, directory: Path) -> None:

@@ -1,13 +1,13 @@
 """Replicas of the embedded engine as Ray actors, behind the Engine Protocol.
 
 Place in the data flow: requests are dealt out to the replicas in turn (a function of their order alone, so a repeated
-run repeats its batches); buckets of weights go to every replica by reference.
+run repeats its batches); the policy's ranks hand buckets of weights to every replica.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,13 @@ from megatron_daro.errors import EngineError, SyncError
 from megatron_daro.runtime.calls import gather, translated
 from megatron_daro.runtime.crew import Crew
 from megatron_daro.runtime.workers import EngineWorker
+from megatron_daro.sync.check import ProbeAnswer
+from megatron_daro.sync.plan import SendPlan, SendReport, Target
 from megatron_daro.types import GroupRequest, Rollout
+
+_BUCKET_BYTES = 64 * 2**20
+# For one bucket, which is copied and nothing more.
+_RECEIVE_S = 300.0
 
 
 class EngineGroup:
@@ -93,28 +99,69 @@ class EngineGroup:
         ids = None if group_ids is None else list(group_ids)
         await gather({name: worker.abort.remote(ids) for name, worker in self.workers.items()})
 
-    async def update_weights(self, buckets: AsyncIterator[Any], version: int) -> None:
-        """Replace the weights of every replica.
+    def update(self, version: int, only: str | None = None) -> _GroupUpdate | None:
+        """An update of all replicas together; there is none of a single one: the death of a replica ends the run."""
+        return None if only else _GroupUpdate(self, version)
 
-        Args:
-            buckets: WeightBuckets, or Ray references to them (then their bytes do not pass through this process).
+    def when_back(self, call: Callable[[str], Awaitable[None]]) -> None:
+        """No replica ever comes back."""
 
-        Raises:
-            SyncError: a replica failed; no replica generates any more.
-        """
-        self._fenced = True
-        try:
-            await self._each(lambda worker: worker.begin_update.remote(version))
-            async for bucket in buckets:
-                await self._each(lambda worker, sent=bucket: worker.add_bucket.remote(sent))
-            await self._each(lambda worker: worker.end_update.remote())
-        except EngineError as error:
-            raise SyncError(f"weights of version {version} did not reach every engine: {error}") from error
-        self._fenced = False
+    def fence(self, fenced: bool) -> None:
+        """While fenced no replica generates: their weights may differ."""
+        self._fenced = fenced
 
     async def close(self) -> None:
         """End the processes. May be called twice."""
         self.workers.dismiss()
 
-    async def _each(self, call: Any) -> None:
-        await gather({name: call(worker) for name, worker in self.workers.items()})
+
+class _GroupUpdate:
+    """One update of all replicas: all of them take it, or none generates any more."""
+
+    def __init__(self, group: EngineGroup, version: int) -> None:
+        self._group, self._version = group, version
+
+    async def prepare(self) -> SendPlan:
+        """Opens the update everywhere. Raises SyncError."""
+        self._group.fence(True)
+        await self._each("open_update")
+        return SendPlan(
+            transport="actor",
+            targets=tuple(Target(name, actor=worker) for name, worker in self._group.workers.items()),
+            bucket_bytes=_BUCKET_BYTES,
+            timeout_s=_RECEIVE_S,
+        )
+
+    async def blame(self, report: SendReport) -> None:
+        """Every replica counts. Raises SyncError, with what each said."""
+        raise self._error("; ".join(f"{name}: {failure}" for name, failure in report.failures.items()))
+
+    async def install(self, report: SendReport) -> None:
+        """The weights change everywhere. Raises SyncError."""
+        await self._each("commit_update", self._version)
+
+    async def probe(self) -> Mapping[str, ProbeAnswer]:
+        """Nothing: a replica knows every tensor that it must get, and has it or refuses."""
+        return {}
+
+    def reject(self, name: str, reason: str) -> None:
+        """Not called, since nothing is probed."""
+        raise self._error(f"{name}: {reason}")
+
+    async def accept(self) -> Mapping[str, float]:
+        """The replicas generate again."""
+        self._group.fence(False)
+        return {}
+
+    def abandon(self, error: SyncError) -> None:
+        """They stay fenced."""
+
+    async def _each(self, call: str, *arguments: Any) -> None:
+        workers = self._group.workers.items()
+        try:
+            await gather({name: getattr(worker, call).remote(*arguments) for name, worker in workers})
+        except EngineError as error:
+            raise self._error(str(error)) from error
+
+    def _error(self, text: str) -> SyncError:
+        return SyncError(f"weights of version {self._version} did not reach every engine: {text}")

@@ -30,6 +30,7 @@ from megatron_daro.runtime.rehearsal import check_start, taken_back_if_it_fails
 from megatron_daro.runtime.run_directory import owned
 from megatron_daro.runtime.start import Start, as_trained, begin
 from megatron_daro.runtime.supervisor import HasEnding, supervised
+from megatron_daro.sync.weight_sync import WeightSync
 from megatron_daro.types import PlainValue
 
 
@@ -161,7 +162,7 @@ async def _evaluate(config: Config, checkpoint: Path, inputs: Inputs, progress: 
     try:
         await parts.start_all(policy, made, limits)
         await limits.within("load", policy.load(checkpoint), what=str(checkpoint))
-        await limits.within("sync", policy.sync(made.engine, 0))
+        await limits.within("sync", WeightSync(policy, made.engine).publish(0))
         return dict(await limits.within("evaluate", made.evaluator.evaluate(0)))
     finally:
         await made.engine.close()

@@ -1,7 +1,7 @@
 """The policy as the controller sees it: Megatron ranks as Ray actors behind the Policy Protocol.
 
-Place in the data flow: TrainBatch -> schedule -> one shard per data-parallel rank -> ranks; weights -> engines as
-references to buckets, so that their bytes never pass through the driver.
+Place in the data flow: TrainBatch -> schedule -> one shard per data-parallel rank -> ranks; WeightSync -> `export` ->
+ranks -> receivers, so that the bytes of weights never pass through the driver.
 Refuses to repeat a collective call: after a failure of one rank the group is not usable.
 """
 
@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 import shutil
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,8 @@ from megatron_daro.runtime.crew import Crew
 from megatron_daro.runtime.shards import Shard, joined_column, shards_of
 from megatron_daro.runtime.workers import Place, TrainWorker
 from megatron_daro.sync import disk
-from megatron_daro.sync.source import BroadcastPlan, PullsWeights, SendReport
+from megatron_daro.sync.plan import SendPlan, SendReport
 from megatron_daro.types import Rollout, StepResult, TrainBatch
-
-BUCKET_BYTES = 64 * 1024 * 1024
 
 
 class PolicyGroup:
@@ -111,50 +109,37 @@ class PolicyGroup:
             self._version = step
         return next(result for result, place in zip(results, self._places, strict=True) if place.answers)
 
-    async def sync(self, engine: Any, version: int) -> Mapping[str, float]:
-        """Hand the weights to the engine as `version`: it pulls them, or gets a stream of buckets."""
-        self._version = version
-        if isinstance(engine, PullsWeights):
-            return await engine.update_from(self, version)
-        async with self._busy:
-            await engine.update_weights(self._bucket_references(), version)
-        return {}
-
-    @property
-    def version(self) -> int:
-        """Number of the last optimizer step."""
-        return self._version
-
     @asynccontextmanager
-    async def hold(self) -> AsyncIterator[None]:
-        """While it is held the weights do not change; the calls below must stand within."""
+    async def hold(self, version: int | None = None) -> AsyncIterator[int]:
+        """While it is held the weights do not change, and may be exported and scored with. Yields their version, the
+        number of the last optimizer step; `version`, where given, is what they are called from now on."""
         async with self._busy:
-            yield
+            self._version = self._version if version is None else version
+            yield self._version
 
-    async def broadcast(self, plan: BroadcastPlan) -> SendReport:
-        """Every pipeline stage broadcasts its weights, one after the other, in a group of its own."""
+    async def export(self, plan: SendPlan) -> SendReport:
+        """Every pipeline stage sends its weights as the plan says, one after the other, since receivers take one bucket
+        at a time; after a failure the rest is not sent. Files become one HF checkpoint, whole or not at all."""
         backend = "nccl" if self._gpus_per_rank else "gloo"
-        return await self._send(lambda worker: worker.send_weights.remote(plan, backend))
+        started, report = time.perf_counter(), SendReport()
+        directory = plan.directory.absolute() if plan.directory else None
+        if directory:
+            plan = dataclasses.replace(plan, directory=directory)
+            await asyncio.to_thread(disk.prepare, directory)
+        for stage in self._stages():
+            report = report.joined(await self._stage(stage, lambda worker: worker.export.remote(plan, backend)))
+            if report.failures:
+                return report
+        if directory:
+            await asyncio.to_thread(disk.finish, directory, report.files, self._settings.model_path)
+            report = dataclasses.replace(report, send_s=time.perf_counter() - started)
+        return report
 
-    async def push(self, plan: BroadcastPlan) -> SendReport:
-        """Every stage hands out handles of its GPU memory."""
-        return await self._send(lambda worker: worker.push_weights.remote(plan))
-
-    async def write(self, directory: Path, shard_bytes: int) -> SendReport:
-        """All stages write one HF checkpoint."""
-        started, directory = time.perf_counter(), directory.absolute()
-        await asyncio.to_thread(disk.prepare, directory)
-        parts = [
-            await self._stage(s, lambda worker, s=s: worker.write_weights.remote(directory, f"stage{s}", shard_bytes))
-            for s in self._stages()
-        ]
-        total = await asyncio.to_thread(disk.finish, directory, parts, self._settings.model_path)
-        return SendReport(total, sum(len(part) for part in parts), time.perf_counter() - started)
-
-    async def score(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
-        """float32 [R] log-probs of each rollout's response."""
+    async def score(self, rollouts: Sequence[Rollout], *, temperature: float) -> list[np.ndarray]:
+        """float32 [R] log-probs of each rollout's response, of logits divided by `temperature`."""
         batch = _scored_batch(rollouts, at_least=self._actor.data_parallel)
-        column = await self._logprobs(batch, await asyncio.to_thread(self._shards, batch), reference=False)
+        shards = await asyncio.to_thread(self._shards, batch)
+        column = await self._logprobs(batch, shards, reference=False, temperature=temperature)
         ends = np.cumsum(batch.response_lengths_N)[: len(rollouts)]
         return np.split(column[: ends[-1]], ends[:-1])
 
@@ -177,9 +162,13 @@ class PolicyGroup:
     def _shards(self, batch: TrainBatch) -> list[Shard]:
         return shards_of(batch, self._actor, self._cost)
 
-    async def _logprobs(self, batch: TrainBatch, shards: Sequence[Shard], *, reference: bool) -> np.ndarray:
+    async def _logprobs(
+        self, batch: TrainBatch, shards: Sequence[Shard], *, reference: bool, temperature: float | None = None
+    ) -> np.ndarray:
         """float32 [R] of the whole batch; the shards keep references to their parts."""
-        calls = self._calls(shards, lambda worker, s: worker.logprobs.remote(s.reference, s.micro_batches, reference))
+        calls = self._calls(
+            shards, lambda worker, s: worker.logprobs.remote(s.reference, s.micro_batches, reference, temperature)
+        )
         answers = await gather(calls)
         parts: dict[int, np.ndarray] = {}
         for place, call, answer in zip(self._places, calls.values(), answers, strict=True):
@@ -187,30 +176,6 @@ class PolicyGroup:
                 parts[place.data_parallel] = answer
                 shards[place.data_parallel].columns["ref_logprobs_R" if reference else "old_logprobs_R"] = call
         return await asyncio.to_thread(joined_column, batch, shards, parts)
-
-    async def _bucket_references(self) -> AsyncIterator[Any]:
-        """References to the buckets of every stage; ranks that only take part in the gathers yield none."""
-        names = [name for name, place in zip(self.workers, self._places, strict=True) if place.exports]
-        streams = [self.workers[name].export.remote(BUCKET_BYTES) for name in names]
-        queue: asyncio.Queue[Any] = asyncio.Queue(maxsize=2)
-        done = object()
-
-        async def pump(stream: Any) -> None:
-            async for reference in stream:
-                await queue.put(reference)
-            await queue.put(done)
-
-        pumps = [asyncio.create_task(pump(stream)) for stream in streams]
-        try:
-            left = len(pumps)
-            while left:
-                item = await _next_or_failure(queue, pumps)
-                left -= item is done
-                if item is not done:
-                    yield item
-        finally:
-            for task in pumps:
-                task.cancel()
 
     def _stages(self) -> list[int]:
         return sorted({place.stage for place in self._places})
@@ -221,15 +186,6 @@ class PolicyGroup:
         ranks = [(name, worker, p) for (name, worker), p in placed if p.exports and p.stage == stage]
         results = await gather({name: call(worker) for name, worker, _ in ranks})
         return next(result for result, (_, _, p) in zip(results, ranks, strict=True) if p.speaks)
-
-    async def _send(self, call: Any) -> SendReport:
-        """One stage after the other: servers take one bucket at a time. After a failure the rest is not sent."""
-        report = SendReport()
-        for stage in self._stages():
-            report = report.joined(await self._stage(stage, call))
-            if report.failures:
-                break
-        return report
 
     def _calls(self, shards: Sequence[Shard], call: Any) -> dict[str, Any]:
         """`call(worker, shard)` on every rank with the shard of its data-parallel rank: references by rank's name."""
@@ -242,20 +198,6 @@ class PolicyGroup:
         if not self.workers:
             raise WorkerError("the actor's workers were not started, or have been dismissed")
         return await gather({name: call(worker) for name, worker in self.workers.items()})
-
-
-async def _next_or_failure(queue: asyncio.Queue[Any], pumps: Sequence[asyncio.Task[None]]) -> Any:
-    """The next item of the queue, or the error of a pump that failed."""
-    getter = asyncio.ensure_future(queue.get())
-    pending = {getter, *(task for task in pumps if not task.done())}
-    try:
-        while not getter.done():
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for task in done - {getter}:
-                task.result()
-        return getter.result()
-    finally:
-        getter.cancel()
 
 
 def _scored_batch(rollouts: Sequence[Rollout], *, at_least: int) -> TrainBatch:

@@ -20,6 +20,7 @@ from ray.exceptions import RayError
 from megatron_daro.config.sections import Config, EngineSection
 from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.engine.sglang.environment import check_environments, interpreter
+from megatron_daro.engine.sglang.generation import probe_text
 from megatron_daro.engine.sglang.servers import ExternalServer, LaunchOptions, ServerHandle
 from megatron_daro.engine.sglang.supervision import Expected
 from megatron_daro.errors import EngineError
@@ -130,7 +131,10 @@ class SGLangGroup(SGLangEngine):
             warn=warn,
             run_dir=run_dir,
             temperature=rollout.temperature,
-            probe_tokens=range(min(8, text.vocabulary)),
+            probe_tokens=probe_text(
+                min(text.vocabulary, model.get("vocab_size") or text.vocabulary),
+                longest=min(config.data.max_prompt_tokens, rollout.max_response_tokens),
+            ),
         )
 
 

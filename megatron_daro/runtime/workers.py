@@ -15,21 +15,27 @@ import os
 import socket
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
+from ray.exceptions import RayError, RayTaskError
+from torch import Tensor
 
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.sections import RewardSection
 from megatron_daro.engine.sglang.answers import Question
+from megatron_daro.engine.sglang.client import post_to
 from megatron_daro.engine.sglang.servers import LaunchOptions, ServerProcess
-from megatron_daro.sync.source import BroadcastPlan, SendReport
-from megatron_daro.types import GroupRequest, Rollout, StepResult, TrainBatch, Verdict, WeightBucket
+from megatron_daro.runtime.calls import translated
+from megatron_daro.sync.buckets import WeightBucket, bucketize
+from megatron_daro.sync.plan import SendFailure, SendPlan, SendReport
+from megatron_daro.types import GroupRequest, Rollout, StepResult, TrainBatch, Verdict
 
 # Ray's stubs know neither concurrency groups nor what a decorated class becomes.
 _actor: Any = ray.remote
@@ -126,10 +132,19 @@ class TrainWorker:
         return result if self._answers() else dataclasses.replace(result, metrics={})
 
     @ray.method(concurrency_group="work")
-    def logprobs(self, batch: TrainBatch, micro_batches: Sequence[Sequence[int]], reference: bool) -> np.ndarray | None:
-        """float32 [R] of the shard under the current (or the reference) weights; None where another rank answers."""
-        compute = self._policy.reference_logprobs if reference else self._policy.logprobs
-        found = compute(batch, micro_batches)
+    def logprobs(
+        self,
+        batch: TrainBatch,
+        micro_batches: Sequence[Sequence[int]],
+        reference: bool,
+        temperature: float | None = None,
+    ) -> np.ndarray | None:
+        """float32 [R] of the shard under the current (or the reference) weights; None where another rank answers.
+        temperature: of the rollouts, where it is not the configured one; for the current weights only."""
+        if reference:
+            found = self._policy.reference_logprobs(batch, micro_batches)
+        else:
+            found = self._policy.logprobs(batch, micro_batches, temperature=temperature)
         return found if self._answers() else None
 
     def _answers(self) -> bool:
@@ -137,59 +152,21 @@ class TrainWorker:
 
         return parallel.answers_for_shard()
 
-    @ray.method(concurrency_group="work", num_returns="streaming")
-    def export(self, bucket_bytes: int) -> Iterator[WeightBucket]:
-        """This stage's weights in buckets; nothing from ranks that only take part in the gathers."""
-        from megatron_daro.sync.buckets import bucketize
-
-        if self._speaks():
-            yield from bucketize(self._policy.export(), bucket_bytes)
-        else:
-            self._follow_export()
-
     @ray.method(concurrency_group="work")
-    def send_weights(self, plan: BroadcastPlan, backend: str) -> SendReport | None:
-        """This stage's weights to SGLang servers; collective over its tensor-parallel ranks, of which one sends."""
-        if not self._speaks():
-            self._follow_export()
+    def export(self, plan: SendPlan, backend: str) -> SendReport | None:
+        """This stage's weights as the plan says; collective over its tensor-parallel ranks, of which one sends and
+        reports. backend: of broadcasts."""
+        from megatron_daro.actor import parallel
+        from megatron_daro.actor.weights import speaks_for_stage
+        from megatron_daro.sync.sender import Sender
+
+        if not speaks_for_stage():
+            for _ in self._policy.export():  # the others gather along
+                pass
             return None
         if self._sender is None:
-            from megatron_daro.engine.sglang.update import post_to
-            from megatron_daro.sync.broadcast import BroadcastSender
-
-            self._sender = BroadcastSender(ray.util.get_node_ip_address(), backend, post_to)
-        return self._sender.send(self._policy.export(), plan)
-
-    @ray.method(concurrency_group="work")
-    def push_weights(self, plan: BroadcastPlan) -> SendReport | None:
-        """The same by handles of this GPU's memory, to servers of this host."""
-        if not self._speaks():
-            self._follow_export()
-            return None
-        from megatron_daro.engine.sglang.update import post_to
-        from megatron_daro.sync.tensor import push
-
-        return push(self._policy.export(), plan, post_to)
-
-    @ray.method(concurrency_group="work")
-    def write_weights(self, directory: Path, label: str, shard_bytes: int) -> dict[str, tuple[str, int]] | None:
-        """The same as files. Returns what was written where."""
-        if not self._speaks():
-            self._follow_export()
-            return None
-        from megatron_daro.sync.disk import write_shards
-
-        return write_shards(directory, label, self._policy.export(), shard_bytes)
-
-    def _speaks(self) -> bool:
-        from megatron_daro.actor.weights import speaks_for_stage
-
-        return speaks_for_stage()
-
-    def _follow_export(self) -> None:
-        """Takes part in the gathers of an export that another rank hands on."""
-        for _ in self._policy.export():
-            pass
+            self._sender = Sender(ray.util.get_node_ip_address(), backend, post_to, _hand_over)
+        return self._sender.send(self._policy.export(), plan, label=f"stage{parallel.pipeline_parallel_rank()}")
 
     @ray.method(concurrency_group="work")
     def save(self, directory: Path) -> None:
@@ -212,8 +189,6 @@ class EngineWorker:
 
         tokenizer = load_tokenizer(path, trust_remote_code)
         self._engine = EmbeddedEngine(path, decode=lambda ids: _decode(tokenizer, ids), **options)
-        self._buckets: asyncio.Queue[WeightBucket | None] = asyncio.Queue()
-        self._update: asyncio.Task[None] | None = None
 
     async def sentinel(self) -> None:
         """Blocks for as long as the process lives."""
@@ -233,24 +208,17 @@ class EngineWorker:
         """Stop these groups, or all."""
         await self._engine.abort(group_ids)
 
-    async def begin_update(self, version: int) -> None:
-        """Start a weight update; buckets follow."""
-        self._buckets = asyncio.Queue()
-        self._update = asyncio.create_task(self._engine.update_weights(self._received(), version))
+    async def open_update(self) -> None:
+        """Begin a weight update; buckets follow."""
+        self._engine.open_update()
 
-    async def add_bucket(self, bucket: WeightBucket) -> None:
+    async def receive(self, bucket: WeightBucket) -> None:
         """One more bucket of the update that was begun."""
-        await self._buckets.put(bucket)
+        await self._engine.receive(bucket)
 
-    async def end_update(self) -> None:
-        """All buckets were sent: the weights change now. Raises what the update raised."""
-        await self._buckets.put(None)
-        if self._update is not None:
-            await self._update
-
-    async def _received(self) -> AsyncIterator[WeightBucket]:
-        while (bucket := await self._buckets.get()) is not None:
-            yield bucket
+    async def commit_update(self, version: int) -> None:
+        """All buckets were sent: the weights change now."""
+        await self._engine.commit_update(version)
 
 
 @_actor(max_restarts=0, max_task_retries=0)
@@ -326,6 +294,35 @@ class VerdictWorker:
 
 def _own_place() -> tuple[str, int]:
     return ray.get_runtime_context().get_node_id(), os.getpid()
+
+
+def _hand_over(stream: Iterable[tuple[str, Tensor]], plan: SendPlan) -> SendReport:
+    """Buckets to engine actors, each once into the object store; one is packed while the one before is taken."""
+    started, num_bytes, num_buckets = time.perf_counter(), 0, 0
+    failures: dict[str, SendFailure] = {}
+    before: dict[str, Any] = {}
+    for bucket in bucketize(stream, plan.bucket_bytes, reuse=True):
+        failures |= _taken(before, plan.timeout_s)
+        before = {}
+        if failures:
+            continue  # other ranks gather along
+        reference = ray.put(bucket)
+        before = {target.name: target.actor.receive.remote(reference) for target in plan.targets}
+        num_bytes, num_buckets = num_bytes + bucket.data.nbytes, num_buckets + 1
+    failures |= _taken(before, plan.timeout_s)
+    return SendReport(num_bytes, num_buckets, time.perf_counter() - started, failures=failures)
+
+
+def _taken(calls: Mapping[str, Any], timeout_s: float) -> dict[str, SendFailure]:
+    """Waits until each actor took its bucket. Returns failures by actor."""
+    failures = {}
+    for name, call in calls.items():
+        try:
+            ray.get(call, timeout=timeout_s)
+        except RayError as error:
+            refused = isinstance(error, RayTaskError)
+            failures[name] = SendFailure("refused" if refused else "unanswered", str(translated(name, error)))
+    return failures
 
 
 def _decode(tokenizer: Any, ids: Sequence[int]) -> str:

@@ -4,19 +4,18 @@ Place in the data flow: (HF name, tensor) stream of this rank -> buckets -> grou
 server. While one bucket is sent the next is gathered, so at most two exist. The group is kept for the next update as
 long as the same servers take part.
 A failure never leaves the stream half read: other ranks gather along with it and would wait for ever.
-It refuses to guess who is to blame: it reports what each server said.
+It does not give servers up: it reports what each of them did, as far as this end can tell.
 Source: sglang/srt/utils/common.py, init_custom_process_group: both ends must derive the same store keys.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import queue
 import socket
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -26,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from megatron_daro.errors import EngineError
-from megatron_daro.sync.buckets import FlatBucket, flatten, tensor_bytes
-from megatron_daro.sync.source import BroadcastPlan, Post, SendReport, Target, is_hashed
+from megatron_daro.errors import EngineError, RefusedError
+from megatron_daro.sync.buckets import WeightBucket, bucketize
+from megatron_daro.sync.plan import Post, SendFailure, SendPlan, SendReport, Target
 
 # Servers were just asked to open the update, so those that still answer join at once.
 _LONGEST_JOIN_S = 60.0
@@ -41,7 +40,7 @@ class _Sent:
     num_bytes: int = 0
     num_buckets: int = 0
     started: float = field(default_factory=time.perf_counter)
-    failures: dict[str, str] = field(default_factory=dict)
+    failures: dict[str, SendFailure] = field(default_factory=dict)
 
 
 class BroadcastSender:
@@ -61,7 +60,7 @@ class BroadcastSender:
         self._name = ""
         self._joined: tuple[Target, ...] = ()
 
-    def send(self, stream: Iterable[tuple[str, Tensor]], plan: BroadcastPlan) -> SendReport:
+    def send(self, stream: Iterable[tuple[str, Tensor]], plan: SendPlan) -> SendReport:
         """Sends the whole stream; reads it to its end whatever happens.
 
         Args:
@@ -71,13 +70,11 @@ class BroadcastSender:
         Returns:
             The report; with failures the group is gone and the next call makes another.
         """
-        checksums: dict[str, tuple[str, str]] = {}
-        noted = _noted(stream, checksums) if plan.checksums else stream
-        mailbox: queue.Queue[FlatBucket | None] = queue.Queue()
+        mailbox: queue.Queue[WeightBucket | None] = queue.Queue()
         with ThreadPoolExecutor(1, thread_name_prefix="broadcast") as thread:
             sending = thread.submit(lambda: asyncio.run(self._send_all(mailbox, plan)))
             try:
-                for bucket in flatten(noted, plan.bucket_bytes, reuse=True):
+                for bucket in bucketize(stream, plan.bucket_bytes, reuse=True):
                     mailbox.join()  # the bucket before is sent, and its buffer is the next one's
                     mailbox.put(bucket)
                     del bucket
@@ -85,7 +82,7 @@ class BroadcastSender:
                 mailbox.put(None)
             sent = sending.result()
         seconds = time.perf_counter() - sent.started
-        return SendReport(sent.num_bytes, sent.num_buckets, seconds, checksums, sent.failures)
+        return SendReport(sent.num_bytes, sent.num_buckets, seconds, failures=sent.failures)
 
     def close(self) -> None:
         """Leaves the group. May be called twice."""
@@ -96,7 +93,7 @@ class BroadcastSender:
             group.abort()
         dist.destroy_process_group(group)
 
-    async def _send_all(self, mailbox: queue.Queue[FlatBucket | None], plan: BroadcastPlan) -> _Sent:
+    async def _send_all(self, mailbox: queue.Queue[WeightBucket | None], plan: SendPlan) -> _Sent:
         """Takes buckets out until None comes; after a failure they are only thrown away."""
         sent = _Sent()
         crash: BaseException | None = None
@@ -120,7 +117,7 @@ class BroadcastSender:
             raise crash
         return sent
 
-    async def _send_bucket(self, bucket: FlatBucket, plan: BroadcastPlan) -> dict[str, str]:
+    async def _send_bucket(self, bucket: WeightBucket, plan: SendPlan) -> dict[str, SendFailure]:
         """One bucket to everyone at once. Returns failures by server."""
         body = {
             "names": bucket.names,
@@ -134,9 +131,7 @@ class BroadcastSender:
         own = asyncio.create_task(asyncio.to_thread(self._broadcast, bucket.data, plan.timeout_s))
         failures = await self._to_all("/update_weights_from_distributed", bodies, plan)
         await asyncio.wait({own})
-        if own.exception() and not failures:
-            return dict.fromkeys(bodies, f"broadcast failed: {own.exception()}")
-        return failures
+        return _told_apart(failures, own.exception(), "broadcast failed", bodies)
 
     def _broadcast(self, data: Tensor, timeout_s: float) -> None:
         try:
@@ -145,7 +140,7 @@ class BroadcastSender:
             self.close()  # ends the wait of the servers, whose own limit is half an hour
             raise
 
-    async def _join(self, plan: BroadcastPlan) -> dict[str, str]:
+    async def _join(self, plan: SendPlan) -> dict[str, SendFailure]:
         """Makes the group of this rank and these servers, unless it is there. Returns failures by server."""
         if self._group is not None and self._joined == plan.targets:
             return {}
@@ -165,9 +160,9 @@ class BroadcastSender:
         failures = await self._to_all("/init_weights_update_group", bodies, plan)
         await asyncio.wait({own})
         if own.exception():
-            return failures or dict.fromkeys(bodies, f"the group was not made: {own.exception()}")
+            return _told_apart(failures, own.exception(), "the group was not made", bodies)
         self._group, self._joined = own.result(), plan.targets
-        return failures
+        return _told_apart(failures, None, "", bodies)
 
     def _make_group(self, world_size: int, timeout_s: float) -> Any:
         """The process group as the servers make it."""
@@ -178,7 +173,9 @@ class BroadcastSender:
         c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
         return group
 
-    async def _to_all(self, path: str, bodies: Mapping[str, Mapping[str, Any]], plan: BroadcastPlan) -> dict[str, str]:
+    async def _to_all(
+        self, path: str, bodies: Mapping[str, Mapping[str, Any]], plan: SendPlan
+    ) -> dict[str, SendFailure]:
         """One call to every server. Returns what failed, by server."""
         urls = {target.name: target.url for target in plan.targets}
         calls = [self._post(urls[name], path, body, plan.timeout_s) for name, body in bodies.items()]
@@ -186,10 +183,26 @@ class BroadcastSender:
         failures = {}
         for name, outcome in zip(bodies, outcomes, strict=True):
             if isinstance(outcome, EngineError):
-                failures[name] = str(outcome)
+                refused = isinstance(outcome, RefusedError)
+                failures[name] = SendFailure("refused" if refused else "unanswered", str(outcome))
             elif isinstance(outcome, BaseException):
                 raise outcome
         return failures
+
+
+def _told_apart(
+    failures: dict[str, SendFailure], own: BaseException | None, what: str, names: Iterable[str]
+) -> dict[str, SendFailure]:
+    """A refusal is the server's own fault only where nothing else went wrong: if this end failed too, or another server
+    did not answer, the group broke, and a server that says so is not to blame."""
+    if own is not None and not failures:
+        return {name: SendFailure("group", f"{what}: {own}") for name in names}
+    if own is None and all(failure.kind == "refused" for failure in failures.values()):
+        return failures
+    return {
+        name: SendFailure("group", failure.text) if failure.kind == "refused" else failure
+        for name, failure in failures.items()
+    }
 
 
 def _listening_store(host: str, world_size: int, timeout_s: float) -> tuple[Any, int]:
@@ -206,12 +219,3 @@ def _listening_store(host: str, world_size: int, timeout_s: float) -> tuple[Any,
             master_listen_fd=listener.detach(),
         )
     return store, port
-
-
-def _noted(stream: Iterable[tuple[str, Tensor]], checksums: dict[str, tuple[str, str]]) -> Iterator[tuple[str, Tensor]]:
-    """Passes the stream through and writes down the checksums of some tensors, as servers compute them on a CPU."""
-    for name, tensor in stream:
-        if is_hashed(name):
-            digest = hashlib.sha256(tensor_bytes(tensor).cpu().numpy().data).hexdigest()[:16]
-            checksums[name] = (str(tensor.dtype).removeprefix("torch."), digest)
-        yield name, tensor

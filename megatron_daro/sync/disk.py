@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_daro.errors import SyncError
-from megatron_daro.sync.buckets import FlatBucket, flatten
-from megatron_daro.sync.source import SendReport
+from megatron_daro.sync.buckets import WeightBucket, bucketize
+from megatron_daro.sync.plan import SendReport
 
 _COPIED = ("config.json", "generation_config.json")
 _INDEX = "model.safetensors.index.json"
@@ -30,9 +30,7 @@ def partial_directory(directory: Path) -> Path:
     return directory.with_name(f".{directory.name}.partial")
 
 
-def write_shards(
-    directory: Path, label: str, stream: Iterable[tuple[str, Tensor]], shard_bytes: int
-) -> dict[str, tuple[str, int]]:
+def write_shards(directory: Path, label: str, stream: Iterable[tuple[str, Tensor]], shard_bytes: int) -> SendReport:
     """Writes this rank's tensors into the partial directory; reads the stream to its end whatever happens.
 
     Args:
@@ -42,13 +40,14 @@ def write_shards(
         shard_bytes: limit of a file.
 
     Returns:
-        HF name -> (file name, bytes).
+        The report, with the files.
 
     Raises:
         SyncError: the disk refused.
     """
+    started = time.perf_counter()
     partial, written, failure = partial_directory(directory), dict[str, tuple[str, int]](), ""
-    for number, bucket in enumerate(flatten(stream, shard_bytes)):
+    for number, bucket in enumerate(bucketize(stream, shard_bytes)):
         if failure:
             continue  # other ranks gather along
         try:
@@ -59,15 +58,20 @@ def write_shards(
         raise SyncError(
             f"weights could not be written for the servers: {failure}; free space, or set engine.sglang.sync_dir"
         )
-    return written
+    total = sum(nbytes for _, nbytes in written.values())
+    return SendReport(total, len(written), time.perf_counter() - started, files=written)
 
 
-def finish(directory: Path, shards: Sequence[Mapping[str, tuple[str, int]]], model_path: Path) -> int:
-    """Writes index and configuration and gives the directory its name. Returns the bytes of all tensors."""
+def finish(directory: Path, files: Mapping[str, tuple[str, int]], model_path: Path) -> None:
+    """Writes index and configuration and gives the directory its name.
+
+    Args:
+        directory: the final directory. files: HF name -> (file name, bytes), of all ranks. model_path: has the
+            configuration.
+    """
     partial = partial_directory(directory)
-    entries = {name: entry for part in shards for name, entry in part.items()}
-    total = sum(nbytes for _, nbytes in entries.values())
-    index = {"metadata": {"total_size": total}, "weight_map": {name: file for name, (file, _) in entries.items()}}
+    total = sum(nbytes for _, nbytes in files.values())
+    index = {"metadata": {"total_size": total}, "weight_map": {name: file for name, (file, _) in files.items()}}
     try:
         (partial / _INDEX).write_text(json.dumps(index))
         for name in _COPIED:
@@ -82,7 +86,6 @@ def finish(directory: Path, shards: Sequence[Mapping[str, tuple[str, int]]], mod
         raise SyncError(
             f"{directory} could not be written: {error}; free space, or set engine.sglang.sync_dir"
         ) from error
-    return total
 
 
 def prepare(directory: Path) -> None:
@@ -95,18 +98,7 @@ def prepare(directory: Path) -> None:
         raise SyncError(f"engine.sglang.sync_dir: {partial} cannot be made: {error}") from error
 
 
-def write_checkpoint(
-    directory: Path, streams: Sequence[Iterable[tuple[str, Tensor]]], model_path: Path, shard_bytes: int
-) -> SendReport:
-    """All of it from this process: prepare, shards, finish."""
-    started = time.perf_counter()
-    prepare(directory)
-    shards = [write_shards(directory, f"part{i}", stream, shard_bytes) for i, stream in enumerate(streams)]
-    total = finish(directory, shards, model_path)
-    return SendReport(total, sum(len(s) for s in shards), time.perf_counter() - started)
-
-
-def _write_shard(partial: Path, file: str, bucket: FlatBucket) -> dict[str, tuple[str, int]]:
+def _write_shard(partial: Path, file: str, bucket: WeightBucket) -> dict[str, tuple[str, int]]:
     # A clone of each: safetensors refuses tensors that share memory, as views of a bucket do.
     tensors = {name: tensor.cpu().clone() for name, tensor in bucket.tensors()}
     save_file(tensors, partial / file, metadata={"format": "pt"})

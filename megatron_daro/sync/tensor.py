@@ -16,12 +16,12 @@ from multiprocessing.reduction import ForkingPickler
 
 from torch import Tensor
 
-from megatron_daro.errors import EngineError
-from megatron_daro.sync.buckets import FlatBucket, flatten
-from megatron_daro.sync.source import BroadcastPlan, Post, SendReport
+from megatron_daro.errors import EngineError, RefusedError
+from megatron_daro.sync.buckets import WeightBucket, bucketize
+from megatron_daro.sync.plan import Post, SendFailure, SendPlan, SendReport
 
 
-def push(stream: Iterable[tuple[str, Tensor]], plan: BroadcastPlan, post: Post) -> SendReport:
+def push(stream: Iterable[tuple[str, Tensor]], plan: SendPlan, post: Post) -> SendReport:
     """Hands out the whole stream; reads it to its end whatever happens.
 
     Args:
@@ -33,28 +33,29 @@ def push(stream: Iterable[tuple[str, Tensor]], plan: BroadcastPlan, post: Post) 
         The report; failures by server.
     """
     started, num_bytes, num_buckets = time.perf_counter(), 0, 0
-    failures: dict[str, str] = {}
-    for bucket in flatten(stream, plan.bucket_bytes):
+    failures: dict[str, SendFailure] = {}
+    for bucket in bucketize(stream, plan.bucket_bytes):
         if failures:
             continue  # other ranks gather along
         if not bucket.data.is_cuda:
-            failures = {t.name: "engine.sglang.sync tensor needs weights on a GPU" for t in plan.targets}
+            refusal = SendFailure("group", "engine.sglang.sync tensor needs weights on a GPU")
+            failures = dict.fromkeys((target.name for target in plan.targets), refusal)
             continue
         failures = asyncio.run(_push_bucket(bucket, plan, post))
         num_bytes, num_buckets = num_bytes + bucket.data.nbytes, num_buckets + 1
-    return SendReport(num_bytes, num_buckets, time.perf_counter() - started, {}, failures)
+    return SendReport(num_bytes, num_buckets, time.perf_counter() - started, failures=failures)
 
 
-async def _push_bucket(bucket: FlatBucket, plan: BroadcastPlan, post: Post) -> dict[str, str]:
+async def _push_bucket(bucket: WeightBucket, plan: SendPlan, post: Post) -> dict[str, SendFailure]:
     handle = base64.b64encode(bytes(ForkingPickler.dumps(list(bucket.tensors())))).decode()
 
-    async def one(url: str, ranks: int) -> str:
+    async def one(url: str, ranks: int) -> SendFailure | None:
         body = {"serialized_named_tensors": [handle] * ranks, "flush_cache": False}
         try:
             await post(url, "/update_weights_from_tensor", body, plan.timeout_s)
         except EngineError as error:
-            return str(error)
-        return ""
+            return SendFailure("refused" if isinstance(error, RefusedError) else "unanswered", str(error))
+        return None
 
     said = await asyncio.gather(*(one(target.url, target.ranks) for target in plan.targets))
-    return {target.name: text for target, text in zip(plan.targets, said, strict=True) if text}
+    return {target.name: failure for target, failure in zip(plan.targets, said, strict=True) if failure}

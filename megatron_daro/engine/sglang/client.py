@@ -17,7 +17,7 @@ from typing import Any, Self
 import aiohttp
 import orjson
 
-from megatron_daro.errors import EngineError
+from megatron_daro.errors import EngineError, RefusedError
 
 FIRST_VERSION, LAST_TESTED = (0, 5, 18), (0, 5, 23)
 NEEDED_CALLS = (
@@ -45,10 +45,6 @@ class UnreachableError(EngineError):
 
 class DisconnectedError(UnreachableError):
     """The connection could not be made or broke: no answer, and maybe no request either."""
-
-
-class RefusedError(EngineError):
-    """The server answered that it will not do this (4xx). The same request fails again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,3 +223,9 @@ def _said(content: bytes) -> str:
         message = content.decode(errors="replace")
     text = " ".join(str(message).split())
     return text if len(text) <= _LONGEST_BODY else text[:_LONGEST_BODY] + "..."
+
+
+async def post_to(url: str, path: str, body: Mapping[str, Any], timeout_s: float) -> Any:
+    """One call on a connection of its own: what the exporting ranks hand to their senders."""
+    async with SGLangClient(url) as client:
+        return await client.post(path, body, timeout_s=timeout_s)

@@ -1,6 +1,6 @@
 """SGLang servers as one rollout engine.
 
-Place in the data flow: sampler -> SGLangEngine -> servers -> rollouts; policy -> `update_from` -> servers. Each group
+Place in the data flow: sampler -> SGLangEngine -> servers -> rollouts; WeightSync -> `update` -> servers. Each group
 is one HTTP request to the server with the fewest tokens in flight (or to the router); it is decided here, and made
 and parsed by whoever stands behind `Answers`, so no token passes through this process. A request that fails is made
 again, elsewhere if possible; one that a weight update cut short goes on from the tokens it has. It refuses answers of
@@ -10,7 +10,6 @@ weights that a server was never given, and lets nobody wait without a deadline.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import random
 import uuid
@@ -21,18 +20,17 @@ from typing import Any
 from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang import generation
 from megatron_daro.engine.sglang.answers import Answers, LostWorkerError, Question
-from megatron_daro.engine.sglang.client import RefusedError, SGLangClient, UnreachableError
+from megatron_daro.engine.sglang.client import SGLangClient, UnreachableError
 from megatron_daro.engine.sglang.fleet import Fleet, Server
 from megatron_daro.engine.sglang.generation import BadAnswerError
 from megatron_daro.engine.sglang.running import Running
 from megatron_daro.engine.sglang.servers import Router, ServerHandle
 from megatron_daro.engine.sglang.supervision import Expected, Supervision
-from megatron_daro.engine.sglang.update import PROBE_TOKENS, WeightUpdate, post_to
-from megatron_daro.errors import EngineError, SyncError
+from megatron_daro.engine.sglang.update import ServerUpdate, UpdateContext
+from megatron_daro.errors import EngineError, RefusedError, SyncError
 from megatron_daro.rollout.deadlines import first_cause
-from megatron_daro.sync.source import WeightSource
-from megatron_daro.sync.stream import StreamSource
-from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams, WeightBucket
+from megatron_daro.sync.check import ProbeAnswer
+from megatron_daro.types import GroupRequest, Rollout
 
 _TRIES = 8
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
@@ -80,16 +78,14 @@ class SGLangEngine:
         self._supervision = Supervision(
             self.fleet, handles, options, expected, warn=warn, join=self._join, changed=self._leave_router
         )
-        self._update = WeightUpdate(
-            self.fleet, options, sync_dir=options.sync_dir or run_dir / "sync", probe=self._probe, warn=warn
-        )
+        sync_dir = options.sync_dir or run_dir / "sync"
+        self._updates = UpdateContext(self.fleet, options, sync_dir, self._probe, self._updated, warn)
+        self._when_back: Callable[[str], Awaitable[None]] | None = None
         self._router: Router | None = None
         if options.router_url or (options.router_python and len(handles) > 1):
             self._router = Router(options.router_python, options.router_url, run_dir / "logs" / "router.log")
         self._router_watch: asyncio.Task[None] | None = None
         self._running: set[Running] = set()
-        self._updating = asyncio.Lock()
-        self._source: WeightSource | None = None
         self._retries, self._started = 0, False
 
     async def start(self) -> None:
@@ -140,21 +136,24 @@ class SGLangEngine:
             run.stop.set()
         await self._abort_on_servers(stopped)
 
-    async def update_weights(self, buckets: AsyncIterator[WeightBucket], version: int) -> None:
-        """Replaces all weights by a stream of buckets in this process. Raises SyncError."""
-        held = [bucket async for bucket in buckets]
-        source = StreamSource(held, version, post=post_to, model_path=self._expected.model_path)
-        await self._updated(source, version)
-
-    async def update_from(self, source: WeightSource, version: int) -> Mapping[str, float]:
-        """Gives the source's weights to every server that answers, as this version. Returns metrics.
+    def update(self, version: int, only: str | None = None) -> ServerUpdate | None:
+        """An update of every server that answers, or of the one of this name if it still waits for weights.
 
         Raises:
-            SyncError: no server took them. EngineError: all servers are gone.
+            SyncError: all servers are being started again. EngineError: all are gone, or the engine does not run.
         """
-        self._source = source
-        metrics = await self._updated(source, version)
-        return {**metrics, **self.metrics()}
+        self._check_usable()
+        if only is not None:
+            servers = [server for server in self.fleet.of("joining") if server.name == only]
+            return ServerUpdate(self._updates, servers, version) if servers else None
+        servers = self.fleet.of("serving", "joining")
+        if not servers:
+            raise SyncError("no SGLang server can take weights: all are being started again")
+        return ServerUpdate(self._updates, servers, version)
+
+    def when_back(self, call: Callable[[str], Awaitable[None]]) -> None:
+        """Has `call` called with the name of each server that came back."""
+        self._when_back = call
 
     def metrics(self) -> dict[str, float]:
         """`engine/*`: servers that serve, and what was given up, started again and asked again since the start."""
@@ -183,27 +182,14 @@ class SGLangEngine:
         await self._answers.close()
         self._started = False
 
-    async def _updated(self, source: WeightSource, version: int) -> Mapping[str, float]:
-        self._check_usable()
-        async with self._updating, source.hold():
-            servers = self.fleet.of("serving", "joining")
-            if not servers:
-                self.fleet.check()
-                raise SyncError("no SGLang server can take weights: all are being started again")
-            metrics = await self._update.run(servers, source, version)
-            await self._enter_router()
-            return metrics
-
     async def _join(self, server: Server) -> None:
-        """Gives a server that came back the policy's weights as they are now."""
-        if self._source is None:
-            return
-        async with self._updating, self._source.hold():
-            if server.state != "joining":
-                return
-            with contextlib.suppress(SyncError):  # it is fenced again, with its reason
-                await self._update.run([server], self._source, self._source.version)
-            await self._enter_router()
+        """Asks for weights for a server that came back; before the first update, that one brings them."""
+        if self._when_back:
+            await self._when_back(server.name)
+
+    async def _updated(self) -> Mapping[str, float]:
+        await self._enter_router()
+        return self.metrics()
 
     def _check_usable(self) -> None:
         if not self._started:
@@ -325,18 +311,13 @@ class SGLangEngine:
             calls += [server.client.abort(run.ids, timeout_s=_ABORT_S) for server in holders if run.ids]
         await asyncio.gather(*calls)
 
-    async def _probe(self, server: Server) -> Rollout:
-        """One answer of a server that serves nobody else yet."""
-        prompt = Prompt(id="probe", answer="", source="", tokens=self._probe_tokens)
-        sampling = SamplingParams(self._temperature, 1.0, PROBE_TOKENS)
-        request = GroupRequest(-1, 0, prompt, (0,), sampling)
+    async def _probe(self, server: Server, verified: bool) -> ProbeAnswer:
+        """What a server that serves nobody else yet makes of the fixed text."""
         name = f"{self._prefix}-{next(self._numbers)}-probe"
-        (call,) = generation.calls(request, name, cache_key=name)  # of no other prompt, whatever happened to the server
+        call = generation.probe_call(self._probe_tokens, name, temperature=self._temperature)
         answers = await server.client.post("/generate", call.body, timeout_s=self._options.sync_timeout_s)
-        (rollout,) = generation.rollouts(request, answers, version=0, loaded=None, decode=lambda ids: "")
-        if rollout.response_length != PROBE_TOKENS:
-            raise BadAnswerError(f"asked for {PROBE_TOKENS} tokens, got {rollout.response_length}")
-        return rollout
+        fixed, sampled = generation.probe_rollouts(call.request, answers)
+        return ProbeAnswer(fixed, sampled, self._temperature, server.facts.dtype if server.facts else "", verified)
 
     async def _enter_router(self) -> None:
         """The router knows every server that serves."""

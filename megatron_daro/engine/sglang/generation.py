@@ -15,8 +15,12 @@ from typing import Any
 import numpy as np
 
 from megatron_daro.errors import EngineError
-from megatron_daro.types import FinishReason, GroupRequest, Rollout, SamplingParams
+from megatron_daro.types import FinishReason, GroupRequest, Prompt, Rollout, SamplingParams
 
+# Tokens that a server samples for a probe; few enough to cost nothing.
+PROBE_TOKENS = 16
+# Tokens that a probe gives; each is one more place where a step of the weights shows.
+_GIVEN_TOKENS = 64
 # What a server calls its weights before the first update, unless it was started with another --weight-version.
 _LOADED = "default"
 # Rounding of a token that is all but certain.
@@ -230,3 +234,52 @@ def _finish_reason(request: GroupRequest, index: int, meta: Mapping[str, Any]) -
             f"group {request.group_id} sample {index}: finish reason {reason!r}; allowed: stop, length, abort"
         )
     return reason
+
+
+def probe_text(vocabulary: int, *, longest: int) -> tuple[int, ...]:
+    """Token ids of the given text of probes: scattered over the vocabulary, the same in every run.
+
+    Args:
+        vocabulary: number of token ids. longest: tokens that a prompt may have.
+    """
+    count = max(2, min(_GIVEN_TOKENS, longest))
+    return tuple(int(token) for token in np.random.default_rng(0).integers(0, vocabulary, count))
+
+
+def probe_call(tokens: Sequence[int], name: str, *, temperature: float) -> Call:
+    """The HTTP request of a probe: the log-probs of given tokens, and of some that are sampled after them.
+
+    Args:
+        tokens: the given text. name: of the request; also its cache key, so that no prefix is ever found for it.
+        temperature: of the sampled tokens.
+    """
+    prompt = Prompt(id="probe", answer="", source="", tokens=tuple(tokens))
+    request = GroupRequest(-1, 0, prompt, (0,), SamplingParams(temperature, 1.0, PROBE_TOKENS))
+    call = _call(request, name, name)
+    return replace(call, body={**call.body, "logprob_start_len": 0})
+
+
+def probe_rollouts(request: GroupRequest, answers: Any) -> tuple[Rollout, Rollout]:
+    """(the given text as the response to its first token, the sampled tokens after it), each with log-probs.
+
+    Raises:
+        BadAnswerError: the answer has another shape, or lacks tokens.
+    """
+    (sampled,) = rollouts(request, answers, version=0, loaded=None, decode=lambda ids: "")
+    if sampled.response_length != PROBE_TOKENS:
+        raise BadAnswerError(f"asked for {PROBE_TOKENS} tokens, got {sampled.response_length}")
+    try:
+        pairs = answers[0]["meta_info"]["input_token_logprobs"][1:]  # nothing comes before the first
+        ids, logprobs = [int(pair[1]) for pair in pairs], [float(pair[0]) for pair in pairs]
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise BadAnswerError(f"the probe's answer has no log-probs of the given tokens: {error!r}") from error
+    if ids != list(request.prompt.tokens[1:]):
+        raise BadAnswerError(f"the probe's answer has log-probs of {len(ids)} other tokens than the given ones")
+    fixed = replace(
+        sampled,
+        tokens=np.asarray(request.prompt.tokens, dtype=np.int32),
+        prompt_length=1,
+        loss_mask=np.ones(len(ids), dtype=np.uint8),
+        logprobs=np.asarray(logprobs, dtype=np.float32),
+    )
+    return fixed, sampled

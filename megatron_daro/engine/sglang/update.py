@@ -1,9 +1,9 @@
 """One weight update of some servers as a transaction: all of it happened on a server, or the server is fenced.
 
-Place in the data flow: the engine runs one at a time; a WeightSource sends. Phases: pause, begin, send, end, flush the
-cache, compare checksums, set the version, continue, compare log-probs. A server that fails a phase leaves the update
-and is fenced; if sending fails, which breaks the group for all, the guilty ones are fenced and the others get
-everything again from the beginning. It never lets a server serve with weights that are mixed or unknown.
+Place in the data flow: WeightSync runs one at a time, step by step; the policy's ranks send in between. Phases: pause,
+begin, (send,) end, flush the cache, compare checksums, set the version, continue, probe. A server that fails a phase
+leaves the update and is fenced; if sending fails, which breaks the group for all, the guilty ones are fenced and the
+others get everything again from the beginning. It never lets a server serve with weights that are mixed or unknown.
 """
 
 from __future__ import annotations
@@ -11,111 +11,163 @@ from __future__ import annotations
 import asyncio
 import itertools
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
 from megatron_daro.config.sections import SGLangSection
-from megatron_daro.engine.sglang.client import DisconnectedError, RefusedError, SGLangClient, UnreachableError
+from megatron_daro.engine.sglang.client import DisconnectedError, ServerFacts, UnreachableError
 from megatron_daro.engine.sglang.fleet import Fleet, Server
-from megatron_daro.errors import EngineError, SyncError
-from megatron_daro.sync.source import BroadcastPlan, SendReport, Target, WeightSource, is_hashed
-from megatron_daro.types import Rollout
+from megatron_daro.errors import EngineError, RefusedError, SyncError
+from megatron_daro.sync.check import ProbeAnswer
+from megatron_daro.sync.plan import Digest, SendPlan, SendReport, Target, is_hashed
 
-_TRIES = 3
 _ALIVE_S = 5.0
 # Unless set. On a CPU small ones are fast, whose memory is used again at once; elsewhere each costs a round trip.
 CPU_BUCKET_MIB, GPU_BUCKET_MIB = 64, 256
 _FLUSHES, _FLUSH_PAUSE_S = 20, 0.25
-# Answers of one server to the probe; enough tokens that weights of another step show, few enough to cost nothing.
-PROBE_TOKENS = 16
-# Largest difference that two right implementations have: fp32 differs by order of summation (1e-5 measured), bf16
-# by rounding of every layer (0.06 measured on tiny models).
-_PROBE_TOLERANCE = {"float32": 1e-3}
-_PROBE_TOLERANCE_ELSE = 1.0
 _FUSED = ("qkv_proj", "gate_up_proj", "down_proj", "embed_tokens", "lm_head", "experts")
 
 
 class Probe(Protocol):
-    """Asks a server for an answer to a fixed prompt."""
+    """Asks a server what it makes of the fixed text. verified: its checksums were right."""
 
-    async def __call__(self, server: Server) -> Rollout: ...
+    async def __call__(self, server: Server, verified: bool) -> ProbeAnswer: ...
 
 
-class WeightUpdate:
-    """Updates servers of a fleet."""
+@dataclass(slots=True)
+class UpdateContext:
+    """What the updates of one fleet have in common.
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        options: SGLangSection,
-        *,
-        sync_dir: Path,
-        probe: Probe,
-        warn: Callable[[str], None],
-    ) -> None:
-        """Args: sync_dir: where sync disk writes. probe: asks a server. warn: tells a person."""
-        self._fleet, self._options, self._sync_dir = fleet, options, sync_dir
-        self._probe, self._warn = probe, warn
-        self._files = itertools.count()
-        self._written: list[Path] = []
+    sync_dir: where files are written. probe: asks a server. updated: called when servers serve; returns metrics. warn:
+    tells a person. written: directories of files, oldest first. checksums: of each server, with the digests of what it
+    had been sent.
+    """
 
-    async def run(self, servers: Sequence[Server], source: WeightSource, version: int) -> Mapping[str, float]:
-        """Gives the source's weights to these servers; those that fail are fenced.
+    fleet: Fleet
+    options: SGLangSection
+    sync_dir: Path
+    probe: Probe
+    updated: Callable[[], Awaitable[Mapping[str, float]]]
+    warn: Callable[[str], None]
+    files: Any = field(default_factory=itertools.count)
+    written: list[Path] = field(default_factory=list)
+    checksums: dict[str, tuple[Mapping[str, Digest], Mapping[tuple[int, str], str]]] = field(default_factory=dict)
 
-        Args:
-            servers: in state serving or joining. source: held by the caller. version: what they are stamped with.
 
-        Returns:
-            Metrics: `sync/*` and `timing/sync_send_s`.
+class ServerUpdate:
+    """An update of these servers; its methods are the steps that WeightSync calls."""
 
-        Raises:
-            SyncError: no server took the weights; the message has what each said. Or the source has none to give: all
-                servers are fenced then, since they are paused and nobody would wake them.
-        """
+    def __init__(self, context: UpdateContext, servers: Sequence[Server], version: int) -> None:
+        """Args: servers: in state serving or joining. version: what the weights are stamped with."""
+        self._context, self._servers, self._version = context, list(servers), version
+        self._fleet, self._options = context.fleet, context.options
+        self._report: SendReport | None = None
+        self._directory: Path | None = None
+        self._verified: set[str] = set()
         for server in servers:
             server.reason = ""
             self._fleet.set_state(server, "updating")
-        try:
-            return await self._run(servers, source, version)
-        except SyncError as error:
-            for server in _taking_part(servers):
-                self._fleet.fence(server, server.reason or f"weight update: {error}")
-            raise
 
-    async def _run(self, servers: Sequence[Server], source: WeightSource, version: int) -> Mapping[str, float]:
-        report = SendReport()
-        for _ in range(_TRIES):
-            await self._phase("pause", servers, self._pause)
-            await self._phase("begin", servers, self._begin)
-            report = await self._send(_taking_part(servers), source, version)
-            if not report.failures:
-                await self._finish(servers, report, source, version)
-                break
-            await self._fence_guilty(_taking_part(servers), report)
-        done = [server for server in servers if server.state == "serving"]
-        if not done:
-            reasons = "; ".join(f"{server.name}: {server.reason}" for server in servers)
-            raise SyncError(f"no SGLang server took the weights of version {version} ({reasons})")
-        return _metrics(report, len(done))
+    async def prepare(self) -> SendPlan | None:
+        """Pauses the servers and opens the update on them; what is to be sent to whom."""
+        await self._phase("pause", self._pause)
+        await self._phase("begin", self._begin)
+        servers = self._taking_part()
+        if not servers:
+            return None
+        if self._options.sync == "disk":
+            self._directory = self._context.sync_dir / f"version_{self._version:06d}-{next(self._context.files)}"
+        targets, offset = [], 1
+        for server in servers:
+            ranks = _facts(server).tensor_parallel
+            targets.append(Target(server.name, server.url, offset, ranks))
+            offset += ranks
+        return SendPlan(
+            transport=self._options.sync,
+            targets=tuple(targets),
+            bucket_bytes=self._bucket_bytes(),
+            timeout_s=self._options.sync_timeout_s,
+            digest_dtype=_facts(servers[0]).dtype if self._options.verify else "",
+            directory=self._directory,
+        )
 
-    async def _finish(self, servers: Sequence[Server], report: SendReport, source: WeightSource, version: int) -> None:
-        """Everything after the weights arrived."""
-        await self._phase("end", servers, self._end)
-        await self._phase("flush the cache", servers, self._flush)
+    async def blame(self, report: SendReport) -> None:
+        """Fences those whose fault a failed sending is. All others only saw the group end."""
+        servers = self._taking_part()
+        answering = await asyncio.gather(*(_answers(server) for server in servers))
+        for server, answers in zip(servers, answering, strict=True):
+            failure = report.failures.get(server.name)
+            if not answers:
+                self._fleet.fence(server, f"weight update, send: {failure or 'it does not answer'}")
+            elif failure and failure.kind == "refused":
+                self._fleet.fence(server, f"weight update, send: {failure} Does it serve the model of model.path?")
+        others = ", ".join(server.name for server in self._taking_part()) or "none"
+        all_said = "; ".join(f"{name}: {failure}" for name, failure in report.failures.items())
+        again = f"sent again from the beginning to: {others}"
+        self._context.warn(f"a weight update failed while sending ({all_said}); {again}")
+        for server in self._taking_part():
+            server.reason = f"weight update, send: {report.failures.get(server.name, 'the group ended')}"
+
+    async def install(self, report: SendReport) -> None:
+        """Everything after the weights arrived, up to the first request."""
+        self._report = report
+        if self._directory is not None:
+            body = {"model_path": str(self._directory.absolute()), "flush_cache": False}
+            await self._phase("read the files", lambda server: self._post(server, "/update_weights_from_disk", body))
+            await self._remove_older(self._directory)
+        await self._phase("end", self._end)
+        await self._phase("flush the cache", self._flush)
+        if report.digests:
+            await self._phase("compare checksums", lambda server: self._compare_checksums(server, report.digests))
+        await self._phase("set the version", self._stamp)
+        await self._phase("continue", self._continue)
+
+    async def probe(self) -> Mapping[str, ProbeAnswer]:
+        """What each server makes of the fixed text; nothing unless engine.sglang.verify."""
+        answers: dict[str, ProbeAnswer] = {}
+
+        async def ask(server: Server) -> None:
+            answers[server.name] = await self._context.probe(server, server.name in self._verified)
+
         if self._options.verify:
-            await self._compare_checksums(_taking_part(servers), report)
-        await self._phase("set the version", servers, lambda server: self._stamp(server, version))
-        await self._phase("continue", servers, self._continue)
-        if self._options.verify:
-            await self._compare_logprobs(_taking_part(servers), source)
-        for server in _taking_part(servers):
-            server.version = version
+            await self._phase("probe", ask)
+        return answers
+
+    def reject(self, name: str, reason: str) -> None:
+        """Fences a server whose answer to the probe is not the policy's."""
+        for server in self._taking_part():
+            if server.name == name:
+                self._fleet.fence(server, f"weight update, probe: {reason}")
+
+    async def accept(self) -> Mapping[str, float]:
+        """Those that are left serve. Returns `sync/*`, `timing/sync_send_s` and `engine/*`. Raises SyncError: none."""
+        report = self._report
+        done = self._taking_part() if report else []
+        for server in done:
+            server.version = self._version
             self._fleet.set_state(server, "serving")
+        if report is None or not done:
+            reasons = "; ".join(f"{server.name}: {server.reason}" for server in self._servers)
+            raise SyncError(f"no SGLang server took the weights of version {self._version} ({reasons})")
+        return {
+            "sync/bytes": float(report.num_bytes),
+            "sync/servers": float(len(done)),
+            "timing/sync_send_s": report.send_s,
+            **await self._context.updated(),
+        }
 
-    async def _phase(self, name: str, servers: Sequence[Server], work: Callable[[Server], Any]) -> None:
+    def abandon(self, error: SyncError) -> None:
+        """Fences all: they are paused, and nobody would wake them."""
+        for server in self._taking_part():
+            self._fleet.fence(server, server.reason or f"weight update: {error}")
+
+    def _taking_part(self) -> list[Server]:
+        """Those that were not fenced since the update began (one that was may be starting again by now)."""
+        return [server for server in self._servers if server.state == "updating"]
+
+    async def _phase(self, name: str, work: Callable[[Server], Awaitable[None]]) -> None:
         """The same on every server at once; those that fail are fenced."""
 
         async def one(server: Server) -> None:
@@ -124,7 +176,7 @@ class WeightUpdate:
             except EngineError as error:
                 self._fleet.fence(server, f"weight update, {name}: {error}")
 
-        await asyncio.gather(*(one(server) for server in _taking_part(servers)))
+        await asyncio.gather(*(one(server) for server in self._taking_part()))
 
     async def _post(self, server: Server, path: str, body: Mapping[str, Any] | None = None) -> Any:
         try:
@@ -167,141 +219,77 @@ class WeightUpdate:
             await asyncio.sleep(_FLUSH_PAUSE_S)
         raise RefusedError(f"{server.url}/flush_cache: refused {_FLUSHES} times, also after its requests were ended")
 
-    async def _stamp(self, server: Server, version: int) -> None:
-        server.versions.add(version)  # before answers can carry it
-        await self._post(server, "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+    async def _stamp(self, server: Server) -> None:
+        server.versions.add(self._version)  # before answers can carry it
+        body = {"new_version": str(self._version), "abort_all_requests": False}
+        await self._post(server, "/update_weight_version", body)
 
     async def _continue(self, server: Server) -> None:
         await self._post(server, "/continue_generation")
 
-    async def _send(self, servers: Sequence[Server], source: WeightSource, version: int) -> SendReport:
-        if not servers:
-            return SendReport()
-        if self._options.sync == "disk":
-            return await self._send_files(servers, source, version)
-        plan = self._plan(servers)
-        return await (source.broadcast(plan) if self._options.sync == "distributed" else source.push(plan))
-
-    def _plan(self, servers: Sequence[Server]) -> BroadcastPlan:
-        targets, offset = [], 1
-        for server in servers:
-            ranks = _facts(server).tensor_parallel
-            targets.append(Target(server.name, server.url, offset, ranks))
-            offset += ranks
-        hashed = self._options.verify and any(_hashes_alike(server) for server in servers)
-        bucket_bytes = self._bucket_bytes(servers)
-        return BroadcastPlan(tuple(targets), bucket_bytes, self._options.sync_timeout_s, checksums=hashed)
-
-    def _bucket_bytes(self, servers: Sequence[Server]) -> int:
-        on_cpu = all(_facts(server).device == "cpu" for server in servers)
+    def _bucket_bytes(self) -> int:
+        on_cpu = all(_facts(server).device == "cpu" for server in self._taking_part())
         return (self._options.bucket_mib or (CPU_BUCKET_MIB if on_cpu else GPU_BUCKET_MIB)) * 2**20
 
-    async def _send_files(self, servers: Sequence[Server], source: WeightSource, version: int) -> SendReport:
-        """Sync by disk: written once, read by all. Files before the last are removed."""
-        directory = self._sync_dir / f"version_{version:06d}-{next(self._files)}"
-        report = await source.write(directory, self._bucket_bytes(servers))
-        self._written.append(directory)
-        body = {"model_path": str(directory.absolute()), "flush_cache": False}
-        await self._phase(
-            "read the files", servers, lambda server: self._post(server, "/update_weights_from_disk", body)
-        )
-        while len(self._written) > 1:
-            await asyncio.to_thread(_remove, self._written.pop(0))
-        return report
+    async def _remove_older(self, directory: Path) -> None:
+        written = self._context.written
+        written.append(directory)
+        while len(written) > 1:
+            await asyncio.to_thread(shutil.rmtree, written.pop(0), ignore_errors=True)
 
-    async def _fence_guilty(self, servers: Sequence[Server], report: SendReport) -> None:
-        """Fences those whose fault a failed sending is. All others only saw the group end."""
-
-        async def alive(server: Server) -> bool:
-            try:
-                await server.client.model_info(timeout_s=_ALIVE_S)
-            except UnreachableError:
-                return False
-            except RefusedError:  # an answer, too
-                return True
-            return True
-
-        answering = await asyncio.gather(*(alive(server) for server in servers))
-        guilty = [server for server, answers in zip(servers, answering, strict=True) if not answers]
-        for server in guilty:
-            self._fleet.fence(server, f"weight update, send: {report.failures.get(server.name, 'it does not answer')}")
-        for server in _taking_part(servers):
-            said = report.failures.get(server.name, "")
-            if _own_fault(said):
-                self._fleet.fence(server, f"weight update, send: {said} Does it serve the model of model.path?")
-        others = ", ".join(server.name for server in _taking_part(servers)) or "none"
-        all_said = "; ".join(f"{name}: {text}" for name, text in report.failures.items())
-        self._warn(f"a weight update failed while sending ({all_said}); sent again from the beginning to: {others}")
-        for server in _taking_part(servers):
-            server.reason = f"weight update, send: {report.failures.get(server.name, 'the group ended')}"
-
-    async def _compare_checksums(self, servers: Sequence[Server], report: SendReport) -> None:
-        """Servers that hash like the sender must have the sender's checksums; all must agree among themselves."""
-
-        async def compare(server: Server) -> None:
-            told = await self._checksums(server)
-            if told is None or not _hashes_alike(server):
-                return
-            wrong = [
-                name
-                for name, (dtype, digest) in report.checksums.items()
-                if dtype == _facts(server).dtype and told.get(name, digest) != digest
-            ]
+    async def _compare_checksums(self, server: Server, digests: Mapping[str, Digest]) -> None:
+        """A server that hashes like the sender must have its checksums; of any other, some must have changed where
+        what was sent did."""
+        ranks = await self._checksums(server)
+        if not ranks:
+            return
+        facts, seen = _facts(server), False
+        if _hashes_alike(server):
+            alike = [name for name, digest in digests.items() if digest.dtype == facts.dtype and name in ranks[0]]
+            wrong = [name for name in alike if ranks[0][name] != digests[name].sent]
             if wrong:
                 raise EngineError(f"{len(wrong)} tensors are not those that were sent, the first: {wrong[0]}")
-
-        if report.checksums:
-            await self._phase("compare checksums", servers, compare)
-
-    async def _checksums(self, server: Server) -> Mapping[str, str] | None:
-        """The server's checksums of unfused tensors; None where it cannot tell (0.5.21 refuses)."""
-        if not _facts(server).has_checksums:
-            return None
-        try:
-            answer = await self._post(
-                server, "/weights_checker", {"action": "checksum", "skip_tensor_list": list(_FUSED)}
+            seen = bool(alike)
+        told = {(rank, name): checksum for rank, held in enumerate(ranks) for name, checksum in held.items()}
+        digests_before, told_before = self._context.checksums.get(server.name, ({}, {}))
+        changed = {n for n, d in digests.items() if n in digests_before and digests_before[n].received != d.received}
+        compared = [key for key in told if key[1] in changed and key in told_before]
+        if compared and all(told[key] == told_before[key] for key in compared):
+            raise EngineError(
+                f"it kept its weights: of {len(changed)} tensors that changed since the last update, such as "
+                f"{min(changed)}, none changed in it"
             )
-        except RefusedError:
-            return None
+        if seen or compared:
+            self._verified.add(server.name)
+        self._context.checksums[server.name] = (digests, told)
+
+    async def _checksums(self, server: Server) -> list[Mapping[str, str]]:
+        """Checksums of unfused tensors, of each rank of the server; empty where it cannot tell (0.5.21 refuses)."""
+        if not _facts(server).has_checksums:
+            return []
+        body = {"action": "checksum", "skip_tensor_list": list(_FUSED)}
         try:
-            told = answer["ranks"][0]["checksums"]
-            return {name: digest for name, digest in told.items() if is_hashed(name)}
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            answer = await self._post(server, "/weights_checker", body)
+        except RefusedError:
+            return []
+        try:
+            first, *others = (rank["checksums"] for rank in answer["ranks"])
+            return [{name: digest for name, digest in told.items() if is_hashed(name)} for told in (first, *others)]
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise EngineError(f"{server.url}/weights_checker: the answer has another form: {error!r}") from error
 
-    async def _compare_logprobs(self, servers: Sequence[Server], source: WeightSource) -> None:
-        """Each server answers a fixed prompt; its log-probs must be the source's."""
-        answers: dict[str, Rollout] = {}
 
-        async def ask(server: Server) -> None:
-            answers[server.name] = await self._probe(server)
-
-        await self._phase("probe", servers, ask)
-        asked = [server for server in _taking_part(servers) if server.name in answers]
-        expected = await source.score([answers[server.name] for server in asked]) if asked else None
-        for server, logprobs_R in zip(asked, expected or [], strict=False):
-            worst = float(np.max(np.abs(logprobs_R - answers[server.name].logprobs)))
-            allowed = _PROBE_TOLERANCE.get(_facts(server).dtype, _PROBE_TOLERANCE_ELSE)
-            if not worst <= allowed:
-                self._fleet.fence(
-                    server,
-                    f"weight update, probe: log-probs of {PROBE_TOKENS} sampled tokens differ from the policy's by up "
-                    f"to {worst:.3g}; allowed: {allowed:g} ({_facts(server).dtype or 'unknown dtype'}). "
-                    "Does it serve the model of model.path, at the temperature of the request?",
-                )
+async def _answers(server: Server) -> bool:
+    try:
+        await server.client.model_info(timeout_s=_ALIVE_S)
+    except UnreachableError:
+        return False
+    except RefusedError:  # an answer, too
+        return True
+    return True
 
 
-def _own_fault(text: str) -> bool:
-    """Whether a refusal is about the weights themselves, not about the group that broke."""
-    return "status 4" in text and "receive" not in text.lower() and "process group" not in text.lower()
-
-
-def _taking_part(servers: Sequence[Server]) -> list[Server]:
-    """Those that were not fenced since the update began (one that was may be starting again by now)."""
-    return [server for server in servers if server.state == "updating"]
-
-
-def _facts(server: Server) -> Any:
+def _facts(server: Server) -> ServerFacts:
     assert server.facts is not None, f"{server.name} takes part in an update before it said what it is"
     return server.facts
 
@@ -309,21 +297,3 @@ def _facts(server: Server) -> Any:
 def _hashes_alike(server: Server) -> bool:
     """Whether the server's checksums are of the bytes as they were sent: on a CPU, unsharded."""
     return _facts(server).device == "cpu" and _facts(server).tensor_parallel == 1
-
-
-def _remove(directory: Path) -> None:
-    shutil.rmtree(directory, ignore_errors=True)
-
-
-def _metrics(report: SendReport, servers: int) -> dict[str, float]:
-    return {
-        "sync/bytes": float(report.num_bytes),
-        "sync/servers": float(servers),
-        "timing/sync_send_s": report.send_s,
-    }
-
-
-async def post_to(url: str, path: str, body: Mapping[str, Any], timeout_s: float) -> Any:
-    """One call on a connection of its own: what the exporting ranks hand to their senders."""
-    async with SGLangClient(url) as client:
-        return await client.post(path, body, timeout_s=timeout_s)

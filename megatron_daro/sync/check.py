@@ -1,0 +1,179 @@
+"""Whether a receiver has the weights that it was sent, or kept the ones before: by log-probs.
+
+Place in the data flow: WeightSync asks every receiver for its log-probs of a fixed text, the policy for its own, and
+this file for a verdict. It calls nobody.
+
+Two implementations of one model differ, in bf16 by more than two neighbouring versions of the weights do, so closeness
+alone cannot tell a receiver that kept its weights. Here each is compared with what it said itself: of the change
+between two answers, `moved_R` = s_new - s_old, the policy's own change `wanted_R` = p_new - p_old is known, and the
+constant difference of the two implementations cancels. A receiver that follows has moved_R near wanted_R, one that
+kept its weights has moved_R near 0. It refuses to judge where the policy did not change, or changed too little.
+
+Legend: R response tokens of the fixed probe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_daro.sync.plan import Digest
+from megatron_daro.types import Rollout
+
+# Largest difference that two right implementations have: fp32 differs by order of summation (1e-5 measured), bf16
+# by rounding of every layer (0.06 measured on tiny models). It shows another model or temperature, not another step.
+_TOLERANCE = {"float32": 1e-3}
+_TOLERANCE_ELSE = 1.0
+# A receiver kept its weights if its answer moved by less than this part of what lacks to the policy's move; by a
+# smaller part where right receivers of the first syncs came near to that. It follows if it is nearer by the inverse.
+_KEPT = 0.5
+_LEARNED_FROM, _LEARNED_PART = 8, 0.7
+# So much of the policy's log-probs must have changed: a change of few tokens may be lost in the receiver's rounding.
+_CHANGED_PART = 0.75
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProbeAnswer:
+    """What a receiver made of the probe.
+
+    fixed: the given text, with the receiver's log-probs at temperature 1; the same tokens in every sync. sampled: an
+    answer to it, sampled at `temperature`. dtype: the receiver computes in, such as "bfloat16". verified: checksums
+    showed already that it has the weights that were sent.
+    """
+
+    fixed: Rollout
+    sampled: Rollout
+    temperature: float
+    dtype: str
+    verified: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Answer:
+    """One sync: the receiver's log-probs of the fixed text, the policy's, and the digests of what was sent."""
+
+    receiver_R: np.ndarray
+    policy_R: np.ndarray
+    received: Mapping[str, str]
+
+
+@dataclass(slots=True)
+class _History:
+    """Answers of one receiver. last: of the sync before. settled: the last one that showed a move, so that moves too
+    small to be told in one step add up. first: of its first sync, as whose weights it is after a restart."""
+
+    last: _Answer | None = None
+    settled: _Answer | None = None
+    first: _Answer | None = None
+    ratios: list[float] = field(default_factory=list)
+
+    def references(self) -> list[_Answer]:
+        """What an answer is compared with, each once."""
+        found = (self.last, self.settled, self.first)
+        return [a for i, a in enumerate(found) if a is not None and a not in found[:i]]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Verdicts. rejected: receiver -> why. verified: those that are seen to have the new weights; of the others that
+    were not rejected nothing can be told."""
+
+    rejected: Mapping[str, str]
+    verified: frozenset[str]
+
+
+class UpdateCheck:
+    """Judges the receivers of one policy, sync after sync."""
+
+    def __init__(self) -> None:
+        self._histories: dict[str, _History] = {}
+
+    def restarted(self, name: str) -> None:
+        """The receiver begins anew, with the weights that it had at first."""
+        if name in self._histories:
+            self._histories[name].last = self._histories[name].settled = None
+
+    def judge(
+        self,
+        answers: Mapping[str, ProbeAnswer],
+        scores: Mapping[str, tuple[np.ndarray, np.ndarray]],
+        digests: Mapping[str, Digest],
+    ) -> Outcome:
+        """Compares each receiver with the policy as it is and as it was.
+
+        Args:
+            answers: by receiver. scores: float32 log-probs of the policy for the answer's (fixed, sampled) tokens.
+            digests: of what was sent; equal to those of an earlier sync, nothing changed since.
+
+        Returns:
+            The verdicts.
+        """
+        rejected, verified = {}, set()
+        received = {name: digest.received for name, digest in digests.items()}
+        for name, answer in answers.items():
+            fixed_R, sampled_R = scores[name]
+            reason = _too_far(answer, sampled_R)
+            follows = False
+            if not reason:
+                now = _Answer(answer.fixed.logprobs, fixed_R, received)
+                follows, reason = self._followed(self._histories.setdefault(name, _History()), now)
+            if reason:
+                rejected[name] = reason
+            elif follows or answer.verified:
+                verified.add(name)
+        return Outcome(rejected, frozenset(verified))
+
+    def _followed(self, history: _History, now: _Answer) -> tuple[bool, str]:
+        """(whether the receiver is seen to follow the policy, why it is seen not to)."""
+        limit = min([_KEPT, *(_LEARNED_PART * ratio for ratio in history.ratios)])
+        follows = False
+        for then in history.references():
+            ratio = _ratio(then, now)
+            if ratio is not None and ratio < limit:
+                return False, _kept_text(then, now, limit)
+            if ratio is not None and then is history.last and len(history.ratios) < _LEARNED_FROM:
+                history.ratios.append(ratio)
+            follows = follows or (ratio is not None and ratio > 1 / _KEPT and then is not history.first)
+        history.last, history.first = now, history.first or now
+        if follows or history.settled is None:
+            history.settled = now
+        return follows, ""
+
+
+def _ratio(then: _Answer, now: _Answer) -> float | None:
+    """How near the receiver's answer is to its old one, against the one it should have now: 0 where it kept its
+    weights, large where it follows. None where the policy did not change, or too few of its log-probs."""
+    wanted_R = now.policy_R - then.policy_R
+    if (now.received and now.received == then.received) or np.mean(wanted_R != 0) < _CHANGED_PART:
+        return None
+    moved_R = now.receiver_R - then.receiver_R
+    lacking = _rms(moved_R - wanted_R)
+    return _rms(moved_R) / lacking if lacking else float("inf")
+
+
+def _rms(values_R: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(values_R, dtype=np.float64))))
+
+
+def _too_far(answer: ProbeAnswer, expected_R: np.ndarray) -> str:
+    """Why the sampled answer is not one of this model at all; empty where it may be."""
+    worst = float(np.max(np.abs(expected_R - answer.sampled.logprobs)))
+    allowed = _TOLERANCE.get(answer.dtype, _TOLERANCE_ELSE)
+    if worst <= allowed:
+        return ""
+    return (
+        f"log-probs of {len(expected_R)} sampled tokens differ from the policy's by up to {worst:.3g}; allowed: "
+        f"{allowed:g} ({answer.dtype or 'unknown dtype'}). Does it serve the model of model.path, at the temperature "
+        "of the request?"
+    )
+
+
+def _kept_text(then: _Answer, now: _Answer, limit: float) -> str:
+    wanted_R, moved_R = now.policy_R - then.policy_R, now.receiver_R - then.receiver_R
+    return (
+        f"it kept its weights: of {len(moved_R)} given tokens the policy's log-probs changed by {_rms(wanted_R):.3g} "
+        f"nat, its own by {_rms(moved_R):.3g}, {_rms(moved_R - wanted_R):.3g} away from the policy's change; allowed: "
+        f"at least {limit:.2g} of that"
+    )

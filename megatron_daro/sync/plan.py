@@ -1,0 +1,108 @@
+"""What a weight sync has between its two ends: what is to be sent to whom, what was sent, and who failed.
+
+Place in the data flow: an engine makes a SendPlan; WeightSync hands it to the policy, whose ranks send; their
+SendReport goes back to the engine. Holds records only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+Post = Callable[[str, str, Mapping[str, Any], float], Awaitable[Any]]
+"""(url, path, JSON body, deadline in seconds) -> JSON answer. Raises EngineError."""
+
+Transport = Literal["distributed", "tensor", "disk", "actor"]
+"""distributed: one broadcast to all servers; tensor: handles of GPU memory to servers of the same host; disk: files
+that servers read; actor: buckets to Ray actors."""
+
+# Tensors that a server keeps as they are (it fuses q, k, v and gate, up) and that are cheap to hash.
+_HASHED = ("norm.weight", "o_proj.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A receiver: its name; address of a server; its first rank in the group, and its number of ranks; actor: a Ray
+    actor with `receive(bucket)`."""
+
+    name: str
+    url: str = ""
+    rank_offset: int = 1
+    ranks: int = 1
+    actor: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendPlan:
+    """Everything that one export is to send.
+
+    bucket_bytes: limit of a bucket, or of a file. timeout_s: of each call and each broadcast. digest_dtype: that
+    of the receivers, such as "bfloat16"; the report then has digests of some tensors. directory: of files, for disk.
+    """
+
+    transport: Transport
+    targets: tuple[Target, ...]
+    bucket_bytes: int
+    timeout_s: float
+    digest_dtype: str = ""
+    directory: Path | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of a group: one sender and those of all servers."""
+        return 1 + sum(target.ranks for target in self.targets)
+
+
+@dataclass(frozen=True, slots=True)
+class SendFailure:
+    """Why a receiver did not get everything.
+
+    kind: "refused": it had the bytes and will not take them, and nobody else had trouble then: its own fault;
+    "unanswered": no answer came from it; "group": what carried the bytes to everyone broke, whoever broke it.
+    """
+
+    kind: Literal["refused", "unanswered", "group"]
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """First 16 hex digits of sha256 of a tensor: as it was sent, in its dtype, and as it is in the receivers' dtype."""
+
+    dtype: str
+    sent: str
+    received: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendReport:
+    """What was sent. digests: of some tensors by HF name. files: HF name -> (file name, bytes), for disk.
+    failures: receiver -> what went wrong; if there is one, none may be taken to have the new weights."""
+
+    num_bytes: int = 0
+    num_buckets: int = 0
+    send_s: float = 0.0
+    digests: Mapping[str, Digest] = field(default_factory=dict)
+    files: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    failures: Mapping[str, SendFailure] = field(default_factory=dict)
+
+    def joined(self, other: SendReport) -> SendReport:
+        """Both together: those of two pipeline stages."""
+        return SendReport(
+            self.num_bytes + other.num_bytes,
+            self.num_buckets + other.num_buckets,
+            self.send_s + other.send_s,
+            {**self.digests, **other.digests},
+            {**self.files, **other.files},
+            {**self.failures, **other.failures},
+        )
+
+
+def is_hashed(name: str) -> bool:
+    """Whether the digest of this tensor is part of a report."""
+    return name.endswith(_HASHED)
