@@ -91,7 +91,7 @@ class Controller:
     """One training run."""
 
     def __init__(self, section: TrainerSection, parts: Parts, *, max_staleness: int, rollouts_per_prompt: int) -> None:
-        """Starts nothing.
+        """Starts nothing; policy and engine are started by whoever made them.
 
         Args:
             section: the configuration's trainer section. `steps` are optimizer steps.
@@ -204,9 +204,7 @@ class Controller:
             await asyncio.wait({start, stop})
 
     async def _start(self) -> None:
-        engine = self._parts.engine
-        if engine:
-            await self._within("engine_start", engine.start())
+        if self._parts.engine:
             await self._publish("first sync")
         await self._evaluate_first()
         self._parts.phases.collect()
@@ -363,7 +361,7 @@ class Controller:
             raise DataError(f"{self._lost_in_a_row} batches in a row trained nothing; the last: {message}")
 
     async def _publish(self, what: str) -> Mapping[str, float]:
-        assert self._weight_sync is not None, "there is one wherever there is an engine"
+        assert self._weight_sync, "there is one wherever there is an engine"
         return await self._within("sync", self._weight_sync.publish(self.step), what=what)
 
     async def _share_weights(self, update: Update) -> None:

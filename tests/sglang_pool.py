@@ -13,8 +13,9 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,16 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang.answers import DirectAnswers
 from megatron_daro.engine.sglang.arguments import server_command
+from megatron_daro.engine.sglang.client import post_to
 from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.engine.sglang.ports import reserve_port
 from megatron_daro.engine.sglang.process import ManagedProcess
 from megatron_daro.engine.sglang.servers import ExternalServer
 from megatron_daro.engine.sglang.supervision import Expected
-from megatron_daro.sync.buckets import bucketize
+from megatron_daro.sync import disk
+from megatron_daro.sync.plan import SendPlan, SendReport
+from megatron_daro.sync.sender import Sender
+from megatron_daro.sync.weight_sync import WeightSync
 from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams
 
 VARIABLE = "MEGATRON_DARO_SGLANG"
@@ -266,11 +271,57 @@ async def started(engine: SGLangEngine) -> AsyncIterator[SGLangEngine]:
         await engine.close()
 
 
-async def buckets_of(model: Any, bucket_bytes: int = 8000) -> AsyncIterator[Any]:
-    """All weights of a transformers model."""
-    named = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
-    for bucket in bucketize(named, bucket_bytes):
-        yield bucket
+class ModelWeights:
+    """A WeightExporter of a transformers model in this process, with the senders of the policy's ranks.
+
+    named: what it exports, instead of the model's parameters. bucket_bytes: instead of the plan's.
+    """
+
+    def __init__(self, model: Any, *, named: Iterable[tuple[str, Any]] | None = None, bucket_bytes: int = 0) -> None:
+        self.model, self.version, self._bucket_bytes = model, 0, bucket_bytes
+        self._named = named
+        self._sender = Sender(HOST, "gloo", post_to)
+
+    @asynccontextmanager
+    async def hold(self, version: int | None = None) -> AsyncIterator[int]:
+        """Nothing changes these."""
+        self.version = self.version if version is None else version
+        yield self.version
+
+    async def export(self, plan: SendPlan) -> SendReport:
+        """From this process, over gloo or as files."""
+        plan = replace(plan, bucket_bytes=self._bucket_bytes or plan.bucket_bytes)
+        if plan.directory is not None:
+            disk.prepare(plan.directory)
+        report = await asyncio.to_thread(self._sender.send, self._stream(), plan, label="part")
+        if plan.directory is not None:
+            disk.finish(plan.directory, report.files, Path(self.model.name_or_path))
+        return report
+
+    async def score(self, rollouts: Sequence[Rollout], *, temperature: float) -> list[np.ndarray]:
+        """By transformers."""
+        return [logprobs_of(self.model, rollout, temperature) for rollout in rollouts]
+
+    def close(self) -> None:
+        """Leaves the group of the servers."""
+        self._sender.close()
+
+    def _stream(self) -> Iterable[tuple[str, Any]]:
+        return named_weights(self.model) if self._named is None else self._named
+
+
+def named_weights(model: Any) -> list[tuple[str, Any]]:
+    """(HF name, tensor) of a transformers model; tied ones once."""
+    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+
+
+async def give(engine: Any, model: Any, version: int, **options: Any) -> Mapping[str, float]:
+    """One sync of a model's weights, from a sender of its own. options: of ModelWeights."""
+    weights = ModelWeights(model, **options)
+    try:
+        return await WeightSync(weights, engine).publish(version)
+    finally:
+        await asyncio.to_thread(weights.close)
 
 
 def group(number: int, *, count: int = 4, length: int = 3, **sampling: Any) -> GroupRequest:

@@ -136,7 +136,12 @@ class StubServer:
         """As many tokens for each input as were asked for, counted up from the number of tokens in it."""
         count = body["sampling_params"]["max_new_tokens"]
         inputs = body["input_ids"] if isinstance(body["input_ids"][0], list) else [body["input_ids"]]
-        return [self.one([(len(ids) + i) % 30 for i in range(count)]) for ids in inputs]
+        answers = [self.one([(len(ids) + i) % 30 for i in range(count)]) for ids in inputs]
+        if body.get("logprob_start_len") == 0:
+            for ids, answer in zip(inputs, answers, strict=True):
+                given = [[None, ids[0], None], *([-0.5 - 0.01 * i, token, None] for i, token in enumerate(ids[1:]))]
+                answer["meta_info"]["input_token_logprobs"] = given
+        return answers
 
     def one(self, ids: list[int], finish_reason: str = "length") -> dict[str, Any]:
         """The answer of one sample."""

@@ -15,7 +15,16 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from sglang_pool import CPU_ARGUMENTS, VOCAB, engine_of, expected, required_environment, save_policy
+from sglang_pool import (
+    CPU_ARGUMENTS,
+    VOCAB,
+    engine_of,
+    expected,
+    give,
+    named_weights,
+    required_environment,
+    save_policy,
+)
 from transformers import AutoModelForCausalLM
 
 from megatron_daro.engine.embedded import EmbeddedEngine
@@ -46,7 +55,7 @@ async def sglang(servers, run_dir, directory, seed=0, decode=None):
     engine = engine_of(servers, run_dir, decode=decode, expect=expected(directory))
     await engine.start()
     try:
-        await engine.update_weights(buckets_of(AutoModelForCausalLM.from_pretrained(directory)), version=0)
+        await give(engine, AutoModelForCausalLM.from_pretrained(directory), 0)
         yield engine
     finally:
         await engine.close()
@@ -101,10 +110,14 @@ async def collect(engine, wanted):
     return {rollouts[0].group_id: rollouts async for rollouts in engine.generate(wanted)}
 
 
-async def buckets_of(model, *, drop=0, bucket_bytes=4000):
-    named = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
-    for bucket in bucketize(named[drop:], bucket_bytes):
-        yield bucket
+async def updated(engine, model, version, named=None):
+    """A sync of a model's weights; of `named` instead, where a test breaks them."""
+    if not isinstance(engine, EmbeddedEngine):
+        return await give(engine, model, version, named=named)
+    engine.open_update()
+    for bucket in bucketize(named or named_weights(model), 4000):
+        await engine.receive(bucket)
+    return await engine.commit_update(version)
 
 
 def run(coroutine):
@@ -220,7 +233,7 @@ def test_updated_weights_are_used_and_stamped(start, models):
     async def scenario():
         async with start(models[0][0]) as engine:
             before = await collect(engine, [group(0)])
-            await engine.update_weights(buckets_of(models[1][1]), version=5)
+            await updated(engine, models[1][1], 5)
             return before, await collect(engine, [group(0)])
 
     before, after = run(scenario())
@@ -239,7 +252,7 @@ def test_an_update_during_generation_never_mixes_versions_within_a_span(start, m
         async with start(models[0][0]) as engine:
             task = asyncio.create_task(collect(engine, wanted))
             await asyncio.sleep(0.2)  # after the first tokens, long before the last
-            await engine.update_weights(buckets_of(models[1][1]), version=1)
+            await updated(engine, models[1][1], 1)
             return await task
 
     answered = run(scenario())
@@ -256,22 +269,22 @@ def test_an_update_during_generation_never_mixes_versions_within_a_span(start, m
 
 
 def test_a_failed_update_leaves_the_old_version_or_a_refusal_never_a_mixture(start, models):
-    async def torn():
-        async for bucket in buckets_of(models[1][1]):
-            yield bucket
-            raise SyncError("the sender died")
+    def torn():
+        yield from named_weights(models[1][1])[:3]
+        raise SyncError("the sender died")
 
-    async def scenario(stream, error):
+    async def scenario(named, error):
         async with start(models[0][0]) as engine:
             with pytest.raises(error):
-                await engine.update_weights(stream, version=5)
+                await updated(engine, models[1][1], 5, named)
             try:
                 return await collect(engine, [group(0)])
             except (EngineError, SyncError):
                 return {}
 
-    for stream, error in ((buckets_of(models[1][1], drop=1), (EngineError, SyncError)), (torn(), SyncError)):
-        for r in run(scenario(stream, error)).get(0, ()):
+    lacking = named_weights(models[1][1])[1:]
+    for named, error in ((lacking, (EngineError, SyncError)), (torn(), SyncError)):
+        for r in run(scenario(named, error)).get(0, ()):
             assert r.weight_version == 0
             np.testing.assert_allclose(r.logprobs, logprobs_of(models[1][0], r), atol=1e-4)
 

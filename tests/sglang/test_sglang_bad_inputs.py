@@ -14,10 +14,10 @@ import pytest
 from cli_runs import run_cli
 from sglang_pool import (
     VOCAB,
-    buckets_of,
     collect,
     engine_of,
     expected,
+    give,
     group,
     required_environment,
     save_policy,
@@ -190,12 +190,12 @@ def test_a_real_server_of_another_vocabulary_or_size_is_refused(pool, tmp_path):
         wider = save_policy(tmp_path / "wider", 0, hidden=48)
         async with started(engine_of([server.url], tmp_path, expect=expected(tmp_path / "wider"))) as engine:
             with pytest.raises(SyncError) as caught:
-                await engine.update_weights(buckets_of(wider), 1)
+                await give(engine, wider, 1)
             assert "model.path" in str(caught.value), caught.value
         # It is left paused, with weights of two models; what the next run gives it is whole again.
         right = AutoModelForCausalLM.from_pretrained(server.model)
         async with started(engine_of([server.url], tmp_path, expect=expected(server.model))) as engine:
-            await engine.update_weights(buckets_of(right), 2)
+            await give(engine, right, 2)
             assert worst_difference(right, await collect(engine, [group(0)])) <= 1e-4
 
     run(scenario())

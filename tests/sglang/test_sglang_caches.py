@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from sglang_pool import (
     VOCAB,
-    buckets_of,
     collect,
     engine_of,
     expected,
+    give,
     group,
     save_policy,
     section,
@@ -41,11 +41,11 @@ def test_a_cache_that_a_running_request_keeps_from_being_emptied_serves_no_later
     async def scenario():
         engine = engine_of([server.url], tmp_path, options=section(pause="in_place"), expect=expected(server.model))
         async with started(engine):
-            await engine.update_weights(buckets_of(models[0]), 0)
+            await give(engine, models[0], 0)
             endless = asyncio.create_task(collect(engine, [group(99, count=1, max_new_tokens=2500)]))
             for version in range(3):
                 if version:
-                    await engine.update_weights(buckets_of(models[version]), version)
+                    await give(engine, models[version], version)
                 # The second group finds the prefix of the first, and that of earlier weights if nothing forbids it.
                 for number in (2 * version, 2 * version + 1):
                     rollouts = await collect(engine, [sharing(number)])

@@ -10,17 +10,16 @@ import contextlib
 import itertools
 import os
 import signal
-from dataclasses import replace
 
 import psutil
 import pytest
 from sglang_pool import (
     VOCAB,
     ManagedServer,
-    buckets_of,
     collect,
     engine_of,
     expected,
+    give,
     group,
     save_policy,
     section,
@@ -30,12 +29,10 @@ from sglang_pool import (
 from sglang_proxy import Proxy
 from transformers import AutoModelForCausalLM
 
-from megatron_daro.engine.sglang.update import post_to
-from megatron_daro.sync.stream import StreamSource
-
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 TOLERANCE, LIMIT_S = 1e-4, 500
+BUCKET_BYTES = 16_000  # the weights need several broadcasts
 
 
 def run(coroutine):
@@ -47,18 +44,6 @@ def models(pool, tmp_path_factory):
     """(model the servers were started with, another one of the same shapes)."""
     directory = pool.up()[0].model
     return AutoModelForCausalLM.from_pretrained(directory), save_policy(tmp_path_factory.mktemp("other"), 1)
-
-
-class SmallBuckets(StreamSource):
-    """Weights that need several broadcasts."""
-
-    async def broadcast(self, plan):
-        return await super().broadcast(replace(plan, bucket_bytes=16000))
-
-
-async def source_of(model, version, directory):
-    buckets = [bucket async for bucket in buckets_of(model)]
-    return SmallBuckets(buckets, version, post=post_to, model_path=directory)
 
 
 def assert_answered_once(rollouts, wanted):
@@ -86,7 +71,7 @@ def test_500s_and_connections_that_break_lose_and_double_no_group(pool, models, 
             for version, model in enumerate(models):
                 for proxy in proxies:
                     proxy.rule = lambda path: ""
-                await engine.update_from(await source_of(model, version, servers[0].model), version)
+                await give(engine, model, version, bucket_bytes=BUCKET_BYTES)
                 left = itertools.repeat(None, 20)
 
                 def rule(path, left=left):
@@ -133,7 +118,7 @@ def test_a_server_that_stops_making_tokens_is_given_up_and_its_groups_are_answer
 
     async def scenario():
         async with started(engine_of(urls, tmp_path, options=options, expect=expect)) as engine:
-            await engine.update_from(await source_of(models[1], 1, servers[0].model), 1)
+            await give(engine, models[1], 1, bucket_bytes=BUCKET_BYTES)
             with stopped(scheduler_of(servers[0])):
                 rollouts = await collect(engine, wanted)
             assert_answered_once(rollouts, wanted)
@@ -142,7 +127,7 @@ def test_a_server_that_stops_making_tokens_is_given_up_and_its_groups_are_answer
             assert (first.state, second.state) == ("fenced", "serving")
             assert "no token came out of it for 12 s (engine.sglang.stall_timeout_s)" in first.reason
         async with started(engine_of(urls, tmp_path, options=options, expect=expect)) as engine:
-            await engine.update_from(await source_of(models[0], 2, servers[0].model), 2)
+            await give(engine, models[0], 2, bucket_bytes=BUCKET_BYTES)
             assert engine.metrics()["engine/servers"] == 2, "it goes on once it may"
             assert worst_difference(models[0], await collect(engine, wanted)) <= TOLERANCE
 
@@ -169,7 +154,7 @@ def test_a_kill_in_the_middle_of_a_broadcast_leaves_a_server_with_all_of_the_new
         async with Proxy(victim.url) as proxy:
             handles, expect = [ProxiedServer(victim, proxy), survivor.url], expected(victim.model, vocabulary=VOCAB)
             async with started(engine_of(handles, tmp_path, expect=expect)) as engine:
-                await engine.update_from(await source_of(models[0], 1, victim.model), 1)
+                await give(engine, models[0], 1, bucket_bytes=BUCKET_BYTES)
                 broadcasts = itertools.count(1)
 
                 def rule(path):
@@ -178,7 +163,7 @@ def test_a_kill_in_the_middle_of_a_broadcast_leaves_a_server_with_all_of_the_new
                     return ""
 
                 proxy.rule = rule
-                metrics = await engine.update_from(await source_of(models[1], 2, victim.model), 2)
+                metrics = await give(engine, models[1], 2, bucket_bytes=BUCKET_BYTES)
                 assert next(broadcasts) > 3, "the kill never came"
                 assert (metrics["sync/servers"], metrics["engine/fenced"]) == (1, 1)
                 killed, serving = engine.fleet.servers

@@ -16,6 +16,7 @@ from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.runtime.cluster import Resources, cluster
 from megatron_daro.runtime.policy_group import PolicyGroup
+from megatron_daro.sync.weight_sync import WeightSync
 from megatron_daro.types import TrainBatch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -65,7 +66,7 @@ def batch_of(rollouts):
 
 async def worst_difference(policy, rollouts):
     """Between the log-probs of the servers and those of the ranks."""
-    scored = await policy.score(rollouts)
+    scored = await policy.score(rollouts, temperature=TEMPERATURE)
     return max(float(np.abs(mine - r.logprobs).max()) for mine, r in zip(scored, rollouts, strict=True))
 
 
@@ -91,11 +92,12 @@ def test_servers_have_the_ranks_weights_after_every_sync(pool, tmp_path, tensor_
                 options = section(sync=mode, bucket_mib=1)
                 engine = engine_of(urls, tmp_path, options=options, temperature=TEMPERATURE, expect=expected(model))
                 async with started(engine):
+                    sync = WeightSync(policy, engine)
                     for _ in range(2):
                         if earlier is not None:
                             version += 1
                             assert not (await policy.train(batch_of(earlier), version)).skipped
-                        metrics = await policy.sync(engine, version)
+                        metrics = await sync.publish(version)
                         assert (metrics["sync/servers"], metrics["engine/fenced"]) == (2, 0)
                         rollouts = await sampled(engine)
                         assert {r.weight_version for r in rollouts} == {version}

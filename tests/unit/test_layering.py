@@ -23,7 +23,7 @@ SIDEWAYS = {
     "data": {"algo"},  # a batch carries advantages and bins
     "rollout": {"data", "algo"},  # the sampler filters by bin and hands groups to the batch
     "engine": {"sync"},  # buckets are read where weights arrive, and SGLang servers are sent theirs by a transport
-    "controller": {"recovery"},
+    "controller": {"recovery", "sync"},  # it owns the one WeightSync
 }
 """Imports within a level, beside those within a unit; without a cycle."""
 

@@ -12,7 +12,7 @@ import hashlib
 import json
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +34,8 @@ from megatron_daro.rollout.ledger import Ledger
 from megatron_daro.rollout.recorder import Recorder
 from megatron_daro.rollout.rounds import Rounds
 from megatron_daro.rollout.sampler import Sampler
-from megatron_daro.types import Prompt, Rollout, SamplingParams, StepResult, Verdict, WeightBucket
+from megatron_daro.sync.plan import SendReport
+from megatron_daro.types import Prompt, Rollout, SamplingParams, StepResult, Verdict
 
 K = 4
 GRPO = make_algorithm("grpo", rollouts_per_prompt=K, max_response_tokens=64)
@@ -169,12 +170,34 @@ class FakeEngine:
     async def abort(self, group_ids=None) -> None:
         self.events.append(("abort", self.version))
 
-    async def update_weights(self, buckets, version: int) -> None:
-        self.weights = b"".join([bucket.data.tobytes() async for bucket in buckets])
-        self.version = version
+    def when_back(self, call) -> None:
+        """Nothing of it ever goes away."""
+
+    def update(self, version: int, only=None) -> FakeUpdate:
+        return FakeUpdate(self, version)
 
     async def close(self) -> None:
         self.closed += 1
+
+
+class FakeUpdate:
+    """Takes the weights that a FakePolicy exports."""
+
+    def __init__(self, engine: FakeEngine, version: int) -> None:
+        self.engine, self.version, self.received, self.report = engine, version, [], SendReport()
+
+    async def prepare(self) -> list:
+        return self.received
+
+    async def install(self, report: SendReport) -> None:
+        self.report = report
+        (self.engine.weights,), self.engine.version = self.received, self.version
+
+    async def probe(self) -> dict:
+        return {}
+
+    async def accept(self) -> dict:
+        return {"sync/bytes": float(self.report.num_bytes)}
 
 
 def make_rollout(group_id, attempt, index, prompt, version, weights=b"", finish=None, length=None) -> Rollout:
@@ -239,15 +262,15 @@ class FakePolicy:
         loss = int(self.weights) % 1000003 / 1000003
         return StepResult(step, {"loss/policy": loss, "difficulty/weight/2": 1 + loss})
 
-    async def sync(self, engine, version: int):
+    @asynccontextmanager
+    async def hold(self, version=None):
         self.events.append(("sync", version))
+        yield version
 
-        async def buckets():
-            data = np.frombuffer(self.weights, np.uint8)
-            yield WeightBucket((("w", (len(data),), "uint8", 0),), data)
-
-        await engine.update_weights(buckets(), version)
-        return {"sync/bytes": float(len(self.weights))}
+    async def export(self, plan) -> SendReport:
+        """plan: a list, into which the weights go."""
+        plan.append(self.weights)
+        return SendReport(len(self.weights), 1)
 
     async def save(self, directory: Path) -> None:
         self.events.append(("save", self.steps))

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pickle
 import warnings
+from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_daro.errors import SyncError
-from megatron_daro.sync.buckets import bucketize, flatten, unbucket
-from megatron_daro.types import WeightBucket
+from megatron_daro.sync.buckets import bucketize
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 TENSORS = st.lists(st.tuples(st.lists(st.integers(0, 7), max_size=3), st.sampled_from(DTYPES)), max_size=12)
@@ -21,22 +20,23 @@ TENSORS = st.lists(st.tuples(st.lists(st.integers(0, 7), max_size=3), st.sampled
 
 @settings(max_examples=80, deadline=None)
 @given(specs=TENSORS, bucket_bytes=st.integers(1, 4000))
-def test_round_trip_within_the_limit(specs, bucket_bytes):
+def test_round_trip_within_the_limit_also_through_a_pickle(specs, bucket_bytes):
     generator = torch.Generator().manual_seed(0)
     sent = [(f"t{i}", torch.randn(s, generator=generator).to(d)) for i, (s, d) in enumerate(specs)]
     buckets = list(bucketize(iter(sent), bucket_bytes))
-    received = [pair for bucket in buckets for pair in unbucket(bucket)]
-    assert [name for name, _ in received] == [name for name, _ in sent]
-    for (_, got), (_, expected) in zip(received, sent, strict=True):
-        assert got.dtype == expected.dtype and got.shape == expected.shape and torch.equal(got, expected)
+    for way in (lambda b: b, lambda b: pickle.loads(pickle.dumps(b))):
+        received = [pair for bucket in buckets for pair in way(bucket).tensors()]
+        assert [name for name, _ in received] == [name for name, _ in sent]
+        for (_, got), (_, expected) in zip(received, sent, strict=True):
+            assert got.dtype == expected.dtype and got.shape == expected.shape and torch.equal(got, expected)
     for bucket in buckets:
-        assert len(bucket.data) <= bucket_bytes or len(bucket.entries) == 1
-        assert len(bucket.entries) > 0
+        assert len(bucket.data) <= bucket_bytes or len(bucket.names) == 1
+        assert len(bucket.names) > 0
 
 
 def test_buckets_are_filled_as_far_as_they_go():
     sent = [(f"t{i}", torch.full((16,), float(i))) for i in range(10)]  # 64 bytes each, no padding
-    assert [len(b.entries) for b in bucketize(sent, 192)] == [3, 3, 3, 1]
+    assert [len(b.names) for b in bucketize(sent, 192)] == [3, 3, 3, 1]
     assert [len(b.data) for b in bucketize(sent, 192)] == [192, 192, 192, 64]
 
 
@@ -51,26 +51,28 @@ def test_the_stream_may_reuse_its_memory_and_is_read_one_bucket_ahead_at_most():
     buckets = bucketize(stream(), 128)
     first = next(buckets)
     assert asked == [0, 1, 2]
-    values = [t[0].item() for b in [first, *buckets] for _, t in unbucket(b)]
+    values = [t[0].item() for b in [first, *buckets] for _, t in b.tensors()]
     assert values == [0, 1, 2, 3, 4, 5]
 
 
 def test_strided_tensors_are_packed_by_value():
     tensor = torch.arange(12.0).view(3, 4).t()
-    [(name, got)] = unbucket(next(bucketize([("t", tensor)], 1)))
+    [(name, got)] = next(bucketize([("t", tensor)], 1)).tensors()
     assert name == "t" and torch.equal(got, tensor)
 
 
-def test_unbucket_shares_memory_and_survives_pickling_and_read_only_data():
-    bucket = next(bucketize([("a", torch.ones(3)), ("b", torch.ones(2, dtype=torch.bfloat16))], 1000))
-    views = dict(unbucket(bucket))
+def test_tensors_share_memory_with_the_bucket_and_may_lie_in_read_only_memory():
+    bucket = next(bucketize([("a", torch.ones(3)), ("b", torch.ones(2))], 1000))
+    views = dict(bucket.tensors())
     bucket.data[:] = 0
     assert views["a"].sum() == 0 and views["b"].sum() == 0
-    copy = pickle.loads(pickle.dumps(bucket))
-    copy.data.flags.writeable = False
+    beside: list[pickle.PickleBuffer] = []
+    text = pickle.dumps(bucket, protocol=5, buffer_callback=beside.append)
+    assert len(beside) == 1, "the bytes travel beside the pickle"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert dict(unbucket(copy))["a"].shape == (3,)
+        copy = pickle.loads(text, buffers=[bytes(beside[0].raw())])  # as they lie in an object store
+        assert dict(copy.tensors())["a"].shape == (3,)
 
 
 def test_refusals():
@@ -80,13 +82,13 @@ def test_refusals():
         list(bucketize([("t", torch.ones(1, dtype=torch.int64))], 10))
     good = next(bucketize([("t", torch.ones(4))], 100))
     with pytest.raises(SyncError, match="torn"):
-        list(unbucket(WeightBucket(good.entries, good.data[:-1])))
+        list(replace(good, data=good.data[:-1]).tensors())
     with pytest.raises(SyncError, match="torn"):
-        list(unbucket(WeightBucket((("t", (3,), "float32", 2),), good.data)))
+        list(replace(good, shapes=((3,),)).tensors())
+    with pytest.raises(SyncError, match="torn"):
+        list(replace(good, names=("t", "u")).tensors())
     with pytest.raises(SyncError, match="'object'"):
-        list(unbucket(WeightBucket((("t", (4,), "object", 0),), good.data)))
-    with pytest.raises(SyncError, match="uint8"):
-        list(unbucket(WeightBucket(good.entries, np.ones(16))))
+        list(replace(good, dtype="object").tensors())
 
 
 def streamed(sizes):
@@ -97,7 +99,7 @@ def streamed(sizes):
 @pytest.mark.parametrize("sizes", [[4] * 7, [4, 4, 9, 4, 4], [9, 4, 4, 4], [4, 20, 9, 30, 1]])
 def test_reused_buffers_hold_a_bucket_and_the_one_before_it(sizes):
     stream, before, seen = streamed(sizes), None, []
-    for bucket in flatten(iter(stream), 16, reuse=True):
+    for bucket in bucketize(iter(stream), 16, reuse=True):
         for held in filter(None, (before, bucket)):
             for name, tensor in held.tensors():
                 assert torch.equal(tensor, stream[int(name)][1]), f"{name} was overwritten while it was in use"
@@ -108,14 +110,14 @@ def test_reused_buffers_hold_a_bucket_and_the_one_before_it(sizes):
 
 @pytest.mark.parametrize(("reuse", "places"), [(True, 2), (False, 6)])
 def test_buckets_take_turns_in_two_buffers_or_own_their_data(reuse, places):
-    buckets = list(flatten(iter(streamed([4] * 6)), 16, reuse=reuse))
+    buckets = list(bucketize(iter(streamed([4] * 6)), 16, reuse=reuse))
     assert len(buckets) == 6 and len({bucket.data.data_ptr() for bucket in buckets}) == places
 
 
 @pytest.mark.parametrize("reuse", [True, False])
 def test_a_tensor_larger_than_a_bucket_is_not_copied(reuse):
     stream = streamed([2, 9, 3])
-    buckets = list(flatten(iter(stream), 16, reuse=reuse))
+    buckets = list(bucketize(iter(stream), 16, reuse=reuse))
     assert [bucket.names for bucket in buckets] == [("0",), ("1",), ("2",)]
     places = [(bucket.data.data_ptr(), tensor.data_ptr()) for bucket, (_, tensor) in zip(buckets, stream, strict=True)]
     assert [mine == theirs for mine, theirs in places] == [False, True, False]
@@ -123,6 +125,6 @@ def test_a_tensor_larger_than_a_bucket_is_not_copied(reuse):
 
 def test_a_larger_tensor_that_is_not_contiguous_is_sent_row_by_row():
     turned = torch.arange(20.0).view(4, 5).T
-    (bucket,) = flatten(iter([("w", turned)]), 16)
+    (bucket,) = bucketize(iter([("w", turned)]), 16)
     ((name, tensor),) = bucket.tensors()
     assert name == "w" and torch.equal(tensor, turned) and bucket.data.nbytes == 80

@@ -1,9 +1,8 @@
 """The sending ends of weight sync, as far as they need no server: files that appear whole, streams that are read to
-their end whatever happens, streams that lack a tensor. With servers: tests/sglang."""
+their end whatever happens. With servers: tests/sglang."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 
@@ -12,14 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from sglang_pool import buckets_of, save_policy
 
 from megatron_daro.errors import EngineError, SyncError
 from megatron_daro.sync import broadcast, disk, tensor
 from megatron_daro.sync.broadcast import BroadcastSender
-from megatron_daro.sync.buckets import flatten
-from megatron_daro.sync.source import BroadcastPlan, SendReport, Target
-from megatron_daro.sync.stream import StreamSource
+from megatron_daro.sync.buckets import bucketize
+from megatron_daro.sync.plan import Digest, SendFailure, SendPlan, SendReport, Target
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TENSORS = st.lists(st.tuples(st.lists(st.integers(0, 7), max_size=3), st.sampled_from(DTYPES)), max_size=12)
@@ -46,11 +43,11 @@ class Stream:
 
 @settings(max_examples=60, deadline=None)
 @given(specs=TENSORS, bucket_bytes=st.integers(1, 2000))
-def test_flat_buckets_have_one_dtype_no_padding_and_everything_in_order(specs, bucket_bytes):
+def test_buckets_have_one_dtype_no_padding_and_everything_in_order(specs, bucket_bytes):
     generator = torch.Generator().manual_seed(0)
     sent = [(f"t{i}", torch.randn(s, generator=generator).to(d)) for i, (s, d) in enumerate(specs)]
     received = []
-    for bucket in flatten(iter(sent), bucket_bytes):
+    for bucket in bucketize(iter(sent), bucket_bytes):
         assert bucket.data.nbytes <= bucket_bytes or len(bucket.names) == 1
         tensors = list(bucket.tensors())
         assert sum(t.nbytes for _, t in tensors) == bucket.data.nbytes
@@ -68,9 +65,19 @@ def model_path(tmp_path):
     return path
 
 
+def write_checkpoint(directory, streams, model_path, shard_bytes):
+    """As the ranks and their driver do it."""
+    disk.prepare(directory)
+    report = SendReport()
+    for i, stream in enumerate(streams):
+        report = report.joined(disk.write_shards(directory, f"part{i}", stream, shard_bytes))
+    disk.finish(directory, report.files, model_path)
+    return report
+
+
 def test_files_of_several_ranks_make_one_checkpoint(tmp_path, model_path):
     directory, tensors = tmp_path / "sync" / "version_1", named(10)
-    report = disk.write_checkpoint(directory, [tensors[:6], tensors[6:]], model_path, 128)
+    report = write_checkpoint(directory, [tensors[:6], tensors[6:]], model_path, 128)
     index = json.loads((directory / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == report.num_bytes == 640
     loaded = {}
@@ -87,7 +94,7 @@ def test_a_write_that_fails_reads_the_stream_to_its_end_and_leaves_nothing_to_be
     directory = tmp_path / "sync" / "version_1"
     stream = Stream(named(10), at=(4, lambda: shutil.rmtree(disk.partial_directory(directory))))
     with pytest.raises(SyncError, match=r"could not be written.*free space, or set engine\.sglang\.sync_dir"):
-        disk.write_checkpoint(directory, [stream], model_path, 64)
+        write_checkpoint(directory, [stream], model_path, 64)
     assert stream.taken == 10, "other ranks gather along with it"
     assert not directory.exists()
 
@@ -95,7 +102,7 @@ def test_a_write_that_fails_reads_the_stream_to_its_end_and_leaves_nothing_to_be
 def test_a_directory_that_cannot_be_made_names_the_option(tmp_path, model_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SyncError, match=r"engine\.sglang\.sync_dir: .* cannot be made"):
-        disk.write_checkpoint(tmp_path / "file" / "version_1", [named()], model_path, 64)
+        write_checkpoint(tmp_path / "file" / "version_1", [named()], model_path, 64)
 
 
 def test_an_earlier_try_is_replaced_as_a_whole(tmp_path, model_path):
@@ -103,13 +110,13 @@ def test_an_earlier_try_is_replaced_as_a_whole(tmp_path, model_path):
     for path in (directory, disk.partial_directory(directory)):
         path.mkdir()
         (path / "old.safetensors").write_text("torn")
-    disk.write_checkpoint(directory, [named(1)], model_path, 64)
+    write_checkpoint(directory, [named(1)], model_path, 64)
     assert not (directory / "old.safetensors").exists()
 
 
 def plan_of(names, timeout_s=1.0):
     targets = tuple(Target(name, f"http://{name}", i + 1, 1) for i, name in enumerate(names))
-    return BroadcastPlan(targets, 64, timeout_s)
+    return SendPlan(transport="distributed", targets=targets, bucket_bytes=64, timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize("error", [EngineError("no room"), RuntimeError("a fault of this program")])
@@ -124,7 +131,8 @@ def test_a_broadcast_that_nobody_joins_reads_the_stream_to_its_end(error):
     try:
         if isinstance(error, EngineError):
             report = sender.send(stream, plan_of(["a", "b"]))
-            assert report.failures == {"a": "no room", "b": "no room"} and report.num_bytes == 0
+            failure = SendFailure("unanswered", "no room")
+            assert report.failures == {"a": failure, "b": failure} and report.num_bytes == 0
         else:
             with pytest.raises(RuntimeError, match="a fault of this program"):
                 sender.send(stream, plan_of(["a", "b"]))
@@ -150,25 +158,13 @@ def test_handles_of_host_memory_are_refused_and_the_stream_is_read_to_its_end():
 
     stream = Stream(named(10))
     report = tensor.push(stream, plan_of(["a"]), post)
-    assert "needs weights on a GPU" in report.failures["a"] and stream.taken == 10
-
-
-def test_a_stream_that_lacks_a_tensor_is_refused(tmp_path):
-    model = save_policy(tmp_path, 0)
-
-    async def source(drop):
-        buckets = [bucket async for bucket in buckets_of(model)]
-        kept = [bucket for bucket in buckets if drop not in [entry[0] for entry in bucket.entries]]
-        return StreamSource(kept, 1, post=None, model_path=tmp_path)
-
-    asyncio.run(source("none of them"))  # lm_head is the embedding of this model, and is no tensor of its own
-    with pytest.raises(SyncError, match=r"\d+ of \d+ tensors of .* never came, the first: .*; allowed: all of them"):
-        asyncio.run(source("model.norm.weight"))
+    assert "needs weights on a GPU" in report.failures["a"].text and stream.taken == 10
 
 
 def test_reports_of_stages_add_up():
-    first = SendReport(10, 1, 0.5, {"a": ("float32", "1")}, {})
-    second = SendReport(20, 2, 0.25, {"b": ("float32", "2")}, {"server 0": "gone"})
+    gone = SendFailure("unanswered", "gone")
+    first = SendReport(10, 1, 0.5, {"a": Digest("float32", "1", "1")}, {"a": ("one", 10)})
+    second = SendReport(20, 2, 0.25, {"b": Digest("float32", "2", "2")}, {"b": ("two", 20)}, {"server 0": gone})
     both = first.joined(second)
     assert (both.num_bytes, both.num_buckets, both.send_s) == (30, 3, 0.75)
-    assert both.checksums.keys() == {"a", "b"} and both.failures == {"server 0": "gone"}
+    assert both.digests.keys() == both.files.keys() == {"a", "b"} and both.failures == {"server 0": gone}

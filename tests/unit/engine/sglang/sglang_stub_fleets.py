@@ -9,9 +9,10 @@ import numpy as np
 from sglang_pool import engine_of, section, started
 from stub_server import StubServer, times
 
-from megatron_daro.engine.sglang.update import post_to
-from megatron_daro.errors import EngineError
-from megatron_daro.sync.source import SendReport
+from megatron_daro.engine.sglang.client import post_to
+from megatron_daro.errors import EngineError, RefusedError
+from megatron_daro.sync.plan import SendFailure, SendReport
+from megatron_daro.sync.weight_sync import WeightSync
 
 LIMIT_S = 60
 
@@ -22,45 +23,41 @@ def run(coroutine):
 
 
 class Weights:
-    """A WeightSource that calls servers as the policy's ranks do, and takes the stub's log-probs for right.
+    """A WeightExporter that calls servers as the policy's ranks do, and takes the stub's log-probs for right.
 
-    plans, directories: what it was asked for. checksums: those it claims to have sent. broken: raised by `write`.
+    plans, directories: what it was asked for. digests: those it claims to have sent. broken: raised by an export.
     """
 
     def __init__(self, version=1):
         self.version, self.plans, self.directories = version, [], []
-        self.checksums, self.broken = {}, None
+        self.digests, self.broken = {}, None
 
     @asynccontextmanager
-    async def hold(self):
-        yield
+    async def hold(self, version=None):
+        self.version = self.version if version is None else version
+        yield self.version
 
-    async def broadcast(self, plan):
-        return await self._sent(plan, "/update_weights_from_distributed")
-
-    async def push(self, plan):
-        return await self._sent(plan, "/update_weights_from_tensor")
-
-    async def write(self, directory, shard_bytes):
+    async def export(self, plan):
         if self.broken:
             raise self.broken
-        directory.mkdir(parents=True)
-        (directory / "model").write_text("weights")
-        self.directories.append(directory)
-        return SendReport(100, 1, 0.5)
-
-    async def score(self, rollouts):
-        return [-0.5 - 0.01 * np.arange(r.response_length, dtype=np.float32) for r in rollouts]
-
-    async def _sent(self, plan, path):
+        if plan.transport == "disk":
+            plan.directory.mkdir(parents=True)
+            (plan.directory / "model").write_text("weights")
+            self.directories.append(plan.directory)
+            return SendReport(100, 1, 0.5)
         self.plans.append(plan)
+        path = f"/update_weights_from_{plan.transport}"
         failures = {}
         for target in plan.targets:
             try:
                 await post_to(target.url, path, {"names": ["w"]}, plan.timeout_s)
             except EngineError as error:
-                failures[target.name] = str(error)
-        return SendReport(100, 1, 0.5, self.checksums, failures)
+                kind = "refused" if isinstance(error, RefusedError) else "unanswered"
+                failures[target.name] = SendFailure(kind, str(error))
+        return SendReport(100, 1, 0.5, self.digests if plan.digest_dtype else {}, failures=failures)
+
+    async def score(self, rollouts, *, temperature):
+        return [-0.5 - 0.01 * np.arange(r.response_length, dtype=np.float32) for r in rollouts]
 
 
 class Rig:
@@ -69,6 +66,13 @@ class Rig:
     def __init__(self, engine, stubs, warnings):
         self.engine, self.stubs, self.warnings = engine, stubs, warnings
         self.servers = engine.fleet.servers
+        self._syncs = {}
+
+    async def publish(self, weights, version):
+        """What the controller does; every Weights has a WeightSync of its own."""
+        if weights not in self._syncs:
+            self._syncs[weights] = WeightSync(weights, self.engine)
+        return await self._syncs[weights].publish(version)
 
     @property
     def states(self):
@@ -93,12 +97,13 @@ async def rig(tmp_path, *stubs, count=2, handles=None, decode=None, answers=None
             answers=answers, expect=expect,
         )  # fmt: skip
         await stack.enter_async_context(started(engine))
+        fleet = Rig(engine, up, warnings)
         if updated:
-            await engine.update_from(updated, updated.version)
+            await fleet.publish(updated, updated.version)
         for stub in up:
             for heard in (stub.order, stub.bodies, stub.calls, stub.said):
                 heard.clear()
-        yield Rig(engine, up, warnings)
+        yield fleet
 
 
 class StubHandle:

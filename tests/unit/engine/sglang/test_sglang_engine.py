@@ -14,6 +14,7 @@ from stub_server import StubServer, answering, reset, truncated
 from megatron_daro.engine.sglang import engine as engine_module
 from megatron_daro.engine.sglang import fleet as fleet_module
 from megatron_daro.errors import EngineError
+from megatron_daro.sync.weight_sync import WeightSync
 
 UPDATE = "/update_weight_version"
 
@@ -298,7 +299,7 @@ def test_requests_wait_while_all_servers_change_their_weights(tmp_path):
 
             for stub in fleet.stubs:
                 stub.answers["/flush_cache"] = slow
-            updating = asyncio.create_task(fleet.engine.update_from(weights, 2))
+            updating = asyncio.create_task(fleet.publish(weights, 2))
             await fleet.until(lambda: all(stub.calls["/flush_cache"] for stub in fleet.stubs))
             working = asyncio.create_task(collect(fleet.engine, [group(0)]))
             await asyncio.sleep(0.1)
@@ -312,8 +313,9 @@ def test_requests_wait_while_all_servers_change_their_weights(tmp_path):
 
 def test_two_updates_at_once_are_made_one_after_the_other(tmp_path):
     async def scenario():
-        async with serving(tmp_path, count=1) as fleet:
-            await asyncio.gather(*(fleet.engine.update_from(Weights(v), v) for v in (2, 3)))
+        weights = Weights()
+        async with serving(tmp_path, count=1, updated=weights) as fleet:
+            await asyncio.gather(*(fleet.publish(weights, v) for v in (2, 3)))
             order = [path for path in fleet.stubs[0].order if path in ("/pause_generation", "/continue_generation")]
             assert order == ["/pause_generation", "/continue_generation"] * 2
             assert [body["new_version"] for body in fleet.stubs[0].said[UPDATE]] == ["2", "3"]
@@ -345,7 +347,7 @@ def test_an_engine_that_was_not_started_says_so(tmp_path):
             with pytest.raises(EngineError, match="not running"):
                 await collect(engine, [group(0)])
             with pytest.raises(EngineError, match="not running"):
-                await engine.update_from(Weights(), 1)
+                await WeightSync(Weights(), engine).publish(1)
             await engine.close()
             assert stub.calls.total() == 0
 

@@ -63,7 +63,7 @@ def test_before_any_weights_it_waits_for_the_next_update(tmp_path):
         async with managed(tmp_path) as fleet:
             handles_of(fleet)[0].dead = "gone"
             await fleet.until(lambda: handles_of(fleet)[0].launches == 2 and fleet.states == ["joining", "joining"])
-            await fleet.engine.update_from(Weights(1), 1)
+            await fleet.publish(Weights(1), 1)
             assert fleet.states == ["serving", "serving"]
 
     run(scenario())
@@ -210,7 +210,7 @@ def test_a_server_that_runs_already_comes_back_from_an_update_that_failed(tmp_pa
             stub = fleet.stubs[0]
             pausing(stub)
             stub.answers["/flush_cache"] = times(1, answering(500), answering(200, {}))
-            await fleet.engine.update_from(weights, 3)
+            await fleet.publish(weights, 3)
             await fleet.until(lambda: fleet.states == ["serving", "serving"])
             assert stub.calls["/flush_cache"] == 2 and fleet.engine.metrics()["engine/fenced"] == 1
 
@@ -247,7 +247,7 @@ def test_when_all_are_gone_everyone_is_told_why(tmp_path):
             with pytest.raises(EngineError, match=gone):
                 await collect(fleet.engine, [group(2)])
             with pytest.raises(EngineError, match=gone):
-                await fleet.engine.update_from(Weights(2), 2)
+                await fleet.publish(Weights(2), 2)
             assert "all 2 SGLang servers are gone" in str(await watching)
 
     run(scenario())

@@ -55,7 +55,7 @@ def test_the_order_of_the_calls_each_on_all_servers_before_the_next(tmp_path, we
             heard = []
             for server in fleet.stubs:
                 server.order = heard
-            metrics = await fleet.engine.update_from(weights, 3)
+            metrics = await fleet.publish(weights, 3)
             assert heard == [path for path in order for _ in range(2)]
             assert fleet.states == ["serving", "serving"] and [s.version for s in fleet.servers] == [3, 3]
             assert (metrics["sync/servers"], metrics["sync/bytes"], metrics["timing/sync_send_s"]) == (2, 100, 0.5)
@@ -71,7 +71,7 @@ def test_servers_are_paused_as_configured_where_requests_run(tmp_path, weights, 
     async def scenario():
         async with rig(tmp_path, {}, {}, pause=pause) as fleet:
             fleet.servers[1].tokens_in_flight = 100 if running else 0  # behind a router it may run on any server
-            await fleet.engine.update_from(weights, 3)
+            await fleet.publish(weights, 3)
             for stub in fleet.stubs:
                 assert stub.said["/pause_generation"] == [{"mode": pause if running else "abort"}]
 
@@ -84,7 +84,7 @@ def test_servers_are_paused_as_configured_where_requests_run(tmp_path, weights, 
 def test_buckets_are_smaller_to_servers_on_a_cpu(tmp_path, weights, device, given, mib):
     async def scenario():
         async with rig(tmp_path, {}, {"info": {"device": device}}, bucket_mib=given) as fleet:
-            await fleet.engine.update_from(weights, 3)
+            await fleet.publish(weights, 3)
             assert [plan.bucket_bytes for plan in weights.plans] == [mib * 2**20]
 
     run(scenario())
@@ -94,7 +94,7 @@ def test_each_target_has_ranks_of_its_own_after_the_senders(tmp_path, weights):
     async def scenario():
         wide = {"info": {"tp_size": 2}}
         async with rig(tmp_path, {}, wide, {}, bucket_mib=3, sync_timeout_s=50) as fleet:
-            await fleet.engine.update_from(weights, 3)
+            await fleet.publish(weights, 3)
             (plan,) = weights.plans
             assert [(t.rank_offset, t.ranks) for t in plan.targets] == [(1, 1), (2, 2), (4, 1)]
             assert [t.url for t in plan.targets] == [stub.url for stub in fleet.stubs]
@@ -117,7 +117,7 @@ def test_a_server_that_fails_a_call_is_fenced_and_the_other_serves(tmp_path, wei
         async with rig(tmp_path) as fleet:
             sick, well = fleet.stubs
             sick.answers[path] = answer
-            metrics = await fleet.engine.update_from(weights, 3)
+            metrics = await fleet.publish(weights, 3)
             assert metrics["sync/servers"] == metrics["engine/servers"] == 1
             assert fleet.states == ["fenced", "serving"]
             assert f"weight update, {phase}: {sick.url}{path}" in fleet.servers[0].reason
@@ -138,7 +138,7 @@ def test_a_server_that_never_answers_is_fenced_at_the_deadline(tmp_path, weights
     async def scenario():
         async with rig(tmp_path, sync_timeout_s=3) as fleet:
             fleet.stubs[0].answers[path] = never
-            await fleet.engine.update_from(weights, 3)
+            await fleet.publish(weights, 3)
             assert fleet.states == ["fenced", "serving"]
             assert f"{CALLS[path]}: {fleet.stubs[0].url}{path}: no answer within 3 s" in fleet.servers[0].reason
 
@@ -152,7 +152,7 @@ def test_a_call_on_a_connection_that_was_just_closed_is_made_once_more(tmp_path,
                 content = {"ranks": [{"checksums": {}}]} if path == "/weights_checker" else {}
                 fleet.stubs[0].answers[path] = times(1, reset, answering(200, content))
             fleet.stubs[0].weight_version = "3"  # its call is answered without effect above
-            await fleet.engine.update_from(weights, 3)
+            await fleet.publish(weights, 3)
             assert fleet.states == ["serving", "serving"]
             assert {fleet.stubs[0].calls[path] for path in list(CALLS)[:-1]} == {2}
 
@@ -167,7 +167,7 @@ def test_a_server_that_refuses_the_weights_is_fenced_and_the_other_gets_all_agai
             for stub in fleet.stubs:
                 for path in SESSION_CALLS:
                     stub.answers[path] = sessions_of(stub)
-            await fleet.engine.update_from(weights, 3)
+            await fleet.publish(weights, 3)
             assert fleet.states == ["fenced", "serving"]
             assert "weight update, send" in fleet.servers[0].reason and "size mismatch" in fleet.servers[0].reason
             assert "model.path" in fleet.servers[0].reason
@@ -209,7 +209,7 @@ def test_a_server_that_dies_while_weights_are_sent_is_fenced_and_the_other_gets_
                 return await reset(request, body)
 
             dying.answers[WEIGHTS_CALL] = die
-            await fleet.engine.update_from(weights, 3)
+            await fleet.publish(weights, 3)
             assert fleet.states == ["fenced", "serving"] and fleet.servers[1].version == 3
             assert fleet.stubs[1].calls[WEIGHTS_CALL] == 2
 
@@ -220,7 +220,7 @@ def test_a_sending_that_fails_for_no_ones_fault_is_tried_again(tmp_path, weights
     async def scenario():
         async with rig(tmp_path) as fleet:
             fleet.stubs[0].answers[WEIGHTS_CALL] = times(2, answering(500), answering(200, {}))
-            await fleet.engine.update_from(weights, 3)
+            await fleet.publish(weights, 3)
             assert fleet.states == ["serving", "serving"] and len(weights.plans) == 3
             assert fleet.engine.metrics()["engine/fenced"] == 0
 
@@ -232,7 +232,7 @@ def test_a_sending_that_always_fails_ends_with_what_everyone_said(tmp_path, weig
         async with rig(tmp_path) as fleet:
             fleet.stubs[0].answers[WEIGHTS_CALL] = answering(500)
             with pytest.raises(SyncError, match=r"took the weights of version 3 .*status 500") as caught:
-                await fleet.engine.update_from(weights, 3)
+                await fleet.publish(weights, 3)
             assert "server 0" in str(caught.value) and "server 1: weight update, send" in str(caught.value)
             assert len(weights.plans) == 3 and fleet.states == ["fenced", "fenced"]
             assert not any("/continue_generation" in stub.order for stub in fleet.stubs)
@@ -246,7 +246,7 @@ def test_servers_read_the_files_of_one_version_and_only_the_last_is_kept(tmp_pat
     async def scenario():
         async with rig(tmp_path, sync="disk", sync_dir=tmp_path / "elsewhere") as fleet:
             for version in (3, 4):
-                await fleet.engine.update_from(weights, version)
+                await fleet.publish(weights, version)
             assert [d.name for d in weights.directories] == ["version_000003-0", "version_000004-1"]
             assert sorted((tmp_path / "elsewhere").iterdir()) == weights.directories[1:]
             for stub in fleet.stubs:
@@ -260,7 +260,7 @@ def test_a_server_that_cannot_read_the_files_is_fenced(tmp_path, weights):
     async def scenario():
         async with rig(tmp_path, sync="disk") as fleet:
             fleet.stubs[0].answers["/update_weights_from_disk"] = answering(400, {"message": "no such directory"})
-            await fleet.engine.update_from(weights, 3)
+            await fleet.publish(weights, 3)
             assert fleet.states == ["fenced", "serving"]
             assert "read the files" in fleet.servers[0].reason and "no such directory" in fleet.servers[0].reason
 
@@ -272,7 +272,7 @@ def test_weights_that_cannot_be_written_leave_no_server_paused_for_ever(tmp_path
         weights.broken = SyncError("no space left; free space, or set engine.sglang.sync_dir")
         async with rig(tmp_path, sync="disk") as fleet:
             with pytest.raises(SyncError, match="no space left"):
-                await fleet.engine.update_from(weights, 3)
+                await fleet.publish(weights, 3)
             assert fleet.states == ["fenced", "fenced"] and "no space left" in fleet.servers[0].reason
 
     run(scenario())
@@ -284,7 +284,7 @@ def test_a_refused_flush_ends_waiting_requests_and_is_tried_again(tmp_path, weig
         async with rig(tmp_path) as fleet:
             stub = fleet.stubs[0]
             stub.answers["/flush_cache"] = times(refusals, answering(400), answering(200, {}))
-            await fleet.engine.update_from(weights, 3)
+            await fleet.publish(weights, 3)
             assert fleet.states == ["serving", "serving"]
             assert stub.said["/abort_request"] == [{"abort_all": True}] * refusals
             assert stub.calls["/flush_cache"] == refusals + 1
@@ -297,7 +297,7 @@ def test_a_flush_that_is_always_refused_fences_the_server(tmp_path, weights):
     async def scenario():
         async with rig(tmp_path) as fleet:
             fleet.stubs[0].answers["/flush_cache"] = answering(400)
-            await fleet.engine.update_from(weights, 3)
+            await fleet.publish(weights, 3)
             assert fleet.states == ["fenced", "serving"] and fleet.stubs[0].calls["/flush_cache"] == 20
             assert "refused 20 times" in fleet.servers[0].reason
 
@@ -308,7 +308,7 @@ def test_paused_in_place_a_refused_flush_passes(tmp_path, weights):
     async def scenario():
         async with rig(tmp_path, pause="in_place") as fleet:
             fleet.stubs[0].answers["/flush_cache"] = answering(400)
-            await fleet.engine.update_from(weights, 3)
+            await fleet.publish(weights, 3)
             assert fleet.states == ["serving", "serving"]
             assert (fleet.stubs[0].calls["/flush_cache"], fleet.stubs[0].calls["/abort_request"]) == (1, 0)
 

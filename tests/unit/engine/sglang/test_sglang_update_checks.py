@@ -28,7 +28,7 @@ def test_checksums_are_compared_where_both_hash_alike(tmp_path, weights, told, f
     async def scenario():
         async with rig(tmp_path, {"info": facts}, {}) as fleet:
             fleet.stubs[0].checksums = told
-            await fleet.engine.update_from(weights, 3)
+            await fleet.publish(weights, 3)
             assert fleet.states == [state, "serving"]
             if state == "fenced":
                 assert "1 tensors are not those that were sent, the first: norm.weight" in fleet.servers[0].reason
@@ -42,7 +42,7 @@ def test_checksums_of_another_form_fence_the_server(tmp_path, weights, content):
     async def scenario():
         async with rig(tmp_path) as fleet:
             fleet.stubs[0].answers["/weights_checker"] = answering(200, content)
-            await fleet.engine.update_from(weights, 3)
+            await fleet.publish(weights, 3)
             assert fleet.states == ["fenced", "serving"] and "another form" in fleet.servers[0].reason
 
     run(scenario())
@@ -74,7 +74,7 @@ def test_log_probs_are_compared_with_the_policys(tmp_path, weights, dtype, by, s
     async def scenario():
         async with rig(tmp_path, {"info": {"dtype": dtype}}, {}) as fleet:
             fleet.stubs[0].answers["/generate"] = shifted(fleet.stubs[0], by)
-            await fleet.engine.update_from(weights, 3)
+            await fleet.publish(weights, 3)
             assert fleet.states == [state, "serving"]
             if state == "fenced":
                 assert f"by up to {-by:.3g}; allowed: " in fleet.servers[0].reason
@@ -83,14 +83,14 @@ def test_log_probs_are_compared_with_the_policys(tmp_path, weights, dtype, by, s
 
 
 def test_weights_whose_log_probs_are_no_numbers_are_served_by_nobody(tmp_path, weights):
-    async def scores(rollouts):
+    async def scores(rollouts, *, temperature):
         return [np.full(r.response_length, np.nan, dtype=np.float32) for r in rollouts]
 
     async def scenario():
         weights.score = scores
         async with rig(tmp_path) as fleet:
             with pytest.raises(SyncError, match="differ from the policy's by up to nan"):
-                await fleet.engine.update_from(weights, 3)
+                await fleet.publish(weights, 3)
             assert fleet.states == ["fenced", "fenced"]
 
     run(scenario())
@@ -100,7 +100,7 @@ def test_a_server_that_answers_the_probe_with_the_weights_it_started_with_is_fen
     async def scenario():
         async with rig(tmp_path) as fleet:
             fleet.stubs[0].answers["/update_weight_version"] = answering(200, {})
-            await fleet.engine.update_from(weights, 3)
+            await fleet.publish(weights, 3)
             assert fleet.states == ["fenced", "serving"]
             assert "weights that it was started with" in fleet.servers[0].reason
 
