@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.errors import DataError, NonFiniteError
@@ -26,12 +26,12 @@ from megatron_daro.recovery import STATE_FORMAT, check_fits
 from megatron_daro.rollout.deadlines import Deadlines, first_cause
 from megatron_daro.rollout.ledger import Outcome
 from megatron_daro.rollout.no_signal import SignalWatch
-from megatron_daro.rollout.protocol import CheckpointStore, Engine, MetricsSink, Phases, Policy, Progress
+from megatron_daro.rollout.protocol import CheckpointStore, MetricsSink, Phases, Progress
 from megatron_daro.rollout.recorder import Recorder, read_waiting, write_waiting
 from megatron_daro.rollout.sampled_batch import BatchSource, SampledBatch
 from megatron_daro.rollout.summary import update_metrics
 from megatron_daro.rollout.update_plan import Update, last_step, plan_updates
-from megatron_daro.sync.weight_sync import WeightExporter, WeightReceiver, WeightSync
+from megatron_daro.sync.weight_sync import ExportingPolicy, ReceivingEngine, WeightSync
 from megatron_daro.types import Group, PlainValue, StepResult, TrainBatch
 
 _MAX_LOST_IN_A_ROW = 5
@@ -42,14 +42,6 @@ _RECORDING_ENDS = (
 
 BuildBatch = Callable[[Sequence[Group]], TrainBatch]
 """Makes the columns of one optimizer step: `data.batch.build_batch` with the run's algorithm."""
-
-
-class ExportingPolicy(Policy, WeightExporter, Protocol):
-    """A policy that is trained, and exports its weights."""
-
-
-class ReceivingEngine(Engine, WeightReceiver, Protocol):
-    """An engine that generates, and receives weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from megatron_daro.rollout.early import EarlyFill
 from megatron_daro.rollout.filling import Filling
 from megatron_daro.rollout.intake import Intake
 from megatron_daro.rollout.ledger import Ledger
-from megatron_daro.rollout.protocol import Engine, Notices
+from megatron_daro.rollout.protocol import Notices
 from megatron_daro.rollout.recorder import Recorder
 from megatron_daro.rollout.rounds import Rounds
 from megatron_daro.rollout.sampler import Sampler
@@ -38,10 +38,11 @@ from megatron_daro.runtime.inputs import Inputs
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.runtime.sglang_group import SGLangGroup, Text
 from megatron_daro.runtime.verdicts import Verdicts
+from megatron_daro.sync.weight_sync import ReceivingEngine
 from megatron_daro.types import SamplingParams
 
 
-class RunEngine(Engine, Protocol):
+class RunEngine(ReceivingEngine, Protocol):
     """A rollout engine and the worker processes that it owns."""
 
     workers: Crew

@@ -7,7 +7,8 @@ Two implementations of one model differ, in bf16 by more than two neighbouring v
 alone cannot tell a receiver that kept its weights. Here each is compared with what it said itself: of the change
 between two answers, `moved_R` = s_new - s_old, the policy's own change `wanted_R` = p_new - p_old is known, and the
 constant difference of the two implementations cancels. A receiver that follows has moved_R near wanted_R, one that
-kept its weights has moved_R near 0. It refuses to judge where the policy did not change, or changed too little.
+kept its weights has moved_R near 0: |moved_R| / |moved_R - wanted_R| is large for one and near 0 for the other. It
+refuses to judge where the policy did not change, or changed too little.
 
 Legend: R response tokens of the fixed probe.
 """
@@ -26,10 +27,16 @@ from megatron_daro.types import Rollout
 # by rounding of every layer (0.06 measured on tiny models). It shows another model or temperature, not another step.
 _TOLERANCE = {"float32": 1e-3}
 _TOLERANCE_ELSE = 1.0
-# A receiver kept its weights if its answer moved by less than this part of what lacks to the policy's move; by a
-# smaller part where right receivers of the first syncs came near to that. It follows if it is nearer by the inverse.
+# A receiver kept its weights if its answer moved by less than this part of what lacks to the policy's move; it follows
+# if by more than the inverse.
 _KEPT = 0.5
-_LEARNED_FROM, _LEARNED_PART = 8, 0.7
+# Over one step that holds only where rounding moves the policy less than the step does; in bf16 it may move it several
+# times more than the receiver. What a right receiver's part is at least is learned from the first syncs, of which it is
+# this fraction; until then only a receiver that as good as did not move is accused.
+_LEARNED_FROM, _LEARNED_ENOUGH, _LEARNED_PART = 8, 4, 0.25
+_UNLEARNED = 0.02
+# Over many steps it holds once the policy moved so many times as far as it usually does in one, rounding included.
+_FAR = 4.0
 # So much of the policy's log-probs must have changed: a change of few tokens may be lost in the receiver's rounding.
 _CHANGED_PART = 0.75
 
@@ -68,11 +75,25 @@ class _History:
     settled: _Answer | None = None
     first: _Answer | None = None
     ratios: list[float] = field(default_factory=list)
+    moves: list[float] = field(default_factory=list)
 
     def references(self) -> list[_Answer]:
         """What an answer is compared with, each once."""
-        found = (self.last, self.settled, self.first)
-        return [a for i, a in enumerate(found) if a is not None and a not in found[:i]]
+        return list({id(a): a for a in (self.last, self.settled, self.first) if a is not None}.values())
+
+    def limit(self) -> float:
+        """Ratio below which a receiver kept its weights."""
+        return min(_KEPT, _LEARNED_PART * min(self.ratios)) if len(self.ratios) >= _LEARNED_ENOUGH else _UNLEARNED
+
+    def learn(self, ratio: float, move: float) -> None:
+        """Takes in one step: of the receiver how near it was, of the policy how far it moved."""
+        if len(self.ratios) < _LEARNED_FROM:
+            self.ratios.append(ratio)
+            self.moves.append(move)
+
+    def is_far(self, move: float) -> bool:
+        """Whether the policy moved so far that rounding hardly matters."""
+        return len(self.moves) >= _LEARNED_ENOUGH and move >= _FAR * float(np.median(self.moves))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +148,17 @@ class UpdateCheck:
 
     def _followed(self, history: _History, now: _Answer) -> tuple[bool, str]:
         """(whether the receiver is seen to follow the policy, why it is seen not to)."""
-        limit = min([_KEPT, *(_LEARNED_PART * ratio for ratio in history.ratios)])
         follows = False
         for then in history.references():
-            ratio = _ratio(then, now)
-            if ratio is not None and ratio < limit:
+            ratio, move = _ratio(then, now), _rms(now.policy_R - then.policy_R)
+            if ratio is None:
+                continue
+            limit = _KEPT if history.is_far(move) else history.limit()
+            if ratio < limit:
                 return False, _kept_text(then, now, limit)
-            if ratio is not None and then is history.last and len(history.ratios) < _LEARNED_FROM:
-                history.ratios.append(ratio)
-            follows = follows or (ratio is not None and ratio > 1 / _KEPT and then is not history.first)
+            follows = follows or (ratio > 1 / _KEPT and then in (history.last, history.settled))
+            if then is history.last:
+                history.learn(ratio, move)
         history.last, history.first = now, history.first or now
         if follows or history.settled is None:
             history.settled = now

@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from megatron_daro.errors import SyncError
+from megatron_daro.rollout.protocol import Engine, Policy
 from megatron_daro.sync.check import ProbeAnswer, UpdateCheck
 from megatron_daro.sync.plan import SendPlan, SendReport
 from megatron_daro.types import Rollout
@@ -87,6 +88,14 @@ class WeightReceiver(Protocol):
     def when_back(self, call: Callable[[str], Awaitable[None]]) -> None:
         """Has `call` called with the name of each receiver that came back and needs weights."""
         ...
+
+
+class ExportingPolicy(Policy, WeightExporter, Protocol):
+    """A policy that is trained, and exports its weights."""
+
+
+class ReceivingEngine(Engine, WeightReceiver, Protocol):
+    """An engine that generates, and receives weights."""
 
 
 class WeightSync:

@@ -142,6 +142,23 @@ def test_a_broadcast_that_nobody_joins_reads_the_stream_to_its_end(error):
     assert sorted(calls) == [(f"http://{n}", "/init_weights_update_group", i) for n, i in (("a", 1), ("b", 2))]
 
 
+@pytest.mark.parametrize(
+    ("said", "own", "kinds"),
+    [
+        ({"a": "refused"}, None, {"a": "refused"}),
+        ({"a": "refused", "b": "refused"}, None, {"a": "refused", "b": "refused"}),
+        ({"a": "unanswered", "b": "refused"}, None, {"a": "unanswered", "b": "group"}),
+        ({"a": "refused"}, OSError("broken pipe"), {"a": "group"}),
+        ({}, OSError("broken pipe"), {"a": "group", "b": "group"}),
+        ({}, None, {}),
+    ],
+)
+def test_a_refusal_is_a_servers_own_fault_only_where_nothing_else_went_wrong(said, own, kinds):
+    failures = {name: SendFailure(kind, "status 400: process group, receive") for name, kind in said.items()}
+    told = broadcast._told_apart(failures, own, "broadcast failed", ["a", "b"])
+    assert {name: failure.kind for name, failure in told.items()} == kinds
+
+
 def test_the_senders_store_listens_on_its_host_only():
     store, port = broadcast._listening_store("127.0.0.1", 2, 5.0)
     with open("/proc/net/tcp") as table:  # noqa: PTH123

@@ -11,6 +11,7 @@ from sglang_stub_fleets import rig, run
 from stub_server import answering
 
 from megatron_daro.errors import SyncError
+from megatron_daro.sync.plan import Digest
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,96 @@ def test_checksums_are_compared_where_both_hash_alike(tmp_path, weights, told, f
     run(scenario())
 
 
+def shifted(stub, by):
+    """As the stub answers, with all log-probs changed by the one number in `by`."""
+
+    async def answer(request, body):
+        content = stub.generated(body)
+        for one in content:
+            meta = one["meta_info"]
+            for pair in (*meta["output_token_logprobs"], *meta["input_token_logprobs"][1:]):
+                pair[0] += by[0]
+        return web.json_response(text=json.dumps(content))
+
+    return answer
+
+
+@pytest.mark.parametrize(("told_later", "state"), [("new", "serving"), ("old", "fenced")])
+def test_checksums_that_stay_while_what_is_sent_changes_are_of_kept_weights(tmp_path, weights, told_later, state):
+    """As a GPU server's, which cannot be compared with the sender's."""
+
+    async def scenario():
+        async with rig(tmp_path, {"info": {"device": "cuda"}}, {}) as fleet:
+            changing, steady = "model.layers.0.self_attn.o_proj.weight", "model.norm.weight"
+            for version in (3, 4):
+                weights.digests = {
+                    name: Digest("float32", f"{sent}", f"{sent}") for name, sent in ((changing, version), (steady, 0))
+                }
+                told = "old" if version == 3 else told_later
+                fleet.stubs[0].checksums = {changing: told, steady: "same"}
+                fleet.stubs[1].checksums = {changing: f"{version}", steady: "0"}
+                await fleet.publish(weights, version)
+            assert fleet.states == [state, "serving"]
+            if state == "fenced":
+                reason = fleet.servers[0].reason
+                assert "it kept its weights: of 1 tensors that changed since the last update" in reason
+                assert changing in reason and "compare checksums" in reason
+
+    run(scenario())
+
+
+def test_weights_that_did_not_change_accuse_nobody(tmp_path, weights):
+    async def scenario():
+        async with rig(tmp_path, {"info": {"device": "cuda"}}, {}) as fleet:
+            for version in (3, 4):
+                metrics = await fleet.publish(weights, version)
+            assert fleet.states == ["serving", "serving"] and metrics["sync/verified"] == 0
+
+    run(scenario())
+
+
+def test_an_answer_that_stays_while_the_policys_changes_fences_the_server(tmp_path, weights):
+    """Of the given tokens; the sampled ones are far within what bf16 allows."""
+
+    async def scenario():
+        async with rig(tmp_path, {"info": {"dtype": "bfloat16"}}, {"info": {"dtype": "bfloat16"}}) as fleet:
+            weights.digests, scored, moved = {}, weights.score, [0.0]
+
+            async def score(rollouts, *, temperature):
+                return [logprobs_R + np.float32(moved[0]) for logprobs_R in await scored(rollouts, temperature=1.0)]
+
+            weights.score = score
+            following = shifted(fleet.stubs[1], moved)
+            fleet.stubs[1].answers["/generate"] = following
+            await fleet.publish(weights, 3)
+            moved[0] = -0.01
+            metrics = await fleet.publish(weights, 4)
+            assert fleet.states == ["fenced", "serving"] and metrics["sync/verified"] == 1
+            assert "weight update, probe: it kept its weights: of 7 given tokens" in fleet.servers[0].reason
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("broken", ["missing", "other"])
+def test_a_probe_without_log_probs_of_the_given_tokens_fences_the_server(tmp_path, weights, broken):
+    async def scenario():
+        async with rig(tmp_path) as fleet:
+            stub = fleet.stubs[0]
+
+            async def answer(request, body):
+                (content,) = stub.generated(body)
+                given = content["meta_info"].pop("input_token_logprobs")
+                if broken == "other":
+                    content["meta_info"]["input_token_logprobs"] = given[:-1]
+                return web.json_response([content])
+
+            stub.answers["/generate"] = answer
+            await fleet.publish(weights, 3)
+            assert fleet.states == ["fenced", "serving"] and "the given" in fleet.servers[0].reason
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("content", [{}, {"ranks": []}, {"ranks": [{}]}, [1]])
 def test_checksums_of_another_form_fence_the_server(tmp_path, weights, content):
     async def scenario():
@@ -46,19 +137,6 @@ def test_checksums_of_another_form_fence_the_server(tmp_path, weights, content):
             assert fleet.states == ["fenced", "serving"] and "another form" in fleet.servers[0].reason
 
     run(scenario())
-
-
-def shifted(stub, by):
-    """As the stub answers, with other log-probs."""
-
-    async def answer(request, body):
-        content = stub.generated(body)
-        for one in content:
-            for pair in one["meta_info"]["output_token_logprobs"]:
-                pair[0] += by
-        return web.json_response(text=json.dumps(content))
-
-    return answer
 
 
 @pytest.mark.parametrize(
@@ -73,7 +151,7 @@ def shifted(stub, by):
 def test_log_probs_are_compared_with_the_policys(tmp_path, weights, dtype, by, state):
     async def scenario():
         async with rig(tmp_path, {"info": {"dtype": dtype}}, {}) as fleet:
-            fleet.stubs[0].answers["/generate"] = shifted(fleet.stubs[0], by)
+            fleet.stubs[0].answers["/generate"] = shifted(fleet.stubs[0], [by])
             await fleet.publish(weights, 3)
             assert fleet.states == [state, "serving"]
             if state == "fenced":
