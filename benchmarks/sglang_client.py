@@ -16,7 +16,7 @@ import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,15 @@ import orjson
 import sglang_servers
 from rich.console import Console
 from rich.table import Table
+from sglang_pool import give
+from transformers import AutoModelForCausalLM
 
 from megatron_daro.config.sections import SGLangSection
-from megatron_daro.convert.hf_reader import HFCheckpoint
 from megatron_daro.engine.sglang import generation
 from megatron_daro.engine.sglang.answers import DirectAnswers
 from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.engine.sglang.supervision import Expected
-from megatron_daro.sync.buckets import bucketize
-from megatron_daro.types import GroupRequest, Prompt, SamplingParams, WeightBucket
+from megatron_daro.types import GroupRequest, Prompt, SamplingParams
 
 GOAL = 0.90
 SHAPE: dict[str, Any] = {
@@ -97,13 +97,6 @@ def make_engine(arguments: argparse.Namespace, directory: Path) -> SGLangEngine:
     )
 
 
-async def weights(model: Path) -> AsyncIterator[WeightBucket]:
-    """All of the model's, in one bucket."""
-    with HFCheckpoint(model) as checkpoint:
-        for bucket in bucketize(((name, checkpoint[name]) for name in checkpoint.names()), 2**30):
-            yield bucket
-
-
 async def by_engine(engine: SGLangEngine, asked: Sequence[GroupRequest]) -> int:
     """Tokens that came."""
     return sum([r.response_length async for rollouts in engine.generate(asked) for r in rollouts])
@@ -128,7 +121,7 @@ async def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, l
     rates: dict[str, list[float]] = {"engine": [], "bare": []}
     await engine.start()
     try:
-        await engine.update_weights(weights(directory / "model"), 0)  # no server answers before it was given weights
+        await give(engine, AutoModelForCausalLM.from_pretrained(directory / "model"), 0)  # no server answers before
         url = engine.fleet.servers[0].url
         for _ in range(arguments.pairs + 1):
             # A session of its own for each turn: like the engine's, it keeps connections no longer than the server.

@@ -8,7 +8,7 @@ optimizer) sends to two CPU servers over gloo. The bare side is torch.distribute
 same size, from one plain process to two others that do nothing with them. Both take turns; medians are compared.
 Two times are taken of ours: "send" is gathering, broadcasting and loading (a server answers when it has loaded a
 bucket), without the making of the group, which the first update does; "update" is the whole transaction, from pause to
-the comparison of log-probs, where 16 tokens are sampled from each server. The goal of twice the bare time is for
+the comparison of log-probs, where each server scores 64 tokens and samples 16. The goal of twice the bare time is for
 "send". Peak extra memory: before each update the kernel's high-water mark of the exporting process is reset
 (/proc/PID/clear_refs), afterwards VmHWM less the VmRSS from before. Its goal: two buckets. Exit code 1 if a goal is
 missed.
@@ -42,10 +42,12 @@ from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang.answers import DirectAnswers
 from megatron_daro.engine.sglang.engine import SGLangEngine
+from megatron_daro.engine.sglang.generation import probe_text
 from megatron_daro.engine.sglang.supervision import Expected
-from megatron_daro.engine.sglang.update import CPU_BUCKET_MIB
+from megatron_daro.engine.sglang.update import CPU_BUCKET_MIB, ServerUpdate
 from megatron_daro.runtime.cluster import Resources, cluster
 from megatron_daro.runtime.policy_group import PolicyGroup
+from megatron_daro.sync.weight_sync import WeightSync
 
 TIME_GOAL, MEMORY_GOAL = 2.0, 2.0
 # Pages of the allocator, of messages and of the forward pass of 16 tokens: what two buckets may be exceeded by.
@@ -150,25 +152,25 @@ class PeakMemory:
 
 
 class PhaseTimes:
-    """Seconds of each phase of the engine's updates."""
+    """Seconds of each phase of the engine's updates, and of the sending between them."""
 
-    def __init__(self, engine: SGLangEngine) -> None:
+    def __init__(self, policy: PolicyGroup) -> None:
         self.seconds: dict[str, list[float]] = defaultdict(list)
-        update: Any = engine._update
-        phase, send = update._phase, update._send
+        phase, export, seconds = ServerUpdate._phase, policy.export, self.seconds
 
-        async def timed_phase(name: str, servers: Any, work: Any) -> None:
+        async def timed_phase(update: ServerUpdate, name: str, work: Any) -> None:
             started = time.perf_counter()
-            await phase(name, servers, work)
-            self.seconds[name].append(time.perf_counter() - started)
+            await phase(update, name, work)
+            seconds[name].append(time.perf_counter() - started)
 
-        async def timed_send(*arguments: Any) -> Any:
+        async def timed_export(plan: Any) -> Any:
             started = time.perf_counter()
-            report = await send(*arguments)
-            self.seconds["send"].append(time.perf_counter() - started)
+            report = await export(plan)
+            seconds["send"].append(time.perf_counter() - started)
             return report
 
-        update._phase, update._send = timed_phase, timed_send
+        ServerUpdate._phase = timed_phase  # type: ignore[method-assign]
+        policy.export = timed_export  # type: ignore[method-assign]
 
 
 def make_engine(arguments: argparse.Namespace, model: Path, directory: Path) -> SGLangEngine:
@@ -196,7 +198,7 @@ def make_engine(arguments: argparse.Namespace, model: Path, directory: Path) -> 
         warn=print,
         run_dir=directory,
         temperature=1.0,
-        probe_tokens=range(8),
+        probe_tokens=probe_text(TINY["vocab_size"], longest=64),
     )
 
 
@@ -222,15 +224,16 @@ async def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, A
         await asyncio.gather(engine.start(), policy.start())
         (worker,) = policy.workers.values()
         memory = PeakMemory(ray.get(worker.__ray_call__.remote(lambda _: os.getpid())))
-        first = await one_update(policy, engine, 0, memory)  # joins the group
+        sync = WeightSync(policy, engine)
+        first = await one_update(sync, 0, memory)  # joins the group
         if first["bytes"] != 2 * parameters:
             raise SystemExit(f"{first['bytes']} bytes were sent; {2 * parameters} are the model")
         bare = Bare(bucket_sizes(model, arguments.bucket_mib * 2**20), directory)
         bare.run()
-        phases, rounds = PhaseTimes(engine), []
+        phases, rounds = PhaseTimes(policy), []
         for number in range(1, arguments.rounds + 1):
             bare_s = bare.run()
-            rounds.append(await one_update(policy, engine, number, memory) | {"bare_s": bare_s})
+            rounds.append(await one_update(sync, number, memory) | {"bare_s": bare_s})
     finally:
         with suppress(Exception):
             await engine.close()
@@ -240,11 +243,11 @@ async def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, A
     return {"parameters": parameters, "first": first, "rounds": rounds, "phases": dict(phases.seconds)}
 
 
-async def one_update(policy: PolicyGroup, engine: SGLangEngine, version: int, memory: PeakMemory) -> dict[str, float]:
+async def one_update(sync: WeightSync, version: int, memory: PeakMemory) -> dict[str, float]:
     """One update of both servers. Raises SystemExit unless both took it."""
     memory.reset()
     started = time.perf_counter()
-    metrics = await policy.sync(engine, version)
+    metrics = await sync.publish(version)
     seconds = time.perf_counter() - started
     if metrics["sync/servers"] != 2:
         raise SystemExit(f"only {metrics['sync/servers']:g} servers took the weights of version {version}")

@@ -34,8 +34,8 @@ from megatron_daro.engine.sglang.process import ManagedProcess
 from megatron_daro.engine.sglang.servers import ExternalServer
 from megatron_daro.engine.sglang.supervision import Expected
 from megatron_daro.sync import disk
-from megatron_daro.sync.plan import SendPlan, SendReport
-from megatron_daro.sync.sender import Sender
+from megatron_daro.sync.plan import Digest, SendPlan, SendReport
+from megatron_daro.sync.sender import Sender, noted
 from megatron_daro.sync.weight_sync import WeightSync
 from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams
 
@@ -301,6 +301,13 @@ class ModelWeights:
     async def score(self, rollouts: Sequence[Rollout], *, temperature: float) -> list[np.ndarray]:
         """By transformers."""
         return [logprobs_of(self.model, rollout, temperature) for rollout in rollouts]
+
+    def digests(self, plan: SendPlan) -> dict[str, Digest]:
+        """As an export would report them."""
+        found: dict[str, Digest] = {}
+        for _ in noted(self._stream(), plan.digest_dtype, found):
+            pass
+        return found
 
     def close(self) -> None:
         """Leaves the group of the servers."""

@@ -48,7 +48,7 @@ class Sender:
         """
         digests: dict[str, Digest] = {}
         if plan.digest_dtype:
-            stream = _noted(stream, plan.digest_dtype, digests)
+            stream = noted(stream, plan.digest_dtype, digests)
         return replace(self._sent(stream, plan, label), digests=digests)
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ class Sender:
         return write_shards(plan.directory, label, stream, plan.bucket_bytes)
 
 
-def _noted(stream: Stream, received_dtype: str, digests: dict[str, Digest]) -> Iterator[tuple[str, Tensor]]:
+def noted(stream: Stream, received_dtype: str, digests: dict[str, Digest]) -> Iterator[tuple[str, Tensor]]:
     """Passes the stream through and takes the digests of some tensors, as servers compute them on a CPU."""
     dtype = getattr(torch, received_dtype, None)
     for name, tensor in stream:

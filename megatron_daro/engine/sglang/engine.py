@@ -316,7 +316,7 @@ class SGLangEngine:
         name = f"{self._prefix}-{next(self._numbers)}-probe"
         call = generation.probe_call(self._probe_tokens, name, temperature=self._temperature)
         answers = await server.client.post("/generate", call.body, timeout_s=self._options.sync_timeout_s)
-        fixed, sampled = generation.probe_rollouts(call.request, answers)
+        fixed, sampled = generation.probe_rollouts(call, answers)
         return ProbeAnswer(fixed, sampled, self._temperature, server.facts.dtype if server.facts else "", verified)
 
     async def _enter_router(self) -> None:

@@ -21,6 +21,8 @@ from megatron_daro.types import FinishReason, GroupRequest, Prompt, Rollout, Sam
 PROBE_TOKENS = 16
 # Tokens that a probe gives; each is one more place where a step of the weights shows.
 _GIVEN_TOKENS = 64
+# Of these, the prompt of those that are sampled.
+_PROMPT_TOKENS = 8
 # What a server calls its weights before the first update, unless it was started with another --weight-version.
 _LOADED = "default"
 # Rounding of a token that is all but certain.
@@ -247,37 +249,38 @@ def probe_text(vocabulary: int, *, longest: int) -> tuple[int, ...]:
 
 
 def probe_call(tokens: Sequence[int], name: str, *, temperature: float) -> Call:
-    """The HTTP request of a probe: the log-probs of given tokens, and of some that are sampled after them.
+    """The HTTP request of a probe: the log-probs of given tokens, and of some that are sampled after the first few.
 
     Args:
         tokens: the given text. name: of the request; also its cache key, so that no prefix is ever found for it.
         temperature: of the sampled tokens.
     """
-    prompt = Prompt(id="probe", answer="", source="", tokens=tuple(tokens))
+    prompt = Prompt(id="probe", answer="", source="", tokens=tuple(tokens[:_PROMPT_TOKENS]))
     request = GroupRequest(-1, 0, prompt, (0,), SamplingParams(temperature, 1.0, PROBE_TOKENS))
     call = _call(request, name, name)
-    return replace(call, body={**call.body, "logprob_start_len": 0})
+    return replace(call, body={**call.body, "input_ids": [list(prompt.tokens), list(tokens)], "logprob_start_len": 0})
 
 
-def probe_rollouts(request: GroupRequest, answers: Any) -> tuple[Rollout, Rollout]:
-    """(the given text as the response to its first token, the sampled tokens after it), each with log-probs.
+def probe_rollouts(call: Call, answers: Any) -> tuple[Rollout, Rollout]:
+    """(the given text as the response to its first token, the tokens sampled after its beginning), with log-probs.
 
     Raises:
         BadAnswerError: the answer has another shape, or lacks tokens.
     """
-    (sampled,) = rollouts(request, answers, version=0, loaded=None, decode=lambda ids: "")
+    sampling, given = answers[:1] if isinstance(answers, list) else answers, call.body["input_ids"][1]
+    (sampled,) = rollouts(call.request, sampling, version=0, loaded=None, decode=lambda ids: "")
     if sampled.response_length != PROBE_TOKENS:
         raise BadAnswerError(f"asked for {PROBE_TOKENS} tokens, got {sampled.response_length}")
     try:
-        pairs = answers[0]["meta_info"]["input_token_logprobs"][1:]  # nothing comes before the first
+        pairs = answers[1]["meta_info"]["input_token_logprobs"][1:]  # nothing comes before the first
         ids, logprobs = [int(pair[1]) for pair in pairs], [float(pair[0]) for pair in pairs]
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise BadAnswerError(f"the probe's answer has no log-probs of the given tokens: {error!r}") from error
-    if ids != list(request.prompt.tokens[1:]):
+    if ids != given[1:]:
         raise BadAnswerError(f"the probe's answer has log-probs of {len(ids)} other tokens than the given ones")
     fixed = replace(
         sampled,
-        tokens=np.asarray(request.prompt.tokens, dtype=np.int32),
+        tokens=np.asarray(given, dtype=np.int32),
         prompt_length=1,
         loss_mask=np.ones(len(ids), dtype=np.uint8),
         logprobs=np.asarray(logprobs, dtype=np.float32),

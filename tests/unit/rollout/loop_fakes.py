@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+from weight_fakes import FakeUpdate
 
 from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.config.sections import RolloutSection, TrainerSection
@@ -178,26 +179,6 @@ class FakeEngine:
 
     async def close(self) -> None:
         self.closed += 1
-
-
-class FakeUpdate:
-    """Takes the weights that a FakePolicy exports."""
-
-    def __init__(self, engine: FakeEngine, version: int) -> None:
-        self.engine, self.version, self.received, self.report = engine, version, [], SendReport()
-
-    async def prepare(self) -> list:
-        return self.received
-
-    async def install(self, report: SendReport) -> None:
-        self.report = report
-        (self.engine.weights,), self.engine.version = self.received, self.version
-
-    async def probe(self) -> dict:
-        return {}
-
-    async def accept(self) -> dict:
-        return {"sync/bytes": float(self.report.num_bytes)}
 
 
 def make_rollout(group_id, attempt, index, prompt, version, weights=b"", finish=None, length=None) -> Rollout:

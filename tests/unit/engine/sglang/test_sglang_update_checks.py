@@ -115,11 +115,11 @@ def test_a_probe_without_log_probs_of_the_given_tokens_fences_the_server(tmp_pat
             stub = fleet.stubs[0]
 
             async def answer(request, body):
-                (content,) = stub.generated(body)
-                given = content["meta_info"].pop("input_token_logprobs")
+                sampled, given = stub.generated(body)
+                logprobs = given["meta_info"].pop("input_token_logprobs")
                 if broken == "other":
-                    content["meta_info"]["input_token_logprobs"] = given[:-1]
-                return web.json_response([content])
+                    given["meta_info"]["input_token_logprobs"] = logprobs[:-1]
+                return web.json_response([sampled, given])
 
             stub.answers["/generate"] = answer
             await fleet.publish(weights, 3)
