@@ -30,6 +30,8 @@ from soak_proxy import ProxiedServer
 
 from megatron_daro.config import resolve
 from megatron_daro.runtime import launch, parts, sglang_group
+from megatron_daro.sync.plan import SendPlan
+from megatron_daro.sync.weight_sync import WeightSync
 
 _REASONS = (
     ("process ended", r"process ended|Ray actor"),
@@ -112,7 +114,7 @@ class Soak:
 
     def _attach(self, engine: Any, sampler: Any) -> None:
         self.engine, self.sampler = engine, sampler
-        sample, update_from = sampler.sample, engine.update_from
+        sample, publish, run_dir = sampler.sample, WeightSync.publish, self._run_dir
 
         async def gated(version: int) -> Any:
             if self.injector is None:
@@ -126,12 +128,17 @@ class Soak:
             self._resumed = time.monotonic()
             return await sample(version)
 
-        async def kept(source: Any, version: int) -> Any:
-            async with source.hold():
-                await source.write(self._run_dir / "versions" / f"{version:06d}", 2**30)
-            return await update_from(source, version)
+        async def kept(sync: WeightSync, version: int) -> Any:
+            plan = SendPlan(
+                transport="disk", targets=(), bucket_bytes=2**30, timeout_s=600.0,
+                directory=run_dir / "versions" / f"{version:06d}",
+            )  # fmt: skip
+            async with sync._policy.hold(version):
+                await sync._policy.export(plan)
+            return await publish(sync, version)
 
-        sampler.sample, engine.update_from = gated, kept
+        sampler.sample = gated
+        WeightSync.publish = kept  # type: ignore[method-assign]
 
 
 def say(text: str) -> None:

@@ -83,7 +83,7 @@ class Controller:
     """One training run."""
 
     def __init__(self, section: TrainerSection, parts: Parts, *, max_staleness: int, rollouts_per_prompt: int) -> None:
-        """Starts nothing; policy and engine are started by whoever made them.
+        """Starts nothing; whoever made policy and engine starts them.
 
         Args:
             section: the configuration's trainer section. `steps` are optimizer steps.
@@ -196,8 +196,7 @@ class Controller:
             await asyncio.wait({start, stop})
 
     async def _start(self) -> None:
-        if self._parts.engine:
-            await self._publish("first sync")
+        await self._publish("first sync")
         await self._evaluate_first()
         self._parts.phases.collect()
 
@@ -353,14 +352,14 @@ class Controller:
             raise DataError(f"{self._lost_in_a_row} batches in a row trained nothing; the last: {message}")
 
     async def _publish(self, what: str) -> Mapping[str, float]:
-        assert self._weight_sync, "there is one wherever there is an engine"
-        return await self._within("sync", self._weight_sync.publish(self.step), what=what)
+        sync = self._weight_sync  # none in a replay
+        return await self._within("sync", sync.publish(self.step), what=what) if sync else {}
 
     async def _share_weights(self, update: Update) -> None:
         """Sync and evaluation; then the next batch may be generated, beside the writing of this one."""
-        engine, evaluate = self._parts.engine, self._parts.evaluate
+        evaluate = self._parts.evaluate
         async with self._engine_use():
-            if engine:
+            if self._weight_sync:
                 with self._parts.phases.measure("sync"):
                     update.metrics |= await self._publish(f"step {self.step}")
             if evaluate and self._evaluation_due(update.version):
