@@ -357,12 +357,11 @@ class Controller:
 
     async def _share_weights(self, update: Update) -> None:
         """Sync and evaluation; then the next batch may be generated, beside the writing of this one."""
-        evaluate = self._parts.evaluate
         async with self._engine_use():
             if self._weight_sync:
                 with self._parts.phases.measure("sync"):
                     update.metrics |= await self._publish(f"step {self.step}")
-            if evaluate and self._evaluation_due(update.version):
+            if (evaluate := self._parts.evaluate) and self._evaluation_due(update.version):
                 with self._parts.phases.measure("evaluate"):
                     update.metrics |= await self._within("evaluate", evaluate(self.step), what=f"step {self.step}")
         await self._advance()
