@@ -314,9 +314,9 @@ class SGLangEngine:
     async def _probe(self, server: Server, verified: bool) -> ProbeAnswer:
         """What a server that serves nobody else yet makes of the fixed text."""
         name = f"{self._prefix}-{next(self._numbers)}-probe"
-        call = generation.probe_call(self._probe_tokens, name, temperature=self._temperature)
-        answers = await server.client.post("/generate", call.body, timeout_s=self._options.sync_timeout_s)
-        fixed, sampled = generation.probe_rollouts(call, answers)
+        request, body = generation.probe_call(self._probe_tokens, name, temperature=self._temperature)
+        answers = await server.client.post("/generate", body, timeout_s=self._options.sync_timeout_s)
+        fixed, sampled = generation.probe_rollouts(request, self._probe_tokens, answers)
         return ProbeAnswer(fixed, sampled, self._temperature, server.facts.dtype if server.facts else "", verified)
 
     async def _enter_router(self) -> None:

@@ -248,8 +248,8 @@ def probe_text(vocabulary: int, *, longest: int) -> tuple[int, ...]:
     return tuple(int(token) for token in np.random.default_rng(0).integers(0, vocabulary, count))
 
 
-def probe_call(tokens: Sequence[int], name: str, *, temperature: float) -> Call:
-    """The HTTP request of a probe: the log-probs of given tokens, and of some that are sampled after the first few.
+def probe_call(tokens: Sequence[int], name: str, *, temperature: float) -> tuple[GroupRequest, dict[str, Any]]:
+    """(what is sampled, the body of /generate) of a probe: log-probs of given tokens, and of some sampled after them.
 
     Args:
         tokens: the given text. name: of the request; also its cache key, so that no prefix is ever found for it.
@@ -257,18 +257,18 @@ def probe_call(tokens: Sequence[int], name: str, *, temperature: float) -> Call:
     """
     prompt = Prompt(id="probe", answer="", source="", tokens=tuple(tokens[:_PROMPT_TOKENS]))
     request = GroupRequest(-1, 0, prompt, (0,), SamplingParams(temperature, 1.0, PROBE_TOKENS))
-    call = _call(request, name, name)
-    return replace(call, body={**call.body, "input_ids": [list(prompt.tokens), list(tokens)], "logprob_start_len": 0})
+    body = _call(request, name, name).body
+    return request, {**body, "input_ids": [list(prompt.tokens), list(tokens)], "logprob_start_len": 0}
 
 
-def probe_rollouts(call: Call, answers: Any) -> tuple[Rollout, Rollout]:
+def probe_rollouts(request: GroupRequest, given: Sequence[int], answers: Any) -> tuple[Rollout, Rollout]:
     """(the given text as the response to its first token, the tokens sampled after its beginning), with log-probs.
 
     Raises:
         BadAnswerError: the answer has another shape, or lacks tokens.
     """
-    sampling, given = answers[:1] if isinstance(answers, list) else answers, call.body["input_ids"][1]
-    (sampled,) = rollouts(call.request, sampling, version=0, loaded=None, decode=lambda ids: "")
+    sampling = answers[:1] if isinstance(answers, list) else answers
+    (sampled,) = rollouts(request, sampling, version=0, loaded=None, decode=lambda ids: "")
     if sampled.response_length != PROBE_TOKENS:
         raise BadAnswerError(f"asked for {PROBE_TOKENS} tokens, got {sampled.response_length}")
     try:
@@ -276,7 +276,7 @@ def probe_rollouts(call: Call, answers: Any) -> tuple[Rollout, Rollout]:
         ids, logprobs = [int(pair[1]) for pair in pairs], [float(pair[0]) for pair in pairs]
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise BadAnswerError(f"the probe's answer has no log-probs of the given tokens: {error!r}") from error
-    if ids != given[1:]:
+    if ids != list(given[1:]):
         raise BadAnswerError(f"the probe's answer has log-probs of {len(ids)} other tokens than the given ones")
     fixed = replace(
         sampled,
