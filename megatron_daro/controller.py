@@ -352,8 +352,7 @@ class Controller:
             raise DataError(f"{self._lost_in_a_row} batches in a row trained nothing; the last: {message}")
 
     async def _publish(self, what: str) -> Mapping[str, float]:
-        sync = self._weight_sync  # none in a replay
-        return await self._within("sync", sync.publish(self.step), what=what) if sync else {}
+        return await self._within("sync", self._weight_sync.publish(self.step), what=what) if self._weight_sync else {}
 
     async def _share_weights(self, update: Update) -> None:
         """Sync and evaluation; then the next batch may be generated, beside the writing of this one."""
