@@ -185,7 +185,7 @@ def _require_no_run(checkpoint: Path) -> None:
 
 
 def _resolve(config_file: Path, overrides: Sequence[str] | None, *, dry_run: bool) -> Config:
-    """The checked configuration; prints it with its checks on a dry run, and warnings always."""
+    """Return the checked configuration; prints it with its checks on a dry run, and warnings always."""
     from megatron_daro.config import resolve_and_check, to_yaml
 
     config, checks = resolve_and_check(config_file, overrides or ())
@@ -198,7 +198,7 @@ def _resolve(config_file: Path, overrides: Sequence[str] | None, *, dry_run: boo
 
 
 def _rehearse(config: Config, *, resume: bool, replay: Path | None, owns_process: bool) -> None:
-    """What needs files but no process, as the start itself would do it."""
+    """Return what needs files but no process, as the start itself would do it."""
     from megatron_daro.runtime.rehearsal import needs_torch, rehearse
 
     if owns_process and not resume and not needs_torch(config):
@@ -210,7 +210,7 @@ def _rehearse(config: Config, *, resume: bool, replay: Path | None, owns_process
 
 
 def _check_list(checks: CheckReport) -> str:
-    """The checks as YAML comments, so that the whole output of --dry-run is a configuration file."""
+    """Return the checks as YAML comments, so that the whole output of --dry-run is a configuration file."""
     lines = [f"#   ok       {subject}: {found}" for subject, found in checks.passed]
     lines += [f"#   warning  {warning}" for warning in checks.warnings]
     return printable("\n".join(["# Checks", *lines])) + "\n"
@@ -255,13 +255,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _system_fault(error: OSError) -> str:
-    """What the system refused, in a sentence: a full disk, a missing permission, a limit of this shell."""
+    """Return what the system refused, in a sentence: a full disk, a missing permission, a limit of this shell."""
     where = f" ({error.filename})" if error.filename else ""
     return f"the system refused: {error.strerror or error}{where}; look at free space, permissions and `ulimit -a`"
 
 
 def _drop_stdout() -> None:
-    """What is still buffered for a closed pipe goes to the null device; else Python complains when it ends."""
+    """Return what is still buffered for a closed pipe goes to the null device; else Python complains when it ends."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.close(null)

@@ -83,7 +83,7 @@ class Controller:
     """One training run."""
 
     def __init__(self, section: TrainerSection, parts: Parts, *, max_staleness: int, rollouts_per_prompt: int) -> None:
-        """Starts nothing; whoever made policy and engine starts them.
+        """Start nothing; whoever made policy and engine starts them.
 
         Args:
             section: the configuration's trainer section. `steps` are optimizer steps.
@@ -134,7 +134,7 @@ class Controller:
         self.truncate_files()
 
     def truncate_files(self) -> None:
-        """Takes metrics and rollouts back to the current step, so that a resumed run writes the rest again."""
+        """Take metrics and rollouts back to the current step, so that a resumed run writes the rest again."""
         self._parts.metrics.truncate_after(self.step or -1)  # step 0, the evaluation before training, is done again
         if self._parts.recorder:
             self._parts.recorder.truncate_after(self.step)
@@ -171,7 +171,7 @@ class Controller:
         return RunOutcome("finished" if finished else "stopped", self.step)
 
     async def shutdown(self) -> None:
-        """Closes engine, policy and the closers. One that fails is reported and does not keep the next from closing."""
+        """Close engine, policy and the closers. One that fails is reported and does not keep the next from closing."""
         closers: dict[str, Callable[[], Awaitable[None]]] = {}
         if self._parts.engine:
             closers["engine"] = self._parts.engine.close
@@ -183,7 +183,7 @@ class Controller:
                 self._parts.progress.warn(f"closing the {name} failed: {type(error).__name__}: {error}")
 
     async def unless_stopped(self, work: Awaitable[None]) -> bool:
-        """Does the work, and says whether it got to the end: a stop ends it at once, with nothing there to be saved."""
+        """Do the work, and say whether it got to the end: a stop ends it at once, with nothing there to be saved."""
         start, stop = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
         try:
             await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -201,7 +201,7 @@ class Controller:
         self._parts.phases.collect()
 
     async def _evaluate_first(self) -> None:
-        """The model that training starts from, as step 0 of the metrics."""
+        """Return the model that training starts from, as step 0 of the metrics."""
         evaluate = self._parts.evaluate
         if evaluate and self.step == 0 and self._section.eval_every_steps:
             metrics = await self._within("evaluate", evaluate(0), what="before training")
@@ -218,7 +218,7 @@ class Controller:
                 watcher.cancel()
 
     async def _watch(self, generator: asyncio.Task) -> None:
-        """A stop ends generation at once; what is being trained is finished by `_train`."""
+        """End generation at once when a stop is asked for; what is being trained is finished by `_train`."""
         await self._stop.wait()  # The one wait without a deadline: for a person.
         generator.cancel()
 
@@ -240,7 +240,7 @@ class Controller:
         self._queue.put_nowait(None)
 
     async def _turn(self, index: int) -> bool:
-        """Waits until batch `index` may be generated. False when training needs no more batches."""
+        """Wait until batch `index` may be generated. False when training needs no more batches."""
         async with self._advanced:
             await self._advanced.wait_for(
                 lambda: (
@@ -252,7 +252,7 @@ class Controller:
 
     @asynccontextmanager
     async def _engine_use(self) -> AsyncIterator[None]:
-        """The engine for one user at a time: a batch, a weight sync or an evaluation."""
+        """Return the engine for one user at a time: a batch, a weight sync or an evaluation."""
         await self._within("engine_free", self._engine_lock.acquire())
         try:
             yield
@@ -296,7 +296,7 @@ class Controller:
             await self._update(update, train_batch)
 
     async def _prepare(self, batch: SampledBatch, update: Update) -> TrainBatch:
-        """The columns of one optimizer step, with the log-probs it needs, and what they say in numbers."""
+        """Return the columns of one optimizer step, with the log-probs it needs, and what they say in numbers."""
         with self._parts.phases.measure("build"):
             # In a thread: gigabytes are copied, while the event loop has other groups' answers to take in.
             columns = asyncio.to_thread(self._columns, batch, update)
@@ -407,7 +407,7 @@ class Controller:
         }
 
     async def _checkpoint(self) -> None:
-        """Saves the state after the last trained batch, if that is not saved yet."""
+        """Save the state after the last trained batch, if that is not saved yet."""
         if self._parts.checkpoints is None or self._last_batch is None or self.step == self._saved_step:
             return
         resolved = {group_id: outcome for batch in self._resolved for group_id, outcome in batch.items()}
@@ -426,7 +426,7 @@ class Controller:
         self._saved_step = self.step
 
     async def _fill_checkpoint(self, directory: Path) -> None:
-        """The policy's files, and the groups that wait for the next batch."""
+        """Return the policy's files, and the groups that wait for the next batch."""
         assert self._last_batch is not None, "a checkpoint follows a batch"
         await self._parts.policy.save(directory)
         await asyncio.to_thread(write_waiting, directory, self._last_batch.snapshot.waiting())

@@ -38,7 +38,7 @@ class Checkpoints:
     """The checkpoints of one run; the only writer of RUN/checkpoints."""
 
     def __init__(self, run_dir: Path, *, keep: int, made_with: Mapping[str, Any] | None = None) -> None:
-        """Starts nothing.
+        """Start nothing.
 
         Args:
             run_dir: the run directory.
@@ -54,7 +54,7 @@ class Checkpoints:
     async def save(
         self, step: int, write: Callable[[Path], Awaitable[None]], state: Mapping[str, Any], notices: Notices
     ) -> Path:
-        """Makes a durable checkpoint, points `latest` at it, and then removes the oldest ones beyond `keep`.
+        """Make a durable checkpoint, point `latest` at it, and then remove the oldest ones beyond `keep`.
 
         Args:
             step: optimizer step, which names it.
@@ -98,7 +98,7 @@ class Checkpoints:
         _sync(self._directory)
 
     def _prune(self, newest: Path, notices: Notices) -> None:
-        """Removes the oldest beyond `keep`, and what crashes left; only once the newest proves to be readable."""
+        """Remove the oldest beyond `keep`, and what crashes left; only once the newest proves to be readable."""
         verify(newest, hashes=False)
         kept = [newest, *(p for p in step_directories(self._directory) if p != newest)][: self._keep]
         for path in step_directories(self._directory):
@@ -110,7 +110,7 @@ class Checkpoints:
 
 
 def find_latest_valid(run_dir: Path, notices: Notices) -> tuple[Path, dict[str, Any]] | None:
-    """The newest checkpoint that is whole, with its state.
+    """Return the newest checkpoint that is whole, with its state.
 
     Args:
         run_dir: the run directory. notices: warned of each checkpoint that is refused, with the file and the reason.
@@ -141,7 +141,7 @@ def find_latest_valid(run_dir: Path, notices: Notices) -> tuple[Path, dict[str, 
 
 
 def take_latest_valid(run_dir: Path, notices: Notices) -> tuple[Path, dict[str, Any]] | None:
-    """What to resume from: `find_latest_valid`, and refused checkpoints renamed to step_N.refused.
+    """Return what to resume from: `find_latest_valid`, and refused checkpoints renamed to step_N.refused.
 
     They would otherwise count as newer ones when old checkpoints are removed. Args, returns and raises as there.
     """
@@ -152,7 +152,7 @@ def take_latest_valid(run_dir: Path, notices: Notices) -> tuple[Path, dict[str, 
 
 
 def set_newer_aside(checkpoint: Path) -> None:
-    """Renames the checkpoints after this one, which were refused, to step_N.refused."""
+    """Rename the checkpoints after this one, which were refused, to step_N.refused."""
     for path in step_directories(checkpoint.parent):
         if _step_of(path) > _step_of(checkpoint):
             aside = path.with_name(path.name + ".refused")
@@ -161,7 +161,7 @@ def set_newer_aside(checkpoint: Path) -> None:
 
 
 def verify(checkpoint: Path, *, hashes: bool = True) -> None:
-    """Compares every file with the manifest.
+    """Compare every file with the manifest.
 
     Args:
         checkpoint: its directory. hashes: also compare SHA-256, not only sizes.
@@ -192,7 +192,7 @@ def verify(checkpoint: Path, *, hashes: bool = True) -> None:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The controller's state in a checkpoint.
+    """Return the controller's state in a checkpoint.
 
     Raises:
         CheckpointError: it is no JSON object, or of another step than its directory.
@@ -206,7 +206,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def read_made_with(checkpoint: Path) -> dict[str, Any] | None:
-    """What the run was made of when it wrote this checkpoint; None for one that does not say."""
+    """Return what the run was made of when it wrote this checkpoint; None for one that does not say."""
     path = checkpoint / MADE_WITH
     return _read_json(path) if path.exists() else None
 
@@ -238,7 +238,7 @@ def check_fits(checkpoint: Path, state: Mapping[str, Any], identity: Mapping[str
 
 
 def step_directories(directory: Path) -> list[Path]:
-    """The checkpoints in RUN/checkpoints by name, newest first, whole or not."""
+    """Return the checkpoints in RUN/checkpoints by name, newest first, whole or not."""
     found = [path for path in directory.glob("step_*") if path.is_dir() and _STEP_DIRECTORY.fullmatch(path.name)]
     return sorted(found, key=_step_of, reverse=True)
 
@@ -266,7 +266,7 @@ def _check_pointer(directory: Path, found: Path, notices: Notices) -> None:
 
 
 def _seal(directory: Path, step: int, state: Mapping[str, Any]) -> None:
-    """Adds state.json, syncs everything, and writes the manifest last."""
+    """Add state.json, sync everything, and write the manifest last."""
     try:
         text = json.dumps(state, indent=1, sort_keys=True)
     except (TypeError, ValueError) as error:

@@ -114,7 +114,7 @@ class Rollout:
         return self.version_spans or whole
 
     def extended(self, later: Rollout, text: str) -> Rollout:
-        """This rollout, cut short before, with what was generated after its last token.
+        """Return this rollout, cut short before, with what was generated after its last token.
 
         Args:
             later: the continuation: its prompt is all of this rollout's tokens, its response the new ones (maybe none).
@@ -162,7 +162,7 @@ class Rollout:
 
 
 def _joined_spans(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """The same spans with neighbours of one version made one, and without empty ones."""
+    """Return the same spans with neighbours of one version made one, and without empty ones."""
     joined: list[tuple[int, int]] = []
     for version, count in spans:
         if joined and joined[-1][0] == version:
@@ -262,7 +262,7 @@ class TrainBatch:
         return np.array([part.sum(dtype=np.int64) for part in parts], dtype=np.int64)
 
     def select(self, indices: Sequence[int]) -> TrainBatch:
-        """The batch of the given samples, in the given order."""
+        """Return the batch of the given samples, in the given order."""
         indices_M = np.asarray(indices, dtype=np.int64)
         changed: dict[str, Any] = {"tokens_T": _ragged_select(self.tokens_T, self.lengths_N, indices_M)}
         changed |= {name: getattr(self, name)[indices_M] for name in _PER_SAMPLE}
@@ -288,13 +288,13 @@ class TrainBatch:
 
 
 def _ragged(column: np.ndarray, lengths_N: np.ndarray) -> list[np.ndarray]:
-    """The part of each sample, as views: no position is written down for each element."""
+    """Return the part of each sample, as views: no position is written down for each element."""
     ends = np.cumsum(lengths_N).tolist()
     return [column[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def _ragged_select(column: np.ndarray, lengths_N: np.ndarray, indices_M: np.ndarray) -> np.ndarray:
-    """The chosen samples' parts, end to end."""
+    """Return the chosen samples' parts, end to end."""
     parts = _ragged(column, lengths_N)
     chosen = [parts[i] for i in indices_M.tolist()]
     return np.concatenate(chosen) if chosen else column[:0]

@@ -1,6 +1,6 @@
 """What holds for every test: one thread per process, cheap folders first, GPU tests only where there is a GPU.
 
-Place in the data flow: pytest reads it before any test file. Refuses nothing; fixtures live beside the tests that use
+Place in the data flow: pytest reads it before any test file. Fixtures live beside the tests that use
 them.
 """
 

@@ -3,7 +3,7 @@
 Used by tests/contract and tests/sglang. A server takes 15 to 40 s to start, an engine of servers that run already
 half a second; so tests share the processes, each test makes an engine of its own, and what a test did to a server is
 undone by the weight update with which the next engine begins. Servers listen on 127.0.0.1 only.
-Refuses nothing: without the environment of tools/sglang_cpu_env.sh tests that need it are skipped.
+Without the environment of tools/sglang_cpu_env.sh tests that need it are skipped.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The quickstart's tokenizer: one token per character, `####` and the three special tokens; 24 tokens in all.
 
 Place in the data flow: written once beside the base model; the run loads it as it loads any Hugging Face tokenizer.
-Refuses nothing: a character outside the alphabet becomes the pad token, which no answer contains.
+A character outside the alphabet becomes the pad token, which no answer contains.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def save_sharded(state: dict[str, Any], directory: Path) -> None:
 
 
 def load_sharded(state: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """The values of what `save_sharded` wrote, as this rank's state dict asks for them. Collective.
+    """Return the values of what `save_sharded` wrote, as this rank's state dict asks for them. Collective.
 
     Args:
         state: what this rank wants: sharded tensors of any layout. It stays as it is.
@@ -104,7 +104,7 @@ def load_sharded(state: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def write_shards(sharded: Any, directory: Path) -> None:
-    """This rank's main replicas to one file; rank 0 also writes the index. Collective over all ranks."""
+    """Write this rank's main replicas to one file; rank 0 also writes the index. Collective over all ranks."""
     file = f"shard_{dist.get_rank():05d}.safetensors"
     tensors: dict[str, Tensor] = {}
     shards: list[StoredShard] = []
@@ -156,7 +156,7 @@ class _ShardReader:
         self._open: dict[str, Any] = {}
 
     def value_of(self, item: Any) -> Any:
-        """The value of one sharded tensor (a new CPU tensor) or object."""
+        """Return the value of one sharded tensor (a new CPU tensor) or object."""
         if isinstance(item, ShardedObject):
             stored = self._shards_of(item.unique_key)[0]
             return io.BytesIO(self._slice(stored, [slice(None)]).numpy().tobytes())
@@ -202,7 +202,8 @@ class _ShardReader:
 
 
 def _stored(item: Any, file: str, name: str) -> tuple[Tensor, StoredShard]:
-    """The tensor to write for one sharded tensor or object, with the prepended axes made real, and where it belongs."""
+    """Return the tensor to write for one sharded tensor or object, with the prepended axes made real, and where it
+    belongs."""
     if isinstance(item, ShardedTensor):
         data = item.data.detach().to("cpu")
         data = data.reshape(*([1] * item.prepend_axis_num), *item.local_shape).contiguous().clone()
@@ -228,7 +229,7 @@ def _bytes_of(item: ShardedObject) -> bytes:
 def _overlap(
     want_offset: Sequence[int], want_shape: Sequence[int], have_offset: Sequence[int], have_shape: Sequence[int]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """The common box as slices into what is stored and into what is wanted; None if there is none."""
+    """Return the common box as slices into what is stored and into what is wanted; None if there is none."""
     theirs, ours = [], []
     for wo, ws, ho, hs in zip(want_offset, want_shape, have_offset, have_shape, strict=True):
         start, stop = max(wo, ho), min(wo + ws, ho + hs)

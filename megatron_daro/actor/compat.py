@@ -59,7 +59,7 @@ class HiddenStateGPTModel(GPTModel):
         return hidden_states
 
     def output_weight(self) -> torch.Tensor:
-        """This rank's rows of the output layer, [Vp, D]; the embedding's when they are tied. Last stage only."""
+        """Return this rank's rows of the output layer, [Vp, D]; the embedding's when they are tied. Last stage only."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
@@ -113,7 +113,7 @@ def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) ->
 
 
 def _param_groups(state: Any) -> Iterator[dict[str, Any]]:
-    """The saved parameter groups of an optimizer and of those chained in it."""
+    """Return the saved parameter groups of an optimizer and of those chained in it."""
     for name, value in state.items() if isinstance(state, dict) else ():
         if name == "param_groups":
             yield from value
@@ -122,7 +122,7 @@ def _param_groups(state: Any) -> Iterator[dict[str, Any]]:
 
 
 def _identify(saved: dict[str, Any], groups: list[dict[str, Any]]) -> None:
-    """Gives a saved group what upstream finds it by, from this run's group of the same structure."""
+    """Give a saved group what upstream finds it by, from this run's group of the same structure."""
     own = next((g for g in groups if all(g.get(key) == saved.get(key) for key in _GROUP_STRUCTURE)), None)
     if own is None:
         return
@@ -133,7 +133,7 @@ def _identify(saved: dict[str, Any], groups: list[dict[str, Any]]) -> None:
 
 
 def _set_all_but_step(part: Any, parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-    """What upstream's method of this name does, leaving the step count as it is."""
+    """Return what upstream's method of this name does, leaving the step count as it is."""
     group, order = part.model_param_group_index_map[parameter]
     main = part.optimizer.param_groups[group]["params"][order]
     step = {name: value for name, value in part.optimizer.state[main].items() if name == "step"}
@@ -141,7 +141,7 @@ def _set_all_but_step(part: Any, parameter: torch.nn.Parameter, tensors: dict[st
 
 
 def _torch_adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Adam]:
-    """The torch Adam (or AdamW, which is one) inside each part of a Megatron optimizer."""
+    """Return the torch Adam (or AdamW, which is one) inside each part of a Megatron optimizer."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = getattr(part, "optimizer", None)
         if isinstance(inner, torch.optim.Adam):

@@ -80,7 +80,7 @@ def _uncompiled(function: Callable[..., Any] | None = None, **options: object) -
 
 
 def _on_cpu(device: object) -> Any:
-    """The device with any CUDA device replaced by the CPU."""
+    """Return the device with any CUDA device replaced by the CPU."""
     if isinstance(device, str) and device.startswith("cuda"):
         return "cpu"
     if isinstance(device, torch.device) and device.type == "cuda":

@@ -12,7 +12,7 @@ import torch
 
 
 def prepare() -> torch.device:
-    """The device of this process; on a machine without a GPU the redirection of actor/cpu.py is installed."""
+    """Return the device of this process; on a machine without a GPU the redirection of actor/cpu.py is installed."""
     if torch.cuda.is_available():
         index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
         torch.cuda.set_device(index)

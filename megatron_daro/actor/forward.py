@@ -63,7 +63,7 @@ FP8_TOKENS_MULTIPLE = 32
 def packed_micro_batches(
     batch: TrainBatch, micro_batches: MicroBatches, *, sequence_parallel: bool, fp8: bool = False
 ) -> list[PackedMicroBatch]:
-    """This rank's micro-batches on its device, sliced for context parallelism."""
+    """Return this rank's micro-batches on its device, sliced for context parallelism."""
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     context = parallel_state.get_context_parallel_world_size()
     sequence_multiple, total_multiple = pack_multiples(tensor, context, sequence_parallel)
@@ -190,7 +190,7 @@ def response_logprobs(
 
 
 def _join_context(column_R: np.ndarray) -> np.ndarray:
-    """The column with the tokens that the other context-parallel ranks computed; NaN stays where nobody did."""
+    """Return the column with the tokens that the other context-parallel ranks computed; NaN stays where nobody did."""
     group = parallel_state.get_context_parallel_group()
     if group.size() == 1:
         return column_R

@@ -196,7 +196,7 @@ def _in_sequence_order(x_CTGD: torch.Tensor, chunk: int) -> torch.Tensor:
 
 
 def layer_spec(config: TransformerConfig, *, transformer_engine: bool) -> ModuleSpec | TransformerBlockSubmodules:
-    """What Megatron's TransformerBlock builds: TE layers, or local layers with PackedAttention and RMSNorm."""
+    """Return what Megatron's TransformerBlock builds: TE layers, or local layers with PackedAttention and RMSNorm."""
     if transformer_engine:
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")

@@ -276,7 +276,7 @@ def _accumulation_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _operand(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """The matrix as a factor of a product whose result is `dtype`.
+    """Return the matrix as a factor of a product whose result is `dtype`.
 
     A GPU multiplies narrow numbers into fp32 sums by itself. A CPU would round the result to the narrow type, which
     costs 2e-3 relative on a logit, so there the factors are widened: a slice at a time, never the whole weight.

@@ -98,7 +98,7 @@ class StepLoss:
         output: OutputSettings,
         batch: TrainBatch,
     ) -> None:
-        """Collective over the data-parallel group: the totals of the step are summed here.
+        """Sum the totals of the step. Collective over the data-parallel group.
 
         Args:
             algorithm: holds the weights w; read here, changed only by `Algorithm.update`.
@@ -161,7 +161,7 @@ class StepLoss:
             self._max_logprob_diff = torch.maximum(self._max_logprob_diff, objective.maxima["logprob_abs_diff"])
 
     def reduce(self) -> StepSums:
-        """Sums over data- and context-parallel ranks, handed from the last pipeline stage to all. Collective."""
+        """Sum over data- and context-parallel ranks, handed from the last pipeline stage to all. Collective."""
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         dist.all_reduce(self._sums, group=group)
         dist.all_reduce(self._max_logprob_diff, op=dist.ReduceOp.MAX, group=group)
@@ -187,7 +187,7 @@ def _at(column_T: Tensor | None, positions_P: Tensor) -> Tensor | None:
 
 
 def _sum_over_context(sums_M: Tensor) -> Tensor:
-    """The sum over the context-parallel ranks that share these samples; no gradient passes."""
+    """Return the sum over the context-parallel ranks that share these samples; no gradient passes."""
     total_M = sums_M.detach().clone()
     dist.all_reduce(total_M, group=parallel_state.get_context_parallel_group())
     return total_M

@@ -135,7 +135,7 @@ def _recompute_options(recompute: str) -> dict[str, Any]:
 def build_model(
     shape: ModelShape, config: TransformerConfig, *, transformer_engine: bool = False
 ) -> HiddenStateGPTModel:
-    """This rank's part of the model, with uninitialised weights, on this process's device."""
+    """Return this rank's part of the model, with uninitialised weights, on this process's device."""
     with quiet():
         model = HiddenStateGPTModel(
             config,
@@ -158,7 +158,7 @@ def build_model(
 
 
 def local_rules(model: HiddenStateGPTModel, shape: ModelShape) -> list[tuple[torch.nn.Parameter, TensorRule]]:
-    """This rank's parameters with the rule of each, in forward order.
+    """Return this rank's parameters with the rule of each, in forward order.
 
     Raises:
         ModelError: a parameter that no rule names.

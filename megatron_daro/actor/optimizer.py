@@ -84,12 +84,13 @@ def build_scheduler(
 
 
 def group_options(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
-    """The options of each parameter group (learning rates, betas, eps, ...), without its parameters and their age."""
+    """Return the options of each parameter group (learning rates, betas, eps, ...), without its parameters and their
+    age."""
     return [{k: v for k, v in group.items() if k not in _GROUP_STATE} for group in optimizer.param_groups]
 
 
 def set_group_options(optimizer: MegatronOptimizer, options: Sequence[Mapping[str, Any]]) -> None:
-    """Puts back what `group_options` gave: loading a checkpoint replaces the options of this run by the saved ones.
+    """Put back what `group_options` gave: loading a checkpoint replaces the options of this run by the saved ones.
 
     The schedule then sets learning rate and weight decay of the step from them.
     """
@@ -116,7 +117,7 @@ def update(optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, *, 
 
 
 def _finite_everywhere(value: float) -> bool:
-    """The same answer on every rank: a norm may be taken over a part of the world only."""
+    """Return the same answer on every rank: a norm may be taken over a part of the world only."""
     flag = torch.tensor([float(math.isfinite(value))], device=device.prepare())
     torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN)
     return bool(flag.item() > 0)

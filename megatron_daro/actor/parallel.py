@@ -95,7 +95,7 @@ def data_parallel_rank() -> int:
 
 
 def pipeline_parallel_rank() -> int:
-    """This process's pipeline stage."""
+    """Return this process's pipeline stage."""
     return parallel_state.get_pipeline_model_parallel_rank()
 
 

@@ -33,12 +33,12 @@ from megatron_daro.types import StepResult, TrainBatch
 
 
 def layout_of(actor: ActorSection) -> Layout:
-    """The parallel sizes of the section."""
+    """Return the parallel sizes of the section."""
     return Layout(actor.tensor_parallel, actor.pipeline_parallel, actor.context_parallel, actor.data_parallel)
 
 
 def objective_settings(section: AlgorithmSection) -> ObjectiveSettings:
-    """The token objective that the section describes."""
+    """Return the token objective that the section describes."""
     return ObjectiveSettings(
         clip_low=section.clip_low,
         clip_high=section.clip_high,
@@ -115,12 +115,12 @@ class MegatronPolicy:
         return response_logprobs(self.trainee.model, batch, micro_batches, output)
 
     def reference_logprobs(self, batch: TrainBatch, micro_batches: MicroBatches) -> np.ndarray | None:
-        """The same under the weights that the run started from. Needs algorithm.kl.coefficient > 0."""
+        """Return the same under the weights that the run started from. Needs algorithm.kl.coefficient > 0."""
         with self._reference_weights():
             return response_logprobs(self.trainee.model, batch, micro_batches, self._output)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """This stage's weights under Hugging Face names. Every tensor-parallel rank must iterate to the end."""
+        """Yield this stage's weights under Hugging Face names. Every tensor-parallel rank must iterate to the end."""
         return export_hf_weights(self.model, self.shape)
 
     def save(self, directory: Path) -> None:
@@ -128,7 +128,7 @@ class MegatronPolicy:
         checkpoint.save(self.trainee, directory)
 
     def load(self, directory: Path) -> None:
-        """The inverse of `save`, also on another layout. Collective. Raises CheckpointError."""
+        """Return the inverse of `save`, also on another layout. Collective. Raises CheckpointError."""
         checkpoint.load(self.trainee, directory)
 
     def _copy_weights(self) -> list[Tensor]:
@@ -136,7 +136,7 @@ class MegatronPolicy:
 
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:
-        """The reference weights in place of the current ones."""
+        """Return the reference weights in place of the current ones."""
         if self._reference is None:
             raise RuntimeError("reference log-probs were asked for, but algorithm.kl.coefficient is 0")
         current = self._copy_weights()

@@ -43,7 +43,7 @@ def load_hf_weights(model: HiddenStateGPTModel, shape: ModelShape, tensors: Mapp
 
 
 def export_hf_weights(model: HiddenStateGPTModel, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
-    """The weights of this pipeline stage under Hugging Face names, one parameter at a time.
+    """Return the weights of this pipeline stage under Hugging Face names, one parameter at a time.
 
     Every rank of the tensor-parallel group must iterate to the end: each item is a gather. All of them get the tensors.
     A tied output layer on the last stage is the embedding's copy and is left out. Peak extra memory: one parameter.

@@ -21,7 +21,7 @@ AdvantageStd = Literal["population", "sample", "batch", "none"]
 def group_advantages(
     rewards_N: Tensor, group_ids_N: Tensor, std: AdvantageStd = "population", eps: float = 1e-6
 ) -> Tensor:
-    """A = (R - mean of the group) / (std + eps).
+    """Return a = (R - mean of the group) / (std + eps).
 
     The mean is always the group's. A group whose rewards are all equal (so also a group of one) gets exactly 0.
 

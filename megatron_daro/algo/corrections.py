@@ -124,7 +124,7 @@ def segment_mean(
     num_segments: int,
     segment_reduce: SegmentReduce | None = None,
 ) -> Tensor:
-    """The mean over each segment's masked tokens, repeated on each of its tokens; detached.
+    """Return the mean over each segment's masked tokens, repeated on each of its tokens; detached.
 
     Args:
         values_T: [T]; mask_T: bool [T]; segment_T: int64 [T] in 0..M-1 where the mask is set; num_segments: M.
@@ -145,7 +145,7 @@ def segment_mean(
 
 
 def segment_sums(values_T: Tensor, mask_T: Tensor, segment_T: Tensor, num_segments: int) -> Tensor:
-    """The sum over each segment's masked tokens, float64 [M]; gradient flows to the masked tokens only.
+    """Return the sum over each segment's masked tokens, float64 [M]; gradient flows to the masked tokens only.
 
     Args:
         values_T: [T]; mask_T: bool [T]; segment_T: int64 [T], any value where the mask is not set; num_segments: M.

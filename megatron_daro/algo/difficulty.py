@@ -25,7 +25,7 @@ Scale = Literal["sum", "mean"]
 
 
 def pass_rate_bins(correct_N: Tensor, group_ids_N: Tensor, rollouts_per_prompt: int) -> Tensor:
-    """The bin of every sample: how many rollouts of its group are correct.
+    """Return the bin of every sample: how many rollouts of its group are correct.
 
     Args:
         correct_N: [N], bool or 0/1: the verifier's verdicts, never the shaped reward.
@@ -201,7 +201,7 @@ class DifficultyWeights:
         return int(((inner <= lowest) | (inner >= highest)).sum())
 
     def coefficients(self, token_counts: Tensor) -> Tensor:
-        """What a token loss of each bin is multiplied by, so that the plain sum is sum_k w_k L_k.
+        """Return what a token loss of each bin is multiplied by, so that the plain sum is sum_k w_k L_k.
 
         Args:
             token_counts: [K+1], trained tokens per bin in the whole optimizer step (all ranks, all micro-batches).
@@ -316,7 +316,7 @@ class DifficultyWeights:
         self._first_moments, self._second_moments, self._steps = first, second, steps
 
     def _value_bounds(self) -> tuple[float, float]:
-        """The clamp in the parameter's own unit."""
+        """Return the clamp in the parameter's own unit."""
         lowest, highest = self.clamp
         return (math.log(lowest), math.log(highest)) if self.parameter == "log" else (lowest, highest)
 
@@ -339,7 +339,7 @@ class DifficultyWeights:
         return counts
 
     def _vector(self, name: str, values: Tensor | None) -> Tensor:
-        """A float64 CPU copy of a [K+1] argument."""
+        """Return a float64 CPU copy of a [K+1] argument."""
         vector = torch.as_tensor(values).detach().to("cpu", torch.float64, copy=True)
         if vector.shape != self._values.shape:
             raise AlgorithmError(
@@ -350,7 +350,7 @@ class DifficultyWeights:
 
 
 def _column(saved: object) -> Tensor:
-    """A saved list as float64; something of no use becomes an empty vector, which no state accepts."""
+    """Return a saved list as float64; something of no use becomes an empty vector, which no state accepts."""
     try:
         return torch.as_tensor(saved, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError):

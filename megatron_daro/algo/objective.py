@@ -166,7 +166,7 @@ def token_objective(
 
 
 def _select(kept_T: Tensor, values_T: Tensor) -> Tensor:
-    """The values of the masked tokens, 0 elsewhere."""
+    """Return the values of the masked tokens, 0 elsewhere."""
     return torch.where(kept_T, values_T, 0)
 
 
@@ -177,7 +177,7 @@ def _ratio(
     where: tuple[Tensor, Tensor, int],
     segment_reduce: SegmentReduce | None,
 ) -> Tensor:
-    """The importance ratio that is clipped: the token's, or its sequence's (gspo)."""
+    """Return the importance ratio that is clipped: the token's, or its sequence's (gspo)."""
     if settings.correction != "gspo":
         return importance_ratio(logprobs_T, old_T)
     log_ratio_T = sequence_log_ratio(logprobs_T, old_T, *where, segment_reduce)
@@ -191,7 +191,7 @@ def _correction(
     where: tuple[Tensor, Tensor, int],
     segment_reduce: SegmentReduce | None,
 ) -> CorrectionWeights:
-    """The factor of each token's loss."""
+    """Return the factor of each token's loss."""
     if settings.correction in ("none", "gspo"):
         return CorrectionWeights(torch.ones_like(old_T), torch.zeros_like(old_T, dtype=torch.bool))
     level = settings.correction_level
@@ -212,7 +212,7 @@ def _masked_sum(values_T: Tensor, kept_T: Tensor) -> Tensor:
 
 
 def _masked_max(values_T: Tensor, kept_T: Tensor) -> Tensor:
-    """The largest of non-negative values; 0 without tokens."""
+    """Return the largest of non-negative values; 0 without tokens."""
     values_T = torch.where(kept_T, values_T.detach().to(torch.float64), 0.0)
     return values_T.max() if values_T.numel() else values_T.sum()
 

@@ -21,7 +21,7 @@ KlEstimator = Literal["k1", "k2", "k3"]
 
 
 def kl_terms(logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator = "k3") -> Tensor:
-    """An estimate of KL(policy || reference) per sampled token.
+    """Return an estimate of KL(policy || reference) per sampled token.
 
     With d = logprobs - ref_logprobs: k1 is d (unbiased; as a loss its expected gradient is zero), k2 is d^2/2 (its
     gradient is that of the KL), k3 is exp(-d) - 1 + d (unbiased and never negative). Where -d is above 20, k3 goes on

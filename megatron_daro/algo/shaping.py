@@ -43,7 +43,7 @@ def overlong_penalty(lengths_N: Vector, max_tokens: int = 20480, cache_tokens: i
 
 
 def overlong_filter(loss_mask_R: Vector, response_lengths_N: Vector, truncated_N: Vector) -> Vector:
-    """The loss mask without the truncated rollouts. Verdicts, bins and advantages are left as they are.
+    """Return the loss mask without the truncated rollouts. Verdicts, bins and advantages are left as they are.
 
     Args:
         loss_mask_R: [R], 1 where a token is trained; the samples' responses end to end.

@@ -73,7 +73,7 @@ def clipped_token_loss(
     *,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """The clipped surrogate loss of every token, to be minimised.
+    """Return the clipped surrogate loss of every token, to be minimised.
 
     Homogeneous of degree one in the advantages. No gradient flows into `old_logprobs` or `advantages`.
 

@@ -38,12 +38,12 @@ class BatchTotals:
 
     @classmethod
     def of(cls, bins_N: Tensor, lengths_N: Tensor, rollouts_per_prompt: int) -> BatchTotals:
-        """The totals of some samples: int64 bins [N] and trained tokens [N]. Add those of all ranks."""
+        """Return the totals of some samples: int64 bins [N] and trained tokens [N]. Add those of all ranks."""
         return cls(token_counts(bins_N, lengths_N, rollouts_per_prompt), len(torch.as_tensor(bins_N)))
 
     @classmethod
     def from_vector(cls, vector: Tensor) -> BatchTotals:
-        """The inverse of `vector`, after it was summed over ranks."""
+        """Return the inverse of `vector`, after it was summed over ranks."""
         return cls(vector[:-1].to(torch.int64), int(vector[-1]))
 
     def vector(self) -> Tensor:
@@ -115,7 +115,7 @@ class Algorithm(ABC):
         self.group_filter: GroupFilter = group_filter
 
     def advantages(self, rewards_N: Tensor, group_ids_N: Tensor) -> Tensor:
-        """The advantages of the whole step.
+        """Return the advantages of the whole step.
 
         Args:
             rewards_N: [N], finite. group_ids_N: int64 [N].
@@ -150,7 +150,7 @@ class Algorithm(ABC):
 
     @abstractmethod
     def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
-        """What the sum of a rollout's token losses is multiplied by.
+        """Return what the sum of a rollout's token losses is multiplied by.
 
         Args:
             bins_N: int64 [N], bins of some samples of the step.
@@ -162,11 +162,12 @@ class Algorithm(ABC):
         """
 
     def regularizer_coefficient(self, totals: BatchTotals) -> float:
-        """What KL and entropy terms of a token are multiplied by: 1/N, a mean over all trained tokens of the step."""
+        """Return what KL and entropy terms of a token are multiplied by: 1/N, a mean over all trained tokens of the
+        step."""
         return _inverse(totals.tokens)
 
     def extra_loss(self, totals: BatchTotals) -> float:
-        """The part of the loss without a gradient into the policy (daro: -sum ln w), for reporting."""
+        """Return the part of the loss without a gradient into the policy (daro: -sum ln w), for reporting."""
         return 0.0
 
     def update(self, loss_sums: Tensor, token_counts: Tensor, abs_loss_sums: Tensor | None = None) -> None:  # noqa: B027
@@ -309,11 +310,11 @@ class Daro(Algorithm):
         return self.difficulty.clamped
 
     def state_dict(self) -> dict[str, Any]:
-        """The weights' state beside the name."""
+        """Return the weights' state beside the name."""
         return {**super().state_dict(), "difficulty": self.difficulty.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises CheckpointError for another algorithm, another K, or a torn state."""
+        """Raise CheckpointError for another algorithm, another K, or a torn state."""
         super().load_state_dict(state)
         self.difficulty.load_state_dict(state.get("difficulty") or {})
 
@@ -324,7 +325,7 @@ ALGORITHMS: Mapping[str, type[Algorithm]] = {
 
 
 def make_algorithm(name: str, **options: Any) -> Algorithm:
-    """The algorithm of this name: the same call in the driver and on every rank.
+    """Return the algorithm of this name: the same call in the driver and on every rank.
 
     Args:
         name: one of `ALGORITHMS`, or `module:Class`, a subclass of `Algorithm` that Python can import.

@@ -111,7 +111,7 @@ class AlgorithmSection(Section):
         return self.kl.coefficient > 0
 
     def arguments(self, *, rollouts_per_prompt: int, max_response_tokens: int) -> dict[str, Any]:
-        """The keyword arguments of megatron_daro.algo.weighting.make_algorithm for this run.
+        """Return the keyword arguments of megatron_daro.algo.weighting.make_algorithm for this run.
 
         Args:
             rollouts_per_prompt: K. max_response_tokens: the longest response allowed.

@@ -39,7 +39,7 @@ class Section(BaseModel):
 
 
 def filled(value: T | None) -> T:
-    """The value of a field that may be left open in a file, and that loading has filled in by now."""
+    """Return the value of a field that may be left open in a file, and that loading has filled in by now."""
     assert value is not None, "config.loading fills in what a file leaves open; make a Config with `resolve`"
     return value
 

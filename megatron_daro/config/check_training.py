@@ -35,7 +35,7 @@ def data_files(config: Config) -> Iterator[Problem]:
 
 
 def data_text(config: Config) -> str:
-    """What there is, for the report."""
+    """Return what there is, for the report."""
     return f"{len(config.data.train)} for training, {len(config.data.eval)} for evaluation"
 
 
@@ -72,7 +72,7 @@ def _ends_with(path: Path, magic: bytes) -> bool:
 
 
 def sampling(config: Config, model: ModelFiles) -> Iterator[Problem]:
-    """The rollouts of a group can differ, can end, and may be kept."""
+    """Check that the rollouts of a group can differ, can end, and may be kept."""
     rollout = config.rollout
     if rollout.temperature == 0:
         got = f"0 with {rollout.rollouts_per_prompt} rollouts per prompt, which would all be equal"
@@ -102,7 +102,7 @@ def sampling(config: Config, model: ModelFiles) -> Iterator[Problem]:
 
 
 def sampling_warnings(config: Config) -> Iterator[Problem]:
-    """Sampling that works but is probably not meant."""
+    """Return sampling that works but is probably not meant."""
     rollout, loss = config.rollout, config.algorithm
     if rollout.max_staleness > 0 and loss.correction.kind == "none":
         got = f"none with rollout.max_staleness {rollout.max_staleness}"
@@ -118,7 +118,7 @@ def sampling_warnings(config: Config) -> Iterator[Problem]:
 
 
 def algorithm(config: Config) -> Iterator[Problem]:
-    """The options of the loss fit each other."""
+    """Check that the options of the loss fit each other."""
     section, updates = config.algorithm, config.trainer.updates_per_batch
     low, high = section.daro.clamp
     if not 0 < low <= 1 <= high or low == high:
@@ -215,7 +215,7 @@ def server_seeds(config: Config) -> Iterator[Problem]:
 
 
 def run(config: Config) -> Iterator[Problem]:
-    """Steps, rewards, evaluation, reporting."""
+    """Return steps, rewards, evaluation, reporting."""
     trainer, reward, optimizer = config.trainer, config.reward, config.actor.optimizer
     if reward.correct_reward <= reward.incorrect_reward:
         got = f"{reward.correct_reward:g} with incorrect_reward {reward.incorrect_reward:g}"

@@ -32,7 +32,7 @@ class CheckReport:
     problems: tuple[Problem, ...]
 
     def raise_problems(self, source: str) -> None:
-        """Raises ConfigError with every problem, if there is one."""
+        """Raise ConfigError with every problem, if there is one."""
         if self.problems:
             raise config_error(source, self.problems)
 

@@ -28,7 +28,7 @@ def is_section(annotation: object) -> TypeGuard[type[Section]]:
 
 
 def strip(annotation: object) -> tuple[Any, list[Any]]:
-    """An annotation without `Annotated` and `| None`, and the constraints that stood on it."""
+    """Return an annotation without `Annotated` and `| None`, and the constraints that stood on it."""
     metadata: list[Any] = []
     while True:
         if get_origin(annotation) is Annotated:
@@ -41,7 +41,7 @@ def strip(annotation: object) -> tuple[Any, list[Any]]:
 
 
 def section_of(annotation: object) -> type[Section] | None:
-    """The Section that an annotation is, or that its list items are."""
+    """Return the Section that an annotation is, or that its list items are."""
     plain, _ = strip(annotation)
     if get_origin(plain) is tuple:
         plain, _ = strip(get_args(plain)[0])
@@ -91,7 +91,7 @@ def _list(items: tuple[Any, ...], metadata: list[Any]) -> str:
 
 
 def allowed(annotation: object, metadata: list[Any] | None = None) -> str:
-    """What an annotation allows, in words."""
+    """Return what an annotation allows, in words."""
     optional = get_origin(annotation) in (Union, types.UnionType) and type(None) in get_args(annotation)
     plain, inner = strip(annotation)
     metadata = [*(metadata or []), *inner]
@@ -111,12 +111,12 @@ def allowed(annotation: object, metadata: list[Any] | None = None) -> str:
 
 
 def field_allowed(field: FieldInfo) -> str:
-    """What a field allows, in words."""
+    """Return what a field allows, in words."""
     return allowed(field.annotation, field.metadata)
 
 
 def choices(annotation: object, metadata: list[Any]) -> tuple[str, ...]:
-    """The names that a Literal annotation or a `OneOf` knows, else nothing."""
+    """Return the names that a Literal annotation or a `OneOf` knows, else nothing."""
     annotation, inner = strip(annotation)
     if get_origin(annotation) is Literal:
         return get_args(annotation)

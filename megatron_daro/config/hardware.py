@@ -31,7 +31,7 @@ class Hardware:
 
 
 def detect() -> Hardware:
-    """The hardware of this machine, as torch would use it (CUDA_VISIBLE_DEVICES respected)."""
+    """Return the hardware of this machine, as torch would use it (CUDA_VISIBLE_DEVICES respected)."""
     capabilities = _gpu_capabilities() if _torch_has_cuda() else []
     if not capabilities:
         return Hardware("cpu", len(os.sched_getaffinity(0)), memory_bytes=_memory_bytes())
@@ -40,7 +40,7 @@ def detect() -> Hardware:
 
 
 def _memory_bytes() -> int:
-    """The machine's memory, or the smaller limit of this container (cgroup version 2, or 1)."""
+    """Return the machine's memory, or the smaller limit of this container (cgroup version 2, or 1)."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
         with suppress(OSError, ValueError):
@@ -69,8 +69,8 @@ def _gpu_capabilities() -> list[float]:
 
 
 def visible_rows(rows: list[list[str]], visible: str | None) -> list[list[str]]:
-    """The rows [index, uuid, capability] that CUDA_VISIBLE_DEVICES names; like CUDA's, the list ends at an unknown
-    name."""
+    """Return the rows [index, uuid, capability] that CUDA_VISIBLE_DEVICES names; like CUDA's, the list ends at an
+    unknown name."""
     if visible is None:
         return rows
     chosen = []

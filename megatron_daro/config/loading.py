@@ -84,7 +84,7 @@ def resolve_and_check(
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved configuration as YAML text; `resolve` of that text gives an equal Config."""
+    """Return the resolved configuration as YAML text; `resolve` of that text gives an equal Config."""
     return yaml_text.dump(config.model_dump(mode="json"))
 
 
@@ -94,7 +94,7 @@ def known_paths() -> tuple[str, ...]:
 
 
 def _read(path: Path, overrides: Sequence[str]) -> tuple[Config | None, list[Problem], set[str]]:
-    """The Config (as far as it could be made), the problems so far, and the fields they concern."""
+    """Return the Config (as far as it could be made), the problems so far, and the fields they concern."""
     document = _read_file(path)
     tree, problems = document.value, document.problems
     if problems:
@@ -187,7 +187,7 @@ def _place(path: str, places: Mapping[str, str]) -> str:
 
 
 def _field_part(loc: tuple[int | str, ...]) -> str:
-    """The path up to the first list: a wrong item spoils its whole list."""
+    """Return the path up to the first list: a wrong item spoils its whole list."""
     return ".".join(takewhile(lambda part: isinstance(part, str), loc))  # type: ignore[arg-type]
 
 

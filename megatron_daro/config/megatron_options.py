@@ -91,7 +91,7 @@ def upstream_names() -> dict[str, frozenset[str]]:
 
 
 def option_problems(options: Mapping[str, Any], known: Mapping[str, frozenset[str]]) -> Iterator[Problem]:
-    """What is wrong with `actor.megatron`.
+    """Return what is wrong with `actor.megatron`.
 
     Args:
         options: as the user gave them.

@@ -53,7 +53,7 @@ def read_model(directory: Path) -> ModelFiles:
 
 
 def _read_json(path: Path) -> tuple[dict[str, Any] | None, str]:
-    """The object in a JSON file, or why there is none."""
+    """Return the object in a JSON file, or why there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -94,7 +94,7 @@ def _weight_problems(directory: Path) -> Iterator[Problem]:
 
 
 def safetensors_fault(path: Path) -> str:
-    """What is wrong with a safetensors file judging by its header and size; empty if nothing.
+    """Return what is wrong with a safetensors file judging by its header and size; empty if nothing.
 
     Source: the safetensors format: 8 bytes little-endian header size, a JSON header, then the data.
     """

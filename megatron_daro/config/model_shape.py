@@ -69,7 +69,7 @@ class ModelShape:
 
 
 def read_model_shape(source: str | Path | Mapping[str, Any]) -> ModelShape:
-    """The shape that a `config.json` describes.
+    """Return the shape that a `config.json` describes.
 
     Args:
         source: the checkpoint directory, the path of a config.json, or its content. Keys of transformers 4
@@ -137,7 +137,7 @@ def _family(config: dict[str, Any], where: str) -> Family:
 
 
 def _refuse_unsupported(config: dict[str, Any], family: Family, where: str) -> None:
-    """Raises, naming all of them, if values ask for a forward pass that is not implemented."""
+    """Raise, naming all of them, if values ask for a forward pass that is not implemented."""
     wrong = []
     if config.get("hidden_act", "silu") != "silu":
         wrong.append(f"hidden_act {config['hidden_act']!r} (allowed: 'silu')")
@@ -163,7 +163,7 @@ def _slides(config: dict[str, Any]) -> bool:
 
 
 def _rope(config: dict[str, Any], where: str) -> tuple[float, RopeScaling | None]:
-    """Base frequency and scaling; transformers 5 holds both in `rope_parameters`, 4 in two keys."""
+    """Return base frequency and scaling; transformers 5 holds both in `rope_parameters`, 4 in two keys."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = _number({"rope_theta": rope.get("rope_theta", config.get("rope_theta"))}, "rope_theta", where, default=1e4)
     kind = rope.get("rope_type", rope.get("type", "default"))

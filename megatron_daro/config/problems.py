@@ -40,7 +40,7 @@ class Problem:
 
 
 def show(value: object) -> str:
-    """A value as people would write it, cut to a line."""
+    """Return a value as people would write it, cut to a line."""
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
 
@@ -69,7 +69,7 @@ def similarity(a: str, b: str) -> float:
 
 
 def nearest_paths(unknown: str, known: Sequence[str], *, at_most: int = 3) -> list[str]:
-    """The known dotted paths that an unknown one most likely means, best first; empty where nothing is alike.
+    """Return the known dotted paths that an unknown one most likely means, best first; empty where nothing is alike.
 
     The last part decides; the same section comes before others. So `actor.learning_rate` finds
     `actor.optimizer.learning_rate`.

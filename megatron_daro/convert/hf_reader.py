@@ -50,7 +50,7 @@ class HFCheckpoint(Mapping[str, Tensor]):
             raise ModelError(f"{name} cannot be read from {self._path(name)}: {error}. {_AGAIN}") from None
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape, from the header. Raises ModelError if it is missing."""
+        """Return a tensor's shape, from the header. Raises ModelError if it is missing."""
         return tuple(self._handle(name).get_slice(name).get_shape())
 
     def close(self) -> None:

@@ -43,7 +43,7 @@ def write_hf_checkpoint(
     *,
     max_shard_bytes: int = 5 * 1000**3,
 ) -> None:
-    """Writes a checkpoint directory that transformers loads.
+    """Write a checkpoint directory that transformers loads.
 
     Args:
         directory: must not exist; its parent is made.
@@ -94,7 +94,7 @@ class _ShardWriter:
         self._total_bytes = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Takes one tensor; writes the file before it when both together would exceed the limit."""
+        """Take one tensor; write the file before it when both together would exceed the limit."""
         if name in self._seen:
             raise ModelError(f"tensor {name} came twice; a checkpoint holds each name once.")
         if self._pending and self._pending_bytes + tensor.nbytes > self._limit:
@@ -108,7 +108,7 @@ class _ShardWriter:
         self._total_bytes += tensor.nbytes
 
     def finish(self) -> None:
-        """Writes what is left, gives the files their names, and writes the index if there are several."""
+        """Write what is left, give the files their names, and write the index if there are several."""
         if not self._seen:
             raise ModelError("no tensor came; a checkpoint without weights is not written.")
         self._flush()

@@ -69,7 +69,7 @@ class TensorRule:
 
 
 def hf_to_megatron(shape: ModelShape, *, fused_norms: bool = False) -> list[TensorRule]:
-    """The rules of every parameter of the whole model, in forward order.
+    """Return the rules of every parameter of the whole model, in forward order.
 
     Args:
         shape: the model.
@@ -87,7 +87,7 @@ def hf_to_megatron(shape: ModelShape, *, fused_norms: bool = False) -> list[Tens
 
 
 def output_rule(shape: ModelShape) -> TensorRule:
-    """The rule of `output_layer.weight`; for a tied model its source is the embedding.
+    """Return the rule of `output_layer.weight`; for a tied model its source is the embedding.
 
     A tied model needs it on the last of several pipeline stages, which holds a copy of the embedding.
     """
@@ -102,7 +102,7 @@ def hf_tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def global_name(local_name: str, first_layer: int) -> str:
-    """A stage's parameter name with the layer index of the whole model.
+    """Return a stage's parameter name with the layer index of the whole model.
 
     Args:
         local_name: as `named_parameters()` of the stage gives it, without wrapper prefixes such as `module.`.
@@ -112,7 +112,7 @@ def global_name(local_name: str, first_layer: int) -> str:
 
 
 def padded_vocab_size(vocab: int, tp_size: int, *, multiple: int = 1) -> int:
-    """The vocabulary rounded up to a multiple of tp_size * multiple."""
+    """Return the vocabulary rounded up to a multiple of tp_size * multiple."""
     step = tp_size * multiple
     return -(-vocab // step) * step
 
@@ -125,7 +125,7 @@ def shard(
     *,
     padded_vocab: int | None = None,
 ) -> Tensor:
-    """What tensor-parallel rank `tp_rank` holds of a parameter.
+    """Return what tensor-parallel rank `tp_rank` holds of a parameter.
 
     Args:
         rule: from `hf_to_megatron`.
@@ -155,7 +155,7 @@ def shard(
 
 
 def merge(rule: TensorRule, shards: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The HF tensors of a parameter; the inverse of `shard`.
+    """Return the HF tensors of a parameter; the inverse of `shard`.
 
     Args:
         rule: from `hf_to_megatron`.

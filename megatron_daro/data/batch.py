@@ -33,7 +33,7 @@ def build_batch(
     max_tokens: int = 20480,
     cache_tokens: int = 4096,
 ) -> TrainBatch:
-    """The batch of all rollouts, groups in the given order, rollouts in index order.
+    """Return the batch of all rollouts, groups in the given order, rollouts in index order.
 
     Args:
         groups: complete groups, each group id once; a divisor over the batch is over all of them.

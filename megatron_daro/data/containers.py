@@ -55,7 +55,7 @@ class WrittenNumber:
 
 
 def read_rows(path: Path, data_format: DataFormat = "auto", *, ends: int | None = None) -> Iterator[Row]:
-    """The rows of a file, one at a time.
+    """Return the rows of a file, one at a time.
 
     Args:
         path: Parquet, a JSON array of objects, or one JSON object per line; also packed with gzip or zstd.
@@ -102,7 +102,8 @@ def _packing(path: Path) -> str | None:
 
 @contextmanager
 def _readable(path: Path, packing: str | None) -> Iterator[IO[bytes]]:
-    """The file, unpacked. pyarrow tells a packed file that ends too early from a whole one; zstandard does not."""
+    """Return the file, unpacked. pyarrow tells a packed file that ends too early from a whole one; zstandard does
+    not."""
     if packing is None:
         with path.open("rb") as plain:
             yield plain
@@ -140,7 +141,7 @@ def _lines(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _both_ends(rows: Iterable[tuple[int, bytes]], count: int) -> Iterator[tuple[int, bytes]]:
-    """The first `count` and the last `count`, each once."""
+    """Return the first `count` and the last `count`, each once."""
     rest = iter(rows)
     yield from islice(rest, count)
     yield from deque(rest, maxlen=count)
@@ -208,7 +209,8 @@ def _in_memory(file: IO[bytes]) -> io.BytesIO:
 
 
 def _values(batch: Any) -> list[Any]:
-    """The rows of an Arrow batch; one that Python cannot hold (text that is not UTF-8, the year 100000) is named."""
+    """Return the rows of an Arrow batch; one that Python cannot hold (text that is not UTF-8, the year 100000) is
+    named."""
     try:
         return batch.to_pylist()
     except (ValueError, OverflowError) as error:

@@ -14,14 +14,15 @@ from megatron_daro.types import Prompt
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """The problem as text: `text`, or the contents of the messages, one per line."""
+    """Return the problem as text: `text`, or the contents of the messages, one per line."""
     if prompt.text is not None:
         return prompt.text
     return "\n".join(message["content"] for message in prompt.messages or ())
 
 
 def normalized_text(text: str) -> str:
-    """What counts as the same problem: Unicode NFC without white space. Case stays: x and X differ in mathematics."""
+    """Return what counts as the same problem: Unicode NFC without white space. Case stays: x and X differ in
+    mathematics."""
     return "".join(unicodedata.normalize("NFC", text).split())
 
 
@@ -41,5 +42,5 @@ def find_overlap(prompts: Sequence[Prompt], held_out: Mapping[str, Sequence[Prom
 
 
 def _key(prompt: Prompt) -> str:
-    """A chat that only adds a system message asks the same problem: the last message decides."""
+    """Return a chat that only adds a system message asks the same problem: the last message decides."""
     return normalized_text(prompt.messages[-1]["content"] if prompt.messages else prompt.text or "")

@@ -21,7 +21,7 @@ class PromptSource:
     """Each prompt once per epoch. Two calls of 3 give what one call of 6 gives."""
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int = 0, shuffle: bool = True) -> None:
-        """Starts at the first prompt of epoch 0.
+        """Start at the first prompt of epoch 0.
 
         Args:
             prompts: at least one.
@@ -55,7 +55,7 @@ class PromptSource:
         return self._epoch * len(self) + self._position
 
     def next(self, n: int) -> list[Prompt]:
-        """The next n prompts; an epoch that ends on the way is followed by the next one.
+        """Return the next n prompts; an epoch that ends on the way is followed by the next one.
 
         Args:
             n: 0 or more. Above the number of prompts, some come twice.

@@ -46,7 +46,7 @@ class _UnusableRowError(Exception):
 def parse_row(
     row: Any, data_format: DataFormat = "auto", problem_field: str | None = None, answer_field: str | None = None
 ) -> ParsedRow | RowProblem:
-    """The problem and the gold answer of a row.
+    """Return the problem and the gold answer of a row.
 
     Args:
         row: an object as read from the file.
@@ -87,7 +87,8 @@ def field_names(row: Any) -> list[str]:
 
 
 def answer_text(value: Any) -> str | None:
-    """A gold answer as text: 27.0 is "27", a number of a JSON file keeps its digits, a one-element list is its element.
+    """Return a gold answer as text: 27.0 is "27", a number of a JSON file keeps its digits, a one-element list is
+    its element.
 
     Args:
         value: what a file holds.
@@ -120,7 +121,7 @@ def _decimal(written: str) -> Decimal | None:
 
 
 def _number_text(value: Decimal | None, written: str) -> str:
-    """The number as it is written, but 27.0 as 27 and 0.50 as 0.5."""
+    """Return the number as it is written, but 27.0 as 27 and 0.50 as 0.5."""
     # copy_abs and not abs, which rounds and overflows.
     if value is not None and value.copy_abs() <= _EXACT_AS_FLOAT and value == int(value):
         return str(int(value))
@@ -137,7 +138,7 @@ def _texts(parsed: ParsedRow) -> Iterator[str]:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last \boxed{...} (or \fbox{...}) with balanced braces; None where there is none."""
+    r"""Return the content of the last \boxed{...} (or \fbox{...}) with balanced braces; None where there is none."""
     for match in reversed(list(re.finditer(r"\\(?:boxed|fbox)\s*\{", text))):
         depth = 1
         for place in range(match.end(), len(text)):
@@ -161,7 +162,7 @@ def _field(row: Mapping[str, Any], dotted: str) -> Any:
 
 
 def _first_field(row: Mapping[str, Any], names: Sequence[str]) -> tuple[str, Any]:
-    """The first field that says something; an empty `answer` beside a `solution` says nothing."""
+    """Return the first field that says something; an empty `answer` beside a `solution` says nothing."""
     return next(((name, _field(row, name)) for name in names if not _is_blank(_field(row, name))), ("", None))
 
 
@@ -189,7 +190,8 @@ def _problem(row: Mapping[str, Any], data_format: DataFormat, field: str | None)
 
 
 def _chat_in_text(text: str) -> list[Any] | None:
-    """The chat that a text is, where all of it is a JSON array of messages; files without lists keep chats so."""
+    """Return the chat that a text is, where all of it is a JSON array of messages; files without lists keep chats
+    so."""
     if not text.lstrip().startswith("["):
         return None
     try:
@@ -214,7 +216,7 @@ def _messages(value: list[Any]) -> tuple[Mapping[str, str], ...]:
 
 
 def _answers(row: Mapping[str, Any], data_format: DataFormat, field: str | None) -> tuple[str, ...]:
-    """The gold and its alternatives, each once, in the file's order."""
+    """Return the gold and its alternatives, each once, in the file's order."""
     default = {"gsm8k": ("answer",), "dapo": ("reward_model.ground_truth",)}.get(data_format, ANSWER_FIELDS)
     name, value = _first_field(row, (field,) if field else default)
     alternatives = [one for one in value if not _is_blank(one)] if isinstance(value, list) else [value]
@@ -239,7 +241,7 @@ def _answer(value: Any, name: str, data_format: DataFormat) -> str:
 
 
 def _category(row: Mapping[str, Any]) -> str:
-    """A number (a level of difficulty) as text; what is neither text nor number is no category."""
+    """Return a number (a level of difficulty) as text; what is neither text nor number is no category."""
     _, value = _first_field(row, CATEGORY_FIELDS)
     return answer_text(value) or "" if not isinstance(value, list) else ""
 

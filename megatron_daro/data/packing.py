@@ -74,7 +74,7 @@ class PackedMicroBatch:
         return torch.where(self.segment_T >= 0, values_M[self.segment_T.clamp(min=0)], values_M.new_zeros(()))
 
     def to(self, device: torch.device | str) -> PackedMicroBatch:
-        """The same micro-batch on another device."""
+        """Return the same micro-batch on another device."""
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
         tensors = {name: value for name, value in columns.items() if isinstance(value, Tensor)}
         moved: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
@@ -94,7 +94,7 @@ _TOKEN_COLUMNS = (
 
 
 def pack_multiples(tensor_parallel: int, context_parallel: int, sequence_parallel: bool) -> tuple[int, int]:
-    """The (sequence_multiple, total_multiple) a layout asks of `pack`.
+    """Return the (sequence_multiple, total_multiple) a layout asks of `pack`.
 
     Args:
         tensor_parallel: ranks, at least 1.
@@ -117,7 +117,7 @@ def pack(
     total_multiple: int = 1,
     pad_token_id: int = 0,
 ) -> PackedMicroBatch:
-    """Puts samples end to end.
+    """Put samples end to end.
 
     Args:
         batch: where the samples are.
@@ -181,7 +181,7 @@ def pack(
 
 
 def unpack_responses(values_T: Tensor, packed: PackedMicroBatch) -> Tensor:
-    """The values of the response tokens, samples end to end in the order of the micro-batch.
+    """Return the values of the response tokens, samples end to end in the order of the micro-batch.
 
     Args:
         values_T: any dtype, [T], aligned like the columns of `packed`.
@@ -215,7 +215,7 @@ def collect_responses(parts: Iterable[tuple[Tensor, PackedMicroBatch]], num_resp
 
 
 def context_parallel_slice(packed: PackedMicroBatch, cp_rank: int, cp_size: int) -> PackedMicroBatch:
-    """The tokens one context-parallel rank computes.
+    """Return the tokens one context-parallel rank computes.
 
     Each segment is cut into 2 * cp_size equal chunks and rank r holds chunks r and 2 * cp_size - 1 - r, so that causal
     attention costs every rank the same. cu_seqlens and max_seqlen stay those of the whole pack, as Megatron's thd rope
@@ -254,7 +254,7 @@ def context_parallel_slice(packed: PackedMicroBatch, cp_rank: int, cp_size: int)
 
 
 def context_parallel_join(slices: Sequence[Tensor], packed: PackedMicroBatch) -> Tensor:
-    """The inverse of the slice, for values: what all ranks computed, in the order of the whole pack.
+    """Return the inverse of the slice, for values: what all ranks computed, in the order of the whole pack.
 
     Args:
         slices: values of rank 0, 1, ...: each [T / CP] or [T / CP, ...].

@@ -46,7 +46,7 @@ class LoadReport:
         return sum(len(places) for places in self.dropped.values())
 
     def summary(self) -> str:
-        """A few lines for the terminal and the log."""
+        """Return a few lines for the terminal and the log."""
         lines = [f"{self.rows} rows, {self.kept} prompts kept"]
         lines += [f"dropped {len(p)}: {reason} ({_shown(p)})" for reason, p in self.dropped.items()]
         if self.duplicates:

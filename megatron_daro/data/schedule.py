@@ -66,7 +66,8 @@ class CostModel:
 
     @classmethod
     def of_model(cls, shape: ModelShape) -> CostModel:
-        """The same for a model: all of its parameters but an input embedding of its own, which multiplies nothing."""
+        """Return the same for a model: all of its parameters but an input embedding of its own, which multiplies
+        nothing."""
         lookup = 0 if shape.tie else shape.vocab * shape.hidden
         return cls.transformer(
             num_parameters=shape.num_parameters - lookup,
@@ -111,7 +112,7 @@ def schedule(
     sequence_multiple: int = 1,
     total_multiple: int = 1,
 ) -> Schedule:
-    """Splits samples over ranks and micro-batches.
+    """Split samples over ranks and micro-batches.
 
     Args:
         lengths_N: tokens per sample, prompt and response, each at least 1.
@@ -188,7 +189,7 @@ def _check(lengths: np.ndarray, padded: np.ndarray, data_parallel_size: int, tok
 
 
 def _descending(costs: np.ndarray) -> np.ndarray:
-    """Indices, most costly first, ties by index."""
+    """Return indices, most costly first, ties by index."""
     return np.argsort(-costs, kind="stable")
 
 
@@ -213,7 +214,7 @@ def _balanced_ranks(costs: np.ndarray, num_ranks: int, least: int) -> list[list[
 
 
 def _exchange(ranks: list[list[int]], costs: np.ndarray) -> list[list[int]]:
-    """Swaps one sample of the heaviest rank for one of the lightest, as long as that helps."""
+    """Swap one sample of the heaviest rank for one of the lightest, as long as that helps."""
     loads = np.array([costs[rank].sum() for rank in ranks])
     for _ in range(_MAX_EXCHANGES):
         heavy, light = int(loads.argmax()), int(loads.argmin())

@@ -32,7 +32,7 @@ class TokenizeReport:
     dropped: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def summary(self) -> str:
-        """A few lines for the terminal and the log."""
+        """Return a few lines for the terminal and the log."""
         lines = [f"{self.kept} prompts of up to {self.longest} tokens"]
         lines += [f"dropped {len(ids)}: {reason} (first: {ids[0]})" for reason, ids in self.dropped.items()]
         return "\n".join(lines)
@@ -46,7 +46,7 @@ def tokenize_prompts(
     template: str = _PLACE,
     max_prompt_tokens: int = 1024,
 ) -> tuple[list[Prompt], TokenizeReport]:
-    """Applies the template and the tokenizer.
+    """Apply the template and the tokenizer.
 
     Args:
         prompts: as loaded.
@@ -91,7 +91,7 @@ class _UnfitPromptError(Exception):
 
 
 def _rendered(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, prompt_template: str, template: str) -> str:
-    """The text to encode."""
+    """Return the text to encode."""
     # str.replace and not str.format: problems and templates are full of braces.
     if prompt_template == "plain":
         if prompt.messages is not None and len(prompt.messages) != 1:
@@ -107,7 +107,7 @@ def _rendered(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, prompt_templat
 
 
 def _encoded(texts: list[str], tokenizer: PreTrainedTokenizerBase, prompt_template: str) -> list[list[int]]:
-    """A chat template writes its special tokens itself, so the tokenizer must not add them again."""
+    """Encode texts; a chat template writes its special tokens itself, so the tokenizer must not add them again."""
     if not texts:
         return []
     return tokenizer(texts, add_special_tokens=prompt_template == "plain")["input_ids"]

@@ -23,7 +23,7 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.j
 def load_tokenizer(
     path: str | Path, trust_remote_code: bool = False, *, chat_template: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model.
+    """Return the tokenizer of a model.
 
     Args:
         path: directory of the model, or of the tokenizer alone.
@@ -74,7 +74,7 @@ def stop_token_ids(
     extra_ids: Sequence[int] = (),
     model_path: str | Path | None = None,
 ) -> tuple[int, ...]:
-    """The ids that end an answer: the tokenizer's own, the model's generation config's, and those asked for.
+    """Return the ids that end an answer: the tokenizer's own, the model's generation config's, and those asked for.
 
     Args:
         tokenizer: from `load_tokenizer`.

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer
 
 
 def growing_cache(num_layers: int) -> DynamicCache:
-    """An empty cache for a model of that many full-attention layers."""
+    """Return an empty cache for a model of that many full-attention layers."""
     cache = DynamicCache()
     cache.layers = [_GrowingLayer() for _ in range(num_layers)]
     return cache
@@ -29,7 +29,7 @@ class _GrowingLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Appends along the length; returns everything held."""
+        """Append along the length; return everything held."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         length = self.get_seq_length()
@@ -38,7 +38,7 @@ class _GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps these rows, in this order; a row may come several times."""
+        """Keep these rows, in this order; a row may come several times."""
         if self.get_seq_length():
             assert self.keys is not None and self.values is not None
             self._key_storage, self.keys = _append(None, 0, self.keys[indices])
@@ -46,7 +46,7 @@ class _GrowingLayer(DynamicLayer):
 
 
 def _append(storage: Tensor | None, length: int, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Writes `new` behind `length` positions; returns the storage (a longer one if need be) and its filled part."""
+    """Write `new` behind `length` positions; return the storage (a longer one if need be) and its filled part."""
     rows, heads, added, head_dim = new.shape
     end = length + added
     if storage is None or storage.shape[2] < end:

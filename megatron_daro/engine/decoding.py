@@ -117,7 +117,7 @@ class Decoding:
         return running == 0 or few
 
     def settle(self) -> None:
-        """Ends aborted rows and reports every row that finished since the last time."""
+        """End aborted rows and report every row that finished since the last time."""
         self._look_for_abort()
         new_N = (self._finish_N != _RUNNING) & ~self._reported_N
         self._reported_N |= new_N

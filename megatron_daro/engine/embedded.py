@@ -53,7 +53,7 @@ class EmbeddedEngine:
         return self._started().weight_version
 
     async def start(self) -> None:
-        """Loads the model. Raises ModelError if the checkpoint cannot be loaded, EngineError if started already."""
+        """Load the model. Raises ModelError if the checkpoint cannot be loaded, EngineError if started already."""
         if self._worker is not None:
             raise EngineError("the embedded engine was started already.")
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="embedded-engine")
@@ -65,7 +65,7 @@ class EmbeddedEngine:
             raise
 
     async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
-        """Yields the rollouts of each request, in the order of its indices, as soon as the last of them is complete.
+        """Yield the rollouts of each request, in the order of its indices, as soon as the last of them is complete.
 
         Generation goes on while the consumer works on what was yielded. Closing the iterator stops it.
 
@@ -87,7 +87,7 @@ class EmbeddedEngine:
             await asyncio.gather(producer, return_exceptions=True)
 
     async def abort(self, group_ids: Collection[int] | None = None) -> None:
-        """Ends the given groups (None: all) of the running `generate` calls; they yield what they have, as "abort"."""
+        """End the given groups (None: all) of the running `generate` calls; they yield what they have, as "abort"."""
         for signal in list(self._live):
             signal.abort(group_ids)
 
@@ -101,7 +101,7 @@ class EmbeddedEngine:
         await asyncio.to_thread(self._open_stage().add, bucket)
 
     async def commit_update(self, version: int) -> None:
-        """Replaces all weights, between two batches; on any error the old ones stay, with their version.
+        """Replace all weights, between two batches; on any error the old ones stay, with their version.
 
         Args:
             version: what rollouts are stamped with from then on.
@@ -134,7 +134,7 @@ class EmbeddedEngine:
         signal: AbortSignal,
         finished: asyncio.Queue[_Item],
     ) -> None:
-        """Runs the batches one after the other; puts every complete request into the queue, then None or the error."""
+        """Run the batches one after the other; put every complete request into the queue, then None or the error."""
         generator = self._started()
         loop = asyncio.get_running_loop()
         waiting: dict[int, dict[int, Rollout]] = {id(request): {} for request in requests}

@@ -67,7 +67,8 @@ class EmbeddedGenerator:
         self.max_positions = self.model.config.max_position_embeddings
 
     def plan(self, requests: Sequence[GroupRequest]) -> list[list[Row]]:
-        """The batches of a list of requests: rows by prompt length, then in the order asked, `batch_size` together.
+        """Return the batches of a list of requests: rows by prompt length, then in the order asked, `batch_size`
+        together.
 
         Raises:
             EngineError: a request that cannot be generated: empty prompt, unknown token, too long, bad sampling values.
@@ -90,7 +91,7 @@ class EmbeddedGenerator:
         abort: AbortSignal | None = None,
         deliver: Callable[[Row, Rollout], None] | None = None,
     ) -> list[Rollout]:
-        """Generates one batch.
+        """Generate one batch.
 
         Args:
             rows: decoded together, in this order.
@@ -121,11 +122,11 @@ class EmbeddedGenerator:
         return [rollouts[n] for n in range(len(rows))]
 
     def stage_weights(self) -> WeightStage:
-        """An empty stage for the next weights; fill it, then hand it to `apply_weights`."""
+        """Return an empty stage for the next weights; fill it, then hand it to `apply_weights`."""
         return WeightStage(self.model)
 
     def apply_weights(self, stage: WeightStage, version: int) -> None:
-        """Replaces the weights; rollouts carry `version` from now on. Raises EngineError if the stage is incomplete."""
+        """Replace the weights; rollouts carry `version` from now on. Raises EngineError if the stage is incomplete."""
         stage.apply()
         self.weight_version = version
 
@@ -155,7 +156,7 @@ class EmbeddedGenerator:
             cache.batch_select_indices(keep_B)
 
     def _prefill(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor, Any]:
-        """Runs each distinct prompt once, all but its last token, and gives every row a copy of its keys and values."""
+        """Run each distinct prompt once, all but its last token, and give every row a copy of its keys and values."""
         distinct = {prompt: q for q, prompt in enumerate(dict.fromkeys(prompts))}
         ids_QS, mask_QS = _left_pad(list(distinct))
         cache = growing_cache(self.model.config.num_hidden_layers)
@@ -222,7 +223,7 @@ def _left_pad(prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
 
 
 def _load(path: Path, dtype: torch.dtype) -> Any:
-    """The model with every tensor from the checkpoint: transformers would fill in missing ones at random."""
+    """Return the model with every tensor from the checkpoint: transformers would fill in missing ones at random."""
     if not path.is_dir():
         raise ModelError(f"{path} is not a directory. model.path must be a local checkpoint directory.")
     try:

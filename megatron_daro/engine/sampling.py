@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def row_uniforms(seed: int, group_id: int, attempt: int, index: int, count: int) -> np.ndarray:
-    """The uniform numbers of one rollout.
+    """Return the uniform numbers of one rollout.
 
     Args:
         seed, group_id, attempt, index: any integers of 64 bits; together they name the rollout.
@@ -79,7 +79,7 @@ def keep_nucleus(probs_BV: Tensor, top_p_B: Tensor) -> Tensor:
 
 
 def _invert(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """The first token whose cumulative weight exceeds the row's share of the total; never one of weight 0."""
+    """Return the first token whose cumulative weight exceeds the row's share of the total; never one of weight 0."""
     cumulative_BV = weights_BV.cumsum(dim=-1)
     total_B = cumulative_BV[:, -1]
     # u * total can round up to total, which no cumulative weight exceeds.

@@ -30,7 +30,7 @@ class WeightStage:
         self._staged: dict[str, Tensor] = {}
 
     def add(self, bucket: WeightBucket) -> None:
-        """Copies a bucket's tensors, cast to the model's dtype.
+        """Copy a bucket's tensors, cast to the model's dtype.
 
         Raises:
             EngineError: an unknown name, a name that came before, or another shape than the model's.
@@ -52,14 +52,14 @@ class WeightStage:
             self._staged[name] = tensor.to(parameter.dtype, copy=True)
 
     def check_complete(self) -> None:
-        """Raises EngineError, naming what is missing, unless every parameter has arrived."""
+        """Raise EngineError, naming what is missing, unless every parameter has arrived."""
         missing = [name for name in self._parameters if name not in self._staged]
         if missing:
             shown = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
             raise EngineError(f"weight update: {len(missing)} of {len(self._parameters)} tensors never came: {shown}.")
 
     def apply(self) -> None:
-        """Puts the new weights in place of the old; not to be called while the model runs."""
+        """Put the new weights in place of the old; not to be called while the model runs."""
         self.check_complete()
         with torch.no_grad():
             for name, parameter in self._parameters.items():

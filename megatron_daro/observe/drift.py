@@ -44,7 +44,7 @@ class DriftWatch:
     _warned: bool = False
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> str | None:
-        """Takes one step's metrics in.
+        """Take one step's metrics in.
 
         Args:
             step: optimizer step. metrics: any; a step without mismatch metrics says nothing.
@@ -73,7 +73,7 @@ class DriftWatch:
         return f"{text}. {self._reason(high, metrics.get(_STALENESS, 0.0))}"
 
     def _limit(self, key: str) -> float:
-        """What the value may be; before the baseline is known, the ceiling."""
+        """Return what the value may be; before the baseline is known, the ceiling."""
         if key == CORRECTED:
             return CORRECTED_LIMIT
         floor, ceiling = LIMITS[key]
@@ -89,7 +89,7 @@ class DriftWatch:
                 values.append(value)
 
     def _reason(self, high: Mapping[str, float], staleness: float) -> str:
-        """The likely cause and what to do, by circumstance."""
+        """Return the likely cause and what to do, by circumstance."""
         if set(high) == {CORRECTED}:
             return (
                 "The correction changes so many tokens that it shapes the gradient: lower rollout.max_staleness or "

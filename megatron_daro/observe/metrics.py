@@ -44,7 +44,7 @@ class MetricsLog:
     """The writer of a run's metrics. One process writes; it can be reopened after a crash."""
 
     def __init__(self, run_dir: Path, *, tensorboard: bool = True, wandb: Mapping[str, Any] | None = None) -> None:
-        """Opens (or creates) the run's metrics file and drops a torn last line; `remark` then says so.
+        """Open (or create) the run's metrics file and drop a torn last line; `remark` then says so.
 
         Args:
             run_dir: the run directory; created if missing.
@@ -71,7 +71,7 @@ class MetricsLog:
             self._sinks.append(WandbSink(run_dir, {k: v for k, v in wandb.items() if k != "enabled"}))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Appends one step, on disk (fsync) when this returns.
+        """Append one step, on disk (fsync) when this returns.
 
         Args:
             step: optimizer step, greater than every step written before (0 is allowed: evaluation before training).
@@ -93,7 +93,7 @@ class MetricsLog:
             sink.write(step, {k: v for k, v in record.items() if k != "step" and v is not None})
 
     def truncate_after(self, step: int) -> int:
-        """Drops every line of a later step, so that a resumed run writes them again.
+        """Drop every line of a later step, so that a resumed run writes them again.
 
         Args:
             step: the last step to keep (that of the checkpoint).
@@ -152,7 +152,7 @@ class MetricsLog:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float | None]]:
-    """The metrics of a run, one dictionary per step in file order, each with its `step`.
+    """Return the metrics of a run, one dictionary per step in file order, each with its `step`.
 
     A torn last line (a crash or a run still writing) is left out. A missing file is an empty list.
 
@@ -166,7 +166,8 @@ def read_metrics(run_dir: Path) -> list[dict[str, float | None]]:
 
 
 def comparable(metrics: Metrics) -> dict[str, float | None]:
-    """The metrics that two runs of the same seed share exactly: all but the keys under `timing/` and `throughput/`."""
+    """Return the metrics that two runs of the same seed share exactly: all but the keys under `timing/` and
+    `throughput/`."""
     return {key: value for key, value in metrics.items() if not key.startswith(CLOCK_PREFIXES)}
 
 
@@ -201,7 +202,7 @@ def _number(key: str, value: SupportsFloat | str | bytes) -> int | float | None:
 
 
 def _parse(path: Path) -> list[_Line]:
-    """The lines of the file; a last line that is torn is left out."""
+    """Return the lines of the file; a last line that is torn is left out."""
     if not path.exists():
         return []
     raw_lines = path.read_bytes().split(b"\n")

@@ -72,7 +72,7 @@ class Progress:
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prints nothing until `start` (or `with`).
+        """Print nothing until `start` (or `with`).
 
         Args:
             total_steps: optimizer steps of the whole run.
@@ -99,7 +99,7 @@ class Progress:
         self._live: Live | None = None
 
     def start(self) -> Progress:
-        """Starts drawing; a second call does nothing."""
+        """Start drawing; a second call does nothing."""
         if self.mode == "live" and self._live is None:
             view = ProgressView(self._state)
             self._live = Live(view, console=self._console, refresh_per_second=4, transient=False)
@@ -113,7 +113,7 @@ class Progress:
             self._live = None
 
     def step(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Shows a finished step.
+        """Show a finished step.
 
         Args:
             step: optimizer step, counted from 1.
@@ -131,11 +131,11 @@ class Progress:
         return self._console.width if self._console.is_terminal else _LOG_WIDTH
 
     def notice(self, text: str) -> None:
-        """Prints a message above the panel."""
+        """Print a message above the panel."""
         self._message(text, logging.INFO)
 
     def warn(self, text: str) -> None:
-        """Prints a warning above the panel; when off, it goes to the logger `megatron_daro`."""
+        """Print a warning above the panel; when off, it goes to the logger `megatron_daro`."""
         self._message(text, logging.WARNING)
 
     def __enter__(self) -> Progress:

@@ -50,7 +50,7 @@ class ProgressState:
         self.step_ends.append(self.started_at)
 
     def add(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Takes in one finished step; values that are no finite number count as missing."""
+        """Take in one finished step; values that are no finite number count as missing."""
         self.step = step
         self.metrics = {k: float(v) for k, v in metrics.items() if v is not None and math.isfinite(v)}
         now = self.clock()

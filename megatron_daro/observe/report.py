@@ -23,7 +23,7 @@ _SKIPPED = " The newest batch was skipped, since no group had both right and wro
 
 
 def write_report(run_dir: Path, output: Path | None = None) -> Path:
-    """Writes the report of a run.
+    """Write the report of a run.
 
     Args:
         run_dir: the run directory; the run may still be going.
@@ -50,7 +50,7 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
 
 
 def build_page(run: RunData) -> Page:
-    """The page's content from what was recorded."""
+    """Return the page's content from what was recorded."""
     sections = build_sections(run)
     samples, sample_notes = load_samples(run.run_dir)
     missing = [f"{s.title}: {name}" for s in sections for name in s.missing] + sample_notes
@@ -124,7 +124,7 @@ def _version(run: RunData) -> str:
 
 
 def _evaluations(run: RunData) -> dict[str, tuple[float, float]]:
-    """Evaluation accuracy key -> (first, last)."""
+    """Return evaluation accuracy key -> (first, last)."""
     keys = [k for k in run.under("eval/") if k.endswith("/accuracy") or "/accuracy/" in k]
     return {k: (values[0], values[-1]) for k in keys if (values := run.values(k))}
 
@@ -185,7 +185,7 @@ def _folded(title: str, content: str) -> str:
 
 
 def _points(share: float) -> str:
-    """A difference of two shares, in percentage points."""
+    """Return a difference of two shares, in percentage points."""
     return f"{share * 100:+.1f} points"
 
 

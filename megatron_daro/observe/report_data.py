@@ -44,14 +44,14 @@ class RunData:
         return frozenset(k for row in self.rows for k, v in row.items() if v is not None and k != "step")
 
     def setting(self, *path: str) -> Any:
-        """A value of the configuration by path, or None."""
+        """Return a value of the configuration by path, or None."""
         value: Any = self.config
         for name in path:
             value = value.get(name) if isinstance(value, Mapping) else None
         return value
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
-        """(steps, values) of one metric for drawing, where it was recorded."""
+        """Return (steps, values) of one metric for drawing, where it was recorded."""
         pairs = [(p["step"], p[key]) for p in self.points if p.get(key) is not None]
         return [int(s) for s, _ in pairs], [v for _, v in pairs]  # type: ignore[arg-type,misc]
 
@@ -68,7 +68,7 @@ class RunData:
         return sorted(k for k in self.keys if k.startswith(prefix))
 
     def bins(self, family: str) -> list[int]:
-        """The k for which `{family}/{k}` was recorded, in order."""
+        """Return the k for which `{family}/{k}` was recorded, in order."""
         found = (k.removeprefix(f"{family}/") for k in self.under(f"{family}/"))
         return sorted(int(k) for k in found if k.isascii() and k.isdigit())
 
@@ -88,7 +88,7 @@ class RunData:
 
 
 def load_run(run_dir: Path) -> RunData:
-    """Reads a run directory.
+    """Read a run directory.
 
     Args:
         run_dir: the directory that holds metrics.jsonl.
@@ -148,7 +148,8 @@ def _average(rows: Sequence[Row]) -> dict[str, float | None]:
 
 
 def _read_config(path: Path) -> tuple[str | None, Mapping[str, Any]]:
-    """The file's text (secrets blanked) and its content; a file that is no YAML mapping is still shown as text."""
+    """Return the file's text (secrets blanked) and its content; a file that is no YAML mapping is still shown as
+    text."""
     if not path.is_file():
         return None, {}
     text = path.read_text(encoding="utf-8", errors="replace")

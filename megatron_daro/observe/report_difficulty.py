@@ -52,7 +52,7 @@ def difficulty_section(run: RunData) -> Section:
 
 
 def _table(run: RunData, family: str) -> tuple[list[int], Table]:
-    """(steps, bin -> values) over the steps at which any bin of the family was recorded."""
+    """Return (steps, bin -> values) over the steps at which any bin of the family was recorded."""
     bins = run.bins(family)
     points = [p for p in run.points if any(p.get(f"{family}/{k}") is not None for k in bins)]
     return [int(p["step"] or 0) for p in points], {k: [p.get(f"{family}/{k}") for p in points] for k in bins}

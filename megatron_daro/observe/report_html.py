@@ -32,7 +32,7 @@ class Page:
 
 
 def render(page: Page) -> str:
-    """The whole document as text (UTF-8, about 5 MB, nearly all of it plotly.js)."""
+    """Return the whole document as text (UTF-8, about 5 MB, nearly all of it plotly.js)."""
     from plotly.offline import get_plotlyjs
 
     library = get_plotlyjs()
@@ -61,7 +61,7 @@ def render(page: Page) -> str:
 
 
 def table_html(header: list[str], rows: list[list[str]], *, number_columns: int) -> str:
-    """An HTML table; every cell is escaped here.
+    """Return an HTML table; every cell is escaped here.
 
     Args:
         header: column names.

@@ -93,7 +93,7 @@ def _line(steps: list[int], values: list[float], line: Line, colour: str, smooth
 
 
 def x_steps() -> dict[str, Any]:
-    """The step axis."""
+    """Return the step axis."""
     return {"title": {"text": "optimizer step"}}
 
 
@@ -108,7 +108,7 @@ def percent(y_title: str, **more: object) -> dict[str, Any]:
 
 
 def pass_rate_ticks(bins: Sequence[int], rollouts_per_prompt: int) -> dict[str, Any]:
-    """An axis of pass-rate bins: at most nine labels k/K."""
+    """Return an axis of pass-rate bins: at most nine labels k/K."""
     stride = max(1, -(-len(bins) // 9))
     shown = list(bins)[::stride]
     return {"tickvals": shown, "ticktext": [f"{k}/{rollouts_per_prompt}" for k in shown]}

@@ -64,7 +64,7 @@ class Samples:
 
 
 def load_samples(run_dir: Path) -> tuple[list[Samples], list[str]]:
-    """Samples of recorded steps in order, then of skipped batches; and a line for everything that was left out.
+    """Return samples of recorded steps in order, then of skipped batches; and a line for everything that was left out.
 
     Args:
         run_dir: the run directory.
@@ -94,7 +94,7 @@ def load_samples(run_dir: Path) -> tuple[list[Samples], list[str]]:
 
 
 def samples_html(samples: list[Samples]) -> str:
-    """The samples as HTML; every piece of text in it is escaped."""
+    """Return the samples as HTML; every piece of text in it is escaped."""
     return "\n".join(_file_html(file) for file in samples)
 
 
@@ -110,7 +110,8 @@ def _file_html(file: Samples) -> str:
 
 
 def _read(path: Path) -> Iterator[Group]:
-    """The groups of a file with at least one rollout, until enough was read. Raises ValueError when it is torn."""
+    """Return the groups of a file with at least one rollout, until enough was read. Raises ValueError when it is
+    torn."""
     with pq.ParquetFile(path, page_checksum_verification=True) as file:
         if missing := [name for name in _COLUMNS if name not in file.schema_arrow.names]:
             raise ValueError(f"it has no columns {', '.join(missing)}")
@@ -130,7 +131,7 @@ def _rows(file: pq.ParquetFile) -> Iterator[dict[str, Any]]:
 
 
 def _pick(groups: list[Group]) -> list[Group]:
-    """Groups with both verdicts first, since they are the ones that train; spread over the pass rates."""
+    """Return groups with both verdicts first, since they are the ones that train; spread over the pass rates."""
     mixed = sorted((g for g in groups if g.mixed), key=lambda g: g.correct / len(g.rollouts))
     count = min(_GROUPS_PER_FILE, len(mixed))
     spread = [mixed[round(i * (len(mixed) - 1) / max(1, count - 1))] for i in range(count)]
@@ -138,7 +139,7 @@ def _pick(groups: list[Group]) -> list[Group]:
 
 
 def _shown(group: Group) -> Sequence[Mapping[str, Any]]:
-    """A right and a wrong answer; where all are alike, two of them."""
+    """Return a right and a wrong answer; where all are alike, two of them."""
     if group.mixed:
         return [next(r for r in group.rollouts if bool(r["correct"]) == wanted) for wanted in (True, False)]
     return group.rollouts[:2]

@@ -20,7 +20,7 @@ class Sink(Protocol):
     """A view of the metrics."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds one step."""
+        """Add one step."""
 
     def truncate_after(self, step: int) -> None:
         """Hides the steps after `step`; they will be written again."""
@@ -44,7 +44,7 @@ class TensorBoardSink:
         self._writer = EventFileWriter(str(directory))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds one event that holds every scalar of the step."""
+        """Add one event that holds every scalar of the step."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -53,7 +53,7 @@ class TensorBoardSink:
         self._writer.flush()
 
     def truncate_after(self, step: int) -> None:
-        """Adds a session start: TensorBoard then discards what it read of later steps."""
+        """Add a session start: TensorBoard then discards what it read of later steps."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         start = SessionLog(status=SessionLog.START)
@@ -89,14 +89,14 @@ class WandbSink:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs one step."""
+        """Log one step."""
         self._run.log({"step": step, **metrics})
 
     def truncate_after(self, step: int) -> None:
         """Nothing to do: repeated steps are logged again under the same `step` and the later value is drawn."""
 
     def close(self) -> None:
-        """Ends the run."""
+        """End the run."""
         self._run.finish()
 
 

@@ -33,7 +33,7 @@ class _Stopwatch:
             self.total_s += now - self.opened_at
 
     def take(self, now: float) -> float:
-        """The total so far; an open measurement is split here and goes on."""
+        """Return the total so far; an open measurement is split here and goes on."""
         total = self.total_s
         if self.open_count:
             total += now - self.opened_at
@@ -55,7 +55,7 @@ class Phases:
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Counts the time of the `with` body under `timing/{name}_s`, also when the body raises or is cancelled."""
+        """Count the time of the `with` body under `timing/{name}_s`, also when the body raises or is cancelled."""
         with self._lock:
             now = self._clock()
             watch = self._watches.setdefault(name, _Stopwatch())
@@ -75,7 +75,7 @@ class Phases:
             return tuple(name for name, watch in self._watches.items() if watch.open_count)
 
     def collect(self) -> dict[str, float]:
-        """Closes the step and starts the next one.
+        """Close the step and start the next one.
 
         Returns:
             Seconds: `timing/{name}_s` for every phase ever measured (0.0 where it did not run), `timing/step_s` since

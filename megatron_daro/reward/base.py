@@ -86,7 +86,7 @@ class VerifierSpec:
             raise RewardError("reward marker: got an empty string, allowed any non-empty text such as '####'; set one")
 
     def verdict(self, correct: bool, reason: str) -> Verdict:
-        """The verdict of that outcome with this spec's rewards."""
+        """Return the verdict of that outcome with this spec's rewards."""
         return Verdict(correct, self.correct_reward if correct else self.incorrect_reward, reason)
 
 

@@ -1,7 +1,7 @@
 """Literal answers behind a marker (`####` as in GSM8K, or any other text).
 
 Place in the data flow: rollout text -> Verdict, in process: the work is linear in the text.
-Refuses nothing but text that is not text; compares characters, not mathematics: `18` is not `18.0`.
+Refuses text that is not text; compares characters, not mathematics: `18` is not `18.0`.
 """
 
 from __future__ import annotations

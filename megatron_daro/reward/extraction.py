@@ -50,7 +50,8 @@ def last_box(text: str) -> str | None:
 
 
 def trailing_number(text: str) -> str | None:
-    """The last number within the last TAIL_CHARS characters, thousands commas removed; None when there is none."""
+    """Return the last number within the last TAIL_CHARS characters, thousands commas removed; None when there is
+    none."""
     found = None
     for match in _NUMBER.finditer(text[-TAIL_CHARS:]):
         found = match.group()
@@ -58,7 +59,7 @@ def trailing_number(text: str) -> str | None:
 
 
 def last_answer_line(text: str) -> str | None:
-    """What stands behind the last `Answer:` (any case, also in bold) up to the end of its line.
+    """Return what stands behind the last `Answer:` (any case, also in bold) up to the end of its line.
 
     Source: the rule of DAPO (arXiv 2503.14476, section 3.4): the prompt asks for a last line `Answer: $Answer`.
     """
@@ -68,7 +69,7 @@ def last_answer_line(text: str) -> str | None:
 
 
 def after_marker(text: str, marker: str) -> str | None:
-    """What stands behind the last `marker` up to the end of its line; None when the marker is not there."""
+    """Return what stands behind the last `marker` up to the end of its line; None when the marker is not there."""
     start = text.rfind(marker)
     if start < 0:
         return None

@@ -24,7 +24,7 @@ def build_verifier(
     marker: str = "####",
     limits: ScreenLimits | None = None,
 ) -> Verifier:
-    """The verifier of that name.
+    """Return the verifier of that name.
 
     Args:
         name: `math`, `integer` or `exact`.
@@ -42,5 +42,5 @@ def build_verifier(
 
 
 def verifier_of(spec: VerifierSpec) -> AnyVerifier:
-    """The verifier a spec describes."""
+    """Return the verifier a spec describes."""
     return _CLASSES[spec.name](spec)

@@ -21,7 +21,7 @@ _INTEGER = re.compile(r"([-+]?)(\d{1,3}(?:,\d{3})+|\d+)(?:\.0*)?")
 
 
 def normalise_integer(text: str) -> str | None:
-    """The integer a short text writes, as canonical decimal text; None when it writes none.
+    """Return the integer a short text writes, as canonical decimal text; None when it writes none.
 
     Takes the right side of a last `=`; drops dollar signs, bold marks, LaTeX wrappers and spaces, thousands commas,
     a leading plus, leading zeros, a decimal part of zeros and a final full stop.

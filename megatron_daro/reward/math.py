@@ -259,7 +259,8 @@ def _compare_leaves(gold: str, answer: str) -> str:
 
 
 def _compare_chain(gold: str, parts: Sequence[str]) -> str:
-    """An answer such as `x=5` or `2^3=8` for a gold that is no equation: the last part, if the numbers before agree."""
+    """Return an answer such as `x=5` or `2^3=8` for a gold that is no equation: the last part, if the numbers before
+    agree."""
     *before, value = [part for part in parts if part] or [""]
     if before and is_name(value) and not is_name(before[0]):
         before, value = [value], before[0]

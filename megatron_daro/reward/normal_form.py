@@ -1,7 +1,7 @@
 """Rewrites golds and answers into one notation before they are compared or parsed.
 
 Place in the data flow: extracted answer, gold -> (this) -> structure and leaves. Both sides pass through the same
-rewriting, so it cannot favour one of them. Pure text, linear, no sympy. Refuses nothing.
+rewriting, so it cannot favour one of them. Pure text, linear, no sympy.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def canonical(text: str) -> str:
 
 
 def _ascii_digits(text: str) -> str:
-    """Raised, lowered and full-width digits and fractions of one character, in LaTeX."""
+    """Write raised, lowered and full-width digits and fractions of one character, in LaTeX."""
     text = _RAISED.sub(lambda m: f"^{{{unicodedata.normalize('NFKC', m.group())}}}", text)
     text = _LOWERED.sub(lambda m: f"_{{{unicodedata.normalize('NFKC', m.group())}}}", text)
     return "".join(_ascii(char) for char in text).replace("\u2212", "-")
@@ -136,7 +136,7 @@ def key(text: str) -> str:
 
 
 def words(text: str) -> str | None:
-    """The lower-case words of an answer that is a word or a choice letter; None when it is mathematics.
+    """Return the lower-case words of an answer that is a word or a choice letter; None when it is mathematics.
 
     A choice letter needs a text wrapper or brackets: a bare `m` is a symbol.
     """
@@ -151,7 +151,8 @@ def words(text: str) -> str | None:
 
 
 def number(text: str) -> Decimal | Fraction | None:
-    """The value of a literal: decimal, `a \\times 10^{n}`, `\\frac{a}{b}` or `a/b` of integers, with or without `\\%`.
+    """Return the value of a literal: decimal, `a \\times 10^{n}`, `\\frac{a}{b}` or `a/b` of integers, with or
+    without `\\%`.
 
     Returns: Decimal for decimals and scientific notation, Fraction for ratios, None for anything else.
     """

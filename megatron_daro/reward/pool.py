@@ -105,7 +105,7 @@ class RewardPool:
 
     @classmethod
     def from_section(cls, section: RewardSection) -> RewardPool:
-        """The pool of the configuration's reward section."""
+        """Return the pool of the configuration's reward section."""
         spec = VerifierSpec(
             name=section.verifier,
             strict=section.strict,
@@ -281,7 +281,7 @@ class RewardPool:
     def _serve(
         self, slot: int, worker: WorkerProcess | None, request: dict[str, Any]
     ) -> tuple[dict[str, Any], WorkerProcess | None]:
-        """The reply to one request and the worker for the next one (None: to be started then)."""
+        """Return the reply to one request and the worker for the next one (None: to be started then)."""
         crashes = unreached = 0
         while crashes < _MAX_CRASHES and unreached < _MAX_UNREACHED:
             if self._closing.is_set():

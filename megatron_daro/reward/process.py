@@ -217,7 +217,7 @@ def _unread_bytes(descriptor: int) -> int:
 
 
 def _environment() -> dict[str, str]:
-    """The parent's environment with the parent's import path, no GPU, one thread.
+    """Return the parent's environment with the parent's import path, no GPU, one thread.
 
     Pure-Python integers: GMP aborts the process when memory runs out, Python raises MemoryError.
     """

@@ -1,6 +1,6 @@
 """Answers written as equations and inequalities: chains, named values, alternatives.
 
-Place in the data flow: canonical text -> (this) -> comparison by shape. Pure text, linear. Refuses nothing: what is
+Place in the data flow: canonical text -> (this) -> comparison by shape. Pure text, linear. What is
 not of one of these forms is left as it is.
 """
 
@@ -20,7 +20,7 @@ _SPLIT = re.compile(r"\\[a-zA-Z]+|\\.|.", re.DOTALL)
 
 
 def chain(text: str) -> list[str]:
-    """The parts between `=` signs that stand outside brackets; one part when there is none."""
+    """Return the parts between `=` signs that stand outside brackets; one part when there is none."""
     parts, depth, begin = [], 0, 0
     for match in _SPLIT.finditer(text):
         token = match.group()
@@ -49,7 +49,7 @@ def assignments(parts: tuple[str, ...]) -> dict[str, str] | None:
 
 
 def in_order(named: dict[str, str]) -> tuple[str, ...]:
-    """The values as coordinates: letters in the order of the alphabet, other names as they stand."""
+    """Return the values as coordinates: letters in the order of the alphabet, other names as they stand."""
     letters = all(len(name) == 1 for name in named)
     return tuple(named[name] for name in (sorted(named) if letters else named))
 

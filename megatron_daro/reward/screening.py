@@ -59,7 +59,7 @@ def _too_nested(text: str, limits: ScreenLimits) -> bool:
 
 
 def _operand(text: str, start: int) -> str:
-    """The exponent that begins at `start`: a bracketed group without its brackets, or a run up to an operator.
+    """Return the exponent that begins at `start`: a bracketed group without its brackets, or a run up to an operator.
 
     A power behind the exponent belongs to it, as in 9^9^9.
     """

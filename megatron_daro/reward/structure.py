@@ -1,7 +1,7 @@
 """The outer shape of an answer: tuple, interval, set, list, column vector, or a leaf.
 
 Place in the data flow: canonical text -> (this) -> comparison of leaves. Brackets carry meaning that the algebra system
-drops: (6,5) is not [6,5], and (1,3) is not 1,3. Pure text, linear. Refuses nothing: what it cannot split is a leaf.
+drops: (6,5) is not [6,5], and (1,3) is not 1,3. Pure text, linear. What it cannot split is a leaf.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Shape:
 
 
 def shape_of(text: str) -> Shape:
-    """The outer shape of a canonical text. Parts are canonical text too and may have a shape of their own."""
+    """Return the outer shape of a canonical text. Parts are canonical text too and may have a shape of their own."""
     text = _unwrap(text.strip())
     matrix = _MATRIX.fullmatch(text)
     if matrix and matrix.group(1) != "v":
@@ -122,7 +122,7 @@ def _split(text: str) -> list[str]:
 
 
 def _expand_signs(parts: list[str]) -> tuple[str, ...]:
-    """`a \\pm b` is two values."""
+    """Return `a \\pm b` is two values."""
     expanded: list[str] = []
     for part in parts:
         if part.count("\\pm") == 1 and "\\mp" not in part:

@@ -45,7 +45,7 @@ logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
 
 @lru_cache(maxsize=_CACHE_ENTRIES)
 def parsed(text: str) -> Any | None:
-    """The sympy object of a canonical text; None when the grammar does not take it. Raises MemoryError only."""
+    """Return the sympy object of a canonical text; None when the grammar does not take it. Raises MemoryError only."""
     try:
         found = parse(
             f"\\boxed{{{text}}}",

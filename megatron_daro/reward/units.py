@@ -27,13 +27,13 @@ _NOT_A_UNIT = re.compile(
 
 
 def without_unit(text: str) -> str:
-    """The text without a unit at its end; unchanged when nothing else would be left."""
+    """Return the text without a unit at its end; unchanged when nothing else would be left."""
     match = _UNIT.search(text) or _BARE_UNIT.search(text)
     return text if match is None or not text[: match.start()].strip() else text[: match.start()].strip()
 
 
 def unit(text: str) -> str | None:
-    """The unit of a value that is written as text, in one spelling; None without one."""
+    """Return the unit of a value that is written as text, in one spelling; None without one."""
     match = _UNIT.search(text)
     if match is None or not text[: match.start()].strip():
         return None

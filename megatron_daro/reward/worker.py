@@ -47,14 +47,14 @@ _WARM_UP_PAIRS = (("x^2+2x+1", "(x+1)^2"), ("[2,5]", r"2 \leq x \leq 5"), ("y=2x
 
 
 def settings_json(spec: VerifierSpec, *, timeout_s: float, memory_mib: int, parent_pid: int) -> str:
-    """The worker's only command line argument."""
+    """Return the worker's only command line argument."""
     return json.dumps(
         {"spec": asdict(spec), "timeout_s": timeout_s, "memory_mib": memory_mib, "parent_pid": parent_pid}
     )
 
 
 def spec_from(fields: dict[str, Any]) -> VerifierSpec:
-    """The spec from its JSON form."""
+    """Return the spec from its JSON form."""
     return VerifierSpec(**{**fields, "limits": ScreenLimits(**fields["limits"])})
 
 

@@ -62,7 +62,7 @@ class Deadlines:
     """Closing one component."""
 
     def scaled(self, factor: float) -> Deadlines:
-        """The table with every limit multiplied by a factor > 0."""
+        """Return the table with every limit multiplied by a factor > 0."""
         return Deadlines(**{limit.name: getattr(self, limit.name) * factor for limit in fields(self)})
 
     async def within(self, name: str, awaitable: Awaitable[T], *, what: str = "") -> T:
@@ -97,7 +97,7 @@ class Deadlines:
 
 
 async def _cancel(task: asyncio.Future) -> None:
-    """Cancels and waits a moment; a task that ignores it is left behind rather than waited for."""
+    """Cancel and wait a moment; a task that ignores it is left behind rather than waited for."""
     task.cancel()
     await asyncio.wait({task}, timeout=_GRACE_S)
     if task.done() and not task.cancelled():
@@ -105,7 +105,7 @@ async def _cancel(task: asyncio.Future) -> None:
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """The first real error inside nested exception groups: what a person must be shown on the last line."""
+    """Return the first real error inside nested exception groups: what a person must be shown on the last line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

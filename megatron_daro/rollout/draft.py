@@ -35,7 +35,7 @@ class Draft:
         self.fresh_total = 0
 
     def classify(self, group: Group, complete: bool) -> None:
-        """Puts a group whose generation ended where it belongs."""
+        """Put a group whose generation ended where it belongs."""
         self.fresh_total += 1
         if not complete:
             self.drop([group])
@@ -47,7 +47,7 @@ class Draft:
             self.fresh_kept += 1
 
     def drop(self, groups: Iterable[Group]) -> None:
-        """Gives outstanding groups up."""
+        """Give outstanding groups up."""
         groups = list(groups)
         self._ledger.finish([group.group_id for group in groups], "dropped")
         self.dropped.extend(groups)
@@ -64,7 +64,7 @@ class Draft:
         return max(LOWEST_KEEP_RATE, kept / (self.fresh_total + prior_groups))
 
     def why_empty(self) -> str:
-        """What became of the others, for a message."""
+        """Return what became of the others, for a message."""
         bins = [group.bin for group in self.filtered]
         right, wrong = bins.count(self._size), bins.count(0)
         others = len(bins) - right - wrong

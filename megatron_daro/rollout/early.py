@@ -48,7 +48,7 @@ class EarlyFill:
     keeps_unfinished = True
 
     def __init__(self, filling: Filling) -> None:
-        """Starts nothing."""
+        """Start nothing."""
         self._filling = filling
         self._keep_rate = 1.0
 
@@ -119,7 +119,7 @@ class EarlyFill:
         return await self._filling.deadlines.within("generate", flight.ended.get(), what=what)
 
     def _land(self, draft: Draft, flight: _Flight, task: asyncio.Task[None]) -> None:
-        """Takes a group out of the air. Raises what ended its task."""
+        """Take a group out of the air. Raises what ended its task."""
         group_id = flight.tasks.pop(task)
         entry = flight.entries.pop(group_id)
         missing = entry.missing(self._filling.section.rollouts_per_prompt)
@@ -135,7 +135,7 @@ class EarlyFill:
         draft.classify(entry.group(group_id), not missing)
 
     async def _recall(self, draft: Draft, flight: _Flight) -> None:
-        """The batch is full: aborts what is in flight. Groups that were about to end are surplus."""
+        """Abort what is in flight, since the batch is full. Groups that were about to end are surplus."""
         flight.stopping = True
         what = f"{len(flight.tasks)} unfinished groups"
         await self._filling.deadlines.within("abort", self._filling.engine.abort(sorted(flight.entries)), what=what)
@@ -170,7 +170,7 @@ class EarlyFill:
             await self._cancel(list(flight.tasks))
 
     async def _cancel(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        """Cancels and waits, not for ever: closing an iterator may take the whole deadline of an abort."""
+        """Cancel and wait, not for ever: closing an iterator may take the whole deadline of an abort."""
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks, timeout=2 * self._filling.deadlines.abort)

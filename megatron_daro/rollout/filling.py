@@ -45,7 +45,7 @@ class BatchFiller(Protocol):
     """Whether groups may be unfinished when their batch is full, and go on in the next one."""
 
     async def fill(self, draft: Draft, waiting: Sequence[PartialGroup]) -> tuple[PartialGroup, ...]:
-        """Adds groups to the draft until it is full, or until the bound on prompts is reached and all have ended.
+        """Add groups to the draft until it is full, or until the bound on prompts is reached and all have ended.
 
         Args:
             draft: the batch so far.

@@ -91,7 +91,7 @@ class RecordedGroup:
 
 
 def blocks(groups: Iterable[RecordedGroup], block_tokens: int = BLOCK_TOKENS) -> Iterator[pa.RecordBatch]:
-    """The groups as row groups of about `block_tokens` response tokens, in order; a group is never split."""
+    """Return the groups as row groups of about `block_tokens` response tokens, in order; a group is never split."""
     waiting: list[RecordedGroup] = []
     tokens = 0
     for entry in groups:
@@ -151,7 +151,7 @@ def encode(groups: Sequence[RecordedGroup]) -> pa.RecordBatch:
 
 
 def decode(batches: Iterable[pa.RecordBatch]) -> Iterator[RecordedGroup]:
-    """The inverse of `encode`, over all batches of a file: neighbouring rows of one group id are one group.
+    """Return the inverse of `encode`, over all batches of a file: neighbouring rows of one group id are one group.
 
     Raises:
         ValueError: a row contradicts itself; the message has its number from 1.
@@ -240,7 +240,7 @@ def _rollout(row: dict[str, Any], prompt: Prompt, prefix: np.ndarray) -> Rollout
 
 
 def _prompt_text(prompt: Prompt) -> str | None:
-    """What people see: of a chat prompt the texts of its messages."""
+    """Return what people see: of a chat prompt the texts of its messages."""
     if prompt.messages is None:
         return prompt.text
     return "\n".join(str(message.get("content", "")) for message in prompt.messages)

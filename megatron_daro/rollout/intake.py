@@ -39,7 +39,7 @@ class Intake:
         phases: PhaseTimer,
         notices: Notices,
     ) -> None:
-        """Starts nothing. Arguments as the sampler's."""
+        """Start nothing. Arguments as the sampler's."""
         self.rollouts_per_prompt = rollouts_per_prompt
         self.fresh_tokens = 0
         self.aborted_tokens = 0
@@ -53,7 +53,7 @@ class Intake:
         self._notices = notices
 
     def request(self, group_id: int, entry: Pending) -> GroupRequest:
-        """A request for all that is missing of a group, at its current attempt, with what is there in part."""
+        """Return a request for all that is missing of a group, at its current attempt, with what is there in part."""
         missing = entry.missing(self.rollouts_per_prompt)
         partial = {i: entry.partial[i] for i in missing if i in entry.partial}
         return GroupRequest(
@@ -61,7 +61,7 @@ class Intake:
         )
 
     def accept(self, rollouts: Sequence[Rollout], pending: Mapping[int, Pending]) -> list[Rollout]:
-        """Puts into the groups what counts: of the current attempt and asked for, each index once.
+        """Put into the groups what counts: of the current attempt and asked for, each index once.
 
         Returns:
             The finished ones, which need a verdict. What an abort cut short is kept as partial.
@@ -91,7 +91,7 @@ class Intake:
         return finished
 
     async def score(self, rollouts: Sequence[Rollout], pending: Mapping[int, Pending]) -> None:
-        """Verifies finished rollouts of one group. Raises RewardError if a verdict is missing, DeadlineError."""
+        """Verify finished rollouts of one group. Raises RewardError if a verdict is missing, DeadlineError."""
         answers = [(rollout.text, pending[rollout.group_id].prompt) for rollout in rollouts]
         with self._phases.measure("reward"):
             verdicts = await self._deadlines.within(
@@ -101,7 +101,7 @@ class Intake:
             pending[rollout.group_id].verdicts[rollout.index] = verdict
 
     async def close(self, iterator: AsyncIterator[tuple[Rollout, ...]]) -> None:
-        """Ends a pass. An iterator that is stuck is reported and left; the engine's own close comes later."""
+        """End a pass. An iterator that is stuck is reported and left; the engine's own close comes later."""
         aclose = getattr(iterator, "aclose", None)
         if aclose is None:
             return
@@ -111,11 +111,11 @@ class Intake:
             self._notices.warn(f"generation could not be ended: {error}")
 
     def give_up(self, group: PartialGroup) -> None:
-        """Counts the tokens of a group that will not be finished."""
+        """Count the tokens of a group that will not be finished."""
         self.aborted_tokens += group.response_tokens
 
     def _hold(self, rollout: Rollout, entry: Pending) -> None:
-        """Keeps what an abort left, if one can go on from there."""
+        """Keep what an abort left, if one can go on from there."""
         earlier = entry.partial.pop(rollout.index, None)
         self._count(rollout, earlier)
         if 0 < rollout.response_length < self._sampling.max_new_tokens:
@@ -124,7 +124,7 @@ class Intake:
             self.aborted_tokens += rollout.response_length
 
     def _count(self, rollout: Rollout, earlier: Rollout | None) -> None:
-        """A rollout that goes on from its earlier part counts that part once; one that started over throws it away."""
+        """Count a rollout: one that goes on from an earlier part counts it once, one that began anew throws it away."""
         self.fresh_tokens += rollout.response_length
         if earlier is None:
             return
@@ -135,7 +135,7 @@ class Intake:
 
 
 def _check_shape(rollout: Rollout, prompt: np.ndarray) -> None:
-    """An engine that cuts or shifts its answers would train the wrong tokens without a sound."""
+    """Return an engine that cuts or shifts its answers would train the wrong tokens without a sound."""
     lengths = {"logprobs": len(rollout.logprobs), "loss_mask": len(rollout.loss_mask)}
     wrong = [f"{name} has {n}" for name, n in lengths.items() if n != rollout.response_length]
     if rollout.prompt_length != len(prompt) or not np.array_equal(rollout.tokens[: rollout.prompt_length], prompt):

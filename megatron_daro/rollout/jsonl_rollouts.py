@@ -24,7 +24,7 @@ from megatron_daro.types import Group, Prompt, Rollout, Verdict
 
 
 def convert_run(run_dir: Path) -> Iterator[tuple[Path, Path]]:
-    """Converts every file of the older format of a run, one after the other.
+    """Convert every file of the older format of a run, one after the other.
 
     Args:
         run_dir: the run directory.
@@ -46,7 +46,7 @@ def convert_run(run_dir: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def read_jsonl(path: Path) -> list[RecordedGroup]:
-    """The groups of one file of the older format. Raises DataError that names the file and the line."""
+    """Return the groups of one file of the older format. Raises DataError that names the file and the line."""
     try:
         reader = zstandard.ZstdDecompressor().decompressobj()
         lines = reader.decompress(path.read_bytes()).splitlines()

@@ -57,11 +57,11 @@ class Ledger:
             self._admitted += 1
 
     def attempt(self, group_id: int) -> int:
-        """The current attempt of an outstanding group."""
+        """Return the current attempt of an outstanding group."""
         return self._attempts[group_id]
 
     def retry(self, group_id: int) -> int:
-        """Starts the next attempt of an outstanding group; answers of earlier ones no longer count.
+        """Start the next attempt of an outstanding group; answers of earlier ones no longer count.
 
         Returns:
             The new attempt.
@@ -71,7 +71,7 @@ class Ledger:
         return self._attempts[group_id]
 
     def resume(self, group_id: int) -> int:
-        """Starts the next attempt of a group that was kept unfinished. Nothing failed: it is not counted as a retry.
+        """Start the next attempt of a group that was kept unfinished. Nothing failed: it is not counted as a retry.
 
         Returns:
             The new attempt.
@@ -97,11 +97,11 @@ class Ledger:
         return True
 
     def refuse(self) -> None:
-        """Counts an answer that was refused for another reason (a second answer for the same index)."""
+        """Count an answer that was refused for another reason (a second answer for the same index)."""
         self._refused += 1
 
     def finish(self, group_ids: Iterable[int], outcome: Outcome) -> None:
-        """Moves outstanding groups to their final state. A group is finished once: nothing is trained twice."""
+        """Move outstanding groups to their final state. A group is finished once: nothing is trained twice."""
         for group_id in group_ids:
             assert group_id in self._attempts, f"group {group_id} is not outstanding, so it cannot become {outcome}"
             del self._attempts[group_id]
@@ -118,7 +118,7 @@ class Ledger:
         return self._retries
 
     def counts(self) -> dict[str, int]:
-        """Groups admitted and in each state; admitted is the sum of the others at all times."""
+        """Return groups admitted and in each state; admitted is the sum of the others at all times."""
         counts = {"admitted": self._admitted} | self._finished | {"outstanding": len(self._attempts)}
         assert 2 * counts["admitted"] == sum(counts.values()), f"books do not add up: {counts}"
         return counts
@@ -135,7 +135,7 @@ class Ledger:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over a saved state.
+        """Take over a saved state.
 
         Raises:
             CheckpointError: the state does not add up.

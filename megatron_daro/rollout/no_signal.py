@@ -45,7 +45,7 @@ def _samples(groups: Sequence[Group], reasons: Sequence[str]) -> list[str]:
 
 
 def _sample(group: Group, text: str, verdict: Verdict) -> str:
-    """The end of the answer: there a verifier looks."""
+    """Return the end of the answer: there a verifier looks."""
     shown = safe_text(text[-_SHOWN_CHARACTERS:], 2 * _SHOWN_CHARACTERS, one_line=True)
     cut = "..." if len(text) > _SHOWN_CHARACTERS else ""
     prompt, gold = (safe_text(value, 80, one_line=True) for value in (group.prompt.id, group.prompt.answer))
@@ -62,7 +62,7 @@ class SignalWatch:
     _silent: int = 0
 
     def observe(self, step: int, groups: Sequence[Group]) -> str | None:
-        """Takes in the groups of one step.
+        """Take in the groups of one step.
 
         Returns:
             A warning at the 3rd step in a row without signal, the 6th, the 12th...; None otherwise.

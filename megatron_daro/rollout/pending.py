@@ -30,7 +30,7 @@ class Pending:
     partial: dict[int, Rollout] = field(default_factory=dict)
 
     def missing(self, rollouts_per_prompt: int) -> tuple[int, ...]:
-        """Indices without a finished rollout."""
+        """Return indices without a finished rollout."""
         return tuple(i for i in range(rollouts_per_prompt) if i not in self.rollouts)
 
     @property
@@ -39,7 +39,7 @@ class Pending:
         return len(self.verdicts) < len(self.rollouts)
 
     def group(self, group_id: int) -> Group:
-        """The group of what is finished and verified, in index order."""
+        """Return the group of what is finished and verified, in index order."""
         order = sorted(self.verdicts)
         return Group(
             group_id,
@@ -49,7 +49,7 @@ class Pending:
         )
 
     def kept(self, group_id: int) -> PartialGroup:
-        """What to keep of it while nobody works on it."""
+        """Return what to keep of it while nobody works on it."""
         return PartialGroup(self.group(group_id), tuple(self.partial[i] for i in sorted(self.partial)))
 
 
@@ -79,7 +79,7 @@ class PartialGroup:
         return sum(r.response_length for r in (*self.finished.rollouts, *self.unfinished))
 
     def pending(self) -> Pending:
-        """The same, to be completed."""
+        """Return the same, to be completed."""
         group = self.finished
         return Pending(
             group.prompt,
@@ -94,7 +94,7 @@ class PartialGroup:
 
     @classmethod
     def from_record(cls, record: RecordedGroup, rollouts_per_prompt: int) -> PartialGroup:
-        """The inverse of `to_record`. Raises ValueError where the rollouts contradict each other."""
+        """Return the inverse of `to_record`. Raises ValueError where the rollouts contradict each other."""
         finished, rollouts = record.group, record.unfinished
         indices = [r.index for r in (*finished.rollouts, *rollouts)]
         allowed = range(rollouts_per_prompt)
@@ -111,7 +111,8 @@ class PartialGroup:
 
 
 def admit(source: PromptSource, ledger: Ledger, count: int) -> dict[int, Pending]:
-    """New groups of the next `count` prompts, by id; they are in the books. Raises DataError if prompts run out."""
+    """Return new groups of the next `count` prompts, by id; they are in the books. Raises DataError if prompts run
+    out."""
     prompts = source.next(count)
     if len(prompts) != count:
         raise DataError(f"the prompt source gave {len(prompts)} prompts instead of {count}; it must not end")

@@ -58,11 +58,11 @@ class PromptSource(Protocol):
     """An endless, restartable stream of prompts."""
 
     def next(self, n: int) -> list[Prompt]:
-        """The next n prompts; wraps around at the end of an epoch."""
+        """Return the next n prompts; wraps around at the end of an epoch."""
         ...
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The cursor as JSON-able plain values; a copy, not a view."""
+        """Return the cursor as JSON-able plain values; a copy, not a view."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -86,7 +86,7 @@ class PhaseTimer(Protocol):
     """Measures the time of a named phase; `observe.trace.Phases` is one."""
 
     def measure(self, name: str) -> AbstractContextManager[None]:
-        """Counts the time of the `with` body under this name."""
+        """Count the time of the `with` body under this name."""
         ...
 
 
@@ -94,7 +94,7 @@ class Policy(Protocol):
     """The policy under training."""
 
     async def prepare(self, batch: TrainBatch) -> TrainBatch:
-        """The batch with the old and reference log-probs that it needs, under the weights as they are now."""
+        """Return the batch with the old and reference log-probs that it needs, under the weights as they are now."""
         ...
 
     async def train(self, batch: TrainBatch, step: int) -> StepResult:
@@ -102,7 +102,7 @@ class Policy(Protocol):
         ...
 
     async def save(self, directory: Path) -> None:
-        """Writes everything it needs into an existing, empty directory."""
+        """Write everything it needs into an existing, empty directory."""
         ...
 
     async def load(self, directory: Path) -> None:
@@ -118,11 +118,11 @@ class MetricsSink(Protocol):
     """The run's metrics; `observe.metrics.MetricsLog` is one."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds one step; durable when it returns."""
+        """Add one step; durable when it returns."""
         ...
 
     def truncate_after(self, step: int) -> int:
-        """Drops later steps."""
+        """Drop later steps."""
         ...
 
 
@@ -130,7 +130,7 @@ class Progress(Notices, Protocol):
     """What a person sees; `observe.progress.Progress` is one."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows a finished step."""
+        """Show a finished step."""
         ...
 
 
@@ -138,7 +138,7 @@ class Phases(PhaseTimer, Protocol):
     """Time per phase; `observe.trace.Phases` is one."""
 
     def collect(self) -> Mapping[str, float]:
-        """`timing/*` since the last call."""
+        """Return `timing/*` since the last call."""
         ...
 
 
@@ -148,5 +148,5 @@ class CheckpointStore(Protocol):
     async def save(
         self, step: int, write: Callable[[Path], Awaitable[None]], state: Mapping[str, Any], notices: Notices
     ) -> Path:
-        """Makes a checkpoint of what `write` puts into a directory and of `state`: durable, or an error and nothing."""
+        """Make a checkpoint of what `write` puts into a directory and of `state`: durable, or an error and nothing."""
         ...

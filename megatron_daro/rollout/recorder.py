@@ -37,7 +37,7 @@ class Recorder:
         self._run_dir = Path(run_dir)
 
     def write_step(self, step: int, groups: Mapping[Outcome, Sequence[Group]]) -> Path:
-        """Writes RUN/rollouts/step_{step}.parquet, replacing one of an earlier try; on disk when this returns.
+        """Write RUN/rollouts/step_{step}.parquet, replacing one of an earlier try; on disk when this returns.
 
         What was skipped on the way to this step is among its groups, so the file of that goes.
 
@@ -55,15 +55,15 @@ class Recorder:
         return path
 
     def write_skipped(self, step: int, groups: Mapping[Outcome, Sequence[Group]]) -> Path:
-        """Writes what was sampled for `step` so far, none of it trainable, to RUN/rollouts/skipped_{step}.parquet."""
+        """Write what was sampled for `step` so far, none of it trainable, to RUN/rollouts/skipped_{step}.parquet."""
         return write_groups(self._run_dir / "rollouts" / f"skipped_{step:06d}.parquet", _recorded(groups))
 
     def write_failed(self, step: int, groups: Sequence[Group]) -> Path:
-        """Writes the batch of a step that was not finite to RUN/failed, for people to look at."""
+        """Write the batch of a step that was not finite to RUN/failed, for people to look at."""
         return write_groups(self._run_dir / "failed" / _file_name(step), _recorded({"dropped": groups}))
 
     def truncate_after(self, step: int) -> int:
-        """Removes the files of every later step, and what a crash left half written.
+        """Remove the files of every later step, and what a crash left half written.
 
         Returns:
             Number of steps removed.
@@ -80,12 +80,13 @@ class Recorder:
 
 
 def recorded_steps(run_dir: Path) -> list[int]:
-    """Steps that have a file under RUN/rollouts, in order. Raises DataError where files are of the older format."""
+    """Return steps that have a file under RUN/rollouts, in order. Raises DataError where files are of the older
+    format."""
     return sorted(number for number, _ in _step_files(Path(run_dir)))
 
 
 def read_step(run_dir: Path, step: int) -> list[tuple[Group, Outcome]]:
-    """The groups of one step with what became of them: trained ones first, in batch order.
+    """Return the groups of one step with what became of them: trained ones first, in batch order.
 
     Raises:
         DataError: the file is missing, torn, or not what `Recorder` writes; names the file and the row.
@@ -94,7 +95,7 @@ def read_step(run_dir: Path, step: int) -> list[tuple[Group, Outcome]]:
 
 
 def read_groups(path: Path) -> list[tuple[Group, Outcome]]:
-    """The groups of one recorded file. Raises DataError as `read_step` does."""
+    """Return the groups of one recorded file. Raises DataError as `read_step` does."""
     entries = read_recorded(path)
     if any(entry.used is None or entry.unfinished for entry in entries):
         raise DataError(f"{path}: holds groups that still wait, as a checkpoint does; give a file of RUN/rollouts")
@@ -102,7 +103,7 @@ def read_groups(path: Path) -> list[tuple[Group, Outcome]]:
 
 
 def read_recorded(path: Path) -> list[RecordedGroup]:
-    """What `write_groups` wrote. Raises DataError as `read_step` does."""
+    """Return what `write_groups` wrote. Raises DataError as `read_step` does."""
     path = Path(path)
     if path.name.endswith(OLDER_SUFFIX):
         raise _older_format(path)
@@ -116,19 +117,19 @@ def read_recorded(path: Path) -> list[RecordedGroup]:
 
 
 def read_waiting(checkpoint: Path) -> list[RecordedGroup]:
-    """The groups that wait in a checkpoint. Raises DataError as `read_step` does."""
+    """Return the groups that wait in a checkpoint. Raises DataError as `read_step` does."""
     path = checkpoint / WAITING_FILE
     return read_recorded(path) if path.exists() else []
 
 
 def write_waiting(checkpoint: Path, groups: Sequence[RecordedGroup]) -> None:
-    """Writes the groups that wait into a checkpoint, if there are any. Raises DataError as `write_groups` does."""
+    """Write the groups that wait into a checkpoint, if there are any. Raises DataError as `write_groups` does."""
     if groups:
         write_groups(checkpoint / WAITING_FILE, groups)
 
 
 def write_groups(path: Path, groups: Iterable[RecordedGroup]) -> Path:
-    """Writes groups as one Parquet file: beside its place, synced, then renamed.
+    """Write groups as one Parquet file: beside its place, synced, then renamed.
 
     Raises:
         DataError: the disk refused; what stood at `path` before is untouched.
@@ -192,7 +193,7 @@ def _step_files(run_dir: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _numbered(folder: Path, name: re.Pattern[str]) -> list[tuple[int, Path]]:
-    """The files of a folder whose names match, with their numbers, in order."""
+    """Return the files of a folder whose names match, with their numbers, in order."""
     found = ((name.fullmatch(path.name), path) for path in folder.glob("*"))
     return sorted((int(match.group(1)), path) for match, path in found if match)
 

@@ -26,7 +26,7 @@ class ReplaySource:
     """The batch source of `train --replay RUN`."""
 
     def __init__(self, run_dir: Path, *, rollouts_per_prompt: int, deadlines: Deadlines | None = None) -> None:
-        """Reads the list of steps, no rollouts yet.
+        """Read the list of steps, no rollouts yet.
 
         Args:
             run_dir: the recorded run.
@@ -68,7 +68,7 @@ class ReplaySource:
         return ()
 
     async def sample(self, use_version: int) -> SampledBatch | None:
-        """The groups of the next recorded step that trained any; None after the last one.
+        """Return the groups of the next recorded step that trained any; None after the last one.
 
         Raises:
             DataError: a file is damaged, or its groups are not of K rollouts.

@@ -23,11 +23,11 @@ class Rounds:
     keeps_unfinished = False
 
     def __init__(self, filling: Filling) -> None:
-        """Starts nothing."""
+        """Start nothing."""
         self._filling = filling
 
     async def fill(self, draft: Draft, waiting: Sequence[PartialGroup]) -> tuple[PartialGroup, ...]:
-        """Adds rounds to the draft; see `BatchFiller.fill`. `waiting` is empty: nothing is left unfinished here."""
+        """Add rounds to the draft; see `BatchFiller.fill`. `waiting` is empty: nothing is left unfinished here."""
         assert not waiting, "rounds have no unfinished groups"
         for _ in range(1 + self._filling.section.max_refill_rounds):
             missing = self._filling.section.prompts_per_step - len(draft.kept)
@@ -62,7 +62,7 @@ class Rounds:
         return [(pending[i].group(i), i not in incomplete) for i in sorted(pending)]
 
     def _requests(self, pending: Mapping[int, Pending], *, retry: bool) -> list[GroupRequest]:
-        """Requests for all rollouts that are missing; a retry is the same group at the next attempt."""
+        """Return requests for all rollouts that are missing; a retry is the same group at the next attempt."""
         requests = []
         for group_id, entry in pending.items():
             if entry.missing(self._filling.section.rollouts_per_prompt):

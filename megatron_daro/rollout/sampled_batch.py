@@ -34,7 +34,7 @@ class Snapshot:
     partial: tuple[PartialGroup, ...] = ()
 
     def to_json(self, resolved: Mapping[int, Outcome]) -> dict[str, Any]:
-        """The state to continue from, as plain values, without the groups that wait: those are `waiting`.
+        """Return the state to continue from, as plain values, without the groups that wait: those are `waiting`.
 
         Args:
             resolved: what became of the groups that were handed over up to this batch. All of them must be in it.
@@ -52,7 +52,7 @@ class Snapshot:
         return {"source": dict(self.source), "ledger": ledger.state_dict(), "counters": dict(self.counters)}
 
     def waiting(self) -> tuple[RecordedGroup, ...]:
-        """The groups of `carry`, then those of `partial`, as they are written beside the state."""
+        """Return the groups of `carry`, then those of `partial`, as they are written beside the state."""
         return (*(RecordedGroup(group) for group in self.carry), *(group.to_record() for group in self.partial))
 
 
@@ -89,7 +89,7 @@ class BatchSource(Protocol):
     ledger: Ledger
 
     async def sample(self, use_version: int) -> SampledBatch | None:
-        """The next batch, never empty; None when there is no more (replay).
+        """Return the next batch, never empty; None when there is no more (replay).
 
         Args:
             use_version: the policy's weight version when the batch will be trained.

@@ -45,7 +45,7 @@ class Sampler:
         recorder: Recorder | None = None,
         max_empty_batches: int = 3,
     ) -> None:
-        """Starts nothing.
+        """Start nothing.
 
         Args:
             filling: what groups are made of. filler: the way to fill a batch, over the same filling.
@@ -110,7 +110,7 @@ class Sampler:
         return tuple(group for group in groups if version - group.weight_version > self._max_lag)
 
     async def sample(self, use_version: int) -> SampledBatch:
-        """Samples the next batch; never empty, never more than prompts_per_step groups.
+        """Sample the next batch; never empty, never more than prompts_per_step groups.
 
         Args:
             use_version: the policy's weight version when the batch will be trained.
@@ -139,7 +139,7 @@ class Sampler:
         )
 
     async def _record_skipped(self, draft: Draft, step: int) -> str:
-        """Writes what was sampled for a step so far and trains nothing. Returns where people find it."""
+        """Write what was sampled for a step so far and trains nothing. Returns where people find it."""
         if self._recorder is None:
             return "observe.save_rollouts is off, so the answers were not recorded"
         groups: dict[Outcome, list[Group]] = {"filtered": draft.filtered, "dropped": draft.dropped}
@@ -148,14 +148,14 @@ class Sampler:
         return f"its answers are in {path}, which `megatron-daro report` shows"
 
     def _take_carry(self, draft: Draft, use_version: int) -> None:
-        """Uses the groups kept from the batch before, but for those that will be too old."""
+        """Use the groups kept from the batch before, but for those that will be too old."""
         old = self.stale(self._carry, use_version)
         draft.drop(old)
         draft.kept.extend(group for group in self._carry if group not in old)
         self._carry = ()
 
     def _take_partial(self, draft: Draft, use_version: int) -> None:
-        """Drops unfinished groups whose oldest token will be too old, and all where rounds start afresh."""
+        """Drop unfinished groups whose oldest token will be too old, and all where rounds start afresh."""
         oldest = use_version - self._max_lag
         usable = [
             group
@@ -173,7 +173,7 @@ class Sampler:
         draft.drop(group.finished for group in groups)
 
     async def _fill(self, draft: Draft) -> None:
-        """Fills the batch up; the 1st, 2nd, 4th, 8th... batch of this process that stays short is announced."""
+        """Fill the batch up; the 1st, 2nd, 4th, 8th... batch of this process that stays short is announced."""
         self._partial = await self._filler.fill(draft, self._partial)
         target = self._section.prompts_per_step
         if 0 < len(draft.kept) < target:
@@ -186,7 +186,7 @@ class Sampler:
                 )
 
     def _complete(self, draft: Draft, seconds: float, response_tokens: int) -> SampledBatch:
-        """Splits off the surplus and takes the snapshot."""
+        """Split off the surplus and take the snapshot."""
         kept = sorted(draft.kept, key=lambda group: group.group_id)
         target = self._section.prompts_per_step
         chosen, surplus = kept[:target], kept[target:]

@@ -34,14 +34,15 @@ class Update:
 
 
 def last_step(batch: SampledBatch, step: int, updates_per_batch: int) -> int:
-    """The optimizer step at which a batch will be used up, if it begins after `step` and nothing of it is dropped."""
+    """Return the optimizer step at which a batch will be used up, if it begins after `step` and nothing of it is
+    dropped."""
     return batch.first_step or step + min(updates_per_batch, len(batch.groups))
 
 
 def plan_updates(
     batch: SampledBatch, stale: Sequence[Group], step: int, updates_per_batch: int, steps: int
 ) -> tuple[list[Update], tuple[Group, ...]]:
-    """Splits what is fresh into one part per optimizer step.
+    """Split what is fresh into one part per optimizer step.
 
     Args:
         batch: the sampled batch. stale: its groups that are too old.

@@ -1,7 +1,7 @@
 """The answer workers of a run: Ray actors that ask SGLang servers, parse, check and decode, near the servers.
 
 Place in the data flow: SGLangEngine -> Question -> an answer worker -> server -> rollouts, whose arrays the driver maps
-from Ray's object store without a copy. Refuses nothing itself; a worker that dies loses no group: its requests fail as
+from Ray's object store without a copy. A worker that dies loses no group: its requests fail as
 LostWorkerError, and the engine makes them again.
 """
 
@@ -34,7 +34,7 @@ class AnswerWorkers:
         warn: Callable[[str], None],
         deadlines: Deadlines,
     ) -> None:
-        """Starts nothing. Args: count: workers in sum, dealt out to the nodes in turn; None: one on each node."""
+        """Start nothing. Args: count: workers in sum, dealt out to the nodes in turn; None: one on each node."""
         self._count = count
 
         def make(options: dict[str, Any], number: int) -> Any:
@@ -50,7 +50,7 @@ class AnswerWorkers:
         return self.workers.restarts
 
     async def start(self) -> None:
-        """Starts the processes and loads the tokenizer in each; again is nothing. Raises DaroError."""
+        """Start the processes and load the tokenizer in each; again is nothing. Raises DaroError."""
         if self._started:
             return
         self._started = True
@@ -58,12 +58,12 @@ class AnswerWorkers:
         await self.workers.start([nodes[i % len(nodes)] for i in range(self._count or len(nodes))])
 
     async def ask(self, question: Question) -> tuple[Rollout, ...]:
-        """The rollouts of all calls. Raises as `Answers.ask` says; WorkerError when no worker is left."""
+        """Return the rollouts of all calls. Raises as `Answers.ask` says; WorkerError when no worker is left."""
         try:
             return await self.workers.call("ask", question, timeout_s=question.timeout_s + _GRACE_S)
         except WorkerDiedError as error:
             raise LostWorkerError(str(error)) from None
 
     async def close(self) -> None:
-        """Ends the processes. May be called twice."""
+        """End the processes. May be called twice."""
         self.workers.close()

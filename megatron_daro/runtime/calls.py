@@ -46,7 +46,7 @@ async def _one(name: str, call: Any) -> Any:
 
 
 def _worst_first(errors: Iterable[BaseException | None]) -> list[BaseException]:
-    """A worker's death before what the others say of it (a lost peer, a collective that timed out)."""
+    """Return a worker's death before what the others say of it (a lost peer, a collective that timed out)."""
     return sorted((e for e in errors if e is not None), key=lambda e: not getattr(e, "died", False))
 
 

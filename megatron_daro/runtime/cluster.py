@@ -98,7 +98,7 @@ def _said_in_a_sentence() -> Iterator[None]:
 
 
 def _start_private(resources: Resources, directory: Path) -> subprocess.Popen[bytes]:
-    """A cluster of this machine; as many logical CPUs as the run has processes, so that each gets a place.
+    """Return a cluster of this machine; as many logical CPUs as the run has processes, so that each gets a place.
 
     Args:
         resources: what the run needs. directory: for Ray's session.
@@ -143,7 +143,8 @@ def _kill_raylets() -> None:
 
 
 def _end_helpers_after_this_process(directory: Path) -> subprocess.Popen[bytes]:
-    """A shell that kills the children of this process's raylet, and removes its directory, soon after its end."""
+    """Return a shell that kills the children of this process's raylet, and removes its directory, soon after its
+    end."""
     (raylet,) = _raylets()
     pids = [str(child.pid) for child in raylet.children()]
     command = ["/bin/sh", "-c", _END_HELPERS, "megatron-daro-ray-helpers", str(directory), str(raylet.pid), *pids]
@@ -152,7 +153,7 @@ def _end_helpers_after_this_process(directory: Path) -> subprocess.Popen[bytes]:
 
 
 def _object_store_bytes() -> int:
-    """A tenth of the shared memory or memory, between 80 MB (Ray's least) and 8 GB."""
+    """Return a tenth of the shared memory or memory, between 80 MB (Ray's least) and 8 GB."""
     pages, size = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     shared = os.statvfs("/dev/shm")
     room = min(pages * size // 10, shared.f_bavail * shared.f_frsize // 2)

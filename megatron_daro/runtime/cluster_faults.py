@@ -60,7 +60,7 @@ def _failure(address: str) -> str:
 
 
 def check_limits() -> None:
-    """Raises the limit of open files as far as this user may.
+    """Raise the limit of open files as far as this user may.
 
     Raises:
         ConfigError: it stays too low for Ray.
@@ -78,7 +78,7 @@ def check_limits() -> None:
 
 
 def own_directory() -> Path:
-    """A new directory for Ray's session: sockets, logs and spilled objects. To be removed with the cluster.
+    """Return a new directory for Ray's session: sockets, logs and spilled objects. To be removed with the cluster.
 
     Raises:
         ConfigError: no temporary directory can be written.
@@ -93,7 +93,7 @@ def own_directory() -> Path:
 
 
 def not_started(error: Exception) -> WorkerError | ConfigError:
-    """What Ray raised when it should have started, as a sentence."""
+    """Return what Ray raised when it should have started, as a sentence."""
     if isinstance(error, OSError) and error.filename:
         return ConfigError(
             f"Ray cannot write {error.filename} ({error.strerror}); fix: set HOME and TMPDIR to directories that exist "

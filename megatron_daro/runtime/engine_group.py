@@ -33,7 +33,7 @@ class EngineGroup:
     def __init__(
         self, section: EngineSection, *, model_path: Path, trust_remote_code: bool, seed: int, dtype: str
     ) -> None:
-        """Starts nothing; `start` does."""
+        """Start nothing; `start` does."""
         self._section, self._path, self._trust = section, model_path, trust_remote_code
         self._options = {
             "seed": seed if section.seed is None else section.seed,
@@ -55,7 +55,7 @@ class EngineGroup:
         await gather({name: worker.start.remote() for name, worker in self.workers.items()})
 
     async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
-        """The rollouts of each request as soon as they are complete; closing the iterator aborts the rest."""
+        """Return the rollouts of each request as soon as they are complete; closing the iterator aborts the rest."""
         if self._fenced:
             raise EngineError(
                 "the engines hold mixed weights after a failed update and do not generate; resume the run"
@@ -100,7 +100,8 @@ class EngineGroup:
         await gather({name: worker.abort.remote(ids) for name, worker in self.workers.items()})
 
     def update(self, version: int, only: str | None = None) -> _GroupUpdate | None:
-        """An update of all replicas together; there is none of a single one: the death of a replica ends the run."""
+        """Return an update of all replicas together; there is none of a single one: the death of a replica ends the
+        run."""
         return None if only else _GroupUpdate(self, version)
 
     def when_back(self, call: Callable[[str], Awaitable[None]]) -> None:
@@ -122,7 +123,7 @@ class _GroupUpdate:
         self._group, self._version = group, version
 
     async def prepare(self) -> SendPlan:
-        """Opens the update everywhere. Raises SyncError."""
+        """Open the update everywhere. Raises SyncError."""
         self._group.fence(True)
         await self._each("open_update")
         return SendPlan(
@@ -137,7 +138,7 @@ class _GroupUpdate:
         raise self._error("; ".join(f"{name}: {failure}" for name, failure in report.failures.items()))
 
     async def install(self, report: SendReport) -> None:
-        """The weights change everywhere. Raises SyncError."""
+        """Return the weights change everywhere. Raises SyncError."""
         await self._each("commit_update", self._version)
 
     async def probe(self) -> Mapping[str, ProbeAnswer]:
@@ -149,7 +150,7 @@ class _GroupUpdate:
         raise self._error(f"{name}: {reason}")
 
     async def accept(self) -> Mapping[str, float]:
-        """The replicas generate again."""
+        """Return the replicas generate again."""
         self._group.fence(False)
         return {}
 

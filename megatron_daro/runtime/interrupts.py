@@ -34,7 +34,7 @@ class Interrupts:
         self._ending = True
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """The handler of all three signals."""
+        """Return the handler of all three signals."""
         if not self._ending:
             self._ending = True
             raise KeyboardInterrupt(signal.Signals(number).name)
@@ -45,7 +45,7 @@ class Interrupts:
 
 @contextmanager
 def interruptible() -> Iterator[Interrupts]:
-    """Handles the three signals in the block; the handlers before come back after it. For the main thread."""
+    """Handle the three signals in the block; the handlers before come back after it. For the main thread."""
     interrupts = Interrupts()
     before = {number: signal.signal(number, interrupts.handle) for number in SIGNALS}
     try:
@@ -57,7 +57,7 @@ def interruptible() -> Iterator[Interrupts]:
 
 @contextmanager
 def kept_handlers() -> Iterator[None]:
-    """Puts the handlers of the three signals back after code that replaces them."""
+    """Put the handlers of the three signals back after code that replaces them."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield

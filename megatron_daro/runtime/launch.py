@@ -102,7 +102,7 @@ def evaluate(config: Config, *, checkpoint: Path) -> dict[str, float]:
 
 
 def _accuracy_lines(metrics: Mapping[str, float]) -> list[str]:
-    """A line each, of two columns, whatever the name of a set or a category holds."""
+    """Return a line each, of two columns, whatever the name of a set or a category holds."""
     return [f"{safe_text(name, one_line=True)}\t{value:.4f}" for name, value in metrics.items()]
 
 
@@ -171,7 +171,7 @@ async def _evaluate(config: Config, checkpoint: Path, inputs: Inputs, progress: 
 
 
 def _identity(config: Config) -> dict[str, PlainValue]:
-    """What must be equal in a run and in a checkpoint that it continues."""
+    """Return what must be equal in a run and in a checkpoint that it continues."""
     return {
         "seed": config.trainer.seed,
         "rollouts_per_prompt": config.rollout.rollouts_per_prompt,

@@ -54,7 +54,7 @@ class NodeWorkers:
     """The workers of one kind."""
 
     def __init__(self, kind: str, make: Make, *, warn: Callable[[str], None], deadlines: Deadlines) -> None:
-        """Starts nothing.
+        """Start nothing.
 
         Args:
             kind: what each is, for messages: "answer worker".
@@ -69,7 +69,7 @@ class NodeWorkers:
         self.restarts = 0
 
     async def start(self, nodes: Sequence[str]) -> None:
-        """Starts one worker on each of these nodes (a node may be named several times) and waits for all.
+        """Start one worker on each of these nodes (a node may be named several times) and wait for all.
 
         Raises:
             DaroError: one could not start. DeadlineError: it took too long.
@@ -84,7 +84,7 @@ class NodeWorkers:
             slot.back.set()
 
     async def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
-        """The result of one worker. When this is cancelled, the call is cancelled there.
+        """Return the result of one worker. When this is cancelled, the call is cancelled there.
 
         Args:
             timeout_s: after this the worker counts as hung: it is ended and started again. None: the caller has a
@@ -117,7 +117,7 @@ class NodeWorkers:
             slot.under_way -= 1
 
     async def each(self, method: str) -> dict[str, Any]:
-        """The results of every worker that is there now, by name."""
+        """Return the results of every worker that is there now, by name."""
         there = [slot for slot in self._slots if slot.handle is not None]
         if not there:
             return {}
@@ -125,7 +125,7 @@ class NodeWorkers:
         return {slot.name: result for slot, result in zip(there, results, strict=True)}
 
     def close(self) -> None:
-        """Ends every process. May be called twice."""
+        """End every process. May be called twice."""
         self._closed = True
         for task in self._starts:
             task.cancel()
@@ -134,7 +134,7 @@ class NodeWorkers:
         self._slots = []
 
     async def _free(self) -> _Slot:
-        """The least busy worker that is ready, or the first that is again."""
+        """Return the least busy worker that is ready, or the first that is again."""
         while True:
             if not self._slots:
                 why = "they were not started, or are closed" if self._closed or not self.restarts else "all are lost"
@@ -156,7 +156,7 @@ class NodeWorkers:
         slot.handle = self._make({"num_cpus": 0, "scheduling_strategy": strategy}, slot.number)
 
     def _lost(self, slot: _Slot, handle: Any, reason: str) -> None:
-        """Ends what is left of it and starts it again, once for all whose calls it had."""
+        """End what is left of it and start it again, once for all whose calls it had."""
         if slot.handle is not handle or self._closed:
             return
         self._end(slot)

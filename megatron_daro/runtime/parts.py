@@ -59,7 +59,7 @@ class Generation:
 
 
 def algorithm_of(config: Config) -> Algorithm:
-    """The driver's instance: it makes advantages and filters groups; every rank has one more, for the loss.
+    """Return the driver's instance: it makes advantages and filters groups; every rank has one more, for the loss.
 
     Raises:
         ConfigError: no such algorithm, or options that it does not take.
@@ -72,7 +72,7 @@ def algorithm_of(config: Config) -> Algorithm:
 
 
 def algorithm_remarks(config: Config, algorithm: Algorithm) -> list[str]:
-    """What is allowed, but probably not meant, where that depends on the algorithm itself."""
+    """Return what is allowed, but probably not meant, where that depends on the algorithm itself."""
     rollout, remarks = config.rollout, list(algorithm.remarks)
     used = rollout.keep_surplus or rollout.finishes_early(config.engine.kind)
     if rollout.oversampling > 1 and len(algorithm.kept_bins) > algorithm.rollouts_per_prompt and not used:
@@ -85,7 +85,7 @@ def algorithm_remarks(config: Config, algorithm: Algorithm) -> list[str]:
 
 
 def batch_builder(config: Config, algorithm: Algorithm) -> BuildBatch:
-    """Groups -> TrainBatch, with the algorithm's advantages."""
+    """Return groups -> TrainBatch, with the algorithm's advantages."""
     overlong = config.algorithm.overlong
     return partial(
         build_batch,
@@ -139,17 +139,17 @@ def generation(config: Config, inputs: Inputs, algorithm: Algorithm, progress: P
 
 
 def recorder(config: Config) -> Recorder | None:
-    """The writer of the run's rollouts; None where none are kept."""
+    """Return the writer of the run's rollouts; None where none are kept."""
     return Recorder(run_directory(config)) if config.observe.save_rollouts else None
 
 
 def deadlines(config: Config) -> Deadlines:
-    """The limit of every wait."""
+    """Return the limit of every wait."""
     return Deadlines().scaled(config.trainer.deadline_scale)
 
 
 def policy_group(config: Config) -> PolicyGroup:
-    """The Megatron ranks."""
+    """Return the Megatron ranks."""
     settings = PolicySettings(
         model_path=config.model.path.absolute(),
         rollouts_per_prompt=config.rollout.rollouts_per_prompt,
@@ -168,7 +168,7 @@ def policy_group(config: Config) -> PolicyGroup:
 
 
 def rollout_engine(config: Config, inputs: Inputs, notices: Notices) -> RunEngine:
-    """The engine of `engine.kind`. Raises ConfigError for servers whose environment cannot work."""
+    """Return the engine of `engine.kind`. Raises ConfigError for servers whose environment cannot work."""
     if config.engine.kind == "sglang":
         tokenizer = inputs.tokenizer
         text = Text(
@@ -193,7 +193,7 @@ def rollout_engine(config: Config, inputs: Inputs, notices: Notices) -> RunEngin
 
 
 def resources(config: Config, *, engines: bool) -> Resources:
-    """What the run needs of the cluster."""
+    """Return what the run needs of the cluster."""
     section, ranks = config.engine, config.actor.world_size
     servers = 0 if not engines or (section.kind == "sglang" and section.sglang.urls) else section.replicas
     per_server = section.sglang.tensor_parallel if section.kind == "sglang" else 1

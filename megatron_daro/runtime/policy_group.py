@@ -47,7 +47,7 @@ class PolicyGroup:
         gpus_per_rank: int,
         collective_timeout_s: float = 1800.0,
     ) -> None:
-        """Starts nothing; `start` does."""
+        """Start nothing; `start` does."""
         self._settings, self._actor, self._algorithm, self._seed = settings, actor, algorithm, seed
         self._timeout_s = collective_timeout_s
         self._gpus_per_rank = gpus_per_rank
@@ -76,7 +76,8 @@ class PolicyGroup:
         self._places = await self._all(lambda worker: worker.place.remote())
 
     async def prepare(self, batch: TrainBatch) -> TrainBatch:
-        """The batch with the log-probabilities that the loss needs beside its own pass, under the current weights."""
+        """Return the batch with the log-probabilities that the loss needs beside its own pass, under the current
+        weights."""
         async with self._busy:
             return await self._prepare(batch)
 
@@ -201,7 +202,7 @@ class PolicyGroup:
 
 
 def _scored_batch(rollouts: Sequence[Rollout], *, at_least: int) -> TrainBatch:
-    """The rollouts as a batch of which only log-probs are wanted; repeated until every rank has one."""
+    """Return the rollouts as a batch of which only log-probs are wanted; repeated until every rank has one."""
     rows = [rollouts[i % len(rollouts)] for i in range(max(len(rollouts), at_least))]
     zeros = np.zeros(len(rows), dtype=np.float32)
     counts = np.zeros(len(rows), dtype=np.int64)

@@ -43,7 +43,7 @@ def training_prompts(
     notices: Notices,
     ends: int | None = None,
 ) -> PromptSource:
-    """The endless stream of training prompts. Problems that stand in a held-out set are reported.
+    """Return the endless stream of training prompts. Problems that stand in a held-out set are reported.
 
     Args:
         ends: only so many first and last rows of each file, for a quick look.

@@ -80,14 +80,14 @@ def needs_torch(config: Config) -> bool:
 
 
 def _algorithm_can_be_refused(config: Config) -> bool:
-    """An algorithm of this package without options has nothing that the checks of the configuration do not see."""
+    """Return whether the algorithm may refuse what the checks of the configuration let pass."""
     section = config.algorithm
     own = ":" in section.name or bool(section.options)
     return own or section.std != "auto" or config.rollout.oversampling > 1
 
 
 def check_start(config: Config, *, resume: bool, generates: bool) -> None:
-    """What a start refuses before it reads or writes anything.
+    """Refuse what a start refuses before it reads or writes anything.
 
     Args:
         config: checked.
@@ -104,7 +104,7 @@ def check_start(config: Config, *, resume: bool, generates: bool) -> None:
 
 @contextmanager
 def taken_back_if_it_fails(run_dir: Path) -> Iterator[None]:
-    """Removes a run directory that was made in the block, if an error ends the block before anything happened there.
+    """Remove a run directory that was made in the block, if an error ends the block before anything happened there.
 
     What servers logged and what was trained stays, and so does a directory that was not empty before.
     """

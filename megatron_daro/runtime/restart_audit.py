@@ -68,13 +68,13 @@ class Audit:
         return tuple(change for change in self.changes if change.kind == "refused")
 
     def text(self, width: int = 160) -> str:
-        """The table: kept, changed and in effect, changed and refused."""
+        """Return the table: kept, changed and in effect, changed and refused."""
         head = f"restart from {self.checkpoint}: {self.kept} values kept, "
         head += f"{len(self.changes) - len(self.refused)} changed and in effect, {len(self.refused)} refused"
         return "\n".join([head, *(_table(self.changes, width) if self.changes else ())])
 
     def raise_refused(self) -> None:
-        """Raises CheckpointError with every refused difference."""
+        """Raise CheckpointError with every refused difference."""
         if self.refused:
             wrong = "; ".join(f"{c.name} was {c.was}, is {c.now} ({c.why})" for c in self.refused)
             raise CheckpointError(
@@ -83,7 +83,7 @@ class Audit:
 
 
 def made_with(config: Config) -> dict[str, Any]:
-    """What a run is made of, as plain values fit for JSON.
+    """Return what a run is made of, as plain values fit for JSON.
 
     Reads the model's small files and the data files whole, and samples of the weights.
 
@@ -106,7 +106,7 @@ def made_with(config: Config) -> dict[str, Any]:
 
 
 def audit(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Audit:
-    """Compares two descriptions of `made_with`.
+    """Compare two descriptions of `made_with`.
 
     Args:
         checkpoint: whose description `saved` is. saved, now: the descriptions.
@@ -119,7 +119,7 @@ def audit(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) ->
 
 
 def record(run_dir: Path, text: str) -> None:
-    """Appends an audit's table to RUN/restarts.txt, with the time."""
+    """Append an audit's table to RUN/restarts.txt, with the time."""
     with (run_dir / FILE_NAME).open("a", encoding="utf-8") as file:
         file.write(f"{datetime.now().astimezone().isoformat(timespec='seconds')}  {text}\n\n")
 
@@ -177,7 +177,7 @@ def _at(values: Any, path: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """A value as text that differs when the value does: what is cut ends in a digest of the whole."""
+    """Return a value as text that differs when the value does: what is cut ends in a digest of the whole."""
     text = json.dumps(value, sort_keys=True) if isinstance(value, dict | list) else show(value)
     if len(text) <= _WIDEST_VALUE:
         return text

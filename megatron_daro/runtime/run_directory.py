@@ -26,7 +26,7 @@ LOCK_FILE = "run.lock"
 
 @contextmanager
 def owned(run_dir: Path, *, resume: bool) -> Iterator[Path]:
-    """The directory, made if it is new, and locked against other runs until the end of the block.
+    """Return the directory, made if it is new, and locked against other runs until the end of the block.
 
     Args:
         run_dir: trainer.run_dir.
@@ -105,7 +105,7 @@ def _in_use(run_dir: Path, owner: dict[str, Any], hint: str = "") -> CheckpointE
 
 
 def _owner(lock: Any) -> dict[str, Any]:
-    """What the last owner wrote; empty if it gave the directory back."""
+    """Return what the last owner wrote; empty if it gave the directory back."""
     lock.seek(0)
     try:
         owner = json.loads(lock.read() or "{}")

@@ -53,7 +53,7 @@ class RayServer:
         self._worker: Any = None
 
     async def launch(self) -> str:
-        """Starts actor and process. Raises EngineError."""
+        """Start actor and process. Raises EngineError."""
         await self.stop()
         make: Any = ServerWorker.options(num_cpus=1, num_gpus=self._gpus)  # type: ignore[attr-defined]
         self._worker = make.remote(self._options)
@@ -69,7 +69,7 @@ class RayServer:
             return str(error)
 
     async def stop(self) -> None:
-        """Ends both. The process ends with the actor, also where the actor does not answer."""
+        """End both. The process ends with the actor, also where the actor does not answer."""
         worker, self._worker = self._worker, None
         if worker is None:
             return
@@ -99,7 +99,7 @@ class SGLangGroup(SGLangEngine):
         warn: Callable[[str], None],
         deadlines: Deadlines,
     ) -> None:
-        """Starts nothing, but looks at the interpreters.
+        """Start nothing, but look at the interpreters.
 
         Raises:
             ConfigError: an interpreter without what it needs, or arguments that its SGLang does not know.

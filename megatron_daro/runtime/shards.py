@@ -3,7 +3,7 @@
 Place in the data flow: TrainBatch -> schedule -> one Shard per data-parallel rank -> ranks; what ranks answer for their
 shards -> a column of the batch, in its own order. Token lists cross the driver once a step: columns of log-probs that a
 rank computes later stay where they are, and travel as references.
-Refuses nothing of its own; a batch that does not split is refused by the schedule.
+A batch that does not split is refused by the schedule.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Shard:
 
 
 def shards_of(batch: TrainBatch, actor: ActorSection, cost: CostModel) -> list[Shard]:
-    """The batch split over data-parallel ranks, each part put once into the object store.
+    """Return the batch split over data-parallel ranks, each part put once into the object store.
 
     Args:
         batch: all samples of an optimizer step.
@@ -57,7 +57,7 @@ def shards_of(batch: TrainBatch, actor: ActorSection, cost: CostModel) -> list[S
 
 
 def joined_column(batch: TrainBatch, shards: Sequence[Shard], parts: Mapping[int, np.ndarray]) -> np.ndarray:
-    """A response column of the batch from those of its shards.
+    """Return a response column of the batch from those of its shards.
 
     Args:
         batch: what the shards were made of.
@@ -80,7 +80,7 @@ def joined_column(batch: TrainBatch, shards: Sequence[Shard], parts: Mapping[int
 
 
 def _shard(batch: TrainBatch, micro_batches: Sequence[Sequence[int]]) -> Shard:
-    """The rows of one rank, renumbered from 0 in the order of its micro-batches."""
+    """Return the rows of one rank, renumbered from 0 in the order of its micro-batches."""
     rows = tuple(row for micro_batch in micro_batches for row in micro_batch)
     local, start = [], 0
     for micro_batch in micro_batches:

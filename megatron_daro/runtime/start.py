@@ -40,7 +40,7 @@ class Start:
 
 
 def begin(run_dir: Path, config: Config, *, resume: bool, progress: Progress) -> Start:
-    """Finds the place to start from and says what a restart changes.
+    """Find the place to start from and say what a restart changes.
 
     Args:
         run_dir: owned by this process. config: checked.
@@ -70,7 +70,8 @@ def begin(run_dir: Path, config: Config, *, resume: bool, progress: Progress) ->
 
 
 def as_trained(config: Config, checkpoint: Path) -> Config:
-    """The configuration of an evaluation with what its checkpoint is bound to (K, algorithm, precision, optimizer).
+    """Return the configuration of an evaluation with what its checkpoint is bound to (K, algorithm, precision,
+    optimizer).
 
     Those only decide how the checkpoint's files are read; an evaluation uses none of them.
     """
@@ -86,7 +87,8 @@ def as_trained(config: Config, checkpoint: Path) -> Config:
 
 
 def compared(checkpoint: Path, made_with: Mapping[str, Any], notices: Notices) -> restart_audit.Audit | None:
-    """What differs between a checkpoint's run and this one; None, with a warning, where the checkpoint does not say."""
+    """Return what differs between a checkpoint's run and this one; None, with a warning, where the checkpoint does
+    not say."""
     saved = recovery.read_made_with(checkpoint)
     if saved is None:
         notices.warn(f"{checkpoint} does not say what its run was made of, so changes since then are not known")

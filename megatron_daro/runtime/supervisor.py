@@ -21,12 +21,12 @@ class HasEnding(Protocol):
     """An engine that watches its own processes."""
 
     async def ended(self) -> Exception:
-        """Waits until it cannot go on, and returns why."""
+        """Wait until it cannot go on, and return why."""
         ...
 
 
 async def supervised(work: Awaitable[T], crews: Sequence[Crew], endings: Sequence[Awaitable[Exception]] = ()) -> T:
-    """The result of `work`, unless a worker dies first: then `work` is cancelled and the death is raised.
+    """Return the result of `work`, unless a worker dies first: then `work` is cancelled and the death is raised.
 
     Args:
         work: the controller's run; it closes what it holds when it is cancelled.
@@ -52,7 +52,7 @@ async def supervised(work: Awaitable[T], crews: Sequence[Crew], endings: Sequenc
 
 
 async def _cancelled(task: asyncio.Future[T]) -> None:
-    """Cancels and waits. Its error, a consequence of the one that is raised, counts as seen: asyncio would print it."""
+    """Cancel and wait. Its error, a consequence of the one that is raised, counts as seen: asyncio would print it."""
     task.cancel()
     await asyncio.wait({task})
     if not task.cancelled():
@@ -60,7 +60,7 @@ async def _cancelled(task: asyncio.Future[T]) -> None:
 
 
 async def _first_death(crews: Sequence[Crew], endings: Sequence[Awaitable[Exception]]) -> Exception:
-    """Waits until a worker of a crew that was not dismissed is gone; returns the error."""
+    """Wait until a worker of a crew that was not dismissed is gone; return the error."""
     watches = [asyncio.ensure_future(_death(crew, name)) for crew in crews for name in crew]
     watches += [asyncio.ensure_future(ending) for ending in endings]
     try:

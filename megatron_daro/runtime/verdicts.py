@@ -30,7 +30,7 @@ class Verdicts:
     def __init__(
         self, section: RewardSection, *, beside_driver: bool, warn: Callable[[str], None], deadlines: Deadlines
     ) -> None:
-        """Starts nothing.
+        """Start nothing.
 
         Args:
             section: the configuration's reward section; `workers` processes are dealt out to the nodes.
@@ -48,7 +48,7 @@ class Verdicts:
         self._started = False
 
     async def start(self) -> None:
-        """Starts the processes; again is nothing. Raises DaroError."""
+        """Start the processes; again is nothing. Raises DaroError."""
         if self._started:
             return
         self._started = True
@@ -75,7 +75,7 @@ class Verdicts:
                 continue  # bounded: every loss counts towards the worker's last start
 
     async def close(self) -> None:
-        """Ends all processes. May be called twice."""
+        """End all processes. May be called twice."""
         if self.pool is not None:
             await asyncio.to_thread(self.pool.close)
             return
@@ -88,5 +88,5 @@ class Verdicts:
 
 
 def shares(workers: int, nodes: int) -> list[int]:
-    """Verifier processes of each node: `workers` in sum, but at least one on each."""
+    """Return verifier processes of each node: `workers` in sum, but at least one on each."""
     return [max(1, workers // nodes + (i < workers % nodes)) for i in range(nodes)]

@@ -110,7 +110,7 @@ class TrainWorker:
 
     @ray.method(concurrency_group="work")
     def place(self) -> Place:
-        """What part this rank has."""
+        """Return what part this rank has."""
         from megatron_daro.actor import parallel
         from megatron_daro.actor.weights import exports_weights, speaks_for_stage
 
@@ -154,7 +154,7 @@ class TrainWorker:
 
     @ray.method(concurrency_group="work")
     def export(self, plan: SendPlan, backend: str) -> SendReport | None:
-        """This stage's weights as the plan says; collective over its tensor-parallel ranks, of which one sends and
+        """Send this stage's weights as the plan says; collective over its tensor-parallel ranks, of which one sends and
         reports. backend: of broadcasts."""
         from megatron_daro.actor import parallel
         from megatron_daro.actor.weights import speaks_for_stage
@@ -200,7 +200,7 @@ class EngineWorker:
 
     @ray.method(num_returns="streaming")
     async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
-        """The rollouts of each request as soon as they are complete."""
+        """Return the rollouts of each request as soon as they are complete."""
         async for rollouts in self._engine.generate(requests):
             yield rollouts
 
@@ -261,7 +261,7 @@ class AnswerWorker:
         return _own_place()
 
     async def ask(self, question: Question) -> tuple[Rollout, ...]:
-        """The rollouts of one group. Raises as `Answers.ask` says."""
+        """Return the rollouts of one group. Raises as `Answers.ask` says."""
         return await self._answers.ask(question)
 
 
@@ -284,7 +284,7 @@ class VerdictWorker:
         return await self._pool.score_async(pairs)
 
     async def counters(self) -> dict[str, int]:
-        """What the pool did so far."""
+        """Return what the pool did so far."""
         return self._pool.counters
 
     async def stop(self) -> None:
@@ -314,7 +314,7 @@ def _hand_over(stream: Iterable[tuple[str, Tensor]], plan: SendPlan) -> SendRepo
 
 
 def _taken(calls: Mapping[str, Any], timeout_s: float) -> dict[str, SendFailure]:
-    """Waits until each actor took its bucket. Returns failures by actor."""
+    """Wait until each actor took its bucket. Returns failures by actor."""
     failures = {}
     for name, call in calls.items():
         try:

@@ -47,7 +47,7 @@ class BroadcastSender:
     """This rank's end. `close` it, or its threads and sockets stay."""
 
     def __init__(self, host: str, backend: str, post: Post) -> None:
-        """Joins nothing.
+        """Join nothing.
 
         Args:
             host: address of this rank as servers reach it; the group's store listens on it alone.
@@ -61,7 +61,7 @@ class BroadcastSender:
         self._joined: tuple[Target, ...] = ()
 
     def send(self, stream: Iterable[tuple[str, Tensor]], plan: SendPlan) -> SendReport:
-        """Sends the whole stream; reads it to its end whatever happens.
+        """Send the whole stream; read it to its end whatever happens.
 
         Args:
             stream: (HF name, tensor); each item may be a collective of other ranks.
@@ -94,7 +94,7 @@ class BroadcastSender:
         dist.destroy_process_group(group)
 
     async def _send_all(self, mailbox: queue.Queue[WeightBucket | None], plan: SendPlan) -> _Sent:
-        """Takes buckets out until None comes; after a failure they are only thrown away."""
+        """Take buckets out until None comes; after a failure they are only thrown away."""
         sent = _Sent()
         crash: BaseException | None = None
         try:
@@ -141,7 +141,7 @@ class BroadcastSender:
             raise
 
     async def _join(self, plan: SendPlan) -> dict[str, SendFailure]:
-        """Makes the group of this rank and these servers, unless it is there. Returns failures by server."""
+        """Make the group of this rank and these servers, unless it is there. Returns failures by server."""
         if self._group is not None and self._joined == plan.targets:
             return {}
         self.close()
@@ -165,7 +165,7 @@ class BroadcastSender:
         return _told_apart(failures, None, "", bodies)
 
     def _make_group(self, world_size: int, timeout_s: float) -> Any:
-        """The process group as the servers make it."""
+        """Return the process group as the servers make it."""
         options: dict[str, Any] = {"group_name": self._name, "timeout": timedelta(seconds=timeout_s)}
         store = c10d.PrefixStore(self._name, self._store)
         helper: Any = c10d._new_process_group_helper
@@ -193,8 +193,8 @@ class BroadcastSender:
 def _told_apart(
     failures: dict[str, SendFailure], own: BaseException | None, what: str, names: Iterable[str]
 ) -> dict[str, SendFailure]:
-    """A refusal is the server's own fault only where nothing else went wrong: if this end failed too, or another server
-    did not answer, the group broke, and a server that says so is not to blame."""
+    """Judge a refusal: it is the server's own fault only where nothing else went wrong: if this end failed too, or
+    another server did not answer, the group broke, and a server that says so is not to blame."""
     if own is not None and not failures:
         return {name: SendFailure("group", f"{what}: {own}") for name in names}
     if own is None and all(failure.kind == "refused" for failure in failures.values()):
@@ -206,7 +206,7 @@ def _told_apart(
 
 
 def _listening_store(host: str, world_size: int, timeout_s: float) -> tuple[Any, int]:
-    """A store that listens on this address only (torch's own would listen on every interface), and its port."""
+    """Return a store that listens on this address only (torch's own would listen on every interface), and its port."""
     with socket.create_server((host, 0)) as listener:
         port = listener.getsockname()[1]
         store = dist.TCPStore(

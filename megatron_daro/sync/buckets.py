@@ -116,7 +116,7 @@ class _Buffers:
         self._held: deque[Tensor | None] = deque([None] * count, maxlen=count)
 
     def take(self, device: torch.device) -> Tensor:
-        """The oldest buffer."""
+        """Return the oldest buffer."""
         held = self._held.popleft() if self._held else None
         if held is None or held.device != device:
             held = torch.empty(self._num_bytes, dtype=torch.uint8, device=device)

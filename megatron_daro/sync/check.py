@@ -78,7 +78,7 @@ class _History:
     moves: list[float] = field(default_factory=list)
 
     def references(self) -> list[_Answer]:
-        """What an answer is compared with, each once."""
+        """Return what an answer is compared with, each once."""
         return list({id(a): a for a in (self.last, self.settled, self.first) if a is not None}.values())
 
     def limit(self) -> float:
@@ -86,7 +86,7 @@ class _History:
         return min(_KEPT, _LEARNED_PART * min(self.ratios)) if len(self.ratios) >= _LEARNED_ENOUGH else _UNLEARNED
 
     def learn(self, ratio: float, move: float) -> None:
-        """Takes in one step: of the receiver how near it was, of the policy how far it moved."""
+        """Take in one step: of the receiver how near it was, of the policy how far it moved."""
         if len(self.ratios) < _LEARNED_FROM:
             self.ratios.append(ratio)
             self.moves.append(move)
@@ -112,7 +112,7 @@ class UpdateCheck:
         self._histories: dict[str, _History] = {}
 
     def restarted(self, name: str) -> None:
-        """The receiver begins anew, with the weights that it had at first."""
+        """Begin anew with the receiver, with the weights that it had at first."""
         if name in self._histories:
             self._histories[name].last = self._histories[name].settled = None
 
@@ -122,7 +122,7 @@ class UpdateCheck:
         scores: Mapping[str, tuple[np.ndarray, np.ndarray]],
         digests: Mapping[str, Digest],
     ) -> Outcome:
-        """Compares each receiver with the policy as it is and as it was.
+        """Compare each receiver with the policy as it is and as it was.
 
         Args:
             answers: by receiver. scores: float32 log-probs of the policy for the answer's (fixed, sampled) tokens.

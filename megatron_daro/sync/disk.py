@@ -31,7 +31,7 @@ def partial_directory(directory: Path) -> Path:
 
 
 def write_shards(directory: Path, label: str, stream: Iterable[tuple[str, Tensor]], shard_bytes: int) -> SendReport:
-    """Writes this rank's tensors into the partial directory; reads the stream to its end whatever happens.
+    """Write this rank's tensors into the partial directory; read the stream to its end whatever happens.
 
     Args:
         directory: the final directory.
@@ -63,7 +63,7 @@ def write_shards(directory: Path, label: str, stream: Iterable[tuple[str, Tensor
 
 
 def finish(directory: Path, files: Mapping[str, tuple[str, int]], model_path: Path) -> None:
-    """Writes index and configuration and gives the directory its name.
+    """Write index and configuration and give the directory its name.
 
     Args:
         directory: the final directory. files: HF name -> (file name, bytes), of all ranks. model_path: has the
@@ -89,7 +89,7 @@ def finish(directory: Path, files: Mapping[str, tuple[str, int]], model_path: Pa
 
 
 def prepare(directory: Path) -> None:
-    """Makes an empty partial directory, also where an earlier try left one."""
+    """Make an empty partial directory, also where an earlier try left one."""
     partial = partial_directory(directory)
     shutil.rmtree(partial, ignore_errors=True)
     try:

@@ -27,7 +27,7 @@ class Sender:
     """One rank's end. `close` it, or its threads and sockets stay."""
 
     def __init__(self, host: str, backend: str, post: Post, hand_over: HandOver | None = None) -> None:
-        """Connects to nothing.
+        """Connect to nothing.
 
         Args:
             host: address of this rank as servers reach it. backend: of broadcasts, "gloo" or "nccl".
@@ -37,7 +37,7 @@ class Sender:
         self._post, self._hand_over = post, hand_over
 
     def send(self, stream: Stream, plan: SendPlan, *, label: str) -> SendReport:
-        """Sends the whole stream; reads it to its end whatever happens.
+        """Send the whole stream; read it to its end whatever happens.
 
         Args:
             stream: (HF name, tensor); each item may be a collective of other ranks.
@@ -68,7 +68,7 @@ class Sender:
 
 
 def noted(stream: Stream, received_dtype: str, digests: dict[str, Digest]) -> Iterator[tuple[str, Tensor]]:
-    """Passes the stream through and takes the digests of some tensors, as servers compute them on a CPU."""
+    """Pass the stream through and take the digests of some tensors, as servers compute them on a CPU."""
     dtype = getattr(torch, received_dtype, None)
     for name, tensor in stream:
         if is_hashed(name):

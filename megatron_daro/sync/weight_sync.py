@@ -34,7 +34,7 @@ class WeightExporter(Protocol):
         ...
 
     async def export(self, plan: SendPlan) -> SendReport:
-        """Sends everything as the plan says. Failures of receivers are reported; SyncError: nothing to give."""
+        """Send everything as the plan says. Failures of receivers are reported; SyncError: nothing to give."""
         ...
 
     async def score(self, rollouts: Sequence[Rollout], *, temperature: float) -> list[np.ndarray]:
@@ -46,27 +46,27 @@ class ReceiverUpdate(Protocol):
     """One update of some receivers. WeightSync calls the steps in this order; a receiver that fails one is given up."""
 
     async def prepare(self) -> SendPlan | None:
-        """Stops generation and opens the update; what is to be sent to whom. None: no receiver is left."""
+        """Stop generation and open the update; what is to be sent to whom. None: no receiver is left."""
         ...
 
     async def blame(self, report: SendReport) -> None:
-        """Gives up the receivers whose fault a failed sending is; the others are prepared and sent all again."""
+        """Give up the receivers whose fault a failed sending is; the others are prepared and sent all again."""
         ...
 
     async def install(self, report: SendReport) -> None:
-        """Puts what arrived into place, under the new version, and lets receivers generate."""
+        """Put what arrived into place, under the new version, and let receivers generate."""
         ...
 
     async def probe(self) -> Mapping[str, ProbeAnswer]:
-        """What each receiver makes of a fixed prompt; empty where that is not asked for."""
+        """Return what each receiver makes of a fixed prompt; empty where that is not asked for."""
         ...
 
     def reject(self, name: str, reason: str) -> None:
-        """Gives this receiver up: its weights are not the policy's."""
+        """Give this receiver up: its weights are not the policy's."""
         ...
 
     async def accept(self) -> Mapping[str, float]:
-        """The receivers that are left serve. Returns metrics. SyncError: none is."""
+        """Let the receivers that are left serve. Returns metrics. SyncError: none is."""
         ...
 
     def abandon(self, error: SyncError) -> None:
@@ -78,7 +78,8 @@ class WeightReceiver(Protocol):
     """An engine: it only receives."""
 
     def update(self, version: int, only: str | None = None) -> ReceiverUpdate | None:
-        """An update of all receivers, or of the one that came back under this name (None: it does not wait any more).
+        """Return an update of all receivers, or of the one that came back under this name (None: it does not wait
+        any more).
 
         Raises:
             SyncError: no receiver can take weights. EngineError: the engine is not running.
@@ -102,7 +103,7 @@ class WeightSync:
     """Brings the weights of one policy to one engine."""
 
     def __init__(self, policy: WeightExporter, engine: WeightReceiver) -> None:
-        """Sends nothing."""
+        """Send nothing."""
         self._policy, self._engine = policy, engine
         self._check = UpdateCheck()
         self._one_at_a_time = asyncio.Lock()
@@ -110,7 +111,7 @@ class WeightSync:
         engine.when_back(self._catch_up)
 
     async def publish(self, version: int) -> Mapping[str, float]:
-        """Makes the engine generate with the policy's weights, under this version. Returns metrics.
+        """Make the engine generate with the policy's weights, under this version. Returns metrics.
 
         Raises:
             SyncError: no receiver took them. EngineError: all are gone.
@@ -122,7 +123,7 @@ class WeightSync:
             return await self._run(update)
 
     async def _catch_up(self, name: str) -> None:
-        """Gives a receiver that came back the weights as they are now."""
+        """Give a receiver that came back the weights as they are now."""
         if not self._published:
             return
         async with self._one_at_a_time, self._policy.hold() as version:
@@ -145,7 +146,7 @@ class WeightSync:
             raise
 
     async def _sent(self, update: ReceiverUpdate) -> SendReport | None:
-        """The report of a sending that went well for all who are left; None where there was none."""
+        """Return the report of a sending that went well for all who are left; None where there was none."""
         for _ in range(_TRIES):
             plan = await update.prepare()
             if plan is None:

@@ -52,7 +52,7 @@ class Answers(Protocol):
         ...
 
     async def ask(self, question: Question) -> tuple[Rollout, ...]:
-        """The rollouts of all calls, in their order; when it is cancelled, the connections are closed.
+        """Return the rollouts of all calls, in their order; when it is cancelled, the connections are closed.
 
         Raises:
             UnreachableError: connection, deadline or 5xx. RefusedError: 4xx. BadAnswerError: the answer does not fit.
@@ -61,7 +61,7 @@ class Answers(Protocol):
         ...
 
     async def close(self) -> None:
-        """Ends what is being asked. May be called twice."""
+        """End what is being asked. May be called twice."""
         ...
 
 
@@ -71,7 +71,7 @@ class DirectAnswers:
     restarts = 0
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        """Connects to nothing. Args: decode: token ids -> text."""
+        """Connect to nothing. Args: decode: token ids -> text."""
         self._decode = decode
         self._clients: dict[str, SGLangClient] = {}
 
@@ -79,7 +79,7 @@ class DirectAnswers:
         """Nothing is needed."""
 
     async def ask(self, question: Question) -> tuple[Rollout, ...]:
-        """The rollouts of all calls. Raises as `Answers.ask` says."""
+        """Return the rollouts of all calls. Raises as `Answers.ask` says."""
         client = self._clients.setdefault(question.url, SGLangClient(question.url))
         bodies = [call.body for call in question.calls]
         answers = await client.post_all("/generate", bodies, timeout_s=question.timeout_s)
@@ -97,7 +97,7 @@ class DirectAnswers:
         )
 
     async def close(self) -> None:
-        """Drops all connections."""
+        """Drop all connections."""
         clients, self._clients = self._clients, {}
         for client in clients.values():
             await client.close()

@@ -67,7 +67,7 @@ def server_command(
     seed: int,
     arguments: Mapping[str, Any],
 ) -> list[str]:
-    """The command that starts a server.
+    """Return the command that starts a server.
 
     Args:
         python: interpreter that has sglang.
@@ -135,7 +135,7 @@ def argument_problems(arguments: Mapping[str, Any], known: Iterable[str] = ()) -
 def router_command(
     python: Path, *, host: str, port: int, worker_urls: Sequence[str], prometheus_port: int
 ) -> list[str]:
-    """The command that starts sglang-router 0.3.2 in front of servers.
+    """Return the command that starts sglang-router 0.3.2 in front of servers.
 
     Args:
         python: interpreter that has sglang_router.

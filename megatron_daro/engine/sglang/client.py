@@ -86,7 +86,7 @@ class SGLangClient:
     """One server. Use it inside one event loop; `close`, or leave its `async with`, when done."""
 
     def __init__(self, url: str) -> None:
-        """Connects to nothing. Args: url: http://host:port."""
+        """Connect to nothing. Args: url: http://host:port."""
         self.url = url.rstrip("/")
         self._session: aiohttp.ClientSession | None = None
 
@@ -99,17 +99,17 @@ class SGLangClient:
         await self.close()
 
     async def close(self) -> None:
-        """Drops all connections; running calls fail. May be called twice."""
+        """Drop all connections; running calls fail. May be called twice."""
         session, self._session = self._session, None
         if session is not None:
             await session.close()
 
     async def get(self, path: str, *, timeout_s: float) -> Any:
-        """The JSON answer of a GET. Raises as `post` does."""
+        """Return the JSON answer of a GET. Raises as `post` does."""
         return await self._call("GET", path, None, timeout_s)
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float) -> Any:
-        """The JSON answer of a POST; None where the body of the answer is empty or no JSON.
+        """Return the JSON answer of a POST; None where the body of the answer is empty or no JSON.
 
         Raises:
             UnreachableError: connection, deadline or 5xx. RefusedError: 4xx, with what the server said.
@@ -117,16 +117,16 @@ class SGLangClient:
         return await self._call("POST", path, body or {}, timeout_s)
 
     async def post_all(self, path: str, bodies: Sequence[Mapping[str, Any]], *, timeout_s: float) -> list[Any]:
-        """The answers of several POSTs at once, in order, or the first failure. Raises as `post` does."""
+        """Return the answers of several POSTs at once, in order, or the first failure. Raises as `post` does."""
         # Awaited here: a gather that is cancelled from outside reports itself as an exception nobody looked at.
         return await asyncio.gather(*(self.post(path, body, timeout_s=timeout_s) for body in bodies))
 
     async def delete(self, path: str, *, timeout_s: float) -> Any:
-        """The JSON answer of a DELETE. Raises as `post` does."""
+        """Return the JSON answer of a DELETE. Raises as `post` does."""
         return await self._call("DELETE", path, None, timeout_s)
 
     async def facts(self, *, timeout_s: float) -> ServerFacts:
-        """What the server says of itself. Raises RefusedError where it is no SGLang server."""
+        """Return what the server says of itself. Raises RefusedError where it is no SGLang server."""
         try:
             info = await self.get("/server_info", timeout_s=timeout_s)
         except RefusedError:
@@ -137,7 +137,7 @@ class SGLangClient:
         return _facts(info, described)
 
     async def model_info(self, *, timeout_s: float) -> Mapping[str, Any]:
-        """What it says of its model; empty where that has another form. Raises as `post` does."""
+        """Return what it says of its model; empty where that has another form. Raises as `post` does."""
         try:
             info = await self.get("/model_info", timeout_s=timeout_s)
         except RefusedError:
@@ -214,7 +214,7 @@ def _parsed(content: bytes) -> Any:
 
 
 def _said(content: bytes) -> str:
-    """The message of an error body, on one line, cut."""
+    """Return the message of an error body, on one line, cut."""
     body = _parsed(content)
     if isinstance(body, dict):
         inner = body.get("error", body)

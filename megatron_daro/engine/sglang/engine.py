@@ -57,7 +57,7 @@ class SGLangEngine:
         temperature: float,
         probe_tokens: Sequence[int],
     ) -> None:
-        """Starts nothing.
+        """Start nothing.
 
         Args:
             handles: where servers come from, by name. options: the configuration's engine.sglang.
@@ -89,7 +89,7 @@ class SGLangEngine:
         self._retries, self._started = 0, False
 
     async def start(self) -> None:
-        """Starts servers and router; again is nothing. Raises EngineError with what is wrong, after ending them."""
+        """Start servers and router; again is nothing. Raises EngineError with what is wrong, after ending them."""
         if self._started:
             return
         try:
@@ -107,7 +107,7 @@ class SGLangEngine:
         self._started = True
 
     async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
-        """The rollouts of each request as soon as all of them ended; closing the iterator aborts the rest."""
+        """Return the rollouts of each request as soon as all of them ended; closing the iterator aborts the rest."""
         self._check_usable()
         runs = [Running(request) for request in requests]
         self._running.update(runs)
@@ -130,14 +130,14 @@ class SGLangEngine:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     async def abort(self, group_ids: Collection[int] | None = None) -> None:
-        """Stops these groups (None: all); they come back with what they have."""
+        """Stop these groups (None: all); they come back with what they have."""
         stopped = [run for run in self._running if group_ids is None or run.request.group_id in group_ids]
         for run in stopped:
             run.stop.set()
         await self._abort_on_servers(stopped)
 
     def update(self, version: int, only: str | None = None) -> ServerUpdate | None:
-        """An update of every server that answers, or of the one of this name if it still waits for weights.
+        """Return an update of every server that answers, or of the one of this name if it still waits for weights.
 
         Raises:
             SyncError: all servers are being started again. EngineError: all are gone, or the engine does not run.
@@ -166,11 +166,11 @@ class SGLangEngine:
         }
 
     async def ended(self) -> EngineError:
-        """Waits until all servers are gone; for the run's supervisor."""
+        """Wait until all servers are gone; for the run's supervisor."""
         return await self.fleet.ended()
 
     async def close(self) -> None:
-        """Ends requests, servers of ours and the router. May be called twice."""
+        """End requests, servers of ours and the router. May be called twice."""
         self.fleet.close("the SGLang engine was closed")
         for run in list(self._running):
             run.stop.set()
@@ -262,7 +262,7 @@ class SGLangEngine:
         return self.fleet.estimate(len(request.prompt.tokens) + generated, left)
 
     async def _ask(self, server: Server, calls: Sequence[generation.Call], version: int) -> tuple[Rollout, ...]:
-        """The answers, unless the server is given up meanwhile."""
+        """Return the answers, unless the server is given up meanwhile."""
         client = self._router.client if self._router and self._router.client else server.client
         limit = self._options.request_timeout_s
         keeps_cache = self._options.pause == "in_place"
@@ -296,7 +296,7 @@ class SGLangEngine:
             raise BadAnswerError(f"{server.name}: {reason}")
 
     async def _count_failure(self, server: Server, error: EngineError) -> None:
-        """A failed request: the server is given up if its process is gone, or if failures pile up."""
+        """Note a failed request: the server is given up if its process is gone, or if failures pile up."""
         if self._router and self._router.client:
             return
         await self._supervision.examine(server)
@@ -304,7 +304,7 @@ class SGLangEngine:
             self._supervision.give_up(server, f"{server.failures} requests in a row failed, the last: {error}")
 
     async def _abort_on_servers(self, runs: Sequence[Running]) -> None:
-        """Ends requests where they run; behind a router, everywhere."""
+        """End requests where they run; behind a router, everywhere."""
         calls = []
         for run in runs:
             holders = self.fleet.of("serving", "updating") if self._router else [run.server] if run.server else []
@@ -312,7 +312,7 @@ class SGLangEngine:
         await asyncio.gather(*calls)
 
     async def _probe(self, server: Server, verified: bool) -> ProbeAnswer:
-        """What a server that serves nobody else yet makes of the fixed text."""
+        """Return what a server that serves nobody else yet makes of the fixed text."""
         name = f"{self._prefix}-{next(self._numbers)}-probe"
         request, body = generation.probe_call(self._probe_tokens, name, temperature=self._temperature)
         answers = await server.client.post("/generate", body, timeout_s=self._options.sync_timeout_s)
@@ -320,7 +320,7 @@ class SGLangEngine:
         return ProbeAnswer(fixed, sampled, self._temperature, server.facts.dtype if server.facts else "", verified)
 
     async def _enter_router(self) -> None:
-        """The router knows every server that serves."""
+        """Return the router knows every server that serves."""
         if self._router:
             for server in self.fleet.of("serving"):
                 await self._router.add(server.url)
@@ -330,7 +330,7 @@ class SGLangEngine:
             await self._router.remove(server.url)
 
     async def _watch_router(self, router: Router) -> None:
-        """A router of ours that died is started again, with the servers that serve."""
+        """Start a router of ours that died again, with the servers that serve."""
         while True:
             await asyncio.sleep(_ROUTER_WATCH_S)
             try:
@@ -354,7 +354,7 @@ def _pause_s(failures: int) -> float:
 
 
 async def _stoppable(work: Awaitable[Any], stop: asyncio.Event) -> Any:
-    """The result of `work`, or None when `stop` comes first."""
+    """Return the result of `work`, or None when `stop` comes first."""
     task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)

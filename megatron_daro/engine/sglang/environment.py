@@ -46,7 +46,7 @@ class ServerEnvironment:
 
 
 def check_environments(options: SGLangSection) -> None:
-    """Looks at the interpreters of servers and router, and at the names of the arguments. Raises ConfigError."""
+    """Look at the interpreters of servers and router, and at the names of the arguments. Raises ConfigError."""
     if not options.urls:
         python = interpreter(options)
         found = inspect_environment(python, env=options.env)
@@ -58,7 +58,7 @@ def check_environments(options: SGLangSection) -> None:
 
 
 def interpreter(options: SGLangSection) -> Path:
-    """The Python of the servers: not resolved, since a virtual environment is known by the path of its link."""
+    """Return the Python of the servers: not resolved, since a virtual environment is known by the path of its link."""
     return options.python.absolute() if options.python else Path(sys.executable)
 
 
@@ -76,7 +76,7 @@ def inspect_environment(python: Path, *, env: Mapping[str, str] | None = None) -
 
 
 def inspect_router(python: Path, *, env: Mapping[str, str] | None = None) -> ServerEnvironment:
-    """The same for sglang_router.
+    """Return the same for sglang_router.
 
     Raises:
         ConfigError: naming engine.sglang.router_python.
@@ -85,7 +85,7 @@ def inspect_router(python: Path, *, env: Mapping[str, str] | None = None) -> Ser
 
 
 def version_numbers(version: str) -> tuple[int, int, int] | None:
-    """The first three numbers of a version; None for a text that does not begin with three."""
+    """Return the first three numbers of a version; None for a text that does not begin with three."""
     found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
     return None if found is None else (int(found[1]), int(found[2]), int(found[3]))
 
@@ -116,7 +116,7 @@ def _inspect(
 
 
 def _run(package: str, python: Path, env: Mapping[str, str]) -> dict[str, Any] | str:
-    """What upstream_names.py prints, or what went wrong, as the end of a sentence about the interpreter."""
+    """Return what upstream_names.py prints, or what went wrong, as the end of a sentence about the interpreter."""
     try:
         done = subprocess.run(
             [str(python), upstream_names.__file__, package],

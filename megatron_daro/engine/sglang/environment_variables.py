@@ -5,7 +5,7 @@ interpreter. A server is started from inside a Ray worker of the trainer, with a
 needs is often wrong for it.
 
 Kept on purpose: CUDA_VISIBLE_DEVICES as Ray set it (it is how the server learns its GPUs), NCCL_*, SGLANG_*, OMP_*,
-LD_LIBRARY_PATH, HF_HOME. Refuses nothing: the user's mapping wins over every rule here.
+LD_LIBRARY_PATH, HF_HOME. The user's mapping wins over every rule here.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Server:
         return self.client.url
 
     def failed(self) -> bool:
-        """A request to it failed. Returns whether that is enough to give it up."""
+        """Note that a request to it failed. Returns whether that is enough to give it up."""
         now = time.monotonic()
         if not self.failures:
             self.failing_since = now
@@ -66,7 +66,7 @@ class Server:
         return self.failures >= _FAILURES_IN_A_ROW and now - self.failing_since >= _FAILING_S
 
     def progressed(self) -> None:
-        """It did something."""
+        """Note that it did something."""
         self.last_progress = time.monotonic()
         self.failures = 0
 
@@ -89,11 +89,11 @@ class Fleet:
         self.failure: asyncio.Future[EngineError] | None = None
 
     def of(self, *states: State) -> list[Server]:
-        """The servers in one of these states."""
+        """Return the servers in one of these states."""
         return [server for server in self.servers if server.state in states]
 
     def set_state(self, server: Server, state: State) -> None:
-        """Changes a server's state and wakes those who wait for one."""
+        """Change a server's state and wake those who wait for one."""
         server.state = state
         if state == "serving":
             server.given_up.clear()
@@ -101,7 +101,7 @@ class Fleet:
         self._notify()
 
     def fence(self, server: Server, reason: str) -> None:
-        """Gives a server up: its requests are cancelled (and made elsewhere), and it gets no others."""
+        """Give a server up: its requests are cancelled (and made elsewhere), and it gets no others."""
         if server.state == "fenced":
             return
         server.reason, server.version = reason, None
@@ -114,7 +114,7 @@ class Fleet:
         self._on_fenced(server)
 
     def fail(self, error: EngineError) -> None:
-        """Ends the fleet: everyone who waits, or comes later, gets this error."""
+        """End the fleet: everyone who waits, or comes later, gets this error."""
         if self.failure is None:
             self.failure = asyncio.get_running_loop().create_future()
         if not self.failure.done():
@@ -122,14 +122,14 @@ class Fleet:
         self._notify()
 
     def check(self) -> None:
-        """Raises what ended the fleet, if something did."""
+        """Raise what ended the fleet, if something did."""
         if self.failure is not None and self.failure.done():
             raise EngineError(str(self.failure.result()))
         if self._closed:
             raise EngineError(self._closed)
 
     async def ended(self) -> EngineError:
-        """Waits for the end of the fleet; for a supervisor."""
+        """Wait for the end of the fleet; for a supervisor."""
         if self.failure is None:
             self.failure = asyncio.get_running_loop().create_future()
         return await asyncio.shield(self.failure)
@@ -140,7 +140,7 @@ class Fleet:
         self._notify()
 
     async def acquire(self, tokens: int, *, timeout_s: float, avoid: Server | None = None) -> Server:
-        """The serving server with the fewest tokens in flight that has room; waits for one.
+        """Return the serving server with the fewest tokens in flight that has room; waits for one.
 
         Args:
             tokens: what the request will hold, as `estimate` says. One that exceeds a server's limit gets an idle one.
@@ -167,7 +167,7 @@ class Fleet:
             ) from None
 
     def release(self, server: Server, tokens: int) -> None:
-        """Gives back what `acquire` took."""
+        """Give back what `acquire` took."""
         server.tokens_in_flight = max(server.tokens_in_flight - tokens, 0)
         self._notify()
 
@@ -177,7 +177,7 @@ class Fleet:
         return prompt_tokens + max(1, min(max_new_tokens, int(expected)))
 
     def learn_lengths(self, lengths: Iterator[int]) -> None:
-        """Takes the lengths of finished answers into the mean."""
+        """Take the lengths of finished answers into the mean."""
         for length in lengths:
             mean = length if self._mean_length is None else self._mean_length
             self._mean_length = mean + _MEMORY * (length - mean)

@@ -59,7 +59,8 @@ class Call:
 
 
 def calls(request: GroupRequest, name: str, *, cache_key: str) -> list[Call]:
-    """The HTTP requests for a group: one for all samples, or one for each where they resume at different lengths.
+    """Return the HTTP requests for a group: one for all samples, or one for each where they resume at different
+    lengths.
 
     Args:
         request: what is asked.
@@ -89,7 +90,7 @@ def rollouts(
     decode: Callable[[Sequence[int]], str],
     keeps_cache: bool = False,
 ) -> tuple[Rollout, ...]:
-    """The rollouts of one answer, in the order of the request's indices; each as far as it came.
+    """Return the rollouts of one answer, in the order of the request's indices; each as far as it came.
 
     Args:
         request: what was asked. answers: the JSON answer.
@@ -170,14 +171,15 @@ def _rollout(
 
 
 def _whole(request: GroupRequest, part: Rollout, decode: Callable[[Sequence[int]], str]) -> Rollout:
-    """What was generated now, after what the request has of the same rollout."""
+    """Return what was generated now, after what the request has of the same rollout."""
     earlier = request.partial.get(part.index)
     text = decode([*_so_far(request, part.index), *part.tokens[part.prompt_length :].tolist()])
     return replace(part, text=text) if earlier is None else earlier.extended(part, text)
 
 
 def _tokens(request: GroupRequest, index: int, answer: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Sampled ids, int32 [R], and their log-probs, float32 [R]; both come from one list and must fit output_ids."""
+    """Return sampled ids, int32 [R], and their log-probs, float32 [R]; both come from one list and must fit
+    output_ids."""
     pairs = answer["meta_info"].get("output_token_logprobs") or []
     ids = np.array([int(pair[1]) for pair in pairs], dtype=np.int32)
     listed = answer.get("output_ids")
@@ -208,7 +210,7 @@ class _Versions:
     keeps_cache: bool = False
 
     def number(self, text: str) -> int:
-        """The version that a server names."""
+        """Return the version that a server names."""
         if text != _LOADED:
             return int(text)
         if self.loaded is None:
@@ -249,7 +251,8 @@ def probe_text(vocabulary: int, *, longest: int) -> tuple[int, ...]:
 
 
 def probe_call(tokens: Sequence[int], name: str, *, temperature: float) -> tuple[GroupRequest, dict[str, Any]]:
-    """(what is sampled, the body of /generate) of a probe: log-probs of given tokens, and of some sampled after them.
+    """Return (what is sampled, the body of /generate) of a probe: log-probs of given tokens, and of some sampled
+    after them.
 
     Args:
         tokens: the given text. name: of the request; also its cache key, so that no prefix is ever found for it.
@@ -262,7 +265,8 @@ def probe_call(tokens: Sequence[int], name: str, *, temperature: float) -> tuple
 
 
 def probe_rollouts(request: GroupRequest, given: Sequence[int], answers: Any) -> tuple[Rollout, Rollout]:
-    """(the given text as the response to its first token, the tokens sampled after its beginning), with log-probs.
+    """Return (the given text as the response to its first token, the tokens sampled after its beginning), with
+    log-probs.
 
     Raises:
         BadAnswerError: the answer has another shape, or lacks tokens.

@@ -140,7 +140,7 @@ def _is_free(address: tuple[socket.AddressFamily, str], port: int) -> bool:
 
 
 def _lock(directory: Path, port: int) -> Reservation | None:
-    """The lock of a port, None when another holds it. Files that nobody locks are taken over."""
+    """Return the lock of a port, None when another holds it. Files that nobody locks are taken over."""
     path = directory / str(port)
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -159,7 +159,7 @@ def _lock(directory: Path, port: int) -> Reservation | None:
 
 
 def _lock_directory() -> Path:
-    """A directory that only this user can write: the first of a few names that is, or can be made, one."""
+    """Return a directory that only this user can write: the first of a few names that is, or can be made, one."""
     user = os.getuid()
     base = Path(tempfile.gettempdir())
     for number in range(_MOST_DIRECTORIES):

@@ -106,7 +106,7 @@ class ManagedProcess:
         return 128 - code
 
     def log_tail(self, lines: int = 20) -> str:
-        """The last lines that this process wrote, of at most the last 64 KiB; empty when there are none."""
+        """Return the last lines that this process wrote, of at most the last 64 KiB; empty when there are none."""
         try:
             with self._log_path.open("rb") as log:
                 size = log.seek(0, os.SEEK_END)

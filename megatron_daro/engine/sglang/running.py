@@ -26,12 +26,12 @@ class Running:
     partial: dict[int, Rollout] = field(default_factory=dict)
 
     def remaining(self) -> GroupRequest:
-        """What is still to be asked for."""
+        """Return what is still to be asked for."""
         indices = tuple(i for i in self.request.indices if i not in self.done)
         return replace(self.request, indices=indices, partial={i: r for i, r in self.partial.items() if i in indices})
 
     def take(self, rollouts: Sequence[Rollout]) -> bool:
-        """Keeps what came. Returns whether anything is new."""
+        """Keep what came. Returns whether anything is new."""
         before = sum(r.response_length for r in self.partial.values()), len(self.done)
         for rollout in rollouts:
             if rollout.finish_reason != "abort":
@@ -41,7 +41,7 @@ class Running:
         return (sum(r.response_length for r in self.partial.values()), len(self.done)) != before
 
     def collected(self) -> tuple[Rollout, ...]:
-        """What there is: finished rollouts, and for the others what they got to."""
+        """Return what there is: finished rollouts, and for the others what they got to."""
         cut = {i: r for i, r in self.partial.items() if r is not self.request.partial.get(i)}
         found = cut | self.done
         return tuple(found[i] for i in self.request.indices if i in found)

@@ -1,7 +1,7 @@
 """Where servers come from: processes of this machine, or servers that run already, behind one small Protocol.
 
 Place in the data flow: the engine launches, asks for deaths and stops through it; runtime/ has a third kind, processes
-that Ray placed on some node. Refuses nothing: what a server is, is looked at by supervision.py.
+that Ray placed on some node. What a server is, is looked at by supervision.py.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ServerHandle(Protocol):
     restartable: bool
 
     async def launch(self) -> str:
-        """Starts the process and returns the URL at which it will answer; not yet that it does. EngineError."""
+        """Start the process and return the URL at which it will answer; not yet that it does. EngineError."""
         ...
 
     async def death(self) -> str:
@@ -52,7 +52,7 @@ class ServerHandle(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Ends the process. May be called twice."""
+        """End the process. May be called twice."""
         ...
 
 
@@ -73,7 +73,7 @@ class ExternalServer:
         return ""
 
     async def stop(self) -> None:
-        """It is not ours to stop."""
+        """Do nothing: it is not ours to stop."""
 
 
 class ServerProcess:
@@ -85,7 +85,7 @@ class ServerProcess:
         self._ports: list[Reservation] = []
 
     def launch(self) -> str:
-        """Starts the process, under new ports. Returns its URL. Raises EngineError, also where the model is not."""
+        """Start the process, under new ports. Returns its URL. Raises EngineError, also where the model is not."""
         self.stop()
         if not (self._options.model_path / "config.json").is_file():  # it would say so after half a minute of imports
             raise EngineError(
@@ -115,7 +115,7 @@ class ServerProcess:
         return _death(self._process, self._options.log_path)
 
     def stop(self) -> None:
-        """Ends the process at once: it holds nothing that must be saved."""
+        """End the process at once: it holds nothing that must be saved."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -133,7 +133,7 @@ class LocalServer:
         self._process = ServerProcess(options, host)
 
     async def launch(self) -> str:
-        """Starts the process."""
+        """Start the process."""
         return await asyncio.to_thread(self._process.launch)
 
     async def death(self) -> str:
@@ -141,7 +141,7 @@ class LocalServer:
         return await asyncio.to_thread(self._process.death)
 
     async def stop(self) -> None:
-        """Ends it."""
+        """End it."""
         await asyncio.to_thread(self._process.stop)
 
 
@@ -158,7 +158,7 @@ class Router:
     _ports: list[Reservation] = field(default_factory=list)
 
     async def start(self) -> None:
-        """Starts it, or checks that it answers. Raises EngineError."""
+        """Start it, or check that it answers. Raises EngineError."""
         if self.python is not None:
             self.url = await asyncio.to_thread(self._launch, self.python)
         assert self.url is not None
@@ -194,7 +194,7 @@ class Router:
             return
 
     async def restart_if_dead(self) -> str:
-        """Starts a router of ours again if it died. Returns why it had; empty if it lives."""
+        """Start a router of ours again if it died. Returns why it had; empty if it lives."""
         reason = _death(self._process, self.log_path) if self._process else ""
         if reason:
             await self.close()
@@ -202,7 +202,7 @@ class Router:
         return reason
 
     async def close(self) -> None:
-        """Ends it, if it is ours. May be called twice."""
+        """End it, if it is ours. May be called twice."""
         client, self.client = self.client, None
         process, self._process = self._process, None
         if client is not None:

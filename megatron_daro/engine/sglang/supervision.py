@@ -82,7 +82,7 @@ class Supervision:
         self._closing = False
 
     async def start(self) -> None:
-        """Starts all servers at once and watches them from then on. Raises EngineError: one of them did not start."""
+        """Start all servers at once and watch them from then on. Raises EngineError: one of them did not start."""
         starting = [asyncio.create_task(self._bring_up(server)) for server in self._fleet.servers]
         try:
             await asyncio.gather(*starting)
@@ -102,7 +102,7 @@ class Supervision:
         self._run(self._revive(server))
 
     async def close(self) -> None:
-        """Stops watching and ends every process of ours. May be called twice."""
+        """Stop watching and end every process of ours. May be called twice."""
         self._closing = True
         for task in list(self._tasks):
             task.cancel()
@@ -140,7 +140,7 @@ class Supervision:
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """A watcher must not end; if one does, the run must not go on unwatched."""
+        """Wait for a watcher, which must not end; if one does, the run must not go on unwatched."""
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             self._fleet.fail(EngineError(f"supervision of the SGLang servers failed: {task.exception()!r}"))
@@ -188,7 +188,8 @@ class Supervision:
             await asyncio.sleep(_POLL_S)
 
     async def _wake(self, server: Server) -> None:
-        """A server that ran before this run may still be paused: its last weight update failed, or was never ended."""
+        """Wake a server that ran before this run and may still be paused: its last weight update failed, or was never
+        ended."""
         with contextlib.suppress(EngineError):  # what it lacks is said below, what hangs shows at the first token
             await server.client.post("/continue_generation", timeout_s=_CALL_S)
 
@@ -205,7 +206,7 @@ class Supervision:
             await asyncio.sleep(_POLL_S)
 
     async def _check(self, server: Server) -> None:
-        """Raises EngineError where the server cannot do what the run needs, all reasons at once."""
+        """Raise EngineError where the server cannot do what the run needs, all reasons at once."""
         facts = server.facts
         assert facts is not None
         problems = _version_problems(facts, self._options.sync) + _length_problems(facts, self._expected)
@@ -241,7 +242,7 @@ class Supervision:
         ]
 
     async def _vocabulary_problems(self, server: Server, vocabulary: int) -> list[str]:
-        """The server must refuse a bias for the first token beyond the vocabulary, and no smaller one."""
+        """Check that the server refuses a bias for the first token beyond the vocabulary, and no smaller one."""
         bias = {"max_new_tokens": 1, "logit_bias": {str(vocabulary): 0.0}}
         try:
             await server.client.post("/generate", {"input_ids": [0], "sampling_params": bias}, timeout_s=_CALL_S)
@@ -256,7 +257,7 @@ class Supervision:
         return [f"its model has a vocabulary of {told} tokens, that of model.path {vocabulary}; serve the same model"]
 
     async def _watch(self, server: Server) -> None:
-        """Looks every few seconds whether the process lives and whether tokens come."""
+        """Look every few seconds whether the process lives and whether tokens come."""
         limit = self._options.stall_timeout_s
         while True:
             await asyncio.sleep(min(_WATCH_S, limit / 4))
@@ -272,7 +273,7 @@ class Supervision:
                 self._fleet.fence(server, f"no token came out of it for {limit:g} s (engine.sglang.stall_timeout_s)")
 
     async def _revive(self, server: Server) -> None:
-        """Ends what is left of the process and starts another, until one is up or the restarts are used up."""
+        """End what is left of the process and start another, until one is up or the restarts are used up."""
         handle = self._handles[server.name]
         await self._changed(server)
         pause = _RESTART_PAUSE_S

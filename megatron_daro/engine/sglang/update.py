@@ -125,7 +125,7 @@ class ServerUpdate:
         await self._phase("continue", self._continue)
 
     async def probe(self) -> Mapping[str, ProbeAnswer]:
-        """What each server makes of the fixed text; nothing unless engine.sglang.verify."""
+        """Return what each server makes of the fixed text; nothing unless engine.sglang.verify."""
         answers: dict[str, ProbeAnswer] = {}
 
         async def ask(server: Server) -> None:
@@ -168,7 +168,7 @@ class ServerUpdate:
         return [server for server in self._servers if server.state == "updating"]
 
     async def _phase(self, name: str, work: Callable[[Server], Awaitable[None]]) -> None:
-        """The same on every server at once; those that fail are fenced."""
+        """Return the same on every server at once; those that fail are fenced."""
 
         async def one(server: Server) -> None:
             try:
@@ -204,7 +204,7 @@ class ServerUpdate:
             await self._post(server, "/end_weight_update")
 
     async def _flush(self, server: Server) -> None:
-        """Empties the cache that the old weights made. 0.5.20 refuses while retracted requests wait: these are ended
+        """Empty the cache that the old weights made. 0.5.20 refuses while retracted requests wait: these are ended
         then, and come back to the engine, which goes on with them from where they were. Paused in place, a server
         refuses while anything runs, and keeps what the old weights read: later requests do not find it, since each
         looks under the key of its weight version."""
@@ -238,8 +238,8 @@ class ServerUpdate:
             await asyncio.to_thread(shutil.rmtree, written.pop(0), ignore_errors=True)
 
     async def _compare_checksums(self, server: Server, digests: Mapping[str, Digest]) -> None:
-        """A server that hashes like the sender must have its checksums; of any other, some must have changed where
-        what was sent did."""
+        """Check that a server that hashes like the sender has its checksums; of any other, some must have changed
+        where what was sent did."""
         ranks = await self._checksums(server)
         if not ranks:
             return

@@ -43,7 +43,7 @@ def flags(tree: ast.Module) -> set[str]:
 
 
 def _field_flags(name: str, annotation: ast.expr) -> set[str]:
-    """Flags of `name: A[type, "help"]` or `name: A[type, Arg(...)]`; none for other annotations."""
+    """Return flags of `name: A[type, "help"]` or `name: A[type, Arg(...)]`; none for other annotations."""
     if not isinstance(annotation, ast.Subscript) or getattr(annotation.value, "id", "") not in ("A", "Annotated"):
         return set()
     metadata = annotation.slice.elts[1:] if isinstance(annotation.slice, ast.Tuple) else []
@@ -61,7 +61,7 @@ def _field_flags(name: str, annotation: ast.expr) -> set[str]:
 
 
 def _flag_text(node: ast.expr) -> str:
-    """The text of a flag; an f-string's placeholders (a prefix, empty by default) are left out."""
+    """Return the text of a flag; an f-string's placeholders (a prefix, empty by default) are left out."""
     if isinstance(node, ast.JoinedStr):
         return "".join(str(part.value) for part in node.values if isinstance(part, ast.Constant))
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
