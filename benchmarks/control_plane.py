@@ -72,7 +72,7 @@ class Rank:
 
 
 class NoModel(PolicyGroup):
-    """The run's policy group on ranks without a model. Weights: every server counts as having them."""
+    """The run's policy group on ranks without a model."""
 
     async def start(self) -> None:
         handles: dict[str, Any] = {f"actor rank {i}": Rank.remote() for i in range(RANKS)}  # type: ignore[attr-defined]
@@ -82,12 +82,18 @@ class NoModel(PolicyGroup):
         ]
         await gather([handle.__ray_ready__.remote() for handle in handles.values()])
 
-    async def sync(self, engine: Any, version: int) -> dict[str, float]:
-        fleet: Fleet = engine.fleet
-        for server in fleet.of("joining", "serving"):
+
+class NoWeights:
+    """In the place of `WeightSync`: every server counts as having the weights."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    async def publish(self, version: int) -> dict[str, float]:
+        for server in self._fleet.of("joining", "serving"):
             server.version = 0
             server.versions.add(0)
-            fleet.set_state(server, "serving")
+            self._fleet.set_state(server, "serving")
         return {}
 
 
@@ -212,6 +218,7 @@ async def one_step(config: Any, inputs: Any, run_dir: Path) -> dict[str, Any]:
             max_staleness=0,
             rollouts_per_prompt=SAMPLES,
         )
+        controller._weight_sync = NoWeights(made.engine.fleet)  # type: ignore[assignment,attr-defined]
         await parts.start_all(group, made, limits)
         looks = threading.Thread(target=watch.memory)
         looks.start()

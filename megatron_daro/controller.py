@@ -390,7 +390,7 @@ class Controller:
         for warning in filter(None, (drift, self._parts.signal.observe(update.step, update.groups))):
             self._parts.progress.warn(warning)
 
-    async def _to_disk(self, function: Callable[..., Path], step: int, groups: Any) -> Path:
+    async def _to_disk(self, function: Callable[..., Path], step: int, groups: object) -> Path:
         return await self._within("write", asyncio.to_thread(function, step, groups), what=f"rollouts of step {step}")
 
     def _finish(self, groups: Sequence[Group], outcome: Outcome) -> None:

@@ -103,7 +103,7 @@ def load_sharded(state: dict[str, Any], directory: Path) -> dict[str, Any]:
     return apply_factory_merges(values, factories)
 
 
-def write_shards(sharded: Any, directory: Path) -> None:
+def write_shards(sharded: object, directory: Path) -> None:
     """Write this rank's main replicas to one file; rank 0 also writes the index. Collective over all ranks."""
     file = f"shard_{dist.get_rank():05d}.safetensors"
     tensors: dict[str, Tensor] = {}
@@ -121,7 +121,7 @@ def write_shards(sharded: Any, directory: Path) -> None:
         _write_index(directory, [shard for part in gathered for shard in part])
 
 
-def read_shards(sharded: Any, directory: Path) -> Any:
+def read_shards(sharded: object, directory: Path) -> Any:
     """Every sharded tensor and object replaced by its value. Raises CheckpointError if a piece is missing."""
     return dict_list_map_inplace(_ShardReader(directory).value_of, sharded)
 
@@ -155,7 +155,7 @@ class _ShardReader:
             self._shards.setdefault(shard.key, []).append(shard)
         self._open: dict[str, Any] = {}
 
-    def value_of(self, item: Any) -> Any:
+    def value_of(self, item: object) -> Any:
         """Return the value of one sharded tensor (a new CPU tensor) or object."""
         if isinstance(item, ShardedObject):
             stored = self._shards_of(item.unique_key)[0]
@@ -201,7 +201,7 @@ class _ShardReader:
             ) from None
 
 
-def _stored(item: Any, file: str, name: str) -> tuple[Tensor, StoredShard]:
+def _stored(item: ShardedTensor | ShardedObject, file: str, name: str) -> tuple[Tensor, StoredShard]:
     """Return the tensor to write for one sharded tensor or object, with the prepended axes made real, and where it
     belongs."""
     if isinstance(item, ShardedTensor):

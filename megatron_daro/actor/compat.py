@@ -55,7 +55,7 @@ class HiddenStateGPTModel(GPTModel):
     the caller skip the output layer.
     """
 
-    def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _postprocess(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         return hidden_states
 
     def output_weight(self) -> torch.Tensor:
@@ -65,7 +65,9 @@ class HiddenStateGPTModel(GPTModel):
         return self.output_layer.weight
 
 
-def finalize_summed_grads(model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
+def finalize_summed_grads(
+    model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **kwargs: object
+) -> None:
     """Reduce gradients over DP, CP, TP norms and tied embeddings, with no division at all.
 
     Upstream: 0.16.1 to 0.19.2. Reason: the distributed loss already carries its global denominator in every
@@ -112,7 +114,7 @@ def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) ->
             values["step"] = values["step"].clone()
 
 
-def _param_groups(state: Any) -> Iterator[dict[str, Any]]:
+def _param_groups(state: object) -> Iterator[dict[str, Any]]:
     """Return the saved parameter groups of an optimizer and of those chained in it."""
     for name, value in state.items() if isinstance(state, dict) else ():
         if name == "param_groups":
@@ -133,7 +135,7 @@ def _identify(saved: dict[str, Any], groups: list[dict[str, Any]]) -> None:
 
 
 def _set_all_but_step(part: Any, parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-    """Return what upstream's method of this name does, leaving the step count as it is."""
+    """Do what upstream's method of this name does, leaving the step count as it is."""
     group, order = part.model_param_group_index_map[parameter]
     main = part.optimizer.param_groups[group]["params"][order]
     step = {name: value for name, value in part.optimizer.state[main].items() if name == "step"}

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_daro.actor import device
+from megatron_daro.actor.compat import HiddenStateGPTModel
 from megatron_daro.actor.forward import OutputSettings, position_logprobs
 from megatron_daro.algo.objective import ObjectiveSettings, TokenObjective, token_objective
 from megatron_daro.algo.weighting import Algorithm, BatchTotals
@@ -117,7 +118,7 @@ class StepLoss:
         self._max_logprob_diff = torch.zeros((), dtype=torch.float64, device=zeros.device)
 
     def micro_batch(
-        self, model: Any, packed: PackedMicroBatch, hidden_T1D: Tensor
+        self, model: HiddenStateGPTModel, packed: PackedMicroBatch, hidden_T1D: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """X of one micro-batch, as Megatron's schedule wants it: (loss, number of tokens, report).
 

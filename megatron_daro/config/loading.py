@@ -142,7 +142,7 @@ def _without_empty_sections(tree: Mapping[str, Any], model: type[Section] = Conf
     return result
 
 
-def _with_lists_of_one(tree: Mapping[str, Any], model: Any = Config) -> dict[str, Any]:
+def _with_lists_of_one(tree: Mapping[str, Any], model: type[Section] = Config) -> dict[str, Any]:
     """Where a list of any length is due, `train: a.jsonl` means `train: [a.jsonl]`."""
     result = dict(tree)
     for name in result.keys() & model.model_fields.keys():

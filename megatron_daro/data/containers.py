@@ -16,9 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Literal, get_args
+from typing import IO, TYPE_CHECKING, Any, Literal, get_args
 
 from megatron_daro.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 DataFormat = Literal["auto", "jsonl", "parquet", "gsm8k", "dapo"]
 Row = tuple[int, Any]
@@ -208,7 +211,7 @@ def _in_memory(file: IO[bytes]) -> io.BytesIO:
     return io.BytesIO(file.read())
 
 
-def _values(batch: Any) -> list[Any]:
+def _values(batch: pa.RecordBatch) -> list[Any]:
     """Return the rows of an Arrow batch; one that Python cannot hold (text that is not UTF-8, the year 100000) is
     named."""
     try:

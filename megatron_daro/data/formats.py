@@ -44,7 +44,7 @@ class _UnusableRowError(Exception):
 
 
 def parse_row(
-    row: Any, data_format: DataFormat = "auto", problem_field: str | None = None, answer_field: str | None = None
+    row: object, data_format: DataFormat = "auto", problem_field: str | None = None, answer_field: str | None = None
 ) -> ParsedRow | RowProblem:
     """Return the problem and the gold answer of a row.
 
@@ -78,7 +78,7 @@ def parse_row(
     return parsed
 
 
-def field_names(row: Any) -> list[str]:
+def field_names(row: object) -> list[str]:
     """Names that `problem_field` and `answer_field` could have: of the row's fields, and of those in its objects."""
     if not isinstance(row, Mapping):
         return []
@@ -86,7 +86,7 @@ def field_names(row: Any) -> list[str]:
     return [*map(str, row), *inner]
 
 
-def answer_text(value: Any) -> str | None:
+def answer_text(value: object) -> str | None:
     """Return a gold answer as text: 27.0 is "27", a number of a JSON file keeps its digits, a one-element list is
     its element.
 
@@ -166,7 +166,7 @@ def _first_field(row: Mapping[str, Any], names: Sequence[str]) -> tuple[str, Any
     return next(((name, _field(row, name)) for name in names if not _is_blank(_field(row, name))), ("", None))
 
 
-def _is_blank(value: Any) -> bool:
+def _is_blank(value: object) -> bool:
     return value is None or (isinstance(value, str) and not value.strip()) or value == []
 
 
@@ -227,7 +227,7 @@ def _answers(row: Mapping[str, Any], data_format: DataFormat, field: str | None)
     return tuple(dict.fromkeys(_answer(one, name, data_format) for one in alternatives))
 
 
-def _answer(value: Any, name: str, data_format: DataFormat) -> str:
+def _answer(value: object, name: str, data_format: DataFormat) -> str:
     if name == "solution":
         value = last_boxed(value) if isinstance(value, str) else None
         if value is None:
@@ -254,7 +254,7 @@ def _after_hashes(text: str) -> str:
     return answer.replace(",", "") if _SEPARATED_NUMBER.fullmatch(answer) else answer
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     if isinstance(value, list):
         return f"a list of {len(value)}"
     return (

@@ -7,7 +7,7 @@ evaluates them outside a limited worker process. Refuses unknown verifier names 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from megatron_daro.errors import RewardError
 from megatron_daro.types import Verdict
@@ -34,11 +34,11 @@ class Job:
 class StagedVerifier(Protocol):
     """A verifier with a first stage that is linear in the text, so that most answers never need a worker process."""
 
-    def screen(self, answer_text: Any, gold: Any, statement: str = "") -> Verdict | Job: ...
+    def screen(self, answer_text: object, gold: object, statement: str = "") -> Verdict | Job: ...
 
     def judge(self, job: Job) -> Verdict: ...
 
-    def gold_problem(self, gold: Any) -> str | None: ...
+    def gold_problem(self, gold: object) -> str | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class VerifierSpec:
         return Verdict(correct, self.correct_reward if correct else self.incorrect_reward, reason)
 
 
-def check_text(spec: VerifierSpec, answer_text: Any, gold: Any) -> Verdict | None:
+def check_text(spec: VerifierSpec, answer_text: object, gold: object) -> Verdict | None:
     """Refuse what is not text, before any verifier looks at it.
 
     Returns: a verdict with reason `not_text`, `gold_not_text` or `gold_empty`; None when both are usable text.

@@ -209,7 +209,7 @@ class RewardPool:
                 thread.join(_JOIN_TIMEOUT_S)
         self._fail_waiting(RewardError("reward pool: closed while answers were waiting; close it after scoring"))
 
-    def _screen(self, answer_text: Any, gold: Any, statement: str = "") -> Verdict | Job:
+    def _screen(self, answer_text: object, gold: object, statement: str = "") -> Verdict | Job:
         try:
             return self._verifier.screen(answer_text, gold, statement)
         except Exception:  # The border of the verifier: one answer must not end a run. Counted.

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_daro.reward.base import Job, ScreenLimits, VerifierSpec
+from megatron_daro.reward.base import Job, ScreenLimits, StagedVerifier, VerifierSpec
 from megatron_daro.reward.factory import verifier_of
 
 MIB = 1024 * 1024
@@ -81,7 +81,7 @@ def limit_resources(memory_mib: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
 
 
-def answer(verifier: Any, request: dict[str, Any]) -> dict[str, Any]:
+def answer(verifier: StagedVerifier, request: dict[str, Any]) -> dict[str, Any]:
     """One reply. Outcomes are words; rewards are added from them by the pool."""
     if request["kind"] == "gold":
         return {"reason": verifier.gold_problem(request["gold"]) or "usable"}
@@ -96,7 +96,7 @@ def peak_mib() -> float:
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
-def serve(verifier: Any, requests: BinaryIO, replies: BinaryIO, *, timeout_s: float, memory_mib: int) -> int:
+def serve(verifier: StagedVerifier, requests: BinaryIO, replies: BinaryIO, *, timeout_s: float, memory_mib: int) -> int:
     """Answer until stdin closes or memory was exceeded. Returns the exit status.
 
     The timer is the last resort of a worker whose parent hangs: its default action ends the process.

@@ -157,7 +157,7 @@ class _GroupUpdate:
     def abandon(self, error: SyncError) -> None:
         """They stay fenced."""
 
-    async def _each(self, call: str, *arguments: Any) -> None:
+    async def _each(self, call: str, *arguments: object) -> None:
         workers = self._group.workers.items()
         try:
             await gather({name: getattr(worker, call).remote(*arguments) for name, worker in workers})

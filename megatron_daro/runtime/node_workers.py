@@ -83,7 +83,7 @@ class NodeWorkers:
             slot.ready = True
             slot.back.set()
 
-    async def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+    async def call(self, method: str, *arguments: object, timeout_s: float | None = None) -> Any:
         """Return the result of one worker. When this is cancelled, the call is cancelled there.
 
         Args:
@@ -155,7 +155,7 @@ class NodeWorkers:
         strategy = NodeAffinitySchedulingStrategy(node_id=slot.node, soft=False)
         slot.handle = self._make({"num_cpus": 0, "scheduling_strategy": strategy}, slot.number)
 
-    def _lost(self, slot: _Slot, handle: Any, reason: str) -> None:
+    def _lost(self, slot: _Slot, handle: object, reason: str) -> None:
         """End what is left of it and start it again, once for all whose calls it had."""
         if slot.handle is not handle or self._closed:
             return

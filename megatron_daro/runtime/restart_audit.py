@@ -170,13 +170,13 @@ def _both(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[st
         yield key, was, is_
 
 
-def _at(values: Any, path: str) -> Any:
+def _at(values: object, path: str) -> Any:
     for name in path.split("."):
         values = values.get(name, _UNKNOWN) if isinstance(values, Mapping) else _UNKNOWN
     return values
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """Return a value as text that differs when the value does: what is cut ends in a digest of the whole."""
     text = json.dumps(value, sort_keys=True) if isinstance(value, dict | list) else show(value)
     if len(text) <= _WIDEST_VALUE:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
@@ -78,7 +78,7 @@ def _not_writable(run_dir: Path, why: str | None) -> ConfigError:
     )
 
 
-def _take(lock: Any, run_dir: Path) -> None:
+def _take(lock: IO[str], run_dir: Path) -> None:
     """Locks the file. The kernel gives the lock back when its owner ends, however it ends.
 
     A file system without locks leaves only what the owner wrote: it counts while that process lives on this host, and
@@ -104,7 +104,7 @@ def _in_use(run_dir: Path, owner: dict[str, Any], hint: str = "") -> CheckpointE
     )
 
 
-def _owner(lock: Any) -> dict[str, Any]:
+def _owner(lock: IO[str]) -> dict[str, Any]:
     """Return what the last owner wrote; empty if it gave the directory back."""
     lock.seek(0)
     try:
@@ -114,7 +114,7 @@ def _owner(lock: Any) -> dict[str, Any]:
     return owner if isinstance(owner, dict) else {}
 
 
-def _write_owner(lock: Any) -> None:
+def _write_owner(lock: IO[str]) -> None:
     lock.truncate(0)
     started = datetime.now().astimezone().isoformat(timespec="seconds")
     json.dump({"pid": os.getpid(), "host": socket.gethostname(), "started": started}, lock)
