@@ -13,6 +13,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
+from megatron_daro.config.base import filled
 from megatron_daro.config.sections import EngineSection
 from megatron_daro.errors import EngineError, SyncError
 from megatron_daro.runtime.calls import gather, translated
@@ -30,13 +31,11 @@ _RECEIVE_S = 300.0
 class EngineGroup:
     """The rollout engines of a run."""
 
-    def __init__(
-        self, section: EngineSection, *, model_path: Path, trust_remote_code: bool, seed: int, dtype: str
-    ) -> None:
+    def __init__(self, section: EngineSection, *, model_path: Path, trust_remote_code: bool, dtype: str) -> None:
         """Start nothing; `start` does."""
         self._section, self._path, self._trust = section, model_path, trust_remote_code
         self._options = {
-            "seed": seed if section.seed is None else section.seed,
+            "seed": filled(section.seed),
             "batch_size": section.embedded.batch_size,
             "threads": section.embedded.threads,
             "dtype": dtype,

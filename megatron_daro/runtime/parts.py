@@ -187,7 +187,6 @@ def rollout_engine(config: Config, inputs: Inputs, notices: Notices) -> RunEngin
         config.engine,
         model_path=config.model.path.absolute(),
         trust_remote_code=config.model.trust_remote_code,
-        seed=config.trainer.seed,
         dtype=config.actor.dtype,
     )
 

@@ -51,9 +51,7 @@ class PolicyGroup:
         self._settings, self._actor, self._algorithm, self._seed = settings, actor, algorithm, seed
         self._timeout_s = collective_timeout_s
         self._gpus_per_rank = gpus_per_rank
-        self._recompute = algorithm.old_logprobs == "recompute" or (
-            algorithm.old_logprobs == "auto" and updates_per_batch > 1
-        )
+        self._recompute = algorithm.old_logprobs == "recompute"
         self._cost = CostModel.of_model(read_model_shape(settings.model_path))
         # Batches whose shards are in the object store since `prepare`, oldest first: id -> (batch, shards).
         self._prepared: dict[int, tuple[TrainBatch, list[Shard]]] = {}

@@ -17,6 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from megatron_daro.config.base import filled
 from megatron_daro.config.sections import Config, EngineSection
 from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.engine.sglang.environment import check_environments, interpreter
@@ -146,7 +147,7 @@ def _handles(section: EngineSection, config: Config, run_dir: Path, gpus: bool) 
     arguments = {"dtype": _DTYPES[config.actor.dtype], "skip_tokenizer_init": True, **options.arguments}
     if config.model.trust_remote_code:
         arguments = {"trust_remote_code": True, **arguments}
-    seed = config.trainer.seed if section.seed is None else section.seed
+    seed = filled(section.seed)
     return {
         f"server {i}": RayServer(
             LaunchOptions(
