@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_daro import recovery
+from megatron_daro.algo.weighting import Algorithm
 from megatron_daro.config import Config
 from megatron_daro.controller import Controller, Parts, RunOutcome, stop_on_signals
 from megatron_daro.observe.drift import DriftWatch
@@ -82,7 +83,7 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
             progress.warn(metrics.remark)
         with cluster(parts.resources(config, engines=replay is None)):
             try:
-                return asyncio.run(_train(config, inputs, _Observers(metrics, progress, phases), start))
+                return asyncio.run(_train(config, algorithm, inputs, _Observers(metrics, progress, phases), start))
             finally:
                 interrupts.ending()
 
@@ -106,8 +107,10 @@ def _accuracy_lines(metrics: Mapping[str, float]) -> list[str]:
     return [f"{safe_text(name, one_line=True)}\t{value:.4f}" for name, value in metrics.items()]
 
 
-async def _train(config: Config, inputs: Inputs | ReplaySource, observers: _Observers, start: Start) -> RunOutcome:
-    algorithm, policy, limits = parts.algorithm_of(config), parts.policy_group(config), parts.deadlines(config)
+async def _train(
+    config: Config, algorithm: Algorithm, inputs: Inputs | ReplaySource, observers: _Observers, start: Start
+) -> RunOutcome:
+    policy, limits = parts.policy_group(config), parts.deadlines(config)
     made: parts.Generation | None = None
     source: BatchSource
     if isinstance(inputs, ReplaySource):
