@@ -6,10 +6,11 @@
 Servers answer at once from memory (canned_server.py, over HTTP on loopback, in processes of their own), and the policy
 has no model: its ranks are Ray actors that read their shards and give log-probs back. Cluster, answer workers,
 verifiers, sampler, books, columns, schedule, shards, log-probs, rollouts on disk and metrics are the run's own, driven
-by its Controller. Each size is a fresh process; counted is from the first request until the step is written.
+by its Controller. Counted is from the first request until the step is written.
 
-Given are CPU seconds of the driver's process (all threads, in user and system mode), how late its event loop woke from
-pauses of 5 ms, and its memory: own pages, and pages of the object store that it has mapped.
+Each size is run twice, by a fresh process each time. The first gives CPU seconds of the driver's process (all threads,
+in user and system mode). The second is watched: how late its event loop woke from pauses of 5 ms, and its memory: own
+pages, and pages of the object store that it has mapped.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ from megatron_daro.types import StepResult, TrainBatch
 
 SAMPLES, TOKENS, SERVERS, RANKS = 8, 4900, 2, 2
 CPU_GOAL_S, STALL_GOAL_MS, P99_GOAL_MS, MEMORY_GOAL_GIB = 3.0, 100.0, 20.0, 6.0
-PAUSE_S = 0.005
+PAUSE_S, LOOK_S = 0.005, 0.05
 RIGHT, WRONG = "\\boxed{7}", "\\boxed{8}"
 WORDS = [f" w{i:04d}" for i in range(4000)]
 SYMBOLS = ["<pad>", "<bos>", "<eos>", RIGHT, WRONG, *"0123456789 pq", *WORDS]
@@ -64,7 +65,9 @@ SYMBOLS = ["<pad>", "<bos>", "<eos>", RIGHT, WRONG, *"0123456789 pq", *WORDS]
 class Rank:
     """A rank without a model: it reads its shard as a rank does, and gives log-probs of the right shape."""
 
-    def logprobs(self, batch: TrainBatch, micro_batches: Any, reference: bool) -> np.ndarray:
+    def logprobs(
+        self, batch: TrainBatch, micro_batches: Any, reference: bool, temperature: float | None = None
+    ) -> np.ndarray:
         return batch.rollout_logprobs_R * np.float32(0.5)
 
     def train(self, batch: TrainBatch, micro_batches: Any, step: int, **columns: np.ndarray) -> StepResult:
@@ -77,10 +80,25 @@ class NoModel(PolicyGroup):
     async def start(self) -> None:
         handles: dict[str, Any] = {f"actor rank {i}": Rank.remote() for i in range(RANKS)}  # type: ignore[attr-defined]
         self.workers.update(handles)
-        self._places = [
-            Place(data_parallel=i, stage=0, exports=False, speaks=False, answers=True) for i in range(RANKS)
-        ]
+        self._places = [Place(data_parallel=i, stage=0, exports=False, sends=False, answers=True) for i in range(RANKS)]
         await gather([handle.__ray_ready__.remote() for handle in handles.values()])
+
+
+class Ending(MetricsLog):
+    """Knows when its last line was written; what comes then is the end of the run, not of the step."""
+
+    spent: dict[str, float]
+
+    def begin(self) -> None:
+        """The first request is about to be made."""
+        self._begun = cpu_s(), time.thread_time(), time.perf_counter()
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the line of a step."""
+        super().write(step, metrics)
+        now = cpu_s(), time.thread_time(), time.perf_counter()
+        names = ("driver_cpu_s", "event_loop_cpu_s", "seconds")
+        self.spent = {name: after - before for name, before, after in zip(names, self._begun, now, strict=True)}
 
 
 class NoWeights:
@@ -102,38 +120,52 @@ class Watch:
 
     def __init__(self) -> None:
         self.late_ms: list[float] = []
-        self.loop_cpu_s = 0.0
         self.own_gib = self.mapped_gib = 0.0
         self._off = threading.Event()
 
     async def loop(self) -> None:
         """Until it is cancelled."""
-        began = time.thread_time()
         while True:
             before = time.perf_counter()
             await asyncio.sleep(PAUSE_S)
             self.late_ms.append(1000 * (time.perf_counter() - before - PAUSE_S))
-            self.loop_cpu_s = time.thread_time() - began
 
     def memory(self) -> None:
         """The highest of many looks; in a thread."""
-        while not self._off.wait(0.05):
+        while not self._off.wait(LOOK_S):
             lines = Path("/proc/self/status").read_text().splitlines()
             found = {line.split(":")[0]: int(line.split()[1]) / 2**20 for line in lines if line.startswith("Rss")}
             self.own_gib = max(self.own_gib, found["RssAnon"])
             self.mapped_gib = max(self.mapped_gib, found["RssShmem"])
 
-    def off(self) -> None:
-        """Ends `memory`."""
+    def __enter__(self) -> Watch:
+        self._looks, self._ticks = threading.Thread(target=self.memory), asyncio.create_task(self.loop())
+        self._looks.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ticks.cancel()
         self._off.set()
+        self._looks.join()
+
+    def found(self) -> dict[str, float]:
+        """Numbers for the table."""
+        late = np.array(self.late_ms)
+        return {
+            "latest_ms": float(late.max()),
+            "p99_ms": float(np.quantile(late, 0.99)),
+            "own_gib": self.own_gib,
+            "mapped_gib": self.mapped_gib,
+        }
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--millions", type=int, nargs="+", default=[1, 5, 10, 20, 40], help="tokens of each batch")
-    parser.add_argument("--repeats", type=int, default=1, help="runs of each size; the one with least CPU is kept")
+    parser.add_argument("--repeats", type=int, default=1, help="runs that CPU is measured in; median")
     parser.add_argument("--json", action="store_true", help="also write benchmarks/results/control_plane.json")
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--watched", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -193,14 +225,14 @@ SHAPE = {
 }
 
 
-async def one_step(config: Any, inputs: Any, run_dir: Path) -> dict[str, Any]:
+async def one_step(config: Any, inputs: Any, run_dir: Path, watch: Watch | None) -> dict[str, Any]:
     """One step of a run, and what it cost this process."""
     progress = Progress(total_steps=1, rollouts_per_prompt=SAMPLES, mode="off", title="control plane")
-    algorithm, limits, phases, watch = parts.algorithm_of(config), parts.deadlines(config), Phases(), Watch()
+    algorithm, limits, phases = parts.algorithm_of(config), parts.deadlines(config), Phases()
     group = parts.policy_group(config)
     group.__class__ = NoModel
     made = parts.generation(config, inputs, algorithm, progress, phases)
-    with MetricsLog(run_dir, tensorboard=False) as metrics:
+    with Ending(run_dir, tensorboard=False) as metrics:
         controller = Controller(
             config.trainer,
             Parts(
@@ -220,19 +252,15 @@ async def one_step(config: Any, inputs: Any, run_dir: Path) -> dict[str, Any]:
         )
         controller._weight_sync = NoWeights(made.engine.fleet)  # type: ignore[assignment,attr-defined]
         await parts.start_all(group, made, limits)
-        looks = threading.Thread(target=watch.memory)
-        looks.start()
-        ticks = asyncio.create_task(watch.loop())
-        before, started = cpu_s(), time.perf_counter()
-        try:
+        with watch or nullcontext():
+            metrics.begin()
             await controller.run()
-        finally:
-            spent, seconds = cpu_s() - before, time.perf_counter() - started
-            ticks.cancel()
-            watch.off()
-            looks.join()
     (line,) = [json.loads(text) for text in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return described(watch, line) | {"driver_cpu_s": spent, "seconds": seconds}
+    check(line)
+    if watch:
+        return watch.found()
+    timings = {key.split("/")[1]: value for key, value in line.items() if key.startswith("timing/")}
+    return metrics.spent | {"phases_s": timings}
 
 
 def cpu_s() -> float:
@@ -241,24 +269,14 @@ def cpu_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def described(watch: Watch, line: dict[str, Any]) -> dict[str, Any]:
-    """Numbers of one run. Raises SystemExit where the batch is not what it must be."""
-    late = np.array(watch.late_ms)
+def check(line: dict[str, Any]) -> None:
+    """Raises SystemExit where the batch is not what it must be."""
     mean = line["response/length_mean"]
     if mean != TOKENS or line["accuracy/mean"] != 0.5:
         raise SystemExit(f"mean length {mean}, not {TOKENS}, or accuracy {line['accuracy/mean']}, not 0.5")
-    return {
-        "event_loop_cpu_s": watch.loop_cpu_s,
-        "latest_ms": float(late.max()),
-        "p99_ms": float(np.quantile(late, 0.99)),
-        "own_gib": watch.own_gib,
-        "mapped_gib": watch.mapped_gib,
-        "load": os.getloadavg()[0],
-        "phases_s": {key.split("/")[1]: value for key, value in line.items() if key.startswith("timing/")},
-    }
 
 
-def run_one(directory: Path) -> dict[str, Any]:
+def run_one(directory: Path, *, watched: bool) -> dict[str, Any]:
     """In a process of its own."""
     config = resolve(directory / "task.yaml")
     run_dir = parts.run_directory(config)
@@ -266,18 +284,26 @@ def run_one(directory: Path) -> dict[str, Any]:
     progress = Progress(total_steps=1, rollouts_per_prompt=SAMPLES, mode="off", title="control plane")
     inputs = read_inputs(config, progress)
     with cluster(parts.resources(config, engines=True)):
-        return asyncio.run(one_step(config, inputs, run_dir))
+        return asyncio.run(one_step(config, inputs, run_dir, Watch() if watched else None))
 
 
-def measured(millions: int, urls: list[str]) -> dict[str, Any]:
-    """One batch of about so many tokens, by a fresh driver."""
+def measured(millions: int, urls: list[str], repeats: int) -> dict[str, Any]:
+    """Batches of about so many tokens, each by a fresh driver; the last one is watched."""
     prompts = -(-millions * 1_000_000 // (SAMPLES * TOKENS))
+    runs = [fresh_run(prompts, urls) for _ in range(repeats)]
+    middle = sorted(runs, key=lambda run: run["driver_cpu_s"])[(repeats - 1) // 2]
+    found = {"tokens": prompts * SAMPLES * TOKENS, "rollouts": prompts * SAMPLES} | middle
+    found |= fresh_run(prompts, urls, "--watched")
+    return found | {"driver_cpu_s_of_all": [run["driver_cpu_s"] for run in runs], "load": os.getloadavg()[0]}
+
+
+def fresh_run(prompts: int, urls: list[str], *options: str) -> dict[str, Any]:
+    """Numbers of one batch by a driver in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="control_plane_") as name:
         write_task(Path(name), urls, prompts)
-        command = [sys.executable, __file__, "--one", name]
+        command = [sys.executable, __file__, "--one", name, *options]
         output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=1800).stdout
-    result = json.loads(output.splitlines()[-1])
-    return {"tokens": prompts * SAMPLES * TOKENS, "rollouts": prompts * SAMPLES} | result
+    return json.loads(output.splitlines()[-1])
 
 
 def missed(rows: dict[str, dict[str, Any]]) -> list[str]:
@@ -294,17 +320,14 @@ def missed(rows: dict[str, dict[str, Any]]) -> list[str]:
 def main() -> None:
     arguments = parse_arguments()
     if arguments.one:
-        print(json.dumps(run_one(arguments.one)))
+        print(json.dumps(run_one(arguments.one, watched=arguments.watched)))
         return
     columns = ("driver_cpu_s", "event_loop_cpu_s", "latest_ms", "p99_ms", "own_gib", "mapped_gib", "seconds")
     table = Table("M tokens", *columns, title="the driver")
     rows: dict[str, dict[str, Any]] = {}
     with canned_servers() as urls:
         for millions in arguments.millions:
-            runs = [measured(millions, urls) for _ in range(arguments.repeats)]
-            row = min(runs, key=lambda run: run["driver_cpu_s"])
-            row["all_runs"] = [{key: run[key] for key in (*columns, "load")} for run in runs]
-            rows[str(millions)] = row
+            row = rows[str(millions)] = measured(millions, urls, arguments.repeats)
             table.add_row(str(millions), *(f"{row[key]:.2f}" for key in columns))
     Console().print(table)
     setup = {"samples": SAMPLES, "tokens": TOKENS, "servers": SERVERS, "ranks": RANKS, "cpu_count": os.cpu_count()}

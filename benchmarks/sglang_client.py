@@ -135,7 +135,9 @@ async def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, l
 async def turn(side: str, engine: SGLangEngine, url: str, asked: Sequence[GroupRequest]) -> float:
     """Tokens per second of one turn of one side."""
     number = time.monotonic_ns()
-    bodies = [generation.calls(request, f"bare-{number}-{i}")[0].body for i, request in enumerate(asked)]
+    bodies = [
+        generation.calls(request, f"bare-{number}-{i}", cache_key="bare")[0].body for i, request in enumerate(asked)
+    ]
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         started = time.perf_counter()
         tokens = await (by_engine(engine, asked) if side == "engine" else by_hand(session, url, bodies))

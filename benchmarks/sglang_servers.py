@@ -19,7 +19,7 @@ from megatron_daro.engine.sglang.servers import LaunchOptions, LocalServer
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))  # the tiny task and the small servers of the tests serve benchmarks too
 RESULTS = Path(__file__).parent / "results"
-PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
+PYTHON = Path(os.environ.get("MEGATRON_DARO_SGLANG", ROOT / ".venv-sglang")) / "bin" / "python"
 CPU_ARGUMENTS: dict[str, Any] = {
     "device": "cpu",
     "attention_backend": "torch_native",

@@ -106,13 +106,16 @@ def train(
         outcome = launch.train(config, resume=resume, replay=replay)
     if outcome.status != "finished":
         raise _EndedEarlyError(_ENDED[outcome.status].format(step=outcome.step))
-    run_dir = config.trainer.run_dir
-    typer.echo(
-        printable(
-            f"run: {run_dir}, {outcome.step} steps; next: megatron-daro report {run_dir}, "
-            f"which writes {run_dir}/report.html"
+    run_dir, hf_dir = config.trainer.run_dir, config.trainer.hf_dir
+    model = f"{hf_dir}, a Hugging Face directory (transformers, vLLM and SGLang load it)"
+    if not config.trainer.export_hf:
+        model = (
+            f"in the checkpoints; the same command with --resume trainer.export_hf=true writes {hf_dir}, for vLLM etc."
         )
-    )
+    typer.echo(printable(f"model: {model}"))
+    report_file = f"{run_dir}/report.html"
+    last = f"run: {run_dir}, {outcome.step} steps; next: megatron-daro report {run_dir}, which writes {report_file}"
+    typer.echo(printable(last))
 
 
 @app.command(name="eval")

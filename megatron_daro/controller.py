@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-import signal
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -48,10 +47,11 @@ BuildBatch = Callable[[Sequence[Group]], TrainBatch]
 class Parts:
     """What a controller drives.
 
-    engine is None for replay. checkpoints, recorder and evaluate are left out where the run has none. closers: further
-    things to close at the end, by name, after engine and policy. identity: plain values that must be equal in a run and
-    in a checkpoint it resumes from (seed, K, algorithm...). drift: warns when engine and trainer drift apart. signal:
-    warns when no answer teaches anything.
+    engine is None for replay. checkpoints, recorder, evaluate and export are left out where the run has none. export:
+    writes the trained policy out when all steps are done, given their number. closers: further things to close at the
+    end, by name, after engine and policy. identity: plain values that must be equal in a run and in a checkpoint it
+    resumes from (seed, K, algorithm...). drift: warns when engine and trainer drift apart. signal: warns when no answer
+    teaches anything.
     """
 
     policy: ExportingPolicy
@@ -64,6 +64,7 @@ class Parts:
     checkpoints: CheckpointStore | None = None
     recorder: Recorder | None = None
     evaluate: Callable[[int], Awaitable[Mapping[str, float]]] | None = None
+    export: Callable[[int], Awaitable[None]] | None = None
     closers: Mapping[str, Callable[[], Awaitable[None]]] = field(default_factory=dict)
     identity: Mapping[str, PlainValue] = field(default_factory=dict)
     deadlines: Deadlines = field(default_factory=Deadlines)
@@ -73,7 +74,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """How a run ended: all steps done, stopped with a checkpoint, or interrupted at once (the second Ctrl-C)."""
+    """How a run ended: all done, the export too; stopped with a checkpoint; interrupted at once (the second Ctrl-C)."""
 
     status: Literal["finished", "stopped", "interrupted"]
     step: int
@@ -157,8 +158,7 @@ class Controller:
         """
         self._task = asyncio.current_task()
         try:
-            if await self.unless_stopped(self._start()):
-                await self._loop()
+            finished = await self.unless_stopped(self._start()) and await self._loop()
         except BaseExceptionGroup as group:
             raise first_cause(group) from None
         except asyncio.CancelledError:
@@ -167,7 +167,6 @@ class Controller:
             return RunOutcome("interrupted", self.step)
         finally:
             await self.shutdown()
-        finished = self.step >= self._section.steps or not self._stop.is_set()
         return RunOutcome("finished" if finished else "stopped", self.step)
 
     async def shutdown(self) -> None:
@@ -207,7 +206,8 @@ class Controller:
             metrics = await self._within("evaluate", evaluate(0), what="before training")
             self._parts.metrics.write(0, metrics)
 
-    async def _loop(self) -> None:
+    async def _loop(self) -> bool:
+        """Train, then export. Returns whether there is nothing left to do."""
         async with asyncio.TaskGroup() as tasks:
             generator = tasks.create_task(self._generate(), name="generate")
             watcher = tasks.create_task(self._watch(generator), name="watch")
@@ -216,6 +216,11 @@ class Controller:
             finally:
                 generator.cancel()
                 watcher.cancel()
+        if self._stop.is_set() and self.step < self._section.steps:
+            return False
+        export, what = self._parts.export, "all steps are trained and saved"
+        # A stop ends the export at once: the run that is resumed from the checkpoint writes it.
+        return not export or await self.unless_stopped(self._within("export", export(self.step), what=what))
 
     async def _watch(self, generator: asyncio.Task) -> None:
         """End generation at once when a stop is asked for; what is being trained is finished by `_train`."""
@@ -430,24 +435,6 @@ class Controller:
         assert self._last_batch is not None, "a checkpoint follows a batch"
         await self._parts.policy.save(directory)
         await asyncio.to_thread(write_waiting, directory, self._last_batch.snapshot.waiting())
-
-
-@contextmanager
-def stop_on_signals(controller: Controller) -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP (a closed terminal) ask the controller to stop; then the handlers before are back.
-
-    Needs the running event loop of the main thread.
-    """
-    loop = asyncio.get_running_loop()
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    for number in before:
-        loop.add_signal_handler(number, controller.request_stop, number.name)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            loop.remove_signal_handler(number)
-            signal.signal(number, handler)
 
 
 def _passed(before: int, after: int, every: int) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -21,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from megatron_daro import durable
 from megatron_daro.errors import CheckpointError, disk_fault
 from megatron_daro.rollout.protocol import Notices
 
@@ -76,7 +76,7 @@ class Checkpoints:
                 await asyncio.to_thread(_make_empty, temporary)
                 await write(temporary)
                 if self._made_with is not None:
-                    await asyncio.to_thread(_write_synced, temporary / MADE_WITH, json.dumps(self._made_with, indent=1))
+                    await asyncio.to_thread(durable.write, temporary / MADE_WITH, json.dumps(self._made_with, indent=1))
                 await asyncio.to_thread(_seal, temporary, step, state)
                 await asyncio.to_thread(self._publish, temporary, final)
             except Exception:  # Not on cancellation: a thread may still be writing; the next save clears it away.
@@ -89,13 +89,13 @@ class Checkpoints:
     def _publish(self, temporary: Path, final: Path) -> None:
         """Into place by rename. `latest` is written before and renamed after: from here on no disk space is needed."""
         pointer = self._directory / (LATEST + ".tmp")
-        _write_synced(pointer, final.name + "\n")
+        durable.write(pointer, final.name + "\n")
         if final.exists():
             shutil.rmtree(final)
         temporary.rename(final)
-        _sync(self._directory)
+        durable.sync(self._directory)
         pointer.replace(self._directory / LATEST)
-        _sync(self._directory)
+        durable.sync(self._directory)
 
     def _prune(self, newest: Path, notices: Notices) -> None:
         """Remove the oldest beyond `keep`, and what crashes left; only once the newest proves to be readable."""
@@ -271,17 +271,17 @@ def _seal(directory: Path, step: int, state: Mapping[str, Any]) -> None:
         text = json.dumps(state, indent=1, sort_keys=True)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"state of step {step} is not plain JSON: {error}") from error
-    _write_synced(directory / STATE, text)
+    durable.write(directory / STATE, text)
     names = [path.relative_to(directory).as_posix() for path in sorted(directory.rglob("*")) if path.is_file()]
     for name in names:
-        _sync(directory / name)
+        durable.sync(directory / name)
     digests = _digests(directory, names)
     files = {name: {"bytes": (directory / name).stat().st_size, "sha256": digests[name]} for name in names}
-    _write_synced(
+    durable.write(
         directory / MANIFEST, json.dumps({"format": _MANIFEST_FORMAT, "step": step, "files": files}, indent=1)
     )
     for path in [*(p for p in directory.rglob("*") if p.is_dir()), directory]:
-        _sync(path)
+        durable.sync(path)
 
 
 def _digests(directory: Path, names: list[str]) -> dict[str, str]:
@@ -329,21 +329,6 @@ def _make_empty(directory: Path) -> None:
     if directory.exists():
         shutil.rmtree(directory)
     directory.mkdir(parents=True)
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _name(step: int) -> str:

@@ -41,8 +41,17 @@ def folder_of(path: Path) -> str:
     return path.relative_to(HERE).parts[0] if path.is_relative_to(HERE) else ""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Orders the tests by folder and skips what needs a GPU that is not here."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """--heavy."""
+    parser.addoption("--heavy", action="store_true", help="also run the tests that are marked heavy")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Orders the tests by folder; skips heavy ones that nobody asked for, and what needs a GPU that is not here."""
+    if not config.getoption("--heavy"):
+        for item in items:
+            if item.get_closest_marker("heavy"):
+                item.add_marker(pytest.mark.skip(reason="heavy: bash tests/run.sh --all runs it, or pytest --heavy"))
     rank = {name: number for number, name in enumerate(FOLDERS)}
     items.sort(key=lambda item: rank.get(folder_of(item.path), len(rank)))
     for_gpu = [item for item in items if item.get_closest_marker("gpu") or folder_of(item.path) == "gpu"]

@@ -68,7 +68,7 @@ _TABLE: dict[str, tuple[str, ...]] = {
         f"--deselect={_DATA}packing.py::test_slices_match_the_chunks_megatrons_rope_takes",  # imports Megatron
     ),
     "rollout/ledger.py": (f"{_ROLLOUT}ledger.py",),
-    "rollout/sampler.py": (f"{_ROLLOUT}sampler.py", f"{_ROLLOUT}partial_groups.py"),
+    "rollout/sampler.py": tuple(f"{_ROLLOUT}{name}.py" for name in ("sampler", "partial_groups", "no_signal")),
     "sync/buckets.py": ("tests/unit/sync/test_buckets.py", "tests/unit/sync/test_sync_transports.py"),
     "engine/sglang/update.py": (f"{_SGLANG}update.py", f"{_SGLANG}update_checks.py"),
 }

@@ -3,7 +3,8 @@
 #
 #   bash tests/run.sh                          everything that a change can break
 #   bash tests/run.sh --quick                  lint, format, types, unit and golden tests: before every commit
-#   bash tests/run.sh --all                    also the heavy proofs: tests/parallel under a second Megatron-core
+#   bash tests/run.sh --all                    also the heavy proofs: tests marked heavy, and tests/parallel under a
+#                                              second Megatron-core
 #   bash tests/run.sh tests/unit -k packing    arguments go to pytest; lint, format and types run as well
 #
 # Uses the virtual environment that is active, else .venv, which it makes. Packages are installed only when the
@@ -158,7 +159,7 @@ choose_tier() {
     local two_processes=(-n 2 --no-loadscope-reorder)
     case "${1:-}" in
         '') tier=default pytest_arguments=("${two_processes[@]}") ;;
-        --all) tier=all pytest_arguments=("${two_processes[@]}") ;;
+        --all) tier=all pytest_arguments=("${two_processes[@]}" --heavy) ;;
         --quick) tier=quick pytest_arguments=("${two_processes[@]}" tests/unit tests/golden) ;;
         *) tier=chosen pytest_arguments=("$@") ;;
     esac

@@ -292,10 +292,10 @@ class ModelWeights:
         """From this process, over gloo or as files."""
         plan = replace(plan, bucket_bytes=self._bucket_bytes or plan.bucket_bytes)
         if plan.directory is not None:
-            disk.prepare(plan.directory)
+            disk.prepare(plan)
         report = await asyncio.to_thread(self._sender.send, self._stream(), plan, label="part")
         if plan.directory is not None:
-            disk.finish(plan.directory, report.files, Path(self.model.name_or_path))
+            disk.finish(plan, report.files, Path(self.model.name_or_path), "float32")
         return report
 
     async def score(self, rollouts: Sequence[Rollout], *, temperature: float) -> list[np.ndarray]:

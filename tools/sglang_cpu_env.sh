@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
-# Makes a virtual environment in which SGLang serves on a machine without GPU, and one for its router:
+# Makes a virtual environment in which SGLang serves on a machine without GPU:
 #   bash tools/sglang_cpu_env.sh [--force] [DIR]      DIR: .venv-sglang in the project, unless given
 # Afterwards `DIR/bin/python -m sglang.launch_server --device cpu ...` needs nothing in its environment (its arguments:
-# examples/quickstart/sglang.yaml), and `DIR/router/bin/python -m sglang_router.launch_router` is the router. Exact
-# versions: tools/sglang_cpu/. Done once; a second call only looks. A machine with a GPU does not need it: there
-# `pip install sglang` serves. --force makes it all the same.
+# examples/quickstart/sglang.yaml). Exact versions: tools/sglang_cpu/. Done once; a second call only looks. A machine
+# with a GPU does not need it: there `pip install sglang` serves. --force makes it all the same.
 set -euo pipefail
 project=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 files=$project/tools/sglang_cpu
@@ -27,7 +26,7 @@ read_arguments() {
     for argument in "$@"; do
         case "$argument" in
             -h | --help)
-                sed -n '2,7s/^# //p' "$project/tools/sglang_cpu_env.sh"
+                sed -n '2,6s/^# //p' "$project/tools/sglang_cpu_env.sh"
                 exit 0
                 ;;
             --force) force=yes ;;
@@ -127,14 +126,11 @@ if [ -x "$dir/bin/python" ] && [ "$(cat "$mark" 2>/dev/null)" = "$wanted" ]; the
     exit 0
 fi
 make_environment
-server=$dir/bin/python router=$dir/router/bin/python
+server=$dir/bin/python
 install "torch, transformers and what SGLang imports" "$server" -r "$files/requirements.txt"
 install "sglang, torchvision, xgrammar" "$server" --no-deps -r "$files/requirements-no-deps.txt"
 copy_stand_ins
-"$base" -m venv --without-pip "$dir/router"
-install "sglang-router" "$router" -r "$files/requirements-router.txt" -c "$files/requirements.txt"
-stage "check: importing the server and the router"
+stage "check: importing the server"
 import_and_show "$server" sglang.launch_server sglang torch transformers
-import_and_show "$router" sglang_router.launch_router sglang-router
 echo "$wanted" >"$mark"
 stage "SGLang for CPU: $dir, $(du -sh -- "$dir" | cut -f1)"

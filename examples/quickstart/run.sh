@@ -130,3 +130,4 @@ report=$("$bin/megatron-daro" report "$run")
 stage "done"
 "$bin/python" examples/quickstart/summary.py "$run"
 echo "report, for a browser: $report"
+if [ -d "$run/hf" ]; then echo "trained model, for transformers, vLLM and SGLang: $run/hf"; fi

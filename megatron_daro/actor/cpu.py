@@ -79,7 +79,7 @@ def _uncompiled(function: Callable[..., Any] | None = None, **options: object) -
     return function if function is not None else _uncompiled
 
 
-def _on_cpu(device: object) -> Any:
+def _on_cpu(device: object) -> object:
     """Return the device with any CUDA device replaced by the CPU."""
     if isinstance(device, str) and device.startswith("cuda"):
         return "cpu"
@@ -90,7 +90,7 @@ def _on_cpu(device: object) -> Any:
 
 def _device_rewritten(factory: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(factory)
-    def call(*args: object, **kwargs: object) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         if "device" in kwargs:
             kwargs["device"] = _on_cpu(kwargs["device"])
         if "pin_memory" in kwargs:
@@ -133,7 +133,7 @@ def _redirect_tensor_methods() -> None:
     original_type = tensor.type
 
     @functools.wraps(original_type)
-    def type_with_cuda_name(self: torch.Tensor, *args: object, **kwargs: object) -> Any:
+    def type_with_cuda_name(self: torch.Tensor, *args: object, **kwargs: object) -> object:
         out = original_type(self, *args, **kwargs)
         return out.replace("torch.", "torch.cuda.", 1) if isinstance(out, str) else out
 

@@ -81,9 +81,7 @@ def global_totals(batch: TrainBatch) -> BatchTotals:
 
     Context-parallel ranks hold the same samples, so the sum does not run over them.
     """
-    own = BatchTotals.of(
-        torch.from_numpy(batch.bins_N), torch.from_numpy(batch.trained_tokens_N), batch.rollouts_per_prompt
-    )
+    own = BatchTotals.of(torch.tensor(batch.bins_N), torch.tensor(batch.trained_tokens_N), batch.rollouts_per_prompt)
     vector = own.vector().to(device.prepare())
     dist.all_reduce(vector, group=parallel_state.get_data_parallel_group())
     return BatchTotals.from_vector(vector.cpu())
@@ -109,7 +107,7 @@ class StepLoss:
         self._settings, self._output = settings, output
         self.totals = global_totals(batch)
         self._coefficients_N = algorithm.sample_coefficients(
-            torch.from_numpy(batch.bins_N), torch.from_numpy(batch.trained_tokens_N), self.totals
+            torch.tensor(batch.bins_N), torch.tensor(batch.trained_tokens_N), self.totals
         ).to(device.prepare())
         self._regularizer_coefficient = algorithm.regularizer_coefficient(self.totals)
         num_bins = batch.rollouts_per_prompt + 1

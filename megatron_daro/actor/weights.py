@@ -71,6 +71,6 @@ def exports_weights() -> bool:
     return parallel_state.get_data_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
 
 
-def speaks_for_stage() -> bool:
+def sends_for_stage() -> bool:
     """Whether this rank hands on what an export yields: TP rank 0 of the first replica, one per pipeline stage."""
     return exports_weights() and parallel_state.get_tensor_model_parallel_rank() == 0

@@ -72,6 +72,11 @@ class ActorSection(Section):
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
 
     @property
+    def torch_dtype(self) -> str:
+        """The dtype by torch's name, as config.json and SGLang say it."""
+        return {"fp32": "float32", "bf16": "bfloat16"}[self.dtype]
+
+    @property
     def world_size(self) -> int:
         """All ranks of the actor: TP * PP * CP * DP."""
         return self.model_parallel_size * self.data_parallel

@@ -192,10 +192,6 @@ def engine(config: Config, hardware: Hardware) -> Iterator[Problem]:
         yield Problem(f"{field}.urls", got, "one or the other", f"remove {field}.{started[0]}", also=also)
     if len(set(sglang.urls)) < len(sglang.urls):
         yield Problem(f"{field}.urls", "a URL twice", "each server once", "remove the repetition")
-    if sglang.router_python and sglang.router_url:
-        got = "a router that runs already, and router_python for one to be started"
-        fix = f"remove {field}.router_python"
-        yield Problem(f"{field}.router_url", got, "one or the other", fix, also=(f"{field}.router_python",))
     if sglang.sync == "tensor" and (hardware.kind != "gpu" or sglang.urls):
         got = "tensor " + ("with servers that run elsewhere" if sglang.urls else "on a machine without a GPU")
         allowed = "tensor for servers of this job on GPUs of the same host; else distributed or disk"

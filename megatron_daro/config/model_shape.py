@@ -202,7 +202,7 @@ def _dtype(config: dict[str, Any], where: str) -> str | None:
     return dtype
 
 
-def _value(config: Mapping[str, Any], key: str, where: str, default: object) -> Any:
+def _value(config: Mapping[str, Any], key: str, where: str, default: object) -> object:
     value = config.get(key)
     if value is None and default is None:
         raise ModelError(f"{where}: {key} is missing. A complete config.json of the model is needed.")

@@ -65,7 +65,7 @@ def _assign(tree: dict[str, Any], parts: list[str], value: object) -> Problem | 
     return None
 
 
-def _merge(old: object, new: object) -> Any:
+def _merge(old: object, new: object) -> object:
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return new
     return {**old, **{key: _merge(old.get(key), value) for key, value in new.items()}}

@@ -18,11 +18,12 @@ actor.tensor_parallel actor.pipeline_parallel actor.context_parallel actor.data_
 actor.recompute actor.micro_batch_tokens actor.logprob_chunk_tokens
 engine.kind engine.replicas engine.embedded.batch_size engine.embedded.threads
 engine.sglang.python engine.sglang.urls engine.sglang.arguments engine.sglang.env engine.sglang.tensor_parallel
-engine.sglang.router_python engine.sglang.router_url engine.sglang.sync engine.sglang.sync_dir engine.sglang.bucket_mib
-engine.sglang.verify engine.sglang.max_tokens_in_flight engine.sglang.start_timeout_s engine.sglang.request_timeout_s
+engine.sglang.sync engine.sglang.sync_dir engine.sglang.bucket_mib engine.sglang.verify
+engine.sglang.max_tokens_in_flight engine.sglang.start_timeout_s engine.sglang.request_timeout_s
 engine.sglang.answer_workers engine.sglang.stall_timeout_s engine.sglang.sync_timeout_s engine.sglang.max_restarts
 reward.workers
 trainer.run_dir trainer.save_every_steps trainer.keep_checkpoints trainer.eval_every_steps trainer.deadline_scale
+trainer.export_hf
 observe.progress observe.tensorboard observe.save_rollouts
 observe.wandb.enabled observe.wandb.project observe.wandb.name
 """

@@ -7,13 +7,14 @@ more. Refuses unknown keys and later writes. What spans two sections is in check
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
-from megatron_daro.config.base import ExpandedPath, Section, Seed
+from megatron_daro.config.base import ExpandedPath, Section, Seed, filled
 
 DataFormat = Literal["auto", "jsonl", "parquet", "gsm8k", "dapo"]
 FieldName = Annotated[str, Field(min_length=1)]
@@ -148,10 +149,6 @@ class SGLangSection(Section):
     """Environment variables of the servers."""
     tensor_parallel: int = Field(default=1, ge=1)
     """GPUs (on a CPU: ranks) of each server, >= 1."""
-    router_python: ExpandedPath | None = None
-    """Python interpreter that has sglang_router; a router then stands in front of several servers. Unset: none."""
-    router_url: Annotated[str, Field(pattern=r"^https?://[^/\s]+$")] | None = None
-    """A router that runs already and knows the servers. Unset: none."""
     sync: Literal["distributed", "disk", "tensor"] = "distributed"
     """How weights reach the servers. distributed: broadcast in a process group (NCCL, or gloo on CPU); disk: files in
     sync_dir, which trainer and servers must both see; tensor: CUDA IPC between GPUs of one host."""
@@ -233,6 +230,9 @@ class TrainerSection(Section):
     """Steps between checkpoints; 0: only at the end."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Newest checkpoints that stay on disk, >= 1."""
+    export_hf: bool = False
+    """When all steps are done, write the model to RUN/hf as a Hugging Face directory (weights in actor.dtype, config,
+    tokenizer) for transformers, vLLM and SGLang. With --resume also afterwards: a finished run only writes it."""
     eval_every_steps: int = Field(default=0, ge=0)
     """Steps between evaluations on data.eval; also before the first step and after the last. 0: never."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
@@ -242,6 +242,11 @@ class TrainerSection(Section):
     """Factor of the limit of every wait in the loop (an optimizer step 4 h, a sync 30 min, ...), > 0."""
     updates_per_batch: int = Field(default=1, ge=1)
     """Optimizer steps (mini-batches) per batch, >= 1; divides the samples of a batch."""
+
+    @property
+    def hf_dir(self) -> Path:
+        """Where the trained model goes if it is exported."""
+        return filled(self.run_dir) / "hf"
 
 
 class WandbSection(Section):

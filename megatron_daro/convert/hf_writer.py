@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_daro import durable
 from megatron_daro.convert.hf_reader import INDEX_FILE, SINGLE_FILE
 from megatron_daro.errors import ModelError
 
@@ -67,10 +68,10 @@ def write_hf_checkpoint(
             writer.add(name, tensor)
         writer.finish()
         _write_json(partial / "config.json", dict(config))
-        _copy_tokenizer(tokenizer_files, partial)
-        _sync_all(partial)
+        copy_tokenizer(tokenizer_files, partial)
+        durable.sync_folder(partial)
         partial.rename(target)
-        _sync(target.parent)
+        durable.sync(target.parent)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise ModelError(
@@ -112,18 +113,12 @@ class _ShardWriter:
         if not self._seen:
             raise ModelError("no tensor came; a checkpoint without weights is not written.")
         self._flush()
-        if len(self._shards) == 1:
-            (self._directory / _unnamed(0)).rename(self._directory / SINGLE_FILE)
-            return
         weight_map: dict[str, str] = {}
         for number, names in enumerate(self._shards):
-            file = f"model-{number + 1:05d}-of-{len(self._shards):05d}.safetensors"
+            file = shard_name(number, len(self._shards))
             (self._directory / _unnamed(number)).rename(self._directory / file)
             weight_map |= dict.fromkeys(names, file)
-        _write_json(
-            self._directory / INDEX_FILE,
-            {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(weight_map.items()))},
-        )
+        write_index(self._directory, weight_map, self._total_bytes)
 
     def _flush(self) -> None:
         save_file(self._pending, self._directory / _unnamed(len(self._shards)), metadata={"format": "pt"})
@@ -139,23 +134,22 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _copy_tokenizer(source: str | Path | None, target: Path) -> None:
+def shard_name(number: int, count: int) -> str:
+    """Return the name of file `number` of `count`, as transformers gives it; tools look for these names."""
+    return SINGLE_FILE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def write_index(directory: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:
+    """Write the index of several files: which of them has a tensor. One file has none."""
+    if len(set(weight_map.values())) > 1:
+        content = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        _write_json(directory / INDEX_FILE, content)
+
+
+def copy_tokenizer(source: str | Path | None, target: Path) -> None:
+    """Copy the tokenizer and generation_config.json of a model; None copies nothing."""
     if source is None:
         return
     for name in TOKENIZER_FILES:
         if (Path(source) / name).is_file():
             shutil.copyfile(Path(source) / name, target / name)
-
-
-def _sync_all(directory: Path) -> None:
-    for path in sorted(directory.iterdir()):
-        _sync(path)
-    _sync(directory)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

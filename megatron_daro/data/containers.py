@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, get_args
+from typing import IO, TYPE_CHECKING, Any, Literal, cast, get_args
 
 from megatron_daro.errors import DataError
 
@@ -150,7 +150,7 @@ def _both_ends(rows: Iterable[tuple[int, bytes]], count: int) -> Iterator[tuple[
     yield from deque(rest, maxlen=count)
 
 
-def _json_line(line: bytes) -> Any:
+def _json_line(line: bytes) -> object:
     try:
         return _json(line)
     except UnicodeDecodeError:
@@ -159,7 +159,7 @@ def _json_line(line: bytes) -> Any:
         return RowProblem("line is not JSON")
 
 
-def _json(content: bytes) -> Any:
+def _json(content: bytes) -> object:
     return json.loads(content.decode("utf-8"), parse_float=WrittenNumber, parse_int=_integer)
 
 
@@ -171,7 +171,7 @@ def _array_rows(path: Path, packing: str | None, ends: int | None) -> Iterator[R
     with _readable(path, packing) as file:
         content = file.read()
     try:
-        rows = _json(content.removeprefix(_BYTE_ORDER_MARK))
+        rows = cast("list[Any]", _json(content.removeprefix(_BYTE_ORDER_MARK)))  # it begins with a bracket
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"{path}: starts like a JSON array, but is torn or not JSON ({error}); repair the file"

@@ -8,9 +8,9 @@ is asked for, those without one. Reads local files only; code that lies beside a
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from megatron_daro.errors import ModelError
 
@@ -65,6 +65,11 @@ def load_tokenizer(
             "data.prompt_template=plain, or add chat_template.jinja"
         )
     return tokenizer
+
+
+def response_decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
+    """Return a function from token ids to the text that verifiers and people see, without special tokens."""
+    return lambda ids: str(tokenizer.decode(cast("list[int]", ids), skip_special_tokens=True))
 
 
 def stop_token_ids(

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, SupportsFloat
 
+from megatron_daro import durable
 from megatron_daro.errors import DataError, disk_fault
 from megatron_daro.observe.sinks import Sink, TensorBoardSink, WandbSink
 
@@ -141,10 +142,7 @@ class MetricsLog:
         content = b"".join(line.raw + b"\n" for line in lines)
         if content != self.path.read_bytes():
             temporary = self.path.with_suffix(".jsonl.tmp")
-            with temporary.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
+            durable.write(temporary, content)
             self._file.close()
             temporary.replace(self.path)
             self._file = self.path.open("a+b", buffering=0)

@@ -2,8 +2,8 @@
 
 Place in the data flow: the controller calls `step(step, metrics)` once per optimizer step and `notice`/`warn` for
 messages. On a terminal it draws a live panel; elsewhere (CI, a log file) it prints one plain line per step; off, it
-prints nothing but still hands messages to `logging`. Text it is given may hold model output: control characters are
-made visible and nothing is read as markup. It computes no metric and never raises because one is missing.
+prints nothing. Messages and steps also go to the run's log (logs.py). Text it is given may hold model output: control
+characters are made visible and nothing is read as markup. It computes no metric and never raises where one is missing.
 """
 
 from __future__ import annotations
@@ -120,6 +120,8 @@ class Progress:
             metrics: the step's metrics by key path (docs/metrics.md); any of them may be missing, null or NaN.
         """
         self._state.add(step, metrics)
+        if _logger.handlers:
+            _logger.info("%s", plain_line(self._state))
         if self._live is not None:
             self._live.refresh()
         elif self.mode == "plain":
@@ -148,9 +150,11 @@ class Progress:
 
     def _message(self, text: str, level: int) -> None:
         clean = self._encodable(safe_text(text, _MESSAGE_LIMIT))
-        if self.mode == "off":
+        if self.mode == "off" or _logger.handlers:
             _logger.log(level, "%s", clean)
-        elif level >= logging.WARNING:
+        if self.mode == "off":
+            return
+        if level >= logging.WARNING:
             self._print(Text.assemble(("warning: ", "bold yellow"), clean))
         else:
             self._print(Text(clean))

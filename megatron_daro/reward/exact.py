@@ -6,8 +6,6 @@ Refuses text that is not text; compares characters, not mathematics: `18` is not
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron_daro.reward.base import Job, VerifierSpec, check_text
 from megatron_daro.reward.extraction import after_marker
 from megatron_daro.types import Verdict
@@ -38,7 +36,7 @@ class ExactVerifier:
             return self._spec.verdict(False, "no_answer")
         return self._spec.verdict(found == wanted, "match" if found == wanted else "no_match")
 
-    def screen(self, answer_text: Any, gold: Any, statement: str = "") -> Verdict | Job:
+    def screen(self, answer_text: str, gold: str, statement: str = "") -> Verdict | Job:
         """All of it is cheap."""
         return self.verify(answer_text, gold)
 
@@ -46,7 +44,7 @@ class ExactVerifier:
         """Never needed: `screen` decides everything."""
         return self.verify(f"{self._spec.marker}{job.answer}", job.gold)
 
-    def gold_problem(self, gold: Any) -> str | None:
+    def gold_problem(self, gold: str) -> str | None:
         """`gold_not_text`, `gold_empty`, or None for a usable gold."""
         refused = check_text(self._spec, "", gold)
         if refused is not None:

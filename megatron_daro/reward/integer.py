@@ -8,7 +8,6 @@ and -1 there, here `correct_reward` and `incorrect_reward`.
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from megatron_daro.reward.base import Job, VerifierSpec, check_text
 from megatron_daro.reward.extraction import last_answer_line, last_box, trailing_number
@@ -61,7 +60,7 @@ class IntegerVerifier:
             return self._spec.verdict(False, "too_long" if len(found) > MAX_CHARS else "answer_unparsed")
         return self._spec.verdict(value == wanted, "match" if value == wanted else "no_match")
 
-    def screen(self, answer_text: Any, gold: Any, statement: str = "") -> Verdict | Job:
+    def screen(self, answer_text: str, gold: str, statement: str = "") -> Verdict | Job:
         """All of it is cheap."""
         return self.verify(answer_text, gold)
 
@@ -69,7 +68,7 @@ class IntegerVerifier:
         """Never needed: `screen` decides everything."""
         return self.verify(f"Answer: {job.answer}", job.gold)
 
-    def gold_problem(self, gold: Any) -> str | None:
+    def gold_problem(self, gold: str) -> str | None:
         """`gold_not_text`, `gold_empty`, `gold_unparsed`, or None for a usable gold."""
         refused = check_text(self._spec, "", gold)
         if refused is not None:

@@ -12,7 +12,6 @@ import re
 from collections.abc import Sequence
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
 
 from megatron_daro.reward.base import Job, VerifierSpec, check_text
 from megatron_daro.reward.extraction import last_box, trailing_number
@@ -45,7 +44,7 @@ class MathVerifier:
         screened = self.screen(answer_text, gold)
         return screened if isinstance(screened, Verdict) else self.judge(screened)
 
-    def screen(self, answer_text: Any, gold: Any, statement: str = "") -> Verdict | Job:
+    def screen(self, answer_text: str, gold: str, statement: str = "") -> Verdict | Job:
         """Decide what needs no algebra: not text, no answer, literal equality, too big, two literal numbers.
 
         Linear in the texts; beyond finding the answer, it looks at QUICK_CHARS characters of each at most.
@@ -80,7 +79,7 @@ class MathVerifier:
             outcome = compare(canonical(_last_box_or_all(job.gold)), canonical(job.answer), 0)
         return self._spec.verdict(outcome == "match", outcome)
 
-    def gold_problem(self, gold: Any) -> str | None:
+    def gold_problem(self, gold: str) -> str | None:
         """`gold_not_text`, `gold_empty`, `gold_unparsed` (matched literally only), or None for a usable gold."""
         from megatron_daro.reward.symbolic import parsed
 

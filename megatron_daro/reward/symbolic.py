@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import re
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal
 
 from latex2sympy2_extended.math_normalization import NormalizationConfig
 from math_verify import parse, verify
 from math_verify.parser import LatexExtractionConfig
-from sympy import Derivative, Expr, Float, Integral, Limit, Symbol
+from sympy import Basic, Derivative, Expr, Float, Integral, Limit, Symbol
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 from sympy.logic.boolalg import BooleanAtom
@@ -44,7 +44,7 @@ logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
 
 
 @lru_cache(maxsize=_CACHE_ENTRIES)
-def parsed(text: str) -> Any | None:
+def parsed(text: str) -> Basic | None:
     """Return the sympy object of a canonical text; None when the grammar does not take it. Raises MemoryError only."""
     try:
         found = parse(
@@ -112,14 +112,14 @@ def _other_case(letter: str) -> str:
     return f"\\{letter[1:2].swapcase()}{letter[2:]}" if letter.startswith("\\") else letter.swapcase()
 
 
-def _says_nothing(value: Any) -> bool:
+def _says_nothing(value: Basic) -> bool:
     """Whether an equation or inequality holds, or fails, whatever its symbols are: `0=0`, `ab=ba`."""
     if isinstance(value, Relational):
         value = value.func(*value.args)
     return isinstance(value, BooleanAtom)
 
 
-def _symbol_pair(gold: Any, answer: Any) -> tuple[Any, Any]:
+def _symbol_pair(gold: Basic, answer: Basic) -> tuple[Basic, Basic]:
     """math-verify compares a lone symbol by name only: evaluate the other side first, so that x + 0 is x."""
     if isinstance(gold, Symbol) and isinstance(answer, Expr):
         return gold, answer.doit()
@@ -128,7 +128,7 @@ def _symbol_pair(gold: Any, answer: Any) -> tuple[Any, Any]:
     return gold, answer
 
 
-def _surely_differ(gold: Any, answer: Any) -> bool:
+def _surely_differ(gold: Basic, answer: Basic) -> bool:
     """Whether two expressions have clearly different values at one point; saves the search for a proof of equality.
 
     Only a difference is concluded. False when a value is not finite or the objects are not plain expressions
@@ -148,7 +148,7 @@ def _surely_differ(gold: Any, answer: Any) -> bool:
     return size < float("inf") and abs(gold_number - answer_number) > _SURE_DIFFERENCE * size
 
 
-def _differ_as_floats(gold: Any, answer: Any) -> bool:
+def _differ_as_floats(gold: Basic, answer: Basic) -> bool:
     """Whether two numbers, one a float, are too far apart relative to their size.
 
     math-verify rounds floats to 6 decimals: 0.0000672 equals 0.0000674 there.

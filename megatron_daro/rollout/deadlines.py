@@ -58,6 +58,8 @@ class Deadlines:
     """Saving a checkpoint."""
     load: float = 3600.0
     """Loading a checkpoint."""
+    export: float = 7200.0
+    """Writing the trained model as a Hugging Face directory."""
     close: float = 60.0
     """Closing one component."""
 

@@ -8,7 +8,6 @@ format (JSON lines), and never unpickles.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megatron_daro import durable
 from megatron_daro.errors import DataError, disk_fault
 from megatron_daro.rollout.group_columns import FORMAT, SCHEMA, WRITER_OPTIONS, RecordedGroup, blocks, decode
 from megatron_daro.rollout.ledger import OUTCOMES, Outcome
@@ -140,7 +140,7 @@ def write_groups(path: Path, groups: Iterable[RecordedGroup]) -> Path:
         try:
             _write(temporary, groups)
             temporary.replace(path)
-            _sync(path.parent)
+            durable.sync(path.parent)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
@@ -163,7 +163,7 @@ def _write(path: Path, groups: Iterable[RecordedGroup]) -> None:
                 writer.close()
             raise
         writer.close()
-    _sync(path)
+    durable.sync(path)
 
 
 def _check_format(metadata: Mapping[bytes, bytes] | None, found: pa.Schema) -> None:
@@ -203,11 +203,3 @@ def _older_format(path: Path) -> DataError:
         f"{path}: recorded in the older format ({OLDER_SUFFIX}); allowed: .parquet. "
         f"Convert the run's rollouts with: megatron-daro convert-rollouts {path.parent.parent}"
     )
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

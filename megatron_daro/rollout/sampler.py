@@ -15,11 +15,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from megatron_daro.errors import CheckpointError, DataError
-from megatron_daro.rollout.draft import Draft
-from megatron_daro.rollout.filling import BatchFiller, Filling
+from megatron_daro.rollout.batch_filler import BatchFiller, RolloutContext
 from megatron_daro.rollout.group_columns import RecordedGroup
 from megatron_daro.rollout.ledger import Outcome
 from megatron_daro.rollout.no_signal import describe
+from megatron_daro.rollout.partial_batch import PartialBatch
 from megatron_daro.rollout.pending import PartialGroup
 from megatron_daro.rollout.recorder import Recorder
 from megatron_daro.rollout.sampled_batch import SampledBatch, Snapshot, is_replay
@@ -37,7 +37,7 @@ class Sampler:
 
     def __init__(
         self,
-        filling: Filling,
+        context: RolloutContext,
         filler: BatchFiller,
         *,
         kept_bins: Collection[int],
@@ -48,27 +48,27 @@ class Sampler:
         """Start nothing.
 
         Args:
-            filling: what groups are made of. filler: the way to fill a batch, over the same filling.
+            context: what groups are made of. filler: the way to fill a batch, over the same context.
             kept_bins: the bins 0..K whose groups are trained; the others are replaced (dynamic sampling).
             updates_per_batch: optimizer steps per batch: one batch of staleness is that many weight versions.
             recorder: where skipped batches are written; None: nowhere.
             max_empty_batches: batches in a row that may come out empty.
         """
-        self._section = filling.section
-        self._source = filling.source
-        self._notices = filling.notices
-        self._intake = filling.intake
+        self._section = context.section
+        self._source = context.source
+        self._notices = context.notices
+        self._collector = context.collector
         self._filler = filler
         self._kept_bins = kept_bins
-        self._max_lag = filling.section.max_staleness * updates_per_batch
+        self._max_lag = context.section.max_staleness * updates_per_batch
         self._max_empty = max_empty_batches
-        self.ledger = filling.ledger
+        self.ledger = context.ledger
         self._carry: tuple[Group, ...] = ()
         self._partial: tuple[PartialGroup, ...] = ()
         self._empty_batches = 0
         self._short_batches = 0
         self._recorder = recorder
-        self._deadlines = filling.deadlines
+        self._deadlines = context.deadlines
 
     def load_state_dict(self, state: Mapping[str, Any], waiting: Sequence[RecordedGroup] = ()) -> None:
         """Continues where `Snapshot.to_json` says: same prompts, same group ids, same groups that wait.
@@ -101,9 +101,9 @@ class Sampler:
             raise ValueError(f"groups {list(self.ledger.outstanding)} are outstanding, but groups {there} are there")
         counters = state["counters"]
         self._empty_batches = int(counters[_EMPTY])
-        self._intake.aborted_tokens = int(counters.get(_ABORTED_TOKENS, 0))
-        self._intake.groups_aborted = int(counters.get(_ABORTED, 0))
-        self._intake.groups_resumed = int(counters.get(_RESUMED, 0))
+        self._collector.aborted_tokens = int(counters.get(_ABORTED_TOKENS, 0))
+        self._collector.groups_aborted = int(counters.get(_ABORTED, 0))
+        self._collector.groups_resumed = int(counters.get(_RESUMED, 0))
 
     def stale(self, groups: Sequence[Group], version: int) -> tuple[Group, ...]:
         """Those whose weights are more than `max_staleness` batches behind this weight version."""
@@ -119,42 +119,44 @@ class Sampler:
             DataError: no trainable group in `max_empty_batches` batches in a row, or no prompts.
             EngineError, RewardError, DeadlineError: the engine or the verifiers failed.
         """
-        started, tokens_before = time.perf_counter(), self._intake.fresh_tokens
-        draft = Draft(self.ledger, rollouts_per_prompt=self._section.rollouts_per_prompt, kept_bins=self._kept_bins)
-        self._take_carry(draft, use_version)
-        self._take_partial(draft, use_version)
+        started, tokens_before = time.perf_counter(), self._collector.fresh_tokens
+        batch = PartialBatch(
+            self.ledger, rollouts_per_prompt=self._section.rollouts_per_prompt, kept_bins=self._kept_bins
+        )
+        self._take_carry(batch, use_version)
+        self._take_partial(batch, use_version)
         where = ""
         for _ in range(self._max_empty):
-            await self._fill(draft)
-            if draft.kept:
-                tokens = self._intake.fresh_tokens - tokens_before
-                return self._complete(draft, time.perf_counter() - started, tokens)
+            await self._fill(batch)
+            if batch.kept:
+                tokens = self._collector.fresh_tokens - tokens_before
+                return self._complete(batch, time.perf_counter() - started, tokens)
             self._empty_batches += 1
-            where = await self._record_skipped(draft, use_version + 1)
-            self._notices.warn(f"no trainable group in this batch ({draft.why_empty()}); it is skipped; {where}")
+            where = await self._record_skipped(batch, use_version + 1)
+            self._notices.warn(f"no trainable group in this batch ({batch.why_empty()}); it is skipped; {where}")
         raise DataError(
-            f"{self._max_empty} batches in a row without a trainable group ({draft.why_empty()}). "
-            f"{describe(draft.filtered)} Use prompts the model solves sometimes, raise rollout.rollouts_per_prompt or "
+            f"{self._max_empty} batches in a row without a trainable group ({batch.why_empty()}). "
+            f"{describe(batch.filtered)} Use prompts the model solves sometimes, raise rollout.rollouts_per_prompt or "
             f"rollout.prompts_per_step, or switch the filter off; {where}"
         )
 
-    async def _record_skipped(self, draft: Draft, step: int) -> str:
+    async def _record_skipped(self, batch: PartialBatch, step: int) -> str:
         """Write what was sampled for a step so far and trains nothing. Returns where people find it."""
         if self._recorder is None:
             return "observe.save_rollouts is off, so the answers were not recorded"
-        groups: dict[Outcome, list[Group]] = {"filtered": draft.filtered, "dropped": draft.dropped}
+        groups: dict[Outcome, list[Group]] = {"filtered": batch.filtered, "dropped": batch.dropped}
         writing = asyncio.to_thread(self._recorder.write_skipped, step, groups)
         path = await self._deadlines.within("write", writing, what=f"the skipped batch of step {step}")
         return f"its answers are in {path}, which `megatron-daro report` shows"
 
-    def _take_carry(self, draft: Draft, use_version: int) -> None:
+    def _take_carry(self, batch: PartialBatch, use_version: int) -> None:
         """Use the groups kept from the batch before, but for those that will be too old."""
         old = self.stale(self._carry, use_version)
-        draft.drop(old)
-        draft.kept.extend(group for group in self._carry if group not in old)
+        batch.drop(old)
+        batch.kept.extend(group for group in self._carry if group not in old)
         self._carry = ()
 
-    def _take_partial(self, draft: Draft, use_version: int) -> None:
+    def _take_partial(self, batch: PartialBatch, use_version: int) -> None:
         """Drop unfinished groups whose oldest token will be too old, and all where rounds start afresh."""
         oldest = use_version - self._max_lag
         usable = [
@@ -162,49 +164,49 @@ class Sampler:
             for group in self._partial
             if self._filler.keeps_unfinished and (group.weight_version is None or group.weight_version >= oldest)
         ]
-        self._give_up(draft, [group for group in self._partial if group not in usable])
+        self._discard(batch, [group for group in self._partial if group not in usable])
         if self._partial and not self._filler.keeps_unfinished:
             self._notices.notice(f"{len(self._partial)} unfinished groups are dropped: rollout.finish_batch is all now")
         self._partial = tuple(usable)
 
-    def _give_up(self, draft: Draft, groups: Sequence[PartialGroup]) -> None:
+    def _discard(self, batch: PartialBatch, groups: Sequence[PartialGroup]) -> None:
         for group in groups:
-            self._intake.give_up(group)
-        draft.drop(group.finished for group in groups)
+            self._collector.discard(group)
+        batch.drop(group.finished for group in groups)
 
-    async def _fill(self, draft: Draft) -> None:
+    async def _fill(self, batch: PartialBatch) -> None:
         """Fill the batch up; the 1st, 2nd, 4th, 8th... batch of this process that stays short is announced."""
-        self._partial = await self._filler.fill(draft, self._partial)
+        self._partial = await self._filler.fill(batch, self._partial)
         target = self._section.prompts_per_step
-        if 0 < len(draft.kept) < target:
+        if 0 < len(batch.kept) < target:
             self._short_batches += 1
             if self._short_batches.bit_count() == 1:
                 self._notices.notice(
-                    f"batch has {len(draft.kept)} of {target} groups after {draft.rounds} rounds of prompts "
-                    f"({draft.why_empty()}); going on with these. Short batches so far: {self._short_batches}; "
+                    f"batch has {len(batch.kept)} of {target} groups after {batch.rounds} rounds of prompts "
+                    f"({batch.why_empty()}); going on with these. Short batches so far: {self._short_batches}; "
                     f"said again at {2 * self._short_batches}"
                 )
 
-    def _complete(self, draft: Draft, seconds: float, response_tokens: int) -> SampledBatch:
+    def _complete(self, batch: PartialBatch, seconds: float, response_tokens: int) -> SampledBatch:
         """Split off the surplus and take the snapshot."""
-        kept = sorted(draft.kept, key=lambda group: group.group_id)
+        kept = sorted(batch.kept, key=lambda group: group.group_id)
         target = self._section.prompts_per_step
         chosen, surplus = kept[:target], kept[target:]
         if self._section.keep_surplus:
             self._carry = tuple(surplus)
         else:
-            draft.drop(surplus)
-            self._give_up(draft, self._partial)
+            batch.drop(surplus)
+            self._discard(batch, self._partial)
             self._partial = ()
         counters = self._counters()
         return SampledBatch(
             groups=tuple(chosen),
-            filtered=tuple(draft.filtered),
-            dropped=tuple(draft.dropped),
+            filtered=tuple(batch.filtered),
+            dropped=tuple(batch.dropped),
             snapshot=Snapshot(
                 dict(self._source.state_dict()), self.ledger.state_dict(), self._carry, counters, self._partial
             ),
-            rounds=draft.rounds,
+            rounds=batch.rounds,
             rollout_s=seconds,
             response_tokens=response_tokens,
             counters=counters,
@@ -214,7 +216,7 @@ class Sampler:
         return {
             _EMPTY: self._empty_batches,
             _PARTIAL: len(self._partial),
-            _ABORTED: self._intake.groups_aborted,
-            _RESUMED: self._intake.groups_resumed,
-            _ABORTED_TOKENS: self._intake.aborted_tokens,
+            _ABORTED: self._collector.groups_aborted,
+            _RESUMED: self._collector.groups_resumed,
+            _ABORTED_TOKENS: self._collector.aborted_tokens,
         }

@@ -14,8 +14,8 @@ from typing import Any
 from megatron_daro.engine.sglang.answers import LostWorkerError, Question
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.runtime.calls import WorkerDiedError
+from megatron_daro.runtime.node_actors import AnswerWorker
 from megatron_daro.runtime.node_workers import NodeWorkers, alive_nodes
-from megatron_daro.runtime.workers import AnswerWorker
 from megatron_daro.types import Rollout
 
 # A worker answers by the deadline of the request itself; one that does not within this more is hung.
@@ -31,15 +31,17 @@ class AnswerWorkers:
         model_path: Path,
         trust_remote_code: bool,
         *,
+        logs: Path | None = None,
         warn: Callable[[str], None],
         deadlines: Deadlines,
     ) -> None:
-        """Start nothing. Args: count: workers in sum, dealt out to the nodes in turn; None: one on each node."""
+        """Start nothing. Args: count: workers in sum, dealt out to the nodes in turn; None: one on each node.
+        logs: folder for their logs."""
         self._count = count
 
         def make(options: dict[str, Any], number: int) -> Any:
             placed: Any = AnswerWorker.options(**options)  # type: ignore[attr-defined]
-            return placed.remote(model_path, trust_remote_code)
+            return placed.remote(number, model_path, trust_remote_code, logs)
 
         self.workers = NodeWorkers("answer worker", make, warn=warn, deadlines=deadlines)
         self._started = False

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from megatron_daro.errors import DaroError, WorkerError
 from megatron_daro.runtime.cluster_faults import plain
+
+_Result = TypeVar("_Result")
 
 
 async def gather(calls: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
@@ -38,7 +40,7 @@ async def gather(calls: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
             task.cancel()
 
 
-async def _one(name: str, call: Any) -> Any:
+async def _one(name: str, call: Awaitable[_Result]) -> _Result:
     try:
         return await call
     except (RayError, GetTimeoutError) as error:

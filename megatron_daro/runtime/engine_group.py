@@ -17,7 +17,7 @@ from megatron_daro.config.base import filled
 from megatron_daro.config.sections import EngineSection
 from megatron_daro.errors import EngineError, SyncError
 from megatron_daro.runtime.calls import gather, translated
-from megatron_daro.runtime.crew import Crew
+from megatron_daro.runtime.worker_group import WorkerGroup
 from megatron_daro.runtime.workers import EngineWorker
 from megatron_daro.sync.check import ProbeAnswer
 from megatron_daro.sync.plan import SendPlan, SendReport, Target
@@ -31,8 +31,17 @@ _RECEIVE_S = 300.0
 class EngineGroup:
     """The rollout engines of a run."""
 
-    def __init__(self, section: EngineSection, *, model_path: Path, trust_remote_code: bool, dtype: str) -> None:
-        """Start nothing; `start` does."""
+    def __init__(
+        self,
+        section: EngineSection,
+        *,
+        model_path: Path,
+        trust_remote_code: bool,
+        dtype: str,
+        logs: Path | None = None,
+    ) -> None:
+        """Start nothing; `start` does. Args: logs: folder for the logs of the engines."""
+        self._logs = logs
         self._section, self._path, self._trust = section, model_path, trust_remote_code
         self._options = {
             "seed": filled(section.seed),
@@ -40,7 +49,7 @@ class EngineGroup:
             "threads": section.embedded.threads,
             "dtype": dtype,
         }
-        self.workers = Crew()
+        self.workers = WorkerGroup()
         self._fenced = False
 
     async def start(self) -> None:
@@ -49,7 +58,10 @@ class EngineGroup:
             return
         make: Any = EngineWorker.options(num_cpus=1)  # type: ignore[attr-defined]
         self.workers.update(
-            {f"engine {i}": make.remote(self._path, self._trust, self._options) for i in range(self._section.replicas)}
+            {
+                f"engine {i}": make.remote(i, self._path, self._trust, self._options, self._logs)
+                for i in range(self._section.replicas)
+            }
         )
         await gather({name: worker.start.remote() for name, worker in self.workers.items()})
 

@@ -1,20 +1,25 @@
-"""Ctrl-C, SIGTERM and SIGHUP outside the training loop: while a command starts, and while it takes everything apart.
+"""Ctrl-C, SIGTERM and SIGHUP: while a command starts, in the training loop, and while everything is taken apart.
 
-Place in the data flow: around a whole command. The loop has its own handlers (controller.stop_on_signals) and gives
-these back when it ends. All three signals mean the same. Refuses to be hurried: what ends already is ended in order,
+Place in the data flow: `interruptible` is around a whole command; `stop_on_signals` is around the loop, and gives the
+handlers back when it ends. All three signals mean the same. Refuses to be hurried: what ends already is ended in order,
 unless somebody insists.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import psutil
+
+if TYPE_CHECKING:
+    from megatron_daro.controller import Controller
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 INSISTING = 5
@@ -64,6 +69,23 @@ def kept_handlers() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def stop_on_signals(controller: Controller) -> Iterator[None]:
+    """Let the three signals ask the controller to stop, in the block; then the handlers before are back.
+
+    Needs the running event loop of the main thread.
+    """
+    loop = asyncio.get_running_loop()
+    with kept_handlers():
+        for number in SIGNALS:
+            loop.add_signal_handler(number, controller.request_stop, number.name)
+        try:
+            yield
+        finally:
+            for number in SIGNALS:
+                loop.remove_signal_handler(number)
 
 
 def _end_by_force() -> None:

@@ -7,32 +7,38 @@ section. Computes nothing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import gc
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from megatron_daro import recovery
 from megatron_daro.algo.weighting import Algorithm
 from megatron_daro.config import Config
-from megatron_daro.controller import Controller, Parts, RunOutcome, stop_on_signals
+from megatron_daro.controller import Controller, Parts, RunOutcome
+from megatron_daro.errors import WorkerError
 from megatron_daro.observe.drift import DriftWatch
 from megatron_daro.observe.escape import safe_text
+from megatron_daro.observe.logs import driver_log
 from megatron_daro.observe.metrics import MetricsLog
 from megatron_daro.observe.progress import Progress
 from megatron_daro.observe.trace import Phases
 from megatron_daro.rollout.replay import ReplaySource
 from megatron_daro.rollout.sampled_batch import BatchSource
-from megatron_daro.runtime import parts
+from megatron_daro.runtime import hf_export, parts
 from megatron_daro.runtime.cluster import cluster
 from megatron_daro.runtime.inputs import Inputs, read_inputs
-from megatron_daro.runtime.interrupts import interruptible
+from megatron_daro.runtime.interrupts import Interrupts, interruptible, stop_on_signals
 from megatron_daro.runtime.rehearsal import check_start, taken_back_if_it_fails
 from megatron_daro.runtime.run_directory import owned
 from megatron_daro.runtime.start import Start, as_trained, begin
 from megatron_daro.runtime.supervisor import HasEnding, supervised
 from megatron_daro.sync.weight_sync import WeightSync
 from megatron_daro.types import PlainValue
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +72,8 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
         phases = Phases()
         progress = _progress(config, run_dir, phases)
         stack.enter_context(progress)
+        stack.enter_context(driver_log(parts.log_folder(config), terminal=progress.mode != "off"))
+        stack.callback(hf_export.remove_rest, config.trainer)
         for remark in parts.algorithm_remarks(config, algorithm):
             progress.warn(remark)
         # Before any process is started: data that is wrong costs no time.
@@ -75,17 +83,34 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
         else:
             inputs = read_inputs(config, progress)
         start = begin(run_dir, config, resume=resume, progress=progress)
+        run = _Run(config, progress, interrupts)
         if start.step >= config.trainer.steps:
-            progress.notice(f"{run_dir} has all of its {start.step} steps; raise trainer.steps to go on. Nothing to do")
-            return RunOutcome("finished", start.step)
+            return _finished_before(run, start)
         metrics = stack.enter_context(_metrics_log(config, run_dir))
         if metrics.remark:
             progress.warn(metrics.remark)
-        with cluster(parts.resources(config, engines=replay is None)):
+        observers = _Observers(metrics, progress, phases)
+        return run.in_cluster(lambda: _train(config, algorithm, inputs, observers, start), engines=replay is None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What every run has around its work."""
+
+    config: Config
+    progress: Progress
+    interrupts: Interrupts
+
+    def in_cluster(self, work: Callable[[], Coroutine[Any, Any, T]], *, engines: bool) -> T:
+        """Return what the work gives. Its processes are gone then."""
+        with cluster(parts.resources(self.config, engines=engines)):
             try:
-                return asyncio.run(_train(config, algorithm, inputs, _Observers(metrics, progress, phases), start))
+                return asyncio.run(work())
+            except WorkerError:
+                self.progress.notice(f"what each process wrote is in {parts.log_folder(self.config)}")
+                raise
             finally:
-                interrupts.ending()
+                self.interrupts.ending()
 
 
 def evaluate(config: Config, *, checkpoint: Path) -> dict[str, float]:
@@ -118,7 +143,6 @@ async def _train(
     else:
         made = parts.generation(config, inputs, algorithm, observers.progress, observers.phases)
         source = made.sampler
-    run_dir = parts.run_directory(config)
     controller = Controller(
         config.trainer,
         Parts(
@@ -129,9 +153,10 @@ async def _train(
             progress=observers.progress,
             phases=observers.phases,
             engine=made.engine if made else None,
-            checkpoints=recovery.Checkpoints(run_dir, keep=config.trainer.keep_checkpoints, made_with=start.made_with),
+            checkpoints=_checkpoints(config, start),
             recorder=parts.recorder(config),
             evaluate=made.evaluator.evaluate if made and made.evaluator else None,
+            export=hf_export.writer(config.trainer, policy, observers.progress),
             closers={"verifiers": made.scorer.close} if made else {},
             identity=_identity(config),
             deadlines=limits,
@@ -153,9 +178,36 @@ async def _train(
         except BaseException:
             await controller.shutdown()
             raise
-        crews = [policy.workers] + ([made.engine.workers] if made else [])
+        groups = [policy.workers] + ([made.engine.workers] if made else [])
         endings = [made.engine.ended()] if made and isinstance(made.engine, HasEnding) else []
-        return await supervised(controller.run(), crews, endings)
+        gc.freeze()  # some 300,000 objects of modules: a look through all of them would hold the event loop for 0.3 s
+        return await supervised(controller.run(), groups, endings)
+
+
+def _finished_before(run: _Run, start: Start) -> RunOutcome:
+    """Do what is left of a run that has all of its steps: at most its export."""
+    section, run_dir = run.config.trainer, parts.run_directory(run.config)
+    due = hf_export.is_due(section, start.step)
+    left = f"Only {section.hf_dir} is left to be written (trainer.export_hf)" if due else "Nothing to do"
+    run.progress.notice(f"{run_dir} has all of its {start.step} steps; raise trainer.steps to go on. {left}")
+    if due:
+        run.in_cluster(lambda: _export(run.config, start, run.progress), engines=False)
+    return RunOutcome("finished", start.step)
+
+
+async def _export(config: Config, start: Start, progress: Progress) -> None:
+    """Write the model of a finished run's last checkpoint."""
+    assert start.checkpoint, "a run has its steps from a checkpoint"
+    policy, limits = parts.policy_group(config), parts.deadlines(config)
+    recovery.check_fits(start.checkpoint, start.state, _identity(config))
+    try:
+        await parts.start_all(policy, None, limits)
+        await limits.within("load", policy.load(start.checkpoint), what=str(start.checkpoint))
+        export = hf_export.writer(config.trainer, policy, progress)
+        assert export, "it is due"
+        await limits.within("export", export(start.step), what=str(config.trainer.hf_dir))
+    finally:
+        await policy.close()
 
 
 async def _evaluate(config: Config, checkpoint: Path, inputs: Inputs, progress: Progress) -> dict[str, float]:
@@ -171,6 +223,11 @@ async def _evaluate(config: Config, checkpoint: Path, inputs: Inputs, progress: 
         await made.engine.close()
         await policy.close()
         await made.scorer.close()
+
+
+def _checkpoints(config: Config, start: Start) -> recovery.Checkpoints:
+    keep = config.trainer.keep_checkpoints
+    return recovery.Checkpoints(parts.run_directory(config), keep=keep, made_with=start.made_with)
 
 
 def _identity(config: Config) -> dict[str, PlainValue]:

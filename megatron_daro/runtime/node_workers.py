@@ -66,6 +66,8 @@ class NodeWorkers:
         self._slots: list[_Slot] = []
         self._starts: set[asyncio.Task[None]] = set()
         self._closed = False
+        # One call is handed to Ray at a time, so that hundreds at once do not hold the event loop together.
+        self._handing = asyncio.Lock()
         self.restarts = 0
 
     async def start(self, nodes: Sequence[str]) -> None:
@@ -94,9 +96,11 @@ class NodeWorkers:
             WorkerDiedError: the worker was lost with the call; call again. WorkerError: none is left, or the call
             failed. DaroError: what the worker raised on purpose.
         """
-        slot = await self._free()
-        handle, slot.under_way = slot.handle, slot.under_way + 1
-        reference = getattr(handle, method).remote(*arguments)
+        async with self._handing:
+            await asyncio.sleep(0)
+            slot = await self._free()
+            handle, slot.under_way = slot.handle, slot.under_way + 1
+            reference = getattr(handle, method).remote(*arguments)
         try:
             async with asyncio.timeout(timeout_s):
                 return await reference

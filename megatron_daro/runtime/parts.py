@@ -19,25 +19,26 @@ from megatron_daro.config.base import filled
 from megatron_daro.controller import BuildBatch
 from megatron_daro.data.batch import build_batch
 from megatron_daro.errors import AlgorithmError, ConfigError
+from megatron_daro.observe import logs
 from megatron_daro.observe.progress import Progress
 from megatron_daro.observe.trace import Phases
+from megatron_daro.rollout.batch_filler import RolloutContext
+from megatron_daro.rollout.collector import RolloutCollector
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.early import EarlyFill
-from megatron_daro.rollout.filling import Filling
-from megatron_daro.rollout.intake import Intake
 from megatron_daro.rollout.ledger import Ledger
 from megatron_daro.rollout.protocol import Notices
 from megatron_daro.rollout.recorder import Recorder
 from megatron_daro.rollout.rounds import Rounds
 from megatron_daro.rollout.sampler import Sampler
 from megatron_daro.runtime.cluster import Resources
-from megatron_daro.runtime.crew import Crew
 from megatron_daro.runtime.engine_group import EngineGroup
 from megatron_daro.runtime.evaluation import Evaluator
 from megatron_daro.runtime.inputs import Inputs
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.runtime.sglang_group import SGLangGroup, Text
 from megatron_daro.runtime.verdicts import Verdicts
+from megatron_daro.runtime.worker_group import WorkerGroup
 from megatron_daro.sync.weight_sync import ReceivingEngine
 from megatron_daro.types import SamplingParams
 
@@ -45,7 +46,7 @@ from megatron_daro.types import SamplingParams
 class RunEngine(ReceivingEngine, Protocol):
     """A rollout engine and the worker processes that it owns."""
 
-    workers: Crew
+    workers: WorkerGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +102,13 @@ def generation(config: Config, inputs: Inputs, algorithm: Algorithm, progress: P
     rollout, engine = config.rollout, rollout_engine(config, inputs, progress)
     ledger, limits = Ledger(), deadlines(config)
     scorer = Verdicts(
-        config.reward, beside_driver=config.engine.kind == "embedded", warn=progress.warn, deadlines=limits
+        config.reward,
+        beside_driver=config.engine.kind == "embedded",
+        logs=log_folder(config),
+        warn=progress.warn,
+        deadlines=limits,
     )
-    intake = Intake(
+    collector = RolloutCollector(
         ledger,
         scorer=scorer,
         sampling=SamplingParams(rollout.temperature, rollout.top_p, rollout.max_response_tokens, inputs.stop),
@@ -112,18 +117,18 @@ def generation(config: Config, inputs: Inputs, algorithm: Algorithm, progress: P
         phases=phases,
         notices=progress,
     )
-    filling = Filling(
+    context = RolloutContext(
         section=rollout,
         engine=engine,
         source=inputs.prompts,
         ledger=ledger,
-        intake=intake,
+        collector=collector,
         notices=progress,
         deadlines=limits,
     )
     sampler = Sampler(
-        filling,
-        EarlyFill(filling) if rollout.finishes_early(config.engine.kind) else Rounds(filling),
+        context,
+        EarlyFill(context) if rollout.finishes_early(config.engine.kind) else Rounds(context),
         kept_bins=algorithm.kept_bins,
         updates_per_batch=config.trainer.updates_per_batch,
         recorder=recorder(config),
@@ -164,6 +169,7 @@ def policy_group(config: Config) -> PolicyGroup:
         seed=config.trainer.seed,
         updates_per_batch=config.trainer.updates_per_batch,
         gpus_per_rank=gpus_per_worker(),
+        logs=log_folder(config),
     )
 
 
@@ -188,6 +194,7 @@ def rollout_engine(config: Config, inputs: Inputs, notices: Notices) -> RunEngin
         model_path=config.model.path.absolute(),
         trust_remote_code=config.model.trust_remote_code,
         dtype=config.actor.dtype,
+        logs=log_folder(config),
     )
 
 
@@ -207,6 +214,11 @@ def gpus_per_worker() -> int:
 def run_directory(config: Config) -> Path:
     """Where the run is."""
     return filled(config.trainer.run_dir)
+
+
+def log_folder(config: Config) -> Path:
+    """Where every process of the run has its log."""
+    return run_directory(config).absolute() / logs.FOLDER
 
 
 async def start_all(policy: PolicyGroup, made: Generation | None, limits: Deadlines) -> None:

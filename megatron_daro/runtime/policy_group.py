@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 import shutil
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.data.schedule import CostModel
 from megatron_daro.errors import WorkerError
 from megatron_daro.runtime.calls import gather
-from megatron_daro.runtime.crew import Crew
 from megatron_daro.runtime.shards import Shard, joined_column, shards_of
+from megatron_daro.runtime.worker_group import WorkerGroup
 from megatron_daro.runtime.workers import Place, TrainWorker
 from megatron_daro.sync import disk
 from megatron_daro.sync.plan import SendPlan, SendReport
@@ -45,9 +45,11 @@ class PolicyGroup:
         seed: int,
         updates_per_batch: int,
         gpus_per_rank: int,
+        logs: Path | None = None,
         collective_timeout_s: float = 1800.0,
     ) -> None:
-        """Start nothing; `start` does."""
+        """Start nothing; `start` does. Args: logs: folder for the logs of the ranks."""
+        self._logs = logs
         self._settings, self._actor, self._algorithm, self._seed = settings, actor, algorithm, seed
         self._timeout_s = collective_timeout_s
         self._gpus_per_rank = gpus_per_rank
@@ -56,7 +58,7 @@ class PolicyGroup:
         # Batches whose shards are in the object store since `prepare`, oldest first: id -> (batch, shards).
         self._prepared: dict[int, tuple[TrainBatch, list[Shard]]] = {}
         self._most_prepared = updates_per_batch
-        self.workers = Crew()
+        self.workers = WorkerGroup()
         self._places: list[Place] = []
         self._address = ""
         self._version = 0
@@ -66,7 +68,9 @@ class PolicyGroup:
     async def start(self) -> None:
         """Start the processes and build the policy in them. Raises ModelError, ConfigError, WorkerError."""
         make: Any = TrainWorker.options(num_cpus=1, num_gpus=self._gpus_per_rank)  # type: ignore[attr-defined]
-        self.workers.update({f"actor rank {rank}": make.remote(rank) for rank in range(self._actor.world_size)})
+        self.workers.update(
+            {f"actor rank {rank}": make.remote(rank, self._logs) for rank in range(self._actor.world_size)}
+        )
         first = next(iter(self.workers.values()))
         (self._address,) = await gather({"actor rank 0": first.rendezvous.remote()})
         arguments = (self._address, self._settings, self._actor, self._algorithm, self._seed, self._timeout_s)
@@ -124,13 +128,14 @@ class PolicyGroup:
         directory = plan.directory.absolute() if plan.directory else None
         if directory:
             plan = dataclasses.replace(plan, directory=directory)
-            await asyncio.to_thread(disk.prepare, directory)
+            await asyncio.to_thread(disk.prepare, plan)
         for stage in self._stages():
             report = report.joined(await self._stage(stage, lambda worker: worker.export.remote(plan, backend)))
             if report.failures:
                 return report
         if directory:
-            await asyncio.to_thread(disk.finish, directory, report.files, self._settings.model_path)
+            model_path, dtype = self._settings.model_path, self._actor.torch_dtype
+            await asyncio.to_thread(disk.finish, plan, report.files, model_path, dtype)
             report = dataclasses.replace(report, send_s=time.perf_counter() - started)
         return report
 
@@ -179,21 +184,21 @@ class PolicyGroup:
     def _stages(self) -> list[int]:
         return sorted({place.stage for place in self._places})
 
-    async def _stage(self, stage: int, call: Any) -> Any:
-        """`call(worker)` on the exporting ranks of a stage; the result of the one that speaks."""
+    async def _stage(self, stage: int, call: Callable[[Any], Awaitable[SendReport]]) -> SendReport:
+        """`call(worker)` on the exporting ranks of a stage; the result of the one that sends."""
         placed = list(zip(self.workers.items(), self._places, strict=True))
         ranks = [(name, worker, p) for (name, worker), p in placed if p.exports and p.stage == stage]
         results = await gather({name: call(worker) for name, worker, _ in ranks})
-        return next(result for result, (_, _, p) in zip(results, ranks, strict=True) if p.speaks)
+        return next(result for result, (_, _, p) in zip(results, ranks, strict=True) if p.sends)
 
-    def _calls(self, shards: Sequence[Shard], call: Any) -> dict[str, Any]:
+    def _calls(self, shards: Sequence[Shard], call: Callable[[Any, Shard], Any]) -> dict[str, Any]:
         """`call(worker, shard)` on every rank with the shard of its data-parallel rank: references by rank's name."""
         return {
             name: call(worker, shards[place.data_parallel])
             for (name, worker), place in zip(self.workers.items(), self._places, strict=True)
         }
 
-    async def _all(self, call: Any) -> list[Any]:
+    async def _all(self, call: Callable[[Any], Any]) -> list[Any]:
         if not self.workers:
             raise WorkerError("the actor's workers were not started, or have been dismissed")
         return await gather({name: call(worker) for name, worker in self.workers.items()})

@@ -17,7 +17,9 @@ from megatron_daro.config import Config
 from megatron_daro.config.base import filled
 from megatron_daro.engine.sglang.environment import check_environments
 from megatron_daro.errors import DataError
+from megatron_daro.observe import logs
 from megatron_daro.rollout.replay import ReplaySource
+from megatron_daro.runtime import hf_export
 from megatron_daro.runtime.inputs import read_inputs
 from megatron_daro.runtime.restart_audit import made_with
 from megatron_daro.runtime.run_directory import LOCK_FILE, require_usable
@@ -98,6 +100,7 @@ def check_start(config: Config, *, resume: bool, generates: bool) -> None:
         ConfigError: a field that cannot work here. CheckpointError: the run directory holds the wrong thing.
     """
     require_usable(filled(config.trainer.run_dir), resume=resume)
+    hf_export.require_replaceable(config.trainer)
     if generates and config.engine.kind == "sglang":
         check_environments(config.engine.sglang)
 
@@ -123,10 +126,14 @@ def taken_back_if_it_fails(run_dir: Path) -> Iterator[None]:
 
 
 def _says_something(run_dir: Path, path: Path) -> bool:
-    """Whether a file is more than what every start writes first: configuration, lock, header of the events."""
-    prepared = path.parent == run_dir and path.name in (CONFIG_FILE, LOCK_FILE)
-    events = path.relative_to(run_dir).parts[0] == "tensorboard"
-    return path.is_file() and path.stat().st_size > 0 and not prepared and not events
+    """Whether a file is more than what every start writes first: configuration, lock, header of the events, logs in
+    which nothing failed that the start's own error does not say."""
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    folder = path.relative_to(run_dir).parts[0]
+    if folder == logs.FOLDER and not path.name.startswith("server_"):
+        return path.name != logs.file_name("driver") and b" ERROR " in path.read_bytes()
+    return not (path.parent == run_dir and path.name in (CONFIG_FILE, LOCK_FILE)) and folder != "tensorboard"
 
 
 class _Lines(list[str]):

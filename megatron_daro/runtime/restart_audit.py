@@ -170,7 +170,7 @@ def _both(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[st
         yield key, was, is_
 
 
-def _at(values: object, path: str) -> Any:
+def _at(values: object, path: str) -> object:
     for name in path.split("."):
         values = values.get(name, _UNKNOWN) if isinstance(values, Mapping) else _UNKNOWN
     return values
@@ -201,7 +201,7 @@ def _version(package: str) -> str:
         return _ABSENT
 
 
-def _read_object(file: Path) -> Any:
+def _read_object(file: Path) -> object:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,15 @@ from megatron_daro.engine.sglang.generation import probe_text
 from megatron_daro.engine.sglang.servers import ExternalServer, LaunchOptions, ServerHandle
 from megatron_daro.engine.sglang.supervision import Expected
 from megatron_daro.errors import EngineError
+from megatron_daro.observe import logs
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.runtime.answer_workers import AnswerWorkers
 from megatron_daro.runtime.calls import translated
-from megatron_daro.runtime.crew import Crew
-from megatron_daro.runtime.workers import ServerWorker
+from megatron_daro.runtime.node_actors import ServerWorker
+from megatron_daro.runtime.worker_group import WorkerGroup
 
 _LAUNCH_S = 300.0
 _CALL_S = 30.0
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class RayServer:
             await self._call(worker.stop.remote(), _CALL_S)
         ray.kill(worker, no_restart=True)
 
-    async def _call(self, reference: Any, timeout_s: float) -> str:
+    async def _call(self, reference: Awaitable[str], timeout_s: float) -> str:
         try:
             return await asyncio.wait_for(reference, timeout_s)
         except TimeoutError:
@@ -88,7 +88,7 @@ class RayServer:
 
 
 class SGLangGroup(SGLangEngine):
-    """The servers of a run. Its crew is empty: servers are watched here, and may die without ending the run."""
+    """The servers of a run. Its group is empty: servers are watched here, and may die without ending the run."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class SGLangGroup(SGLangEngine):
         """
         options = config.engine.sglang
         check_environments(options)
-        self.workers = Crew()
+        self.workers = WorkerGroup()
         rollout, model_path = config.rollout, config.model.path.absolute()
         model = json.loads((model_path / "config.json").read_text())
         expected = Expected(
@@ -126,6 +126,7 @@ class SGLangGroup(SGLangEngine):
                 options.answer_workers,
                 model_path,
                 config.model.trust_remote_code,
+                logs=run_dir.absolute() / logs.FOLDER,
                 warn=warn,
                 deadlines=deadlines,
             ),
@@ -144,7 +145,7 @@ def _handles(section: EngineSection, config: Config, run_dir: Path, gpus: bool) 
     if options.urls:
         return {f"server {i} ({url})": ExternalServer(url) for i, url in enumerate(options.urls)}
     # The engine speaks in token ids only: without a tokenizer a server starts sooner and does less per answer.
-    arguments = {"dtype": _DTYPES[config.actor.dtype], "skip_tokenizer_init": True, **options.arguments}
+    arguments = {"dtype": config.actor.torch_dtype, "skip_tokenizer_init": True, **options.arguments}
     if config.model.trust_remote_code:
         arguments = {"trust_remote_code": True, **arguments}
     seed = filled(section.seed)
@@ -157,7 +158,7 @@ def _handles(section: EngineSection, config: Config, run_dir: Path, gpus: bool) 
                 seed=seed + i,  # equal seeds would give equal answers to equal prompts
                 arguments=arguments,
                 env=options.env,
-                log_path=run_dir.absolute() / "logs" / f"server_{i}.log",
+                log_path=run_dir.absolute() / logs.FOLDER / logs.file_name(f"server {i}"),
             ),
             options.tensor_parallel if gpus else 0,
         )

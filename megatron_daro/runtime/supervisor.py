@@ -1,7 +1,7 @@
 """Ends the run when a worker process dies, with the cause, within seconds and wherever the loop happens to wait.
 
 Place in the data flow: beside the controller. Every worker has one call that never returns; its failure is the news,
-unless the worker's crew was dismissed.
+unless the worker's group was dismissed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Protocol, TypeVar, runtime_checkable
 
 from megatron_daro.runtime.calls import translated
-from megatron_daro.runtime.crew import Crew
+from megatron_daro.runtime.worker_group import WorkerGroup
 
 T = TypeVar("T")
 
@@ -25,19 +25,21 @@ class HasEnding(Protocol):
         ...
 
 
-async def supervised(work: Awaitable[T], crews: Sequence[Crew], endings: Sequence[Awaitable[Exception]] = ()) -> T:
+async def supervised(
+    work: Awaitable[T], groups: Sequence[WorkerGroup], endings: Sequence[Awaitable[Exception]] = ()
+) -> T:
     """Return the result of `work`, unless a worker dies first: then `work` is cancelled and the death is raised.
 
     Args:
         work: the controller's run; it closes what it holds when it is cancelled.
-        crews: the workers to watch.
+        groups: the workers to watch.
         endings: further things that may end the run: each returns its error.
 
     Raises:
         WorkerError: a worker's process ended while `work` was going on. Whatever `work` raises passes through.
     """
     task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_first_death(crews, endings))
+    watch = asyncio.ensure_future(_first_death(groups, endings))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if watch.done() and not task.done():
@@ -59,9 +61,9 @@ async def _cancelled(task: asyncio.Future[T]) -> None:
         task.exception()
 
 
-async def _first_death(crews: Sequence[Crew], endings: Sequence[Awaitable[Exception]]) -> Exception:
-    """Wait until a worker of a crew that was not dismissed is gone; return the error."""
-    watches = [asyncio.ensure_future(_death(crew, name)) for crew in crews for name in crew]
+async def _first_death(groups: Sequence[WorkerGroup], endings: Sequence[Awaitable[Exception]]) -> Exception:
+    """Wait until a worker of a group that was not dismissed is gone; return the error."""
+    watches = [asyncio.ensure_future(_death(group, name)) for group in groups for name in group]
     watches += [asyncio.ensure_future(ending) for ending in endings]
     try:
         done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
@@ -71,12 +73,12 @@ async def _first_death(crews: Sequence[Crew], endings: Sequence[Awaitable[Except
             watch.cancel()
 
 
-async def _death(crew: Crew, name: str) -> Exception:
+async def _death(group: WorkerGroup, name: str) -> Exception:
     try:
-        await crew[name].sentinel.remote()
+        await group[name].sentinel.remote()
         error: Exception = RuntimeError("its sentinel returned")
     except Exception as raised:  # the supervisor's border: whatever ends a worker is the news
         error = raised
-    if crew.dismissed:
+    if group.dismissed:
         await asyncio.Future()  # for ever: whoever waits here is cancelled when the work is done
     return translated(name, error)

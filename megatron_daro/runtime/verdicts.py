@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron_daro.config.sections import RewardSection
@@ -17,8 +18,8 @@ from megatron_daro.errors import WorkerError
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.runtime.calls import WorkerDiedError
+from megatron_daro.runtime.node_actors import VerdictWorker
 from megatron_daro.runtime.node_workers import NodeWorkers, alive_nodes
-from megatron_daro.runtime.workers import VerdictWorker
 from megatron_daro.types import Verdict
 
 _STOP_S = 30.0
@@ -28,20 +29,27 @@ class Verdicts:
     """The verifiers of a run."""
 
     def __init__(
-        self, section: RewardSection, *, beside_driver: bool, warn: Callable[[str], None], deadlines: Deadlines
+        self,
+        section: RewardSection,
+        *,
+        beside_driver: bool,
+        logs: Path | None = None,
+        warn: Callable[[str], None],
+        deadlines: Deadlines,
     ) -> None:
         """Start nothing.
 
         Args:
             section: the configuration's reward section; `workers` processes are dealt out to the nodes.
             beside_driver: whether one node's pool may belong to this process.
+            logs: folder for the logs of the others.
         """
         self._section, self._beside_driver = section, beside_driver
         self._shares: list[int] = []
 
         def make(options: dict[str, Any], number: int) -> Any:
             placed: Any = VerdictWorker.options(**options)  # type: ignore[attr-defined]
-            return placed.remote(section, self._shares[number])
+            return placed.remote(number, section, self._shares[number], logs)
 
         self.workers = NodeWorkers("verifier pool", make, warn=warn, deadlines=deadlines)
         self.pool: RewardPool | None = None
@@ -70,7 +78,7 @@ class Verdicts:
             return await self.pool.score_async(pairs)
         while True:
             try:
-                return await self.workers.call("score", list(pairs))
+                return await self.workers.call("score", *pairs)
             except WorkerDiedError:
                 continue  # bounded: every loss counts towards the worker's last start
 

@@ -1,15 +1,15 @@
-"""The Ray actors: one rank of the Megatron policy, one replica of the embedded engine, one SGLang server, one process
-that asks servers, one pool of verifiers. Thin shells.
+"""The Ray actors that hold the model: one rank of the Megatron policy, one replica of the embedded engine.
 
-Place in the data flow: policy_group.py, engine_group.py, sglang_group.py and node_workers.py call them; all work is
-done by actor/, engine/, sync/ and reward/. The first two have a `sentinel` call that never returns: its failure tells
-the supervisor that the process died. A run outlives the others: whoever calls them sees that they are gone.
+Place in the data flow: policy_group.py and engine_group.py call them; all work is done by actor/, engine/ and sync/.
+Thin shells. Both have a `sentinel` call that never returns: its failure tells the supervisor that the process died. The
+actors that a run outlives are in node_actors.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import ipaddress
 import os
 import socket
@@ -26,29 +26,26 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from torch import Tensor
 
+from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
-from megatron_daro.config.sections import RewardSection
-from megatron_daro.engine.sglang.answers import Question
 from megatron_daro.engine.sglang.client import post_to
-from megatron_daro.engine.sglang.servers import LaunchOptions, ServerProcess
+from megatron_daro.observe import logs
 from megatron_daro.runtime.calls import translated
 from megatron_daro.sync.buckets import WeightBucket, bucketize
 from megatron_daro.sync.plan import SendFailure, SendPlan, SendReport
-from megatron_daro.types import GroupRequest, Rollout, StepResult, TrainBatch, Verdict
+from megatron_daro.types import GroupRequest, Rollout, StepResult, TrainBatch
 
 # Ray's stubs know neither concurrency groups nor what a decorated class becomes.
 _actor: Any = ray.remote
 
 # Methods of the "work" group run one after the other on one thread; "watch" stays free for the sentinel.
 _GROUPS = {"work": 1, "watch": 1}
-# Calls that an asynchronous actor has under way at most: all groups of a large batch wait in it for their servers.
-_MANY_CALLS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A rank's part. exports: it takes part in exports; speaks: it hands on its stage's.
+    """A rank's part. exports: it takes part in exports; sends: it hands on its stage's.
 
     answers: what its tensor and context group computed for a shard comes from this rank, one per data-parallel rank.
     """
@@ -56,7 +53,7 @@ class Place:
     data_parallel: int
     stage: int
     exports: bool
-    speaks: bool
+    sends: bool
     answers: bool
 
 
@@ -64,7 +61,8 @@ class Place:
 class TrainWorker:
     """One rank of the policy. `setup` must be called on all ranks at once."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, log_folder: Path | None = None) -> None:
+        logs.take_over(log_folder, f"actor rank {rank}")
         self._rank = rank
         self._policy: Any = None
         self._sender: Any = None
@@ -90,10 +88,11 @@ class TrainWorker:
             return f"tcp://{address}:{probe.getsockname()[1]}"
 
     @ray.method(concurrency_group="work")
+    @logs.failures_logged
     def setup(
         self,
         init_method: str,
-        settings: Any,
+        settings: PolicySettings,
         actor: ActorSection,
         algorithm: AlgorithmSection,
         seed: int,
@@ -107,22 +106,24 @@ class TrainWorker:
 
         parallel.initialize(layout_of(actor), rank=self._rank, init_method=init_method, seed=seed, timeout_s=timeout_s)
         self._policy = MegatronPolicy(settings, actor, algorithm)
+        gc.freeze()  # the other ranks of a collective call would wait while this one looks through its modules
 
     @ray.method(concurrency_group="work")
     def place(self) -> Place:
         """Return what part this rank has."""
         from megatron_daro.actor import parallel
-        from megatron_daro.actor.weights import exports_weights, speaks_for_stage
+        from megatron_daro.actor.weights import exports_weights, sends_for_stage
 
         return Place(
             data_parallel=parallel.data_parallel_rank(),
             stage=parallel.pipeline_parallel_rank(),
             exports=exports_weights(),
-            speaks=speaks_for_stage(),
+            sends=sends_for_stage(),
             answers=parallel.answers_for_shard(),
         )
 
     @ray.method(concurrency_group="work")
+    @logs.failures_logged
     def train(self, batch: TrainBatch, micro_batches: Sequence[Sequence[int]], step: int, **columns: Any) -> StepResult:
         """One optimizer step on this rank's shard. Collective; metrics come from the ranks that answer only.
 
@@ -132,6 +133,7 @@ class TrainWorker:
         return result if self._answers() else dataclasses.replace(result, metrics={})
 
     @ray.method(concurrency_group="work")
+    @logs.failures_logged
     def logprobs(
         self,
         batch: TrainBatch,
@@ -153,14 +155,15 @@ class TrainWorker:
         return parallel.answers_for_shard()
 
     @ray.method(concurrency_group="work")
+    @logs.failures_logged
     def export(self, plan: SendPlan, backend: str) -> SendReport | None:
         """Send this stage's weights as the plan says; collective over its tensor-parallel ranks, of which one sends and
         reports. backend: of broadcasts."""
         from megatron_daro.actor import parallel
-        from megatron_daro.actor.weights import speaks_for_stage
+        from megatron_daro.actor.weights import sends_for_stage
         from megatron_daro.sync.sender import Sender
 
-        if not speaks_for_stage():
+        if not sends_for_stage():
             for _ in self._policy.export():  # the others gather along
                 pass
             return None
@@ -169,11 +172,13 @@ class TrainWorker:
         return self._sender.send(self._policy.export(), plan, label=f"stage{parallel.pipeline_parallel_rank()}")
 
     @ray.method(concurrency_group="work")
+    @logs.failures_logged
     def save(self, directory: Path) -> None:
         """Write the checkpoint. Collective."""
         self._policy.save(directory)
 
     @ray.method(concurrency_group="work")
+    @logs.failures_logged
     def load(self, directory: Path) -> None:
         """Read a checkpoint. Collective."""
         self._policy.load(directory)
@@ -183,12 +188,20 @@ class TrainWorker:
 class EngineWorker:
     """One replica of the embedded engine: its methods are those of the Engine Protocol, on Ray's event loop."""
 
-    def __init__(self, path: Path, trust_remote_code: bool, options: dict[str, Any]) -> None:
-        from megatron_daro.data.tokenizer import load_tokenizer
+    def __init__(
+        self,
+        number: int,
+        path: Path,
+        trust_remote_code: bool,
+        options: dict[str, Any],
+        log_folder: Path | None = None,
+    ) -> None:
+        logs.take_over(log_folder, f"engine {number}")
+        from megatron_daro.data.tokenizer import load_tokenizer, response_decoder
         from megatron_daro.engine.embedded import EmbeddedEngine
 
         tokenizer = load_tokenizer(path, trust_remote_code)
-        self._engine = EmbeddedEngine(path, decode=lambda ids: _decode(tokenizer, ids), **options)
+        self._engine = EmbeddedEngine(path, decode=response_decoder(tokenizer), **options)
 
     async def sentinel(self) -> None:
         """Blocks for as long as the process lives."""
@@ -221,81 +234,6 @@ class EngineWorker:
         await self._engine.commit_update(version)
 
 
-@_actor(max_restarts=0, max_task_retries=0)
-class ServerWorker:
-    """One SGLang server process, on the node and with the GPUs that Ray gave this actor; it ends with the actor."""
-
-    def __init__(self, options: LaunchOptions) -> None:
-        self._server = ServerProcess(options, ray.util.get_node_ip_address())
-
-    def launch(self) -> str:
-        """Start the process; its URL."""
-        return self._server.launch()
-
-    def death(self) -> str:
-        """Why the process is gone; empty while it lives."""
-        return self._server.death()
-
-    def stop(self) -> None:
-        """End the process."""
-        self._server.stop()
-
-
-@_actor(max_restarts=0, max_task_retries=0, max_concurrency=_MANY_CALLS)
-class AnswerWorker:
-    """Asks SGLang servers and makes rollouts of their answers, many at once on Ray's event loop."""
-
-    def __init__(self, path: Path, trust_remote_code: bool) -> None:
-        from megatron_daro.engine.sglang.answers import DirectAnswers
-
-        self._path, self._trust = path, trust_remote_code
-        self._tokenizer: Any = None
-        self._answers = DirectAnswers(lambda ids: _decode(self._tokenizer, ids))
-
-    async def ready(self) -> tuple[str, int]:
-        """Node and process, when the tokenizer is loaded. Raises ModelError: here, since Ray cuts what a start says."""
-        from megatron_daro.data.tokenizer import load_tokenizer
-
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self._path, self._trust)
-        return _own_place()
-
-    async def ask(self, question: Question) -> tuple[Rollout, ...]:
-        """Return the rollouts of one group. Raises as `Answers.ask` says."""
-        return await self._answers.ask(question)
-
-
-@_actor(max_restarts=0, max_task_retries=0, max_concurrency=_MANY_CALLS)
-class VerdictWorker:
-    """A pool of verifier processes on this node; they end with this process, however it ends."""
-
-    def __init__(self, section: RewardSection, workers: int) -> None:
-        from megatron_daro.reward.pool import RewardPool
-
-        self._pool = RewardPool.from_section(section.model_copy(update={"workers": workers}))
-
-    async def ready(self) -> tuple[str, int]:
-        """Node and process, when the verifiers run."""
-        await asyncio.to_thread(self._pool.start)
-        return _own_place()
-
-    async def score(self, pairs: Sequence[tuple[str, str, str]]) -> list[Verdict]:
-        """Verdicts in order. Raises RewardError."""
-        return await self._pool.score_async(pairs)
-
-    async def counters(self) -> dict[str, int]:
-        """Return what the pool did so far."""
-        return self._pool.counters
-
-    async def stop(self) -> None:
-        """End the verifiers in order."""
-        await asyncio.to_thread(self._pool.close)
-
-
-def _own_place() -> tuple[str, int]:
-    return ray.get_runtime_context().get_node_id(), os.getpid()
-
-
 def _hand_over(stream: Iterable[tuple[str, Tensor]], plan: SendPlan) -> SendReport:
     """Buckets to engine actors, each once into the object store; one is packed while the one before is taken."""
     started, num_bytes, num_buckets = time.perf_counter(), 0, 0
@@ -323,7 +261,3 @@ def _taken(calls: Mapping[str, Any], timeout_s: float) -> dict[str, SendFailure]
             refused = isinstance(error, RayTaskError)
             failures[name] = SendFailure("refused" if refused else "unanswered", str(translated(name, error)))
     return failures
-
-
-def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
-    return tokenizer.decode(ids, skip_special_tokens=True)

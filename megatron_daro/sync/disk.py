@@ -1,13 +1,13 @@
-"""Weights as files that servers read: an HF checkpoint that several ranks write together and that appears at once.
+"""Weights as files: an HF checkpoint that several ranks write together and that appears at once.
 
 Place in the data flow: exporting ranks write their shards into a directory beside the final one; whoever drives them
-then writes the index and renames. Refuses to leave anything half written under the final name.
+then writes the index and renames. Servers read it (`sync: disk`), or it is the result of a run (runtime/hf_export.py).
+Refuses to leave anything half written under the final name; copies no code (`*.py`) with the tokenizer.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterable, Mapping
@@ -17,12 +17,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_daro import durable
+from megatron_daro.convert.hf_writer import copy_tokenizer, shard_name, write_index
 from megatron_daro.errors import SyncError
 from megatron_daro.sync.buckets import WeightBucket, bucketize
-from megatron_daro.sync.plan import SendReport
+from megatron_daro.sync.plan import ORIGIN_FILE, SendPlan, SendReport
 
-_COPIED = ("config.json", "generation_config.json")
-_INDEX = "model.safetensors.index.json"
+_DTYPE_KEYS = ("dtype", "torch_dtype")  # of config.json: transformers 5 and 4; both read the second
 
 
 def partial_directory(directory: Path) -> Path:
@@ -30,14 +31,13 @@ def partial_directory(directory: Path) -> Path:
     return directory.with_name(f".{directory.name}.partial")
 
 
-def write_shards(directory: Path, label: str, stream: Iterable[tuple[str, Tensor]], shard_bytes: int) -> SendReport:
+def write_shards(plan: SendPlan, label: str, stream: Iterable[tuple[str, Tensor]]) -> SendReport:
     """Write this rank's tensors into the partial directory; read the stream to its end whatever happens.
 
     Args:
-        directory: the final directory.
+        plan: of files.
         label: distinguishes ranks in file names.
         stream: (HF name, tensor), maybe collective.
-        shard_bytes: limit of a file.
 
     Returns:
         The report, with the files.
@@ -46,8 +46,9 @@ def write_shards(directory: Path, label: str, stream: Iterable[tuple[str, Tensor
         SyncError: the disk refused.
     """
     started = time.perf_counter()
-    partial, written, failure = partial_directory(directory), dict[str, tuple[str, int]](), ""
-    for number, bucket in enumerate(bucketize(stream, shard_bytes)):
+    partial, written, failure = partial_directory(_target(plan)), dict[str, tuple[str, int]](), ""
+    in_host_memory = ((name, tensor.cpu()) for name, tensor in stream)  # a whole file of them may not fit the GPU
+    for number, bucket in enumerate(bucketize(in_host_memory, plan.bucket_bytes)):
         if failure:
             continue  # other ranks gather along
         try:
@@ -55,47 +56,69 @@ def write_shards(directory: Path, label: str, stream: Iterable[tuple[str, Tensor
         except (OSError, SafetensorError) as error:
             failure = f"{partial}: {error}"
     if failure:
-        raise SyncError(
-            f"weights could not be written for the servers: {failure}; free space, or set engine.sglang.sync_dir"
-        )
+        raise SyncError(f"weights could not be written: {failure}; {plan.remedy}")
     total = sum(nbytes for _, nbytes in written.values())
     return SendReport(total, len(written), time.perf_counter() - started, files=written)
 
 
-def finish(directory: Path, files: Mapping[str, tuple[str, int]], model_path: Path) -> None:
-    """Write index and configuration and give the directory its name.
+def finish(plan: SendPlan, files: Mapping[str, tuple[str, int]], model_path: Path, dtype: str) -> None:
+    """Write index, configuration and tokenizer, and give the directory its name; an older one goes then.
 
     Args:
-        directory: the final directory. files: HF name -> (file name, bytes), of all ranks. model_path: has the
-            configuration.
+        plan: of files. files: HF name -> (file name, bytes), of all ranks. model_path: has the configuration and the
+            tokenizer. dtype: of the tensors, by torch's name.
+
+    Raises:
+        SyncError: the disk refused.
     """
-    partial = partial_directory(directory)
-    total = sum(nbytes for _, nbytes in files.values())
-    index = {"metadata": {"total_size": total}, "weight_map": {name: file for name, (file, _) in files.items()}}
+    directory = _target(plan)
+    partial, replaced = partial_directory(directory), directory.with_name(f".{directory.name}.replaced")
     try:
-        (partial / _INDEX).write_text(json.dumps(index))
-        for name in _COPIED:
-            if (model_path / name).is_file():
-                shutil.copyfile(model_path / name, partial / name)
-        for path in partial.iterdir():
-            _sync(path)
-        shutil.rmtree(directory, ignore_errors=True)
+        write_index(partial, _named_files(partial, files), sum(nbytes for _, nbytes in files.values()))
+        _write_config(model_path, partial, dtype)
+        copy_tokenizer(model_path, partial)
+        if plan.step is not None:
+            (partial / ORIGIN_FILE).write_text(json.dumps({"step": plan.step}) + "\n")
+        durable.sync_folder(partial)
+        shutil.rmtree(replaced, ignore_errors=True)
+        if directory.exists():
+            directory.rename(replaced)
         partial.rename(directory)
-        _sync(directory.parent)
+        durable.sync(directory.parent)
     except OSError as error:
-        raise SyncError(
-            f"{directory} could not be written: {error}; free space, or set engine.sglang.sync_dir"
-        ) from error
+        raise SyncError(f"{directory} could not be written: {error}; {plan.remedy}") from error
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
-def prepare(directory: Path) -> None:
-    """Make an empty partial directory, also where an earlier try left one."""
-    partial = partial_directory(directory)
+def prepare(plan: SendPlan) -> None:
+    """Make an empty partial directory, also where an earlier try left one. Raises SyncError: the disk refused."""
+    partial = partial_directory(_target(plan))
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
     except OSError as error:
-        raise SyncError(f"engine.sglang.sync_dir: {partial} cannot be made: {error}") from error
+        raise SyncError(f"{partial} cannot be made: {error}; {plan.remedy}") from error
+
+
+def _target(plan: SendPlan) -> Path:
+    assert plan.directory is not None, "a plan of files names their directory"
+    return plan.directory
+
+
+def _named_files(partial: Path, files: Mapping[str, tuple[str, int]]) -> dict[str, str]:
+    """Give the ranks' files the names of a checkpoint, since all are known now; HF name -> file name."""
+    written = list(dict.fromkeys(file for file, _ in files.values()))
+    names = {file: shard_name(number, len(written)) for number, file in enumerate(written)}
+    for file, name in names.items():
+        (partial / file).rename(partial / name)
+    return {tensor: names[file] for tensor, (file, _) in files.items()}
+
+
+def _write_config(model_path: Path, partial: Path, dtype: str) -> None:
+    """Copy config.json with the dtype of the files: loaders would otherwise convert to that of the base model."""
+    config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
+    config |= dict.fromkeys([key for key in _DTYPE_KEYS if key in config] or _DTYPE_KEYS[1:], dtype)
+    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_shard(partial: Path, file: str, bucket: WeightBucket) -> dict[str, tuple[str, int]]:
@@ -103,11 +126,3 @@ def _write_shard(partial: Path, file: str, bucket: WeightBucket) -> dict[str, tu
     tensors = {name: tensor.cpu().clone() for name, tensor in bucket.tensors()}
     save_file(tensors, partial / file, metadata={"format": "pt"})
     return {name: (file, tensor.nbytes) for name, tensor in tensors.items()}
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -18,6 +18,9 @@ Transport = Literal["distributed", "tensor", "disk", "actor"]
 """distributed: one broadcast to all servers; tensor: handles of GPU memory to servers of the same host; disk: files
 that servers read; actor: buckets to Ray actors."""
 
+ORIGIN_FILE = "megatron_daro.json"
+"""In a directory of files that are the result of a run: {"step": optimizer steps}."""
+
 # Tensors that a server keeps as they are (it fuses q, k, v and gate, up) and that are cheap to hash.
 _HASHED = ("norm.weight", "o_proj.weight")
 
@@ -39,7 +42,9 @@ class SendPlan:
     """Everything that one export is to send.
 
     bucket_bytes: limit of a bucket, or of a file. timeout_s: of each call and each broadcast. digest_dtype: that
-    of the receivers, such as "bfloat16"; the report then has digests of some tensors. directory: of files, for disk.
+    of the receivers, such as "bfloat16"; the report then has digests of some tensors. directory: of files, for disk;
+    remedy: what to do when they cannot be written, for the message; step: that the files are of, where they are the
+    result of a run (see `ORIGIN_FILE`).
     """
 
     transport: Transport
@@ -48,6 +53,8 @@ class SendPlan:
     timeout_s: float
     digest_dtype: str = ""
     directory: Path | None = None
+    remedy: str = "free space"
+    step: int | None = None
 
     @property
     def world_size(self) -> int:

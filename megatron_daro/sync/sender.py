@@ -63,8 +63,7 @@ class Sender:
         if plan.transport == "actor":
             assert self._hand_over is not None, "this process has no actors to hand buckets to"
             return self._hand_over(stream, plan)
-        assert plan.directory is not None, "a plan of files names their directory"
-        return write_shards(plan.directory, label, stream, plan.bucket_bytes)
+        return write_shards(plan, label, stream)
 
 
 def noted(stream: Stream, received_dtype: str, digests: dict[str, Digest]) -> Iterator[tuple[str, Tensor]]:

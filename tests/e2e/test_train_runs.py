@@ -7,13 +7,17 @@ import signal
 import psutil
 import pyarrow.parquet as pq
 import pytest
+import torch
 import yaml
 from cli_runs import assert_same_run, checkpoint, digests, metric_lines, signalled, trained
+from exported_model import assert_is_model_of
+from transformers import AutoModelForCausalLM
 
 from megatron_daro.observe.metrics import read_metrics
 from megatron_daro.rollout.recorder import read_step
 
 STEPS = range(1, 9)
+TOKENIZER = ["tokenizer.json", "tokenizer_config.json"]
 TRAIN_PART = ("loss/", "ratio/", "policy/", "mismatch/", "difficulty/weight/", "difficulty/loss/", "optimizer/")
 
 
@@ -73,7 +77,8 @@ def half_run(tiny, tmp_path_factory):
     """The reference's first four steps, in a run directory of its own."""
     directory = tmp_path_factory.mktemp("half")
     options = [f"trainer.run_dir={directory / 'run'}", "trainer.eval_every_steps=4", "trainer.steps=4"]
-    trained(["train", tiny.config, *options], directory / "log")
+    finished = trained(["train", tiny.config, *options, "trainer.export_hf=true"], directory / "log")
+    assert finished.stdout.splitlines()[-2].startswith(f"model: {directory / 'run' / 'hf'}, a Hugging Face directory")
     return directory / "run"
 
 
@@ -82,11 +87,29 @@ def test_same_seed_twice_is_the_same_run(half_run, reference):
     assert_same_run(half_run, reference, range(1, 5), but=frozenset({"common.pt", "manifest.json"}))
 
 
+def test_the_exported_model_is_the_policy_of_the_last_checkpoint(half_run, reference):
+    """Two tensor-parallel ranks wrote it. The engine sampled the next step of the same run with these weights."""
+    assert_is_model_of(half_run / "hf", checkpoint(half_run, 4))
+    names = ["config.json", "generation_config.json", "megatron_daro.json", "model.safetensors"]
+    assert sorted(path.name for path in (half_run / "hf").iterdir()) == [*names, *TOKENIZER]
+    model = AutoModelForCausalLM.from_pretrained(half_run / "hf", dtype="auto")
+    rollouts = [rollout for group, _ in read_step(reference, 5) for rollout in group.rollouts]
+    assert rollouts and {rollout.weight_version for rollout in rollouts} == {4}
+    for rollout in rollouts:
+        tokens_S = torch.as_tensor(rollout.tokens).long()
+        with torch.no_grad():
+            logprobs_S = model(tokens_S[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens_S[1:, None])[:, 0]
+        # 1e-5: the engine computes a batch of other shape.
+        assert logprobs_S[rollout.prompt_length - 1 :].numpy() == pytest.approx(rollout.logprobs, abs=1e-5)
+
+
 def test_resume_after_a_whole_run_continues_bit_for_bit(tiny, half_run, reference, tmp_path):
-    options = [f"trainer.run_dir={half_run}", "trainer.eval_every_steps=4", "trainer.steps=8"]
+    options = [f"trainer.run_dir={half_run}", "trainer.eval_every_steps=4", "trainer.steps=8", "trainer.export_hf=true"]
     finished = trained(["train", tiny.config, *options, "--resume"], tmp_path / "log")
     assert "resumed from" in finished.stdout and "step_000004" in finished.stdout
     assert_same_run(half_run, reference, STEPS)
+    assert_is_model_of(half_run / "hf", checkpoint(half_run, 8))  # in the place of that of step 4
+    assert [path for path in half_run.iterdir() if path.name.startswith(".")] == []
 
 
 def train_part(run_dir):

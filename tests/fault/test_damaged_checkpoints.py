@@ -1,4 +1,5 @@
-"""Torn and edited checkpoints are refused and the one before is used; a full disk costs the new checkpoint only."""
+"""Torn and edited checkpoints are refused and the one before is used; a full disk costs the new checkpoint, or the
+export, only."""
 
 import os
 import shutil
@@ -6,6 +7,7 @@ import subprocess
 
 import pytest
 from cli_runs import assert_same_run, checkpoint, different_files, digests, run_cli, trained
+from exported_model import assert_is_model_of
 
 PAGE = 4096
 
@@ -70,3 +72,26 @@ def test_full_disk_is_named_and_the_previous_checkpoint_can_be_resumed(tiny, ref
     subprocess.run(enlarge, check=True)
     trained(["train", tiny.config, *options, "--resume"], tmp_path / "resumed")
     assert_same_run(run_dir, reference, range(1, 9))
+
+
+def test_full_disk_costs_a_finished_run_its_export_only_and_a_resume_writes_it(tiny, reference, small_disk, tmp_path):
+    disk, _ = small_disk
+    run_dir, filler = disk / "run", disk / "filler"
+    last = shutil.copytree(checkpoint(reference, 8), checkpoint(run_dir, 8))
+    before, space = digests(last), os.statvfs(disk)
+    filler.write_bytes(bytes(space.f_bavail * space.f_frsize - 10 * PAGE))  # the weights alone are 20 pages
+    options = [f"trainer.run_dir={run_dir}", "trainer.eval_every_steps=4", "trainer.export_hf=true", "--resume"]
+    finished = run_cli(["train", tiny.config, *options], tmp_path / "log")
+    assert finished.code == 1
+    assert finished.last_line.startswith("SyncError: weights could not be written: ")
+    assert "No space left on device" in finished.last_line and "--resume with the same options" in finished.last_line
+    assert digests(last) == before
+    assert [path.name for path in run_dir.iterdir() if "hf" in path.name] == []
+
+    filler.unlink()
+    finished = trained(["train", tiny.config, *options], tmp_path / "again")
+    assert "has all of its 8 steps" in finished.stdout and f"Only {run_dir / 'hf'} is left" in finished.stdout
+    assert "step_000009" not in finished.stdout and not (run_dir / "rollouts").exists()
+    assert_is_model_of(run_dir / "hf", last)
+    finished = run_cli(["train", tiny.config, *options], tmp_path / "third", {"RAY_ADDRESS": "127.0.0.1:1"})
+    assert finished.code == 0 and "Nothing to do" in finished.stdout

@@ -21,13 +21,13 @@ from cli_runs import (
 
 # (place, after the metrics of this step). With a checkpoint every second step: the second to fourth go back to step 2.
 PLACES = [
-    ("rollout", 0),
+    pytest.param("rollout", 0, marks=pytest.mark.heavy),
     ("reward", 2),
-    ("build", 2),
-    ("train", 3),
+    pytest.param("build", 2, marks=pytest.mark.heavy),
+    pytest.param("train", 3, marks=pytest.mark.heavy),
     ("train:left", 4),
     ("sync", 5),
-    ("write", 5),
+    pytest.param("write", 5, marks=pytest.mark.heavy),
     ("write:left", 7),
     ("seal", 8),
 ]
@@ -71,15 +71,18 @@ def test_resume_after_all_kills_is_bit_for_bit_the_unbroken_run(tiny, reference,
     assert not list((run_dir / "checkpoints").glob("*.tmp"))
 
 
-@pytest.mark.parametrize(("title", "who"), [("ray::TrainWorker", "actor rank"), ("ray::EngineWorker", "engine 0")])
-def test_killed_worker_ends_the_job_with_the_cause_on_the_last_line(tiny, tmp_path, title, who):
+@pytest.mark.parametrize(
+    ("title", "who", "how"),
+    [("ray::TrainWorker", "actor rank", signal.SIGSEGV), ("ray::EngineWorker", "engine 0", signal.SIGKILL)],
+)
+def test_killed_worker_ends_the_job_with_the_cause_on_the_last_line(tiny, tmp_path, title, who, how):
     run_dir = tmp_path / "run"
     overrides = [f"trainer.run_dir={run_dir}", "trainer.steps=100000", "algorithm.name=grpo"]
     with started(["train", tiny.config, *overrides], tmp_path / "log") as run:
         run.wait_until(lambda: last_step(run_dir) >= 2, "second step")
         victim = run.named(title)[-1]
         assert psutil.pid_exists(victim.pid)
-        victim.kill()
+        victim.send_signal(how)
         finished = run.finish(limit_s=30)
         assert run.left_behind() == []
     assert finished.code == 1
@@ -91,6 +94,13 @@ def test_killed_worker_ends_the_job_with_the_cause_on_the_last_line(tiny, tmp_pa
         and len(finished.last_line) < 400
     )
     assert last_step(run_dir) < 100000
+    logs = {path.name: path.read_text() for path in (run_dir / "logs").iterdir()}
+    assert set(logs) == {"driver.log", "actor_rank_0.log", "actor_rank_1.log", "engine_0.log"}
+    assert f"what each process wrote is in {run_dir / 'logs'}" in finished.stdout
+    assert " INFO driver (" in logs["driver.log"] and " ERROR driver (" in logs["driver.log"]
+    assert logs["driver.log"].splitlines()[-1].endswith(finished.last_line.removeprefix("WorkerDiedError: "))
+    crashed = [name for name, text in logs.items() if "Segmentation fault" in text and "most recent call first" in text]
+    assert len(crashed) == (how == signal.SIGSEGV) and all(name.startswith("actor_rank_") for name in crashed)
 
 
 def test_killed_raylet_is_the_cause_on_the_last_line(tiny, tmp_path):

@@ -186,6 +186,7 @@ def test_a_killed_answer_worker_loses_no_group_and_is_started_again(workers, war
     run(scenario())
 
 
+@pytest.mark.heavy
 def test_an_abort_reaches_the_server_and_a_closed_stream_drops_its_connection(workers, run, tmp_path):
     async def scenario():
         async with StubServer() as stub, asking(stub, tmp_path, workers) as engine:
@@ -207,6 +208,7 @@ async def ignored(request, body):
     return web.json_response({})
 
 
+@pytest.mark.heavy
 def test_a_worker_that_hangs_is_ended_by_its_deadline(workers, warnings, run):
     async def scenario():
         (_, pid), (_, other) = (await places(workers)).values()
@@ -221,6 +223,7 @@ def test_a_worker_that_hangs_is_ended_by_its_deadline(workers, warnings, run):
     run(scenario())
 
 
+@pytest.mark.heavy
 def test_workers_lost_too_often_are_left_out_and_with_none_the_run_ends(workers, warnings, run, tmp_path, monkeypatch):
     monkeypatch.setattr(node_workers, "MAX_RESTARTS", 0)
 

@@ -23,7 +23,7 @@ def resume(tiny, run_dir, *overrides):
     return ["train", tiny.config, f"trainer.run_dir={run_dir}", "trainer.eval_every_steps=4", "--resume", *overrides]
 
 
-def test_refused_changes_are_all_named_and_nothing_but_the_audit_is_written(tiny, run_dir, tmp_path):
+def test_refused_changes_are_all_named_and_nothing_but_audit_and_log_is_written(tiny, run_dir, tmp_path):
     before = digests(run_dir)
     changed = ["rollout.rollouts_per_prompt=8", "actor.dtype=bf16", "rollout.temperature=0.5"]
     finished = run_cli(resume(tiny, run_dir, *changed), tmp_path / "log", environment=NO_CLUSTER)
@@ -33,7 +33,8 @@ def test_refused_changes_are_all_named_and_nothing_but_the_audit_is_written(tiny
     after = digests(run_dir)
     audit = (run_dir / "restarts.txt").read_text()
     assert set(after) - set(before) == {"restarts.txt"}
-    assert {name for name in before if after[name] != before[name]} == set()
+    assert {name for name in before if after[name] != before[name]} == {"logs/driver.log"}
+    assert finished.last_line.partition(": ")[2] in (run_dir / "logs" / "driver.log").read_text()
     row = next(line for line in audit.splitlines() if "rollout.temperature" in line)
     assert " ".join(row.split()) == "rollout.temperature 1.0 0.5 in effect: trains differently from here"
     assert row in finished.stdout
@@ -48,7 +49,7 @@ def test_a_finished_run_says_so_and_a_directory_in_use_who_has_it(tiny, run_dir,
         finished = run_cli(resume(tiny, run_dir), tmp_path / "log", environment=NO_CLUSTER)
     assert finished.code == 1 and "is in use by process" in finished.last_line
     changed = {name for name, digest in digests(run_dir).items() if before.get(name) != digest}
-    assert changed == {"restarts.txt", "config.yaml"}  # which names the directory
+    assert changed == {"restarts.txt", "config.yaml", "logs/driver.log"}  # the configuration names the directory
 
 
 def test_a_changed_learning_rate_is_used_and_the_audit_says_so(tiny, run_dir, tmp_path):

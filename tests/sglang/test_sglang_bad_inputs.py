@@ -73,7 +73,13 @@ def no_sglang(content, status):
     return prepare
 
 
-@pytest.mark.parametrize("prepare", [no_sglang({"detail": "Not Found"}, 404), no_sglang("It works!", 200)])
+def router(server):
+    """What sglang-router 0.3.2 says of itself."""
+    server.answers["/server_info"] = server.answers["/openapi.json"] = answering(404, "")
+    server.answers["/get_server_info"] = answering(200, {"router_manager": True, "workers_count": 1})
+
+
+@pytest.mark.parametrize("prepare", [no_sglang({"detail": "Not Found"}, 404), no_sglang("It works!", 200), router])
 def test_a_url_of_something_else_is_no_sglang_server(tmp_path, prepare):
     said = refused(tmp_path, {}, prepare)
     assert said.startswith(URLS) and "is no SGLang server" in said and "allowed: SGLang 0.5.18 or newer" in said

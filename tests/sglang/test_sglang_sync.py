@@ -22,7 +22,8 @@ from megatron_daro.types import TrainBatch
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 TEMPERATURE, K, TOLERANCE = 0.7, 4, 1e-4
-LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
+_ONE_WAY = [pytest.param(*layout, marks=pytest.mark.heavy) for layout in ((2, 1), (1, 2))]
+LAYOUTS = [(1, 1), *_ONE_WAY, (2, 2)]
 MODES = ("distributed", "disk")
 
 

@@ -34,9 +34,8 @@ def config(tiny, tmp_path, pool):
         "request_timeout_s": 120,
     }
 
-    def write(*, router, **sections):
-        options = sglang | ({"router_python": str(directory / "router" / "bin" / "python")} if router else {})
-        changes = {"engine": {"kind": "sglang", "replicas": 2, "sglang": options}}
+    def write(**sections):
+        changes = {"engine": {"kind": "sglang", "replicas": 2, "sglang": sglang}}
         return tiny.write_config(tmp_path / "sglang.yaml", changes | sections)
 
     return write
@@ -57,7 +56,7 @@ def servers(run):
 
 def test_a_run_outlives_the_kill_of_a_server(config, tmp_path, record_property):
     began, run_dir = time.monotonic(), tmp_path / "run"
-    path = config(router=True, trainer={"steps": STEPS, "save_every_steps": 0, "eval_every_steps": STEPS})
+    path = config(trainer={"steps": STEPS, "save_every_steps": 0, "eval_every_steps": STEPS})
     with started(["train", path, f"trainer.run_dir={run_dir}"], tmp_path / "log") as run:
         run.wait_until(lambda: last_step(run_dir) >= 2, "second step", START_LIMIT_S)
         assert run.named("ray::ServerWorker") and run.named("ray::TrainWorker")
@@ -88,10 +87,10 @@ def test_a_run_outlives_the_kill_of_a_server(config, tmp_path, record_property):
     assert_loopback(listening, but=stores)
 
 
+@pytest.mark.heavy
 def test_a_stale_run_gets_its_server_back_and_ends_when_all_are_gone(config, tmp_path, record_property):
     began, run_dir = time.monotonic(), tmp_path / "run"
     path = config(
-        router=False,
         trainer={"steps": 100000, "save_every_steps": 0},
         rollout={"prompts_per_step": 4, "rollouts_per_prompt": 4, "max_response_tokens": 4}
         | {"max_staleness": 1, "keep_surplus": True, "oversampling": 1.5},
@@ -155,7 +154,7 @@ def store_ports(run):
 
 def assert_loopback(listening, but):
     """Nobody else can connect, except to these ports."""
-    assert len(listening) > 5, "Ray, servers and router must show up here, or this looks in the wrong place"
+    assert len(listening) > 5, "Ray and the servers must show up here, or this looks in the wrong place"
     outside = [f"{who} on {ip}" for who, ip in listening if not is_loopback(ip) and who.split()[-1] not in but]
     assert outside == []
 

@@ -245,8 +245,14 @@ def test_the_version_and_the_package_as_a_program(command):
 
 def test_a_finished_run_names_itself_and_the_next_command(config_file, launched, capsys):
     assert cli.main(["train", str(config_file), "trainer.run_dir=some/run"]) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
+    *_, model, last = capsys.readouterr().out.splitlines()
     assert last == "run: some/run, 3 steps; next: megatron-daro report some/run, which writes some/run/report.html"
+    assert "--resume trainer.export_hf=true writes some/run/hf," in model
+    assert cli.main(["train", str(config_file), "trainer.run_dir=some/run", "trainer.export_hf=true"]) == 0
+    *_, model, last = capsys.readouterr().out.splitlines()
+    assert model.startswith("model: some/run/hf, a Hugging Face directory") and last.startswith(
+        "run: some/run, 3 steps"
+    )
 
 
 @pytest.mark.parametrize("given", ["", "checkpoints"])

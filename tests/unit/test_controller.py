@@ -18,11 +18,11 @@ sys.path.insert(0, str(Path(__file__).parent / "rollout"))
 from books import check_books, recorded_once
 from loop_fakes import FAST, Crash, K, make_stack, resume_stack, run_stack
 
-from megatron_daro.controller import stop_on_signals
 from megatron_daro.errors import CheckpointError, DataError, DeadlineError, EngineError, NonFiniteError
 from megatron_daro.observe.metrics import comparable, read_metrics
 from megatron_daro.recovery import find_latest_valid, step_directories
 from megatron_daro.rollout.recorder import read_groups, read_step, read_waiting, recorded_steps
+from megatron_daro.runtime.interrupts import stop_on_signals
 
 EVALUATE = {"eval_every_steps": 3}
 
@@ -218,7 +218,7 @@ def test_skipping_for_ever_is_an_error(tmp_path):
     [
         ("generate", lambda s: setattr(s.engine, "hang_after", 9)),
         ("train", lambda s: setattr(s.policy, "hang", True)),
-        ("score", lambda s: setattr(s.sampler._intake._scorer, "hang", True)),
+        ("score", lambda s: setattr(s.sampler._collector._scorer, "hang", True)),
     ],
 )
 def test_what_hangs_is_named_and_everything_is_closed(tmp_path, name, break_it):

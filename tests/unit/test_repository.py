@@ -35,9 +35,9 @@ WORKPLACE = [
 ]
 FORBIDDEN = [re.compile(pattern) for pattern in [*map(re.escape, HOSTS), *MACHINE_PATHS, *WORKPLACE]]
 
-MOST_FILE_LINES, MOST_FUNCTION_LINES = 400, 50
+MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_UNTYPED = 400, 50, 14
 LONGER = {
-    "megatron_daro/controller.py": (455, "the one loop; split further it would be harder to follow"),
+    "megatron_daro/controller.py": (442, "the one loop; split further it would be harder to follow"),
     "megatron_daro/data/packing.py:pack": (55, "fills one record of columns, one line each"),
     "tests/unit/test_controller.py": (520, "the scenarios of the one loop"),
     "tests/unit/observe/synthetic_run.py:_step_metrics": (70, "a table: one metric a line"),
@@ -251,6 +251,22 @@ def test_files_and_functions_stay_short():
     assert too_long == {}, "split it, or add it to LONGER with a reason"
     needless = [key for key in LONGER if found.get(key, 0) <= limit.get(key, 0)]
     assert needless == [], "short enough by now: remove it from LONGER"
+
+
+def untyped(source: str) -> int:
+    """Arguments and results of functions whose annotation is `Any` and nothing else."""
+    functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    annotations = [function.returns for function in functions]
+    for arguments in (function.args for function in functions):
+        every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+        annotations += [argument.annotation for argument in every if argument is not None]
+    return sum(isinstance(annotation, ast.Name) and annotation.id == "Any" for annotation in annotations)
+
+
+def test_signatures_say_what_they_take():
+    assert untyped("def f(a: Any, *b: list[Any], c: Any = 0, **d: Any) -> Any: ...") == 4
+    count = {name_of(path): untyped(path.read_text()) for path in tracked("megatron_daro/*.py")}
+    assert sum(count.values()) <= MOST_UNTYPED, {name: n for name, n in count.items() if n}
 
 
 def test_shell_scripts_parse():

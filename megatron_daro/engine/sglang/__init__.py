@@ -1,1 +1,1 @@
-"""SGLang servers and their router as a rollout engine: processes, ports and arguments; requests and weights."""
+"""SGLang servers as a rollout engine: processes, ports and arguments; requests and weights."""

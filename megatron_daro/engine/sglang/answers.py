@@ -24,7 +24,7 @@ class LostWorkerError(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What one server (or the router at `url`) is asked for one group.
+    """What the server at `url` is asked for one group.
 
     calls: the HTTP requests, posted at once. version: weight version for servers that do not tell spans. loaded:
     version of the weights that servers are started with; None where none may answer with these any more. keeps_cache:

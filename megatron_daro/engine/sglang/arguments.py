@@ -1,4 +1,4 @@
-"""Command lines of SGLang servers and of their router.
+"""Command lines of SGLang servers.
 
 Place in the data flow: `engine.sglang.arguments` -> argument_problems (before anything starts) -> server_command ->
 ManagedProcess. Arguments keep upstream's names; this file turns them into flags and knows which of them other
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +52,6 @@ OWNED_ARGUMENTS: Mapping[str, str] = {
 """Names (with underscores) that are not the user's to give, and what to do instead."""
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*\Z")
-_ROUTER_WORKER_WAIT_S = 30
-_DAY_S = 86400
 
 
 def server_command(
@@ -130,46 +128,6 @@ def argument_problems(arguments: Mapping[str, Any], known: Iterable[str] = ()) -
         if value is False and f"no_{key}" in names
     ]
     return problems + (check_passthrough(SECTION, unowned, names) if names else [])
-
-
-def router_command(
-    python: Path, *, host: str, port: int, worker_urls: Sequence[str], prometheus_port: int
-) -> list[str]:
-    """Return the command that starts sglang-router 0.3.2 in front of servers.
-
-    Args:
-        python: interpreter that has sglang_router.
-        host: address to listen on, for requests and for metrics (whose default is all addresses).
-        port: HTTP port, reserved.
-        worker_urls: servers, such as `http://127.0.0.1:30000`; may be empty, more can be added while it runs.
-        prometheus_port: port of its metrics, reserved; the default is the same for every router of a machine.
-
-    Policy round_robin: the default, cache_aware, sees the same text in all requests that carry token ids, and sends
-    them to one server: 20 of 20 at once with two servers idle, where round_robin sent 10 and 10. The answers of one
-    prompt are one request, so their prefix is shared without the router's help.
-
-    Retries, the circuit breaker and health checks are off. The client retries, under its own deadlines. A paused
-    server fails its health check, so a long weight update would take every server out of the list, and each needs two
-    checks more to return. The fleet watches its servers and removes the dead with DELETE /workers/ID.
-    """
-    options: dict[str, Any] = {
-        "host": host,
-        "port": port,
-        "prometheus-host": host,
-        "prometheus-port": prometheus_port,
-        "policy": "round_robin",
-        "disable-retries": True,
-        "disable-circuit-breaker": True,
-        "disable-health-check": True,
-        "worker-startup-timeout-secs": _ROUTER_WORKER_WAIT_S,  # Only servers that serve are handed to it.
-        "worker-startup-check-interval": 1,
-        "request-timeout-secs": _DAY_S,  # Deadlines are the client's.
-        "shutdown-grace-period-secs": 1,
-        "log-level": "warn",
-        "worker-urls": list(worker_urls) or None,
-    }
-    words = [word for name, value in options.items() for word in _words(name, value)]
-    return [str(python), "-m", "sglang_router.launch_router", *words]
 
 
 def _words(name: str, value: object) -> list[str]:

@@ -104,11 +104,11 @@ class SGLangClient:
         if session is not None:
             await session.close()
 
-    async def get(self, path: str, *, timeout_s: float) -> Any:
+    async def get(self, path: str, *, timeout_s: float) -> object:
         """Return the JSON answer of a GET. Raises as `post` does."""
         return await self._call("GET", path, None, timeout_s)
 
-    async def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float) -> Any:
+    async def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float) -> object:
         """Return the JSON answer of a POST; None where the body of the answer is empty or no JSON.
 
         Raises:
@@ -116,14 +116,10 @@ class SGLangClient:
         """
         return await self._call("POST", path, body or {}, timeout_s)
 
-    async def post_all(self, path: str, bodies: Sequence[Mapping[str, Any]], *, timeout_s: float) -> list[Any]:
+    async def post_all(self, path: str, bodies: Sequence[Mapping[str, Any]], *, timeout_s: float) -> list[object]:
         """Return the answers of several POSTs at once, in order, or the first failure. Raises as `post` does."""
         # Awaited here: a gather that is cancelled from outside reports itself as an exception nobody looked at.
         return await asyncio.gather(*(self.post(path, body, timeout_s=timeout_s) for body in bodies))
-
-    async def delete(self, path: str, *, timeout_s: float) -> Any:
-        """Return the JSON answer of a DELETE. Raises as `post` does."""
-        return await self._call("DELETE", path, None, timeout_s)
 
     async def facts(self, *, timeout_s: float) -> ServerFacts:
         """Return what the server says of itself. Raises RefusedError where it is no SGLang server."""
@@ -159,7 +155,7 @@ class SGLangClient:
             return False
         return True
 
-    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> Any:
+    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> object:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector, trust_env=False)
@@ -206,7 +202,7 @@ def _facts(info: Mapping[str, Any], described: Mapping[str, Any]) -> ServerFacts
     )
 
 
-def _parsed(content: bytes) -> Any:
+def _parsed(content: bytes) -> object:
     try:
         return orjson.loads(content)
     except orjson.JSONDecodeError:
@@ -225,7 +221,7 @@ def _said(content: bytes) -> str:
     return text if len(text) <= _LONGEST_BODY else text[:_LONGEST_BODY] + "..."
 
 
-async def post_to(url: str, path: str, body: Mapping[str, Any], timeout_s: float) -> Any:
+async def post_to(url: str, path: str, body: Mapping[str, Any], timeout_s: float) -> object:
     """One call on a connection of its own: what the exporting ranks hand to their senders."""
     async with SGLangClient(url) as client:
         return await client.post(path, body, timeout_s=timeout_s)

@@ -1,10 +1,10 @@
 """SGLang servers as one rollout engine.
 
 Place in the data flow: sampler -> SGLangEngine -> servers -> rollouts; WeightSync -> `update` -> servers. Each group
-is one HTTP request to the server with the fewest tokens in flight (or to the router); it is decided here, and made
-and parsed by whoever stands behind `Answers`, so no token passes through this process. A request that fails is made
-again, elsewhere if possible; one that a weight update cut short goes on from the tokens it has. It refuses answers of
-weights that a server was never given, and lets nobody wait without a deadline.
+is one HTTP request to the server with the fewest tokens in flight; it is decided here, and made and parsed by whoever
+stands behind `Answers`, so no token passes through this process. A request that fails is made again, elsewhere if
+possible; one that a weight update cut short goes on from the tokens it has. It refuses answers of weights that a
+server was never given, and lets nobody wait without a deadline.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import random
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang import generation
@@ -24,7 +24,7 @@ from megatron_daro.engine.sglang.client import SGLangClient, UnreachableError
 from megatron_daro.engine.sglang.fleet import Fleet, Server
 from megatron_daro.engine.sglang.generation import BadAnswerError
 from megatron_daro.engine.sglang.running import Running
-from megatron_daro.engine.sglang.servers import Router, ServerHandle
+from megatron_daro.engine.sglang.servers import ServerHandle
 from megatron_daro.engine.sglang.supervision import Expected, Supervision
 from megatron_daro.engine.sglang.update import ServerUpdate, UpdateContext
 from megatron_daro.errors import EngineError, RefusedError, SyncError
@@ -35,11 +35,13 @@ from megatron_daro.types import GroupRequest, Rollout
 _TRIES = 8
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _ABORT_S = 10.0
-_ROUTER_WATCH_S = 2.0
 
 
 class _GivenUpError(EngineError):
     """The server was fenced while it worked on a request."""
+
+
+_Result = TypeVar("_Result")
 
 
 class SGLangEngine:
@@ -75,30 +77,22 @@ class SGLangEngine:
             max_tokens_in_flight=options.max_tokens_in_flight,
             on_fenced=lambda server: self._supervision.revive(server),
         )
-        self._supervision = Supervision(
-            self.fleet, handles, options, expected, warn=warn, join=self._join, changed=self._leave_router
-        )
+        self._supervision = Supervision(self.fleet, handles, options, expected, warn=warn, join=self._join)
         sync_dir = options.sync_dir or run_dir / "sync"
-        self._updates = UpdateContext(self.fleet, options, sync_dir, self._probe, self._updated, warn)
+        self._updates = UpdateContext(self.fleet, options, sync_dir, self._probe, self.metrics, warn)
         self._when_back: Callable[[str], Awaitable[None]] | None = None
-        self._router: Router | None = None
-        if options.router_url or (options.router_python and len(handles) > 1):
-            self._router = Router(options.router_python, options.router_url, run_dir / "logs" / "router.log")
-        self._router_watch: asyncio.Task[None] | None = None
         self._running: set[Running] = set()
+        self._begins = asyncio.Lock()
         self._retries, self._started = 0, False
 
     async def start(self) -> None:
-        """Start servers and router; again is nothing. Raises EngineError with what is wrong, after ending them."""
+        """Start the servers; again is nothing. Raises EngineError with what is wrong, after ending them."""
         if self._started:
             return
         try:
             async with asyncio.TaskGroup() as starting:
                 starting.create_task(self._answers.start())
                 starting.create_task(self._supervision.start())
-            if self._router:
-                await self._router.start()
-                self._router_watch = asyncio.create_task(self._watch_router(self._router))
         except BaseException as error:
             await self.close()
             if isinstance(error, BaseExceptionGroup):
@@ -170,14 +164,10 @@ class SGLangEngine:
         return await self.fleet.ended()
 
     async def close(self) -> None:
-        """End requests, servers of ours and the router. May be called twice."""
+        """End requests and servers of ours. May be called twice."""
         self.fleet.close("the SGLang engine was closed")
         for run in list(self._running):
             run.stop.set()
-        if self._router_watch:
-            self._router_watch.cancel()
-        if self._router:
-            await self._router.close()
         await self._supervision.close()
         await self._answers.close()
         self._started = False
@@ -187,10 +177,6 @@ class SGLangEngine:
         if self._when_back:
             await self._when_back(server.name)
 
-    async def _updated(self) -> Mapping[str, float]:
-        await self._enter_router()
-        return self.metrics()
-
     def _check_usable(self) -> None:
         if not self._started:
             raise EngineError("the SGLang engine is not running: it was not started, or it was closed")
@@ -198,6 +184,8 @@ class SGLangEngine:
 
     async def _answer(self, run: Running) -> tuple[Rollout, ...]:
         """All rollouts of a group, or what there is when it is stopped; nothing after too many failures."""
+        async with self._begins:  # one at a turn of the event loop, which a thousand groups at once would hold
+            await asyncio.sleep(0)
         run.partial = dict(run.request.partial)
         failures = 0
         while failures < _TRIES and not run.stop.is_set():
@@ -250,11 +238,6 @@ class SGLangEngine:
         self.fleet.learn_lengths(r.response_length for r in rollouts if r.finish_reason != "abort")
         return rollouts
 
-    def _loaded(self, server: Server) -> int | None:
-        """Version of the weights that a server was started with, 0, as long as none was given."""
-        servers = self.fleet.servers if self._router else [server]
-        return None if any(s.versions for s in servers) else 0
-
     def _estimate(self, request: GroupRequest, index: int) -> int:
         earlier = request.partial.get(index)
         generated = earlier.response_length if earlier else 0
@@ -263,14 +246,12 @@ class SGLangEngine:
 
     async def _ask(self, server: Server, calls: Sequence[generation.Call], version: int) -> tuple[Rollout, ...]:
         """Return the answers, unless the server is given up meanwhile."""
-        client = self._router.client if self._router and self._router.client else server.client
+        loaded = None if server.versions else 0  # answers may be of the weights it was started with until it got others
         limit = self._options.request_timeout_s
         keeps_cache = self._options.pause == "in_place"
-        question = Question(client.url, tuple(calls), version, self._loaded(server), limit, keeps_cache)
+        question = Question(server.url, tuple(calls), version, loaded, limit, keeps_cache)
         work = asyncio.create_task(self._answers.ask(question))
-        # Behind a router nobody knows which server has the request; it fails there when its server is ended.
-        event = asyncio.Event() if client is not server.client else server.given_up
-        given_up, ended = asyncio.ensure_future(event.wait()), asyncio.ensure_future(self.fleet.ended())
+        given_up, ended = asyncio.ensure_future(server.given_up.wait()), asyncio.ensure_future(self.fleet.ended())
         try:
             waits: set[asyncio.Future[Any]] = {work, given_up, ended}
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -284,32 +265,22 @@ class SGLangEngine:
 
     def _check_versions(self, server: Server, rollouts: Sequence[Rollout]) -> None:
         """Refuses tokens of weights that were never given out: the server was replaced behind our back."""
-        servers = self.fleet.servers if self._router else [server]
-        given = set[int]().union(*(s.versions for s in servers))
-        if not given:
-            return
-        unknown = {version for rollout in rollouts for version, _ in rollout.spans} - given - set(_earlier(rollouts))
-        if unknown:
+        given = server.versions
+        unknown = {version for rollout in rollouts for version, _ in rollout.spans} - given - _earlier(rollouts)
+        if given and unknown:
             reason = f"it answered with weights of version {min(unknown)}; it was given {sorted(given)}"
-            if not self._router:
-                self.fleet.fence(server, reason)
+            self.fleet.fence(server, reason)
             raise BadAnswerError(f"{server.name}: {reason}")
 
     async def _count_failure(self, server: Server, error: EngineError) -> None:
         """Note a failed request: the server is given up if its process is gone, or if failures pile up."""
-        if self._router and self._router.client:
-            return
         await self._supervision.examine(server)
         if server.failed() and server.state == "serving":
             self._supervision.give_up(server, f"{server.failures} requests in a row failed, the last: {error}")
 
     async def _abort_on_servers(self, runs: Sequence[Running]) -> None:
-        """End requests where they run; behind a router, everywhere."""
-        calls = []
-        for run in runs:
-            holders = self.fleet.of("serving", "updating") if self._router else [run.server] if run.server else []
-            calls += [server.client.abort(run.ids, timeout_s=_ABORT_S) for server in holders if run.ids]
-        await asyncio.gather(*calls)
+        """End requests where they run."""
+        await asyncio.gather(*(run.server.client.abort(run.ids, timeout_s=_ABORT_S) for run in runs if run.server))
 
     async def _probe(self, server: Server, verified: bool) -> ProbeAnswer:
         """Return what a server that serves nobody else yet makes of the fixed text."""
@@ -318,29 +289,6 @@ class SGLangEngine:
         answers = await server.client.post("/generate", body, timeout_s=self._options.sync_timeout_s)
         fixed, sampled = generation.probe_rollouts(request, self._probe_tokens, answers)
         return ProbeAnswer(fixed, sampled, self._temperature, server.facts.dtype if server.facts else "", verified)
-
-    async def _enter_router(self) -> None:
-        """Return the router knows every server that serves."""
-        if self._router:
-            for server in self.fleet.of("serving"):
-                await self._router.add(server.url)
-
-    async def _leave_router(self, server: Server) -> None:
-        if self._router:
-            await self._router.remove(server.url)
-
-    async def _watch_router(self, router: Router) -> None:
-        """Start a router of ours that died again, with the servers that serve."""
-        while True:
-            await asyncio.sleep(_ROUTER_WATCH_S)
-            try:
-                reason = await router.restart_if_dead()
-                await self._enter_router()
-            except EngineError as error:
-                self.fleet.fail(EngineError(f"the router could not be kept running: {error}"))
-                return
-            if reason:
-                self._warn(f"the router was started again: {reason}")
 
 
 def _earlier(rollouts: Sequence[Rollout]) -> set[int]:
@@ -353,7 +301,7 @@ def _pause_s(failures: int) -> float:
     return min(_PAUSE_S * 2**failures, _LONGEST_PAUSE_S) * random.uniform(0.5, 1.5)
 
 
-async def _stoppable(work: Awaitable[Any], stop: asyncio.Event) -> Any:
+async def _stoppable(work: Awaitable[_Result], stop: asyncio.Event) -> _Result | None:
     """Return the result of `work`, or None when `stop` comes first."""
     task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     try:

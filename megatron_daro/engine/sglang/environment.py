@@ -1,7 +1,7 @@
-"""What the interpreters of servers and router have installed, found out before anything is started.
+"""What the interpreter of the servers has installed, found out before anything is started.
 
-Place in the data flow: `engine.sglang.python`, `engine.sglang.router_python` -> (this) -> version and argument names,
-which argument_problems compares the user's arguments with.
+Place in the data flow: `engine.sglang.python` -> (this) -> version and argument names, which argument_problems compares
+the user's arguments with.
 
 Refuses interpreters that are missing, cannot run, or have no sglang or one that is too old. A version newer than
 those tested is no error here.
@@ -26,15 +26,15 @@ from megatron_daro.engine.sglang.arguments import argument_problems
 from megatron_daro.engine.sglang.environment_variables import server_environment
 
 OLDEST_SGLANG = (0, 5, 18)
-OLDEST_ROUTER = (0, 3, 2)
 INSPECTION_TIMEOUT_S = 120.0
 """One start of Python and 15 files; 0.1 s on an idle machine, more on a cold network disk."""
 _STDERR_CHARS = 400
+_FIELD = "engine.sglang.python"
 
 
 @dataclass(frozen=True, slots=True)
 class ServerEnvironment:
-    """An interpreter with sglang (or sglang_router).
+    """An interpreter with sglang.
 
     version: as installed, such as `0.5.23`.
     argument_names: names of the command line's arguments, with underscores, aliases included; empty when a new
@@ -46,15 +46,14 @@ class ServerEnvironment:
 
 
 def check_environments(options: SGLangSection) -> None:
-    """Look at the interpreters of servers and router, and at the names of the arguments. Raises ConfigError."""
-    if not options.urls:
-        python = interpreter(options)
-        found = inspect_environment(python, env=options.env)
-        problems = argument_problems(options.arguments, found.argument_names)
-        if problems:
-            raise config_error(f"SGLang {found.version} of {python}", problems)
-    if options.router_python:
-        inspect_router(options.router_python.absolute())
+    """Look at the interpreter of servers to be started, and at the names of the arguments. Raises ConfigError."""
+    if options.urls:
+        return
+    python = interpreter(options)
+    found = inspect_environment(python, env=options.env)
+    problems = argument_problems(options.arguments, found.argument_names)
+    if problems:
+        raise config_error(f"SGLang {found.version} of {python}", problems)
 
 
 def interpreter(options: SGLangSection) -> Path:
@@ -72,16 +71,25 @@ def inspect_environment(python: Path, *, env: Mapping[str, str] | None = None) -
     Raises:
         ConfigError: naming engine.sglang.python.
     """
-    return _inspect("sglang", "engine.sglang.python", python, OLDEST_SGLANG, env or {})
+    wanted = f"a Python interpreter that has sglang {'.'.join(map(str, OLDEST_SGLANG))} or newer"
 
+    def refuse(got: str, fix: str) -> Exception:
+        return config_error("SGLang", [Problem(_FIELD, f"{str(python)!r}, {got}", wanted, fix)])
 
-def inspect_router(python: Path, *, env: Mapping[str, str] | None = None) -> ServerEnvironment:
-    """Return the same for sglang_router.
-
-    Raises:
-        ConfigError: naming engine.sglang.router_python.
-    """
-    return _inspect("sglang_router", "engine.sglang.router_python", python, OLDEST_ROUTER, env or {})
+    if not python.is_file():
+        raise refuse("which is no file" if python.exists() else "which does not exist", "correct the path")
+    if not os.access(python, os.X_OK):
+        raise refuse("which is not executable", "give the path of the interpreter, such as VENV/bin/python")
+    found = _run(python, env or {})
+    if isinstance(found, str):
+        raise refuse(found, f"run `{python} -c 'import json, ast'` and repair the interpreter")
+    version = found["version"]
+    if version is None:
+        raise refuse(f"which has no sglang (Python {found['python']})", f"install it there, or correct {_FIELD}")
+    numbers = version_numbers(version)
+    if numbers is None or numbers < OLDEST_SGLANG:
+        raise refuse(f"which has sglang {version}", f"install a newer sglang there, or correct {_FIELD}")
+    return ServerEnvironment(version, frozenset(found["names"]))
 
 
 def version_numbers(version: str) -> tuple[int, int, int] | None:
@@ -90,36 +98,11 @@ def version_numbers(version: str) -> tuple[int, int, int] | None:
     return None if found is None else (int(found[1]), int(found[2]), int(found[3]))
 
 
-def _inspect(
-    package: str, field: str, python: Path, oldest: tuple[int, int, int], env: Mapping[str, str]
-) -> ServerEnvironment:
-    name = upstream_names.DISTRIBUTIONS[package]
-    wanted = f"a Python interpreter that has {name} {'.'.join(map(str, oldest))} or newer"
-
-    def refuse(got: str, fix: str) -> Exception:
-        return config_error("SGLang", [Problem(field, f"{str(python)!r}, {got}", wanted, fix)])
-
-    if not python.is_file():
-        raise refuse("which is no file" if python.exists() else "which does not exist", "correct the path")
-    if not os.access(python, os.X_OK):
-        raise refuse("which is not executable", "give the path of the interpreter, such as VENV/bin/python")
-    found = _run(package, python, env)
-    if isinstance(found, str):
-        raise refuse(found, f"run `{python} -c 'import json, ast'` and repair the interpreter")
-    version = found["version"]
-    if version is None:
-        raise refuse(f"which has no {name} (Python {found['python']})", f"install it there, or correct {field}")
-    numbers = version_numbers(version)
-    if numbers is None or numbers < oldest:
-        raise refuse(f"which has {name} {version}", f"install a newer {name} there, or correct {field}")
-    return ServerEnvironment(version, frozenset(found["names"]))
-
-
-def _run(package: str, python: Path, env: Mapping[str, str]) -> dict[str, Any] | str:
+def _run(python: Path, env: Mapping[str, str]) -> dict[str, Any] | str:
     """Return what upstream_names.py prints, or what went wrong, as the end of a sentence about the interpreter."""
     try:
         done = subprocess.run(
-            [str(python), upstream_names.__file__, package],
+            [str(python), upstream_names.__file__],
             env=server_environment(env, host="127.0.0.1", python=python),
             stdin=subprocess.DEVNULL,
             capture_output=True,

@@ -1,4 +1,4 @@
-"""The environment variables a server or router process is started with.
+"""The environment variables a server process is started with.
 
 Place in the data flow: the fleet's section `engine.sglang.env` -> (this) -> ManagedProcess and the inspection of an
 interpreter. A server is started from inside a Ray worker of the trainer, with another interpreter; what the trainer

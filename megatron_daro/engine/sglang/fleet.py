@@ -83,6 +83,8 @@ class Fleet:
         self._limit = max_tokens_in_flight
         self._on_fenced = on_fenced
         self._changed = asyncio.Event()
+        # The first in line waits for a change, the others for their turn: hundreds that wait are not all woken by each.
+        self._line = asyncio.Lock()
         self._mean_length: float | None = None
         self._closed = ""
         self.fenced_count = 0
@@ -140,7 +142,8 @@ class Fleet:
         self._notify()
 
     async def acquire(self, tokens: int, *, timeout_s: float, avoid: Server | None = None) -> Server:
-        """Return the serving server with the fewest tokens in flight that has room; waits for one.
+        """Return the serving server with the fewest tokens in flight that has room; waits for one, first come first
+        served, so that small requests do not starve a large one.
 
         Args:
             tokens: what the request will hold, as `estimate` says. One that exceeds a server's limit gets an idle one.
@@ -152,13 +155,11 @@ class Fleet:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                while True:
-                    self.check()
-                    server = self._with_room(tokens, avoid)
-                    if server is not None:
-                        server.tokens_in_flight += tokens
-                        return server
-                    await self._changed.wait()
+                async with self._line:
+                    while (server := self._with_room(tokens, avoid)) is None:
+                        await self._changed.wait()
+                    server.tokens_in_flight += tokens
+                    return server
         except TimeoutError:
             states = ", ".join(f"{s.name} {s.state}" for s in self.servers)
             raise DeadlineError(
@@ -183,6 +184,7 @@ class Fleet:
             self._mean_length = mean + _MEMORY * (length - mean)
 
     def _with_room(self, tokens: int, avoid: Server | None) -> Server | None:
+        self.check()
         fits = [
             server
             for server in self.of("serving")
@@ -196,6 +198,6 @@ class Fleet:
         return 2 * server.facts.max_tokens if server.facts else 0
 
     def _notify(self) -> None:
-        """Wakes all who wait; each looks again."""
+        """Have the first in line look again."""
         self._changed.set()
         self._changed = asyncio.Event()

@@ -64,7 +64,7 @@ def calls(request: GroupRequest, name: str, *, cache_key: str) -> list[Call]:
 
     Args:
         request: what is asked.
-        name: of the request, not used before. It is one text and not a list, since the router's type allows no list.
+        name: of the request, not used before.
         cache_key: prefixes are found in the server's cache, and left there, only by requests with the same key. With
             one key per weight version no prompt meets a prefix of older weights, however long that stays in the cache.
     """
@@ -83,7 +83,7 @@ def _call(request: GroupRequest, name: str, cache_key: str) -> Call:
 
 def rollouts(
     request: GroupRequest,
-    answers: Any,
+    answers: object,
     *,
     version: int,
     loaded: int | None,
@@ -264,19 +264,19 @@ def probe_call(tokens: Sequence[int], name: str, *, temperature: float) -> tuple
     return request, {**body, "input_ids": [list(prompt.tokens), list(tokens)], "logprob_start_len": 0}
 
 
-def probe_rollouts(request: GroupRequest, given: Sequence[int], answers: Any) -> tuple[Rollout, Rollout]:
+def probe_rollouts(request: GroupRequest, given: Sequence[int], answers: object) -> tuple[Rollout, Rollout]:
     """Return (the given text as the response to its first token, the tokens sampled after its beginning), with
     log-probs.
 
     Raises:
         BadAnswerError: the answer has another shape, or lacks tokens.
     """
-    sampling = answers[:1] if isinstance(answers, list) else answers
-    (sampled,) = rollouts(request, sampling, version=0, loaded=None, decode=lambda ids: "")
+    both: list[Any] = answers if isinstance(answers, list) else [answers]
+    (sampled,) = rollouts(request, both[:1], version=0, loaded=None, decode=lambda ids: "")
     if sampled.response_length != PROBE_TOKENS:
         raise BadAnswerError(f"asked for {PROBE_TOKENS} tokens, got {sampled.response_length}")
     try:
-        pairs = answers[1]["meta_info"]["input_token_logprobs"][1:]  # nothing comes before the first
+        pairs = both[1]["meta_info"]["input_token_logprobs"][1:]  # nothing comes before the first
         ids, logprobs = [int(pair[1]) for pair in pairs], [float(pair[0]) for pair in pairs]
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise BadAnswerError(f"the probe's answer has no log-probs of the given tokens: {error!r}") from error

@@ -1,4 +1,4 @@
-"""One server or router process as its owner sees it: start, ask whether it lives, read its log, end it.
+"""One server process as its owner sees it: start, ask whether it lives, read its log, end it.
 
 Place in the data flow: fleet -> (this) -> keeper -> server. The keeper, a small process in between, sees to it that
 nothing outlives the owner, not even when the owner is killed. Plain Python: used inside Ray workers, needs none.

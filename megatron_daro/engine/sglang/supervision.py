@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang.client import (
@@ -72,12 +73,11 @@ class Supervision:
         *,
         warn: Callable[[str], None],
         join: Callable[[Server], Awaitable[None]],
-        changed: Callable[[Server], Awaitable[None]],
     ) -> None:
         """Args: handles: by server name. join: gives a server the policy's weights (or leaves that to the next
-        update). changed: called when a server comes or goes. warn: tells a person."""
+        update). warn: tells a person."""
         self._fleet, self._handles, self._options, self._expected = fleet, handles, options, expected
-        self._warn, self._join, self._changed = warn, join, changed
+        self._warn, self._join = warn, join
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
 
@@ -183,7 +183,8 @@ class Supervision:
                     ) from None
             except RefusedError as error:
                 raise EngineError(
-                    f"engine.sglang.urls: {server.url} is no SGLang server ({error}); allowed: SGLang 0.5.18 or newer"
+                    f"engine.sglang.urls: {server.url} is no SGLang server ({error}); allowed: SGLang 0.5.18 or newer, "
+                    "itself and not a router in front of it"
                 ) from None
             await asyncio.sleep(_POLL_S)
 
@@ -229,7 +230,7 @@ class Supervision:
     async def _tokenizer_problems(self, server: Server, encode: Callable[[str], list[int]]) -> list[str]:
         text = "If 3x + 4 = 10, then x = 2."
         try:
-            answer = await server.client.post("/tokenize", {"prompt": text}, timeout_s=_CALL_S)
+            answer: Any = await server.client.post("/tokenize", {"prompt": text}, timeout_s=_CALL_S)
             ids = list(answer["tokens"])
         except (EngineError, KeyError, TypeError):
             return []
@@ -275,7 +276,6 @@ class Supervision:
     async def _revive(self, server: Server) -> None:
         """End what is left of the process and start another, until one is up or the restarts are used up."""
         handle = self._handles[server.name]
-        await self._changed(server)
         pause = _RESTART_PAUSE_S
         while True:
             await handle.stop()

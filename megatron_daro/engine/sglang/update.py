@@ -40,16 +40,15 @@ class Probe(Protocol):
 class UpdateContext:
     """What the updates of one fleet have in common.
 
-    sync_dir: where files are written. probe: asks a server. updated: called when servers serve; returns metrics. warn:
-    tells a person. written: directories of files, oldest first. checksums: of each server, with the digests of what it
-    had been sent.
+    sync_dir: where files are written. probe: asks a server. metrics: of the engine. warn: tells a person. written:
+    directories of files, oldest first. checksums: of each server, with the digests of what it had been sent.
     """
 
     fleet: Fleet
     options: SGLangSection
     sync_dir: Path
     probe: Probe
-    updated: Callable[[], Awaitable[Mapping[str, float]]]
+    metrics: Callable[[], Mapping[str, float]]
     warn: Callable[[str], None]
     files: Any = field(default_factory=itertools.count)
     written: list[Path] = field(default_factory=list)
@@ -91,6 +90,7 @@ class ServerUpdate:
             timeout_s=self._options.sync_timeout_s,
             digest_dtype=_facts(servers[0]).dtype if self._options.verify else "",
             directory=self._directory,
+            remedy="free space, or set engine.sglang.sync_dir",
         )
 
     async def blame(self, report: SendReport) -> None:
@@ -155,7 +155,7 @@ class ServerUpdate:
             "sync/bytes": float(report.num_bytes),
             "sync/servers": float(len(done)),
             "timing/sync_send_s": report.send_s,
-            **await self._context.updated(),
+            **self._context.metrics(),
         }
 
     def abandon(self, error: SyncError) -> None:
@@ -167,7 +167,7 @@ class ServerUpdate:
         """Those that were not fenced since the update began (one that was may be starting again by now)."""
         return [server for server in self._servers if server.state == "updating"]
 
-    async def _phase(self, name: str, work: Callable[[Server], Awaitable[None]]) -> None:
+    async def _phase(self, name: str, work: Callable[[Server], Awaitable[object]]) -> None:
         """Return the same on every server at once; those that fail are fenced."""
 
         async def one(server: Server) -> None:
@@ -178,7 +178,7 @@ class ServerUpdate:
 
         await asyncio.gather(*(one(server) for server in self._taking_part()))
 
-    async def _post(self, server: Server, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    async def _post(self, server: Server, path: str, body: Mapping[str, Any] | None = None) -> object:
         try:
             return await server.client.post(path, body, timeout_s=self._options.sync_timeout_s)
         except DisconnectedError:  # a kept connection that the server had closed; all of these may be said twice
@@ -187,8 +187,8 @@ class ServerUpdate:
     async def _pause(self, server: Server) -> None:
         # Where nothing runs the modes differ in one thing: only in "abort" does the paused scheduler wait for work; in
         # the others it asks for work without a rest, on a core that the sender of the weights may need (0.5.23).
-        running = any(other.tokens_in_flight for other in self._fleet.servers)
-        await self._post(server, "/pause_generation", {"mode": self._options.pause if running else "abort"})
+        mode = self._options.pause if server.tokens_in_flight else "abort"
+        await self._post(server, "/pause_generation", {"mode": mode})
 
     async def _begin(self, server: Server) -> None:
         if self._options.sync == "disk" or not _facts(server).has_sessions:
@@ -269,7 +269,7 @@ class ServerUpdate:
             return []
         body = {"action": "checksum", "skip_tensor_list": list(_FUSED)}
         try:
-            answer = await self._post(server, "/weights_checker", body)
+            answer: Any = await self._post(server, "/weights_checker", body)
         except RefusedError:
             return []
         try:

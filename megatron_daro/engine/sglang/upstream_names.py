@@ -1,6 +1,6 @@
-"""Prints what an interpreter has of sglang or sglang_router, as one JSON object; imports neither of them.
+"""Prints what an interpreter has of sglang, as one JSON object; does not import it.
 
-    python upstream_names.py sglang
+    python upstream_names.py
 
 Place in the data flow: environment.py -> (this, in the interpreter of the servers) -> JSON on standard output. It uses
 nothing outside the standard library and runs on Python 3.9 and newer.
@@ -20,13 +20,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-DISTRIBUTIONS = {"sglang": "sglang", "sglang_router": "sglang-router"}
 
-
-def sources(package: str, root: Path) -> list[Path]:
+def sources(root: Path) -> list[Path]:
     """Files that declare command-line arguments; those that exist."""
-    if package == "sglang_router":
-        return [path for path in [root / "router_args.py"] if path.is_file()]
     fields = sorted((root / "srt" / "arg_groups" / "fields").glob("*.py"))
     return [path for path in [root / "srt" / "server_args.py", *fields] if path.is_file()]
 
@@ -61,9 +57,7 @@ def _field_flags(name: str, annotation: ast.expr) -> set[str]:
 
 
 def _flag_text(node: ast.expr) -> str:
-    """Return the text of a flag; an f-string's placeholders (a prefix, empty by default) are left out."""
-    if isinstance(node, ast.JoinedStr):
-        return "".join(str(part.value) for part in node.values if isinstance(part, ast.Constant))
+    """Return the text of a flag; empty for anything but a plain text."""
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 
@@ -74,17 +68,17 @@ def _literal(node: ast.expr) -> Any:
         return None
 
 
-def describe(package: str) -> dict[str, Any]:
-    """`version` (null: not installed), `names`, `python`; the package itself is only located."""
+def describe() -> dict[str, Any]:
+    """`version` (null: not installed), `names`, `python`; sglang itself is only located."""
     python = ".".join(map(str, sys.version_info[:3]))
     try:
-        version = importlib.metadata.version(DISTRIBUTIONS[package])
+        version = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
         return {"version": None, "names": [], "python": python}
-    spec = importlib.util.find_spec(package)
+    spec = importlib.util.find_spec("sglang")
     names: set[str] = set()
     for root in (spec.submodule_search_locations or []) if spec else []:
-        for path in sources(package, Path(root)):
+        for path in sources(Path(root)):
             names |= flags(ast.parse(path.read_text(encoding="utf-8")))
     return {"version": version if spec else None, "names": sorted(names), "python": python}
 
@@ -92,4 +86,4 @@ def describe(package: str) -> dict[str, Any]:
 if __name__ == "__main__":
     # sglang may not be looked for beside this file.
     sys.path[:] = [entry for entry in sys.path if entry != str(Path(__file__).resolve().parent)]
-    print(json.dumps(describe(sys.argv[1])))
+    print(json.dumps(describe()))

@@ -266,6 +266,22 @@ def test_refuses_options_out_of_range(options, field):
         DifficultyWeights(K, **options)
 
 
+def test_a_learning_rate_of_zero_leaves_the_weights_alone():
+    weights = DifficultyWeights(K, learning_rate=0.0)
+    weights.update(torch.ones(K + 1), COUNTS)
+    assert weights.weights.tolist() == [1.0] * 5
+
+
+@pytest.mark.parametrize(("scale", "counts"), [("sum", [0, 4, 0, 0, 0]), ("mean", [0, 4, 0, 0, 0]), ("mean", COUNTS)])
+def test_barrier_by_hand(scale, counts):
+    weights, counts = DifficultyWeights(K, scale=scale), torch.as_tensor(counts)
+    weights.update(torch.tensor([0.0, 2.0, 1.0, 0.5, 0.0]), counts)
+    logs = [float(weights.weights[k].log()) for k in range(1, K) if counts[k]]
+    assert logs[0] != 0
+    expected = -sum(logs) / (len(logs) if scale == "mean" else 1)
+    assert weights.barrier(counts) == pytest.approx(expected, abs=1e-15)
+
+
 def test_shapes_are_checked():
     weights = DifficultyWeights(K)
     with pytest.raises(AlgorithmError, match=r"token_counts: got shape \(4,\)"):

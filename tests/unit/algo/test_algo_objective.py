@@ -267,6 +267,20 @@ def test_reports_only_what_was_measured_and_carries_no_gradient():
         assert not value.requires_grad
 
 
+@pytest.mark.parametrize("options", CORRECTIONS)
+def test_only_the_policys_own_log_probs_and_entropies_get_a_gradient(options):
+    """Whatever the other columns carry: a reference or old log-probs from a pass that forgot `no_grad`."""
+    tokens = Tokens()
+    columns = [tokens.logprobs, tokens.entropy, tokens.old, tokens.rollout, tokens.ref, tokens.advantages]
+    own, entropy, *others = (column.requires_grad_() for column in columns)
+    result = tokens.objective(ObjectiveSettings(**EVERYTHING | options), logprobs=own)
+    (result.loss_T.sum() + result.regularizer_T.sum()).backward()
+    assert own.grad.abs().sum() > 0 and entropy.grad.abs().sum() > 0
+    assert [column.grad for column in others] == [None] * 4
+    reported = [result.segment_abs_losses_M, *result.sums.values(), *result.maxima.values()]
+    assert not any(values.requires_grad for values in reported)
+
+
 def test_kl_estimators_by_hand_and_their_gradients():
     logprobs = torch.tensor([-1.0, -1.0], dtype=torch.float64, requires_grad=True)
     ref = torch.tensor([-1.5, -0.8], dtype=torch.float64)
@@ -353,16 +367,10 @@ def test_entropy_bonus_needs_entropies():
     tokens = Tokens()
     tokens.entropy = torch.zeros(24)
     columns = {"old_logprobs_T": None, "rollout_logprobs_T": None, "ref_logprobs_T": None, "num_segments": 3}
+    columns |= {"advantages_T": tokens.advantages, "mask_T": tokens.mask, "segment_T": tokens.segment}
+    chosen = ObjectiveSettings(entropy_coefficient=0.01)
     with pytest.raises(AlgorithmError, match="entropy_T"):
-        token_objective(
-            tokens.logprobs,
-            None,
-            advantages_T=tokens.advantages,
-            mask_T=tokens.mask,
-            segment_T=tokens.segment,
-            settings=ObjectiveSettings(entropy_coefficient=0.01),
-            **columns,
-        )
+        token_objective(tokens.logprobs, None, settings=chosen, **columns)
 
 
 @pytest.mark.parametrize(

@@ -98,11 +98,6 @@ def test_a_good_run_passes_every_check_without_warnings(run_files, cpu):
         ),
         (["engine.sglang.arguments={dtype: float32}"], "engine.sglang", "got arguments with engine.kind embedded"),
         ([*SGLANG, "engine.sglang.python=p"], "engine.sglang.urls", "and python for servers to be started"),
-        (
-            SGLANG + ["engine.sglang.router_url=http://h:1", "engine.sglang.router_python=p"],
-            "engine.sglang.router_url",
-            "one",
-        ),
         ([*SGLANG, "engine.sglang.sync=tensor"], "engine.sglang.sync", "got tensor"),
         ([*SGLANG, "engine.sglang.sync_dir=d"], "engine.sglang.sync_dir", "only with sync disk"),
         (["reward.correct_reward=-1"], "reward.correct_reward", "got -1 with incorrect_reward 0"),

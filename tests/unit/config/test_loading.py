@@ -174,6 +174,7 @@ def test_overrides_reach_lists_merge_mappings_and_the_last_wins(tmp_path):
         ("data.train.0.x=1", "a path through data.train.0, which is 'a.jsonl'"),
         ("data.template={prompt}", "put the text in quotes"),
         ("rolout.top_p=1", "did you mean rollout?"),
+        ("engine.sglang.router_python=p", "did you mean engine.sglang.python?"),
         ("actor.learning_rate=1", "actor.optimizer.learning_rate"),
         ("learning_rate=1", "actor.optimizer.learning_rate"),
         ("rollout.x=1", "fix: remove it; docs/configuration.md has every option"),
@@ -193,8 +194,8 @@ def test_a_bad_override_is_refused_in_words(tmp_path, override, expected):
 
 def test_a_tilde_is_the_home_directory_in_every_path(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
-    paths = ["model.path", "trainer.run_dir", "engine.sglang.python", "engine.sglang.router_python"]
-    paths += ["engine.sglang.sync_dir", "data.train.0", "data.eval.0.path"]
+    paths = ["model.path", "trainer.run_dir", "engine.sglang.python", "engine.sglang.sync_dir"]
+    paths += ["data.train.0", "data.eval.0.path"]
     text = MINIMAL.replace("]}", "], eval: [{name: a, path: b}]}")
     config = resolve(write(tmp_path, text), [f"{path}=~/x" for path in paths])
     tree = config.model_dump(mode="json")

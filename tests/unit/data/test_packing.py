@@ -226,3 +226,18 @@ def test_values_of_another_length_are_refused():
     packed = pack(make_batch([(2, 3)]), [0])
     with pytest.raises(DataError, match="5 positions"):
         unpack_responses(torch.zeros(4), packed)
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ((1, 1, False), (1, 1)),
+        ((4, 1, False), (1, 1)),
+        ((4, 1, True), (1, 4)),
+        ((2, 3, False), (6, 6)),
+        ((4, 3, True), (6, 12)),
+        ((8, 2, True), (4, 16)),
+    ],
+)
+def test_multiples_of_a_layout_by_hand(layout, expected):
+    assert pack_multiples(*layout) == expected

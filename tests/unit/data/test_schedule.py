@@ -104,6 +104,12 @@ def test_best_fit_loses_nothing_however_many_parts_are_wanted(lengths, slack, da
     assert len(parts) >= wanted
 
 
+def test_a_full_micro_batch_is_passed_over_but_not_forgotten():
+    """Two of ten tokens. The third sample finds no room in the one of less cost; the last fills just that one up."""
+    sizes, costs = np.array([2, 9, 3, 1]), np.array([5.0, 4.0, 3.0, 1.0])
+    assert module._least_loaded_first([0, 1, 2, 3], sizes, costs, 2, 10) == [[0, 2], [1, 3]]
+
+
 QWEN_05B = {
     "model_type": "qwen2",
     "hidden_size": 896,

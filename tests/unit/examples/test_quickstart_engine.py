@@ -85,7 +85,7 @@ def test_the_embedded_engine_is_the_default_and_changes_nothing(copy, arguments)
 
 
 @pytest.mark.parametrize("arguments", [("--engine", "sglang"), ("--engine=sglang",)])
-def test_sglang_is_two_servers_a_router_and_a_run_of_its_own(copy, arguments):
+def test_sglang_is_two_servers_and_a_run_of_its_own(copy, arguments):
     options = trained(copy, "trainer.steps=5", *arguments, "engine.replicas=3")
     assert copy.calls("sglang_cpu_env") == [[]]
     config = resolve(ROOT / FOLDER / "config.yaml", options)
@@ -93,7 +93,6 @@ def test_sglang_is_two_servers_a_router_and_a_run_of_its_own(copy, arguments):
     assert config.trainer.run_dir == Path("runs/quickstart-sglang")
     servers = config.engine.sglang
     assert servers.python == Path(".venv-sglang/bin/python")
-    assert servers.router_python == Path(".venv-sglang/router/bin/python")
     assert servers.sync == "distributed"
     assert servers.arguments["device"] == "cpu" and servers.arguments["sleep_on_idle"] is True
     assert copy.calls("megatron-daro")[-1] == ["report", "runs/quickstart-sglang"]
@@ -136,7 +135,7 @@ def test_nothing_is_trained_without_the_environment(copy):
         (["--engine=vllm"], "--engine vllm"),
         (["trainer.steps=5", "--engine"], "--engine "),
         (["--engine", "trainer.steps=5"], "--engine trainer.steps=5"),
-        (["--no-router"], "--no-router"),
+        (["--none"], "--none"),
         ([""], ""),
     ],
 )

@@ -88,7 +88,7 @@ def test_it_builds_once_and_again_after_a_change(tool):
     assert (tool.dir / "bin/sgl_kernel/__init__.py").exists()
     calls = tool.calls.read_text()
     assert f"--no-deps -r {tool.files}/requirements-no-deps.txt" in calls
-    assert "sglang.launch_server" in calls and "sglang_router.launch_router" in calls
+    assert "sglang.launch_server" in calls
 
     again = tool.run(f"{tool.dir}/")
     assert again.returncode == 0 and not tool.built() and "installed already" in again.stdout
@@ -138,7 +138,7 @@ def test_it_is_not_needed_where_there_is_a_gpu(tool):
     assert tool.run(f"{tool.dir}-2").returncode == 0 and tool.built()
 
 
-@pytest.mark.parametrize("arguments", [("--no-router",), ("",), ("a", "b")])
+@pytest.mark.parametrize("arguments", [("--none",), ("",), ("a", "b")])
 def test_other_arguments_are_refused(tool, arguments):
     refused = tool.run(*arguments)
     assert refused.returncode == 2 and refused.stderr.startswith("sglang_cpu_env.sh: got ") and not tool.built()
@@ -151,12 +151,12 @@ def test_help_is_the_head_of_the_file(tool):
 
 def test_every_version_is_exact_and_no_place_is_named():
     lists = {path.name: path.read_text() for path in FILES.glob("*.txt")}
-    assert sorted(lists) == ["requirements-no-deps.txt", "requirements-router.txt", "requirements.txt"]
+    assert sorted(lists) == ["requirements-no-deps.txt", "requirements.txt"]
     lines = [line for text in lists.values() for line in text.splitlines() if not line.startswith("#")]
     assert all(re.fullmatch(r"[A-Za-z0-9_.-]+==[0-9][0-9a-z.]*", line) for line in lines)
     names = [line.partition("==")[0].lower() for line in lines]
     assert len(set(names)) == len(names) > 90
-    assert "torch==2.13.0" in lines and {"sglang", "sglang-router"} < set(names)
+    assert "torch==2.13.0" in lines and "sglang" in names
 
 
 def start(program: str, *folders: Path, **environment: str) -> str:

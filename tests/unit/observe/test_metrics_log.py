@@ -265,5 +265,5 @@ def test_observe_needs_no_torch_and_imports_only_downwards(tmp_path):
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     loaded = done.stdout.split()
     assert "megatron_daro.observe.report" in loaded
-    allowed = ("megatron_daro.observe", "megatron_daro.types", "megatron_daro.errors")
+    allowed = tuple(f"megatron_daro.{unit}" for unit in ("observe", "types", "errors", "durable"))
     assert [m for m in loaded if m != "megatron_daro" and not m.startswith(allowed)] == []

@@ -24,13 +24,13 @@ from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.config.sections import RolloutSection, TrainerSection
 from megatron_daro.controller import Controller, Parts
 from megatron_daro.data.batch import build_batch
-from megatron_daro.errors import EngineError
+from megatron_daro.errors import EngineError, NonFiniteError
 from megatron_daro.observe.metrics import MetricsLog
 from megatron_daro.recovery import Checkpoints, take_latest_valid
+from megatron_daro.rollout.batch_filler import RolloutContext
+from megatron_daro.rollout.collector import RolloutCollector
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.early import EarlyFill
-from megatron_daro.rollout.filling import Filling
-from megatron_daro.rollout.intake import Intake
 from megatron_daro.rollout.ledger import Ledger
 from megatron_daro.rollout.recorder import Recorder
 from megatron_daro.rollout.rounds import Rounds
@@ -232,8 +232,6 @@ class FakePolicy:
         assert batch.old_logprobs_R is not None and batch_digest(batch) in self.prepared
         self.batches.append((step, batch_digest(batch)))
         if step in self.nonfinite_steps:
-            from megatron_daro.errors import NonFiniteError
-
             if self.nonfinite_steps[step] == "raise":
                 raise NonFiniteError("loss is nan in micro-batch 3")
             return StepResult(step, {"loss/policy": float("nan")}, skipped=True, reason="gradient norm is inf")
@@ -326,10 +324,13 @@ def make_sampler(engine, source, progress, phases, *, rollout=None, order_seed=0
     filling_class = EarlyFill if options.pop("finish_early", False) else Rounds
     shared = {"deadlines": options.pop("deadlines", FAST), "notices": progress}
     scorer, size = options.pop("scorer", None) or FakeScorer(order_seed), section.rollouts_per_prompt
-    sampling = SamplingParams()
-    intake = Intake(ledger, scorer=scorer, sampling=sampling, rollouts_per_prompt=size, phases=phases, **shared)
-    filling = Filling(section=section, engine=engine, source=source, ledger=ledger, intake=intake, **shared)
-    return Sampler(filling, filling_class(filling), kept_bins=kept_bins, updates_per_batch=updates, **options)
+    collector = RolloutCollector(
+        ledger, scorer=scorer, sampling=SamplingParams(), rollouts_per_prompt=size, phases=phases, **shared
+    )
+    context = RolloutContext(
+        section=section, engine=engine, source=source, ledger=ledger, collector=collector, **shared
+    )
+    return Sampler(context, filling_class(context), kept_bins=kept_bins, updates_per_batch=updates, **options)
 
 
 def make_stack(run: Path, *, order_seed=0, crash=None, rollout=None, trainer=None, deadlines=FAST, **sampler_options):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -39,6 +40,33 @@ def test_a_full_batch_does_not_wait_for_slow_groups():
     counts = {"admitted": 4, "trained": 0, "filtered": 0, "dropped": 2, "outstanding": 2}
     assert parts.sampler.ledger.counts() == counts
     assert batch.snapshot.partial == () and batch.counters["rollout/groups_aborted"] == 2
+
+
+def test_hundreds_of_groups_do_not_begin_in_one_turn_of_the_event_loop():
+    parts = setup(rollout={"prompts_per_step": 300, "oversampling": 1.0})
+    turn, begun = 0, Counter()
+
+    async def counted(request, generate=parts.engine.generate):
+        begun[turn] += 1
+        async for rollouts in generate(request):
+            yield rollouts
+
+    async def count():
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    async def scenario():
+        counting = asyncio.create_task(count())
+        batch = await parts.sampler.sample(0)
+        counting.cancel()
+        await asyncio.gather(counting, return_exceptions=True)
+        return batch
+
+    parts.engine.generate = counted
+    assert len(run(scenario()).groups) == 300 == sum(begun.values())
+    assert max(begun.values()) <= 64
 
 
 def test_groups_count_in_the_order_in_which_they_end():

@@ -17,8 +17,8 @@ from megatron_daro.observe.progress import Progress
 from megatron_daro.observe.trace import Phases
 from megatron_daro.reward.base import VerifierSpec
 from megatron_daro.reward.pool import RewardPool
+from megatron_daro.rollout.collector import RolloutCollector
 from megatron_daro.rollout.deadlines import Deadlines
-from megatron_daro.rollout.intake import Intake
 from megatron_daro.rollout.judging import judge
 from megatron_daro.rollout.ledger import Ledger
 from megatron_daro.rollout.pending import Pending
@@ -60,7 +60,7 @@ def answering_two(group_id: int, index: int, asked: Prompt):
 
 def test_training_takes_any_of_the_golds():
     with RewardPool("exact", workers=0) as pool:
-        intake = Intake(
+        collector = RolloutCollector(
             Ledger(),
             scorer=pool,
             sampling=SamplingParams(),
@@ -71,7 +71,7 @@ def test_training_takes_any_of_the_golds():
         )
         pending = {0: Pending(prompt("1", "2")), 1: Pending(prompt("1", "3"))}
         for group_id, entry in pending.items():
-            asyncio.run(intake.score([answering_two(group_id, i, entry.prompt) for i in range(2)], pending))
+            asyncio.run(collector.score([answering_two(group_id, i, entry.prompt) for i in range(2)], pending))
     assert [[v.correct for v in entry.verdicts.values()] for entry in pending.values()] == [[True] * 2, [False] * 2]
 
 

@@ -240,7 +240,10 @@ def test_a_checkpoint_that_knows_no_partial_groups_still_loads():
     state["counters"] = {"rollout/batches_empty": 3}
     resumed = setup()
     resumed.sampler.load_state_dict(state)
+    collector = resumed.sampler._collector
+    assert (collector.aborted_tokens, collector.groups_aborted, collector.groups_resumed) == (0, 0, 0)
     assert sample(resumed).counters["rollout/batches_empty"] == 3
+    assert not any("unfinished groups are dropped" in m for m in resumed.progress.messages)
 
 
 def test_rounds_that_wait_for_all_drop_unfinished_groups_of_a_checkpoint_and_say_so():

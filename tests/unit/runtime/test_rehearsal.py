@@ -140,6 +140,8 @@ def test_run_directories_that_hold_the_wrong_thing(configured, tmp_path):
     (config.trainer.run_dir / "metrics.jsonl").unlink()
     with owned(config.trainer.run_dir, resume=False):
         assert f"in use by process {os.getpid()}" in ends_with_the_same_error(config)
+    (config.trainer.run_dir / "hf").mkdir()
+    assert "trainer.export_hf: got true" in ends_with_the_same_error(configured("trainer.export_hf=true"))
 
 
 def test_a_restart_that_the_audit_refuses_is_refused_by_the_rehearsal_too(configured):

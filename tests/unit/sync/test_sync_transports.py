@@ -61,17 +61,27 @@ def test_buckets_have_one_dtype_no_padding_and_everything_in_order(specs, bucket
 def model_path(tmp_path):
     path = tmp_path / "model"
     path.mkdir()
-    (path / "config.json").write_text('{"model_type": "x"}')
+    (path / "config.json").write_text('{"model_type": "x", "dtype": "bfloat16"}')
+    (path / "tokenizer.json").write_text("{}")
     return path
 
 
-def write_checkpoint(directory, streams, model_path, shard_bytes):
+def write_checkpoint(directory, streams, model_path, shard_bytes, step=None):
     """As the ranks and their driver do it."""
-    disk.prepare(directory)
+    plan = SendPlan(
+        transport="disk",
+        targets=(),
+        bucket_bytes=shard_bytes,
+        timeout_s=1.0,
+        directory=directory,
+        remedy="buy",
+        step=step,
+    )
+    disk.prepare(plan)
     report = SendReport()
     for i, stream in enumerate(streams):
-        report = report.joined(disk.write_shards(directory, f"part{i}", stream, shard_bytes))
-    disk.finish(directory, report.files, model_path)
+        report = report.joined(disk.write_shards(plan, f"part{i}", stream))
+    disk.finish(plan, report.files, model_path, "float32")
     return report
 
 
@@ -86,22 +96,39 @@ def test_files_of_several_ranks_make_one_checkpoint(tmp_path, model_path):
         assert len(part) <= 2 and all(index["weight_map"][name] == file for name in part)
         loaded |= part
     assert loaded.keys() == dict(tensors).keys() and all(torch.equal(loaded[name], t) for name, t in tensors)
-    assert (directory / "config.json").read_text() == (model_path / "config.json").read_text()
+    assert sorted(path.name for path in directory.glob("*.safetensors")) == [
+        f"model-{i + 1:05d}-of-00005.safetensors" for i in range(5)
+    ]
     assert [path.name for path in directory.parent.iterdir()] == ["version_1"]
+
+
+def test_one_file_needs_no_index_and_all_that_a_model_needs_is_beside_it(tmp_path, model_path):
+    write_checkpoint(tmp_path / "hf", [named(2)], model_path, 1024, step=7)
+    names = ["config.json", "megatron_daro.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == names
+    assert json.loads((tmp_path / "hf" / "megatron_daro.json").read_text()) == {"step": 7}
+
+
+@pytest.mark.parametrize(("had", "has"), [("dtype", "dtype"), ("torch_dtype", "torch_dtype"), ("other", "torch_dtype")])
+def test_the_configuration_names_the_dtype_of_the_files(tmp_path, model_path, had, has):
+    (model_path / "config.json").write_text(json.dumps({"model_type": "x", had: "bfloat16"}))
+    write_checkpoint(tmp_path / "hf", [named(1)], model_path, 64)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config == {"model_type": "x", had: "bfloat16"} | {has: "float32"}
 
 
 def test_a_write_that_fails_reads_the_stream_to_its_end_and_leaves_nothing_to_be_read(tmp_path, model_path):
     directory = tmp_path / "sync" / "version_1"
     stream = Stream(named(10), at=(4, lambda: shutil.rmtree(disk.partial_directory(directory))))
-    with pytest.raises(SyncError, match=r"could not be written.*free space, or set engine\.sglang\.sync_dir"):
+    with pytest.raises(SyncError, match=r"weights could not be written: .*; buy$"):
         write_checkpoint(directory, [stream], model_path, 64)
     assert stream.taken == 10, "other ranks gather along with it"
     assert not directory.exists()
 
 
-def test_a_directory_that_cannot_be_made_names_the_option(tmp_path, model_path):
+def test_a_directory_that_cannot_be_made_says_what_to_do(tmp_path, model_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(SyncError, match=r"engine\.sglang\.sync_dir: .* cannot be made"):
+    with pytest.raises(SyncError, match=r"cannot be made: .*; buy$"):
         write_checkpoint(tmp_path / "file" / "version_1", [named()], model_path, 64)
 
 
@@ -112,6 +139,18 @@ def test_an_earlier_try_is_replaced_as_a_whole(tmp_path, model_path):
         (path / "old.safetensors").write_text("torn")
     write_checkpoint(directory, [named(1)], model_path, 64)
     assert not (directory / "old.safetensors").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "version_1"]
+
+
+def test_an_older_checkpoint_stays_until_the_new_one_is_whole(tmp_path, model_path):
+    directory = tmp_path / "hf"
+    write_checkpoint(directory, [named(1)], model_path, 64, step=1)
+    old = (directory / "model.safetensors").read_bytes()
+    (model_path / "config.json").unlink()
+    with pytest.raises(SyncError, match=r"hf could not be written: .*config.json.*; buy$"):
+        write_checkpoint(directory, [named(2)], model_path, 1024, step=2)
+    assert (directory / "model.safetensors").read_bytes() == old
+    assert json.loads((directory / "megatron_daro.json").read_text()) == {"step": 1}
 
 
 def plan_of(names, timeout_s=1.0):

@@ -40,12 +40,12 @@ class Weights:
     async def export(self, plan):
         if self.broken:
             raise self.broken
+        self.plans.append(plan)
         if plan.transport == "disk":
             plan.directory.mkdir(parents=True)
             (plan.directory / "model").write_text("weights")
             self.directories.append(plan.directory)
             return SendReport(100, 1, 0.5)
-        self.plans.append(plan)
         path = f"/update_weights_from_{plan.transport}"
         failures = {}
         for target in plan.targets:

@@ -8,12 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_daro.engine.sglang.arguments import (
-    OWNED_ARGUMENTS,
-    argument_problems,
-    router_command,
-    server_command,
-)
+from megatron_daro.engine.sglang.arguments import OWNED_ARGUMENTS, argument_problems, server_command
 from megatron_daro.errors import ConfigError
 
 PYTHON = Path("/env/bin/python")
@@ -136,21 +131,3 @@ def test_false_that_would_be_ignored_is_refused():
     (problem,) = argument_problems({"dllm_fdfo": False, "trust_remote_code": False}, known)
     assert problem.field.endswith(".dllm_fdfo") and problem.fix == "write no_dllm_fdfo: true"
     assert argument_problems({"no_dllm_fdfo": True}, known) == []
-
-
-def test_router_listens_on_the_host_only():
-    words = router_command(
-        PYTHON,
-        host="127.0.0.1",
-        port=20003,
-        worker_urls=["http://127.0.0.1:1", "http://127.0.0.1:2"],
-        prometheus_port=20004,
-    )
-    assert words[:3] == ["/env/bin/python", "-m", "sglang_router.launch_router"]
-    options = dict(zip(words[3::2], words[4::2], strict=False))
-    assert (options["--host"], options["--port"]) == ("127.0.0.1", "20003")
-    assert (options["--prometheus-host"], options["--prometheus-port"]) == ("127.0.0.1", "20004")
-    assert {"--disable-retries", "--disable-circuit-breaker", "--disable-health-check"} < set(words)
-    assert words[words.index("--policy") + 1] == "round_robin"
-    assert words[-3:] == ["--worker-urls", "http://127.0.0.1:1", "http://127.0.0.1:2"]
-    assert "--worker-urls" not in router_command(PYTHON, host="::1", port=1, worker_urls=[], prometheus_port=2)

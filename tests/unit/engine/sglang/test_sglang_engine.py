@@ -215,13 +215,13 @@ def test_a_server_that_ends_everything_at_once_is_not_asked_for_ever(tmp_path):
     run(scenario())
 
 
-@pytest.mark.parametrize("claimed", ["7", "default"])
-def test_answers_of_weights_that_a_server_was_never_given_are_refused(tmp_path, claimed):
+@pytest.mark.parametrize(("given", "claimed"), [(1, "7"), (1, "default"), (0, "default")])
+def test_answers_of_weights_that_a_server_was_never_given_are_refused(tmp_path, given, claimed):
     async def scenario():
-        async with serving(tmp_path) as fleet:
+        async with serving(tmp_path, updated=Weights(given)) as fleet:
             fleet.stubs[0].weight_version = claimed
             rollouts = await collect(fleet.engine, [group(0)])
-            assert {r.weight_version for r in rollouts} == {1}
+            assert {r.weight_version for r in rollouts} == {given}
             assert [stub.calls["/generate"] for stub in fleet.stubs] == [1, 1]
             if claimed == "7":
                 assert "it answered with weights of version 7; it was given [1]" in fleet.servers[0].reason

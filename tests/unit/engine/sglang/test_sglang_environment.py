@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_daro.engine.sglang import environment
-from megatron_daro.engine.sglang.environment import inspect_environment, inspect_router, version_numbers
+from megatron_daro.engine.sglang.environment import inspect_environment, version_numbers
 from megatron_daro.errors import ConfigError
 
 ONE_CLASS = """
@@ -104,27 +104,17 @@ def test_newer_version_with_another_layout_has_unknown_names(environment_with):
     assert found == environment.ServerEnvironment("1.0.0", frozenset())
 
 
-def test_router(environment_with):
-    text = "def add(parser, prefix):\n  parser.add_argument(f'--{prefix}policy')\n  parser.add_argument('--host')\n"
-    files = {"sglang_router/__init__.py": EXPLODES, "sglang_router/router_args.py": text}
-    found = inspect_router(environment_with({"sglang-router": "0.3.2"}, files))
-    assert found == environment.ServerEnvironment("0.3.2", frozenset({"policy", "host"}))
-
-
-def refused(python, *, router=False):
+def refused(python):
     with pytest.raises(ConfigError) as caught:
-        (inspect_router if router else inspect_environment)(python)
+        inspect_environment(python)
     text = str(caught.value)
-    field = "engine.sglang.router_python" if router else "engine.sglang.python"
-    assert f"  {field}: got {str(python)!r}" in text and "allowed: a Python interpreter that has" in text
+    assert f"  engine.sglang.python: got {str(python)!r}" in text and "allowed: a Python interpreter that has" in text
     assert "fix: " in text
     return text
 
 
-@pytest.mark.parametrize("router", [False, True])
-def test_interpreter_without_the_package(environment_with, router):
-    name = "sglang-router" if router else "sglang"
-    assert f"which has no {name} (Python 3." in refused(environment_with({}, {}), router=router)
+def test_interpreter_without_the_package(environment_with):
+    assert "which has no sglang (Python 3." in refused(environment_with({}, {}))
 
 
 def test_metadata_without_the_package_is_no_package(environment_with):
@@ -135,11 +125,6 @@ def test_metadata_without_the_package_is_no_package(environment_with):
 def test_version_that_is_too_old(environment_with, version):
     text = refused(environment_with({"sglang": version}, {"sglang/__init__.py": ""}))
     assert f"which has sglang {version}" in text and "sglang 0.5.18 or newer" in text
-
-
-def test_router_that_is_too_old(environment_with):
-    text = refused(environment_with({"sglang-router": "0.3.1"}, {"sglang_router/__init__.py": ""}), router=True)
-    assert "which has sglang-router 0.3.1" in text and "sglang-router 0.3.2 or newer" in text
 
 
 def test_files_that_are_no_interpreters(tmp_path):

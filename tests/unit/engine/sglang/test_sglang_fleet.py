@@ -92,6 +92,45 @@ def test_a_release_lets_the_one_who_waits_go_on():
     assert run(scenario()) == "server 0"
 
 
+def test_first_come_first_served_so_that_small_requests_do_not_starve_a_large_one():
+    async def scenario():
+        fleet, served = fleet_of(count=1), []
+
+        async def request(name, tokens):
+            await fleet.acquire(tokens, timeout_s=5)
+            served.append(name)
+
+        await fleet.acquire(6, timeout_s=5)
+        async with asyncio.TaskGroup() as tasks:
+            for name, tokens in (("large", 9), ("small", 2), ("last", 1)):
+                tasks.create_task(request(name, tokens))
+                await asyncio.sleep(0.01)
+            assert served == [], "the small ones fit, and wait behind the large one"
+            fleet.release(fleet.servers[0], 6)
+            await asyncio.sleep(0.01)
+            assert served == ["large"]
+            fleet.release(fleet.servers[0], 9)
+        return served
+
+    assert run(scenario()) == ["large", "small", "last"]
+
+
+def test_a_release_does_not_wake_all_who_wait():
+    async def scenario():
+        fleet, looks = fleet_of(count=1), []
+        found = fleet._with_room
+        fleet._with_room = lambda tokens, avoid: looks.append(tokens) or found(tokens, avoid)
+        await fleet.acquire(10, timeout_s=5)
+        waiting = [asyncio.create_task(fleet.acquire(10, timeout_s=5)) for _ in range(100)]
+        for task in waiting:
+            await asyncio.sleep(0)
+            fleet.release(fleet.servers[0], 10)
+            await task
+        return len(looks)
+
+    assert run(scenario()) <= 1 + 2 * 100
+
+
 @pytest.mark.parametrize("state", ["starting", "joining", "updating", "fenced"])
 def test_a_server_that_does_not_serve_gets_nothing_until_it_does(state):
     async def scenario():

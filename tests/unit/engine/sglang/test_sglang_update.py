@@ -70,10 +70,10 @@ def test_the_order_of_the_calls_each_on_all_servers_before_the_next(tmp_path, we
 def test_servers_are_paused_as_configured_where_requests_run(tmp_path, weights, pause, running):
     async def scenario():
         async with rig(tmp_path, {}, {}, pause=pause) as fleet:
-            fleet.servers[1].tokens_in_flight = 100 if running else 0  # behind a router it may run on any server
+            fleet.servers[1].tokens_in_flight = 100 if running else 0
             await fleet.publish(weights, 3)
-            for stub in fleet.stubs:
-                assert stub.said["/pause_generation"] == [{"mode": pause if running else "abort"}]
+            idle, other = (stub.said["/pause_generation"] for stub in fleet.stubs)
+            assert idle == [{"mode": "abort"}] and other == [{"mode": pause if running else "abort"}]
 
     run(scenario())
 
@@ -216,9 +216,12 @@ def test_a_server_that_dies_while_weights_are_sent_is_fenced_and_the_other_gets_
     run(scenario())
 
 
-def test_a_sending_that_fails_for_no_ones_fault_is_tried_again(tmp_path, weights):
+@pytest.mark.parametrize("refuses", [False, True], ids=["answers", "refuses to say what it is"])
+def test_a_sending_that_fails_for_no_ones_fault_is_tried_again(tmp_path, weights, refuses):
     async def scenario():
         async with rig(tmp_path) as fleet:
+            if refuses:
+                fleet.stubs[1].answers |= dict.fromkeys(("/model_info", "/get_model_info"), answering(404, {}))
             fleet.stubs[0].answers[WEIGHTS_CALL] = times(2, answering(500), answering(200, {}))
             await fleet.publish(weights, 3)
             assert fleet.states == ["serving", "serving"] and len(weights.plans) == 3
@@ -248,6 +251,7 @@ def test_servers_read_the_files_of_one_version_and_only_the_last_is_kept(tmp_pat
             for version in (3, 4):
                 await fleet.publish(weights, version)
             assert [d.name for d in weights.directories] == ["version_000003-0", "version_000004-1"]
+            assert {plan.remedy for plan in weights.plans} == {"free space, or set engine.sglang.sync_dir"}
             assert sorted((tmp_path / "elsewhere").iterdir()) == weights.directories[1:]
             for stub in fleet.stubs:
                 read = [body["model_path"] for body in stub.said["/update_weights_from_disk"]]

@@ -1,8 +1,8 @@
 """Where answers of an engine come in: which of them count, what they are worth, what was generated for nothing.
 
-Place in the data flow: GroupRequest -> engine -> Intake -> rollouts and verdicts in the Pending groups. Both ways to
-fill a batch (rounds.py, early.py) take their answers in here. It refuses answers that were not asked for, that come
-late or twice, and those whose columns do not fit; it decides nothing about groups.
+Place in the data flow: GroupRequest -> engine -> RolloutCollector -> rollouts and verdicts in the Pending groups. Both
+ways to fill a batch (rounds.py, early.py) take their answers in here. It refuses answers that were not asked for, that
+come late or twice, and those whose columns do not fit; it decides nothing about groups.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_daro.rollout.protocol import Notices, PhaseTimer, Scorer
 from megatron_daro.types import GroupRequest, Rollout, SamplingParams
 
 
-class Intake:
+class RolloutCollector:
     """Takes answers in, and counts what became of them since the run began.
 
     fresh_tokens: response tokens generated, each once. aborted_tokens: those of them that were thrown away because a
@@ -110,7 +110,7 @@ class Intake:
         except (RuntimeError, DeadlineError) as error:
             self._notices.warn(f"generation could not be ended: {error}")
 
-    def give_up(self, group: PartialGroup) -> None:
+    def discard(self, group: PartialGroup) -> None:
         """Count the tokens of a group that will not be finished."""
         self.aborted_tokens += group.response_tokens
 

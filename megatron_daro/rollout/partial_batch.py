@@ -1,7 +1,7 @@
 """A batch in the making: which groups are kept, filtered, dropped, and how many of them the filter keeps.
 
-Place in the data flow: groups whose generation ended -> Draft -> SampledBatch. It writes the outcome of what is not
-kept into the books at once. It generates nothing and decides nothing about order.
+Place in the data flow: groups whose generation ended -> PartialBatch -> SampledBatch. It writes the outcome of what is
+not kept into the books at once. It generates nothing and decides nothing about order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LOWEST_KEEP_RATE = 0.25
 """However few groups the filter keeps, no more than four prompts are requested for each that is missing."""
 
 
-class Draft:
+class PartialBatch:
     """Groups of one batch so far, by what became of them."""
 
     def __init__(self, ledger: Ledger, *, rollouts_per_prompt: int, kept_bins: Collection[int]) -> None:

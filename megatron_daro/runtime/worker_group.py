@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 
-class Crew(UserDict[str, Any]):
+class WorkerGroup(UserDict[str, Any]):
     """Handles by name. `dismissed` tells the supervisor that the end of a process is wanted."""
 
     def __init__(self) -> None:

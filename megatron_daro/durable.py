@@ -1,0 +1,34 @@
+"""Files and names that survive a crash of the machine: fsync of a file, of a folder, of all that a folder holds.
+
+Place in the data flow: checkpoints, rollouts, metrics and exported weights are forced to the disk by these before
+anything says that they are there. A rename is durable once the folder that holds the name was synced.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def sync(path: Path) -> None:
+    """Force a file's content, or a folder's names, to the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(directory: Path) -> None:
+    """Force the files of a folder, and then its names, to the disk. Raises OSError."""
+    for path in sorted(directory.iterdir()):
+        sync(path)
+    sync(directory)
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """Write a whole file (text as UTF-8); it is on the disk when this returns. Raises OSError."""
+    with path.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,85 @@
+"""RUN/hf of a run: when it is written, and what it never replaces. The writing itself: tests/e2e, tests/unit/sync."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import pytest
+
+from megatron_daro.config.sections import TrainerSection
+from megatron_daro.errors import ConfigError, SyncError
+from megatron_daro.runtime import hf_export
+from megatron_daro.sync.plan import ORIGIN_FILE, SendReport
+
+
+class Policy:
+    """Takes plans; held says whether the weights could change meanwhile."""
+
+    def __init__(self):
+        self.plans, self.held = [], False
+
+    @asynccontextmanager
+    async def hold(self):
+        self.held = True
+        yield 0
+        self.held = False
+
+    async def export(self, plan):
+        assert self.held
+        self.plans.append(plan)
+        return SendReport(2_000_000)
+
+
+class Notices(list):
+    notice = warn = list.append
+
+
+@pytest.fixture
+def section(tmp_path):
+    return TrainerSection(run_dir=tmp_path, export_hf=True)
+
+
+def exported(section, step):
+    section.hf_dir.mkdir()
+    (section.hf_dir / ORIGIN_FILE).write_text(json.dumps({"step": step}))
+
+
+def test_only_a_run_that_asks_for_it_has_a_writer(section):
+    assert hf_export.writer(section, Policy(), Notices()) is not None
+    assert hf_export.writer(section.model_copy(update={"export_hf": False}), Policy(), Notices()) is None
+
+
+@pytest.mark.parametrize(("there", "due"), [(None, True), (4, True), (8, False)])
+def test_it_is_written_unless_it_is_there_from_this_step(section, there, due):
+    if there is not None:
+        exported(section, there)
+    policy, notices = Policy(), Notices()
+    assert hf_export.is_due(section, 8) is due
+    asyncio.run(hf_export.writer(section, policy, notices)(8))
+    assert [(plan.directory, plan.transport, plan.step) for plan in policy.plans] == [(section.hf_dir, "disk", 8)] * due
+    assert notices == [f"wrote the model of step 8 to {section.hf_dir}: 2.0 MB"] * due
+    assert not hf_export.is_due(section.model_copy(update={"export_hf": False}), 8)
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", '{"step": "x"}'])
+def test_what_is_no_export_is_never_replaced(section, content):
+    section.hf_dir.mkdir()
+    if content is not None:
+        (section.hf_dir / ORIGIN_FILE).write_text(content)
+    with pytest.raises(ConfigError, match=r"trainer\.export_hf: got true, but .*hf is there.*; fix: move it away"):
+        hf_export.require_replaceable(section)
+    policy = Policy()
+    with pytest.raises(SyncError, match="is there and is no export"):
+        asyncio.run(hf_export.writer(section, policy, Notices())(8))
+    assert policy.plans == []
+    hf_export.require_replaceable(section.model_copy(update={"export_hf": False}))
+
+
+def test_the_rest_of_an_export_that_did_not_end_goes_and_nothing_else(section, tmp_path):
+    exported(section, 8)
+    for name in (".hf.partial", ".hf.replaced", "checkpoints"):
+        (tmp_path / name).mkdir()
+    hf_export.remove_rest(section)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "hf"]
