@@ -20,8 +20,9 @@ from megatron_daro.actor.compat import HiddenStateGPTModel, finalize_summed_grad
 from megatron_daro.actor.layers import layer_spec
 from megatron_daro.actor.parallel import Layout
 from megatron_daro.config.megatron_options import SECTION, option_problems
-from megatron_daro.config.model_shape import ModelShape, RopeScaling
+from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.config.problems import config_error
+from megatron_daro.config.rope import Llama3Scaling, YarnScaling
 from megatron_daro.convert.mapping import TensorRule, global_name, hf_to_megatron, output_rule, padded_vocab_size
 from megatron_daro.errors import ModelError
 
@@ -104,7 +105,11 @@ def transformer_config(
     }
     if fp8:
         values["fp8"] = fp8
+    if isinstance(shape.rope_scaling, YarnScaling):
+        values["apply_rope_fusion"] = False  # upstream's fused kernels leave YaRN's factor of the attention out
     config = TransformerConfig(**{**values, **(options or {})})
+    if isinstance(shape.rope_scaling, YarnScaling):
+        _set_yarn(config, shape.rope_scaling)
     config.finalize_model_grads_func = finalize_summed_grads
     return config
 
@@ -132,6 +137,25 @@ def _recompute_options(recompute: str) -> dict[str, Any]:
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
+def _set_yarn(config: TransformerConfig, scaling: YarnScaling) -> None:
+    """Upstream reads YaRN from attributes of the configuration that are none of its fields.
+
+    It computes the factor of the attention as 0.1 * mscale * ln(factor) + 1, so mscale follows from the factor given.
+    """
+    stretch = 0.1 * math.log(scaling.factor) if scaling.factor > 1 else 1.0
+    values = {
+        "yarn_rotary_scaling_factor": scaling.factor,
+        "yarn_original_max_position_embeddings": scaling.original_max_positions,
+        "yarn_beta_fast": scaling.beta_fast,
+        "yarn_beta_slow": scaling.beta_slow,
+        "yarn_mscale": (scaling.attention_factor - 1.0) / stretch,
+        "yarn_mscale_all_dim": 0.0,
+        "yarn_correction_range_round_to_int": scaling.truncate,
+    }
+    for name, value in values.items():
+        setattr(config, name, value)
+
+
 def build_model(
     shape: ModelShape, config: TransformerConfig, *, transformer_engine: bool = False
 ) -> HiddenStateGPTModel:
@@ -144,13 +168,13 @@ def build_model(
             max_sequence_length=shape.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
-            position_embedding_type="rope",
+            position_embedding_type="yarn" if isinstance(shape.rope_scaling, YarnScaling) else "rope",
             rotary_base=shape.rope_theta,
             share_embeddings_and_output_weights=shape.tie,
             parallel_output=True,
         )
     _mark_tensor_parallel(model, shape)
-    if shape.rope_scaling:
+    if isinstance(shape.rope_scaling, Llama3Scaling):
         _apply_llama3_scaling(model.rotary_pos_emb, shape.rope_scaling)
     if config.bf16:
         model = model.bfloat16()  # rotary frequencies are a plain attribute and stay fp32
@@ -191,7 +215,7 @@ def _mark_tensor_parallel(model: HiddenStateGPTModel, shape: ModelShape) -> None
             set_tensor_model_parallel_attributes(parameter, True, _SHARDED_DIM[rule.kind], 1)
 
 
-def _apply_llama3_scaling(rotary: RotaryEmbedding, scaling: RopeScaling) -> None:
+def _apply_llama3_scaling(rotary: RotaryEmbedding, scaling: Llama3Scaling) -> None:
     """Llama 3's frequency scaling with the file's own numbers (Megatron's default numbers are those of Llama 3.1)."""
     rotary.inv_freq = rotary._apply_scaling(
         rotary.inv_freq,

@@ -1,4 +1,4 @@
-"""The shape of a model, read from its Hugging Face `config.json`: Qwen2, Qwen3 and Llama, dense.
+"""The shape of a model, read from its Hugging Face `config.json`, with the table of its family (families/).
 
 Place in the data flow: config.json -> ModelShape -> actor (Megatron configuration), convert.mapping, plan.
 Refuses every field that would change the mathematics and that the actor does not implement: silently ignoring one would
@@ -7,41 +7,46 @@ train a model that its checkpoint does not describe.
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from megatron_daro.config.model_values import flag, integer, number
+from megatron_daro.config.rope import RopeScaling, read_rope
 from megatron_daro.errors import ModelError
+from megatron_daro.families import families
+from megatron_daro.families.table import ExpertKeys, Family
 
-Family = Literal["qwen2", "qwen3", "llama"]
-
-_ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
-# What transformers assumes for a key that config.json leaves out (models/*/configuration_*.py of 5.23).
-_MAX_POSITIONS = {"qwen2": 32768, "qwen3": 32768, "llama": 2048}
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
-class RopeScaling:
-    """Llama 3's frequency scaling. `original_max_positions` in tokens; the factors have no unit."""
+class ExpertShape:
+    """A mixture of experts. `ffn` is the width of each expert's gate and up; `chosen` experts see each token.
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
+    normalize: their weights are scaled to a sum of 1. dense_layers: layers that have one MLP in place of experts.
+    """
+
+    number: int
+    chosen: int
+    ffn: int
+    normalize: bool
+    dense_layers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Everything about a dense decoder that decides its parameters and its forward pass.
+    """Everything about a decoder that decides its parameters and its forward pass.
 
-    `ffn` is the width of gate and of up; `head_dim` is per head and need not be hidden / heads; `dtype` is the one the
-    checkpoint names (None where it names none); `max_positions` in tokens.
+    `ffn` is the width of gate and of up in dense layers; `head_dim` is per head and need not be hidden / heads; `dtype`
+    is the one the checkpoint names (None where it names none); `max_positions` in tokens; `experts`: None for a dense
+    model.
     """
 
-    family: Family
+    family: str
     layers: int
     hidden: int
     heads: int
@@ -57,15 +62,37 @@ class ModelShape:
     qk_norm: bool
     max_positions: int
     dtype: str | None
+    experts: ExpertShape | None = None
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has experts in place of one MLP."""
+        return self.experts is not None and layer not in self.experts.dense_layers
+
+    @property
+    def expert_layers(self) -> int:
+        """Number of layers with experts."""
+        return sum(self.has_experts(layer) for layer in range(self.layers))
 
     @property
     def num_parameters(self) -> int:
         """Parameters of the whole model, tied embeddings counted once."""
+        return self._count(self.experts.number if self.experts else 0)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters that one token is multiplied with, embeddings as in `num_parameters`."""
+        return self._count(self.experts.chosen if self.experts else 0)
+
+    def _count(self, experts_counted: int) -> int:
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = self.hidden * (2 * query + 2 * key) + (query + 2 * key) * self.qkv_bias
         norms = 2 * self.hidden + 2 * self.head_dim * self.qk_norm
-        layer = attention + norms + 3 * self.hidden * self.ffn
-        return self.layers * layer + self.hidden + self.vocab * self.hidden * (1 if self.tie else 2)
+        mlps = (self.layers - self.expert_layers) * 3 * self.hidden * self.ffn
+        if self.experts:
+            router, expert = self.hidden * self.experts.number, 3 * self.hidden * self.experts.ffn
+            mlps += self.expert_layers * (router + experts_counted * expert)
+        outside = self.hidden + self.vocab * self.hidden * (1 if self.tie else 2)
+        return self.layers * (attention + norms) + mlps + outside
 
 
 def read_model_shape(source: str | Path | Mapping[str, Any]) -> ModelShape:
@@ -88,28 +115,30 @@ def read_model_shape(source: str | Path | Mapping[str, Any]) -> ModelShape:
         config, where = _read_json(Path(source))
     family = _family(config, where)
     _refuse_unsupported(config, family, where)
-    heads, hidden = _integer(config, "num_attention_heads", where), _integer(config, "hidden_size", where)
-    kv_heads = _integer(config, "num_key_value_heads", where, default=heads)
+    config = {**family.defaults, **{key: value for key, value in config.items() if value is not None}}
+    heads, hidden = integer(config, "num_attention_heads", where), integer(config, "hidden_size", where)
+    kv_heads = integer(config, "num_key_value_heads", where, default=heads)
     if heads % kv_heads:
         raise ModelError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}.")
-    theta, scaling = _rope(config, where)
+    theta, scaling = read_rope(config, where)
     return ModelShape(
-        family=family,
-        layers=_integer(config, "num_hidden_layers", where),
+        family=family.model_type,
+        layers=integer(config, "num_hidden_layers", where),
         hidden=hidden,
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=_head_dim(config, family, hidden, heads, where),
-        ffn=_integer(config, "intermediate_size", where),
-        vocab=_integer(config, "vocab_size", where),
+        head_dim=_head_dim(config, hidden, heads, where),
+        ffn=integer(config, "intermediate_size", where),
+        vocab=integer(config, "vocab_size", where),
         rope_theta=theta,
         rope_scaling=scaling,
-        rms_eps=_number(config, "rms_norm_eps", where, default=1e-6),
-        tie=_flag(config, "tie_word_embeddings", where),
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
-        max_positions=_integer(config, "max_position_embeddings", where, default=_MAX_POSITIONS[family]),
+        rms_eps=number(config, "rms_norm_eps", where, default=1e-6),
+        tie=flag(config, "tie_word_embeddings", where),
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
+        max_positions=integer(config, "max_position_embeddings", where),
         dtype=_dtype(config, where),
+        experts=_experts(config, family.experts, where) if family.experts else None,
     )
 
 
@@ -127,16 +156,19 @@ def _read_json(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def _family(config: dict[str, Any], where: str) -> Family:
-    family = config.get("model_type")
-    if family not in _ARCHITECTURES:
-        raise ModelError(f"{where}: model_type {family!r} is not supported; allowed: {', '.join(_ARCHITECTURES)}.")
-    architectures = config.get("architectures") or [_ARCHITECTURES[family]]
-    if _ARCHITECTURES[family] not in architectures:
-        raise ModelError(f"{where}: architectures {architectures!r}; allowed for {family}: {_ARCHITECTURES[family]}.")
+    kind, known = config.get("model_type"), families()
+    if kind not in known:
+        near = difflib.get_close_matches(str(kind), known, n=1)
+        meant = f" Did you mean {near[0]!r}?" if near else ""
+        raise ModelError(f"{where}: model_type {kind!r} is not supported; allowed: {', '.join(sorted(known))}.{meant}")
+    family = known[kind]
+    architectures = config.get("architectures") or [family.architecture]
+    if family.architecture not in architectures:
+        raise ModelError(f"{where}: architectures {architectures!r}; allowed for {kind}: {family.architecture}.")
     return family
 
 
-def _refuse_unsupported(config: dict[str, Any], family: Family, where: str) -> None:
+def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -> None:
     """Raise, naming all of them, if values ask for a forward pass that is not implemented."""
     wrong = []
     if config.get("hidden_act", "silu") != "silu":
@@ -148,83 +180,70 @@ def _refuse_unsupported(config: dict[str, Any], family: Family, where: str) -> N
         wrong.append(f"partial_rotary_factor {config['partial_rotary_factor']} (allowed: 1)")
     if config.get("quantization_config"):
         wrong.append("quantization_config (allowed: none; convert the checkpoint to bf16 first)")
-    if family != "llama" and _slides(config):
-        wrong.append("sliding-window attention in use (allowed: use_sliding_window false)")
+    if _slides(config, family):
+        switch = "use_sliding_window false" if family.window == "switched" else "sliding_window null"
+        wrong.append(f"sliding-window attention in use (allowed: {switch})")
+    if config.get("output_router_logits"):
+        wrong.append("output_router_logits true, a balancing loss in training (allowed: false)")
+    if config.get("router_jitter_noise"):
+        wrong.append(f"router_jitter_noise {config['router_jitter_noise']} (allowed: 0)")
     if wrong:
         raise ModelError(f"{where}: not supported: {'; '.join(wrong)}. Use a checkpoint without it.")
 
 
-def _slides(config: dict[str, Any]) -> bool:
-    """Whether any layer uses a window: transformers needs the switch, a width, and layers past max_window_layers."""
+def _slides(config: Mapping[str, Any], family: Family) -> bool:
+    """Whether any layer uses a window. Where it is switched, transformers needs the switch, a width, and layers past
+    max_window_layers."""
+    if family.window == "none":
+        return False
     if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
         return True
+    if family.window == "by_width":
+        return config.get("sliding_window") is not None
     windowed = config.get("use_sliding_window") and config.get("sliding_window", 4096) is not None
     return bool(windowed) and config.get("max_window_layers", 28) < config.get("num_hidden_layers", 0)
 
 
-def _rope(config: dict[str, Any], where: str) -> tuple[float, RopeScaling | None]:
-    """Return base frequency and scaling; transformers 5 holds both in `rope_parameters`, 4 in two keys."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = _number({"rope_theta": rope.get("rope_theta", config.get("rope_theta"))}, "rope_theta", where, default=1e4)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default" and any(isinstance(value, Mapping) for value in rope.values()):
-        raise ModelError(f"{where}: rope_parameters per layer type are not supported; got {sorted(rope)}.")
-    if rope.get("partial_rotary_factor", 1.0) not in (1.0, None):
-        raise ModelError(
-            f"{where}: partial_rotary_factor {rope['partial_rotary_factor']} is not supported (allowed: 1)."
-        )
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise ModelError(f"{where}: rope type {kind!r} is not supported; allowed: 'default', 'llama3'.")
-    return theta, RopeScaling(
-        factor=_number(rope, "factor", where),
-        low_freq_factor=_number(rope, "low_freq_factor", where),
-        high_freq_factor=_number(rope, "high_freq_factor", where),
-        original_max_positions=_integer(rope, "original_max_position_embeddings", where),
+def _experts(config: Mapping[str, Any], keys: ExpertKeys, where: str) -> ExpertShape:
+    given = {key: config[key] for key in keys.number if key in config}
+    if len(set(given.values())) > 1:
+        raise ModelError(f"{where}: {' and '.join(f'{k} {v}' for k, v in given.items())} contradict each other.")
+    count = integer(config, next(iter(given), keys.number[0]), where)
+    chosen = integer(config, keys.chosen, where)
+    if chosen > count:
+        raise ModelError(f"{where}: {keys.chosen} {chosen} is more than the {count} experts there are.")
+    normalize = keys.normalize if isinstance(keys.normalize, bool) else flag(config, keys.normalize, where)
+    return ExpertShape(
+        number=count,
+        chosen=chosen,
+        ffn=integer(config, keys.width, where),
+        normalize=normalize,
+        dense_layers=_dense_layers(config, where),
     )
 
 
-def _head_dim(config: dict[str, Any], family: Family, hidden: int, heads: int, where: str) -> int:
-    if config.get("head_dim") is None and family == "qwen3":
-        return 128  # Qwen3Config's own default; the others divide
+def _dense_layers(config: Mapping[str, Any], where: str) -> tuple[int, ...]:
+    """Return the layers without experts: those listed, and all but each decoder_sparse_step-th."""
+    layers, step = integer(config, "num_hidden_layers", where), integer(config, "decoder_sparse_step", where, default=1)
+    listed = config.get("mlp_only_layers") or []
+    if not isinstance(listed, list) or any(type(layer) is not int or not 0 <= layer < layers for layer in listed):
+        raise ModelError(f"{where}: mlp_only_layers must list layers from 0 to {layers - 1}, got {listed!r}.")
+    dense = tuple(layer for layer in range(layers) if layer in listed or (layer + 1) % step)
+    if len(dense) == layers:
+        raise ModelError(f"{where}: mlp_only_layers and decoder_sparse_step {step} leave no layer with experts.")
+    return dense
+
+
+def _head_dim(config: Mapping[str, Any], hidden: int, heads: int, where: str) -> int:
     if config.get("head_dim") is None and hidden % heads:
         raise ModelError(
             f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}; set head_dim."
         )
-    return _integer(config, "head_dim", where, default=hidden // heads)
+    return integer(config, "head_dim", where, default=hidden // heads)
 
 
-def _dtype(config: dict[str, Any], where: str) -> str | None:
+def _dtype(config: Mapping[str, Any], where: str) -> str | None:
     dtype = config.get("dtype") or config.get("torch_dtype")
     if dtype is not None and dtype not in _DTYPES:
         raise ModelError(f"{where}: dtype {dtype!r} is not supported; allowed: {', '.join(_DTYPES)}.")
     return dtype
-
-
-def _value(config: Mapping[str, Any], key: str, where: str, default: object) -> object:
-    value = config.get(key)
-    if value is None and default is None:
-        raise ModelError(f"{where}: {key} is missing. A complete config.json of the model is needed.")
-    return default if value is None else value
-
-
-def _integer(config: Mapping[str, Any], key: str, where: str, *, default: int | None = None) -> int:
-    value = _value(config, key, where, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(f"{where}: {key} must be an integer of at least 1, got {value!r}.")
-    return value
-
-
-def _number(config: Mapping[str, Any], key: str, where: str, *, default: float | None = None) -> float:
-    value = _value(config, key, where, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise ModelError(f"{where}: {key} must be a number above 0, got {value!r}.")
-    return float(value)
-
-
-def _flag(config: Mapping[str, Any], key: str, where: str) -> bool:
-    value = _value(config, key, where, False)
-    if not isinstance(value, bool):
-        raise ModelError(f"{where}: {key} must be true or false, got {value!r}.")
-    return value

@@ -1,38 +1,51 @@
 """Which Hugging Face tensors make up which Megatron-core parameter, and how tensor parallelism slices them.
 
 Place in the data flow: ModelShape -> rules; HF tensors -> `shard` -> actor; its shards -> `merge` -> HF tensors.
-A rule names a parameter by its GLOBAL layer index: a pipeline stage translates with `global_name`. Only moves numbers:
+A rule names a parameter by its GLOBAL layer and expert: a rank translates with `global_name`. Only moves numbers:
 never changes a dtype or a value. Refuses tensors of the wrong shape and tensor-parallel sizes that do not divide.
 
 Layouts (Megatron-core 0.16.1): linear_qkv holds, for each key/value group, [its query heads | key | value], and tensor
-parallelism cuts these rows into equal runs (transformer/attention.py, `get_query_key_value_tensors`); linear_fc1
-holds [gate rows; up rows] per rank (transformer/mlp.py, `glu`); linear_proj and linear_fc2 are cut along their columns.
+parallelism cuts these rows into equal runs, also where there are fewer groups than ranks (transformer/attention.py,
+`get_query_key_value_tensors`); linear_fc1 holds [gate rows; up rows] per rank (transformer/mlp.py, `glu`); linear_proj
+and linear_fc2 are cut along their columns. Experts are cut over the expert-tensor-parallel ranks.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megatron_daro.config.model_shape import ModelShape
+from megatron_daro.convert import parameters
+from megatron_daro.convert.parameters import Kind, Parameter, dimensions
 from megatron_daro.errors import ModelError
-
-Kind = Literal["copy", "vocab", "qkv", "gate_up", "columns"]
+from megatron_daro.families import families
+from megatron_daro.families.table import Names
 
 _LAYER = re.compile(r"^(.*decoder\.layers\.)(\d+)(\..*)$")
+_EXPERT = re.compile(r"^(.*\.mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Entries [start, stop) of HF tensor `source` (its place in the rule) along the rule's dimension."""
+
+    source: int
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRule:
     """One Megatron parameter and the HF tensors it is made of.
 
-    kind: copy (whole on every rank), vocab (rows, padded), qkv (interleaved by group, rows), gate_up (both, rows of
-    each), columns. groups: key/value groups, for qkv. vocab rows are those of the HF tensor, unpadded.
+    kind: see `parameters.Kind`. groups: key/value groups, for qkv. vocab rows are those of the HF tensor, unpadded.
+    layer, expert: of the whole model, from 0; None outside the layers, and for what is not an expert's. The
+    tensor-parallel rank and size of an expert's rule are those of expert tensor parallelism.
     """
 
     megatron_name: str
@@ -40,6 +53,18 @@ class TensorRule:
     hf_shapes: tuple[tuple[int, ...], ...]
     kind: Kind
     groups: int = 1
+    layer: int | None = None
+    expert: int | None = None
+
+    @property
+    def dim(self) -> int:
+        """The dimension that tensor parallelism cuts, and along which the pieces stand side by side."""
+        return 1 if self.kind == "columns" else 0
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether tensor-parallel ranks hold different parts."""
+        return self.kind != "copy"
 
     def local_shape(self, tp_size: int, *, padded_vocab: int | None = None) -> tuple[int, ...]:
         """Shape of the parameter on one of `tp_size` ranks. Raises ModelError where it does not divide."""
@@ -59,30 +84,77 @@ class TensorRule:
             return (2 * self._divide(rows, tp_size, "rows of gate"), *rest)
         return (self._divide(sum(shape[0] for shape in self.hf_shapes), tp_size, "rows"), *rest)
 
+    def pieces(self, tp_rank: int, tp_size: int, *, padded_vocab: int | None = None) -> tuple[Piece, ...]:
+        """Return the slices of the HF tensors that make up a shard.
+
+        Args:
+            tp_rank, tp_size: 0 <= tp_rank < tp_size.
+            padded_vocab: as for `shard`.
+
+        Returns:
+            Put side by side along `dim`, in this order, they are the shard; of a vocabulary, zero rows follow up to
+            `local_shape`. Of all ranks together every entry of every tensor comes once (of a copy, on each rank).
+
+        Raises:
+            ModelError: there is no such rank, or the size does not divide.
+        """
+        if not 0 <= tp_rank < tp_size:
+            raise ModelError(f"tensor-parallel rank {tp_rank} of {tp_size} does not exist.")
+        size = self.local_shape(tp_size, padded_vocab=padded_vocab)[self.dim]
+        if self.kind == "copy":
+            return (Piece(0, 0, size),)
+        if self.kind == "gate_up":
+            half = size // 2
+            return tuple(Piece(i, tp_rank * half, (tp_rank + 1) * half) for i in range(2))
+        return tuple(_window(self._runs(), tp_rank * size, (tp_rank + 1) * size))
+
+    def _runs(self) -> Iterator[Piece]:
+        """Return the pieces of the whole parameter in order."""
+        sizes = [shape[self.dim] // self.groups for shape in self.hf_shapes]
+        for group in range(self.groups):
+            for i, size in enumerate(sizes):
+                yield Piece(i, group * size, (group + 1) * size)
+
     def _divide(self, size: int, tp_size: int, what: str) -> int:
         if size % tp_size:
+            option = "tensor_parallel" if self.expert is None else "expert_tensor_parallel"
             raise ModelError(
-                f"{self.megatron_name}: {size} {what} cannot be divided over actor.tensor_parallel {tp_size}. "
-                "Choose a tensor_parallel that divides it."
+                f"{self.megatron_name}: {size} {what} cannot be divided over actor.{option} {tp_size}. "
+                f"Choose a {option} that divides it."
             )
         return size // tp_size
 
 
-def hf_to_megatron(shape: ModelShape, *, fused_norms: bool = False) -> list[TensorRule]:
+def _window(runs: Iterable[Piece], start: int, stop: int) -> Iterator[Piece]:
+    """Return what of the runs, one after the other, lies at [start, stop)."""
+    position = 0
+    for run in runs:
+        first, last = max(start, position), min(stop, position + run.stop - run.start)
+        if first < last:
+            yield Piece(run.source, run.start + first - position, run.start + last - position)
+        position += run.stop - run.start
+
+
+def hf_to_megatron(
+    shape: ModelShape, *, fused_norms: bool = False, grouped_experts: bool | None = None
+) -> list[TensorRule]:
     """Return the rules of every parameter of the whole model, in forward order.
 
     Args:
         shape: the model.
         fused_norms: False for Megatron's local layers; True for Transformer Engine's, whose linear layers hold the
             weight of the norm before them (`linear_qkv.layer_norm_weight`, `mlp.linear_fc1.layer_norm_weight`).
+        grouped_experts: experts are numbered weights of one grouped layer (`experts.linear_fc1.weight3`), not modules
+            of their own (`experts.local_experts.3.linear_fc1.weight`); None: as fused_norms.
 
     Returns:
         One rule per parameter. A tied model has no `output_layer.weight` here; see `output_rule`.
     """
-    rules = [_vocab_rule("embedding.word_embeddings.weight", "model.embed_tokens.weight", shape)]
+    grouped = fused_norms if grouped_experts is None else grouped_experts
+    rules = [_Rules(shape).of(parameters.EMBEDDING)]
     for layer in range(shape.layers):
-        rules += _attention_rules(shape, layer, fused_norms) + _mlp_rules(shape, layer, fused_norms)
-    rules.append(_copy("decoder.final_layernorm.weight", "model.norm.weight", shape.hidden))
+        rules += _layer_rules(_Rules(shape, layer), fused_norms, grouped)
+    rules.append(_Rules(shape).of(parameters.FINAL_NORM))
     return rules if shape.tie else [*rules, output_rule(shape)]
 
 
@@ -91,7 +163,7 @@ def output_rule(shape: ModelShape) -> TensorRule:
 
     A tied model needs it on the last of several pipeline stages, which holds a copy of the embedding.
     """
-    return _vocab_rule("output_layer.weight", "model.embed_tokens.weight" if shape.tie else "lm_head.weight", shape)
+    return _Rules(shape).of(parameters.OUTPUT, role="embedding" if shape.tie else "output")
 
 
 def hf_tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
@@ -101,14 +173,15 @@ def hf_tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     }
 
 
-def global_name(local_name: str, first_layer: int) -> str:
-    """Return a stage's parameter name with the layer index of the whole model.
+def global_name(local_name: str, first_layer: int, first_expert: int = 0) -> str:
+    """Return a rank's parameter name with the layer and the expert of the whole model.
 
     Args:
         local_name: as `named_parameters()` of the stage gives it, without wrapper prefixes such as `module.`.
-        first_layer: global index of the stage's first layer.
+        first_layer, first_expert: numbers in the whole model of the rank's first layer and first expert.
     """
-    return _LAYER.sub(lambda found: f"{found[1]}{int(found[2]) + first_layer}{found[3]}", local_name)
+    name = _LAYER.sub(lambda found: f"{found[1]}{int(found[2]) + first_layer}{found[3]}", local_name)
+    return _EXPERT.sub(lambda found: f"{found[1]}{int(found[2]) + first_expert}{found[3]}", name)
 
 
 def padded_vocab_size(vocab: int, tp_size: int, *, multiple: int = 1) -> int:
@@ -139,19 +212,14 @@ def shard(
     Raises:
         ModelError: a tensor is missing or has the wrong shape, or the size does not divide.
     """
-    if not 0 <= tp_rank < tp_size:
-        raise ModelError(f"tensor-parallel rank {tp_rank} of {tp_size} does not exist.")
-    rule.local_shape(tp_size, padded_vocab=padded_vocab)
-    parts = [_take(rule, hf_tensors, i) for i in range(len(rule.hf_names))]
-    if rule.kind == "copy":
-        return parts[0].contiguous()
-    if rule.kind == "columns":
-        return parts[0].chunk(tp_size, dim=1)[tp_rank].contiguous()
-    if rule.kind == "vocab":
-        return _vocab_rows(parts[0], tp_rank, tp_size, _padded(rule, tp_size, padded_vocab))
-    if rule.kind == "gate_up":
-        return torch.cat([part.chunk(tp_size)[tp_rank] for part in parts])
-    return _interleave(parts, rule.groups).chunk(tp_size)[tp_rank].contiguous()
+    pieces = rule.pieces(tp_rank, tp_size, padded_vocab=padded_vocab)
+    wholes = [_take(rule, hf_tensors, i) for i in range(len(rule.hf_names))]
+    parts = [wholes[p.source].narrow(rule.dim, p.start, p.stop - p.start) for p in pieces]
+    wanted = rule.local_shape(tp_size, padded_vocab=padded_vocab)
+    missing = wanted[rule.dim] - sum(p.stop - p.start for p in pieces)
+    if missing:
+        parts.append(wholes[0].new_zeros(missing, *wanted[1:]))
+    return _joined(parts, rule.dim)
 
 
 def merge(rule: TensorRule, shards: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -175,51 +243,20 @@ def merge(rule: TensorRule, shards: Sequence[Tensor]) -> dict[str, Tensor]:
     wrong = [tuple(s.shape) for s in shards if tuple(s.shape) != expected]
     if wrong:
         raise ModelError(f"{rule.megatron_name}: a shard of {tp_size} has shape {wrong[0]}, expected {expected}.")
-    return dict(zip(rule.hf_names, _MERGE[rule.kind](rule, shards), strict=True))
+    found: list[list[tuple[int, Tensor]]] = [[] for _ in rule.hf_names]
+    for rank, piece_of_rank in enumerate(shards if rule.is_cut else shards[:1]):
+        position = 0
+        for piece in rule.pieces(rank, tp_size, padded_vocab=padded):
+            length = piece.stop - piece.start
+            found[piece.source].append((piece.start, piece_of_rank.narrow(rule.dim, position, length)))
+            position += length
+    in_order = ([part for _, part in sorted(parts, key=lambda part: part[0])] for parts in found)
+    return {name: _joined(parts, rule.dim) for name, parts in zip(rule.hf_names, in_order, strict=True)}
 
 
-def _merge_vocab(rule: TensorRule, shards: Sequence[Tensor]) -> list[Tensor]:
-    return [_joined(shards)[: rule.hf_shapes[0][0]].contiguous()]
-
-
-def _merge_qkv(rule: TensorRule, shards: Sequence[Tensor]) -> list[Tensor]:
-    whole = _joined(shards)
-    grouped = whole.view(rule.groups, -1, *whole.shape[1:])
-    sizes = [dims[0] // rule.groups for dims in rule.hf_shapes]
-    return [part.reshape(dims) for part, dims in zip(grouped.split(sizes, dim=1), rule.hf_shapes, strict=True)]
-
-
-def _merge_gate_up(rule: TensorRule, shards: Sequence[Tensor]) -> list[Tensor]:
-    halves = [piece.chunk(2) for piece in shards]
-    return [_joined([half[i] for half in halves]) for i in range(2)]
-
-
-def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     """All parts as one contiguous tensor; a single one is not copied."""
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(tuple(parts), dim=dim)
-
-
-_MERGE: Mapping[Kind, Callable[[TensorRule, Sequence[Tensor]], list[Tensor]]] = {
-    "copy": lambda rule, shards: [shards[0].contiguous()],
-    "columns": lambda rule, shards: [_joined(shards, dim=1)],
-    "vocab": _merge_vocab,
-    "qkv": _merge_qkv,
-    "gate_up": _merge_gate_up,
-}
-
-
-def _interleave(parts: Sequence[Tensor], groups: int) -> Tensor:
-    """[q rows], [k rows], [v rows] -> rows ordered by group, each group's q, k, v together."""
-    grouped = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
-    return torch.cat(grouped, dim=1).reshape(-1, *parts[0].shape[1:])
-
-
-def _vocab_rows(whole: Tensor, tp_rank: int, tp_size: int, padded: int) -> Tensor:
-    rows = padded // tp_size
-    own = whole[tp_rank * rows : (tp_rank + 1) * rows]
-    if len(own) == rows:
-        return own.contiguous()
-    return torch.cat([own, own.new_zeros(rows - len(own), *whole.shape[1:])])
 
 
 def _padded(rule: TensorRule, tp_size: int, padded_vocab: int | None) -> int:
@@ -240,42 +277,48 @@ def _take(rule: TensorRule, hf_tensors: Mapping[str, Tensor], i: int) -> Tensor:
     return tensor
 
 
-def _copy(megatron_name: str, hf_name: str, size: int) -> TensorRule:
-    return TensorRule(megatron_name, (hf_name,), ((size,),), "copy")
+def _layer_rules(rules: _Rules, fused_norms: bool, grouped: bool) -> Iterator[TensorRule]:
+    yield from rules.all_of(parameters.ATTENTION, fused_norms)
+    experts = rules.shape.experts
+    if experts is None or not rules.shape.has_experts(rules.layer or 0):
+        yield from rules.all_of(parameters.DENSE_MLP, fused_norms)
+        return
+    yield from rules.all_of(parameters.ROUTER, fused_norms)
+    if grouped:
+        for parameter in parameters.EXPERT:
+            for expert in range(experts.number):
+                yield rules.of(parameter, fused=True, expert=expert)
+    else:
+        for expert in range(experts.number):
+            for parameter in parameters.EXPERT:
+                yield rules.of(parameter, expert=expert)
 
 
-def _vocab_rule(megatron_name: str, hf_name: str, shape: ModelShape) -> TensorRule:
-    return TensorRule(megatron_name, (hf_name,), ((shape.vocab, shape.hidden),), "vocab")
+class _Rules:
+    """Makes the rules of one layer, or of what is outside the layers, from Megatron's table and the family's."""
 
+    def __init__(self, shape: ModelShape, layer: int | None = None) -> None:
+        self.shape, self.layer = shape, layer
+        self._prefix = "" if layer is None else f"decoder.layers.{layer}."
+        self._names: Names = families()[shape.family].tensors
+        self._sizes = dimensions(shape)
 
-def _attention_rules(shape: ModelShape, layer: int, fused_norms: bool) -> list[TensorRule]:
-    own, hf = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    names = tuple(f"{hf}self_attn.{part}_proj." for part in "qkv")
-    weights, biases = tuple(n + "weight" for n in names), tuple(n + "bias" for n in names)
-    norm = "self_attention.linear_qkv.layer_norm_weight" if fused_norms else "input_layernorm.weight"
-    qkv = f"{own}self_attention.linear_qkv."
-    rules = [
-        _copy(own + norm, hf + "input_layernorm.weight", shape.hidden),
-        TensorRule(qkv + "weight", weights, tuple((n, shape.hidden) for n in (query, key, key)), "qkv", shape.kv_heads),
-    ]
-    if shape.qkv_bias:
-        rules.append(TensorRule(qkv + "bias", biases, ((query,), (key,), (key,)), "qkv", shape.kv_heads))
-    if shape.qk_norm:
-        for part in "qk":
-            inner = f"self_attention.{part}_layernorm.weight"
-            rules.append(_copy(own + inner, f"{hf}self_attn.{part}_norm.weight", shape.head_dim))
-    proj = (f"{own}self_attention.linear_proj.weight", (f"{hf}self_attn.o_proj.weight",), ((shape.hidden, query),))
-    return [*rules, TensorRule(*proj, "columns")]
+    def all_of(self, table: Iterable[Parameter], fused: bool) -> Iterator[TensorRule]:
+        """Yield the rules of those parameters that the family has."""
+        return (self.of(parameter, fused=fused) for parameter in table if parameter.role in self._names)
 
-
-def _mlp_rules(shape: ModelShape, layer: int, fused_norms: bool) -> list[TensorRule]:
-    own, hf = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-    norm = "mlp.linear_fc1.layer_norm_weight" if fused_norms else "pre_mlp_layernorm.weight"
-    gate_up = tuple(f"{hf}mlp.{part}_proj.weight" for part in ("gate", "up"))
-    down = (f"{own}mlp.linear_fc2.weight", (f"{hf}mlp.down_proj.weight",), ((shape.hidden, shape.ffn),))
-    return [
-        _copy(own + norm, hf + "post_attention_layernorm.weight", shape.hidden),
-        TensorRule(f"{own}mlp.linear_fc1.weight", gate_up, ((shape.ffn, shape.hidden),) * 2, "gate_up"),
-        TensorRule(*down, "columns"),
-    ]
+    def of(
+        self, parameter: Parameter, *, fused: bool = False, expert: int | None = None, role: str | None = None
+    ) -> TensorRule:
+        """Return the rule of one parameter; `role`: whose Hugging Face tensors it is made of, if not its own."""
+        own = parameter.fused_name if fused and parameter.fused_name else parameter.name
+        hf_names = self._names[role or parameter.role]
+        return TensorRule(
+            megatron_name=self._prefix + own.format(expert=expert),
+            hf_names=tuple(name.format(layer=self.layer, expert=expert) for name in hf_names),
+            hf_shapes=tuple(tuple(self._sizes[size] for size in sizes) for sizes in parameter.sizes),
+            kind=parameter.kind,
+            groups=self.shape.kv_heads if parameter.kind == "qkv" else 1,
+            layer=self.layer,
+            expert=expert,
+        )

@@ -66,11 +66,11 @@ class CostModel:
 
     @classmethod
     def of_model(cls, shape: ModelShape) -> CostModel:
-        """Return the same for a model: all of its parameters but an input embedding of its own, which multiplies
-        nothing."""
+        """Return the same for a model: the parameters that a token is multiplied with, so without an input embedding of
+        its own and without the experts that are not chosen for it."""
         lookup = 0 if shape.tie else shape.vocab * shape.hidden
         return cls.transformer(
-            num_parameters=shape.num_parameters - lookup,
+            num_parameters=shape.num_active_parameters - lookup,
             num_layers=shape.layers,
             attention_width=shape.heads * shape.head_dim,
         )

@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_daro"
 NAME = PACKAGE.name
 
-LEVEL = {"types": 0, "errors": 0, "durable": 0, "config": 1, "observe": 1}
+LEVEL = {"types": 0, "errors": 0, "durable": 0, "families": 0, "config": 1, "observe": 1}
 LEVEL |= dict.fromkeys(("algo", "reward", "data", "rollout", "convert", "plan"), 2)
 LEVEL |= dict.fromkeys(("actor", "engine", "sync", "controller", "recovery"), 3)
 LEVEL |= {"runtime": 4, "plugins": 4, "cli": 5, "__main__": 6}

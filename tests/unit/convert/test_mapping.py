@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_daro.config.model_shape import ModelShape, read_model_shape
 from megatron_daro.convert.mapping import (
+    TensorRule,
     global_name,
     hf_tensor_shapes,
     hf_to_megatron,
@@ -32,8 +33,20 @@ def model_shape(family: str = "qwen2", *, layers=2, heads=4, kv_heads=2, head_di
             "intermediate_size": ffn,
             "vocab_size": vocab,
             "tie_word_embeddings": tie,
+            **EXPERTS.get(family, {}),
         }
     )
+
+
+EXPERTS = {
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "mlp_only_layers": [0],
+        "norm_topk_prob": True,
+    }
+}
 
 
 def random_tensors(shape: ModelShape, dtype=torch.float32) -> dict[str, torch.Tensor]:
@@ -71,6 +84,35 @@ def test_names(family, fused):
     layer = (FUSED_LAYER if fused else LOCAL_LAYER) | OF_FAMILY[family]
     expected = OUTSIDE | {f"decoder.layers.{i}.{name}" for i in range(2) for name in layer}
     assert set(rules_of(model_shape(family), fused_norms=fused)) == expected
+
+
+EXPERT_MLP = {
+    False: [f"mlp.experts.local_experts.{e}.linear_fc{i}.weight" for e in range(4) for i in (1, 2)],
+    True: [f"mlp.experts.linear_fc{i}.weight{e}" for i in (1, 2) for e in range(4)],
+}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_names_of_experts_in_forward_order(fused):
+    """The norm before experts is never part of a linear layer: the router reads it too."""
+    rules = hf_to_megatron(model_shape("qwen3_moe", layers=2), fused_norms=fused)
+    mlp = [r for r in rules if r.layer == 1 and not r.megatron_name.startswith("decoder.layers.1.self_attention")]
+    names = [r.megatron_name.removeprefix("decoder.layers.1.") for r in mlp]
+    assert [n for n in names if n != "input_layernorm.weight"] == [
+        "pre_mlp_layernorm.weight", "mlp.router.weight", *EXPERT_MLP[fused]
+    ]  # fmt: skip
+    assert {r.expert for r in mlp} == {None, 0, 1, 2, 3}
+    dense = {r.megatron_name for r in rules if r.layer == 0}
+    assert {"decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.0.mlp.linear_fc2.weight"} < dense
+    third = next(r for r in mlp if r.expert == 3 and "fc2" in r.megatron_name)
+    assert third.hf_names == ("model.layers.1.mlp.experts.3.down_proj.weight",)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_experts_may_be_grouped_or_not_whatever_the_norms(grouped):
+    rules = rules_of(model_shape("qwen3_moe"), fused_norms=not grouped, grouped_experts=grouped)
+    assert f"decoder.layers.1.{EXPERT_MLP[grouped][-1]}" in rules
+    assert f"decoder.layers.1.{EXPERT_MLP[not grouped][-1]}" not in rules
 
 
 def test_a_tied_model_has_no_output_layer_but_a_rule_for_the_last_stages_copy():
@@ -142,7 +184,7 @@ def test_the_vocabulary_is_padded_with_zero_rows_that_export_drops():
 
 @settings(max_examples=40, deadline=None)
 @given(
-    family=st.sampled_from(["qwen2", "qwen3", "llama"]),
+    family=st.sampled_from(["qwen2", "qwen3", "llama", "qwen3_moe"]),
     kv_heads=st.sampled_from([1, 2, 4]),
     per_group=st.integers(1, 3),
     tp_size=st.sampled_from([1, 2, 4]),
@@ -152,7 +194,7 @@ def test_the_vocabulary_is_padded_with_zero_rows_that_export_drops():
 )
 def test_merge_undoes_shard_bit_for_bit(family, kv_heads, per_group, tp_size, vocab, tie, dtype):
     shape = model_shape(
-        family, layers=1, heads=kv_heads * per_group, kv_heads=kv_heads, head_dim=8, ffn=16, vocab=vocab, tie=tie
+        family, layers=2, heads=kv_heads * per_group, kv_heads=kv_heads, head_dim=8, ffn=16, vocab=vocab, tie=tie
     )
     tensors, restored = random_tensors(shape, dtype), {}
     for rule in hf_to_megatron(shape):
@@ -163,6 +205,37 @@ def test_merge_undoes_shard_bit_for_bit(family, kv_heads, per_group, tp_size, vo
     assert restored.keys() == tensors.keys()
     assert all(torch.equal(restored[name], tensors[name]) for name in tensors)
     assert all(restored[name].is_contiguous() for name in tensors)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    kind=st.sampled_from(["qkv", "gate_up", "rows", "columns", "vocab"]),
+    tp_size=st.sampled_from([1, 2, 4, 8]),
+    groups=st.sampled_from([1, 2, 4, 8]),
+)
+def test_pieces_use_every_entry_once_and_shard_is_made_of_them(kind, tp_size, groups):
+    sizes = {"qkv": [16 * groups, 8 * groups, 8 * groups], "gate_up": [16, 16]}.get(kind, [24])
+    dims = tuple((3, n) if kind == "columns" else (n, 3) for n in sizes)
+    names = tuple(f"t{i}" for i in range(len(sizes)))
+    rule = TensorRule("p", names, dims, kind, groups if kind == "qkv" else 1)
+    tensors = {n: torch.randn(d) for n, d in zip(names, dims, strict=True)}
+    used = {name: torch.zeros(d) for name, d in zip(names, dims, strict=True)}
+    for rank in range(tp_size):
+        parts = []
+        for piece in rule.pieces(rank, tp_size):
+            length = piece.stop - piece.start
+            used[names[piece.source]].narrow(rule.dim, piece.start, length).add_(1)
+            parts.append(tensors[names[piece.source]].narrow(rule.dim, piece.start, length))
+        assert torch.equal(torch.cat(parts, rule.dim), shard(rule, tensors, rank, tp_size))
+    assert all((count == 1).all() for count in used.values())
+
+
+def test_global_name_moves_experts_too():
+    local = "decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight"
+    assert global_name(local, 4, 8) == "decoder.layers.5.mlp.experts.local_experts.10.linear_fc1.weight"
+    grouped = "decoder.layers.1.mlp.experts.linear_fc2.weight2"
+    assert global_name(grouped, 4, 8) == "decoder.layers.5.mlp.experts.linear_fc2.weight10"
+    assert global_name("decoder.layers.1.mlp.router.weight", 4, 8) == "decoder.layers.5.mlp.router.weight"
 
 
 def test_global_name_moves_only_the_layer_index():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from megatron_daro.config.model_shape import RopeScaling, read_model_shape
+from megatron_daro.config.model_shape import ExpertShape, read_model_shape
+from megatron_daro.config.rope import Llama3Scaling, YarnScaling
 from megatron_daro.errors import ModelError
 
 SHARED_CONFIGS = Path(__file__).parents[4] / "shared" / "data" / "configs"
@@ -54,7 +56,7 @@ def test_rope_of_transformers_4_and_5_read_alike():
     five = read_model_shape({**llama, "rope_parameters": {**llama3, "rope_theta": 5e5}, "dtype": "bfloat16"})
     assert four == five
     assert (four.rope_theta, four.dtype) == (5e5, "bfloat16")
-    assert four.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
+    assert four.rope_scaling == Llama3Scaling(8.0, 1.0, 4.0, 8192)
     assert read_model_shape(llama).rope_theta == 10000.0
 
 
@@ -66,7 +68,8 @@ def test_rope_of_transformers_4_and_5_read_alike():
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, "sliding"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "longrope"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "factor"),
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "linear"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per layer type"),
@@ -115,10 +118,79 @@ def test_a_missing_config_is_refused_with_its_path(tmp_path):
 @pytest.mark.shared
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("Qwen2.5-Math-1.5B", 1.544), ("Qwen2.5-7B", 7.616), ("Qwen3-4B", 4.022), ("Llama-3.1-8B", 8.030)],
+    [
+        ("Qwen3-30B-A3B", 30.532),
+        ("Qwen2.5-Math-1.5B", 1.544),
+        ("Qwen2.5-7B", 7.616),
+        ("Qwen3-4B", 4.022),
+        ("Llama-3.1-8B", 8.030),
+    ],
 )
 def test_published_configs_have_their_published_size(name, billions):
     file = SHARED_CONFIGS / f"{name}.json"
     if not file.is_file():
         pytest.skip(f"{file} is not there: shared data of the project is needed")
     assert read_model_shape(json.loads(file.read_text())).num_parameters / 1e9 == pytest.approx(billions, abs=1e-3)
+
+
+MOE = {
+    **SIZES,
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+
+
+def test_a_mixture_of_experts_has_the_parameters_of_the_model_that_transformers_builds(tmp_path):
+    sizes = {**SIZES, "num_hidden_layers": 5}
+    config = Qwen3MoeConfig(
+        **sizes, head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, mlp_only_layers=[3],
+        decoder_sparse_step=2, norm_topk_prob=True,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    shape = read_model_shape(tmp_path)
+    assert shape.num_parameters == sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    assert shape.experts == ExpertShape(number=6, chosen=2, ffn=24, normalize=True, dense_layers=(0, 2, 3, 4))
+    assert shape.num_parameters - shape.num_active_parameters == 4 * 3 * 32 * 24
+    assert [shape.has_experts(layer) for layer in range(5)] == [False, True, False, False, False]
+
+
+def test_the_weights_of_the_chosen_are_scaled_only_where_the_config_says_so():
+    assert read_model_shape(MOE).experts.normalize
+    assert not read_model_shape({**MOE, "norm_topk_prob": None}).experts.normalize
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"num_experts": None}, "num_experts is missing"),
+        ({"num_experts": 1}, "num_experts_per_tok 2"),
+        ({"num_local_experts": 4}, "num_experts 8 and num_local_experts 4"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
+        ({"mlp_only_layers": [0, 1]}, "no layer with experts"),
+        ({"mlp_only_layers": [2]}, "layers from 0 to 1"),
+        ({"output_router_logits": True}, "output_router_logits"),
+        ({"router_jitter_noise": 0.1}, "router_jitter_noise"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob"),
+        ({"model_type": "qwen3-moe"}, "Did you mean 'qwen3_moe'"),
+    ],
+)
+def test_refuses_experts_that_do_not_fit(change, named):
+    with pytest.raises(ModelError, match=named):
+        read_model_shape({**MOE, **change})
+
+
+def test_yarn_has_the_paper_s_factor_unless_the_config_gives_another():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    plain = read_model_shape({**QWEN2, "rope_scaling": yarn}).rope_scaling
+    assert plain == YarnScaling(4.0, 32768, 32.0, 1.0, 0.1 * math.log(4) + 1, True)
+    assert (
+        read_model_shape({**QWEN2, "rope_scaling": {**yarn, "attention_factor": 1.5}}).rope_scaling.attention_factor
+        == 1.5
+    )
+    both = {**yarn, "mscale": 0.707, "mscale_all_dim": 1.0, "truncate": False}
+    scaling = read_model_shape({**QWEN2, "rope_scaling": both}).rope_scaling
+    assert scaling.attention_factor == pytest.approx((0.0707 * math.log(4) + 1) / (0.1 * math.log(4) + 1))
+    assert not scaling.truncate

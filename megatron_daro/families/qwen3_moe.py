@@ -1,0 +1,24 @@
+"""Qwen3 with a mixture of experts: Qwen3-30B-A3B, Qwen3-235B-A22B."""
+
+from __future__ import annotations
+
+from megatron_daro.families.table import DECODER, QK_NORM, ExpertKeys, Family
+
+_MLP = "model.layers.{layer}.mlp."
+
+FAMILY = Family(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    tensors={
+        **DECODER,
+        **QK_NORM,
+        "router": (_MLP + "gate.weight",),
+        "expert_gate_up": (_MLP + "experts.{expert}.gate_proj.weight", _MLP + "experts.{expert}.up_proj.weight"),
+        "expert_down": (_MLP + "experts.{expert}.down_proj.weight",),
+    },
+    defaults={"max_position_embeddings": 32768, "norm_topk_prob": False},
+    window="switched",
+    experts=ExpertKeys(
+        number=("num_experts", "num_local_experts"), width="moe_intermediate_size", normalize="norm_topk_prob"
+    ),
+)

@@ -1,0 +1,86 @@
+"""What a table of a model family says, and the names that most families share.
+
+A role stands for one parameter of a Megatron-core decoder; a family gives the Hugging Face tensors it is made of.
+`{layer}` and `{expert}` in a name are their numbers, from 0. The roles are:
+
+    embedding, final_norm, output                       of the whole model
+    attention_norm, qkv (query, key, value), qkv_bias,  of each layer; leave out qkv_bias, query_norm and key_norm
+    query_norm, key_norm, attention_output, mlp_norm    where the family has none
+    gate_up (gate, up), down                            of each dense layer
+    router, expert_gate_up (gate, up), expert_down      of each layer with experts, and of each expert
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Names = Mapping[str, tuple[str, ...]]
+Value = str | int | float | bool
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One family of decoder models.
+
+    model_type, architecture: as config.json names them. tensors: role -> Hugging Face names. defaults: what
+    transformers assumes for keys that config.json may leave out. window: whether the family has sliding-window
+    attention, which is refused where it is in use: never; by use_sliding_window; or by sliding_window alone. experts:
+    keys of a mixture of experts; None for a dense family.
+    """
+
+    model_type: str
+    architecture: str
+    tensors: Names
+    defaults: Mapping[str, Value] = field(default_factory=dict)
+    window: Literal["none", "switched", "by_width"] = "none"
+    experts: ExpertKeys | None = None
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether query, key and value have biases."""
+        return "qkv_bias" in self.tensors
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether queries and keys are normalised per head."""
+        return "query_norm" in self.tensors
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertKeys:
+    """Under which keys config.json describes the experts; of several names the first that is there counts.
+
+    normalize: the key that says whether the weights of the chosen experts are scaled to a sum of 1, or the answer where
+    the family has no such key.
+    """
+
+    number: tuple[str, ...]
+    width: str
+    normalize: str | bool
+    chosen: str = "num_experts_per_tok"
+
+
+OUTSIDE: Names = {
+    "embedding": ("model.embed_tokens.weight",),
+    "final_norm": ("model.norm.weight",),
+    "output": ("lm_head.weight",),
+}
+ATTENTION: Names = {
+    "attention_norm": ("model.layers.{layer}.input_layernorm.weight",),
+    "qkv": tuple(f"model.layers.{{layer}}.self_attn.{part}_proj.weight" for part in "qkv"),
+    "attention_output": ("model.layers.{layer}.self_attn.o_proj.weight",),
+    "mlp_norm": ("model.layers.{layer}.post_attention_layernorm.weight",),
+}
+QKV_BIAS: Names = {"qkv_bias": tuple(f"model.layers.{{layer}}.self_attn.{part}_proj.bias" for part in "qkv")}
+QK_NORM: Names = {
+    "query_norm": ("model.layers.{layer}.self_attn.q_norm.weight",),
+    "key_norm": ("model.layers.{layer}.self_attn.k_norm.weight",),
+}
+DENSE_MLP: Names = {
+    "gate_up": ("model.layers.{layer}.mlp.gate_proj.weight", "model.layers.{layer}.mlp.up_proj.weight"),
+    "down": ("model.layers.{layer}.mlp.down_proj.weight",),
+}
+DECODER: Names = {**OUTSIDE, **ATTENTION, **DENSE_MLP}
+"""A dense decoder with Llama's names."""
