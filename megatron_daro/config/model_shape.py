@@ -156,9 +156,9 @@ def _read_json(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def _family(config: dict[str, Any], where: str) -> Family:
-    kind, known = config.get("model_type"), families()
+    kind, known = str(config.get("model_type")), families()
     if kind not in known:
-        near = difflib.get_close_matches(str(kind), known, n=1)
+        near = difflib.get_close_matches(kind, known, n=1)
         meant = f" Did you mean {near[0]!r}?" if near else ""
         raise ModelError(f"{where}: model_type {kind!r} is not supported; allowed: {', '.join(sorted(known))}.{meant}")
     family = known[kind]
