@@ -1,4 +1,4 @@
-"""The console command `megatron-daro`: train, eval, report, convert-rollouts.
+"""The console command `megatron-daro`: train, eval, report, convert-rollouts, and those of commands/.
 
 Place in the data flow: the composition root. Reads the configuration, calls the runtime or the report, turns errors
 into exit codes. What a sub-command needs is imported inside it, so `--help` loads neither torch nor ray. Does no work
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron_daro import __version__
+from megatron_daro.commands.plan import plan
 from megatron_daro.errors import ConfigError, DaroError, NonFiniteError
 
 if TYPE_CHECKING:
@@ -66,6 +67,9 @@ def _show_version(asked: bool) -> None:
     if asked:
         typer.echo(f"megatron-daro {__version__}")
         raise typer.Exit
+
+
+app.command()(plan)
 
 
 @app.callback()

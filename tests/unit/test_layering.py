@@ -15,14 +15,15 @@ PACKAGE = Path(__file__).resolve().parents[2] / "megatron_daro"
 NAME = PACKAGE.name
 
 LEVEL = {"types": 0, "errors": 0, "durable": 0, "families": 0, "config": 1, "observe": 1}
-LEVEL |= dict.fromkeys(("algo", "reward", "data", "rollout", "convert", "plan"), 2)
+LEVEL |= dict.fromkeys(("algo", "reward", "data", "rollout", "convert", "plan", "slurm"), 2)
 LEVEL |= dict.fromkeys(("actor", "engine", "sync", "controller", "recovery"), 3)
-LEVEL |= {"runtime": 4, "plugins": 4, "cli": 5, "__main__": 6}
+LEVEL |= {"runtime": 4, "plugins": 4, "commands": 5, "cli": 6, "__main__": 7}
 
 SIDEWAYS = {
     "data": {"algo"},  # a batch carries advantages and bins
     "rollout": {"data", "algo"},  # the sampler filters by bin and hands groups to the batch
     "engine": {"sync"},  # buckets are read where weights arrive, and SGLang servers are sent theirs by a transport
+    "plan": {"data"},  # one cost model for balancing and planning
     "controller": {"recovery", "sync"},  # it owns the one WeightSync
 }
 """Imports within a level, beside those within a unit; without a cycle."""

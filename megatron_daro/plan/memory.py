@@ -1,0 +1,190 @@
+"""Memory of one GPU by part, in bytes: trainers and servers.
+
+Place in the data flow: Workload, ModelLayout, Gpu -> Memory -> search.py (fits or not, and why not). Weights, gradients
+and optimizer are exact counts; activations are the elements that each kind of layer keeps for the backward pass, fitted
+to the live bytes of real runs on a CPU (`tests/unit/plan`) for the local layers, and counted by hand for Transformer
+Engine's, which no machine of this project has run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from megatron_daro.plan import parameters
+from megatron_daro.plan.gpus import Gpu
+from megatron_daro.plan.layout import ModelLayout
+from megatron_daro.plan.workload import Workload
+
+RESERVE_BYTES = 3 * 2**30
+"""CUDA context, NCCL's buffers, workspaces and fragments of a GPU process: an assumption, not a measurement."""
+SERVER_RESERVE_BYTES = 4 * 2**30
+"""The same of a server, with its CUDA graphs and the activations of a prefill."""
+TILE_COLUMNS = 32768
+"""Vocabulary columns of one tile of logits on a GPU (actor/logprobs.py); 2,048 on a CPU."""
+CPU_TILE_COLUMNS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one GPU by part."""
+
+    weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    logits: float = 0.0
+    buffers: float = 0.0
+    fp8: float = 0.0
+    kv_cache: float = 0.0
+    reserve: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, float]:
+        """Return the parts by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def largest(self) -> str:
+        """Name of the largest part."""
+        parts = self.parts()
+        return max(parts, key=parts.__getitem__)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerActivations:
+    """Elements that a layer keeps for each token, as multiples of hidden size h, query width q, key width k (with k
+    counted once, for keys and values together) and MLP width f; `query_norm`, `key_norm` come on top with QK norms."""
+
+    hidden: float
+    query: float
+    key: float
+    ffn: float
+    query_norm: float
+    key_norm: float
+
+
+LOCAL_FP32 = LayerActivations(6.2, 2.65, 2.9, 5.0, 2.1, 3.1)
+LOCAL_BF16 = LayerActivations(8.2, 2.7, 2.8, 5.0, 3.1, 2.9)
+# Transformer Engine, no dropout, flash attention: norm inputs and outputs (4 h), queries, keys, values and the output
+# of attention (2 q + 2 k), MLP's first product, and the input of its second (3 f); QK norms keep their inputs.
+ENGINE = LayerActivations(4.0, 2.0, 2.0, 3.0, 1.0, 1.0)
+
+
+def layer_elements(workload: Workload, kinds: LayerActivations) -> float:
+    """Return the elements that one layer keeps for one token, over all tensor-parallel ranks together."""
+    shape = workload.shape
+    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    elements = kinds.hidden * shape.hidden + kinds.query * query + kinds.key * key + kinds.ffn * shape.ffn
+    return elements + (kinds.query_norm * query + kinds.key_norm * key) * shape.qk_norm
+
+
+def activations(
+    workload: Workload, layout: ModelLayout, kinds: LayerActivations, *, stage: int = 0, micro_batches: int = 1
+) -> float:
+    """Return the bytes that the layers of a stage keep at most, over the micro-batches that are under way in it.
+
+    Args:
+        workload, layout: what runs.
+        kinds: of the layers.
+        stage: 0 .. PP - 1; with one forward and one backward in turn, stage s holds PP - s micro-batches.
+        micro_batches: of a step and rank.
+    """
+    shape = workload.shape
+    under_way = min(layout.pipeline - stage, micro_batches)
+    layers = shape.layers // layout.pipeline
+    layer = layer_elements(workload, kinds) / layout.tensor
+    hidden = shape.hidden / layout.tensor
+    outside = hidden * ((stage == 0) + 2 * (stage == layout.pipeline - 1))  # embedding; final norm and its input
+    if layout.recompute == "full":
+        kept = under_way * (layers * hidden + outside) + layer
+    else:
+        kept = under_way * (layers * layer + outside)
+    return kept * layout.tokens_per_rank * workload.dtype_bytes
+
+
+def logits(workload: Workload, layout: ModelLayout, *, tile_columns: int = TILE_COLUMNS) -> float:
+    """Return the bytes of the last stage while log-probs are taken: tiles of logits, gathered hidden states and their
+    fp32 gradient, the gradient of the output layer."""
+    shape, tokens = workload.shape, layout.tokens_per_rank
+    rows = parameters.padded_vocabulary(shape.vocab, layout.tensor) // layout.tensor
+    chunk = min(workload.chunk_tokens, tokens)
+    tile = chunk * min(tile_columns, rows) * 4
+    hidden = tokens * shape.hidden * (2 * workload.dtype_bytes + 4)
+    weight = rows * shape.hidden * workload.dtype_bytes
+    accumulator = min(tile_columns, rows) * shape.hidden * 4 if workload.dtype_bytes == 2 else 0
+    return 2 * tile + hidden + weight + accumulator
+
+
+def static_bytes(
+    workload: Workload, tensor: int, pipeline: int, stage: int, shards: int
+) -> tuple[float, float, float, int]:
+    """Return weights, gradients and optimizer of a rank in bytes, and its elements.
+
+    Args:
+        shards: ranks that share the optimizer's state, DP * CP; 1 without the distributed optimizer.
+    """
+    shape, distributed = workload.shape, workload.distributed_optimizer
+    buffer = parameters.buffer_elements(shape, tensor, pipeline, stage, shards=shards if distributed else 0)
+    elements = parameters.count(shape, tensor, pipeline, stage)
+    # fp32 moments; with bf16 also an fp32 copy of the weights. The parameters lie in a buffer of their own.
+    state = (8 if workload.dtype_bytes == 4 else 12) * (elements / shards if distributed else elements)
+    return workload.dtype_bytes * buffer, 4 * buffer, state, elements
+
+
+def trainer_memory(
+    workload: Workload, layout: ModelLayout, *, shards: int, micro_batches: int, on_gpu: bool = True
+) -> Memory:
+    """Return the memory of the fullest rank: the first stage, which has most under way, or the last, with the logits.
+
+    Args:
+        workload, layout: what runs.
+        shards: DP * CP.
+        micro_batches: of a step and rank.
+        on_gpu: Transformer Engine's layers and a GPU process; else the local layers on a CPU.
+    """
+    stages = {0, min(1, layout.pipeline - 1), layout.pipeline - 1}
+    found = [_stage_memory(workload, layout, stage, shards, micro_batches, on_gpu) for stage in stages]
+    return max(found, key=lambda memory: memory.total)
+
+
+def _stage_memory(
+    workload: Workload, layout: ModelLayout, stage: int, shards: int, micro_batches: int, on_gpu: bool
+) -> Memory:
+    weights, gradients, optimizer, elements = static_bytes(workload, layout.tensor, layout.pipeline, stage, shards)
+    local = LOCAL_FP32 if workload.dtype_bytes == 4 else LOCAL_BF16
+    kept = activations(
+        workload, layout, ENGINE if on_gpu and workload.dtype_bytes == 2 else local, stage=stage,
+        micro_batches=micro_batches,
+    )  # fmt: skip
+    last = stage == layout.pipeline - 1
+    hidden = layout.tokens_per_rank * workload.shape.hidden * workload.dtype_bytes
+    return Memory(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=kept,
+        logits=logits(workload, layout, tile_columns=TILE_COLUMNS if on_gpu else CPU_TILE_COLUMNS) if last else 0.0,
+        # Two buckets of the weight sync, hidden states gathered over TP, and what the pipeline sends and receives.
+        buffers=2 * workload.bucket_bytes + 2 * hidden * (layout.tensor > 1) + 2 * hidden * (layout.pipeline > 1),
+        # Transformer Engine keeps an fp8 copy of each weight, and its transpose.
+        fp8=2.0 * elements if workload.fp8 else 0.0,
+        reserve=RESERVE_BYTES if on_gpu else 0.0,
+    )
+
+
+def kv_bytes_per_token(workload: Workload, tensor: int) -> float:
+    """Return the bytes of keys and values of one token on one GPU of a server."""
+    shape = workload.shape
+    heads = max(shape.kv_heads / tensor, 1)
+    return 2 * shape.layers * heads * shape.head_dim * workload.dtype_bytes
+
+
+def server_memory(workload: Workload, gpu: Gpu, tensor: int) -> Memory:
+    """Return the memory of one GPU of a server of `tensor` GPUs; what is left after weights and reserve is KV cache."""
+    weights = workload.shape.num_parameters * workload.dtype_bytes / tensor
+    room = gpu.memory_bytes - weights - SERVER_RESERVE_BYTES - workload.bucket_bytes
+    return Memory(weights=weights, buffers=workload.bucket_bytes, kv_cache=max(room, 0.0), reserve=SERVER_RESERVE_BYTES)

@@ -1,0 +1,75 @@
+"""`megatron-daro plan` as it is typed."""
+
+from __future__ import annotations
+
+import json
+
+from megatron_daro.cli import main
+from megatron_daro.config import resolve
+
+MODEL = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 131072,
+}
+RECIPE = """# A comment that stays.
+model: {path: /models/llama}  # not on this machine
+data:
+  train:
+    - a.jsonl
+rollout: {max_response_tokens: 4096}
+"""
+
+
+def written(tmp_path):
+    recipe, model = tmp_path / "run.yaml", tmp_path / "config.json"
+    recipe.write_text(RECIPE)
+    model.write_text(json.dumps(MODEL))
+    return recipe, ["plan", str(recipe), "--gpus", "16", "--model-config", str(model)]
+
+
+def test_the_tables_name_layouts_and_reasons(tmp_path, capsys):
+    _, command = written(tmp_path)
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "TP PP CP DP" in out and "optimizer" in out and "layouts were looked at; out are:" in out
+
+
+def test_json_has_parts_of_memory_and_time(tmp_path, capsys):
+    _, command = written(tmp_path)
+    assert main([*command, "--json", "--best", "1", "--price", "2"]) == 0
+    (choice,) = json.loads(capsys.readouterr().out)["choices"]
+    assert choice["cost"] == 2 * choice["gpu_hours"] > 0
+    assert {"weights", "gradients", "optimizer", "activations", "logits"} <= choice["trainer_memory"].keys()
+    assert choice["seconds"]["step"] > choice["seconds"]["generation"] > 0
+
+
+def test_write_sets_the_options_and_keeps_comments(tmp_path, capsys):
+    recipe, command = written(tmp_path)
+    assert main([*command, "--write"]) == 0
+    text = recipe.read_text()
+    assert "# A comment that stays." in text and "# not on this machine" in text and "    - a.jsonl" in text
+    config = resolve(recipe)
+    assert config.engine.kind == "sglang"
+    servers = config.engine.replicas * config.engine.sglang.tensor_parallel
+    assert config.actor.world_size + servers <= 16
+    assert config.actor.micro_batch_tokens >= 1024 + 4096
+
+
+def test_nothing_fits_is_a_configuration_error(tmp_path, capsys):
+    _, command = written(tmp_path)
+    assert main([*command, "--gpus", "2", "--gpu", "a100-40g"]) == 2
+    assert "no layout of this model fits 2 GPUs of a100-40g" in capsys.readouterr().err
+
+
+def test_an_unknown_gpu_is_a_configuration_error(tmp_path, capsys):
+    _, command = written(tmp_path)
+    assert main([*command, "--gpu", "h1000"]) == 2
+    assert "did you mean h100-80g" in capsys.readouterr().err

@@ -1,0 +1,149 @@
+"""What real Megatron modules take, as JSON lines: run in a process of its own by test_plan_memory.py.
+
+static: parameters of a rank's modules on the meta device, in a fake process group. optimizer: bytes of weights,
+gradients and optimizer state of a small policy. activations: peak of live bytes of a forward and backward pass.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from megatron_daro.actor import device, model, parallel
+from megatron_daro.actor.compat import allocate_optimizer_state
+from megatron_daro.actor.forward import OutputSettings, position_logprobs
+from megatron_daro.actor.optimizer import build_optimizer
+from megatron_daro.actor.parallel import Layout
+from megatron_daro.config.actor import OptimizerSection
+from megatron_daro.config.model_shape import read_model_shape
+
+device.prepare()
+from megatron.core import parallel_state  # noqa: E402 - after the redirection to the CPU
+
+
+def in_layout(layout: Layout, rank: int, work: Callable[[], Any]) -> Any:
+    """What `work` returns as this rank of a fake world."""
+    dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
+    parallel.build_groups(layout, seed=0)
+    # The optimizer asks for gloo groups, which are not made in a fake world; it only looks at their size here.
+    for name in [name for name, value in vars(parallel_state).items() if name.endswith("_GLOO") and value is None]:
+        setattr(parallel_state, name, getattr(parallel_state, name.removesuffix("_GLOO")))
+    try:
+        return work()
+    finally:
+        parallel.shutdown()
+
+
+def static(config: str | dict[str, Any], tensor: int, pipeline: int, stage: int) -> int:
+    """Parameters of the first rank of a stage; nothing is allocated."""
+    layout, shape = Layout(tensor=tensor, pipeline=pipeline), read_model_shape(config)
+
+    def count() -> int:
+        real = device.prepare
+        device.prepare = lambda: torch.device("meta")
+        try:
+            with torch.device("meta"):
+                made = model.build_model(shape, model.transformer_config(shape, layout, dtype="bf16"))
+        finally:
+            device.prepare = real
+        return sum(parameter.numel() for parameter in made.parameters())
+
+    return in_layout(layout, stage * tensor, count)
+
+
+def optimizer(config: dict[str, Any], tensor: int, data: int, dtype: str, distributed: bool) -> dict[str, int]:
+    """Bytes of weights, gradients and optimizer of rank 0; shards of the parameters' last rank may be smaller."""
+    layout, shape = Layout(tensor=tensor, data=data), read_model_shape(config)
+
+    def count() -> dict[str, int]:
+        transformer = model.transformer_config(shape, layout, dtype=dtype, sequence_parallel=tensor > 1)
+        wrapped = model.wrap_data_parallel(
+            model.build_model(shape, transformer), transformer, distributed_optimizer=distributed, options={}
+        )
+        made = build_optimizer(wrapped, OptimizerSection(distributed=distributed), dtype=dtype, options={})
+        allocate_optimizer_state(made)
+        storages = {
+            p.data.untyped_storage().data_ptr(): p.data.untyped_storage().nbytes() for p in wrapped.parameters()
+        }
+        gradients = sum(buffer.grad_data.untyped_storage().nbytes() for buffer in wrapped.buffers)
+        state = 0
+        for part in getattr(made, "chained_optimizers", [made]):
+            for group in part.optimizer.param_groups:
+                for main in group["params"]:
+                    moments = part.optimizer.state[main]
+                    state += sum(moments[name].nbytes for name in ("exp_avg", "exp_avg_sq"))
+                    own = main.untyped_storage().data_ptr() not in storages
+                    state += main.nbytes if own else 0
+        return {"weights": sum(storages.values()), "gradients": gradients, "optimizer": state}
+
+    return in_layout(layout, 0, count)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that operations made and that still live; `known` ones do not count."""
+
+    def __init__(self, known: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._sizes:
+                    self._sizes[storage._cdata] = storage.nbytes()
+                    self.now += storage.nbytes()
+                    self.peak = max(self.peak, self.now)
+                    weakref.finalize(storage, self._freed, storage._cdata)
+        return out
+
+    def _freed(self, key: int) -> None:
+        self.now -= self._sizes.pop(key, 0)
+
+
+def activations(config: dict[str, Any], tensor: int, dtype: str, recompute: str, tokens: int, chunk: int) -> int:
+    """Peak of live bytes beside weights and gradients, log-probs included."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    layout, shape, sequences = Layout(tensor=tensor), read_model_shape(config), 4
+
+    def measure() -> int:
+        transformer = model.transformer_config(
+            shape, layout, dtype=dtype, sequence_parallel=tensor > 1, recompute=recompute
+        )
+        inner = model.build_model(shape, transformer)
+        wrapped = model.wrap_data_parallel(inner, transformer, distributed_optimizer=False, options={})
+        for parameter in inner.parameters():
+            parameter.data.normal_(std=0.02)
+        each = tokens // sequences
+        bounds = torch.arange(0, tokens + 1, each, dtype=torch.int32)
+        packed = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=each, max_seqlen_kv=each)
+        ids = torch.randint(0, shape.vocab, (tokens,))
+        known = [*inner.parameters(), *(buffer.grad_data for buffer in wrapped.buffers)]
+        with LiveBytes(known) as live:
+            hidden = wrapped(ids[None], torch.arange(each).repeat(sequences)[None], None, packed_seq_params=packed)
+            logprobs, _ = position_logprobs(
+                inner, hidden, ids, torch.arange(tokens), OutputSettings(shape.vocab, 1.0, chunk)
+            )
+            logprobs.sum().backward()
+        return live.peak
+
+    return in_layout(layout, 0, measure)
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        what, arguments = json.loads(line)
+        found = {"static": static, "optimizer": optimizer, "activations": activations}[what](**arguments)
+        print(json.dumps({"found": found}), flush=True)

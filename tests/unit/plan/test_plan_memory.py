@@ -1,0 +1,151 @@
+"""The planner's memory against real Megatron modules: exact counts, and live bytes of small runs on the CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_daro.config import Config
+from megatron_daro.config.model_shape import read_model_shape
+from megatron_daro.plan import memory
+from megatron_daro.plan.layout import ModelLayout
+from megatron_daro.plan.parameters import count
+from megatron_daro.plan.workload import workload_of
+
+CONFIGS = Path(__file__).resolve().parents[4] / "shared" / "data" / "configs"
+HELPER = Path(__file__).with_name("megatron_memory.py")
+
+
+def small(family: str = "qwen2", **changed: object) -> dict[str, object]:
+    """A config.json."""
+    return {
+        "model_type": family,
+        "num_hidden_layers": 4,
+        "hidden_size": 256,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "intermediate_size": 768,
+        "vocab_size": 2005,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 8192,
+        **changed,
+    }
+
+
+def measured(questions: list[tuple[str, dict[str, object]]]) -> list[object]:
+    """What real modules take: one process for all questions, since importing Megatron takes seconds."""
+    text = "\n".join(json.dumps(question) for question in questions)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", HELPER], input=text, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line)["found"] for line in done.stdout.splitlines() if line.startswith('{"found"')]
+    assert len(found) == len(questions)
+    return found
+
+
+def workload(config: dict[str, object], *, dtype: str = "bf16", distributed: bool = True, chunk: int = 1024):
+    made = Config.model_validate(
+        {
+            "model": {"path": "x"},
+            "data": {"train": ("x",)},
+            "actor": {"dtype": dtype, "logprob_chunk_tokens": chunk, "optimizer": {"distributed": distributed}},
+        }
+    )
+    return workload_of(made, read_model_shape(config))
+
+
+# (model, TP, PP): layouts of the recipes, and ones that pad the vocabulary or copy tied embeddings.
+LAYOUTS = [
+    ("Qwen2.5-Math-1.5B", 2, 1),
+    ("Qwen2.5-Math-1.5B", 2, 2),
+    ("Qwen2.5-Math-7B", 4, 1),
+    ("Qwen2.5-Math-7B", 2, 2),
+    ("Llama-3.1-8B", 4, 2),
+    ("Qwen2.5-32B", 8, 4),
+    ("Qwen2.5-32B", 4, 2),
+    ("Qwen3-8B", 8, 2),
+    ("Llama-3.3-70B", 8, 8),
+]
+
+
+@pytest.mark.shared
+def test_parameters_are_those_of_megatron_in_real_layouts():
+    if not CONFIGS.is_dir():
+        pytest.skip(f"needs the model configurations in {CONFIGS}")
+    cases = [
+        (CONFIGS / f"{name}.json", tensor, pipeline, stage)
+        for name, tensor, pipeline in LAYOUTS
+        for stage in sorted({0, pipeline // 2, pipeline - 1})
+    ]
+    keys = ("config", "tensor", "pipeline", "stage")
+    found = measured([("static", dict(zip(keys, (str(file), *sizes), strict=True))) for file, *sizes in cases])
+    assert [count(read_model_shape(file), *sizes) for file, *sizes in cases] == found
+
+
+def test_weights_gradients_and_optimizer_are_those_of_megatron():
+    cases = [
+        (small(), 1, 1, "bf16", True),
+        (small(), 2, 2, "bf16", True),
+        (small("qwen3", tie_word_embeddings=True), 2, 4, "bf16", True),
+        (small("llama", vocab_size=1999), 1, 3, "fp32", True),
+        (small(), 1, 2, "bf16", False),
+        (small(), 1, 2, "fp32", False),
+    ]
+    keys = ("config", "tensor", "data", "dtype", "distributed")
+    found = measured([("optimizer", dict(zip(keys, case, strict=True))) for case in cases])
+    for (config, tensor, data, dtype, distributed), real in zip(cases, found, strict=True):
+        asked = workload(config, dtype=dtype, distributed=distributed)
+        weights, gradients, optimizer, _ = memory.static_bytes(asked, tensor, 1, 0, data)
+        assert weights == pytest.approx(real["weights"], rel=0.02)
+        assert gradients == pytest.approx(real["gradients"], rel=0.0 if distributed else 0.02)
+        assert optimizer == pytest.approx(real["optimizer"], rel=0.02)
+
+
+ACTIVATIONS = [
+    (small(), 1, "fp32", "none", 1024),
+    (small(), 2, "fp32", "none", 1024),
+    (small("qwen3"), 1, "bf16", "none", 1024),
+    (small("qwen3", intermediate_size=1024), 2, "bf16", "none", 512),
+    (small(hidden_size=384, num_key_value_heads=8, num_hidden_layers=6), 1, "fp32", "none", 512),
+    (small(num_hidden_layers=8), 1, "fp32", "full", 2048),
+    (small("llama", num_hidden_layers=8), 1, "bf16", "full", 2048),
+]
+
+
+def test_activations_and_logits_are_within_15_percent_of_a_run(record_property):
+    keys = ("config", "tensor", "dtype", "recompute", "tokens")
+    found = measured([("activations", {**dict(zip(keys, c, strict=True)), "chunk": 256}) for c in ACTIVATIONS])
+    ratios = []
+    for (config, tensor, dtype, recompute, tokens), real in zip(ACTIVATIONS, found, strict=True):
+        asked = workload(config, dtype=dtype, chunk=256)
+        layout = ModelLayout(tensor, 1, 1, recompute, tokens)
+        planned = memory.trainer_memory(asked, layout, shards=1, micro_batches=1, on_gpu=False)
+        ratios.append((planned.activations + planned.logits) / real)
+    record_property("planned over measured", ", ".join(f"{ratio:.3f}" for ratio in ratios))
+    assert [round(ratio, 3) for ratio in ratios if not 0.85 <= ratio <= 1.15] == [], ratios
+
+
+def test_stages_hold_as_many_micro_batches_as_the_schedule_lets_in():
+    asked = workload(small())
+    layout = ModelLayout(1, 4, 1, "none", 4096)
+    held = [memory.activations(asked, layout, memory.ENGINE, stage=s, micro_batches=9) for s in range(4)]
+    few = memory.activations(asked, layout, memory.ENGINE, stage=0, micro_batches=2)
+    assert held[0] > held[1] > held[2] > held[3]
+    assert few == pytest.approx(held[0] / 2)
+
+
+def test_fp8_and_sequence_options_show_in_their_part():
+    asked = workload(small())
+    layout = ModelLayout(1, 1, 1, "none", 4096)
+    plain = memory.trainer_memory(asked, layout, shards=2, micro_batches=1)
+    fp8 = memory.trainer_memory(replace(asked, fp8=True), layout, shards=2, micro_batches=1)
+    assert fp8.fp8 == 2 * count(asked.shape, 1, 1, 0) and plain.fp8 == 0
+    assert fp8.total - plain.total == fp8.fp8

@@ -1,0 +1,161 @@
+"""The search: choices that the trainer accepts, the best of all, and reasons for what is out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from megatron_daro.config import Config
+from megatron_daro.config.model_shape import read_model_shape
+from megatron_daro.errors import ConfigError
+from megatron_daro.plan.gpus import GPUS, find_gpu
+from megatron_daro.plan.layout import ModelLayout
+from megatron_daro.plan.memory import trainer_memory
+from megatron_daro.plan.search import HEADROOM, search, splits
+from megatron_daro.plan.times import Constants, generation_s, train_times
+from megatron_daro.plan.workload import quantiles, workload_of
+
+QWEN_32B = {
+    "model_type": "qwen2",
+    "num_hidden_layers": 64,
+    "hidden_size": 5120,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "intermediate_size": 27648,
+    "vocab_size": 152064,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 131072,
+}
+H100 = GPUS["h100-80g"]
+
+
+def workload(**rollout: object):
+    sizes = {"prompts_per_step": 512, "rollouts_per_prompt": 16, "max_response_tokens": 8192, **rollout}
+    made = Config.model_validate({"model": {"path": "x"}, "data": {"train": ("x",)}, "rollout": sizes})
+    return workload_of(made, read_model_shape(QWEN_32B))
+
+
+def test_every_choice_fits_and_uses_no_more_gpus_than_there_are():
+    asked = workload()
+    plan = search(asked, H100, 128)
+    assert len(plan.choices) == 5
+    for choice in plan.choices:
+        layout = choice.trainers.layout
+        assert choice.gpus <= 128
+        assert choice.trainers.memory.total <= HEADROOM * H100.memory_bytes
+        assert asked.shape.layers % layout.pipeline == 0 and asked.shape.kv_heads % layout.tensor == 0
+        assert layout.micro_batch_tokens >= asked.longest
+        assert choice.step >= max(choice.trainers.times.total, choice.servers.generation)
+
+
+def test_the_first_choice_is_within_a_fiftieth_of_the_best():
+    plan = search(workload(), H100, 128, best=50)
+    assert plan.choices[0].step <= 1.021 * min(choice.step for choice in plan.choices)
+
+
+def test_staleness_overlaps_both_sides():
+    alternating = search(workload(max_staleness=0), H100, 128).choices[0]
+    overlapped = search(workload(max_staleness=1), H100, 128).choices[0]
+    assert overlapped.step < alternating.step
+    times = overlapped.trainers.times.total
+    assert overlapped.step == pytest.approx(
+        max(times, overlapped.servers.generation) + overlapped.sync + overlapped.fixed
+    )
+
+
+def test_more_gpus_are_never_slower():
+    steps = [search(workload(), H100, gpus).choices[0].step for gpus in (64, 128, 256, 1024)]
+    assert all(fewer > more * 0.98 for fewer, more in pairwise(steps))
+
+
+def test_what_does_not_fit_says_which_part_and_what_would():
+    with pytest.raises(ConfigError, match=r"no layout .* fits 8 GPUs of a100-40g: .*alone.*Training alone takes about"):
+        search(workload(), GPUS["a100-40g"], 8)
+
+
+def test_refusals_are_counted_and_name_the_nearest():
+    refusals = search(workload(), H100, 128).refusals
+    assert "out of memory, mostly activations" in refusals.counts
+    assert all(count > 0 and refusals.nearest[reason][1] for reason, count in refusals.counts.items())
+
+
+def test_fewer_samples_than_replicas_is_a_reason():
+    refusals = search(workload(prompts_per_step=2, rollouts_per_prompt=4), H100, 256).refusals
+    assert any("fewer than replicas" in reason for reason in refusals.counts)
+
+
+def test_recomputation_trades_time_for_memory():
+    asked, known = workload(), Constants()
+    kept, again = (ModelLayout(4, 2, 2, recompute, 16384) for recompute in ("none", "full"))
+    memories = [trainer_memory(asked, layout, shards=8, micro_batches=9) for layout in (kept, again)]
+    times = [train_times(asked, layout, 4, H100, known) for layout in (kept, again)]
+    assert memories[1].activations < 0.3 * memories[0].activations
+    assert times[1].compute == pytest.approx(4 / 3 * times[0].compute)
+
+
+def test_the_bubble_grows_with_stages_and_shrinks_with_micro_batches():
+    asked, known = workload(), Constants()
+    bubbles = [train_times(asked, ModelLayout(1, p, 1, "full", 9216), 2, H100, known).bubble for p in (1, 2, 4)]
+    assert bubbles[0] == 0 < bubbles[1]
+    wide = train_times(asked, ModelLayout(1, 4, 1, "full", 9216), 16, H100, known)
+    narrow = train_times(asked, ModelLayout(1, 4, 1, "full", 9216), 2, H100, known)
+    assert wide.bubble / wide.compute > narrow.bubble / narrow.compute
+
+
+def test_the_longest_answer_bounds_generation_however_many_servers():
+    asked, known = workload(), Constants()
+    many = [generation_s(asked, 8, n, H100, known) for n in (1, 8, 64, 4096)]
+    assert all(fewer > more for fewer, more in pairwise(many))
+    weights = asked.shape.num_parameters * 2 / 8 / (H100.memory_gb_s * 1e9 * known.decoding)
+    assert many[-1] > asked.response_Q.max() * weights
+
+
+def test_a_tail_costs_more_than_its_mean():
+    asked = workload()
+    even = replace(asked, response_Q=np.full(256, asked.mean_response))
+    assert generation_s(asked, 8, 64, H100, Constants()) > 1.5 * generation_s(even, 8, 64, H100, Constants())
+
+
+@pytest.mark.parametrize("mean", [100, 1000, 5000])
+def test_quantiles_have_the_mean_that_was_asked_for(mean):
+    lengths = quantiles(mean, 0.8, 8192)
+    assert lengths.mean() == pytest.approx(mean, rel=0.01)
+    assert lengths.max() <= 8192 and np.all(np.diff(lengths) >= 0)
+
+
+def test_splits_are_whole_nodes_and_bounded():
+    assert splits(16, 8) == [8]
+    assert splits(8, 8) == list(range(1, 8))
+    large = splits(16384, 8)
+    assert len(large) <= 64 and all(n % 8 == 0 and 0 < n < 16384 for n in large)
+
+
+@pytest.mark.parametrize(
+    ("name", "found"), [("H100", "h100-80g"), ("h200-141g", "h200-141g"), ("mi300x", "mi300x-192g")]
+)
+def test_gpus_are_found_by_name(name, found):
+    assert find_gpu(name).name == found
+
+
+def test_an_unknown_gpu_names_the_nearest():
+    with pytest.raises(ConfigError, match=r"got 'h100-90g'; allowed: .*did you mean h100-80g"):
+        find_gpu("h100-90g")
+
+
+def test_own_numbers_come_from_a_file(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("{name: mine, memory_mib: 1000, bf16_tflops: 1, memory_gb_s: 10, link_gb_s: 5}")
+    assert find_gpu(str(file)).memory_bytes == 1000 * 2**20
+    file.write_text("{name: mine, memory_mb: 1000}")
+    with pytest.raises(ConfigError, match=r"memory_mb.*allowed: name, memory_mib"):
+        find_gpu(str(file))
+
+
+def test_an_impossible_mean_is_refused():
+    made = Config.model_validate({"model": {"path": "x"}, "data": {"train": ("x",)}})
+    with pytest.raises(ConfigError, match="--mean-response: got 9000"):
+        workload_of(made, read_model_shape(QWEN_32B), mean_response=9000)
