@@ -30,7 +30,7 @@ hypothesis.settings.register_profile("suite", deadline=None)
 hypothesis.settings.load_profile("suite")
 
 HERE = Path(__file__).parent
-FOLDERS = ("unit", "golden", "contract", "sglang", "fault", "e2e", "parallel", "gpu")
+FOLDERS = ("unit", "golden", "contract", "plugins", "sglang", "fault", "e2e", "parallel", "gpu")
 """In the order in which they run: a wrong formula shows in seconds, before anything slow begins; many short files come
 last, so that two processes end at about the same time."""
 _SERVERS = "sglang"

@@ -3,8 +3,8 @@
 #
 #   bash tests/run.sh                          everything that a change can break
 #   bash tests/run.sh --quick                  lint, format, types, unit and golden tests: before every commit
-#   bash tests/run.sh --all                    also the heavy proofs: tests marked heavy, and tests/parallel under a
-#                                              second Megatron-core
+#   bash tests/run.sh --all                    also the heavy proofs: tests marked heavy, tests/parallel under a second
+#                                              Megatron-core, and tests/plugins in the environment of verl
 #   bash tests/run.sh tests/unit -k packing    arguments go to pytest; lint, format and types run as well
 #
 # Uses the virtual environment that is active, else .venv, which it makes. Packages are installed only when the
@@ -109,6 +109,8 @@ heavy_proofs() {
     second_results=$(mktemp)
     export MEGATRON_DARO_SECOND=${MEGATRON_DARO_SECOND:-$PWD/.venv-second-megatron}
     PYTEST_ADDOPTS="--junitxml=$second_results" stage "second megatron" bash tests/second_megatron.sh
+    host_results=$(mktemp)
+    PYTEST_ADDOPTS="--junitxml=$host_results" stage "host verl" bash tests/host_environments.sh verl
 }
 
 # "passed failed skipped" from pytest's results file; errors count as failed. No file: pytest itself ended early.
@@ -145,11 +147,11 @@ summarize() {
             failed=1
         fi
     fi
-    if [ -n "${second_results:-}" ]; then
-        read -r -a more < <(counts "$second_results")
+    for i in ${second_results:+"$second_results"} ${host_results:+"$host_results"}; do
+        read -r -a more < <(counts "$i")
         passed=$((passed + more[0])) skipped=$((skipped + more[2]))
-        rm -f "$second_results" # what failed there has failed its stage
-    fi
+        rm -f "$i" # what failed there has failed its stage
+    done
     [ "$num_failed_stages" = 0 ] || echo "stages that failed beside pytest: $num_failed_stages (counted as failed)"
     echo "$passed passed, $((failed + num_failed_stages)) failed, $skipped skipped"
 }

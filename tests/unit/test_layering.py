@@ -29,14 +29,17 @@ SIDEWAYS = {
 """Imports within a level, beside those within a unit; without a cycle."""
 
 ONLY_IMPORTER = {
-    "megatron.core": {"actor"},
+    "megatron.core": {"actor", "plugins"},  # plugins: inside functions, where the host has set it up
     "transformer_engine": {"actor"},
     "ray": {"runtime"},
     "sglang": {"engine"},
 }
 FORBIDDEN = {"config": {"torch", "ray", "megatron", "transformers", "numpy"}}
 ALGO_MAY = {"torch", "numpy", f"{NAME}.algo", f"{NAME}.errors"}
-PLUGINS_NEVER = {"actor", "engine", "runtime"}
+PLUGINS_MAY = {"algo", "config", "durable", "errors", "plugins"}
+"""What an adapter needs of this package; a host installs nothing else for it."""
+PLUGINS_LATE = {"ray", "megatron", "transformer_engine", "sglang"}
+"""Imported by plugins inside functions only: importing an adapter starts nothing."""
 
 
 def unit_of(path: Path) -> str:
@@ -77,9 +80,22 @@ def faults_of(text: str, path: Path) -> list[str]:
             found += (
                 [] if name.split(".")[0] in sys.stdlib_module_names else [f"{place}: neither torch, numpy nor stdlib"]
             )
-        if unit == "plugins" and any(under(name, f"{NAME}.{u}") for u in PLUGINS_NEVER):
+        if unit == "plugins" and under(name, NAME) and name.split(".")[1:2] and name.split(".")[1] not in PLUGINS_MAY:
             found.append(f"{place}, which plugins never may")
+    if unit == "plugins":
+        found += [f"{path.name}: plugins import {name} inside functions only" for name in early_imports(text)]
     return found
+
+
+def early_imports(text: str) -> list[str]:
+    """What of PLUGINS_LATE a module imports as soon as it is imported itself."""
+    names = []
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names.append(node.module or "")
+    return [name for name in names if name.split(".")[0] in PLUGINS_LATE]
 
 
 def test_sideways_imports_have_no_cycle():
@@ -118,6 +134,9 @@ def test_imports_follow_the_layers(unit):
         ("controller.py", "import ray"),
         ("actor/x.py", "from ray import remote"),
         ("plugins/x.py", "from megatron_daro.actor import step"),
+        ("plugins/x.py", "from megatron_daro.rollout.ledger import Ledger"),
+        ("plugins/x.py", "from megatron.core import parallel_state"),
+        ("plugins/x.py", "import ray"),
         ("runtime/x.py", "from megatron_daro.cli import main"),
         ("runtime/x.py", "from megatron.core import parallel_state"),
         ("types.py", "from megatron_daro.config import Config"),
@@ -133,7 +152,8 @@ def test_the_rules_see_a_forbidden_import(place, text):
         ("algo/x.py", "import math, torch\nfrom megatron_daro.errors import DaroError\nfrom . import surrogate"),
         ("rollout/x.py", "from megatron_daro.data.batch import build_batch"),
         ("actor/x.py", "import megatron.core\nfrom megatron_daro.algo import weighting"),
-        ("plugins/x.py", "from megatron_daro.algo import weighting"),
+        ("plugins/x.py", "from megatron_daro.algo import weighting\nfrom megatron_daro import durable"),
+        ("plugins/x.py", "def f():\n    from megatron.core import parallel_state"),
         ("types.py", "from megatron_daro.errors import DaroError"),
         ("observe/x.py", "import rich"),
     ],

@@ -50,6 +50,8 @@ NOT_REQUIRED = {
     "pydantic_core": "pinned by pydantic",
     "annotated_types": "part of pydantic's interface",
     "latex2sympy2_extended": "pinned by math-verify, which is pinned",
+    "verl": "the host of plugins/verl.py, installed by whoever uses it",
+    "tensordict": "verl's batches",
     "sympy": "torch and math-verify both require it; their results are sympy objects",
 }
 NOT_IMPORTED = {

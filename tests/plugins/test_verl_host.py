@@ -1,0 +1,235 @@
+"""The adapter inside verl's real code: its estimator registry, its training worker with the FSDP engine, its loss.
+
+Runs in an environment that has verl 0.9.1 (tests/host_environments.sh makes it); skipped elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import verl_batches as batches
+
+from megatron_daro.errors import AlgorithmError, ConfigError
+
+pytest.importorskip("verl", reason="needs verl 0.9.1: bash tests/host_environments.sh verl")
+HERE = Path(__file__).parent
+K = batches.K
+
+
+@pytest.fixture(scope="module")
+def adapter():
+    import megatron_daro.plugins.verl as adapter
+
+    return adapter
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A random Qwen2 on disk and in memory."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    config = Qwen2Config(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=48,
+        vocab_size=batches.VOCAB,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    directory = tmp_path_factory.mktemp("model")
+    made.save_pretrained(directory)
+    return directory, made
+
+
+def run_ranks(size, model, out, **environment):
+    """verl_ranks.py on gloo ranks; their results in order."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    base = {**os.environ, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    base |= {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])]), "OMP_NUM_THREADS": "1", **environment}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", HERE / "verl_ranks.py", model, out],
+            env={**base, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        logs = [process.communicate(timeout=240)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert all(p.returncode == 0 for p in processes), "\n".join(log[-3000:] for log in logs)
+    assert "DARO is on" in logs[0]
+    return [torch.load(out / f"rank_{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_real_step_of_verl_has_the_reference_gradient(model, tmp_path, size):
+    """Uneven micro-batches by verl's own token budget, sharded over gloo ranks; then weights, metrics and a resume."""
+    directory, reference_model = model
+    ranks = run_ranks(size, directory, tmp_path)
+    loss, bin_losses = batches.reference(reference_model, batches.samples(0), [1.0] * (K + 1))
+    for found in ranks:
+        gradients, named = found["gradients"], dict(reference_model.named_parameters())
+        assert set(gradients) == set(named)
+        worst = max(float((gradients[n] - p.grad).abs().max() / p.grad.abs().max()) for n, p in named.items())
+        assert worst < 1e-5
+        first = found["metrics"][0]
+        assert first["loss/policy"] == pytest.approx(loss, rel=1e-5)
+        for k in range(1, K):
+            assert first[f"difficulty/loss/{k}"] == pytest.approx(bin_losses[k], rel=1e-4)
+            assert first[f"difficulty/weight/{k}"] == 1
+            assert first[f"difficulty/groups/{k}"] >= 1
+        assert found["state"] == ranks[0]["state"], "every rank holds the same weights"
+        assert found["resumed"] == found["state"][-1]
+        assert found["metrics"][-1]["difficulty/weight/2"] != 1
+    assert (tmp_path / "checkpoint" / "daro.json").is_file()
+
+
+def estimate(whole, rewards=None, config=None):
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+
+    estimator = get_adv_estimator_fn("daro")
+    rewards = batches.token_rewards(whole) if rewards is None else rewards
+    return estimator(
+        token_level_rewards=rewards,
+        response_mask=batches.response_mask(whole),
+        index=batches.uids(whole),
+        config=config or {},
+    )
+
+
+def test_the_registered_estimator_agrees_with_verls_grpo_but_for_the_divisor(adapter):
+    from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+
+    whole = batches.samples(0)
+    advantages, returns = estimate(whole)
+    theirs, _ = compute_grpo_outcome_advantage(
+        batches.token_rewards(whole), batches.response_mask(whole), batches.uids(whole)
+    )
+    # verl divides by the sample standard deviation of the group, DARO by the population one.
+    torch.testing.assert_close(theirs, advantages * ((K - 1) / K) ** 0.5, rtol=1e-4, atol=1e-5)
+    rates = {s.uid: np.mean([o.correct for o in whole if o.uid == s.uid]) for s in whole}
+    torch.testing.assert_close(returns[:, 0], torch.tensor([rates[s.uid] for s in whole], dtype=torch.float32))
+
+
+def test_the_estimator_runs_through_verls_own_dispatch(adapter):
+    from verl import DataProto
+    from verl.trainer.ppo.ray_trainer import compute_advantage
+
+    whole = batches.samples(0)
+    data = DataProto.from_dict(
+        tensors={"token_level_rewards": batches.token_rewards(whole), "response_mask": batches.response_mask(whole)},
+        non_tensors={"uid": batches.uids(whole)},
+    )
+    data = compute_advantage(data, adv_estimator="daro", config={})
+    torch.testing.assert_close(data.batch["returns"], estimate(whole)[1])
+
+
+def test_shaped_rewards_need_a_threshold(adapter, monkeypatch):
+    whole = batches.samples(0)
+    shaped = batches.token_rewards(whole)
+    shaped[:, 1] = -0.25
+    with pytest.raises(AlgorithmError, match="correct_above"):
+        estimate(whole, shaped)
+    monkeypatch.setenv("MEGATRON_DARO_OPTIONS", "correct_above=0.5")
+    torch.testing.assert_close(estimate(whole, shaped)[1], estimate(whole)[1])
+
+
+def test_an_incomplete_group_has_no_signal_and_many_are_refused(adapter):
+    whole = batches.samples(0)
+    short = [s for i, s in enumerate(whole) if i != whole.index(next(s for s in whole if s.uid == "prompt 2"))]
+    advantages, returns = estimate(short)
+    mine = torch.tensor([s.uid == "prompt 2" for s in short])
+    assert int(mine.sum()) == K - 1
+    assert not advantages[mine].any()
+    assert not returns[mine].any()
+    with pytest.raises(AlgorithmError, match="5 of 6 with fewer than 4"):
+        firsts = {s.uid: s for s in whole if s.uid != "prompt 0"}
+        estimate([s for s in whole if s is not firsts.get(s.uid)])
+
+
+def test_a_flag_that_contradicts_is_refused(adapter):
+    with pytest.raises(ConfigError, match="norm_adv_by_std_in_grpo"):
+        estimate(batches.samples(0), config={"norm_adv_by_std_in_grpo": False})
+
+
+def actor_config(**options):
+    from verl.workers.config import ActorConfig
+
+    base = {"strategy": "fsdp2", "rollout_n": K, "ppo_micro_batch_size_per_gpu": 1, "clip_ratio_high": 0.28}
+    return ActorConfig(**{**base, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [({"loss_agg_mode": "seq-mean-token-mean"}, "loss_agg_mode"), ({"policy_loss": "gspo"}, "loss_mode: got 'gspo'")],
+)
+def test_modes_that_do_not_go_with_daro_are_refused_by_name(adapter, options, match):
+    from verl.workers.config.actor import PolicyLossConfig
+    from verl.workers.utils.losses import ppo_loss
+
+    if "policy_loss" in options:
+        options = {"policy_loss": PolicyLossConfig(loss_mode=options["policy_loss"])}
+    with pytest.raises(ConfigError, match=match):
+        adapter._supported_config(partial(ppo_loss, config=actor_config(**options)), object())
+
+
+def test_another_loss_than_verls_own_is_refused(adapter):
+    with pytest.raises(ConfigError, match="distillation"):
+        adapter._supported_config(partial(print, config=actor_config()), object())
+
+
+def test_a_loss_that_never_receives_the_rewards_stops_the_run(adapter):
+    """The bug that shipped elsewhere: the estimator is another one, so returns are no pass rates."""
+    whole = batches.samples(0)
+    advantages, returns = estimate(whole)
+    data = batches.as_tensordict(whole, advantages, advantages, part=range(len(whole)))
+    with pytest.raises(AlgorithmError, match=r"is algorithm\.adv_estimator set to daro"):
+        adapter._bins(data, K)
+    with pytest.raises(AlgorithmError, match="adv_estimator=daro"):
+        adapter._bins(data.exclude("returns"), K)
+    assert adapter._bins(batches.as_tensordict(whole, advantages, returns, range(24)), K).max() == K
+
+
+@pytest.mark.parametrize("scale", [1, 2])
+def test_the_first_step_compares_with_verls_own_loss(adapter, monkeypatch, scale):
+    """The probe is red where verl's own loss has another scale."""
+    from verl.utils import tensordict_utils as tu
+
+    own_loss = adapter.get_policy_loss_fn("vanilla")
+    monkeypatch.setattr(adapter, "get_policy_loss_fn", lambda name: lambda **given: (scale * own_loss(**given)[0], {}))
+    whole = batches.samples(0)
+    advantages, returns = estimate(whole)
+    data = batches.as_tensordict(whole, advantages, returns, part=range(len(whole)))
+    tokens = sum(sum(s.mask) for s in whole)
+    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens, global_batch_size=len(whole))
+    step = adapter.DifficultyStep(adapter.read_options("").algorithm(K))
+    step.begin(adapter._bins(data, K), adapter._trained_lengths(data), adapter.over_group(None))
+    log_probs = torch.full((sum(len(s.prompt) + len(s.response) for s in whole),), -3.9, requires_grad=True)
+    loss = partial(adapter.daro_loss, config=actor_config(), step=step)
+    if scale == 1:
+        loss(model_output={"log_probs": log_probs}, data=data)[0].backward()
+        assert log_probs.grad.any()
+    else:
+        with pytest.raises(AlgorithmError, match="verl's own loss"):
+            loss(model_output={"log_probs": log_probs}, data=data)

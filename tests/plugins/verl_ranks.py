@@ -1,0 +1,112 @@
+"""One rank of verl's real training worker on the CPU: its FSDP engine, its micro-batches, DARO's worker over gloo.
+
+Run by torchrun-like environment variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT):
+    python verl_ranks.py MODEL_DIRECTORY OUTPUT_DIRECTORY
+Writes OUTPUT_DIRECTORY/rank_N.pt: gradients of the first step, metrics and weights of each, and of a resumed worker.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_cpu_platform,megatron_daro.plugins.verl"}
+
+import torch
+import verl_batches as batches
+import verl_cpu_platform
+from tensordict import NonTensorData
+from verl.trainer.config import CheckpointConfig
+from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.config.engine import TrainingWorkerConfig
+from verl.workers.engine_workers import ActorRolloutRefWorker
+from verl.workers.utils.losses import ppo_loss
+
+STEPS = 3
+
+
+def new_worker(model: Path, **actor: Any) -> Any:
+    """The class that verl would make its actor of, with verl's own configuration objects."""
+    checkpoint = CheckpointConfig()
+    hf = HFModelConfig(
+        path=str(model),
+        use_remove_padding=False,
+        enable_gradient_checkpointing=False,
+        load_tokenizer=False,
+        override_config={"attn_implementation": "eager"},
+    )
+    engine = FSDPEngineConfig(
+        strategy="fsdp2",
+        fsdp_size=-1,
+        use_dynamic_bsz=True,
+        max_token_len_per_gpu=60,
+        use_torch_compile=False,
+        dtype="float32",
+        mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+        model_dtype="float32",
+    )
+    optimizer = FSDPOptimizerConfig(lr=1e-3, weight_decay=0.0, total_training_steps=100, clip_grad=1e9)
+    worker = ActorRolloutRefWorker.actor_worker_cls(
+        TrainingWorkerConfig(
+            model_type="language_model",
+            model_config=hf,
+            engine_config=engine,
+            optimizer_config=optimizer,
+            checkpoint_config=checkpoint,
+        )
+    )
+    worker.reset()
+    options = {"strategy": "fsdp2", "rollout_n": batches.K, "ppo_micro_batch_size_per_gpu": 1, "clip_ratio_high": 0.28}
+    worker.set_loss_fn(partial(ppo_loss, config=ActorConfig(**{**options, **actor})))
+    return worker
+
+
+def full_gradients(worker: Any) -> dict[str, torch.Tensor]:
+    """Gradients by Hugging Face name, put together from FSDP's shards. Collective."""
+    named = worker.engine.module.named_parameters()
+    return {name: p.grad.full_tensor().clone() for name, p in named}
+
+
+def main(model: Path, out: Path) -> None:
+    """Three steps, a save, a resume in a new worker."""
+    torch.distributed.init_process_group("gloo")
+    verl_cpu_platform.enable_engines()
+    worker = new_worker(model)
+    rank, size = worker.rank, worker.world_size
+    found: dict[str, Any] = {"metrics": [], "state": []}
+    engine_step = worker.engine.optimizer_step
+
+    def keep_gradients() -> Any:
+        found.setdefault("gradients", full_gradients(worker))
+        return engine_step()
+
+    worker.engine.optimizer_step = keep_gradients
+    for seed in range(STEPS):
+        whole = batches.samples(seed)
+        estimator = get_adv_estimator_fn("daro")
+        advantages, returns = estimator(
+            token_level_rewards=batches.token_rewards(whole),
+            response_mask=batches.response_mask(whole),
+            index=batches.uids(whole),
+            config={},
+        )
+        data = batches.as_tensordict(whole, advantages, returns, part=range(rank, len(whole), size))
+        tu.assign_non_tensor(data, global_batch_size=len(whole), temperature=1.0, global_token_num=NonTensorData(None))
+        output = worker.train_batch(data)
+        found["metrics"].append(dict(tu.get(output, "metrics")))
+        found["state"].append(worker.daro.state_dict())
+    worker.save_checkpoint(str(out / "checkpoint"), global_step=STEPS)
+    resumed = type(worker.daro)(worker.daro.algorithm.__class__(rollouts_per_prompt=batches.K, max_response_tokens=1))
+    worker.daro = resumed
+    worker.load_checkpoint(str(out / "checkpoint"))
+    found["resumed"] = worker.daro.state_dict()
+    torch.save(found, out / f"rank_{rank}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

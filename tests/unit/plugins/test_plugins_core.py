@@ -1,0 +1,240 @@
+"""The core of the adapters against the slow reference, over ranks and uneven micro-batches; and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import algo_reference as reference
+import pytest
+import torch
+from plugin_ranks import Ranks
+
+from megatron_daro.algo.difficulty import pass_rate_bins
+from megatron_daro.algo.surrogate import clipped_token_loss
+from megatron_daro.algo.weighting import make_algorithm
+from megatron_daro.errors import AlgorithmError, CheckpointError
+from megatron_daro.plugins.core import (
+    DifficultyStep,
+    SampleSums,
+    bins_of_pass_rates,
+    load_state,
+    over_group,
+    save_state,
+)
+
+K = 4
+
+
+def alone(vector):
+    return vector
+
+
+def new_step(k=K, **options):
+    return DifficultyStep(make_algorithm("daro", rollouts_per_prompt=k, max_response_tokens=1, **options))
+
+
+def split(samples, num_ranks, num_micro_batches):
+    """Uneven parts: [rank][micro-batch] -> sample numbers; the last rank has the fewest."""
+    order = list(range(len(samples)))
+    cuts = [round(len(order) * (i / num_ranks) ** 0.5) for i in range(num_ranks + 1)]
+    ranks = [order[a:b] for a, b in itertools.pairwise(cuts)]
+    return [[mine[i::num_micro_batches] for i in range(num_micro_batches)] for mine in ranks]
+
+
+def rank_step(step, samples, micro_batches, reduce, **end):
+    """One optimizer step of one rank: ({sample: gradient by its log-probs}, metrics)."""
+    bins = pass_rate_bins(
+        torch.tensor([s.correct for s in samples]), torch.tensor([s.group for s in samples]), step.rollouts_per_prompt
+    )
+    advantages = step.algorithm.advantages(
+        torch.tensor([s.reward for s in samples], dtype=torch.float64), torch.tensor([s.group for s in samples])
+    )
+    mine = [i for micro_batch in micro_batches for i in micro_batch]
+    step.begin(bins[mine], torch.tensor([len(samples[i].tokens) for i in mine], dtype=torch.int64), reduce)
+    gradients = {}
+    for micro_batch in micro_batches:
+        logprobs = [
+            torch.tensor([t[0] for t in samples[i].tokens], dtype=torch.float64, requires_grad=True)
+            for i in micro_batch
+        ]
+        losses = [
+            clipped_token_loss(
+                logprob, torch.tensor([t[1] for t in samples[i].tokens], dtype=torch.float64), advantages[i]
+            )
+            for logprob, i in zip(logprobs, micro_batch, strict=True)
+        ]
+        sums = SampleSums.of_list(losses, [torch.ones(len(samples[i].tokens)) for i in micro_batch])
+        weighed = step.weigh(sums, bins[micro_batch])
+        if logprobs:
+            weighed.backward()
+        gradients |= {i: logprob.grad for i, logprob in zip(micro_batch, logprobs, strict=True)}
+    return gradients, step.end(reduce, **end)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_micro_batches"), [(1, 1), (2, 3), (3, 5)])
+def test_gradients_and_weights_are_the_reference_whatever_the_split(num_ranks, num_micro_batches):
+    steps, expected = [new_step() for _ in range(num_ranks)], [reference.AdamWeight() for _ in range(K + 1)]
+    for seed in range(3):
+        samples = reference.random_step(seed, num_groups=7, k=K)
+        weights = [w.w for w in expected]
+        loss, gradients, sums = reference.step_loss("daro", samples, K, 1, weights)
+        ranks, parts = Ranks(num_ranks), split(samples, num_ranks, num_micro_batches)
+        results = ranks.run(
+            lambda rank, s=samples, parts=parts, ranks=ranks: rank_step(steps[rank], s, parts[rank], ranks.reduce)
+        )
+        found = {i: gradient for own, _ in results for i, gradient in own.items()}
+        for i, row in enumerate(gradients):
+            if row:
+                torch.testing.assert_close(found[i], torch.tensor(row, dtype=torch.float64), rtol=1e-5, atol=1e-9)
+        bins = reference.bins(samples)
+        for _, metrics in results:
+            assert metrics["loss/policy"] == pytest.approx(loss, rel=1e-9, abs=1e-12)
+            for k in range(1, K):
+                tokens = sum(len(s.tokens) for s, b in zip(samples, bins, strict=True) if b == k)
+                assert metrics[f"difficulty/tokens/{k}"] == tokens
+                assert metrics[f"difficulty/groups/{k}"] == bins.count(k) / K
+                assert metrics[f"difficulty/weight/{k}"] == pytest.approx(weights[k], rel=1e-9)
+        for k in range(1, K):
+            tokens = sum(len(s.tokens) for s, b in zip(samples, bins, strict=True) if b == k)
+            if tokens:
+                expected[k].update(abs(sums[k] / tokens))
+        for step in steps:
+            torch.testing.assert_close(
+                step.algorithm.weights[1:K], torch.tensor([w.w for w in expected[1:K]], dtype=torch.float64)
+            )
+
+
+def test_a_denominator_per_micro_batch_would_be_seen():
+    """The bug that shipped elsewhere: begin for every micro-batch inflates the gradient by their number."""
+    samples = reference.random_step(0, num_groups=7, k=K)
+    _, gradients, _ = reference.step_loss("daro", samples, K, 1, [1.0] * (K + 1))
+    step, bins, total = new_step(), torch.tensor(reference.bins(samples)), 0.0
+    for part in split(samples, 1, 3)[0]:
+        step.begin(bins[part], torch.tensor([len(samples[i].tokens) for i in part]), alone)
+        ones = torch.tensor([float(len(samples[i].tokens)) for i in part], dtype=torch.float64)
+        total += float(step.weigh(SampleSums(ones, ones, ones), bins[part]))
+    present = len({b for b, s in zip(bins.tolist(), samples, strict=True) if s.tokens and 0 < b < K})
+    assert total > 1.5 * present, "a mean of ones over each bin is one; per micro-batch it is one for each of them"
+    assert any(any(row) for row in gradients)
+
+
+def test_tokens_that_the_loss_did_not_see_stop_the_run():
+    step = new_step()
+    step.begin(torch.tensor([1, 2]), torch.tensor([3, 4]), alone)
+    three = torch.tensor([3.0], dtype=torch.float64)
+    step.weigh(SampleSums(three, three, three), torch.tensor([1]))
+    with pytest.raises(AlgorithmError, match=r"counted \[0, 3, 4, 0, 0\].*saw \[0, 3, 0, 0, 0\]"):
+        step.end(alone)
+    assert not step.open
+
+
+def test_a_loss_without_a_step_says_that_the_hook_did_not_run():
+    ones = torch.ones(1, dtype=torch.float64)
+    with pytest.raises(AlgorithmError, match="hook before the optimizer step did not run"):
+        new_step().weigh(SampleSums(ones, ones, ones), torch.tensor([1]))
+
+
+@pytest.mark.parametrize("broken", ["not applied", "not finite"])
+def test_weights_stay_where_they_were_without_an_update(broken):
+    step = new_step()
+    step.begin(torch.tensor([1]), torch.tensor([2]), alone)
+    value = torch.tensor([math.nan if broken == "not finite" else 5.0], dtype=torch.float64)
+    step.weigh(SampleSums(value, value, torch.tensor([2.0], dtype=torch.float64)), torch.tensor([1]))
+    metrics = step.end(alone, applied=broken == "not finite")
+    assert metrics["difficulty/skipped"] == 1
+    assert step.algorithm.weights.tolist() == [1.0] * (K + 1)
+
+
+def test_nan_in_a_bin_without_signal_reaches_no_gradient():
+    step = new_step()
+    step.begin(torch.tensor([0, 1]), torch.tensor([1, 1]), alone)
+    losses = torch.tensor([math.nan, 2.0], dtype=torch.float64, requires_grad=True)
+    ones = torch.ones(2, dtype=torch.float64)
+    weighed = step.weigh(SampleSums(losses, ones, ones), torch.tensor([0, 1]))
+    weighed.backward()
+    assert float(weighed.detach()) == 2.0
+    assert losses.grad.tolist() == [0.0, 1.0]
+
+
+def test_rows_and_lists_sum_alike_and_masked_nan_is_nothing():
+    losses = torch.tensor([[1.0, -2.0, math.nan], [4.0, math.nan, math.nan]])
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    rows = SampleSums.of_rows(losses, mask)
+    ragged = SampleSums.of_list([losses[0, :2], losses[1, :1]], [mask[0, :2], mask[1, :1]])
+    for sums in (rows, ragged):
+        assert sums.losses_M.tolist() == [-1.0, 4.0]
+        assert sums.abs_losses_M.tolist() == [3.0, 4.0]
+        assert sums.lengths_M.tolist() == [2.0, 1.0]
+    assert len(SampleSums.of_list([], []).losses_M) == 0
+
+
+@pytest.mark.parametrize(
+    ("k", "dtype"),
+    [*((k, torch.float32) for k in (2, 3, 7, 16, 64, 1000)), *((k, torch.bfloat16) for k in (2, 3, 7, 16, 24))],
+)
+def test_pass_rates_come_back_as_bins(k, dtype):
+    bins = torch.arange(k + 1)
+    assert bins_of_pass_rates((bins / k).to(dtype), k).tolist() == bins.tolist()
+
+
+@pytest.mark.parametrize("value", [0.3, -0.25, 1.25, math.nan])
+def test_what_is_no_pass_rate_is_refused(value):
+    with pytest.raises(AlgorithmError, match=r"allowed are 0/4, 1/4"):
+        bins_of_pass_rates(torch.tensor([0.5, value]), K)
+
+
+def taught(**options):
+    step = new_step(**options)
+    for seed in range(3):
+        samples = reference.random_step(seed, num_groups=7, k=step.rollouts_per_prompt)
+        rank_step(step, samples, [list(range(len(samples)))], alone)
+    return step
+
+
+def test_a_resumed_run_goes_on_exactly(tmp_path):
+    step, resumed = taught(), new_step()
+    save_state(step, tmp_path / "deep" / "daro.json")
+    load_state(resumed, tmp_path / "deep" / "daro.json")
+    assert resumed.state_dict() == step.state_dict()
+    assert resumed.steps == 3
+    samples = reference.random_step(9, num_groups=7, k=K)
+    for one in (step, resumed):
+        rank_step(one, samples, [list(range(len(samples)))], alone)
+    assert resumed.state_dict() == step.state_dict()
+    assert [p.name for p in (tmp_path / "deep").iterdir()] == ["daro.json"], "nothing half-written is left"
+
+
+def test_a_state_of_another_k_is_refused_and_changes_nothing(tmp_path):
+    save_state(taught(), tmp_path / "daro.json")
+    other = new_step(k=8)
+    before = other.state_dict()
+    with pytest.raises(CheckpointError, match="rollouts_per_prompt: the saved state has 4, this run has 8"):
+        load_state(other, tmp_path / "daro.json")
+    assert other.state_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [(None, "is not there"), ("{", "torn"), ("[]", "torn"), ('{"format": 2}', "format 2"), ("{}", "format None")],
+)
+def test_a_missing_or_torn_state_is_refused(tmp_path, content, match):
+    if content is not None:
+        (tmp_path / "daro.json").write_text(content)
+    with pytest.raises(CheckpointError, match=match):
+        load_state(new_step(), tmp_path / "daro.json")
+
+
+def test_the_state_is_plain_json():
+    state = taught().state_dict()
+    assert json.loads(json.dumps(state)) == state
+
+
+def test_only_an_algorithm_with_difficulty_weights():
+    with pytest.raises(AlgorithmError, match="daro"):
+        DifficultyStep(make_algorithm("grpo", rollouts_per_prompt=K, max_response_tokens=1))
+
+
+def test_one_rank_needs_no_process_group():
+    assert over_group(None)(torch.tensor([2.0])).tolist() == [2.0]

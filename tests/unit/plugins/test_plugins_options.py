@@ -1,0 +1,69 @@
+"""Options of the adapters from one environment variable."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron_daro.errors import AlgorithmError, ConfigError
+from megatron_daro.plugins.options import VARIABLE, read_options
+
+
+def test_defaults_are_those_of_the_configuration(monkeypatch):
+    from megatron_daro.config.algorithm import DaroSection
+
+    monkeypatch.delenv(VARIABLE, raising=False)
+    options = read_options()
+    assert options.daro == DaroSection()
+    assert options.algorithm(8).rollouts_per_prompt == 8
+
+
+def test_words_of_the_environment_reach_the_algorithm(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "daro.learning_rate=0.5 daro.clamp=[0.5,2] std=sample correct_above=0")
+    options = read_options()
+    algorithm = options.algorithm(4)
+    assert (algorithm.difficulty.learning_rate, algorithm.difficulty.clamp, algorithm.std) == (
+        0.5,
+        (0.5, 2.0),
+        "sample",
+    )
+    assert options.correct_above == 0
+
+
+def test_every_wrong_word_is_named():
+    with pytest.raises(ConfigError) as caught:
+        read_options("daro.learning_rate=-1 daro.lerning=2 std=mad nonsense")
+    for part in ("daro.learning_rate", "daro.lerning", "std", "nonsense", VARIABLE):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "rewards", "verdicts"),
+    [
+        ("", [0.0, 1.0], [False, True]),
+        ("", [-1.0, 1.0], [False, True]),
+        ("", [0.0, 0.0], [False, False]),
+        ("correct_above=0", [-0.2, 0.7], [False, True]),
+    ],
+)
+def test_verdicts(text, rewards, verdicts):
+    assert read_options(text).verdicts(torch.tensor(rewards)).tolist() == verdicts
+
+
+@pytest.mark.parametrize("rewards", [[0.0, 0.9], [-1.0, 0.0], [1.0, 0.5]])
+def test_shaped_rewards_are_no_verdicts(rewards):
+    with pytest.raises(AlgorithmError, match="correct_above"):
+        read_options("").verdicts(torch.tensor(rewards))
+
+
+def test_importing_the_core_needs_no_host():
+    code = (
+        "import sys, torch.distributed as dist, megatron_daro.plugins.core, megatron_daro.plugins.options;"
+        "print(sorted({m.split('.')[0] for m in sys.modules} & {'ray', 'megatron', 'transformers', 'verl', 'slime'}),"
+        "dist.is_initialized())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == ["[]", "False"]
