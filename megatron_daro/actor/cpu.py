@@ -15,7 +15,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -72,6 +72,7 @@ def install() -> None:
     _redirect_tensor_methods()
     torch.compile = _uncompiled  # type: ignore[assignment]  # before the next, which imports Megatron-core
     _redirect_random_state()
+    _redirect_experts()
 
 
 def _uncompiled(function: Callable[..., Any] | None = None, **options: object) -> Callable[..., Any]:
@@ -147,3 +148,62 @@ def _redirect_random_state() -> None:
     module: Any = tp_random
     module._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     module._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+
+
+def _redirect_experts() -> None:
+    """Routing and dispatch of a mixture of experts.
+
+    The dispatcher counts tokens on the device, and makes the lists that all_to_all_single wants where it copies the
+    counts to the host: on a CPU nothing is copied. The router names a kernel that only Transformer Engine has. Ranks
+    that share experts gather unequal numbers of tokens, which gloo refuses and nccl does not.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import megatron.core.transformer.moe.moe_utils as moe_utils
+        import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+    dispatcher, utils = cast(Any, token_dispatcher), cast(Any, moe_utils)
+    dispatcher.maybe_move_tensor_to_cpu = _on_host
+    if not hasattr(utils, "te_general_gemm"):
+        utils.te_general_gemm = None
+    distributed: Any = torch.distributed
+    distributed.all_gather = _uneven_all_gather(distributed.all_gather)
+    distributed.reduce_scatter = _uneven_reduce_scatter(distributed.reduce_scatter)
+
+
+def _on_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
+    """In place of upstream's function of this use: tensors are on the host; numpy arrays where they are asked for."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+def _uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's all_gather, also of tensors with unequal first dimensions: they are padded on the way."""
+
+    @functools.wraps(original)
+    def call(tensors: list[torch.Tensor], tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
+        if all(part.shape == tensor.shape for part in tensors):
+            return original(tensors, tensor, *args, **kwargs)
+        padded = tensor.new_zeros(max(len(part) for part in tensors), *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        whole = [torch.empty_like(padded) for _ in tensors]
+        done = original(whole, padded, *args, **kwargs)
+        for part, full in zip(tensors, whole, strict=True):
+            part.copy_(full[: len(part)])
+        return done
+
+    return call
+
+
+def _uneven_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's reduce_scatter, also with parts of unequal first dimensions: all are summed, and one is kept."""
+
+    @functools.wraps(original)
+    def call(output: torch.Tensor, parts: list[torch.Tensor], *args: object, **kwargs: object) -> object:
+        if all(part.shape == output.shape for part in parts):
+            return original(output, parts, *args, **kwargs)
+        group = cast(Any, kwargs.get("group"))
+        whole = torch.cat(parts)
+        torch.distributed.all_reduce(whole, group=group)
+        output.copy_(whole.split([len(part) for part in parts])[torch.distributed.get_rank(group)])
+        return None
+
+    return call

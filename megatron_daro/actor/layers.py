@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,14 +21,10 @@ device.prepare()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_layer_local_spec,
-        get_gpt_layer_with_transformer_engine_spec,
-    )
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.module import MegatronModule
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 # A padded batch may hold this many times the tokens of the sequences in it.
@@ -195,17 +190,18 @@ def _in_sequence_order(x_CTGD: torch.Tensor, chunk: int) -> torch.Tensor:
     return torch.cat(first + second[::-1])
 
 
-def layer_spec(config: TransformerConfig, *, transformer_engine: bool) -> ModuleSpec | TransformerBlockSubmodules:
-    """Return what Megatron's TransformerBlock builds: TE layers, or local layers with PackedAttention and RMSNorm."""
+def layer_spec(config: TransformerConfig, *, transformer_engine: bool) -> TransformerBlockSubmodules:
+    """Return what Megatron's TransformerBlock builds on this stage: TE layers, or local layers with PackedAttention and
+    RMSNorm; dense layers, and layers with experts where the configuration has them."""
+    block = get_gpt_decoder_block_spec(config, transformer_engine, normalization="RMSNorm")
     if transformer_engine:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-    submodules: Any = spec.submodules
-    submodules.input_layernorm = RMSNorm
-    submodules.pre_mlp_layernorm = RMSNorm
-    attention = submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = RMSNorm
-        attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+        return block
+    for submodules in {id(spec): spec.submodules for spec in block.layer_specs}.values():
+        submodules.input_layernorm = RMSNorm
+        submodules.pre_mlp_layernorm = RMSNorm
+        attention = submodules.self_attention.submodules
+        attention.core_attention = PackedAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = RMSNorm
+            attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=block.layer_specs, layer_norm=RMSNorm)

@@ -1,4 +1,4 @@
-"""The Megatron model of a Hugging Face `config.json`: Qwen2, Qwen3 and Llama shapes.
+"""The Megatron model of a Hugging Face `config.json`: the shapes of the families that families/ has.
 
 Place in the data flow: built once per worker, filled by actor/weights.py, trained by actor/step.py.
 Refuses: options that Megatron does not know (nearest name given) and those this package sets itself.
@@ -10,6 +10,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -90,6 +91,8 @@ def transformer_config(
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,
         "context_parallel_size": layout.context,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor or layout.tensor,
         "sequence_parallel": sequence_parallel and layout.tensor > 1,
         "params_dtype": DTYPES[dtype],
         "pipeline_dtype": DTYPES[dtype],
@@ -102,6 +105,7 @@ def transformer_config(
         "apply_rope_fusion": transformer_engine,
         **_FIXED_TRANSFORMER_OPTIONS,
         **_recompute_options(recompute),
+        **_expert_options(shape, grouped=transformer_engine),
     }
     if fp8:
         values["fp8"] = fp8
@@ -129,6 +133,27 @@ _FIXED_TRANSFORMER_OPTIONS = {
     # Upstream insists on this name with variable lengths, even for dense models.
     "moe_token_dispatcher_type": "alltoall",
 }
+
+
+def _expert_options(shape: ModelShape, *, grouped: bool) -> dict[str, Any]:
+    """Routing as the checkpoint was trained: softmax in fp32, over the chosen experts where their weights sum to 1.
+
+    No balancing loss and no capacity: a token meets the experts that the rollout engine chose for it.
+    """
+    if shape.experts is None:
+        return {}
+    return {
+        "num_moe_experts": shape.experts.number,
+        "moe_layer_freq": [int(shape.has_experts(layer)) for layer in range(shape.layers)],
+        "moe_ffn_hidden_size": shape.experts.ffn,
+        "moe_router_topk": shape.experts.chosen,
+        "moe_router_pre_softmax": not shape.experts.normalize,
+        "moe_router_score_function": "softmax",
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": grouped,
+    }
 
 
 def _recompute_options(recompute: str) -> dict[str, Any]:
@@ -181,38 +206,52 @@ def build_model(
     return model.to(device.prepare())
 
 
-def local_rules(model: HiddenStateGPTModel, shape: ModelShape) -> list[tuple[torch.nn.Parameter, TensorRule]]:
-    """Return this rank's parameters with the rule of each, in forward order.
+@dataclass(frozen=True, slots=True)
+class LocalParameter:
+    """A parameter of this rank, its rule, and the rules of the parameters that other expert-parallel ranks hold in its
+    place, by expert-parallel rank; of what is not an expert's, its own rule alone."""
+
+    parameter: torch.nn.Parameter
+    rule: TensorRule
+    peers: tuple[TensorRule, ...]
+
+
+def local_parameters(model: HiddenStateGPTModel, shape: ModelShape) -> list[LocalParameter]:
+    """Return this rank's parameters with their rules, in forward order; on all ranks of a stage the same order.
 
     Raises:
         ModelError: a parameter that no rule names.
     """
-    fused_norms = any(name.endswith("layer_norm_weight") for name, _ in model.named_parameters())
-    rules = {rule.megatron_name: rule for rule in hf_to_megatron(shape, fused_norms=fused_norms)}
+    names = [name for name, _ in model.named_parameters()]
+    fused_norms = any(name.endswith("layer_norm_weight") for name in names)
+    grouped = any(".mlp.experts.linear_fc" in name for name in names)
+    rules = {r.megatron_name: r for r in hf_to_megatron(shape, fused_norms=fused_norms, grouped_experts=grouped)}
     if shape.tie:
         rules["output_layer.weight"] = output_rule(shape)
     first_layer = model.decoder.layers[0].layer_number - 1 if len(model.decoder.layers) else 0
+    ranks = parallel_state.get_expert_model_parallel_world_size()
+    own = parallel_state.get_expert_model_parallel_rank()
+    experts = shape.experts.number // ranks if shape.experts else 0
     found = []
     for name, parameter in model.named_parameters():
-        whole_name = global_name(name, first_layer)
-        if whole_name not in rules:
-            raise ModelError(f"parameter {whole_name} of the Megatron model has no Hugging Face counterpart")
-        found.append((parameter, rules[whole_name]))
+        of_ranks = [global_name(name, first_layer, rank * experts) for rank in range(ranks)]
+        if of_ranks[own] not in rules:
+            raise ModelError(f"parameter {of_ranks[own]} of the Megatron model has no Hugging Face counterpart")
+        rule = rules[of_ranks[own]]
+        peers = (rule,) if rule.expert is None else tuple(rules[other] for other in of_ranks)
+        found.append(LocalParameter(parameter, rule, peers))
     return found
-
-
-# Along which dimension of a parameter its tensor-parallel shards stand side by side.
-_SHARDED_DIM = {"vocab": 0, "qkv": 0, "gate_up": 0, "columns": 1}
 
 
 def _mark_tensor_parallel(model: HiddenStateGPTModel, shape: ModelShape) -> None:
     """Tell Megatron which parameters are shards: the gradient norm counts all others on one rank only.
 
-    Upstream sets the marks while it draws initial weights, and `perform_initialization` is off.
+    Upstream sets the marks while it draws initial weights, and `perform_initialization` is off. Experts count as
+    shards also where they are whole: no other rank of their group has the same ones.
     """
-    for parameter, rule in local_rules(model, shape):
-        if rule.kind in _SHARDED_DIM and not hasattr(parameter, "tensor_model_parallel"):
-            set_tensor_model_parallel_attributes(parameter, True, _SHARDED_DIM[rule.kind], 1)
+    for local in local_parameters(model, shape):
+        if local.rule.is_cut and not hasattr(local.parameter, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(local.parameter, True, local.rule.dim, 1)
 
 
 def _apply_llama3_scaling(rotary: RotaryEmbedding, scaling: Llama3Scaling) -> None:

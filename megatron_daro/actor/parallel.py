@@ -1,7 +1,7 @@
 """Process groups and seeds of one training process: which rank is what.
 
 Place in the data flow: first thing a worker does; everything else in actor/ asks Megatron's parallel state afterwards.
-Refuses: a world that is not TP x PP x CP x DP.
+Refuses: a world that is not TP x PP x CP x DP, and expert-parallel sizes that do not fit into it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,23 @@ with warnings.catch_warnings():
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sizes of the parallel dimensions, in processes."""
+    """Sizes of the parallel dimensions, in processes.
+
+    expert: ranks that share the experts of a layer (EP). expert_tensor: ranks that share each expert (ETP); None: as
+    tensor. Experts use the processes of TP, CP and DP, in groups of ETP x EP.
+    """
 
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
     data: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
+
+    @property
+    def expert_group_size(self) -> int:
+        """Processes that hold all experts of a layer between them: ETP x EP."""
+        return self.expert * (self.expert_tensor or self.tensor)
 
     @property
     def world_size(self) -> int:
@@ -66,10 +77,18 @@ def build_groups(layout: Layout, *, seed: int) -> None:
             f"actor layout: TP {layout.tensor} x PP {layout.pipeline} x CP {layout.context} x DP {layout.data} = "
             f"{layout.world_size} processes, but {dist.get_world_size()} were started; change actor.*_parallel"
         )
+    stage = layout.world_size // layout.pipeline
+    if stage % layout.expert_group_size:
+        raise ConfigError(
+            f"actor layout: expert groups of ETP x EP = {layout.expert_group_size} processes do not divide the {stage} "
+            "processes of a pipeline stage (TP x CP x DP); change actor.expert_parallel or actor.data_parallel"
+        )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
         create_gloo_process_groups=dist.get_backend() != "fake",
     )
     seed_everything(seed)

@@ -34,7 +34,14 @@ from megatron_daro.types import StepResult, TrainBatch
 
 def layout_of(actor: ActorSection) -> Layout:
     """Return the parallel sizes of the section."""
-    return Layout(actor.tensor_parallel, actor.pipeline_parallel, actor.context_parallel, actor.data_parallel)
+    return Layout(
+        tensor=actor.tensor_parallel,
+        pipeline=actor.pipeline_parallel,
+        context=actor.context_parallel,
+        data=actor.data_parallel,
+        expert=actor.expert_parallel,
+        expert_tensor=actor.expert_tensor_parallel,
+    )
 
 
 def objective_settings(section: AlgorithmSection) -> ObjectiveSettings:

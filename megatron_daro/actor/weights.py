@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_daro.actor import device
 from megatron_daro.actor.compat import HiddenStateGPTModel
-from megatron_daro.actor.model import local_rules, padded_vocabulary
+from megatron_daro.actor.model import LocalParameter, local_parameters, padded_vocabulary
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.convert.mapping import TensorRule, merge, shard
 
@@ -34,43 +34,76 @@ def load_hf_weights(model: HiddenStateGPTModel, shape: ModelShape, tensors: Mapp
     Raises:
         ModelError: a tensor is missing or has the wrong shape.
     """
-    rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
-    for parameter, rule in local_rules(model, shape):
-        vocabulary = padded_vocabulary(shape.vocab, size) if rule.kind == "vocab" else None
-        part = shard(rule, tensors, rank, size, padded_vocab=vocabulary)
+    for local in local_parameters(model, shape):
+        rank, size = tensor_parallel_place(local.rule)
+        vocabulary = padded_vocabulary(shape.vocab, size) if local.rule.kind == "vocab" else None
+        part = shard(local.rule, tensors, rank, size, padded_vocab=vocabulary)
         with torch.no_grad():
-            parameter.copy_(part)
+            local.parameter.copy_(part)
+
+
+def tensor_parallel_place(rule: TensorRule) -> tuple[int, int]:
+    """Return this process's rank and the size of the group that a rule's parameter is cut over."""
+    if rule.expert is None:
+        return (
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_world_size(),
+        )
+    return parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_tensor_parallel_world_size()
 
 
 def export_hf_weights(model: HiddenStateGPTModel, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
     """Return the weights of this pipeline stage under Hugging Face names, one parameter at a time.
 
-    Every rank of the tensor-parallel group must iterate to the end: each item is a gather. All of them get the tensors.
-    A tied output layer on the last stage is the embedding's copy and is left out. Peak extra memory: one parameter.
+    Every rank for which `exports_weights` holds must iterate to the end: each item is a gather over the tensor-parallel
+    group, or over the group that has all experts. All of them get the tensors. A tied output layer on the last stage is
+    the embedding's copy and is left out. Peak extra memory: one parameter, of experts one for each rank of their group.
 
     Yields:
         (HF name, whole tensor on this device, in the dtype of the parameter).
     """
-    group = parallel_state.get_tensor_model_parallel_group()
-    for parameter, rule in local_rules(model, shape):
-        if shape.tie and rule.megatron_name == "output_layer.weight":
+    for local in local_parameters(model, shape):
+        if shape.tie and local.rule.megatron_name == "output_layer.weight":
             continue
-        yield from merge(rule, _gather(parameter.detach(), rule, group)).items()
+        yield from gathered(local, local.parameter.detach())
 
 
-def _gather(local: Tensor, rule: TensorRule, group: dist.ProcessGroup) -> list[Tensor]:
-    if rule.kind == "copy" or group.size() == 1:
-        return [local] * group.size()
-    parts = [torch.empty_like(local) for _ in range(group.size())]
-    dist.all_gather(parts, local.contiguous(), group=group)
+def gathered(local: LocalParameter, values: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Return what a parameter's values (or gradients) are under Hugging Face names. Collective over its group.
+
+    Args:
+        local: the parameter. values: of the shape of the parameter.
+
+    Yields:
+        (HF name, whole tensor); of an expert's parameter also the tensors of the experts in its place on other ranks.
+    """
+    if local.rule.expert is None:
+        group = parallel_state.get_tensor_model_parallel_group()
+        yield from merge(local.rule, _gather(values, group, is_cut=local.rule.is_cut)).items()
+        return
+    # Ranks of this group stand with expert tensor parallelism fastest.
+    parts = _gather(values, parallel_state.get_expert_tensor_and_model_parallel_group(), is_cut=True)
+    cut = len(parts) // len(local.peers)
+    for place, rule in enumerate(local.peers):
+        yield from merge(rule, parts[place * cut : (place + 1) * cut]).items()
+
+
+def _gather(values: Tensor, group: dist.ProcessGroup, *, is_cut: bool) -> list[Tensor]:
+    if not is_cut or group.size() == 1:
+        return [values] * group.size()
+    parts = [torch.empty_like(values) for _ in range(group.size())]
+    dist.all_gather(parts, values.contiguous(), group=group)
     return parts
 
 
 def exports_weights() -> bool:
-    """Whether this rank takes part in an export: the first replica (DP and CP rank 0)."""
-    return parallel_state.get_data_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
+    """Whether this rank takes part in an export: those of the first replica (DP and CP rank 0), and those with the
+    first copy of the experts, which may reach over several replicas."""
+    first = parallel_state.get_data_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
+    return first or parallel_state.get_expert_data_parallel_rank() == 0
 
 
 def sends_for_stage() -> bool:
-    """Whether this rank hands on what an export yields: TP rank 0 of the first replica, one per pipeline stage."""
-    return exports_weights() and parallel_state.get_tensor_model_parallel_rank() == 0
+    """Whether this rank hands on what an export yields: the first of the first replica, one per pipeline stage."""
+    first = parallel_state.get_data_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
+    return first and parallel_state.get_tensor_model_parallel_rank() == 0

@@ -40,13 +40,20 @@ class ActorSection(Section):
     """The policy under training."""
 
     tensor_parallel: int = Field(default=1, ge=1)
-    """Ranks that share each layer (TP), >= 1; divides attention heads and key-value heads."""
+    """Ranks that share each layer (TP), >= 1; divides the attention heads, and divides the key-value heads or is a
+    multiple of them."""
     pipeline_parallel: int = Field(default=1, ge=1)
-    """Pipeline stages (PP), >= 1; divides the number of layers."""
+    """Pipeline stages (PP), >= 1; divides the number of layers, unless `megatron` says how many the first or the last
+    stage has (num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage)."""
     context_parallel: int = Field(default=1, ge=1)
     """Ranks that share each sequence (CP), >= 1."""
     data_parallel: int = Field(default=1, ge=1)
     """Replicas of the model (DP), >= 1. World size = TP * PP * CP * DP."""
+    expert_parallel: int = Field(default=1, ge=1)
+    """Ranks that share the experts of a layer (EP), >= 1; divides the number of experts. Experts are laid out over the
+    ranks of TP, CP and DP anew: the world does not grow."""
+    expert_tensor_parallel: int | None = Field(default=None, ge=1)
+    """Ranks that share each expert (ETP), >= 1. Unset: as tensor_parallel."""
     sequence_parallel: bool | None = None
     """Split the activations between the tensor-parallel parts too. Unset: on when tensor_parallel > 1."""
     dtype: Literal["fp32", "bf16"] = "bf16"
@@ -65,6 +72,11 @@ class ActorSection(Section):
     """Fields of Megatron-core's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig under upstream
     names; unknown ones, those that another option sets, and those that would be ignored (such as virtual pipeline
     stages and the precision-aware optimizer) are refused with the reason."""
+
+    @property
+    def expert_group_size(self) -> int:
+        """Ranks that hold all experts of a layer between them: ETP * EP."""
+        return self.expert_parallel * (self.expert_tensor_parallel or self.tensor_parallel)
 
     @property
     def model_parallel_size(self) -> int:

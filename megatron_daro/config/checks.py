@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from megatron_daro.config import check_training, megatron_options
+from megatron_daro.config import check_division, check_training, megatron_options
 from megatron_daro.config.hardware import Hardware, detect
 from megatron_daro.config.model_files import ModelFiles, read_model
 from megatron_daro.config.model_shape import ModelShape
@@ -78,7 +78,8 @@ def _nothing(context: _Context) -> Iterator[Problem]:
 def _layout_text(context: _Context) -> str:
     actor = context.config.actor
     parts = (actor.tensor_parallel, actor.pipeline_parallel, actor.context_parallel, actor.data_parallel)
-    return "TP {} * PP {} * CP {} * DP {} = ".format(*parts) + f"{actor.world_size} ranks"
+    experts = f", EP {actor.expert_parallel}" if actor.expert_parallel > 1 else ""
+    return "TP {} * PP {} * CP {} * DP {} = ".format(*parts) + f"{actor.world_size} ranks{experts}"
 
 
 def _world_problems(context: _Context) -> Iterator[Problem]:
@@ -139,21 +140,10 @@ def _process_text(context: _Context) -> str:
     return f"{context.config.actor.world_size} ranks, {servers} engines ({engine.kind})"
 
 
-def _divides(field: str, size: int, count: int, what: str) -> Iterator[Problem]:
-    if count % size:
-        divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0 and n <= 64)
-        got = f"{size}, which does not divide the model's {count} {what}"
-        yield Problem(field, got, f"one of {divisors}", "choose a divisor", also=("model.path",))
-
-
 def _division_problems(context: _Context) -> Iterator[Problem]:
     actor, shape = context.config.actor, context.shape
     if shape:
-        tensor, pipeline = ("actor.tensor_parallel", actor.tensor_parallel), actor.pipeline_parallel
-        yield from _divides(*tensor, shape.heads, "attention heads")
-        yield from _divides(*tensor, shape.kv_heads, "key-value heads")
-        yield from _divides(*tensor, shape.ffn, "MLP columns (intermediate_size)")
-        yield from _divides("actor.pipeline_parallel", pipeline, shape.layers, "layers")
+        yield from check_division.division_problems(actor, shape)
     if actor.sequence_parallel and actor.tensor_parallel == 1:
         fix = "leave it unset: it follows tensor_parallel"
         yield Problem(
@@ -164,7 +154,10 @@ def _division_problems(context: _Context) -> Iterator[Problem]:
 
 def _division_text(context: _Context) -> str:
     shape = context.shape
-    return f"{shape.layers} layers, {shape.heads} heads, {shape.kv_heads} key-value heads" if shape else "shape unknown"
+    if shape is None:
+        return "shape unknown"
+    experts = f", {shape.experts.number} experts" if shape.experts else ""
+    return f"{shape.layers} layers, {shape.heads} heads, {shape.kv_heads} key-value heads{experts}"
 
 
 def _batch_problems(context: _Context) -> Iterator[Problem]:

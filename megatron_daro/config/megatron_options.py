@@ -32,7 +32,16 @@ OWNED = {
     "num_layers": "the model's config.json",
     "hidden_size": "the model's config.json",
     "num_attention_heads": "the model's config.json",
+    "num_moe_experts": "the model's config.json",
+    "moe_ffn_hidden_size": "the model's config.json",
+    "moe_layer_freq": "the model's config.json",
+    "moe_router_topk": "the model's config.json",
+    "moe_router_pre_softmax": "the model's config.json",
+    "moe_router_score_function": "the model's config.json",
+    "moe_shared_expert_intermediate_size": "the model's config.json",
     "tensor_model_parallel_size": "actor.tensor_parallel",
+    "expert_model_parallel_size": "actor.expert_parallel",
+    "expert_tensor_parallel_size": "actor.expert_tensor_parallel",
     "pipeline_model_parallel_size": "actor.pipeline_parallel",
     "context_parallel_size": "actor.context_parallel",
     "sequence_parallel": "actor.sequence_parallel",
@@ -53,6 +62,8 @@ OWNED = {
 _PRECISION = "gradients then stand where neither clipping nor the check for numbers that are not finite looks"
 _STAGES = "each rank builds one part of the model, so that the layers of its other parts would be missing"
 _GROUPS = "the process groups of the actor are made without it"
+_BALANCING = "its gradient would be as many times too large as there are tokens: the gradients are plain sums"
+_ROUTING = "tokens would meet other experts than the rollout engine chose for them"
 
 REFUSED = {
     "use_precision_aware_optimizer": _PRECISION,
@@ -70,7 +81,14 @@ REFUSED = {
     "gtp_weight_remat_size": _GROUPS,
     "use_megatron_fsdp": "the gradients are reduced by Megatron's DistributedDataParallel",
     "grad_norm_skip_threshold": "only trainer.on_nonfinite decides which steps are skipped",
-    "num_moe_experts": "mixture-of-experts models are not built",
+    "moe_aux_loss_coeff": _BALANCING,
+    "moe_z_loss_coeff": _BALANCING,
+    "moe_router_load_balancing_type": _ROUTING,
+    "moe_router_enable_expert_bias": _ROUTING,
+    "moe_router_force_load_balancing": _ROUTING,
+    "moe_input_jitter_eps": _ROUTING,
+    "moe_expert_capacity_factor": _ROUTING,
+    "moe_use_legacy_grouped_gemm": "its weights have a layout of their own; grouped experts need Transformer Engine",
     "mtp_num_layers": "layers that predict several tokens are not built",
     "use_mup": "the log-probabilities are taken without its scale of the logits",
 }

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from megatron_daro.observe.metrics import comparable
 from megatron_daro.types import TrainBatch
@@ -24,6 +23,8 @@ def _trainee(path: Path, layout: Any, algorithm: Any, **options: Any) -> Any:
         pipeline_parallel=layout.pipeline,
         context_parallel=layout.context,
         data_parallel=layout.data,
+        expert_parallel=layout.expert,
+        expert_tensor_parallel=layout.expert_tensor,
         **{"dtype": "fp32", **options},
     )
     settings = PolicySettings(path, rollouts_per_prompt=4, max_response_tokens=32, temperature=1.0, total_steps=10)
@@ -51,24 +52,16 @@ def gradients(
     path: Path, layout: Any, batch: TrainBatch, num_micro_batches: int, algorithm: dict[str, Any], **options: Any
 ) -> dict[str, Any]:
     """Summed gradients under Hugging Face names (this stage's), loss sums per bin, and the loss."""
-    from megatron.core import parallel_state
+    from policy_tasks import collect_gradients
 
     from megatron_daro.actor.step import compute_gradients
-    from megatron_daro.actor.weights import _gather, local_rules
-    from megatron_daro.convert.mapping import merge
 
     options = {"optimizer": {"distributed": False}, **options}
     policy = _trainee(path, layout, algorithm, **options)
     mine, micro_batches = _shard(batch, layout, num_micro_batches)
     sums = compute_gradients(policy.trainee, mine, micro_batches, policy._objective, policy._output)
-    group = parallel_state.get_tensor_model_parallel_group()
-    found: dict[str, torch.Tensor] = {}
-    for parameter, rule in local_rules(policy.model, policy.shape):
-        if policy.shape.tie and rule.megatron_name == "output_layer.weight":
-            continue
-        found |= {n: t.clone() for n, t in merge(rule, _gather(parameter.main_grad, rule, group)).items()}
     return {
-        "gradients": {n: t.numpy() for n, t in found.items()},
+        "gradients": collect_gradients(policy),
         "loss_sums": sums.loss_sums.numpy(),
         "policy_loss": sums.policy_loss,
         "regularizer": sums.regularizer,

@@ -31,6 +31,8 @@ def build_policy(
         pipeline_parallel=layout.pipeline,
         context_parallel=layout.context,
         data_parallel=layout.data,
+        expert_parallel=layout.expert,
+        expert_tensor_parallel=layout.expert_tensor,
         **{"dtype": "fp32", **options},
     )
     settings = PolicySettings(
@@ -40,13 +42,14 @@ def build_policy(
 
 
 def my_rows(num_samples: int, layout: Any) -> list[int]:
-    """Rows of this data-parallel rank; rank 0 of 2 gets three eighths of them, so that shards differ in size."""
+    """Rows of this data-parallel rank; rank 0 gets three eighths of them, so that shards differ in size."""
     from megatron.core import parallel_state
 
     if layout.data == 1:
         return list(range(num_samples))
-    cut = num_samples * 3 // 8
-    return list(range(cut)) if parallel_state.get_data_parallel_rank() == 0 else list(range(cut, num_samples))
+    rank, rest = parallel_state.get_data_parallel_rank(), num_samples - num_samples * 3 // 8
+    cuts = [0, *(num_samples - rest * (layout.data - n) // (layout.data - 1) for n in range(1, layout.data + 1))]
+    return list(range(cuts[rank], cuts[rank + 1]))
 
 
 def uneven_split(num_samples: int, num_parts: int) -> list[list[int]]:
@@ -63,18 +66,14 @@ def uneven_split(num_samples: int, num_parts: int) -> list[list[int]]:
 
 def collect_gradients(policy: Any) -> dict[str, np.ndarray]:
     """The summed gradients of this stage under Hugging Face names."""
-    from megatron.core import parallel_state
+    from megatron_daro.actor.model import local_parameters
+    from megatron_daro.actor.weights import gathered
 
-    from megatron_daro.actor.weights import _gather, local_rules
-    from megatron_daro.convert.mapping import merge
-
-    group = parallel_state.get_tensor_model_parallel_group()
     found: dict[str, np.ndarray] = {}
-    for parameter, rule in local_rules(policy.model, policy.shape):
-        if policy.shape.tie and rule.megatron_name == "output_layer.weight":
+    for local in local_parameters(policy.model, policy.shape):
+        if policy.shape.tie and local.rule.megatron_name == "output_layer.weight":
             continue
-        whole = merge(rule, _gather(parameter.main_grad, rule, group))
-        found |= {name: tensor.clone().cpu().numpy() for name, tensor in whole.items()}
+        found |= {name: t.clone().cpu().numpy() for name, t in gathered(local, local.parameter.main_grad)}
     return found
 
 
@@ -260,3 +259,28 @@ def _poisoned(policy: Any, poison: str) -> Iterator[None]:
     yield
     with torch.no_grad():
         parameter[0, 0] = kept
+
+
+def experts(
+    path: Path, layout: Any, batch: TrainBatch, num_micro_batches: int, algorithm: dict[str, Any], **options: Any
+) -> dict[str, Any]:
+    """Log-probs of the whole batch, the weights that exporting ranks get, and summed gradients with their norm."""
+    from megatron_daro.actor.step import compute_gradients
+    from megatron_daro.actor.weights import exports_weights, sends_for_stage
+
+    policy = build_policy(path, layout, algorithm, optimizer={"distributed": False}, **options)
+    logprobs = policy.logprobs(batch, uneven_split(len(batch), num_micro_batches))
+    exported = {name: tensor.clone() for name, tensor in policy.export()} if exports_weights() else {}
+    mine = batch.select(my_rows(len(batch), layout))
+    micro_batches = uneven_split(len(mine), num_micro_batches)
+    sums = compute_gradients(policy.trainee, mine, micro_batches, policy._objective, policy._output)
+    gradients = collect_gradients(policy)
+    policy.trainee.optimizer.prepare_grads()
+    return {
+        "logprobs": logprobs,
+        "exported": exported,
+        "sends": sends_for_stage(),
+        "gradients": gradients,
+        "policy_loss": sums.policy_loss,
+        "grad_norm": float(policy.trainee.optimizer.get_grad_norm()),
+    }

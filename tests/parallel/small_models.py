@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import numpy as np
@@ -13,40 +14,72 @@ VOCAB = 50
 ROLLOUTS = 4
 
 
-def save_model(family: str, directory: Path, *, seed: int = 0):
-    """family: qwen2, qwen2_tied, qwen3 or llama. Returns the transformers model (fp32, eval)."""
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+COMMON = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 256,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 3.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "attention_factor": 1.3,
+}
+QWEN3 = {"head_dim": 32}
+EXPERTS = {**QWEN3, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MODELS = {
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": False}),
+    "qwen2_tied": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", QWEN3),
+    "qwen3_yarn": ("Qwen3Config", {**QWEN3, "rope_parameters": YARN}),
+    "llama": ("LlamaConfig", {"rope_parameters": LLAMA3}),
+    "llama_one_group": ("LlamaConfig", {"num_key_value_heads": 1}),
+    "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "norm_topk_prob": True}),
+    # Every second layer is dense, and the weights of the chosen experts do not sum to 1.
+    "qwen3_moe_mixed": ("Qwen3MoeConfig", {**EXPERTS, "norm_topk_prob": False, "decoder_sparse_step": 2}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
 
-    common = {
-        "hidden_size": 64,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 96,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 256,
-    }
-    llama3 = {
-        "rope_type": "llama3",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 3.0,
-        "original_max_position_embeddings": 16,
-    }
-    configs = {
-        "qwen2": lambda: Qwen2Config(**common, tie_word_embeddings=False),
-        "qwen2_tied": lambda: Qwen2Config(**common, tie_word_embeddings=True),
-        "qwen3": lambda: Qwen3Config(**common, head_dim=32),
-        "llama": lambda: LlamaConfig(**common, rope_parameters=llama3),
-    }
+
+def save_model(family: str, directory: Path, *, seed: int = 0):
+    """family: a key of MODELS. Returns the transformers model (fp32, eval)."""
+    import transformers
+    from transformers import AutoModelForCausalLM
+
+    config_class, changes = MODELS[family]
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(configs[family]())
+    model = AutoModelForCausalLM.from_config(getattr(transformers, config_class)(**{**COMMON, **changes}))
     with torch.no_grad():
         for parameter in model.parameters():  # biases and norms must differ from 0 and 1 to be tested
             parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(directory)
     return model.eval()
+
+
+def as_in_checkpoint(model, tensors: dict[str, torch.Tensor], directory: Path) -> dict[str, np.ndarray]:
+    """Tensors that belong to the model's parameters (gradients), named and cut as its checkpoint is: transformers keeps
+    all experts of a layer in one parameter, and takes them apart when it saves."""
+    from safetensors.torch import load_file
+
+    holder = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, parameter in holder.named_parameters():
+            parameter.copy_(tensors[name])
+    holder.save_pretrained(directory)
+    return {name: tensor.numpy() for name, tensor in load_file(directory / "model.safetensors").items()}
 
 
 def random_batch(*, groups: int = 6, seed: int = 0, with_old: bool = True) -> TrainBatch:

@@ -84,6 +84,22 @@ def merged(results):
     return found
 
 
+@pytest.mark.parametrize("layout", ["tp2", "tp2_cp2"])
+def test_gradients_with_fewer_key_value_heads_than_tensor_ranks(rank_pool, tmp_path, layout):
+    """Each rank computes a part of the one key and value head, and all of them use it."""
+    hf, batch = save_model("llama_one_group", tmp_path), random_batch()
+    _, _, want = reference_gradients(hf, batch, "daro")
+    results = rank_pool.run(
+        megatron_tasks.gradients,
+        layouts()[layout],
+        path=tmp_path,
+        batch=batch,
+        num_micro_batches=4,
+        algorithm={"name": "daro"},
+    )
+    assert relative_difference(merged(results), want) < 1e-5
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_equal_the_unpacked_reference(rank_pool, model, layout, algorithm):

@@ -1,0 +1,110 @@
+"""Checks that the model divides over the layout: heads, layers over the stages, experts.
+
+Place in the data flow: called by checks.py; each function yields every problem it finds. The same rules hold when
+Megatron builds the model, which would stop in the middle of a start and not say which option to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from megatron_daro.config.actor import ActorSection
+from megatron_daro.config.model_shape import ExpertShape, ModelShape
+from megatron_daro.config.problems import Problem, show
+
+FIRST_STAGE, LAST_STAGE = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+_ACCOUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+_RANKS = ("actor.tensor_parallel", "actor.context_parallel", "actor.data_parallel", "actor.expert_tensor_parallel")
+
+
+def division_problems(actor: ActorSection, shape: ModelShape) -> Iterator[Problem]:
+    """Return what of the model the layout cannot divide."""
+    tensor = ("actor.tensor_parallel", actor.tensor_parallel)
+    yield from _divides(*tensor, shape.heads, "attention heads")
+    if shape.kv_heads % actor.tensor_parallel and actor.tensor_parallel % shape.kv_heads:
+        got = f"{actor.tensor_parallel}, but the model has {shape.kv_heads} key-value heads"
+        allowed = f"a divisor or a multiple of {shape.kv_heads}"
+        yield Problem("actor.tensor_parallel", got, allowed, "choose one that also divides the heads", ("model.path",))
+    if shape.expert_layers < shape.layers:
+        yield from _divides(*tensor, shape.ffn, "MLP columns (intermediate_size)")
+    yield from _stage_problems(actor, shape.layers)
+    yield from _expert_problems(actor, shape.experts) if shape.experts else _dense_problems(actor)
+
+
+def _divides(field: str, size: int, count: int, what: str) -> Iterator[Problem]:
+    if count % size:
+        divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0 and n <= 64)
+        got = f"{size}, which does not divide the model's {count} {what}"
+        yield Problem(field, got, f"one of {divisors}", "choose a divisor", also=("model.path",))
+
+
+def stage_layers(layers: int, stages: int, options: Mapping[str, object]) -> list[int] | None:
+    """Return the layers of each pipeline stage; None where they do not divide, or an option is no number of layers.
+
+    Args:
+        layers: of the model. stages: of the pipeline. options: of `actor.megatron`; those that name stages count.
+    """
+    first, last = options.get(FIRST_STAGE), options.get(LAST_STAGE)
+    given = [count for count in (first, last) if count is not None]
+    if any(type(count) is not int or count < 1 for count in given):
+        return None
+    extra = [1 if options.get(name) else 0 for name in _ACCOUNTED]
+    if given and (any(extra) or stages < 2):
+        return None
+    middle, left = stages - len(given), layers + sum(extra) - sum(count for count in given if isinstance(count, int))
+    if left < 0 or (left if middle == 0 else left % middle):
+        return None
+    counts = [left // middle if middle else 0] * stages
+    counts[0] = first if isinstance(first, int) else counts[0] - extra[0]
+    counts[-1] = last if isinstance(last, int) else counts[-1] - extra[1]
+    return counts if min(counts) >= 0 else None
+
+
+def _stage_problems(actor: ActorSection, layers: int) -> Iterator[Problem]:
+    stages, named = actor.pipeline_parallel, {n: v for n, v in actor.megatron.items() if n in _STAGE_OPTIONS and v}
+    if not named:
+        yield from _divides("actor.pipeline_parallel", stages, layers, "layers")
+    elif stage_layers(layers, stages, named) is None:
+        options = ", ".join(f"{name} {show(value)}" for name, value in named.items())
+        got = f"{stages} with {options}, which does not divide the model's {layers} layers"
+        allowed = "numbers that leave the same number of layers, 1 or more, for each other stage"
+        fix = "change the layers of the first or last stage (of two stages give one)"
+        also = ("model.path", *(f"actor.megatron.{name}" for name in named))
+        yield Problem("actor.pipeline_parallel", got, allowed, fix, also=also)
+
+
+_STAGE_OPTIONS = (FIRST_STAGE, LAST_STAGE, *_ACCOUNTED)
+
+
+def _dense_problems(actor: ActorSection) -> Iterator[Problem]:
+    if actor.expert_parallel > 1:
+        got = f"{actor.expert_parallel}, but the model has no experts"
+        yield Problem("actor.expert_parallel", got, "1", "remove it", also=("model.path",))
+    if actor.expert_tensor_parallel is not None:
+        got = f"{actor.expert_tensor_parallel}, but the model has no experts"
+        yield Problem("actor.expert_tensor_parallel", got, "nothing", "remove it", also=("model.path",))
+
+
+def _expert_problems(actor: ActorSection, experts: ExpertShape) -> Iterator[Problem]:
+    tensor, cut = actor.tensor_parallel, actor.expert_tensor_parallel or actor.tensor_parallel
+    yield from _divides("actor.expert_parallel", actor.expert_parallel, experts.number, "experts")
+    cut_field = "actor.expert_tensor_parallel" if actor.expert_tensor_parallel else "actor.tensor_parallel"
+    yield from _divides(cut_field, cut, experts.ffn, "columns of an expert")
+    group, ranks = actor.expert_group_size, tensor * actor.context_parallel * actor.data_parallel
+    if ranks % group:
+        got = f"{actor.expert_parallel}; with ETP {cut} experts need groups of {group} ranks"
+        allowed = f"ETP * EP that divides TP * CP * DP = {ranks}"
+        yield Problem("actor.expert_parallel", got, allowed, "raise actor.data_parallel or lower it", also=_RANKS)
+    elif group % tensor and tensor % group:
+        got = f"{actor.expert_parallel}; with ETP {cut} experts have groups of {group} ranks"
+        allowed = f"ETP * EP that is a divisor or a multiple of TP {tensor}"
+        yield Problem("actor.expert_parallel", got, allowed, "use powers of 2", also=_RANKS)
+    if cut != tensor and actor.expert_parallel == 1:
+        got = f"{cut} with tensor_parallel {tensor} and expert_parallel 1"
+        allowed = "tensor_parallel, unless expert_parallel > 1: Megatron-core would not sum the experts' gradients"
+        fix = f"set actor.expert_parallel={max(2, tensor // cut)}, or leave it unset"
+        yield Problem("actor.expert_tensor_parallel", got, allowed, fix, also=_RANKS)
+    if tensor > 1 and not actor.use_sequence_parallel:
+        got = f"false with tensor_parallel {tensor} and experts"
+        allowed = "true: Megatron-core trains experts under tensor parallelism with it only"
+        yield Problem("actor.sequence_parallel", got, allowed, "leave it unset", also=("actor.tensor_parallel",))

@@ -1,0 +1,87 @@
+"""Mixtures of experts under expert, tensor, pipeline and data parallelism: exact against transformers' own models."""
+
+from __future__ import annotations
+
+import numpy as np
+import policy_tasks
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_models import as_in_checkpoint, random_batch, save_model
+from test_gradients_exact import reference_gradients, relative_difference
+from test_logprobs_models import TOLERANCE, plain_logprobs
+
+
+def layouts():
+    from megatron_daro.actor.parallel import Layout
+
+    return {
+        "single": Layout(),
+        "ep2": Layout(data=2, expert=2),
+        "tp2_ep2": Layout(tensor=2, expert=2, expert_tensor=1),  # two ranks: TP for attention, EP for the experts
+        "tp2": Layout(tensor=2),  # each expert is cut
+        "pp2": Layout(pipeline=2),
+        "pp2_ep2": Layout(pipeline=2, data=2, expert=2),
+        "cp2_ep2": Layout(context=2, expert=2),
+        "tp2_dp2_ep2": Layout(tensor=2, data=2, expert=2),  # experts: ETP 2 x EP 2
+        "tp4_ep2": Layout(tensor=4, expert=2, expert_tensor=1),  # two copies of the experts among the ranks of TP
+        "dp4_ep2": Layout(data=4, expert=2),  # two copies of the experts, over DP
+    }
+
+
+FAMILIES = ["qwen3_moe", "qwen3_moe_mixed", "mixtral"]
+CASES = [("qwen3_moe", layout) for layout in layouts()] + [
+    (family, layout) for family in FAMILIES[1:] for layout in ("single", "tp2_ep2", "pp2_ep2")
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Family -> (directory, transformers model, gradients of the loss written out, as its checkpoint names them)."""
+    found = {}
+    for family in FAMILIES:
+        directory = tmp_path_factory.mktemp(family)
+        model = save_model(family, directory)
+        loss, _, gradients = reference_gradients(model, random_batch(), "daro")
+        tensors = {name: torch.from_numpy(gradient) for name, gradient in gradients.items()}
+        named = as_in_checkpoint(model, tensors, tmp_path_factory.mktemp("gradients"))
+        found[family] = directory, model, loss, named
+    return found
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_logprobs_gradients_and_exported_weights(rank_pool, models, family, layout):
+    check(rank_pool, models[family], layout)
+
+
+def test_a_first_stage_with_fewer_layers(rank_pool, models):
+    """Dense layers and layers with experts alternate: a stage that started at another layer would have other names."""
+    check(rank_pool, models["qwen3_moe_mixed"], "pp2", megatron={"num_layers_in_first_pipeline_stage": 1})
+
+
+def check(pool, saved, layout, **options):
+    """Everything of one layout against the one process of transformers."""
+    directory, model, loss, want = saved
+    batch = random_batch()
+    results = pool.run(
+        policy_tasks.experts,
+        layouts()[layout],
+        path=directory,
+        batch=batch,
+        num_micro_batches=3,
+        algorithm={"name": "daro"},
+        **options,
+    )
+    logprobs = plain_logprobs(model, batch)
+    for result in results:
+        if result["logprobs"] is not None:
+            np.testing.assert_allclose(result["logprobs"], logprobs, rtol=0, atol=TOLERANCE)
+        assert result["policy_loss"] == pytest.approx(loss, rel=1e-5, abs=1e-7)
+    gradients = {name: value for result in results for name, value in result["gradients"].items()}
+    assert relative_difference(gradients, want) < 1e-5
+    norm = np.sqrt(sum(float((value.astype(np.float64) ** 2).sum()) for value in want.values()))
+    assert {round(result["grad_norm"] / norm, 5) for result in results} == {1.0}
+    stored = load_file(directory / "model.safetensors")
+    exported = {name: value for result in results if result["sends"] for name, value in result["exported"].items()}
+    assert set(exported) == set(stored)
+    assert all(torch.equal(exported[name], stored[name]) for name in stored)

@@ -1,0 +1,142 @@
+"""What of a model a layout cannot divide; the layers of the stages against Megatron's own answer."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_daro.config.actor import ActorSection
+from megatron_daro.config.check_division import division_problems, stage_layers
+from megatron_daro.config.model_shape import read_model_shape
+
+DENSE = {
+    "model_type": "llama",
+    "num_hidden_layers": 6,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "vocab_size": 100,
+}
+EXPERTS = {
+    **DENSE,
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+
+
+def problems(model, **options):
+    return [str(problem) for problem in division_problems(ActorSection(**options), read_model_shape(model))]
+
+
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+BOTH_ENDS = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tensor_parallel": 4},
+        {"tensor_parallel": 12},  # three ranks for each key-value head
+        {"pipeline_parallel": 4, "megatron": {FIRST: 1, LAST: 1}},
+        {"pipeline_parallel": 2, "megatron": {LAST: 2}},
+        {"pipeline_parallel": 4, "megatron": BOTH_ENDS},
+    ],
+)
+def test_fits(options):
+    assert problems(DENSE, **options) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tensor_parallel": 6}, "6, but the model has 4 key-value heads; allowed: a divisor or a multiple of 4"),
+        ({"tensor_parallel": 8}, "12 attention heads; allowed: one of 1, 2, 3, 4, 6, 12"),
+        ({"pipeline_parallel": 4}, "6 layers; allowed: one of 1, 2, 3, 6"),
+        ({"pipeline_parallel": 4, "megatron": {FIRST: 1}}, "does not divide the model's 6"),
+        ({"pipeline_parallel": 2, "megatron": {FIRST: "two"}}, "first_pipeline_stage 'two'"),
+        ({"megatron": {FIRST: 6}}, "does not divide the model's 6 layers"),
+        ({"expert_parallel": 2}, "the model has no experts; allowed: 1"),
+        ({"expert_tensor_parallel": 1}, "the model has no experts"),
+    ],
+)
+def test_a_dense_model_that_does_not_divide(options, words):
+    (problem,) = problems(DENSE, **options)
+    assert words in problem
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"expert_parallel": 8, "data_parallel": 8},
+        {"expert_parallel": 2, "tensor_parallel": 4, "expert_tensor_parallel": 1},
+        {"expert_parallel": 2, "tensor_parallel": 2, "data_parallel": 2},
+        {"tensor_parallel": 2},
+    ],
+)
+def test_experts_fit(options):
+    assert problems(EXPERTS, **options) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"expert_parallel": 3, "data_parallel": 3}, "the model's 8 experts; allowed: one of 1, 2, 4, 8"),
+        ({"expert_parallel": 4, "data_parallel": 2}, "allowed: ETP * EP that divides TP * CP * DP = 2"),
+        ({"expert_parallel": 2, "data_parallel": 2, "expert_tensor_parallel": 16}, "24 columns of an expert"),
+        ({"tensor_parallel": 2, "expert_tensor_parallel": 1}, "set actor.expert_parallel=2, or leave it unset"),
+        ({"tensor_parallel": 2, "sequence_parallel": False}, "false with tensor_parallel 2 and experts"),
+        (
+            {"tensor_parallel": 4, "data_parallel": 3, "expert_parallel": 2, "expert_tensor_parallel": 3},
+            "a divisor or a multiple of TP 4",
+        ),
+    ],
+)
+def test_experts_that_do_not_fit(options, words):
+    found = problems(EXPERTS, **options)
+    assert any(words in problem for problem in found), found
+
+
+def test_the_mlp_of_dense_layers_counts_only_where_there_are_some():
+    odd = {**EXPERTS, "intermediate_size": 97}
+    assert problems(odd, tensor_parallel=2) == []
+    assert "97 MLP columns" in problems({**odd, "mlp_only_layers": [0]}, tensor_parallel=2)[0]
+
+
+@given(
+    layers=st.integers(1, 12),
+    stages=st.integers(1, 5),
+    first=st.none() | st.integers(1, 5),
+    last=st.none() | st.integers(1, 5),
+    accounts=st.tuples(st.booleans(), st.booleans()),
+)
+def test_stages_have_the_layers_that_megatron_gives_them(layers, stages, first, last, accounts):
+    megatron = pytest.importorskip("megatron_daro.actor.layers")
+    from types import SimpleNamespace
+
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+    options = {
+        "num_layers_in_first_pipeline_stage": first,
+        "num_layers_in_last_pipeline_stage": last,
+        "account_for_embedding_in_pipeline_split": accounts[0],
+        "account_for_loss_in_pipeline_split": accounts[1],
+    }
+    got = stage_layers(layers, stages, options)
+    config = SimpleNamespace(
+        num_layers=layers,
+        pipeline_model_parallel_size=stages,
+        pipeline_model_parallel_layout=None,
+        virtual_pipeline_model_parallel_size=None,
+        **options,
+    )
+    assert megatron is not None
+    if got is None:
+        return
+    assert sum(got) == layers
+    assert got == [get_num_layers_to_build(config, pp_rank=stage) for stage in range(stages)]
