@@ -39,6 +39,7 @@ from rich.table import Table
 from tiny_task import save_tokenizer
 
 from megatron_daro.config import resolve
+from megatron_daro.config.fit import demand_of
 from megatron_daro.controller import Controller, Parts
 from megatron_daro.engine.sglang.fleet import Fleet
 from megatron_daro.observe.metrics import MetricsLog
@@ -229,9 +230,10 @@ async def one_step(config: Any, inputs: Any, run_dir: Path, watch: Watch | None)
     """One step of a run, and what it cost this process."""
     progress = Progress(total_steps=1, rollouts_per_prompt=SAMPLES, mode="off", title="control plane")
     algorithm, limits, phases = parts.algorithm_of(config), parts.deadlines(config), Phases()
-    group = parts.policy_group(config)
+    placement = parts.placement(config, engines=True)
+    group = parts.policy_group(config, placement)
     group.__class__ = NoModel
-    made = parts.generation(config, inputs, algorithm, progress, phases)
+    made = parts.generation(config, inputs, algorithm, placement, progress, phases)
     with Ending(run_dir, tensorboard=False) as metrics:
         controller = Controller(
             config.trainer,
@@ -251,7 +253,7 @@ async def one_step(config: Any, inputs: Any, run_dir: Path, watch: Watch | None)
             rollouts_per_prompt=SAMPLES,
         )
         controller._weight_sync = NoWeights(made.engine.fleet)  # type: ignore[assignment,attr-defined]
-        await parts.start_all(group, made, limits)
+        await parts.start_all(placement, group, made, limits)
         with watch or nullcontext():
             metrics.begin()
             await controller.run()
@@ -283,7 +285,7 @@ def run_one(directory: Path, *, watched: bool) -> dict[str, Any]:
     run_dir.mkdir(parents=True)
     progress = Progress(total_steps=1, rollouts_per_prompt=SAMPLES, mode="off", title="control plane")
     inputs = read_inputs(config, progress)
-    with cluster(parts.resources(config, engines=True)):
+    with cluster(demand_of(config).processes):
         return asyncio.run(one_step(config, inputs, run_dir, Watch() if watched else None))
 
 

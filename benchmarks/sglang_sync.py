@@ -45,7 +45,8 @@ from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.engine.sglang.generation import probe_text
 from megatron_daro.engine.sglang.supervision import Expected
 from megatron_daro.engine.sglang.update import CPU_BUCKET_MIB, ServerUpdate
-from megatron_daro.runtime.cluster import Resources, cluster
+from megatron_daro.runtime.cluster import cluster
+from megatron_daro.runtime.placement import Placement
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.sync.weight_sync import WeightSync
 
@@ -202,15 +203,18 @@ def make_engine(arguments: argparse.Namespace, model: Path, directory: Path) -> 
     )
 
 
-def make_policy(model: Path) -> PolicyGroup:
+async def make_policy(model: Path) -> PolicyGroup:
     """One rank with everything that training needs."""
+    actor = ActorSection(dtype="bf16")
+    placement = Placement.of_actor(actor)
+    await placement.start()
     return PolicyGroup(
         PolicySettings(model, rollouts_per_prompt=2, max_response_tokens=64, temperature=1.0, total_steps=1),
-        ActorSection(dtype="bf16"),
+        actor,
         AlgorithmSection(),
         seed=0,
         updates_per_batch=1,
-        gpus_per_rank=0,
+        placement=placement,
     )
 
 
@@ -218,7 +222,7 @@ async def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, A
     """Raw numbers of all rounds."""
     model = directory / "model"
     parameters = sglang_servers.save_model(model, TINY if arguments.tiny else SHAPE, "bfloat16")
-    engine, policy = make_engine(arguments, model, directory), make_policy(model)
+    engine, policy = make_engine(arguments, model, directory), await make_policy(model)
     bare = None
     try:
         await asyncio.gather(engine.start(), policy.start())
@@ -328,7 +332,7 @@ def main() -> None:
     arguments = parse_arguments()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("RAY_worker_niceness", "0")  # the bare side's processes have it too
-    with tempfile.TemporaryDirectory(prefix="sglang_sync_") as name, cluster(Resources(processes=1, gpus=0)):
+    with tempfile.TemporaryDirectory(prefix="sglang_sync_") as name, cluster(1):
         result = summarized(arguments, asyncio.run(measure(arguments, Path(name))))
     show(result)
     sglang_servers.conclude("sglang_sync", result, write=arguments.json)

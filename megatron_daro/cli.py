@@ -23,7 +23,7 @@ from megatron_daro.commands.plan import plan
 from megatron_daro.errors import ConfigError, DaroError, NonFiniteError
 
 if TYPE_CHECKING:
-    from megatron_daro.config import CheckReport, Config
+    from megatron_daro.config import CheckReport, Config, Hardware
 
 EXIT_ERROR, EXIT_CONFIG, EXIT_NONFINITE, EXIT_INTERRUPTED = 1, 2, 3, 130
 
@@ -195,13 +195,22 @@ def _resolve(config_file: Path, overrides: Sequence[str] | None, *, dry_run: boo
     """Return the checked configuration; prints it with its checks on a dry run, and warnings always."""
     from megatron_daro.config import resolve_and_check, to_yaml
 
-    config, checks = resolve_and_check(config_file, overrides or ())
+    config, checks = resolve_and_check(config_file, overrides or (), _cluster_hardware())
     if dry_run:
         typer.echo(to_yaml(config), nl=False)
         typer.echo(_check_list(checks), nl=False)
     for warning in checks.warnings:
         typer.echo(f"warning: {printable(str(warning))}", err=True)
     return config
+
+
+def _cluster_hardware() -> Hardware | None:
+    """Return what the cluster of RAY_ADDRESS has; None without one: Ray is not imported for nothing."""
+    if not os.environ.get("RAY_ADDRESS"):
+        return None
+    from megatron_daro.runtime.ray_hardware import ask
+
+    return ask()
 
 
 def _rehearse(config: Config, *, resume: bool, replay: Path | None, owns_process: bool) -> None:

@@ -6,12 +6,12 @@ all are run, and all problems are reported together. Warnings do not stop a run.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megatron_daro.config import check_division, check_training, megatron_options
-from megatron_daro.config.hardware import Hardware, detect
+from megatron_daro.config.fit import demand_of, misfit
+from megatron_daro.config.hardware import THIS_MACHINE, Hardware, detect, hardware_of
 from megatron_daro.config.model_files import ModelFiles, read_model
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.config.problems import Problem, config_error
@@ -56,12 +56,12 @@ def check(config: Config, hardware: Hardware | None = None) -> CheckReport:
 
     Args:
         config: a resolved configuration.
-        hardware: what the run may use; detected if not given.
+        hardware: what the run may use, unless the section `cluster` says it; that of this machine if not given.
 
     Returns:
         The report; nothing is raised.
     """
-    context = _Context(config, hardware or detect(), read_model(config.model.path))
+    context = _Context(config, hardware_of(config.cluster) or hardware or detect(), read_model(config.model.path))
     passed, warnings, problems = [], [], []
     for subject, find, warn, describe in _CHECKS:
         found = list(find(context))
@@ -83,54 +83,50 @@ def _layout_text(context: _Context) -> str:
 
 
 def _world_problems(context: _Context) -> Iterator[Problem]:
-    actor, hardware = context.config.actor, context.hardware
-    if hardware.kind == "gpu" and actor.world_size > hardware.count:
-        fix = "lower the product of the parallel sizes, or run where there are more GPUs"
-        got = _layout_text(context)
-        yield Problem("actor", got, f"at most {hardware.count} ranks: one per visible GPU", fix, also=_PARALLEL)
+    hardware, got = context.hardware, _layout_text(context)
+    if hardware.kind == "cpu":
+        return
+    if context.config.actor.world_size > hardware.count:
+        fix = "lower the product of the parallel sizes, or run where there are more GPUs (section cluster)"
+        allowed = f"at most {hardware.count} ranks: one per GPU of {hardware.place}"
+        yield Problem("actor", got, allowed, fix, also=_PARALLEL)
+    elif why := misfit(demand_of(context.config, engines=False), hardware.per_node):
+        fix = "choose a tensor_parallel that divides the GPUs of a node"
+        yield Problem("actor.tensor_parallel", got, f"what {hardware.place} can hold ({why})", fix, also=_PARALLEL)
 
 
 def _world_warnings(context: _Context) -> Iterator[Problem]:
     actor, hardware = context.config.actor, context.hardware
-    got = _layout_text(context)
-    room = (hardware.count - _engine_gpus(context)) // actor.world_size
+    demand, got = demand_of(context.config), _layout_text(context)
+    room = (hardware.count - demand.servers * demand.server_size) // actor.world_size
     if hardware.kind == "gpu" and room > 1:
         fix = f"set actor.data_parallel={actor.data_parallel * room}, or more engine.replicas, to use more GPUs"
         yield Problem("actor", got, f"up to {actor.world_size * room} ranks beside the engines", fix, also=_PARALLEL)
     if hardware.kind == "cpu" and actor.world_size > hardware.count:
         fix = "use fewer ranks, or expect them to share cores"
-        yield Problem("actor", got, f"{hardware.count} CPU cores are here", fix, also=_PARALLEL)
-
-
-def _started_engines(context: _Context) -> int:
-    engine = context.config.engine
-    return 0 if engine.kind == "sglang" and engine.sglang.urls else engine.replicas
-
-
-def _engine_gpus(context: _Context) -> int:
-    engine = context.config.engine
-    return _started_engines(context) * (engine.sglang.tensor_parallel if engine.kind == "sglang" else 1)
+        yield Problem("actor", got, f"{hardware.count} CPU cores are on {hardware.place}", fix, also=_PARALLEL)
 
 
 def _process_problems(context: _Context) -> Iterator[Problem]:
-    """Ranks and engines have room together. A cluster that RAY_ADDRESS names may be larger than this machine."""
-    engine, ranks, hardware = context.config.engine, context.config.actor.world_size, context.hardware
-    if os.environ.get("RAY_ADDRESS"):
-        return
+    """Ranks and engines have room together."""
+    engine, hardware, demand = context.config.engine, context.hardware, demand_of(context.config)
     also = (*_PARALLEL, "engine.kind", "engine.sglang.urls", "engine.sglang.tensor_parallel")
-    started, gpus = _started_engines(context), ranks + _engine_gpus(context)
-    if hardware.kind == "gpu" and ranks <= hardware.count < gpus:
-        got = f"{engine.replicas}, with which actor and engine need {gpus} GPUs"
+    alone = demand_of(context.config, engines=False)
+    if hardware.kind == "gpu" and not misfit(alone, hardware.per_node) and (why := misfit(demand, hardware.per_node)):
+        got = f"{engine.replicas}, with which actor and engine need {demand.gpus} GPUs"
+        allowed = f"what {hardware.place} can hold ({why})"
         fix = "lower engine.replicas or the parallel sizes, or run where there are more GPUs"
-        yield Problem("engine.replicas", got, f"{hardware.count} GPUs together", fix, also=also)
-    least = (ranks + started) * _LEAST_PROCESS_BYTES
-    if hardware.memory_bytes and least > hardware.memory_bytes:
-        got = f"{engine.replicas}, and {ranks} ranks: {ranks + started} processes of at least 256 MiB each"
-        allowed = f"what fits into {hardware.memory_bytes / 2**30:.0f} GiB of memory, models not counted"
-        yield Problem("engine.replicas", got, allowed, "lower engine.replicas", also=also)
+        yield Problem("engine.replicas", got, allowed, fix, also=also)
+    if hardware.place != THIS_MACHINE or hardware.memory_bytes is None:
+        return
+    memory = f"{hardware.memory_bytes / 2**30:.0f} GiB of memory"
+    if demand.processes * _LEAST_PROCESS_BYTES > hardware.memory_bytes:
+        got = f"{engine.replicas}, and {context.config.actor.world_size} ranks: {demand.processes} processes"
+        allowed = f"what fits into {memory}, models not counted"
+        yield Problem("engine.replicas", f"{got} of at least 256 MiB each", allowed, "lower engine.replicas", also=also)
     workers = context.config.reward.workers
-    if hardware.memory_bytes and workers * _LEAST_VERIFIER_BYTES > hardware.memory_bytes:
-        allowed = f"what fits into {hardware.memory_bytes / 2**30:.0f} GiB of memory, 64 MiB each at least"
+    if workers * _LEAST_VERIFIER_BYTES > hardware.memory_bytes:
+        allowed = f"what fits into {memory}, 64 MiB each at least"
         yield Problem("reward.workers", str(workers), allowed, "use as many as there are free cores")
 
 
@@ -209,7 +205,7 @@ def _budget_text(context: _Context) -> str:
 
 def _precision_problems(context: _Context) -> Iterator[Problem]:
     actor, hardware = context.config.actor, context.hardware
-    if actor.fp8 and not hardware.fp8:
+    if actor.fp8 and hardware.fp8 is False:
         found = "a CPU" if hardware.kind == "cpu" else "a GPU older than that"
         allowed = "true only where every GPU has compute capability 8.9 or newer (Ada, Hopper, ...)"
         yield Problem("actor.fp8", f"true on {found}", allowed, "set actor.fp8=false")
@@ -221,8 +217,8 @@ def _precision_problems(context: _Context) -> Iterator[Problem]:
 
 
 def _precision_text(context: _Context) -> str:
-    actor = context.config.actor
-    return f"{actor.dtype}{' with fp8' if actor.fp8 else ''} on {context.hardware.count} {context.hardware.kind}s"
+    actor, hardware = context.config.actor, context.hardware
+    return f"{actor.dtype}{' with fp8' if actor.fp8 else ''} on {hardware.count} {hardware.kind}s of {hardware.place}"
 
 
 def _megatron_problems(context: _Context) -> Iterator[Problem]:

@@ -1,7 +1,7 @@
-"""What this machine offers, found without torch.
+"""What a run may compute on: this machine, found without torch, or the nodes that it was told of.
 
-Place in the data flow: checks compare the layout with it; a cluster's runtime passes its own totals instead. A GPU
-counts only if the installed torch was built for it, as the actor will see it.
+Place in the data flow: checks compare the layout with it. A Ray cluster is asked by runtime/ray_hardware.py. Of this
+machine a GPU counts only if the installed torch was built for it, as the actor will see it.
 """
 
 from __future__ import annotations
@@ -10,24 +10,50 @@ import importlib.util
 import os
 import re
 import subprocess
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megatron_daro.config.sections import ClusterSection
+
 _NVIDIA_SMI_TIMEOUT_S = 20
 _FP8_CAPABILITY = 8.9
+_FP8_TYPES = ("L4", "L40", "H20", "H100", "H200", "H800", "GH200", "B100", "B200", "GB200", "B300", "GB300")
+THIS_MACHINE = "this machine"
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """kind; count: GPUs, or CPU cores; fp8: whether every GPU multiplies 8-bit floats; memory_bytes: of this machine,
-    None if unknown."""
+    """kind; count: GPUs, or CPU cores, of all nodes; fp8: whether every GPU multiplies 8-bit floats, None if unknown;
+    memory_bytes: of this machine, None if unknown or of others; nodes: the count of each; place: where, for messages.
+    """
 
     kind: Literal["cpu", "gpu"]
     count: int
-    fp8: bool = False
+    fp8: bool | None = False
     memory_bytes: int | None = None
+    nodes: tuple[int, ...] = ()
+    place: str = THIS_MACHINE
+
+    @property
+    def per_node(self) -> tuple[int, ...]:
+        """GPUs, or CPU cores, of each node."""
+        return self.nodes or (self.count,)
+
+
+def hardware_of(section: ClusterSection) -> Hardware | None:
+    """Return what the configuration says of the nodes; None where it says nothing."""
+    if section.gpus_per_node is None:
+        return None
+    return gpu_nodes([section.gpus_per_node] * section.nodes, section.gpu, "the nodes of the section cluster")
+
+
+def gpu_nodes(counts: Sequence[int], gpu: str | None, place: str) -> Hardware:
+    """Return nodes with so many GPUs each. Args: gpu: their type, such as "H100"; None: unknown."""
+    fp8 = None if gpu is None else any(gpu.upper().startswith(name) for name in _FP8_TYPES)
+    return Hardware("gpu", sum(counts), fp8=fp8, nodes=tuple(counts), place=place)
 
 
 def detect() -> Hardware:

@@ -24,6 +24,7 @@ engine.sglang.answer_workers engine.sglang.stall_timeout_s engine.sglang.sync_ti
 reward.workers
 trainer.run_dir trainer.save_every_steps trainer.keep_checkpoints trainer.eval_every_steps trainer.deadline_scale
 trainer.export_hf
+cluster.nodes cluster.gpus_per_node cluster.gpu
 observe.progress observe.tensorboard observe.save_rollouts
 observe.wandb.enabled observe.wandb.project observe.wandb.name
 """

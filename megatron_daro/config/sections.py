@@ -249,6 +249,17 @@ class TrainerSection(Section):
         return filled(self.run_dir) / "hf"
 
 
+class ClusterSection(Section):
+    """The nodes that the run will get, for checks on a machine that is not one of them; a start asks Ray itself."""
+
+    nodes: int = Field(default=1, ge=1)
+    """Nodes, >= 1."""
+    gpus_per_node: int | None = Field(default=None, ge=1)
+    """GPUs of each node, >= 1. Unset: what the Ray cluster of RAY_ADDRESS has, or this machine."""
+    gpu: Annotated[str, Field(min_length=1)] | None = None
+    """Their type, such as H100, as Ray calls it. Unset: not known; whether it has fp8 shows at the start."""
+
+
 class WandbSection(Section):
     """Weights & Biases."""
 
@@ -292,5 +303,7 @@ class Config(Section):
     """The verifier."""
     trainer: TrainerSection = TrainerSection()
     """The run."""
+    cluster: ClusterSection = ClusterSection()
+    """The nodes that the run will get."""
     observe: ObserveSection = ObserveSection()
     """What is shown and written."""

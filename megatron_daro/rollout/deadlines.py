@@ -22,6 +22,8 @@ _GRACE_S = 5.0
 class Deadlines:
     """Seconds that each wait may take. Generous: they tell a hang from slow work, not slow from fast."""
 
+    placement: float = 600.0
+    """Until the Ray cluster has room for every rank and server."""
     policy_start: float = 3600.0
     """Until every rank of the policy has its weights."""
     verifier_start: float = 600.0

@@ -11,12 +11,16 @@ import re
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+import ray
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from megatron_daro.errors import DaroError, WorkerError
 from megatron_daro.runtime.cluster_faults import plain
 
 _Result = TypeVar("_Result")
+# What one worker says of a lost peer comes before Ray's own news of the death: at once where the peer's node lives,
+# after its health checks where the node is gone.
+_NEWS_S, _NEWS_OF_A_NODE_S = 3.0, 40.0
 
 
 async def gather(calls: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
@@ -31,13 +35,31 @@ async def gather(calls: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
     named = calls if isinstance(calls, Mapping) else {f"worker {i}": call for i, call in enumerate(calls)}
     tasks = {asyncio.ensure_future(_one(name, call)): name for name, call in named.items()}
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        done |= await _news(done, pending)
         for failed in _worst_first(task.exception() for task in done):
             raise failed
         return [task.result() for task in tasks]
     finally:
         for task in tasks:
             task.cancel()
+
+
+async def _news(done: set[asyncio.Task[_Result]], pending: set[asyncio.Task[_Result]]) -> set[asyncio.Task[_Result]]:
+    """Return the calls that fail soon after the first: one of them may say that a process died, which is the cause."""
+    if not any(type(task.exception()) is WorkerError for task in done) or any(map(_died, done)):
+        return set()
+    loop, later = asyncio.get_running_loop(), set[asyncio.Task[_Result]]()
+    nodes = sum(node["Alive"] for node in ray.nodes()) if ray.is_initialized() else 1
+    end = loop.time() + (_NEWS_S if nodes < 2 else _NEWS_OF_A_NODE_S)
+    while pending and not any(map(_died, later)) and (left := end - loop.time()) > 0:
+        ended, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_EXCEPTION)
+        later |= ended
+    return later
+
+
+def _died(task: asyncio.Task[_Result]) -> bool:
+    return getattr(task.exception(), "died", False)
 
 
 async def _one(name: str, call: Awaitable[_Result]) -> _Result:
@@ -73,10 +95,13 @@ def translated(name: str, error: BaseException) -> DaroError:
         cause = error.cause
         if isinstance(cause, DaroError):
             return cause
-        return WorkerError(f"{error}\n{name} failed: {type(cause).__name__}: {cause}")
+        # Its traceback is in the worker's own log.
+        return WorkerError(f"{name} failed: {type(cause).__name__}: {plain(str(cause))}")
     if isinstance(error, RayActorError):
+        lost = "Ray lost the connection to its process; its node may be gone"
+        how = lost if isinstance(error, ActorUnavailableError) else _how(str(error))
         return WorkerDiedError(
-            f"{name} died: {_how(str(error))}. If it was not killed on purpose, look for `oom-kill` in the kernel log; "
+            f"{name} died: {how}. If it was not killed on purpose, look for `oom-kill` in the kernel log; "
             "--resume goes on from the newest checkpoint"
         )
     return WorkerError(f"{name}: {type(error).__name__}: {error}")

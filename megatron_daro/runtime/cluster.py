@@ -2,7 +2,6 @@
 
 Place in the data flow: started before any worker, shut down after the last. A private cluster listens on loopback
 only, has no dashboard, and dies with this process even if this process is killed.
-Refuses a cluster that cannot hold the run.
 """
 
 from __future__ import annotations
@@ -14,15 +13,14 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import ray
 from ray._private import ray_constants
 
+from megatron_daro.config import detect
 from megatron_daro.engine.sglang.keeper import descendants, signal_all
-from megatron_daro.errors import ConfigError
 from megatron_daro.runtime.cluster_faults import check_address, check_limits, not_started, own_directory
 from megatron_daro.runtime.interrupts import kept_handlers
 
@@ -41,20 +39,15 @@ sleep 3; kill -9 "$@" 2> /dev/null; sleep 1; rm -rf -- "$dir"
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Resources:
-    """What the workers of a run ask for: processes, and how many of them need a GPU."""
-
-    processes: int
-    gpus: int
-
-
 @contextmanager
-def cluster(resources: Resources) -> Iterator[None]:
+def cluster(processes: int) -> Iterator[None]:
     """Connect to Ray for the duration of the block.
 
+    Args:
+        processes: of the run that get a place; a private cluster has as many logical CPUs, and this machine's GPUs.
+
     Raises:
-        ConfigError: nobody answers at RAY_ADDRESS, the cluster has too few GPUs, or this process may not start one.
+        ConfigError: nobody answers at RAY_ADDRESS, or this process may not start one.
         WorkerError: Ray did not start.
     """
     address = os.environ.get("RAY_ADDRESS")
@@ -69,15 +62,9 @@ def cluster(resources: Resources) -> Iterator[None]:
             directory = own_directory()
             stack.callback(shutil.rmtree, directory, ignore_errors=True)
             with _said_in_a_sentence():
-                helper = _start_private(resources, directory)
+                helper = _start_private(processes, directory)
             stack.callback(helper.kill)
         stack.callback(ray.shutdown)
-        available = ray.cluster_resources().get("GPU", 0)
-        if available < resources.gpus:
-            raise ConfigError(
-                f"actor and engine need {resources.gpus} GPUs; the Ray cluster has {available:g}. "
-                "Lower actor.*_parallel or engine.replicas, or start more nodes"
-            )
         yield
 
 
@@ -97,15 +84,16 @@ def _said_in_a_sentence() -> Iterator[None]:
         raise not_started(error) from error
 
 
-def _start_private(resources: Resources, directory: Path) -> subprocess.Popen[bytes]:
+def _start_private(processes: int, directory: Path) -> subprocess.Popen[bytes]:
     """Return a cluster of this machine; as many logical CPUs as the run has processes, so that each gets a place.
 
     Args:
-        resources: what the run needs. directory: for Ray's session.
+        processes: of the run. directory: for Ray's session.
 
     Returns:
         What ends the helpers if this process is killed; to be killed when the cluster was shut down in order.
     """
+    hardware = detect()  # where torch has no CUDA, Ray must not hand out a GPU either
     os.environ.update(_ONE_MACHINE)  # for Ray's processes; this one has read it when it imported ray
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
@@ -113,7 +101,8 @@ def _start_private(resources: Resources, directory: Path) -> subprocess.Popen[by
         with kept_handlers():
             ray.init(
                 address="local",
-                num_cpus=resources.processes,
+                num_cpus=processes,
+                num_gpus=hardware.count if hardware.kind == "gpu" else 0,
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,

@@ -17,6 +17,7 @@ from megatron_daro.config.base import filled
 from megatron_daro.config.sections import EngineSection
 from megatron_daro.errors import EngineError, SyncError
 from megatron_daro.runtime.calls import gather, translated
+from megatron_daro.runtime.placement import Placement
 from megatron_daro.runtime.worker_group import WorkerGroup
 from megatron_daro.runtime.workers import EngineWorker
 from megatron_daro.sync.check import ProbeAnswer
@@ -38,10 +39,12 @@ class EngineGroup:
         model_path: Path,
         trust_remote_code: bool,
         dtype: str,
+        placement: Placement,
         logs: Path | None = None,
     ) -> None:
-        """Start nothing; `start` does. Args: logs: folder for the logs of the engines."""
-        self._logs = logs
+        """Start nothing; `start` does. Args: placement: where each goes, started before. logs: folder
+        for the logs of the engines."""
+        self._placement, self._logs = placement, logs
         self._section, self._path, self._trust = section, model_path, trust_remote_code
         self._options = {
             "seed": filled(section.seed),
@@ -56,10 +59,12 @@ class EngineGroup:
         """Start the processes and load the model in each; again is nothing. Raises ModelError, WorkerError."""
         if self.workers:
             return
-        make: Any = EngineWorker.options(num_cpus=1)  # type: ignore[attr-defined]
+        make: Any = EngineWorker
         self.workers.update(
             {
-                f"engine {i}": make.remote(i, self._path, self._trust, self._options, self._logs)
+                f"engine {i}": make.options(**self._placement.server(i)).remote(
+                    i, self._path, self._trust, self._options, self._logs
+                )
                 for i in range(self._section.replicas)
             }
         )

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from megatron_daro import recovery
 from megatron_daro.algo.weighting import Algorithm
 from megatron_daro.config import Config
+from megatron_daro.config.fit import demand_of
 from megatron_daro.controller import Controller, Parts, RunOutcome
 from megatron_daro.errors import WorkerError
 from megatron_daro.observe.drift import DriftWatch
@@ -103,7 +104,7 @@ class _Run:
 
     def in_cluster(self, work: Callable[[], Coroutine[Any, Any, T]], *, engines: bool) -> T:
         """Return what the work gives. Its processes are gone then."""
-        with cluster(parts.resources(self.config, engines=engines)):
+        with cluster(demand_of(self.config, engines=engines).processes):
             try:
                 return asyncio.run(work())
             except WorkerError:
@@ -121,7 +122,7 @@ def evaluate(config: Config, *, checkpoint: Path) -> dict[str, float]:
         total_steps=0, rollouts_per_prompt=config.rollout.rollouts_per_prompt, mode="off", title=str(checkpoint)
     )
     inputs = read_inputs(config, progress)
-    with cluster(parts.resources(config, engines=True)):
+    with cluster(demand_of(config).processes):
         metrics = asyncio.run(_evaluate(config, checkpoint, inputs, progress))
     print("\n".join(_accuracy_lines(metrics)))
     return metrics
@@ -135,13 +136,13 @@ def _accuracy_lines(metrics: Mapping[str, float]) -> list[str]:
 async def _train(
     config: Config, algorithm: Algorithm, inputs: Inputs | ReplaySource, observers: _Observers, start: Start
 ) -> RunOutcome:
-    policy, limits = parts.policy_group(config), parts.deadlines(config)
-    made: parts.Generation | None = None
+    placement, limits = parts.placement(config, engines=isinstance(inputs, Inputs)), parts.deadlines(config)
+    policy, made = parts.policy_group(config, placement), None
     source: BatchSource
     if isinstance(inputs, ReplaySource):
         source = inputs
     else:
-        made = parts.generation(config, inputs, algorithm, observers.progress, observers.phases)
+        made = parts.generation(config, inputs, algorithm, placement, observers.progress, observers.phases)
         source = made.sampler
     controller = Controller(
         config.trainer,
@@ -167,9 +168,11 @@ async def _train(
     )
     with stop_on_signals(controller):
         try:
-            if not await controller.unless_stopped(parts.start_all(policy, made, limits)):
+            if not await controller.unless_stopped(parts.start_all(placement, policy, made, limits)):
                 await controller.shutdown()
                 return RunOutcome("stopped", start.step)
+            for remark in policy.remarks:
+                observers.progress.warn(remark)
             if start.checkpoint:
                 await controller.resume(start.checkpoint, start.state)
                 observers.progress.notice(f"resumed from {start.checkpoint}")
@@ -198,10 +201,11 @@ def _finished_before(run: _Run, start: Start) -> RunOutcome:
 async def _export(config: Config, start: Start, progress: Progress) -> None:
     """Write the model of a finished run's last checkpoint."""
     assert start.checkpoint, "a run has its steps from a checkpoint"
-    policy, limits = parts.policy_group(config), parts.deadlines(config)
+    placement, limits = parts.placement(config, engines=False), parts.deadlines(config)
+    policy = parts.policy_group(config, placement)
     recovery.check_fits(start.checkpoint, start.state, _identity(config))
     try:
-        await parts.start_all(policy, None, limits)
+        await parts.start_all(placement, policy, None, limits)
         await limits.within("load", policy.load(start.checkpoint), what=str(start.checkpoint))
         export = hf_export.writer(config.trainer, policy, progress)
         assert export, "it is due"
@@ -211,11 +215,12 @@ async def _export(config: Config, start: Start, progress: Progress) -> None:
 
 
 async def _evaluate(config: Config, checkpoint: Path, inputs: Inputs, progress: Progress) -> dict[str, float]:
-    policy, limits = parts.policy_group(config), parts.deadlines(config)
-    made = parts.generation(config, inputs, parts.algorithm_of(config), progress, Phases())
+    placement, limits = parts.placement(config, engines=True), parts.deadlines(config)
+    policy = parts.policy_group(config, placement)
+    made = parts.generation(config, inputs, parts.algorithm_of(config), placement, progress, Phases())
     assert made.evaluator, "the command line asks for evaluation sets"
     try:
-        await parts.start_all(policy, made, limits)
+        await parts.start_all(placement, policy, made, limits)
         await limits.within("load", policy.load(checkpoint), what=str(checkpoint))
         await limits.within("sync", WeightSync(policy, made.engine).publish(0))
         return dict(await limits.within("evaluate", made.evaluator.evaluate(0)))

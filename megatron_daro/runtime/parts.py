@@ -14,8 +14,9 @@ from typing import Protocol
 
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.algo.weighting import Algorithm, make_algorithm
-from megatron_daro.config import Config, detect
+from megatron_daro.config import Config
 from megatron_daro.config.base import filled
+from megatron_daro.config.fit import demand_of
 from megatron_daro.controller import BuildBatch
 from megatron_daro.data.batch import build_batch
 from megatron_daro.errors import AlgorithmError, ConfigError
@@ -31,10 +32,10 @@ from megatron_daro.rollout.protocol import Notices
 from megatron_daro.rollout.recorder import Recorder
 from megatron_daro.rollout.rounds import Rounds
 from megatron_daro.rollout.sampler import Sampler
-from megatron_daro.runtime.cluster import Resources
 from megatron_daro.runtime.engine_group import EngineGroup
 from megatron_daro.runtime.evaluation import Evaluator
 from megatron_daro.runtime.inputs import Inputs
+from megatron_daro.runtime.placement import Placement
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.runtime.sglang_group import SGLangGroup, Text
 from megatron_daro.runtime.verdicts import Verdicts
@@ -97,9 +98,11 @@ def batch_builder(config: Config, algorithm: Algorithm) -> BuildBatch:
     )
 
 
-def generation(config: Config, inputs: Inputs, algorithm: Algorithm, progress: Progress, phases: Phases) -> Generation:
+def generation(
+    config: Config, inputs: Inputs, algorithm: Algorithm, placement: Placement, progress: Progress, phases: Phases
+) -> Generation:
     """Engine, scorer, sampler and evaluator."""
-    rollout, engine = config.rollout, rollout_engine(config, inputs, progress)
+    rollout, engine = config.rollout, rollout_engine(config, inputs, placement, progress)
     ledger, limits = Ledger(), deadlines(config)
     scorer = Verdicts(
         config.reward,
@@ -153,7 +156,12 @@ def deadlines(config: Config) -> Deadlines:
     return Deadlines().scaled(config.trainer.deadline_scale)
 
 
-def policy_group(config: Config) -> PolicyGroup:
+def placement(config: Config, *, engines: bool) -> Placement:
+    """Return where the run's processes will be. Args: engines: whether any generate."""
+    return Placement(demand_of(config, engines=engines), config.actor, deadlines(config))
+
+
+def policy_group(config: Config, placement: Placement) -> PolicyGroup:
     """Return the Megatron ranks."""
     settings = PolicySettings(
         model_path=config.model.path.absolute(),
@@ -168,12 +176,12 @@ def policy_group(config: Config) -> PolicyGroup:
         config.algorithm,
         seed=config.trainer.seed,
         updates_per_batch=config.trainer.updates_per_batch,
-        gpus_per_rank=gpus_per_worker(),
+        placement=placement,
         logs=log_folder(config),
     )
 
 
-def rollout_engine(config: Config, inputs: Inputs, notices: Notices) -> RunEngine:
+def rollout_engine(config: Config, inputs: Inputs, placement: Placement, notices: Notices) -> RunEngine:
     """Return the engine of `engine.kind`. Raises ConfigError for servers whose environment cannot work."""
     if config.engine.kind == "sglang":
         tokenizer = inputs.tokenizer
@@ -185,7 +193,7 @@ def rollout_engine(config: Config, inputs: Inputs, notices: Notices) -> RunEngin
             config,
             text,
             run_dir=run_directory(config),
-            gpus=gpus_per_worker() > 0,
+            placement=placement,
             warn=notices.warn,
             deadlines=deadlines(config),
         )
@@ -194,21 +202,9 @@ def rollout_engine(config: Config, inputs: Inputs, notices: Notices) -> RunEngin
         model_path=config.model.path.absolute(),
         trust_remote_code=config.model.trust_remote_code,
         dtype=config.actor.dtype,
+        placement=placement,
         logs=log_folder(config),
     )
-
-
-def resources(config: Config, *, engines: bool) -> Resources:
-    """Return what the run needs of the cluster."""
-    section, ranks = config.engine, config.actor.world_size
-    servers = 0 if not engines or (section.kind == "sglang" and section.sglang.urls) else section.replicas
-    per_server = section.sglang.tensor_parallel if section.kind == "sglang" else 1
-    return Resources(processes=ranks + servers, gpus=(ranks + servers * per_server) * gpus_per_worker())
-
-
-def gpus_per_worker() -> int:
-    """1 where this machine has GPUs; asked without loading torch."""
-    return 1 if detect().kind == "gpu" else 0
 
 
 def run_directory(config: Config) -> Path:
@@ -221,12 +217,14 @@ def log_folder(config: Config) -> Path:
     return run_directory(config).absolute() / logs.FOLDER
 
 
-async def start_all(policy: PolicyGroup, made: Generation | None, limits: Deadlines) -> None:
-    """All processes at once: each spends its first seconds importing. The first failure ends the other starts.
+async def start_all(placement: Placement, policy: PolicyGroup, made: Generation | None, limits: Deadlines) -> None:
+    """All processes at once, when each has a place: each spends its first seconds importing. The first failure ends
+    the other starts.
 
     Raises:
         DaroError: a process cannot start. DeadlineError: one did not start in time, and which.
     """
+    await placement.start()
     starts = [limits.within("policy_start", policy.start(), what="the actor's ranks")]
     if made:
         starts.append(limits.within("engine_start", made.engine.start(), what="the rollout engine"))

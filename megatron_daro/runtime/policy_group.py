@@ -25,6 +25,7 @@ from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.data.schedule import CostModel
 from megatron_daro.errors import WorkerError
 from megatron_daro.runtime.calls import gather
+from megatron_daro.runtime.placement import Placement
 from megatron_daro.runtime.shards import Shard, joined_column, shards_of
 from megatron_daro.runtime.worker_group import WorkerGroup
 from megatron_daro.runtime.workers import Place, TrainWorker
@@ -44,15 +45,16 @@ class PolicyGroup:
         *,
         seed: int,
         updates_per_batch: int,
-        gpus_per_rank: int,
+        placement: Placement,
         logs: Path | None = None,
         collective_timeout_s: float = 1800.0,
     ) -> None:
-        """Start nothing; `start` does. Args: logs: folder for the logs of the ranks."""
+        """Start nothing; `start` does. Args: placement: where each rank goes, started before.
+        logs: folder for the logs of the ranks."""
         self._logs = logs
         self._settings, self._actor, self._algorithm, self._seed = settings, actor, algorithm, seed
         self._timeout_s = collective_timeout_s
-        self._gpus_per_rank = gpus_per_rank
+        self._placement = placement
         self._recompute = algorithm.old_logprobs == "recompute"
         self._cost = CostModel.of_model(read_model_shape(settings.model_path))
         # Batches whose shards are in the object store since `prepare`, oldest first: id -> (batch, shards).
@@ -67,15 +69,29 @@ class PolicyGroup:
 
     async def start(self) -> None:
         """Start the processes and build the policy in them. Raises ModelError, ConfigError, WorkerError."""
-        make: Any = TrainWorker.options(num_cpus=1, num_gpus=self._gpus_per_rank)  # type: ignore[attr-defined]
+        make: Any = TrainWorker
         self.workers.update(
-            {f"actor rank {rank}": make.remote(rank, self._logs) for rank in range(self._actor.world_size)}
+            {
+                f"actor rank {rank}": make.options(**self._placement.rank(rank)).remote(rank, self._logs)
+                for rank in range(self._actor.world_size)
+            }
         )
         first = next(iter(self.workers.values()))
         (self._address,) = await gather({"actor rank 0": first.rendezvous.remote()})
         arguments = (self._address, self._settings, self._actor, self._algorithm, self._seed, self._timeout_s)
         await self._all(lambda worker: worker.setup.remote(*arguments))
         self._places = await self._all(lambda worker: worker.place.remote())
+
+    @property
+    def remarks(self) -> list[str]:
+        """What a person should know about how the ranks compute; known after `start`."""
+        idle = [rank for rank, place in enumerate(self._places) if place.device == "cpu"]
+        if not self._placement.has_gpus or not idle:
+            return []
+        return [
+            f"{len(idle)} of {len(self._places)} ranks (the first: rank {idle[0]}) were given a GPU by Ray, but their "
+            "torch sees none: they compute on the CPU; install torch for CUDA on the nodes"
+        ]
 
     async def prepare(self, batch: TrainBatch) -> TrainBatch:
         """Return the batch with the log-probabilities that the loss needs beside its own pass, under the current
@@ -123,14 +139,13 @@ class PolicyGroup:
     async def export(self, plan: SendPlan) -> SendReport:
         """Every pipeline stage sends its weights as the plan says, one after the other, since receivers take one bucket
         at a time; after a failure the rest is not sent. Files become one HF checkpoint, whole or not at all."""
-        backend = "nccl" if self._gpus_per_rank else "gloo"
         started, report = time.perf_counter(), SendReport()
         directory = plan.directory.absolute() if plan.directory else None
         if directory:
             plan = dataclasses.replace(plan, directory=directory)
             await asyncio.to_thread(disk.prepare, plan)
         for stage in self._stages():
-            report = report.joined(await self._stage(stage, lambda worker: worker.export.remote(plan, backend)))
+            report = report.joined(await self._stage(stage, lambda worker: worker.export.remote(plan)))
             if report.failures:
                 return report
         if directory:

@@ -8,7 +8,6 @@ RUN/restarts.txt.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import io
 import json
@@ -101,8 +100,14 @@ def made_with(config: Config) -> dict[str, Any]:
         "train_files": [_digest(file) for file in config.data.train],
         "eval_files": {one.name: _digest(one.path) for one in config.data.eval},
         "packages": packages | {"python": platform.python_version()},
-        "machine": dataclasses.asdict(detect()),
+        "machine": _machine(),
     }
+
+
+def _machine() -> dict[str, Any]:
+    """Return what the driver's machine has."""
+    found = detect()
+    return {name: getattr(found, name) for name in ("kind", "count", "fp8", "memory_bytes")}
 
 
 def audit(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Audit:

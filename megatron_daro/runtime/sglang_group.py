@@ -11,6 +11,7 @@ import contextlib
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.runtime.answer_workers import AnswerWorkers
 from megatron_daro.runtime.calls import translated
 from megatron_daro.runtime.node_actors import ServerWorker
+from megatron_daro.runtime.placement import Placement
 from megatron_daro.runtime.worker_group import WorkerGroup
 
 _LAUNCH_S = 300.0
@@ -45,19 +47,21 @@ class Text:
 
 
 class RayServer:
-    """A server process in a Ray actor; a new actor for each start, so that it may move to another node."""
+    """A server process in a Ray actor; a new actor for each start. Its place moves to another node when its own dies
+    (Ray finds a new one for the bundle)."""
 
     restartable = True
 
-    def __init__(self, options: LaunchOptions, gpus: int) -> None:
-        self._options, self._gpus = options, gpus
+    def __init__(self, options: LaunchOptions, place: Callable[[], dict[str, Any]]) -> None:
+        """Args: options: of the process. place: options of the actor, asked at each start."""
+        self._options, self._place = options, place
         self._worker: Any = None
 
     async def launch(self) -> str:
         """Start actor and process. Raises EngineError."""
         await self.stop()
-        make: Any = ServerWorker.options(num_cpus=1, num_gpus=self._gpus)  # type: ignore[attr-defined]
-        self._worker = make.remote(self._options)
+        make: Any = ServerWorker
+        self._worker = make.options(**self._place()).remote(self._options)
         return await self._call(self._worker.launch.remote(), _LAUNCH_S)
 
     async def death(self) -> str:
@@ -96,7 +100,7 @@ class SGLangGroup(SGLangEngine):
         text: Text,
         *,
         run_dir: Path,
-        gpus: bool,
+        placement: Placement,
         warn: Callable[[str], None],
         deadlines: Deadlines,
     ) -> None:
@@ -119,7 +123,7 @@ class SGLangGroup(SGLangEngine):
             model.get("vocab_size"),
         )
         super().__init__(
-            _handles(config.engine, config, run_dir, gpus),
+            _handles(config.engine, config, run_dir, placement),
             options,
             expected,
             answers=AnswerWorkers(
@@ -140,7 +144,7 @@ class SGLangGroup(SGLangEngine):
         )
 
 
-def _handles(section: EngineSection, config: Config, run_dir: Path, gpus: bool) -> Mapping[str, ServerHandle]:
+def _handles(section: EngineSection, config: Config, run_dir: Path, placement: Placement) -> Mapping[str, ServerHandle]:
     options = section.sglang
     if options.urls:
         return {f"server {i} ({url})": ExternalServer(url) for i, url in enumerate(options.urls)}
@@ -160,7 +164,7 @@ def _handles(section: EngineSection, config: Config, run_dir: Path, gpus: bool) 
                 env=options.env,
                 log_path=run_dir.absolute() / logs.FOLDER / logs.file_name(f"server {i}"),
             ),
-            options.tensor_parallel if gpus else 0,
+            partial(placement.server, i),
         )
         for i in range(section.replicas)
     }

@@ -48,6 +48,7 @@ class Place:
     """A rank's part. exports: it takes part in exports; sends: it hands on its stage's.
 
     answers: what its tensor and context group computed for a shard comes from this rank, one per data-parallel rank.
+    device: "cuda" or "cpu".
     """
 
     data_parallel: int
@@ -55,6 +56,7 @@ class Place:
     exports: bool
     sends: bool
     answers: bool
+    device: str = "cpu"
 
 
 @_actor(concurrency_groups=_GROUPS, max_restarts=0, max_task_retries=0)
@@ -111,7 +113,7 @@ class TrainWorker:
     @ray.method(concurrency_group="work")
     def place(self) -> Place:
         """Return what part this rank has."""
-        from megatron_daro.actor import parallel
+        from megatron_daro.actor import device, parallel
         from megatron_daro.actor.weights import exports_weights, sends_for_stage
 
         return Place(
@@ -120,6 +122,7 @@ class TrainWorker:
             exports=exports_weights(),
             sends=sends_for_stage(),
             answers=parallel.answers_for_shard(),
+            device=device.prepare().type,
         )
 
     @ray.method(concurrency_group="work")
@@ -156,10 +159,10 @@ class TrainWorker:
 
     @ray.method(concurrency_group="work")
     @logs.failures_logged
-    def export(self, plan: SendPlan, backend: str) -> SendReport | None:
+    def export(self, plan: SendPlan) -> SendReport | None:
         """Send this stage's weights as the plan says; collective over its tensor-parallel ranks, of which one sends and
-        reports. backend: of broadcasts."""
-        from megatron_daro.actor import parallel
+        reports."""
+        from megatron_daro.actor import device, parallel
         from megatron_daro.actor.weights import sends_for_stage
         from megatron_daro.sync.sender import Sender
 
@@ -168,6 +171,7 @@ class TrainWorker:
                 pass
             return None
         if self._sender is None:
+            backend = "nccl" if device.prepare().type == "cuda" else "gloo"
             self._sender = Sender(ray.util.get_node_ip_address(), backend, post_to, _hand_over)
         return self._sender.send(self._policy.export(), plan, label=f"stage{parallel.pipeline_parallel_rank()}")
 

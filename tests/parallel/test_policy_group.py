@@ -15,7 +15,8 @@ from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.errors import WorkerError
 from megatron_daro.runtime import policy_group, shards
 from megatron_daro.runtime.calls import gather
-from megatron_daro.runtime.cluster import Resources, cluster
+from megatron_daro.runtime.cluster import cluster
+from megatron_daro.runtime.placement import Placement
 
 ALGORITHM = AlgorithmSection(name="grpo", old_logprobs="recompute", kl={"coefficient": 0.1})
 
@@ -54,8 +55,10 @@ def test_a_shard_is_put_once_a_step_and_one_rank_answers_for_it(tmp_path, put):
     save_model("qwen2", tmp_path)
     actor = ActorSection(tensor_parallel=2, dtype="fp32", micro_batch_tokens=64, optimizer={"learning_rate": 1e-2})
     settings = PolicySettings(tmp_path, ROLLOUTS, 32, 1.0, total_steps=10)
-    with cluster(Resources(processes=2, gpus=0)):
-        policy = policy_group.PolicyGroup(settings, actor, ALGORITHM, seed=1, updates_per_batch=1, gpus_per_rank=0)
+    placement = Placement.of_actor(actor)
+    with cluster(2):
+        asyncio.run(placement.start())
+        policy = policy_group.PolicyGroup(settings, actor, ALGORITHM, seed=1, updates_per_batch=1, placement=placement)
         found = asyncio.run(two_steps(policy, random_batch(with_old=False), put))
     assert found["puts of a step"] == 1, "log-probs of old and reference weights, and training, of one shard"
     assert found["answers"] == [True, False]

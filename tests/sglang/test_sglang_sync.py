@@ -14,7 +14,8 @@ from sglang_pool import collect, engine_of, expected, group, section, started
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
-from megatron_daro.runtime.cluster import Resources, cluster
+from megatron_daro.runtime.cluster import cluster
+from megatron_daro.runtime.placement import Placement
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.sync.weight_sync import WeightSync
 from megatron_daro.types import TrainBatch
@@ -29,7 +30,7 @@ MODES = ("distributed", "disk")
 
 @pytest.fixture(scope="module", autouse=True)
 def ray_cluster():
-    with cluster(Resources(processes=4, gpus=0)):
+    with cluster(4):
         yield
 
 
@@ -43,7 +44,9 @@ def policy_of(model, tensor_parallel, pipeline_parallel):
     )
     settings = PolicySettings(model, K, 12, TEMPERATURE, total_steps=10)
     algorithm = AlgorithmSection(name="grpo")
-    return PolicyGroup(settings, actor, algorithm, seed=1, updates_per_batch=1, gpus_per_rank=0)
+    placement = Placement.of_actor(actor)
+    asyncio.run(placement.start())
+    return PolicyGroup(settings, actor, algorithm, seed=1, updates_per_batch=1, placement=placement)
 
 
 def batch_of(rollouts):

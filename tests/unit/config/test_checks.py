@@ -15,6 +15,7 @@ from megatron_daro.errors import ConfigError
 
 GPUS = Hardware("gpu", 8, fp8=True)
 SGLANG = ["engine.kind=sglang", 'engine.sglang.urls=["http://h:1"]']
+SERVERS = ["engine.kind=sglang", "engine.sglang.python=/usr/bin/python3"]
 CONFIGS = Path(__file__).resolve().parents[4] / "shared" / "data" / "configs"
 
 
@@ -142,18 +143,52 @@ def test_a_world_larger_than_the_gpus_is_refused(run_files):
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["actor.data_parallel=8"], "engine.replicas: got 1, with which actor and engine need 9 GPUs; allowed: 8 GPUs"),
-        (["engine.replicas=8"], "need 9 GPUs"),
-        (["engine.kind=sglang", "engine.replicas=2", "engine.sglang.tensor_parallel=4"], "need 9 GPUs"),
+        (
+            [*SERVERS, "actor.data_parallel=8"],
+            "engine.replicas: got 1, with which actor and engine need 9 GPUs; allowed: what this machine can hold (8 "
+            "x tensor-parallel group of 1 and 1 x server of 1 need 9 GPUs, each of them whole on one node; 1 node of ",
+        ),
+        ([*SERVERS, "engine.replicas=2", "engine.sglang.tensor_parallel=4"], "need 9 GPUs"),
+        ([*SERVERS, "engine.replicas=7"], None),
         ([*SGLANG, "actor.data_parallel=8"], None),
-        (["engine.replicas=7"], None),
+        (["engine.replicas=8", "actor.data_parallel=8"], None),  # the embedded engine computes on the CPU
     ],
 )
-def test_ranks_and_engines_have_gpus_together_as_the_start_asks_for_them(run_files, monkeypatch, overrides, says):
+def test_ranks_and_servers_have_gpus_together_as_the_start_asks_for_them(run_files, overrides, says):
     found = problems(run_files, *overrides, hardware=GPUS)
     assert says in found[0] if says else not found
-    monkeypatch.setenv("RAY_ADDRESS", "head:6379")  # a larger cluster
-    assert not problems(run_files, *overrides, hardware=GPUS)
+
+
+TWO_NODES = Hardware("gpu", 12, fp8=None, nodes=(6, 6), place="the Ray cluster at head:6379")
+
+
+def test_what_counts_is_the_cluster_that_will_run_it(run_files):
+    assert not problems(run_files, "actor.data_parallel=12", hardware=TWO_NODES)
+    (line,) = problems(run_files, "actor.data_parallel=13", hardware=TWO_NODES)
+    assert "at most 12 ranks: one per GPU of the Ray cluster at head:6379" in line
+    assert not problems(run_files, "engine.replicas=300", hardware=TWO_NODES)  # whose memory is not known here
+    assert not problems(run_files, "actor.fp8=true", "actor.dtype=bf16", hardware=TWO_NODES)  # nor its GPUs' type
+
+
+def test_a_tensor_parallel_group_must_find_room_on_one_node(run_files):
+    (line,) = problems(run_files, "actor.tensor_parallel=2", "actor.data_parallel=4", hardware=GPUS_OF_3)
+    assert line.startswith("actor.tensor_parallel: got TP 2")
+    assert "need 8 GPUs, each of them whole on one node; 3 nodes of 3 with 9 GPUs in all: no room for 1 of them" in line
+    assert not problems(run_files, "actor.tensor_parallel=2", "actor.data_parallel=3", hardware=GPUS_OF_3)
+
+
+GPUS_OF_3 = Hardware("gpu", 9, fp8=True, nodes=(3, 3, 3))
+
+
+def test_the_section_cluster_stands_for_machines_that_are_not_here(run_files):
+    nodes = ["cluster.nodes=16", "cluster.gpus_per_node=8", "actor.data_parallel=128"]
+    assert not problems(run_files, *nodes)
+    (line,) = problems(run_files, *nodes[1:])
+    assert "at most 8 ranks: one per GPU of the nodes of the section cluster" in line
+    fp8 = ["actor.fp8=true", "actor.dtype=bf16"]
+    assert not problems(run_files, *nodes, *fp8, "cluster.gpu=H100")
+    assert not problems(run_files, *nodes, *fp8)
+    assert "a GPU older" in problems(run_files, *nodes, *fp8, "cluster.gpu=A100")[0]
 
 
 def test_three_hundred_engines_do_not_fit_into_this_machine(run_files):
@@ -173,10 +208,10 @@ def test_servers_get_seeds_that_numpy_takes(run_files):
 
 
 def test_idle_gpus_and_crowded_cores_are_warnings(run_files):
-    (line,) = warnings(run_files, "actor.tensor_parallel=2", hardware=GPUS)
+    (line,) = warnings(run_files, *SERVERS, "actor.tensor_parallel=2", hardware=GPUS)
     assert "set actor.data_parallel=3, or more engine.replicas" in line
     (line,) = warnings(run_files, "actor.data_parallel=8")
-    assert "4 CPU cores are here" in line
+    assert "4 CPU cores are on this machine" in line
 
 
 def test_fp8_is_accepted_where_the_gpus_have_it(run_files):

@@ -254,8 +254,8 @@ def test_what_passes_the_rehearsal_can_be_put_together(configured, overrides):
         return
     assert not base.trainer.run_dir.exists()
     algorithm, inputs = parts.algorithm_of(config), read_inputs(config, notices)
-    parts.generation(config, inputs, algorithm, notices, Phases())
+    placement = parts.placement(config, engines=True)
+    parts.generation(config, inputs, algorithm, placement, notices, Phases())
     parts.batch_builder(config, algorithm)
-    parts.policy_group(config)
+    parts.policy_group(config, placement)
     parts.deadlines(config)
-    parts.resources(config, engines=True)

@@ -1,0 +1,96 @@
+"""Whether a run's pieces fit the nodes that it will get: tensor-parallel groups and servers, each whole on one node.
+
+Place in the data flow: asked by the checks, with the nodes that are expected, and by runtime/placement.py, with those
+that are there. Places nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_daro.config.sections import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """The pieces of a run.
+
+    groups: tensor-parallel groups of the actor, of group_size ranks each. servers: engines that the run starts, of
+    server_size GPUs each; 0 for those that compute on the CPU. noun: what one is called in messages.
+    """
+
+    groups: int
+    group_size: int
+    servers: int = 0
+    server_size: int = 1
+    noun: str = "engine"
+
+    @property
+    def processes(self) -> int:
+        """Ranks and engines."""
+        return self.groups * self.group_size + self.servers
+
+    @property
+    def gpus(self) -> int:
+        """GPUs, where there are some."""
+        return self.groups * self.group_size + self.servers * self.server_size
+
+    def sizes(self, *, gpus: bool) -> list[int]:
+        """Return what each piece takes of its node (GPUs, or CPUs), groups first."""
+        server = self.server_size if gpus else 1
+        return [self.group_size] * self.groups + ([server] * self.servers if server else [])
+
+    def text(self, *, gpus: bool) -> str:
+        """Return the pieces in words, without those that take nothing."""
+        size = self.server_size if gpus else 1
+        parts = [f"{self.groups} x tensor-parallel group of {self.group_size}"]
+        parts += [f"{self.servers} x {self.noun} of {size}"] if self.servers and size else []
+        return " and ".join(parts)
+
+
+def demand_of(config: Config, *, engines: bool = True) -> Demand:
+    """Return the pieces of a run. Args: engines: False for one that generates nothing."""
+    actor, engine = config.actor, config.engine
+    started = 0 if not engines or (engine.kind == "sglang" and engine.sglang.urls) else engine.replicas
+    size = engine.sglang.tensor_parallel if engine.kind == "sglang" else 0
+    noun = "server" if engine.kind == "sglang" else "engine"
+    return Demand(actor.world_size // actor.tensor_parallel, actor.tensor_parallel, started, size, noun)
+
+
+def misfit(demand: Demand, nodes: Sequence[int], *, what: str = "GPUs") -> str:
+    """Return why the pieces do not fit, with the numbers; empty if they do.
+
+    The largest piece goes first, to the node where it leaves least: right where sizes divide one another, as powers of
+    two do.
+
+    Args:
+        demand: the pieces.
+        nodes: what each node has.
+        what: what is counted: "GPUs", or "CPUs", of which a server takes one.
+    """
+    gpus, free, homeless = what == "GPUs", list(nodes), list[int]()
+    for size in sorted(demand.sizes(gpus=gpus), reverse=True):
+        room = [index for index, left in enumerate(free) if left >= size]
+        if room:
+            free[min(room, key=lambda index: free[index])] -= size
+        else:
+            homeless.append(size)
+    if not homeless:
+        return ""
+    total, have = sum(demand.sizes(gpus=gpus)), sum(nodes)
+    return (
+        f"{demand.text(gpus=gpus)} need {total} {what}, each of them whole on one node; {_listed(nodes)} "
+        f"with {have} {what} in all: no room for {len(homeless)} of them"
+    )
+
+
+def _listed(nodes: Sequence[int]) -> str:
+    """Nodes in words: "2 nodes of 8 and 1 of 4"."""
+    if not nodes:
+        return "0 nodes"
+    counts = {size: list(nodes).count(size) for size in sorted(set(nodes), reverse=True)}
+    texts = [f"{count} of {size}" for size, count in counts.items()]
+    first, *rest = texts
+    first = first.replace(" of ", " node of " if first.startswith("1 ") else " nodes of ", 1)
+    return " and ".join([first, *rest])

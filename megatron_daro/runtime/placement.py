@@ -1,0 +1,124 @@
+"""Which node each rank and each server of a run is on: a Ray placement group, made whole or not at all.
+
+Place in the data flow: composition root -> `start` -> options of every actor that computes. A tensor-parallel group is
+one bundle, and so is a server, because a bundle never spans nodes. The groups of one replica (its experts' and context
+parts, then its pipeline stages) are next to each other. Refuses a run that does not fit, with the numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from megatron_daro.config.actor import ActorSection
+from megatron_daro.config.fit import Demand, misfit
+from megatron_daro.errors import ConfigError, DeadlineError
+from megatron_daro.rollout.deadlines import Deadlines
+
+_LOOK_S = 1.0
+_REMEDY = "lower actor.*_parallel or engine.replicas, or start more nodes"
+
+
+class Placement:
+    """The places of one run. Nothing has one before `start`."""
+
+    def __init__(self, demand: Demand, actor: ActorSection, deadlines: Deadlines) -> None:
+        """Args: demand: the pieces. actor: their order. deadlines: `placement` bounds the wait for room."""
+        self._demand, self._actor, self._deadlines = demand, actor, deadlines
+        self._group: PlacementGroup | None = None
+        self._gpus = False
+        self._bundle_of_group: Mapping[int, int] = {}
+
+    @classmethod
+    def of_actor(cls, actor: ActorSection) -> Placement:
+        """Return places for a policy alone."""
+        return cls(Demand(actor.world_size // actor.tensor_parallel, actor.tensor_parallel), actor, Deadlines())
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether ranks and servers get GPUs from Ray."""
+        return self._gpus
+
+    async def start(self) -> None:
+        """Take room for everything.
+
+        Raises:
+            ConfigError: the cluster's nodes cannot hold the run. DeadlineError: others hold the room for too long.
+        """
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        gpus = [int(node["Resources"].get("GPU", 0)) for node in nodes]
+        self._gpus = any(gpus)
+        what = "GPUs" if self._gpus else "CPUs"
+        have = gpus if self._gpus else [int(node["Resources"].get("CPU", 0)) for node in nodes]
+        if why := misfit(self._demand, [count for count in have if count], what=what):
+            raise ConfigError(f"the run does not fit the Ray cluster: {why}; {_REMEDY}")
+        self._group = placement_group(self._bundles(), strategy="PACK")
+        await self._until_placed(what)
+        node_of = placement_group_table(self._group)["bundles_to_node_id"]
+        self._bundle_of_group = assigned(group_order(self._actor), [node_of[i] for i in range(self._demand.groups)])
+
+    def rank(self, rank: int) -> dict[str, Any]:
+        """Return the options of a rank's Ray actor."""
+        return self._options(self._bundle_of_group[rank // self._demand.group_size], int(self._gpus))
+
+    def server(self, number: int) -> dict[str, Any]:
+        """Return the options of an engine's Ray actor."""
+        return self._options(self._demand.groups + number, self._demand.server_size if self._gpus else 0)
+
+    def _options(self, bundle: int, gpus: int) -> dict[str, Any]:
+        assert self._group, "start comes first"
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": strategy}
+
+    def _bundles(self) -> list[dict[str, float]]:
+        size = self._demand.group_size
+        groups = [_bundle(size, size if self._gpus else 0)] * self._demand.groups
+        return groups + [_bundle(1, self._demand.server_size if self._gpus else 0)] * self._demand.servers
+
+    async def _until_placed(self, what: str) -> None:
+        try:
+            await self._deadlines.within("placement", self._wait())
+        except DeadlineError as error:
+            free = ray.available_resources()
+            counts = f"{free.get('GPU', 0):g} GPUs and {free.get('CPU', 0):g} CPUs"
+            raise DeadlineError(
+                f"{error}: {self._demand.text(gpus=what == 'GPUs')} found no room; free in the Ray cluster: {counts}; "
+                f"end what else runs there, or {_REMEDY}"
+            ) from None
+
+    async def _wait(self) -> None:
+        assert self._group
+        while not await asyncio.to_thread(self._group.wait, _LOOK_S):
+            pass
+
+
+def group_order(actor: ActorSection) -> list[int]:
+    """Return the tensor-parallel groups (rank // TP) so that neighbours exchange most: context parts of a stage, then
+    the stages of a replica, then the replicas. Megatron numbers ranks TP fastest, then CP, DP, PP."""
+    context, data = actor.context_parallel, actor.data_parallel
+    return [
+        part + context * (replica + data * stage)
+        for replica in range(data)
+        for stage in range(actor.pipeline_parallel)
+        for part in range(context)
+    ]
+
+
+def assigned(order: Sequence[int], nodes: Sequence[str]) -> dict[int, int]:
+    """Return group -> bundle, so that groups that follow each other are on one node as far as it has bundles.
+
+    Args:
+        order: groups, neighbours next to each other. nodes: the node of each bundle of a group.
+    """
+    first = {node: index for index, node in reversed(list(enumerate(nodes)))}
+    bundles = sorted(range(len(nodes)), key=lambda index: (-nodes.count(nodes[index]), first[nodes[index]], index))
+    return dict(zip(order, bundles, strict=True))
+
+
+def _bundle(cpus: float, gpus: float) -> dict[str, float]:
+    return {"CPU": cpus} | ({"GPU": gpus} if gpus else {})

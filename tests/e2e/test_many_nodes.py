@@ -1,0 +1,120 @@
+"""Ray with several nodes on this machine, two of which pretend to have GPUs: placement, refusals, a node that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+
+import pytest
+import ray
+from cli_runs import last_step, started
+from ray._private import ray_constants
+from ray.cluster_utils import Cluster
+
+from megatron_daro.config.actor import ActorSection
+from megatron_daro.config.fit import Demand
+from megatron_daro.errors import ConfigError, DeadlineError
+from megatron_daro.observe.metrics import read_metrics
+from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.runtime.placement import Placement
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+GPUS = 2
+NODE = {"num_cpus": 8, "num_gpus": GPUS, "node_ip_address": "127.0.0.1", "object_store_memory": 100_000_000}
+# Two tensor-parallel groups: one on each of the nodes.
+LAYOUT = {"tensor_parallel": 2, "data_parallel": 2, "dtype": "fp32", "micro_batch_tokens": 64}
+
+
+class Nodes:
+    """A head without GPUs, as a login node is, and nodes with GPUS pretended ones each, all on loopback."""
+
+    def __init__(self) -> None:
+        head = NODE | {"num_cpus": 4, "num_gpus": 0, "include_dashboard": False}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.nodes = [self._cluster.add_node(wait=False, **NODE) for _ in range(2)]
+        self.address = self._cluster.address
+
+    def kill_one(self) -> None:
+        self._cluster.remove_node(self.nodes.pop(), allow_graceful=False)
+
+    def close(self) -> None:
+        self._cluster.shutdown()
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
+    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # else Ray listens on the network card
+    monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)
+    made = Nodes()
+    yield made
+    ray.shutdown()
+    made.close()
+
+
+@ray.remote
+class Where:
+    """A process that says where it is."""
+
+    def node(self) -> tuple[str, int]:
+        return ray.get_runtime_context().get_node_id(), len(ray.get_gpu_ids())
+
+
+def where(options: dict) -> tuple[str, int]:
+    worker = Where.options(**options).remote()
+    found = ray.get(worker.node.remote(), timeout=60)
+    ray.kill(worker)
+    return found
+
+
+def test_groups_and_servers_are_whole_on_a_node_and_all_or_nothing_starts(nodes):
+    ray.init(address=nodes.address, log_to_driver=False)
+    actor = ActorSection(tensor_parallel=2, data_parallel=1)
+    alone, limits = Demand(1, 2), Deadlines(placement=3.0)
+    placement = Placement(Demand(1, 2, servers=1, server_size=2, noun="server"), actor, limits)
+    asyncio.run(placement.start())
+    assert placement.has_gpus
+    (first, _), (second, _), (server, gpus) = (
+        where(o) for o in (placement.rank(0), placement.rank(1), placement.server(0))
+    )
+    assert first == second != server
+    assert gpus == 2
+    # Everything is taken now: whoever comes next is told what is free, and holds nothing meanwhile.
+    with pytest.raises(
+        DeadlineError, match=r"'placement'.*1 x tensor-parallel group of 2 found no room; free .*: 0 GPUs"
+    ):
+        asyncio.run(Placement(alone, actor, limits).start())
+    too_large = ActorSection(tensor_parallel=4)
+    with pytest.raises(
+        ConfigError, match=r"does not fit the Ray cluster: .*of 4 need 4 GPUs.*2 nodes of 2 with 4 GPUs"
+    ):
+        asyncio.run(Placement(Demand(1, 4), too_large, limits).start())
+
+
+def test_a_run_over_two_nodes(nodes, tiny, tmp_path):
+    at = {"RAY_ADDRESS": nodes.address}
+    path = tiny.write_config(tmp_path / "two.yaml", {"actor": LAYOUT})
+    with started(["train", path, "--dry-run", "actor.data_parallel=3"], tmp_path / "dry", at) as run:
+        finished = run.finish()
+        assert finished.code == 2
+        assert f"at most {2 * GPUS} ranks: one per GPU of the Ray cluster at {nodes.address}" in finished.stderr
+    run_dir = tmp_path / "run"
+    command = ["train", path, f"trainer.run_dir={run_dir}"]
+    with started([*command, "trainer.steps=3", "trainer.eval_every_steps=3"], tmp_path / "log", at) as run:
+        finished = run.finish()
+        assert finished.code == 0, finished.stderr
+        assert "4 of 4 ranks (the first: rank 0) were given a GPU by Ray" in finished.stdout + finished.stderr
+        assert [line["step"] for line in read_metrics(run_dir)] == [0, 1, 2, 3]
+
+
+@pytest.mark.heavy
+def test_the_death_of_a_node_ends_the_run_with_the_cause(nodes, tiny, tmp_path):
+    path, run_dir = tiny.write_config(tmp_path / "two.yaml", {"actor": LAYOUT}), tmp_path / "run"
+    command = ["train", path, f"trainer.run_dir={run_dir}", "trainer.steps=100000"]
+    with started(command, tmp_path / "log", {"RAY_ADDRESS": nodes.address}) as run:
+        run.wait_until(lambda: last_step(run_dir) >= 2, "second step")
+        nodes.kill_one()
+        finished = run.finish(limit_s=120)
+        assert finished.code == 1
+        assert re.fullmatch(r"WorkerDiedError: (actor rank|engine) \d died: .*; --resume .*", finished.last_line)
