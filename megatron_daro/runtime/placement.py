@@ -98,13 +98,16 @@ class Placement:
 
 
 def group_order(actor: ActorSection) -> list[int]:
-    """Return the tensor-parallel groups (rank // TP) so that neighbours exchange most: context parts of a stage, then
-    the stages of a replica, then the replicas. Megatron numbers ranks TP fastest, then CP, DP, PP."""
+    """Return the tensor-parallel groups (rank // TP) so that neighbours exchange most: context parts of a stage and the
+    replicas that share its experts, then the stages, then the other replicas. Megatron numbers ranks TP fastest, then
+    CP, DP, PP, and experts lie on consecutive ranks of a stage."""
     context, data = actor.context_parallel, actor.data_parallel
+    together = max(1, actor.expert_group_size // (actor.tensor_parallel * context))
     return [
         part + context * (replica + data * stage)
-        for replica in range(data)
+        for first in range(0, data, together)
         for stage in range(actor.pipeline_parallel)
+        for replica in range(first, min(first + together, data))
         for part in range(context)
     ]
 

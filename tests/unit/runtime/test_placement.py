@@ -18,6 +18,12 @@ def test_the_groups_of_a_replica_follow_each_other():
     assert group_order(actor) == [groups[dp, pp, cp] for dp in range(2) for pp in range(2) for cp in range(2)]
 
 
+def test_replicas_that_share_experts_are_nearer_than_stages():
+    actor = ActorSection(tensor_parallel=2, data_parallel=4, pipeline_parallel=2, expert_parallel=2)
+    # ETP is TP: experts lie on 4 consecutive ranks, which are two groups of one stage.
+    assert group_order(actor) == [0, 1, 4, 5, 2, 3, 6, 7]
+
+
 def test_stages_of_a_replica_share_a_node_where_it_has_room():
     actor = ActorSection(tensor_parallel=4, pipeline_parallel=2, data_parallel=2)
     bundle = assigned(group_order(actor), ["b", "a", "a", "b"])  # as Ray may have packed four bundles
