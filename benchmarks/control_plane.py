@@ -253,7 +253,7 @@ async def one_step(config: Any, inputs: Any, run_dir: Path, watch: Watch | None)
             rollouts_per_prompt=SAMPLES,
         )
         controller._weight_sync = NoWeights(made.engine.fleet)  # type: ignore[assignment,attr-defined]
-        await parts.start_all(placement, group, made, limits)
+        await parts.start_all(placement, group, made, progress)
         with watch or nullcontext():
             metrics.begin()
             await controller.run()

@@ -168,11 +168,9 @@ async def _train(
     )
     with stop_on_signals(controller):
         try:
-            if not await controller.unless_stopped(parts.start_all(placement, policy, made, limits)):
+            if not await controller.unless_stopped(parts.start_all(placement, policy, made, observers.progress)):
                 await controller.shutdown()
                 return RunOutcome("stopped", start.step)
-            for remark in policy.remarks:
-                observers.progress.warn(remark)
             if start.checkpoint:
                 await controller.resume(start.checkpoint, start.state)
                 observers.progress.notice(f"resumed from {start.checkpoint}")
@@ -205,7 +203,7 @@ async def _export(config: Config, start: Start, progress: Progress) -> None:
     policy = parts.policy_group(config, placement)
     recovery.check_fits(start.checkpoint, start.state, _identity(config))
     try:
-        await parts.start_all(placement, policy, None, limits)
+        await parts.start_all(placement, policy, None, progress)
         await limits.within("load", policy.load(start.checkpoint), what=str(start.checkpoint))
         export = hf_export.writer(config.trainer, policy, progress)
         assert export, "it is due"
@@ -220,7 +218,7 @@ async def _evaluate(config: Config, checkpoint: Path, inputs: Inputs, progress: 
     made = parts.generation(config, inputs, parts.algorithm_of(config), placement, progress, Phases())
     assert made.evaluator, "the command line asks for evaluation sets"
     try:
-        await parts.start_all(placement, policy, made, limits)
+        await parts.start_all(placement, policy, made, progress)
         await limits.within("load", policy.load(checkpoint), what=str(checkpoint))
         await limits.within("sync", WeightSync(policy, made.engine).publish(0))
         return dict(await limits.within("evaluate", made.evaluator.evaluate(0)))

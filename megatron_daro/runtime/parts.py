@@ -217,13 +217,14 @@ def log_folder(config: Config) -> Path:
     return run_directory(config).absolute() / logs.FOLDER
 
 
-async def start_all(placement: Placement, policy: PolicyGroup, made: Generation | None, limits: Deadlines) -> None:
+async def start_all(placement: Placement, policy: PolicyGroup, made: Generation | None, notices: Notices) -> None:
     """All processes at once, when each has a place: each spends its first seconds importing. The first failure ends
     the other starts.
 
     Raises:
         DaroError: a process cannot start. DeadlineError: one did not start in time, and which.
     """
+    limits = placement.deadlines
     await placement.start()
     starts = [limits.within("policy_start", policy.start(), what="the actor's ranks")]
     if made:
@@ -232,6 +233,8 @@ async def start_all(placement: Placement, policy: PolicyGroup, made: Generation 
     tasks = [asyncio.ensure_future(start) for start in starts]
     try:
         await asyncio.gather(*tasks)
+        for remark in policy.remarks:
+            notices.warn(remark)
     finally:
         for task in tasks:
             task.cancel()

@@ -29,7 +29,7 @@ class Placement:
 
     def __init__(self, demand: Demand, actor: ActorSection, deadlines: Deadlines) -> None:
         """Args: demand: the pieces. actor: their order. deadlines: `placement` bounds the wait for room."""
-        self._demand, self._actor, self._deadlines = demand, actor, deadlines
+        self._demand, self._actor, self.deadlines = demand, actor, deadlines
         self._group: PlacementGroup | None = None
         self._gpus = False
         self._bundle_of_group: Mapping[int, int] = {}
@@ -82,7 +82,7 @@ class Placement:
 
     async def _until_placed(self, what: str) -> None:
         try:
-            await self._deadlines.within("placement", self._wait())
+            await self.deadlines.within("placement", self._wait())
         except DeadlineError as error:
             free = ray.available_resources()
             counts = f"{free.get('GPU', 0):g} GPUs and {free.get('CPU', 0):g} CPUs"
