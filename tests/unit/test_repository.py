@@ -52,6 +52,7 @@ NOT_REQUIRED = {
     "latex2sympy2_extended": "pinned by math-verify, which is pinned",
     "verl": "the host of plugins/verl.py, installed by whoever uses it",
     "tensordict": "verl's batches",
+    "slime": "the host of plugins/slime.py",
     "sympy": "torch and math-verify both require it; their results are sympy objects",
 }
 NOT_IMPORTED = {
