@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from megatron_daro.engine.checkpoint_names import checkpoint_places
 from megatron_daro.errors import EngineError
 from megatron_daro.sync.buckets import WeightBucket
 
@@ -20,14 +21,16 @@ class WeightStage:
     """Collects the new weights of a model beside the old ones.
 
     Args:
-        model: a transformers causal language model. Its parameters, tied ones once, are what must arrive.
+        model: a transformers causal language model. The tensors of its checkpoint, tied ones once, must arrive.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters())
+        self._places = checkpoint_places(model)
         # named_parameters leaves out the second name of a tied tensor (lm_head.weight); a stream may bring it or not.
         self._aliases = set(dict(model.named_parameters(remove_duplicate=False))) - set(self._parameters)
         self._staged: dict[str, Tensor] = {}
+        self._came: set[str] = set()
 
     def add(self, bucket: WeightBucket) -> None:
         """Copy a bucket's tensors, cast to the model's dtype.
@@ -39,24 +42,29 @@ class WeightStage:
         for name, tensor in bucket.tensors():
             if name in self._aliases:
                 continue
-            if name not in self._parameters:
+            if name not in self._places:
                 raise EngineError(f"weight update: the model has no tensor {name}; it has {self._some()}.")
-            if name in self._staged:
+            if name in self._came:
                 raise EngineError(f"weight update: {name} came twice; each tensor is sent once per update.")
-            parameter = self._parameters[name]
-            if tensor.shape != parameter.shape:
+            place = self._places[name]
+            parameter = self._parameters[place.parameter]
+            wanted = parameter[place.part].shape
+            if tensor.shape != wanted:
                 raise EngineError(
-                    f"weight update: {name} has shape {tuple(tensor.shape)}, the model's is {tuple(parameter.shape)}. "
+                    f"weight update: {name} has shape {tuple(tensor.shape)}, the model's is {tuple(wanted)}. "
                     "Actor and engine must be built from the same config.json; padding is dropped before sending."
                 )
-            self._staged[name] = tensor.to(parameter.dtype, copy=True)
+            if place.parameter not in self._staged:
+                self._staged[place.parameter] = torch.empty_like(parameter, requires_grad=False)
+            self._staged[place.parameter][place.part].copy_(tensor)
+            self._came.add(name)
 
     def check_complete(self) -> None:
-        """Raise EngineError, naming what is missing, unless every parameter has arrived."""
-        missing = [name for name in self._parameters if name not in self._staged]
+        """Raise EngineError, naming what is missing, unless every tensor has arrived."""
+        missing = [name for name in self._places if name not in self._came]
         if missing:
             shown = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
-            raise EngineError(f"weight update: {len(missing)} of {len(self._parameters)} tensors never came: {shown}.")
+            raise EngineError(f"weight update: {len(missing)} of {len(self._places)} tensors never came: {shown}.")
 
     def apply(self) -> None:
         """Put the new weights in place of the old; not to be called while the model runs."""
@@ -66,5 +74,5 @@ class WeightStage:
                 parameter.data = self._staged.pop(name)
 
     def _some(self) -> str:
-        names = list(self._parameters)
+        names = list(self._places)
         return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
