@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+EXPERTS = {
+    "qwen3_moe": (Qwen3MoeConfig, {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+    "mixtral": (MixtralConfig, {"num_local_experts": 3, "num_experts_per_tok": 2}),
+}
 VOCAB = 31
 
 
 def save_small_model(directory, family="qwen2", *, tie=False, seed=0, spread=0.3):
     """Weights wide enough that the next-token distributions differ clearly from uniform and from each other."""
-    head_dim = {} if family == "qwen2" else {"head_dim": 8}
-    config = CONFIGS[family](
+    own = {} if family == "qwen2" else {"head_dim": 8}
+    config_class, experts = EXPERTS[family] if family in EXPERTS else (CONFIGS[family], {})
+    config = config_class(
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=48,
@@ -21,7 +26,8 @@ def save_small_model(directory, family="qwen2", *, tie=False, seed=0, spread=0.3
         num_key_value_heads=2,
         max_position_embeddings=256,
         tie_word_embeddings=tie,
-        **head_dim,
+        **own,
+        **experts,
     )
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)

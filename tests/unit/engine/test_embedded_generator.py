@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from engine_checkpoints import CONFIGS, VOCAB, save_small_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 import megatron_daro.engine.generator as generator_module
@@ -243,6 +244,23 @@ def test_updated_weights_answer_as_a_model_loaded_with_them(tie, tmp_path):
         both = [*named_weights(new), ("lm_head.weight", new.lm_head.weight.detach())]
         update(generator, bucketize(both, 5000), version=8)
         assert responses(run(generator, requests())) == responses(after)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_experts_arrive_one_by_one_under_the_names_of_the_checkpoint(family, tmp_path):
+    """As the actor exports them; transformers keeps all experts of a layer in one parameter."""
+    save_small_model(tmp_path / "old", family, seed=0)
+    save_small_model(tmp_path / "new", family, seed=1)
+    stored = sorted(load_file(tmp_path / "new" / "model.safetensors").items())
+    generator = EmbeddedGenerator(tmp_path / "old", seed=0)
+    before = responses(run(generator, requests()))
+    some = next(i for i, (name, _) in enumerate(stored) if "experts.2." in name)
+    with pytest.raises(EngineError, match=r"1 of .* tensors never came: .*experts\.2\."):
+        update(generator, bucketize([*stored[:some], *stored[some + 1 :]], 5000), version=6)
+    assert responses(run(generator, requests())) == before
+    update(generator, bucketize(stored, 5000), version=7)
+    after = responses(run(generator, requests()))
+    assert after == responses(run(EmbeddedGenerator(tmp_path / "new", seed=0), requests())) != before
 
 
 def test_the_sender_may_reuse_a_buckets_memory(tmp_path):
