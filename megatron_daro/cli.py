@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron_daro import __version__
+from megatron_daro.commands.check_layout import check_layout
 from megatron_daro.commands.plan import plan
 from megatron_daro.errors import ConfigError, DaroError, NonFiniteError
 
@@ -70,6 +71,7 @@ def _show_version(asked: bool) -> None:
 
 
 app.command()(plan)
+app.command()(check_layout)
 
 
 @app.callback()

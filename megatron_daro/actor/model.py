@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -185,6 +186,13 @@ def build_model(
     shape: ModelShape, config: TransformerConfig, *, transformer_engine: bool = False
 ) -> HiddenStateGPTModel:
     """Return this rank's part of the model, with uninitialised weights, on this process's device."""
+    return bare_model(shape, config, transformer_engine=transformer_engine).to(device.prepare())
+
+
+def bare_model(
+    shape: ModelShape, config: TransformerConfig, *, transformer_engine: bool = False
+) -> HiddenStateGPTModel:
+    """Return the same on the default device, which may be "meta"."""
     with quiet():
         model = HiddenStateGPTModel(
             config,
@@ -203,7 +211,7 @@ def build_model(
         _apply_llama3_scaling(model.rotary_pos_emb, shape.rope_scaling)
     if config.bf16:
         model = model.bfloat16()  # rotary frequencies are a plain attribute and stay fp32
-    return model.to(device.prepare())
+    return model
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,9 +233,7 @@ def local_parameters(model: HiddenStateGPTModel, shape: ModelShape) -> list[Loca
     names = [name for name, _ in model.named_parameters()]
     fused_norms = any(name.endswith("layer_norm_weight") for name in names)
     grouped = any(".mlp.experts.linear_fc" in name for name in names)
-    rules = {r.megatron_name: r for r in hf_to_megatron(shape, fused_norms=fused_norms, grouped_experts=grouped)}
-    if shape.tie:
-        rules["output_layer.weight"] = output_rule(shape)
+    rules = _rules(shape, fused_norms, grouped)
     first_layer = model.decoder.layers[0].layer_number - 1 if len(model.decoder.layers) else 0
     ranks = parallel_state.get_expert_model_parallel_world_size()
     own = parallel_state.get_expert_model_parallel_rank()
@@ -241,6 +247,13 @@ def local_parameters(model: HiddenStateGPTModel, shape: ModelShape) -> list[Loca
         peers = (rule,) if rule.expert is None else tuple(rules[other] for other in of_ranks)
         found.append(LocalParameter(parameter, rule, peers))
     return found
+
+
+@lru_cache(maxsize=2)
+def _rules(shape: ModelShape, fused_norms: bool, grouped_experts: bool) -> Mapping[str, TensorRule]:
+    """Return the rules of the whole model by Megatron's name, with that of a tied output layer."""
+    rules = hf_to_megatron(shape, fused_norms=fused_norms, grouped_experts=grouped_experts)
+    return {rule.megatron_name: rule for rule in [*rules, output_rule(shape)]}
 
 
 def _mark_tensor_parallel(model: HiddenStateGPTModel, shape: ModelShape) -> None:

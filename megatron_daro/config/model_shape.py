@@ -138,7 +138,7 @@ def read_model_shape(source: str | Path | Mapping[str, Any]) -> ModelShape:
         qk_norm=family.qk_norm,
         max_positions=integer(config, "max_position_embeddings", where),
         dtype=_dtype(config, where),
-        experts=_experts(config, family.experts, where) if family.experts else None,
+        experts=_experts(config, family, family.experts, where) if family.experts else None,
     )
 
 
@@ -204,7 +204,7 @@ def _slides(config: Mapping[str, Any], family: Family) -> bool:
     return bool(windowed) and config.get("max_window_layers", 28) < config.get("num_hidden_layers", 0)
 
 
-def _experts(config: Mapping[str, Any], keys: ExpertKeys, where: str) -> ExpertShape:
+def _experts(config: Mapping[str, Any], family: Family, keys: ExpertKeys, where: str) -> ExpertShape:
     given = {key: config[key] for key in keys.number if key in config}
     if len(set(given.values())) > 1:
         raise ModelError(f"{where}: {' and '.join(f'{k} {v}' for k, v in given.items())} contradict each other.")
@@ -218,7 +218,7 @@ def _experts(config: Mapping[str, Any], keys: ExpertKeys, where: str) -> ExpertS
         chosen=chosen,
         ffn=integer(config, keys.width, where),
         normalize=normalize,
-        dense_layers=_dense_layers(config, where),
+        dense_layers=_dense_layers(config, where) if "gate_up" in family.tensors else (),
     )
 
 

@@ -6,7 +6,7 @@ A role stands for one parameter of a Megatron-core decoder; a family gives the H
     embedding, final_norm, output                       of the whole model
     attention_norm, qkv (query, key, value), qkv_bias,  of each layer; leave out qkv_bias, query_norm and key_norm
     query_norm, key_norm, attention_output, mlp_norm    where the family has none
-    gate_up (gate, up), down                            of each dense layer
+    gate_up (gate, up), down                            of each dense layer; leave out where every layer has experts
     router, expert_gate_up (gate, up), expert_down      of each layer with experts, and of each expert
 """
 

@@ -1,0 +1,111 @@
+"""`megatron-daro check-layout`: whether a checkpoint of some config.json fills every rank of a world exactly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from megatron_daro.actor.world_check import WorldReport
+    from megatron_daro.config.actor import ActorSection
+
+ModelConfig = Annotated[
+    Path, typer.Argument(metavar="MODEL_CONFIG", help="config.json of the model, or its directory.", show_default=False)
+]
+
+
+def check_layout(
+    model_config: ModelConfig,
+    world: Annotated[int, typer.Option("--world", min=1, help="Ranks; data parallel is what TP, PP and CP leave.")],
+    tensor: Annotated[int, typer.Option("--tp", min=1, help="Tensor parallel size.")] = 1,
+    pipeline: Annotated[int, typer.Option("--pp", min=1, help="Pipeline stages.")] = 1,
+    context: Annotated[int, typer.Option("--cp", min=1, help="Context parallel size.")] = 1,
+    expert: Annotated[int, typer.Option("--ep", min=1, help="Expert parallel size.")] = 1,
+    expert_tensor: Annotated[
+        int | None, typer.Option("--etp", min=1, help="Tensor parallel size of experts; unset: as --tp.")
+    ] = None,
+    first_layers: Annotated[int | None, typer.Option("--first-layers", min=1, help="Layers of stage 0.")] = None,
+    last_layers: Annotated[int | None, typer.Option("--last-layers", min=1, help="Layers of the last stage.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every rank.")] = False,
+) -> None:
+    """Build every rank of a world without memory; prove that the checkpoint fills each parameter exactly once."""
+    from megatron_daro.config.actor import ActorSection
+    from megatron_daro.config.check_division import FIRST_STAGE, LAST_STAGE, division_problems
+    from megatron_daro.config.model_shape import read_model_shape
+    from megatron_daro.config.problems import config_error
+    from megatron_daro.errors import ConfigError
+
+    shape = read_model_shape(model_config)
+    replica = tensor * pipeline * context
+    if world % replica:
+        raise ConfigError(
+            f"--world: got {world}; allowed: a multiple of TP {tensor} * PP {pipeline} * CP {context} = {replica}; "
+            f"fix: use --world {-(-world // replica) * replica}"
+        )
+    stages = {FIRST_STAGE: first_layers, LAST_STAGE: last_layers}
+    actor = ActorSection(
+        tensor_parallel=tensor,
+        pipeline_parallel=pipeline,
+        context_parallel=context,
+        data_parallel=world // replica,
+        expert_parallel=expert,
+        expert_tensor_parallel=expert_tensor,
+        megatron={name: layers for name, layers in stages.items() if layers is not None},
+    )
+    problems = list(division_problems(actor, shape))
+    if problems:
+        raise config_error(str(model_config), problems)
+    _print(_checked(actor, model_config), as_json=as_json)
+
+
+def _checked(actor: ActorSection, model_config: Path) -> WorldReport:
+    """Check the world, with a bar on a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from megatron_daro.actor.policy import layout_of
+    from megatron_daro.actor.world_check import check_world
+    from megatron_daro.config.model_shape import read_model_shape
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("ranks", total=actor.world_size)
+        return check_world(
+            read_model_shape(model_config),
+            layout_of(actor),
+            options=actor.megatron,
+            progress=lambda rank: bar.update(task, completed=rank + 1),
+        )
+
+
+def _print(report: WorldReport, *, as_json: bool) -> None:
+    import dataclasses
+    import json
+
+    from rich.console import Console
+
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(report), indent=2))
+        return
+    console = Console(highlight=False)
+    console.print(_table(report))
+    console.print(
+        f"{report.tensors} tensors, {report.parameters:,} parameters: each is used exactly once by every replica, and "
+        f"fills every parameter of all {len(report.ranks)} ranks; all shapes agree."
+    )
+
+
+def _table(report: WorldReport) -> Table:
+    """One line for all ranks of a stage that hold as much."""
+    from collections import Counter
+
+    from rich.table import Table
+
+    table = Table("stage", "ranks", "parameters of a rank", "weights of a rank (bf16)")
+    alike = Counter((share.stage, share.parameters, share.size_bytes) for share in report.ranks)
+    for (stage, parameters, size_bytes), count in sorted(alike.items()):
+        table.add_row(str(stage), str(count), f"{parameters:,}", f"{size_bytes / 2**30:.3f} GiB")
+    return table
