@@ -20,6 +20,7 @@ import typer
 
 from megatron_daro import __version__
 from megatron_daro.commands.check_layout import check_layout
+from megatron_daro.commands.convert import convert
 from megatron_daro.commands.plan import plan
 from megatron_daro.errors import ConfigError, DaroError, NonFiniteError
 
@@ -160,6 +161,9 @@ def report(
     target = output or run / "report.html"
     write_report(run, target)
     typer.echo(target)
+
+
+app.command()(convert)
 
 
 @app.command(name="convert-rollouts")

@@ -29,6 +29,7 @@ from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.model_shape import ModelShape, read_model_shape
 from megatron_daro.convert.hf_reader import HFCheckpoint
+from megatron_daro.convert.megatron_weights import MegatronWeights
 from megatron_daro.types import StepResult, TrainBatch
 
 
@@ -87,7 +88,7 @@ class MegatronPolicy:
             options=options["transformer"],
         )
         self.model = build_model(self.shape, config, transformer_engine=transformer_engine)
-        with HFCheckpoint(settings.model_path) as tensors:
+        with self._first_weights(settings) as tensors:
             load_hf_weights(self.model, self.shape, tensors)
         self._reference = self._copy_weights() if algorithm.needs_reference else None
         wrapped = wrap_data_parallel(
@@ -137,6 +138,11 @@ class MegatronPolicy:
     def load(self, directory: Path) -> None:
         """Return the inverse of `save`, also on another layout. Collective. Raises CheckpointError."""
         checkpoint.load(self.trainee, directory)
+
+    def _first_weights(self, settings: PolicySettings) -> HFCheckpoint | MegatronWeights:
+        if settings.weights is None:
+            return HFCheckpoint(settings.model_path)
+        return MegatronWeights(settings.weights, self.shape)
 
     def _copy_weights(self) -> list[Tensor]:
         return [parameter.detach().to("cpu", copy=True) for parameter in self.model.parameters()]

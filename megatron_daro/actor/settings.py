@@ -12,7 +12,7 @@ class PolicySettings:
 
     model_path: Hugging Face checkpoint. rollouts_per_prompt: K. max_response_tokens: dr_grpo's constant. temperature:
     of the sampling distribution that is trained. total_steps: optimizer steps of the run, where the decay of the
-    learning rate ends.
+    learning rate ends. weights: Megatron checkpoint that training starts from; None: model_path.
     """
 
     model_path: Path
@@ -20,3 +20,4 @@ class PolicySettings:
     max_response_tokens: int
     temperature: float
     total_steps: int
+    weights: Path | None = None

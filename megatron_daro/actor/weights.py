@@ -7,7 +7,7 @@ Refuses: missing tensors and shapes that differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -17,19 +17,20 @@ from megatron_daro.actor import device
 from megatron_daro.actor.compat import HiddenStateGPTModel
 from megatron_daro.actor.model import LocalParameter, local_parameters, padded_vocabulary
 from megatron_daro.config.model_shape import ModelShape
-from megatron_daro.convert.mapping import TensorRule, merge, shard
+from megatron_daro.convert.mapping import TensorRule, merge
+from megatron_daro.convert.row_runs import RowReader, read_shard
 
 device.prepare()
 from megatron.core import parallel_state  # noqa: E402  (the device must be prepared first)
 
 
-def load_hf_weights(model: HiddenStateGPTModel, shape: ModelShape, tensors: Mapping[str, Tensor]) -> None:
-    """Fill this rank's parameters.
+def load_hf_weights(model: HiddenStateGPTModel, shape: ModelShape, tensors: RowReader) -> None:
+    """Fill this rank's parameters; reads only the bytes that they are made of.
 
     Args:
         model: built by actor/model.py.
         shape: of the checkpoint.
-        tensors: HF name -> whole tensor (an HFCheckpoint reads each when it is asked for).
+        tensors: an HFCheckpoint, or the MegatronWeights of a Megatron checkpoint.
 
     Raises:
         ModelError: a tensor is missing or has the wrong shape.
@@ -37,7 +38,7 @@ def load_hf_weights(model: HiddenStateGPTModel, shape: ModelShape, tensors: Mapp
     for local in local_parameters(model, shape):
         rank, size = tensor_parallel_place(local.rule)
         vocabulary = padded_vocabulary(shape.vocab, size) if local.rule.kind == "vocab" else None
-        part = shard(local.rule, tensors, rank, size, padded_vocab=vocabulary)
+        part = read_shard(local.rule, tensors, rank, size, padded_vocab=vocabulary)
         with torch.no_grad():
             local.parameter.copy_(part)
 

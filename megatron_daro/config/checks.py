@@ -6,13 +6,14 @@ all are run, and all problems are reported together. Warnings do not stop a run.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megatron_daro.config import check_division, check_training, megatron_options
 from megatron_daro.config.fit import demand_of, misfit
 from megatron_daro.config.hardware import THIS_MACHINE, Hardware, detect, hardware_of
-from megatron_daro.config.model_files import ModelFiles, read_model
+from megatron_daro.config.model_files import ModelFiles, megatron_problems, read_model
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.config.problems import Problem, config_error
 from megatron_daro.config.sections import Config
@@ -228,7 +229,12 @@ def _megatron_problems(context: _Context) -> Iterator[Problem]:
 
 _Find = Callable[[_Context], Iterator[Problem]]
 _CHECKS: tuple[tuple[str, _Find, _Find, Callable[[_Context], str]], ...] = (
-    ("model files", lambda c: iter(c.model.problems), _nothing, lambda c: str(c.config.model.path)),
+    (
+        "model files",
+        lambda c: itertools.chain(c.model.problems, megatron_problems(c.config.model.megatron_weights)),
+        _nothing,
+        lambda c: str(c.config.model.path),
+    ),
     (
         "data files",
         lambda c: check_training.data_files(c.config),

@@ -18,6 +18,7 @@ from megatron_daro.config.problems import Problem
 from megatron_daro.errors import ModelError
 
 _FIELD = "model.path"
+_MEGATRON_FILES = ("metadata.json", "latest_checkpointed_iteration.txt")
 _MOST_HEADER_BYTES = 100_000_000
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -50,6 +51,14 @@ def read_model(directory: Path) -> ModelFiles:
         problem = Problem(_FIELD, f"a config.json that cannot be used ({error})", allowed, fix)
         return ModelFiles(problems=(problem, *problems))
     return ModelFiles(shape, _has_end_token(directory), tuple(problems))
+
+
+def megatron_problems(directory: Path | None) -> Iterator[Problem]:
+    """Return why `model.megatron_weights` cannot be a Megatron checkpoint; the files themselves are read later."""
+    if directory is not None and not any((directory / name).is_file() for name in _MEGATRON_FILES):
+        allowed = f"a Megatron checkpoint: a directory with {' or '.join(_MEGATRON_FILES)}"
+        fix = "give what `megatron-daro convert --out` or a run wrote (RUN/checkpoints/step_...)"
+        yield Problem("model.megatron_weights", repr(str(directory)), allowed, fix)
 
 
 def _read_json(path: Path) -> tuple[dict[str, Any] | None, str]:

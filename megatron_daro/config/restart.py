@@ -55,6 +55,7 @@ trainer.steps trainer.on_nonfinite
 # What is trained or measured: in effect from the resumed step on, so the run is not the one that was begun.
 
 _REFUSED = {
+    "model.megatron_weights": "the reference policy starts from it",
     "data.format": "the prompts would be others",
     "data.problem_field": "the prompts would be others",
     "data.answer_field": "the right answers would be others",

@@ -25,6 +25,9 @@ class ModelSection(Section):
 
     path: ExpandedPath
     """Local directory with config.json, *.safetensors and the tokenizer files (Hugging Face layout)."""
+    megatron_weights: ExpandedPath | None = None
+    """Megatron checkpoint (of `megatron-daro convert`, of a run, or torch_dist of Megatron-LM) whose weights training
+    starts from. Unset: those in path."""
     trust_remote_code: bool = False
     """Allow Python code that lies beside the model to run. Off unless asked for."""
 

@@ -1,8 +1,9 @@
 """Lazy reading of a Hugging Face checkpoint: safetensors in one file, or several with an index.
 
 Place in the data flow: checkpoint directory -> `tensor(name)` -> convert.mapping.shard -> actor.
-Every file's header is checked against its size when the checkpoint is opened, so a torn download is refused before
-anything starts. Refuses pickles (`pytorch_model.bin`): reading one can run code.
+Only the bytes of the rows and columns that are asked for are read. Every file's header is checked against its size when
+the checkpoint is opened, so a torn download is refused before anything starts. Refuses pickles
+(`pytorch_model.bin`): reading one can run code.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
-from safetensors import SafetensorError, safe_open
+import torch
 from torch import Tensor
 
+from megatron_daro.convert.pieces import Piece, PieceStore
+from megatron_daro.convert.safetensors_file import read_header
 from megatron_daro.errors import ModelError
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -35,28 +37,46 @@ class HFCheckpoint(Mapping[str, Tensor]):
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-        self._files: dict[str, Any] = {}
-        self._file_of = self._locate()
+        self._pieces = _WholePieces(self._locate())
 
     def names(self) -> list[str]:
         """Every tensor name, sorted."""
-        return sorted(self._file_of)
+        return self._pieces.keys()
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, read now, on the CPU, in the dtype of the file. Raises ModelError if it is missing or torn."""
-        try:
-            return self._handle(name).get_tensor(name)
-        except SafetensorError as error:
-            raise ModelError(f"{name} cannot be read from {self._path(name)}: {error}. {_AGAIN}") from None
+        shape = self.shape(name)
+        return self._pieces.read(name, [0] * len(shape), shape)
+
+    def read(self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None) -> Tensor:
+        """Return rows [start, stop) of a tensor, of these columns (None: all); no other byte of it is read.
+
+        Raises:
+            ModelError: the tensor is missing or torn.
+        """
+        dims = self.shape(name)
+        offset, size = [start, *[0] * (len(dims) - 1)], [stop - start, *dims[1:]]
+        if columns is not None:
+            offset[1], size[1] = columns[0], columns[1] - columns[0]
+        return self._pieces.read(name, offset, size)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape, from the header. Raises ModelError if it is missing."""
-        return tuple(self._handle(name).get_slice(name).get_shape())
+        return self._piece(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return a tensor's dtype, from the header. Raises ModelError if it is missing."""
+        return self._piece(name).dtype
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors that were read so far."""
+        return self._pieces.bytes_read
 
     def close(self) -> None:
         """Lets go of the files; reading afterwards is an error."""
-        self._files.clear()
-        self._file_of = {}
+        self._pieces.close()
+        self._pieces.by_name.clear()
 
     def __enter__(self) -> HFCheckpoint:
         return self
@@ -65,28 +85,28 @@ class HFCheckpoint(Mapping[str, Tensor]):
         self.close()
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._file_of:
+        if name not in self._pieces.by_name:
             raise KeyError(name)
         return self.tensor(name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._file_of
+        return name in self._pieces.by_name
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
 
     def __len__(self) -> int:
-        return len(self._file_of)
+        return len(self._pieces.by_name)
 
-    def _locate(self) -> dict[str, str]:
-        """Tensor name -> file name; opens every file, which checks its header against its size."""
+    def _locate(self) -> dict[str, Piece]:
+        """Tensor name -> where it is; reads the header of every file and checks it against the file's size."""
         if not self.directory.is_dir():
             raise ModelError(f"{self.directory} is not a directory. model.path must be a local checkpoint directory.")
         index = self.directory / INDEX_FILE
         if index.is_file():
             return self._read_index(index)
         if (self.directory / SINGLE_FILE).is_file():
-            return dict.fromkeys(self._open(SINGLE_FILE), SINGLE_FILE)
+            return self._open(SINGLE_FILE)
         raise ModelError(self._why_nothing())
 
     def _why_nothing(self) -> str:
@@ -100,7 +120,7 @@ class HFCheckpoint(Mapping[str, Tensor]):
             )
         return f"{self.directory} holds no {SINGLE_FILE} and no {INDEX_FILE}. {_AGAIN}"
 
-    def _read_index(self, index: Path) -> dict[str, str]:
+    def _read_index(self, index: Path) -> dict[str, Piece]:
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             files = sorted(set(weight_map.values()))
@@ -111,27 +131,45 @@ class HFCheckpoint(Mapping[str, Tensor]):
         for file in files:
             if not isinstance(file, str) or Path(file).name != file:
                 raise ModelError(f"{index} names {file!r}, which is not a file name in its own directory. {_AGAIN}")
-        held = {file: set(self._open(file)) for file in files}
+        held = {file: self._open(file) for file in files}
         for name, file in weight_map.items():
             if name not in held[file]:
                 raise ModelError(f"{self.directory / file} does not hold {name}, though {INDEX_FILE} says so. {_AGAIN}")
-        return dict(weight_map)
+        return {name: held[file][name] for name, file in weight_map.items()}
 
-    def _open(self, file: str) -> list[str]:
+    def _open(self, file: str) -> dict[str, Piece]:
         path = self.directory / file
         if not path.is_file():
             raise ModelError(f"{path} is missing, though {INDEX_FILE} names it. {_AGAIN}")
         try:
-            self._files[file] = safe_open(path, framework="pt", device="cpu")
-        except (SafetensorError, OSError, ValueError) as error:
-            raise ModelError(f"{path} is torn or not a safetensors file ({error}). {_AGAIN}") from None
-        return list(self._files[file].keys())
+            entries = read_header(path)
+        except ModelError as error:
+            raise ModelError(f"{error}. {_AGAIN}") from None
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read ({error}). {_AGAIN}") from None
+        return {
+            name: Piece(name, (0,) * len(entry.shape), entry.shape, entry.shape, entry.dtype, path, entry.start)
+            for name, entry in entries.items()
+        }
 
-    def _path(self, name: str) -> Path:
-        return self.directory / self._file_of[name]
-
-    def _handle(self, name: str) -> safe_open:
-        if name not in self._file_of:
+    def _piece(self, name: str) -> Piece:
+        if name not in self._pieces.by_name:
             tied = " Set tie_word_embeddings in config.json if the model shares it." if name == "lm_head.weight" else ""
             raise ModelError(f"{self.directory} holds no tensor {name}. Is it the model of its config.json?{tied}")
-        return self._files[self._file_of[name]]
+        return self._pieces.by_name[name]
+
+
+class _WholePieces(PieceStore):
+    """Every tensor is one piece: the whole."""
+
+    error = ModelError
+
+    def __init__(self, by_name: dict[str, Piece]) -> None:
+        super().__init__()
+        self.by_name = by_name
+
+    def keys(self) -> list[str]:
+        return sorted(self.by_name)
+
+    def pieces(self, key: str) -> list[Piece]:
+        return [self.by_name[key]]

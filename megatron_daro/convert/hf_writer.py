@@ -153,3 +153,14 @@ def copy_tokenizer(source: str | Path | None, target: Path) -> None:
     for name in TOKENIZER_FILES:
         if (Path(source) / name).is_file():
             shutil.copyfile(Path(source) / name, target / name)
+
+
+def copy_model_files(source: Path, target: Path, dtype: str | None) -> None:
+    """Copy config.json and the tokenizer of a model; with `dtype`, config.json then says that dtype (torch's name)."""
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    if dtype is not None and config.get("dtype", config.get("torch_dtype", dtype)) != dtype:
+        name = "torch_dtype" if "torch_dtype" in config else "dtype"
+        _write_json(target / "config.json", {**config, name: dtype})
+    else:
+        shutil.copyfile(source / "config.json", target / "config.json")
+    copy_tokenizer(source, target)

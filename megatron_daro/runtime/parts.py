@@ -169,6 +169,7 @@ def policy_group(config: Config, placement: Placement) -> PolicyGroup:
         max_response_tokens=config.rollout.max_response_tokens,
         temperature=config.rollout.temperature,
         total_steps=config.trainer.steps,
+        weights=config.model.megatron_weights and config.model.megatron_weights.absolute(),
     )
     return PolicyGroup(
         settings,

@@ -1,0 +1,200 @@
+"""`megatron-daro convert`: Hugging Face checkpoints to Megatron's and back, with a card that says what was checked.
+
+Place in the data flow: the command line, and tools/convert_hf_to_megatron.py and tools/convert_megatron_to_hf.py, which
+are the same command. Does no work of its own: `convert.plan` and `convert.conversion` do.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megatron_daro.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from megatron_daro.convert.card import Card
+    from megatron_daro.convert.plan import Plan
+
+_MOST_PROCESSES = 4
+_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "KI": 1024, "MI": 1024**2, "GI": 1024**3}
+
+
+def convert(
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where to write; must not exist, or be empty.")],
+    hf: Annotated[
+        Path | None, typer.Option("--hf", metavar="DIR", help="Hugging Face checkpoint to convert to Megatron.")
+    ] = None,
+    megatron: Annotated[
+        Path | None,
+        typer.Option("--megatron", metavar="DIR", help="Megatron checkpoint to convert to Hugging Face."),
+    ] = None,
+    hf_config: Annotated[
+        Path | None,
+        typer.Option("--hf-config", metavar="DIR", help="config.json and tokenizer for --megatron. Unset: looked for."),
+    ] = None,
+    format_: Annotated[
+        str, typer.Option("--format", metavar="NAME", help="daro (ours, no pickle) or torch_dist (Megatron-LM's).")
+    ] = "daro",
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", metavar="NAME", help="fp32, bf16 or fp16. Unset: as it is.")
+    ] = None,
+    max_shard_size: Annotated[
+        str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest file of a Hugging Face checkpoint.")
+    ] = "5GB",
+    processes: Annotated[
+        int | None, typer.Option("--processes", metavar="N", min=1, help="Unset: as many as cores, at most 4.")
+    ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Read everything back and compare; and run both models, if memory allows."),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Look at the source and say what would be written; write nothing.")
+    ] = False,
+) -> None:
+    """Convert a checkpoint: --hf to Megatron's format, or --megatron to Hugging Face's."""
+    plan = make_plan(hf, megatron, hf_config=hf_config, format_=format_, dtype=dtype, max_shard_size=max_shard_size)
+    if dry_run:
+        typer.echo(_announcement(plan, out))
+        return
+    from megatron_daro.convert.conversion import convert as carry_out
+
+    number = processes or min(os.cpu_count() or 1, _MOST_PROCESSES)
+    with _ProgressBar(plan.num_bytes) as bar:
+        card = carry_out(plan, out, processes=number, verify=verify, progress=bar.show)
+    _print_card(card)
+    typer.echo(
+        f"written: {out}, {card.num_bytes / 1e9:.2f} GB; every tensor with its hashes: {out / 'conversion.json'}"
+    )
+    if verify:
+        typer.echo(_forward_check(plan, out))
+
+
+def make_plan(
+    hf: Path | None,
+    megatron: Path | None,
+    *,
+    hf_config: Path | None,
+    format_: str,
+    dtype: str | None,
+    max_shard_size: str,
+) -> Plan:
+    """Return what the options ask for.
+
+    Raises:
+        ConfigError: options that do not go together. ModelError, CheckpointError: the source cannot be converted.
+    """
+    from megatron_daro.convert import plan
+
+    if (hf is None) == (megatron is None):
+        raise ConfigError("convert: give one of --hf DIR (to Megatron) and --megatron DIR (to Hugging Face)")
+    if dtype is not None and dtype not in plan.DTYPES:
+        raise ConfigError(f"--dtype: got {dtype!r}; allowed: {', '.join(plan.DTYPES)}")
+    if hf is not None:
+        if format_ not in plan.FORMATS:
+            raise ConfigError(f"--format: got {format_!r}; allowed: {', '.join(plan.FORMATS)}")
+        if hf_config is not None:
+            raise ConfigError("--hf-config: the configuration of --hf lies beside it; leave --hf-config out")
+        return plan.plan_to_megatron(hf, "daro" if format_ == "daro" else "torch_dist", dtype)
+    if megatron is None:
+        raise AssertionError
+    config = hf_config or find_config(megatron)
+    return plan.plan_to_hf(megatron, config, dtype, parse_size(max_shard_size))
+
+
+def find_config(megatron: Path) -> Path:
+    """Return the folder with the config.json of a Megatron checkpoint: its own, or the model of the run that saved it.
+
+    Raises:
+        ModelError: there is none.
+    """
+    from megatron_daro.convert.conversion import HF_FOLDER
+
+    for folder in (megatron / HF_FOLDER, megatron.parent / HF_FOLDER, megatron):
+        if (folder / "config.json").is_file():
+            return folder
+    run_config = megatron.absolute().parent.parent / "config.yaml"  # RUN/checkpoints/step_N
+    if run_config.is_file():
+        from megatron_daro.config import resolve
+
+        path = resolve(run_config).model.path
+        if (path / "config.json").is_file():
+            return path
+    raise ModelError(f"{megatron} has no config.json of its model with it; name a folder that has one with --hf-config")
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of a text such as 5GB, 500MB or 2GiB. Raises ConfigError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?)?B?", text.strip().upper())
+    if match is None or float(match[1]) <= 0:
+        raise ConfigError(f"--max-shard-size: got {text!r}; allowed: a size such as 5GB, 500MB or 2GiB")
+    return max(1, int(float(match[1]) * _UNITS[match[2] or ""]))
+
+
+class _ProgressBar:
+    """A bar on stderr for each phase; nothing where stderr is no terminal."""
+
+    def __init__(self, num_bytes: int) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        self._bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
+        self._total = num_bytes
+        self._tasks: dict[str, object] = {}
+
+    def __enter__(self) -> _ProgressBar:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def show(self, phase: str, done_bytes: int) -> None:
+        """Say how far a phase is."""
+        if phase not in self._tasks:
+            self._tasks[phase] = self._bar.add_task(phase, total=self._total)
+        self._bar.update(self._tasks[phase], completed=min(done_bytes, self._total))  # type: ignore[arg-type]
+
+
+def _announcement(plan: Plan, out: Path) -> str:
+    ignored = [f"left out: {name}" for name in plan.ignored if "_extra_state" not in name][:10]
+    return "\n".join(
+        [
+            f"would write {out}: {plan.num_tensors} tensors, {plan.num_bytes / 1e9:.2f} GB in {len(plan.jobs)} files, "
+            f"format {plan.format}",
+            f"from {plan.source}; every tensor of config.json is there with its shape",
+            *ignored,
+        ]
+    )
+
+
+def _print_card(card: Card) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{card.source} -> {card.format}", title_justify="left")
+    for name in ("Megatron parameter", "how many", "shape", "dtype", "change", "check"):
+        table.add_column(name, overflow="fold")
+    for key, count, *rest in card.summary():
+        table.add_row(key, str(count), *rest)
+    Console().print(table)
+
+
+def _forward_check(plan: Plan, out: Path) -> str:
+    """Run the HF model and the Megatron model of the two checkpoints on the same tokens, if both fit into memory."""
+    from megatron_daro.actor.forward_check import compare_logits
+
+    hf, megatron = (out, plan.source) if plan.format == "hf" else (plan.source, out)
+    return compare_logits(hf, megatron)

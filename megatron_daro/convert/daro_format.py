@@ -1,0 +1,125 @@
+"""Our own Megatron checkpoint files: safetensors and one JSON index of which box of which tensor lies where.
+
+Place in the data flow: the actor's checkpoints and `convert --format daro` write it; `DaroPieces` reads it. Nothing in
+it is unpickled here: `common.pt` is of the training state, and the actor reads it with torch's weights-only loader.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_daro.convert.pieces import Piece, PieceStore
+from megatron_daro.convert.safetensors_file import Entry, read_header
+from megatron_daro.errors import CheckpointError, ModelError
+
+BACKEND, VERSION = "daro_safetensors", 1
+INDEX_FILE, METADATA_FILE, COMMON_FILE = "index.json", "metadata.json", "common.pt"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredShard:
+    """One stored piece of a global tensor: elements [offset, offset + shape) in every axis."""
+
+    key: str
+    file: str
+    name: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+
+
+def write_index(directory: Path, shards: Iterable[StoredShard]) -> None:
+    """Write the index of a checkpoint. Raises OSError."""
+    rows = [[s.key, s.file, s.name, s.offset, s.shape, s.global_shape] for s in shards]
+    (directory / INDEX_FILE).write_text(json.dumps({"version": VERSION, "shards": rows}))
+
+
+def read_index(directory: Path) -> Iterator[StoredShard]:
+    """Yield what the index says. Raises CheckpointError where it cannot be read, or names files elsewhere."""
+    try:
+        rows = json.loads((directory / INDEX_FILE).read_text())["shards"]
+        for key, file, name, offset, shape, global_shape in rows:
+            if Path(file).name != file:
+                raise ValueError(f"{file!r} is not a file name in the checkpoint's own directory")
+            yield StoredShard(key, file, name, tuple(offset), tuple(shape), tuple(global_shape))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{directory / INDEX_FILE} cannot be read: {error}; the checkpoint is torn") from None
+
+
+def write_metadata(directory: Path) -> None:
+    """Write what says that the directory is of this format. Raises OSError."""
+    metadata = {"sharded_backend": BACKEND, "sharded_backend_version": VERSION}
+    (directory / METADATA_FILE).write_text(json.dumps(metadata))
+
+
+def read_backend(directory: Path) -> tuple[str, int]:
+    """Return (back end, version) of a Megatron checkpoint. Raises CheckpointError where nothing says it."""
+    path = directory / METADATA_FILE
+    try:
+        metadata = json.loads(path.read_text())
+        return str(metadata["sharded_backend"]), int(metadata["sharded_backend_version"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; the checkpoint is torn") from None
+
+
+def check_format(directory: Path) -> None:
+    """Refuse a checkpoint of another format or version. Raises CheckpointError."""
+    backend, version = read_backend(directory)
+    if backend != BACKEND:
+        raise CheckpointError(f"checkpoint back end: got {backend!r}, allowed is {BACKEND!r}")
+    if version != VERSION:
+        raise CheckpointError(f"checkpoint version: got {version}, allowed is {VERSION}; use the release that wrote it")
+
+
+class DaroPieces(PieceStore):
+    """The tensors of a checkpoint directory of this format."""
+
+    def __init__(self, directory: Path) -> None:
+        """Read the index; files are opened when a tensor of them is asked for.
+
+        Raises:
+            CheckpointError: the index is missing or torn.
+        """
+        super().__init__()
+        self._directory = directory
+        self._shards: dict[str, list[StoredShard]] = {}
+        for shard in read_index(directory):
+            self._shards.setdefault(shard.key, []).append(shard)
+        self._headers: dict[str, dict[str, Entry]] = {}
+
+    def keys(self) -> list[str]:
+        """Every key, sorted."""
+        return sorted(self._shards)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Shape of the whole tensor, from the index."""
+        return self._stored(key)[0].global_shape
+
+    def pieces(self, key: str) -> Sequence[Piece]:
+        """Return the pieces of a tensor; opens the files that hold them."""
+        return [self._piece(shard) for shard in self._stored(key)]
+
+    def _stored(self, key: str) -> list[StoredShard]:
+        if key not in self._shards:
+            raise CheckpointError(
+                f"{key} is not in the checkpoint {self._directory}; it was saved by another model or optimizer"
+            )
+        return self._shards[key]
+
+    def _piece(self, shard: StoredShard) -> Piece:
+        path = self._directory / shard.file
+        entry = self._header(path).get(shard.name)
+        if entry is None or entry.shape != shard.shape:
+            raise CheckpointError(f"{path} does not hold {shard.key} as the index says; the checkpoint is torn")
+        return Piece(shard.key, shard.offset, shard.shape, shard.global_shape, entry.dtype, path, entry.start)
+
+    def _header(self, path: Path) -> dict[str, Entry]:
+        if path.name not in self._headers:
+            try:
+                self._headers[path.name] = read_header(path)
+            except (OSError, ModelError) as error:
+                raise CheckpointError(f"{path} cannot be read: {error}; the checkpoint is torn") from None
+        return self._headers[path.name]

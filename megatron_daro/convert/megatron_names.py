@@ -1,0 +1,66 @@
+"""What Megatron's distributed checkpoints call a parameter: a key, and where it stands along the prepended axes.
+
+Place in the data flow: a rule's parameter name with its layer -> key and box of the global tensor. Layers are the first
+axis of one tensor per parameter of a layer, experts the second; a checkpoint may also hold each layer under its own key
+(`non_homogeneous_layers`, and newer Megatron with `singleton_local_shards`).
+Source: megatron/core/transformer/transformer_block.py and moe/experts.py, `sharded_state_dict`, 0.16.1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_daro.convert.mapping import TensorRule
+
+_EXPERT = re.compile(r"^(mlp\.experts)\.(?:local_experts\.\d+\.(linear_fc[12]\.weight)|(linear_fc[12]\.weight)\d+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalBox:
+    """A parameter within a global tensor: `index` along the prepended axes, whose sizes are `sizes`."""
+
+    key: str
+    index: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+    layer_key: str | None = None
+    """The key where each layer has its own; the first axis is then absent."""
+
+    def without_layers(self) -> GlobalBox:
+        """Return the same parameter in a checkpoint with a key for each layer."""
+        return self if self.layer_key is None else GlobalBox(self.layer_key, self.index[1:], self.sizes[1:])
+
+
+def global_boxes(rules: Sequence[TensorRule]) -> list[GlobalBox]:
+    """Return the box of each rule's parameter.
+
+    Args:
+        rules: of a whole model, with Transformer Engine's names, which are those of checkpoints.
+    """
+    layers = 1 + max((rule.layer for rule in rules if rule.layer is not None), default=-1)
+    experts = 1 + max((rule.expert for rule in rules if rule.expert is not None), default=-1)
+    boxes = [_box(rule, layers, experts) for rule in rules]
+    of_layer: dict[int, set[str]] = {}
+    for rule, box in zip(rules, boxes, strict=True):
+        if rule.layer is not None:
+            of_layer.setdefault(rule.layer, set()).add(box.key)
+    if len({frozenset(keys) for keys in of_layer.values()}) > 1:  # dense layers among layers of experts
+        return [box.without_layers() for box in boxes]
+    return boxes
+
+
+def _box(rule: TensorRule, layers: int, experts: int) -> GlobalBox:
+    if rule.layer is None:
+        return GlobalBox(rule.megatron_name)
+    name = rule.megatron_name.removeprefix(f"decoder.layers.{rule.layer}.")
+    index, sizes = (rule.layer,), (layers,)
+    if rule.expert is None:
+        return GlobalBox(f"decoder.layers.{name}", index, sizes, f"decoder.layers.{rule.layer}.{name}")
+    found = _EXPERT.match(name)
+    if found is None:
+        raise AssertionError(f"{rule.megatron_name} has expert {rule.expert}, but not the name of an expert's weight")
+    name = f"{found[1]}.experts.{found[2] or found[3]}"
+    return GlobalBox(
+        f"decoder.layers.{name}", (*index, rule.expert), (*sizes, experts), f"decoder.layers.{rule.layer}.{name}"
+    )

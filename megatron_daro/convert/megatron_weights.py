@@ -1,0 +1,190 @@
+"""A Megatron checkpoint as Hugging Face tensors: opened in any of its formats, read a few rows at a time.
+
+Place in the data flow: checkpoints of `train`, of `convert`, and `torch_dist` ones of Megatron-LM, Megatron-Bridge and
+slime -> `MegatronWeights` -> conversion to HF, verification, and the start of a run. Optimizer state is left alone.
+Refuses: a checkpoint whose tensors are not those of the model's config.json.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from megatron_daro.config.model_shape import ModelShape
+from megatron_daro.convert import daro_format, torch_dist
+from megatron_daro.convert.mapping import TensorRule, hf_to_megatron
+from megatron_daro.convert.megatron_names import GlobalBox, global_boxes
+from megatron_daro.convert.pieces import PieceStore
+from megatron_daro.convert.row_runs import Run, hf_runs
+from megatron_daro.errors import CheckpointError
+
+_WEIGHT_PREFIXES = ("decoder.", "embedding.", "output_layer.", "mtp.")
+_RULES_KEPT = 8
+
+
+def checkpoint_directory(path: Path) -> Path:
+    """Return the folder with the tensors of a Megatron checkpoint.
+
+    Args:
+        path: that folder, or one with `latest_checkpointed_iteration.txt`, as Megatron-LM's `--load` takes it.
+
+    Raises:
+        CheckpointError: neither.
+    """
+    if (path / daro_format.METADATA_FILE).is_file():
+        return path
+    tracker = path / torch_dist.TRACKER_FILE
+    if tracker.is_file():
+        said = tracker.read_text(errors="replace").strip()
+        folder = path / (f"iter_{int(said):07d}" if said.isdigit() else said)
+        if folder.parent == path and (folder / daro_format.METADATA_FILE).is_file():
+            return folder
+        raise CheckpointError(f"{tracker} says {said!r}, but {folder} is no checkpoint; copy it again")
+    near = sorted(p.parent.name for p in path.glob(f"*/{daro_format.METADATA_FILE}")) if path.is_dir() else []
+    hint = f"; it holds {', '.join(near[-3:])}: give one of them" if near else ""
+    raise CheckpointError(f"{path} is no Megatron checkpoint: it has no {daro_format.METADATA_FILE}{hint}")
+
+
+def open_pieces(directory: Path) -> PieceStore:
+    """Open a checkpoint folder of either format. Raises CheckpointError."""
+    backend, _ = daro_format.read_backend(directory)
+    if backend == torch_dist.BACKEND:
+        return torch_dist.TorchDistPieces(directory)
+    daro_format.check_format(directory)
+    return daro_format.DaroPieces(directory)
+
+
+class MegatronWeights(Mapping[str, Tensor]):
+    """HF name -> tensor, out of a Megatron checkpoint; a tensor is read when it is asked for."""
+
+    def __init__(self, path: Path, shape: ModelShape) -> None:
+        """Open the checkpoint and compare its tensors with those of the model.
+
+        Args:
+            path: as in `checkpoint_directory`. shape: of the model.
+
+        Raises:
+            CheckpointError: torn, of another model, or with weights that this model does not have.
+        """
+        self.directory = checkpoint_directory(path)
+        self.pieces = open_pieces(self.directory)
+        self.rules = hf_to_megatron(shape, fused_norms=True)
+        self._keys = set(self.pieces.keys())
+        self._boxes = {
+            r.megatron_name: self._fitting(r, b) for r, b in zip(self.rules, global_boxes(self.rules), strict=True)
+        }
+        self._source = {name: (rule, i) for rule in self.rules for i, name in enumerate(rule.hf_names)}
+        self.ignored = self._check_extra(shape)
+        self._runs = lru_cache(_RULES_KEPT)(self._runs_of)
+
+    def box(self, rule: TensorRule) -> GlobalBox:
+        """Where a rule's parameter is."""
+        return self._boxes[rule.megatron_name]
+
+    def parameter_shape(self, rule: TensorRule) -> tuple[int, ...]:
+        """Shape of a rule's whole parameter, with the padding of this checkpoint."""
+        box = self.box(rule)
+        return self.pieces.shape(box.key)[len(box.index) :]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of an HF tensor."""
+        return self.pieces.dtype(self.box(self._source[name][0]).key)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of an HF tensor."""
+        rule, i = self._source[name]
+        return rule.hf_shapes[i]
+
+    def read(self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None) -> Tensor:
+        """Return rows [start, stop) of an HF tensor, of these columns (None: all). Raises CheckpointError."""
+        rule, i = self._source[name]
+        parts = []
+        for run in self._runs(rule)[i]:
+            first, last = max(run.start, start), min(run.stop, stop)
+            if first < last:
+                at = run.at + first - run.start
+                parts.append(self.read_parameter(rule, at, at + last - first, columns))
+        if not parts:
+            dims = rule.hf_shapes[i]
+            width = dims[1:] if columns is None else (columns[1] - columns[0],)
+            return torch.empty((0, *width), dtype=self.dtype(name))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def read_parameter(self, rule: TensorRule, start: int, stop: int, columns: tuple[int, int] | None = None) -> Tensor:
+        """Return rows [start, stop) of a rule's parameter as Megatron has it."""
+        box, dims = self.box(rule), self.parameter_shape(rule)
+        offset, size = [start, *[0] * (len(dims) - 1)], [stop - start, *dims[1:]]
+        if columns is not None:
+            offset[1], size[1] = columns[0], columns[1] - columns[0]
+        ones = [1] * len(box.index)
+        return self.pieces.read(box.key, [*box.index, *offset], [*ones, *size]).view(size)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self.pieces.close()
+
+    def __enter__(self) -> MegatronWeights:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._source:
+            raise KeyError(name)
+        return self.read(name, 0, self.shape(name)[0])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._source
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._source)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def _runs_of(self, rule: TensorRule) -> list[list[Run]]:
+        return hf_runs(rule, padded_vocab=self.parameter_shape(rule)[0] if rule.kind == "vocab" else None)
+
+    def _fitting(self, rule: TensorRule, box: GlobalBox) -> GlobalBox:
+        """Return the box as this checkpoint has it. Raises CheckpointError for a missing key or another shape."""
+        wanted = box.key
+        if wanted not in self._keys:
+            box = box.without_layers()
+        if box.key not in self._keys:
+            raise CheckpointError(
+                f"{self.directory} holds no {wanted}, which {rule.hf_names[0]} comes from; is it of this model?"
+            )
+        found, expected = self.pieces.shape(box.key), (*box.sizes, *rule.local_shape(1))
+        axis = len(box.sizes)
+        is_padded = rule.kind == "vocab" and found[axis] >= expected[axis]
+        if found != expected and not (
+            is_padded and (*found[:axis], *found[axis + 1 :]) == (*expected[:axis], *expected[axis + 1 :])
+        ):
+            raise CheckpointError(f"{box.key} has shape {found} in {self.directory}; config.json asks for {expected}")
+        return box
+
+    def _check_extra(self, shape: ModelShape) -> list[str]:
+        """Keys that no rule uses. Raises CheckpointError if weights are among them."""
+        used = {box.key for box in self._boxes.values()}
+        extra = sorted(self._keys - used)
+        strange = [key for key in extra if key.startswith(_WEIGHT_PREFIXES) and "_extra_state" not in key]
+        if strange:
+            more = f" and {len(strange) - 1} more" if len(strange) > 1 else ""
+            tied = " (its embeddings are tied)" if shape.tie and strange == ["output_layer.weight"] else ""
+            raise CheckpointError(
+                f"{self.directory} holds {strange[0]} of shape {self.pieces.shape(strange[0])}{more}, which the model "
+                f"of config.json does not have{tied}; nothing was converted"
+            )
+        return extra
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the model's HF tensors."""
+        return sum(math.prod(self.shape(name)) * self.dtype(name).itemsize for name in self)

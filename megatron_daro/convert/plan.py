@@ -1,0 +1,232 @@
+"""What a conversion will write: which files, with which tensors, from what; known before the first byte is read.
+
+Place in the data flow: source checkpoint and options -> `plan_to_megatron` or `plan_to_hf` -> jobs, one for each file,
+that worker processes carry out (`convert.jobs`). Everything that can be wrong with the source's headers is refused
+here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import torch
+
+from megatron_daro.config.model_shape import ModelShape, read_model_shape
+from megatron_daro.convert.hf_reader import HFCheckpoint
+from megatron_daro.convert.hf_writer import shard_name
+from megatron_daro.convert.mapping import TensorRule, hf_to_megatron, padded_vocab_size
+from megatron_daro.convert.megatron_names import GlobalBox, global_boxes
+from megatron_daro.convert.megatron_weights import MegatronWeights
+from megatron_daro.convert.row_runs import check_sources
+from megatron_daro.errors import ModelError
+
+Format = Literal["daro", "torch_dist", "hf"]
+PIECE_BYTES = 64 * 1024**2
+FORMATS = ("daro", "torch_dist")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+VOCABULARY_MULTIPLE = 128
+"""Rows of the embedding are padded to a multiple of this, as Megatron-LM does; loading cuts or pads them again."""
+_LEAST_FILE_BYTES, _MOST_FILE_BYTES, _FILES = 256 * 1024**2, 4 * 1024**3, 64
+# Buffers that old checkpoints of these families carry and that the model computes itself.
+_COMPUTED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter to write to a Megatron checkpoint. shape: the whole one, padded. dtypes by torch's names."""
+
+    rule: TensorRule
+    box: GlobalBox
+    shape: tuple[int, ...]
+    source_dtype: str
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it takes in the target."""
+        return math.prod(self.shape) * torch_dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class HFTensor:
+    """One tensor to write to an HF checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    source_dtype: str
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it takes in the target."""
+        return math.prod(self.shape) * torch_dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One file to write."""
+
+    file: str
+    items: tuple[Parameter, ...] | tuple[HFTensor, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of tensors in it."""
+        return sum(item.num_bytes for item in self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A conversion. source: folder of tensors. config: the folder whose config.json describes the model.
+
+    ignored: what the source holds and the target will not. piece_bytes: what a process holds of a tensor at a time, and
+    the largest chunk of a Megatron checkpoint.
+    """
+
+    source: Path
+    config: Path
+    format: Format
+    jobs: tuple[Job, ...]
+    ignored: tuple[str, ...] = ()
+    piece_bytes: int = PIECE_BYTES
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of tensors in all files."""
+        return sum(job.num_bytes for job in self.jobs)
+
+    @property
+    def num_tensors(self) -> int:
+        """Parameters, or HF tensors, that are written."""
+        return sum(len(job.items) for job in self.jobs)
+
+
+def plan_to_megatron(source: Path, format_: Format, dtype: str | None) -> Plan:
+    """Plan HF -> Megatron.
+
+    Args:
+        source: HF checkpoint directory. format_: "daro" or "torch_dist". dtype: fp32, bf16, fp16; None: as it is.
+
+    Raises:
+        ModelError: the source is torn, or its tensors are not exactly those of its config.json.
+    """
+    shape = read_model_shape(source)
+    with HFCheckpoint(source) as tensors:
+        rules = hf_to_megatron(shape, fused_norms=True)
+        ignored = _extra_tensors(shape, rules, tensors)
+        parameters = [_parameter(r, b, tensors, dtype) for r, b in zip(rules, global_boxes(rules), strict=True)]
+    _check_dtypes(parameters)
+    name = {"daro": "shard_{:05d}.safetensors", "torch_dist": "__{}_0.distcp"}[format_]
+    size = min(max(sum(p.num_bytes for p in parameters) // _FILES, _LEAST_FILE_BYTES), _MOST_FILE_BYTES)
+    jobs = [Job(name.format(i), tuple(group)) for i, group in enumerate(_grouped(parameters, size))]
+    return Plan(source, source, format_, tuple(jobs), tuple(ignored))
+
+
+def plan_to_hf(source: Path, config: Path, dtype: str | None, max_shard_bytes: int) -> Plan:
+    """Plan Megatron -> HF.
+
+    Args:
+        source: Megatron checkpoint. config: folder with config.json. dtype: fp32, bf16, fp16; None: as it is.
+        max_shard_bytes: files hold at most this many bytes of tensors, or one larger tensor.
+
+    Raises:
+        CheckpointError, ModelError: the source is torn, or not of the model of this config.json.
+    """
+    shape = read_model_shape(config)
+    with MegatronWeights(source, shape) as weights:
+        tensors = []
+        for name in weights:
+            own = _name(weights.dtype(name))
+            tensors.append(HFTensor(name, weights.shape(name), own, _name(DTYPES[dtype]) if dtype else own))
+        groups = list(_grouped(tensors, max_shard_bytes))
+        jobs = [Job(shard_name(i, len(groups)), tuple(group)) for i, group in enumerate(groups)]
+        return Plan(weights.directory, config, "hf", tuple(jobs), tuple(weights.ignored))
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the dtype of a torch name such as "bfloat16"."""
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"torch.{name} is no dtype")
+    return found
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _parameter(rule: TensorRule, box: GlobalBox, tensors: HFCheckpoint, dtype: str | None) -> Parameter:
+    own = check_sources(rule, tensors)
+    if not own.is_floating_point or own.itemsize < 2:
+        raise ModelError(f"{rule.hf_names[0]} is {own}; allowed: fp32, bf16, fp16. Quantized models are not converted.")
+    shape = rule.local_shape(1)
+    if rule.kind == "vocab":
+        rows = padded_vocab_size(rule.hf_shapes[0][0], 1, multiple=VOCABULARY_MULTIPLE)
+        shape = (rows, *shape[1:])
+    return Parameter(rule, box, shape, _name(own), _name(DTYPES[dtype] if dtype else own))
+
+
+def _check_dtypes(parameters: Iterable[Parameter]) -> None:
+    """Return a tensor of all layers has one dtype. Raises ModelError."""
+    first: dict[str, Parameter] = {}
+    for parameter in parameters:
+        other = first.setdefault(parameter.box.key, parameter)
+        if other.dtype != parameter.dtype:
+            raise ModelError(
+                f"{parameter.rule.hf_names[0]} is {parameter.dtype}, but {other.rule.hf_names[0]} is {other.dtype}; "
+                "they are layers of one Megatron tensor. Choose one with --dtype."
+            )
+
+
+def _extra_tensors(shape: ModelShape, rules: Sequence[TensorRule], tensors: HFCheckpoint) -> list[str]:
+    """Tensors that no rule uses and that may be left out. Raises ModelError for one that may not."""
+    used = {name for rule in rules for name in rule.hf_names}
+    ignored = []
+    for name in tensors:
+        if name in used:
+            continue
+        if name == "lm_head.weight" and shape.tie:
+            _check_tied(tensors)
+        elif not name.endswith(_COMPUTED):
+            raise ModelError(
+                f"{tensors.directory} holds {name} of shape {tensors.shape(name)}, which a {shape.family} model of its "
+                "config.json does not have. Nothing was converted; is config.json that of this checkpoint?"
+            )
+        ignored.append(name)
+    return ignored
+
+
+def _check_tied(tensors: HFCheckpoint, rows: int = 4096) -> None:
+    """config.json says that the output layer is the embedding. Raises ModelError where the file says otherwise."""
+    names = ("lm_head.weight", "model.embed_tokens.weight")
+    shapes = [tensors.shape(name) for name in names]
+    is_same = shapes[0] == shapes[1] and all(
+        torch.equal(*(tensors.read(name, start, min(start + rows, shapes[0][0])) for name in names))
+        for start in range(0, shapes[0][0], rows)
+    )
+    if not is_same:
+        raise ModelError(
+            f"{tensors.directory}: lm_head.weight differs from model.embed_tokens.weight, though config.json says "
+            "tie_word_embeddings: true. Set it to false if the model has an output layer of its own."
+        )
+
+
+T = TypeVar("T", Parameter, HFTensor)
+
+
+def _grouped(items: Iterable[T], most_bytes: int) -> Iterable[list[T]]:
+    """Return runs of items of at most so many bytes, or of one larger item."""
+    group: list[T] = []
+    total = 0
+    for item in items:
+        if group and total + item.num_bytes > most_bytes:
+            yield group
+            group, total = [], 0
+        group.append(item)
+        total += item.num_bytes
+    if group:
+        yield group

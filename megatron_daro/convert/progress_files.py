@@ -1,0 +1,125 @@
+"""What is already done of a conversion: a folder beside the target that a second run finds and goes on from.
+
+Place in the data flow: `convert.conversion` makes it, worker results are noted in it, and it becomes the target by one
+rename at the very end; so a directory with the target's name is always whole. Refuses a target that holds something,
+and a second conversion into the same target at the same time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megatron_daro import durable
+from megatron_daro.convert.daro_format import StoredShard
+from megatron_daro.convert.jobs import FileRecord, TensorRecord
+from megatron_daro.convert.plan import Plan
+from megatron_daro.convert.torch_dist import WrittenBlob
+from megatron_daro.errors import ModelError
+
+_PLAN, _DONE, _LOCK = "plan.json", "done", "lock"
+
+
+class Partial:
+    """The folder of an unfinished conversion. A context manager: it is locked while in use.
+
+    Attributes:
+        folder: where the files of the target are written; done: records of the files that are complete.
+    """
+
+    def __init__(self, target: Path, plan: Plan) -> None:
+        """Make the folder, or take up one of the same plan; one of another plan is removed.
+
+        Raises:
+            ModelError: the target holds something, or another process converts into it.
+        """
+        self._target = target
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise ModelError(
+                f"{target} exists and is not empty. Remove it or choose another --out; nothing was written."
+            )
+        self.root = target.with_name(f".{target.name}.partial")
+        self.folder = self.root / "files"
+        self.done: dict[str, FileRecord] = {}
+        self._identity = _identity(plan)
+        self._lock = -1
+
+    def __enter__(self) -> Partial:
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.root / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise ModelError(f"another conversion is writing {self._target}; wait for it or stop it") from None
+        self._take_up()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        os.close(self._lock)
+
+    def note(self, record: FileRecord) -> None:
+        """Remember that a file is complete; on the disk when this returns. Raises OSError."""
+        path = self.root / _DONE / f"{record.file}.json"
+        durable.write(path.with_suffix(".tmp"), json.dumps(asdict(record)))
+        path.with_suffix(".tmp").rename(path)
+        self.done[record.file] = record
+
+    def publish(self) -> None:
+        """Give the folder the target's name. Raises OSError."""
+        for path in [*(p for p in self.folder.rglob("*") if p.is_dir()), self.folder]:
+            durable.sync(path)
+        self.folder.rename(self._target)  # an empty directory of that name is replaced
+        durable.sync(self._target.parent)
+        shutil.rmtree(self.root)
+
+    def _take_up(self) -> None:
+        plan = self.root / _PLAN
+        if not plan.is_file() or plan.read_text() != self._identity:
+            for name in ("files", _DONE):
+                shutil.rmtree(self.root / name, ignore_errors=True)
+        self.folder.mkdir(exist_ok=True)
+        (self.root / _DONE).mkdir(exist_ok=True)
+        durable.write(plan, self._identity)
+        for path in (self.root / _DONE).glob("*.json"):
+            record = _record(path)
+            if record is not None and self._size_of(record.file) == record.num_bytes:
+                self.done[record.file] = record
+
+    def _size_of(self, file: str) -> int:
+        found = [path for path in (self.folder / file, self.folder / "release" / file) if path.is_file()]
+        return found[0].stat().st_size if found else -1
+
+
+def _identity(plan: Plan) -> str:
+    """Return what must not change if files of an earlier run are to count: the plan; the source's sizes and times."""
+    files = sorted(p for p in plan.source.iterdir() if p.is_file())
+    stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    return hashlib.sha256(repr((plan, stats)).encode()).hexdigest()
+
+
+def _record(path: Path) -> FileRecord | None:
+    """Return a record of an earlier run; None where it cannot be read, so that its file is written again."""
+    try:
+        row = json.loads(path.read_text())
+        return FileRecord(
+            row["file"],
+            row["num_bytes"],
+            [TensorRecord(**_tuples(r)) for r in row["megatron"]],
+            [TensorRecord(**_tuples(r)) for r in row["hf"]],
+            [StoredShard(**_tuples(r)) for r in row["shards"]],
+            [WrittenBlob(**_tuples(r)) for r in row["blobs"]],
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _tuples(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}

@@ -1,0 +1,178 @@
+"""The safetensors format, byte by byte: where each tensor of a file lies, and writing one a part at a time.
+
+Place in the data flow: HF checkpoints and ours -> `read_header` -> pieces; conversion and training -> `FileWriter`.
+The safetensors package reads by mapping a file and writes what is whole in memory; a converter of a model larger than
+the memory can do neither. Format: 8 bytes of header length, JSON of {name: dtype, shape, data_offsets}, then the data.
+Refuses a header that does not describe exactly the bytes of its file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from megatron_daro.errors import ModelError
+
+_MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
+_ALIGNMENT = 8
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file; `start` is its first byte, counted from the beginning of the file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its data."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """Return the tensors of a file by name.
+
+    Raises:
+        ModelError: no safetensors file, or one that is shorter or longer than its header says.
+        OSError: it cannot be opened.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else _MOST_HEADER_BYTES + 1
+        if length > min(_MOST_HEADER_BYTES, size):
+            raise ModelError(f"{path} is torn or not a safetensors file (header of {length} bytes in {size})")
+        text = file.read(length)
+    try:
+        entries = {
+            name: Entry(name, DTYPES[row["dtype"]], tuple(row["shape"]), 8 + length + row["data_offsets"][0])
+            for name, row in json.loads(text).items()
+            if name != "__metadata__"
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{path} is torn or not a safetensors file ({type(error).__name__}: {error})") from None
+    at = 8 + length
+    for entry in sorted(entries.values(), key=lambda e: (e.start, e.num_bytes)):
+        if entry.start != at:
+            raise ModelError(f"{path} is torn or not a safetensors file ({entry.name} is not where it should be)")
+        at += entry.num_bytes
+    if at != size:
+        raise ModelError(f"{path} is torn: its header describes {at} bytes, it has {size}")
+    return entries
+
+
+class FileWriter:
+    """Writes a safetensors file front to back; every tensor is handed over in order, whole or in runs of its bytes.
+
+    The file is on the disk when the `with` block ends; `sha256` is then the hash of all its bytes, taken while they
+    were written. Where the block fails, the file is left as it is: the caller owns the folder and clears it away.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]],
+        *,
+        metadata: Mapping[str, str] | None = None,
+        hashed: bool = False,
+    ) -> None:
+        """Write the header.
+
+        Args:
+            path: made or overwritten. tensors: (name, dtype, shape) in the order in which they will come.
+            metadata: texts for the header. hashed: take the hash of the whole file.
+
+        Raises:
+            OSError: the disk refused.
+        """
+        self._path = path
+        self._hash = hashlib.sha256() if hashed else None
+        header, self._expected = _header(tensors, metadata)
+        self._written = 0
+        self._file = path.open("wb", buffering=0)
+        self._put(memoryview(header))
+        self._written = 0
+
+    @property
+    def sha256(self) -> str | None:
+        """Hash of what was written, hexadecimal; None unless asked for."""
+        return self._hash.hexdigest() if self._hash else None
+
+    def write(self, values: Tensor) -> None:
+        """Append the bytes of a tensor, or of the next rows of one."""
+        self._put(bytes_of(values))
+
+    def __enter__(self) -> FileWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                if self._written != self._expected:
+                    raise ModelError(f"{self._path}: {self._written} of {self._expected} bytes were written")
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+
+    def _put(self, data: memoryview) -> None:
+        if self._hash:
+            self._hash.update(data)
+        self._written += len(data)
+        while data:
+            data = data[self._file.write(data) :]
+
+
+def bytes_of(values: Tensor) -> memoryview:
+    """Return the bytes of a CPU tensor; without a copy where it is contiguous."""
+    return values.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return what the format calls a dtype. Raises ModelError for one that it does not have."""
+    if dtype not in _NAMES:
+        raise ModelError(f"safetensors has no name for {dtype}; allowed: {', '.join(map(str, _NAMES))}")
+    return _NAMES[dtype]
+
+
+def _header(
+    tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None
+) -> tuple[bytes, int]:
+    rows: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    at = 0
+    for name, dtype, shape in tensors:
+        stop = at + math.prod(shape) * dtype.itemsize
+        if name in rows:
+            raise ModelError(f"tensor {name} came twice; a checkpoint holds each name once.")
+        rows[name] = {"dtype": dtype_name(dtype), "shape": list(shape), "data_offsets": [at, stop]}
+        at = stop
+    text = json.dumps(rows, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text, at

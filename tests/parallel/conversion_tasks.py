@@ -1,0 +1,79 @@
+"""What ranks are asked to do with converted checkpoints; functions of plain arguments, as in megatron_tasks.py."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_daro.actor.compat import quiet
+
+
+def _policy(path: Path, layout: Any, weights: Path | None = None) -> Any:
+    from dataclasses import replace
+
+    from megatron_daro.actor.policy import MegatronPolicy
+    from megatron_daro.actor.settings import PolicySettings
+    from megatron_daro.config.actor import ActorSection
+    from megatron_daro.config.algorithm import AlgorithmSection
+
+    actor = ActorSection(
+        tensor_parallel=layout.tensor,
+        pipeline_parallel=layout.pipeline,
+        context_parallel=layout.context,
+        data_parallel=layout.data,
+        dtype="fp32",
+    )
+    settings = PolicySettings(path, rollouts_per_prompt=4, max_response_tokens=32, temperature=1.0, total_steps=10)
+    return MegatronPolicy(replace(settings, weights=weights), actor, AlgorithmSection(name="daro"))
+
+
+def _exported(policy: Any) -> dict[str, Any]:
+    return {name: tensor.clone().numpy() for name, tensor in policy.export()}
+
+
+def start_from(path: Path, layout: Any, weights: Path, save_to: Path | None = None) -> dict[str, Any]:
+    """Start a policy from a Megatron checkpoint as `train` does; this stage's weights under Hugging Face names."""
+    policy = _policy(path, layout, weights)
+    if save_to:
+        policy.save(save_to)
+    return _exported(policy)
+
+
+def load_with_megatron(path: Path, layout: Any, checkpoint: Path) -> dict[str, Any]:
+    """Megatron's own load of a torch_dist folder into its own sharded state dict."""
+    from megatron.core import dist_checkpointing
+
+    policy = _policy(path, layout)
+    for parameter in policy.model.parameters():
+        torch.nn.init.constant_(parameter, 7.0)
+    with quiet():
+        state = dist_checkpointing.load({"model": policy.model.sharded_state_dict()}, str(checkpoint))
+    policy.model.load_state_dict(state["model"], strict=True)
+    return _exported(policy)
+
+
+def save_with_megatron(path: Path, layout: Any, checkpoint: Path) -> None:
+    """Megatron's own save, as Megatron-LM and Megatron-Bridge call it."""
+    from megatron.core import dist_checkpointing
+
+    multiprocessing.current_process()._config["daemon"] = False  # its writer starts a process
+    policy = _policy(path, layout)
+    with quiet():
+        dist_checkpointing.save({"model": policy.model.sharded_state_dict()}, str(checkpoint))
+
+
+def bytes_read(path: Path, layout: Any) -> tuple[int, int]:
+    """Bytes that this rank read of a Hugging Face checkpoint, and bytes of its parameters."""
+    from megatron_daro.actor.model import build_model, transformer_config
+    from megatron_daro.actor.weights import load_hf_weights
+    from megatron_daro.config.model_shape import read_model_shape
+    from megatron_daro.convert.hf_reader import HFCheckpoint
+
+    shape = read_model_shape(path)
+    model = build_model(shape, transformer_config(shape, layout, dtype="fp32"))
+    with HFCheckpoint(path) as tensors:
+        load_hf_weights(model, shape, tensors)
+        return tensors.bytes_read, sum(parameter.nbytes for parameter in model.parameters())

@@ -1,0 +1,77 @@
+"""Converted checkpoints in real Megatron: loaded by it, written by it, and trained from, in layouts that differ."""
+
+from __future__ import annotations
+
+import conversion_tasks as tasks
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_models import save_model
+from test_gradients_exact import layouts
+
+from megatron_daro.convert import plan
+from megatron_daro.convert.conversion import convert
+
+MODELS = ["qwen2_tied", "qwen3"]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp(request.param) / "hf"
+    save_model(request.param, directory)
+    return directory
+
+
+def to_megatron(hf, out, format_):
+    convert(plan.plan_to_megatron(hf, format_, None), out, processes=1, verify=True, progress=lambda *_: None)
+
+
+def to_hf(megatron, config, out):
+    made = plan.plan_to_hf(megatron, config, None, 10**9)
+    convert(made, out, processes=1, verify=True, progress=lambda *_: None)
+    return load_file(out / "model.safetensors")
+
+
+def assert_is(found: dict[str, np.ndarray] | dict[str, torch.Tensor], model) -> None:
+    expected = load_file(model / "model.safetensors")
+    assert sorted(found) == sorted(expected)
+    for name, tensor in expected.items():
+        np.testing.assert_array_equal(np.asarray(found[name]), tensor.numpy(), err_msg=name)
+
+
+def joined(results):
+    return {name: value for result in results for name, value in result.items()}
+
+
+@pytest.mark.parametrize(("layout", "format_"), [("tp2_pp2", "daro"), ("tp2", "torch_dist"), ("pp2", "torch_dist")])
+def test_training_starts_from_it_and_what_it_saves_is_the_model(rank_pool, tmp_path, model, layout, format_):
+    to_megatron(model, tmp_path / "megatron", format_)
+    saved = tmp_path / "step"
+    saved.mkdir()
+    start = {"path": model, "weights": tmp_path / "megatron", "save_to": saved}
+    assert_is(joined(rank_pool.run(tasks.start_from, layouts()[layout], **start)), model)
+    assert_is(to_hf(saved, model, tmp_path / "back"), model)
+
+
+@pytest.mark.parametrize("layout", ["single", "tp2_pp2"])
+def test_megatron_loads_what_is_written_for_it(rank_pool, tmp_path, model, layout):
+    to_megatron(model, tmp_path / "megatron", "torch_dist")
+    call = {"path": model, "checkpoint": tmp_path / "megatron/release"}
+    assert_is(joined(rank_pool.run(tasks.load_with_megatron, layouts()[layout], **call)), model)
+
+
+@pytest.mark.parametrize("layout", ["single", "tp2_pp2"])
+def test_what_megatron_saved_becomes_the_hf_model(rank_pool, tmp_path, model, layout):
+    saved = tmp_path / "iter_0000007"
+    saved.mkdir()
+    rank_pool.run(tasks.save_with_megatron, layouts()[layout], path=model, checkpoint=saved)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    assert_is(to_hf(tmp_path, model, tmp_path / "back"), model)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "tp2_pp2"])
+def test_a_rank_reads_the_bytes_of_its_slices_only(rank_pool, model, layout):
+    padding = (64 - 50) * 64 * 4 * 2  # rows that no file has, at most those of embedding and output
+    for read, held in rank_pool.run(tasks.bytes_read, layouts()[layout], path=model):
+        assert held - padding <= read <= held

@@ -1,0 +1,268 @@
+"""What cannot be converted: an error that names the tensor or the file, and nothing under the target's name."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+
+import pytest
+import torch
+from hf_checkpoints import config_of, make_hf, replace_tensor, tensors_of, to_hf, to_megatron
+from safetensors.torch import save_file
+
+from megatron_daro.convert import conversion, jobs, torch_dist_metadata
+from megatron_daro.convert.card import CARD_FILE
+from megatron_daro.convert.megatron_weights import checkpoint_directory, open_pieces
+from megatron_daro.errors import CheckpointError, DaroError, ModelError
+
+GATE = "model.layers.1.mlp.gate_proj.weight"
+
+
+@pytest.fixture
+def hf(tmp_path):
+    make_hf(tmp_path / "hf", config_of())
+    return tmp_path / "hf"
+
+
+def refused(source, out, match, convert=to_megatron):
+    with pytest.raises(DaroError, match=match):
+        convert(source, out)
+    assert not out.exists()
+
+
+def test_a_missing_shard(hf, tmp_path):
+    file = sorted(hf.glob("*.safetensors"))[1]
+    file.unlink()
+    refused(hf, tmp_path / "out", f"{file.name} is missing")
+
+
+def test_a_truncated_file(hf, tmp_path):
+    file = sorted(hf.glob("*.safetensors"))[1]
+    os.truncate(file, file.stat().st_size - 1)
+    refused(hf, tmp_path / "out", f"{file.name} is torn")
+
+
+def test_a_file_that_is_cut_while_it_is_read(hf, tmp_path, monkeypatch):
+    real = jobs.windows
+
+    def windows(shape, dtype, most_bytes):
+        os.truncate(sorted(hf.glob("*.safetensors"))[0], 900)
+        return real(shape, dtype, most_bytes)
+
+    monkeypatch.setattr(jobs, "windows", windows)
+    refused(hf, tmp_path / "out", r"00001-of-\d+\.safetensors .*(torn|ends before)")
+
+
+def test_a_tensor_too_few(hf, tmp_path):
+    replace_tensor(hf, GATE, None)
+    refused(hf, tmp_path / "out", f"{GATE}, which .* is missing from the checkpoint")
+
+
+def test_a_tensor_too_many(hf, tmp_path):
+    replace_tensor(hf, "model.layers.0.mlp.gate_proj.lora_A.weight", torch.zeros(2, 3))
+    refused(hf, tmp_path / "out", r"holds model\.layers\.0\.mlp\.gate_proj\.lora_A\.weight of shape \(2, 3\)")
+    replace_tensor(hf, "model.layers.0.mlp.gate_proj.lora_A.weight", None)
+    replace_tensor(hf, "model.layers.0.self_attn.rotary_emb.inv_freq", torch.zeros(4))  # computed, in old checkpoints
+    assert to_megatron(hf, tmp_path / "out").ignored == ("model.layers.0.self_attn.rotary_emb.inv_freq",)
+
+
+def test_a_shape_that_config_json_does_not_have(hf, tmp_path):
+    replace_tensor(hf, GATE, torch.zeros(25, 16, dtype=torch.bfloat16))
+    refused(hf, tmp_path / "out", rf"{GATE} has shape \(25, 16\); config\.json of the model asks for \(24, 16\)")
+
+
+def test_tied_weights_that_differ(tmp_path):
+    given = make_hf(tmp_path / "hf", config_of(tie_word_embeddings=True))
+    same = given["model.embed_tokens.weight"]
+    replace_tensor(tmp_path / "hf", "lm_head.weight", same)
+    assert to_megatron(tmp_path / "hf", tmp_path / "same").ignored == ("lm_head.weight",)
+    other = same.clone()
+    other[-1, -1] += 1
+    replace_tensor(tmp_path / "hf", "lm_head.weight", other)
+    refused(tmp_path / "hf", tmp_path / "out", r"lm_head\.weight differs from model\.embed_tokens\.weight")
+
+
+def test_layers_of_different_dtypes(hf, tmp_path):
+    replace_tensor(hf, "model.norm.weight", torch.ones(16))  # a tensor of its own: stays as it is
+    to_megatron(hf, tmp_path / "mixed")
+    to_hf(tmp_path / "mixed", tmp_path / "back")
+    assert tensors_of(tmp_path / "back")["model.norm.weight"].dtype == torch.float32
+    replace_tensor(hf, "model.layers.1.input_layernorm.weight", torch.ones(16))
+    refused(hf, tmp_path / "out", r"model\.layers\.1\.input_layernorm\.weight is float32, but model\.layers\.0")
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"model_type": "qwen4"}, "qwen4"),
+        ({"num_hidden_layers": 1}, r"holds model\.layers\.1\."),
+        ({"num_hidden_layers": 3}, r"model\.layers\.2\.\S+, which .* is missing"),
+        ({"num_key_value_heads": 4}, r"k_proj\.\S+ has shape"),
+    ],
+)
+def test_a_config_json_of_another_model(hf, tmp_path, changes, match):
+    (hf / "config.json").write_text(json.dumps(config_of(**{"family": "qwen2", **changes})))
+    if "model_type" in changes:
+        (hf / "config.json").write_text(json.dumps({**config_of(), **changes}))
+    refused(hf, tmp_path / "out", match)
+
+
+@pytest.mark.parametrize(
+    ("number", "match"),
+    [(2, r"holds model\.layers\.1\.mlp\.experts\.2"), (8, r"mlp\.gate\.weight has shape \(4, 16\)")],
+)
+def test_a_config_json_that_lies_about_the_experts(tmp_path, number, match):
+    make_hf(tmp_path / "hf", config_of("qwen3_moe"))
+    (tmp_path / "hf/config.json").write_text(json.dumps(config_of("qwen3_moe", num_experts=number)))
+    refused(tmp_path / "hf", tmp_path / "out", match)
+
+
+def test_a_directory_that_is_not_empty(hf, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("keep")
+    with pytest.raises(ModelError, match="exists and is not empty"):
+        to_megatron(hf, out)
+    assert [path.name for path in out.iterdir()] == ["mine.txt"] and not (tmp_path / ".out.partial").exists()
+    (out / "mine.txt").unlink()
+    to_megatron(hf, out)
+    assert (out / CARD_FILE).is_file()
+
+
+@pytest.mark.parametrize("format_", ["daro", "torch_dist"])
+def test_a_flipped_byte_of_a_converted_checkpoint(hf, tmp_path, format_):
+    to_megatron(hf, tmp_path / "megatron", format_=format_)
+    piece = open_pieces(checkpoint_directory(tmp_path / "megatron")).pieces("decoder.layers.mlp.linear_fc1.weight")[-1]
+    content = bytearray(piece.path.read_bytes())
+    content[piece.start] ^= 4
+    piece.path.write_bytes(content)
+    refused(
+        tmp_path / "megatron",
+        tmp_path / "back",
+        r"model\.layers\.1\.mlp\.\S+_proj\.weight in .* is not what conversion\.json says",
+        to_hf,
+    )
+
+
+def test_a_flipped_byte_of_a_converted_hf_checkpoint(hf, tmp_path):
+    to_megatron(hf, tmp_path / "megatron")
+    to_hf(tmp_path / "megatron", tmp_path / "back")
+    tensors = tensors_of(tmp_path / "back")
+    replace_tensor(tmp_path / "back", GATE, tensors[GATE] + 1)
+    refused(tmp_path / "back", tmp_path / "again", rf"{GATE} in .* is not what conversion\.json says")
+
+
+@pytest.mark.parametrize("format_", ["daro", "torch_dist"])
+def test_a_torn_megatron_checkpoint(hf, tmp_path, format_):
+    to_megatron(hf, tmp_path / "megatron", format_=format_)
+    files = (tmp_path / "megatron").rglob("*shard_*" if format_ == "daro" else "*.distcp")
+    file = max(files, key=lambda path: path.stat().st_size)
+    os.truncate(file, file.stat().st_size // 2)
+    refused(tmp_path / "megatron", tmp_path / "back", file.name, to_hf)
+    file.unlink()
+    refused(tmp_path / "megatron", tmp_path / "back", file.name, to_hf)
+
+
+def test_a_megatron_checkpoint_of_another_model(hf, tmp_path):
+    to_megatron(hf, tmp_path / "megatron")
+    for changes, match in (
+        ({"num_hidden_layers": 3}, r"decoder\.layers\.\S+ has shape \(2, .*asks for \(3,"),
+        ({"vocab_size": 500}, r"embedding\.word_embeddings\.weight has shape \(128"),
+        ({"family": "qwen3"}, r"holds no decoder\.layers\.self_attention\.q_layernorm\.weight"),
+        ({"family": "llama"}, r"holds decoder\.layers\.self_attention\.linear_qkv\.bias"),
+        ({"tie_word_embeddings": True}, r"holds output_layer\.weight .*embeddings are tied"),
+    ):
+        (tmp_path / "megatron/hf/config.json").write_text(json.dumps(config_of(**changes)))
+        refused(tmp_path / "megatron", tmp_path / "back", match, to_hf)
+
+
+class _Evil:
+    """Writes a file where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+def test_a_pickle_that_runs_code_is_not_run(hf, tmp_path):
+    to_megatron(hf, tmp_path / "megatron", format_="torch_dist")
+    metadata = tmp_path / "megatron/release/.metadata"
+    with metadata.open("rb") as file:
+        content = pickle.load(file)  # ours, from a moment ago
+    content.planner_data = _Evil(tmp_path / "executed")
+    metadata.write_bytes(pickle.dumps(content))
+    refused(tmp_path / "megatron", tmp_path / "back", r"names posix\.system, which .* not loaded", to_hf)
+    assert not (tmp_path / "executed").exists()
+    with metadata.open("rb") as file:
+        pickle.load(file)
+    assert (tmp_path / "executed").exists(), "the attack must work on a reader that trusts it"
+
+
+@pytest.mark.parametrize(
+    "name", ["torch.load", "torch.hub.load", "builtins.eval", "pathlib.Path.unlink", "torch.Tensor"]
+)
+def test_only_listed_names_are_taken(tmp_path, name):
+    module, _, attribute = name.rpartition(".")
+    program = b"\x80\x04" + b"".join(b"\x8c" + bytes([len(t)]) + t.encode() for t in (module, attribute)) + b"\x93."
+    with pytest.raises(CheckpointError, match="not loaded"):
+        torch_dist_metadata.RestrictedUnpickler(program, torch_dist_metadata._ALLOWED, tmp_path).load()
+
+
+def test_a_blob_that_is_no_tensor_runs_nothing(hf, tmp_path):
+    """torch.save's own pickle inside a .distcp file is read with a list of names too."""
+    to_megatron(hf, tmp_path / "megatron", format_="torch_dist")
+    file = next(p for p in (tmp_path / "megatron/release").glob("*.distcp") if b"_rebuild_tensor_v2" in p.read_bytes())
+    content = file.read_bytes()
+    assert content.count(b"ctorch._utils\n_rebuild_tensor_v2\n")
+    same_length = b"cposix\nsystem\n"
+    padding = len(b"ctorch._utils\n_rebuild_tensor_v2\n") - len(same_length)
+    file.write_bytes(
+        content.replace(
+            b"ctorch._utils\n_rebuild_tensor_v2\n", same_length + b"0N" * (padding // 2) + b"N" * (padding % 2)
+        )
+    )
+    refused(tmp_path / "megatron", tmp_path / "back", "posix.system|torn", to_hf)
+
+
+def test_too_little_space_is_seen_before(hf, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        conversion.os, "statvfs", lambda path: os.statvfs_result((4096, 4096, 9, 9, 0, 0, 0, 0, 0, 255))
+    )
+    refused(hf, tmp_path / "out", "has 0.0 GB free")
+    assert not (tmp_path / ".out.partial").exists()
+
+
+def test_a_full_disk_leaves_nothing_under_the_name_and_the_next_run_goes_on(hf, tmp_path, monkeypatch):
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a small disk")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=28k", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("this machine does not let root mount a tmpfs")
+    try:
+        monkeypatch.setattr(conversion, "_check_space", lambda *_: None)  # as if another process took the space
+        refused(hf, disk / "out", "out was not written: the disk is full.*run the same command again")
+        subprocess.run(["mount", "-o", "remount,size=10m", disk], check=True)
+        to_megatron(hf, disk / "out")
+        to_hf(disk / "out", tmp_path / "back")
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    assert len(tensors_of(tmp_path / "back")) == len(tensors_of(hf))
+
+
+def test_what_is_no_checkpoint_at_all(hf, tmp_path):
+    refused(tmp_path / "hf", tmp_path / "back", "is no Megatron checkpoint", lambda s, o: to_hf(s, o, config=hf))
+    to_megatron(hf, tmp_path / "megatron", format_="torch_dist")
+    (tmp_path / "megatron/latest_checkpointed_iteration.txt").write_text("100")
+    refused(tmp_path / "megatron", tmp_path / "back", "says '100', but .*iter_0000100 is no checkpoint", to_hf)
+    refused(tmp_path, tmp_path / "back", "hf: give one|is no Megatron", lambda s, o: to_hf(s, o, config=hf))
+
+
+def test_quantized_tensors(hf, tmp_path):
+    replace_tensor(hf, "model.norm.weight", torch.ones(16, dtype=torch.int8))
+    refused(hf, tmp_path / "out", r"model\.norm\.weight is torch\.int8; allowed")
+    save_file({"a": torch.ones(2)}, hf / "model.safetensors")

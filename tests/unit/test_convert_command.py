@@ -1,0 +1,139 @@
+"""`megatron-daro convert`: options, exit codes, what is printed; the command itself runs in this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_daro import cli
+from megatron_daro.commands.convert import find_config, parse_size
+from megatron_daro.config.model_shape import read_model_shape
+from megatron_daro.convert.mapping import hf_tensor_shapes
+from megatron_daro.errors import ConfigError, ModelError
+
+CONFIG = {"model_type": "qwen2", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+CONFIG |= {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 70, "max_position_embeddings": 128}
+CONFIG |= {"architectures": ["Qwen2ForCausalLM"], "rope_theta": 10000.0, "tie_word_embeddings": False}
+
+
+def make_model(directory: Path, **changes: object) -> Path:
+    config = {**CONFIG, **changes}
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(0)
+    tensors = {name: torch.randn(dims) * 0.1 for name, dims in hf_tensor_shapes(read_model_shape(config)).items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@pytest.fixture
+def hf(tmp_path):
+    return make_model(tmp_path / "hf")
+
+
+def convert(*arguments: object) -> int:
+    return cli.main(["convert", *map(str, arguments)])
+
+
+@pytest.mark.parametrize("format_", ["daro", "torch_dist"])
+def test_there_and_back_with_a_forward_pass_on_the_way(hf, tmp_path, capsys, format_):
+    assert convert("--hf", hf, "--out", tmp_path / "m", "--format", format_, "--verify", "--processes", 1) == 0
+    printed = capsys.readouterr().out
+    assert "read back and compared" in printed and "forward pass: logits of 64 tokens differ by at most" in printed
+    assert convert("--megatron", tmp_path / "m", "--out", tmp_path / "back", "--verify", "--processes", 1) == 0
+    assert "forward pass: logits of 64 tokens" in capsys.readouterr().out
+    found, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path / "back", hf))
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_a_forward_pass_that_differs_fails(hf, tmp_path, capsys, monkeypatch):
+    from megatron_daro.actor import forward_check
+
+    real = forward_check._transformers_logits
+    monkeypatch.setattr(forward_check, "_transformers_logits", lambda *given: real(*given) * 1.01)
+    assert convert("--hf", hf, "--out", tmp_path / "m", "--verify") == 1
+    assert "CheckpointError: the logits of" in capsys.readouterr().err
+
+
+def test_a_model_that_does_not_fit_is_not_run(hf, tmp_path, capsys, monkeypatch):
+    from megatron_daro.actor import forward_check
+
+    monkeypatch.setattr(forward_check, "_BYTES_PER_PARAMETER", 10**12)
+    assert convert("--hf", hf, "--out", tmp_path / "m", "--verify") == 0
+    assert "forward pass not compared: it needs" in capsys.readouterr().out
+
+
+def test_dry_run_says_what_would_be_written_and_writes_nothing(hf, tmp_path, capsys):
+    assert convert("--hf", hf, "--out", tmp_path / "m", "--dry-run") == 0
+    printed = capsys.readouterr().out
+    assert "would write" in printed and "17 tensors" in printed and "1 files, format daro" in printed
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "give one of --hf DIR"),
+        (["--hf", "a", "--megatron", "b"], "give one of --hf DIR"),
+        (["--hf", "a", "--format", "zip"], "--format: got 'zip'; allowed: daro, torch_dist"),
+        (["--hf", "a", "--dtype", "int8"], "--dtype: got 'int8'; allowed: fp32, bf16, fp16"),
+        (["--hf", "a", "--hf-config", "b"], "leave --hf-config out"),
+    ],
+)
+def test_options_that_do_not_go_together(tmp_path, capsys, options, message):
+    assert convert(*options, "--out", tmp_path / "m") == cli.EXIT_CONFIG
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "number"), [("5GB", 5 * 10**9), ("500 mb", 5 * 10**8), ("2GiB", 2**31), ("7", 7)])
+def test_sizes(text, number):
+    assert parse_size(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "5TB", "1.5.2"])
+def test_sizes_that_are_none(text):
+    with pytest.raises(ConfigError, match="--max-shard-size"):
+        parse_size(text)
+
+
+def test_the_configuration_of_a_runs_checkpoint_is_found(hf, tmp_path):
+    checkpoint = tmp_path / "run/checkpoints/step_000002"
+    checkpoint.mkdir(parents=True)
+    with pytest.raises(ModelError, match="--hf-config"):
+        find_config(checkpoint)
+    (tmp_path / "run/config.yaml").write_text(f"model: {{path: {hf}}}\ndata: {{train: [x.jsonl]}}\n")
+    assert find_config(checkpoint) == hf
+
+
+@pytest.mark.parametrize("tool", ["convert_hf_to_megatron", "convert_megatron_to_hf"])
+def test_the_tools_are_the_command(tool, tmp_path):
+    path = Path(__file__).resolve().parents[2] / "tools" / f"{tool}.py"
+    done = subprocess.run([sys.executable, path, "--out", tmp_path / "x"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == cli.EXIT_CONFIG and "give one of --hf DIR" in done.stderr
+
+
+def test_ctrl_c_leaves_nothing_under_the_name_and_the_next_run_finishes(tmp_path):
+    hf = make_model(tmp_path / "hf", vocab_size=100_000, hidden_size=512, num_hidden_layers=24)
+    out, partial = tmp_path / "m", tmp_path / ".m.partial"
+    command = [sys.executable, "-m", "megatron_daro", "convert", "--hf", hf, "--out", out, "--processes", "2"]
+    process = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not list(partial.glob("files/shard_*")) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == cli.EXIT_INTERRUPTED, errors
+    assert errors.strip().splitlines()[-1] == "interrupted"
+    assert not out.exists() and partial.is_dir()
+    assert convert("--hf", hf, "--out", out, "--processes", 1) == 0
+    assert (out / "conversion.json").is_file() and not partial.exists()
+    os.sync()
