@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from megatron_daro.convert.plan import Plan
 
 _MOST_PROCESSES = 4
+_WIDTH_IN_FILES = 150
 _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "KI": 1024, "MI": 1024**2, "GI": 1024**3}
 
 
@@ -88,10 +89,10 @@ def make_plan(
     Raises:
         ConfigError: options that do not go together. ModelError, CheckpointError: the source cannot be converted.
     """
-    from megatron_daro.convert import plan
-
     if (hf is None) == (megatron is None):
         raise ConfigError("convert: give one of --hf DIR (to Megatron) and --megatron DIR (to Hugging Face)")
+    from megatron_daro.convert import plan
+
     if dtype is not None and dtype not in plan.DTYPES:
         raise ConfigError(f"--dtype: got {dtype!r}; allowed: {', '.join(plan.DTYPES)}")
     if hf is not None:
@@ -189,7 +190,8 @@ def _print_card(card: Card) -> None:
         table.add_column(name, overflow="fold")
     for key, count, *rest in card.summary():
         table.add_row(key, str(count), *rest)
-    Console().print(table)
+    console = Console()
+    (console if console.is_terminal else Console(width=_WIDTH_IN_FILES)).print(table)
 
 
 def _forward_check(plan: Plan, out: Path) -> str:

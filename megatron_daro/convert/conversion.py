@@ -11,9 +11,11 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -97,8 +99,9 @@ def _run(plan: Plan, jobs: Sequence[Job], folder: Path, processes: int, progress
         return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
 
     tasks = [(plan, job, folder) for job in jobs]
-    for record in _each(write_file, tasks, processes, lambda: progress("converting", done_bytes())):
-        partial.note(record)
+    with closing(_each(write_file, tasks, processes, lambda: progress("converting", done_bytes()))) as records:
+        for record in records:
+            partial.note(record)
     progress("converting", done_bytes())
 
 
@@ -108,8 +111,9 @@ def _verify(plan: Plan, files: Sequence[str], root: Path, processes: int, progre
     chosen = [job for job in plan.jobs if job.file in set(files)]
     done: list[int] = []
     tasks = [(plan, job, root) for job in chosen]
-    for file in _each(compare_file, tasks, processes, lambda: progress("verifying", sum(done))):
-        done.append(sizes[file])
+    with closing(_each(compare_file, tasks, processes, lambda: progress("verifying", sum(done)))) as compared:
+        for file in compared:
+            done.append(sizes[file])
     progress("verifying", sum(done))
 
 
@@ -146,7 +150,7 @@ def _written_dtype(records: Iterable[FileRecord]) -> str | None:
 
 def _each(
     function: Callable[..., R], tasks: Sequence[tuple[Plan, Job, Path]], processes: int, tick: Callable[[], None]
-) -> Iterable[R]:
+) -> Generator[R, None, None]:
     """Return the results as they come. With one process, in this one."""
     if processes == 1 or len(tasks) < 2:
         for task in tasks:
@@ -158,17 +162,40 @@ def _each(
     stop = context.Event()
     pool = ProcessPoolExecutor(min(processes, len(tasks)), context, initializer=_start_worker, initargs=(stop,))
     try:
-        waiting: set[Future[R]] = {pool.submit(_call, function, task) for task in tasks}
-        while waiting:
-            done, waiting = wait(waiting, timeout=_POLL_S, return_when=FIRST_COMPLETED)
-            tick()
-            for future in done:
-                yield future.result()
+        with _interruptible() as interrupted:
+            waiting: set[Future[R]] = {pool.submit(_call, function, task) for task in tasks}
+            while waiting and not interrupted.is_set():
+                done, waiting = wait(waiting, timeout=_POLL_S, return_when=FIRST_COMPLETED)
+                tick()
+                for future in done:
+                    yield future.result()
+        if interrupted.is_set():
+            raise KeyboardInterrupt
     except BrokenProcessPool:
         raise ModelError("a conversion process was killed (out of memory?); run again with fewer --processes") from None
     finally:
         stop.set()
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def _interruptible() -> Iterator[threading.Event]:
+    """Turn the first Ctrl-C into a flag: an exception in the middle of the pool's own code could leave it locked."""
+    flag = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield flag
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(*_: object) -> None:
+        flag.set()
+        signal.signal(signal.SIGINT, before)  # the second one ends at once
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield flag
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class _Worker:

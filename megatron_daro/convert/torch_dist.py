@@ -153,12 +153,15 @@ def _numbers_start(part: _Part, dtype: torch.dtype, shape: tuple[int, ...], path
     return storage.header_offset + _ZIP_LOCAL_HEADER.size + name_length + extra_length + offset * dtype.itemsize
 
 
-def _description(content: bytes, path: Path) -> tuple[tuple[torch.dtype, str], int, tuple[int, ...], tuple[int, ...]]:
+_Description = tuple[tuple[torch.dtype, str], int, tuple[int, ...], tuple[int, ...]]
+
+
+def _description(content: bytes, path: Path) -> _Description:
     """((dtype, number of the storage), offset, shape, strides) out of torch.save's own small pickle."""
 
     def rebuilt(
         storage: tuple[Any, ...], offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: object
-    ) -> Any:
+    ) -> _Description:
         return (storage[1], storage[2]), int(offset), tuple(size), tuple(stride)
 
     allowed = {

@@ -40,11 +40,10 @@ class Record:
     def __setstate__(self, state: object) -> None:
         self.state = state
 
-    def get(self, name: str) -> Any:  # what a pickle holds has no type
-        """Return an attribute. Raises KeyError."""
-        if not isinstance(self.state, dict):
-            raise KeyError(name)
-        return self.state[name]
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Return the attributes that it was given by name; none where it was given something else."""
+        return self.state if isinstance(self.state, dict) else {}
 
 
 _RECORDS = {
@@ -74,7 +73,7 @@ class RestrictedUnpickler(pickle.Unpickler):
         super().__init__(io.BytesIO(content))
         self._allowed, self._where = allowed, where
 
-    def find_class(self, module: str, name: str) -> Any:  # as the base class has it
+    def find_class(self, module: str, name: str) -> object:
         """Return what stands for a name. Raises CheckpointError for one that is not on the list."""
         if (module, name) in _DTYPES:
             return _DTYPES[module, name]
@@ -85,7 +84,7 @@ class RestrictedUnpickler(pickle.Unpickler):
             )
         return self._allowed[module, name]
 
-    def persistent_load(self, pid: Any) -> Any:  # as the base class has it
+    def persistent_load(self, pid: object) -> object:
         """Return the record of a tensor's storage, as torch.save writes it."""
         return pid
 
@@ -121,9 +120,9 @@ def read_metadata(path: Path) -> dict[str, StoredTensor]:
     """
     try:
         metadata = RestrictedUnpickler(path.read_bytes(), _ALLOWED, path).load()
-        places = {_place(index): _info(info) for index, info in metadata.get("storage_data").items()}
-        rows = metadata.get("state_dict_metadata").items()
-        return {key: _tensor(key, row, places) for key, row in rows if "size" in row.state}
+        places = {_place(index): _info(info) for index, info in metadata.fields["storage_data"].items()}
+        rows = metadata.fields["state_dict_metadata"].items()
+        return {key: _tensor(key, row, places) for key, row in rows if "size" in row.fields}
     except CheckpointError:
         raise
     except Exception as error:  # a pickle of any bytes can fail in any way; nothing was run
@@ -133,24 +132,24 @@ def read_metadata(path: Path) -> dict[str, StoredTensor]:
 
 
 def _place(index: Record) -> tuple[str, tuple[int, ...] | None]:
-    offset = index.state.get("offset") if isinstance(index.state, dict) else None  # left out where it is None
-    return index.get("fqn"), None if offset is None else tuple(offset)
+    offset = index.fields.get("offset")  # left out where it is None
+    return index.fields["fqn"], None if offset is None else tuple(offset)
 
 
 def _info(info: Record) -> tuple[str, int, int]:
-    file = info.get("relative_path")
+    file = info.fields["relative_path"]
     if not isinstance(file, str) or PurePosixPath(file).name != file:
         raise ValueError(f"{file!r} is not a file name in the checkpoint's own directory")
-    return file, int(info.get("offset")), int(info.get("length"))
+    return file, int(info.fields["offset"]), int(info.fields["length"])
 
 
 def _tensor(
     key: str, row: Record, places: Mapping[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]
 ) -> StoredTensor:
-    properties = row.get("properties").state
-    dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
+    properties = row.fields["properties"]
+    dtype = properties.state[0] if isinstance(properties.state, tuple) else properties.fields["dtype"]
     blobs = []
-    for chunk in row.get("chunks"):
-        offset = tuple(chunk.get("offsets"))
-        blobs.append(Blob(offset, tuple(chunk.get("sizes")), *places[key, offset]))
-    return StoredTensor(dtype, tuple(row.get("size")), tuple(blobs))
+    for chunk in row.fields["chunks"]:
+        offset = tuple(chunk.fields["offsets"])
+        blobs.append(Blob(offset, tuple(chunk.fields["sizes"]), *places[key, offset]))
+    return StoredTensor(dtype, tuple(row.fields["size"]), tuple(blobs))

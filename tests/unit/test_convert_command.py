@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from megatron_daro import cli
 from megatron_daro.commands.convert import find_config, parse_size
 from megatron_daro.config.model_shape import read_model_shape
+from megatron_daro.convert import plan
 from megatron_daro.convert.mapping import hf_tensor_shapes
 from megatron_daro.errors import ConfigError, ModelError
 
@@ -115,25 +116,40 @@ def test_the_configuration_of_a_runs_checkpoint_is_found(hf, tmp_path):
 
 
 @pytest.mark.parametrize("tool", ["convert_hf_to_megatron", "convert_megatron_to_hf"])
-def test_the_tools_are_the_command(tool, tmp_path):
+def test_the_tools_are_the_command(tool, tmp_path, monkeypatch, capsys):
     path = Path(__file__).resolve().parents[2] / "tools" / f"{tool}.py"
-    done = subprocess.run([sys.executable, path, "--out", tmp_path / "x"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == cli.EXIT_CONFIG and "give one of --hf DIR" in done.stderr
+    monkeypatch.setattr(sys, "argv", [str(path), "--out", str(tmp_path / "x")])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(path), run_name="__main__")
+    assert ended.value.code == cli.EXIT_CONFIG and "give one of --hf DIR" in capsys.readouterr().err
 
 
-def test_ctrl_c_leaves_nothing_under_the_name_and_the_next_run_finishes(tmp_path):
-    hf = make_model(tmp_path / "hf", vocab_size=100_000, hidden_size=512, num_hidden_layers=24)
-    out, partial = tmp_path / "m", tmp_path / ".m.partial"
-    command = [sys.executable, "-m", "megatron_daro", "convert", "--hf", hf, "--out", out, "--processes", "2"]
+MANY_FILES = """
+import sys
+from megatron_daro import cli
+from megatron_daro.convert import plan
+plan._LEAST_FILE_BYTES = 1
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_ctrl_c_leaves_nothing_under_the_name_and_the_next_run_finishes(tmp_path, monkeypatch):
+    """Some sixty files, so that there is something left to do when the signal comes."""
+    hf = make_model(tmp_path / "hf", num_hidden_layers=40)
+    out, done = tmp_path / "m", tmp_path / ".m.partial/done"
+    command = [sys.executable, "-c", MANY_FILES, "convert", "--hf", hf, "--out", out, "--processes", 2]
     process = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
-    while not list(partial.glob("files/shard_*")) and process.poll() is None and time.monotonic() < deadline:
+    while not list(done.glob("*.json")) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == cli.EXIT_INTERRUPTED, errors
     assert errors.strip().splitlines()[-1] == "interrupted"
-    assert not out.exists() and partial.is_dir()
+    kept = len(list(done.glob("*.json")))
+    assert not out.exists() and 0 < kept < 60
+    monkeypatch.setattr(plan, "_LEAST_FILE_BYTES", 1)
     assert convert("--hf", hf, "--out", out, "--processes", 1) == 0
-    assert (out / "conversion.json").is_file() and not partial.exists()
-    os.sync()
+    rows = json.loads((out / "conversion.json").read_text())["rows"]
+    assert kept <= sum(row["check"] == "hashed; read back and compared" for row in rows) < len(rows)
+    assert not done.parent.exists()

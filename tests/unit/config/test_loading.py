@@ -194,7 +194,13 @@ def test_a_bad_override_is_refused_in_words(tmp_path, override, expected):
 
 def test_a_tilde_is_the_home_directory_in_every_path(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
-    paths = ["model.path", "trainer.run_dir", "engine.sglang.python", "engine.sglang.sync_dir"]
+    paths = [
+        "model.path",
+        "model.megatron_weights",
+        "trainer.run_dir",
+        "engine.sglang.python",
+        "engine.sglang.sync_dir",
+    ]
     paths += ["data.train.0", "data.eval.0.path"]
     text = MINIMAL.replace("]}", "], eval: [{name: a, path: b}]}")
     config = resolve(write(tmp_path, text), [f"{path}=~/x" for path in paths])
