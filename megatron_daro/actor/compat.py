@@ -105,7 +105,7 @@ def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) ->
     """
     for group in _param_groups(state):
         _identify(group, optimizer.param_groups)
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in optimizer_parts(optimizer):
         if hasattr(part, "_set_main_param_and_optimizer_states"):
             part._set_main_param_and_optimizer_states = partial(_set_all_but_step, part)
     optimizer.load_state_dict(state)
@@ -142,9 +142,14 @@ def _set_all_but_step(part: Any, parameter: torch.nn.Parameter, tensors: dict[st
     type(part)._set_main_param_and_optimizer_states(part, parameter, {**step, **tensors})
 
 
+def optimizer_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """Return the optimizers that are chained in one: with expert parallelism experts have their own."""
+    return getattr(optimizer, "chained_optimizers", None) or [optimizer]
+
+
 def _torch_adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Adam]:
     """Return the torch Adam (or AdamW, which is one) inside each part of a Megatron optimizer."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in optimizer_parts(optimizer):
         inner = getattr(part, "optimizer", None)
         if isinstance(inner, torch.optim.Adam):
             yield inner

@@ -206,7 +206,7 @@ def bare_model(
             share_embeddings_and_output_weights=shape.tie,
             parallel_output=True,
         )
-    _mark_tensor_parallel(model, shape)
+    _mark_parallel(model, shape)
     if isinstance(shape.rope_scaling, Llama3Scaling):
         _apply_llama3_scaling(model.rotary_pos_emb, shape.rope_scaling)
     if config.bf16:
@@ -256,13 +256,18 @@ def _rules(shape: ModelShape, fused_norms: bool, grouped_experts: bool) -> Mappi
     return {rule.megatron_name: rule for rule in [*rules, output_rule(shape)]}
 
 
-def _mark_tensor_parallel(model: HiddenStateGPTModel, shape: ModelShape) -> None:
-    """Tell Megatron which parameters are shards: the gradient norm counts all others on one rank only.
+def _mark_parallel(model: HiddenStateGPTModel, shape: ModelShape) -> None:
+    """Tell Megatron which parameters are shards, and which belong to experts.
 
-    Upstream sets the marks while it draws initial weights, and `perform_initialization` is off. Experts count as
-    shards also where they are whole: no other rank of their group has the same ones.
+    The gradient norm counts what is no shard on one rank only. Upstream sets these marks while it draws initial
+    weights, and `perform_initialization` is off. Experts count as shards also where they are whole: no other rank of
+    their group has the same ones. Their gradients are summed over the ranks with the same experts, and they have an
+    optimizer of their own: upstream does so with EP > 1 only, where it is needed with ETP other than TP as well, and
+    where a checkpoint of one EP must load into another.
     """
     for local in local_parameters(model, shape):
+        if local.rule.expert is not None:
+            local.parameter.allreduce = False  # type: ignore[attr-defined]
         if local.rule.is_cut and not hasattr(local.parameter, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(local.parameter, True, local.rule.dim, 1)
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megatron_daro.actor import device
+from megatron_daro.actor.compat import optimizer_parts
 from megatron_daro.actor.model import DTYPES
 from megatron_daro.config.actor import OptimizerSection
 
@@ -110,8 +111,9 @@ def update(optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, *, 
     if found_inf or not allowed or not _finite_everywhere(grad_norm):
         return UpdateReport(applied=False, grad_norm=grad_norm, learning_rate=0.0)
     scheduler.step(increment=1)
-    if optimizer.config.clip_grad > 0 and optimizer.get_parameters():
-        clip_grad_by_total_norm_fp32(optimizer.get_parameters(), optimizer.config.clip_grad, grad_norm)
+    for part in optimizer_parts(optimizer):
+        if part.config.clip_grad > 0 and part.get_parameters():
+            clip_grad_by_total_norm_fp32(part.get_parameters(), part.config.clip_grad, grad_norm)
     optimizer.step_with_ready_grads()
     return UpdateReport(applied=True, grad_norm=grad_norm, learning_rate=_learning_rate(optimizer))
 

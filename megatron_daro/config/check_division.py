@@ -99,11 +99,6 @@ def _expert_problems(actor: ActorSection, experts: ExpertShape) -> Iterator[Prob
         got = f"{actor.expert_parallel}; with ETP {cut} experts have groups of {group} ranks"
         allowed = f"ETP * EP that is a divisor or a multiple of TP {tensor}"
         yield Problem("actor.expert_parallel", got, allowed, "use powers of 2", also=_RANKS)
-    if cut != tensor and actor.expert_parallel == 1:
-        got = f"{cut} with tensor_parallel {tensor} and expert_parallel 1"
-        allowed = "tensor_parallel, unless expert_parallel > 1: Megatron-core would not sum the experts' gradients"
-        fix = f"set actor.expert_parallel={max(2, tensor // cut)}, or leave it unset"
-        yield Problem("actor.expert_tensor_parallel", got, allowed, fix, also=_RANKS)
     if tensor > 1 and not actor.use_sequence_parallel:
         got = f"false with tensor_parallel {tensor} and experts"
         allowed = "true: Megatron-core trains experts under tensor parallelism with it only"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import megatron_tasks
 import numpy as np
 import policy_tasks
 import pytest
@@ -20,6 +21,7 @@ def layouts():
         "ep2": Layout(data=2, expert=2),
         "tp2_ep2": Layout(tensor=2, expert=2, expert_tensor=1),  # two ranks: TP for attention, EP for the experts
         "tp2": Layout(tensor=2),  # each expert is cut
+        "tp2_etp1": Layout(tensor=2, expert_tensor=1),  # both ranks have all experts, for half of the tokens each
         "pp2": Layout(pipeline=2),
         "pp2_ep2": Layout(pipeline=2, data=2, expert=2),
         "cp2_ep2": Layout(context=2, expert=2),
@@ -57,6 +59,34 @@ def test_logprobs_gradients_and_exported_weights(rank_pool, models, family, layo
 def test_a_first_stage_with_fewer_layers(rank_pool, models):
     """Dense layers and layers with experts alternate: a stage that started at another layer would have other names."""
     check(rank_pool, models["qwen3_moe_mixed"], "pp2", megatron={"num_layers_in_first_pipeline_stage": 1})
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "loaded_by"), [("single", "ep2"), ("tp2_dp2_ep2", "pp2"), ("dp4_ep2", "tp2_etp1")]
+)
+def test_a_checkpoint_continues_with_other_expert_parallel_sizes(rank_pool, models, tmp_path, saved_by, loaded_by):
+    """Two steps, a checkpoint, two steps in another layout: the weights of four steps of one process."""
+    whole = train(rank_pool, models, "single", range(4))
+    train(rank_pool, models, saved_by, range(2), save_to=tmp_path)
+    resumed = train(rank_pool, models, loaded_by, range(2, 4), load_from=tmp_path)
+    assert set(resumed) == set(whole)
+    for name, weights in whole.items():
+        np.testing.assert_allclose(resumed[name], weights, rtol=0, atol=2e-5, err_msg=name)
+
+
+def train(pool, models, layout, seeds, **extra):
+    """Weights after one step for each seed."""
+    results = pool.run(
+        megatron_tasks.train,
+        layouts()[layout],
+        path=models["qwen3_moe"][0],
+        batches=[random_batch(seed=seed) for seed in seeds],
+        num_micro_batches=2,
+        algorithm={"name": "daro"},
+        optimizer={"learning_rate": 1e-2, "eps": 1e-3},
+        **extra,
+    )
+    return {name: value for result in results for name, value in result["parameters"].items()}
 
 
 def check(pool, saved, layout, **options):

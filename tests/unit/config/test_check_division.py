@@ -77,6 +77,7 @@ def test_a_dense_model_that_does_not_divide(options, words):
         {"expert_parallel": 2, "tensor_parallel": 4, "expert_tensor_parallel": 1},
         {"expert_parallel": 2, "tensor_parallel": 2, "data_parallel": 2},
         {"tensor_parallel": 2},
+        {"tensor_parallel": 2, "expert_tensor_parallel": 1},
     ],
 )
 def test_experts_fit(options):
@@ -89,7 +90,6 @@ def test_experts_fit(options):
         ({"expert_parallel": 3, "data_parallel": 3}, "the model's 8 experts; allowed: one of 1, 2, 4, 8"),
         ({"expert_parallel": 4, "data_parallel": 2}, "allowed: ETP * EP that divides TP * CP * DP = 2"),
         ({"expert_parallel": 2, "data_parallel": 2, "expert_tensor_parallel": 16}, "24 columns of an expert"),
-        ({"tensor_parallel": 2, "expert_tensor_parallel": 1}, "set actor.expert_parallel=2, or leave it unset"),
         ({"tensor_parallel": 2, "sequence_parallel": False}, "false with tensor_parallel 2 and experts"),
         (
             {"tensor_parallel": 4, "data_parallel": 3, "expert_parallel": 2, "expert_tensor_parallel": 3},
