@@ -8,10 +8,14 @@ time only; it does not profile.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+ATTEMPT_VARIABLE = "MEGATRON_DARO_ATTEMPT"
+"""Set by what starts a run again and again: the number of this start, from 1, which goes into the metrics."""
 
 
 class _Stopwatch:
@@ -80,7 +84,8 @@ class Phases:
         Returns:
             Seconds: `timing/{name}_s` for every phase ever measured (0.0 where it did not run), `timing/step_s` since
             the last call, and `timing/other_s`, the part of the step in which no phase ran. A phase that is still
-            running is split: its time so far counts here, the rest in the next step.
+            running is split: its time so far counts here, the rest in the next step. `timing/attempt` comes along
+            where ATTEMPT_VARIABLE is set.
         """
         with self._lock:
             now = self._clock()
@@ -88,5 +93,7 @@ class Phases:
             step_s = now - self._since
             times["timing/other_s"] = max(0.0, step_s - self._any.take(now))
             times["timing/step_s"] = step_s
+            if attempt := os.environ.get(ATTEMPT_VARIABLE):
+                times["timing/attempt"] = float(attempt)
             self._since = now
             return times

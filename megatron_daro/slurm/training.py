@@ -1,0 +1,156 @@
+"""The training process of a job, on its first node: started or resumed, asked to save, watched for progress.
+
+Place in the data flow: node.py calls it when Ray runs on all nodes. The process is `megatron-daro train`, whose exit
+codes docs/troubleshooting.md lists; what it means for the job is said here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from megatron_daro.errors import WorkerError
+from megatron_daro.slurm.processes import Process
+
+T = TypeVar("T")
+EXIT_INTERRUPTED = 130
+_LOOK_S = 1.0
+_ABORT_S = 5.0
+_NODE_LOSS_S = 15.0
+"""After a failed training: until a lost node has shown itself as its cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a job ended: finished; saved (go on later); node_lost; bad_nodes (failed their health check); failed. cause:
+    a sentence. nodes: that it is about, with commas."""
+
+    kind: Literal["finished", "saved", "node_lost", "bad_nodes", "failed"]
+    cause: str
+    nodes: str = ""
+
+
+class Stops:
+    """What signals have asked for."""
+
+    def __init__(self) -> None:
+        self.saving = asyncio.Event()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def save(self) -> None:
+        """SIGUSR1: a checkpoint, then the end."""
+        self.saving.set()
+
+    def end(self) -> None:
+        """SIGTERM: the end."""
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    async def or_end(self, work: Awaitable[T]) -> T:
+        """Return what `work` returns.
+
+        Raises:
+            WorkerError: SIGTERM came first.
+        """
+        task = asyncio.ensure_future(work)
+        await asyncio.wait({task, self.ended}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        task.cancel()
+        raise WorkerError("ended by SIGTERM before training began")
+
+
+async def train(
+    options: argparse.Namespace, stops: Stops, environment: Mapping[str, str], *, lost: Sequence[asyncio.Future[str]]
+) -> Ending:
+    """Train until the run is finished, or something ends it.
+
+    Args:
+        options: of the command line.
+        stops: what signals ask for.
+        environment: of the training process.
+        lost: done with a sentence when a node, or Ray on it, is lost.
+
+    Returns:
+        How it ended.
+    """
+    resume = ["--resume"] if _holds_a_run(options.run_dir) else []
+    command = [sys.executable, "-m", "megatron_daro", "train", *options.train, *resume]
+    process = await Process.start(command, environment)
+    exit_code = asyncio.ensure_future(process.wait())
+    saving = asyncio.ensure_future(_ask_to_save(stops, process))
+    stalled = asyncio.ensure_future(_stall(options.run_dir, 60 * options.stall_minutes))
+    await asyncio.wait({exit_code, stalled, stops.ended, *lost}, return_when=asyncio.FIRST_COMPLETED)
+    for watcher in (saving, stalled):
+        if not watcher.done():
+            watcher.cancel()
+    if exit_code.done():
+        return await _exited(exit_code.result(), process, stops, lost)
+    if stops.ended.done():
+        return await _ended_by_term(process, exit_code, options.term_grace_s)
+    trouble = next((future for future in lost if future.done()), None)
+    if trouble:
+        return Ending("node_lost", trouble.result())
+    process.signal(signal.SIGABRT)  # Python's fault handler writes where every thread stands into the logs
+    await asyncio.wait({exit_code}, timeout=_ABORT_S)
+    return Ending("failed", f"{stalled.result()}; its last line: {process.last_line or 'none'}")
+
+
+def _holds_a_run(run_dir: Path) -> bool:
+    metrics = run_dir / "metrics.jsonl"
+    return any((run_dir / "checkpoints").glob("step_*")) or (metrics.exists() and metrics.stat().st_size > 0)
+
+
+async def _exited(code: int, process: Process, stops: Stops, lost: Sequence[asyncio.Future[str]]) -> Ending:
+    """Return what the exit code of the training means for the job."""
+    if code == 0:
+        return Ending("finished", process.last_line or "finished")
+    if code == EXIT_INTERRUPTED and stops.saving.is_set():
+        return Ending("saved", process.last_line)
+    if code in (1, -signal.SIGABRT, -signal.SIGKILL) and lost:
+        # A worker on a lost node is missed before the node is.
+        await asyncio.wait(lost, timeout=_NODE_LOSS_S, return_when=asyncio.FIRST_COMPLETED)
+        trouble = next((future for future in lost if future.done()), None)
+        if trouble:
+            return Ending("node_lost", f"{trouble.result()} (training: {process.last_line})")
+    return Ending("failed", process.last_line or f"training ended with code {code} without a word")
+
+
+async def _ended_by_term(process: Process, exit_code: asyncio.Future[int], grace_s: float) -> Ending:
+    process.signal(signal.SIGTERM)
+    await asyncio.wait({exit_code}, timeout=grace_s)
+    saved = exit_code.done() and exit_code.result() == EXIT_INTERRUPTED
+    return Ending("failed", f"ended by SIGTERM; {process.last_line if saved else 'nothing was saved'}")
+
+
+async def _ask_to_save(stops: Stops, process: Process) -> None:
+    await stops.saving.wait()
+    process.signal(signal.SIGTERM)
+
+
+async def _stall(run_dir: Path, limit_s: float) -> str:
+    """Return a sentence when no step was recorded for `limit_s` seconds."""
+    metrics, size, since = run_dir / "metrics.jsonl", -1, time.monotonic()
+    while time.monotonic() - since <= limit_s:
+        await asyncio.sleep(_LOOK_S)
+        now = metrics.stat().st_size if metrics.exists() else 0
+        if now != size:
+            size, since = now, time.monotonic()
+    return f"no new step in {metrics} for {limit_s / 60:g} minutes; {_last_words(run_dir)}"
+
+
+def _last_words(run_dir: Path) -> str:
+    """Return the last line of each of the logs that were written last."""
+    logs = sorted((run_dir / "logs").glob("*.log"), key=lambda path: path.stat().st_mtime, reverse=True)[:3]
+    words = []
+    for log in logs:
+        lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+        words += [f"{log.name}: {lines[-1].strip()[:200]}"] if lines else []
+    return "last words: " + (" | ".join(words) or "none in the logs")

@@ -1,0 +1,134 @@
+"""A real Slurm of two nodes on this machine, and jobs on it as users submit them.
+
+Both nodes are this machine: they are told apart by 127.0.0.11 and 127.0.0.12. Only processes of the jobs of these tests
+are ever signalled; they are known by an environment variable that they inherit.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+HERE = Path(__file__).parent
+MARK = "MEGATRON_DARO_SLURM_TEST"
+LIMIT_S = 240.0
+
+
+class Slurm:
+    """The cluster. `path` has configuration, state and logs."""
+
+    def __init__(self, path: Path) -> None:
+        self.environment = {**os.environ, "R": str(path), "SLURM_CONF": str(path / "etc" / "slurm.conf")}
+        self.environment.pop("RAY_ADDRESS", None)
+
+    def up(self) -> None:
+        done = self._script("up.sh")
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def down(self) -> None:
+        self._script("down.sh")
+
+    def run(self, *command: object, check: bool = True) -> str:
+        """What a command of Slurm, or of ours, prints; both streams where it fails."""
+        done = subprocess.run(
+            list(map(str, command)), capture_output=True, text=True, env=self.environment, timeout=120, check=False
+        )
+        assert not check or done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + ("" if check else done.stderr)
+
+    def _script(self, name: str) -> subprocess.CompletedProcess[str]:
+        # Output to a file's worth of pipe only: the daemons keep what they inherit.
+        with (HERE / name).open():
+            return subprocess.run(
+                ["bash", HERE / name], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True,
+                env=self.environment, timeout=120, check=False,
+            )  # fmt: skip
+
+
+class SlurmJob:
+    """A run that was submitted."""
+
+    def __init__(self, slurm: Slurm, recipe: Path, run_dir: Path, cluster: dict[str, Any], *options: str) -> None:
+        self.slurm, self.run_dir, self.mark = slurm, run_dir, uuid.uuid4().hex
+        file = run_dir.with_suffix(".cluster.yaml")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        site = {
+            "partition": "main",
+            "nodes": 2,
+            "gpus_per_node": 0,
+            "cpus_per_node": 4,
+            "exclusive": False,
+            "time": "00:20:00",
+            "python": sys.executable,
+            "term_grace_s": 5,
+            "free_disk_gib": 0.1,
+            "addresses": {"node1": "127.0.0.11", "node2": "127.0.0.12"},
+            **cluster,
+        }
+        site["environment"] = {"OMP_NUM_THREADS": "1", MARK: self.mark, **site.get("environment", {})}
+        file.write_text(yaml.safe_dump(site))
+        self.command = (sys.executable, "-m", "megatron_daro", "submit", recipe, f"trainer.run_dir={run_dir}", *options)
+        self.command += ("--cluster", file)
+        said = slurm.run(*self.command)
+        self.number = said.split("submitted: ")[1].split()[0].rstrip(",")
+
+    @property
+    def log(self) -> str:
+        """What the batch script printed so far."""
+        file = self.run_dir / "slurm" / f"job_{self.number}.log"
+        return file.read_text() if file.exists() else ""
+
+    @property
+    def state(self) -> str:
+        """Slurm's word for where the job is."""
+        return self.slurm.run("squeue", "-h", "-t", "all", "-j", self.number, "-o", "%T").strip()
+
+    def steps(self) -> int:
+        """Lines of metrics.jsonl."""
+        file = self.run_dir / "metrics.jsonl"
+        return len(file.read_text().splitlines()) if file.exists() else 0
+
+    def wait(self, what: str, is_so: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
+        """Wait until it is so."""
+        deadline = time.monotonic() + limit_s
+        while not is_so():
+            assert time.monotonic() < deadline, (
+                f"not within {limit_s} s: {what}; state {self.state}\n{self.everything()}"
+            )
+            time.sleep(0.3)
+
+    def start_again(self) -> None:
+        """Let a requeued job start at once: Slurm would hold it back for two minutes."""
+        self.wait("requeued", lambda: self.state == "PENDING")
+        self.slurm.run("scontrol", "update", f"jobid={self.number}", "StartTime=now")
+
+    def ended(self) -> str:
+        """Wait for the end; the last line of the log."""
+        over = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT", "PREEMPTED")
+        self.wait("ended", lambda: self.state in over)
+        return self.log.strip().splitlines()[-1]
+
+    def processes(self) -> list[psutil.Process]:
+        """All that live of this job, wherever they hang in the process tree."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def everything(self) -> str:
+        """Log of the job and of its nodes."""
+        logs = sorted((self.run_dir / "slurm").glob("attempt_*/*.log"))
+        return self.log + "".join(f"\n== {path}\n{path.read_text()[-3000:]}" for path in logs)

@@ -1,0 +1,80 @@
+#!/usr/bin/env bash
+# Brings up a real Slurm with two "nodes" of eight fake GPUs on this machine, loopback only, everything under $R.
+# Needs root and what tests/slurm_install.sh installs. Then: export SLURM_CONF=$R/etc/slurm.conf. End it with down.sh.
+set -euo pipefail
+R=${R:-${TMPDIR:-/tmp}/slurm-test}
+host=$(hostname -s)
+nodes=2
+mkdir -p "$R"/{etc,run,log,state,spool,dev}
+chmod 755 "$R" "$R"/*
+[ -s "$R/etc/munge.key" ] || dd if=/dev/urandom of="$R/etc/munge.key" bs=1024 count=1 status=none
+chmod 400 "$R/etc/munge.key"
+munged --key-file="$R/etc/munge.key" --socket="$R/run/munge.socket" --pid-file="$R/run/munged.pid" \
+    --log-file="$R/log/munged.log" --seed-file="$R/run/munge.seed"
+
+# Eight character devices stand for the GPUs of both nodes.
+for gpu in 0 1 2 3 4 5 6 7; do
+    [ -e "$R/dev/gpu$gpu" ] || mknod "$R/dev/gpu$gpu" c 1 3
+done
+echo "Name=gpu File=$R/dev/gpu[0-7]" >"$R/etc/gres.conf"
+
+cat >"$R/etc/slurm.conf" <<CONF
+ClusterName=test
+SlurmctldHost=$host(127.0.0.1)
+AuthType=auth/munge
+AuthInfo=socket=$R/run/munge.socket
+CredType=cred/munge
+SlurmUser=root
+SlurmdUser=root
+SlurmctldPort=16817
+CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
+SrunPortRange=61000-61400
+SlurmctldPidFile=$R/run/slurmctld.pid
+SlurmctldLogFile=$R/log/slurmctld.log
+StateSaveLocation=$R/state
+SlurmdPidFile=$R/run/slurmd.%n.pid
+SlurmdLogFile=$R/log/slurmd.%n.log
+SlurmdSpoolDir=$R/spool/%n
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SwitchType=switch/none
+MpiDefault=none
+ReturnToService=2
+SlurmdParameters=config_overrides
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerType=sched/backfill
+SchedulerParameters=sched_min_interval=200000,batch_sched_delay=0,bf_interval=5
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
+JobRequeue=1
+KillWait=10
+MinJobAge=600
+MessageTimeout=30
+SlurmctldTimeout=60
+SlurmdTimeout=60
+InactiveLimit=0
+GresTypes=gpu
+CONF
+for i in $(seq 1 $nodes); do
+    echo "NodeName=node$i NodeHostname=$host NodeAddr=127.0.0.1 Port=$((17000 + i)) CPUs=4 RealMemory=4000 Gres=gpu:8 State=UNKNOWN"
+    mkdir -p "$R/spool/node$i"
+done >>"$R/etc/slurm.conf"
+cat >>"$R/etc/slurm.conf" <<CONF
+PartitionName=main Nodes=node[1-$nodes] Default=YES MaxTime=01:00:00 State=UP OverSubscribe=NO PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
+PartitionName=high Nodes=node[1-$nodes] MaxTime=01:00:00 State=UP PriorityTier=10 PreemptMode=OFF
+PartitionName=closed Nodes=node[1-$nodes] MaxTime=01:00:00 State=DOWN
+CONF
+export SLURM_CONF=$R/etc/slurm.conf
+rm -rf "$R"/state/*
+slurmctld -c -f "$SLURM_CONF"
+for i in $(seq 1 $nodes); do slurmd -N "node$i" -f "$SLURM_CONF"; done
+for _ in $(seq 1 100); do
+    [ "$(sinfo -h -t idle -o %D -p main 2>/dev/null)" = "$nodes" ] && exit 0
+    sleep 0.2
+done
+echo "up.sh: the nodes are not idle after 20 s; look at $R/log" >&2
+exit 1

@@ -1,0 +1,112 @@
+"""The batch script and the cluster file: what is asked of Slurm, what is refused, and that bash can read it."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_daro.config import Config
+from megatron_daro.errors import ConfigError
+from megatron_daro.slurm.cluster_file import ClusterFile, read_cluster_file
+from megatron_daro.slurm.script import Job, script_of
+from megatron_daro.slurm.submission import gpus_of, job_of, nodes_of
+
+ROOT = Path(__file__).resolve().parents[3]
+JOB = Job("my-run", 4, Path("/shared/me/runs/my-run"), Path("/shared/me"), ("/shared/me/run.yaml",), 100)
+
+
+def cluster(**fields: object) -> ClusterFile:
+    return ClusterFile.model_validate({"partition": "gpu", **fields})
+
+
+def config(**sections: object) -> Config:
+    return Config.model_validate({"model": {"path": "x"}, "data": {"train": ("x",)}, **sections})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"container": {"image": "/images/a b.sqsh", "mounts": ("/a:/a", "/b:/b")}},
+        {"container": {"image": "docker://x/y", "runtime": "apptainer", "mounts": ("/a:/a",)}},
+        {"setup": ("module load cuda",), "environment": {"A": "it's $HOME"}, "exclude_bad_nodes": True},
+    ],
+)
+def test_bash_reads_every_script(fields):
+    text = script_of(JOB, cluster(**fields))
+    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "@{" not in text and "$$" not in text
+
+
+def test_the_script_asks_for_what_the_cluster_file_says():
+    text = script_of(JOB, cluster(account="me", time="1-00:00:00", sbatch=("--constraint=h100",)))
+    for line in ("--account=me", "--partition=gpu", "--nodes=4", "--gpus-per-node=8", "--time=1-00:00:00", "--requeue"):
+        assert f"#SBATCH {line}\n" in text
+    assert "#SBATCH --signal=B:USR1@300\n" in text and "#SBATCH --constraint=h100\n" in text
+
+
+def test_values_with_spaces_and_quotes_reach_the_nodes_as_they_are():
+    job = Job("a", 1, Path("/r/it's here"), Path("/d"), ("/d/run.yaml", "data.template={prompt} $x"), 1)
+    text = script_of(job, cluster(environment={"A": "it's $HOME"}))
+    assert "'data.template={prompt} $x'" in text and """export A='it'"'"'s $HOME'""" in text
+    assert """folder='/r/it'"'"'s here/slurm'""" in text
+
+
+def test_no_secret_stands_in_the_script():
+    assert not any(word in script_of(JOB, cluster()).lower() for word in ("token", "secret", "password"))
+
+
+def test_the_plain_script_is_the_one_of_the_example():
+    text = script_of(JOB, read_cluster_file(ROOT / "examples/slurm/cluster.yaml"))
+    assert (ROOT / "tools/slurm/train.sbatch").read_text() == text, "python tools/slurm/write_plain.py"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("partiton: gpu", r"partiton: got an unknown key with value 'gpu'.*did you mean partition"),
+        ("{partition: gpu, gpus_per_node: eight}", r"gpus_per_node: got 'eight'"),
+        ("{partition: gpu, time: forever}", r"time: got 'forever'"),
+        ("{partition: gpu, container: {img: x}}", r"container.image: got nothing"),
+        ("account: me", r"partition: got nothing"),
+        ("partition: [", r"cluster.yaml"),
+    ],
+)
+def test_a_wrong_cluster_file_is_refused_by_field(tmp_path, text, said):
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=f"(?s){said}"):
+        read_cluster_file(file)
+
+
+def test_a_missing_cluster_file_is_a_configuration_error(tmp_path):
+    with pytest.raises(ConfigError, match="--cluster"):
+        read_cluster_file(tmp_path / "none.yaml")
+
+
+def test_nodes_follow_the_gpus_of_the_recipe():
+    recipe = config(
+        actor={"tensor_parallel": 4, "data_parallel": 3},
+        engine={"kind": "sglang", "replicas": 5, "sglang": {"tensor_parallel": 2}},
+    )
+    assert gpus_of(recipe) == 22 and nodes_of(recipe, cluster()) == 3
+    assert nodes_of(recipe, cluster(nodes=4)) == 4
+    with pytest.raises(ConfigError, match=r"nodes: got 2 of 8 GPUs; allowed: at least 3.*needs 22 GPUs"):
+        nodes_of(recipe, cluster(nodes=2))
+
+
+def test_a_cluster_without_gpus_needs_a_number_of_nodes():
+    assert nodes_of(config(), cluster(gpus_per_node=0, nodes=2)) == 2
+    with pytest.raises(ConfigError, match="gpus_per_node 0"):
+        nodes_of(config(), cluster(gpus_per_node=0))
+
+
+def test_the_job_has_absolute_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = config(trainer={"run_dir": "runs/a b"})
+    job = job_of(recipe, Path("r.yaml"), ["trainer.steps=3"], cluster(nodes=1, gpus_per_node=1))
+    assert job.name == "a-b" and job.run_dir == tmp_path / "runs/a b"
+    assert job.train == (str(tmp_path / "r.yaml"), "trainer.steps=3")
