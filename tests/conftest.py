@@ -30,11 +30,7 @@ hypothesis.settings.register_profile("suite", deadline=None)
 hypothesis.settings.load_profile("suite")
 
 HERE = Path(__file__).parent
-<<<<<<< HEAD
-FOLDERS = ("unit", "golden", "contract", "plugins", "sglang", "fault", "e2e", "parallel", "gpu")
-=======
-FOLDERS = ("unit", "golden", "contract", "sglang", "fault", "e2e", "slurm", "parallel", "gpu")
->>>>>>> 9099c0e (Jobs on Slurm: submit, node checks, Ray on all nodes, preemption, requeue and resume; proven on a real two-node Slurm)
+FOLDERS = ("unit", "golden", "contract", "plugins", "sglang", "fault", "e2e", "slurm", "parallel", "gpu")
 """In the order in which they run: a wrong formula shows in seconds, before anything slow begins; many short files come
 last, so that two processes end at about the same time."""
 _SERVERS = "sglang"
