@@ -2,7 +2,7 @@
 
 Place in the data flow: health check -> the nodes find each other (rendezvous.py) -> Ray on all -> on the first node the
 training (training.py). The first node writes how it ended into `result`: finished, saved, node_lost, bad_nodes or
-failed, a sentence, and nodes. USR1: save and end. TERM: end at once.
+failed, a sentence, and nodes. A file `save` beside it, which the batch script makes: save and end. TERM: end.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ def _parser() -> argparse.ArgumentParser:
 async def _run(options: argparse.Namespace) -> int:
     stops = Stops()
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGUSR1, stops.save)
     loop.add_signal_handler(signal.SIGTERM, stops.end)
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     first = os.environ.get("SLURM_PROCID", "0") == "0"
+    watching = asyncio.create_task(stops.watch(options.attempt_dir / "save"))
     try:
         address = own_address(node, dict(pair.split("=", 1) for pair in options.address), options.interface)
         place = Place(node, first, int(os.environ.get("SLURM_NNODES", "1")), address)
@@ -76,6 +76,7 @@ async def _run(options: argparse.Namespace) -> int:
     except DaroError as error:
         ending = Ending("failed", str(error))
     finally:
+        watching.cancel()
         kill_descendants()
     print(f"{node}: {ending.cause}", flush=True)
     if first:

@@ -152,10 +152,10 @@ attempt_dir=$(printf '%s/attempt_%03d' "$folder" "$attempt")
 mkdir -p "$attempt_dir" || give_up "$attempt_dir cannot be made; is the disk full?"
 echo "job $SLURM_JOB_ID: attempt $attempt on $SLURM_JOB_NODELIST, logs in $attempt_dir"
 
-# USR1 comes before the time limit and on preemption: training saves a checkpoint and ends.
-# TERM comes with scancel: everything ends at once.
+# USR1 comes before the time limit and on preemption: training saves a checkpoint and ends. The first node looks for
+# the file, since a signal through srun would hit every process of the job. TERM comes with scancel.
 ended_by=''
-trap 'ended_by=${ended_by:-USR1}; kill -USR1 "$step" 2>/dev/null' USR1
+trap 'touch "$attempt_dir/save"' USR1
 trap 'ended_by=TERM; kill -TERM "$step" 2>/dev/null' TERM
 
 # One process a node: it checks the node, joins Ray and, on the first one, trains.

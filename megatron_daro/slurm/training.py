@@ -38,14 +38,16 @@ class Ending:
 
 
 class Stops:
-    """What signals have asked for."""
+    """What the batch script and signals have asked for."""
 
     def __init__(self) -> None:
         self.saving = asyncio.Event()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def save(self) -> None:
-        """SIGUSR1: a checkpoint, then the end."""
+    async def watch(self, file: Path) -> None:
+        """Wait for the file by which the batch script asks for a checkpoint, then the end."""
+        while not file.exists():
+            await asyncio.sleep(_LOOK_S)
         self.saving.set()
 
     def end(self) -> None:
@@ -74,7 +76,7 @@ async def train(
 
     Args:
         options: of the command line.
-        stops: what signals ask for.
+        stops: what is asked for.
         environment: of the training process.
         lost: done with a sentence when a node, or Ray on it, is lost.
 
@@ -124,7 +126,7 @@ async def _exited(code: int, process: Process, stops: Stops, lost: Sequence[asyn
 
 
 async def _ended_by_term(process: Process, exit_code: asyncio.Future[int], grace_s: float) -> Ending:
-    process.signal(signal.SIGTERM)
+    # Slurm signals every process of a job; a second SIGTERM would end the training without a checkpoint.
     await asyncio.wait({exit_code}, timeout=grace_s)
     saved = exit_code.done() and exit_code.result() == EXIT_INTERRUPTED
     return Ending("failed", f"ended by SIGTERM; {process.last_line if saved else 'nothing was saved'}")

@@ -39,6 +39,14 @@ def requeued(job: SlurmJob) -> str:
     return next(line for line in job.log.splitlines() if line.endswith("; requeued"))
 
 
+@pytest.fixture(autouse=True)
+def nothing_left(slurm):
+    """A failed test leaves no job to the next one."""
+    yield
+    for number in slurm.run("squeue", "-h", "-o", "%A").split():
+        slurm.run("scancel", number, check=False)
+
+
 def submitted(slurm, tiny, tmp_path, *options, **cluster):
     return SlurmJob(slurm, tiny.config, tmp_path / "run", cluster, f"trainer.steps={STEPS}", *options)
 

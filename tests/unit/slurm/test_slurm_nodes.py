@@ -149,7 +149,7 @@ def trained_with(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, 
 
         monkeypatch.setattr(Process, "start", start)
         if save:
-            asyncio.get_running_loop().call_later(1.0, stops.save)
+            asyncio.get_running_loop().call_later(1.0, stops.saving.set)
         return await train(Options(tmp_path, **options), stops, {}, lost=[])  # type: ignore[arg-type]
 
     return asyncio.run(scene())
