@@ -12,6 +12,7 @@ from typing import Literal
 
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.plan.gpus import Gpu
+from megatron_daro.plan.parameters import Cut
 from megatron_daro.plan.workload import Workload, least_budget
 
 CONTEXT_SIZES = (1, 2, 4, 8)
@@ -22,13 +23,19 @@ Recompute = Literal["none", "full"]
 
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
-    """How one replica of the policy lies on GPUs: TP, PP, CP; recomputation; tokens of a micro-batch."""
+    """How one replica of the policy lies on GPUs: TP, PP, CP, EP; recomputation; tokens of a micro-batch."""
 
     tensor: int
     pipeline: int
     context: int
     recompute: Recompute
     micro_batch_tokens: int
+    expert: int = 1
+
+    @property
+    def cut(self) -> Cut:
+        """How the parameters are cut. Experts that are spread over ranks (EP) stay whole (ETP 1)."""
+        return Cut(self.tensor, self.pipeline, self.expert, self.tensor if self.expert == 1 else 1)
 
     @property
     def ranks(self) -> int:
@@ -43,7 +50,8 @@ class ModelLayout:
 
 def sizes(shape: ModelShape, gpu: Gpu, most: int) -> Iterator[tuple[int, int, int]]:
     """Yield each (TP, PP, CP) that the model divides into, within a node's TP and at most `most` GPUs."""
-    for tensor in _divisors_of_all(shape.heads, shape.kv_heads, shape.ffn):
+    columns = [shape.ffn] if shape.expert_layers < shape.layers else []
+    for tensor in _divisors_of_all(shape.heads, shape.kv_heads, *columns):
         if tensor > gpu.gpus_per_node:
             continue
         for pipeline in _divisors_of_all(shape.layers):
@@ -59,7 +67,17 @@ def model_layouts(workload: Workload, gpu: Gpu, most: int) -> Iterator[ModelLayo
         least = least_budget(workload, multiple)
         for factor in BUDGETS:
             for recompute in ("none", "full"):
-                yield ModelLayout(tensor, pipeline, context, recompute, least * factor)  # type: ignore[arg-type]
+                for expert in expert_sizes(workload.shape, tensor):
+                    yield ModelLayout(tensor, pipeline, context, recompute, least * factor, expert)  # type: ignore[arg-type]
+
+
+def expert_sizes(shape: ModelShape, tensor: int) -> list[int]:
+    """Return the EP sizes that the trainer takes with this TP: with ETP 1 a divisor or a multiple of it."""
+    if shape.experts is None:
+        return [1]
+    number = shape.experts.number
+    spread = [n for n in (2, 4, 8, 16, 32, 64) if number % n == 0 and (n % tensor == 0 or tensor % n == 0)]
+    return ([1] if shape.experts.ffn % tensor == 0 else []) + spread
 
 
 def server_sizes(shape: ModelShape, gpu: Gpu) -> list[int]:

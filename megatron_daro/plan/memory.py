@@ -57,7 +57,8 @@ class Memory:
 @dataclass(frozen=True, slots=True)
 class LayerActivations:
     """Elements that a layer keeps for each token, as multiples of hidden size h, query width q, key width k (with k
-    counted once, for keys and values together) and MLP width f; `query_norm`, `key_norm` come on top with QK norms."""
+    counted once, for keys and values together) and MLP width f; `query_norm`, `key_norm` come on top with QK norms.
+    copies: of h, for each expert that a token goes to, whose width then counts as f."""
 
     hidden: float
     query: float
@@ -65,20 +66,27 @@ class LayerActivations:
     ffn: float
     query_norm: float
     key_norm: float
+    copies: float
 
 
-LOCAL_FP32 = LayerActivations(6.2, 2.65, 2.9, 5.0, 2.1, 3.1)
-LOCAL_BF16 = LayerActivations(8.2, 2.7, 2.8, 5.0, 3.1, 2.9)
+LOCAL_FP32 = LayerActivations(6.2, 2.65, 2.9, 5.0, 2.1, 3.1, 3.0)
+LOCAL_BF16 = LayerActivations(8.2, 2.7, 2.8, 5.0, 3.1, 2.9, 3.0)
 # Transformer Engine, no dropout, flash attention: norm inputs and outputs (4 h), queries, keys, values and the output
 # of attention (2 q + 2 k), MLP's first product, and the input of its second (3 f); QK norms keep their inputs.
-ENGINE = LayerActivations(4.0, 2.0, 2.0, 3.0, 1.0, 1.0)
+ENGINE = LayerActivations(4.0, 2.0, 2.0, 3.0, 1.0, 1.0, 2.0)
 
 
 def layer_elements(workload: Workload, kinds: LayerActivations) -> float:
     """Return the elements that one layer keeps for one token, over all tensor-parallel ranks together."""
     shape = workload.shape
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    elements = kinds.hidden * shape.hidden + kinds.query * query + kinds.key * key + kinds.ffn * shape.ffn
+    dense, mixed = shape.layers - shape.expert_layers, shape.expert_layers
+    mlp = dense * kinds.ffn * shape.ffn
+    if shape.experts:
+        # Each token is copied to its experts and their outputs are brought back; the router is small.
+        chosen = shape.experts.chosen * (kinds.copies * shape.hidden + kinds.ffn * shape.experts.ffn)
+        mlp += mixed * (chosen + 3 * shape.experts.number)
+    elements = kinds.hidden * shape.hidden + kinds.query * query + kinds.key * key + mlp / shape.layers
     return elements + (kinds.query_norm * query + kinds.key_norm * key) * shape.qk_norm
 
 
@@ -120,18 +128,21 @@ def logits(workload: Workload, layout: ModelLayout, *, tile_columns: int = TILE_
 
 
 def static_bytes(
-    workload: Workload, tensor: int, pipeline: int, stage: int, shards: int
+    workload: Workload, cut: parameters.Cut, stage: int, shards: int, expert_shards: int = 1
 ) -> tuple[float, float, float, int]:
     """Return weights, gradients and optimizer of a rank in bytes, and its elements.
 
     Args:
-        shards: ranks that share the optimizer's state, DP * CP; 1 without the distributed optimizer.
+        shards: ranks that share the optimizer's state, DP * CP. expert_shards: that of the experts.
     """
     shape, distributed = workload.shape, workload.distributed_optimizer
-    buffer = parameters.buffer_elements(shape, tensor, pipeline, stage, shards=shards if distributed else 0)
-    elements = parameters.count(shape, tensor, pipeline, stage)
+    shared = shards if distributed else 0
+    buffer = parameters.buffer_elements(shape, cut, stage, shards=shared, expert_shards=expert_shards)
+    rest, experts = parameters.counts(shape, cut, stage)
+    elements = rest + experts
     # fp32 moments; with bf16 also an fp32 copy of the weights. The parameters lie in a buffer of their own.
-    state = (8 if workload.dtype_bytes == 4 else 12) * (elements / shards if distributed else elements)
+    own = rest / shards + experts / expert_shards if distributed else elements
+    state = (8 if workload.dtype_bytes == 4 else 12) * own
     return workload.dtype_bytes * buffer, 4 * buffer, state, elements
 
 
@@ -154,7 +165,8 @@ def trainer_memory(
 def _stage_memory(
     workload: Workload, layout: ModelLayout, stage: int, shards: int, micro_batches: int, on_gpu: bool
 ) -> Memory:
-    weights, gradients, optimizer, elements = static_bytes(workload, layout.tensor, layout.pipeline, stage, shards)
+    expert_shards = max(shards * layout.tensor // (layout.cut.expert * layout.cut.expert_tensor), 1)
+    weights, gradients, optimizer, elements = static_bytes(workload, layout.cut, stage, shards, expert_shards)
     local = LOCAL_FP32 if workload.dtype_bytes == 4 else LOCAL_BF16
     kept = activations(
         workload, layout, ENGINE if on_gpu and workload.dtype_bytes == 2 else local, stage=stage,

@@ -7,6 +7,7 @@ modules on the meta device against it. The vocabulary is padded as actor/model.p
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_daro.config.model_shape import ModelShape
@@ -23,54 +24,83 @@ def padded_vocabulary(vocab: int, tensor: int) -> int:
     return -(-vocab // multiple) * multiple
 
 
-def layer_parameters(shape: ModelShape, tensor: int) -> tuple[int, ...]:
-    """Return the elements of each parameter of one layer on one tensor-parallel rank."""
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a model is cut: TP, PP, EP and ETP (ranks that share the experts of a layer, and each expert)."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+
+
+def layer_parameters(shape: ModelShape, cut: Cut, layer: int = 0) -> tuple[int, ...]:
+    """Return the elements of each parameter of one layer on one rank, those of experts left out."""
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    columns = (query + 2 * key) // tensor
-    sizes = [shape.hidden, shape.hidden * columns, query // tensor * shape.hidden]
+    columns = (query + 2 * key) // cut.tensor
+    sizes = [shape.hidden, shape.hidden * columns, query // cut.tensor * shape.hidden, shape.hidden]
     sizes += [columns] if shape.qkv_bias else []
     sizes += [shape.head_dim, shape.head_dim] if shape.qk_norm else []
-    return (*sizes, shape.hidden, 2 * shape.ffn // tensor * shape.hidden, shape.ffn // tensor * shape.hidden)
+    if shape.experts and shape.has_experts(layer):
+        return (*sizes, shape.experts.number * shape.hidden)
+    width = shape.ffn // cut.tensor
+    return (*sizes, 2 * width * shape.hidden, width * shape.hidden)
 
 
-def stage_parameters(shape: ModelShape, tensor: int, pipeline: int, stage: int) -> list[int]:
-    """Return the elements of each parameter on a rank of this stage (0 .. pipeline - 1).
+def expert_parameters(shape: ModelShape, cut: Cut, layer: int) -> tuple[int, ...]:
+    """Return the elements of each parameter of the experts of one layer that one rank holds."""
+    if shape.experts is None or not shape.has_experts(layer):
+        return ()
+    width = shape.experts.ffn // cut.expert_tensor
+    return (2 * width * shape.hidden, width * shape.hidden) * (shape.experts.number // cut.expert)
+
+
+def stage_parameters(shape: ModelShape, cut: Cut, stage: int) -> tuple[list[int], list[int]]:
+    """Return the elements of each parameter on a rank of this stage (0 .. PP - 1): those of experts in the second list.
 
     With tied embeddings and several stages the last one holds a copy of the embedding.
     """
-    table = padded_vocabulary(shape.vocab, tensor) // tensor * shape.hidden
-    first, last = stage == 0, stage == pipeline - 1
+    table = padded_vocabulary(shape.vocab, cut.tensor) // cut.tensor * shape.hidden
+    first, last = stage == 0, stage == cut.pipeline - 1
+    own = shape.layers // cut.pipeline
+    layers = range(stage * own, (stage + 1) * own)
     sizes = [table] if first else []
-    sizes += list(layer_parameters(shape, tensor)) * (shape.layers // pipeline)
+    sizes += [size for layer in layers for size in layer_parameters(shape, cut, layer)]
     if last:
         sizes.append(shape.hidden)
         sizes += [table] if not (shape.tie and first) else []
-    return sizes
+    return sizes, [size for layer in layers for size in expert_parameters(shape, cut, layer)]
 
 
 @lru_cache(maxsize=65536)
-def count(shape: ModelShape, tensor: int, pipeline: int, stage: int) -> int:
-    """Return all elements on a rank of this stage."""
-    return sum(stage_parameters(shape, tensor, pipeline, stage))
+def counts(shape: ModelShape, cut: Cut, stage: int) -> tuple[int, int]:
+    """Return all elements on a rank of this stage: those of experts by themselves."""
+    rest, experts = stage_parameters(shape, cut, stage)
+    return sum(rest), sum(experts)
 
 
 @lru_cache(maxsize=65536)
-def _aligned(shape: ModelShape, tensor: int, pipeline: int, stage: int) -> int:
+def _aligned(shape: ModelShape, cut: Cut, stage: int) -> tuple[int, int]:
     unit = _PARAMETER_ALIGNMENT
-    return sum(-(-size // unit) * unit for size in stage_parameters(shape, tensor, pipeline, stage))
+    rest, experts = (sum(-(-size // unit) * unit for size in sizes) for sizes in stage_parameters(shape, cut, stage))
+    return rest, experts
 
 
-def buffer_elements(shape: ModelShape, tensor: int, pipeline: int, stage: int, *, shards: int) -> int:
-    """Return the elements of the gradient buffer, with the padding that the distributed optimizer asks for.
+def buffer_elements(shape: ModelShape, cut: Cut, stage: int, *, shards: int, expert_shards: int) -> int:
+    """Return the elements of the gradient buffers, with the padding that the distributed optimizer asks for.
 
     Args:
-        shape, tensor, pipeline, stage: as of `stage_parameters`.
+        shape, cut, stage: as of `stage_parameters`.
         shards: ranks that share the optimizer, DP * CP; 0 without the distributed optimizer.
+        expert_shards: the same of the experts, TP * CP * DP / (ETP * EP).
     """
     if not shards:
-        return count(shape, tensor, pipeline, stage)
-    unit = math.lcm(shards, _BUFFER_ALIGNMENT)
-    return -(-_aligned(shape, tensor, pipeline, stage) // unit) * unit
+        return sum(counts(shape, cut, stage))
+    total = 0
+    for elements, ranks in zip(_aligned(shape, cut, stage), (shards, expert_shards), strict=True):
+        unit = math.lcm(ranks, _BUFFER_ALIGNMENT)
+        total += -(-elements // unit) * unit
+    return total
 
 
 def active_parameters(shape: ModelShape) -> int:

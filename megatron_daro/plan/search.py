@@ -159,6 +159,11 @@ def _trainers(
     workload: Workload, layout: ModelLayout, data: int, gpu: Gpu, constants: Constants, refusals: Refusals
 ) -> Trainers | None:
     """Return the trainers, or None with a refusal."""
+    inner = layout.tensor * layout.context * data
+    group = layout.cut.expert * layout.cut.expert_tensor
+    if inner % group:
+        refusals.add("groups of experts (ETP x EP) do not divide TP x CP x DP", group, f"{describe(layout)} DP {data}")
+        return None
     samples = workload.samples // workload.updates
     if samples < data:
         refusals.add(f"an update has {samples} samples, fewer than replicas (DP)", data, f"DP {data}")
@@ -204,7 +209,8 @@ class _Fleets:
 
 def describe(layout: ModelLayout) -> str:
     """Return the layout in a few words."""
-    parts = f"TP {layout.tensor} PP {layout.pipeline} CP {layout.context}"
+    experts = f" EP {layout.expert}" if layout.expert > 1 else ""
+    parts = f"TP {layout.tensor} PP {layout.pipeline} CP {layout.context}{experts}"
     return f"{parts} recompute {layout.recompute}, {layout.micro_batch_tokens} tokens"
 
 
@@ -213,7 +219,7 @@ def _distinct(found: list[Choice], best: int) -> Iterator[Choice]:
     seen = set()
     for choice in found:
         layout = choice.trainers.layout
-        key = (layout.tensor, layout.pipeline, layout.context, choice.trainers.data)
+        key = (layout.tensor, layout.pipeline, layout.context, layout.expert, choice.trainers.data)
         if key not in seen:
             seen.add(key)
             yield choice

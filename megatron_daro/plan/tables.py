@@ -30,6 +30,7 @@ class Bill:
 def options_of(choice: Choice) -> dict[str, object]:
     """Return the options of the configuration that make this choice."""
     layout = choice.trainers.layout
+    experts = {"actor.expert_parallel": layout.expert, "actor.expert_tensor_parallel": 1}
     return {
         "actor.tensor_parallel": layout.tensor,
         "actor.pipeline_parallel": layout.pipeline,
@@ -38,6 +39,7 @@ def options_of(choice: Choice) -> dict[str, object]:
         "actor.sequence_parallel": layout.tensor > 1,
         "actor.recompute": layout.recompute,
         "actor.micro_batch_tokens": layout.micro_batch_tokens,
+        **(experts if layout.expert > 1 else {}),
         "engine.kind": "sglang",
         "engine.replicas": choice.servers.replicas,
         "engine.sglang.tensor_parallel": choice.servers.tensor,
@@ -98,7 +100,7 @@ def view(plan: Plan, workload: Workload, gpu: Gpu, bill: Bill) -> RenderableType
 
 
 def _times_table(plan: Plan, workload: Workload, bill: Bill, title: str) -> Table:
-    columns = ["", "TP PP CP DP", "recompute", "tokens", "train", "servers", "step s", "generate", "log-probs"]
+    columns = ["", "TP PP CP DP EP", "recompute", "tokens", "train", "servers", "step s", "generate", "log-probs"]
     columns += ["train s", "of it bubble", "comm.", "sync", "tokens/s/GPU", "GPU-hours"]
     table = Table(title=title, title_justify="left", title_style="")
     for name in (*columns, *(["cost"] if bill.price is not None else [])):
@@ -108,7 +110,7 @@ def _times_table(plan: Plan, workload: Workload, bill: Bill, title: str) -> Tabl
         hours = _gpu_hours(choice, bill)
         cells = [
             str(number),
-            f"{layout.tensor} {layout.pipeline} {layout.context} {choice.trainers.data}",
+            f"{layout.tensor} {layout.pipeline} {layout.context} {choice.trainers.data} {layout.expert}",
             layout.recompute,
             str(layout.micro_batch_tokens),
             f"{choice.trainers.gpus} GPUs",

@@ -15,7 +15,7 @@ from megatron_daro.data.schedule import CostModel
 from megatron_daro.plan.gpus import Gpu
 from megatron_daro.plan.layout import ModelLayout
 from megatron_daro.plan.memory import kv_bytes_per_token, server_memory
-from megatron_daro.plan.parameters import active_parameters
+from megatron_daro.plan.parameters import active_parameters, counts
 from megatron_daro.plan.workload import Workload
 
 
@@ -111,6 +111,11 @@ def _layer_traffic(workload: Workload, layout: ModelLayout, gpu: Gpu, constants:
         keys = 2 * layout.tokens_per_rank * shape.kv_heads * shape.head_dim / layout.tensor * workload.dtype_bytes
         path = links if layout.tensor * layout.context <= gpu.gpus_per_node else network
         seconds += layers * 3 * keys * (layout.context - 1) / path
+    if layout.expert > 1 and shape.experts:
+        # Tokens to their experts and back, forward and backward.
+        sent = 4 * hidden / layout.tensor * shape.experts.chosen * (layout.expert - 1) / layout.expert
+        path = links if layout.expert <= gpu.gpus_per_node else network
+        seconds += layers * shape.expert_layers / shape.layers * sent / path
     if layout.pipeline > 1:
         seconds += 2 * hidden / layout.tensor / network
     return seconds
@@ -121,7 +126,7 @@ def _data_parallel_s(workload: Workload, layout: ModelLayout, data: int, gpu: Gp
     shards = data * layout.context
     if shards == 1:
         return 0.0
-    elements = workload.shape.num_parameters / layout.tensor / layout.pipeline
+    elements = sum(counts(workload.shape, layout.cut, 0))
     width = layout.ranks // layout.pipeline * data
     path = gpu.link_gb_s if width <= gpu.gpus_per_node else gpu.network_gb_s
     return elements * (4 + workload.dtype_bytes) * (shards - 1) / shards / (1e9 * constants.links * path)
@@ -149,7 +154,7 @@ def generation_s(workload: Workload, tensor: int, servers: int, gpu: Gpu, consta
     steps = lengths - starts
     running = at_once * (1 - np.arange(len(lengths)) / len(lengths))
     context = workload.mean_prompt + (starts + lengths) / 2
-    weights = shape.num_parameters * workload.dtype_bytes / tensor / bandwidth
+    weights = _parameters_read(workload, running) * workload.dtype_bytes / tensor / bandwidth
     cache = running * context * kv_token / bandwidth
     arithmetic = running * 2 * active_parameters(shape) / tensor / (gpu.bf16_tflops * 1e12 * constants.prefill)
     talk = _decode_traffic(workload, running, tensor, gpu, constants)
@@ -160,6 +165,17 @@ def generation_s(workload: Workload, tensor: int, servers: int, gpu: Gpu, consta
     full = float(step[0]) * workload.mean_response * max(waves, 0.0)
     prefill = _prefill_s(workload, tensor, servers, gpu, constants)
     return tail + full + prefill
+
+
+def _parameters_read(workload: Workload, running: np.ndarray) -> np.ndarray:
+    """Parameters that a decoding step reads: of the experts, those that some running answer has chosen."""
+    shape = workload.shape
+    if shape.experts is None:
+        return np.full_like(running, shape.num_parameters)
+    one = shape.experts.chosen / shape.experts.number
+    experts = (shape.num_parameters - shape.num_active_parameters) / (1 - one)
+    missed = (1 - one) ** np.maximum(running, 1.0)
+    return shape.num_parameters - experts * missed
 
 
 def _decode_traffic(workload: Workload, running: np.ndarray, tensor: int, gpu: Gpu, constants: Constants) -> np.ndarray:

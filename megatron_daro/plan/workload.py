@@ -104,13 +104,8 @@ def workload_of(
         response_Q: recorded lengths instead of assumed ones.
 
     Raises:
-        ConfigError: a mean beyond the limit of the recipe, or a mixture of experts.
+        ConfigError: a mean beyond the limit of the recipe.
     """
-    if shape.experts:
-        raise ConfigError(
-            f"plan: got a {shape.family} model with {shape.experts.number} experts; allowed: dense models; fix: choose "
-            "its layout by hand, layouts of experts are not planned yet"
-        )
     rollout, actor, algorithm = config.rollout, config.actor, config.algorithm
     longest = rollout.max_response_tokens
     mean = DEFAULT_SHARE * longest if mean_response is None else mean_response

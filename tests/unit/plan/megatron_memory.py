@@ -43,26 +43,33 @@ def in_layout(layout: Layout, rank: int, work: Callable[[], Any]) -> Any:
         parallel.shutdown()
 
 
-def static(config: str | dict[str, Any], tensor: int, pipeline: int, stage: int) -> int:
+def static(config: str | dict[str, Any], tensor: int, pipeline: int, stage: int, expert: int = 1) -> int:
     """Parameters of the first rank of a stage; nothing is allocated."""
-    layout, shape = Layout(tensor=tensor, pipeline=pipeline), read_model_shape(config)
+    data = max(expert // tensor, 1)
+    cut = {"expert": expert, "expert_tensor": 1} if expert > 1 else {}
+    layout, shape = Layout(tensor, pipeline, 1, data, **cut), read_model_shape(config)
 
     def count() -> int:
         real = device.prepare
         device.prepare = lambda: torch.device("meta")
         try:
             with torch.device("meta"):
-                made = model.build_model(shape, model.transformer_config(shape, layout, dtype="bf16"))
+                made = model.build_model(
+                    shape, model.transformer_config(shape, layout, dtype="bf16", sequence_parallel=tensor > 1)
+                )
         finally:
             device.prepare = real
         return sum(parameter.numel() for parameter in made.parameters())
 
-    return in_layout(layout, stage * tensor, count)
+    return in_layout(layout, stage * tensor * data, count)
 
 
-def optimizer(config: dict[str, Any], tensor: int, data: int, dtype: str, distributed: bool) -> dict[str, int]:
+def optimizer(
+    config: dict[str, Any], tensor: int, data: int, dtype: str, distributed: bool, expert: int = 1
+) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer of rank 0; shards of the parameters' last rank may be smaller."""
-    layout, shape = Layout(tensor=tensor, data=data), read_model_shape(config)
+    cut = {"expert": expert, "expert_tensor": 1} if expert > 1 else {}
+    layout, shape = Layout(tensor=tensor, data=data, **cut), read_model_shape(config)
 
     def count() -> dict[str, int]:
         transformer = model.transformer_config(shape, layout, dtype=dtype, sequence_parallel=tensor > 1)
@@ -74,7 +81,10 @@ def optimizer(config: dict[str, Any], tensor: int, data: int, dtype: str, distri
         storages = {
             p.data.untyped_storage().data_ptr(): p.data.untyped_storage().nbytes() for p in wrapped.parameters()
         }
-        gradients = sum(buffer.grad_data.untyped_storage().nbytes() for buffer in wrapped.buffers)
+        gradients = sum(
+            buffer.grad_data.untyped_storage().nbytes()
+            for buffer in [*wrapped.buffers, *wrapped.expert_parallel_buffers]
+        )
         state = 0
         for part in getattr(made, "chained_optimizers", [made]):
             for group in part.optimizer.param_groups:
@@ -130,7 +140,10 @@ def activations(config: dict[str, Any], tensor: int, dtype: str, recompute: str,
         bounds = torch.arange(0, tokens + 1, each, dtype=torch.int32)
         packed = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=each, max_seqlen_kv=each)
         ids = torch.randint(0, shape.vocab, (tokens,))
-        known = [*inner.parameters(), *(buffer.grad_data for buffer in wrapped.buffers)]
+        known = [
+            *inner.parameters(),
+            *(buffer.grad_data for buffer in [*wrapped.buffers, *wrapped.expert_parallel_buffers]),
+        ]
         with LiveBytes(known) as live:
             hidden = wrapped(ids[None], torch.arange(each).repeat(sequences)[None], None, packed_seq_params=packed)
             logprobs, _ = position_logprobs(

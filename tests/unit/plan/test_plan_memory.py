@@ -14,7 +14,7 @@ from megatron_daro.config import Config
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.plan import memory
 from megatron_daro.plan.layout import ModelLayout
-from megatron_daro.plan.parameters import count
+from megatron_daro.plan.parameters import Cut, counts
 from megatron_daro.plan.workload import workload_of
 
 CONFIGS = Path(__file__).resolve().parents[4] / "shared" / "data" / "configs"
@@ -37,6 +37,11 @@ def small(family: str = "qwen2", **changed: object) -> dict[str, object]:
         "max_position_embeddings": 8192,
         **changed,
     }
+
+
+def small_experts() -> dict[str, object]:
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
+    return small("qwen3_moe", **experts)
 
 
 def measured(questions: list[tuple[str, dict[str, object]]]) -> list[object]:
@@ -62,7 +67,7 @@ def workload(config: dict[str, object], *, dtype: str = "bf16", distributed: boo
     return workload_of(made, read_model_shape(config))
 
 
-# (model, TP, PP): layouts of the recipes, and ones that pad the vocabulary or copy tied embeddings.
+# (model, TP, PP, EP): layouts of the recipes, and ones that pad the vocabulary or copy tied embeddings.
 LAYOUTS = [
     ("Qwen2.5-Math-1.5B", 2, 1),
     ("Qwen2.5-Math-1.5B", 2, 2),
@@ -73,6 +78,8 @@ LAYOUTS = [
     ("Qwen2.5-32B", 4, 2),
     ("Qwen3-8B", 8, 2),
     ("Llama-3.3-70B", 8, 8),
+    ("Qwen3-30B-A3B", 1, 4, 8),
+    ("Qwen3-30B-A3B", 4, 2, 8),
 ]
 
 
@@ -81,13 +88,17 @@ def test_parameters_are_those_of_megatron_in_real_layouts():
     if not CONFIGS.is_dir():
         pytest.skip(f"needs the model configurations in {CONFIGS}")
     cases = [
-        (CONFIGS / f"{name}.json", tensor, pipeline, stage)
-        for name, tensor, pipeline in LAYOUTS
+        (CONFIGS / f"{name}.json", tensor, pipeline, stage, *expert)
+        for name, tensor, pipeline, *expert in LAYOUTS
         for stage in sorted({0, pipeline // 2, pipeline - 1})
     ]
-    keys = ("config", "tensor", "pipeline", "stage")
-    found = measured([("static", dict(zip(keys, (str(file), *sizes), strict=True))) for file, *sizes in cases])
-    assert [count(read_model_shape(file), *sizes) for file, *sizes in cases] == found
+    keys = ("config", "tensor", "pipeline", "stage", "expert")
+    found = measured([("static", dict(zip(keys, (str(file), *sizes), strict=False))) for file, *sizes in cases])
+    planned = [
+        sum(counts(read_model_shape(file), Cut(tensor, pipeline, *expert), stage))
+        for file, tensor, pipeline, stage, *expert in cases
+    ]
+    assert planned == found
 
 
 def test_weights_gradients_and_optimizer_are_those_of_megatron():
@@ -98,12 +109,15 @@ def test_weights_gradients_and_optimizer_are_those_of_megatron():
         (small("llama", vocab_size=1999), 1, 3, "fp32", True),
         (small(), 1, 2, "bf16", False),
         (small(), 1, 2, "fp32", False),
+        (small_experts(), 2, 4, "bf16", True, 4),
     ]
-    keys = ("config", "tensor", "data", "dtype", "distributed")
-    found = measured([("optimizer", dict(zip(keys, case, strict=True))) for case in cases])
-    for (config, tensor, data, dtype, distributed), real in zip(cases, found, strict=True):
+    keys = ("config", "tensor", "data", "dtype", "distributed", "expert")
+    found = measured([("optimizer", dict(zip(keys, case, strict=False))) for case in cases])
+    for (config, tensor, data, dtype, distributed, *expert), real in zip(cases, found, strict=True):
         asked = workload(config, dtype=dtype, distributed=distributed)
-        weights, gradients, optimizer, _ = memory.static_bytes(asked, tensor, 1, 0, data)
+        cut = Cut(tensor, 1, *expert, expert_tensor=1 if expert else tensor)
+        expert_shards = data * tensor // (cut.expert * cut.expert_tensor)
+        weights, gradients, optimizer, _ = memory.static_bytes(asked, cut, 0, data, expert_shards)
         assert weights == pytest.approx(real["weights"], rel=0.02)
         assert gradients == pytest.approx(real["gradients"], rel=0.0 if distributed else 0.02)
         assert optimizer == pytest.approx(real["optimizer"], rel=0.02)
@@ -117,6 +131,8 @@ ACTIVATIONS = [
     (small(hidden_size=384, num_key_value_heads=8, num_hidden_layers=6), 1, "fp32", "none", 512),
     (small(num_hidden_layers=8), 1, "fp32", "full", 2048),
     (small("llama", num_hidden_layers=8), 1, "bf16", "full", 2048),
+    (small_experts(), 1, "fp32", "none", 1024),
+    (small_experts(), 1, "bf16", "none", 1024),
 ]
 
 
@@ -147,5 +163,5 @@ def test_fp8_and_sequence_options_show_in_their_part():
     layout = ModelLayout(1, 1, 1, "none", 4096)
     plain = memory.trainer_memory(asked, layout, shards=2, micro_batches=1)
     fp8 = memory.trainer_memory(replace(asked, fp8=True), layout, shards=2, micro_batches=1)
-    assert fp8.fp8 == 2 * count(asked.shape, 1, 1, 0) and plain.fp8 == 0
+    assert fp8.fp8 == 2 * sum(counts(asked.shape, Cut(), 0)) and plain.fp8 == 0
     assert fp8.total - plain.total == fp8.fp8
