@@ -23,6 +23,7 @@ T = TypeVar("T")
 EXIT_INTERRUPTED = 130
 _LOOK_S = 1.0
 _ABORT_S = 5.0
+_CANCELLED_S = 3.0
 _NODE_LOSS_S = 15.0
 """After a failed training: until a lost node has shown itself as its cause."""
 
@@ -99,6 +100,10 @@ async def train(
         return await _ended_by_term(process, exit_code, options.term_grace_s)
     trouble = next((future for future in lost if future.done()), None)
     if trouble:
+        # When a job is cancelled, its nodes end one after another; the first one may be the last to know.
+        await asyncio.wait({stops.ended}, timeout=_CANCELLED_S)
+        if stops.ended.done():
+            return await _ended_by_term(process, exit_code, options.term_grace_s)
         return Ending("node_lost", trouble.result())
     process.signal(signal.SIGABRT)  # Python's fault handler writes where every thread stands into the logs
     await asyncio.wait({exit_code}, timeout=_ABORT_S)
