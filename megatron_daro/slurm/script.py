@@ -134,7 +134,8 @@ give_up() {
 # requeue CAUSE: the job waits in the queue again, under its number, and goes on from the newest checkpoint.
 requeue() {
     state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2>/dev/null)
-    [ "$state" = RUNNING ] || give_up "$1; not requeued, since the job is ${state:-gone}" # cancelled, or requeued by Slurm
+    # Else it was cancelled, or Slurm has requeued it itself.
+    [ "$state" = RUNNING ] || give_up "$1; not requeued, since the job is ${state:-gone}"
     [ "$attempt" -lt @{attempts} ] || give_up "$1; attempt $attempt was the last of @{attempts}"
     echo "job $SLURM_JOB_ID: $1; requeued"
     scontrol requeue "$SLURM_JOB_ID" || give_up "$1; Slurm refused to requeue it"

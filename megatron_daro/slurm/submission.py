@@ -51,7 +51,10 @@ def nodes_of(config: Config, cluster: ClusterFile) -> int:
 
 def hardware_of(cluster: ClusterFile, nodes: int) -> Hardware | None:
     """Return what the job will have, for the checks of the recipe; None: like this machine, where it has no GPUs."""
-    return Hardware("gpu", nodes * cluster.gpus_per_node, fp8=True) if cluster.gpus_per_node else None
+    if not cluster.gpus_per_node:
+        return None
+    each = (cluster.gpus_per_node,) * nodes
+    return Hardware("gpu", sum(each), fp8=None, nodes=each, place=f"the job's {nodes} nodes")
 
 
 def job_of(config: Config, recipe: Path, overrides: Sequence[str], cluster: ClusterFile) -> Job:
