@@ -1,8 +1,8 @@
 """What runs on each node of a job: `python -m megatron_daro.slurm.node`, started by the batch script through srun.
 
 Place in the data flow: health check -> the nodes find each other (rendezvous.py) -> Ray on all -> on the first node the
-training (training.py). The first node writes how it ended into `result`: finished, saved, node_lost, bad_nodes or
-failed, a sentence, and nodes. A file `save` beside it, which the batch script makes: save and end. TERM: end.
+training (training.py). The first node writes how it ended into `result` (a word of training.Ending, a sentence, and
+nodes). A file `save` beside it, which the batch script makes, means: save and end. TERM: end.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_daro.errors import DaroError, DeadlineError
 from megatron_daro.slurm.health import Wanted, problems
 from megatron_daro.slurm.processes import Process, kill_descendants, start_ray
 from megatron_daro.slurm.rendezvous import Greeter, Message, own_address, reach_head, write_private
-from megatron_daro.slurm.training import Ending, Stops, train
+from megatron_daro.slurm.training import EndedError, Ending, Stops, train
 
 RAY_JOIN_S = 180.0
 PROCESSES_BESIDE_GPUS = 32
@@ -73,6 +74,8 @@ async def _run(options: argparse.Namespace) -> int:
         address = own_address(node, dict(pair.split("=", 1) for pair in options.address), options.interface)
         place = Place(node, first, int(os.environ.get("SLURM_NNODES", "1")), address)
         ending = await (_first(place, options, stops) if first else _other(place, options, stops))
+    except EndedError as error:
+        ending = Ending("ended", str(error))
     except DaroError as error:
         ending = Ending("failed", str(error))
     finally:
@@ -83,7 +86,7 @@ async def _run(options: argparse.Namespace) -> int:
         write_private(options.attempt_dir / "result", "\n".join([ending.kind, _one_line(ending.cause), ending.nodes]))
     elif ending.kind == "failed":
         write_private(options.attempt_dir / f"failed_{node}", _one_line(ending.cause) + "\n")
-    return ending.kind == "failed"
+    return ending.kind in ("failed", "ended")
 
 
 def _one_line(text: str) -> str:
@@ -191,7 +194,8 @@ async def _other(place: Place, options: argparse.Namespace, stops: Stops) -> End
     await line.send(Message(event="joined"))
     told = asyncio.ensure_future(line.receive())
     ended = _ray_ended(ray, place.node)
-    done, _ = await asyncio.wait({told, ended, stops.ended}, return_when=asyncio.FIRST_COMPLETED)
+    either: set[asyncio.Future[Any]] = {told, ended, stops.ended}
+    done, _ = await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     if ended in done:
         await line.send(Message(event="failed", why=ended.result()))
         return Ending("failed", ended.result())

@@ -190,9 +190,10 @@ case "$kind" in
     failed) give_up "$cause" ;;
 esac
 [ "$ended_by" != TERM ] || give_up "cancelled"
-cause=$(cat "$attempt_dir"/failed_* 2>/dev/null | tail -1)
-[ -z "$cause" ] || give_up "$cause"
-cause=$(tail -qn 1 "$attempt_dir"/*.log 2>/dev/null | tail -1)
-[ -e "$attempt_dir/head.json" ] || give_up "the nodes did not start (srun: $code): ${cause:-no word in $attempt_dir}"
+failed=$(cat "$attempt_dir"/failed_* 2>/dev/null | tail -1)
+[ -z "$failed" ] || give_up "$failed"
+[ -z "$kind" ] || requeue "$cause"
+last=$(tail -qn 1 "$attempt_dir"/*.log 2>/dev/null | tail -1)
+[ -e "$attempt_dir/head.json" ] || give_up "the nodes did not start (srun: $code): ${last:-no word in $attempt_dir}"
 requeue "the first node ended without a word (srun: $code), as when a node is lost"
 """

@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from megatron_daro.errors import WorkerError
 from megatron_daro.slurm.processes import Process
@@ -30,12 +30,16 @@ _NODE_LOSS_S = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a job ended: finished; saved (go on later); node_lost; bad_nodes (failed their health check); failed. cause:
-    a sentence. nodes: that it is about, with commas."""
+    """How a job ended: finished; saved (go on later); node_lost; bad_nodes (failed their health check); ended (by
+    SIGTERM, whose cause others know); failed. cause: a sentence. nodes: that it is about, with commas."""
 
-    kind: Literal["finished", "saved", "node_lost", "bad_nodes", "failed"]
+    kind: Literal["finished", "saved", "node_lost", "bad_nodes", "ended", "failed"]
     cause: str
     nodes: str = ""
+
+
+class EndedError(WorkerError):
+    """SIGTERM came before training began."""
 
 
 class Stops:
@@ -60,14 +64,15 @@ class Stops:
         """Return what `work` returns.
 
         Raises:
-            WorkerError: SIGTERM came first.
+            EndedError: SIGTERM came first.
         """
         task = asyncio.ensure_future(work)
-        await asyncio.wait({task, self.ended}, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {task, self.ended}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         task.cancel()
-        raise WorkerError("ended by SIGTERM before training began")
+        raise EndedError("ended by SIGTERM before training began")
 
 
 async def train(
@@ -90,7 +95,8 @@ async def train(
     exit_code = asyncio.ensure_future(process.wait())
     saving = asyncio.ensure_future(_ask_to_save(stops, process))
     stalled = asyncio.ensure_future(_stall(options.run_dir, 60 * options.stall_minutes))
-    await asyncio.wait({exit_code, stalled, stops.ended, *lost}, return_when=asyncio.FIRST_COMPLETED)
+    any_of: set[asyncio.Future[Any]] = {exit_code, stalled, stops.ended, *lost}
+    await asyncio.wait(any_of, return_when=asyncio.FIRST_COMPLETED)
     for watcher in (saving, stalled):
         if not watcher.done():
             watcher.cancel()
@@ -134,7 +140,7 @@ async def _ended_by_term(process: Process, exit_code: asyncio.Future[int], grace
     # Slurm signals every process of a job; a second SIGTERM would end the training without a checkpoint.
     await asyncio.wait({exit_code}, timeout=grace_s)
     saved = exit_code.done() and exit_code.result() == EXIT_INTERRUPTED
-    return Ending("failed", f"ended by SIGTERM; {process.last_line if saved else 'nothing was saved'}")
+    return Ending("ended", f"ended by SIGTERM; {process.last_line if saved else 'nothing was saved'}")
 
 
 async def _ask_to_save(stops: Stops, process: Process) -> None:
