@@ -21,6 +21,7 @@ import typer
 from megatron_daro import __version__
 from megatron_daro.commands.check_layout import check_layout
 from megatron_daro.commands.convert import convert
+from megatron_daro.commands.doctor import doctor
 from megatron_daro.commands.plan import plan
 from megatron_daro.commands.submit import submit
 from megatron_daro.errors import ConfigError, DaroError, NonFiniteError
@@ -75,6 +76,7 @@ def _show_version(asked: bool) -> None:
 app.command()(plan)
 app.command()(check_layout)
 app.command()(submit)
+app.command()(doctor)
 
 
 @app.callback()

@@ -168,6 +168,9 @@ def _trainers(
     if samples < data:
         refusals.add(f"an update has {samples} samples, fewer than replicas (DP)", data, f"DP {data}")
         return None
+    if samples % data:
+        refusals.add("samples of an update are no multiple of the replicas (DP)", data, f"{samples} samples, DP {data}")
+        return None
     num = micro_batches_of(workload, layout, data)
     memory = trainer_memory(workload, layout, shards=data * layout.context, micro_batches=num)
     if memory.total > HEADROOM * gpu.memory_bytes:

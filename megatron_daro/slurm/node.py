@@ -26,7 +26,7 @@ from megatron_daro.slurm.processes import Process, kill_descendants, start_ray
 from megatron_daro.slurm.rendezvous import Greeter, Message, own_address, reach_head, write_private
 from megatron_daro.slurm.training import EndedError, Ending, Stops, train
 
-RAY_JOIN_S = 180.0
+RAY_JOIN_S = 300.0
 PROCESSES_BESIDE_GPUS = 32
 """Ray's CPUs are places for processes here: two for each GPU, and these; more where the machine has more cores."""
 

@@ -90,7 +90,7 @@ def kill_descendants() -> None:
 
 async def start_ray(
     *, head: bool, address: str, port: int, gpus: int, cpus: int, temporary: Path, environment: Mapping[str, str],
-    joins: str = "", limit_s: float = 120.0,
+    joins: str = "", limit_s: float = 300.0,
 ) -> Process:  # fmt: skip
     """Start Ray on this node, and wait until it runs.
 

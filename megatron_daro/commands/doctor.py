@@ -1,0 +1,37 @@
+"""`megatron-daro doctor`: what is installed, which of it works, and what a run of a recipe would miss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def doctor(
+    recipe: Annotated[
+        Path | None, typer.Argument(metavar="[RECIPE]", help="YAML file of a run.", show_default=False)
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="A.B=C", help="Options that replace those of the file.")
+    ] = None,
+) -> None:
+    """Say what is installed, which of it works, and what a run of RECIPE would miss, with fixes."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from megatron_daro.runtime.diagnosis import diagnose
+
+    findings = diagnose(recipe, overrides or [])
+    table = Table()
+    for name in ("", "part", "found", "fix"):
+        table.add_column(name, overflow="fold")
+    for finding in findings:
+        table.add_row(finding.state, escape(finding.part), escape(finding.found), escape(finding.fix))
+    Console(highlight=False).print(table)
+    broken = [finding.part for finding in findings if finding.state == "broken"]
+    if broken:
+        typer.echo(f"{len(broken)} of {len(findings)} are broken: {', '.join(broken)}", err=True)
+        raise typer.Exit(1)
+    typer.echo("nothing is broken")

@@ -1,0 +1,113 @@
+"""Each recipe passes `train --dry-run` for its cluster on this machine, fits its GPUs, and so do its baselines."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+
+from megatron_daro.cli import main
+from megatron_daro.config import resolve
+from megatron_daro.config.model_shape import read_model_shape
+from megatron_daro.plan.gpus import find_gpu
+from megatron_daro.plan.layout import ModelLayout
+from megatron_daro.plan.memory import trainer_memory
+from megatron_daro.plan.search import HEADROOM
+from megatron_daro.plan.times import micro_batches_of
+from megatron_daro.plan.workload import workload_of
+from megatron_daro.slurm.submission import gpus_of
+
+ROOT = Path(__file__).resolve().parents[3]
+SHARED = ROOT.parent / "shared" / "data"
+RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.yaml"))
+NAMES = [path.stem for path in RECIPES]
+BASELINES = re.findall(
+    r"^\| [^|]+ \| `(algorithm\.name=[^`]+)` \|$", (ROOT / "examples/recipes/README.md").read_text(), re.M
+)
+WRAPPED = (
+    "Solve the following math problem step by step. The last line ...\n\n{}\n\n"
+    'Remember to put your answer on its own line after "Answer:".'
+)
+# Servers that run already: this machine needs no SGLang then.
+RUNNING = 'engine.sglang.urls=["http://127.0.0.1:1"]'
+
+pytestmark = pytest.mark.shared
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A directory with the files that recipes name: real configurations and tokenizers, weights of no size."""
+    if not SHARED.is_dir():
+        pytest.skip(f"needs the model configurations in {SHARED}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    row = json.dumps({"problem": "1 + 1?", "answer": "2"}) + "\n"
+    (tmp_path / "data").mkdir()
+    for name in ("dapo_math_17k", "aime24", "math500"):
+        (tmp_path / "data" / f"{name}.jsonl").write_text(row * 2)
+    return tmp_path
+
+
+def model_of(recipe: Path, place: Path) -> Path:
+    directory = place / resolve(recipe).model.path
+    directory.mkdir(parents=True)
+    shutil.copy(SHARED / "configs" / f"{directory.name}.json", directory / "config.json")
+    shutil.copy(SHARED / "tokenizer" / "tokenizer.qwen2.5.json", directory / "tokenizer.json")
+    tokenizer = {
+        "eos_token": "<|endoftext|>",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    header = b'{"x":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'
+    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    return directory
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=NAMES)
+def test_a_recipe_passes_its_dry_run_and_fits_its_gpus(recipe, place, capsys):
+    model = model_of(recipe, place)
+    assert main(["train", str(recipe), "--dry-run", RUNNING]) == 0, capsys.readouterr().err
+    config = resolve(recipe)
+    shape, actor, gpu = read_model_shape(model), config.actor, find_gpu("h100-80g")
+    assert gpus_of(config) <= config.cluster.nodes * (config.cluster.gpus_per_node or 0)
+    layout = ModelLayout(
+        actor.tensor_parallel, actor.pipeline_parallel, actor.context_parallel, actor.recompute,
+        actor.micro_batch_tokens, actor.expert_parallel,
+    )  # fmt: skip
+    workload = workload_of(config, shape)
+    data = actor.data_parallel
+    memory = trainer_memory(
+        workload, layout, shards=data * layout.context, micro_batches=micro_batches_of(workload, layout, data)
+    )
+    assert memory.total <= HEADROOM * gpu.memory_bytes
+    assert main(["plan", str(recipe), "--gpus", str(config.cluster.nodes * 8), "--best", "1"]) == 0
+
+
+@pytest.mark.parametrize("options", BASELINES)
+def test_the_baselines_pass_their_dry_run(options, place, capsys):
+    recipe = RECIPES[NAMES.index("qwen2.5-math-7b")]
+    model_of(recipe, place)
+    assert main(["train", str(recipe), "--dry-run", RUNNING, *options.split()]) == 0, capsys.readouterr().err
+
+
+def test_there_are_recipes_and_baselines():
+    assert len(RECIPES) == 6 and len(BASELINES) == 5
+
+
+def test_the_data_script_writes_each_problem_once(place, monkeypatch, capsys):
+    prepare = runpy.run_path(str(ROOT / "examples" / "recipes" / "prepare_data.py"))
+    file = place / "raw.jsonl"
+    with file.open("w") as out:
+        for problem, answer in [("a", "1"), ("a", "1"), ("b", "2"), ("c", "3"), ("c", "4")]:
+            chat = [{"role": "user", "content": WRAPPED.format(problem)}]
+            out.write(json.dumps({"prompt": chat, "reward_model": {"ground_truth": answer}}) + "\n")
+    found, left_out = prepare["prepared"]([file])
+    assert found == {"a": "1", "b": "2"} and left_out == {"repeated": 2, "two answers": 1}
+    real, _ = prepare["prepared"]([SHARED / "train" / "dapo_math_17k.svs.parquet"])
+    assert len(real) > 17000
