@@ -20,6 +20,7 @@ import typer
 
 from megatron_daro import __version__
 from megatron_daro.commands.check_layout import check_layout
+from megatron_daro.commands.check_loss import check_loss
 from megatron_daro.commands.convert import convert
 from megatron_daro.commands.doctor import doctor
 from megatron_daro.commands.plan import plan
@@ -77,6 +78,7 @@ app.command()(plan)
 app.command()(check_layout)
 app.command()(submit)
 app.command()(doctor)
+app.command()(check_loss)
 
 
 @app.callback()

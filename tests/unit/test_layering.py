@@ -17,7 +17,7 @@ NAME = PACKAGE.name
 LEVEL = {"types": 0, "errors": 0, "durable": 0, "families": 0, "config": 1, "observe": 1}
 LEVEL |= dict.fromkeys(("algo", "reward", "data", "rollout", "convert", "plan", "slurm"), 2)
 LEVEL |= dict.fromkeys(("actor", "engine", "sync", "controller", "recovery"), 3)
-LEVEL |= {"runtime": 4, "plugins": 4, "commands": 5, "cli": 6, "__main__": 7}
+LEVEL |= {"runtime": 4, "plugins": 4, "check_loss": 4, "commands": 5, "cli": 6, "__main__": 7}
 
 SIDEWAYS = {
     "data": {"algo"},  # a batch carries advantages and bins
@@ -29,7 +29,7 @@ SIDEWAYS = {
 """Imports within a level, beside those within a unit; without a cycle."""
 
 ONLY_IMPORTER = {
-    "megatron.core": {"actor", "plugins"},  # plugins: inside functions, where the host has set it up
+    "megatron.core": {"actor", "check_loss", "plugins"},  # plugins: inside functions, where the host has set it up
     "transformer_engine": {"actor"},
     "ray": {"runtime"},
     "sglang": {"engine"},

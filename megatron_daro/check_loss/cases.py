@@ -1,0 +1,115 @@
+"""Which cases are tried: one axis at a time first, then several, then random ones; and what is simpler than a case.
+
+Place in the data flow: names of axes and Cases -> `search`. An axis that fails alone names the cause.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron_daro.check_loss.records import Case
+
+PROMPTS, RESPONSES, GROUP = (3, 2, 4, 2, 5, 3, 2, 4), (5, 2, 9, 3, 4, 7, 1, 6), 4
+_BASE = Case(
+    tensor=1, pipeline=1, context=1, schedule=(((0, 1, 2, 3, 4, 5, 6, 7),),), prompts=PROMPTS, responses=RESPONSES,
+    group=GROUP,
+)  # fmt: skip
+_SPLIT = (((0, 1, 2, 3), (4,), (5, 6, 7)),)
+_RANKS = (((0, 1, 2, 3, 4),), ((5, 6, 7),))
+_BOTH = (((0, 1, 2), (3, 4)), ((5,), (6, 7)))
+_HOLES = ((0, 1), (2, 0), (2, 4), (5, 3), (5, 6), (7, 0))
+
+AXES: dict[str, Case] = {
+    "micro-batches": replace(_BASE, schedule=_SPLIT),
+    "data parallel": replace(_BASE, schedule=_RANKS),
+    "context parallel": replace(_BASE, context=2),
+    "tensor parallel": replace(_BASE, tensor=2),
+    "pipeline parallel": replace(_BASE, pipeline=2),
+    "masks with holes, micro-batches": replace(_BASE, schedule=_SPLIT, holes=_HOLES),
+    "masks with holes, context parallel": replace(_BASE, context=2, holes=_HOLES),
+    "padding": replace(_BASE, padding=3),
+    "NaN under the mask": replace(_BASE, holes=_HOLES, poison=True),
+    "a micro-batch without trained tokens": replace(_BASE, schedule=_SPLIT, masked=(4,)),
+    "a rank without trained tokens": replace(_BASE, schedule=_RANKS, masked=(5, 6, 7)),
+    "order of samples": replace(_BASE, schedule=(((3, 6, 0, 7, 1, 5, 2, 4),),)),
+    "data parallel, micro-batches": replace(_BASE, schedule=_BOTH, holes=_HOLES),
+    "data and context parallel": replace(_BASE, schedule=_RANKS, context=2, holes=_HOLES),
+    "context parallel, micro-batches": replace(_BASE, schedule=_SPLIT, context=2),
+    "tensor and pipeline parallel": replace(_BASE, schedule=_SPLIT, tensor=2, pipeline=2),
+    "tensor and data parallel": replace(_BASE, schedule=_BOTH, tensor=2, masked=(5,)),
+    "pipeline and data parallel": replace(_BASE, schedule=_BOTH, pipeline=2, padding=1),
+    "pipeline and context parallel": replace(_BASE, schedule=_SPLIT, pipeline=2, context=2),
+}
+"""In the order in which they are tried."""
+
+
+def base(*, per_token: bool) -> Case:
+    """Return all samples on one process."""
+    return replace(_BASE, per_token=per_token)
+
+
+def axes(*, per_token: bool) -> Iterator[tuple[str, Case]]:
+    """Return the named cases."""
+    for name, case in AXES.items():
+        yield name, replace(case, per_token=per_token)
+
+
+def random_case(seed: int, *, per_token: bool) -> Case:
+    """Return a case of up to four processes."""
+    rng = random.Random(seed)
+    ranges = itertools.product((1, 2), (1, 2), (1, 2, 4), (1, 2, 3, 4))
+    sizes = [(t, p, c, d) for t, p, c, d in ranges if t * p * c * d <= 4]
+    tensor, pipeline, context, data = rng.choice(sizes)
+    number = rng.randint(1, 3)
+    count = max(GROUP * rng.randint(1, 3), data * number)
+    order = rng.sample(range(count), count)
+    cuts = sorted(rng.sample(range(1, count), data * number - 1))
+    parts = [tuple(order[a:b]) for a, b in zip([0, *cuts], [*cuts, count], strict=True)]
+    responses = tuple(rng.randint(1, 12) for _ in range(count))
+    return Case(
+        tensor=tensor,
+        pipeline=pipeline,
+        context=context,
+        schedule=tuple(tuple(parts[r * number : (r + 1) * number]) for r in range(data)),
+        prompts=tuple(rng.randint(1, 6) for _ in range(count)),
+        responses=responses,
+        holes=tuple((i, r) for i in range(count) for r in range(responses[i]) if rng.random() < 0.15),
+        masked=tuple(i for i in range(count) if rng.random() < 0.1),
+        group=GROUP,
+        per_token=per_token,
+        poison=rng.random() < 0.2,
+        padding=rng.choice((0, 0, 1, 5)),
+        seed=seed,
+    )
+
+
+def simpler(case: Case) -> Iterator[Case]:
+    """Return cases with less in them, the largest steps first."""
+    yield from (c for c in (replace(case, tensor=1), replace(case, pipeline=1), replace(case, context=1)) if c != case)
+    if case.data > 1:
+        yield replace(case, schedule=case.schedule[:-1])
+        merged = tuple(tuple(i for mb in rank for i in mb) for rank in zip(*case.schedule, strict=True))
+        yield replace(case, schedule=(merged,))
+    if case.num_micro_batches > 1:
+        yield replace(case, schedule=tuple((tuple(i for mb in rank for i in mb),) for rank in case.schedule))
+        yield replace(case, schedule=tuple(rank[:-1] for rank in case.schedule))
+    emptied = (replace(case, poison=False), replace(case, padding=0), replace(case, holes=()), replace(case, masked=()))
+    yield from (c for c in emptied if c != case)
+    yield from _fewer_samples(case)
+    for i, length in enumerate(case.responses):
+        if length > 1:
+            for shorter in {1, length // 2, length - 1} - {0, length}:
+                yield replace(case, responses=(*case.responses[:i], shorter, *case.responses[i + 1 :]))
+
+
+def _fewer_samples(case: Case) -> Iterator[Case]:
+    for r, rank in enumerate(case.schedule):
+        for m, micro_batch in enumerate(rank):
+            for i in micro_batch if len(micro_batch) > 1 else ():
+                left = tuple(j for j in micro_batch if j != i)
+                ranks = list(case.schedule)
+                ranks[r] = (*rank[:m], left, *rank[m + 1 :])
+                yield replace(case, schedule=tuple(ranks))

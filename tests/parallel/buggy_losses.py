@@ -1,0 +1,106 @@
+"""Mistakes that shipped in public, each told in one small loss; the oracle must find them.
+
+The number in a name is that of the issue or pull request upstream.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_daro.check_loss.shipped import megatron_return
+
+
+def _losses(batch):
+    """Clipped surrogate of each token; old log-probs under the mask are replaced first."""
+    old = torch.where(batch.mask_T, batch.old_logprobs_T, batch.logprobs_T.detach())
+    ratio = torch.exp(batch.logprobs_T - old)
+    return -torch.min(ratio * batch.advantages_T, ratio.clamp(0.8, 1.28) * batch.advantages_T)
+
+
+def _masked(values, batch):
+    return torch.where(batch.mask_T, values, 0.0)
+
+
+def nemo_rl_3791(batch, step):
+    """A term over a subset of tokens is divided by the subset's count in the micro-batch: inflated by their number."""
+    losses = _losses(batch)
+    subset = batch.mask_T & (batch.advantages_T > 0)
+    term = torch.where(subset, losses, 0.0).sum() / subset.sum().clamp(min=1)
+    return megatron_return(_masked(losses, batch).sum() / step.tokens + term, batch, step)
+
+
+def nemo_rl_3792(batch, step):
+    """Rewards weight a term of the loss, but the batch that arrives has none: the term is nothing, in silence."""
+    rewards = getattr(batch, "rewards", None)
+    losses = _losses(batch)
+    if rewards is not None:
+        losses = losses * rewards
+    return megatron_return(_masked(losses, batch).sum() / step.tokens, batch, step)
+
+
+def compose_rl_71(batch, step):
+    """The masked mean of each micro-batch, and then their mean."""
+    mean = _masked(_losses(batch), batch).sum() / batch.mask_T.sum().clamp(min=1)
+    return mean, {}
+
+
+def megatron_lm_906(batch, step):
+    """The loss is multiplied by the context-parallel size, which Megatron does once more."""
+    share = _masked(_losses(batch), batch).sum() / step.tokens
+    return share * step.num_micro_batches * step.data_parallel * step.context_parallel, {}
+
+
+def slime_987(batch, step):
+    """Per-token flag: every context-parallel rank returns the tokens of whole samples, and the loss has no factor."""
+    return _masked(_losses(batch), batch).sum(), batch.lengths_M.sum(), {}
+
+
+def verl_6609(batch, step):
+    """A 2-tuple for the per-token flag: nothing is divided by tokens, and ranks are summed."""
+    share = _masked(_losses(batch), batch).sum() / step.tokens
+    return share * step.num_micro_batches * step.data_parallel, {}
+
+
+def local_denominator(batch, step):
+    """Tokens are counted on this data-parallel rank alone (the reason of verl's batch_num_tokens)."""
+    from megatron_daro.check_loss.rank import dist  # noqa: F401  (the all-reduce that was forgotten)
+
+    mean = _masked(_losses(batch), batch).sum() / batch.mask_T.sum().clamp(min=1)
+    return mean * step.num_micro_batches / step.num_micro_batches, {}
+
+
+def gspo_local_sequence(batch, step):
+    """GSPO's ratio from the part of a sequence that a context-parallel rank holds."""
+    old = torch.where(batch.mask_T, batch.old_logprobs_T, batch.logprobs_T.detach())
+    difference = _masked(batch.logprobs_T - old, batch)
+    zeros = torch.zeros(len(batch), dtype=torch.float64)
+    counts = zeros.index_add(0, batch.sequence_T, batch.mask_T.double()).clamp(min=1)
+    ratio = torch.exp(zeros.index_add(0, batch.sequence_T, difference) / counts)[batch.sequence_T]
+    losses = -torch.min(ratio * batch.advantages_T, ratio.clamp(0.8, 1.28) * batch.advantages_T)
+    return megatron_return(_masked(losses, batch).sum() / step.tokens, batch, step)
+
+
+def slime_whitening(batch, step):
+    """Advantages are whitened with the mean of this rank's own tokens."""
+    weights = batch.mask_T.double()
+    mean = (batch.advantages_T * weights).sum() / weights.sum().clamp(min=1)
+    ratio = torch.exp(batch.logprobs_T - torch.where(batch.mask_T, batch.old_logprobs_T, batch.logprobs_T.detach()))
+    losses = -ratio * (batch.advantages_T - mean)
+    return megatron_return(_masked(losses, batch).sum() / step.tokens, batch, step)
+
+
+def roll_agg_loss(batch, step):
+    """ROLL's token mean without the mask in the sum: padded positions are trained."""
+    return megatron_return(_losses(batch).sum() / step.tokens, batch, step)
+
+
+def masked_by_multiplication(batch, step):
+    """What the mask leaves out is multiplied by 0, and 0 * NaN is NaN."""
+    losses = -torch.exp(batch.logprobs_T - batch.old_logprobs_T) * batch.advantages_T
+    return megatron_return((losses * batch.mask_T).sum() / step.tokens, batch, step)
+
+
+def verl_horizon(batch, step):
+    """The constant denominator of Dr. GRPO is the widest row of the micro-batch."""
+    horizon = int(batch.lengths_M.max().clamp(min=1))
+    return megatron_return(_masked(_losses(batch), batch).sum() / (horizon * step.samples), batch, step)

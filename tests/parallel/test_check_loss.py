@@ -1,0 +1,134 @@
+"""The parallel oracle: it finds mistakes that shipped, names them, shrinks them, and is silent on exact losses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+pytestmark = pytest.mark.timeout(600)
+
+# name, flags of the per-token option that it was written for, inputs it says it uses, words of the cause
+BUGS = [
+    ("nemo_rl_3791", (True,), "advantages", "micro-batch"),
+    ("nemo_rl_3792", (True,), "rewards", "no influence"),
+    ("compose_rl_71", (False,), "advantages", "mean of means"),
+    ("megatron_lm_906", (False,), "advantages", "context-parallel factor of 2 too much"),
+    ("slime_987", (True,), "advantages", "context-parallel factor is missing"),
+    ("verl_6609", (True,), "advantages", ""),
+    ("gspo_local_sequence", (True,), "advantages", "part of a sample"),
+    ("slime_whitening", (True,), "advantages", "mean of means"),
+    ("roll_agg_loss", (True,), "advantages", "padded positions"),
+    ("masked_by_multiplication", (True,), "advantages", "NaN"),
+    ("verl_horizon", (True,), "advantages", "mean of means"),
+]
+EXACT = ["grpo", "grpo_sequence", "dapo", "lite_ppo", "dr_grpo", "rloo", "daro", "ppo", "gspo", "cispo"]
+
+
+@pytest.fixture(scope="module")
+def case_pool():
+    from megatron_daro.check_loss.pool import CasePool
+
+    with CasePool() as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(("name", "flags", "uses", "words"), BUGS, ids=[bug[0] for bug in BUGS])
+def test_a_mistake_that_shipped_is_found_and_named(case_pool, record_property, name, flags, uses, words):
+    from megatron_daro.check_loss.search import check
+
+    report = check(f"buggy_losses:{name}", pool=case_pool, flags=flags, uses=(uses,), seconds=0)
+    record_property("seconds", report.seconds)
+    record_property("cause", report.cause)
+    assert not report.exact
+    assert not report.error
+    assert words in report.cause
+    if report.case is not None:
+        assert report.case.world_size <= 2, "the smallest case needs no more than one axis"
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ("daro", "gspo") else pytest.param(name, marks=pytest.mark.heavy) for name in EXACT]
+)
+def test_an_exact_loss_is_left_alone(case_pool, name):
+    from megatron_daro.check_loss.search import check
+
+    report = check(f"megatron_daro.check_loss.shipped:{name}", pool=case_pool, seconds=0)
+    assert report.cause == ""
+    assert len(report.rows) >= 30
+    assert max(row.difference for row in report.rows) < 1e-6
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("host", ["verl", "slime"])
+def test_a_wrapped_loss_of_another_framework_is_exact(case_pool, host):
+    from megatron_daro.check_loss.search import check
+
+    report = check(f"host_losses:{host}", pool=case_pool, flags=(False,), seconds=0)
+    assert report.cause == ""
+
+
+@pytest.mark.heavy
+def test_random_cases_are_exact_for_daro(case_pool):
+    from megatron_daro.check_loss.search import check
+
+    report = check("megatron_daro.check_loss.shipped:daro", pool=case_pool, seconds=25)
+    assert report.exact
+    assert any(row.name.startswith("random") for row in report.rows)
+
+
+def test_a_case_survives_json_and_runs_under_torchrun(case_pool, tmp_path):
+    from megatron_daro.check_loss.records import as_json, from_json
+    from megatron_daro.check_loss.script import write_script
+    from megatron_daro.check_loss.search import check
+
+    report = check("buggy_losses:megatron_lm_906", pool=case_pool, flags=(False,), seconds=0)
+    assert from_json(json.loads(json.dumps(as_json(report.case)))) == report.case
+    script = tmp_path / "case.py"
+    write_script(script, "buggy_losses:megatron_lm_906", report.case, report.cause)
+    done = subprocess.run(
+        [
+            sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node",
+            str(report.case.world_size), "--master-port", "29655", script,
+        ],
+        capture_output=True, text=True, timeout=200, check=False, env=_environment(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line for line in done.stdout.splitlines() if "largest difference" in line]
+    assert len(lines) == 2
+    different, size = (float(lines[0].split()[i].strip(",")) for i in (3, 5))
+    assert different == pytest.approx(size, rel=0.01), "twice the gradient is off by the gradient"
+
+
+def _environment():
+    import os
+    from pathlib import Path
+
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+
+
+def test_a_rank_that_raises_is_told_and_the_pool_goes_on(case_pool, monkeypatch):
+    from megatron_daro.check_loss import cases
+    from megatron_daro.check_loss.search import check
+
+    report = check("megatron_daro.check_loss.shipped:_sample_sums", pool=case_pool, flags=(True,), seconds=0)
+    assert "fails on one process" in report.cause
+    assert "Traceback" in report.error
+    outcome = case_pool.run(cases.base(per_token=True), "megatron_daro.check_loss.shipped:ppo")
+    assert not outcome.error
+
+
+def test_simpler_cases_are_valid():
+    from megatron_daro.check_loss import cases
+
+    for seed in range(40):
+        case = cases.random_case(seed, per_token=True)
+        for smaller in [case, *cases.simpler(case)]:
+            assert len({len(rank) for rank in smaller.schedule}) == 1
+            assert all(micro_batch for rank in smaller.schedule for micro_batch in rank)
+            assert smaller.world_size <= 4
+        assert case not in list(cases.simpler(case))
+    assert list(cases.simpler(replace(cases.base(per_token=True), schedule=(((0,),),), responses=(1,) * 8))) == []
