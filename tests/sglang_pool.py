@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang.answers import DirectAnswers
@@ -72,9 +72,14 @@ def required_environment() -> Path:
     return found
 
 
-def save_policy(directory: Path, seed: int, *, max_positions: int = CONTEXT, hidden: int = 32) -> Any:
-    """A Qwen2 of 14,000 random weights, wide enough that two seeds differ clearly; saved, and returned."""
-    config = Qwen2Config(
+def save_policy(directory: Path, seed: int, *, max_positions: int = CONTEXT, hidden: int = 32, experts: int = 0) -> Any:
+    """A Qwen2 of 14,000 random weights, wide enough that two seeds differ clearly; saved, and returned.
+
+    With experts, a Qwen3 with so many of them in each layer.
+    """
+    own = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+    config_class, own = (Qwen3MoeConfig, {**own, "head_dim": 8}) if experts else (Qwen2Config, {})
+    config = config_class(
         vocab_size=VOCAB,
         hidden_size=hidden,
         intermediate_size=48,
@@ -82,7 +87,8 @@ def save_policy(directory: Path, seed: int, *, max_positions: int = CONTEXT, hid
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=max_positions,
-        tie_word_embeddings=True,
+        tie_word_embeddings=not experts,
+        **own,
     )
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)

@@ -35,7 +35,6 @@ with warnings.catch_warnings():
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -269,7 +268,9 @@ def _mark_parallel(model: HiddenStateGPTModel, shape: ModelShape) -> None:
         if local.rule.expert is not None:
             local.parameter.allreduce = False  # type: ignore[attr-defined]
         if local.rule.is_cut and not hasattr(local.parameter, "tensor_model_parallel"):
-            set_tensor_model_parallel_attributes(local.parameter, True, local.rule.dim, 1)
+            marks = {"tensor_model_parallel": True, "partition_dim": local.rule.dim, "partition_stride": 1}
+            for name, value in marks.items():  # upstream's function for it refuses parameters with a stride
+                setattr(local.parameter, name, value)
 
 
 def _apply_llama3_scaling(rotary: RotaryEmbedding, scaling: Llama3Scaling) -> None:

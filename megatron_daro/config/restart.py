@@ -15,6 +15,7 @@ _RUNS = """
 model.trust_remote_code
 rollout.finish_batch
 actor.tensor_parallel actor.pipeline_parallel actor.context_parallel actor.data_parallel actor.sequence_parallel
+actor.expert_parallel actor.expert_tensor_parallel
 actor.recompute actor.micro_batch_tokens actor.logprob_chunk_tokens
 engine.kind engine.replicas engine.embedded.batch_size engine.embedded.threads
 engine.sglang.python engine.sglang.urls engine.sglang.arguments engine.sglang.env engine.sglang.tensor_parallel

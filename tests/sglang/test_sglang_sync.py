@@ -9,7 +9,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from sglang_pool import collect, engine_of, expected, group, section, started
+from sglang_pool import PooledServer, collect, engine_of, expected, group, save_policy, section, started
 
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
@@ -34,18 +34,12 @@ def ray_cluster():
         yield
 
 
-def policy_of(model, tensor_parallel, pipeline_parallel):
-    actor = ActorSection(
-        tensor_parallel=tensor_parallel,
-        pipeline_parallel=pipeline_parallel,
-        dtype="fp32",
-        micro_batch_tokens=256,
-        optimizer={"learning_rate": 1e-2},
-    )
+async def policy_of(model, **layout):
+    actor = ActorSection(**layout, dtype="fp32", micro_batch_tokens=256, optimizer={"learning_rate": 1e-2})
     settings = PolicySettings(model, K, 12, TEMPERATURE, total_steps=10)
     algorithm = AlgorithmSection(name="grpo")
     placement = Placement.of_actor(actor)
-    asyncio.run(placement.start())
+    await placement.start()
     return PolicyGroup(settings, actor, algorithm, seed=1, updates_per_batch=1, placement=placement)
 
 
@@ -85,16 +79,48 @@ async def sampled(engine):
 @pytest.mark.parametrize(("tensor_parallel", "pipeline_parallel"), LAYOUTS)
 def test_servers_have_the_ranks_weights_after_every_sync(pool, tmp_path, tensor_parallel, pipeline_parallel):
     servers = pool.up()
+    layout = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
+    check_every_sync(servers, tmp_path, "qwen2", **layout)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    "layout", [{"data_parallel": 2, "expert_parallel": 2}, {"tensor_parallel": 2, "pipeline_parallel": 2}]
+)
+def test_servers_have_the_experts_of_the_ranks(expert_servers, tmp_path, layout):
+    check_every_sync(expert_servers, tmp_path, "qwen3_moe", **layout)
+
+
+@pytest.fixture(scope="module")
+def expert_servers(tmp_path_factory):
+    """Two servers of a Qwen3 with four experts."""
+    directory = tmp_path_factory.mktemp("expert_servers")
+    save_policy(directory / "model", 0, experts=4)
+    servers = [PooledServer(directory / "model", directory / f"server_{i}.log", seed=i) for i in range(2)]
+    try:
+        for server in servers:
+            server.start()
+        for server in servers:
+            server.wait()
+        yield servers
+    finally:
+        for server in servers:
+            server.close()
+
+
+def check_every_sync(servers, tmp_path, model_type, **layout):
+    """Four updates, two by each way: servers and ranks agree after each of them, and did not before."""
     model, urls = servers[0].model, [server.url for server in servers]
+    expect = expected(model, model_type=model_type)
 
     async def scenario():
-        policy = policy_of(model, tensor_parallel, pipeline_parallel)
+        policy = await policy_of(model, **layout)
         version, earlier = 0, None
         try:
             await policy.start()
             for mode in MODES:
                 options = section(sync=mode, bucket_mib=1)
-                engine = engine_of(urls, tmp_path, options=options, temperature=TEMPERATURE, expect=expected(model))
+                engine = engine_of(urls, tmp_path, options=options, temperature=TEMPERATURE, expect=expect)
                 async with started(engine):
                     sync = WeightSync(policy, engine)
                     for _ in range(2):
