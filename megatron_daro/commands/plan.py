@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from megatron_daro.config import Config
+    from megatron_daro.config.model_shape import ModelShape
+    from megatron_daro.plan.gpus import Gpu
+    from megatron_daro.plan.times import Constants
+    from megatron_daro.plan.workload import Workload
 
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file of the run.", show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="A.B=C", help="Options that replace those of the file.")]
@@ -26,6 +33,16 @@ def plan(
     price: Annotated[float | None, typer.Option("--price", min=0, help="Price of a GPU-hour, for the cost.")] = None,
     best: Annotated[int, typer.Option("--best", min=1, max=50, help="Choices to show.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    from_run: Annotated[
+        Path | None, typer.Option("--from", metavar="RUN", help="Learn lengths and times from a recorded run.")
+    ] = None,
+    scaling: Annotated[
+        Path | None,
+        typer.Option("--scaling", metavar="FILE.html", help="Simulate up to --gpus with failures, and plot it."),
+    ] = None,
+    mtbf_hours: Annotated[
+        float, typer.Option("--mtbf-hours", min=1, help="Mean time between failures of a GPU.")
+    ] = 5e4,
     write: Annotated[bool, typer.Option("--write", help="Put the best choice into RECIPE.")] = False,
 ) -> None:
     """Say which layouts of RECIPE fit a cluster, what each part of the memory takes and what a step costs."""
@@ -43,14 +60,55 @@ def plan(
 
     config = resolve(recipe, overrides or ())
     shape = read_model_shape(model_config or config.model.path)
-    workload = workload_of(config, shape, mean_response=mean_response, mean_prompt=mean_prompt)
-    kind = find_gpu(gpu)
-    found = search(workload, kind, gpus, best=best)
+    kind, constants = find_gpu(gpu), None
+    if from_run:
+        workload, constants = _learned(from_run, config, shape, kind)
+    else:
+        workload = workload_of(config, shape, mean_response=mean_response, mean_prompt=mean_prompt)
+    found = search(workload, kind, gpus, constants=constants, best=best)
     bill = Bill(-(-config.trainer.steps // config.trainer.updates_per_batch), price)
     if as_json:
         typer.echo(json.dumps(as_record(found, workload, kind, bill), indent=2))
     else:
         Console(width=max(Console().width, 180), highlight=False).print(view(found, workload, kind, bill))
+    if scaling:
+        batches = config.trainer.save_every_steps // config.trainer.updates_per_batch
+        _simulate(workload, kind, gpus, mtbf_hours, constants, batches, scaling)
     if write:
         write_options(recipe, options_of(found.choices[0]))
         typer.echo(f"written into {recipe}: " + ", ".join(f"{k}={v}" for k, v in options_of(found.choices[0]).items()))
+
+
+def _learned(run: Path, config: Config, shape: ModelShape, gpu: Gpu) -> tuple[Workload, Constants]:
+    """Return the workload with the run's lengths, and constants that give the run's times; says both."""
+    from megatron_daro.config.model_shape import read_model_shape
+    from megatron_daro.plan.history import fitted, read_history
+
+    history = read_history(run)
+    own = history.config.model.path
+    constants = fitted(history, read_model_shape(own) if own.is_dir() else shape, gpu)
+    typer.echo(
+        f"{run}: {history.steps} steps, median {history.step:.1f} s (generation {history.rollout:.1f}, training "
+        f"{history.train + history.logprob:.1f}, sync {history.sync:.1f}), answers of {history.lengths.mean():.0f} "
+        f"tokens; against the assumed constants generation took {constants.generation_factor:.3g} times as long, "
+        f"training {constants.training_factor:.3g} times",
+        err=True,
+    )
+    return history.workload(config, shape), constants
+
+
+def _simulate(
+    workload: Workload, gpu: Gpu, gpus: int, mtbf_hours: float, constants: Constants | None, save_every: int, file: Path
+) -> None:
+    """Simulate sizes up to `gpus`, write the plot, and say where it stops to scale."""
+    from megatron_daro.plan.scaling import Failures, doublings, simulate, stops_at
+    from megatron_daro.plan.scaling_plot import write_plot
+
+    failures = Failures(mtbf_hours, save_every=max(save_every, 1))
+    sizes = simulate(workload, gpu, doublings(gpu.gpus_per_node, gpus), failures, constants=constants)
+    write_plot(sizes, file, f"{workload.samples} answers a batch on {gpu.name}")
+    for size in sizes:
+        typer.echo(f"{size.gpus:6d} GPUs: {size.tokens_per_s:12.0f} tokens/s, step {size.step:.1f} s, {size.bound_by}")
+    end = stops_at(sizes)
+    where = f"stops to scale at {end.gpus} GPUs: {end.bound_by}" if end else f"scales to {sizes[-1].gpus} GPUs"
+    typer.echo(f"{where}; plot: {file}")

@@ -27,6 +27,7 @@ class Constants:
     layer_s: launching one layer's kernels, forward and backward; decode_step_s: one step of a server beside its reads.
     imbalance: how much the slowest data-parallel rank exceeds the mean. max_running: answers of a server at once.
     fixed_s: a step's verification, recording and waits that nothing hides.
+    training_factor, generation_factor: of all that the model finds for these phases; a recorded run sets them.
     """
 
     training: float = 0.5
@@ -39,6 +40,8 @@ class Constants:
     max_running: int = 1024
     sync_start_s: float = 1.0
     fixed_s: float = 2.0
+    training_factor: float = 1.0
+    generation_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,8 @@ def train_times(workload: Workload, layout: ModelLayout, data: int, gpu: Gpu, co
     bubble = (compute + inner) * (layout.pipeline - 1) / num
     forward = (max(even, launches) + 0.4 * inner) / 3
     passes = workload.extra_passes * forward * (1 + (layout.pipeline - 1) / num)
-    return TrainTimes(compute, inner + outer, bubble, passes)
+    factor = constants.training_factor
+    return TrainTimes(factor * compute, factor * (inner + outer), factor * bubble, factor * passes)
 
 
 def _last_stage_excess(workload: Workload, layout: ModelLayout) -> float:
@@ -164,7 +168,7 @@ def generation_s(workload: Workload, tensor: int, servers: int, gpu: Gpu, consta
     # Waves before the last: at full width all the time, so the mean answer counts and not the longest.
     full = float(step[0]) * workload.mean_response * max(waves, 0.0)
     prefill = _prefill_s(workload, tensor, servers, gpu, constants)
-    return tail + full + prefill
+    return constants.generation_factor * (tail + full + prefill)
 
 
 def _parameters_read(workload: Workload, running: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ from slurm_jobs import SlurmJob
 
 from megatron_daro.observe.metrics import comparable, read_metrics
 
-pytestmark = [pytest.mark.heavy, pytest.mark.slow]
+pytestmark = [pytest.mark.heavy, pytest.mark.slow, pytest.mark.timeout(900)]
 STEPS = 40
 
 
