@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from megatron_daro.config import Config
     from megatron_daro.config.model_shape import ModelShape
     from megatron_daro.plan.gpus import Gpu
+    from megatron_daro.plan.search import Plan
+    from megatron_daro.plan.tables import Bill
     from megatron_daro.plan.times import Constants
     from megatron_daro.plan.workload import Workload
 
@@ -46,16 +48,12 @@ def plan(
     write: Annotated[bool, typer.Option("--write", help="Put the best choice into RECIPE.")] = False,
 ) -> None:
     """Say which layouts of RECIPE fit a cluster, what each part of the memory takes and what a step costs."""
-    import json
-
-    from rich.console import Console
-
     from megatron_daro.config import resolve
     from megatron_daro.config.model_shape import read_model_shape
     from megatron_daro.plan.gpus import find_gpu
     from megatron_daro.plan.recipe_file import write_options
     from megatron_daro.plan.search import search
-    from megatron_daro.plan.tables import Bill, as_record, options_of, view
+    from megatron_daro.plan.tables import Bill, options_of
     from megatron_daro.plan.workload import workload_of
 
     config = resolve(recipe, overrides or ())
@@ -66,17 +64,28 @@ def plan(
     else:
         workload = workload_of(config, shape, mean_response=mean_response, mean_prompt=mean_prompt)
     found = search(workload, kind, gpus, constants=constants, best=best)
-    bill = Bill(-(-config.trainer.steps // config.trainer.updates_per_batch), price)
-    if as_json:
-        typer.echo(json.dumps(as_record(found, workload, kind, bill), indent=2))
-    else:
-        Console(width=max(Console().width, 180), highlight=False).print(view(found, workload, kind, bill))
+    updates = config.trainer.updates_per_batch
+    _show(found, workload, kind, Bill(-(-config.trainer.steps // updates), price), as_json)
     if scaling:
-        batches = config.trainer.save_every_steps // config.trainer.updates_per_batch
-        _simulate(workload, kind, gpus, mtbf_hours, constants, batches, scaling)
+        _simulate(workload, kind, gpus, mtbf_hours, constants, config.trainer.save_every_steps // updates, scaling)
     if write:
-        write_options(recipe, options_of(found.choices[0]))
-        typer.echo(f"written into {recipe}: " + ", ".join(f"{k}={v}" for k, v in options_of(found.choices[0]).items()))
+        chosen = options_of(found.choices[0])
+        write_options(recipe, chosen)
+        typer.echo(f"written into {recipe}: " + ", ".join(f"{k}={v}" for k, v in chosen.items()), err=True)
+
+
+def _show(found: Plan, workload: Workload, gpu: Gpu, bill: Bill, as_json: bool) -> None:
+    """Print the plan as tables, or as JSON."""
+    import json
+
+    from rich.console import Console
+
+    from megatron_daro.plan.tables import as_record, view
+
+    if as_json:
+        typer.echo(json.dumps(as_record(found, workload, gpu, bill), indent=2))
+    else:
+        Console(width=max(Console().width, 180), highlight=False).print(view(found, workload, gpu, bill))
 
 
 def _learned(run: Path, config: Config, shape: ModelShape, gpu: Gpu) -> tuple[Workload, Constants]:
@@ -108,7 +117,10 @@ def _simulate(
     sizes = simulate(workload, gpu, doublings(gpu.gpus_per_node, gpus), failures, constants=constants)
     write_plot(sizes, file, f"{workload.samples} answers a batch on {gpu.name}")
     for size in sizes:
-        typer.echo(f"{size.gpus:6d} GPUs: {size.tokens_per_s:12.0f} tokens/s, step {size.step:.1f} s, {size.bound_by}")
+        typer.echo(
+            f"{size.gpus:6d} GPUs: {size.tokens_per_s:12.0f} tokens/s, step {size.step:.1f} s, {size.bound_by}",
+            err=True,
+        )
     end = stops_at(sizes)
     where = f"stops to scale at {end.gpus} GPUs: {end.bound_by}" if end else f"scales to {sizes[-1].gpus} GPUs"
-    typer.echo(f"{where}; plot: {file}")
+    typer.echo(f"{where}; plot: {file}", err=True)
