@@ -19,32 +19,36 @@ if TYPE_CHECKING:
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file of the run.", show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="A.B=C", help="Options that replace those of the file.")]
 
+ModelFile = Annotated[
+    Path | None, typer.Option("--model-config", metavar="FILE", help="config.json, where model.path is not here.")
+]
+MeanResponse = Annotated[
+    float | None, typer.Option("--mean-response", help="Expected tokens of an answer. Unset: 0.3 of the longest.")
+]
+RunDirectory = Annotated[
+    Path | None, typer.Option("--from", metavar="RUN", help="Learn lengths and times from a recorded run.")
+]
+PlotFile = Annotated[
+    Path | None,
+    typer.Option("--scaling", metavar="FILE.html", help="Simulate up to --gpus with failures, and plot it."),
+]
+Hours = Annotated[float, typer.Option("--mtbf-hours", min=1, help="Mean time between failures of a GPU.")]
+
 
 def plan(
     recipe: Recipe,
     gpus: Annotated[int, typer.Option("--gpus", min=2, help="GPUs of the cluster, trainers and servers together.")],
     overrides: Overrides = None,
     gpu: Annotated[str, typer.Option("--gpu", help="Kind of GPU, or a YAML file with its numbers.")] = "h100-80g",
-    model_config: Annotated[
-        Path | None, typer.Option("--model-config", metavar="FILE", help="config.json, where model.path is not here.")
-    ] = None,
-    mean_response: Annotated[
-        float | None, typer.Option("--mean-response", help="Expected tokens of an answer. Unset: 0.3 of the longest.")
-    ] = None,
+    model_config: ModelFile = None,
+    mean_response: MeanResponse = None,
     mean_prompt: Annotated[float | None, typer.Option("--mean-prompt", help="Expected tokens of a prompt.")] = None,
     price: Annotated[float | None, typer.Option("--price", min=0, help="Price of a GPU-hour, for the cost.")] = None,
     best: Annotated[int, typer.Option("--best", min=1, max=50, help="Choices to show.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    from_run: Annotated[
-        Path | None, typer.Option("--from", metavar="RUN", help="Learn lengths and times from a recorded run.")
-    ] = None,
-    scaling: Annotated[
-        Path | None,
-        typer.Option("--scaling", metavar="FILE.html", help="Simulate up to --gpus with failures, and plot it."),
-    ] = None,
-    mtbf_hours: Annotated[
-        float, typer.Option("--mtbf-hours", min=1, help="Mean time between failures of a GPU.")
-    ] = 5e4,
+    from_run: RunDirectory = None,
+    scaling: PlotFile = None,
+    mtbf_hours: Hours = 5e4,
     write: Annotated[bool, typer.Option("--write", help="Put the best choice into RECIPE.")] = False,
 ) -> None:
     """Say which layouts of RECIPE fit a cluster, what each part of the memory takes and what a step costs."""
