@@ -3,34 +3,33 @@
 Place in the data flow: (HF name, tensor) stream of this rank -> buckets -> group of this rank and every rank of every
 server. While one bucket is sent the next is gathered, so at most two exist. The group is kept for the next update as
 long as the same servers take part.
-A failure never leaves the stream half read: other ranks gather along with it and would wait for ever.
+A failure never leaves the stream half read: other ranks gather along with it and would wait for ever. The first server
+that fails breaks the broadcast off, so that a death costs seconds and not the limit of a call.
 It does not give servers up: it reports what each of them did, as far as this end can tell.
-Source: sglang/srt/utils/common.py, init_custom_process_group: both ends must derive the same store keys.
 """
 
 from __future__ import annotations
 
 import asyncio
 import queue
-import socket
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
 
 from megatron_daro.errors import EngineError, RefusedError
 from megatron_daro.sync.buckets import WeightBucket, bucketize
 from megatron_daro.sync.plan import Post, SendFailure, SendPlan, SendReport, Target
+from megatron_daro.sync.process_group import SendGroup, in_thread, listening_store
 
 # Servers were just asked to open the update, so those that still answer join at once.
 _LONGEST_JOIN_S = 60.0
+# How long the others have after the first failure: one bucket's worth.
+_AFTER_FAILURE_S = 30.0
 
 
 @dataclass
@@ -55,8 +54,7 @@ class BroadcastSender:
             post: calls a server.
         """
         self._host, self._backend, self._post = host, backend, post
-        self._group: Any = None
-        self._store: Any = None
+        self._group: SendGroup | None = None
         self._name = ""
         self._joined: tuple[Target, ...] = ()
 
@@ -86,12 +84,9 @@ class BroadcastSender:
 
     def close(self) -> None:
         """Leaves the group. May be called twice."""
-        group, self._group, self._store, self._joined = self._group, None, None, ()
-        if group is None:
-            return
-        if self._backend == "nccl":
-            group.abort()
-        dist.destroy_process_group(group)
+        group, self._group, self._joined = self._group, None, ()
+        if group is not None:
+            group.close()
 
     async def _send_all(self, mailbox: queue.Queue[WeightBucket | None], plan: SendPlan) -> _Sent:
         """Take buckets out until None comes; after a failure they are only thrown away."""
@@ -128,17 +123,14 @@ class BroadcastSender:
             "flush_cache": False,
         }
         bodies = {target.name: body for target in plan.targets}
-        own = asyncio.create_task(asyncio.to_thread(self._broadcast, bucket.data, plan.timeout_s))
-        failures = await self._to_all("/update_weights_from_distributed", bodies, plan)
-        await asyncio.wait({own})
-        return _told_apart(failures, own.exception(), "broadcast failed", bodies)
-
-    def _broadcast(self, data: Tensor, timeout_s: float) -> None:
-        try:
-            self._group.broadcast(data, 0).wait(timedelta(seconds=timeout_s))
-        except Exception:
-            self.close()  # ends the wait of the servers, whose own limit is half an hour
-            raise
+        group = self._group
+        assert group, "joined before"
+        own = asyncio.wrap_future(in_thread(lambda: group.broadcast(bucket.data, plan.timeout_s)))
+        own.add_done_callback(lambda done: done.exception())  # seen, also where nobody waits any more
+        failures = await self._to_all("/update_weights_from_distributed", bodies, plan, broken=group.break_off)
+        await asyncio.wait({own}, timeout=_AFTER_FAILURE_S if failures else None)
+        error = own.exception() if own.done() else TimeoutError("it went on after a server had failed")
+        return _told_apart(failures, error, "broadcast failed", bodies)
 
     async def _join(self, plan: SendPlan) -> dict[str, SendFailure]:
         """Make the group of this rank and these servers, unless it is there. Returns failures by server."""
@@ -147,7 +139,7 @@ class BroadcastSender:
         self.close()
         self._name = f"megatron_daro-{uuid.uuid4().hex[:12]}"
         seconds = min(plan.timeout_s, _LONGEST_JOIN_S)
-        self._store, port = _listening_store(self._host, plan.world_size, seconds)
+        store, port = listening_store(self._host, plan.world_size, seconds)
         common = {
             "master_address": self._host,
             "master_port": port,
@@ -156,7 +148,10 @@ class BroadcastSender:
             "backend": self._backend,
         }
         bodies = {t.name: common | {"rank_offset": t.rank_offset} for t in plan.targets}
-        own = asyncio.create_task(asyncio.to_thread(self._make_group, plan.world_size, seconds))
+        limits = {"join_s": seconds, "broadcast_s": plan.timeout_s}
+        own = asyncio.wrap_future(
+            in_thread(lambda: SendGroup.join(self._name, plan.world_size, store, backend=self._backend, **limits))
+        )
         failures = await self._to_all("/init_weights_update_group", bodies, plan)
         await asyncio.wait({own})
         if own.exception():
@@ -164,29 +159,37 @@ class BroadcastSender:
         self._group, self._joined = own.result(), plan.targets
         return _told_apart(failures, None, "", bodies)
 
-    def _make_group(self, world_size: int, timeout_s: float) -> Any:
-        """Return the process group as the servers make it."""
-        options: dict[str, Any] = {"group_name": self._name, "timeout": timedelta(seconds=timeout_s)}
-        store = c10d.PrefixStore(self._name, self._store)
-        helper: Any = c10d._new_process_group_helper
-        group, _ = helper(world_size, 0, [], dist.Backend(self._backend), store, **options)
-        c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
-        return group
-
     async def _to_all(
-        self, path: str, bodies: Mapping[str, Mapping[str, Any]], plan: SendPlan
+        self,
+        path: str,
+        bodies: Mapping[str, Mapping[str, Any]],
+        plan: SendPlan,
+        broken: Callable[[], None] = lambda: None,
     ) -> dict[str, SendFailure]:
-        """One call to every server. Returns what failed, by server."""
+        """One call to every server. Returns what failed, by server. broken: called at the first failure."""
         urls = {target.name: target.url for target in plan.targets}
-        calls = [self._post(urls[name], path, body, plan.timeout_s) for name, body in bodies.items()]
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        calls = {
+            asyncio.ensure_future(self._post(urls[name], path, body, plan.timeout_s)): name
+            for name, body in bodies.items()
+        }
+        done, pending = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+        if any(call.exception() for call in done):
+            in_thread(broken)  # which may wait for a peer that hangs
+        if pending:
+            more, pending = await asyncio.wait(pending, timeout=_AFTER_FAILURE_S)
+            done |= more
         failures = {}
-        for name, outcome in zip(bodies, outcomes, strict=True):
-            if isinstance(outcome, EngineError):
-                refused = isinstance(outcome, RefusedError)
-                failures[name] = SendFailure("refused" if refused else "unanswered", str(outcome))
-            elif isinstance(outcome, BaseException):
-                raise outcome
+        for call in pending:
+            call.cancel()
+            text = f"no answer within {_AFTER_FAILURE_S:g} s after another server had failed"
+            failures[calls[call]] = SendFailure("group", text)
+        for call in done:
+            error = call.exception()
+            if isinstance(error, EngineError):
+                refused = isinstance(error, RefusedError)
+                failures[calls[call]] = SendFailure("refused" if refused else "unanswered", str(error))
+            elif error is not None:
+                raise error
         return failures
 
 
@@ -203,19 +206,3 @@ def _told_apart(
         name: SendFailure("group", failure.text) if failure.kind == "refused" else failure
         for name, failure in failures.items()
     }
-
-
-def _listening_store(host: str, world_size: int, timeout_s: float) -> tuple[Any, int]:
-    """Return a store that listens on this address only (torch's own would listen on every interface), and its port."""
-    with socket.create_server((host, 0)) as listener:
-        port = listener.getsockname()[1]
-        store = dist.TCPStore(
-            host,
-            port,
-            world_size,
-            is_master=True,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-    return store, port

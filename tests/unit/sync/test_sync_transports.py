@@ -3,17 +3,25 @@ their end whatever happens. With servers: tests/sglang."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import shutil
+import subprocess
+import sys
+import threading
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch.distributed import distributed_c10d as c10d
 
-from megatron_daro.errors import EngineError, SyncError
-from megatron_daro.sync import broadcast, disk, tensor
+from megatron_daro.errors import EngineError, RefusedError, SyncError
+from megatron_daro.sync import broadcast, disk, process_group, tensor
 from megatron_daro.sync.broadcast import BroadcastSender
 from megatron_daro.sync.buckets import bucketize
 from megatron_daro.sync.plan import Digest, SendFailure, SendPlan, SendReport, Target
@@ -199,7 +207,7 @@ def test_a_refusal_is_a_servers_own_fault_only_where_nothing_else_went_wrong(sai
 
 
 def test_the_senders_store_listens_on_its_host_only():
-    store, port = broadcast._listening_store("127.0.0.1", 2, 5.0)
+    store, port = process_group.listening_store("127.0.0.1", 2, 5.0)
     with open("/proc/net/tcp") as table:  # noqa: PTH123
         rows = [line.split()[1] for line in table if line.split()[3] == "0A"]
     assert [row for row in rows if row.endswith(f":{port:04X}")] == [f"0100007F:{port:04X}"]
@@ -224,3 +232,116 @@ def test_reports_of_stages_add_up():
     both = first.joined(second)
     assert (both.num_bytes, both.num_buckets, both.send_s) == (30, 3, 0.75)
     assert both.digests.keys() == both.files.keys() == {"a", "b"} and both.failures == {"server 0": gone}
+
+
+class Peer:
+    """Rank 1 of a group as a server makes it, in a process of its own, which stops itself after one broadcast."""
+
+    def __init__(self):
+        self._process, self._updates = None, 0
+
+    async def post(self, url, path, body, timeout_s):
+        """What a server does about each call; the second bucket never arrives, and the first call says so."""
+        if path == "/init_weights_update_group":
+            self._process = subprocess.Popen([sys.executable, "-c", PEER, json.dumps(body)], stdout=subprocess.PIPE)
+            return
+        self._updates += 1
+        if self._updates > 1:
+            await asyncio.sleep(0.2)
+            raise EngineError("the scheduler is gone")
+        assert await asyncio.to_thread(self._process.stdout.readline) == b"received\n"
+
+    def end(self):
+        self._process.kill()
+        self._process.communicate(timeout=30)
+
+
+PEER = """
+import json, os, signal, sys, torch
+from datetime import timedelta
+from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
+body, limit = json.loads(sys.argv[1]), timedelta(seconds=120)
+store = dist.TCPStore(body["master_address"], body["master_port"], body["world_size"], is_master=False, timeout=limit)
+store = c10d.PrefixStore(body["group_name"], store)
+group, _ = c10d._new_process_group_helper(
+    2, body["rank_offset"], [], dist.Backend("gloo"), store, group_name=body["group_name"], timeout=limit
+)
+c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
+received = torch.zeros(16)
+group.broadcast(received.view(torch.uint8), 0).wait()
+print("received" if received.sum() == 0 else received, flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_a_peer_that_stops_in_a_broadcast_costs_seconds_and_not_the_limit(monkeypatch):
+    monkeypatch.setattr(broadcast, "_AFTER_FAILURE_S", 1.0)
+    peer, limit_s = Peer(), 90.0
+    sender = BroadcastSender("127.0.0.1", "gloo", peer.post)
+    large = torch.zeros(50_000_000)  # more than the system's buffers take for a reader that does not read
+    stream = Stream([*named(1), ("large", large), *named(3)])
+    started = time.monotonic()
+    try:
+        report = sender.send(stream, plan_of(["a"], timeout_s=limit_s))
+        assert time.monotonic() - started < limit_s / 2
+    finally:
+        peer.end()
+        sender.close()
+    assert stream.taken == 5, "other ranks gather along with it"
+    assert report.failures == {"a": SendFailure("unanswered", "the scheduler is gone")}
+
+
+class Nccl:
+    """A group as NCCL's: its wait hangs until it is aborted. Notes what was set while it was made."""
+
+    def __init__(self, *arguments, timeout, **options):
+        self.errors, self.timeout = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING"), timeout
+        self.aborted = threading.Event()
+
+    def broadcast(self, data, source):
+        return self
+
+    def wait(self, timeout):
+        if self.aborted.wait(timeout.total_seconds()):
+            raise RuntimeError("NCCL communicator was aborted")
+
+    def abort(self):
+        self.aborted.set()
+
+
+def test_a_servers_death_in_an_nccl_broadcast_aborts_the_communicator_and_ends_no_process(monkeypatch):
+    """What NCCL itself does then needs a GPU: here the order of calls, and what the group is made with."""
+    made = []
+    monkeypatch.setattr(c10d, "_new_process_group_helper", lambda *a, **k: (made.append(Nccl(*a, **k)) or made[-1], 0))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: made.remove(group))
+    monkeypatch.setattr(broadcast, "_AFTER_FAILURE_S", 20.0)
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+
+    async def post(url, path, body, timeout_s):
+        if path == "/update_weights_from_distributed":
+            if url == "http://dead":
+                raise EngineError("connection refused")
+            while not made[0].aborted.is_set():  # its rank hangs in the broadcast until the group breaks
+                await asyncio.sleep(0.01)
+            raise RefusedError("status 400: the group broke")
+
+    sender = BroadcastSender("127.0.0.1", "nccl", post)
+    started = time.monotonic()
+    report = sender.send(Stream(named(4)), plan_of(["alive", "dead"], timeout_s=300.0))
+    assert time.monotonic() - started < 20, "neither the limit of 300 s nor that of the others was waited for"
+    assert {name: failure.kind for name, failure in report.failures.items()} == {"alive": "group", "dead": "unanswered"}
+    deadline = time.monotonic() + 20
+    while made and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not made, "aborted and destroyed"
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
+
+
+def test_errors_of_the_senders_group_alone_are_left_to_whoever_waits(monkeypatch):
+    monkeypatch.setattr(c10d, "_new_process_group_helper", lambda *a, **k: (Nccl(*a, **k), None))
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    store, _ = process_group.listening_store("127.0.0.1", 2, 5.0)
+    group = process_group.SendGroup.join("g", 2, store, backend="nccl", join_s=5.0, broadcast_s=300.0)
+    assert group._group.errors == "0" and os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+    assert group._group.timeout.total_seconds() > 300, "the sender's own limit comes first"
