@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+_Result = TypeVar("_Result")
 # Read when a group is made. 0: a failed collective is reported by its own wait, and the process lives.
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 # NCCL's own limit comes after the one that `broadcast` is given, so that its caller is the one who ends it.
@@ -30,14 +31,14 @@ _NCCL_MARGIN_S = 60.0
 class SendGroup:
     """One group; rank 0 is this process."""
 
-    def __init__(self, backend: str, group: Any, store: Any) -> None:
+    def __init__(self, backend: str, group: dist.ProcessGroup, store: dist.Store) -> None:
         """Args: backend: "gloo" or "nccl". group, store: of torch; the store is served by this process."""
         self._backend, self._group, self._store = backend, group, store
         self._left = threading.Lock()
 
     @classmethod
     def join(
-        cls, name: str, world_size: int, store: Any, *, backend: str, join_s: float, broadcast_s: float
+        cls, name: str, world_size: int, store: dist.Store, *, backend: str, join_s: float, broadcast_s: float
     ) -> SendGroup:
         """Make this end; blocks until all have joined (gloo), or until nothing (NCCL joins at the first broadcast).
 
@@ -73,12 +74,16 @@ class SendGroup:
         if not self._left.acquire(blocking=False):
             return
         if self._backend == "nccl":
-            in_thread(lambda: (self._group.abort(), dist.destroy_process_group(self._group)))
+            in_thread(self._abort_and_destroy)
         else:
             dist.destroy_process_group(self._group)
 
+    def _abort_and_destroy(self) -> None:
+        self._group.abort()
+        dist.destroy_process_group(self._group)
 
-def listening_store(host: str, world_size: int, timeout_s: float) -> tuple[Any, int]:
+
+def listening_store(host: str, world_size: int, timeout_s: float) -> tuple[dist.Store, int]:
     """Return a store that listens on this address only (torch's own would listen on every interface), and its port."""
     with socket.create_server((host, 0)) as listener:
         port = listener.getsockname()[1]
@@ -94,9 +99,9 @@ def listening_store(host: str, world_size: int, timeout_s: float) -> tuple[Any, 
     return store, port
 
 
-def in_thread(call: Callable[[], Any]) -> Future[Any]:
+def in_thread(call: Callable[[], _Result]) -> Future[_Result]:
     """Return the outcome of a call in a thread of its own, which nobody has to wait for: not even the process's end."""
-    future: Future[Any] = Future()
+    future: Future[_Result] = Future()
 
     def run() -> None:
         try:

@@ -312,9 +312,9 @@ class Nccl:
 
 def test_a_servers_death_in_an_nccl_broadcast_aborts_the_communicator_and_ends_no_process(monkeypatch):
     """What NCCL itself does then needs a GPU: here the order of calls, and what the group is made with."""
-    made = []
+    made, destroyed = [], []
     monkeypatch.setattr(c10d, "_new_process_group_helper", lambda *a, **k: (made.append(Nccl(*a, **k)) or made[-1], 0))
-    monkeypatch.setattr(dist, "destroy_process_group", lambda group: made.remove(group))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: destroyed.append(group))
     monkeypatch.setattr(broadcast, "_AFTER_FAILURE_S", 20.0)
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
 
@@ -332,9 +332,9 @@ def test_a_servers_death_in_an_nccl_broadcast_aborts_the_communicator_and_ends_n
     assert time.monotonic() - started < 20, "neither the limit of 300 s nor that of the others was waited for"
     assert {name: failure.kind for name, failure in report.failures.items()} == {"alive": "group", "dead": "unanswered"}
     deadline = time.monotonic() + 20
-    while made and time.monotonic() < deadline:
+    while not destroyed and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not made, "aborted and destroyed"
+    assert destroyed == made and made[0].aborted.is_set()
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
 
 
