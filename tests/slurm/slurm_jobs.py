@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -31,8 +32,8 @@ class Slurm:
         self.environment.pop("RAY_ADDRESS", None)
 
     def up(self) -> None:
-        done = self._script("up.sh")
-        assert done.returncode == 0, done.stdout + done.stderr
+        code, said = self._script("up.sh")
+        assert code == 0, said
 
     def down(self) -> None:
         self._script("down.sh")
@@ -45,13 +46,13 @@ class Slurm:
         assert not check or done.returncode == 0, done.stdout + done.stderr
         return done.stdout + ("" if check else done.stderr)
 
-    def _script(self, name: str) -> subprocess.CompletedProcess[str]:
-        # Output to a file's worth of pipe only: the daemons keep what they inherit.
-        with (HERE / name).open():
-            return subprocess.run(
-                ["bash", HERE / name], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True,
-                env=self.environment, timeout=120, check=False,
-            )  # fmt: skip
+    def _script(self, name: str) -> tuple[int, str]:
+        """Exit code and output; by way of a file, since the daemons would keep a pipe open."""
+        with tempfile.TemporaryFile("w+") as log:
+            command = ["bash", str(HERE / name)]
+            done = subprocess.run(command, stdout=log, stderr=log, env=self.environment, timeout=120, check=False)
+            log.seek(0)
+            return done.returncode, log.read()
 
 
 class SlurmJob:
