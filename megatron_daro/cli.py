@@ -169,7 +169,7 @@ def report(
     typer.echo(target)
 
 
-app.command()(convert)
+app.command(epilog="--check MODEL_CONFIG --world N ... writes nothing: see check-layout.")(convert)
 
 
 @app.command(name="convert-rollouts")
@@ -259,8 +259,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code (see the module).
     """
     try:
-        given = None if arguments is None else list(arguments)
-        app(args=given, prog_name="megatron-daro", obj=given is None)
+        given = _respelled(sys.argv[1:] if arguments is None else arguments)
+        app(args=given, prog_name="megatron-daro", obj=arguments is None)
     except SystemExit as exit_:  # typer ends this way: help 0, wrong usage 2, Ctrl-C 130
         code = exit_.code if isinstance(exit_.code, int) else 0
         if isinstance(exit_.__context__, BrokenPipeError):  # typer ends without a word then
@@ -280,6 +280,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         return _fail(_system_fault(error), EXIT_ERROR)
     return 0
+
+
+def _respelled(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments; `convert --check MODEL_CONFIG ...` is `check-layout MODEL_CONFIG ...`."""
+    if arguments[:1] == ["convert"] and "--check" in arguments:
+        return ["check-layout", *(argument for argument in arguments[1:] if argument != "--check")]
+    return list(arguments)
 
 
 def _system_fault(error: OSError) -> str:

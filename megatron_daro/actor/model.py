@@ -92,7 +92,7 @@ def transformer_config(
         "pipeline_model_parallel_size": layout.pipeline,
         "context_parallel_size": layout.context,
         "expert_model_parallel_size": layout.expert,
-        "expert_tensor_parallel_size": layout.expert_tensor or layout.tensor,
+        "expert_tensor_parallel_size": layout.expert_tensor_size,
         "sequence_parallel": sequence_parallel and layout.tensor > 1,
         "params_dtype": DTYPES[dtype],
         "pipeline_dtype": DTYPES[dtype],

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_daro.actor import device
+from megatron_daro.config.actor import resolved_expert_tensor
 from megatron_daro.errors import ConfigError
 
 device.prepare()
@@ -26,8 +27,8 @@ with warnings.catch_warnings():
 class Layout:
     """Sizes of the parallel dimensions, in processes.
 
-    expert: ranks that share the experts of a layer (EP). expert_tensor: ranks that share each expert (ETP); None: as
-    tensor. Experts use the processes of TP, CP and DP, in groups of ETP x EP.
+    expert: ranks that share the experts of a layer (EP). expert_tensor: ranks that share each expert (ETP); None: 1
+    with EP > 1, else as tensor. Experts use the processes of TP, CP and DP, in groups of ETP x EP.
     """
 
     tensor: int = 1
@@ -40,7 +41,12 @@ class Layout:
     @property
     def expert_group_size(self) -> int:
         """Processes that hold all experts of a layer between them: ETP x EP."""
-        return self.expert * (self.expert_tensor or self.tensor)
+        return self.expert * self.expert_tensor_size
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """expert_tensor with its default resolved."""
+        return resolved_expert_tensor(self.expert_tensor, self.tensor, self.expert)
 
     @property
     def world_size(self) -> int:
@@ -88,7 +94,7 @@ def build_groups(layout: Layout, *, seed: int) -> None:
         pipeline_model_parallel_size=layout.pipeline,
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=layout.expert_tensor,
+        expert_tensor_parallel_size=layout.expert_tensor_size,
         create_gloo_process_groups=dist.get_backend() != "fake",
     )
     seed_everything(seed)

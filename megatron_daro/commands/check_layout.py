@@ -26,7 +26,7 @@ def check_layout(
     context: Annotated[int, typer.Option("--cp", min=1, help="Context parallel size.")] = 1,
     expert: Annotated[int, typer.Option("--ep", min=1, help="Expert parallel size.")] = 1,
     expert_tensor: Annotated[
-        int | None, typer.Option("--etp", min=1, help="Tensor parallel size of experts; unset: as --tp.")
+        int | None, typer.Option("--etp", min=1, help="Tensor parallel size of experts; unset: 1 with --ep, else --tp.")
     ] = None,
     first_layers: Annotated[int | None, typer.Option("--first-layers", min=1, help="Layers of stage 0.")] = None,
     last_layers: Annotated[int | None, typer.Option("--last-layers", min=1, help="Layers of the last stage.")] = None,

@@ -36,6 +36,11 @@ class OptimizerSection(Section):
     """Split the optimizer state over the data-parallel ranks."""
 
 
+def resolved_expert_tensor(given: int | None, tensor: int, expert: int) -> int:
+    """Return ETP: as given, else whole experts where they are shared out (EP > 1), else cut as all layers are."""
+    return given or (1 if expert > 1 else tensor)
+
+
 class ActorSection(Section):
     """The policy under training."""
 
@@ -53,7 +58,7 @@ class ActorSection(Section):
     """Ranks that share the experts of a layer (EP), >= 1; divides the number of experts. Experts are laid out over the
     ranks of TP, CP and DP anew: the world does not grow."""
     expert_tensor_parallel: int | None = Field(default=None, ge=1)
-    """Ranks that share each expert (ETP), >= 1. Unset: as tensor_parallel."""
+    """Ranks that share each expert (ETP), >= 1. Unset: 1 with expert_parallel > 1, else as tensor_parallel."""
     sequence_parallel: bool | None = None
     """Split the activations between the tensor-parallel parts too. Unset: on when tensor_parallel > 1."""
     dtype: Literal["fp32", "bf16"] = "bf16"
@@ -76,7 +81,12 @@ class ActorSection(Section):
     @property
     def expert_group_size(self) -> int:
         """Ranks that hold all experts of a layer between them: ETP * EP."""
-        return self.expert_parallel * (self.expert_tensor_parallel or self.tensor_parallel)
+        return self.expert_parallel * self.expert_tensor_size
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """expert_tensor_parallel with its default resolved."""
+        return resolved_expert_tensor(self.expert_tensor_parallel, self.tensor_parallel, self.expert_parallel)
 
     @property
     def model_parallel_size(self) -> int:

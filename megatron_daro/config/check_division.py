@@ -86,9 +86,9 @@ def _dense_problems(actor: ActorSection) -> Iterator[Problem]:
 
 
 def _expert_problems(actor: ActorSection, experts: ExpertShape) -> Iterator[Problem]:
-    tensor, cut = actor.tensor_parallel, actor.expert_tensor_parallel or actor.tensor_parallel
+    tensor, cut = actor.tensor_parallel, actor.expert_tensor_size
     yield from _divides("actor.expert_parallel", actor.expert_parallel, experts.number, "experts")
-    cut_field = "actor.expert_tensor_parallel" if actor.expert_tensor_parallel else "actor.tensor_parallel"
+    cut_field = "actor.tensor_parallel" if cut == tensor else "actor.expert_tensor_parallel"
     yield from _divides(cut_field, cut, experts.ffn, "columns of an expert")
     group, ranks = actor.expert_group_size, tensor * actor.context_parallel * actor.data_parallel
     if ranks % group:

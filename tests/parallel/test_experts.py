@@ -19,13 +19,13 @@ def layouts():
     return {
         "single": Layout(),
         "ep2": Layout(data=2, expert=2),
-        "tp2_ep2": Layout(tensor=2, expert=2, expert_tensor=1),  # two ranks: TP for attention, EP for the experts
+        "tp2_ep2": Layout(tensor=2, expert=2),  # two ranks: TP for attention, EP for the experts
         "tp2": Layout(tensor=2),  # each expert is cut
         "tp2_etp1": Layout(tensor=2, expert_tensor=1),  # both ranks have all experts, for half of the tokens each
         "pp2": Layout(pipeline=2),
         "pp2_ep2": Layout(pipeline=2, data=2, expert=2),
         "cp2_ep2": Layout(context=2, expert=2),
-        "tp2_dp2_ep2": Layout(tensor=2, data=2, expert=2),  # experts: ETP 2 x EP 2
+        "tp2_dp2_ep2": Layout(tensor=2, data=2, expert=2, expert_tensor=2),  # experts: ETP 2 x EP 2
         "tp4_ep2": Layout(tensor=4, expert=2, expert_tensor=1),  # two copies of the experts among the ranks of TP
         "dp4_ep2": Layout(data=4, expert=2),  # two copies of the experts, over DP
     }

@@ -35,7 +35,7 @@ EXPERTS = {
     "mlp_only_layers": [1],
     "norm_topk_prob": True,
 }
-WORLD = Layout(tensor=2, pipeline=2, data=4, expert=4, expert_tensor=1)
+WORLD = Layout(tensor=2, pipeline=2, data=4, expert=4)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ WORLD = Layout(tensor=2, pipeline=2, data=4, expert=4, expert_tensor=1)
         ({**DENSE, "tie_word_embeddings": True}, Layout(data=2), {}),
         (DENSE, Layout(pipeline=2), {"num_layers_in_first_pipeline_stage": 1}),
         (EXPERTS, WORLD, {}),
-        (EXPERTS, Layout(tensor=2, data=2, expert=2), {}),  # experts are cut and shared
+        (EXPERTS, Layout(tensor=2, data=2, expert=2, expert_tensor=2), {}),  # experts are cut and shared
         ({**EXPERTS, "model_type": "mixtral", "num_local_experts": 8}, Layout(data=4, expert=2), {}),
     ],
 )
@@ -111,10 +111,10 @@ def test_a_stage_with_layers_of_another_is_found(monkeypatch):
         check_world(read_model_shape(DENSE), Layout(pipeline=2))
 
 
-def command(directory, *options):
+def command(directory, *options, name=("check-layout",)):
     config = directory / "config.json"
     config.write_text(json.dumps(EXPERTS))
-    line = [sys.executable, "-m", "megatron_daro", "check-layout", str(config), *options]
+    line = [sys.executable, "-m", "megatron_daro", *name, str(config), *options]
     return subprocess.run(line, capture_output=True, text=True, timeout=300)
 
 
@@ -128,6 +128,8 @@ def test_the_command_prints_each_rank(tmp_path):
 def test_the_command_names_every_problem_of_the_layout(tmp_path):
     done = command(tmp_path, "--world", "8", "--tp", "2", "--ep", "3", "--pp", "3")
     assert (done.returncode, "--world: got 8" in done.stderr) == (2, True)
+    same = command(tmp_path, "--world", "8", "--tp", "2", "--ep", "3", "--pp", "3", name=("convert", "--check"))
+    assert (same.returncode, same.stderr) == (done.returncode, done.stderr)
     done = command(tmp_path, "--world", "12", "--tp", "2", "--ep", "3", "--pp", "3")
     assert done.returncode == 2
     assert "actor.pipeline_parallel: got 3" in done.stderr and "actor.expert_parallel: got 3" in done.stderr
