@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron_daro import __version__
+from megatron_daro.commands.analyze import analyze
 from megatron_daro.commands.check_layout import check_layout
 from megatron_daro.commands.check_loss import check_loss
 from megatron_daro.commands.convert import convert
@@ -76,6 +77,7 @@ def _show_version(asked: bool) -> None:
 
 app.command()(plan)
 app.command()(check_layout)
+app.command()(analyze)
 app.command()(submit)
 app.command()(doctor)
 app.command()(check_loss)

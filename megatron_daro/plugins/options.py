@@ -68,11 +68,12 @@ class PluginSection(Section):
         )
 
 
-def read_options(text: str | None = None) -> PluginSection:
+def read_options(text: str | None = None, *, source: str = VARIABLE) -> PluginSection:
     """Return the options.
 
     Args:
         text: `key=value` words, separated by blanks; those of MEGATRON_DARO_OPTIONS if not given.
+        source: where they come from, for messages.
 
     Raises:
         ConfigError: lists every wrong word.
@@ -83,9 +84,9 @@ def read_options(text: str | None = None) -> PluginSection:
         section = PluginSection.model_validate(tree)
     except ValidationError as error:
         problems += [
-            Problem(".".join(map(str, e["loc"])), show(e.get("input")), e["msg"], f"change or remove it in {VARIABLE}")
+            Problem(".".join(map(str, e["loc"])), show(e.get("input")), e["msg"], f"change or remove it in {source}")
             for e in error.errors()
         ]
     if problems:
-        raise config_error(VARIABLE, problems)
+        raise config_error(source, problems)
     return section

@@ -75,3 +75,20 @@ def test_every_step_of_slime_has_the_reference_gradient(tmp_path, dp, cp, mode):
     for found in ranks:
         assert found["state"] == ranks[0]["state"]
         assert found["resumed"] == found["state"]
+
+
+def test_analyze_reads_what_slime_writes(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(os.environ["MEGATRON_DARO_SLIME"])
+    from slime.observability.rollout_data_utils import save_debug_rollout_data
+    from slime.utils.types import Sample
+
+    from megatron_daro.cli import main
+
+    samples = [
+        Sample(group_index=s.group, index=i, reward=s.reward, tokens=s.response, response_length=len(s.response))
+        for i, s in enumerate(batches.samples(0))
+    ]
+    save_debug_rollout_data(str(tmp_path / "{rollout_id}.pt"), samples, rollout_id=3, evaluation=False)
+    page = tmp_path / "page.html"
+    assert main(["analyze", str(tmp_path), "--html", str(page)]) == 0
+    assert f"24 rollouts in 1 files, {batches.GROUPS} whole groups of {K}" in page.read_text()

@@ -233,3 +233,23 @@ def test_the_first_step_compares_with_verls_own_loss(adapter, monkeypatch, scale
     else:
         with pytest.raises(AlgorithmError, match="verl's own loss"):
             loss(model_output={"log_probs": log_probs}, data=data)
+
+
+def test_analyze_reads_what_verl_writes(tmp_path):
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    from megatron_daro.analyze.rows import choose_columns, files_of, rows_of
+    from megatron_daro.analyze.sums import infer_rollouts_per_prompt, read_dump
+
+    whole = batches.samples(0)
+    scores = [float(s.correct) for s in whole]
+    extra = {"acc": [bool(s.correct) for s in whole], "pred": ["?"] * len(whole)}
+    texts = ["x" * len(s.response) for s in whole]
+    RayPPOTrainer._write_generations([s.uid for s in whole], texts, ["1"] * len(whole), scores, extra, tmp_path, 7)
+    files = files_of(tmp_path)
+    columns = choose_columns(files[0], {}, None)
+    assert (columns.names, files[0].name) == (["input", "output", "acc"], "7.jsonl")
+    assert infer_rollouts_per_prompt(rows_of(files[0], columns)) == K
+    dump = read_dump([rows_of(files[0], columns)], K)
+    assert float(dump.total.groups.sum()) == batches.GROUPS
+    assert float(dump.total.right_tokens.sum()) == sum(len(s.response) for s in whole if s.correct)
