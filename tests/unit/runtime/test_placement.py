@@ -19,7 +19,8 @@ def test_the_groups_of_a_replica_follow_each_other():
 
 
 def test_replicas_that_share_experts_are_nearer_than_stages():
-    actor = ActorSection(tensor_parallel=2, data_parallel=4, pipeline_parallel=2, expert_parallel=2)
+    layout = {"tensor_parallel": 2, "data_parallel": 4, "pipeline_parallel": 2, "expert_parallel": 2}
+    actor = ActorSection(**layout, expert_tensor_parallel=2)
     # ETP is TP: experts lie on 4 consecutive ranks, which are two groups of one stage.
     assert group_order(actor) == [0, 1, 4, 5, 2, 3, 6, 7]
 
