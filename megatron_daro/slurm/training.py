@@ -102,15 +102,14 @@ async def train(
             watcher.cancel()
     if exit_code.done():
         return await _exited(exit_code.result(), process, stops, lost)
-    if stops.ended.done():
-        return await _ended_by_term(process, exit_code, options.term_grace_s)
-    trouble = next((future for future in lost if future.done()), None)
-    if trouble:
+    trouble = next((future.result() for future in lost if future.done()), "")
+    if trouble and not stops.ended.done():
         # When a job is cancelled, its nodes end one after another; the first one may be the last to know.
         await asyncio.wait({stops.ended}, timeout=_CANCELLED_S)
-        if stops.ended.done():
-            return await _ended_by_term(process, exit_code, options.term_grace_s)
-        return Ending("node_lost", trouble.result())
+    if stops.ended.done():
+        return await _ended_by_term(process, exit_code, options.term_grace_s, trouble)
+    if trouble:
+        return Ending("node_lost", trouble)
     process.signal(signal.SIGABRT)  # Python's fault handler writes where every thread stands into the logs
     await asyncio.wait({exit_code}, timeout=_ABORT_S)
     return Ending("failed", f"{stalled.result()}; its last line: {process.last_line or 'none'}")
@@ -136,11 +135,12 @@ async def _exited(code: int, process: Process, stops: Stops, lost: Sequence[asyn
     return Ending("failed", process.last_line or f"training ended with code {code} without a word")
 
 
-async def _ended_by_term(process: Process, exit_code: asyncio.Future[int], grace_s: float) -> Ending:
+async def _ended_by_term(process: Process, exit_code: asyncio.Future[int], grace_s: float, trouble: str) -> Ending:
     # Slurm signals every process of a job; a second SIGTERM would end the training without a checkpoint.
     await asyncio.wait({exit_code}, timeout=grace_s)
     saved = exit_code.done() and exit_code.result() == EXIT_INTERRUPTED
-    return Ending("ended", f"ended by SIGTERM; {process.last_line if saved else 'nothing was saved'}")
+    words = f"ended by SIGTERM; {process.last_line if saved else 'nothing was saved'}"
+    return Ending("ended", f"{trouble}; {words}" if trouble else words)
 
 
 async def _ask_to_save(stops: Stops, process: Process) -> None:

@@ -88,6 +88,12 @@ def test_fewer_samples_than_replicas_is_a_reason():
     assert any("fewer than replicas" in reason for reason in refusals.counts)
 
 
+def test_samples_of_an_update_are_a_multiple_of_the_replicas():
+    plan = search(workload(), H100, 128, best=50)
+    assert all(512 * 16 % choice.trainers.data == 0 for choice in plan.choices)
+    assert any("no multiple of the replicas" in reason for reason in plan.refusals.counts)
+
+
 def test_recomputation_trades_time_for_memory():
     asked, known = workload(), Constants()
     kept, again = (ModelLayout(4, 2, 2, recompute, 16384) for recompute in ("none", "full"))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_daro.errors import DeadlineError, WorkerError
-from megatron_daro.slurm import health
+from megatron_daro.slurm import health, training
 from megatron_daro.slurm.processes import Process
 from megatron_daro.slurm.rendezvous import HEAD_FILE, Greeter, Message, own_address, reach_head, write_private
 from megatron_daro.slurm.training import Stops, train
@@ -136,7 +136,16 @@ class Options:
         self.run_dir, self.stall_minutes, self.term_grace_s, self.train = run_dir, stall_minutes, 5.0, ["run.yaml"]
 
 
-def trained_with(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, save: bool = False, **options: float):
+def trained_with(
+    code: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    save: bool = False,
+    lost: str = "",
+    end: bool = False,
+    **options: float,
+):
     """How a job ends whose training is this Python code."""
 
     async def scene():
@@ -150,7 +159,12 @@ def trained_with(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, 
         monkeypatch.setattr(Process, "start", start)
         if save:
             asyncio.get_running_loop().call_later(1.0, stops.saving.set)
-        return await train(Options(tmp_path, **options), stops, {}, lost=[])  # type: ignore[arg-type]
+        trouble: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        if lost:
+            asyncio.get_running_loop().call_later(1.0, trouble.set_result, lost)
+        if end:
+            asyncio.get_running_loop().call_later(1.5, stops.end)
+        return await train(Options(tmp_path, **options), stops, {}, lost=[trouble])  # type: ignore[arg-type]
 
     return asyncio.run(scene())
 
@@ -179,3 +193,15 @@ def test_no_new_step_for_too_long_ends_the_job_with_the_last_words(tmp_path, mon
     ending = trained_with("import time; time.sleep(60)", tmp_path, monkeypatch, stall_minutes=0.03)
     assert ending.kind == "failed"
     assert "no new step in" in ending.cause and "driver.log: waiting for sync" in ending.cause
+
+
+def test_a_lost_node_is_the_cause(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "_CANCELLED_S", 0.2)
+    ending = trained_with("import time; time.sleep(60)", tmp_path, monkeypatch, lost="n1 was lost")
+    assert (ending.kind, ending.cause) == ("node_lost", "n1 was lost")
+
+
+def test_a_lost_node_is_named_also_where_slurm_then_ends_the_others(tmp_path, monkeypatch):
+    code = "import signal, time; signal.signal(15, lambda *_: None); time.sleep(3)"
+    ending = trained_with(code, tmp_path, monkeypatch, lost="n1 was lost", end=True)
+    assert (ending.kind, ending.cause) == ("ended", "n1 was lost; ended by SIGTERM; nothing was saved")
