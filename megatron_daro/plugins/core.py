@@ -13,6 +13,7 @@ K rollouts per prompt, [K+1] one entry per bin 0..K.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from megatron_daro.errors import AlgorithmError, CheckpointError
 
 Reduce = Callable[[Tensor], Tensor]
 """Sums a float64 vector over ranks; the same vector on each of them afterwards."""
+
+logger = logging.getLogger(__name__)
 
 STATE_FILE = "daro.json"
 """Name of the state beside a host's checkpoint."""
@@ -76,6 +79,31 @@ def bins_of_pass_rates(pass_rates_N: Tensor, rollouts_per_prompt: int) -> Tensor
             f"(rollouts_per_prompt {rollouts_per_prompt}); another K, a shaped reward, or something else in its place"
         )
     return bins_N.to(torch.int64)
+
+
+def whole_groups(group_B: Tensor) -> tuple[Tensor, int]:
+    """Return which samples are of groups with K answers, and K: the size of the largest group.
+
+    Args:
+        group_B: int64 [B], numbers from 0 without gaps.
+
+    Returns:
+        (bool [B], K). Groups with fewer answers carry no signal, with a warning.
+
+    Raises:
+        AlgorithmError: most groups have fewer.
+    """
+    sizes_G = torch.bincount(group_B)
+    rollouts_per_prompt = int(sizes_G.max())
+    short = int((sizes_G < rollouts_per_prompt).sum())
+    if 2 * short > len(sizes_G):
+        raise AlgorithmError(
+            f"groups: got {short} of {len(sizes_G)} with fewer than {rollouts_per_prompt} answers, allowed are groups "
+            "of one size (rollout.n): a filter removed single answers, or prompts share a uid"
+        )
+    if short:
+        logger.warning("DARO: %d of %d groups are incomplete and carry no signal", short, len(sizes_G))
+    return sizes_G[group_B] == rollouts_per_prompt, rollouts_per_prompt
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -188,7 +216,7 @@ class DifficultyStep:
         Raises:
             AlgorithmError: no step is open, or a bin is outside 0..K.
         """
-        totals, num_bins = self.totals, self.rollouts_per_prompt + 1
+        totals = self.totals
         bins_M = torch.as_tensor(bins_M, device=sums.losses_M.device).to(torch.int64)
         per_bin = [
             bin_sums(values_M.detach(), bins_M, self.rollouts_per_prompt).cpu()
@@ -198,9 +226,18 @@ class DifficultyStep:
         # Selecting, not multiplying by 0: a loss of bin 0 or K that is not finite has no part in the gradient.
         weighed_M = torch.where(coefficients_M != 0, coefficients_M * sums.losses_M, 0.0)
         weighed = weighed_M.sum()
-        self._sums[: 3 * num_bins] += torch.cat(per_bin)
-        self._sums[-1] += weighed.detach().cpu()
+        self.note(per_bin[0], per_bin[1], per_bin[2], float(weighed.detach()))
         return weighed
+
+    def note(self, loss_sums: Tensor, abs_loss_sums: Tensor, tokens: Tensor, weighed: float) -> None:
+        """Add what somebody else summed up, in the place of `weigh`: each vector float64 [K+1]; weighed: their X.
+
+        Raises:
+            AlgorithmError: no step is open.
+        """
+        _ = self.totals
+        self._sums[:-1] += torch.cat([loss_sums, abs_loss_sums, tokens])
+        self._sums[-1] += weighed
 
     def end(self, reduce: Reduce, *, applied: bool = True) -> dict[str, float]:
         """Close the step: sum the losses over ranks, check the tokens, move the weights.

@@ -43,6 +43,7 @@ from megatron_daro.plugins.core import (
     load_state,
     over_group,
     save_state,
+    whole_groups,
 )
 from megatron_daro.plugins.options import read_options
 
@@ -89,7 +90,7 @@ def daro_advantage(
     rewards_B = token_level_rewards.sum(-1)
     numbers: dict[Hashable, int] = {}
     group_B = torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in index])
-    whole_B, rollouts_per_prompt = _whole_groups(group_B)
+    whole_B, rollouts_per_prompt = whole_groups(group_B)
     algorithm = options.algorithm(rollouts_per_prompt)
     correct_B = options.verdicts(rewards_B)
     advantages_B, rates_B = torch.zeros_like(rewards_B), torch.zeros_like(rewards_B)
@@ -97,21 +98,6 @@ def daro_advantage(
     bins_B = pass_rate_bins(correct_B[whole_B], group_B[whole_B], rollouts_per_prompt)
     rates_B[whole_B] = (bins_B / rollouts_per_prompt).to(rewards_B.dtype)
     return advantages_B[:, None] * response_mask, rates_B[:, None].expand_as(response_mask).clone()
-
-
-def _whole_groups(group_B: Tensor) -> tuple[Tensor, int]:
-    """Return which samples are of groups with K answers, bool [B], and K: the size of the largest group."""
-    sizes_G = torch.bincount(group_B)
-    rollouts_per_prompt = int(sizes_G.max())
-    short = int((sizes_G < rollouts_per_prompt).sum())
-    if 2 * short > len(sizes_G):
-        raise AlgorithmError(
-            f"groups: got {short} of {len(sizes_G)} with fewer than {rollouts_per_prompt} answers, allowed are groups "
-            "of one size (rollout.n): a filter removed single answers, or prompts share a uid"
-        )
-    if short:
-        logger.warning("DARO: %d of %d groups are incomplete and carry no signal", short, len(sizes_G))
-    return sizes_G[group_B] == rollouts_per_prompt, rollouts_per_prompt
 
 
 def daro_loss(

@@ -1,0 +1,180 @@
+"""The adapter around NeMo-RL's real ClippedPGLossFn and BatchedDataDict; its policy is stood in for.
+
+Needs a checkout of NeMo-RL, named by MEGATRON_DARO_NEMO_RL, and transformers below 5.12, for which it asks. The
+stand-in shards and splits a batch and sums losses as NeMo-RL's LossPostProcessor does.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+import slime_batches as batches
+import torch
+
+from megatron_daro.errors import AlgorithmError, CheckpointError, ConfigError
+from megatron_daro.plugins import nemo_rl as adapter
+
+K, VOCAB = batches.K, batches.VOCAB
+TRACKERS = ("mlflow", "swanlab", "wandb", "pynvml", "prometheus_client", "matplotlib", "matplotlib.pyplot")
+
+
+@pytest.fixture(scope="module")
+def host():
+    """NeMo-RL's loss module and data dictionary; experiment trackers it imports are empty."""
+    if not os.environ.get("MEGATRON_DARO_NEMO_RL"):
+        pytest.skip("needs a checkout of NeMo-RL named by MEGATRON_DARO_NEMO_RL")
+    sys.path.insert(0, os.environ["MEGATRON_DARO_NEMO_RL"])
+    for name in (name for name in TRACKERS if name.split(".")[0] not in sys.modules and not _found(name)):
+        module = MagicMock()
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        sys.modules.setdefault(name, module)
+    try:
+        from nemo_rl.algorithms.loss import loss_functions
+        from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+    except (ImportError, AssertionError) as error:
+        pytest.skip(f"NeMo-RL cannot be imported here: {error}")
+    return SimpleNamespace(losses=loss_functions, dictionary=BatchedDataDict)
+
+
+def _found(name):
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def clipped(host, **options):
+    config = host.losses.ClippedPGLossConfig(**{"ratio_clip_min": 0.2, "ratio_clip_max": 0.28, **options})
+    return host.losses.ClippedPGLossFn(config)
+
+
+def train_data(host, whole):
+    """What grpo_train hands to policy.train, but for the advantages."""
+    length = max(len(s.prompt) + len(s.response) for s in whole)
+
+    def column(values, dtype):
+        return torch.stack([torch.tensor(v + [0] * (length - len(v)), dtype=dtype) for v in values])
+
+    old = column([[0.0] * len(s.prompt) + s.old for s in whole], torch.float64)
+    return host.dictionary(
+        {
+            "input_ids": column([s.prompt + s.response for s in whole], torch.int64),
+            "input_lengths": torch.tensor([len(s.prompt) + len(s.response) for s in whole]),
+            "generation_logprobs": old.clone(),
+            "prev_logprobs": old,
+            "reference_policy_logprobs": old - 0.1,
+            "token_mask": column([[0] * len(s.prompt) + s.mask for s in whole], torch.float64),
+            "sample_mask": torch.ones(len(whole), dtype=torch.float64),
+        }
+    )
+
+
+class Policy:
+    """Shards rows over ranks, splits them unevenly, sums losses, steps; metrics as NeMo-RL gathers them."""
+
+    def __init__(self, ranks, rows):
+        self.cfg, self.ranks = {"train_global_batch_size": rows}, ranks
+        self.table = batches.start_table().requires_grad_()
+        self.gradients, self.saved = [], []
+
+    def train(self, data, loss_fn, **options):
+        mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
+        tokens, found = mask.sum(), {}
+        self.table.grad = None
+        for rank in range(self.ranks):
+            rows = list(range(rank, len(mask), self.ranks))
+            for part in (rows[:1], rows[1:5], rows[5:]):
+                micro_batch = data.select_indices(part)
+                ids = micro_batch["input_ids"]
+                logprobs = torch.log_softmax(self.table[ids[:, :-1]], -1).gather(-1, ids[:, 1:, None])[..., 0]
+                loss, metrics = loss_fn(logprobs, micro_batch, torch.tensor(len(mask)), tokens)
+                loss.backward()
+                for name, value in metrics.items():
+                    found.setdefault(name, []).append(value)
+        self.gradients.append(self.table.grad.clone())
+        with torch.no_grad():
+            self.table -= batches.LEARNING_RATE * self.table.grad
+        return {"all_mb_metrics": found, "grad_norm": self.table.grad.norm()}
+
+    def save_checkpoint(self, weights_path, **options):
+        self.saved.append(weights_path)
+
+
+def start(host, ranks, **options):
+    grpo = SimpleNamespace(_create_advantage_estimator=None)
+    daro = adapter.install(grpo, rollouts_per_prompt=K)
+    policy = Policy(ranks, batches.GROUPS * K)
+    return grpo._create_advantage_estimator(None), daro, policy, adapter.DaroLoss(clipped(host, **options))
+
+
+def one_step(host, estimator, wrapped, loss_fn, whole):
+    data = train_data(host, whole)
+    mask = data["token_mask"] * data["sample_mask"][:, None]
+    data["advantages"] = estimator.compute_advantage(
+        prompt_ids=torch.tensor([[s.group, 1] for s in whole]),
+        rewards=torch.tensor([s.reward for s in whole], dtype=torch.float64),
+        mask=mask,
+        repeated_batch=None,
+    )
+    return wrapped.train(data, loss_fn, timer=None)
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.5])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_and_weights_are_the_reference(host, ranks, kl):
+    estimator, daro, policy, loss_fn = start(host, ranks, reference_policy_kl_penalty=kl)
+    wrapped = daro.wrap(policy)
+    for seed in range(3):
+        whole, table = batches.samples(seed), policy.table.detach().clone().requires_grad_()
+        weights = daro.step.algorithm.weights.tolist()
+        losses = batches.reference(table, whole, whole, weights)
+        result = one_step(host, estimator, wrapped, loss_fn, whole)
+        metrics = {name: values[0] for name, values in result["all_mb_metrics"].items() if "/" in name}
+        for k in range(1, K):
+            if metrics[f"difficulty/tokens/{k}"]:
+                assert metrics[f"difficulty/loss/{k}"] == pytest.approx(losses[k], rel=1e-4, abs=1e-5)
+            assert metrics[f"difficulty/weight/{k}"] == weights[k]
+        if not kl:
+            gap = (policy.gradients[-1] - table.grad).abs().max() / table.grad.abs().max()
+            assert float(gap) < 1e-5
+    assert daro.step.algorithm.weights[2] != 1
+
+
+def test_a_resumed_run_has_the_same_state(host, tmp_path):
+    estimator, daro, policy, loss_fn = start(host, 1)
+    one_step(host, estimator, daro.wrap(policy), loss_fn, batches.samples(0))
+    daro.wrap(policy).save_checkpoint(str(tmp_path / "policy" / "weights"))
+    _, resumed, _, _ = start(host, 1)
+    resumed.resume(tmp_path)
+    assert resumed.step.state_dict() == daro.step.state_dict()
+    with pytest.raises(CheckpointError, match="is not there"):
+        resumed.resume(tmp_path / "elsewhere")
+
+
+def test_columns_that_do_not_arrive_stop_the_run(host):
+    """The bug that shipped there: rewards never reached the loss, which was inert in silence."""
+    _, _, policy, loss_fn = start(host, 1)
+    data = train_data(host, batches.samples(0))
+    data["advantages"] = torch.zeros_like(data["token_mask"])
+    with pytest.raises(AlgorithmError, match="daro_bin, daro_coefficient missing"):
+        policy.train(data, loss_fn)
+    with pytest.raises(AlgorithmError, match="pass rates: those of this batch are unknown"):
+        start(host, 1)[1].wrap(policy).train(data, loss_fn)
+
+
+def test_what_does_not_go_with_daro_is_refused(host, monkeypatch):
+    estimator, daro, policy, loss_fn = start(host, 1)
+    policy.cfg["train_global_batch_size"] = 8
+    with pytest.raises(ConfigError, match="train_global_batch_size: got 8"):
+        one_step(host, estimator, daro.wrap(policy), loss_fn, batches.samples(0))
+    with pytest.raises(ConfigError, match="allowed is DaroLoss"):
+        one_step(host, estimator, daro.wrap(policy), clipped(host), batches.samples(0))
+    monkeypatch.setenv("MEGATRON_DARO_OPTIONS", "daro.magnitude=token")
+    with pytest.raises(ConfigError, match="magnitude"):
+        start(host, 1)
