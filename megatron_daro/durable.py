@@ -32,3 +32,20 @@ def write(path: Path, content: str | bytes) -> None:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
+
+
+_HASH_SUFFIX = ".sha256"
+
+
+def write_hash(path: Path, sha256: str) -> None:
+    """Leave the SHA-256 of a file, taken while it was written, for `take_hashes` of the same folder. Raises OSError."""
+    path.with_name(path.name + _HASH_SUFFIX).write_text(sha256)
+
+
+def take_hashes(directory: Path) -> dict[Path, str]:
+    """Return what `write_hash` left in a folder and below, by file, and remove it. Raises OSError."""
+    found = {}
+    for note in directory.rglob(f"*{_HASH_SUFFIX}"):
+        found[note.with_name(note.name.removesuffix(_HASH_SUFFIX))] = note.read_text()
+        note.unlink()
+    return found

@@ -37,18 +37,22 @@ _HASH_THREADS = 4
 class Checkpoints:
     """The checkpoints of one run; the only writer of RUN/checkpoints."""
 
-    def __init__(self, run_dir: Path, *, keep: int, made_with: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, *, keep: int, keep_every: int = 0, made_with: Mapping[str, Any] | None = None
+    ) -> None:
         """Start nothing.
 
         Args:
             run_dir: the run directory.
             keep: newest checkpoints that stay, at least 1.
+            keep_every: those of multiples of so many steps stay as well; 0: none.
             made_with: what the run is made of (runtime/restart_audit.py), written into every checkpoint.
         """
         if keep < 1:
             raise CheckpointError(f"trainer.keep_checkpoints: {keep}; allowed: >= 1")
         self._directory = Path(run_dir) / "checkpoints"
         self._keep = keep
+        self._keep_every = keep_every
         self._made_with = made_with
 
     async def save(
@@ -102,7 +106,7 @@ class Checkpoints:
         verify(newest, hashes=False)
         kept = [newest, *(p for p in step_directories(self._directory) if p != newest)][: self._keep]
         for path in step_directories(self._directory):
-            if path not in kept:
+            if path not in kept and not (self._keep_every and _step_of(path) % self._keep_every == 0):
                 shutil.rmtree(path)
                 notices.notice(f"removed checkpoint {path.name} (trainer.keep_checkpoints={self._keep})")
         for path in self._directory.glob("step_*.tmp"):
@@ -272,10 +276,11 @@ def _seal(directory: Path, step: int, state: Mapping[str, Any]) -> None:
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"state of step {step} is not plain JSON: {error}") from error
     durable.write(directory / STATE, text)
+    known = {path.relative_to(directory).as_posix(): digest for path, digest in durable.take_hashes(directory).items()}
     names = [path.relative_to(directory).as_posix() for path in sorted(directory.rglob("*")) if path.is_file()]
     for name in names:
         durable.sync(directory / name)
-    digests = _digests(directory, names)
+    digests = known | _digests(directory, [name for name in names if name not in known])
     files = {name: {"bytes": (directory / name).stat().st_size, "sha256": digests[name]} for name in names}
     durable.write(
         directory / MANIFEST, json.dumps({"format": _MANIFEST_FORMAT, "step": step, "files": files}, indent=1)

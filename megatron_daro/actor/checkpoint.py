@@ -19,6 +19,7 @@ from megatron_daro.actor import device
 from megatron_daro.actor.checkpoint_format import load_sharded, save_sharded
 from megatron_daro.actor.compat import allocate_optimizer_state, load_optimizer_state, quiet
 from megatron_daro.actor.optimizer import group_options, set_group_options
+from megatron_daro.actor.optimizer_shards import common_state, is_distributed, load_own_boxes, own_boxes
 from megatron_daro.actor.step import Trainee
 from megatron_daro.errors import CheckpointError, DaroError
 
@@ -45,7 +46,9 @@ def save(trainee: Trainee, directory: Path) -> None:
     """
     try:
         with quiet():
-            save_sharded(_state(trainee, is_loading=False), directory)
+            state = _state(trainee, is_loading=False)
+            own = own_boxes(trainee.optimizer, state["model"]) if is_distributed(trainee.optimizer) else []
+            save_sharded(state, directory, own)
         if dist.get_rank() == 0:
             (directory / ALGORITHM_FILE).write_text(json.dumps(trainee.algorithm.state_dict()))
     except (OSError, SafetensorError) as error:
@@ -65,7 +68,8 @@ def load(trainee: Trainee, directory: Path) -> None:
     """
     try:
         with quiet():
-            state = load_sharded(_state(trainee, is_loading=True), directory)
+            wanted = _state(trainee, is_loading=True)
+            state = load_sharded(wanted, directory)
         algorithm = json.loads((directory / ALGORITHM_FILE).read_text())
     except DaroError:
         raise
@@ -73,18 +77,27 @@ def load(trainee: Trainee, directory: Path) -> None:
         raise CheckpointError(f"checkpoint {directory} cannot be loaded: {error}") from error
     trainee.model.module.load_state_dict(state["model"], strict=True)
     options = group_options(trainee.optimizer)
-    load_optimizer_state(trainee.optimizer, state["optimizer"])
+    load_optimizer_state(trainee.optimizer, state["optimizer"], lambda: _fill(trainee, wanted["model"], directory))
     set_group_options(trainee.optimizer, options)
     trainee.scheduler.load_state_dict(state["scheduler"])
     trainee.algorithm.load_state_dict(algorithm)
+
+
+def _fill(trainee: Trainee, model: dict[str, Any], directory: Path) -> None:
+    if is_distributed(trainee.optimizer):
+        load_own_boxes(trainee.optimizer, model, directory)
 
 
 def _state(trainee: Trainee, *, is_loading: bool) -> dict[str, Any]:
     allocate_optimizer_state(trainee.optimizer)
     metadata = {**_METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     model = trainee.model.module.sharded_state_dict(metadata=metadata)
+    if is_distributed(trainee.optimizer):
+        optimizer = common_state(trainee.optimizer)
+    else:
+        optimizer = trainee.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     return {
         "model": model,
-        "optimizer": trainee.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata),
+        "optimizer": optimizer,
         "scheduler": trainee.scheduler.state_dict(),
     }

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import io
 import itertools
-import json
 import math
 import pickle
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_daro import durable
 from megatron_daro.actor import device
+from megatron_daro.convert.daro_format import (
+    COMMON_FILE,
+    StoredShard,
+    check_format,
+    read_index,
+    write_index,
+    write_metadata,
+)
+from megatron_daro.convert.pieces import overlap as common_box
+from megatron_daro.convert.safetensors_file import FileWriter
 from megatron_daro.errors import CheckpointError
 
 device.prepare()
@@ -47,40 +56,24 @@ with warnings.catch_warnings():
     from megatron.core.dist_checkpointing.utils import extract_sharded_base
     from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
 
-BACKEND, VERSION = "daro_safetensors", 1
-INDEX_FILE, METADATA_FILE, COMMON_FILE = "index.json", "metadata.json", "common.pt"
 
-
-@dataclass(frozen=True, slots=True)
-class StoredShard:
-    """One stored piece of a global tensor: elements [offset, offset + shape) in every axis."""
-
-    key: str
-    file: str
-    name: str
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    global_shape: tuple[int, ...]
-
-
-def save_sharded(state: dict[str, Any], directory: Path) -> None:
+def save_sharded(state: dict[str, Any], directory: Path, own: Sequence[OwnBox] = ()) -> None:
     """Write a sharded state dict into an existing, empty directory. Collective over all ranks.
 
     Args:
         state: nested; its ShardedTensors and ShardedObjects are written by their main replicas, the rest by rank 0.
-        directory: the same on all ranks.
+        directory: the same on all ranks. own: see `write_shards`.
 
     Raises:
         CheckpointingException: a box of a tensor has no main replica, or two. OSError, SafetensorError: the disk.
     """
     sharded, common = save_preprocess(state)
-    write_shards(sharded, directory)
+    write_shards(sharded, directory, own)
     if dist.get_rank() == 0:
         buffer = io.BytesIO()
         torch.save(common, buffer)
         (directory / COMMON_FILE).write_bytes(buffer.getvalue())
-        metadata = {"sharded_backend": BACKEND, "sharded_backend_version": VERSION}
-        (directory / METADATA_FILE).write_text(json.dumps(metadata))
+        write_metadata(directory)
 
 
 def load_sharded(state: dict[str, Any], directory: Path) -> dict[str, Any]:
@@ -93,7 +86,7 @@ def load_sharded(state: dict[str, Any], directory: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: written by something else, torn, or without a piece that is wanted.
     """
-    _check_format(directory)
+    check_format(directory)
     sharded, own, factories = load_preprocess(state)
     values = _read_common(directory)
     merge(values, own)
@@ -103,40 +96,39 @@ def load_sharded(state: dict[str, Any], directory: Path) -> dict[str, Any]:
     return apply_factory_merges(values, factories)
 
 
-def write_shards(sharded: object, directory: Path) -> None:
-    """Write this rank's main replicas to one file; rank 0 also writes the index. Collective over all ranks."""
-    file = f"shard_{dist.get_rank():05d}.safetensors"
-    tensors: dict[str, Tensor] = {}
-    shards: list[StoredShard] = []
-    for item in nested_values(sharded):
-        if is_main_replica(item.replica_id):
-            name = str(len(tensors))
-            tensors[name], shard = _stored(item, file, name)
-            shards.append(shard)
-    if tensors:
-        save_file(tensors, directory / file)
+def write_shards(sharded: object, directory: Path, own: Sequence[OwnBox] = ()) -> None:
+    """Write this rank's main replicas to one file; rank 0 also writes the index. Collective over all ranks.
+
+    One tensor at a time is copied to the CPU. The file's hash is taken while it is written and left for the manifest
+    (`durable.write_hash`).
+
+    Args:
+        sharded: nested, of sharded tensors and objects. directory: existing. own: boxes that no other rank has.
+    """
+    path = directory / f"shard_{dist.get_rank():05d}.safetensors"
+    items = [_stored(item) for item in nested_values(sharded) if is_main_replica(item.replica_id)]
+    boxes = [*items, *own]
+    shards = [
+        StoredShard(box.key, path.name, str(number), box.offset, box.shape, box.global_shape)
+        for number, box in enumerate(boxes)
+    ]
+    if boxes:
+        header = [(shard.name, box.data.dtype, box.shape) for shard, box in zip(shards, boxes, strict=True)]
+        with FileWriter(path, header, hashed=True) as file:
+            for box in boxes:
+                file.write(box.data.detach().to("cpu"))
+        durable.write_hash(path, file.sha256 or "")
     gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(shards, gathered)
+    dist.gather_object((shards, len(items)), gathered)
     if gathered is not None:
-        _write_index(directory, [shard for part in gathered for shard in part])
+        every = [shard for part, _ in gathered for shard in part]
+        _check_complete([shard for part, number in gathered for shard in part[number:]])
+        write_index(directory, every)
 
 
 def read_shards(sharded: object, directory: Path) -> Any:
     """Every sharded tensor and object replaced by its value. Raises CheckpointError if a piece is missing."""
     return dict_list_map_inplace(_ShardReader(directory).value_of, sharded)
-
-
-def _check_format(directory: Path) -> None:
-    path = directory / METADATA_FILE
-    try:
-        metadata = json.loads(path.read_text())
-        backend, version = metadata["sharded_backend"], metadata["sharded_backend_version"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; the checkpoint is torn") from None
-    if backend != BACKEND:
-        raise CheckpointError(f"checkpoint back end: got {backend!r}, allowed is {BACKEND!r}")
-    if version != VERSION:
-        raise CheckpointError(f"checkpoint version: got {version}, allowed is {VERSION}; use the release that wrote it")
 
 
 def _read_common(directory: Path) -> dict[str, Any]:
@@ -151,7 +143,7 @@ class _ShardReader:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._shards: dict[str, list[StoredShard]] = {}
-        for shard in _read_index(directory):
+        for shard in read_index(directory):
             self._shards.setdefault(shard.key, []).append(shard)
         self._open: dict[str, Any] = {}
 
@@ -170,7 +162,7 @@ class _ShardReader:
             if stored.global_shape != tuple(item.global_shape) and not item.allow_shape_mismatch:
                 shapes = f"{stored.global_shape} in the checkpoint, {tuple(item.global_shape)} in the model"
                 raise CheckpointError(f"{item.key}: shape {shapes}; load it into the model that saved it")
-            overlap = _overlap(offset, tuple(view.shape), stored.offset, stored.shape)
+            overlap = common_box(offset, tuple(view.shape), stored.offset, stored.shape)
             if overlap is not None:
                 theirs, ours = overlap
                 view[ours] = self._slice(stored, theirs)
@@ -201,17 +193,36 @@ class _ShardReader:
             ) from None
 
 
-def _stored(item: ShardedTensor | ShardedObject, file: str, name: str) -> tuple[Tensor, StoredShard]:
-    """Return the tensor to write for one sharded tensor or object, with the prepended axes made real, and where it
-    belongs."""
+@dataclass(frozen=True, slots=True)
+class OwnBox:
+    """Values of elements [offset, offset + shape) of a global tensor; `data` has as many elements, of any shape."""
+
+    key: str
+    data: Tensor
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+
+
+def _stored(item: ShardedTensor | ShardedObject) -> OwnBox:
+    """Return what to write for one sharded tensor or object, with the prepended axes made real."""
     if isinstance(item, ShardedTensor):
-        data = item.data.detach().to("cpu")
-        data = data.reshape(*([1] * item.prepend_axis_num), *item.local_shape).contiguous().clone()
-        return data, StoredShard(
-            item.key, file, name, tuple(item.global_offset), tuple(data.shape), tuple(item.global_shape)
-        )
-    payload = torch.frombuffer(bytearray(_bytes_of(item)) or bytearray(1), dtype=torch.uint8).clone()
-    return payload, StoredShard(item.unique_key, file, name, (0,), tuple(payload.shape), tuple(payload.shape))
+        shape = (*[1] * item.prepend_axis_num, *item.local_shape)
+        return OwnBox(item.key, item.data, tuple(item.global_offset), shape, tuple(item.global_shape))
+    payload = torch.frombuffer(bytearray(_bytes_of(item)) or bytearray(1), dtype=torch.uint8)
+    return OwnBox(item.unique_key, payload, (0,), tuple(payload.shape), tuple(payload.shape))
+
+
+def _check_complete(shards: Sequence[StoredShard]) -> None:
+    """Refuse boxes of ranks that are not whole tensors together: it would be found out when they are needed."""
+    written: dict[str, int] = {}
+    for shard in shards:
+        written[shard.key] = written.get(shard.key, 0) + math.prod(shard.shape)
+    for shard in shards:
+        if written[shard.key] != math.prod(shard.global_shape):
+            raise CheckpointError(
+                f"{shard.key}: {written[shard.key]} elements were to be written, of {shard.global_shape}"
+            )
 
 
 def _bytes_of(item: ShardedObject) -> bytes:
@@ -226,38 +237,8 @@ def _bytes_of(item: ShardedObject) -> bytes:
     )
 
 
-def _overlap(
-    want_offset: Sequence[int], want_shape: Sequence[int], have_offset: Sequence[int], have_shape: Sequence[int]
-) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Return the common box as slices into what is stored and into what is wanted; None if there is none."""
-    theirs, ours = [], []
-    for wo, ws, ho, hs in zip(want_offset, want_shape, have_offset, have_shape, strict=True):
-        start, stop = max(wo, ho), min(wo + ws, ho + hs)
-        if start >= stop:
-            return None
-        theirs.append(slice(start - ho, stop - ho))
-        ours.append(slice(start - wo, stop - wo))
-    return tuple(theirs), tuple(ours)
-
-
 def _check_disjoint(key: str, shards: Sequence[StoredShard]) -> None:
     """Elements are counted, not marked: a piece stored twice would stand for one that is missing."""
     for one, other in itertools.combinations(shards, 2):
-        if _overlap(one.offset, one.shape, other.offset, other.shape) is not None:
+        if common_box(one.offset, one.shape, other.offset, other.shape) is not None:
             raise CheckpointError(f"{key}: pieces at {one.offset} and {other.offset} overlap; the checkpoint is torn")
-
-
-def _write_index(directory: Path, shards: Sequence[StoredShard]) -> None:
-    rows = [[s.key, s.file, s.name, s.offset, s.shape, s.global_shape] for s in shards]
-    (directory / INDEX_FILE).write_text(json.dumps({"version": VERSION, "shards": rows}))
-
-
-def _read_index(directory: Path) -> Iterator[StoredShard]:
-    try:
-        rows = json.loads((directory / INDEX_FILE).read_text())["shards"]
-        for key, file, name, offset, shape, global_shape in rows:
-            if Path(file).name != file:
-                raise ValueError(f"{file!r} is not a file name in the checkpoint's own directory")
-            yield StoredShard(key, file, name, tuple(offset), tuple(shape), tuple(global_shape))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{directory / INDEX_FILE} cannot be read: {error}; the checkpoint is torn") from None

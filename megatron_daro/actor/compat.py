@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -94,8 +94,8 @@ def allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
                 inner.state[parameter] = {"step": torch.zeros(()), **moments}
 
 
-def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """`optimizer.load_state_dict(state)`, with torch's Adam as the inner optimizer too.
+def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any], fill: Callable[[], None]) -> None:
+    """`optimizer.load_state_dict(state)` and then `fill()`, with torch's Adam as the inner optimizer too.
 
     Upstream: 0.16.1 to 0.19.2. Reason: the fully reshardable format leaves the step counts out, but the loader asks for
     one with every parameter; and it then gives all parameters one shared step tensor, which Adam would increment once
@@ -109,6 +109,7 @@ def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) ->
         if hasattr(part, "_set_main_param_and_optimizer_states"):
             part._set_main_param_and_optimizer_states = partial(_set_all_but_step, part)
     optimizer.load_state_dict(state)
+    fill()
     for inner in _torch_adams(optimizer):
         for values in inner.state.values():
             values["step"] = values["step"].clone()

@@ -40,6 +40,10 @@ def convert(
     format_: Annotated[
         str, typer.Option("--format", metavar="NAME", help="daro (ours, no pickle) or torch_dist (Megatron-LM's).")
     ] = "daro",
+    per_layer_keys: Annotated[
+        bool,
+        typer.Option("--per-layer-keys", help="A key for each layer, as Megatron wants with a list as moe_layer_freq."),
+    ] = False,
     dtype: Annotated[
         str | None, typer.Option("--dtype", metavar="NAME", help="fp32, bf16 or fp16. Unset: as it is.")
     ] = None,
@@ -58,7 +62,15 @@ def convert(
     ] = False,
 ) -> None:
     """Convert a checkpoint: --hf to Megatron's format, or --megatron to Hugging Face's."""
-    plan = make_plan(hf, megatron, hf_config=hf_config, format_=format_, dtype=dtype, max_shard_size=max_shard_size)
+    plan = make_plan(
+        hf,
+        megatron,
+        hf_config=hf_config,
+        format_=format_,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        per_layer_keys=per_layer_keys,
+    )
     if dry_run:
         typer.echo(_announcement(plan, out))
         return
@@ -83,6 +95,7 @@ def make_plan(
     format_: str,
     dtype: str | None,
     max_shard_size: str,
+    per_layer_keys: bool,
 ) -> Plan:
     """Return what the options ask for.
 
@@ -100,7 +113,9 @@ def make_plan(
             raise ConfigError(f"--format: got {format_!r}; allowed: {', '.join(plan.FORMATS)}")
         if hf_config is not None:
             raise ConfigError("--hf-config: the configuration of --hf lies beside it; leave --hf-config out")
-        return plan.plan_to_megatron(hf, "daro" if format_ == "daro" else "torch_dist", dtype)
+        return plan.plan_to_megatron(
+            hf, "daro" if format_ == "daro" else "torch_dist", dtype, per_layer_keys=per_layer_keys
+        )
     if megatron is None:
         raise AssertionError
     config = hf_config or find_config(megatron)

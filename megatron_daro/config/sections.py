@@ -233,6 +233,8 @@ class TrainerSection(Section):
     """Steps between checkpoints; 0: only at the end."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Newest checkpoints that stay on disk, >= 1."""
+    keep_every_steps: int = Field(default=0, ge=0)
+    """Checkpoints of multiples of this many optimizer steps stay for good; 0: none do."""
     export_hf: bool = False
     """When all steps are done, write the model to RUN/hf as a Hugging Face directory (weights in actor.dtype, config,
     tokenizer) for transformers, vLLM and SGLang. With --resume also afterwards: a finished run only writes it."""

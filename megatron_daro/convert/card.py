@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.convert.jobs import FileRecord, TensorRecord, box_name
 from megatron_daro.convert.mapping import hf_to_megatron
-from megatron_daro.convert.megatron_names import global_boxes
+from megatron_daro.convert.megatron_names import global_boxes, possible_boxes
 from megatron_daro.convert.plan import Plan
 from megatron_daro.errors import CheckpointError
 
@@ -75,7 +75,7 @@ def make_card(plan: Plan, records: Iterable[FileRecord], *, verified: Sequence[s
     rules = hf_to_megatron(read_model_shape(plan.config), fused_norms=True)
     rows = []
     for rule, box in zip(rules, global_boxes(rules), strict=True):
-        names = (box_name(box.key, box.index), box_name(*_own_key(box.layer_key, box.index)))
+        names = [box_name(found.key, found.index) for found in possible_boxes(box)]
         name = next(name for name in names if name in known)
         megatron, hf = known[name][0], tuple(known[hf_name][0] for hf_name in rule.hf_names)
         files = {known[n][1] for n in (name, *rule.hf_names)}
@@ -99,11 +99,6 @@ def read_hashes(folder: Path) -> dict[str, TensorRecord]:
         return {r["name"]: TensorRecord(r["name"], tuple(r["shape"]), r["dtype"], r["sha256"]) for r in rows}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; remove it to convert without its hashes") from None
-
-
-def _own_key(layer_key: str | None, index: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """Return the name on the card where each layer has its own key."""
-    return (layer_key or "", index[1:])
 
 
 def _compare_with_source(plan: Plan, found: dict[str, TensorRecord]) -> None:

@@ -10,7 +10,7 @@ import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from megatron_daro.convert import torch_dist
 from megatron_daro.convert.daro_format import StoredShard
 from megatron_daro.convert.hf_reader import HFCheckpoint
 from megatron_daro.convert.mapping import TensorRule
+from megatron_daro.convert.megatron_names import other_name
 from megatron_daro.convert.megatron_weights import MegatronWeights
 from megatron_daro.convert.plan import HFTensor, Job, Parameter, Plan, torch_dtype
 from megatron_daro.convert.row_runs import PADDING, RowReader, Run, shard_runs
@@ -169,7 +170,7 @@ def _write_daro(plan: Plan, job: Job, folder: Path, stop: StopFlag | None) -> Fi
     ]
     shards = [_shard(job.file, number, p, start, end) for number, (p, start, end) in enumerate(stored)]
     dtypes = {str(number): torch_dtype(p.dtype) for number, (p, _, _) in enumerate(stored)}
-    record = FileRecord(job.file, 0, shards=shards)
+    record = FileRecord(job.file, 0, shards=list(shards))
     path = folder / job.file
     with (
         HFCheckpoint(plan.source) as tensors,
@@ -181,6 +182,10 @@ def _write_daro(plan: Plan, job: Job, folder: Path, stop: StopFlag | None) -> Fi
                 _check(stop)
                 out.write(reader.rows(start, end))
             _note(record, reader)
+    for shard, (parameter, _, _) in zip(shards, stored, strict=True):
+        other = other_name(parameter.box)
+        if other is not None:
+            record.shards.append(replace(shard, key=other.key))
     return _finished(record, path)
 
 
@@ -193,11 +198,10 @@ def _write_torch_dist(plan: Plan, job: Job, folder: Path, stop: StopFlag | None)
                 _check(stop)
                 shard = _shard(job.file, 0, parameter, start, end)
                 at, length = torch_dist.write_blob(out, reader.rows(start, end).view(shard.shape))
-                record.blobs.append(
-                    torch_dist.WrittenBlob(
-                        shard.key, job.file, at, length, shard.offset, shard.shape, shard.global_shape, parameter.dtype
-                    )
-                )
+                other = other_name(parameter.box)
+                for key in [shard.key, *([other.key] if other else [])]:
+                    place = (shard.offset, shard.shape, shard.global_shape, parameter.dtype)
+                    record.blobs.append(torch_dist.WrittenBlob(key, job.file, at, length, *place))
             _note(record, reader)
         out.flush()
         os.fsync(out.fileno())

@@ -16,6 +16,8 @@ from megatron_daro.convert.mapping import TensorRule
 
 _EXPERT = re.compile(r"^(mlp\.experts)\.(?:local_experts\.\d+\.(linear_fc[12]\.weight)|(linear_fc[12]\.weight)\d+)$")
 
+_EXPERTS_NORM, _DENSE_NORM = ".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight"
+
 
 @dataclass(frozen=True, slots=True)
 class GlobalBox:
@@ -30,6 +32,23 @@ class GlobalBox:
     def without_layers(self) -> GlobalBox:
         """Return the same parameter in a checkpoint with a key for each layer."""
         return self if self.layer_key is None else GlobalBox(self.layer_key, self.index[1:], self.sizes[1:])
+
+
+def other_name(box: GlobalBox) -> GlobalBox | None:
+    """Return the box under the other name that Megatron-core gives the same parameter; None where there is none.
+
+    The norm before a layer's experts: with Transformer Engine's layers the key is that of the module, with Megatron's
+    own the one that a dense layer's norm has (gpt_layer_specs.py, `sharded_state_dict_keys_map`, 0.16.1).
+    """
+    if not box.key.endswith(_EXPERTS_NORM):
+        return None
+    keys = [key and key.removesuffix(_EXPERTS_NORM) + _DENSE_NORM for key in (box.key, box.layer_key)]
+    return GlobalBox(keys[0] or "", box.index, box.sizes, keys[1])
+
+
+def possible_boxes(box: GlobalBox) -> list[GlobalBox]:
+    """Return all names and shapes under which checkpoints may hold a parameter, the most usual first."""
+    return [found for own in (box, other_name(box)) if own is not None for found in (own, own.without_layers())]
 
 
 def global_boxes(rules: Sequence[TensorRule]) -> list[GlobalBox]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.convert import daro_format, torch_dist
 from megatron_daro.convert.mapping import TensorRule, hf_to_megatron
-from megatron_daro.convert.megatron_names import GlobalBox, global_boxes
+from megatron_daro.convert.megatron_names import GlobalBox, global_boxes, possible_boxes
 from megatron_daro.convert.pieces import PieceStore
 from megatron_daro.convert.row_runs import Run, hf_runs
 from megatron_daro.errors import CheckpointError
@@ -76,6 +76,7 @@ class MegatronWeights(Mapping[str, Tensor]):
         self.pieces = open_pieces(self.directory)
         self.rules = hf_to_megatron(shape, fused_norms=True)
         self._keys = set(self.pieces.keys())
+        self._used: set[str] = set()
         self._boxes = {
             r.megatron_name: self._fitting(r, b) for r, b in zip(self.rules, global_boxes(self.rules), strict=True)
         }
@@ -155,12 +156,13 @@ class MegatronWeights(Mapping[str, Tensor]):
     def _fitting(self, rule: TensorRule, box: GlobalBox) -> GlobalBox:
         """Return the box as this checkpoint has it. Raises CheckpointError for a missing key or another shape."""
         wanted = box.key
-        if wanted not in self._keys:
-            box = box.without_layers()
-        if box.key not in self._keys:
+        present = [found for found in possible_boxes(box) if found.key in self._keys]
+        self._used |= {b.key for b in present}
+        if not present:
             raise CheckpointError(
                 f"{self.directory} holds no {wanted}, which {rule.hf_names[0]} comes from; is it of this model?"
             )
+        box = present[0]
         found, expected = self.pieces.shape(box.key), (*box.sizes, *rule.local_shape(1))
         axis = len(box.sizes)
         is_padded = rule.kind == "vocab" and found[axis] >= expected[axis]
@@ -172,8 +174,7 @@ class MegatronWeights(Mapping[str, Tensor]):
 
     def _check_extra(self, shape: ModelShape) -> list[str]:
         """Keys that no rule uses. Raises CheckpointError if weights are among them."""
-        used = {box.key for box in self._boxes.values()}
-        extra = sorted(self._keys - used)
+        extra = sorted(self._keys - self._used)
         strange = [key for key in extra if key.startswith(_WEIGHT_PREFIXES) and "_extra_state" not in key]
         if strange:
             more = f" and {len(strange) - 1} more" if len(strange) > 1 else ""

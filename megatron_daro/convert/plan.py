@@ -105,11 +105,12 @@ class Plan:
         return sum(len(job.items) for job in self.jobs)
 
 
-def plan_to_megatron(source: Path, format_: Format, dtype: str | None) -> Plan:
+def plan_to_megatron(source: Path, format_: Format, dtype: str | None, *, per_layer_keys: bool = False) -> Plan:
     """Plan HF -> Megatron.
 
     Args:
         source: HF checkpoint directory. format_: "daro" or "torch_dist". dtype: fp32, bf16, fp16; None: as it is.
+        per_layer_keys: a key for each layer, not one tensor for all (a model with layers of two kinds has them anyway).
 
     Raises:
         ModelError: the source is torn, or its tensors are not exactly those of its config.json.
@@ -118,7 +119,8 @@ def plan_to_megatron(source: Path, format_: Format, dtype: str | None) -> Plan:
     with HFCheckpoint(source) as tensors:
         rules = hf_to_megatron(shape, fused_norms=True)
         ignored = _extra_tensors(shape, rules, tensors)
-        parameters = [_parameter(r, b, tensors, dtype) for r, b in zip(rules, global_boxes(rules), strict=True)]
+        boxes = [box.without_layers() if per_layer_keys else box for box in global_boxes(rules)]
+        parameters = [_parameter(r, b, tensors, dtype) for r, b in zip(rules, boxes, strict=True)]
     _check_dtypes(parameters)
     name = {"daro": "shard_{:05d}.safetensors", "torch_dist": "__{}_0.distcp"}[format_]
     size = min(max(sum(p.num_bytes for p in parameters) // _FILES, _LEAST_FILE_BYTES), _MOST_FILE_BYTES)

@@ -229,8 +229,13 @@ async def _evaluate(config: Config, checkpoint: Path, inputs: Inputs, progress: 
 
 
 def _checkpoints(config: Config, start: Start) -> recovery.Checkpoints:
-    keep = config.trainer.keep_checkpoints
-    return recovery.Checkpoints(parts.run_directory(config), keep=keep, made_with=start.made_with)
+    trainer = config.trainer
+    return recovery.Checkpoints(
+        parts.run_directory(config),
+        keep=trainer.keep_checkpoints,
+        keep_every=trainer.keep_every_steps,
+        made_with=start.made_with,
+    )
 
 
 def _identity(config: Config) -> dict[str, PlainValue]:

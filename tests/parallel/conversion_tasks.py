@@ -24,6 +24,7 @@ def _policy(path: Path, layout: Any, weights: Path | None = None) -> Any:
         pipeline_parallel=layout.pipeline,
         context_parallel=layout.context,
         data_parallel=layout.data,
+        expert_parallel=layout.expert,
         dtype="fp32",
     )
     settings = PolicySettings(path, rollouts_per_prompt=4, max_response_tokens=32, temperature=1.0, total_steps=10)

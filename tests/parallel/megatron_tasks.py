@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,22 @@ def gradients(
     }
 
 
+@contextmanager
+def _without(method: str | None) -> Iterator[None]:
+    """Megatron's distributed optimizer without this method."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    if method is None:
+        yield
+        return
+    kept = getattr(DistributedOptimizer, method)
+    delattr(DistributedOptimizer, method)
+    try:
+        yield
+    finally:
+        setattr(DistributedOptimizer, method, kept)
+
+
 def train(
     path: Path,
     layout: Any,
@@ -76,6 +94,7 @@ def train(
     algorithm: dict[str, Any],
     save_to: Path | None = None,
     load_from: Path | None = None,
+    without: str | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Some optimizer steps; the model weights (this stage's), DARO's weights, the metrics of each step, and the options
@@ -92,7 +111,8 @@ def train(
         mine, micro_batches = _shard(batch, layout, number)
         metrics.append(comparable(policy.train_step(mine, micro_batches, step=step + 1).metrics))
     if save_to:
-        policy.save(save_to)
+        with _without(without):
+            policy.save(save_to)
     weights = policy.trainee.algorithm.weights
     return {
         "parameters": {n: t.clone().numpy() for n, t in policy.export()},

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 
 import megatron_tasks
 import numpy as np
 import pytest
+import torch
 from small_models import random_batch, save_model
 from test_gradients_exact import layouts
+
+from megatron_daro.convert.daro_format import DaroPieces, read_index
 
 ALGORITHM = {"name": "daro", "daro": {"learning_rate": 0.1}}
 OPTIMIZER = {"learning_rate": 1e-2, "eps": 1e-3, "warmup_steps": 3, "weight_decay": 0.01}
@@ -64,6 +69,35 @@ def test_another_layout_continues_with_the_same_numbers(rank_pool, tmp_path, mod
     np.testing.assert_allclose(last_resumed["weights"], last["weights"], rtol=1e-5)
 
 
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [("tp2", "pp2"), ("tp2_dp2", "tp2_pp2"), ("single", "dp2")])
+def test_optimizer_state_is_the_same_numbers_in_another_layout(rank_pool, tmp_path, model, saved_by, loaded_by):
+    """Saved, loaded elsewhere, saved again without a step between: every tensor of both checkpoints is equal."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    train(rank_pool, saved_by, model, seeds=range(2), save_to=first)
+    train(rank_pool, loaded_by, model, seeds=[], load_from=first, save_to=second)
+    one, other = DaroPieces(first), DaroPieces(second)
+    keys, others = ([key for key in pieces.keys() if "_extra" not in key] for pieces in (one, other))  # noqa: SIM118
+    assert keys == others
+    assert sum(key.startswith("optimizer.state.exp_avg_sq.") for key in keys) > 5
+    for key in keys:
+        shape = one.shape(key)
+        tensors = [pieces.read(key, [0] * len(shape), shape) for pieces in (one, other)]
+        assert tensors[0].any() and torch.equal(*tensors), key
+
+
+def test_a_data_parallel_rank_writes_its_own_optimizer_state_and_nobody_gathers_it(rank_pool, tmp_path, model):
+    saved = tmp_path / "checkpoint"
+    saved.mkdir()
+    train(rank_pool, "dp2", model, seeds=[0], save_to=saved, without="get_parameter_state_dp_zero")
+    optimizer = dict.fromkeys(("shard_00000.safetensors", "shard_00001.safetensors"), 0)
+    for shard in read_index(saved):
+        if shard.key.startswith("optimizer.state."):
+            optimizer[shard.file] += math.prod(shard.shape)
+    assert min(optimizer.values()) > 0.4 * sum(optimizer.values())
+
+
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed_optimizer", "plain_optimizer"])
 def test_another_learning_rate_finds_its_parameter_groups(rank_pool, tmp_path, model, distributed):
     saved = tmp_path / "checkpoint"
@@ -84,14 +118,16 @@ def test_another_number_of_rollouts_is_refused(rank_pool, tmp_path, model):
 
 
 def test_no_file_of_a_checkpoint_is_a_pickle_that_runs_code(rank_pool, tmp_path, model):
-    import torch
-
     saved = tmp_path / "checkpoint"
     saved.mkdir()
     train(rank_pool, "tp2", model, seeds=[0], save_to=saved)
     names = {path.name for path in saved.iterdir()}
     expected = {"common.pt", "metadata.json", "index.json", "algorithm.json"}
-    assert names == expected | {"shard_00000.safetensors", "shard_00001.safetensors"}
+    shards = {"shard_00000.safetensors", "shard_00001.safetensors"}
+    assert names == expected | shards | {f"{shard}.sha256" for shard in shards}
+    for shard in shards:  # taken while it was written, for the manifest
+        written = hashlib.sha256((saved / shard).read_bytes()).hexdigest()
+        assert (saved / f"{shard}.sha256").read_text() == written
     torch.load(saved / "common.pt", weights_only=True)
 
 

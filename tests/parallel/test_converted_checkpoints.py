@@ -13,7 +13,7 @@ from test_gradients_exact import layouts
 from megatron_daro.convert import plan
 from megatron_daro.convert.conversion import convert
 
-MODELS = ["qwen2_tied", "qwen3"]
+MODELS = ["qwen2_tied", "qwen3", "qwen3_moe", "qwen3_moe_mixed"]
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -23,8 +23,9 @@ def model(request, tmp_path_factory):
     return directory
 
 
-def to_megatron(hf, out, format_):
-    convert(plan.plan_to_megatron(hf, format_, None), out, processes=1, verify=True, progress=lambda *_: None)
+def to_megatron(hf, out, format_, *, per_layer_keys=False):
+    made = plan.plan_to_megatron(hf, format_, None, per_layer_keys=per_layer_keys)
+    convert(made, out, processes=1, verify=True, progress=lambda *_: None)
 
 
 def to_hf(megatron, config, out):
@@ -54,9 +55,23 @@ def test_training_starts_from_it_and_what_it_saves_is_the_model(rank_pool, tmp_p
     assert_is(to_hf(saved, model, tmp_path / "back"), model)
 
 
+def test_experts_over_two_ranks_start_from_it_and_are_saved(rank_pool, tmp_path, model):
+    if "moe" not in str(model):
+        pytest.skip("a model without experts")
+    from megatron_daro.actor.parallel import Layout
+
+    to_megatron(model, tmp_path / "megatron", "torch_dist")
+    saved = tmp_path / "step"
+    saved.mkdir()
+    start = {"path": model, "weights": tmp_path / "megatron", "save_to": saved}
+    assert_is(joined(rank_pool.run(tasks.start_from, Layout(data=2, expert=2), **start)), model)
+    assert_is(to_hf(saved, model, tmp_path / "back"), model)
+
+
 @pytest.mark.parametrize("layout", ["single", "tp2_pp2"])
 def test_megatron_loads_what_is_written_for_it(rank_pool, tmp_path, model, layout):
-    to_megatron(model, tmp_path / "megatron", "torch_dist")
+    lists_layers = "moe" in str(model)  # moe_layer_freq of our models with experts is a list
+    to_megatron(model, tmp_path / "megatron", "torch_dist", per_layer_keys=lists_layers)
     call = {"path": model, "checkpoint": tmp_path / "megatron/release"}
     assert_is(joined(rank_pool.run(tasks.load_with_megatron, layouts()[layout], **call)), model)
 

@@ -19,9 +19,16 @@ sys.path.insert(0, str(Path(__file__).parent / "rollout"))
 
 from loop_fakes import FakeProgress, make_stack, run_stack
 
-from megatron_daro import recovery
+from megatron_daro import durable, recovery
 from megatron_daro.errors import CheckpointError, DeadlineError
-from megatron_daro.recovery import Checkpoints, find_latest_valid, require_fresh, take_latest_valid, verify
+from megatron_daro.recovery import (
+    Checkpoints,
+    find_latest_valid,
+    require_fresh,
+    step_directories,
+    take_latest_valid,
+    verify,
+)
 
 
 def writer(size=2000, error=None):
@@ -59,6 +66,26 @@ def test_a_checkpoint_has_everything_and_latest_points_at_it(tmp_path):
     assert manifest["files"]["iter/a.distcp"] == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     assert find_latest_valid(tmp_path, FakeProgress()) == (path, {"step": 20, "cursor": 200})
     assert {p.name for p in (tmp_path / "checkpoints").iterdir()} == {"step_000020", "latest"}
+
+
+def test_checkpoints_of_every_so_many_steps_stay(tmp_path):
+    store = Checkpoints(tmp_path, keep=2, keep_every=4)
+    for step in range(1, 11):
+        asyncio.run(store.save(step, writer(), {"step": step}, FakeProgress()))
+    names = [path.name for path in step_directories(tmp_path / "checkpoints")]
+    assert names == ["step_000010", "step_000009", "step_000008", "step_000004"]
+
+
+def test_a_hash_taken_while_writing_is_used_and_not_taken_again(tmp_path):
+    async def write(directory):
+        (directory / "a.safetensors").write_bytes(b"what was written")
+        durable.write_hash(directory / "a.safetensors", "ab" * 32)
+
+    asyncio.run(Checkpoints(tmp_path, keep=2).save(1, write, {"step": 1}, FakeProgress()))
+    checkpoint = tmp_path / "checkpoints/step_000001"
+    files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+    assert files["a.safetensors"] == {"bytes": 16, "sha256": "ab" * 32}
+    assert sorted(path.name for path in checkpoint.iterdir()) == ["a.safetensors", "manifest.json", "state.json"]
 
 
 def test_no_checkpoint_is_none(tmp_path):

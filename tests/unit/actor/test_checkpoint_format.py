@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_daro.actor import checkpoint_format as fmt
+from megatron_daro.convert import daro_format
 from megatron_daro.errors import CheckpointError
 
 with warnings.catch_warnings():
@@ -70,7 +71,7 @@ def test_overlap_is_numpys(boxes):
     wanted = whole[tuple(slice(o, o + s) for o, s in want)]
     held = whole[tuple(slice(o, o + s) for o, s in have)]
     shared = np.intersect1d(wanted, held)
-    got = fmt._overlap(*zip(*want, strict=True), *zip(*have, strict=True))
+    got = fmt.common_box(*zip(*want, strict=True), *zip(*have, strict=True))
     if got is None:
         assert shared.size == 0
         return
@@ -114,7 +115,7 @@ def test_a_prepended_axis(tmp_path):
 def test_only_main_replicas_are_written(tmp_path):
     whole = torch.arange(48.0).reshape(GLOBAL)
     save(tmp_path, [shard_of(whole, (0, 0), GLOBAL), shard_of(whole * 0, (0, 0), GLOBAL, replica_id=1)])
-    assert len(json.loads((tmp_path / fmt.INDEX_FILE).read_text())["shards"]) == 1
+    assert len(json.loads((tmp_path / daro_format.INDEX_FILE).read_text())["shards"]) == 1
     (got,) = load(tmp_path, [shard_of(whole * 0, (0, 0), GLOBAL)])
     assert torch.equal(got, whole)
 
@@ -170,7 +171,7 @@ def test_another_global_shape_is_refused(tmp_path):
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 1}', '{"version": 1, "shards": [["w", "f"]]}'])
 def test_a_torn_index_is_named(tmp_path, text):
     save(tmp_path, [shard_of(torch.zeros(GLOBAL), (0, 0), GLOBAL)])
-    (tmp_path / fmt.INDEX_FILE).write_text(text)
+    (tmp_path / daro_format.INDEX_FILE).write_text(text)
     with pytest.raises(CheckpointError, match=r"index\.json cannot be read: .*torn"):
         load(tmp_path, [shard_of(torch.zeros(GLOBAL), (0, 0), GLOBAL)])
 
@@ -194,9 +195,9 @@ def test_a_file_outside_the_checkpoint_is_not_opened(tmp_path):
     whole = torch.ones(GLOBAL)
     save(inside, [shard_of(whole, (0, 0), GLOBAL)])
     (inside / "shard_00000.safetensors").rename(tmp_path / "elsewhere.safetensors")
-    index = json.loads((inside / fmt.INDEX_FILE).read_text())
+    index = json.loads((inside / daro_format.INDEX_FILE).read_text())
     index["shards"][0][1] = "../elsewhere.safetensors"
-    (inside / fmt.INDEX_FILE).write_text(json.dumps(index))
+    (inside / daro_format.INDEX_FILE).write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=r"elsewhere.* is not a file name in the checkpoint's own directory"):
         load(inside, [shard_of(whole, (0, 0), GLOBAL)])
 
@@ -228,7 +229,7 @@ def test_a_box_with_two_main_replicas_is_not_saved(tmp_path):
 )
 def test_other_back_ends_and_versions_are_refused(tmp_path, metadata, message):
     fmt.save_sharded({"w": shard_of(torch.zeros(GLOBAL), (0, 0), GLOBAL)}, tmp_path)
-    (tmp_path / fmt.METADATA_FILE).write_text(metadata)
+    (tmp_path / daro_format.METADATA_FILE).write_text(metadata)
     with pytest.raises(CheckpointError, match=message):
         fmt.load_sharded({}, tmp_path)
 
@@ -236,7 +237,7 @@ def test_other_back_ends_and_versions_are_refused(tmp_path, metadata, message):
 @pytest.mark.parametrize("damage", ["missing", "short", "empty", "code"])
 def test_a_torn_or_hostile_common_file_is_named(tmp_path, damage):
     fmt.save_sharded({"w": shard_of(torch.zeros(GLOBAL), (0, 0), GLOBAL)}, tmp_path)
-    file = tmp_path / fmt.COMMON_FILE
+    file = tmp_path / daro_format.COMMON_FILE
     if damage == "missing":
         file.unlink()
     elif damage == "code":

@@ -1,0 +1,208 @@
+"""Each rank's own part of the distributed optimizer's state as boxes of global tensors: saved, loaded, never gathered.
+
+Place in the data flow: actor/checkpoint.py writes these boxes beside the model's, and reads them back in any layout.
+The optimizer of a data-parallel rank owns a run of the flattened parameters; such a run is a few boxes of the
+parameter's shape. So no rank ever holds more than its own state, where Megatron's `fully_reshardable` format gathers
+the fp32 weights and both moments, 12 bytes a parameter, on every rank. The keys are those of that format.
+Source: megatron/core/optimizer/distrib_optimizer.py, `get_parameter_state_dp_reshardable`, 0.16.1.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_daro.actor import device
+from megatron_daro.actor.checkpoint_format import OwnBox
+from megatron_daro.convert.daro_format import DaroPieces
+from megatron_daro.convert.pieces import overlap
+from megatron_daro.errors import CheckpointError
+
+device.prepare()
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+    from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+    from megatron.core.optimizer import MegatronOptimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+_SHARDING_TYPE = "fully_reshardable"
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnRun:
+    """Elements [start, stop) of the flattened parameter, which this rank's `part` of the optimizer has the state of."""
+
+    part: DistributedOptimizer
+    parameter: torch.nn.Parameter
+    start: int
+    stop: int
+
+
+def is_distributed(optimizer: MegatronOptimizer) -> bool:
+    """Whether the whole optimizer is split over the data-parallel ranks."""
+    return all(isinstance(part, DistributedOptimizer) for part in _parts(optimizer))
+
+
+def common_state(optimizer: MegatronOptimizer) -> dict[object, object]:
+    """Return what is the same on all ranks: options and age of the parameter groups, as upstream lays it out."""
+    if len(_parts(optimizer)) > 1:
+        optimizer._synchronize_steps()
+    states = [{**part.state_dict(), "param_state_sharding_type": _SHARDING_TYPE} for part in _parts(optimizer)]
+    return states[0] if len(states) == 1 else dict(enumerate(states))
+
+
+def own_boxes(optimizer: MegatronOptimizer, model_state: dict[str, object]) -> list[OwnBox]:
+    """Return this rank's state: fp32 weights and moments, no copies, boxes that no other rank has.
+
+    Args:
+        optimizer: distributed, with state. model_state: the model's sharded state dict.
+    """
+    places = _places(model_state)
+    found = []
+    for run in _own_runs(optimizer):
+        for name, values in _state_of(run).items():
+            for tensor, flat, offset, shape in _boxes(places[run.parameter], run):
+                if _is_main(tensor):
+                    data = values[flat : flat + math.prod(shape)]
+                    key = f"optimizer.state.{name}.{tensor.key}"
+                    found.append(OwnBox(key, data, *_global(tensor, offset, shape)))
+    return found
+
+
+@torch.no_grad()
+def load_own_boxes(optimizer: MegatronOptimizer, model_state: dict[str, object], directory: Path) -> None:
+    """Fill this rank's state from a checkpoint of any layout; reads only its own elements.
+
+    Raises:
+        CheckpointError: a tensor is missing, incomplete or of another shape.
+    """
+    places, pieces = _places(model_state), DaroPieces(directory)
+    try:
+        for run in _own_runs(optimizer):
+            loaded = {}
+            for name in _state_of(run):
+                values = torch.zeros(run.stop - run.start)
+                for tensor, flat, offset, shape in _boxes(places[run.parameter], run):
+                    target = values[flat : flat + math.prod(shape)]
+                    _read(pieces, f"optimizer.state.{name}.{tensor.key}", tensor, offset, shape, target)
+                loaded[name] = values
+            run.part._set_main_param_and_optimizer_states(run.parameter, loaded)
+    finally:
+        pieces.close()
+
+
+def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield the boxes (offset, shape) that elements [start, stop) of a row-major array are, in their order."""
+    if start >= stop:
+        return
+    if len(shape) <= 1:
+        yield (start,), (stop - start,)
+        return
+    inner = math.prod(shape[1:])
+    (first, head), (last, tail) = divmod(start, inner), divmod(stop, inner)
+    if first == last:
+        yield from _in_row(first, shape, head, tail)
+        return
+    if head:
+        yield from _in_row(first, shape, head, inner)
+        first += 1
+    if first < last:
+        yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
+    yield from _in_row(last, shape, 0, tail)
+
+
+def _in_row(
+    row: int, shape: tuple[int, ...], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    for offset, size in flat_boxes(shape[1:], start, stop):
+        yield (row, *offset), (1, *size)
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def _own_runs(optimizer: MegatronOptimizer) -> Iterator[_OwnRun]:
+    for part in _parts(optimizer):
+        for ranges in part.gbuf_ranges:
+            for buckets in ranges.values():
+                for bucket in buckets:
+                    for parameter, its in bucket["param_map"].items():
+                        yield _OwnRun(part, parameter, its["param"].start, its["param"].end)
+
+
+def _state_of(run: _OwnRun) -> dict[str, Tensor]:
+    state = run.part._get_main_param_and_optimizer_states(run.parameter)
+    return {name: values for name, values in state.items() if name != "step"}
+
+
+def _places(model_state: dict[str, object]) -> dict[Tensor, list[tuple[int, ShardedTensor]]]:
+    """Parameter -> the sharded tensors it consists of, each with where it begins in the flattened parameter."""
+    sharded, _ = extract_sharded_tensors_and_factories(model_state)
+    places = {}
+    for item in nested_values(sharded):
+        tensors = nested_values(item.build()) if isinstance(item, ShardedTensorFactory) else [item]
+        origin = item.data.storage_offset()
+        places[item.data] = [(tensor.data.storage_offset() - origin, tensor) for tensor in tensors]
+        if any(not tensor.data.is_contiguous() for _, tensor in places[item.data]):
+            raise CheckpointError(
+                f"{item.key}: a part of it is no run of its elements; its optimizer state is not saved"
+            )
+    return places
+
+
+def _boxes(
+    tensors: list[tuple[int, ShardedTensor]], run: _OwnRun
+) -> Iterator[tuple[ShardedTensor, int, tuple[int, ...], tuple[int, ...]]]:
+    """Sharded tensor, where its values begin in the run, offset and shape within its local shape."""
+    for begin, tensor in tensors:
+        size = math.prod(tensor.local_shape)
+        start, stop = max(run.start - begin, 0), min(run.stop - begin, size)
+        flat = begin + start - run.start
+        for offset, shape in flat_boxes(tuple(tensor.local_shape), start, stop):
+            yield tensor, flat, offset, shape
+            flat += math.prod(shape)
+
+
+def _global(
+    tensor: ShardedTensor, offset: tuple[int, ...], shape: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return a box of the local tensor as offset and shape in the global one, and that one's shape."""
+    axes = tensor.prepend_axis_num
+    base = tuple(tensor.global_offset)
+    inner = tuple(b + o for b, o in zip(base[axes:], offset, strict=True))
+    return (*base[:axes], *inner), (*[1] * axes, *shape), tuple(tensor.global_shape)
+
+
+def _is_main(tensor: ShardedTensor) -> bool:
+    """Whether no other rank of the model-parallel groups saves it; data-parallel ranks have runs of their own."""
+    replica = tensor.replica_id
+    return all(number == 0 for number in (replica[:-1] if isinstance(replica, tuple) else ()))
+
+
+def _read(
+    pieces: DaroPieces,
+    key: str,
+    tensor: ShardedTensor,
+    offset: tuple[int, ...],
+    shape: tuple[int, ...],
+    target: Tensor,
+) -> None:
+    """Read a box into `target`, flat. Rows that only pad the vocabulary may be absent, and stay zero."""
+    where, size, whole = _global(tensor, offset, shape)
+    stored = pieces.shape(key)
+    if stored != whole and not tensor.allow_shape_mismatch:
+        raise CheckpointError(f"{key}: shape {stored} in the checkpoint, {whole} in the model; load it into that model")
+    both = overlap(where, size, (0,) * len(stored), stored)
+    if both is not None:
+        _, ours = both
+        start = [at + part.start for at, part in zip(where, ours, strict=True)]
+        target.view(size)[ours] = pieces.read(key, start, [part.stop - part.start for part in ours])
