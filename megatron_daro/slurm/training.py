@@ -110,9 +110,10 @@ async def train(
         return await _ended_by_term(process, exit_code, options.term_grace_s, trouble)
     if trouble:
         return Ending("node_lost", trouble)
+    last = process.last_line or "none"
     process.signal(signal.SIGABRT)  # Python's fault handler writes where every thread stands into the logs
     await asyncio.wait({exit_code}, timeout=_ABORT_S)
-    return Ending("failed", f"{stalled.result()}; its last line: {process.last_line or 'none'}")
+    return Ending("failed", f"{stalled.result()}; its last line: {last}")
 
 
 def _holds_a_run(run_dir: Path) -> bool:

@@ -91,7 +91,7 @@ def test_cancelled_leaves_no_process(slurm, tiny, tmp_path):
 
 
 def test_a_job_without_progress_ends_and_says_what_it_did_last(slurm, tiny, tmp_path):
-    job = submitted(slurm, tiny, tmp_path, "trainer.steps=100000", stall_minutes=0.4)
+    job = submitted(slurm, tiny, tmp_path, "trainer.steps=100000", stall_minutes=1.5)
     job.wait("some steps", lambda: job.steps() >= 2)
     ranks = [p for p in job.processes() if any("TrainWorker" in part for part in p.cmdline())]
     assert ranks
