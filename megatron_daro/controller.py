@@ -21,7 +21,7 @@ from typing import Any, Literal
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.errors import DataError, NonFiniteError
 from megatron_daro.observe.drift import DriftWatch
-from megatron_daro.recovery import STATE_FORMAT, check_fits
+from megatron_daro.recovery import STATE_FORMAT, BackgroundSave, check_fits
 from megatron_daro.rollout.deadlines import Deadlines, first_cause
 from megatron_daro.rollout.ledger import Outcome
 from megatron_daro.rollout.no_signal import SignalWatch
@@ -103,6 +103,7 @@ class Controller:
         self._skipped_steps = 0
         self._lost_in_a_row = 0
         self._saved_step = 0
+        self._saving = BackgroundSave()
         self._last_batch: SampledBatch | None = None
         self._unrecorded: tuple[Group, ...] = ()
         self._resolved: deque[dict[int, Outcome]] = deque(maxlen=max_staleness + 2)
@@ -216,6 +217,7 @@ class Controller:
             finally:
                 generator.cancel()
                 watcher.cancel()
+                await self._saving.end(self._parts.progress, at_once=self._stop_at_once)
         if self._stop.is_set() and self.step < self._section.steps:
             return False
         export, what = self._parts.export, "all steps are trained and saved"
@@ -273,9 +275,12 @@ class Controller:
                 break
             before = self.step
             await self._train_batch(batch)
+            self._saving.check()
             if _passed(before, self.step, self._section.save_every_steps):
                 await self._checkpoint()
         await self._checkpoint()
+        with self._parts.phases.measure("checkpoint"):
+            await self._saving.finished()
 
     async def _train_batch(self, batch: SampledBatch) -> None:
         """All optimizer steps of one batch, in group order; then the engines get the new weights."""
@@ -425,16 +430,19 @@ class Controller:
             "difficulty_weights": {k: v for k, v in self._weights.items() if math.isfinite(v)},
             "identity": dict(self._parts.identity),
         }
-        with self._parts.phases.measure("checkpoint"):
-            work = self._parts.checkpoints.save(self.step, self._fill_checkpoint, state, self._parts.progress)
-            await self._within("save", work, what=f"checkpoint of step {self.step}")
-        self._saved_step = self.step
+        save, waiting, step = self._parts.checkpoints.save, self._last_batch.snapshot.waiting(), self.step
 
-    async def _fill_checkpoint(self, directory: Path) -> None:
-        """Return the policy's files, and the groups that wait for the next batch."""
-        assert self._last_batch is not None, "a checkpoint follows a batch"
-        await self._parts.policy.save(directory)
-        await asyncio.to_thread(write_waiting, directory, self._last_batch.snapshot.waiting())
+        def begin(captured: Callable[[], None]) -> Awaitable[object]:
+            async def fill(directory: Path) -> None:
+                await self._parts.policy.save(directory, captured)
+                await asyncio.to_thread(write_waiting, directory, waiting)
+
+            work = save(step, fill, state, self._parts.progress)
+            return self._within("save", work, what=f"checkpoint of step {step}")
+
+        with self._parts.phases.measure("checkpoint"):
+            await self._saving.begin(begin)
+        self._saved_step = step
 
 
 def _passed(before: int, after: int, every: int) -> bool:

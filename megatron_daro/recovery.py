@@ -113,6 +113,51 @@ class Checkpoints:
             shutil.rmtree(path)
 
 
+class BackgroundSave:
+    """One checkpoint at a time, written while the training goes on."""
+
+    def __init__(self) -> None:
+        self._task: asyncio.Future[object] | None = None
+
+    async def begin(self, save: Callable[[Callable[[], None]], Awaitable[object]]) -> None:
+        """Wait for the one before, start `save(captured)`, and return when it has called `captured` or is done.
+
+        Raises:
+            CheckpointError: one of the two could not be written.
+        """
+        await self.finished()
+        captured = asyncio.Event()
+        self._task = asyncio.ensure_future(save(captured.set))
+        waiting = asyncio.ensure_future(captured.wait())
+        try:
+            await asyncio.wait({self._task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+        self.check()
+
+    def check(self) -> None:
+        """Raise what went wrong with a checkpoint that is not being written any more."""
+        if self._task is not None and self._task.done():
+            task, self._task = self._task, None
+            task.result()
+
+    async def finished(self) -> None:
+        """Return when nothing is being written. Raises CheckpointError: it could not be."""
+        if self._task is not None:
+            await asyncio.wait({self._task})
+            self.check()
+
+    async def end(self, notices: Notices, *, at_once: bool) -> None:
+        """Return when nothing is being written, whatever became of it; `at_once`: give it up."""
+        task, self._task = self._task, None
+        if task is not None:
+            if at_once:
+                task.cancel()
+            await asyncio.wait({task})
+            if not task.cancelled() and task.exception() is not None:
+                notices.warn(str(task.exception()))
+
+
 def find_latest_valid(run_dir: Path, notices: Notices) -> tuple[Path, dict[str, Any]] | None:
     """Return the newest checkpoint that is whole, with its state.
 

@@ -8,7 +8,9 @@ Refuses: a checkpoint of another model, algorithm or K.
 from __future__ import annotations
 
 import json
+import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +40,36 @@ _METADATA = {
 }
 
 
-def save(trainee: Trainee, directory: Path) -> None:
-    """Write into an existing, empty directory. Collective over all ranks; returns when every rank has written.
+class PendingSave:
+    """A checkpoint that a thread of this rank is writing, from the live tensors: they must not change until `wait`."""
+
+    def __init__(self, directory: Path, write: Callable[[], None]) -> None:
+        self._directory, self._write = directory, write
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when nothing is read any more; `finish` says how it went."""
+        self._thread.join()
+
+    def finish(self) -> None:
+        """Return when this rank's file is on the disk. Raises CheckpointError: the disk refused."""
+        self._thread.join()
+        if self._error is not None:
+            raise _refused(self._directory, self._error) from self._error
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        except BaseException as error:
+            self._error = error
+
+
+def start_save(trainee: Trainee, directory: Path) -> PendingSave:
+    """Begin to write into an existing, empty directory. Collective over all ranks.
+
+    Everything small is written when this returns; weights and optimizer state are written by a thread.
 
     Raises:
         CheckpointError: the disk refused. The other ranks then wait for this one: the group is not usable any more.
@@ -48,14 +78,18 @@ def save(trainee: Trainee, directory: Path) -> None:
         with quiet():
             state = _state(trainee, is_loading=False)
             own = own_boxes(trainee.optimizer, state["model"]) if is_distributed(trainee.optimizer) else []
-            save_sharded(state, directory, own)
+            write = save_sharded(state, directory, own)
         if dist.get_rank() == 0:
             (directory / ALGORITHM_FILE).write_text(json.dumps(trainee.algorithm.state_dict()))
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"checkpoint {directory} could not be written: {error}; free disk space, then --resume from the last one"
-        ) from error
-    dist.barrier()
+        raise _refused(directory, error) from error
+    return PendingSave(directory, write)
+
+
+def _refused(directory: Path, error: BaseException) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {directory} could not be written: {error}; free disk space, then --resume from the last one"
+    )
 
 
 def load(trainee: Trainee, directory: Path) -> None:

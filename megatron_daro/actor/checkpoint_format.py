@@ -18,8 +18,9 @@ import itertools
 import math
 import pickle
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,11 @@ with warnings.catch_warnings():
     from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
 
 
-def save_sharded(state: dict[str, Any], directory: Path, own: Sequence[OwnBox] = ()) -> None:
-    """Write a sharded state dict into an existing, empty directory. Collective over all ranks.
+def save_sharded(state: dict[str, Any], directory: Path, own: Sequence[OwnBox] = ()) -> Callable[[], None]:
+    """Begin to write a sharded state dict into an existing, empty directory. Collective over all ranks.
+
+    Returns:
+        What writes this rank's file, from the tensors as they are then; not collective, may run in a thread.
 
     Args:
         state: nested; its ShardedTensors and ShardedObjects are written by their main replicas, the rest by rank 0.
@@ -68,12 +72,13 @@ def save_sharded(state: dict[str, Any], directory: Path, own: Sequence[OwnBox] =
         CheckpointingException: a box of a tensor has no main replica, or two. OSError, SafetensorError: the disk.
     """
     sharded, common = save_preprocess(state)
-    write_shards(sharded, directory, own)
+    write = write_shards(sharded, directory, own)
     if dist.get_rank() == 0:
         buffer = io.BytesIO()
         torch.save(common, buffer)
         (directory / COMMON_FILE).write_bytes(buffer.getvalue())
         write_metadata(directory)
+    return write
 
 
 def load_sharded(state: dict[str, Any], directory: Path) -> dict[str, Any]:
@@ -96,11 +101,12 @@ def load_sharded(state: dict[str, Any], directory: Path) -> dict[str, Any]:
     return apply_factory_merges(values, factories)
 
 
-def write_shards(sharded: object, directory: Path, own: Sequence[OwnBox] = ()) -> None:
-    """Write this rank's main replicas to one file; rank 0 also writes the index. Collective over all ranks.
+def write_shards(sharded: object, directory: Path, own: Sequence[OwnBox] = ()) -> Callable[[], None]:
+    """Collect what each rank will write; rank 0 writes the index. Collective over all ranks.
 
-    One tensor at a time is copied to the CPU. The file's hash is taken while it is written and left for the manifest
-    (`durable.write_hash`).
+    Returns:
+        What writes this rank's main replicas to one file. One tensor at a time is copied to the CPU. The file's hash is
+        taken while it is written and left for the manifest (`durable.write_hash`).
 
     Args:
         sharded: nested, of sharded tensors and objects. directory: existing. own: boxes that no other rank has.
@@ -112,18 +118,21 @@ def write_shards(sharded: object, directory: Path, own: Sequence[OwnBox] = ()) -
         StoredShard(box.key, path.name, str(number), box.offset, box.shape, box.global_shape)
         for number, box in enumerate(boxes)
     ]
-    if boxes:
-        header = [(shard.name, box.data.dtype, box.shape) for shard, box in zip(shards, boxes, strict=True)]
-        with FileWriter(path, header, hashed=True) as file:
-            for box in boxes:
-                file.write(box.data.detach().to("cpu"))
-        durable.write_hash(path, file.sha256 or "")
     gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object((shards, len(items)), gathered)
     if gathered is not None:
         every = [shard for part, _ in gathered for shard in part]
         _check_complete([shard for part, number in gathered for shard in part[number:]])
         write_index(directory, every)
+    return partial(_write_file, path, [(shard.name, box) for shard, box in zip(shards, boxes, strict=True)])
+
+
+def _write_file(path: Path, boxes: Sequence[tuple[str, OwnBox]]) -> None:
+    if boxes:
+        with FileWriter(path, [(name, box.data.dtype, box.shape) for name, box in boxes], hashed=True) as file:
+            for _, box in boxes:
+                file.write(box.data.detach().to("cpu"))
+        durable.write_hash(path, file.sha256 or "")
 
 
 def read_shards(sharded: object, directory: Path) -> Any:

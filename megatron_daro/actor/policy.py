@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_daro.actor import checkpoint, device
@@ -71,6 +72,7 @@ class MegatronPolicy:
         Raises:
             ModelError: the model directory cannot be used. ConfigError: an option of actor.megatron is unknown.
         """
+        self._pending_save: checkpoint.PendingSave | None = None
         self.shape: ModelShape = read_model_shape(settings.model_path)
         self._objective = objective_settings(algorithm)
         self._output = OutputSettings(self.shape.vocab, settings.temperature, actor.logprob_chunk_tokens)
@@ -109,7 +111,15 @@ class MegatronPolicy:
 
     def train_step(self, batch: TrainBatch, micro_batches: MicroBatches, *, step: int) -> StepResult:
         """One optimizer step on this data-parallel shard. Collective over all ranks; all get the same result."""
-        return train_step(self.trainee, batch, micro_batches, self._objective, self._output, step=step)
+        return train_step(
+            self.trainee,
+            batch,
+            micro_batches,
+            self._objective,
+            self._output,
+            step=step,
+            before_update=self._keep_what_is_saved,
+        )
 
     def logprobs(
         self, batch: TrainBatch, micro_batches: MicroBatches, *, temperature: float | None = None
@@ -133,10 +143,32 @@ class MegatronPolicy:
 
     def save(self, directory: Path) -> None:
         """Write model, optimizer, schedule and DARO's weights into an existing directory. Collective."""
-        checkpoint.save(self.trainee, directory)
+        self.start_save(directory)
+        self.finish_save()
+        dist.barrier()
+
+    def start_save(self, directory: Path) -> None:
+        """Begin to do the same; training may go on, and waits before its next update until all is written. Collective.
+
+        Raises:
+            CheckpointError: the disk refused.
+        """
+        self._keep_what_is_saved()
+        self._pending_save = checkpoint.start_save(self.trainee, directory)
+
+    def finish_save(self) -> None:
+        """Return when this rank's part is on the disk; may be called in another thread. Raises CheckpointError."""
+        if self._pending_save is not None:
+            self._pending_save.finish()
+
+    def _keep_what_is_saved(self) -> None:
+        """Wait until weights and optimizer state may change."""
+        if self._pending_save is not None:
+            self._pending_save.wait()
 
     def load(self, directory: Path) -> None:
         """Return the inverse of `save`, also on another layout. Collective. Raises CheckpointError."""
+        self._keep_what_is_saved()
         checkpoint.load(self.trainee, directory)
 
     def _first_weights(self, settings: PolicySettings) -> HFCheckpoint | MegatronWeights:
@@ -161,5 +193,6 @@ class MegatronPolicy:
 
     @torch.no_grad()
     def _put_weights(self, values: list[Tensor]) -> None:
+        self._keep_what_is_saved()
         for parameter, value in zip(self.model.parameters(), values, strict=True):
             parameter.copy_(value)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -65,8 +66,11 @@ def train_step(
     output: OutputSettings,
     *,
     step: int,
+    before_update: Callable[[], None],
 ) -> StepResult:
     """One optimizer step on this rank's shard; every rank calls it with the same number of micro-batches.
+
+    `before_update` is called when the gradients are there and before anything changes.
 
     Returns:
         Metrics of the whole step. `skipped` with a reason if the loss or the gradient was not finite.
@@ -76,6 +80,7 @@ def train_step(
     forward_backward_s = time.perf_counter() - started
     weights_before = trainee.algorithm.weights
     extra_loss = trainee.algorithm.extra_loss(sums.totals)
+    before_update()
     report = update(trainee.optimizer, trainee.scheduler, allowed=sums.finite)
     if report.applied:
         trainee.algorithm.update(sums.loss_sums, sums.totals.tokens_per_bin, sums.abs_loss_sums)

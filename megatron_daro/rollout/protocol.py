@@ -101,8 +101,11 @@ class Policy(Protocol):
         """One optimizer step. A batch that is not finite takes none: StepResult(skipped=True) or NonFiniteError."""
         ...
 
-    async def save(self, directory: Path) -> None:
-        """Write everything it needs into an existing, empty directory."""
+    async def save(self, directory: Path, captured: Callable[[], None]) -> None:
+        """Write everything it needs into an existing, empty directory.
+
+        `captured` is called when the next step may begin: what is written is the state as it was at the call.
+        """
         ...
 
     async def load(self, directory: Path) -> None:

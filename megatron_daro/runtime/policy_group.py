@@ -162,10 +162,12 @@ class PolicyGroup:
         ends = np.cumsum(batch.response_lengths_N)[: len(rollouts)]
         return np.split(column[: ends[-1]], ends[:-1])
 
-    async def save(self, directory: Path) -> None:
-        """Write the policy's checkpoint into an existing directory."""
+    async def save(self, directory: Path, captured: Callable[[], None]) -> None:
+        """Write the policy's checkpoint into an existing directory; ranks train on while their files are written."""
         async with self._busy:
-            await self._all(lambda worker: worker.save.remote(directory.absolute()))
+            await self._all(lambda worker: worker.start_save.remote(directory.absolute()))
+        captured()
+        await self._all(lambda worker: worker.finish_save.remote())
 
     async def load(self, directory: Path) -> None:
         """Continue from such a directory."""

@@ -39,8 +39,9 @@ from megatron_daro.types import GroupRequest, Rollout, StepResult, TrainBatch
 # Ray's stubs know neither concurrency groups nor what a decorated class becomes.
 _actor: Any = ray.remote
 
-# Methods of the "work" group run one after the other on one thread; "watch" stays free for the sentinel.
-_GROUPS = {"work": 1, "watch": 1}
+# Methods of the "work" group run one after the other on one thread; "watch" stays free for the sentinel,
+# "save" waits for a checkpoint beside the work.
+_GROUPS = {"work": 1, "watch": 1, "save": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +178,15 @@ class TrainWorker:
 
     @ray.method(concurrency_group="work")
     @logs.failures_logged
-    def save(self, directory: Path) -> None:
-        """Write the checkpoint. Collective."""
-        self._policy.save(directory)
+    def start_save(self, directory: Path) -> None:
+        """Begin to write the checkpoint. Collective."""
+        self._policy.start_save(directory)
+
+    @ray.method(concurrency_group="save")
+    @logs.failures_logged
+    def finish_save(self) -> None:
+        """Return when this rank's part is on the disk."""
+        self._policy.finish_save()
 
     @ray.method(concurrency_group="work")
     @logs.failures_logged

@@ -322,7 +322,7 @@ def test_a_hanging_save_is_named_and_not_taken_for_a_checkpoint(tmp_path):
 
     stack = make_stack(tmp_path, deadlines=replace(FAST, save=0.05))
 
-    async def hang(directory):
+    async def hang(directory, captured):
         (directory / "half").write_bytes(b"x")
         await asyncio.sleep(NEVER)
 

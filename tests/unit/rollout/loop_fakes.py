@@ -215,6 +215,7 @@ class FakePolicy:
         self.hang = False
         self.closed = 0
         self.save_error: OSError | None = None
+        self.save_gate: asyncio.Event | None = None
 
     async def prepare(self, batch):
         self.events.append(("prepare", self.steps))
@@ -251,10 +252,14 @@ class FakePolicy:
         plan.append(self.weights)
         return SendReport(len(self.weights), 1)
 
-    async def save(self, directory: Path) -> None:
+    async def save(self, directory: Path, captured) -> None:
         self.events.append(("save", self.steps))
+        content = json.dumps([self.weights.decode(), self.steps])
+        captured()
+        if self.save_gate is not None:
+            await self.save_gate.wait()
         (directory / "shards").mkdir()
-        (directory / "shards" / "0.json").write_text(json.dumps([self.weights.decode(), self.steps]))
+        (directory / "shards" / "0.json").write_text(content)
         if self.save_error:
             raise self.save_error
 

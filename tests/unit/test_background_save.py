@@ -1,0 +1,84 @@
+"""Checkpoints are written while the loop trains on: what they hold, how failures show, and that nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "rollout"))
+from loop_fakes import FakeProgress, make_stack, resume_stack, run_stack
+
+from megatron_daro.errors import CheckpointError, NonFiniteError
+from megatron_daro.recovery import find_latest_valid, step_directories
+
+
+def slow_saves(stack) -> asyncio.Event:
+    """Files are written when the event is set; the state was captured before."""
+    stack.policy.save_gate = asyncio.Event()
+    return stack.policy.save_gate
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path):
+    stack = make_stack(tmp_path)
+    gate = slow_saves(stack)
+    seen = []
+
+    def on_step(step):
+        seen.append((step, [path.name for path in step_directories(tmp_path / "checkpoints")]))
+        if step == 4:
+            gate.set()
+
+    stack.progress.on_step = on_step
+    run_stack(stack)
+    assert dict(seen)[3] == dict(seen)[4] == []  # step 2's was being written during steps 3 and 4
+    assert [path.name for path in step_directories(tmp_path / "checkpoints")] == ["step_000006", "step_000004"]
+
+
+def test_it_holds_the_state_of_its_step_and_not_of_those_trained_meanwhile(tmp_path):
+    plain = make_stack(tmp_path / "plain", trainer={"keep_checkpoints": 9})
+    run_stack(plain)
+    slow = make_stack(tmp_path / "slow", trainer={"keep_checkpoints": 9})
+    gate = slow_saves(slow)
+    slow.progress.on_step = lambda step: gate.set() if step == 4 else None
+    run_stack(slow)
+    for step in (2, 4, 6):
+        one, other = (tmp_path / name / f"checkpoints/step_{step:06d}" for name in ("plain", "slow"))
+        assert (one / "state.json").read_bytes() == (other / "state.json").read_bytes()
+        assert (one / "shards/0.json").read_bytes() == (other / "shards/0.json").read_bytes()
+
+
+def test_a_failure_ends_the_run_with_its_error_and_the_one_before_is_used(tmp_path):
+    stack = make_stack(tmp_path, trainer={"steps": 12})
+    gate = slow_saves(stack)
+    gate.set()
+
+    def on_step(step):
+        if step == 4:
+            gate.clear()
+            stack.policy.save_error = OSError(28, "No space left on device")
+        if step == 5:
+            gate.set()
+
+    stack.progress.on_step = on_step
+    with pytest.raises(CheckpointError, match="step_000004: checkpoint not saved, the disk is full"):
+        run_stack(stack)
+    assert stack.policy.steps < 12
+    assert find_latest_valid(tmp_path, FakeProgress())[1]["step"] == 2
+    resumed = make_stack(tmp_path, trainer={"steps": 12})
+    resume_stack(resumed)
+    assert resumed.policy.steps == 12
+
+
+def test_a_run_that_fails_meanwhile_still_has_its_checkpoint(tmp_path):
+    stack = make_stack(tmp_path)
+    gate = slow_saves(stack)
+    stack.policy.nonfinite_steps = {3: "raise"}
+    stack.progress.on_step = lambda step: asyncio.get_running_loop().call_later(0.05, gate.set)
+    with pytest.raises(NonFiniteError):
+        run_stack(stack)
+    assert find_latest_valid(tmp_path, FakeProgress())[1]["step"] == 2
+    assert json.loads((tmp_path / "checkpoints/step_000002/shards/0.json").read_text())[1] == 2
