@@ -254,12 +254,11 @@ class FakePolicy:
 
     async def save(self, directory: Path, captured) -> None:
         self.events.append(("save", self.steps))
-        content = json.dumps([self.weights.decode(), self.steps])
-        captured()
-        if self.save_gate is not None:
-            await self.save_gate.wait()
         (directory / "shards").mkdir()
-        (directory / "shards" / "0.json").write_text(content)
+        (directory / "shards" / "0.json").write_text(json.dumps([self.weights.decode(), self.steps]))
+        captured()
+        if self.save_gate:
+            await self.save_gate.wait()
         if self.save_error:
             raise self.save_error
 
