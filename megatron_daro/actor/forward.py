@@ -56,20 +56,26 @@ class OutputSettings:
     chunk_tokens: int = 1024
 
 
-# Tokens of one matrix product in fp8 are a multiple of this (16 for the plain recipes, 32 for the block-scaled ones).
-FP8_TOKENS_MULTIPLE = 32
+# Tokens of one matrix product in fp8 are a multiple of this: 16 for the plain recipes, 32 for mxfp8, whole
+# blocks of 128 for Transformer Engine's blockwise recipe.
+_FP8_TOKENS, _FP8_BLOCKWISE_TOKENS = 32, 128
+
+
+def fp8_tokens_multiple(recipe: str) -> int:
+    """Return what the tokens of a rank are padded to for Megatron's `fp8_recipe`."""
+    return _FP8_BLOCKWISE_TOKENS if recipe == "blockwise" else _FP8_TOKENS
 
 
 def packed_micro_batches(
-    batch: TrainBatch, micro_batches: MicroBatches, *, sequence_parallel: bool, fp8: bool = False
+    batch: TrainBatch, micro_batches: MicroBatches, *, sequence_parallel: bool, fp8_recipe: str | None = None
 ) -> list[PackedMicroBatch]:
-    """Return this rank's micro-batches on its device, sliced for context parallelism."""
+    """Return this rank's micro-batches on its device, sliced for context parallelism; fp8_recipe None: no fp8."""
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     context = parallel_state.get_context_parallel_world_size()
     sequence_multiple, total_multiple = pack_multiples(tensor, context, sequence_parallel)
-    if fp8:
+    if fp8_recipe:
         parts = context * (tensor if sequence_parallel else 1)
-        total_multiple = math.lcm(total_multiple, FP8_TOKENS_MULTIPLE * parts)
+        total_multiple = math.lcm(total_multiple, fp8_tokens_multiple(fp8_recipe) * parts)
     rank = parallel_state.get_context_parallel_rank()
     packs = (
         pack(batch, indices, sequence_multiple=sequence_multiple, total_multiple=total_multiple)
@@ -172,7 +178,8 @@ def response_logprobs(
     """
     inner: HiddenStateGPTModel = model.module
     config = inner.config
-    packs = packed_micro_batches(batch, micro_batches, sequence_parallel=config.sequence_parallel, fp8=bool(config.fp8))
+    recipe = config.fp8_recipe if config.fp8 else None
+    packs = packed_micro_batches(batch, micro_batches, sequence_parallel=config.sequence_parallel, fp8_recipe=recipe)
 
     def on_hidden(packed: PackedMicroBatch, hidden: Tensor) -> tuple[Tensor, PackedMicroBatch]:
         positions = packed.response_slots_P

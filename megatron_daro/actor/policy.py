@@ -31,6 +31,7 @@ from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.model_shape import ModelShape, read_model_shape
 from megatron_daro.convert.hf_reader import HFCheckpoint
 from megatron_daro.convert.megatron_weights import MegatronWeights
+from megatron_daro.errors import ConfigError
 from megatron_daro.types import StepResult, TrainBatch
 
 
@@ -63,6 +64,35 @@ def objective_settings(section: AlgorithmSection) -> ObjectiveSettings:
     )
 
 
+def uses_transformer_engine(actor: ActorSection) -> bool:
+    """Return whether the layers are Transformer Engine's.
+
+    It has no attention for packed sequences in fp32, and multiplies fp32 matrices as TF32.
+
+    Raises:
+        ConfigError: fp8 is asked for, which only these layers have.
+    """
+    found = actor.dtype == "bf16" and device.has_transformer_engine()
+    if actor.fp8 and not found:
+        raise ConfigError(
+            "actor.fp8: got true, but Transformer Engine cannot be used here (dtype bf16, a GPU and the package "
+            "transformer_engine are needed); without it nothing would be multiplied in fp8; fix: install it on every "
+            "node of the actor, or set actor.fp8=false"
+        )
+    return found
+
+
+def _remarks(actor: ActorSection, transformer_engine: bool) -> tuple[str, ...]:
+    """Return what a person should know about the layers."""
+    if transformer_engine or not torch.cuda.is_available():
+        return ()
+    why = "it has no packed attention in fp32" if actor.dtype == "fp32" else "it cannot be imported there"
+    return (
+        f"ranks on GPUs compute without Transformer Engine ({why}): attention then takes its sequences one by one in "
+        "Python, many times slower; good for tests only",
+    )
+
+
 class MegatronPolicy:
     """One rank's part of the policy. Process groups must be there already (actor/parallel.py)."""
 
@@ -77,8 +107,8 @@ class MegatronPolicy:
         self._objective = objective_settings(algorithm)
         self._output = OutputSettings(self.shape.vocab, settings.temperature, actor.logprob_chunk_tokens)
         options = split_megatron_options(actor.megatron)
-        # Transformer Engine has no attention for packed sequences in fp32, and multiplies fp32 matrices as TF32.
-        transformer_engine = actor.dtype == "bf16" and device.has_transformer_engine()
+        transformer_engine = uses_transformer_engine(actor)
+        self.remarks = _remarks(actor, transformer_engine)
         config = transformer_config(
             self.shape,
             layout_of(actor),

@@ -52,7 +52,8 @@ def compute_gradients(
     model.zero_grad_buffer()
     trainee.optimizer.zero_grad()
     config = inner.config
-    packs = packed_micro_batches(batch, micro_batches, sequence_parallel=config.sequence_parallel, fp8=bool(config.fp8))
+    recipe = config.fp8_recipe if config.fp8 else None
+    packs = packed_micro_batches(batch, micro_batches, sequence_parallel=config.sequence_parallel, fp8_recipe=recipe)
     loss = StepLoss(trainee.algorithm, settings, output, batch)
     run_schedule(model, packs, partial(loss.micro_batch, inner), forward_only=False)
     return loss.reduce()

@@ -49,7 +49,7 @@ class Place:
     """A rank's part. exports: it takes part in exports; sends: it hands on its stage's.
 
     answers: what its tensor and context group computed for a shard comes from this rank, one per data-parallel rank.
-    device: "cuda" or "cpu".
+    device: "cuda" or "cpu". remarks: what a person should know about how it computes.
     """
 
     data_parallel: int
@@ -58,6 +58,7 @@ class Place:
     sends: bool
     answers: bool
     device: str = "cpu"
+    remarks: tuple[str, ...] = ()
 
 
 @_actor(concurrency_groups=_GROUPS, max_restarts=0, max_task_retries=0)
@@ -104,6 +105,9 @@ class TrainWorker:
         """Join the process group and build the policy. Collective."""
         if init_method.startswith("file:"):
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        # Megatron overlaps communication of tensor and context parallelism by the order of kernels in one queue
+        # (megatron/core/tensor_parallel/layers.py asks for it); read when the first kernel of this process is launched.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         from megatron_daro.actor import parallel
         from megatron_daro.actor.policy import MegatronPolicy, layout_of
 
@@ -124,6 +128,7 @@ class TrainWorker:
             sends=sends_for_stage(),
             answers=parallel.answers_for_shard(),
             device=device.prepare().type,
+            remarks=self._policy.remarks,
         )
 
     @ray.method(concurrency_group="work")
