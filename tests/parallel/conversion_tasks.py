@@ -59,11 +59,16 @@ def load_with_megatron(path: Path, layout: Any, checkpoint: Path) -> dict[str, A
 def save_with_megatron(path: Path, layout: Any, checkpoint: Path) -> None:
     """Megatron's own save, as Megatron-LM and Megatron-Bridge call it."""
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     multiprocessing.current_process()._config["daemon"] = False  # its writer starts a process
     policy = _policy(path, layout)
     with quiet():
         dist_checkpointing.save({"model": policy.model.sharded_state_dict()}, str(checkpoint))
+    filesystem_async._results_queue = None
+    for child in multiprocessing.active_children():  # it would outlive this rank
+        child.terminate()
+        child.join()
 
 
 def bytes_read(path: Path, layout: Any) -> tuple[int, int]:
