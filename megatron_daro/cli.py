@@ -209,8 +209,11 @@ def _resolve(config_file: Path, overrides: Sequence[str] | None, *, dry_run: boo
     """Return the checked configuration; prints it with its checks on a dry run, and warnings always."""
     from megatron_daro.config import resolve_and_check, to_yaml
 
-    config, checks = resolve_and_check(config_file, overrides or (), _cluster_hardware())
+    hardware, silent = _cluster_hardware()
+    config, checks = resolve_and_check(config_file, overrides or (), hardware)
     if dry_run:
+        if silent:
+            raise silent
         typer.echo(to_yaml(config), nl=False)
         typer.echo(_check_list(checks), nl=False)
     for warning in checks.warnings:
@@ -218,13 +221,18 @@ def _resolve(config_file: Path, overrides: Sequence[str] | None, *, dry_run: boo
     return config
 
 
-def _cluster_hardware() -> Hardware | None:
-    """Return what the cluster of RAY_ADDRESS has; None without one: Ray is not imported for nothing."""
+def _cluster_hardware() -> tuple[Hardware | None, ConfigError | None]:
+    """Return what the cluster of RAY_ADDRESS has (None without one: Ray is not imported for nothing), and why it does
+    not answer: what is wrong with a configuration is said first, and a run that needs no cluster asks none."""
     if not os.environ.get("RAY_ADDRESS"):
-        return None
+        return None, None
+    from megatron_daro.config.hardware import unknown
     from megatron_daro.runtime.ray_hardware import ask
 
-    return ask()
+    try:
+        return ask(), None
+    except ConfigError as error:
+        return unknown("a Ray cluster that does not answer"), error
 
 
 def _rehearse(config: Config, *, resume: bool, replay: Path | None, owns_process: bool) -> None:

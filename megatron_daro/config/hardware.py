@@ -10,6 +10,7 @@ import importlib.util
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -48,6 +49,11 @@ def hardware_of(section: ClusterSection) -> Hardware | None:
     if section.gpus_per_node is None:
         return None
     return gpu_nodes([section.gpus_per_node] * section.nodes, section.gpu, "the nodes of the section cluster")
+
+
+def unknown(place: str) -> Hardware:
+    """Return nodes of which nothing is known: no layout is refused for their sake."""
+    return Hardware("cpu", sys.maxsize, fp8=None, place=place)
 
 
 def gpu_nodes(counts: Sequence[int], gpu: str | None, place: str) -> Hardware:

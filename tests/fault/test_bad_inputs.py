@@ -61,7 +61,9 @@ def test_wrong_numbers_are_all_reported_at_once(tiny, tmp_path):
             ["trainer.updates_per_batch", "got 5", "16 samples"],
             id="batch-not-divisible",
         ),
-        pytest.param(["actor.tensor_parallel=4"], ["actor.tensor_parallel", "4", "2"], id="heads-not-divisible"),
+        pytest.param(
+            ["actor.tensor_parallel=3"], ["actor.tensor_parallel", "got 3", "attention heads"], id="heads-not-divisible"
+        ),
         pytest.param(["actor.pipeline_parallel=3"], ["actor.pipeline_parallel", "3"], id="layers-not-divisible"),
     ],
 )

@@ -115,8 +115,13 @@ class SlurmJob:
     def ended(self) -> str:
         """Wait for the end; the last line of the log."""
         over = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT", "PREEMPTED")
-        self.wait("ended", lambda: self.state in over)
+        # Between two attempts Slurm shows the end of the first one for a moment.
+        self.wait("ended", lambda: self.state in over and not self._last_words().endswith("; requeued"))
         return self.log.strip().splitlines()[-1]
+
+    def _last_words(self) -> str:
+        """The last line of the log that is ours and not Slurm's."""
+        return next((line for line in reversed(self.log.splitlines()) if line.startswith(f"job {self.number}: ")), "")
 
     def processes(self) -> list[psutil.Process]:
         """All that live of this job, wherever they hang in the process tree."""
