@@ -109,7 +109,10 @@ class SlurmJob:
 
     def start_again(self) -> None:
         """Let a requeued job start at once: Slurm would hold it back for two minutes."""
-        self.wait("requeued", lambda: self.state == "PENDING")
+        # Not sooner: what is left of the first attempt would end the second one (Slurm takes a batch script's exit for
+        # that of the attempt that runs then).
+        self.wait("requeued, and nothing left of it", lambda: self.state == "PENDING" and not self.processes())
+        time.sleep(3)
         self.slurm.run("scontrol", "update", f"jobid={self.number}", "StartTime=now")
 
     def ended(self) -> str:
