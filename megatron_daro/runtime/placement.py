@@ -12,7 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatron_daro.config.actor import ActorSection
@@ -69,6 +74,12 @@ class Placement:
     def server(self, number: int) -> dict[str, Any]:
         """Return the options of an engine's Ray actor."""
         return self._options(self._demand.groups + number, self._demand.server_size if self._gpus else 0)
+
+    def close(self) -> None:
+        """Give the room back, for a driver that goes on; the end of a driver does the same. May be called twice."""
+        group, self._group = self._group, None
+        if group is not None:
+            remove_placement_group(group)
 
     def _options(self, bundle: int, gpus: int) -> dict[str, Any]:
         assert self._group, "start comes first"

@@ -165,11 +165,13 @@ def _padded(multiples: tuple[int, int] | None) -> Iterator[None]:
         forward.pack_multiples = original
 
 
-def pack_lengths(layout: Any, batch: TrainBatch, sequence_parallel: bool, fp8: bool) -> list[int]:
+def pack_lengths(layout: Any, batch: TrainBatch, sequence_parallel: bool, fp8_recipe: str | None) -> list[int]:
     """Tokens of this rank's slice of each of three micro-batches."""
     from megatron_daro.actor.forward import packed_micro_batches
 
-    packs = packed_micro_batches(batch, uneven_split(len(batch), 3), sequence_parallel=sequence_parallel, fp8=fp8)
+    packs = packed_micro_batches(
+        batch, uneven_split(len(batch), 3), sequence_parallel=sequence_parallel, fp8_recipe=fp8_recipe
+    )
     return [len(packed.tokens_T) for packed in packs]
 
 

@@ -171,15 +171,16 @@ def test_padding_does_not_matter(rank_pool, model, batch, references, layout, pa
 
 @pytest.mark.parametrize(("layout", "sequence_parallel"), [("single", False), ("tp2", True), ("cp2", False)])
 def test_fp8_packs_hold_whole_blocks_of_tokens(rank_pool, batch, layout, sequence_parallel):
-    """Every matrix product of a layer sees a multiple of 32 tokens; without fp8 nothing is padded for it."""
+    """Every matrix product of a layer sees whole blocks of tokens; without fp8 nothing is padded for it."""
     parts = layouts()[layout].tensor if sequence_parallel else 1
 
-    def lengths(fp8):
-        options = {"batch": batch, "sequence_parallel": sequence_parallel, "fp8": fp8}
+    def lengths(recipe):
+        options = {"batch": batch, "sequence_parallel": sequence_parallel, "fp8_recipe": recipe}
         return [n for rank in rank_pool.run(policy_tasks.pack_lengths, layouts()[layout], **options) for n in rank]
 
-    assert all(length % (32 * parts) == 0 for length in lengths(True))
-    assert any(length % 32 for length in lengths(False))
+    assert all(length % (32 * parts) == 0 for length in lengths("mxfp8"))
+    assert all(length % (128 * parts) == 0 for length in lengths("blockwise"))
+    assert any(length % 32 for length in lengths(None))
 
 
 @pytest.mark.parametrize("layout", ["single", "tp2", "pp2"])

@@ -40,7 +40,7 @@ async def policy_of(model, **layout):
     algorithm = AlgorithmSection(name="grpo")
     placement = Placement.of_actor(actor)
     await placement.start()
-    return PolicyGroup(settings, actor, algorithm, seed=1, updates_per_batch=1, placement=placement)
+    return PolicyGroup(settings, actor, algorithm, seed=1, updates_per_batch=1, placement=placement), placement
 
 
 def batch_of(rollouts):
@@ -114,7 +114,7 @@ def check_every_sync(servers, tmp_path, model_type, **layout):
     expect = expected(model, model_type=model_type)
 
     async def scenario():
-        policy = await policy_of(model, **layout)
+        policy, placement = await policy_of(model, **layout)
         version, earlier = 0, None
         try:
             await policy.start()
@@ -137,6 +137,7 @@ def check_every_sync(servers, tmp_path, model_type, **layout):
                         earlier = rollouts
         finally:
             await policy.close()
+            placement.close()  # the next test needs the room
 
     asyncio.run(asyncio.wait_for(scenario(), 500))
     assert [path.name for path in (tmp_path / "sync").iterdir()] == ["version_000003-1"]
