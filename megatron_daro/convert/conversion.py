@@ -207,7 +207,16 @@ class _Worker:
 def _start_worker(stop: StopFlag) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the first process decides
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _Worker.stop = stop
+
+
+def _end_with_parent() -> None:
+    """End this worker when its first process was killed: it would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _call(function: Callable[..., R], task: tuple[object, ...]) -> R:

@@ -6,7 +6,11 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from hf_checkpoints import assert_equal, config_of, make_hf, tensors_of, to_hf, to_megatron
@@ -175,3 +179,15 @@ def test_two_conversions_into_one_directory_are_refused(tmp_path):
 
     with Partial(tmp_path / "out", made), pytest.raises(ModelError, match="another conversion is writing"):
         to_megatron(tmp_path / "hf", tmp_path / "out")
+
+
+def test_workers_end_when_their_first_process_is_killed():
+    script = Path(__file__).with_name("endless_conversion.py")
+    first = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
+    workers = [psutil.Process(int(first.stdout.readline())) for _ in range(2)]
+    first.kill()
+    first.communicate(timeout=30)
+    gone, left = psutil.wait_procs(workers, timeout=30)
+    for process in left:
+        process.kill()
+    assert len(gone) == 2 and not left
