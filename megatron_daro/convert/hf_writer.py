@@ -34,6 +34,7 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
+_DTYPE_KEYS = ("dtype", "torch_dtype")  # of config.json: transformers 5 and 4; both read the second
 
 
 def write_hf_checkpoint(
@@ -155,12 +156,14 @@ def copy_tokenizer(source: str | Path | None, target: Path) -> None:
             shutil.copyfile(Path(source) / name, target / name)
 
 
-def copy_model_files(source: Path, target: Path, dtype: str | None) -> None:
-    """Copy config.json and the tokenizer of a model; with `dtype`, config.json then says that dtype (torch's name)."""
+def copy_model_files(source: Path, target: Path, dtype: str | None, *, always: bool = False) -> None:
+    """Copy config.json and the tokenizer of a model; with `dtype`, config.json then says that dtype (torch's name):
+    loaders would otherwise convert to that of the source. always: also where the source names none."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    if dtype is not None and config.get("dtype", config.get("torch_dtype", dtype)) != dtype:
-        name = "torch_dtype" if "torch_dtype" in config else "dtype"
-        _write_json(target / "config.json", {**config, name: dtype})
-    else:
+    keys = [key for key in _DTYPE_KEYS if key in config] or (_DTYPE_KEYS[1:] if always else ())
+    named = dict.fromkeys(keys, dtype)
+    if dtype is None or config == {**config, **named}:
         shutil.copyfile(source / "config.json", target / "config.json")
+    else:
+        _write_json(target / "config.json", {**config, **named})
     copy_tokenizer(source, target)

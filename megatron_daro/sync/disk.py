@@ -18,12 +18,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_daro import durable
-from megatron_daro.convert.hf_writer import copy_tokenizer, shard_name, write_index
+from megatron_daro.convert.hf_writer import copy_model_files, shard_name, write_index
 from megatron_daro.errors import SyncError
 from megatron_daro.sync.buckets import WeightBucket, bucketize
 from megatron_daro.sync.plan import ORIGIN_FILE, SendPlan, SendReport
-
-_DTYPE_KEYS = ("dtype", "torch_dtype")  # of config.json: transformers 5 and 4; both read the second
 
 
 def partial_directory(directory: Path) -> Path:
@@ -75,8 +73,7 @@ def finish(plan: SendPlan, files: Mapping[str, tuple[str, int]], model_path: Pat
     partial, replaced = partial_directory(directory), directory.with_name(f".{directory.name}.replaced")
     try:
         write_index(partial, _named_files(partial, files), sum(nbytes for _, nbytes in files.values()))
-        _write_config(model_path, partial, dtype)
-        copy_tokenizer(model_path, partial)
+        copy_model_files(model_path, partial, dtype, always=True)
         if plan.step is not None:
             (partial / ORIGIN_FILE).write_text(json.dumps({"step": plan.step}) + "\n")
         durable.sync_folder(partial)
@@ -112,13 +109,6 @@ def _named_files(partial: Path, files: Mapping[str, tuple[str, int]]) -> dict[st
     for file, name in names.items():
         (partial / file).rename(partial / name)
     return {tensor: names[file] for tensor, (file, _) in files.items()}
-
-
-def _write_config(model_path: Path, partial: Path, dtype: str) -> None:
-    """Copy config.json with the dtype of the files: loaders would otherwise convert to that of the base model."""
-    config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
-    config |= dict.fromkeys([key for key in _DTYPE_KEYS if key in config] or _DTYPE_KEYS[1:], dtype)
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_shard(partial: Path, file: str, bucket: WeightBucket) -> dict[str, tuple[str, int]]:
