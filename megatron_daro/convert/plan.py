@@ -35,8 +35,21 @@ _LEAST_FILE_BYTES, _MOST_FILE_BYTES, _FILES = 256 * 1024**2, 4 * 1024**3, 64
 _COMPUTED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
 
 
+class _Written:
+    """What has a shape and a dtype in the target."""
+
+    __slots__ = ()
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it takes in the target."""
+        return math.prod(self.shape) * torch_dtype(self.dtype).itemsize
+
+
 @dataclass(frozen=True, slots=True)
-class Parameter:
+class Parameter(_Written):
     """One parameter to write to a Megatron checkpoint. shape: the whole one, padded. dtypes by torch's names."""
 
     rule: TensorRule
@@ -45,25 +58,15 @@ class Parameter:
     source_dtype: str
     dtype: str
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that it takes in the target."""
-        return math.prod(self.shape) * torch_dtype(self.dtype).itemsize
-
 
 @dataclass(frozen=True, slots=True)
-class HFTensor:
+class HFTensor(_Written):
     """One tensor to write to an HF checkpoint."""
 
     name: str
     shape: tuple[int, ...]
     source_dtype: str
     dtype: str
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that it takes in the target."""
-        return math.prod(self.shape) * torch_dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from megatron_daro.config import Config
 from megatron_daro.config.base import filled
-from megatron_daro.config.hardware import Hardware
+from megatron_daro.config.fit import demand_of
+from megatron_daro.config.hardware import Hardware, gpu_nodes
 from megatron_daro.errors import ConfigError
 from megatron_daro.slurm.cluster_file import ClusterFile
 from megatron_daro.slurm.script import Job, script_of
@@ -24,9 +25,7 @@ SCRIPT_FILE = "job.sbatch"
 
 def gpus_of(config: Config) -> int:
     """Return the GPUs that the recipe needs: one for each rank, and those of the servers that it starts."""
-    engine = config.engine
-    servers = engine.replicas * engine.sglang.tensor_parallel if engine.kind == "sglang" else 0
-    return config.actor.world_size + (0 if engine.sglang.urls else servers)
+    return demand_of(config).gpus
 
 
 def nodes_of(config: Config, cluster: ClusterFile) -> int:
@@ -53,8 +52,7 @@ def hardware_of(cluster: ClusterFile, nodes: int) -> Hardware | None:
     """Return what the job will have, for the checks of the recipe; None: like this machine, where it has no GPUs."""
     if not cluster.gpus_per_node:
         return None
-    each = (cluster.gpus_per_node,) * nodes
-    return Hardware("gpu", sum(each), fp8=None, nodes=each, place=f"the job's {nodes} nodes")
+    return gpu_nodes([cluster.gpus_per_node] * nodes, None, f"the job's {nodes} nodes")
 
 
 def job_of(config: Config, recipe: Path, overrides: Sequence[str], cluster: ClusterFile) -> Job:
