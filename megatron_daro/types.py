@@ -218,6 +218,7 @@ _PER_SAMPLE = (
     "group_ids_N",
     "advantages_N",
     "truncated_N",
+    "group_lengths_NK",
 )
 _PER_RESPONSE = ("loss_mask_R", "rollout_logprobs_R", "old_logprobs_R", "ref_logprobs_R")
 
@@ -229,7 +230,8 @@ class TrainBatch:
     tokens_T int32 [T], prompt then response of each sample; lengths_N int64, prompt + response; prompt_lengths_N int64;
     loss_mask_R uint8, rollout_logprobs_R float32; rewards_N float32 (shaped); correct_N uint8; bins_N int64 in 0..K;
     group_ids_N int64; advantages_N float32; truncated_N uint8 (finish reason "length");
-    old_logprobs_R and ref_logprobs_R float32, None until the actor computed them.
+    old_logprobs_R and ref_logprobs_R float32, None until the actor computed them. group_lengths_NK int64 [N, K],
+    trained tokens of every rollout of each sample's group; None unless the algorithm needs them.
     """
 
     tokens_T: np.ndarray
@@ -246,6 +248,7 @@ class TrainBatch:
     rollouts_per_prompt: int
     old_logprobs_R: np.ndarray | None = None
     ref_logprobs_R: np.ndarray | None = None
+    group_lengths_NK: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.lengths_N)
@@ -265,7 +268,8 @@ class TrainBatch:
         """Return the batch of the given samples, in the given order."""
         indices_M = np.asarray(indices, dtype=np.int64)
         changed: dict[str, Any] = {"tokens_T": _ragged_select(self.tokens_T, self.lengths_N, indices_M)}
-        changed |= {name: getattr(self, name)[indices_M] for name in _PER_SAMPLE}
+        per_sample = {name: getattr(self, name) for name in _PER_SAMPLE}
+        changed |= {name: column[indices_M] for name, column in per_sample.items() if column is not None}
         columns = {name: getattr(self, name) for name in _PER_RESPONSE}
         changed |= {
             name: _ragged_select(column, self.response_lengths_N, indices_M)

@@ -48,10 +48,15 @@ _GOLDEN = "tests/golden/test_algo_golden.py"
 _ALGO, _ROLLOUT, _DATA = "tests/unit/algo/test_algo_", "tests/unit/rollout/test_", "tests/unit/data/test_"
 _SGLANG, _LOSS = "tests/unit/engine/sglang/test_sglang_", "tests/parallel/test_loss_terms.py::"
 _TABLE: dict[str, tuple[str, ...]] = {
+    "algo/adam.py": (_GOLDEN, f"{_ALGO}states.py", f"{_ALGO}difficulty.py"),
     "algo/advantages.py": (_GOLDEN, f"{_ALGO}advantages.py"),
+    "algo/algorithm.py": (_GOLDEN, f"{_ALGO}states.py", f"{_ALGO}weighting.py"),
     "algo/corrections.py": (f"{_ALGO}corrections.py", _GOLDEN, f"{_ALGO}objective.py"),
     "algo/difficulty.py": (_GOLDEN, f"{_ALGO}difficulty.py"),
+    "algo/histories.py": (_GOLDEN, f"{_ALGO}states.py"),
+    "algo/lengths.py": (_GOLDEN, f"{_ALGO}states.py"),
     "algo/objective.py": (_GOLDEN, f"{_ALGO}objective.py"),
+    "algo/pass_rate_rules.py": (_GOLDEN, f"{_ALGO}states.py", f"{_ALGO}weighting.py"),
     "algo/regularizers.py": (_GOLDEN, f"{_ALGO}surrogate.py", f"{_ALGO}objective.py"),
     "algo/shaping.py": (f"{_ALGO}shaping.py",),
     "algo/surrogate.py": (_GOLDEN, f"{_ALGO}surrogate.py", f"{_ALGO}objective.py"),

@@ -12,7 +12,8 @@ theirs. Megatron-core rescales in three places, and each is switched off or canc
      DP x CP is a sum.
   3. finalize_model_grads divides by num_tokens: actor/compat.py passes None.
 
-Legend: K rollouts per prompt (bins 0..K), N samples of this shard, M samples of a micro-batch, T its packed tokens.
+Legend: K rollouts per prompt (bins 0..K), N samples of this shard, M samples of a micro-batch, T its packed tokens, P
+numbers that the algorithm learns by descending the policy loss.
 Refuses: to update weights from a sum that is not finite.
 """
 
@@ -31,7 +32,7 @@ from megatron_daro.actor import device
 from megatron_daro.actor.compat import HiddenStateGPTModel
 from megatron_daro.actor.forward import OutputSettings, position_logprobs
 from megatron_daro.algo.objective import ObjectiveSettings, TokenObjective, token_objective
-from megatron_daro.algo.weighting import Algorithm, BatchTotals
+from megatron_daro.algo.weighting import Algorithm, BatchTotals, Evidence, Samples
 from megatron_daro.data.packing import PackedMicroBatch
 from megatron_daro.types import TrainBatch
 
@@ -57,13 +58,15 @@ TOKEN_SUMS = (
 class StepSums:
     """Sums of one optimizer step over all ranks; the same on every rank.
 
-    loss_sums, abs_loss_sums: float64 [K+1], sums of (absolute) token losses per bin. policy_loss: sum of X.
-    regularizer: KL and entropy part of the loss. token_sums: by name. max_logprob_diff: over all tokens.
+    loss_sums, abs_loss_sums: float64 [K+1], sums of (absolute) token losses per bin. slopes: float64 [P], derivative of
+    policy_loss by what the algorithm learns. policy_loss: sum of X. regularizer: KL and entropy part of the loss.
+    token_sums: by name. max_logprob_diff: over all tokens.
     """
 
     totals: BatchTotals
     loss_sums: Tensor
     abs_loss_sums: Tensor
+    slopes: Tensor
     policy_loss: float
     regularizer: float
     token_sums: Mapping[str, float]
@@ -72,8 +75,14 @@ class StepSums:
     @property
     def finite(self) -> bool:
         """Whether every sum is a number."""
-        sums = bool(torch.isfinite(self.loss_sums).all() and torch.isfinite(self.abs_loss_sums).all())
-        return sums and math.isfinite(self.policy_loss) and math.isfinite(self.regularizer)
+        sums = torch.cat([self.loss_sums, self.abs_loss_sums, self.slopes])
+        return bool(torch.isfinite(sums).all()) and math.isfinite(self.policy_loss) and math.isfinite(self.regularizer)
+
+    @property
+    def evidence(self) -> Evidence:
+        """What the algorithm learns from."""
+        entropy = self.token_sums["entropy"] / max(self.token_sums["tokens"], 1.0)
+        return Evidence(self.totals, self.loss_sums, self.abs_loss_sums, self.slopes, entropy)
 
 
 def global_totals(batch: TrainBatch) -> BatchTotals:
@@ -106,12 +115,13 @@ class StepLoss:
         """
         self._settings, self._output = settings, output
         self.totals = global_totals(batch)
-        self._coefficients_N = algorithm.sample_coefficients(
-            torch.tensor(batch.bins_N), torch.tensor(batch.trained_tokens_N), self.totals
-        ).to(device.prepare())
+        samples, on = _samples(batch), device.prepare()
+        self._coefficients_N = algorithm.coefficients(samples, self.totals).to(on)
+        self._slopes_PN = algorithm.coefficient_slopes(samples, self.totals).to(on)
         self._regularizer_coefficient = algorithm.regularizer_coefficient(self.totals)
         num_bins = batch.rollouts_per_prompt + 1
-        zeros = torch.zeros(2 * num_bins + 2 + len(TOKEN_SUMS), dtype=torch.float64, device=device.prepare())
+        size = 2 * num_bins + 2 + len(self._slopes_PN) + len(TOKEN_SUMS)
+        zeros = torch.zeros(size, dtype=torch.float64, device=on)
         self._sums, self._num_bins = zeros, num_bins
         self._max_logprob_diff = torch.zeros((), dtype=torch.float64, device=zeros.device)
 
@@ -153,9 +163,12 @@ class StepLoss:
         self._sums[bins : 2 * bins].index_add_(0, packed.bins_M, objective.segment_abs_losses_M)
         self._sums[2 * bins] += policy
         self._sums[2 * bins + 1] += regularizer
+        slopes_PM = self._slopes_PN[:, packed.sample_indices]
+        tokens_from = 2 * bins + 2 + len(slopes_PM)
+        self._sums[2 * bins + 2 : tokens_from] += slopes_PM @ objective.segment_losses_M.detach()
         for i, name in enumerate(TOKEN_SUMS):
             if name in objective.sums:
-                self._sums[2 * bins + 2 + i] += objective.sums[name]
+                self._sums[tokens_from + i] += objective.sums[name]
         if "logprob_abs_diff" in objective.maxima:
             self._max_logprob_diff = torch.maximum(self._max_logprob_diff, objective.maxima["logprob_abs_diff"])
 
@@ -169,16 +182,28 @@ class StepLoss:
             last = parallel_state.get_pipeline_model_parallel_last_rank()
             dist.broadcast(both, src=last, group=parallel_state.get_pipeline_model_parallel_group())
         sums, bins = both.cpu(), self._num_bins
-        named = sums[2 * bins + 2 :].tolist()
+        slopes, named = sums[2 * bins + 2 :].tensor_split([len(self._slopes_PN)])
         return StepSums(
             totals=self.totals,
             loss_sums=sums[:bins],
             abs_loss_sums=sums[bins : 2 * bins],
+            slopes=slopes,
             policy_loss=float(sums[2 * bins]),
             regularizer=float(sums[2 * bins + 1]),
-            token_sums=dict(zip(TOKEN_SUMS, named[:-1], strict=True)),
-            max_logprob_diff=named[-1],
+            token_sums=dict(zip(TOKEN_SUMS, named[:-1].tolist(), strict=True)),
+            max_logprob_diff=float(named[-1]),
         )
+
+
+def _samples(batch: TrainBatch) -> Samples:
+    """Return this shard's samples, as the algorithm sees them."""
+    lengths_NK = batch.group_lengths_NK
+    return Samples(
+        bins_N=torch.tensor(batch.bins_N),
+        lengths_N=torch.tensor(batch.trained_tokens_N),
+        advantages_N=torch.tensor(batch.advantages_N),
+        group_lengths_NK=None if lengths_NK is None else torch.tensor(lengths_NK),
+    )
 
 
 def _at(column_T: Tensor | None, positions_P: Tensor) -> Tensor | None:

@@ -84,7 +84,7 @@ def train_step(
     before_update()
     report = update(trainee.optimizer, trainee.scheduler, allowed=sums.finite)
     if report.applied:
-        trainee.algorithm.update(sums.loss_sums, sums.totals.tokens_per_bin, sums.abs_loss_sums)
+        trainee.algorithm.learn(sums.evidence)
     metrics = _metrics(sums, report, extra_loss) | {"timing/forward_backward_s": forward_backward_s}
     if weights_before is not None:
         metrics |= {f"difficulty/weight/{k}": float(weights_before[k]) for k in range(1, len(weights_before) - 1)}

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from megatron_daro.algo.adam import Adam, column
 from megatron_daro.errors import AlgorithmError, CheckpointError, NonFiniteError
 
 Parameter = Literal["log", "linear"]
@@ -169,23 +170,29 @@ class DifficultyWeights:
             AlgorithmError: an option is out of range.
         """
         _check_rollouts_per_prompt(rollouts_per_prompt)
-        _check_options(learning_rate, clamp, betas, eps)
+        _check_clamp(clamp)
         choices = {"parameter": Parameter, "magnitude": Magnitude, "normalizer": Normalizer, "scale": Scale}
         given = {"parameter": parameter, "magnitude": magnitude, "normalizer": normalizer, "scale": scale}
         for field, allowed in choices.items():
             if given[field] not in get_args(allowed):
                 raise AlgorithmError(f"{field}: got {given[field]!r}, allowed are {', '.join(get_args(allowed))}")
         self.rollouts_per_prompt = rollouts_per_prompt
-        self.learning_rate = learning_rate
         self.parameter, self.magnitude, self.normalizer, self.scale = parameter, magnitude, normalizer, scale
         self.clamp = (float(clamp[0]), float(clamp[1]))
-        self.betas, self.eps = (float(betas[0]), float(betas[1])), eps
         shape = rollouts_per_prompt + 1
+        self._adam = Adam(shape, learning_rate=learning_rate, betas=betas, eps=eps)
         start = 0.0 if parameter == "log" else 1.0
         self._values = torch.full((shape,), start, dtype=torch.float64)
-        self._first_moments = torch.zeros(shape, dtype=torch.float64)
-        self._second_moments = torch.zeros(shape, dtype=torch.float64)
-        self._steps = torch.zeros(shape, dtype=torch.int64)
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the weights' Adam."""
+        return self._adam.learning_rate
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        """Of the weights' Adam."""
+        return self._adam.betas
 
     @property
     def weights(self) -> Tensor:
@@ -244,25 +251,25 @@ class DifficultyWeights:
             AlgorithmError: a shape is wrong, or abs_loss_sums is missing for magnitude "token".
             NonFiniteError: a sum of a present bin is NaN or infinite; the weights are left as they were.
         """
-        counts = self._counts(token_counts)
-        present = self._present(counts)
-        if self.magnitude == "token" and abs_loss_sums is None:
-            raise AlgorithmError(
-                "abs_loss_sums: got None, but magnitude 'token' measures the mean |token loss|; "
-                "hand in the sums of |token loss| per bin, or choose magnitude 'abs' or 'signed'"
-            )
-        sums = self._vector("loss_sums", loss_sums)
-        if self.magnitude == "token":
-            sums = self._vector("abs_loss_sums", abs_loss_sums)
-        bad = (present & ~torch.isfinite(sums)).nonzero().flatten().tolist()
-        if bad:
-            raise NonFiniteError(f"loss sums of bins {bad} are not finite; the weights were not changed")
-        measured = torch.where(present, sums, 0.0) / self._denominators(counts, present)
-        if self.magnitude == "abs":
-            measured = measured.abs()
+        present, measured = self._measured(loss_sums, token_counts, abs_loss_sums)
         weights = self.weights
         gradient = weights * measured - 1 if self.parameter == "log" else measured - 1 / weights
-        self._adam(gradient, present)
+        moved = (self._values - self._adam.moves(gradient, present)).clamp(*self._value_bounds())
+        self._values = torch.where(present, moved, self._values)
+
+    def settle(self, loss_sums: Tensor, token_counts: Tensor, abs_loss_sums: Tensor | None = None) -> None:
+        """Put the weights of the present bins where updates with these sums would leave them: 1/m_k, in the clamp.
+
+        Args:
+            loss_sums, token_counts, abs_loss_sums: as in `update`. The moments stay.
+
+        Raises:
+            AlgorithmError, NonFiniteError: as `update`.
+        """
+        present, measured = self._measured(loss_sums, token_counts, abs_loss_sums)
+        # A measure of 0 or less has no rest point below the clamp: -ln w falls for ever.
+        rest = torch.where(measured > 0, 1 / measured.clamp(min=1e-300), math.inf).clamp(*self.clamp)
+        self._values = torch.where(present, rest.log() if self.parameter == "log" else rest, self._values)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and lists (JSON keeps them bit for bit): K, parameter, values, both moments, steps per bin."""
@@ -270,9 +277,7 @@ class DifficultyWeights:
             "rollouts_per_prompt": self.rollouts_per_prompt,
             "parameter": self.parameter,
             "values": self._values.tolist(),
-            "first_moments": self._first_moments.tolist(),
-            "second_moments": self._second_moments.tolist(),
-            "steps": self._steps.tolist(),
+            **self._adam.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -289,31 +294,29 @@ class DifficultyWeights:
                     f"difficulty weights, {field}: the saved state has {state.get(field)!r}, this run has {own!r}; "
                     f"set {field} to the saved value, or start with fresh weights"
                 )
-        columns = {}
-        for field in ("values", "first_moments", "second_moments", "steps"):
-            columns[field] = _column(state.get(field))
-            bad = columns[field].shape != self._values.shape or not bool(torch.isfinite(columns[field]).all())
-            if bad or (field in ("second_moments", "steps") and bool((columns[field] < 0).any())):
-                raise CheckpointError(
-                    f"difficulty weights, {field}: the saved state has {state.get(field)!r}, allowed are "
-                    f"{len(self._values)} finite numbers (rollouts_per_prompt + 1), moments of squares and steps 0 or "
-                    "more; the checkpoint is torn or edited"
-                )
-        self._values = columns["values"].clamp(*self._value_bounds())
-        self._first_moments, self._second_moments = columns["first_moments"], columns["second_moments"]
-        self._steps = columns["steps"].to(torch.int64)
+        values = column(state, "values", len(self._values), "difficulty weights")
+        self._adam.load_state_dict(state, "difficulty weights")
+        self._values = values.clamp(*self._value_bounds())
 
-    def _adam(self, gradient: Tensor, present: Tensor) -> None:
-        """Adam on the present bins, bias-corrected by each bin's own step count, then the clamp."""
-        beta1, beta2 = self.betas
-        steps = self._steps + present.to(torch.int64)
-        first = torch.where(present, beta1 * self._first_moments + (1 - beta1) * gradient, self._first_moments)
-        second = torch.where(present, beta2 * self._second_moments + (1 - beta2) * gradient**2, self._second_moments)
-        age = steps.clamp(min=1).to(torch.float64)
-        move = (first / (1 - beta1**age)) / ((second / (1 - beta2**age)).sqrt() + self.eps)
-        moved = (self._values - self.learning_rate * move).clamp(*self._value_bounds())
-        self._values = torch.where(present, moved, self._values)
-        self._first_moments, self._second_moments, self._steps = first, second, steps
+    def _measured(self, loss_sums: Tensor, token_counts: Tensor, abs_loss_sums: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return which bins are present, bool [K+1], and m_k, float64 [K+1]."""
+        counts = self._counts(token_counts)
+        present = self._present(counts)
+        if self.magnitude == "token" and abs_loss_sums is None:
+            raise AlgorithmError(
+                "abs_loss_sums: got None, but magnitude 'token' measures the mean |token loss|; "
+                "hand in the sums of |token loss| per bin, or choose magnitude 'abs' or 'signed'"
+            )
+        sums = self._vector("loss_sums", loss_sums)
+        if self.magnitude == "token":
+            sums = self._vector("abs_loss_sums", abs_loss_sums)
+        bad = (present & ~torch.isfinite(sums)).nonzero().flatten().tolist()
+        if bad:
+            raise NonFiniteError(f"loss sums of bins {bad} are not finite; the weights were not changed")
+        measured = torch.where(present, sums, 0.0) / self._denominators(counts, present)
+        if self.magnitude == "abs":
+            measured = measured.abs()
+        return present, measured
 
     def _value_bounds(self) -> tuple[float, float]:
         """Return the clamp in the parameter's own unit."""
@@ -349,14 +352,6 @@ class DifficultyWeights:
         return vector
 
 
-def _column(saved: object) -> Tensor:
-    """Return a saved list as float64; something of no use becomes an empty vector, which no state accepts."""
-    try:
-        return torch.as_tensor(saved, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError):
-        return torch.empty(0, dtype=torch.float64)
-
-
 def _check_rollouts_per_prompt(rollouts_per_prompt: int) -> None:
     if rollouts_per_prompt < 2:
         raise AlgorithmError(
@@ -364,12 +359,6 @@ def _check_rollouts_per_prompt(rollouts_per_prompt: int) -> None:
         )
 
 
-def _check_options(learning_rate: float, clamp: tuple[float, float], betas: tuple[float, float], eps: float) -> None:
-    if not (learning_rate >= 0 and math.isfinite(learning_rate)):
-        raise AlgorithmError(f"learning_rate: got {learning_rate}, allowed is 0 or more")
+def _check_clamp(clamp: tuple[float, float]) -> None:
     if len(clamp) != 2 or not (0 < clamp[0] <= 1 <= clamp[1] < math.inf):
         raise AlgorithmError(f"clamp: got {clamp}, allowed is (lowest, highest) with 0 < lowest <= 1 <= highest")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise AlgorithmError(f"betas: got {betas}, allowed are two numbers from 0 to below 1")
-    if not eps > 0:
-        raise AlgorithmError(f"eps: got {eps}, allowed is a number above 0")

@@ -1,8 +1,9 @@
-"""One small class per algorithm: how the token losses of a rollout enter the policy loss.
+"""The table of algorithms, and how one is made by its name.
 
-Place in the data flow: the totals of the whole optimizer step (bins, trained tokens, rollouts; summed over all ranks
-before the forward pass) -> one coefficient per rollout -> L = sum_i coefficient_i * sum_t l_t, on any split of them.
-Refuses to know a micro-batch: a denominator taken from part of a step makes the loss depend on how the step was split.
+Place in the data flow: `algorithm.name` and its options -> one Algorithm in the driver (advantages, which groups are
+trained) and one on every rank (coefficients, learning). Here stand GRPO, its relatives and DARO; what weighs by the
+pass rate alone is in `pass_rate_rules`, what keeps moving averages in `histories`, what learns lengths in `lengths`.
+Refuses names and options that do not exist.
 
 Shape letters: N samples (of any part of the step), K rollouts per prompt, [K+1] one entry per bin 0..K.
 """
@@ -11,192 +12,40 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from megatron_daro.algo.advantages import AdvantageStd, group_advantages, leave_one_out_advantages
-from megatron_daro.algo.difficulty import DifficultyWeights, token_counts
-from megatron_daro.errors import AlgorithmError, CheckpointError
+from megatron_daro.algo.advantages import AdvantageStd, leave_one_out_advantages
+from megatron_daro.algo.algorithm import (
+    Algorithm,
+    BatchTotals,
+    Evidence,
+    GroupFilter,
+    SampleAlgorithm,
+    Samples,
+    constant,
+    inverse,
+    token_mean,
+)
+from megatron_daro.algo.difficulty import DifficultyWeights
+from megatron_daro.algo.histories import Fade, HaDw
+from megatron_daro.algo.lengths import LambdaGrpo
+from megatron_daro.algo.pass_rate_rules import PASS_RATE_RULES, Dgpo
+from megatron_daro.errors import AlgorithmError
 
-GroupFilter = Literal["auto", "none", "pass_rate"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BatchTotals:
-    """What every rank must know about the whole optimizer step before its first forward pass.
-
-    tokens_per_bin: int64 [K+1], trained tokens. num_rollouts: all rollouts of the step, those without tokens included.
-    """
-
-    tokens_per_bin: Tensor
-    num_rollouts: int
-
-    @classmethod
-    def of(cls, bins_N: Tensor, lengths_N: Tensor, rollouts_per_prompt: int) -> BatchTotals:
-        """Return the totals of some samples: int64 bins [N] and trained tokens [N]. Add those of all ranks."""
-        return cls(token_counts(bins_N, lengths_N, rollouts_per_prompt), len(torch.as_tensor(bins_N)))
-
-    @classmethod
-    def from_vector(cls, vector: Tensor) -> BatchTotals:
-        """Return the inverse of `vector`, after it was summed over ranks."""
-        return cls(vector[:-1].to(torch.int64), int(vector[-1]))
-
-    def vector(self) -> Tensor:
-        """int64 [K+2]: tokens per bin, then the rollouts; a plain sum over ranks adds totals."""
-        return torch.cat([self.tokens_per_bin, self.tokens_per_bin.new_tensor([self.num_rollouts])])
-
-    def __add__(self, other: BatchTotals) -> BatchTotals:
-        return BatchTotals(self.tokens_per_bin + other.tokens_per_bin, self.num_rollouts + other.num_rollouts)
-
-    @property
-    def tokens(self) -> int:
-        """N, all trained tokens."""
-        return int(self.tokens_per_bin.sum())
-
-    @property
-    def kept_tokens(self) -> int:
-        """Trained tokens of groups with 0 < mu < 1."""
-        return int(self.tokens_per_bin[1:-1].sum())
-
-
-class Algorithm(ABC):
-    """One row of the family table: an advantage, a filter, and a coefficient per rollout.
-
-    A subclass says its name, and overrides what differs: `advantage_std` or `advantages`, `dynamic_filter` or
-    `own_filter`, `sample_coefficients`, and `update` with the state where it learns. Keyword arguments of its own
-    constructor are its options.
-    """
-
-    name: ClassVar[str]
-    advantage_std: ClassVar[AdvantageStd] = "population"
-    dynamic_filter: ClassVar[bool] = False
-    std_allowed: ClassVar[tuple[AdvantageStd, ...]] = get_args(AdvantageStd)
-    """Divisors that may take the place of `advantage_std`."""
-    std_defines: ClassVar[bool] = False
-    """Whether another divisor makes it another algorithm than the published one."""
-
-    def __init__(
-        self,
-        *,
-        rollouts_per_prompt: int,
-        max_response_tokens: int,
-        std: AdvantageStd | Literal["auto"] = "auto",
-        group_filter: GroupFilter = "auto",
-    ) -> None:
-        """Take what every algorithm is told.
-
-        Args:
-            rollouts_per_prompt: K, 2 or more.
-            max_response_tokens: the longest response allowed, in tokens (dr_grpo's constant denominator).
-            std: what the advantage is divided by; auto: the algorithm's own choice.
-            group_filter: which groups are trained. auto: the algorithm's own choice; none: all; pass_rate: those with
-                0 < mu < 1.
-
-        Raises:
-            AlgorithmError: an option is out of range, or the algorithm has no such divisor.
-        """
-        if rollouts_per_prompt < 2:
-            raise AlgorithmError(f"rollouts_per_prompt: got {rollouts_per_prompt}, allowed is 2 or more")
-        if max_response_tokens < 1:
-            raise AlgorithmError(f"max_response_tokens: got {max_response_tokens}, allowed is 1 or more")
-        if std != "auto" and std not in self.std_allowed:
-            raise AlgorithmError(
-                f"std: got {std!r}, allowed with {self.name}: auto or {', '.join(self.std_allowed)}; set it to auto, "
-                "or choose another algorithm"
-            )
-        self.rollouts_per_prompt = rollouts_per_prompt
-        self.max_response_tokens = max_response_tokens
-        self.std: AdvantageStd = self.advantage_std if std == "auto" else std
-        self.group_filter: GroupFilter = group_filter
-
-    def advantages(self, rewards_N: Tensor, group_ids_N: Tensor) -> Tensor:
-        """Return the advantages of the whole step.
-
-        Args:
-            rewards_N: [N], finite. group_ids_N: int64 [N].
-
-        Returns:
-            Floating [N].
-        """
-        return group_advantages(rewards_N, group_ids_N, std=self.std)
-
-    def keep(self, bins_N: Tensor) -> Tensor:
-        """bool [N]: whose groups are trained, after `group_filter`. The others are replaced by further prompts."""
-        bins_N = torch.as_tensor(bins_N)
-        if self.group_filter == "none":
-            return torch.ones_like(bins_N, dtype=torch.bool)
-        return self._mixed(bins_N) if self.group_filter == "pass_rate" else self.own_filter(bins_N)
-
-    def own_filter(self, bins_N: Tensor) -> Tensor:
-        """bool [N]: what `group_filter` auto means for this algorithm."""
-        return self._mixed(bins_N) if self.dynamic_filter else torch.ones_like(bins_N, dtype=torch.bool)
-
-    @property
-    def kept_bins(self) -> frozenset[int]:
-        """The bins 0..K whose groups are trained."""
-        return frozenset(self.keep(torch.arange(self.rollouts_per_prompt + 1)).nonzero().flatten().tolist())
-
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        """What is allowed, but probably not meant."""
-        if not self.std_defines or self.std == self.advantage_std:
-            return ()
-        return (f"algorithm.std: got {self.std!r}; auto is what {self.name} is: leave it unset for the published one",)
-
-    @abstractmethod
-    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
-        """Return what the sum of a rollout's token losses is multiplied by.
-
-        Args:
-            bins_N: int64 [N], bins of some samples of the step.
-            lengths_N: [N], their trained response tokens.
-            totals: of the whole optimizer step, over all ranks and micro-batches.
-
-        Returns:
-            float64 [N] on the device of `bins_N`, finite, without gradient; 0 for samples without tokens.
-        """
-
-    def regularizer_coefficient(self, totals: BatchTotals) -> float:
-        """Return what KL and entropy terms of a token are multiplied by: 1/N, a mean over all trained tokens of the
-        step."""
-        return _inverse(totals.tokens)
-
-    def extra_loss(self, totals: BatchTotals) -> float:
-        """Return the part of the loss without a gradient into the policy (daro: -sum ln w), for reporting."""
-        return 0.0
-
-    def update(self, loss_sums: Tensor, token_counts: Tensor, abs_loss_sums: Tensor | None = None) -> None:  # noqa: B027
-        """Learn from the step's loss sums per bin [K+1]; only daro does."""
-
-    @property
-    def weights(self) -> Tensor | None:
-        """Difficulty weights float64 [K+1], or None for an algorithm without."""
-        return None
-
-    @property
-    def clamped(self) -> int:
-        """How many difficulty weights sit at an end of their clamp."""
-        return 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain data, fit for JSON."""
-        return {"algorithm": self.name}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved state. Raises CheckpointError if another algorithm saved it."""
-        if state.get("algorithm") != self.name:
-            raise CheckpointError(
-                f"algorithm: the saved state is of {state.get('algorithm')!r}, this run uses {self.name!r}; "
-                "set algorithm.name to the saved one, or start from the weights alone"
-            )
-
-    def _mixed(self, bins_N: Tensor) -> Tensor:
-        return (bins_N > 0) & (bins_N < self.rollouts_per_prompt)
+__all__ = [
+    "ALGORITHMS",
+    "Algorithm",
+    "BatchTotals",
+    "Daro",
+    "Evidence",
+    "SampleAlgorithm",
+    "Samples",
+    "make_algorithm",
+]
 
 
 class Grpo(Algorithm):
@@ -206,7 +55,7 @@ class Grpo(Algorithm):
 
     def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
         """See `Algorithm.sample_coefficients`."""
-        return _constant(_inverse(totals.tokens), lengths_N)
+        return token_mean(lengths_N, totals)
 
 
 class GrpoSequence(Algorithm):
@@ -216,7 +65,7 @@ class GrpoSequence(Algorithm):
 
     def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
         """See `Algorithm.sample_coefficients`."""
-        return _constant(_inverse(totals.num_rollouts), lengths_N) / lengths_N.to(torch.float64).clamp(min=1)
+        return constant(inverse(totals.num_rollouts), lengths_N) / lengths_N.to(torch.float64).clamp(min=1)
 
 
 class Dapo(Algorithm):
@@ -227,7 +76,7 @@ class Dapo(Algorithm):
 
     def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
         """See `Algorithm.sample_coefficients`."""
-        return torch.where(self._mixed(bins_N), _constant(_inverse(totals.kept_tokens), lengths_N), 0.0)
+        return torch.where(self._mixed(bins_N), constant(inverse(totals.kept_tokens), lengths_N), 0.0)
 
 
 class LitePpo(Grpo):
@@ -247,7 +96,7 @@ class DrGrpo(Algorithm):
 
     def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
         """See `Algorithm.sample_coefficients`."""
-        return _constant(_inverse(totals.num_rollouts * self.max_response_tokens), lengths_N)
+        return constant(inverse(totals.num_rollouts * self.max_response_tokens), lengths_N)
 
 
 class Rloo(Grpo):
@@ -319,9 +168,10 @@ class Daro(Algorithm):
         self.difficulty.load_state_dict(state.get("difficulty") or {})
 
 
-ALGORITHMS: Mapping[str, type[Algorithm]] = {
-    cls.name: cls for cls in (Grpo, GrpoSequence, Dapo, LitePpo, DrGrpo, Rloo, Daro)
-}
+_TABLE: tuple[type[Algorithm], ...] = (Grpo, GrpoSequence, Dapo, LitePpo, DrGrpo, Rloo, Daro)
+_TABLE += (*PASS_RATE_RULES, Dgpo, HaDw, Fade, LambdaGrpo)
+
+ALGORITHMS: Mapping[str, type[Algorithm]] = {cls.name: cls for cls in _TABLE}
 
 
 def make_algorithm(name: str, **options: Any) -> Algorithm:
@@ -359,13 +209,3 @@ def _imported(name: str) -> type[Algorithm]:
     if not isinstance(getattr(found, "name", None), str):
         raise AlgorithmError(f"name: {name!r} has no attribute `name`, which stands in its checkpoints; give it one")
     return found
-
-
-def _inverse(count: int) -> float:
-    """1/count, and 0 for a step without any: its sums are 0 as well."""
-    return 1.0 / count if count > 0 else 0.0
-
-
-def _constant(value: float, lengths_N: Tensor) -> Tensor:
-    """float64 [N]: the value where a sample has tokens, else 0."""
-    return torch.where(lengths_N > 0, torch.tensor(value, dtype=torch.float64, device=lengths_N.device), 0.0)

@@ -4,17 +4,8 @@ Place in the data flow: Dump -> rows of a table. On-policy (ratio 1) a bin's los
 numbers are those of a first update on these rollouts; nothing is estimated.
 
 Mass of a bin: the sum over its tokens of coefficient * |advantage|, which is the size of its gradient if all tokens'
-log-probability gradients were of one size. With mu = k/K, s = sqrt(mu (1 - mu)), n+ and n- the tokens of right and
-wrong answers, |A| summed over tokens is a(mu) * ((1 - mu) n+ + mu n-), and the rules differ in a(mu):
-
-| rule | a(mu) |
-|---|---|
-| grpo, dapo | 1 / s |
-| dr_grpo, lite_ppo | 1 |
-| maxrl | 1 / mu (mean-normalised: maximum likelihood) |
-| focal | (1 - mu) / s (F-GRPO's focal weight with exponent 1) |
-| mad | 1 / (2 mu (1 - mu)) (DGPO's mean absolute deviation in the place of s) |
-| daro | w_k / N_k / s, with the weights at rest |
+log-probability gradients were of one size. Advantage and coefficient are those of each algorithm itself, with its
+default options, as it starts; DARO's weights are at rest on the dump.
 """
 
 from __future__ import annotations
@@ -24,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_daro.algo.difficulty import DifficultyWeights, predicted_bin_loss
-from megatron_daro.algo.weighting import make_algorithm
+from megatron_daro.algo.difficulty import predicted_bin_loss
+from megatron_daro.algo.weighting import ALGORITHMS, Algorithm, BatchTotals, Daro, Samples, make_algorithm
 from megatron_daro.analyze.sums import BinSums, Dump
 from megatron_daro.config.algorithm import AlgorithmSection, DaroSection
 
@@ -54,9 +45,7 @@ def view_of(dump: Dump, options: DaroSection) -> View:
     mu = torch.arange(k + 1, dtype=torch.float64) / k
     right_count, wrong_count = sums.groups * k * mu, sums.groups * k * (1 - mu)
     right, wrong = sums.right_tokens / right_count, sums.wrong_tokens / wrong_count
-    loss_sums, abs_sums = token_loss_sums(sums)
-    learnt = _learnt(dump, options)
-    rest = _at_rest(learnt, loss_sums, abs_sums, sums.tokens, options)
+    rest = _at_rest(sums, options)
     return View(
         pass_rate=mu,
         groups=sums.groups,
@@ -64,9 +53,9 @@ def view_of(dump: Dump, options: DaroSection) -> View:
         right_length=right,
         wrong_length=wrong,
         loss=predicted_bin_loss(mu, right, wrong),
-        weight_learnt=learnt.weights,
-        weight_rest=rest,
-        shares=_shares(sums, mu, rest, options),
+        weight_learnt=_learnt(dump, options),
+        weight_rest=rest.weights,
+        shares=_shares(sums, rest),
         wasted_tokens=float(sums.tokens[0] + sums.tokens[-1]),
     )
 
@@ -80,45 +69,60 @@ def token_loss_sums(sums: BinSums) -> tuple[Tensor, Tensor]:
     return torch.where(std > 0, wrong - right, 0.0), torch.where(std > 0, wrong + right, 0.0)
 
 
-def _learnt(dump: Dump, options: DaroSection) -> DifficultyWeights:
+def _learnt(dump: Dump, options: DaroSection) -> Tensor:
     """Return DARO's weights after one update for each step of the dump."""
-    section = AlgorithmSection(name="daro", daro=options)
-    k = dump.total.rollouts_per_prompt
-    algorithm = make_algorithm(**section.arguments(rollouts_per_prompt=k, max_response_tokens=1))
+    algorithm = _daro(dump.total, options)
     for step in dump.steps:
         loss_sums, abs_sums = token_loss_sums(step)
         algorithm.update(loss_sums, step.tokens, abs_sums)
-    weights: DifficultyWeights = algorithm.difficulty  # type: ignore[attr-defined]
-    return weights
+    return algorithm.weights
 
 
-def _at_rest(
-    weights: DifficultyWeights, loss_sums: Tensor, abs_sums: Tensor, tokens: Tensor, options: DaroSection
-) -> Tensor:
-    """Return the weights with w_k m_k = 1, within the clamp; 1 where a bin has no tokens."""
-    denominators = tokens[1:-1].sum().expand_as(tokens) if options.normalizer == "batch" else tokens
-    measured = (abs_sums if options.magnitude == "token" else loss_sums) / denominators.clamp(min=1)
-    measured = measured.abs() if options.magnitude == "abs" else measured
-    low, high = weights.clamp
-    rest = torch.where(measured > 0, 1 / measured.clamp(min=1e-12), high).clamp(low, high)
-    inner = torch.zeros_like(tokens, dtype=torch.bool)
-    inner[1:-1] = tokens[1:-1] > 0
-    return torch.where(inner, rest, 1.0)
+def _at_rest(sums: BinSums, options: DaroSection) -> Daro:
+    """Return DARO with the weights where updates with these sums would leave them; 1 where a bin has no tokens."""
+    algorithm = _daro(sums, options)
+    loss_sums, abs_sums = token_loss_sums(sums)
+    algorithm.difficulty.settle(loss_sums, sums.tokens, abs_sums)
+    return algorithm
 
 
-def _shares(sums: BinSums, mu: Tensor, rest: Tensor, options: DaroSection) -> dict[str, Tensor]:
-    std = (mu * (1 - mu)).clamp(min=0).sqrt()
-    inner = (std > 0) & (sums.tokens > 0)
-    safe_std, safe_mu = torch.where(inner, std, 1.0), torch.where(inner, mu, 1.0)
-    centred = (1 - mu) * sums.right_tokens + mu * sums.wrong_tokens
-    denominators = sums.tokens[1:-1].sum() if options.normalizer == "batch" else sums.tokens.clamp(min=1)
-    rules = {
-        "grpo, dapo": 1 / safe_std,
-        "dr_grpo, lite_ppo": torch.ones_like(mu),
-        "maxrl": 1 / safe_mu,
-        "focal": (1 - mu) / safe_std,
-        "mad": 1 / (2 * safe_std.square()),
-        "daro": rest / denominators / safe_std,
-    }
-    masses = {name: torch.where(inner, factor * centred, 0.0) for name, factor in rules.items()}
-    return {name: mass / mass.sum().clamp(min=1e-300) for name, mass in masses.items()}
+def _daro(sums: BinSums, options: DaroSection) -> Daro:
+    section = AlgorithmSection(name="daro", daro=options)
+    arguments = section.arguments(rollouts_per_prompt=sums.rollouts_per_prompt, max_response_tokens=1)
+    return Daro(**{name: value for name, value in arguments.items() if name != "name"})
+
+
+def _shares(sums: BinSums, daro: Daro) -> dict[str, Tensor]:
+    """Return the shares by name; algorithms of equal shares stand in one column."""
+    columns: list[tuple[list[str], Tensor]] = []
+    for name in ALGORITHMS:
+        options = {"rollouts_per_prompt": sums.rollouts_per_prompt, "max_response_tokens": 1}
+        mass = _masses(sums, daro if name == "daro" else make_algorithm(name, **options))
+        share = mass / mass.sum().clamp(min=1e-300)
+        same = next((names for names, found in columns if torch.allclose(found, share, atol=1e-5)), None)
+        if same is None:
+            columns.append(([name], share))
+        else:
+            same.append(name)
+    return {", ".join(names): share for names, share in columns}
+
+
+def _masses(sums: BinSums, algorithm: Algorithm) -> Tensor:
+    """float64 [K+1], from one right and one wrong answer of each bin, of its mean lengths."""
+    k = sums.rollouts_per_prompt
+    inner_B = torch.arange(1, k)
+    verdicts_BK = (torch.arange(k) < inner_B[:, None]).to(torch.float64)
+    ids_BK = inner_B[:, None].expand(k - 1, k)
+    advantages_BK = algorithm.advantages(verdicts_BK.reshape(-1), ids_BK.reshape(-1)).reshape(k - 1, k)
+    tokens_B2 = torch.stack([sums.right_tokens, sums.wrong_tokens], dim=1)[1:-1]
+    counts_B2 = torch.stack([inner_B, k - inner_B], dim=1) * sums.groups[1:-1, None]
+    lengths_B2 = tokens_B2 / counts_B2.clamp(min=1)
+    samples = Samples(
+        bins_N=inner_B.repeat_interleave(2),
+        lengths_N=lengths_B2.reshape(-1),
+        advantages_N=advantages_BK[:, [0, -1]].reshape(-1),
+        group_lengths_NK=torch.where(verdicts_BK > 0, lengths_B2[:, :1], lengths_B2[:, 1:]).repeat_interleave(2, dim=0),
+    )
+    totals = BatchTotals(sums.tokens.round().to(torch.int64), (sums.groups * k).round().to(torch.int64))
+    mass_B2 = algorithm.coefficients(samples, totals) * samples.advantages_N.abs() * tokens_B2.reshape(-1)
+    return torch.nn.functional.pad(mass_B2.reshape(k - 1, 2).sum(dim=1), (1, 1))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_daro.actor import device
 from megatron_daro.actor.parallel import Layout, initialize, shutdown
-from megatron_daro.algo.difficulty import token_counts
+from megatron_daro.algo.difficulty import bin_sums, token_counts
 from megatron_daro.check_loss.records import Case, LossBatch, LossFunction, StepInfo
 from megatron_daro.check_loss.samples import VOCAB, StepSamples, local_positions, step_samples
 from megatron_daro.errors import AlgorithmError
@@ -127,6 +127,7 @@ def _step_info(case: Case, samples: StepSamples) -> StepInfo:
         tokens=int(samples.lengths_N[used].sum()),
         samples=len(used),
         tokens_per_bin=token_counts(samples.bins_N[used], samples.lengths_N[used], case.group),
+        rollouts_per_bin=bin_sums(torch.ones_like(samples.bins_N[used]), samples.bins_N[used], case.group),
         rollouts_per_prompt=case.group,
         calculate_per_token_loss=case.per_token,
         data_parallel=case.data,

@@ -49,14 +49,15 @@ class StepInfo:
     """What a host knows of the whole optimizer step before its first micro-batch.
 
     num_micro_batches: on this rank. tokens, samples: trained tokens and samples of all data-parallel ranks.
-    tokens_per_bin: int64 [K+1], the same per number of right answers. data_parallel, context_parallel: sizes.
-    data_group, data_and_context_group, context_group, tensor_group: process groups.
+    tokens_per_bin, rollouts_per_bin: int64 [K+1], the same per number of right answers. data_parallel,
+    context_parallel: sizes. data_group, data_and_context_group, context_group, tensor_group: process groups.
     """
 
     num_micro_batches: int
     tokens: int
     samples: int
     tokens_per_bin: Tensor
+    rollouts_per_bin: Tensor
     rollouts_per_prompt: int
     calculate_per_token_loss: bool
     data_parallel: int

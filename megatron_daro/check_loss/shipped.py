@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_daro.algo.corrections import segment_sums, sequence_log_ratio
 from megatron_daro.algo.surrogate import clipped_ratio_loss, clipped_token_loss, importance_ratio
-from megatron_daro.algo.weighting import ALGORITHMS, BatchTotals, make_algorithm
+from megatron_daro.algo.weighting import ALGORITHMS, BatchTotals, SampleAlgorithm, make_algorithm
 from megatron_daro.check_loss.records import LossBatch, LossFunction, StepInfo
 
 
@@ -41,7 +41,7 @@ def _sample_sums(losses_T: Tensor, batch: LossBatch) -> Tensor:
 def _algorithm(name: str) -> LossFunction:
     def loss(batch: LossBatch, step: StepInfo) -> tuple[Any, ...]:
         algorithm = make_algorithm(name, rollouts_per_prompt=step.rollouts_per_prompt, max_response_tokens=16)
-        totals = BatchTotals(step.tokens_per_bin, step.samples)
+        totals = BatchTotals(step.tokens_per_bin, step.rollouts_per_bin)
         coefficients_M = algorithm.sample_coefficients(batch.bins_M, batch.lengths_M, totals)
         losses_T = clipped_token_loss(batch.logprobs_T, batch.old_logprobs_T, batch.advantages_T, mask=batch.mask_T)
         return megatron_return((coefficients_M * _sample_sums(losses_T, batch)).sum(), batch, step)
@@ -50,9 +50,13 @@ def _algorithm(name: str) -> LossFunction:
     return loss
 
 
-_LOSSES: dict[str, Callable[..., Any]] = {name: _algorithm(name) for name in ALGORITHMS}
+# The others weigh by a state, or by the lengths of whole groups, which a LossBatch does not hold.
+_LOSSES: dict[str, Callable[..., Any]] = {
+    name: _algorithm(name) for name, cls in ALGORITHMS.items() if not issubclass(cls, SampleAlgorithm)
+}
 grpo, grpo_sequence, dapo = _LOSSES["grpo"], _LOSSES["grpo_sequence"], _LOSSES["dapo"]
 lite_ppo, dr_grpo, rloo, daro = _LOSSES["lite_ppo"], _LOSSES["dr_grpo"], _LOSSES["rloo"], _LOSSES["daro"]
+maxrl, f_grpo, mgpo, dgpo = _LOSSES["maxrl"], _LOSSES["f_grpo"], _LOSSES["mgpo"], _LOSSES["dgpo"]
 
 
 def ppo(batch: LossBatch, step: StepInfo) -> tuple[Any, ...]:

@@ -12,7 +12,22 @@ from pydantic import Field
 
 from megatron_daro.config.base import Decay, OneOf, Section
 
-ALGORITHM_NAMES = ("grpo", "grpo_sequence", "dapo", "lite_ppo", "dr_grpo", "rloo", "daro")
+ALGORITHM_NAMES = (
+    "grpo",
+    "grpo_sequence",
+    "dapo",
+    "lite_ppo",
+    "dr_grpo",
+    "rloo",
+    "daro",
+    "maxrl",
+    "f_grpo",
+    "mgpo",
+    "dgpo",
+    "ha_dw",
+    "fade",
+    "lambda_grpo",
+)
 """Those of megatron_daro.algo.weighting.ALGORITHMS; a test compares them."""
 
 
@@ -71,6 +86,64 @@ class DaroSection(Section):
     """Lower and upper bound of a weight; 0 < lower <= 1 <= upper, because weights start at 1."""
 
 
+class FGrpoSection(Section):
+    """F-GRPO: GRPO's advantage times (1 - pass rate)^gamma."""
+
+    gamma: float = Field(default=1.0, ge=0)
+    """Exponent, >= 0; 0 is GRPO."""
+
+
+class MgpoSection(Section):
+    """MGPO: GRPO's advantage times exp(-strength * KL(pass rate || target))."""
+
+    strength: float = Field(default=1.0, ge=0)
+    """Factor of the divergence, >= 0; 0 is GRPO."""
+    target: float = Field(default=0.5, gt=0, lt=1)
+    """Pass rate with the largest weight, in (0, 1)."""
+
+
+class DgpoSection(Section):
+    """DGPO: the mean absolute deviation as divisor, and a softmax over the step's questions."""
+
+    temperature: float = Field(default=2.0, gt=0)
+    """Of the softmax over minus the pass rates, > 0: the larger, the more alike are the questions' weights."""
+
+
+class HaDwSection(Section):
+    """HA-DW: weights by how a question's pass rate differs from the one that earlier steps lead to expect."""
+
+    scale: float = Field(default=1.3, gt=0)
+    """Factor of all weights, > 0."""
+    rate: float = Field(default=1.0, gt=0)
+    """How fast the expected pass rate follows the steps', in units of its own standard deviation, > 0."""
+    window: int = Field(default=10, ge=2)
+    """Number of steps over which that standard deviation is taken, and after which it is used first; >= 2."""
+
+
+class FadeSection(Section):
+    """FADE: hard questions first, wrong answers pushed down harder once the entropy is low."""
+
+    rate: float = Field(default=0.02, gt=0, le=1)
+    """Weight of a new step in the moving averages of pass rate and entropy, in (0, 1]."""
+    max_power: float = Field(default=3.0, ge=1)
+    """Largest exponent alpha of (1 - pass rate)^(alpha - 1), >= 1."""
+    min_scale: float = Field(default=0.3, gt=0, le=1)
+    """Smallest delta that wrong answers' advantages are divided by, in (0, 1]."""
+    target_entropy: float | None = Field(default=None, ge=0)
+    """Entropy, in nats per token, below which delta falls; >= 0. Unset: half of the first step's."""
+
+
+class LambdaGrpoSection(Section):
+    """lambda-GRPO: a learnt preference for the longer or the shorter answers of each group."""
+
+    learning_rate: float = Field(default=0.01, gt=0)
+    """Adam learning rate of lambda, > 0."""
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """Adam decay rates of lambda, each in [0, 1)."""
+    spread: float = Field(default=1 / 9, gt=0, lt=1)
+    """Factor of a length's standard score, in (0, 1) and below 1 / sqrt(rollouts_per_prompt - 1)."""
+
+
 class AlgorithmSection(Section):
     """The loss."""
 
@@ -104,6 +177,18 @@ class AlgorithmSection(Section):
     """Overlong answers."""
     daro: DaroSection = DaroSection()
     """DARO's weights; read when name is daro."""
+    f_grpo: FGrpoSection = FGrpoSection()
+    """F-GRPO; read when name is f_grpo."""
+    mgpo: MgpoSection = MgpoSection()
+    """MGPO; read when name is mgpo."""
+    dgpo: DgpoSection = DgpoSection()
+    """DGPO; read when name is dgpo."""
+    ha_dw: HaDwSection = HaDwSection()
+    """HA-DW; read when name is ha_dw."""
+    fade: FadeSection = FadeSection()
+    """FADE; read when name is fade."""
+    lambda_grpo: LambdaGrpoSection = LambdaGrpoSection()
+    """lambda-GRPO; read when name is lambda_grpo."""
 
     @property
     def needs_reference(self) -> bool:

@@ -6,6 +6,7 @@ Place in the data flow: called by checks.py, one function a subject; each yields
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -141,6 +142,17 @@ def algorithm(config: Config) -> Iterator[Problem]:
         allowed = "recompute or rollout with several updates per batch"
         yield Problem("algorithm.old_logprobs", got, allowed, fix, also=("trainer.updates_per_batch",))
     yield from _overlong(config)
+    yield from _spread(config)
+
+
+def _spread(config: Config) -> Iterator[Problem]:
+    """Check 1 + spread * z > 0 for lambda-GRPO: an answer can be sqrt(K - 1) deviations shorter than the mean."""
+    spread, k = config.algorithm.lambda_grpo.spread, config.rollout.rollouts_per_prompt
+    if config.algorithm.name == "lambda_grpo" and spread * math.sqrt(k - 1) >= 1:
+        field, below = "algorithm.lambda_grpo.spread", 1 / math.sqrt(k - 1)
+        got = f"{spread:g} with {k} rollouts per prompt"
+        allowed = f"below 1 / sqrt({k} - 1) = {below:.4g}"
+        yield Problem(field, got, allowed, f"set {field}={below / 1.5:.2g}", also=("rollout.rollouts_per_prompt",))
 
 
 def _overlong(config: Config) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ Shape letters: N samples, K rollouts per prompt, T tokens of all samples, R resp
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -44,7 +45,7 @@ def build_batch(
         cache_tokens: response tokens before max_tokens over which the penalty falls.
 
     Returns:
-        The batch; old_logprobs_R and ref_logprobs_R are None.
+        The batch; old_logprobs_R and ref_logprobs_R are None, and group_lengths_NK unless the algorithm needs them.
 
     Raises:
         DataError: no groups, an incomplete group, an aborted rollout, a repeated id, or columns that do not fit.
@@ -69,7 +70,7 @@ def build_batch(
     if overlong == "filter":
         loss_mask_R = overlong_filter(loss_mask_R, response_lengths_N, truncated_N)
     rewards, group_ids = torch.from_numpy(rewards_N), torch.from_numpy(group_ids_N)
-    return TrainBatch(
+    batch = TrainBatch(
         tokens_T=np.concatenate([np.asarray(r.tokens, dtype=np.int32) for r in rollouts]),
         lengths_N=lengths_N,
         prompt_lengths_N=prompt_lengths_N,
@@ -83,6 +84,13 @@ def build_batch(
         truncated_N=truncated_N,
         rollouts_per_prompt=rollouts_per_prompt,
     )
+    return _with_group_lengths(batch) if algorithm.needs_group_lengths else batch
+
+
+def _with_group_lengths(batch: TrainBatch) -> TrainBatch:
+    """Return the batch, groups one after the other, with the trained tokens of each sample's whole group."""
+    lengths_GK = batch.trained_tokens_N.reshape(-1, batch.rollouts_per_prompt)
+    return replace(batch, group_lengths_NK=np.repeat(lengths_GK, batch.rollouts_per_prompt, axis=0))
 
 
 def _check_groups(groups: Sequence[Group], rollouts_per_prompt: int) -> None:

@@ -191,11 +191,8 @@ class DifficultyStep:
         lengths_N = torch.as_tensor(lengths_N).to("cpu", torch.int64)
         bins_N = torch.as_tensor(bins_N).to("cpu", torch.int64)
         own = BatchTotals.of(bins_N, lengths_N, self.rollouts_per_prompt)
-        samples = bin_sums(torch.ones_like(bins_N), bins_N, self.rollouts_per_prompt)
-        vector = reduce(torch.cat([own.vector(), samples]).to(torch.float64))
-        border = self.rollouts_per_prompt + 2
-        totals = BatchTotals.from_vector(vector[:border].round())
-        self._groups = vector[border:] / self.rollouts_per_prompt
+        totals = BatchTotals.from_vector(reduce(own.vector().to(torch.float64)).round())
+        self._groups = totals.rollouts_per_bin / self.rollouts_per_prompt
         self._sums = torch.zeros(3 * (self.rollouts_per_prompt + 1) + 1, dtype=torch.float64)
         self._totals = totals
         return totals

@@ -13,7 +13,7 @@ import torch
 
 from megatron_daro.algo.difficulty import DifficultyWeights, bin_sums, pass_rate_bins
 from megatron_daro.algo.objective import ObjectiveSettings, token_objective
-from megatron_daro.algo.weighting import ALGORITHMS, BatchTotals, make_algorithm
+from megatron_daro.algo.weighting import ALGORITHMS, BatchTotals, Samples, make_algorithm
 
 K = 4
 CORRECT_N = torch.tensor([1, 0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1, 1, 1])
@@ -34,6 +34,13 @@ GOLDEN = {
     "grpo_sequence": (-0.007435481656979576, 0.013117775683881226),
     "lite_ppo": (0.12728978803418756, 0.01376066145998336),
     "rloo": (0.08216537458616416, 0.0057336326282676035),
+    "dgpo": (0.19478636297563445, 0.02478558820017052),
+    "f_grpo": (0.054941183086072445, 0.0031914125643448706),
+    "fade": (0.035462535790402976, 0.0013154545190184692),
+    "ha_dw": (0.10802531188679376, 0.032401185204411154),
+    "lambda_grpo": (0.14860615413428271, 0.01600250153161665),
+    "maxrl": (0.13317344143062965, 0.0158226179945634),
+    "mgpo": (0.12539744171434425, 0.01314628983595152),
 }
 GOLDEN_WEIGHTS = {
     ("log", "abs"): [1.0, 1.6461892613701772, 1.6467179777714358, 1.6400571981929761, 1.0],
@@ -105,19 +112,22 @@ def run_step(algorithm, settings: ObjectiveSettings | None = None):
     totals = BatchTotals.of(bins_N, LENGTHS_N, K)
     segment_T = torch.repeat_interleave(torch.arange(16), LENGTHS_N)
     logprobs_T = LOGPROBS_T.clone().requires_grad_()
+    advantages_N = algorithm.advantages(CORRECT_N.double(), IDS_N)
+    groups_NK = LENGTHS_N.reshape(-1, K).repeat_interleave(K, dim=0)
     objective = token_objective(
         logprobs_T,
         -LOGPROBS_T,
         old_logprobs_T=OLD_T,
         rollout_logprobs_T=ROLLOUT_T,
         ref_logprobs_T=LOGPROBS_T + 0.25,
-        advantages_T=algorithm.advantages(CORRECT_N.double(), IDS_N)[segment_T],
+        advantages_T=advantages_N[segment_T],
         mask_T=torch.ones(T_, dtype=torch.bool),
         segment_T=segment_T,
         num_segments=16,
         settings=settings or ObjectiveSettings(),
     )
-    loss = (algorithm.sample_coefficients(bins_N, LENGTHS_N, totals) * objective.segment_losses_M).sum()
+    samples = Samples(bins_N, LENGTHS_N, advantages_N, groups_NK)
+    loss = (algorithm.coefficients(samples, totals) * objective.segment_losses_M).sum()
     loss.backward()
     sums = bin_sums(objective.segment_losses_M.detach(), bins_N, K)
     return loss.item(), logprobs_T.grad, sums, bin_sums(objective.segment_abs_losses_M, bins_N, K), totals, objective

@@ -51,15 +51,26 @@ def response_logprobs(path: Path, layout: Any, batch: TrainBatch, num_micro_batc
 
 
 def gradients(
-    path: Path, layout: Any, batch: TrainBatch, num_micro_batches: int, algorithm: dict[str, Any], **options: Any
+    path: Path,
+    layout: Any,
+    batch: TrainBatch,
+    num_micro_batches: int,
+    algorithm: dict[str, Any],
+    state: dict[str, Any] | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Summed gradients under Hugging Face names (this stage's), loss sums per bin, and the loss."""
+    """Summed gradients under Hugging Face names (this stage's), loss sums per bin, and the loss.
+
+    state: of the algorithm, in the place of the one it starts in.
+    """
     from policy_tasks import collect_gradients
 
     from megatron_daro.actor.step import compute_gradients
 
     options = {"optimizer": {"distributed": False}, **options}
     policy = _trainee(path, layout, algorithm, **options)
+    if state is not None:
+        policy.trainee.algorithm.load_state_dict({"algorithm": algorithm["name"], **state})
     mine, micro_batches = _shard(batch, layout, num_micro_batches)
     sums = compute_gradients(policy.trainee, mine, micro_batches, policy._objective, policy._output)
     return {
@@ -67,6 +78,7 @@ def gradients(
         "loss_sums": sums.loss_sums.numpy(),
         "policy_loss": sums.policy_loss,
         "regularizer": sums.regularizer,
+        "slopes": sums.slopes.tolist(),
     }
 
 
@@ -118,5 +130,6 @@ def train(
         "parameters": {n: t.clone().numpy() for n, t in policy.export()},
         "weights": None if weights is None else weights.numpy(),
         "metrics": metrics,
+        "state": policy.trainee.algorithm.state_dict(),
         "groups": [{k: v for k, v in g.items() if k != "params"} for g in policy.trainee.optimizer.param_groups],
     }

@@ -95,6 +95,7 @@ def random_batch(*, groups: int = 6, seed: int = 0, with_old: bool = True) -> Tr
     mask = (rng.random(total) > 0.1).astype(np.uint8)
     first = int(responses[0])
     mask[:first] = 0
+    trained = np.array([part.sum() for part in np.split(mask, np.cumsum(responses)[:-1])], dtype=np.int64)
     rollout_logprobs = (-rng.random(total) * 4).astype(np.float32)
     batch = TrainBatch(
         tokens_T=rng.integers(0, VOCAB, int(lengths.sum())).astype(np.int32),
@@ -110,5 +111,6 @@ def random_batch(*, groups: int = 6, seed: int = 0, with_old: bool = True) -> Tr
         truncated_N=np.zeros(num, np.uint8),
         rollouts_per_prompt=ROLLOUTS,
         old_logprobs_R=(rollout_logprobs + 0.2 * rng.standard_normal(total)).astype(np.float32) if with_old else None,
+        group_lengths_NK=np.repeat(trained.reshape(groups, ROLLOUTS), ROLLOUTS, axis=0),
     )
     return batch.select(rng.permutation(num))

@@ -27,12 +27,48 @@ def layouts():
 
 LAYOUTS = list(layouts())
 ALGORITHMS = ["grpo", "grpo_sequence", "dapo", "lite_ppo", "dr_grpo", "daro"]
+RIVALS = ["maxrl", "f_grpo", "mgpo", "dgpo", "ha_dw", "fade", "lambda_grpo"]
+ANCHOR, POWER, SCALE, LAMBDA = 0.3, 2.5, 0.6, -1.7
+STATES = {
+    "ha_dw": {"anchor": ANCHOR, "anchors": [ANCHOR], "early": []},
+    "fade": {"solved": 3 / 8, "entropy": 0.5, "target_entropy": 0.9},  # alpha 2.5, delta 0.6
+    "lambda_grpo": {
+        "lambda": LAMBDA,
+        "adam": {"first_moments": [0.0], "second_moments": [0.0], "steps": [0]},
+    },
+}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("qwen2")
     return directory, save_model("qwen2", directory)
+
+
+def rival_factor(algorithm, samples, i):
+    """What multiplies 1 / N, or for dgpo 1 / (N of the mixed groups), written out for sample i."""
+    mu, sample = int(samples[i].bins_N[0]) / ROLLOUTS, samples[i]
+    sign = float(np.sign(sample.advantages_N[0]))
+    if algorithm == "dgpo":
+        rates = {int(s.group_ids_N[0]): int(s.bins_N[0]) / ROLLOUTS for s in samples}
+        mixed = [np.exp(-rate / 2) for rate in rates.values() if 0 < rate < 1]
+        return np.exp(-mu / 2) * len(mixed) / sum(mixed) / (2 * mu * (1 - mu)) if 0 < mu < 1 else 0.0
+    if algorithm == "lambda_grpo":
+        return ROLLOUTS * group_softmax(sample, LAMBDA)
+    return {
+        "maxrl": 1 / mu if mu else 0.0,
+        "f_grpo": 1 - mu,
+        "mgpo": np.exp(-sum(p * np.log(2 * p) for p in (mu, 1 - mu) if p)),
+        "ha_dw": 1.3 * np.exp(-sign * (mu - ANCHOR)),
+        "fade": (1 - mu) ** (POWER - 1) / (SCALE if sign < 0 else 1),
+    }[algorithm]
+
+
+def group_softmax(sample, exponent):
+    """Share of one sample in the softmax of h^lambda over its group."""
+    lengths, own = sample.group_lengths_NK[0], int(sample.trained_tokens_N[0])
+    scores = np.exp((1 + (lengths - lengths.mean()) / lengths.std() / 9) ** exponent)
+    return np.exp((1 + (own - lengths.mean()) / lengths.std() / 9) ** exponent) / scores.sum()
 
 
 def reference_gradients(model, batch, algorithm):
@@ -44,7 +80,7 @@ def reference_gradients(model, batch, algorithm):
     total, kept = tokens_per_bin.sum(), tokens_per_bin[1:-1].sum()
     model.zero_grad()
     loss, loss_sums = torch.zeros((), dtype=torch.float64), np.zeros(ROLLOUTS + 1)
-    for s in samples:
+    for i, s in enumerate(samples):
         tokens = torch.tensor(s.tokens_T, dtype=torch.long)
         prompt, k, length = int(s.prompt_lengths_N[0]), int(s.bins_N[0]), int(s.loss_mask_R.sum())
         logp = torch.log_softmax(model(tokens[None]).logits[0], -1)[prompt - 1 : -1]
@@ -57,7 +93,9 @@ def reference_gradients(model, batch, algorithm):
         loss_sums[k] += float(sample_loss.detach())
         if length == 0:
             continue
+        rival = rival_factor(algorithm, samples, i) if algorithm in RIVALS else 0.0
         factor = {
+            **dict.fromkeys(RIVALS, rival / (kept if algorithm == "dgpo" else total)),
             "grpo": 1 / total,
             "lite_ppo": 1 / total,
             "grpo_sequence": 1 / (length * len(samples)),
@@ -100,8 +138,16 @@ def test_gradients_with_fewer_key_value_heads_than_tensor_ranks(rank_pool, tmp_p
     assert relative_difference(merged(results), want) < 1e-5
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+CASES = [(layout, algorithm) for layout in LAYOUTS for algorithm in ALGORITHMS]
+# A rival differs by a number per sample, which no layout touches but through the split of samples and the totals.
+CASES += [
+    (layout, name) if layout in ("single", "cp2_dp2") else pytest.param(layout, name, marks=pytest.mark.heavy)
+    for layout in LAYOUTS
+    for name in RIVALS
+]
+
+
+@pytest.mark.parametrize(("layout", "algorithm"), CASES)
 def test_gradients_equal_the_unpacked_reference(rank_pool, model, layout, algorithm):
     directory, hf = model
     batch = random_batch()
@@ -113,8 +159,30 @@ def test_gradients_equal_the_unpacked_reference(rank_pool, model, layout, algori
         batch=batch,
         num_micro_batches=4,
         algorithm={"name": algorithm},
+        state=STATES.get(algorithm),
     )
     assert relative_difference(merged(results), want) < 1e-5
     for result in results:
         np.testing.assert_allclose(result["loss_sums"], loss_sums, rtol=1e-5, atol=1e-6)
         assert result["policy_loss"] == pytest.approx(loss, rel=1e-5, abs=1e-7)
+
+
+def test_the_slope_of_lambda_is_the_derivative_of_the_policy_loss(rank_pool, model):
+    """Lambda moves, nothing else: the loss sums of the samples stay, their coefficients change."""
+    directory, _ = model
+    batch = random_batch()
+    found = {}
+    for exponent in (LAMBDA - 1e-3, LAMBDA, LAMBDA + 1e-3):
+        results = rank_pool.run(
+            megatron_tasks.gradients,
+            layouts()["cp2_dp2"],
+            path=directory,
+            batch=batch,
+            num_micro_batches=3,
+            algorithm={"name": "lambda_grpo"},
+            state={**STATES["lambda_grpo"], "lambda": exponent},
+        )
+        assert all(result["slopes"] == results[0]["slopes"] for result in results)
+        found[exponent] = results[0]
+    below, at, above = (found[e] for e in sorted(found))
+    assert at["slopes"][0] == pytest.approx((above["policy_loss"] - below["policy_loss"]) / 2e-3, rel=1e-4)

@@ -91,12 +91,56 @@ def sample_factor(algorithm: str, samples: list[Sample], i: int, k: int, longest
         return 1 / (length * len(samples))
     if algorithm == "dr_grpo":
         return 1 / (len(samples) * longest)
+    kept = sum(len(s.tokens) for s, b in zip(samples, step_bins, strict=True) if 0 < b < k)
     if algorithm == "dapo":
-        kept = sum(len(s.tokens) for s, b in zip(samples, step_bins, strict=True) if 0 < b < k)
         return 1 / kept if mixed else 0.0
+    if algorithm == "dgpo":
+        return dgpo_factor(samples, step_bins, i, k) / kept if mixed else 0.0
+    if algorithm in FACTORS:
+        return FACTORS[algorithm](step_bins[i] / k, samples[i].correct) / everything
+    if algorithm == "lambda_grpo":
+        return lambda_factor(samples, i, k)[0] / everything
     assert algorithm == "daro"
     own = sum(len(s.tokens) for s, b in zip(samples, step_bins, strict=True) if b == step_bins[i])
     return weights[step_bins[i]] / own if mixed else 0.0
+
+
+ANCHOR, ALPHA, DELTA, LAMBDA = 0.3, 2.5, 0.6, -1.7
+"""States in which HA-DW, FADE and lambda-GRPO are compared: pass rate expected, exponents, wrong answers' scale."""
+
+FACTORS = {
+    "maxrl": lambda mu, _right: 1 / mu if mu > 0 else 0.0,
+    "f_grpo": lambda mu, _right: 1 - mu,
+    "mgpo": lambda mu, _right: math.exp(-sum(p * math.log(p / 0.5) for p in (mu, 1 - mu) if p > 0)),
+    # An advantage is above 0 for a right answer; where it is 0 the factor does not matter.
+    "ha_dw": lambda mu, right: 1.3 * math.exp((-1 if right else 1) * (mu - ANCHOR)) if 0 < mu < 1 else 1.3,
+    "fade": lambda mu, right: (1 - mu) ** (ALPHA - 1) * (1 if right or mu == 0 else 1 / DELTA),
+}
+"""What a group's advantage is multiplied by, as (pass rate, right answer) -> factor, with the options' defaults."""
+
+
+def dgpo_factor(samples: list[Sample], step_bins: list[int], i: int, k: int) -> float:
+    """V exp(-mu/2) / sum over the V mixed questions, over the mean absolute deviation of the group's verdicts."""
+    questions = {s.group: b for s, b in zip(samples, step_bins, strict=True) if 0 < b < k}
+    score = {group: math.exp(-(b / k) / 2.0) for group, b in questions.items()}
+    weight = len(questions) * score[samples[i].group] / sum(score.values())
+    verdicts = [s.correct for s in samples if s.group == samples[i].group]
+    mean = sum(verdicts) / k
+    return weight / (sum(abs(v - mean) for v in verdicts) / k)
+
+
+def lambda_factor(samples: list[Sample], i: int, k: int, exponent: float = LAMBDA) -> tuple[float, float]:
+    """K softmax(h^lambda) of one answer within its group, h = 1 + z/9; its derivative by lambda, by a difference."""
+
+    def factor(power: float) -> float:
+        lengths = [len(s.tokens) for s in samples if s.group == samples[i].group]
+        mean = sum(lengths) / k
+        std = math.sqrt(sum((n - mean) ** 2 for n in lengths) / k)
+        scores = [math.exp((1 + ((n - mean) / std if std else 0.0) / 9) ** power) for n in lengths]
+        own = math.exp((1 + ((len(samples[i].tokens) - mean) / std if std else 0.0) / 9) ** power)
+        return k * own / sum(scores)
+
+    return factor(exponent), (factor(exponent + 1e-5) - factor(exponent - 1e-5)) / 2e-5
 
 
 ADVANTAGE_STD = {
@@ -107,6 +151,13 @@ ADVANTAGE_STD = {
     "dr_grpo": "none",
     "rloo": "leave_one_out",
     "daro": "population",
+    "maxrl": "none",
+    "f_grpo": "population",
+    "mgpo": "population",
+    "dgpo": "none",
+    "ha_dw": "population",
+    "fade": "none",
+    "lambda_grpo": "population",
 }
 
 

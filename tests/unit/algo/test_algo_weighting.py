@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_daro.algo.advantages import group_advantages
 from megatron_daro.algo.difficulty import bin_sums, pass_rate_bins
 from megatron_daro.algo.surrogate import clipped_token_loss
-from megatron_daro.algo.weighting import ALGORITHMS, BatchTotals, Grpo, make_algorithm
+from megatron_daro.algo.weighting import ALGORITHMS, BatchTotals, Grpo, SampleAlgorithm, Samples, make_algorithm
 from megatron_daro.errors import AlgorithmError, CheckpointError
 
 LONGEST = 6
@@ -31,10 +31,16 @@ class Step:
         self.lengths_N = torch.tensor([len(s.tokens) for s in self.samples])
         self.bins_N = pass_rate_bins(self.rewards_N > 0.5, self.ids_N, k)
         self.totals = BatchTotals.of(self.bins_N, self.lengths_N, k)
+        same_NN = self.ids_N[:, None] == self.ids_N[None]
+        self.groups_NK = torch.stack([self.lengths_N[same] for same in same_NN])
         pairs = [pair for s in self.samples for pair in s.tokens]
         self.logprobs_T = torch.tensor([p[0] for p in pairs], dtype=torch.float64)
         self.old_T = torch.tensor([p[1] for p in pairs], dtype=torch.float64)
         self.sample_T = torch.repeat_interleave(torch.arange(len(self.samples)), self.lengths_N)
+
+    def parts(self, advantages_N: torch.Tensor, part: torch.Tensor | slice = slice(None)) -> Samples:
+        """Some of the samples, as an algorithm sees them."""
+        return Samples(self.bins_N[part], self.lengths_N[part], advantages_N[part], self.groups_NK[part])
 
     def loss_sums(self, advantages_N: torch.Tensor, logprobs_T: torch.Tensor) -> torch.Tensor:
         """Sum of token losses per sample [N]."""
@@ -43,13 +49,28 @@ class Step:
 
     def loss(self, algorithm, advantages_N: torch.Tensor, logprobs_T: torch.Tensor) -> torch.Tensor:
         """The policy loss of the whole step at once."""
-        coefficients_N = algorithm.sample_coefficients(self.bins_N, self.lengths_N, self.totals)
+        coefficients_N = algorithm.coefficients(self.parts(advantages_N), self.totals)
         return (coefficients_N * self.loss_sums(advantages_N, logprobs_T)).sum()
 
 
 def build(name: str, k: int, **options):
     """An algorithm as the actor builds it."""
     return make_algorithm(name, rollouts_per_prompt=k, max_response_tokens=LONGEST, **options)
+
+
+def somewhere(name: str, k: int):
+    """The algorithm in a state that is not the one it starts in, the one of the slow reference."""
+    if name == "daro":
+        return trained_daro(k)
+    algorithm = build(name, k)
+    if name == "ha_dw":
+        algorithm._anchor, algorithm._anchors = reference.ANCHOR, [0.2, reference.ANCHOR]
+    if name == "fade":
+        # 3 (1 - p) / (2 p) = 2.5 at p = 3/8; 1 + H - target = 0.6
+        algorithm._solved, algorithm._entropy, algorithm._target = 3 / 8, 0.5, 0.9
+    if name == "lambda_grpo":
+        algorithm._lambda = reference.LAMBDA
+    return algorithm
 
 
 def trained_daro(k: int, **options):
@@ -70,7 +91,7 @@ STEPS = {"seed": st.integers(0, 10**6), "num_groups": st.integers(1, 6), "k": st
 @settings(max_examples=40, deadline=None)
 def test_loss_and_gradient_equal_slow_reference(name, seed, num_groups, k):
     step = Step(seed, num_groups, k)
-    algorithm = trained_daro(k) if name == "daro" else build(name, k)
+    algorithm = somewhere(name, k)
     weights = [1.0] * (k + 1) if algorithm.weights is None else algorithm.weights.tolist()
     logprobs_T = step.logprobs_T.clone().requires_grad_()
     advantages_N = algorithm.advantages(step.rewards_N, step.ids_N)
@@ -100,8 +121,13 @@ def test_every_coefficient_by_hand():
         "dr_grpo": [1 / 48] * 5 + [0.0] + [1 / 48] * 2,
         "dapo": kept,
         "daro": kept,
+        # 1/mu = 2 at 1/2, 1 at 1, none at 0; 1 - mu; 2^-1 at both ends; 1 / (2 mu (1 - mu)) = 2, one bin: softmax 1
+        "maxrl": [0.0, 0.0, 1 / 8, 1 / 8, 1 / 8, 0.0, 1 / 16, 1 / 16],
+        "f_grpo": [1 / 16, 1 / 16, 1 / 32, 1 / 32, 1 / 32, 0.0, 0.0, 0.0],
+        "mgpo": [1 / 32, 1 / 32, 1 / 16, 1 / 16, 1 / 16, 0.0, 1 / 32, 1 / 32],
+        "dgpo": [2 * x for x in kept],
     }
-    assert set(expected) == set(ALGORITHMS)
+    assert set(expected) == {name for name, cls in ALGORITHMS.items() if not issubclass(cls, SampleAlgorithm)}
     for name, values in expected.items():
         got = build(name, 2).sample_coefficients(bins_N, lengths_N, totals)
         assert got.tolist() == pytest.approx(values, rel=1e-15), name
@@ -117,6 +143,13 @@ def test_rows_of_the_table():
         "dr_grpo": ("none", False),
         "rloo": ("none", False),
         "daro": ("population", True),
+        "maxrl": ("none", False),
+        "f_grpo": ("population", False),
+        "mgpo": ("population", False),
+        "dgpo": ("none", False),
+        "ha_dw": ("population", False),
+        "fade": ("none", False),
+        "lambda_grpo": ("population", False),
     }
     bins_N = torch.tensor([0, 1, 3, 4])
     assert build("daro", 4).keep(bins_N).tolist() == [False, True, True, False]
@@ -164,7 +197,7 @@ def test_daro_equals_a_plain_token_sum_with_scaled_advantages(seed, num_groups, 
 def test_split_and_order_do_not_matter(name, parts, seed, num_groups, k):
     """Micro-batches in any order, with totals added up from the parts, give the loss of the whole."""
     step = Step(seed, num_groups, k)
-    algorithm = trained_daro(k) if name == "daro" else build(name, k)
+    algorithm = somewhere(name, k)
     advantages_N = algorithm.advantages(step.rewards_N, step.ids_N)
     sums_N = step.loss_sums(advantages_N, step.logprobs_T)
     order = torch.randperm(len(sums_N), generator=torch.Generator().manual_seed(seed))
@@ -177,7 +210,7 @@ def test_split_and_order_do_not_matter(name, parts, seed, num_groups, k):
     assert torch.equal(added.vector(), totals.vector())
     loss, bin_loss = 0.0, torch.zeros(k + 1, dtype=torch.float64)
     for part in splits:
-        coefficients = algorithm.sample_coefficients(step.bins_N[part], step.lengths_N[part], totals)
+        coefficients = algorithm.coefficients(step.parts(advantages_N, part), totals)
         loss += (coefficients * sums_N[part]).sum().item()
         bin_loss += bin_sums(sums_N[part], step.bins_N[part], k)
     assert loss == pytest.approx(step.loss(algorithm, advantages_N, step.logprobs_T).item(), rel=1e-10, abs=1e-13)
@@ -205,27 +238,32 @@ def test_denominator_of_a_micro_batch_would_inflate_the_loss_by_their_number(nam
 def test_steps_without_tokens_give_finite_coefficients(name):
     bins_N, lengths_N = torch.tensor([1, 1, 0, 0]), torch.zeros(4, dtype=torch.long)
     algorithm, totals = build(name, 2), BatchTotals.of(bins_N, lengths_N, 2)
-    assert algorithm.sample_coefficients(bins_N, lengths_N, totals).tolist() == [0.0] * 4
+    samples = Samples(bins_N, lengths_N, torch.tensor([1.0, -1.0, 0.0, 0.0]), torch.zeros(4, 2, dtype=torch.long))
+    assert algorithm.coefficients(samples, totals).tolist() == [0.0] * 4
+    assert not algorithm.coefficient_slopes(samples, totals).any()
     assert algorithm.regularizer_coefficient(totals) == 0.0
     assert algorithm.extra_loss(totals) == 0.0
-    one_token = BatchTotals(torch.tensor([0, 1, 0]), 1)
+    one_token = BatchTotals(torch.tensor([0, 1, 0]), torch.tensor([0, 1, 0]))
     assert algorithm.regularizer_coefficient(one_token) == 1.0
     empty = torch.empty(0, dtype=torch.long)
-    assert algorithm.sample_coefficients(empty, empty, totals).shape == (0,)
+    nothing = Samples(empty, empty, torch.empty(0), torch.empty(0, 2, dtype=torch.long))
+    assert algorithm.coefficients(nothing, totals).shape == (0,)
+    assert algorithm.coefficients(nothing, BatchTotals.of(empty, empty, 2)).shape == (0,)
 
 
 def test_totals_survive_the_way_through_one_vector():
     totals = BatchTotals.of(torch.tensor([1, 2, 1]), torch.tensor([3, 5, 0]), 2)
     vector = totals.vector()
-    assert vector.tolist() == [0, 3, 5, 3] and vector.dtype == torch.int64
+    assert vector.tolist() == [0, 3, 5, 0, 2, 1] and vector.dtype == torch.int64
     back = BatchTotals.from_vector(vector.double())
     assert back.tokens_per_bin.tolist() == [0, 3, 5] and back.tokens_per_bin.dtype == torch.int64
     assert (back.num_rollouts, back.tokens, back.kept_tokens) == (3, 8, 3)
+    assert back.rollouts_per_bin.tolist() == [0, 2, 1] and back.pass_rate == pytest.approx((2 * 1 + 1 * 2) / 2 / 3)
 
 
 def test_daro_reports_its_barrier_and_options_reach_the_weights():
     daro = trained_daro(4, scale="mean", clamp=(0.5, 1.3))
-    totals = BatchTotals(torch.tensor([3, 2, 0, 5, 1]), 16)
+    totals = BatchTotals(torch.tensor([3, 2, 0, 5, 1]), torch.tensor([4, 4, 0, 4, 4]))
     expected = -(math.log(daro.weights[1]) + math.log(daro.weights[3])) / 2
     assert daro.extra_loss(totals) == pytest.approx(expected, rel=1e-12)
     assert daro.regularizer_coefficient(totals) == 1 / 11
@@ -235,7 +273,7 @@ def test_daro_reports_its_barrier_and_options_reach_the_weights():
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_state_round_trip_and_foreign_states(name):
-    saved = trained_daro(4) if name == "daro" else build(name, 4)
+    saved = somewhere(name, 4)
     fresh = build(name, 4)
     fresh.load_state_dict(json.loads(json.dumps(saved.state_dict())))
     assert fresh.state_dict() == saved.state_dict()
@@ -308,7 +346,10 @@ def test_an_algorithm_of_ones_own_is_imported_by_its_path():
             build(wrong, 4)
 
 
-@pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"daro"}))
+LEARN = {"daro", "ha_dw", "fade", "lambda_grpo"}
+
+
+@pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - LEARN))
 def test_the_others_have_no_weights_and_ignore_updates(name):
     algorithm = build(name, 4)
     before = algorithm.state_dict()

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_daro.algo.advantages import group_advantages
+from megatron_daro.algo.weighting import ALGORITHMS
 from megatron_daro.analyze.rows import choose_columns, files_of, rows_of
 from megatron_daro.analyze.sums import infer_rollouts_per_prompt, read_dump
 from megatron_daro.analyze.views import token_loss_sums, view_of
@@ -80,9 +81,22 @@ def test_shares_are_the_masses_of_coefficients_and_advantages(verl_folder):
     inner = slice(1, K)
     # With magnitude "token" and weights at rest every difficulty has the same mass: the point of the method.
     torch.testing.assert_close(view.shares["daro"][inner], torch.full((K - 1,), 1 / (K - 1), dtype=torch.float64))
-    ratio = view.shares["grpo, dapo"] / view.shares["dr_grpo, lite_ppo"]
+    by_name = {name: share for names, share in view.shares.items() for name in names.split(", ")}
+    assert set(by_name) == set(ALGORITHMS)
+    ratio = by_name["grpo"] / by_name["dr_grpo"]
     std = (view.pass_rate * (1 - view.pass_rate)).sqrt()
-    torch.testing.assert_close((ratio * std)[inner] / (ratio * std)[1], torch.ones(K - 1, dtype=torch.float64))
+    torch.testing.assert_close((ratio * std)[inner] / (ratio * std)[1], torch.ones(K - 1).double(), rtol=1e-5, atol=0)
+    # Each rule's factor of the centred reward, written out: relative to dr_grpo, whose factor is 1.
+    mu = view.pass_rate[inner]
+    factors = {
+        "maxrl": 1 / mu,
+        "f_grpo": (1 - mu) / (mu * (1 - mu)).sqrt(),
+        "mgpo": torch.exp(-mu * (2 * mu).log() - (1 - mu) * (2 * (1 - mu)).log()) / (mu * (1 - mu)).sqrt(),
+        "dgpo": torch.exp(-mu / 2) / (mu * (1 - mu)),
+    }
+    for name, factor in factors.items():
+        relative = (by_name[name] / by_name["dr_grpo"])[inner] / factor
+        torch.testing.assert_close(relative / relative[0], torch.ones(K - 1, dtype=torch.float64), rtol=1e-5, atol=0)
 
 
 def test_weights_learnt_are_those_of_the_algorithm_step_by_step(verl_folder):

@@ -72,6 +72,11 @@ def test_a_good_run_passes_every_check_without_warnings(run_files, cpu):
         (["algorithm.daro.clamp=[10,0.1]"], "algorithm.daro.clamp", "0 < lower <= 1 <= upper"),
         (["algorithm.daro.clamp=[0,10]"], "algorithm.daro.clamp", "0 < lower <= 1 <= upper"),
         (
+            ["algorithm.name=lambda_grpo", "algorithm.lambda_grpo.spread=0.6", "rollout.rollouts_per_prompt=4"],
+            "algorithm.lambda_grpo.spread",
+            "got 0.6 with 4 rollouts per prompt; allowed: below 1 / sqrt(4 - 1) = 0.5774",
+        ),
+        (
             ["algorithm.correction={kind: mis, low: 3}"],
             "algorithm.correction.low",
             "got 3 with high 2; allowed: below algorithm.correction.high",

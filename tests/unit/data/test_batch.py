@@ -55,7 +55,16 @@ def test_columns_by_hand():
     np.testing.assert_allclose(batch.advantages_N, [1, -1, 0, 0], atol=1e-5)
     assert batch.advantages_N.dtype == np.float32
     assert bin_token_counts(batch).tolist() == [0, 3, 3]
-    assert batch.old_logprobs_R is None
+    assert batch.old_logprobs_R is None and batch.group_lengths_NK is None
+
+
+def test_lengths_of_the_groups_go_along_where_the_algorithm_needs_them():
+    groups = [make_group(5, [True, False], [1, 2], ["stop", "length"]), make_group(2, [True, True], [2, 1])]
+    batch = build_batch(groups, algorithm(2, "lambda_grpo"), overlong="filter")
+    assert batch.group_lengths_NK.tolist() == [[1, 0], [1, 0], [2, 1], [2, 1]]  # of what is trained
+    part = batch.select([2, 1])
+    assert part.group_lengths_NK.tolist() == [[2, 1], [1, 0]]
+    assert TrainBatch.concatenate([part, batch]).group_lengths_NK.shape == (6, 2)
 
 
 def test_penalty_changes_advantages_but_never_bins():

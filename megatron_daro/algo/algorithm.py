@@ -1,0 +1,311 @@
+"""What an algorithm is: an advantage, a choice of groups, a coefficient per rollout, and what it learns from a step.
+
+Place in the data flow: the totals of the whole optimizer step (bins, trained tokens, rollouts; summed over all ranks
+before the forward pass) -> one coefficient per rollout -> L = sum_i coefficient_i * sum_t l_t, on any split of them ->
+sums over the step -> what the algorithm learns, the same on every rank.
+Refuses to know a micro-batch: a denominator taken from part of a step makes the loss depend on how the step was split.
+
+Shape letters: N samples (of any part of the step), K rollouts per prompt, [K+1] one entry per bin 0..K, P numbers that
+an algorithm learns by descending the policy loss.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Required, TypedDict, get_args
+
+import torch
+from torch import Tensor
+
+from megatron_daro.algo.advantages import AdvantageStd, group_advantages
+from megatron_daro.algo.difficulty import bin_sums, token_counts
+from megatron_daro.errors import AlgorithmError, CheckpointError
+
+GroupFilter = Literal["auto", "none", "pass_rate"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchTotals:
+    """What every rank must know about the whole optimizer step before its first forward pass.
+
+    tokens_per_bin: int64 [K+1], trained tokens. rollouts_per_bin: int64 [K+1], those without tokens included.
+    """
+
+    tokens_per_bin: Tensor
+    rollouts_per_bin: Tensor
+
+    @classmethod
+    def of(cls, bins_N: Tensor, lengths_N: Tensor, rollouts_per_prompt: int) -> BatchTotals:
+        """Return the totals of some samples: int64 bins [N] and trained tokens [N]. Add those of all ranks."""
+        tokens = token_counts(bins_N, lengths_N, rollouts_per_prompt)
+        ones_N = torch.ones_like(torch.as_tensor(bins_N), dtype=torch.int64)
+        return cls(tokens, bin_sums(ones_N, bins_N, rollouts_per_prompt))
+
+    @classmethod
+    def from_vector(cls, vector: Tensor) -> BatchTotals:
+        """Return the inverse of `vector`, after it was summed over ranks."""
+        tokens, rollouts = vector.to(torch.int64).chunk(2)
+        return cls(tokens, rollouts)
+
+    def vector(self) -> Tensor:
+        """int64 [2(K+1)]: tokens per bin, then rollouts per bin; a plain sum over ranks adds totals."""
+        return torch.cat([self.tokens_per_bin, self.rollouts_per_bin])
+
+    def __add__(self, other: BatchTotals) -> BatchTotals:
+        return BatchTotals(self.tokens_per_bin + other.tokens_per_bin, self.rollouts_per_bin + other.rollouts_per_bin)
+
+    @property
+    def tokens(self) -> int:
+        """N, all trained tokens."""
+        return int(self.tokens_per_bin.sum())
+
+    @property
+    def kept_tokens(self) -> int:
+        """Trained tokens of groups with 0 < mu < 1."""
+        return int(self.tokens_per_bin[1:-1].sum())
+
+    @property
+    def num_rollouts(self) -> int:
+        """All rollouts of the step, those without tokens included."""
+        return int(self.rollouts_per_bin.sum())
+
+    @property
+    def pass_rate(self) -> float:
+        """Share of right answers among the step's rollouts; 0 for a step without any."""
+        right = float((self.rollouts_per_bin * torch.arange(len(self.rollouts_per_bin))).sum())
+        return right / (len(self.rollouts_per_bin) - 1) / self.num_rollouts if self.num_rollouts else 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Samples:
+    """Some samples of a step, as an algorithm sees them.
+
+    bins_N: int64 [N]. lengths_N: [N], trained response tokens. advantages_N: floating [N]. group_lengths_NK: int64
+    [N, K], trained tokens of every rollout of the sample's group, the sample's own among them; None unless the
+    algorithm `needs_group_lengths`.
+    """
+
+    bins_N: Tensor
+    lengths_N: Tensor
+    advantages_N: Tensor
+    group_lengths_NK: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Evidence:
+    """What a whole step says, over all ranks: what an algorithm learns from.
+
+    loss_sums, abs_loss_sums: float64 [K+1], sums of (absolute) token losses per bin, without coefficients. slopes:
+    float64 [P], derivative of the policy loss by each number that `coefficient_slopes` has a row for. entropy: mean
+    over the trained tokens, in nats.
+    """
+
+    totals: BatchTotals
+    loss_sums: Tensor
+    abs_loss_sums: Tensor
+    slopes: Tensor
+    entropy: float
+
+
+class Common(TypedDict, total=False):
+    """Keyword arguments that every algorithm takes; see `Algorithm`."""
+
+    rollouts_per_prompt: Required[int]
+    max_response_tokens: Required[int]
+    std: AdvantageStd | Literal["auto"]
+    group_filter: GroupFilter
+
+
+class Algorithm(ABC):
+    """One row of the family table: an advantage, a filter, and a coefficient per rollout.
+
+    A subclass says its name, and overrides what differs: `advantage_std` or `advantages`, `dynamic_filter` or
+    `own_filter`, `sample_coefficients` (or `coefficients`, where bin and length are not enough), and `update` (or
+    `learn`) with the state where it learns. Keyword arguments of its own constructor are its options.
+    """
+
+    name: ClassVar[str]
+    advantage_std: ClassVar[AdvantageStd] = "population"
+    dynamic_filter: ClassVar[bool] = False
+    std_allowed: ClassVar[tuple[AdvantageStd, ...]] = get_args(AdvantageStd)
+    """Divisors that may take the place of `advantage_std`."""
+    std_defines: ClassVar[bool] = False
+    """Whether another divisor makes it another algorithm than the published one."""
+    needs_group_lengths: ClassVar[bool] = False
+    """Whether `Samples.group_lengths_NK` must be there."""
+
+    def __init__(
+        self,
+        *,
+        rollouts_per_prompt: int,
+        max_response_tokens: int,
+        std: AdvantageStd | Literal["auto"] = "auto",
+        group_filter: GroupFilter = "auto",
+    ) -> None:
+        """Take what every algorithm is told.
+
+        Args:
+            rollouts_per_prompt: K, 2 or more.
+            max_response_tokens: the longest response allowed, in tokens (dr_grpo's constant denominator).
+            std: what the advantage is divided by; auto: the algorithm's own choice.
+            group_filter: which groups are trained. auto: the algorithm's own choice; none: all; pass_rate: those with
+                0 < mu < 1.
+
+        Raises:
+            AlgorithmError: an option is out of range, or the algorithm has no such divisor.
+        """
+        if rollouts_per_prompt < 2:
+            raise AlgorithmError(f"rollouts_per_prompt: got {rollouts_per_prompt}, allowed is 2 or more")
+        if max_response_tokens < 1:
+            raise AlgorithmError(f"max_response_tokens: got {max_response_tokens}, allowed is 1 or more")
+        if std != "auto" and std not in self.std_allowed:
+            raise AlgorithmError(
+                f"std: got {std!r}, allowed with {self.name}: auto or {', '.join(self.std_allowed)}; set it to auto, "
+                "or choose another algorithm"
+            )
+        self.rollouts_per_prompt = rollouts_per_prompt
+        self.max_response_tokens = max_response_tokens
+        self.std: AdvantageStd = self.advantage_std if std == "auto" else std
+        self.group_filter: GroupFilter = group_filter
+
+    def advantages(self, rewards_N: Tensor, group_ids_N: Tensor) -> Tensor:
+        """Return the advantages of the whole step.
+
+        Args:
+            rewards_N: [N], finite. group_ids_N: int64 [N].
+
+        Returns:
+            Floating [N].
+        """
+        return group_advantages(rewards_N, group_ids_N, std=self.std)
+
+    def keep(self, bins_N: Tensor) -> Tensor:
+        """bool [N]: whose groups are trained, after `group_filter`. The others are replaced by further prompts."""
+        bins_N = torch.as_tensor(bins_N)
+        if self.group_filter == "none":
+            return torch.ones_like(bins_N, dtype=torch.bool)
+        return self._mixed(bins_N) if self.group_filter == "pass_rate" else self.own_filter(bins_N)
+
+    def own_filter(self, bins_N: Tensor) -> Tensor:
+        """bool [N]: what `group_filter` auto means for this algorithm."""
+        return self._mixed(bins_N) if self.dynamic_filter else torch.ones_like(bins_N, dtype=torch.bool)
+
+    @property
+    def kept_bins(self) -> frozenset[int]:
+        """The bins 0..K whose groups are trained."""
+        return frozenset(self.keep(torch.arange(self.rollouts_per_prompt + 1)).nonzero().flatten().tolist())
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What is allowed, but probably not meant."""
+        if not self.std_defines or self.std == self.advantage_std:
+            return ()
+        return (f"algorithm.std: got {self.std!r}; auto is what {self.name} is: leave it unset for the published one",)
+
+    @abstractmethod
+    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
+        """Return what the sum of a rollout's token losses is multiplied by.
+
+        Args:
+            bins_N: int64 [N], bins of some samples of the step.
+            lengths_N: [N], their trained response tokens.
+            totals: of the whole optimizer step, over all ranks and micro-batches.
+
+        Returns:
+            float64 [N] on the device of `bins_N`, finite, without gradient; 0 for samples without tokens.
+        """
+
+    def coefficients(self, samples: Samples, totals: BatchTotals) -> Tensor:
+        """Return the same for samples of which more is known; this is what the loss calls.
+
+        Args:
+            samples: some of the step. totals: of the whole step.
+
+        Returns:
+            float64 [N], as `sample_coefficients`.
+        """
+        return self.sample_coefficients(samples.bins_N, samples.lengths_N, totals)
+
+    def coefficient_slopes(self, samples: Samples, totals: BatchTotals) -> Tensor:
+        """Return the derivative of `coefficients` by each number that is learnt by descending the policy loss.
+
+        Args:
+            samples, totals: as in `coefficients`.
+
+        Returns:
+            float64 [P, N]; most algorithms learn nothing that way: P is 0.
+        """
+        return torch.zeros(0, len(samples.bins_N), dtype=torch.float64)
+
+    def regularizer_coefficient(self, totals: BatchTotals) -> float:
+        """Return what KL and entropy terms of a token are multiplied by: 1/N, a mean over all trained tokens of the
+        step."""
+        return inverse(totals.tokens)
+
+    def extra_loss(self, totals: BatchTotals) -> float:
+        """Return the part of the loss without a gradient into the policy (daro: -sum ln w), for reporting."""
+        return 0.0
+
+    def learn(self, evidence: Evidence) -> None:
+        """Learn from a step that was applied; called once, on every rank with the same numbers."""
+        self.update(evidence.loss_sums, evidence.totals.tokens_per_bin, evidence.abs_loss_sums)
+
+    def update(self, loss_sums: Tensor, token_counts: Tensor, abs_loss_sums: Tensor | None = None) -> None:  # noqa: B027
+        """Learn from the step's loss sums per bin [K+1], where nothing else is needed."""
+
+    @property
+    def weights(self) -> Tensor | None:
+        """Difficulty weights float64 [K+1], or None for an algorithm without."""
+        return None
+
+    @property
+    def clamped(self) -> int:
+        """How many difficulty weights sit at an end of their clamp."""
+        return 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data, fit for JSON."""
+        return {"algorithm": self.name}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a saved state. Raises CheckpointError if another algorithm saved it."""
+        if state.get("algorithm") != self.name:
+            raise CheckpointError(
+                f"algorithm: the saved state is of {state.get('algorithm')!r}, this run uses {self.name!r}; "
+                "set algorithm.name to the saved one, or start from the weights alone"
+            )
+
+    def _mixed(self, bins_N: Tensor) -> Tensor:
+        return (bins_N > 0) & (bins_N < self.rollouts_per_prompt)
+
+
+class SampleAlgorithm(Algorithm):
+    """An algorithm whose coefficient needs more than bin and length: a subclass overrides `coefficients`."""
+
+    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
+        """Raise AlgorithmError."""
+        raise AlgorithmError(
+            f"algorithm {self.name}: its coefficients depend on more than pass rate and length; call `coefficients` "
+            "with Samples, or choose another algorithm where only these are known"
+        )
+
+    @abstractmethod
+    def coefficients(self, samples: Samples, totals: BatchTotals) -> Tensor:
+        """See `Algorithm.coefficients`."""
+
+
+def inverse(count: int) -> float:
+    """1/count, and 0 for a step without any: its sums are 0 as well."""
+    return 1.0 / count if count > 0 else 0.0
+
+
+def constant(value: float, lengths_N: Tensor) -> Tensor:
+    """float64 [N]: the value where a sample has tokens, else 0."""
+    return torch.where(lengths_N > 0, torch.tensor(value, dtype=torch.float64, device=lengths_N.device), 0.0)
+
+
+def token_mean(lengths_N: Tensor, totals: BatchTotals) -> Tensor:
+    """float64 [N]: 1/N, the mean over all trained tokens of the step, for samples with tokens."""
+    return constant(inverse(totals.tokens), lengths_N)
