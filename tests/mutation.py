@@ -60,6 +60,7 @@ _TABLE: dict[str, tuple[str, ...]] = {
     "algo/regularizers.py": (_GOLDEN, f"{_ALGO}surrogate.py", f"{_ALGO}objective.py"),
     "algo/shaping.py": (f"{_ALGO}shaping.py",),
     "algo/surrogate.py": (_GOLDEN, f"{_ALGO}surrogate.py", f"{_ALGO}objective.py"),
+    "algo/trust_regions.py": (f"{_ALGO}trust_regions.py",),
     "algo/weighting.py": (_GOLDEN, f"{_ALGO}weighting.py"),
     "actor/loss.py": (
         f"{_LOSS}test_terms_equal_the_reference[cp2_dp2-all]",

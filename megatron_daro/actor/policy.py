@@ -61,6 +61,9 @@ def objective_settings(section: AlgorithmSection) -> ObjectiveSettings:
         correction_low=section.correction.low,
         correction_high=section.correction.high,
         correction_level=section.correction.level,
+        trust_region=section.trust_region,
+        sapo_positive=section.sapo.positive,
+        sapo_negative=section.sapo.negative,
     )
 
 

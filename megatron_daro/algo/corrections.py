@@ -1,7 +1,8 @@
 """Off-policy corrections: what to do when another engine, or older weights, made the rollouts.
 
-Place in the data flow: rollout, old and current log-probs -> a weight per token (tis, mis) or a ratio per token (gspo)
-for the objective. Refuses to drop anything silently: each weight comes with the indicator of what it changed.
+Place in the data flow: rollout, old and current log-probs -> a weight per token (tis, mis), and the ratio of a sequence
+(for the trust region gspo), for the objective. Refuses to drop anything silently: each weight comes with the indicator
+of what it changed.
 A dropped token keeps its place in the denominators, which are fixed before the forward pass.
 
 Shape letters: T packed tokens, M segments (samples of this micro-batch).
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from megatron_daro.algo.surrogate import importance_ratio
 
-Correction = Literal["none", "tis", "mis", "gspo"]
+Correction = Literal["none", "tis", "mis"]
 CorrectionLevel = Literal["token", "sequence"]
 SegmentReduce = Callable[[Tensor], Tensor]
 

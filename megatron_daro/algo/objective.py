@@ -28,6 +28,7 @@ from megatron_daro.algo.corrections import (
 )
 from megatron_daro.algo.regularizers import KlEstimator, kl_terms
 from megatron_daro.algo.surrogate import check_clip_range, clip_fractions, clipped_ratio_loss, importance_ratio
+from megatron_daro.algo.trust_regions import TrustRegion, check_temperatures, cispo_loss, sapo_loss
 from megatron_daro.errors import AlgorithmError
 
 
@@ -37,8 +38,9 @@ class ObjectiveSettings:
 
     clip_low, clip_high, dual_clip: see `surrogate.clipped_ratio_loss`. kl_coefficient, entropy_coefficient: weights of
     the mean KL and entropy per trained token. correction: "none"; "tis" caps the rollout ratio at correction_cap; "mis"
-    drops what lies outside [correction_low, correction_high]; "gspo" takes the sequence's ratio (its clip range is
-    usually near 4e-4). correction_level: what the rollout ratio is taken over, "token" or "sequence".
+    drops what lies outside [correction_low, correction_high]. correction_level: what the rollout ratio is taken over,
+    "token" or "sequence". trust_region: "clip", PPO's; "gspo", the same with the sequence's ratio (its clip range is
+    usually near 4e-4); "cispo" reads clip_high only; "sapo" reads sapo_positive and sapo_negative, its temperatures.
     """
 
     clip_low: float = 0.2
@@ -52,10 +54,29 @@ class ObjectiveSettings:
     correction_low: float = 0.5
     correction_high: float = 2.0
     correction_level: CorrectionLevel = "token"
+    trust_region: TrustRegion = "clip"
+    sapo_positive: float = 1.0
+    sapo_negative: float = 1.05
 
     def __post_init__(self) -> None:
         check_clip_range(self.clip_low, self.clip_high, self.dual_clip)
-        choices = {"kl_estimator": KlEstimator, "correction": Correction, "correction_level": CorrectionLevel}
+        check_temperatures(self.sapo_positive, self.sapo_negative)
+        if self.dual_clip is not None and self.trust_region in ("cispo", "sapo"):
+            raise AlgorithmError(
+                f"dual_clip: got {self.dual_clip} with trust_region {self.trust_region!r}, which bounds every token "
+                "already; allowed is None, or trust_region 'clip' or 'gspo'"
+            )
+        if self.trust_region == "gspo" and self.correction != "none" and self.correction_level == "token":
+            raise AlgorithmError(
+                f"correction_level: got 'token' with trust_region 'gspo' and correction {self.correction!r}: tokens of "
+                "one sequence would have one ratio and different weights; allowed is 'sequence'"
+            )
+        choices = {
+            "kl_estimator": KlEstimator,
+            "correction": Correction,
+            "correction_level": CorrectionLevel,
+            "trust_region": TrustRegion,
+        }
         for field, allowed in choices.items():
             if getattr(self, field) not in get_args(allowed):
                 names = ", ".join(get_args(allowed))
@@ -114,7 +135,7 @@ def token_objective(
         logprobs_T: [T], current policy, with gradient.
         entropy_T: [T], or None for zeros (then entropy_coefficient must be 0).
         old_logprobs_T: [T], or None for an on-policy step: the current ones, detached; the ratio is exactly 1.
-        rollout_logprobs_T: [T] of the engine; None is allowed for corrections "none" and "gspo".
+        rollout_logprobs_T: [T] of the engine; None is allowed for correction "none".
         ref_logprobs_T: [T]; None is allowed for kl_coefficient 0.
         advantages_T: [T], each sample's advantage on its tokens.
         mask_T: [T], true (or 1) where the token is trained.
@@ -122,7 +143,8 @@ def token_objective(
         num_segments: M.
         settings: what is switched on.
         segment_reduce: sums a float64 [M] tensor over the context-parallel ranks that share these samples; no gradient
-            passes through it (see `corrections.sequence_log_ratio`). Called by "gspo" and sequence-level corrections.
+            passes through it (see `corrections.sequence_log_ratio`). Called by the trust region "gspo" and by
+            sequence-level corrections.
 
     Returns:
         A TokenObjective.
@@ -140,9 +162,8 @@ def token_objective(
     entropies_T, old_T, rollout_T, reference_T = (None if x is None else _select(kept_T, x) for x in optional)
     old_T = logprobs_T.detach() if old_T is None else old_T.detach()
     ratio_T = _ratio(settings, logprobs_T, old_T, where, segment_reduce)
-    clip = (settings.clip_low, settings.clip_high, settings.dual_clip)
-    loss_T = clipped_ratio_loss(ratio_T, advantages_T, *clip)
-    sums = {"tokens": kept_T, "ratio": ratio_T, **clip_fractions(ratio_T, advantages_T, *clip)}
+    loss_T, clipped = _surrogate(settings, ratio_T, advantages_T)
+    sums = {"tokens": kept_T, "ratio": ratio_T, **clipped}
     maxima: dict[str, Tensor] = {}
     if rollout_T is not None:
         correction = _correction(settings, old_T, rollout_T, where, segment_reduce)
@@ -178,10 +199,24 @@ def _ratio(
     segment_reduce: SegmentReduce | None,
 ) -> Tensor:
     """Return the importance ratio that is clipped: the token's, or its sequence's (gspo)."""
-    if settings.correction != "gspo":
+    if settings.trust_region != "gspo":
         return importance_ratio(logprobs_T, old_T)
     log_ratio_T = sequence_log_ratio(logprobs_T, old_T, *where, segment_reduce)
     return importance_ratio(log_ratio_T, torch.zeros_like(old_T))
+
+
+def _surrogate(settings: ObjectiveSettings, ratio_T: Tensor, advantages_T: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the token losses, and where their gradient was taken away or bounded."""
+    nowhere_T = torch.zeros_like(ratio_T, dtype=torch.bool)
+    if settings.trust_region == "sapo":
+        losses_T = sapo_loss(ratio_T, advantages_T, settings.sapo_positive, settings.sapo_negative)
+        return losses_T, dict.fromkeys(("clip_high", "clip_low", "dual_clip"), nowhere_T)
+    if settings.trust_region == "cispo":
+        losses_T = cispo_loss(ratio_T, advantages_T, settings.clip_high)
+        above_T = (ratio_T > 1 + settings.clip_high) & (advantages_T != 0)
+        return losses_T, {"clip_high": above_T, "clip_low": nowhere_T, "dual_clip": nowhere_T}
+    clip = (settings.clip_low, settings.clip_high, settings.dual_clip)
+    return clipped_ratio_loss(ratio_T, advantages_T, *clip), clip_fractions(ratio_T, advantages_T, *clip)
 
 
 def _correction(
@@ -192,7 +227,7 @@ def _correction(
     segment_reduce: SegmentReduce | None,
 ) -> CorrectionWeights:
     """Return the factor of each token's loss."""
-    if settings.correction in ("none", "gspo"):
+    if settings.correction == "none":
         return CorrectionWeights(torch.ones_like(old_T), torch.zeros_like(old_T, dtype=torch.bool))
     level = settings.correction_level
     ratio_T = rollout_ratio(old_T, rollout_T, *where, level=level, segment_reduce=segment_reduce)

@@ -43,8 +43,8 @@ class KlSection(Section):
 class CorrectionSection(Section):
     """Importance correction between the engine that sampled and the policy that trains."""
 
-    kind: Literal["none", "tis", "mis", "gspo"] = "none"
-    """none; tis: truncated ratio; mis: drop what is outside [low, high]; gspo: one ratio per sequence."""
+    kind: Literal["none", "tis", "mis"] = "none"
+    """none; tis: truncated ratio; mis: drop what is outside [low, high]."""
     level: Literal["token", "sequence"] = "token"
     """Whether tis and mis look at single tokens or at whole sequences."""
     cap: float = Field(default=2.0, gt=0)
@@ -53,6 +53,15 @@ class CorrectionSection(Section):
     """mis: lower bound of the ratio, >= 0 and below `high`."""
     high: float = Field(default=2.0, gt=0)
     """mis: upper bound of the ratio, > 0."""
+
+
+class SapoSection(Section):
+    """SAPO's soft gate in the place of a clip: its slope falls smoothly away from ratio 1."""
+
+    positive: float = Field(default=1.0, gt=0)
+    """Temperature for positive advantages, > 0: the larger, the narrower."""
+    negative: float = Field(default=1.05, gt=0)
+    """Temperature for the others, > 0."""
 
 
 class OverlongSection(Section):
@@ -157,12 +166,18 @@ class AlgorithmSection(Section):
     auto: as the algorithm defines it."""
     filter: Literal["auto", "none", "pass_rate"] = "auto"
     """pass_rate: keep groups with 0 < pass rate < 1 and refill the batch; auto: as the algorithm defines it."""
+    trust_region: Literal["clip", "gspo", "cispo", "sapo"] = "clip"
+    """What keeps an update near the old policy. clip: PPO's clipped ratio; gspo: the same with one ratio per sequence;
+    cispo: the ratio as a constant weight, at most 1 + clip_high; sapo: a soft gate."""
+    sapo: SapoSection = SapoSection()
+    """SAPO; read when trust_region is sapo."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """The ratio is clipped below at 1 - clip_low; in (0, 1)."""
+    """The ratio is clipped below at 1 - clip_low; in (0, 1). Read by trust_region clip and gspo."""
     clip_high: float = Field(default=0.28, gt=0)
-    """The ratio is clipped above at 1 + clip_high; > 0."""
+    """The ratio is clipped above at 1 + clip_high; > 0. Read by trust_region clip, gspo and cispo."""
     dual_clip: float | None = Field(default=None, gt=1)
-    """Bound of the loss for negative advantages, as a multiple of |A|; > 1. Unset: off."""
+    """Bound of the loss for negative advantages, as a multiple of |A|; > 1. Unset: off. With trust_region clip or
+    gspo."""
     entropy_coefficient: float = Field(default=0.0, ge=0)
     """Factor of the entropy bonus, >= 0."""
     old_logprobs: Literal["auto", "forward", "recompute", "rollout"] = "auto"

@@ -105,10 +105,10 @@ def sampling(config: Config, model: ModelFiles) -> Iterator[Problem]:
 def sampling_warnings(config: Config) -> Iterator[Problem]:
     """Return sampling that works but is probably not meant."""
     rollout, loss = config.rollout, config.algorithm
-    if rollout.max_staleness > 0 and loss.correction.kind == "none":
+    if rollout.max_staleness > 0 and loss.correction.kind == "none" and loss.trust_region != "gspo":
         got = f"none with rollout.max_staleness {rollout.max_staleness}"
         fix = "set algorithm.correction.kind=tis"
-        allowed = "tis, mis or gspo are advised off-policy"
+        allowed = "tis or mis, or algorithm.trust_region=gspo, are advised off-policy"
         yield Problem("algorithm.correction.kind", got, allowed, fix, also=("rollout.max_staleness",))
     early = rollout.finishes_early(config.engine.kind)
     if early and config.engine.kind == "embedded":
@@ -132,10 +132,16 @@ def algorithm(config: Config) -> Iterator[Problem]:
         yield Problem("algorithm.correction.low", got, "below algorithm.correction.high", "exchange the two", also=also)
     if correction.kind != "none" and section.old_logprobs == "rollout":
         got = f"{correction.kind} with old_logprobs rollout, whose ratio to the engine is always 1"
-        also = ("algorithm.old_logprobs",)
-        if correction.kind != "gspo":
-            fix = "set algorithm.old_logprobs=recompute"
-            yield Problem("algorithm.correction.kind", got, "none or gspo with old_logprobs rollout", fix, also=also)
+        also, fix = ("algorithm.old_logprobs",), "set algorithm.old_logprobs=recompute"
+        yield Problem("algorithm.correction.kind", got, "none with old_logprobs rollout", fix, also=also)
+    if section.trust_region == "gspo" and correction.kind != "none" and correction.level == "token":
+        got = f"token with trust_region gspo and kind {correction.kind}: one ratio, but a weight for each token"
+        also, fix = ("algorithm.trust_region",), "set algorithm.correction.level=sequence"
+        yield Problem("algorithm.correction.level", got, "sequence with trust_region gspo", fix, also=also)
+    if section.dual_clip is not None and section.trust_region in ("cispo", "sapo"):
+        got = f"{section.dual_clip:g} with trust_region {section.trust_region}, which bounds every token already"
+        also, fix = ("algorithm.trust_region",), "set algorithm.dual_clip=null"
+        yield Problem("algorithm.dual_clip", got, "unset, or trust_region clip or gspo", fix, also=also)
     if section.old_logprobs == "forward" and updates > 1:
         got = f"forward with {updates} updates per batch"
         fix = "set algorithm.old_logprobs=recompute"
@@ -176,14 +182,14 @@ def _overlong(config: Config) -> Iterator[Problem]:
 def algorithm_warnings(config: Config) -> Iterator[Problem]:
     """Options that work but are probably not meant."""
     section = config.algorithm
-    if section.correction.kind == "gspo" and section.clip_high > _GSPO_WIDEST:
+    if section.trust_region == "gspo" and section.clip_high > _GSPO_WIDEST:
         got = f"gspo with clip_low {section.clip_low:g} and clip_high {section.clip_high:g}"
         allowed = (
             "gspo's own range is about 3e-4 and 4e-4: a ratio per sequence, its tokens' geometric mean, moves little"
         )
         fix = "set algorithm.clip_low=3e-4 and algorithm.clip_high=4e-4"
         also = ("algorithm.clip_low", "algorithm.clip_high")
-        yield Problem("algorithm.correction.kind", got, allowed, fix, also=also)
+        yield Problem("algorithm.trust_region", got, allowed, fix, also=also)
 
 
 def engine(config: Config, hardware: Hardware) -> Iterator[Problem]:

@@ -155,7 +155,8 @@ def test_weights_after_five_updates(parameter, magnitude):
 
 @pytest.mark.parametrize("correction", ["none", "tis", "mis", "gspo"])
 def test_reported_sums(correction):
-    settings = ObjectiveSettings(correction=correction, correction_cap=1.05, correction_low=0.95, correction_high=1.2)
+    which = {"trust_region": "gspo"} if correction == "gspo" else {"correction": correction}
+    settings = ObjectiveSettings(**which, correction_cap=1.05, correction_low=0.95, correction_high=1.2)
     loss, *_, objective = run_step(build("dapo"), settings)
     got = {"loss": loss} | {name: value.item() for name, value in objective.sums.items()}
     assert got == pytest.approx(GOLDEN_SUMS[correction], rel=1e-12)

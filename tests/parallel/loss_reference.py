@@ -100,10 +100,19 @@ def _token_losses(sample: _Sample, algorithm: Mapping[str, Any]) -> tuple[Tensor
     low, high, dual = 0.2, 0.28, algorithm.get("dual_clip")
     correction = algorithm.get("correction", {"kind": "none"})
     log_ratio = sample.logp - sample.old
-    if correction["kind"] == "gspo" and len(log_ratio):
+    region = algorithm.get("trust_region", "clip")
+    if region == "gspo" and len(log_ratio):
         log_ratio = log_ratio.mean().expand(len(log_ratio))  # the direct form: gradient through the mean itself
     rho, advantage = log_ratio.exp(), sample.advantage
     losses = -torch.min(rho * advantage, rho.clamp(1 - low, 1 + high) * advantage)
+    high_clipped, low_clipped = (rho > 1 + high) & (advantage > 0), (rho < 1 - low) & (advantage < 0)
+    if region == "cispo":
+        losses = -rho.detach().clamp(max=1 + high) * advantage * (1 + sample.logp - sample.logp.detach())
+        high_clipped, low_clipped = rho > 1 + high, torch.zeros(len(rho), dtype=torch.bool)
+    if region == "sapo":
+        tau = 1.0 if advantage > 0 else 1.05
+        losses = -advantage * (1 + 4 / tau * (torch.sigmoid(tau * (rho - 1)) - 0.5))
+        high_clipped = low_clipped = torch.zeros(len(rho), dtype=torch.bool)
     dual_clipped = torch.zeros(len(rho), dtype=torch.bool)
     if dual is not None and advantage < 0:
         dual_clipped = rho.detach() > dual
@@ -112,8 +121,8 @@ def _token_losses(sample: _Sample, algorithm: Mapping[str, Any]) -> tuple[Tensor
     difference = sample.old - sample.rollout
     return losses * weight, {
         "ratio/mean": rho,
-        "ratio/clip_fraction_high": (rho > 1 + high) & (advantage > 0),
-        "ratio/clip_fraction_low": (rho < 1 - low) & (advantage < 0),
+        "ratio/clip_fraction_high": high_clipped,
+        "ratio/clip_fraction_low": low_clipped,
         "ratio/dual_clip_fraction": dual_clipped,
         "policy/entropy": sample.entropy,
         "policy/kl_reference": _kl(sample, algorithm.get("kl", {}).get("estimator", "k3")),
@@ -125,7 +134,7 @@ def _token_losses(sample: _Sample, algorithm: Mapping[str, Any]) -> tuple[Tensor
 
 def _correction(sample: _Sample, correction: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     ones, nothing = torch.ones(len(sample.old)), torch.zeros(len(sample.old), dtype=torch.bool)
-    if correction["kind"] in ("none", "gspo") or not len(sample.old):
+    if correction["kind"] == "none" or not len(sample.old):
         return ones, nothing
     log_ratio = sample.old - sample.rollout
     if correction["level"] == "sequence":

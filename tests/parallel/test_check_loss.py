@@ -25,7 +25,9 @@ BUGS = [
     ("masked_by_multiplication", (True,), "advantages", "NaN"),
     ("verl_horizon", (True,), "advantages", "mean of means"),
 ]
-EXACT = ["grpo", "grpo_sequence", "dapo", "lite_ppo", "dr_grpo", "rloo", "daro", "ppo", "gspo", "cispo"]
+EXACT = ["grpo", "grpo_sequence", "dapo", "lite_ppo", "dr_grpo", "rloo", "daro", "maxrl", "f_grpo", "mgpo", "dgpo"]
+EXACT += ["ppo", "gspo", "cispo"]
+CHEAP = ["daro", "dgpo", "gspo"]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,8 @@ def test_a_mistake_that_shipped_is_found_and_named(case_pool, record_property, n
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ("daro", "gspo") else pytest.param(name, marks=pytest.mark.heavy) for name in EXACT]
+    "name",
+    [name if name in CHEAP else pytest.param(name, marks=pytest.mark.heavy) for name in EXACT],
 )
 def test_an_exact_loss_is_left_alone(case_pool, name):
     from megatron_daro.check_loss.search import check

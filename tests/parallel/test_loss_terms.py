@@ -34,10 +34,12 @@ TERMS = {
     "tis_sequence": correction("tis", "sequence"),
     "mis_token": correction("mis"),
     "mis_sequence": correction("mis", "sequence"),
-    "gspo": correction("gspo"),
+    "gspo": {"trust_region": "gspo"},
+    "cispo": {"trust_region": "cispo"},
+    "sapo": {"trust_region": "sapo"},
     "dual_clip": {"dual_clip": 1.5},
     "all": {"name": "daro", "entropy_coefficient": 0.3, "dual_clip": 1.5, **KL["k3"], **correction("tis")},
-    "all_gspo": {"name": "daro", "entropy_coefficient": 0.3, **KL["k2"], **correction("gspo")},
+    "all_gspo": {"name": "daro", "entropy_coefficient": 0.3, **KL["k2"], "trust_region": "gspo"},
 }
 
 

@@ -10,6 +10,7 @@ from megatron_daro.algo.corrections import (
     rollout_ratio,
     segment_mean,
     segment_sums,
+    sequence_log_ratio,
     truncated_importance_weights,
 )
 
@@ -40,3 +41,19 @@ def test_tokens_of_no_segment_at_all():
     values_T, mask_T, segment_T = torch.ones(2), torch.zeros(2, dtype=torch.bool), torch.full((2,), -1)
     assert segment_sums(values_T, mask_T, segment_T, 0).shape == (0,)
     assert segment_mean(values_T, mask_T, segment_T, 0).tolist() == [0.0, 0.0]
+
+
+def test_both_ends_of_the_masked_range_are_inside():
+    """MIS keeps [low, high]; a ratio just beyond either end is dropped."""
+    ratio_T = torch.tensor([0.4999, 0.5, 1.0, 2.0, 2.0001])
+    result = masked_importance_weights(ratio_T, 0.5, 2.0)
+    assert result.changed_T.tolist() == [True, False, False, False, True]
+    assert result.weight_T.tolist() == [0, 0.5, 1.0, 2.0, 0]
+
+
+def test_sequence_ratio_and_segment_mean_by_hand():
+    values_T, mask_T = torch.tensor([1.0, 3.0, 9.0, 5.0]), torch.tensor([True, True, False, True])
+    means = segment_mean(values_T, mask_T, torch.tensor([0, 0, 0, 2]), 3)
+    assert means[mask_T].tolist() == [2.0, 2.0, 5.0]
+    log_ratio = sequence_log_ratio(values_T, torch.zeros(4), mask_T, torch.tensor([0, 0, 0, 2]), 3)
+    assert log_ratio[mask_T].tolist() == [2.0, 2.0, 5.0]

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_daro.algo.corrections import masked_importance_weights, segment_mean, sequence_log_ratio
 from megatron_daro.algo.objective import ObjectiveSettings, TokenObjective, token_objective
 from megatron_daro.algo.regularizers import kl_terms
 from megatron_daro.errors import AlgorithmError
@@ -22,7 +21,10 @@ CORRECTIONS = [
     {"correction": "tis", "correction_cap": 1.1, "correction_level": "sequence"},
     {"correction": "mis", "correction_low": 0.9, "correction_high": 1.1},
     {"correction": "mis", "correction_low": 0.9, "correction_high": 1.1, "correction_level": "sequence"},
-    {"correction": "gspo", "clip_low": 0.05, "clip_high": 0.05},
+    {"trust_region": "gspo", "clip_low": 0.05, "clip_high": 0.05},
+    {"trust_region": "gspo", "correction": "tis", "correction_cap": 1.1, "correction_level": "sequence"},
+    {"trust_region": "cispo", "clip_high": 0.1, "dual_clip": None},
+    {"trust_region": "sapo", "sapo_positive": 2.0, "sapo_negative": 3.0, "dual_clip": None},
 ]
 
 
@@ -106,12 +108,16 @@ def test_by_hand():
 def literal_loss(tokens: Tokens, options: dict, logprobs: torch.Tensor) -> torch.Tensor:
     """The objective sample by sample, from the formulas, with gradients through everything (gspo's mean included)."""
     total = torch.zeros((), dtype=torch.float64)
-    kind, level = options["correction"], options.get("correction_level", "token")
+    kind, region, level = (
+        options.get("correction", "none"),
+        options.get("trust_region", "clip"),
+        options.get("correction_level", "token"),
+    )
     low, high = options.get("clip_low", 0.2), options.get("clip_high", 0.28)
     for m in range(3):
         own = (tokens.segment == m) & tokens.mask
         difference = logprobs[own] - tokens.old[own]
-        ratio = difference.mean().exp().expand(int(own.sum())) if kind == "gspo" else difference.exp()
+        ratio = difference.mean().exp().expand(int(own.sum())) if region == "gspo" else difference.exp()
         engine = tokens.old[own] - tokens.rollout[own]
         engine = (engine.mean().expand_as(engine) if level == "sequence" else engine).exp()
         weight = torch.ones_like(engine)
@@ -121,7 +127,13 @@ def literal_loss(tokens: Tokens, options: dict, logprobs: torch.Tensor) -> torch
             keep = (engine >= options["correction_low"]) & (engine <= options["correction_high"])
             weight = engine * keep
         for t, advantage in enumerate(tokens.advantages[own]):
-            one, two = -ratio[t] * advantage, -ratio[t].clamp(1 - low, 1 + high) * advantage
+            if region == "cispo":  # as printed: the log-prob itself, times a constant
+                one = two = -min(float(ratio[t].detach()), 1 + high) * advantage * logprobs[own][t]
+            elif region == "sapo":
+                tau = options["sapo_positive"] if advantage > 0 else options["sapo_negative"]
+                one = two = -4 / tau / (1 + torch.exp(-tau * (ratio[t] - 1))) * advantage
+            else:
+                one, two = -ratio[t] * advantage, -ratio[t].clamp(1 - low, 1 + high) * advantage
             total = total + weight[t] * torch.maximum(one, two)
     return total
 
@@ -134,7 +146,8 @@ def test_value_and_gradient_equal_the_literal_formula(options, seed):
     one, other = (tokens.logprobs.clone().requires_grad_() for _ in range(2))
     loss = tokens.objective(ObjectiveSettings(**options), logprobs=one).loss_T.sum()
     expected = literal_loss(tokens, options, other)
-    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-12)
+    if options.get("trust_region") not in ("cispo", "sapo"):  # their values are shifted, not their gradients
+        torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-12)
     loss.backward()
     expected.backward()
     torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12)
@@ -144,16 +157,16 @@ def test_value_and_gradient_equal_the_literal_formula(options, seed):
 def test_corrections_change_something_here(options):
     """The oracle above would pass on settings that never bite."""
     result = Tokens(1).objective(ObjectiveSettings(**options))
-    assert (result.sums["corrected"].item() > 0) == (options["correction"] in ("tis", "mis"))
+    assert (result.sums["corrected"].item() > 0) == (options.get("correction", "none") != "none")
     plain = Tokens(1).objective(ObjectiveSettings())
-    assert torch.equal(result.loss_T, plain.loss_T) == (options["correction"] == "none")
+    assert torch.equal(result.loss_T, plain.loss_T) == (options == {"correction": "none"})
 
 
-@pytest.mark.parametrize("correction", ["none", "gspo"])
-def test_without_old_logprobs_the_ratio_is_exactly_one_and_the_gradient_flows(correction):
+@pytest.mark.parametrize("region", ["clip", "gspo", "cispo", "sapo"])
+def test_without_old_logprobs_the_ratio_is_exactly_one_and_the_gradient_flows(region):
     tokens = Tokens(2)
     logprobs = tokens.logprobs.clone().requires_grad_()
-    settings_ = ObjectiveSettings(correction=correction)
+    settings_ = ObjectiveSettings(trust_region=region)
     result = tokens.objective(settings_, logprobs=logprobs, old_logprobs_T=None)
     assert torch.equal(result.loss_T.detach(), torch.where(tokens.mask, -tokens.advantages, 0))
     assert result.sums["ratio"].item() == result.sums["tokens"].item() == tokens.mask.sum().item()
@@ -205,8 +218,8 @@ def test_context_parallel_parts_add_up_with_a_reduction_without_gradient(options
     noted: list[list[torch.Tensor]] = [[], []]
     for rank, half in enumerate(halves):
         tokens.objective(settings_, half, segment_reduce=lambda x, rank=rank: noted[rank].append(x) or x)
-    sequence = options["correction"] == "gspo" or options.get("correction_level") == "sequence"
-    assert len(noted[0]) == len(noted[1]) == (2 if sequence else 0)
+    sequences = (options.get("trust_region") == "gspo") + (options.get("correction_level") == "sequence")
+    assert len(noted[0]) == len(noted[1]) == 2 * sequences
     one, other = (tokens.logprobs.clone().requires_grad_() for _ in range(2))
     whole = tokens.objective(settings_, logprobs=one)
     total = 0
@@ -248,7 +261,7 @@ def test_an_empty_micro_batch():
         mask_T=empty.detach().bool(),
         segment_T=empty.detach().long(),
         num_segments=0,
-        settings=ObjectiveSettings(correction="gspo"),
+        settings=ObjectiveSettings(trust_region="gspo"),
     )
     assert result.segment_losses_M.shape == (0,)
     assert result.maxima["logprob_abs_diff"].item() == 0.0
@@ -330,22 +343,6 @@ def test_k3_pulls_towards_the_reference_however_far_it_is(distance):
 def test_k3_is_continuous_where_its_tangent_begins():
     near, far = (kl_terms(torch.tensor([-x]).double(), torch.zeros(1), "k3").item() for x in (20 - 1e-9, 20 + 1e-9))
     assert near == pytest.approx(far, rel=1e-8)
-
-
-def test_both_ends_of_the_masked_range_are_inside():
-    """MIS keeps [low, high]; a ratio just beyond either end is dropped."""
-    ratio_T = torch.tensor([0.4999, 0.5, 1.0, 2.0, 2.0001])
-    result = masked_importance_weights(ratio_T, 0.5, 2.0)
-    assert result.changed_T.tolist() == [True, False, False, False, True]
-    assert result.weight_T.tolist() == [0, 0.5, 1.0, 2.0, 0]
-
-
-def test_sequence_ratio_and_segment_mean_by_hand():
-    values_T, mask_T = torch.tensor([1.0, 3.0, 9.0, 5.0]), torch.tensor([True, True, False, True])
-    means = segment_mean(values_T, mask_T, torch.tensor([0, 0, 0, 2]), 3)
-    assert means[mask_T].tolist() == [2.0, 2.0, 5.0]
-    log_ratio = sequence_log_ratio(values_T, torch.zeros(4), mask_T, torch.tensor([0, 0, 0, 2]), 3)
-    assert log_ratio[mask_T].tolist() == [2.0, 2.0, 5.0]
 
 
 @pytest.mark.parametrize(

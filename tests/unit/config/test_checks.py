@@ -77,6 +77,16 @@ def test_a_good_run_passes_every_check_without_warnings(run_files, cpu):
             "got 0.6 with 4 rollouts per prompt; allowed: below 1 / sqrt(4 - 1) = 0.5774",
         ),
         (
+            ["algorithm.trust_region=cispo", "algorithm.dual_clip=3"],
+            "algorithm.dual_clip",
+            "got 3 with trust_region cispo",
+        ),
+        (
+            ["algorithm.trust_region=gspo", "algorithm.correction.kind=tis"],
+            "algorithm.correction.level",
+            "got token with trust_region gspo",
+        ),
+        (
             ["algorithm.correction={kind: mis, low: 3}"],
             "algorithm.correction.low",
             "got 3 with high 2; allowed: below algorithm.correction.high",
@@ -229,8 +239,8 @@ def test_fp8_is_accepted_where_the_gpus_have_it(run_files):
     [
         (["rollout.max_staleness=1"], "algorithm.correction.kind: got none with rollout.max_staleness 1"),
         (
-            ["algorithm.correction.kind=gspo"],
-            "algorithm.correction.kind: got gspo with clip_low 0.2 and clip_high",
+            ["algorithm.trust_region=gspo"],
+            "algorithm.trust_region: got gspo with clip_low 0.2 and clip_high",
         ),
     ],
 )
