@@ -23,6 +23,7 @@ from megatron_daro.commands.analyze import analyze
 from megatron_daro.commands.check_layout import check_layout
 from megatron_daro.commands.check_loss import check_loss
 from megatron_daro.commands.convert import convert
+from megatron_daro.commands.curate import curate
 from megatron_daro.commands.doctor import doctor
 from megatron_daro.commands.plan import plan
 from megatron_daro.commands.submit import submit
@@ -78,6 +79,7 @@ def _show_version(asked: bool) -> None:
 app.command()(plan)
 app.command()(check_layout)
 app.command()(analyze)
+app.command()(curate)
 app.command()(submit)
 app.command()(doctor)
 app.command()(check_loss)

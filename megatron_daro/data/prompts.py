@@ -131,13 +131,19 @@ def _load_file(
         if isinstance(parsed, RowProblem):
             bad.setdefault(parsed.reason, []).append(f"{path.name}:{number}")
         else:
-            prompts.append(_prompt(parsed, path.stem))
+            prompts.append(prompt_of(parsed, path.stem))
     if not prompts and not bad:
         raise DataError(f"{path}: the file has no rows; give a file with at least one problem")
     return prompts, bad, fields
 
 
-def _prompt(parsed: ParsedRow, stem: str) -> Prompt:
+def prompt_of(parsed: ParsedRow, stem: str) -> Prompt:
+    """Return the prompt of a usable row, without tokens.
+
+    Args:
+        parsed: the row.
+        stem: the file's name without its ending, the source where the row names none.
+    """
     prompt = Prompt(
         id="",
         answer=parsed.answers[0],

@@ -1,0 +1,143 @@
+"""`megatron-daro curate`: problem files become one set without repeats, leaks and answers that nothing can check."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from megatron_daro.curate.rows import Row
+
+SUITE_DIR = Path("data/math6")
+"""Where the evaluation suite is looked for when no set is named."""
+_KINDS = ("*.jsonl", "*.json", "*.parquet", "*.jsonl.gz", "*.jsonl.zst", "*.json.gz")
+
+
+def curate(
+    data: Annotated[list[Path], typer.Argument(metavar="DATA...", help="Files of problems.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the curated set goes; not there yet.")],
+    against: Annotated[
+        list[Path] | None,
+        typer.Option("--against", metavar="PATH", help="Evaluation set, a file or a folder of them; can be repeated."),
+    ] = None,
+    data_format: Annotated[
+        Literal["auto", "jsonl", "parquet", "gsm8k", "dapo"], typer.Option("--format", help="Layout of the files.")
+    ] = "auto",
+    problem_field: Annotated[str | None, typer.Option("--problem-field", help="Field with the problem.")] = None,
+    answer_field: Annotated[str | None, typer.Option("--answer-field", help="Field with the answer.")] = None,
+    keep_field: Annotated[list[str] | None, typer.Option("--keep-field", help="Field to carry along; repeat.")] = None,
+    conflicts: Annotated[
+        Literal["drop", "keep_first", "majority"],
+        typer.Option("--conflicts", help="What becomes of equal problems with different answers."),
+    ] = "drop",
+    near: Annotated[bool, typer.Option("--near/--no-near", help="Drop problems that differ in a few words.")] = True,
+    ngram: Annotated[int, typer.Option("--ngram", min=5, help="Words of the run that makes an overlap.")] = 13,
+    drop_overlaps: Annotated[
+        bool, typer.Option("--drop-overlaps", help="Also drop what only shares such a run with an evaluation set.")
+    ] = False,
+    verifier: Annotated[
+        Literal["math", "integer", "exact", "none"], typer.Option("--verifier", help="Must be able to check answers.")
+    ] = "math",
+    workers: Annotated[int, typer.Option("--workers", min=1, help="Processes of the verifier.")] = 2,
+    drop_guesses: Annotated[
+        str, typer.Option("--drop-guesses", metavar="A,B", help="choice, yes_no, true_false, small_integer.")
+    ] = "",
+    largest_integer: Annotated[int, typer.Option("--largest-integer", min=0, help="Of small_integer.")] = 10,
+    write: Annotated[str, typer.Option("--write", metavar="A,B", help="parquet, jsonl.")] = "parquet",
+) -> None:
+    """Deduplicate, decontaminate and check files of problems; nothing is dropped without a record."""
+    from megatron_daro.curate import output
+    from megatron_daro.curate.golds import GUESSES
+    from megatron_daro.curate.offline import Rules, decide
+    from megatron_daro.curate.rows import Fields, read_all
+    from megatron_daro.curate.statistics import collect
+
+    output.check_free(out)
+    keep = tuple(keep_field or ())
+    output.check_keep(keep)
+    fields = Fields(data_format, problem_field, answer_field, keep)
+    rules = Rules(
+        conflicts=conflicts,
+        near=near,
+        ngram=ngram,
+        drop_overlaps=drop_overlaps,
+        verifier=verifier,
+        workers=workers,
+        guesses=tuple(kind for kind in GUESSES if kind in _listed("--drop-guesses", drop_guesses, GUESSES)),
+        largest_integer=largest_integer,
+    )
+    formats = _listed("--write", write, output.FORMATS) or ["parquet"]
+    sets = _evaluation_sets(against)
+    rows, shared = read_all(data, fields)
+    decisions, crowded = decide(rows, sets, rules, typer.echo)
+    settings = {name: value for name, value in asdict(rules).items() if name != "workers"}
+    statistics = collect(rows, decisions, sets=sets, rules=settings, shared=shared, crowded=crowded)
+    examples = {f"{name}:{row.place.rsplit(':', 1)[-1]}": row for name, one in sets.items() for row in one}
+    output.write(out, rows, decisions, statistics, formats=formats, examples=examples)
+    _print(out, statistics, formats)
+
+
+def _evaluation_sets(against: Sequence[Path] | None) -> dict[str, list[Row]]:
+    """Return the evaluation sets by name; says aloud where there are none."""
+    from megatron_daro.curate.rows import Fields, read_all
+    from megatron_daro.errors import ConfigError
+
+    paths = list(against or ([SUITE_DIR] if SUITE_DIR.is_dir() else []))
+    files: list[Path] = []
+    for path in paths:
+        inside = sorted({file for kind in _KINDS for file in path.glob(kind)}) if path.is_dir() else [path]
+        if not inside:
+            raise ConfigError(
+                f"--against: got {str(path)!r}, a folder without problem files; allowed: files of problems or folders "
+                f"with {', '.join(_KINDS)}; fix: check the path"
+            )
+        files += inside
+    if not files:
+        typer.echo(
+            f"warning: NOT compared with any evaluation set: none was given with --against, and there is no folder "
+            f"{SUITE_DIR}. Problems of the benchmarks may stay in the set.",
+            err=True,
+        )
+    sets: dict[str, list[Row]] = {}
+    for file in files:
+        name = file.name.split(".")[0]
+        if name in sets:
+            raise ConfigError(
+                f"--against: got two sets named {name!r}; allowed: names that differ before the first dot; fix: "
+                "rename one of the files"
+            )
+        sets[name] = read_all([file], Fields())[0]
+    return sets
+
+
+def _listed(option: str, text: str, allowed: Sequence[str]) -> list[str]:
+    """Return the names of a list with commas, in the order of `allowed`. Raises ConfigError for another name."""
+    from megatron_daro.errors import ConfigError
+
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in allowed]
+    if unknown:
+        raise ConfigError(f"{option}: got {', '.join(unknown)}; allowed: {', '.join(allowed)}; fix: correct the name")
+    return [name for name in allowed if name in names]
+
+
+def _print(out: Path, statistics: Mapping[str, Any], formats: Sequence[str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from megatron_daro.curate.decisions import NOTES, REASONS
+
+    table = Table("", "rows", "", highlight=False)
+    table.add_row("kept", f"{statistics['kept']:,}", "")
+    for reason, count in statistics["dropped"].items():
+        table.add_row(reason, f"{count:,}", REASONS[reason])
+    for note, count in statistics["notes"].items():
+        table.add_row(f"({note})", f"{count:,}", f"of the kept: {NOTES[note]}")
+    table.add_row("read", f"{statistics['rows_read']:,}", f"{len(statistics['files'])} files")
+    Console().print(table)
+    for name in (*(f"curated.{form}" for form in formats), "dropped.parquet", "page.html"):
+        typer.echo(out / name)

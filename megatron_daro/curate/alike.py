@@ -1,0 +1,113 @@
+"""Whether two statements are one problem, and whether one stands in the other.
+
+Place in the data flow: a pair of candidates that hashing found -> yes or no, for duplicates and leaks. A few words may
+differ; a number, an operator, a symbol, a negation or a word that turns the problem into another one (odd for even)
+may not. So a problem with one number changed is another problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import SequenceMatcher
+from itertools import pairwise
+
+from megatron_daro.curate.statements import Statement
+from megatron_daro.curate.wording import MEANING, NEGATIONS
+
+LEAST_ALIKE = 0.8
+"""Part of the tokens that must agree, in order."""
+_ARTICLES = frozenset({"a", "A", "I"})
+_FIRST_CJK = "\u3040"
+_STRAY, _STRAY_GAP = 3, 6
+_Block = tuple[int, int, int]
+
+
+def same_problem(first: Statement, second: Statement, least: float = LEAST_ALIKE) -> bool:
+    """Return whether two statements differ in a few words only.
+
+    Args:
+        first: one statement. second: the other. The answer's form is not compared.
+        least: twice the tokens in common, in order, over the tokens of both, at least this.
+    """
+    if first.numbers != second.numbers:
+        return False
+    a, b = first.tokens, second.tokens
+    if a == b:
+        return True
+    if 2 * min(len(a), len(b)) < least * (len(a) + len(b)):
+        return False
+    blocks = _blocks(a, b)
+    if 2 * sum(size for _, _, size in blocks) < least * (len(a) + len(b)):
+        return False
+    edges: list[_Block] = [(0, 0, 0), *blocks, (len(a), len(b), 0)]
+    return _gaps_say_the_same(a, b, edges)
+
+
+def part_found(inner: Statement, outer: Statement, least: float = LEAST_ALIKE) -> float:
+    """Return how much of a statement stands in another one, in order, if nothing but a few words differs.
+
+    Args:
+        inner: the shorter one, of an evaluation set.
+        outer: the text in which it may stand; what stands before and behind it does not count.
+        least: less than this part of the tokens of `inner` counts as nothing.
+
+    Returns:
+        The part of the tokens of `inner`: 1 where it stands there as it is, 0 where it does not.
+    """
+    a, b = inner.tokens, outer.tokens
+    if len(b) < least * len(a) or not _is_subsequence(inner.numbers, outer.numbers):
+        return 0.0
+    blocks = _without_strays(_blocks(a, b))
+    part = sum(size for _, _, size in blocks) / max(1, len(a))
+    if not blocks or part < least:
+        return 0.0
+    (first_a, _, _), (last_a, _, last_size) = blocks[0], blocks[-1]
+    outside = (*a[:first_a], *a[last_a + last_size :])
+    return 0.0 if _fixed(outside) or not _gaps_say_the_same(a, b, blocks) else part
+
+
+def _blocks(a: Sequence[str], b: Sequence[str]) -> list[_Block]:
+    matcher = SequenceMatcher(None, a, b, autojunk=False)
+    return [(block.a, block.b, block.size) for block in matcher.get_matching_blocks() if block.size]
+
+
+def _without_strays(blocks: list[_Block]) -> list[_Block]:
+    """Return the blocks without short ones far away from the rest: an `of the` in a text around the problem."""
+    while len(blocks) > 1:
+        (_, b0, n0), (_, b1, _) = blocks[0], blocks[1]
+        (_, y0, m0), (_, y1, m1) = blocks[-2], blocks[-1]
+        if n0 <= _STRAY and b1 - (b0 + n0) > _STRAY_GAP:
+            blocks = blocks[1:]
+        elif m1 <= _STRAY and y1 - (y0 + m0) > _STRAY_GAP:
+            blocks = blocks[:-1]
+        else:
+            break
+    return blocks
+
+
+def _gaps_say_the_same(a: Sequence[str], b: Sequence[str], blocks: Sequence[_Block]) -> bool:
+    """Return whether what stands between neighbouring blocks differs in words that may differ."""
+    for (a0, b0, n), (a1, b1, _) in pairwise(blocks):
+        left, right = a[a0 + n : a1], b[b0 + n : b1]
+        if _fixed(left) != _fixed(right):
+            return False
+        mine, theirs = MEANING.intersection(left), MEANING.intersection(right)
+        if mine and theirs and mine != theirs:
+            return False
+    return True
+
+
+def _fixed(tokens: Sequence[str]) -> list[str]:
+    """Return the tokens that may neither come, go nor change: all but words and articles."""
+    return [token for token in tokens if token in NEGATIONS or not (_is_word(token) or token in MEANING)]
+
+
+def _is_word(token: str) -> bool:
+    """Return whether it is a word: a single letter is a symbol (not in Chinese, Japanese and Korean), TARTAR a name."""
+    is_name = len(token) == 1 or token.isupper()
+    return token in _ARTICLES or (token.isalpha() and (token >= _FIRST_CJK or not is_name))
+
+
+def _is_subsequence(short: Sequence[str], long: Sequence[str]) -> bool:
+    rest = iter(long)
+    return all(token in rest for token in short)

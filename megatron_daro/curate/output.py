@@ -1,0 +1,188 @@
+"""What a curation leaves behind: the curated set, a record of each dropped row, notes, statistics and a page.
+
+Place in the data flow: rows and Decisions -> OUT. Everything is written beside its place (OUT.partial) and renamed when
+it is whole and was read back, so OUT is finished or not there. No time and no path of a machine is written: the same
+input gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megatron_daro import durable
+from megatron_daro.curate.decisions import Decisions, Finding
+from megatron_daro.curate.page import render_page
+from megatron_daro.curate.rows import Row
+from megatron_daro.data.prompts import load_problems
+from megatron_daro.errors import ConfigError, DataError
+
+CURATED, DROPPED, NOTES, STATISTICS, PAGE = (
+    "curated",
+    "dropped.parquet",
+    "notes.parquet",
+    "statistics.json",
+    "page.html",
+)
+FORMATS = ("parquet", "jsonl")
+Extra = Mapping[int, Mapping[str, Any]]
+"""Row -> further fields of the curated set, such as its pass rate."""
+
+_TEXTS = pa.list_(pa.string())
+_MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+_COLUMNS = [
+    ("id", pa.string()), ("problem", pa.string()), ("messages", _MESSAGES), ("answer", _TEXTS),
+    ("data_source", pa.string()), ("category", pa.string()), ("origin", pa.string()),
+]  # fmt: skip
+_RECORD = [
+    ("origin", pa.string()), ("reason", pa.string()), ("detail", pa.string()), ("other", pa.string()),
+    ("problem", pa.string()), ("answer", _TEXTS), ("data_source", pa.string()),
+]  # fmt: skip
+
+
+def partial_of(out: Path) -> Path:
+    """Return where a curation is written before it is whole."""
+    return out.with_name(f"{out.name}.partial")
+
+
+def check_free(out: Path) -> None:
+    """Refuse a place that holds something. Raises ConfigError."""
+    if out.exists():
+        raise ConfigError(
+            f"--out: got {str(out)!r}, which is there already; allowed: a new directory; fix: name another one, or "
+            "remove it"
+        )
+
+
+def check_keep(names: Sequence[str]) -> None:
+    """Refuse fields that would stand twice in the curated set. Raises ConfigError."""
+    own = {name for name, _ in _COLUMNS}
+    taken = sorted(name for name in names if name in own or name.startswith("pass_rate"))
+    if taken:
+        raise ConfigError(
+            f"--keep-field: got {', '.join(taken)}; allowed: fields that the curated set does not have itself "
+            f"({', '.join(own)}, pass_rate...); fix: leave it out"
+        )
+
+
+def write(
+    out: Path,
+    rows: Sequence[Row],
+    decisions: Decisions,
+    statistics: Mapping[str, Any],
+    *,
+    formats: Sequence[str] = FORMATS[:1],
+    extra: Extra | None = None,
+    examples: Mapping[str, Row] | None = None,
+) -> None:
+    """Write everything and give it its name.
+
+    Args:
+        out: not there yet; `partial_of(out)` may hold files of an earlier attempt, which are replaced.
+        rows: every row that was read. decisions: what happened to them. statistics: for the file and the page.
+        formats: of the curated set.
+        extra: further fields of kept rows.
+        examples: rows of evaluation sets by "set:row", to show on the page.
+
+    Raises:
+        ConfigError: `out` is there. DataError: nothing is left, or what was written reads differently.
+    """
+    check_free(out)
+    kept = decisions.kept()
+    if not kept:
+        raise DataError(f"no problem is left of {len(rows)} rows: {_reasons(decisions)}; relax the rules")
+    folder = partial_of(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    records = [_curated(rows[row], (extra or {}).get(row, {})) for row in kept]
+    for name in formats:
+        path = folder / f"{CURATED}.{name}"
+        _write_parquet(path, records) if name == "parquet" else _write_lines(path, records)
+        _check(path, [record["id"] for record in records])
+    dropped = [decisions.dropped[row] for row in sorted(decisions.dropped)]
+    _write_findings(folder / DROPPED, dropped, rows)
+    _write_findings(folder / NOTES, decisions.notes_on_kept(), rows)
+    text = json.dumps(statistics, indent=2, ensure_ascii=False, sort_keys=True)
+    (folder / STATISTICS).write_text(text + "\n", encoding="utf-8")
+    page = render_page(statistics, rows, decisions, examples or {}, extra or {})
+    (folder / PAGE).write_text(page, encoding="utf-8")
+    for path in folder.iterdir():
+        if path.is_file():
+            durable.sync(path)
+    durable.sync(folder)
+    folder.rename(out)
+    durable.sync(out.resolve().parent)
+
+
+def _curated(row: Row, extra: Mapping[str, Any]) -> dict[str, Any]:
+    prompt = row.prompt
+    messages = None if prompt.messages is None else [dict(message) for message in prompt.messages]
+    return {
+        "id": prompt.id,
+        "problem": prompt.text,
+        "messages": messages,
+        "answer": list(prompt.answers),
+        "data_source": prompt.source,
+        "category": prompt.category,
+        "origin": row.place,
+        **{name: json.loads(value) for name, value in row.kept.items()},
+        **extra,
+    }
+
+
+def _write_parquet(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    columns: dict[str, pa.Array] = {name: pa.array([r[name] for r in records], kind) for name, kind in _COLUMNS}
+    for name in dict.fromkeys(name for record in records for name in record if name not in columns):
+        columns[name] = _column([record.get(name) for record in records])
+    pq.write_table(pa.table(columns), path, compression="zstd")
+
+
+def _column(values: list[Any]) -> pa.Array:
+    """Return values of one kind as they are, and JSON text where rows differ in kind."""
+    try:
+        return pa.array(values)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
+        return pa.array([None if v is None else json.dumps(v, ensure_ascii=False) for v in values], pa.string())
+
+
+def _write_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for record in records:
+            answer = record["answer"][0] if len(record["answer"]) == 1 else record["answer"]
+            said = {k: v for k, v in (record | {"answer": answer}).items() if v is not None}
+            file.write(json.dumps(said, ensure_ascii=False) + "\n")
+
+
+def _check(path: Path, ids: Sequence[str]) -> None:
+    """Training must find exactly these problems in the file."""
+    prompts, report = load_problems([path], strict=True)
+    if [prompt.id for prompt in prompts] != list(ids):
+        raise DataError(
+            f"{path}: {len(ids)} problems were written, and training would read {len(prompts)} of them "
+            f"({report.summary()}); the file stays there, unfinished"
+        )
+
+
+def _write_findings(path: Path, findings: Sequence[Finding], rows: Sequence[Row]) -> None:
+    records = [
+        {
+            "origin": rows[one.row].place,
+            "reason": one.reason,
+            "detail": one.detail,
+            "other": one.other,
+            "problem": rows[one.row].prompt.statement or None,
+            "answer": list(rows[one.row].prompt.answers) if not rows[one.row].unusable else None,
+            "data_source": rows[one.row].prompt.source or None,
+        }
+        for one in findings
+    ]
+    columns = {name: pa.array([record[name] for record in records], kind) for name, kind in _RECORD}
+    pq.write_table(pa.table(columns), path, compression="zstd")
+
+
+def _reasons(decisions: Decisions) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in decisions.counts().items())
