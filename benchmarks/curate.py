@@ -30,6 +30,7 @@ from megatron_daro.curate.hashing import Ragged, signatures, similar_pairs
 from megatron_daro.curate.statements import statement_of
 from megatron_daro.data.prompts import load_problems
 
+_SHOWN = 10
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -47,8 +48,8 @@ def problems_of(path: Path) -> list[tuple[str, str]]:
     return [(prompt.statement, prompt.answer) for prompt in prompts]
 
 
-def measure(data: Path, total: int, folder: Path) -> dict[str, Any]:
-    """Plant, curate, compare."""
+def measure(data: Path, total: int, folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Plant, curate, compare; also a few texts to look at, which are printed only: they are not this project's."""
     train = sorted((data / "train").iterdir())
     curate(train, data / "eval", folder / "base")
     base = pq.read_table(folder / "base" / "notes.parquet", columns=["origin"])["origin"].to_pylist()
@@ -73,7 +74,7 @@ def measure(data: Path, total: int, folder: Path) -> dict[str, Any]:
     by_kind = {kind: Counter(r for i, r in reasons.items() if rows[i].truth == kind) for kind in counts}
     planted = sum(counts[kind] for kind in PLANTED)
     honest = len(rows) - planted
-    return {
+    result = {
         "rows": len(rows),
         "real_rows": len(real),
         "seconds": round(seconds, 1),
@@ -85,15 +86,11 @@ def measure(data: Path, total: int, folder: Path) -> dict[str, Any]:
         "counts": dict(counts),
         "reasons": {kind: dict(found) for kind, found in by_kind.items()},
         "crowded_groups": statistics["crowded_groups"],
-        "missed": [
-            rows[i].__class__.__name__ and (rows[i].truth, rows[i].problem[:300])
-            for i in range(len(rows))
-            if rows[i].truth in PLANTED and i not in reasons
-        ][:20],
-        "wrongly_dropped": [
-            (rows[i].truth, reasons[i], rows[i].problem[:300]) for i in sorted(reasons) if rows[i].truth not in PLANTED
-        ][:20],
     }
+    missed = [rows[i] for i in range(len(rows)) if rows[i].truth in PLANTED and i not in reasons]
+    wrong = [rows[i] for i in sorted(reasons) if rows[i].truth not in PLANTED]
+    texts = [f"missed: {one}" for one in missed[:_SHOWN]] + [f"wrongly dropped: {one}" for one in wrong[:_SHOWN]]
+    return result, [text[:300] for text in texts]
 
 
 def beside_datasketch(file: Path) -> dict[str, float]:
@@ -132,7 +129,7 @@ def main() -> int:
         print(f"{options.data}: no folder `train`; give --data with folders train and eval", file=sys.stderr)
         return 1
     with tempfile.TemporaryDirectory() as temporary:
-        result = measure(options.data.resolve(), options.rows, Path(temporary))
+        result, texts = measure(options.data.resolve(), options.rows, Path(temporary))
         if options.datasketch:
             result["datasketch"] = beside_datasketch(Path(temporary) / "planted.jsonl")
     result["cores"] = os.cpu_count()
@@ -143,7 +140,7 @@ def main() -> int:
         table.add_row(f"{kind} found", "99 %", f"{part:.2%} of {result['counts'][kind]}")
     table.add_row("false alarms", "0.5 %", f"{result['false_alarms']:.3%} {result['false_alarms_by_kind']}")
     Console().print(table)
-    Console().print(result["missed"][:10], result["wrongly_dropped"][:10], result.get("datasketch"), markup=False)
+    Console().print(*texts, result.get("datasketch", ""), sep="\n", markup=False)
     if options.json:
         target = ROOT / "benchmarks" / "results" / "curate.json"
         target.parent.mkdir(exist_ok=True)

@@ -12,7 +12,7 @@ import typer
 if TYPE_CHECKING:
     from megatron_daro.curate.rows import Row
 
-SUITE_DIR = Path("data/math6")
+SUITE_DIR = Path("eval_data")
 """Where the evaluation suite is looked for when no set is named."""
 _KINDS = ("*.jsonl", "*.json", "*.parquet", "*.jsonl.gz", "*.jsonl.zst", "*.json.gz")
 

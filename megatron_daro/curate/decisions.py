@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 
 REASONS: Mapping[str, str] = {
     "unusable": "no problem or no answer could be read",
+    "unverifiable": "the verifier cannot check its answer",
+    "leak": "it stands in an evaluation set",
+    "overlap": "it shares a long run of words with an evaluation set",
+    "conflict": "the same problem stands in the data with another answer",
     "duplicate": "the same problem, written alike up to spelling, is kept",
     "duplicate_form": "the same problem is kept, asking for its answer in another form",
     "near_duplicate": "a kept problem differs in a few words, has the same numbers and the same answer",
-    "conflict": "the same problem stands in the data with another answer",
-    "leak": "it stands in an evaluation set",
-    "overlap": "it shares a long run of words with an evaluation set",
-    "unverifiable": "the verifier cannot check its answer",
     "guessable": "a guess hits its answer",
     "unsampled": "no pass rate could be measured",
     "pass_rate": "its pass rate is outside the range",

@@ -20,6 +20,7 @@ from megatron_daro.curate.alike import same_problem
 from megatron_daro.curate.decisions import Decisions
 from megatron_daro.curate.hashing import Ragged, sequence_hash, signatures, similar_pairs
 from megatron_daro.curate.rows import Row
+from megatron_daro.data.contamination import normalized_text, prompt_text
 from megatron_daro.reward.normal_form import canonical, key, number
 
 _MOST_DIGITS = 100
@@ -38,10 +39,13 @@ def drop_equal(rows: Sequence[Row], decisions: Decisions, conflicts: Conflicts =
             where two answers are equally frequent.
     """
     groups: dict[tuple[str, ...], list[int]] = {}
+    by_text: dict[str, tuple[str, ...]] = {}
     for index in decisions.kept():
+        row = rows[index]
         # A statement without a word or number, such as a picture, is equal to its own text only.
-        tokens = rows[index].statement.tokens or (rows[index].prompt.statement,)
-        groups.setdefault(tokens, []).append(index)
+        tokens = row.statement.tokens or (row.prompt.statement,)
+        # What training takes for the same problem (text without white space: `a b` is `ab`) is the same here.
+        groups.setdefault(by_text.setdefault(normalized_text(prompt_text(row.prompt)), tokens), []).append(index)
     for group in groups.values():
         if len(group) > 1:
             _drop_in_group(group, rows, decisions, conflicts)

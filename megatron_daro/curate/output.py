@@ -153,7 +153,7 @@ def _write_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     with path.open("w", encoding="utf-8") as file:
         for record in records:
             answer = record["answer"][0] if len(record["answer"]) == 1 else record["answer"]
-            said = {k: v for k, v in (record | {"answer": answer}).items() if v is not None}
+            said = {k: v for k, v in {**record, "answer": answer}.items() if v is not None}
             file.write(json.dumps(said, ensure_ascii=False) + "\n")
 
 

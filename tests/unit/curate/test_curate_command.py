@@ -114,8 +114,8 @@ def test_without_an_evaluation_set_it_is_said_aloud(files, capsys, monkeypatch):
 
 def test_a_suite_at_its_place_is_used(files, capsys, monkeypatch):
     monkeypatch.chdir(files)
-    (files / "data" / "math6").mkdir(parents=True)
-    write(files / "data" / "math6" / "exam.x.jsonl", {"problem": QUESTION, "answer": "17"})
+    (files / "eval_data").mkdir()
+    write(files / "eval_data" / "exam.x.jsonl", {"problem": QUESTION, "answer": "17"})
     assert curate(files, out="out") == 0
     assert "NOT compared" not in capsys.readouterr().err and statistics(files / "out")["dropped"]["leak"] == 3
 

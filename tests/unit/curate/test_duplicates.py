@@ -81,6 +81,12 @@ def test_statements_without_words_are_equal_to_their_own_text_only(rows_of):
     assert reasons(decisions) == {2: ("duplicate", "made.jsonl:1")}
 
 
+def test_what_training_takes_for_the_same_problem_is_the_same(rows_of):
+    decisions = Decisions(3)
+    drop_equal(rows_of(("Find the fi ves", "1"), ("Find the fives", "1"), ("find the fives!", "1")), decisions)
+    assert reasons(decisions) == {1: ("duplicate", "made.jsonl:1")} and decisions.kept() == [0, 2]
+
+
 @pytest.mark.parametrize(
     ("one", "other", "same"),
     [
