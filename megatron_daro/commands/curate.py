@@ -17,37 +17,57 @@ SUITE_DIR = Path("eval_data")
 _KINDS = ("*.jsonl", "*.json", "*.parquet", "*.jsonl.gz", "*.jsonl.zst", "*.json.gz")
 
 
+Data = Annotated[list[Path], typer.Argument(metavar="DATA...", help="Files of problems.", show_default=False)]
+Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the curated set goes; not there yet.")]
+Against = Annotated[
+    list[Path] | None,
+    typer.Option("--against", metavar="PATH", help="Evaluation set, a file or a folder of them; repeatable."),
+]
+Format = Annotated[
+    Literal["auto", "jsonl", "parquet", "gsm8k", "dapo"], typer.Option("--format", help="Layout of the files.")
+]
+ProblemField = Annotated[str | None, typer.Option("--problem-field", metavar="NAME", help="Field with the problem.")]
+AnswerField = Annotated[str | None, typer.Option("--answer-field", metavar="NAME", help="Field with the answer.")]
+KeepField = Annotated[
+    list[str] | None, typer.Option("--keep-field", metavar="NAME", help="Field to carry along; repeatable.")
+]
+OnConflict = Annotated[
+    Literal["drop", "keep_first", "majority"],
+    typer.Option("--conflicts", help="What becomes of equal problems with different answers."),
+]
+Near = Annotated[bool, typer.Option("--near/--no-near", help="Drop problems that differ in a few words.")]
+Ngram = Annotated[int, typer.Option("--ngram", min=5, help="Words of the run that makes an overlap.")]
+DropOverlaps = Annotated[
+    bool, typer.Option("--drop-overlaps", help="Also drop what only shares such a run with an evaluation set.")
+]
+Verifier = Annotated[
+    Literal["math", "integer", "exact", "none"], typer.Option("--verifier", help="Must be able to check the answers.")
+]
+Workers = Annotated[int, typer.Option("--workers", min=1, help="Processes of the verifier.")]
+DropGuesses = Annotated[
+    str, typer.Option("--drop-guesses", metavar="A,B", help="choice, yes_no, true_false, small_integer.")
+]
+LargestInteger = Annotated[int, typer.Option("--largest-integer", min=0, help="Of small_integer.")]
+Write = Annotated[str, typer.Option("--write", metavar="A,B", help="parquet, jsonl.")]
+
+
 def curate(
-    data: Annotated[list[Path], typer.Argument(metavar="DATA...", help="Files of problems.", show_default=False)],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the curated set goes; not there yet.")],
-    against: Annotated[
-        list[Path] | None,
-        typer.Option("--against", metavar="PATH", help="Evaluation set, a file or a folder of them; can be repeated."),
-    ] = None,
-    data_format: Annotated[
-        Literal["auto", "jsonl", "parquet", "gsm8k", "dapo"], typer.Option("--format", help="Layout of the files.")
-    ] = "auto",
-    problem_field: Annotated[str | None, typer.Option("--problem-field", help="Field with the problem.")] = None,
-    answer_field: Annotated[str | None, typer.Option("--answer-field", help="Field with the answer.")] = None,
-    keep_field: Annotated[list[str] | None, typer.Option("--keep-field", help="Field to carry along; repeat.")] = None,
-    conflicts: Annotated[
-        Literal["drop", "keep_first", "majority"],
-        typer.Option("--conflicts", help="What becomes of equal problems with different answers."),
-    ] = "drop",
-    near: Annotated[bool, typer.Option("--near/--no-near", help="Drop problems that differ in a few words.")] = True,
-    ngram: Annotated[int, typer.Option("--ngram", min=5, help="Words of the run that makes an overlap.")] = 13,
-    drop_overlaps: Annotated[
-        bool, typer.Option("--drop-overlaps", help="Also drop what only shares such a run with an evaluation set.")
-    ] = False,
-    verifier: Annotated[
-        Literal["math", "integer", "exact", "none"], typer.Option("--verifier", help="Must be able to check answers.")
-    ] = "math",
-    workers: Annotated[int, typer.Option("--workers", min=1, help="Processes of the verifier.")] = 2,
-    drop_guesses: Annotated[
-        str, typer.Option("--drop-guesses", metavar="A,B", help="choice, yes_no, true_false, small_integer.")
-    ] = "",
-    largest_integer: Annotated[int, typer.Option("--largest-integer", min=0, help="Of small_integer.")] = 10,
-    write: Annotated[str, typer.Option("--write", metavar="A,B", help="parquet, jsonl.")] = "parquet",
+    data: Data,
+    out: Out,
+    against: Against = None,
+    data_format: Format = "auto",
+    problem_field: ProblemField = None,
+    answer_field: AnswerField = None,
+    keep_field: KeepField = None,
+    conflicts: OnConflict = "drop",
+    near: Near = True,
+    ngram: Ngram = 13,
+    drop_overlaps: DropOverlaps = False,
+    verifier: Verifier = "math",
+    workers: Workers = 2,
+    drop_guesses: DropGuesses = "",
+    largest_integer: LargestInteger = 10,
+    write: Write = "parquet",
 ) -> None:
     """Deduplicate, decontaminate and check files of problems; nothing is dropped without a record."""
     from megatron_daro.curate import output
