@@ -157,10 +157,10 @@ class _ShardReader:
         self._open: dict[str, Any] = {}
 
     def value_of(self, item: object) -> Any:
-        """Return the value of one sharded tensor (a new CPU tensor) or object."""
+        """Return the value of one sharded tensor (a new CPU tensor) or object (of the type it has in the model)."""
         if isinstance(item, ShardedObject):
-            stored = self._shards_of(item.unique_key)[0]
-            return io.BytesIO(self._slice(stored, [slice(None)]).numpy().tobytes())
+            stored_B = self._slice(self._shards_of(item.unique_key)[0], [slice(None)])
+            return stored_B if isinstance(item.data, Tensor) else io.BytesIO(stored_B.numpy().tobytes())
         if not isinstance(item, ShardedTensor):
             return item
         local = torch.zeros(item.local_shape, dtype=item.dtype)
@@ -218,8 +218,8 @@ def _stored(item: ShardedTensor | ShardedObject) -> OwnBox:
     if isinstance(item, ShardedTensor):
         shape = (*[1] * item.prepend_axis_num, *item.local_shape)
         return OwnBox(item.key, item.data, tuple(item.global_offset), shape, tuple(item.global_shape))
-    payload = torch.frombuffer(bytearray(_bytes_of(item)) or bytearray(1), dtype=torch.uint8)
-    return OwnBox(item.unique_key, payload, (0,), tuple(payload.shape), tuple(payload.shape))
+    bytes_B = _bytes_of(item)
+    return OwnBox(item.unique_key, bytes_B, (0,), tuple(bytes_B.shape), tuple(bytes_B.shape))
 
 
 def _check_complete(shards: Sequence[StoredShard]) -> None:
@@ -234,16 +234,15 @@ def _check_complete(shards: Sequence[StoredShard]) -> None:
             )
 
 
-def _bytes_of(item: ShardedObject) -> bytes:
-    if item.data is None:
-        return b""
-    if isinstance(item.data, io.BytesIO):
-        return item.data.getvalue()
-    if isinstance(item.data, Tensor):
-        return item.data.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    raise CheckpointError(
-        f"{item.key}: an object of type {type(item.data).__name__} cannot be saved; allowed: tensors, bytes"
-    )
+def _bytes_of(item: ShardedObject) -> Tensor:
+    """Return an object as uint8 [bytes]; Transformer Engine's extra state is such a tensor, and often has no bytes."""
+    if isinstance(item.data, Tensor) and item.data.dtype is torch.uint8 and item.data.dim() == 1:
+        return item.data.detach().to("cpu", copy=True)
+    if item.data is None or isinstance(item.data, io.BytesIO):
+        content = item.data.getvalue() if item.data else b""
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+    what = f"{item.data.dtype} tensor" if isinstance(item.data, Tensor) else type(item.data).__name__
+    raise CheckpointError(f"{item.key}: an object of type {what} cannot be saved; allowed: uint8 [bytes], bytes, nothing")
 
 
 def _check_disjoint(key: str, shards: Sequence[StoredShard]) -> None:

@@ -120,22 +120,30 @@ def test_only_main_replicas_are_written(tmp_path):
     assert torch.equal(got, whole)
 
 
-@pytest.mark.parametrize("data", [io.BytesIO(b"state \x00\xff"), torch.arange(5, dtype=torch.uint8)])
-def test_objects_come_back_as_bytes(tmp_path, data):
-    def item(value):
-        return fmt.ShardedObject("extra", value, (1,), (0,))
-
-    want = data.getvalue() if isinstance(data, io.BytesIO) else data.numpy().tobytes()
-    save(tmp_path, [item(data)])
-    (got,) = load(tmp_path, [item(None)])
-    assert got.getvalue() == want
+def extra_state(value):
+    return fmt.ShardedObject("extra", value, (1,), (0,))
 
 
-def test_an_object_of_another_type_is_refused(tmp_path):
-    with pytest.raises(
-        CheckpointError, match=r"extra: an object of type dict cannot be saved; allowed: tensors, bytes"
-    ):
-        save(tmp_path, [fmt.ShardedObject("extra", {"a": 1}, (1,), (0,))])
+@pytest.mark.parametrize("state_B", [torch.arange(5, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)])
+def test_extra_state_comes_back_as_the_tensor_it_was(tmp_path, state_B):
+    """Transformer Engine takes back a uint8 tensor, empty where it was empty, and refuses anything else as a pickle."""
+    save(tmp_path, [extra_state(state_B)])
+    (got,) = load(tmp_path, [extra_state(torch.empty(0, dtype=torch.uint8))])
+    assert got.dtype is torch.uint8
+    assert torch.equal(got, state_B)
+
+
+@pytest.mark.parametrize("content", [b"state \x00\xff", b""])
+def test_bytes_come_back_as_bytes(tmp_path, content):
+    save(tmp_path, [extra_state(io.BytesIO(content))])
+    (got,) = load(tmp_path, [extra_state(None)])
+    assert got.getvalue() == content
+
+
+@pytest.mark.parametrize(("value", "what"), [({"a": 1}, "dict"), (torch.zeros(2), "torch.float32 tensor")])
+def test_an_object_of_another_type_is_refused(tmp_path, value, what):
+    with pytest.raises(CheckpointError, match=rf"extra: an object of type {what} cannot be saved; allowed: uint8"):
+        save(tmp_path, [extra_state(value)])
 
 
 def test_a_missing_key_is_named(tmp_path):
