@@ -242,7 +242,9 @@ def _bytes_of(item: ShardedObject) -> Tensor:
         content = item.data.getvalue() if item.data else b""
         return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
     what = f"{item.data.dtype} tensor" if isinstance(item.data, Tensor) else type(item.data).__name__
-    raise CheckpointError(f"{item.key}: an object of type {what} cannot be saved; allowed: uint8 [bytes], bytes, nothing")
+    raise CheckpointError(
+        f"{item.key}: an object of type {what} cannot be saved; allowed: uint8 [bytes], bytes, nothing"
+    )
 
 
 def _check_disjoint(key: str, shards: Sequence[StoredShard]) -> None:

@@ -17,7 +17,8 @@ class Demand:
     """The pieces of a run.
 
     groups: tensor-parallel groups of the actor, of group_size ranks each. servers: engines that the run starts, of
-    server_size GPUs each; 0 for those that compute on the CPU. noun: what one is called in messages.
+    server_size GPUs each; 0 for those that compute on the CPU. noun: what one is called in messages. together: all on
+    one node, since its processes share GPU memory.
     """
 
     groups: int
@@ -25,6 +26,7 @@ class Demand:
     servers: int = 0
     server_size: int = 1
     noun: str = "engine"
+    together: bool = False
 
     @property
     def processes(self) -> int:
@@ -55,7 +57,8 @@ def demand_of(config: Config, *, engines: bool = True) -> Demand:
     started = 0 if not engines or (engine.kind == "sglang" and engine.sglang.urls) else engine.replicas
     size = engine.sglang.tensor_parallel if engine.kind == "sglang" else 0
     noun = "server" if engine.kind == "sglang" else "engine"
-    return Demand(actor.world_size // actor.tensor_parallel, actor.tensor_parallel, started, size, noun)
+    together = started > 0 and engine.kind == "sglang" and engine.sglang.sync == "tensor"
+    return Demand(actor.world_size // actor.tensor_parallel, actor.tensor_parallel, started, size, noun, together)
 
 
 def misfit(demand: Demand, nodes: Sequence[int], *, what: str = "GPUs") -> str:
@@ -70,6 +73,12 @@ def misfit(demand: Demand, nodes: Sequence[int], *, what: str = "GPUs") -> str:
         what: what is counted: "GPUs", or "CPUs", of which a server takes one.
     """
     gpus, free, homeless = what == "GPUs", list(nodes), list[int]()
+    total, have = sum(demand.sizes(gpus=gpus)), sum(nodes)
+    if demand.together:
+        if total <= max(nodes, default=0):
+            return ""
+        why = "all of them on one node, since engine.sglang.sync tensor hands over memory of a node's GPUs"
+        return f"{demand.text(gpus=gpus)} need {total} {what}, {why}; there are {_listed(nodes)}"
     for size in sorted(demand.sizes(gpus=gpus), reverse=True):
         room = [index for index, left in enumerate(free) if left >= size]
         if room:
@@ -78,7 +87,6 @@ def misfit(demand: Demand, nodes: Sequence[int], *, what: str = "GPUs") -> str:
             homeless.append(size)
     if not homeless:
         return ""
-    total, have = sum(demand.sizes(gpus=gpus)), sum(nodes)
     return (
         f"{demand.text(gpus=gpus)} need {total} {what}, each of them whole on one node; {_listed(nodes)} "
         f"with {have} {what} in all: no room for {len(homeless)} of them"

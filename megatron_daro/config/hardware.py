@@ -62,6 +62,19 @@ def gpu_nodes(counts: Sequence[int], gpu: str | None, place: str) -> Hardware:
     return Hardware("gpu", sum(counts), fp8=fp8, nodes=tuple(counts), place=place)
 
 
+def gpus_with_own_first(own: str | None) -> str:
+    """Return CUDA_VISIBLE_DEVICES of a process that computes on its own GPUs and maps memory of the node's others.
+
+    Args:
+        own: its CUDA_VISIBLE_DEVICES, numbers or UUIDs; None: it sees all. Without nvidia-smi nothing changes.
+    """
+    rows = _gpu_rows()
+    mine = visible_rows(rows, own)
+    by_uuid = any(name.strip().startswith("GPU-") for name in (own or "").split(","))
+    others = [row for row in rows if row not in mine]
+    return ",".join(row[1 if by_uuid else 0] for row in [*mine, *others]) or own or ""
+
+
 def detect() -> Hardware:
     """Return the hardware of this machine, as torch would use it (CUDA_VISIBLE_DEVICES respected)."""
     capabilities = _gpu_capabilities() if _torch_has_cuda() else []
@@ -91,13 +104,18 @@ def _torch_has_cuda() -> bool:
 
 def _gpu_capabilities() -> list[float]:
     """Compute capability of each visible GPU; empty without a working nvidia-smi."""
+    rows = visible_rows(_gpu_rows(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return [float(capability) for _, _, capability in rows]
+
+
+def _gpu_rows() -> list[list[str]]:
+    """[index, uuid, capability] of each GPU of this machine; empty without a working nvidia-smi."""
     command = ["nvidia-smi", "--query-gpu=index,uuid,compute_cap", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.count(",") == 2]
-    return [float(capability) for _, _, capability in visible_rows(rows, os.environ.get("CUDA_VISIBLE_DEVICES"))]
+    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.count(",") == 2]
 
 
 def visible_rows(rows: list[list[str]], visible: str | None) -> list[list[str]]:

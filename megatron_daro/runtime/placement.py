@@ -62,7 +62,7 @@ class Placement:
         have = gpus if self._gpus else [int(node["Resources"].get("CPU", 0)) for node in nodes]
         if why := misfit(self._demand, [count for count in have if count], what=what):
             raise ConfigError(f"the run does not fit the Ray cluster: {why}; {_REMEDY}")
-        self._group = placement_group(self._bundles(), strategy="PACK")
+        self._group = placement_group(self._bundles(), strategy="STRICT_PACK" if self._demand.together else "PACK")
         await self._until_placed(what)
         node_of = placement_group_table(self._group)["bundles_to_node_id"]
         self._bundle_of_group = assigned(group_order(self._actor), [node_of[i] for i in range(self._demand.groups)])

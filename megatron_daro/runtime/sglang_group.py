@@ -163,6 +163,7 @@ def _handles(section: EngineSection, config: Config, run_dir: Path, placement: P
                 arguments=arguments,
                 env=options.env,
                 log_path=run_dir.absolute() / logs.FOLDER / logs.file_name(f"server {i}"),
+                maps_memory=options.sync == "tensor",
             ),
             partial(placement.server, i),
         )

@@ -7,11 +7,13 @@ that Ray placed on some node. What a server is, is looked at by supervision.py.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_daro.config.hardware import gpus_with_own_first
 from megatron_daro.engine.sglang.arguments import server_command
 from megatron_daro.engine.sglang.environment_variables import CPU_SERVER
 from megatron_daro.engine.sglang.ports import Reservation, reserve_port
@@ -23,7 +25,10 @@ _TAIL_LINES = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:
-    """How one server process is started; plain values, so that they travel to other nodes."""
+    """How one server process is started; plain values, so that they travel to other nodes.
+
+    maps_memory: it takes weights as handles of memory of the node's other GPUs, and must see these.
+    """
 
     python: Path
     model_path: Path
@@ -32,6 +37,7 @@ class LaunchOptions:
     arguments: Mapping[str, Any]
     env: Mapping[str, str]
     log_path: Path
+    maps_memory: bool = False
 
 
 class ServerHandle(Protocol):
@@ -102,6 +108,8 @@ class ServerProcess:
             arguments=options.arguments,
         )
         env = {**(CPU_SERVER if options.arguments.get("device") == "cpu" else {}), **options.env}
+        if options.maps_memory:
+            env = {"CUDA_VISIBLE_DEVICES": gpus_with_own_first(os.environ.get("CUDA_VISIBLE_DEVICES")), **env}
         self._process = ManagedProcess(
             command, host=self._host, env=env, log_path=options.log_path, python=options.python
         )

@@ -49,6 +49,9 @@ def test_a_node_with_more_room_holds_a_whole_replica_first():
         (Demand(1, 8, servers=1, server_size=16), [8, 8, 8], False),
         (Demand(8, 1, servers=50, server_size=0), [8], True),
         (Demand(1, 1), [], False),
+        (Demand(1, 4, servers=1, server_size=4), [4, 4], True),
+        (Demand(1, 4, servers=1, server_size=4, together=True), [4, 4], False),  # one maps the memory of the other
+        (Demand(1, 4, servers=1, server_size=4, together=True), [4, 8], True),
     ],
 )
 def test_pieces_fit_whole_or_not(demand, nodes, fits):

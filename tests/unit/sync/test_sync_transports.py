@@ -4,13 +4,17 @@ their end whatever happens. With servers: tests/sglang."""
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.distributed import distributed_c10d as c10d
+from torch.multiprocessing import reductions
 
 from megatron_daro.errors import EngineError, RefusedError, SyncError
 from megatron_daro.sync import broadcast, disk, process_group, tensor
@@ -223,6 +228,36 @@ def test_handles_of_host_memory_are_refused_and_the_stream_is_read_to_its_end():
     stream = Stream(named(10))
     report = tensor.push(stream, plan_of(["a"]), post)
     assert "needs weights on a GPU" in report.failures["a"].text and stream.taken == 10
+
+
+def cuda_handle(value):
+    """What torch makes of a tensor on GPU 1, as far as its place goes; each call has a counter of its own."""
+    cuda_handle.calls += 1
+    counter = bytes([cuda_handle.calls])
+    own = (torch.Tensor, value.size(), value.stride(), value.storage_offset(), torch.UntypedStorage, value.dtype)
+    return reductions.rebuild_cuda_tensor, (*own, 1, b"handle", value.nbytes, 0, False, counter, 0, b"event", False)
+
+
+def test_each_rank_of_a_server_gets_handles_of_its_own_that_name_the_gpu_by_its_uuid(monkeypatch):
+    cuda_handle.calls = 0
+    monkeypatch.setattr(reductions, "reduce_tensor", cuda_handle)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"uuid-{device}"))
+    bodies = {}
+
+    async def post(url, path, body, timeout_s):
+        bodies[url] = body
+
+    (bucket,) = bucketize(named(2), 1000)
+    targets = (Target("a", "http://a", 1, 2), Target("b", "http://b", 3, 1))
+    assert asyncio.run(tensor._push_bucket(bucket, replace(plan_of(["a"]), targets=targets), post)) == {}
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *arguments: arguments)
+    sent = [
+        base64.b64decode(text) for url in ("http://a", "http://b") for text in bodies[url]["serialized_named_tensors"]
+    ]
+    received = [pickle.loads(handles) for handles in sent]
+    assert [[name for name, _ in one] for one in received] == [["t0", "t1"]] * 3
+    assert all(arguments[6] == "uuid-1" for one in received for _, arguments in one)
+    assert len({arguments[11] for one in received for _, arguments in one}) == 6, "a counter each"
 
 
 def test_reports_of_stages_add_up():
