@@ -39,19 +39,22 @@ class ServerEnvironment:
     version: as installed, such as `0.5.23`.
     argument_names: names of the command line's arguments, with underscores, aliases included; empty when a new
         version declares them in another way, then the server itself is left to refuse unknown ones.
+    nccl: the NCCL that its torch brought, as `package==version`; None without CUDA.
     """
 
     version: str
     argument_names: frozenset[str]
+    nccl: str | None = None
 
 
 def check_environments(options: SGLangSection) -> None:
-    """Look at the interpreter of servers to be started, and at the names of the arguments. Raises ConfigError."""
+    """Look at the interpreter of servers to be started: NCCL, names of arguments. Raises ConfigError."""
     if options.urls:
         return
     python = interpreter(options)
     found = inspect_environment(python, env=options.env)
     problems = argument_problems(options.arguments, found.argument_names)
+    problems += _nccl_problems(options, python, found.nccl)
     if problems:
         raise config_error(f"SGLang {found.version} of {python}", problems)
 
@@ -85,11 +88,27 @@ def inspect_environment(python: Path, *, env: Mapping[str, str] | None = None) -
         raise refuse(found, f"run `{python} -c 'import json, ast'` and repair the interpreter")
     version = found["version"]
     if version is None:
-        raise refuse(f"which has no sglang (Python {found['python']})", f"install it there, or correct {_FIELD}")
+        fix = f"install it there, or correct {_FIELD}"
+        if python == Path(sys.executable):
+            fix = f"SGLang needs another torch than the trainer: give it an environment of its own and set {_FIELD}"
+        raise refuse(f"which has no sglang (Python {found['python']})", fix)
     numbers = version_numbers(version)
     if numbers is None or numbers < OLDEST_SGLANG:
         raise refuse(f"which has sglang {version}", f"install a newer sglang there, or correct {_FIELD}")
-    return ServerEnvironment(version, frozenset(found["names"]))
+    return ServerEnvironment(version, frozenset(found["names"]), found.get("nccl"))
+
+
+def _nccl_problems(options: SGLangSection, python: Path, theirs: str | None) -> list[Problem]:
+    """NCCL compares versions when a group is made, and refuses (its init.cc: "Mismatched NCCL version detected")."""
+    own = upstream_names.nccl_package()
+    if options.sync != "distributed" or not own or not theirs:
+        return []
+    package, own_version, version = own.partition("==")[0], own.partition("==")[2], theirs.partition("==")[2]
+    if own_version == version:
+        return []
+    got = f"distributed, between the trainer's NCCL {own_version} and NCCL {version} of {python}"
+    fix = f"run `pip install --no-deps {package}=={version}` for the trainer, or set engine.sglang.sync=disk"
+    return [Problem("engine.sglang.sync", got, "one version of NCCL at both ends of a broadcast", fix, also=(_FIELD,))]
 
 
 def version_numbers(version: str) -> tuple[int, int, int] | None:

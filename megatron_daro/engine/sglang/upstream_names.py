@@ -13,6 +13,7 @@ and, a few, by calls of add_argument. The names of flags are collected from both
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -68,19 +69,27 @@ def _literal(node: ast.expr) -> Any:
         return None
 
 
+def nccl_package() -> str | None:
+    """Return the NCCL that torch brought, as `package==version`; None for a torch without CUDA, or with its own."""
+    for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return f"{name}=={importlib.metadata.version(name)}"
+    return None
+
+
 def describe() -> dict[str, Any]:
-    """`version` (null: not installed), `names`, `python`; sglang itself is only located."""
+    """`version` (null: not installed), `names`, `python`, `nccl`; sglang itself is only located."""
     python = ".".join(map(str, sys.version_info[:3]))
     try:
         version = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
-        return {"version": None, "names": [], "python": python}
+        return {"version": None, "names": [], "python": python, "nccl": None}
     spec = importlib.util.find_spec("sglang")
     names: set[str] = set()
     for root in (spec.submodule_search_locations or []) if spec else []:
         for path in sources(Path(root)):
             names |= flags(ast.parse(path.read_text(encoding="utf-8")))
-    return {"version": version if spec else None, "names": sorted(names), "python": python}
+    return {"version": version if spec else None, "names": sorted(names), "python": python, "nccl": nccl_package()}
 
 
 if __name__ == "__main__":

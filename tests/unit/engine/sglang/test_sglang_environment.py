@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang import environment
-from megatron_daro.engine.sglang.environment import inspect_environment, version_numbers
+from megatron_daro.engine.sglang.environment import check_environments, inspect_environment, version_numbers
 from megatron_daro.errors import ConfigError
 
 ONE_CLASS = """
@@ -172,6 +173,28 @@ def test_symbolic_link_to_the_interpreter_stays_in_its_environment(environment_w
     python = environment_with({"sglang": "0.5.20"}, {"sglang/__init__.py": ""})
     assert python.is_symlink() and python.resolve() == Path(sys.executable).resolve()
     assert inspect_environment(python).version == "0.5.20"
+
+
+def test_two_versions_of_nccl_are_refused_before_a_broadcast(environment_with, monkeypatch):
+    """NCCL would say so itself, at the first weight update and in C++."""
+    packages = {"sglang": "0.5.23", "nvidia-nccl-cu13": "2.30.7"}
+    python = environment_with(packages, {"sglang/__init__.py": "", "sglang/srt/server_args.py": ONE_CLASS})
+    options = SGLangSection(python=python)
+    check_environments(options)  # this trainer has no NCCL
+    monkeypatch.setattr(environment.upstream_names, "nccl_package", lambda: "nvidia-nccl-cu13==2.29.7")
+    with pytest.raises(ConfigError) as caught:
+        check_environments(options)
+    for text in ("NCCL 2.29.7", "NCCL 2.30.7", "pip install --no-deps nvidia-nccl-cu13==2.30.7", "sync=disk"):
+        assert text in str(caught.value)
+    check_environments(options.model_copy(update={"sync": "disk"}))
+    monkeypatch.setattr(environment.upstream_names, "nccl_package", lambda: "nvidia-nccl-cu12==2.30.7")
+    check_environments(options)
+
+
+def test_the_trainers_own_interpreter_is_no_place_for_sglang(monkeypatch, environment_with):
+    monkeypatch.setattr(sys, "executable", str(environment_with({}, {})))
+    with pytest.raises(ConfigError, match=r"another torch than the trainer: give it an environment of its own and set"):
+        check_environments(SGLangSection())
 
 
 def test_version_numbers():
