@@ -21,6 +21,7 @@ device.prepare()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from megatron.core.distributed import finalize_model_grads
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.optimizer.optimizer import param_group_identifier_keys
@@ -63,6 +64,21 @@ class HiddenStateGPTModel(GPTModel):
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
+
+
+def bound_rotary_tables(rotary: RotaryEmbedding) -> None:
+    """Let packs of all lengths share few tables of rotary angles, each the first rows of the next.
+
+    Upstream: 0.16.1 to 0.19.2. Reason: it keeps the 32 last tables of all models, one for each longest sequence of a
+    pack, which at 40k tokens is 0.3 GB of a GPU, and computes a new one for most packs. A table as long as its pack
+    would be read as one row for each token of the pack, so the lengths are odd. Can go: when upstream keeps one.
+    """
+    exact = rotary.get_rotary_seq_len
+
+    def rounded(*args: Any, **kwargs: Any) -> int:
+        return (1 << max(exact(*args, **kwargs) - 1, 1023).bit_length()) + 1
+
+    rotary.get_rotary_seq_len = rounded  # type: ignore[method-assign]
 
 
 def finalize_summed_grads(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_daro.actor import device
 from megatron_daro.actor.compat import HiddenStateGPTModel
-from megatron_daro.actor.logprobs import vocab_parallel_logprobs
+from megatron_daro.actor.logprobs import check_labels, vocab_parallel_logprobs
 from megatron_daro.data.packing import (
     PackedMicroBatch,
     collect_responses,
@@ -67,9 +67,20 @@ def fp8_tokens_multiple(recipe: str) -> int:
 
 
 def packed_micro_batches(
-    batch: TrainBatch, micro_batches: MicroBatches, *, sequence_parallel: bool, fp8_recipe: str | None = None
+    batch: TrainBatch,
+    micro_batches: MicroBatches,
+    *,
+    vocab_size: int,
+    sequence_parallel: bool,
+    fp8_recipe: str | None = None,
 ) -> list[PackedMicroBatch]:
-    """Return this rank's micro-batches on its device, sliced for context parallelism; fp8_recipe None: no fp8."""
+    """Return this rank's micro-batches on its device, sliced for context parallelism; fp8_recipe None: no fp8.
+
+    Everything that must be looked at is looked at before the data goes to a GPU, which is then never waited for.
+
+    Raises:
+        DataError: a token outside the vocabulary.
+    """
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     context = parallel_state.get_context_parallel_world_size()
     sequence_multiple, total_multiple = pack_multiples(tensor, context, sequence_parallel)
@@ -77,11 +88,12 @@ def packed_micro_batches(
         parts = context * (tensor if sequence_parallel else 1)
         total_multiple = math.lcm(total_multiple, fp8_tokens_multiple(fp8_recipe) * parts)
     rank = parallel_state.get_context_parallel_rank()
-    packs = (
-        pack(batch, indices, sequence_multiple=sequence_multiple, total_multiple=total_multiple)
-        for indices in micro_batches
-    )
-    return [context_parallel_slice(packed, rank, context).to(device.prepare()) for packed in packs]
+    packs = []
+    for indices in micro_batches:
+        whole = pack(batch, indices, sequence_multiple=sequence_multiple, total_multiple=total_multiple)
+        check_labels(whole.labels_T, vocab_size)
+        packs.append(context_parallel_slice(whole, rank, context).to(device.prepare()))
+    return packs
 
 
 def run_schedule(
@@ -143,7 +155,7 @@ def position_logprobs(
     Args:
         model: the unwrapped last stage.
         hidden_T1D: its output; under sequence parallelism this rank's T / TP tokens.
-        labels_M: global vocabulary ids, long.
+        labels_M: global vocabulary ids, long, of a pack that `packed_micro_batches` checked.
         positions_M: which of the T tokens, long.
 
     Returns:
@@ -165,6 +177,7 @@ def position_logprobs(
         vocab_size=settings.vocab_size,
         temperature=settings.temperature,
         chunk_tokens=settings.chunk_tokens,
+        labels_checked=True,
     )
 
 
@@ -179,7 +192,13 @@ def response_logprobs(
     inner: HiddenStateGPTModel = model.module
     config = inner.config
     recipe = config.fp8_recipe if config.fp8 else None
-    packs = packed_micro_batches(batch, micro_batches, sequence_parallel=config.sequence_parallel, fp8_recipe=recipe)
+    packs = packed_micro_batches(
+        batch,
+        micro_batches,
+        vocab_size=settings.vocab_size,
+        sequence_parallel=config.sequence_parallel,
+        fp8_recipe=recipe,
+    )
 
     def on_hidden(packed: PackedMicroBatch, hidden: Tensor) -> tuple[Tensor, PackedMicroBatch]:
         positions = packed.response_slots_P

@@ -74,6 +74,7 @@ def vocab_parallel_logprobs(
     chunk_tokens: int = 1024,
     chunk_vocab: int | None = None,
     with_entropy: bool = True,
+    labels_checked: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each label and entropy of each position's distribution, differentiable in hidden and weight.
 
@@ -93,6 +94,7 @@ def vocab_parallel_logprobs(
         chunk_tokens: tokens of one chunk.
         chunk_vocab: columns of one tile; None picks 2,048 on a CPU and 32,768 on a GPU.
         with_entropy: False skips the entropy and returns zeros for it, with no gradient.
+        labels_checked: `check_labels` saw them already; a GPU need not be waited for.
     Returns:
         logprobs_T and entropy_T in nats, fp32 (fp64 for fp64 input), [T] each.
     Raises:
@@ -104,7 +106,8 @@ def vocab_parallel_logprobs(
     _check_tensors(hidden_TD, weight_VpD, labels_T)
     num_rows = weight_VpD.shape[0]
     vocab_size = _real_vocabulary(num_rows, group, vocab_start, vocab_size)
-    _check_labels(labels_T, vocab_size)
+    if not labels_checked:
+        check_labels(labels_T, vocab_size)
     device_columns = CPU_TILE_COLUMNS if hidden_TD.device.type == "cpu" else GPU_TILE_COLUMNS
     plan = _Plan(
         vocab_start=vocab_start,
@@ -307,7 +310,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if right.dtype == total.dtype:
         total.addmm_(left, right)
     else:
-        total.add_(torch.mm(left.to(right.dtype), right, out_dtype=total.dtype))
+        torch.addmm(total, left.to(right.dtype), right, out_dtype=total.dtype, out=total)
 
 
 def _row_dots(left_CX: Tensor, right_CX: Tensor) -> Tensor:
@@ -363,8 +366,12 @@ def _check_tensors(hidden_TD: Tensor, weight_VpD: Tensor, labels_T: Tensor) -> N
         )
 
 
-def _check_labels(labels_T: Tensor, vocab_size: int) -> None:
-    """One read-back per call: a label outside the vocabulary would otherwise pass as a log-probability of no token."""
+def check_labels(labels_T: Tensor, vocab_size: int) -> None:
+    """Refuse a label outside the vocabulary: it would pass as a log-probability of no token. Waits for a GPU.
+
+    Raises:
+        DataError: with the range of the labels.
+    """
     if labels_T.numel() == 0:
         return
     low, high = (int(value) for value in torch.stack(labels_T.aminmax()).tolist())

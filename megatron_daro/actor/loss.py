@@ -132,19 +132,19 @@ class StepLoss:
 
         The number of tokens is 0 because nothing may be divided by it (see the module's docstring).
         """
-        positions_P = packed.mask_T.nonzero().squeeze(1)
-        logprobs_P, entropy_P = position_logprobs(
-            model, hidden_T1D, packed.labels_T[positions_P], positions_P, self._output
+        positions_J = packed.trained_slots_J
+        logprobs_J, entropy_J = position_logprobs(
+            model, hidden_T1D, packed.labels_T[positions_J], positions_J, self._output
         )
         objective = token_objective(
-            logprobs_P,
-            entropy_P,
-            old_logprobs_T=_at(packed.old_logprobs_T, positions_P),
-            rollout_logprobs_T=packed.rollout_logprobs_T[positions_P],
-            ref_logprobs_T=_at(packed.ref_logprobs_T, positions_P),
-            advantages_T=packed.per_token(packed.advantages_M)[positions_P],
-            mask_T=packed.mask_T[positions_P],
-            segment_T=packed.segment_T[positions_P],
+            logprobs_J,
+            entropy_J,
+            old_logprobs_T=_at(packed.old_logprobs_T, positions_J),
+            rollout_logprobs_T=packed.rollout_logprobs_T[positions_J],
+            ref_logprobs_T=_at(packed.ref_logprobs_T, positions_J),
+            advantages_T=packed.per_token(packed.advantages_M)[positions_J],
+            mask_T=packed.mask_T[positions_J],
+            segment_T=packed.segment_T[positions_J],
             num_segments=len(packed),
             settings=self._settings,
             segment_reduce=_sum_over_context if parallel_state.get_context_parallel_world_size() > 1 else None,
@@ -206,8 +206,8 @@ def _samples(batch: TrainBatch) -> Samples:
     )
 
 
-def _at(column_T: Tensor | None, positions_P: Tensor) -> Tensor | None:
-    return None if column_T is None else column_T[positions_P]
+def _at(column_T: Tensor | None, positions_J: Tensor) -> Tensor | None:
+    return None if column_T is None else column_T[positions_J]
 
 
 def _sum_over_context(sums_M: Tensor) -> Tensor:

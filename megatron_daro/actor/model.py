@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_daro.actor import device
-from megatron_daro.actor.compat import HiddenStateGPTModel, finalize_summed_grads, quiet
+from megatron_daro.actor.compat import HiddenStateGPTModel, bound_rotary_tables, finalize_summed_grads, quiet
 from megatron_daro.actor.layers import layer_spec
 from megatron_daro.actor.parallel import Layout
 from megatron_daro.config.megatron_options import SECTION, option_problems
@@ -208,6 +208,7 @@ def bare_model(
     _mark_parallel(model, shape)
     if isinstance(shape.rope_scaling, Llama3Scaling):
         _apply_llama3_scaling(model.rotary_pos_emb, shape.rope_scaling)
+    bound_rotary_tables(model.rotary_pos_emb)
     if config.bf16:
         model = model.bfloat16()  # rotary frequencies are a plain attribute and stay fp32
     return model

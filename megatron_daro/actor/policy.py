@@ -125,7 +125,7 @@ class MegatronPolicy:
         self.model = build_model(self.shape, config, transformer_engine=transformer_engine)
         with self._first_weights(settings) as tensors:
             load_hf_weights(self.model, self.shape, tensors)
-        self._reference = self._copy_weights() if algorithm.needs_reference else None
+        self._reference = self._copied_weights() if algorithm.needs_reference else None
         wrapped = wrap_data_parallel(
             self.model, config, distributed_optimizer=actor.optimizer.distributed, options=options["ddp"]
         )
@@ -209,23 +209,23 @@ class MegatronPolicy:
             return HFCheckpoint(settings.model_path)
         return MegatronWeights(settings.weights, self.shape)
 
-    def _copy_weights(self) -> list[Tensor]:
-        return [parameter.detach().to("cpu", copy=True) for parameter in self.model.parameters()]
+    def _copied_weights(self) -> list[Tensor]:
+        """Return host copies, pinned where a GPU will read them again."""
+        copies = [parameter.detach().to("cpu", copy=True) for parameter in self.model.parameters()]
+        return [copy.pin_memory() for copy in copies] if device.prepare().type == "cuda" else copies
 
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:
-        """Return the reference weights in place of the current ones."""
+        """Compute with the reference weights: they are copied to the GPU once, and the current ones stay where they
+        are. No activations are kept meanwhile, so there is room."""
         if self._reference is None:
             raise RuntimeError("reference log-probs were asked for, but algorithm.kl.coefficient is 0")
-        current = self._copy_weights()
-        self._put_weights(self._reference)
+        parameters = list(self.model.parameters())
+        current = [parameter.data for parameter in parameters]
         try:
+            for parameter, value in zip(parameters, self._reference, strict=True):
+                parameter.data = value.to(parameter.device, non_blocking=True)
             yield
         finally:
-            self._put_weights(current)
-
-    @torch.no_grad()
-    def _put_weights(self, values: list[Tensor]) -> None:
-        self._keep_what_is_saved()
-        for parameter, value in zip(self.model.parameters(), values, strict=True):
-            parameter.copy_(value)
+            for parameter, value in zip(parameters, current, strict=True):
+                parameter.data = value

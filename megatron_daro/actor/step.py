@@ -53,7 +53,13 @@ def compute_gradients(
     trainee.optimizer.zero_grad()
     config = inner.config
     recipe = config.fp8_recipe if config.fp8 else None
-    packs = packed_micro_batches(batch, micro_batches, sequence_parallel=config.sequence_parallel, fp8_recipe=recipe)
+    packs = packed_micro_batches(
+        batch,
+        micro_batches,
+        vocab_size=output.vocab_size,
+        sequence_parallel=config.sequence_parallel,
+        fp8_recipe=recipe,
+    )
     loss = StepLoss(trainee.algorithm, settings, output, batch)
     run_schedule(model, packs, partial(loss.micro_batch, inner), forward_only=False)
     return loss.reduce()

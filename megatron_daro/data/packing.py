@@ -7,8 +7,8 @@ Refuses samples without a prompt token (their first response token has no positi
 unknown sample indices, and multiples below one. It never truncates and never drops a token.
 
 Shape letters: M samples of the micro-batch, T packed tokens with padding, R response tokens of the batch, P response
-tokens of this micro-batch (of this context-parallel slice), G segments (samples, and one more where the end is
-padding).
+tokens of this micro-batch (of this context-parallel slice), J those of them that are trained, G segments (samples, and
+one more where the end is padding).
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class PackedMicroBatch:
     included; max_seqlen the longest segment. sample_indices int64 [M], rows of the batch. advantages_M float32, bins_M
     int64, trained_tokens_M int64: the batch's, per sample. rollout_logprobs_T, old_logprobs_T, ref_logprobs_T float32,
     0 outside responses; None where the batch has none. response_slots_P int64: where in T the response tokens are
-    predicted; batch_slots_P int64: where they stand in the batch's R. context_parallel_rank and _size say which slice
-    the T columns are.
+    predicted; batch_slots_P int64: where they stand in the batch's R. trained_slots_J int64: where mask_T is set, found
+    on the CPU, since a GPU would have to be waited for. context_parallel_rank and _size say which slice the T columns
+    are.
     """
 
     tokens_T: Tensor
@@ -56,6 +57,7 @@ class PackedMicroBatch:
     ref_logprobs_T: Tensor | None
     response_slots_P: Tensor
     batch_slots_P: Tensor
+    trained_slots_J: Tensor
     context_parallel_rank: int = 0
     context_parallel_size: int = 1
 
@@ -74,9 +76,11 @@ class PackedMicroBatch:
         return torch.where(self.segment_T >= 0, values_M[self.segment_T.clamp(min=0)], values_M.new_zeros(()))
 
     def to(self, device: torch.device | str) -> PackedMicroBatch:
-        """Return the same micro-batch on another device."""
+        """Return the same micro-batch on another device. A GPU copies from pinned memory, and nobody waits for it."""
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
         tensors = {name: value for name, value in columns.items() if isinstance(value, Tensor)}
+        if torch.device(device).type == "cuda":
+            tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
         moved: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
         return replace(self, **moved)
 
@@ -177,6 +181,7 @@ def pack(
         ref_logprobs_T=column(batch.ref_logprobs_R),
         response_slots_P=torch.from_numpy(response_slots_P),
         batch_slots_P=torch.from_numpy(batch_slots_P),
+        trained_slots_J=_trained_slots(mask_T),
     )
 
 
@@ -248,6 +253,7 @@ def context_parallel_slice(packed: PackedMicroBatch, cp_rank: int, cp_size: int)
         **columns,
         response_slots_P=response_slots[here],
         batch_slots_P=packed.batch_slots_P[here],
+        trained_slots_J=_trained_slots(packed.mask_T[keep]),
         context_parallel_rank=cp_rank,
         context_parallel_size=cp_size,
     )
@@ -342,6 +348,10 @@ def _spread(values_R: np.ndarray, batch_slots_P: np.ndarray, response_slots_P: n
     column_T = np.zeros(total, dtype=np.float32)
     column_T[response_slots_P] = values_R[batch_slots_P]
     return torch.from_numpy(column_T)
+
+
+def _trained_slots(mask_T: Tensor) -> Tensor:
+    return mask_T.nonzero().squeeze(1)
 
 
 def _check_length(values: Tensor, expected: int) -> None:

@@ -17,6 +17,10 @@ import torch
 
 from megatron_daro.types import TrainBatch
 
+VOCAB = 50
+# What makes the host wait for a GPU: a value, or the number of values that fit a condition.
+WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2", "equal", "is_nonzero"}
+
 
 def build_policy(
     path: Path, layout: Any, algorithm: dict[str, Any], *, temperature: float = 1.0, **options: Any
@@ -169,10 +173,48 @@ def pack_lengths(layout: Any, batch: TrainBatch, sequence_parallel: bool, fp8_re
     """Tokens of this rank's slice of each of three micro-batches."""
     from megatron_daro.actor.forward import packed_micro_batches
 
-    packs = packed_micro_batches(
-        batch, uneven_split(len(batch), 3), sequence_parallel=sequence_parallel, fp8_recipe=fp8_recipe
-    )
+    options = {"vocab_size": VOCAB, "sequence_parallel": sequence_parallel, "fp8_recipe": fp8_recipe}
+    packs = packed_micro_batches(batch, uneven_split(len(batch), 3), **options)
     return [len(packed.tokens_T) for packed in packs]
+
+
+def values_read_by_the_host(path: Path, layout: Any, batch: TrainBatch, algorithm: dict[str, Any]) -> list[str]:
+    """Operations on two micro-batches' loss, forward and backward, for which the host would wait for a GPU."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from megatron_daro.actor.forward import packed_micro_batches
+    from megatron_daro.actor.loss import StepLoss
+
+    policy = build_policy(path, layout, algorithm)
+    packs = packed_micro_batches(batch, uneven_split(len(batch), 2), vocab_size=VOCAB, sequence_parallel=False)
+    loss = StepLoss(policy.trainee.algorithm, policy._objective, policy._output, batch)
+    seen: list[str] = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    hidden = policy.model.config.hidden_size
+    with Recorder():
+        for packed in packs:
+            hidden_T1D = torch.ones(len(packed.tokens_T), 1, hidden).requires_grad_()
+            value, _, _ = loss.micro_batch(policy.model, packed, hidden_T1D)
+            value.backward()
+    assert "addmm_" in seen, "the loss was not computed under the recorder"
+    return [name for name in seen if name in WAITS]
+
+
+def rotary_tables(path: Path, layout: Any, batch: TrainBatch) -> dict[str, Any]:
+    """Tables of rotary angles that log-probs of packs of all lengths leave behind, and one against upstream's own."""
+    policy = build_policy(path, layout, {"name": "grpo"})
+    rotary = policy.model.rotary_pos_emb
+    forward = type(rotary).forward
+    forward.cache_clear()
+    policy.logprobs(batch, [[row] for row in range(len(batch))])
+    tables = forward.cache_info().currsize
+    own = rotary(1025, packed_seq=True)
+    return {"tables": tables, "equal": bool(torch.equal(own[:300], rotary(300, packed_seq=True)))}
 
 
 def reference_after_training(path: Path, layout: Any, batch: TrainBatch) -> dict[str, Any]:
