@@ -1,4 +1,4 @@
-"""Speed on one device: log-probs with entropy beside the plain way, and tokens per second of a train step.
+"""Speed on one device: log-probs with entropy beside the plain way and the bare products; train steps, and their MFU.
 
 Called by tools/gpu_check.py, which sets up the process group and writes the report. Sizes are arguments, so that a CPU
 can rehearse it with small ones.
@@ -9,38 +9,56 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-QWEN_05B = {
-    "hidden_size": 896,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
+# Qwen2.5-1.5B; and four layers of Qwen2.5-7B with a small vocabulary, so that the layers are what is measured.
+QWEN_15B = {
+    "hidden_size": 1536,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
     "num_key_value_heads": 2,
-    "intermediate_size": 4864,
+    "intermediate_size": 8960,
     "vocab_size": 151_936,
     "max_position_embeddings": 32_768,
     "tie_word_embeddings": True,
+}
+QWEN_7B_LAYERS = {
+    **QWEN_15B,
+    "hidden_size": 3584,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18_944,
+    "vocab_size": 4096,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Median seconds of one repetition, and peak memory above what was there before, in GiB (None on a CPU)."""
+    """Median seconds of one repetition, and peak memory above what was there before, in GiB (None on a CPU).
+
+    operations: floating-point operations of the model's products in one repetition, without recomputation; 0: unknown.
+    """
 
     name: str
     seconds: float
     peak_gib: float | None
     tokens: int
+    operations: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:
         """Tokens per second."""
         return self.tokens / self.seconds
+
+    def mfu(self, peak_tflops: float) -> float:
+        """Part of the GPU's peak arithmetic that the model's products used."""
+        return self.operations / self.seconds / (peak_tflops * 1e12)
 
 
 def measure(name: str, run: Callable[[], object], device: torch.device, tokens: int, repeats: int) -> Speed:
@@ -73,7 +91,7 @@ def logprob_speed(
     hidden: int = 1024,
     repeats: int = 5,
 ) -> list[Speed]:
-    """Forward and backward of log-prob + entropy, output layer included: ours, then plain log_softmax."""
+    """Forward and backward of log-prob + entropy, output layer included: ours, plain log_softmax, the bare products."""
     from megatron_daro.actor.logprobs import vocab_parallel_logprobs
 
     torch.manual_seed(0)
@@ -90,10 +108,14 @@ def logprob_speed(
         logprobs = distribution.gather(1, labels[:, None])[:, 0]
         torch.autograd.grad(logprobs.sum() + 0.1 * entropy.sum(), inputs)
 
+    def products() -> None:
+        logits = inputs[0] @ inputs[1].t()
+        torch.autograd.grad(logits, inputs, logits.detach())
+
     label = f"log-probs {str(dtype).removeprefix('torch.')}, {tokens} x {vocab}"
     return [
         measure(f"{label}, {name}", function, device, tokens, repeats)
-        for name, function in (("ours", ours), ("plain", plain))
+        for name, function in (("ours", ours), ("plain", plain), ("bare products", products))
     ]
 
 
@@ -103,23 +125,24 @@ def train_step_speed(
     build_policy: Callable[..., Any],
     *,
     shape: dict[str, Any] | None = None,
-    samples: int = 16,
+    fp8: bool = False,
+    samples: int = 8,
     sample_tokens: int = 1024,
     repeats: int = 5,
 ) -> Speed:
-    """A whole train step in bf16 (forward, backward, optimizer) of a 0.5B shape with random weights, packed.
+    """A whole train step (forward, backward, optimizer) with random weights, in packs of half the samples.
 
     Args:
-        build_policy: (directory, dtype=...) -> policy of one rank.
-        shape: fields of a Qwen2 configuration.
-        samples, sample_tokens: the batch, in two micro-batches.
+        build_policy: (directory, dtype=..., fp8=...) -> policy of one rank.
+        shape: fields of a Qwen2 configuration; that of Qwen2.5-1.5B unless given.
+        samples, sample_tokens: the batch, in two micro-batches: packs of 4,096 tokens.
     """
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     torch.manual_seed(0)
-    config = Qwen2Config(**(shape or QWEN_05B))
+    config = Qwen2Config(**(shape or QWEN_15B))
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
-    policy = build_policy(directory, dtype="bf16")
+    policy = build_policy(directory, dtype="bf16", fp8=fp8)
     batch = _batch(samples, sample_tokens, config.vocab_size)
     half = samples // 2
     micro_batches = [list(range(half)), list(range(half, samples))]
@@ -129,9 +152,21 @@ def train_step_speed(
         if result.skipped:
             raise RuntimeError(result.reason)
 
-    size = sum(p.numel() for p in policy.model.parameters()) / 1e6
-    name = f"train step bf16, {size:.0f} M parameters"
-    return measure(name, step, device, samples * sample_tokens, repeats)
+    size = sum(p.numel() for p in policy.model.parameters())
+    name = f"train step {'fp8' if fp8 else 'bf16'}, {size / 1e6:.0f} M parameters"
+    speed = measure(name, step, device, samples * sample_tokens, repeats)
+    return replace(speed, operations=train_operations(config, samples, sample_tokens))
+
+
+def train_operations(config: Any, samples: int, sample_tokens: int) -> float:
+    """Operations of forward and backward: 6 for each weight of a product and token, and causal attention's 6 * T^2 * D
+    a layer (half of the scores). Source: arXiv 2204.02311, appendix B, with half the scores; no recomputation."""
+    head = config.hidden_size // config.num_attention_heads
+    attention = 2 * config.hidden_size * head * (config.num_attention_heads + config.num_key_value_heads)
+    layer = attention + 3 * config.hidden_size * config.intermediate_size
+    weights = config.num_hidden_layers * layer + config.hidden_size * config.vocab_size
+    scores = config.num_hidden_layers * 6 * sample_tokens * config.hidden_size
+    return float(samples * sample_tokens * (6 * weights + scores))
 
 
 def _batch(samples: int, sample_tokens: int, vocab: int) -> Any:

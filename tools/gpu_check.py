@@ -1,4 +1,4 @@
-"""Run every check that needs a GPU on this machine, measure its speed, and write docs/gpu_check.md.
+"""Run every check that needs a GPU on this machine, measure its speed, and write docs/gpu_check.md and .json.
 
 Place in the data flow: none; run by people on a machine with an NVIDIA GPU. The checks are those of tests/gpu.
 
@@ -10,7 +10,9 @@ Place in the data flow: none; run by people on a machine with an NVIDIA GPU. The
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
+import json
 import platform
 import socket
 import sys
@@ -77,6 +79,7 @@ def main() -> int:
 
     if not torch.cuda.is_available() and not arguments.rehearse:
         print(NO_GPU, file=sys.stderr)
+        show(*nothing_run(arguments.only), facts(torch.device("cpu")))
         return 2
     warnings.simplefilter("ignore")
     from megatron_daro.actor import device as devices
@@ -98,7 +101,9 @@ def main() -> int:
         print("A rehearsal on the CPU: no report was written.")
     else:
         arguments.report.write_text(markdown(rows, speeds, facts(device)), encoding="utf-8")
-        print(f"written: {arguments.report}")
+        as_data = arguments.report.with_suffix(".json")
+        as_data.write_text(as_json(rows, speeds, facts(device)), encoding="utf-8")
+        print(f"written: {arguments.report}, {as_data}")
     return 1 if any(row.result in ("FAILED", "ERROR") for row in rows) or any("ERROR" in s for s in speeds) else 0
 
 
@@ -116,7 +121,7 @@ def run_checks(device: Any, only: str) -> list[Row]:
 
 def run_check(name: str, check: Any, device: Any) -> Row:
     import torch
-    from gpu_checks import NotHereError
+    from gpu_outcomes import NotHereError
 
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -138,36 +143,64 @@ def run_check(name: str, check: Any, device: Any) -> Row:
     return Row(name, result, difference, tolerance, time.perf_counter() - start, peak)
 
 
+SPEEDS = ("log-probs fp32", "log-probs bf16", "train step bf16", "layers of 7B bf16", "layers of 7B fp8")
+SPEED_COLUMNS = ("measured", "median, ms", "tokens/s", "extra peak memory, GiB", "of the GPU's peak")
+
+
 def run_speed(device: Any, *, small: bool) -> list[list[str]]:
-    """Lines of the second table: what was measured, milliseconds, tokens per second, peak memory."""
-    import torch
-    from gpu_checks import build_policy
-    from gpu_speed import logprob_speed, train_step_speed
-
-    sizes = {"tokens": 64, "vocab": 300, "hidden": 32, "repeats": 2} if small else {}
-    train = {"shape": SMALL_SHAPE, "samples": 8, "sample_tokens": 32, "repeats": 2} if small else {}
+    """Lines of the second table: what was measured, and its numbers, or why there are none."""
     lines: list[list[str]] = []
-
-    def train_step() -> list[Any]:
-        with tempfile.TemporaryDirectory() as directory:
-            return [train_step_speed(device, Path(directory), build_policy, **train)]
-
-    measurements = {
-        "log-probs fp32": lambda: logprob_speed(device, torch.float32, **sizes),
-        "log-probs bf16": lambda: logprob_speed(device, torch.bfloat16, **sizes),
-        "train step": train_step,
-    }
-    for name, measure in measurements.items():
+    for name in SPEEDS:
         try:
-            for s in measure():
-                peak = "" if s.peak_gib is None else f"{s.peak_gib:.2f}"
-                lines.append([s.name, f"{s.seconds * 1e3:.1f}", f"{s.tokens_per_s:,.0f}", peak])
+            lines += [_speed_line(speed, device) for speed in _measured(name, device, small)]
         except Exception as error:  # as above: say it in the report and go on
-            lines.append([name, "ERROR", f"{type(error).__name__}: {error}"[:300], ""])
+            not_here = type(error).__name__ == "NotHereError"
+            lines.append([name, "not here" if not_here else "ERROR", f"{type(error).__name__}: {error}"[:300], "", ""])
     return lines
 
 
-SPEED_COLUMNS = ("measured", "median, ms", "tokens/s", "extra peak memory, GiB")
+def _measured(name: str, device: Any, small: bool) -> list[Any]:
+    import torch
+    from gpu_checks import build_policy, check_fp8
+    from gpu_speed import QWEN_7B_LAYERS, logprob_speed, train_step_speed
+
+    sizes = {"tokens": 64, "vocab": 300, "hidden": 32, "repeats": 2} if small else {}
+    if name.startswith("log-probs"):
+        return logprob_speed(device, torch.bfloat16 if name.endswith("bf16") else torch.float32, **sizes)
+    options: dict[str, Any] = {"shape": QWEN_7B_LAYERS} if "7B" in name else {}
+    if name.endswith("fp8"):
+        check_fp8(device)
+    if small:
+        options = {"shape": SMALL_SHAPE, "samples": 8, "sample_tokens": 32, "repeats": 2}
+    with tempfile.TemporaryDirectory() as directory:
+        return [train_step_speed(device, Path(directory), build_policy, fp8=name.endswith("fp8"), **options)]
+
+
+def _speed_line(speed: Any, device: Any) -> list[str]:
+    peak = "" if speed.peak_gib is None else f"{speed.peak_gib:.2f}"
+    return [speed.name, f"{speed.seconds * 1e3:.1f}", f"{speed.tokens_per_s:,.0f}", peak, _share_of_peak(speed, device)]
+
+
+def _share_of_peak(speed: Any, device: Any) -> str:
+    """MFU in bf16 operations, where the GPU is one of those that `megatron-daro plan` knows."""
+    import torch
+
+    from megatron_daro.plan.gpus import GPUS
+
+    if device.type != "cuda" or not speed.operations:
+        return ""
+    name = torch.cuda.get_device_name(device).upper()
+    known = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0].upper() in name.split()]
+    return f"{speed.mfu(known[0].bf16_tflops):.0%}" if known else ""
+
+
+def nothing_run(only: str) -> tuple[list[Row], list[list[str]]]:
+    """Both tables where there is no GPU: every item, and why it did not run."""
+    from gpu_checks import CHECKS
+
+    why = "no GPU is visible to torch"
+    rows = [Row(name, "not here", "", why, 0.0, None) for name in CHECKS if only in name]
+    return rows, [[name, "not here", why, "", ""] for name in SPEEDS]
 
 
 def facts(device: Any) -> dict[str, str]:
@@ -227,6 +260,13 @@ def markdown(rows: list[Row], speeds: list[list[str]], known: dict[str, str]) ->
     if speeds:
         lines += ["", "## Speed", "", *_markdown_table(SPEED_COLUMNS, speeds)]
     return "\n".join(lines) + "\n"
+
+
+def as_json(rows: list[Row], speeds: list[list[str]], known: dict[str, str]) -> str:
+    """The same report as data."""
+    checks = [dataclasses.asdict(row) for row in rows]
+    speed = [dict(zip(SPEED_COLUMNS, line, strict=True)) for line in speeds]
+    return json.dumps({"facts": known, "checks": checks, "speed": speed}, indent=1) + "\n"
 
 
 def _markdown_table(columns: tuple[str, ...], lines: list[list[str]]) -> list[str]:

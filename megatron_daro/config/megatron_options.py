@@ -54,7 +54,7 @@ OWNED = {
     "use_distributed_optimizer": "actor.optimizer.distributed",
     "calculate_per_token_loss": "the distributed loss, which sums gradients",
     "average_in_collective": "the distributed loss, which sums gradients",
-    "overlap_param_gather": "the chunked output layer, which reads its weight outside the module's forward",
+    "overlap_param_gather": "the weights' way to the engines, which needs all of them after an update, not layer by layer",
     "variable_seq_lengths": "the packed batches",
 }
 """Upstream's names that something else sets, and what."""

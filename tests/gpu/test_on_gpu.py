@@ -6,7 +6,8 @@ import socket
 
 import pytest
 import torch
-from gpu_checks import CHECKS, NotHereError
+from gpu_checks import CHECKS
+from gpu_outcomes import NotHereError
 
 
 @pytest.fixture(scope="module")

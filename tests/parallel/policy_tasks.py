@@ -328,3 +328,23 @@ def experts(
         "policy_loss": sums.policy_loss,
         "grad_norm": float(policy.trainee.optimizer.get_grad_norm()),
     }
+
+
+def steps_in_simulated_fp8(
+    path: Path, layout: Any, batch: TrainBatch, recipes: Sequence[str], num_steps: int
+) -> dict[str, list[dict[str, float]]]:
+    """Metrics of DARO's steps in bf16, and with the layers' products quantised as each recipe does it."""
+    from contextlib import nullcontext
+
+    from fp8_reference import simulated
+
+    found = {}
+    for recipe in ("bf16", *recipes):
+        policy = build_policy(path, layout, {"name": "daro"}, dtype="bf16", optimizer={"learning_rate": 1e-3})
+        with nullcontext() if recipe == "bf16" else simulated(recipe):
+            rows = [list(range(len(batch)))]
+            old = policy.logprobs(batch, rows)
+            current = replace(batch, old_logprobs_R=old, rollout_logprobs_R=old)
+            results = [policy.train_step(current, rows, step=step + 1) for step in range(num_steps)]
+        found[recipe] = [dict(result.metrics) for result in results]
+    return found

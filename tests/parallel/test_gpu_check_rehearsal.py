@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,11 +16,23 @@ sys.path.append(str(ROOT / "tests" / "gpu"))
 
 from gpu_checks import CHECKS  # noqa: E402  (found through the line above)
 
+NO_FP8 = "Transformer Engine is not installed, or there is no GPU"
+NOT_ON_A_CPU = {
+    "policy steps, fp8": NO_FP8,
+    "fp8 against bf16, 50 steps": NO_FP8,
+    "checkpoint, fp8": NO_FP8,
+    "memory released": "it counts the memory of a GPU, and there is none",
+    "weights by handles to a second process": "handles are of a GPU's memory, and there is none",
+    "tensor parallel 2, NCCL": "NCCL needs GPUs, and there is none",
+    "context parallel 2, NCCL": "NCCL needs GPUs, and there is none",
+}
+
 
 def run_check(layout, name, directory):
     """On a rank: (difference, tolerance, passed), or why the check cannot run here."""
     import torch
-    from gpu_checks import CHECKS, NotHereError
+    from gpu_checks import CHECKS
+    from gpu_outcomes import NotHereError
 
     try:
         outcome = CHECKS[name](torch.device("cpu"), directory)
@@ -31,14 +44,14 @@ def run_check(layout, name, directory):
 @pytest.mark.parametrize("name", CHECKS)
 def test_each_check_holds_on_the_cpu(rank_pool, tmp_path, name):
     (found,) = rank_pool.run(run_check, layouts()["single"], name=name, directory=tmp_path)
-    if name == "policy steps, fp8":
-        assert found == "Transformer Engine is not installed, or there is no GPU"
+    if name in NOT_ON_A_CPU:
+        assert found == NOT_ON_A_CPU[name]
     else:
         assert found[2], found
 
 
 def test_a_difference_that_is_no_number_does_not_pass():
-    from gpu_checks import Outcome
+    from gpu_outcomes import Outcome
 
     assert not Outcome(float("nan"), 1.0, "nats").passed
     assert not Outcome(2.0, 1.0, "nats").passed
@@ -56,12 +69,21 @@ def run_tool(*arguments):
     )
 
 
-def test_without_a_gpu_it_says_so(tmp_path):
+def test_without_a_gpu_every_item_is_listed_as_not_run(tmp_path):
     report = tmp_path / "report.md"
     done = run_tool("--report", str(report))
     assert done.returncode == 2
     assert done.stderr.startswith("gpu_check: no GPU is visible to torch here, so nothing was checked.")
+    listed = [line for line in done.stdout.splitlines() if "not here" in line and "no GPU is visible to torch" in line]
+    assert len(listed) == len(CHECKS) + len(gpu_check().SPEEDS)
     assert not report.exists()
+
+
+def gpu_check():
+    sys.path.append(str(ROOT / "tools"))
+    import gpu_check
+
+    return gpu_check
 
 
 def test_the_rehearsal_shows_checks_and_speed_and_writes_nothing(tmp_path):
@@ -75,15 +97,19 @@ def test_the_rehearsal_shows_checks_and_speed_and_writes_nothing(tmp_path):
 
 
 def test_the_report_names_what_failed():
-    sys.path.append(str(ROOT / "tools"))
-    import gpu_check
-
+    tool = gpu_check()
     rows = [
-        gpu_check.Row("good", "passed", "1e-06", "1e-04 (nats)", 1.0, 0.5),
-        gpu_check.Row("bad", "ERROR", "", "RuntimeError: a | b\nc", 1.0, None),
-        gpu_check.Row("absent", "not here", "", "no fp8", 0.0, None),
+        tool.Row("good", "passed", "1e-06", "1e-04 (nats)", 1.0, 0.5),
+        tool.Row("bad", "ERROR", "", "RuntimeError: a | b\nc", 1.0, None),
+        tool.Row("absent", "not here", "", "no fp8", 0.0, None),
     ]
-    text = gpu_check.markdown(rows, [["train step", "10.0", "1,000", "2.00"]], {"GPU": "a GPU"})
+    text = tool.markdown(rows, [["train step", "10.0", "1,000", "2.00", ""]], {"GPU": "a GPU"})
     assert "1 of 3 checks passed, 1 failed, 1 could not be run here." in text
     assert "| bad | ERROR |  | RuntimeError: a \\| b c | 1.0 |  |" in text
     assert "| train step | 10.0 | 1,000 | 2.00 |" in text
+    written = json.loads(tool.as_json(rows, [["train step", "10.0", "1,000", "2.00", "45 %"]], {"GPU": "a GPU"}))
+    assert [row["result"] for row in written["checks"]] == ["passed", "ERROR", "not here"]
+    assert written["speed"] == [
+        dict(zip(tool.SPEED_COLUMNS, ["train step", "10.0", "1,000", "2.00", "45 %"], strict=True))
+    ]
+    assert written["facts"] == {"GPU": "a GPU"}

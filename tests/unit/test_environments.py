@@ -1,0 +1,40 @@
+"""The pinned environments for GPUs fit what the package asks for, and each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from megatron_daro.engine.sglang.environment import OLDEST_SGLANG, version_numbers
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def pins(name):
+    """Package -> version of a file of tools/environments."""
+    lines = (ROOT / "tools" / "environments" / name).read_text().splitlines()
+    found = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(r.name): next(iter(r.specifier)).version for r in found}
+
+
+def test_the_trainers_pins_are_what_the_package_asks_for():
+    asked = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line and line[0] != "#"]
+    ranges = {canonicalize_name(r.name): r.specifier for r in map(Requirement, asked)}
+    pinned = pins("trainer.txt")
+    assert {"torch", "megatron-core"} <= pinned.keys() & ranges.keys()
+    assert all(ranges[name].contains(version) for name, version in pinned.items() if name in ranges)
+
+
+def test_both_environments_have_one_nccl():
+    assert pins("trainer-no-deps.txt")["nvidia-nccl-cu13"] == pins("servers.txt")["nvidia-nccl-cu13"]
+
+
+def test_the_parts_of_transformer_engine_are_of_one_version():
+    parts = pins("trainer.txt") | pins("trainer-no-deps.txt")
+    assert len({version for name, version in parts.items() if name.startswith("transformer-engine")}) == 1
+
+
+def test_the_servers_are_new_enough():
+    assert version_numbers(pins("servers.txt")["sglang"]) >= OLDEST_SGLANG
