@@ -54,7 +54,7 @@ OWNED = {
     "use_distributed_optimizer": "actor.optimizer.distributed",
     "calculate_per_token_loss": "the distributed loss, which sums gradients",
     "average_in_collective": "the distributed loss, which sums gradients",
-    "overlap_param_gather": "the weights' way to the engines, which needs all of them after an update, not layer by layer",
+    "overlap_param_gather": "the way of weights to engines, which needs all of them at once after an update",
     "variable_seq_lengths": "the packed batches",
 }
 """Upstream's names that something else sets, and what."""
