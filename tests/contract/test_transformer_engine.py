@@ -1,0 +1,46 @@
+"""Our tables against what Transformer Engine's layers are called: facts that tools/record_te_facts.py took from it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_daro.config.model_shape import read_model_shape
+from megatron_daro.convert.mapping import hf_to_megatron, output_rule
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tools"))
+from record_te_facts import FACTS, MODELS  # noqa: E402  (found through the line above)
+
+RECORDED = json.loads(FACTS.read_text())
+
+
+@pytest.fixture(params=MODELS)
+def model(request, tmp_path):
+    """Name, shape, and what was recorded."""
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[request.param]))
+    return request.param, read_model_shape(tmp_path), RECORDED["models"][request.param]
+
+
+def test_every_parameter_has_a_rule_of_its_shape(model):
+    name, shape, facts = model
+    rules = hf_to_megatron(shape, fused_norms=True, grouped_experts=name == "qwen3_moe")
+    expected = {rule.megatron_name: list(rule.local_shape(1)) for rule in [*rules, output_rule(shape)]}
+    assert facts["parameters"] == {name: expected[name] for name in facts["parameters"]}
+    assert expected.keys() == facts["parameters"].keys()
+
+
+def test_extra_states_are_bytes_that_came_back(model):
+    """A bf16 layer has none, and takes back exactly that: anything else it refuses as a pickle."""
+    _, _, facts = model
+    assert facts["extra_states"]
+    assert all(state == ["uint8", [0]] for state in facts["extra_states"].values())
+    assert facts["extra_states_saved_and_loaded"] == len(facts["extra_states"])
+
+
+def test_the_facts_are_of_the_pinned_versions():
+    pins = (ROOT / "tools" / "environments" / "trainer.txt").read_text()
+    assert f"transformer_engine=={RECORDED['versions']['transformer_engine']}" in pins

@@ -1,0 +1,135 @@
+"""Record what Transformer Engine's layers of our models are called and shaped, and that a checkpoint of them loads.
+
+    python tools/record_te_facts.py            # writes tests/contract/transformer_engine.json
+
+Place in the data flow: none; run by people, in an environment with Transformer Engine (docs/gpu.md; no GPU is needed).
+Only the question "is there a GPU" is answered falsely: everything else is Transformer Engine's and Megatron's own code.
+Layers are built, saved and loaded; nothing runs forward. CI compares our tables with what this wrote
+(tests/contract/test_transformer_engine.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import warnings
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parent.parent
+FACTS = ROOT / "tests" / "contract" / "transformer_engine.json"
+sys.path.insert(0, str(ROOT))
+
+_COMMON = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 160,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2": {**_COMMON, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": False},
+    "qwen3": {**_COMMON, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 32},
+    "llama": {**_COMMON, "model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+    "qwen3_moe": {
+        **_COMMON,
+        **_EXPERTS,
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "head_dim": 32,
+    },
+}
+"""config.json of each model; the test reads them here too."""
+
+
+class _Pretended:
+    major, minor, multi_processor_count, name, total_memory = 9, 0, 132, "pretended", 80 << 30
+
+
+def _pretend() -> None:
+    """Answer as a machine with one GPU would; tensors stay on the CPU."""
+    cuda: Any = torch.cuda
+    cuda.is_available = lambda: True
+    cuda.device_count = lambda: 1
+    cuda.set_device = lambda *_: None
+    cuda.current_device = lambda: "cpu"
+    cuda.get_device_properties = lambda *_, **__: _Pretended
+    cuda.get_device_capability = lambda *_, **__: (9, 0)
+
+
+def _build(config: dict[str, Any]) -> Any:
+    from megatron_daro.actor.model import bare_model, transformer_config
+    from megatron_daro.actor.parallel import Layout
+    from megatron_daro.config.model_shape import read_model_shape
+
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(config))
+        shape = read_model_shape(Path(directory))
+    options = transformer_config(shape, Layout(), dtype="bf16", transformer_engine=True)
+    return bare_model(shape, options, transformer_engine=True)
+
+
+def _round_trip(model: Any) -> int:
+    """Save, overwrite and load the model through our checkpoint files. Returns the number of extra states."""
+    from megatron_daro.actor.checkpoint_format import read_shards, write_shards
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    sharded = model.sharded_state_dict()
+    with tempfile.TemporaryDirectory() as directory:
+        write_shards(sharded, Path(directory))()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        model.load_state_dict(read_shards(model.sharded_state_dict(), Path(directory)), strict=True)
+    wrong = [name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])]
+    if wrong:
+        raise SystemExit(f"a checkpoint gave back other values of {', '.join(wrong[:5])}")
+    return sum(type(item).__name__ == "ShardedObject" for item in sharded.values())
+
+
+def _facts(config: dict[str, Any]) -> dict[str, Any]:
+    model = _build(config)
+    states = model.state_dict()
+    extra = {name: value for name, value in states.items() if name.endswith("_extra_state") and value is not None}
+    return {
+        "parameters": {name: list(parameter.shape) for name, parameter in model.named_parameters()},
+        "extra_states": {n: [str(v.dtype).removeprefix("torch."), list(v.shape)] for n, v in extra.items()},
+        "extra_states_saved_and_loaded": _round_trip(model),
+    }
+
+
+def main() -> None:
+    """Write the facts."""
+    warnings.simplefilter("ignore")
+    _pretend()
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    import megatron.core.tensor_parallel.random as tp_random
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel()
+    tracker: Any = tp_random.CudaRNGStatesTracker
+    tracker.fork = lambda *_, **__: contextlib.nullcontext()
+    versions = {name: version(name) for name in ("transformer_engine", "megatron-core", "torch")}
+    facts = {"versions": versions, "models": {name: _facts(config) for name, config in MODELS.items()}}
+    FACTS.write_text(json.dumps(facts, indent=1) + "\n")
+    print(f"written: {FACTS}")
+
+
+if __name__ == "__main__":
+    main()
