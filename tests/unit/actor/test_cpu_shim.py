@@ -50,19 +50,24 @@ def test_importing_the_module_alone_changes_nothing():
     assert out.strip() == "True"
 
 
-def test_the_device_module_does_not_import_it_where_a_gpu_is():
+def test_nothing_in_the_package_imports_it_where_a_gpu_is():
     out = run("""
-        import sys, torch
+        import importlib, pkgutil, sys, torch
         torch.cuda.is_available = lambda: True
         torch.cuda.device_count = lambda: 8
         chosen = []
         torch.cuda.set_device = chosen.append
         import os
         os.environ["LOCAL_RANK"] = "11"
+        import megatron_daro
         from megatron_daro.actor import device
-        print(device.prepare(), chosen, "megatron_daro.actor.cpu" in sys.modules)
+        hosts = "megatron_daro.plugins."  # need the frameworks that they plug into
+        for module in pkgutil.walk_packages(megatron_daro.__path__, "megatron_daro."):
+            if module.name not in ("megatron_daro.actor.cpu", "megatron_daro.__main__") and hosts not in module.name:
+                importlib.import_module(module.name)
+        print(device.prepare(), set(chosen), "megatron_daro.actor.cpu" in sys.modules)
     """)
-    assert out.strip() == "cuda:3 [3] False"
+    assert out.strip() == "cuda:3 {3} False"
 
 
 def test_every_kind_of_call_lands_on_the_cpu():
