@@ -108,7 +108,7 @@ def transformer_config(
         **_expert_options(shape, grouped=transformer_engine),
     }
     if fp8:
-        values["fp8"] = fp8
+        values |= {"fp8": fp8, "fp8_recipe": "tensorwise"}
     if isinstance(shape.rope_scaling, YarnScaling):
         values["apply_rope_fusion"] = False  # upstream's fused kernels leave YaRN's factor of the attention out
     config = TransformerConfig(**{**values, **(options or {})})

@@ -59,6 +59,7 @@ OWNED = {
 }
 """Upstream's names that something else sets, and what."""
 
+_DELAYED = "the scales of delayed are kept in a pickle, which Transformer Engine refuses to load when a run resumes"
 _PRECISION = "gradients then stand where neither clipping nor the check for numbers that are not finite looks"
 _STAGES = "each rank builds one part of the model, so that the layers of its other parts would be missing"
 _GROUPS = "the process groups of the actor are made without it"
@@ -120,6 +121,8 @@ def option_problems(options: Mapping[str, Any], known: Mapping[str, frozenset[st
         field = f"{SECTION}.{name}"
         if name in OWNED:
             yield Problem(field, show(value), f"nothing, it is set by {OWNED[name]}", "remove it here")
+        elif name == "fp8_recipe" and value == "delayed":
+            yield Problem(field, show(value), f"tensorwise, blockwise, mxfp8: {_DELAYED}", "remove it: tensorwise")
         elif name in REFUSED and value not in (None, False):
             fix = "remove it" if name != "virtual_pipeline_model_parallel_size" else "use actor.pipeline_parallel alone"
             yield Problem(field, show(value), f"nothing: {REFUSED[name]}", fix)
