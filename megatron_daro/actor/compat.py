@@ -75,8 +75,9 @@ def bound_rotary_tables(rotary: RotaryEmbedding) -> None:
     """
     exact = rotary.get_rotary_seq_len
 
-    def rounded(*args: Any, **kwargs: Any) -> int:
-        return (1 << max(exact(*args, **kwargs) - 1, 1023).bit_length()) + 1
+    def rounded(*args: object, **kwargs: object) -> int:
+        longest: int = exact(*args, **kwargs)  # type: ignore[arg-type]
+        return (1 << max(longest - 1, 1023).bit_length()) + 1
 
     rotary.get_rotary_seq_len = rounded  # type: ignore[method-assign]
 
