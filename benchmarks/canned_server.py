@@ -21,7 +21,7 @@ from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from loopback_server import listen
-from stub_server import ALL_CALLS
+from stub_server import ALL_CALLS, sampling_of
 
 DISTINCT = 4
 
@@ -55,12 +55,12 @@ def application(bodies: list[bytes], vocabulary: int) -> Any:
         if request.path == "/model_info":
             return web.json_response({"model_type": "qwen2"})
         if request.path == "/generate":
-            bias = said["sampling_params"].get("logit_bias", {})
+            bias = sampling_of(said).get("logit_bias", {})
             if any(int(token) >= vocabulary for token in bias):
                 return web.json_response(
                     {"error": {"message": "logit_bias must has keys in the vocabulary"}}, status=400
                 )
-            count = said["sampling_params"]["max_new_tokens"]
+            count = sampling_of(said)["max_new_tokens"]
             if count > 100:
                 return web.Response(body=next(turns), content_type="application/json")
             pairs = [[-0.5, token, None] for token in range(3, 3 + count)]

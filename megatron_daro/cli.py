@@ -1,4 +1,4 @@
-"""The console command `megatron-daro`: train, eval, report, convert-rollouts, and those of commands/.
+"""The console command `megatron-daro`: train, report, convert-rollouts, and those of commands/.
 
 Place in the data flow: the composition root. Reads the configuration, calls the runtime or the report, turns errors
 into exit codes. What a sub-command needs is imported inside it, so `--help` loads neither torch nor ray. Does no work
@@ -25,6 +25,7 @@ from megatron_daro.commands.check_loss import check_loss
 from megatron_daro.commands.convert import convert
 from megatron_daro.commands.curate import curate
 from megatron_daro.commands.doctor import doctor
+from megatron_daro.commands.evaluate import evaluate
 from megatron_daro.commands.plan import plan
 from megatron_daro.commands.submit import submit
 from megatron_daro.errors import ConfigError, DaroError, NonFiniteError
@@ -135,26 +136,7 @@ def train(
     typer.echo(printable(last))
 
 
-@app.command(name="eval")
-def evaluate(
-    config_file: ConfigFile,
-    checkpoint: Annotated[
-        Path, typer.Option("--checkpoint", metavar="DIR", help="Checkpoint (RUN/checkpoints/step_...) to evaluate.")
-    ],
-    overrides: Overrides = None,
-) -> None:
-    """Evaluate a checkpoint on the held-out sets of CONFIG."""
-    config = _resolve(config_file, overrides, dry_run=False)
-    _require_directory("--checkpoint", checkpoint, "a checkpoint directory such as RUN/checkpoints/step_000020")
-    _require_no_run(checkpoint)
-    if not config.data.eval:
-        raise ConfigError("data.eval: got no set; allowed: at least one for eval; fix: add a set to data.eval")
-    from megatron_daro.runtime.interrupts import interruptible
-
-    with interruptible():
-        import megatron_daro.runtime.launch as launch
-
-        launch.evaluate(config, checkpoint=checkpoint)
+app.command(name="eval")(evaluate)
 
 
 @app.command()
@@ -194,17 +176,6 @@ def convert_rollouts(
 def _require_directory(name: str, path: Path, allowed: str) -> None:
     if not path.is_dir():
         raise ConfigError(f"{name}: got {str(path)!r}, which is not there; allowed: {allowed}; fix: check the path")
-
-
-def _require_no_run(checkpoint: Path) -> None:
-    """Names the checkpoints where a run directory, or its folder of checkpoints, was given for one of them."""
-    folder = checkpoint / "checkpoints" if (checkpoint / "checkpoints").is_dir() else checkpoint
-    found = sorted(path.name for path in folder.glob("step_*") if path.is_dir() and path.suffix == "")
-    if found:
-        raise ConfigError(
-            f"--checkpoint: got {str(checkpoint)!r}, which holds {len(found)} checkpoints; allowed: one of "
-            f"{', '.join(found)}; fix: --checkpoint {folder / found[-1]}"
-        )
 
 
 def _resolve(config_file: Path, overrides: Sequence[str] | None, *, dry_run: bool) -> Config:

@@ -51,12 +51,17 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How an engine samples. `temperature` 0 is greedy; `top_p` in (0, 1]; lengths in tokens."""
+    """How an engine samples. `temperature` 0 is greedy; `top_p` in (0, 1]; lengths in tokens.
+
+    seed: with group id, attempt and index it names the randomness of each answer to engines that are told one with
+    every request (SGLang servers started with enable_deterministic_inference); None: they have their own.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     max_new_tokens: int = 1024
     stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

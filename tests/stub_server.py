@@ -107,7 +107,7 @@ class StubServer:
 
     async def _generate(self, body: dict[str, Any]) -> web.StreamResponse:
         last = self._vocabulary - 1
-        beyond = [token for token in body["sampling_params"].get("logit_bias", {}) if int(token) > last]
+        beyond = [token for token in sampling_of(body).get("logit_bias", {}) if int(token) > last]
         if beyond:
             message = f"logit_bias must has keys in [0, {last}], got {beyond[0]}."
             return web.json_response({"error": {"message": message}}, status=400)
@@ -134,7 +134,7 @@ class StubServer:
 
     def generated(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         """As many tokens for each input as were asked for, counted up from the number of tokens in it."""
-        count = body["sampling_params"]["max_new_tokens"]
+        count = sampling_of(body)["max_new_tokens"]
         inputs = body["input_ids"] if isinstance(body["input_ids"][0], list) else [body["input_ids"]]
         answers = [self.one([(len(ids) + i) % 30 for i in range(count)]) for ids in inputs]
         if body.get("logprob_start_len") == 0:
@@ -155,6 +155,12 @@ class StubServer:
                 "weight_versions": [span],
             },
         }
+
+
+def sampling_of(body: dict[str, Any]) -> dict[str, Any]:
+    """The sampling of a request: that of its first sample where each has its own."""
+    sampling = body["sampling_params"]
+    return sampling[0] if isinstance(sampling, list) else sampling
 
 
 def answering(status: int, content: Any = None) -> Answer:

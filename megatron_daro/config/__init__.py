@@ -14,7 +14,7 @@ from megatron_daro.config.algorithm import (
 )
 from megatron_daro.config.checks import CheckReport, check
 from megatron_daro.config.hardware import Hardware, detect
-from megatron_daro.config.loading import resolve, resolve_and_check, to_yaml
+from megatron_daro.config.loading import resolve, resolve_and_check, resolve_tree, to_yaml
 from megatron_daro.config.problems import Problem, check_passthrough
 from megatron_daro.config.sections import (
     Config,
@@ -57,5 +57,6 @@ __all__ = [
     "detect",
     "resolve",
     "resolve_and_check",
+    "resolve_tree",
     "to_yaml",
 ]

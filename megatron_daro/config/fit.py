@@ -7,7 +7,7 @@ that are there. Places nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_daro.config.sections import Config
 
@@ -46,19 +46,26 @@ class Demand:
     def text(self, *, gpus: bool) -> str:
         """Return the pieces in words, without those that take nothing."""
         size = self.server_size if gpus else 1
-        parts = [f"{self.groups} x tensor-parallel group of {self.group_size}"]
+        parts = [f"{self.groups} x tensor-parallel group of {self.group_size}"] if self.groups else []
         parts += [f"{self.servers} x {self.noun} of {size}"] if self.servers and size else []
         return " and ".join(parts)
 
 
 def demand_of(config: Config, *, engines: bool = True) -> Demand:
     """Return the pieces of a run. Args: engines: False for one that generates nothing."""
-    actor, engine = config.actor, config.engine
-    started = 0 if not engines or (engine.kind == "sglang" and engine.sglang.urls) else engine.replicas
+    actor, demand = config.actor, engines_of(config)
+    groups = actor.world_size // actor.tensor_parallel
+    servers = demand.servers if engines else 0
+    together = servers > 0 and config.engine.kind == "sglang" and config.engine.sglang.sync == "tensor"
+    return replace(demand, groups=groups, group_size=actor.tensor_parallel, servers=servers, together=together)
+
+
+def engines_of(config: Config) -> Demand:
+    """Return the pieces of what only generates."""
+    engine = config.engine
+    started = 0 if engine.kind == "sglang" and engine.sglang.urls else engine.replicas
     size = engine.sglang.tensor_parallel if engine.kind == "sglang" else 0
-    noun = "server" if engine.kind == "sglang" else "engine"
-    together = started > 0 and engine.kind == "sglang" and engine.sglang.sync == "tensor"
-    return Demand(actor.world_size // actor.tensor_parallel, actor.tensor_parallel, started, size, noun, together)
+    return Demand(0, 1, started, size, "server" if engine.kind == "sglang" else "engine")
 
 
 def misfit(demand: Demand, nodes: Sequence[int], *, what: str = "GPUs") -> str:

@@ -57,6 +57,21 @@ def resolve(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
+def resolve_tree(tree: Mapping[str, Any], overrides: Sequence[str], *, source: str) -> Config:
+    """Return the Config of values that stand in no file, as `resolve` does.
+
+    Args:
+        tree: as a YAML file would hold it. overrides: texts `a.b=c`, in order. source: what it is of, for messages.
+
+    Raises:
+        ConfigError: lists every wrong field.
+    """
+    config, problems, _ = _from_tree(dict(tree), overrides, {}, Path(source))
+    if config is None or problems:
+        raise config_error(source, problems)
+    return config
+
+
 def resolve_and_check(
     path: str | Path, overrides: Sequence[str] = (), hardware: Hardware | None = None
 ) -> tuple[Config, CheckReport]:
@@ -99,8 +114,15 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[Config | None, list[Pro
     tree, problems = document.value, document.problems
     if problems:
         return None, problems, set()
-    tree, problems = apply_overrides(tree, overrides)
     places = {field: f"{path.name}:{line}" for field, line in document.lines.items()}
+    return _from_tree(tree, overrides, places, path)
+
+
+def _from_tree(
+    tree: dict[str, Any], overrides: Sequence[str], places: dict[str, str], path: Path
+) -> tuple[Config | None, list[Problem], set[str]]:
+    """Return what `_read` returns. Args: places: where fields were written. path: names the run."""
+    tree, problems = apply_overrides(tree, overrides)
     for field in (text.partition("=")[0].strip() for text in overrides):
         places = {other: place for other, place in places.items() if not other.startswith(f"{field}.")}
         places[field] = "command line"

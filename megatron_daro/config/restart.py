@@ -34,7 +34,7 @@ observe.wandb.enabled observe.wandb.project observe.wandb.name
 _TRAINS = """
 data.eval.*.name data.eval.*.format data.eval.*.problem_field data.eval.*.answer_field
 data.eval.*.rollouts_per_prompt data.eval.*.temperature data.eval.*.max_prompts
-data.eval.*.drop_unusable
+data.eval.*.drop_unusable data.eval.*.top_p data.eval.*.template data.eval.*.rows
 rollout.temperature rollout.top_p rollout.max_response_tokens rollout.stop rollout.stop_token_ids rollout.max_staleness
 rollout.oversampling rollout.max_refill_rounds rollout.keep_surplus
 algorithm.options algorithm.std algorithm.filter algorithm.clip_low algorithm.clip_high algorithm.dual_clip

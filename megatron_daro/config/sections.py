@@ -49,6 +49,13 @@ class EvalSet(Section):
     """Answers per problem; accuracy is their mean. >= 1."""
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature; 0: greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling, in (0, 1]; 1: off."""
+    template: Literal["data", "chat", "qwen-math", "r1", "none"] = "data"
+    """How a problem is written. data: as data.prompt_template and data.template, like the training data; the others:
+    templates that papers evaluate with (docs/evaluate.md has their texts)."""
+    rows: int | None = Field(default=None, ge=1)
+    """Rows that the file must have; another number is an error. Unset: any."""
     max_prompts: int | None = Field(default=None, ge=1)
     """Only the first so many problems. Unset: all."""
     drop_unusable: bool = False

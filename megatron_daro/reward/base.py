@@ -40,6 +40,8 @@ class StagedVerifier(Protocol):
 
     def gold_problem(self, gold: object) -> str | None: ...
 
+    def answer_of(self, answer_text: str) -> str | None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class ScreenLimits:

@@ -29,9 +29,7 @@ class ExactVerifier:
         wanted = self._cut(gold)
         if not wanted:
             return self._spec.verdict(False, "gold_empty")
-        found = after_marker(answer_text, self._spec.marker)
-        if found is None and not self._spec.strict:
-            found = answer_text.strip()
+        found = self.answer_of(answer_text)
         if not found:
             return self._spec.verdict(False, "no_answer")
         return self._spec.verdict(found == wanted, "match" if found == wanted else "no_match")
@@ -50,6 +48,11 @@ class ExactVerifier:
         if refused is not None:
             return refused.reason
         return None if self._cut(gold) else "gold_empty"
+
+    def answer_of(self, answer_text: str) -> str | None:
+        """Return the final answer; None where there is none."""
+        found = after_marker(answer_text, self._spec.marker)
+        return (answer_text.strip() if found is None and not self._spec.strict else found) or None
 
     def _cut(self, gold: str) -> str:
         behind = after_marker(gold, self._spec.marker)

@@ -75,6 +75,11 @@ class IntegerVerifier:
             return refused.reason
         return None if normalise_integer(gold) is not None else "gold_unparsed"
 
+    def answer_of(self, answer_text: str) -> str | None:
+        """Return the final answer as an integer's text (as it stands, where it is no integer); None where none is."""
+        found = self._extract(answer_text)
+        return (normalise_integer(found) or found) if found else None
+
     def _extract(self, text: str) -> str | None:
         line = last_answer_line(text)
         if line is not None or self._spec.strict:

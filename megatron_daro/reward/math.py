@@ -59,9 +59,7 @@ class MathVerifier:
         refused = check_text(self._spec, answer_text, gold)
         if refused is not None:
             return refused
-        found = last_box(answer_text)
-        if not found and not self._spec.strict:
-            found = trailing_number(answer_text)
+        found = self._found(answer_text)
         if not found:
             return self._spec.verdict(False, "no_answer")
         if len(found) > self._spec.limits.max_chars:
@@ -96,6 +94,17 @@ class MathVerifier:
         shape = shape_of(wanted)
         leaves = shape.items or (shape.text,)
         return None if all(number(leaf) is not None or parsed(leaf) is not None for leaf in leaves) else "gold_unparsed"
+
+    def answer_of(self, answer_text: str) -> str | None:
+        """Return the final answer in one notation, equal for equal LaTeX; None where there is none."""
+        found = self._found(answer_text)
+        if not found:
+            return None
+        return key(canonical(found)) if len(found) <= self._spec.limits.max_chars else found
+
+    def _found(self, answer_text: str) -> str | None:
+        found = last_box(answer_text)
+        return found if found or self._spec.strict else trailing_number(answer_text)
 
     def _quick(self, found: str, gold: str, statement: str) -> str | None:
         """Outcome of an extracted answer where no algebra is needed to know it, else None."""

@@ -1,27 +1,18 @@
-"""Accuracy on held-out problems: the engine answers, the verifiers judge, metrics come back.
+"""Accuracy on held-out problems while a run trains: the engine answers, the verifiers judge, metrics come back.
 
-Place in the data flow: called by the controller between steps and by `megatron-daro eval`; uses the run's own engine
-and scorer. It trains nothing and writes nothing.
+Place in the data flow: called by the controller; uses the run's own engine and scorer. It trains nothing and writes
+nothing. `megatron-daro eval` measures more, and keeps what it measures: runtime/measuring.py.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from megatron_daro.config.sections import EvalSet
+from megatron_daro.evaluate.questions import HeldOut
 from megatron_daro.rollout.judging import judge
 from megatron_daro.rollout.protocol import Engine, Scorer
-from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class HeldOut:
-    """One evaluation set with its prompts, tokens included."""
-
-    section: EvalSet
-    prompts: tuple[Prompt, ...]
+from megatron_daro.types import GroupRequest, Rollout, SamplingParams
 
 
 class Evaluator:
@@ -50,7 +41,10 @@ class Evaluator:
         """Group ids are negative and depend on the set and the problem only: the same questions get the same noise."""
         section = held_out.section
         sampling = SamplingParams(
-            temperature=section.temperature, max_new_tokens=self._max_tokens, stop_token_ids=self._stop
+            temperature=section.temperature,
+            top_p=section.top_p,
+            max_new_tokens=self._max_tokens,
+            stop_token_ids=self._stop,
         )
         prompts = {first_id - len(self._sets) * i: prompt for i, prompt in enumerate(held_out.prompts)}
         indices = tuple(range(section.rollouts_per_prompt))
@@ -59,7 +53,8 @@ class Evaluator:
         async for finished in self._engine.generate(requests):
             rollouts += finished
         rollouts.sort(key=lambda rollout: (-rollout.group_id, rollout.index))
-        verdicts = await judge(self._scorer, [(r.text, prompts[r.group_id]) for r in rollouts])
+        texts = [(held_out.verified_text(r.text), prompts[r.group_id]) for r in rollouts]
+        verdicts = await judge(self._scorer, texts)
         return _accuracies(
             section.name, [(prompts[r.group_id].category, v.correct) for r, v in zip(rollouts, verdicts, strict=True)]
         )

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from megatron_daro.config import Config
 from megatron_daro.data.cursor import PromptSource
 from megatron_daro.data.tokenizer import load_tokenizer, stop_token_ids
+from megatron_daro.evaluate.questions import HeldOut
 from megatron_daro.rollout.protocol import Notices
-from megatron_daro.runtime.evaluation import HeldOut
 from megatron_daro.runtime.prompts import held_out_sets, training_prompts
 
 if TYPE_CHECKING:

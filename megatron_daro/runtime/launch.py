@@ -1,6 +1,6 @@
 """Runs what a configuration describes, and takes it apart again: the composition root.
 
-Place in the data flow: the command line calls `train` and `evaluate`; parts.py makes the parts, each of its own
+Place in the data flow: the command line calls `train`; parts.py makes the parts, each of its own
 section. Computes nothing.
 """
 
@@ -21,7 +21,6 @@ from megatron_daro.config.fit import demand_of
 from megatron_daro.controller import Controller, Parts, RunOutcome
 from megatron_daro.errors import WorkerError
 from megatron_daro.observe.drift import DriftWatch
-from megatron_daro.observe.escape import safe_text
 from megatron_daro.observe.logs import driver_log
 from megatron_daro.observe.metrics import MetricsLog
 from megatron_daro.observe.progress import Progress
@@ -34,9 +33,8 @@ from megatron_daro.runtime.inputs import Inputs, read_inputs
 from megatron_daro.runtime.interrupts import Interrupts, interruptible, stop_on_signals
 from megatron_daro.runtime.rehearsal import check_start, taken_back_if_it_fails
 from megatron_daro.runtime.run_directory import owned
-from megatron_daro.runtime.start import Start, as_trained, begin
+from megatron_daro.runtime.start import Start, begin
 from megatron_daro.runtime.supervisor import HasEnding, supervised
-from megatron_daro.sync.weight_sync import WeightSync
 from megatron_daro.types import PlainValue
 
 T = TypeVar("T")
@@ -112,25 +110,6 @@ class _Run:
                 raise
             finally:
                 self.interrupts.ending()
-
-
-def evaluate(config: Config, *, checkpoint: Path) -> dict[str, float]:
-    """Accuracy of a checkpoint on the held-out sets; printed, and returned by metric key."""
-    recovery.verify(checkpoint)
-    config = as_trained(config, checkpoint)
-    progress = Progress(
-        total_steps=0, rollouts_per_prompt=config.rollout.rollouts_per_prompt, mode="off", title=str(checkpoint)
-    )
-    inputs = read_inputs(config, progress)
-    with cluster(demand_of(config).processes):
-        metrics = asyncio.run(_evaluate(config, checkpoint, inputs, progress))
-    print("\n".join(_accuracy_lines(metrics)))
-    return metrics
-
-
-def _accuracy_lines(metrics: Mapping[str, float]) -> list[str]:
-    """Return a line each, of two columns, whatever the name of a set or a category holds."""
-    return [f"{safe_text(name, one_line=True)}\t{value:.4f}" for name, value in metrics.items()]
 
 
 async def _train(
@@ -210,22 +189,6 @@ async def _export(config: Config, start: Start, progress: Progress) -> None:
         await limits.within("export", export(start.step), what=str(config.trainer.hf_dir))
     finally:
         await policy.close()
-
-
-async def _evaluate(config: Config, checkpoint: Path, inputs: Inputs, progress: Progress) -> dict[str, float]:
-    placement, limits = parts.placement(config, engines=True), parts.deadlines(config)
-    policy = parts.policy_group(config, placement)
-    made = parts.generation(config, inputs, parts.algorithm_of(config), placement, progress, Phases())
-    assert made.evaluator, "the command line asks for evaluation sets"
-    try:
-        await parts.start_all(placement, policy, made, progress)
-        await limits.within("load", policy.load(checkpoint), what=str(checkpoint))
-        await limits.within("sync", WeightSync(policy, made.engine).publish(0))
-        return dict(await limits.within("evaluate", made.evaluator.evaluate(0)))
-    finally:
-        await made.engine.close()
-        await policy.close()
-        await made.scorer.close()
 
 
 def _checkpoints(config: Config, start: Start) -> recovery.Checkpoints:

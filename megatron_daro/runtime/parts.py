@@ -7,10 +7,11 @@ the few values it needs of others. Computes nothing.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.algo.weighting import Algorithm, make_algorithm
@@ -42,6 +43,9 @@ from megatron_daro.runtime.verdicts import Verdicts
 from megatron_daro.runtime.worker_group import WorkerGroup
 from megatron_daro.sync.weight_sync import ReceivingEngine
 from megatron_daro.types import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class RunEngine(ReceivingEngine, Protocol):
@@ -102,7 +106,7 @@ def generation(
     config: Config, inputs: Inputs, algorithm: Algorithm, placement: Placement, progress: Progress, phases: Phases
 ) -> Generation:
     """Engine, scorer, sampler and evaluator."""
-    rollout, engine = config.rollout, rollout_engine(config, inputs, placement, progress)
+    rollout, engine = config.rollout, rollout_engine(config, inputs.tokenizer, placement, progress)
     ledger, limits = Ledger(), deadlines(config)
     scorer = Verdicts(
         config.reward,
@@ -182,10 +186,11 @@ def policy_group(config: Config, placement: Placement) -> PolicyGroup:
     )
 
 
-def rollout_engine(config: Config, inputs: Inputs, placement: Placement, notices: Notices) -> RunEngine:
+def rollout_engine(
+    config: Config, tokenizer: PreTrainedTokenizerBase, placement: Placement, notices: Notices
+) -> RunEngine:
     """Return the engine of `engine.kind`. Raises ConfigError for servers whose environment cannot work."""
     if config.engine.kind == "sglang":
-        tokenizer = inputs.tokenizer
         text = Text(
             lambda prompt: list(tokenizer.encode(prompt, add_special_tokens=False)),
             len(tokenizer),
@@ -225,17 +230,32 @@ async def start_all(placement: Placement, policy: PolicyGroup, made: Generation 
     Raises:
         DaroError: a process cannot start. DeadlineError: one did not start in time, and which.
     """
-    limits = placement.deadlines
     await placement.start()
-    starts = [limits.within("policy_start", policy.start(), what="the actor's ranks")]
+    starts = [placement.deadlines.within("policy_start", policy.start(), what="the actor's ranks")]
     if made:
-        starts.append(limits.within("engine_start", made.engine.start(), what="the rollout engine"))
-        starts.append(limits.within("verifier_start", made.scorer.start(), what="the verifiers"))
+        starts += _engine_starts(placement.deadlines, made.engine, made.scorer)
+    await _all(starts)
+    for remark in policy.remarks:
+        notices.warn(remark)
+
+
+async def start_engine(placement: Placement, engine: RunEngine, scorer: Verdicts) -> None:
+    """`start_all` of what has no policy. Raises as it does."""
+    await placement.start()
+    await _all(_engine_starts(placement.deadlines, engine, scorer))
+
+
+def _engine_starts(limits: Deadlines, engine: RunEngine, scorer: Verdicts) -> list[Coroutine[None, None, None]]:
+    return [
+        limits.within("engine_start", engine.start(), what="the rollout engine"),
+        limits.within("verifier_start", scorer.start(), what="the verifiers"),
+    ]
+
+
+async def _all(starts: Sequence[Coroutine[None, None, None]]) -> None:
     tasks = [asyncio.ensure_future(start) for start in starts]
     try:
         await asyncio.gather(*tasks)
-        for remark in policy.remarks:
-            notices.warn(remark)
     finally:
         for task in tasks:
             task.cancel()

@@ -44,6 +44,11 @@ class Placement:
         """Return places for a policy alone."""
         return cls(Demand(actor.world_size // actor.tensor_parallel, actor.tensor_parallel), actor, Deadlines())
 
+    @classmethod
+    def of_engines(cls, demand: Demand, deadlines: Deadlines) -> Placement:
+        """Return places for engines alone. Args: demand: without groups."""
+        return cls(demand, ActorSection(), deadlines)
+
     @property
     def has_gpus(self) -> bool:
         """Whether ranks and servers get GPUs from Ray."""
@@ -62,10 +67,14 @@ class Placement:
         have = gpus if self._gpus else [int(node["Resources"].get("CPU", 0)) for node in nodes]
         if why := misfit(self._demand, [count for count in have if count], what=what):
             raise ConfigError(f"the run does not fit the Ray cluster: {why}; {_REMEDY}")
-        self._group = placement_group(self._bundles(), strategy="STRICT_PACK" if self._demand.together else "PACK")
+        bundles = self._bundles()
+        if not bundles:  # servers that run already, and no policy
+            return
+        self._group = placement_group(bundles, strategy="STRICT_PACK" if self._demand.together else "PACK")
         await self._until_placed(what)
         node_of = placement_group_table(self._group)["bundles_to_node_id"]
-        self._bundle_of_group = assigned(group_order(self._actor), [node_of[i] for i in range(self._demand.groups)])
+        order = group_order(self._actor) if self._demand.groups else []
+        self._bundle_of_group = assigned(order, [node_of[i] for i in range(self._demand.groups)])
 
     def rank(self, rank: int) -> dict[str, Any]:
         """Return the options of a rank's Ray actor."""

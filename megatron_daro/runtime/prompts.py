@@ -14,8 +14,9 @@ from megatron_daro.data.cursor import PromptSource
 from megatron_daro.data.prompts import load_problems
 from megatron_daro.data.template import tokenize_prompts
 from megatron_daro.errors import DataError
+from megatron_daro.evaluate.questions import HeldOut
+from megatron_daro.evaluate.templates import TEMPLATES, check_tokenizer
 from megatron_daro.rollout.protocol import Notices
-from megatron_daro.runtime.evaluation import HeldOut
 from megatron_daro.types import Prompt
 
 if TYPE_CHECKING:
@@ -67,8 +68,13 @@ def _held_out(
 ) -> list[Prompt]:
     problems, report = load_problems([one.path], one.format, one.problem_field, one.answer_field, repeats="keep")
     _say(notices, f"evaluation set {one.name}", report.summary())
+    if one.rows is not None and report.rows != one.rows:
+        raise DataError(
+            f"{field} ({one.name}): {one.path} has {report.rows} rows; allowed: {one.rows}, since its accuracy would "
+            f"be that of another set; fetch the file again, or set {field}.rows to the number that you mean"
+        )
     problems = problems[: one.max_prompts]
-    prompts, summary = _tokenised(section, problems, tokenizer)
+    prompts, summary = _tokenised(_with_template(section, one, tokenizer), problems, tokenizer)
     _say(notices, f"evaluation set {one.name}", summary)
     lost = report.num_dropped + len(problems) - len(prompts)
     if lost and not one.drop_unusable:
@@ -78,6 +84,15 @@ def _held_out(
             f"be that of another set: {why}; repair the rows, or set {field}.drop_unusable=true to score the rest"
         )
     return prompts
+
+
+def _with_template(section: DataSection, one: EvalSet, tokenizer: PreTrainedTokenizerBase) -> DataSection:
+    """Return the section with the template of this set."""
+    if one.template == "data":
+        return section
+    check_tokenizer(one.template, tokenizer)
+    template = TEMPLATES[one.template]
+    return section.model_copy(update={"prompt_template": template.prompt_template, "template": template.text})
 
 
 def _tokenised(

@@ -94,14 +94,23 @@ def made_with(config: Config) -> dict[str, Any]:
     return {
         "config": config.model_dump(mode="json"),
         "model": _read_object(path / "config.json"),
-        "bound_files": {name: _digest(path / name) for name in _BOUND if (path / name).is_file()}
-        | {file.name: _sampled_digest(file) for file in sorted(path.glob("*.safetensors"))},
-        "free_files": {name: _digest(path / name) for name in _FREE if (path / name).is_file()},
-        "train_files": [_digest(file) for file in config.data.train],
-        "eval_files": {one.name: _digest(one.path) for one in config.data.eval},
+        "bound_files": tokenizer_files(path) | weight_files(path),
+        "free_files": {name: digest(path / name) for name in _FREE if (path / name).is_file()},
+        "train_files": [digest(file) for file in config.data.train],
+        "eval_files": {one.name: digest(one.path) for one in config.data.eval},
         "packages": packages | {"python": platform.python_version()},
         "machine": _machine(),
     }
+
+
+def tokenizer_files(path: Path) -> dict[str, str]:
+    """Return the digests of the files that say which text a token is. Raises DataError."""
+    return {name: digest(path / name) for name in _BOUND if (path / name).is_file()}
+
+
+def weight_files(path: Path) -> dict[str, str]:
+    """Return digests of samples of the weights."""
+    return {file.name: _sampled_digest(file) for file in sorted(path.glob("*.safetensors"))}
 
 
 def _machine() -> dict[str, Any]:
@@ -213,7 +222,8 @@ def _read_object(file: Path) -> object:
         raise DataError(f"{file}: cannot be read: {error}; copy or download the complete model again") from error
 
 
-def _digest(file: Path) -> str:
+def digest(file: Path) -> str:
+    """Return the start of a file's SHA-256. Raises DataError."""
     try:
         with file.open("rb") as opened:
             return hashlib.file_digest(opened, "sha256").hexdigest()[:16]

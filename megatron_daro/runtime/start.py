@@ -6,7 +6,6 @@ model or data that the checkpoint does not belong to; then config.yaml stays as 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,23 +66,6 @@ def begin(run_dir: Path, config: Config, *, resume: bool, progress: Progress) ->
         start = Start(made_with, begins_again=True)
     (run_dir / CONFIG_FILE).write_text(to_yaml(config))
     return start
-
-
-def as_trained(config: Config, checkpoint: Path) -> Config:
-    """Return the configuration of an evaluation with what its checkpoint is bound to (K, algorithm, precision,
-    optimizer).
-
-    Those only decide how the checkpoint's files are read; an evaluation uses none of them.
-    """
-    saved = recovery.read_made_with(checkpoint)
-    if saved is None:
-        return config
-    tree = config.model_dump(mode="json")
-    tree["algorithm"] = saved["config"]["algorithm"]
-    tree["rollout"]["rollouts_per_prompt"] = saved["config"]["rollout"]["rollouts_per_prompt"]
-    for name in ("dtype", "fp8", "optimizer"):
-        tree["actor"][name] = saved["config"]["actor"][name]
-    return Config.model_validate_json(json.dumps(tree))
 
 
 def compared(checkpoint: Path, made_with: Mapping[str, Any], notices: Notices) -> restart_audit.Audit | None:

@@ -69,7 +69,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
         return function
 
     launch = types.ModuleType("megatron_daro.runtime.launch")
-    launch.train, launch.evaluate = record("train"), record("evaluate")
+    launch.train = record("train")
     monkeypatch.setattr(megatron_daro.runtime, "launch", launch, raising=False)
     monkeypatch.setitem(sys.modules, "megatron_daro.runtime.launch", launch)
     return calls
@@ -158,17 +158,6 @@ def test_a_run_that_a_signal_ended_has_its_own_exit_code(config_file, launched, 
     assert says in last and "step 3" in last and "--resume" in last
 
 
-def test_eval_hands_the_checkpoint_to_the_runtime(config_file, launched, tmp_path, capsys):
-    arguments = ["eval", str(config_file), "--checkpoint", str(tmp_path)]
-    assert cli.main(arguments) == 2
-    assert "data.eval: got no set" in capsys.readouterr().err
-    sets = f"data.eval=[{{name: a, path: '{config_file.parent}/train.jsonl'}}]"
-    assert cli.main([*arguments, sets]) == 0
-    assert launched[0][0] == "evaluate" and launched[0][2] == {"checkpoint": tmp_path}
-    assert cli.main(["eval", str(config_file), sets, "--checkpoint", "/nowhere"]) == 2
-    assert "--checkpoint: got '/nowhere'" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("error", "code", "last_line"),
     [
@@ -200,7 +189,7 @@ def test_an_unexpected_error_keeps_its_traceback(config_file, launched):
         (["train"], "Missing argument 'CONFIG'"),
         (["train", "x.yaml", "--dryrun"], "--dry-run"),
         (["tran"], "train"),
-        (["eval", "x.yaml"], "Missing option '--checkpoint'"),
+        (["eval", "x.yaml"], "eval: got no model; allowed: one of --hf DIR, --checkpoint DIR, --urls URL"),
         (["train", "/nowhere.yaml"], "no such file"),
         (["train", "/nowhere.yaml", "--replay", "/nowhere"], "--replay: got '/nowhere'"),
         (["report", "/nowhere"], "RUN: got '/nowhere'"),
@@ -253,16 +242,6 @@ def test_a_finished_run_names_itself_and_the_next_command(config_file, launched,
     assert model.startswith("model: some/run/hf, a Hugging Face directory") and last.startswith(
         "run: some/run, 3 steps"
     )
-
-
-@pytest.mark.parametrize("given", ["", "checkpoints"])
-def test_eval_of_a_run_names_its_checkpoints(config_file, launched, tmp_path, capsys, given):
-    for name in ("step_000002", "step_000010", "step_000012.tmp"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert cli.main(["eval", str(config_file), "--checkpoint", str(tmp_path / given)]) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert "which holds 2 checkpoints; allowed: one of step_000002, step_000010; fix: --checkpoint " in last
-    assert last.endswith("/checkpoints/step_000010") and not launched
 
 
 def test_what_the_system_refuses_is_a_sentence(config_file, launched, capsys):

@@ -18,9 +18,7 @@ from megatron_daro.config import Config, resolve
 from megatron_daro.config.describe import section_of, walk
 from megatron_daro.config.restart import _CONTENT, _REFUSED, _RUNS, _TRAINS, CLASS_OF, ChangeClass
 from megatron_daro.errors import CheckpointError
-from megatron_daro.runtime.launch import _accuracy_lines
 from megatron_daro.runtime.restart_audit import audit, made_with, record
-from megatron_daro.runtime.start import as_trained
 
 FIELDS = [path for path, field in walk(Config) if section_of(field.annotation) is None]
 SINGLE = [path for path in FIELDS if not path.startswith("data.eval.") and CLASS_OF.get(path) != "content"]
@@ -171,20 +169,3 @@ def test_the_table_fits_a_narrow_terminal_and_is_kept_in_the_run_directory(saved
     assert kept.count("restart from step_000002: ") == 2
     assert "actor.optimizer.learning_rate" in kept and "0.001" in kept and "1e-09" in kept
     assert "REFUSED: DARO's weights belong to K" in kept
-
-
-def test_an_evaluation_takes_what_its_checkpoint_is_bound_to_and_nothing_else(config, saved, tmp_path):
-    assert as_trained(config, tmp_path) == config  # a checkpoint that does not say what it was made with
-    saved["config"]["rollout"] |= {"rollouts_per_prompt": 16, "max_response_tokens": 9}
-    saved["config"]["algorithm"]["name"], saved["config"]["actor"]["dtype"] = "dapo", "bf16"
-    (tmp_path / "made_with.json").write_text(json.dumps(saved))
-    found = as_trained(config, tmp_path)
-    assert (found.rollout.rollouts_per_prompt, found.algorithm.name, found.actor.dtype) == (16, "dapo", "bf16")
-    same = {"rollouts_per_prompt": config.rollout.rollouts_per_prompt}
-    assert found.rollout.model_copy(update=same) == config.rollout
-    assert (found.data, found.engine, found.reward) == (config.data, config.engine, config.reward)
-
-
-def test_accuracies_are_one_line_each_whatever_a_category_is_called():
-    lines = _accuracy_lines({"eval/set/a\tb\n\x1b[2J\0/accuracy": 0.5, "eval/set/accuracy": 0.25})
-    assert lines == ["eval/set/a\\tb\\n\\x1b[2J\\x00/accuracy\t0.5000", "eval/set/accuracy\t0.2500"]

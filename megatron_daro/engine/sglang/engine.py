@@ -145,6 +145,19 @@ class SGLangEngine:
             raise SyncError("no SGLang server can take weights: all are being started again")
         return ServerUpdate(self._updates, servers, version)
 
+    def serve_as_loaded(self) -> None:
+        """Use servers with the weights that they were started with, now and whenever one comes back: no policy gives
+        them others."""
+
+        async def serve(name: str) -> None:
+            for server in self.fleet.of("joining"):
+                if server.name == name:
+                    self.fleet.set_state(server, "serving")
+
+        self.when_back(serve)
+        for server in self.fleet.of("joining"):
+            self.fleet.set_state(server, "serving")
+
     def when_back(self, call: Callable[[str], Awaitable[None]]) -> None:
         """Has `call` called with the name of each server that came back."""
         self._when_back = call

@@ -8,6 +8,8 @@ Sampled tokens are taken as ids and never through text. It refuses answers that 
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,7 +54,7 @@ class Call:
             "rid": self.name,
             "extra_key": self.cache_key,
             "input_ids": [[*request.prompt.tokens, *prefix] for prefix in prefixes],
-            "sampling_params": _sampling(request.sampling, len(prefixes[0])),
+            "sampling_params": _sampling_of_each(request, len(prefixes[0])),
             "return_logprob": True,
             "stream": False,
         }
@@ -126,6 +128,20 @@ def _so_far(request: GroupRequest, index: int) -> Sequence[int]:
 def _length_so_far(request: GroupRequest, index: int) -> int:
     earlier = request.partial.get(index)
     return 0 if earlier is None else earlier.response_length
+
+
+def _sampling_of_each(request: GroupRequest, generated: int) -> dict[str, Any] | list[dict[str, Any]]:
+    """Return the sampling of all samples, or, with a seed, that of each."""
+    common = _sampling(request.sampling, generated)
+    if request.sampling.seed is None:
+        return common
+    return [common | {"sampling_seed": _seed_of(request, index)} for index in request.indices]
+
+
+def _seed_of(request: GroupRequest, index: int) -> int:
+    """Return 31 bits that differ between samples of a problem: with one seed they would all be the same answer."""
+    words = struct.pack(">4q", request.sampling.seed or 0, request.group_id, request.attempt, index)
+    return zlib.crc32(words) & 0x7FFFFFFF
 
 
 def _sampling(sampling: SamplingParams, generated: int) -> dict[str, Any]:

@@ -178,3 +178,15 @@ def test_more_tokens_than_asked_for_are_refused():
 def test_logprobs_must_be_numbers_up_to_zero(value):
     with pytest.raises(BadAnswerError):
         rollouts(request_of((0,)), [answer([1], output_token_logprobs=[[value, 1, None]])])
+
+
+def test_with_a_seed_each_sample_has_its_own_that_follows_from_the_request_alone():
+    def seeds(indices, **sampling):
+        (call,) = generation.calls(request_of(indices, **sampling), "name", cache_key="weights-3")
+        return [one["sampling_seed"] for one in call.body["sampling_params"]]
+
+    both = seeds((0, 1), seed=3)
+    assert len(set(both)) == 2 and all(0 <= seed < 2**31 for seed in both)
+    assert [*seeds((0,), seed=3), *seeds((1,), seed=3)] == both  # however the samples are asked for
+    assert not set(seeds((0, 1), seed=4)) & set(both)
+    assert len(set(seeds(range(1000), seed=3))) == 1000

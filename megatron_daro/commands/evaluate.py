@@ -1,0 +1,276 @@
+"""`megatron-daro eval`: measure a model on sets of problems, or compare two measurements.
+
+Place in the data flow: options -> the model that is asked, the sets, one configuration -> runtime/measuring.py -> a
+table. Does no work of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from megatron_daro.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_daro.config import Config, EvalSet
+    from megatron_daro.rollout.protocol import Notices
+    from megatron_daro.runtime.measured_model import MeasuredModel
+
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="CONFIG|A.B=C", help="YAML file, then options that replace those of the file."),
+]
+HF = Annotated[Path | None, typer.Option("--hf", metavar="DIR", help="Hugging Face directory to evaluate.")]
+Checkpoint = Annotated[
+    Path | None, typer.Option("--checkpoint", metavar="DIR", help="Checkpoint (RUN/checkpoints/step_...) to evaluate.")
+]
+Urls = Annotated[
+    list[str] | None, typer.Option("--urls", metavar="URL,...", help="SGLang servers that run, as http://host:port.")
+]
+Suite = Annotated[str | None, typer.Option("--suite", metavar="NAME", help="Published sets: math6.")]
+SuiteDir = Annotated[
+    Path, typer.Option("--suite-dir", metavar="DIR", help="Where tools/fetch_eval_suite.py wrote their files.")
+]
+Sets = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=FILE", help="A set of your own; repeatable.")]
+Samples = Annotated[
+    list[str] | None,
+    typer.Option("--samples", metavar="[SET=]N", help="Answers to each problem, of all sets or of one; repeatable."),
+]
+Temperature = Annotated[float | None, typer.Option("--temperature", min=0, help="Of sampling. Unset: as the set has.")]
+TopP = Annotated[float | None, typer.Option("--top-p", help="Nucleus, in (0, 1]. Unset: as the set has.")]
+TemplateName = Annotated[
+    str | None, typer.Option("--template", metavar="NAME", help="data, chat, qwen-math, r1 or none.")
+]
+Ks = Annotated[
+    list[int] | None, typer.Option("--k", metavar="K", help="Of pass@k and maj@k; repeatable. Unset: all samples.")
+]
+Out = Annotated[
+    Path | None, typer.Option("--out", metavar="PATH", help="Where to write. Unset: evals/ and a name; B/compare.html.")
+]
+Compare = Annotated[
+    tuple[Path, Path] | None,
+    typer.Option("--compare", metavar="A B", help="Compare two evaluations, problem by problem; asks no model."),
+]
+
+
+def evaluate(
+    arguments: Arguments = None,
+    hf: HF = None,
+    checkpoint: Checkpoint = None,
+    urls: Urls = None,
+    suite: Suite = None,
+    suite_dir: SuiteDir = Path("eval_data"),
+    sets: Sets = None,
+    samples: Samples = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    template: TemplateName = None,
+    k: Ks = None,
+    out: Out = None,
+    compare: Compare = None,
+) -> None:
+    """Evaluate a model (--hf, --checkpoint or --urls) on sets of problems; the same command goes on after a kill."""
+    if compare:
+        _compare(*compare, out)
+        return
+    from megatron_daro.evaluate.tables import summary_text
+    from megatron_daro.runtime.interrupts import interruptible
+
+    config_file, overrides = _split(arguments or [])
+    servers = [url for text in urls or () for url in text.split(",") if url]
+    target = out or _default_out(hf, checkpoint)
+    with interruptible():
+        notices = _Terminal()
+        model, base = _model_and_base(hf, checkpoint, servers, config_file, overrides, target, notices)
+        chosen = _chosen_sets(base, suite, suite_dir, sets or [])
+        chosen = [_changed(one, samples or [], temperature, top_p, template) for one in chosen]
+        _check_samples(samples or [], chosen)
+        config = _configured(base, model, chosen, overrides, target)
+
+        from megatron_daro.runtime.measuring import Plan, measure
+
+        ks = tuple(sorted(set(k or [min(one.rollouts_per_prompt for one in chosen)])))
+        summary = measure(Plan(config, model.weights, ks), notices)
+    typer.echo(summary_text(summary))
+    typer.echo(f"written: {target}/summary.json, problems.parquet, answers/")
+
+
+def _compare(a: Path, b: Path, out: Path | None) -> None:
+    from megatron_daro.evaluate import compare as comparing
+    from megatron_daro.evaluate.compare_page import HEAD, line_cells, write_page
+    from megatron_daro.evaluate.tables import table_text
+
+    target = out or b / "compare.html"
+    found = comparing.compare(a, b)
+    write_page(found, target)
+    typer.echo(table_text(HEAD, [line_cells(line) for line in found.lines], left=2))
+    typer.echo("B - A in percentage points, paired by problem; p: sign-flip permutation test")
+    for remark in found.remarks:
+        typer.echo(f"differs: {remark}")
+    typer.echo(f"written: {target}")
+
+
+class _Terminal:
+    """Tells a person."""
+
+    def notice(self, message: str) -> None:
+        typer.echo(message, err=True)
+
+    def warn(self, message: str) -> None:
+        typer.echo(f"warning: {message}", err=True)
+
+
+def _split(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """Return the configuration file, where the first argument is one, and the overrides."""
+    if arguments and "=" not in arguments[0]:
+        return Path(arguments[0]), list(arguments[1:])
+    return None, list(arguments)
+
+
+def _default_out(hf: Path | None, checkpoint: Path | None) -> Path:
+    given = hf or checkpoint
+    if given is None:
+        return Path("evals") / "servers"
+    name = given.absolute().name
+    return Path("evals") / (f"{given.absolute().parent.parent.name}_{name}" if checkpoint else name)
+
+
+def _model_and_base(
+    hf: Path | None,
+    checkpoint: Path | None,
+    urls: Sequence[str],
+    config_file: Path | None,
+    overrides: Sequence[str],
+    out: Path,
+    notices: Notices,
+) -> tuple[MeasuredModel, Config | None]:
+    """Return the model that is asked, and the configuration that was given or that a checkpoint's run has."""
+    from megatron_daro.commands.convert import find_config
+    from megatron_daro.config import resolve
+    from megatron_daro.runtime import measured_model
+
+    if sum(map(bool, (hf, checkpoint, urls))) != 1:
+        given = [name for name, one in (("--hf", hf), ("--checkpoint", checkpoint), ("--urls", urls)) if one]
+        raise ConfigError(
+            f"eval: got {' and '.join(given) or 'no model'}; allowed: one of --hf DIR, --checkpoint DIR, --urls URL; "
+            "fix: name the model to evaluate"
+        )
+    if checkpoint:
+        require_checkpoint(checkpoint)
+        run_config = checkpoint.absolute().parent.parent / "config.yaml"
+        config_file = config_file or (run_config if run_config.is_file() else None)
+    base = resolve(config_file, overrides) if config_file else None
+    if checkpoint:
+        folder = base.model.path if base else find_config(checkpoint)
+        return measured_model.of_checkpoint(checkpoint, folder, out, notices), base
+    if hf:
+        return measured_model.of_directory(hf), base
+    named = any(text.startswith("model.path=") for text in overrides)
+    path = Path(_value(overrides, "model.path")) if named else base.model.path if base else None
+    return measured_model.of_servers(urls, path), base
+
+
+def _chosen_sets(base: Config | None, suite: str | None, folder: Path, texts: Sequence[str]) -> list[EvalSet]:
+    """Return the sets of the command line; without any, those of the configuration."""
+    from megatron_daro.evaluate.suite import check_names, named_sets, suite_sets
+
+    chosen = [*(suite_sets(suite, folder) if suite else []), *named_sets(texts)]
+    chosen = chosen or list(base.data.eval if base else ())
+    if not chosen:
+        raise ConfigError("data.eval: got no set; allowed: at least one for eval; fix: --suite, --set or data.eval")
+    check_names(chosen)
+    return chosen
+
+
+def _changed(
+    one: EvalSet, samples: Sequence[str], temperature: float | None, top_p: float | None, template: str | None
+) -> EvalSet:
+    """Return a set with what the command line says of it."""
+    from pydantic import ValidationError
+
+    changes: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "template": template}
+    for text in samples:
+        name, _, number = text.rpartition("=")
+        if name in ("", one.name):
+            changes["rollouts_per_prompt"] = int(number) if number.isdecimal() else number
+    try:
+        found = type(one)(**{**one.model_dump(), **{key: value for key, value in changes.items() if value is not None}})
+    except ValidationError as error:
+        first = error.errors()[0]
+        option = {"rollouts_per_prompt": "--samples", "top_p": "--top-p"}.get(
+            str(first["loc"][0]), f"--{first['loc'][0]}"
+        )
+        raise ConfigError(f"{option}: got {first['input']!r}; {first['msg']}; fix: write an allowed value") from error
+    if found.temperature == 0 and found.rollouts_per_prompt > 1:
+        raise ConfigError(
+            f"--samples: got {found.rollouts_per_prompt} for {found.name} at temperature 0, which would all be equal; "
+            "allowed: 1, or a temperature above 0; fix: --temperature 0.6, or --samples 1"
+        )
+    return found
+
+
+def _check_samples(samples: Sequence[str], chosen: Sequence[EvalSet]) -> None:
+    """Refuse numbers for a set that is not asked."""
+    names = [one.name for one in chosen]
+    for text in samples:
+        name, equals, _ = text.rpartition("=")
+        if equals and name not in names:
+            raise ConfigError(f"--samples: got {text!r}; allowed: the sets {', '.join(names)}; fix: name one of them")
+
+
+def _configured(
+    base: Config | None, model: MeasuredModel, sets: Sequence[EvalSet], overrides: Sequence[str], out: Path
+) -> Config:
+    """Return the configuration with this model, these sets and this directory."""
+    from megatron_daro.config import detect, resolve_tree
+
+    if base is None:
+        kind = "sglang" if model.urls or detect().kind == "gpu" else "embedded"
+        # An evaluation trains on nothing; the section wants a file.
+        tree = {
+            "model": {"path": str(model.path)},
+            "data": {"train": [str(one.path) for one in sets], "max_prompt_tokens": 2048},
+            "engine": {"kind": kind},
+        }
+        base = resolve_tree(tree, overrides, source="eval")
+    engine = base.engine
+    if model.urls:
+        sglang = engine.sglang.model_copy(update={"urls": model.urls})
+        engine = engine.model_copy(update={"kind": "sglang", "sglang": sglang})
+    elif engine.kind == "sglang":
+        engine = engine.model_copy(update={"sglang": engine.sglang.model_copy(update={"urls": ()})})
+    actor = base.actor
+    if not any(text.startswith("actor.dtype=") for text in overrides):
+        actor = actor.model_copy(update={"dtype": model.dtype})
+    return base.model_copy(
+        update={
+            "model": base.model.model_copy(update={"path": model.path}),
+            "data": base.data.model_copy(update={"eval": tuple(sets)}),
+            "engine": engine,
+            "actor": actor,
+            "trainer": base.trainer.model_copy(update={"run_dir": out}),
+        }
+    )
+
+
+def _value(overrides: Sequence[str], name: str) -> str:
+    return next(text.partition("=")[2] for text in reversed(overrides) if text.startswith(f"{name}="))
+
+
+def require_checkpoint(checkpoint: Path) -> None:
+    """Refuse what is no checkpoint, and name those of a run directory, or of its folder of checkpoints."""
+    allowed = "a checkpoint directory such as RUN/checkpoints/step_000020"
+    if not checkpoint.is_dir():
+        raise ConfigError(
+            f"--checkpoint: got {str(checkpoint)!r}, which is not there; allowed: {allowed}; fix: check the path"
+        )
+    folder = checkpoint / "checkpoints" if (checkpoint / "checkpoints").is_dir() else checkpoint
+    found = sorted(path.name for path in folder.glob("step_*") if path.is_dir() and path.suffix == "")
+    if found:
+        raise ConfigError(
+            f"--checkpoint: got {str(checkpoint)!r}, which holds {len(found)} checkpoints; allowed: one of "
+            f"{', '.join(found)}; fix: --checkpoint {folder / found[-1]}"
+        )

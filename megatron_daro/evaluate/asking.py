@@ -1,0 +1,161 @@
+"""Asks an engine for answers, has each verified, and keeps it: the loop of an evaluation.
+
+Place in the data flow: requests -> Engine -> rollouts -> the part that counts -> Scorer -> AnswerStore. Any engine and
+any scorer of rollout/protocol.py. Answers are verified and written while others are generated. It refuses to wait
+without a limit, and to keep an answer that was cut off by an abort.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_daro.errors import DeadlineError
+from megatron_daro.evaluate.answers import Answer, AnswerStore
+from megatron_daro.evaluate.questions import Question
+from megatron_daro.evaluate.templates import tokens_until_stop
+from megatron_daro.rollout.deadlines import first_cause
+from megatron_daro.rollout.judging import judge
+from megatron_daro.rollout.protocol import Engine, Scorer
+from megatron_daro.types import GroupRequest, Rollout
+
+_VERIFIED_TOGETHER = 256
+_WATCH_S = 1.0
+# For verdicts under way when an evaluation ends early: what a model has answered is not asked for twice.
+_DRAIN_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an evaluation drives. decode: token ids -> text. window: requests under way at once; None: all of them in
+    one call, for an engine that puts its own batches together. told: called after each kept answer. patience_s: most
+    time without any answer."""
+
+    engine: Engine
+    scorer: Scorer
+    store: AnswerStore
+    decode: Callable[[Sequence[int]], str]
+    window: int | None
+    told: Callable[[Answer], None]
+    patience_s: float
+
+
+async def ask(parts: Parts, requests: Sequence[GroupRequest], questions: Sequence[Question]) -> None:
+    """Ask for every request; what came is kept when this ends, however it ends.
+
+    Raises:
+        DeadlineError: no answer came for `patience_s`. Whatever engine, scorer and disk raise, the first of them.
+    """
+    intake = _Intake(parts, {question.group_id: question for question in questions})
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            watcher = tasks.create_task(intake.watch())
+            if parts.window is None:
+                await intake.stream(requests)
+            else:
+                left = iter(requests)
+                async with asyncio.TaskGroup() as workers:
+                    for _ in range(min(parts.window, len(requests))):
+                        workers.create_task(intake.work(left))
+            watcher.cancel()
+    except BaseExceptionGroup as group:
+        raise first_cause(group) from None
+    finally:
+        await intake.drain()
+        parts.store.flush()
+
+
+class _Intake:
+    """Takes rollouts in."""
+
+    def __init__(self, parts: Parts, questions: dict[int, Question]) -> None:
+        self._parts, self._questions = parts, questions
+        self._room = asyncio.Semaphore(_VERIFIED_TOGETHER)
+        self._last = time.monotonic()
+        self._writing = asyncio.Lock()
+        self._verifying: set[asyncio.Task[None]] = set()
+
+    async def stream(self, requests: Sequence[GroupRequest]) -> None:
+        """All requests in one call."""
+        async with asyncio.TaskGroup() as verifying:
+            async for rollouts in self._parts.engine.generate(requests):
+                await self._room.acquire()
+                verifying.create_task(self._release_after(self._begin(self._take(rollouts))))
+
+    async def work(self, left: Iterator[GroupRequest]) -> None:
+        """One request after the other."""
+        for request in left:
+            async for rollouts in self._parts.engine.generate([request]):
+                await asyncio.shield(self._begin(self._take(rollouts)))
+
+    async def drain(self) -> None:
+        """Finish what came before the end, within some seconds."""
+        if self._verifying:
+            await asyncio.wait(self._verifying, timeout=_DRAIN_S)
+        for task in self._verifying:
+            task.cancel()
+
+    async def watch(self) -> None:
+        """Write what waits from time to time; end everything where nothing comes any more."""
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            await self._write_if_due()
+            silent = time.monotonic() - self._last
+            if silent > self._parts.patience_s:
+                raise DeadlineError(
+                    f"deadline 'generate': no answer came for {silent:.0f} s; if the engine is only slow, raise "
+                    "trainer.deadline_scale; else look at its log"
+                )
+
+    def _begin(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """Begin work that goes on to its end, also where the one who waits for it (shielded) is cancelled."""
+        task = asyncio.create_task(work)
+        self._verifying.add(task)
+        task.add_done_callback(self._verifying.discard)
+        return task
+
+    async def _take(self, rollouts: Sequence[Rollout]) -> None:
+        """Verify and keep what is whole."""
+        self._last = time.monotonic()
+        whole = [await self._ended(one) for one in rollouts if one.finish_reason != "abort"]
+        asked = [self._questions[one.group_id] for one in whole]
+        texts = [(q.held_out.verified_text(one.text), q.prompt) for one, q in zip(whole, asked, strict=True)]
+        verdicts = await judge(self._parts.scorer, texts)
+        for one, question, verdict in zip(whole, asked, verdicts, strict=True):
+            answer = Answer(question.prompt, one, verdict)
+            self._parts.store.add(answer)
+            self._parts.told(answer)
+        await self._write_if_due()
+
+    async def _release_after(self, work: asyncio.Task[None]) -> None:
+        try:
+            await asyncio.shield(work)
+        finally:
+            self._room.release()
+
+    async def _write_if_due(self) -> None:
+        if self._parts.store.due and not self._writing.locked():
+            async with self._writing:
+                await asyncio.shield(self._begin(asyncio.to_thread(self._parts.store.write, self._parts.store.take())))
+
+    async def _ended(self, one: Rollout) -> Rollout:
+        """Return the answer up to its template's stop text."""
+        template = self._questions[one.group_id].held_out.template
+        if template is None or not any(stop in one.text for stop in template.stop):
+            return one
+        tokens = one.tokens[one.prompt_length :].tolist()
+        found = await asyncio.to_thread(tokens_until_stop, tokens, template.stop, self._parts.decode)
+        if found is None:
+            return one
+        length, text = found
+        return replace(
+            one,
+            tokens=one.tokens[: one.prompt_length + length],
+            loss_mask=one.loss_mask[:length],
+            logprobs=one.logprobs[:length],
+            finish_reason="stop",
+            text=text,
+            version_spans=(),
+        )

@@ -1,0 +1,215 @@
+"""A page about two evaluations: where B won and lost against A, with the answers side by side.
+
+Place in the data flow: Comparison + the answers of both -> one HTML file (observe/report_html.py), nothing from the
+network. Every text of a model, a problem or a path is escaped.
+"""
+
+from __future__ import annotations
+
+import html
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from megatron_daro.errors import DataError
+from megatron_daro.evaluate import answers
+from megatron_daro.evaluate.compare import Comparison, Line, Pair
+from megatron_daro.observe.escape import safe_text
+from megatron_daro.observe.report_html import Page, render, table_html
+from megatron_daro.observe.report_plots import COLOURS, Plot, Section, Trace
+
+MOST_SHOWN = 40
+"""Won and lost problems of each set on the page, the largest differences first."""
+_COLUMNS = ("source", "prompt_id", "text", "correct", "reason", "length", "finish_reason")
+_STATEMENT, _ANSWER = 3000, 6000
+_BINS = 20
+_Key = tuple[str, str]
+
+HEAD = ["set", "metric", "problems", "A", "B", "B - A", "95 % interval", "p", "won", "lost"]
+
+
+def line_cells(line: Line) -> list[str]:
+    """Return a line of the table as text."""
+    return [
+        *(line.set, line.metric, str(line.problems), f"{line.a:.1%}", f"{line.b:.1%}"),
+        *(f"{100 * line.difference:+.1f}", f"{100 * line.low:+.1f} to {100 * line.high:+.1f}"),
+        *(f"{line.p:.4f}", str(line.won), str(line.lost)),
+    ]
+
+
+def write_page(comparison: Comparison, target: Path) -> None:
+    """Write the page. Raises DataError where answers cannot be read or the page cannot be written."""
+    text = render(_page(comparison))
+    temporary = target.with_name(target.name + ".tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(target)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise DataError(f"{target}: the page could not be written: {error}; give another --out") from error
+
+
+def _page(comparison: Comparison) -> Page:
+    chosen = {name: _chosen(pairs) for name, pairs in comparison.pairs.items()}
+    wanted = {(name, pair.a["problem"]) for name, pairs in chosen.items() for pair in pairs}
+    shown = [_answers_of(out, wanted) for out in (comparison.a, comparison.b)]
+    a, b = (safe_text(one.resolve().name, 80, one_line=True) for one in (comparison.a, comparison.b))
+    remarks = "".join(f"<li>{_text(remark, 400)}</li>" for remark in comparison.remarks)
+    cells = [[safe_text(cell, 80) for cell in line_cells(line)] for line in comparison.lines]
+    words = (
+        "<p>B - A in percentage points, paired by problem: interval by bootstrap over problems, p by a two-sided "
+        "sign-flip permutation test. Won: problems of which B answers more right.</p>"
+    )
+    differs = f"<h3>What else differs</h3><ul>{remarks}</ul>" if remarks else ""
+    return Page(
+        title=f"A {a} · B {b}",
+        subtitle=f"A: {safe_text(comparison.a, 200)} · B: {safe_text(comparison.b, 200)}",
+        head_html=table_html(HEAD, cells, number_columns=8) + words + differs,
+        sections=[Section(safe_text(name, 80), _plots(pairs)) for name, pairs in comparison.pairs.items()],
+        samples_html="",
+        tail_html="\n".join(_set_html(name, chosen[name], shown) for name in comparison.pairs),
+    )
+
+
+def _chosen(pairs: Sequence[Pair]) -> list[Pair]:
+    """Return the problems that are shown: won ones, then lost ones."""
+    won = sorted((pair for pair in pairs if pair.difference > 0), key=lambda pair: -pair.difference)
+    lost = sorted((pair for pair in pairs if pair.difference < 0), key=lambda pair: pair.difference)
+    return [*won[:MOST_SHOWN], *lost[:MOST_SHOWN]]
+
+
+def _answers_of(out: Path, wanted: set[_Key]) -> dict[_Key, dict[bool, Mapping[str, Any]]]:
+    """Return a right and a wrong answer of each wanted problem, as far as there are some."""
+    found: dict[_Key, dict[bool, Mapping[str, Any]]] = defaultdict(dict)
+    for row in answers.rows(out, _COLUMNS):
+        key = (row["source"], row["prompt_id"])
+        if key in wanted:
+            found[key].setdefault(row["correct"], row)
+    return found
+
+
+def _plots(pairs: Sequence[Pair]) -> list[Plot]:
+    counts = Counter((_rate(pair.a), _rate(pair.b)) for pair in pairs)
+    points: Trace = {
+        "type": "scatter",
+        "mode": "markers",
+        "x": [a for a, _ in counts],
+        "y": [b for _, b in counts],
+        "marker": {"size": [6 + 4 * count**0.5 for count in counts.values()], "color": COLOURS[0], "opacity": 0.7},
+        "text": [f"{count} problems" for count in counts.values()],
+        "hovertemplate": "A %{x:.0%}, B %{y:.0%}: %{text}<extra></extra>",
+        "showlegend": False,
+    }
+    diagonal: Trace = {"type": "scatter", "mode": "lines", "x": [0, 1], "y": [0, 1], "showlegend": False}
+    diagonal |= {"line": {"color": COLOURS[-1], "width": 1, "dash": "dot"}, "hoverinfo": "skip"}
+    axes = {name: {"title": {"text": f"pass rate of {who}"}, "tickformat": ".0%", "dtick": 0.25} for name, who in _AXES}
+    scatter = Plot(
+        "Pass rate of each problem",
+        "One point a pair of pass rates, larger where more problems share it. Above the line B is better.",
+        [diagonal, points],
+        axes | {"hovermode": "closest"},
+    )
+    histogram: Trace = {
+        "type": "histogram",
+        "x": [pair.difference for pair in pairs],
+        "xbins": {"start": -1 - 1 / _BINS, "end": 1 + 1 / _BINS, "size": 2 / _BINS},
+        "marker": {"color": COLOURS[1]},
+        "name": "problems",
+    }
+    spread = Plot(
+        "Differences",
+        "How many problems differ by how much; right of 0 B is better.",
+        [histogram],
+        {
+            "xaxis": {"title": {"text": "B - A"}, "tickformat": "+.0%", "dtick": 0.25},
+            "yaxis": {"title": {"text": "problems"}},
+        },
+    )
+    return [scatter, spread, *_level_plot(pairs)]
+
+
+_AXES = (("xaxis", "A"), ("yaxis", "B"))
+
+
+def _level_plot(pairs: Sequence[Pair]) -> list[Plot]:
+    levels: dict[str, list[Pair]] = defaultdict(list)
+    for pair in pairs:
+        if pair.a["level"]:
+            levels[str(pair.a["level"])].append(pair)
+    if not levels:
+        return []
+    names = sorted(levels)
+    bars: list[Trace] = [
+        {
+            "type": "bar",
+            "x": [_text(name, 40) for name in names],
+            "y": [fmean(_rate(getattr(pair, which)) for pair in levels[name]) for name in names],
+            "name": which.upper(),
+            "marker": {"color": colour},
+        }
+        for which, colour in (("a", COLOURS[0]), ("b", COLOURS[1]))
+    ]
+    layout = {"xaxis": {"title": {"text": "level"}, "type": "category"}, "barmode": "group"}
+    return [
+        Plot(
+            "Accuracy by level",
+            "The set's own difficulty.",
+            bars,
+            layout | {"yaxis": {"title": {"text": "accuracy"}, "tickformat": ".0%", "rangemode": "tozero"}},
+        )
+    ]
+
+
+def _set_html(name: str, pairs: Sequence[Pair], shown: Sequence[Mapping[_Key, Mapping[bool, Any]]]) -> str:
+    won = [pair for pair in pairs if pair.difference > 0]
+    lost = [pair for pair in pairs if pair.difference < 0]
+    parts = [f"<section><h2>{_text(name, 80)}: problems won and lost</h2>"]
+    for title, some in (("Won by B", won), ("Lost by B", lost)):
+        parts.append(f"<h3>{title} ({len(some)} shown, largest difference first)</h3>")
+        parts += [_problem_html(name, pair, shown) for pair in some]
+    return "\n".join([*parts, "</section>"])
+
+
+def _problem_html(name: str, pair: Pair, shown: Sequence[Mapping[_Key, Mapping[bool, Any]]]) -> str:
+    key = (name, pair.a["problem"])
+    # Of the better one a right answer, of the other a wrong one, where they have such.
+    wanted = (pair.difference < 0, pair.difference > 0)
+    columns = "".join(
+        _column_html(letter, row, _picked(found.get(key, {}), right))
+        for letter, row, found, right in zip("AB", (pair.a, pair.b), shown, wanted, strict=True)
+    )
+    level = f" · level {_text(pair.a['level'], 40)}" if pair.a["level"] else ""
+    rates = " → ".join(f"{row['correct']}/{row['samples']}" for row in (pair.a, pair.b))
+    return (
+        f'<details class="sample"><summary><b>{rates}</b> ({100 * pair.difference:+.0f}) · '
+        f"{_text(' '.join(str(pair.a['statement']).split()), 120)}{level}</summary>"
+        f"<pre>{_text(pair.a['statement'], _STATEMENT)}</pre>"
+        f"<p>Reference answer: <code>{_text(pair.a['gold'], 300)}</code></p>"
+        f'<div style="display:flex;gap:1em;flex-wrap:wrap">{columns}</div></details>'
+    )
+
+
+def _column_html(letter: str, row: Mapping[str, Any], answer: Mapping[str, Any] | None) -> str:
+    head = f"{letter}: {row['correct']} of {row['samples']} right; majority <code>{_text(row['majority'], 120)}</code>"
+    body = "<p>No answer was kept.</p>"
+    if answer:
+        right = bool(answer["correct"])
+        badge = f'<span class="badge {"right" if right else "wrong"}">{"✓ correct" if right else "✗ incorrect"}</span>'
+        facts = f"verdict {answer['reason']} · {answer['length']} tokens · finish {answer['finish_reason']}"
+        body = f"<p>{badge} <small>{_text(facts, 200)}</small></p><pre>{_text(answer['text'], _ANSWER)}</pre>"
+    return f'<div style="flex:1 1 26em;min-width:0"><h4>{head}</h4>{body}</div>'
+
+
+def _picked(found: Mapping[bool, Any], right: bool) -> Mapping[str, Any] | None:
+    return found.get(right) or found.get(not right)
+
+
+def _rate(row: Mapping[str, Any]) -> float:
+    return float(row["correct"] / row["samples"])
+
+
+def _text(value: object, limit: int) -> str:
+    return html.escape(safe_text(value, limit), quote=True)

@@ -1,0 +1,203 @@
+"""`megatron-daro eval`: engine and verifiers for an evaluation, started, asked and ended; then the scores.
+
+Place in the data flow: the command hands over a Plan; evaluate/ asks, keeps and scores. A composition root beside
+launch.py, without a policy: engines have the weights that they were started with. Nothing is started where every answer
+is kept already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_daro.config import Config
+from megatron_daro.config.fit import engines_of
+from megatron_daro.data.tokenizer import load_tokenizer, response_decoder, stop_token_ids
+from megatron_daro.engine.sglang.engine import SGLangEngine
+from megatron_daro.errors import DaroError, EngineError
+from megatron_daro.evaluate import answers, made_of, results, suite
+from megatron_daro.evaluate.answers import AnswerStore
+from megatron_daro.evaluate.asking import Parts, ask
+from megatron_daro.evaluate.questions import HeldOut, Question, questions_of, requests
+from megatron_daro.reward.pool import RewardPool
+from megatron_daro.rollout.protocol import Notices
+from megatron_daro.runtime import parts, restart_audit
+from megatron_daro.runtime.cluster import cluster
+from megatron_daro.runtime.placement import Placement
+from megatron_daro.runtime.prompts import held_out_sets
+from megatron_daro.runtime.run_directory import owned
+from megatron_daro.runtime.verdicts import Verdicts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+UNDER_WAY = 256
+"""Answers that each server is asked for at once; it batches as many of them as its cache holds."""
+_SAY_S = 30.0
+_TRIES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """An evaluation. config: engine, verifier, sets (data.eval), tokenizer (model.path) and directory
+    (trainer.run_dir). weights: says which weights answer, as plain values. ks: of pass@k and maj@k."""
+
+    config: Config
+    weights: Mapping[str, Any]
+    ks: tuple[int, ...]
+
+    @property
+    def out(self) -> Path:
+        """Where everything goes."""
+        return parts.run_directory(self.config)
+
+
+def measure(plan: Plan, notices: Notices) -> Mapping[str, Any]:
+    """Ask for what is missing, score everything, and return the summary, which also lies in OUT.
+
+    Raises:
+        DaroError: a set, a tokenizer or a directory that cannot be used; an engine that failed. What was answered
+        until then is kept, and the message says how to go on.
+    """
+    config, out = plan.config, plan.out
+    suite.check_names(config.data.eval)
+    results.check_k(config.data.eval, plan.ks)
+    with owned(out, resume=True):
+        own_templates = any(one.template == "data" for one in config.data.eval)
+        tokenizer = load_tokenizer(
+            config.model.path,
+            config.model.trust_remote_code,
+            chat_template=own_templates and config.data.prompt_template == "chat",
+        )
+        stop = stop_token_ids(
+            tokenizer, stop=config.rollout.stop, extra_ids=config.rollout.stop_token_ids, model_path=config.model.path
+        )
+        sets = held_out_sets(config.data, tokenizer, notices)
+        made_of.check_or_write(out, _made_of(plan, stop))
+        seed = config.engine.seed or 0
+        questions = questions_of(
+            sets, seed=seed, max_new_tokens=config.rollout.max_response_tokens, stop_token_ids=stop
+        )
+        _ask_until_whole(plan, tokenizer, questions, notices)
+        with RewardPool.from_section(config.reward) as pool:
+            scored = asyncio.run(results.score_problems(out, questions, config.reward, pool))
+        return _finish(out, scored, sets, plan.ks, seed)
+
+
+def _finish(
+    out: Path, scored: Sequence[results.Scored], sets: Sequence[HeldOut], ks: Sequence[int], seed: int
+) -> dict[str, Any]:
+    summary = results.summarise(scored, sets, ks, seed=seed)
+    results.write(out, summary, scored)
+    return summary
+
+
+def _ask_until_whole(
+    plan: Plan, tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question], notices: Notices
+) -> None:
+    wanted = sum(question.samples for question in questions)
+    pending = requests(questions, answers.kept(plan.out))
+    if not pending:
+        notices.notice(f"{plan.out} has all {wanted} answers already")
+        return
+    if len(pending) < wanted:
+        notices.notice(f"{plan.out} has {wanted - len(pending)} of {wanted} answers; asking for the others")
+    try:
+        with cluster(max(engines_of(plan.config).processes, 1)):
+            asyncio.run(_run(plan, tokenizer, questions, notices))
+    except DaroError as error:
+        there = wanted - len(requests(questions, answers.kept(plan.out)))
+        raise type(error)(
+            f"{error}; {there} of {wanted} answers are kept in {plan.out}: the same command goes on from there"
+        ) from error
+
+
+async def _run(plan: Plan, tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question], notices: Notices) -> None:
+    """Start engine and verifiers, ask, and end both whatever happened."""
+    config, limits = plan.config, parts.deadlines(plan.config)
+    placement = Placement.of_engines(engines_of(config), limits)
+    engine = parts.rollout_engine(config, tokenizer, placement, notices)
+    scorer = Verdicts(
+        config.reward,
+        beside_driver=config.engine.kind == "embedded",
+        logs=parts.log_folder(config),
+        warn=notices.warn,
+        deadlines=limits,
+    )
+    try:
+        await parts.start_engine(placement, engine, scorer)
+        window = None
+        if isinstance(engine, SGLangEngine):
+            engine.serve_as_loaded()
+            window = UNDER_WAY * len(engine.fleet.servers)
+        gc.freeze()
+        decode = response_decoder(tokenizer)
+        for _ in range(_TRIES):
+            pending = requests(questions, answers.kept(plan.out))
+            if not pending:
+                return
+            told = _Told(len(pending), notices.notice)
+            store = AnswerStore(plan.out)
+            await ask(Parts(engine, scorer, store, decode, window, told, limits.generate), pending, questions)
+        left = len(requests(questions, answers.kept(plan.out)))
+        if left:
+            raise EngineError(f"the engine gave no answer to {left} requests, though it was asked {_TRIES} times")
+    finally:
+        await engine.close()
+        await scorer.close()
+        placement.close()
+
+
+class _Told:
+    """Says every half minute how far it is."""
+
+    def __init__(self, wanted: int, say: Callable[[str], None]) -> None:
+        self._wanted, self._say = wanted, say
+        self._began = self._said = time.monotonic()
+        self._count: Counter[str] = Counter()
+
+    def __call__(self, answer: answers.Answer) -> None:
+        self._count.update(answers=1, right=answer.verdict.correct, tokens=answer.rollout.response_length)
+        now, done = time.monotonic(), self._count["answers"]
+        if now - self._said < _SAY_S and done < self._wanted:
+            return
+        self._said = now
+        seconds = max(now - self._began, 1e-3)
+        left_s = seconds * (self._wanted - done) / done
+        self._say(
+            f"{done} of {self._wanted} answers, {self._count['right'] / done:.1%} right, "
+            f"{self._count['tokens'] / seconds:,.0f} tokens/s, {left_s / 60:.0f} min left"
+        )
+
+
+def _made_of(plan: Plan, stop: Sequence[int]) -> dict[str, Any]:
+    """Return what decides the answers and their verdicts."""
+    config = plan.config
+    return {
+        "weights": dict(plan.weights),
+        "tokenizer": restart_audit.tokenizer_files(config.model.path),
+        "sets": {
+            one.name: {
+                "file": restart_audit.digest(one.path),
+                "template": one.template,
+                "temperature": one.temperature,
+                "top_p": one.top_p,
+                "samples": one.rollouts_per_prompt,
+            }
+            for one in config.data.eval
+        },
+        "max_response_tokens": config.rollout.max_response_tokens,
+        "stop_token_ids": list(stop),
+        "seed": config.engine.seed,
+        "engine": config.engine.kind,
+        "verifier": {
+            name: getattr(config.reward, name) for name in ("verifier", "strict", "marker", "refuse_restated")
+        },
+        "notes": {"model": str(config.model.path), "urls": list(config.engine.sglang.urls)},
+    }

@@ -1,0 +1,73 @@
+"""An engine of this process whose answers follow from the request alone, as those of a seeded engine do."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron_daro.config.sections import EvalSet
+from megatron_daro.errors import EngineError
+from megatron_daro.evaluate.questions import HeldOut
+from megatron_daro.types import GroupRequest, Prompt, Rollout
+
+STOP = 0
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    """A token is a character."""
+    return "".join(chr(token) for token in tokens if token != STOP)
+
+
+def draw(request: GroupRequest, index: int) -> int:
+    """0 to 9, from (seed, group, index) only."""
+    words = f"{request.sampling.seed} {request.group_id} {index}"
+    return hashlib.sha256(words.encode()).digest()[0] % 10
+
+
+class SeededEngine:
+    """Answers `####d` to the problem `d`, right as often as the digit drawn is above it. fails_after: requests after
+    which it dies. tail: text behind each answer. aborted: samples that come back cut off."""
+
+    def __init__(self, *, fails_after: int | None = None, tail: str = "", aborted: Sequence[int] = ()) -> None:
+        self.asked: list[tuple[int, int]] = []
+        self._left, self._tail, self._aborted = fails_after, tail, aborted
+
+    async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
+        for request in requests:
+            if self._left == 0:
+                raise EngineError("all 2 SGLang servers are gone: killed")
+            self._left = None if self._left is None else self._left - 1
+            self.asked += [(request.group_id, index) for index in request.indices]
+            yield tuple(self._rollout(request, index) for index in request.indices)
+
+    def _rollout(self, request: GroupRequest, index: int) -> Rollout:
+        wanted, drawn = int(request.prompt.answer), draw(request, index)
+        said = f"####{wanted if drawn >= wanted else drawn}{self._tail}"
+        ids = [*map(ord, said), STOP]
+        prompt = request.prompt.tokens
+        return Rollout(
+            prompt_id=request.prompt.id,
+            group_id=request.group_id,
+            attempt=0,
+            index=index,
+            tokens=np.array([*prompt, *ids], dtype=np.int32),
+            prompt_length=len(prompt),
+            loss_mask=np.ones(len(ids), dtype=np.uint8),
+            logprobs=np.full(len(ids), -0.5, dtype=np.float32),
+            finish_reason="abort" if index in self._aborted else "stop",
+            weight_version=0,
+            text=said,
+        )
+
+
+def digits(name: str = "digits", *, samples: int = 4, template: str = "data", level: bool = True) -> HeldOut:
+    """The problems 0 to 9, easy ones first."""
+    prompts = tuple(
+        Prompt(str(d), str(d), "file", text=f"echo {d}", tokens=(65, 66 + d), category=f"{d // 5}" if level else "")
+        for d in range(10)
+    )
+    section = EvalSet(name=name, path=Path("x"), rollouts_per_prompt=samples, temperature=1.0, template=template)
+    return HeldOut(section, prompts)

@@ -1,0 +1,121 @@
+"""Two evaluations compared: numbers by hand, a test that errs as often as it says, a page that shows and escapes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from answering import SeededEngine, digits, text_of
+
+from megatron_daro.config.sections import RewardSection
+from megatron_daro.errors import DataError
+from megatron_daro.evaluate import made_of, results
+from megatron_daro.evaluate.answers import AnswerStore
+from megatron_daro.evaluate.asking import Parts, ask
+from megatron_daro.evaluate.compare import compare, sign_flip_p
+from megatron_daro.evaluate.compare_page import write_page
+from megatron_daro.evaluate.questions import HeldOut, questions_of, requests
+from megatron_daro.reward.pool import RewardPool
+
+EVIL = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>\x1b[2J\"'&"
+
+
+def evaluated(out: Path, *sets: HeldOut, seed: int, tail: str = "") -> Path:
+    """The directory of a whole evaluation."""
+    asked = questions_of(sets, seed=seed, max_new_tokens=8, stop_token_ids=(0,))
+    names = {one.section.name: {"file": "ab", "samples": one.section.rollouts_per_prompt} for one in sets}
+    out.mkdir()
+    made_of.check_or_write(out, {"weights": {"files": str(seed)}, "seed": seed, "sets": names})
+    with RewardPool("exact", workers=0) as pool:
+        parts = Parts(SeededEngine(tail=tail), pool, AnswerStore(out), text_of, None, lambda answer: None, 60.0)
+        asyncio.run(ask(parts, requests(asked, ()), asked))
+        reward = RewardSection(verifier="exact", workers=1)
+        scored = asyncio.run(results.score_problems(out, asked, reward, pool))
+    results.write(out, results.summarise(scored, sets, (1,), seed=0), scored)
+    return out
+
+
+def rates(out: Path) -> dict[str, float]:
+    import pyarrow.parquet as pq
+
+    return {
+        row["problem"]: row["correct"] / row["samples"] for row in pq.read_table(out / "problems.parquet").to_pylist()
+    }
+
+
+def test_differences_are_those_of_the_problems(tmp_path):
+    one, two = (evaluated(tmp_path / name, digits(), seed=seed) for seed, name in enumerate("ab"))
+    found = compare(one, two)
+    a, b = rates(one), rates(two)
+    avg, maj = found.lines
+    assert (avg.set, avg.metric, avg.problems) == ("digits", "avg", 10) and maj.metric == "maj"
+    assert avg.a == pytest.approx(np.mean(list(a.values()))) and avg.b == pytest.approx(np.mean(list(b.values())))
+    assert avg.won == sum(b[key] > a[key] for key in a) > 0 and avg.lost == sum(b[key] < a[key] for key in a) > 0
+    assert avg.low <= avg.difference <= avg.high and 0 < avg.p <= 1
+    assert found.remarks == ["seed: A 0, B 1"]
+    swapped = compare(two, one).lines[0]
+    assert (swapped.difference, swapped.p, swapped.won) == (pytest.approx(-avg.difference), avg.p, avg.lost)
+    same = compare(one, one).lines[0]
+    assert (same.difference, same.low, same.high, same.p, same.won, same.lost) == (0, 0, 0, 1, 0, 0)
+
+
+def test_only_common_problems_count_and_the_others_are_said(tmp_path):
+    some = digits()
+    one = evaluated(tmp_path / "a", digits(), digits("more"), seed=0)
+    two = evaluated(tmp_path / "b", HeldOut(some.section, some.prompts[:6]), seed=1)
+    found = compare(one, two)
+    assert [line.problems for line in found.lines] == [6, 6]
+    assert found.remarks[0] == f"14 problems stand in {one} only"
+    other = evaluated(tmp_path / "c", digits("other"), seed=0)
+    with pytest.raises(DataError, match=r"sets digits, more\) and .* \(sets other\) have no problem in common"):
+        compare(one, other)
+    (other / "problems.parquet").unlink()
+    with pytest.raises(DataError, match="c has no scores yet"):
+        compare(one, other)
+
+
+def test_the_permutation_test_counts_every_flip_of_a_few():
+    values = np.array([0.5, 0.25, -0.125, 0.0, 0.5])
+    observed = abs(values.mean())
+    flips = [abs(np.mean(values * signs)) for signs in product((1, -1), repeat=5)]
+    assert sign_flip_p([values], seed=0) == pytest.approx(np.mean([flip >= observed - 1e-12 for flip in flips]))
+    assert sign_flip_p([np.zeros(5)], seed=0) == 1.0
+    # Two sets: the statistic is the mean of the sets' means, so the small set weighs as much as the large one.
+    small, large = np.array([1.0, 0.5]), np.array([0.25, -0.25, 0.25])
+    observed = abs(small.mean() + large.mean())
+    flips = [abs(np.mean(small * signs[:2]) + np.mean(large * signs[2:])) for signs in product((1, -1), repeat=5)]
+    assert sign_flip_p([small, large], seed=0) == pytest.approx(np.mean([flip >= observed - 1e-12 for flip in flips]))
+
+
+def test_the_permutation_test_errs_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    ps = [sign_flip_p([rng.normal(size=30)], seed=trial) for trial in range(100)]
+    assert 0.01 <= np.mean(np.array(ps) < 0.1) <= 0.2
+    assert sign_flip_p([rng.normal(1.0, 1.0, 60)], seed=0) < 0.001
+
+
+def test_the_page_shows_problems_with_both_answers_and_escapes_every_text(tmp_path):
+    def evil(held_out):
+        prompts = tuple(
+            replace(p, text=f"{EVIL} {p.id}", category=EVIL, alternatives=(EVIL,)) for p in held_out.prompts
+        )
+        return HeldOut(held_out.section, prompts)
+
+    one = evaluated(tmp_path / "a<b>", evil(digits()), seed=0)
+    two = evaluated(tmp_path / "b", evil(digits()), seed=1, tail=f"\n{EVIL}")
+    found = compare(one, two)
+    write_page(replace(found, remarks=[EVIL]), tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<script") == 3  # the figures, plotly and the page's own
+    assert "onerror=alert(2)>" not in page and "\x1b" not in page and "<title>A a&lt;b&gt;" in page
+    assert page.count('<details class="sample">') == found.lines[0].won + found.lines[0].lost
+    assert page.count("✓ correct") > 0 and page.count("✗ incorrect") > 0
+    (figures,) = re.findall(r'<script type="application/json" id="figures">(.*?)</script>', page, re.DOTALL)
+    points = json.loads(figures)[0]["data"][1]
+    assert sum(int(text.split()[0]) for text in points["text"]) == 10

@@ -1,0 +1,108 @@
+"""Scores from kept answers: votes, difficulty, files; what is missing or impossible is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pyarrow.parquet as pq
+import pytest
+from answering import SeededEngine, digits, text_of
+from pydantic import ValidationError
+
+from megatron_daro.config.sections import RewardSection
+from megatron_daro.errors import DataError
+from megatron_daro.evaluate import made_of, results
+from megatron_daro.evaluate.answers import AnswerStore
+from megatron_daro.evaluate.asking import Parts, ask
+from megatron_daro.evaluate.questions import questions_of, requests
+from megatron_daro.evaluate.tables import summary_text
+from megatron_daro.evaluate.votes import Sample, votes_of
+from megatron_daro.reward.pool import RewardPool
+
+REWARD = RewardSection(verifier="exact", workers=1)
+
+
+def evaluated(out, *sets, aborted=()):
+    asked = questions_of(sets, seed=0, max_new_tokens=8, stop_token_ids=(0,))
+    with RewardPool("exact", workers=0) as pool:
+        parts = Parts(SeededEngine(aborted=aborted), pool, AnswerStore(out), text_of, None, lambda answer: None, 60.0)
+        asyncio.run(ask(parts, requests(asked, ()), asked))
+        return asyncio.run(results.score_problems(out, asked, REWARD, pool))
+
+
+def test_scores_follow_from_the_answers(tmp_path):
+    sets = [digits(samples=8), digits("unlabelled", samples=4, level=False)]
+    scored = evaluated(tmp_path, *sets)
+    summary = results.summarise(scored, sets, (1, 4), seed=0)
+    results.write(tmp_path, summary, scored)
+    table = pq.read_table(tmp_path / "problems.parquet").to_pylist()
+    for name, samples in (("digits", 8), ("unlabelled", 4)):
+        rows = [row for row in table if row["set"] == name]
+        assert [row["samples"] for row in rows] == [samples] * 10
+        rate = sum(row["correct"] for row in rows) / (10 * samples)
+        found = summary["sets"][name]["metrics"]
+        assert found[f"avg@{samples}"]["mean"] == pytest.approx(rate) == found["pass@1"]["mean"]
+        assert found["pass@4"]["mean"] >= rate and found["pass@4"]["low"] <= found["pass@4"]["high"]
+    # "0" is always right, and the digits are harder the larger they are.
+    assert table[0]["correct"] == 8 and table[0]["majority"] == "0" and table[0]["majority_right"] == 1.0
+    by_level = summary["sets"]["digits"]["by_level"]
+    assert [(row["by"], row["level"], row["problems"]) for row in by_level] == [("level", "0", 5), ("level", "1", 5)]
+    assert by_level[0]["accuracy"] > by_level[1]["accuracy"]
+    measured = summary["sets"]["unlabelled"]["by_level"]
+    assert {row["by"] for row in measured} == {"pass rate"} and sum(row["problems"] for row in measured) == 10
+    assert summary["mean"]["pass@1"]["mean"] == pytest.approx(
+        sum(summary["sets"][name]["metrics"]["pass@1"]["mean"] for name in ("digits", "unlabelled")) / 2
+    )
+    assert "avg@8" not in summary["mean"]
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    text = summary_text(summary)
+    assert "pass@4" in text and "mean of sets" in text and "level 1" in text
+
+
+def test_missing_answers_are_no_score(tmp_path):
+    with pytest.raises(DataError, match="10 of 40 answers are missing"):
+        evaluated(tmp_path, digits(samples=4), aborted=(2,))
+
+
+def test_k_beyond_the_samples_is_refused():
+    results.check_k([digits(samples=4).section], (1, 4))
+    with pytest.raises(DataError, match=r"--k: got 8 with 4 samples of each problem of digits; allowed: 1 to 4"):
+        results.check_k([digits(samples=4).section], (4, 8))
+    with pytest.raises(ValidationError):
+        digits(samples=0)
+
+
+def test_equal_answers_in_other_notation_vote_together():
+    halves = [Sample("\\frac12", False), Sample("0.5", False), Sample("3", False), Sample(None, False)]
+    right = [Sample("7", True), Sample("\\frac{14}{2}", True)]
+    with RewardPool("math", workers=1) as pool:
+        one, two = asyncio.run(votes_of([halves + right, halves], pool, verifier="math"))
+        plain = asyncio.run(votes_of([halves], pool, verifier="exact"))
+    assert one.classes == (0, 0, 1, -1, 2, 2) and one.right == 2 and one.answers == ("\\frac12", "3", "7")
+    assert two.classes == (0, 0, 1, -1) and two.right is None
+    assert plain[0].classes == (0, 1, 2, -1)
+
+
+def sets_of(**changes):
+    return {"digits": {"file": "ab", "template": "chat", "samples": 4, **changes}}
+
+
+def test_a_directory_takes_one_evaluation(tmp_path):
+    first = {"weights": {"files": {"model.safetensors": "1"}}, "tokenizer": {"tokenizer.json": "2"}, "sets": sets_of()}
+    made_of.check_or_write(tmp_path, {**first, "notes": {"model": "a"}})
+    more = {**first, "sets": sets_of(samples=8) | {"other": {"file": "cd"}}, "notes": {"model": "b"}}
+    made_of.check_or_write(tmp_path, more)
+    assert made_of.read(tmp_path)["sets"].keys() == {"digits", "other"}
+    made_of.check_or_write(tmp_path, first)
+    assert made_of.read(tmp_path)["sets"].keys() == {"digits", "other"}
+    for changes, says in (
+        ({"tokenizer": {"tokenizer.json": "3"}}, 'tokenizer tokenizer.json was "2", is "3"'),
+        ({"weights": {"files": {"model.safetensors": "9"}}}, 'weights files model.safetensors was "1", is "9"'),
+        ({"sets": sets_of(template="r1")}, 'set digits template was "chat", is "r1"'),
+    ):
+        with pytest.raises(DataError, match="answers of another evaluation") as error:
+            made_of.check_or_write(tmp_path, {**first, **changes})
+        assert says in str(error.value)
+    with pytest.raises(DataError, match="is no directory of an evaluation"):
+        made_of.read(tmp_path / "nowhere")
