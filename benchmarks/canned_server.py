@@ -1,14 +1,16 @@
-"""A server process that speaks as SGLang does and answers at once, from memory, for control_plane.py.
+"""A server process that speaks as SGLang does and answers from memory, for control_plane.py and evaluate.py.
 
-    python benchmarks/canned_server.py SAMPLES TOKENS FIRST VOCABULARY ENDING...     # prints its URL
+    python benchmarks/canned_server.py [--rate R --under-way N] SAMPLES TOKENS FIRST VOCABULARY ENDING...   # prints URL
 
 Every answer has SAMPLES samples of TOKENS tokens: random ids from FIRST on, then one of the ENDINGs
 (ids with commas) in turn. A few
-different bodies are made when it starts; sending one costs this process no work per token.
+different bodies are made when it starts; sending one costs this process no work per token. It answers at once, or, with
+--rate, after the time that generation would take: R tokens a second for N requests together, the others wait.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import itertools
 import random
@@ -40,9 +42,9 @@ def body(samples: int, tokens: int, ordinary: range, endings: list[list[int]], s
     return orjson.dumps(answers)
 
 
-def application(bodies: list[bytes], vocabulary: int) -> Any:
-    """What answers each call."""
-    turns = itertools.cycle(bodies)
+def application(bodies: list[bytes], vocabulary: int, *, pause_s: float = 0.0, under_way: int = 1 << 30) -> Any:
+    """What answers each call; an answer takes pause_s, of at most `under_way` requests at once."""
+    turns, room = itertools.cycle(bodies), asyncio.Semaphore(under_way)
     info = {"version": "0.5.23", "device": "cpu", "dtype": "float32", "max_total_num_tokens": 10**9}
     info |= {"max_req_input_len": 10**6, "tp_size": 1, "model_path": "/model", "skip_tokenizer_init": True}
 
@@ -62,6 +64,8 @@ def application(bodies: list[bytes], vocabulary: int) -> Any:
                 )
             count = sampling_of(said)["max_new_tokens"]
             if count > 100:
+                async with room:
+                    await asyncio.sleep(pause_s)
                 return web.Response(body=next(turns), content_type="application/json")
             pairs = [[-0.5, token, None] for token in range(3, 3 + count)]
             one = {"meta_info": {"finish_reason": {"type": "length"}, "output_token_logprobs": pairs}}
@@ -72,15 +76,22 @@ def application(bodies: list[bytes], vocabulary: int) -> Any:
     return answer
 
 
-async def serve(arguments: list[str]) -> None:
-    samples, tokens, first, last = map(int, arguments[:4])
-    endings = [list(map(int, text.split(","))) for text in arguments[4:]]
-    bodies = [body(samples, tokens, range(first, last), endings, seed) for seed in range(DISTINCT)]
-    runner, url = await listen(application(bodies, last), largest_body=2**26)
+async def serve(args: argparse.Namespace) -> None:
+    endings = [list(map(int, text.split(","))) for text in args.endings]
+    bodies = [body(args.samples, args.tokens, range(args.first, args.vocabulary), endings, s) for s in range(DISTINCT)]
+    pause_s = args.tokens * args.samples * args.under_way / args.rate if args.rate else 0.0
+    answers = application(bodies, args.vocabulary, pause_s=pause_s, under_way=args.under_way)
+    runner, url = await listen(answers, largest_body=2**26)
     print(url, flush=True)
     await asyncio.to_thread(sys.stdin.read)  # ends when whoever started it is gone
     await runner.cleanup()
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", type=float, default=0.0, help="tokens a second; 0: no limit")
+    parser.add_argument("--under-way", type=int, default=1 << 30, help="requests at once")
+    for name in ("samples", "tokens", "first", "vocabulary"):
+        parser.add_argument(name, type=int)
+    parser.add_argument("endings", nargs="+")
+    asyncio.run(serve(parser.parse_args()))

@@ -204,11 +204,14 @@ def listeners(processes):
     return found
 
 
-def test_eval_prints_accuracies_of_a_checkpoint(tiny, reference, tmp_path):
-    finished = trained(["eval", tiny.config, "--checkpoint", checkpoint(reference, 8)], tmp_path / "log")
-    name, value = finished.stdout.splitlines()[-1].split("\t")
-    assert name == "eval/digits/accuracy"
-    assert float(value) == pytest.approx(read_metrics(reference)[-1]["eval/digits/accuracy"], abs=1e-4)
+def test_eval_of_a_checkpoint_is_what_training_measured(tiny, reference, tmp_path):
+    out = tmp_path / "out"
+    # The configuration is that of the run: nothing but the checkpoint is named.
+    finished = trained(["eval", "--checkpoint", checkpoint(reference, 8), "--out", out], tmp_path / "log")
+    measured = json.loads((out / "summary.json").read_text())["sets"]["digits"]["metrics"]["avg@1"]["mean"]
+    assert measured == pytest.approx(read_metrics(reference)[-1]["eval/digits/accuracy"], abs=1e-4)
+    assert "digits" in finished.stdout and (out / "model" / "model.safetensors.index.json").exists()
+    assert not list((out / "logs").glob("actor_*"))
 
 
 REQUIRED = {

@@ -10,7 +10,7 @@ import tiny_task
 
 from megatron_daro.config import DataSection, EvalSet
 from megatron_daro.data.tokenizer import load_tokenizer
-from megatron_daro.errors import DataError
+from megatron_daro.errors import DataError, ModelError
 from megatron_daro.runtime.prompts import held_out_sets, training_prompts
 
 GOOD = [{"problem": "1=", "answer": "1"}, {"problem": "2=", "answer": ["2", "3"]}]
@@ -31,9 +31,9 @@ def tokenizer(tmp_path_factory):
     return load_tokenizer(directory)
 
 
-def section(tmp_path: Path, rows: list, **options) -> DataSection:
+def section(tmp_path: Path, lines: list, **options) -> DataSection:
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in lines))
     held_out = EvalSet(name="digits", path=path, **options)
     return DataSection(train=(path,), prompt_template="plain", max_prompt_tokens=4, eval=(held_out,))
 
@@ -67,3 +67,17 @@ def test_training_data_lose_rows_and_say_so(tmp_path, tokenizer):
     )
     assert len(source) == 2
     assert sum("dropped 1" in line for line in said) == 3, said
+
+
+def test_a_set_with_other_rows_than_published_is_refused(tmp_path, tokenizer):
+    assert held_out_sets(section(tmp_path, GOOD, rows=2), tokenizer, Said())
+    with pytest.raises(DataError, match=r"data\.eval\.0 \(digits\): .* has 2 rows; allowed: 3"):
+        held_out_sets(section(tmp_path, GOOD, rows=3), tokenizer, Said())
+
+
+def test_a_set_has_its_own_template(tmp_path, tokenizer):
+    data = section(tmp_path, GOOD, template="none").model_copy(update={"template": "{prompt}="})
+    (kept,) = held_out_sets(data, tokenizer, Said())
+    assert [len(p.tokens) for p in kept.prompts] == [2, 2]  # without the = of the training data's template
+    with pytest.raises(ModelError, match=r"--template chat: .* has no chat template"):
+        held_out_sets(section(tmp_path, GOOD, template="chat"), tokenizer, Said())
