@@ -45,8 +45,11 @@ class AnswerStore:
     """Writer of the answers of one evaluation. `write` may run in any thread, the rest in that of the event loop."""
 
     def __init__(self, out: Path) -> None:
-        """Look at what is there. Args: out: directory of the evaluation."""
+        """Look at what is there, and remove what a crash left half written. Args: out: directory of the evaluation,
+        which no other process writes to."""
         self._folder = out / FOLDER
+        for torn in self._folder.glob("*.tmp"):
+            torn.unlink()
         self._parts = 1 + max((int(path.stem.partition("_")[2]) for path in part_files(out)), default=-1)
         self._waiting: list[Answer] = []
         self._one_part = threading.Lock()
@@ -94,11 +97,8 @@ class AnswerStore:
 
 
 def part_files(out: Path) -> list[Path]:
-    """Return the parts in order; removes what a crash left half written."""
-    folder = out / FOLDER
-    for torn in folder.glob("*.tmp"):
-        torn.unlink()
-    return sorted(folder.glob("part_*.parquet"))
+    """Return the parts in order."""
+    return sorted((out / FOLDER).glob("part_*.parquet"))
 
 
 def kept(out: Path) -> set[Key]:

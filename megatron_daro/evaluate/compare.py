@@ -101,7 +101,7 @@ def compare(a: Path, b: Path, *, seed: int = 0) -> Comparison:
             lines.append(_line("mean of sets", metric, values, seed))
     left_out = [f"{len(one.keys() - common)} problems stand in {d} only" for one, d in zip(rows, (a, b), strict=True)]
     remarks = [text for text in left_out if not text.startswith("0 ")]
-    return Comparison(a, b, pairs, lines, [*remarks, *_other_ways(*made, list(pairs))])
+    return Comparison(a, b, pairs, lines, [*remarks, *_other_ways(made[0], made[1], list(pairs))])
 
 
 def sign_flip_p(differences: Sequence[np.ndarray], *, seed: int) -> float:

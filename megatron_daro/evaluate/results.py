@@ -138,8 +138,8 @@ def summarise(scored: Sequence[Scored], sets: Sequence[HeldOut], ks: Sequence[in
     common = [metric for metric in next(iter(values.values())) if all(metric in one for one in values.values())]
     if len(sets) > 1:
         for metric in common:
-            one = metrics.estimate_of_sets({name: v[metric] for name, v in values.items()}, seed=seed)
-            summary["mean"][metric] = _plain(one)
+            of_sets = metrics.estimate_of_sets({name: v[metric] for name, v in values.items()}, seed=seed)
+            summary["mean"][metric] = _plain(of_sets)
     return summary
 
 
