@@ -7,7 +7,7 @@ that share no problem, and evaluations that did not end.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,7 +149,7 @@ def _line(name: str, metric: str, values: Mapping[str, tuple[np.ndarray, np.ndar
     )
 
 
-def _values(pairs: Sequence[Pair], value: Any) -> tuple[np.ndarray, np.ndarray]:
+def _values(pairs: Sequence[Pair], value: Callable[[Mapping[str, Any]], float]) -> tuple[np.ndarray, np.ndarray]:
     return np.array([value(pair.a) for pair in pairs]), np.array([value(pair.b) for pair in pairs])
 
 

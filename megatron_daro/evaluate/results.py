@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean
@@ -221,7 +221,7 @@ def _rate_name(rate: float) -> str:
     return next(name for most, name in _RATES if rate <= most)
 
 
-def _mean(values: Any) -> float | None:
+def _mean(values: Iterable[float | None]) -> float | None:
     found = [value for value in values if value is not None]
     return fmean(found) if found else None
 
