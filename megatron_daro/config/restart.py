@@ -44,6 +44,10 @@ algorithm.correction.kind algorithm.correction.level algorithm.correction.cap al
 algorithm.correction.high algorithm.overlong.kind algorithm.overlong.max_tokens algorithm.overlong.cache_tokens
 algorithm.daro.learning_rate algorithm.daro.betas algorithm.daro.magnitude algorithm.daro.normalizer
 algorithm.daro.scale algorithm.daro.clamp
+algorithm.dgpo.temperature algorithm.f_grpo.gamma algorithm.fade.max_power algorithm.fade.min_scale
+algorithm.fade.rate algorithm.fade.target_entropy algorithm.ha_dw.rate algorithm.ha_dw.scale algorithm.ha_dw.window
+algorithm.lambda_grpo.betas algorithm.lambda_grpo.learning_rate algorithm.lambda_grpo.spread algorithm.mgpo.strength
+algorithm.mgpo.target algorithm.sapo.negative algorithm.sapo.positive algorithm.trust_region
 actor.optimizer.learning_rate actor.optimizer.weight_decay actor.optimizer.betas actor.optimizer.eps
 actor.optimizer.grad_clip actor.optimizer.warmup_steps actor.optimizer.schedule
 actor.optimizer.min_learning_rate_ratio
