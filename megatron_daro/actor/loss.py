@@ -31,6 +31,7 @@ from torch import Tensor
 from megatron_daro.actor import device
 from megatron_daro.actor.compat import HiddenStateGPTModel
 from megatron_daro.actor.forward import OutputSettings, position_logprobs
+from megatron_daro.algo.algorithm import length_classes
 from megatron_daro.algo.objective import ObjectiveSettings, TokenObjective, token_objective
 from megatron_daro.algo.weighting import Algorithm, BatchTotals, Evidence, Samples
 from megatron_daro.data.packing import PackedMicroBatch
@@ -54,19 +55,19 @@ TOKEN_SUMS = (
 )
 
 
+CELL_SUMS = ("loss_sums", "abs_loss_sums", "advantage_sums", "gradient_squares")
+"""Sums that a step adds up per bin and class of lengths; see algo.algorithm.Evidence."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepSums:
     """Sums of one optimizer step over all ranks; the same on every rank.
 
-    loss_sums, abs_loss_sums: float64 [K+1], sums of (absolute) token losses per bin. slopes: float64 [P], derivative of
-    policy_loss by what the algorithm learns. policy_loss: sum of X. regularizer: KL and entropy part of the loss.
-    token_sums: by name. max_logprob_diff: over all tokens.
+    evidence: what the algorithm learns from, the totals among it. policy_loss: sum of X. regularizer: KL and entropy
+    part of the loss. token_sums: by name. max_logprob_diff: over all tokens.
     """
 
-    totals: BatchTotals
-    loss_sums: Tensor
-    abs_loss_sums: Tensor
-    slopes: Tensor
+    evidence: Evidence
     policy_loss: float
     regularizer: float
     token_sums: Mapping[str, float]
@@ -75,25 +76,35 @@ class StepSums:
     @property
     def finite(self) -> bool:
         """Whether every sum is a number."""
-        sums = torch.cat([self.loss_sums, self.abs_loss_sums, self.slopes])
+        sums = torch.cat([*(values.reshape(-1) for values in self.evidence.sums.values()), self.evidence.slopes])
         return bool(torch.isfinite(sums).all()) and math.isfinite(self.policy_loss) and math.isfinite(self.regularizer)
 
     @property
-    def evidence(self) -> Evidence:
-        """What the algorithm learns from."""
-        entropy = self.token_sums["entropy"] / max(self.token_sums["tokens"], 1.0)
-        return Evidence(self.totals, self.loss_sums, self.abs_loss_sums, self.slopes, entropy)
+    def totals(self) -> BatchTotals:
+        """Tokens and rollouts of the step."""
+        return self.evidence.totals
+
+    @property
+    def loss_sums(self) -> Tensor:
+        """float64 [K+1], sums of token losses per bin."""
+        return self.evidence.per_bin("loss_sums")
+
+    @property
+    def abs_loss_sums(self) -> Tensor:
+        """float64 [K+1], sums of absolute token losses per bin."""
+        return self.evidence.per_bin("abs_loss_sums")
 
 
-def global_totals(batch: TrainBatch) -> BatchTotals:
+def global_totals(batch: TrainBatch, length_edges: tuple[int, ...] = ()) -> BatchTotals:
     """Trained tokens per bin and rollouts of the whole optimizer step: this shard's, summed over data-parallel ranks.
 
     Context-parallel ranks hold the same samples, so the sum does not run over them.
     """
-    own = BatchTotals.of(torch.tensor(batch.bins_N), torch.tensor(batch.trained_tokens_N), batch.rollouts_per_prompt)
+    lengths_N = torch.tensor(batch.trained_tokens_N)
+    own = BatchTotals.of(torch.tensor(batch.bins_N), lengths_N, batch.rollouts_per_prompt, length_edges)
     vector = own.vector().to(device.prepare())
     dist.all_reduce(vector, group=parallel_state.get_data_parallel_group())
-    return BatchTotals.from_vector(vector.cpu())
+    return BatchTotals.from_vector(vector.cpu(), len(length_edges) + 1)
 
 
 class StepLoss:
@@ -114,16 +125,21 @@ class StepLoss:
             batch: this rank's shard of the step.
         """
         self._settings, self._output = settings, output
-        self.totals = global_totals(batch)
+        self._edges, self._measures_gradient = algorithm.length_edges, algorithm.needs_gradient_squares
+        self.totals = global_totals(batch, self._edges)
         samples, on = _samples(batch), device.prepare()
         self._coefficients_N = algorithm.coefficients(samples, self.totals).to(on)
         self._slopes_PN = algorithm.coefficient_slopes(samples, self.totals).to(on)
         self._regularizer_coefficient = algorithm.regularizer_coefficient(self.totals)
-        num_bins = batch.rollouts_per_prompt + 1
-        size = 2 * num_bins + 2 + len(self._slopes_PN) + len(TOKEN_SUMS)
-        zeros = torch.zeros(size, dtype=torch.float64, device=on)
-        self._sums, self._num_bins = zeros, num_bins
-        self._max_logprob_diff = torch.zeros((), dtype=torch.float64, device=zeros.device)
+        self._num_bins = batch.rollouts_per_prompt + 1
+        cells = self._num_bins * (len(self._edges) + 1)
+        size = len(CELL_SUMS) * cells + 2 + len(self._slopes_PN) + len(TOKEN_SUMS)
+        # One vector, so that one reduction serves all; the others are views of its parts.
+        self._sums = torch.zeros(size, dtype=torch.float64, device=on)
+        self._cell_sums, rest = self._sums.tensor_split([len(CELL_SUMS) * cells])
+        self._cell_sums = self._cell_sums.view(len(CELL_SUMS), cells)
+        self._loss_parts, self._slopes, self._token_sums = rest.tensor_split([2, 2 + len(self._slopes_PN)])
+        self._max_logprob_diff = torch.zeros((), dtype=torch.float64, device=on)
 
     def micro_batch(
         self, model: HiddenStateGPTModel, packed: PackedMicroBatch, hidden_T1D: Tensor
@@ -148,6 +164,7 @@ class StepLoss:
             num_segments=len(packed),
             settings=self._settings,
             segment_reduce=_sum_over_context if parallel_state.get_context_parallel_world_size() > 1 else None,
+            gradient_squares=self._measures_gradient,
         )
         policy = (self._coefficients_N[packed.sample_indices] * objective.segment_losses_M).sum()
         regularizer = self._regularizer_coefficient * objective.regularizer_T.sum(dtype=torch.float64)
@@ -158,17 +175,17 @@ class StepLoss:
     def _accumulate(
         self, packed: PackedMicroBatch, objective: TokenObjective, policy: Tensor, regularizer: Tensor
     ) -> None:
-        bins = self._num_bins
-        self._sums[:bins].index_add_(0, packed.bins_M, objective.segment_losses_M.detach())
-        self._sums[bins : 2 * bins].index_add_(0, packed.bins_M, objective.segment_abs_losses_M)
-        self._sums[2 * bins] += policy
-        self._sums[2 * bins + 1] += regularizer
-        slopes_PM = self._slopes_PN[:, packed.sample_indices]
-        tokens_from = 2 * bins + 2 + len(slopes_PM)
-        self._sums[2 * bins + 2 : tokens_from] += slopes_PM @ objective.segment_losses_M.detach()
+        losses_M = objective.segment_losses_M.detach()
+        cells_M = packed.bins_M * (len(self._edges) + 1) + length_classes(packed.trained_tokens_M, self._edges)
+        by_name = {"loss_sums": losses_M, **objective.segment_sums_M}
+        for i, name in enumerate(CELL_SUMS):
+            if name in by_name:
+                self._cell_sums[i].index_add_(0, cells_M, by_name[name])
+        self._loss_parts += torch.stack([policy, regularizer])
+        self._slopes += self._slopes_PN[:, packed.sample_indices] @ losses_M
         for i, name in enumerate(TOKEN_SUMS):
             if name in objective.sums:
-                self._sums[tokens_from + i] += objective.sums[name]
+                self._token_sums[i] += objective.sums[name]
         if "logprob_abs_diff" in objective.maxima:
             self._max_logprob_diff = torch.maximum(self._max_logprob_diff, objective.maxima["logprob_abs_diff"])
 
@@ -177,21 +194,21 @@ class StepLoss:
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         dist.all_reduce(self._sums, group=group)
         dist.all_reduce(self._max_logprob_diff, op=dist.ReduceOp.MAX, group=group)
-        both = torch.cat([self._sums, self._max_logprob_diff[None]])
         if parallel_state.get_pipeline_model_parallel_world_size() > 1:
             last = parallel_state.get_pipeline_model_parallel_last_rank()
-            dist.broadcast(both, src=last, group=parallel_state.get_pipeline_model_parallel_group())
-        sums, bins = both.cpu(), self._num_bins
-        slopes, named = sums[2 * bins + 2 :].tensor_split([len(self._slopes_PN)])
+            stages = parallel_state.get_pipeline_model_parallel_group()
+            dist.broadcast(self._sums, src=last, group=stages)
+            dist.broadcast(self._max_logprob_diff, src=last, group=stages)
+        cells = self._cell_sums.cpu().view(len(CELL_SUMS), self._num_bins, -1)
+        token_sums = dict(zip(TOKEN_SUMS, self._token_sums.tolist(), strict=True))
+        entropy = token_sums["entropy"] / max(token_sums["tokens"], 1.0)
+        policy, regularizer = self._loss_parts.tolist()
         return StepSums(
-            totals=self.totals,
-            loss_sums=sums[:bins],
-            abs_loss_sums=sums[bins : 2 * bins],
-            slopes=slopes,
-            policy_loss=float(sums[2 * bins]),
-            regularizer=float(sums[2 * bins + 1]),
-            token_sums=dict(zip(TOKEN_SUMS, named[:-1].tolist(), strict=True)),
-            max_logprob_diff=float(named[-1]),
+            evidence=Evidence(self.totals, dict(zip(CELL_SUMS, cells, strict=True)), self._slopes.cpu(), entropy),
+            policy_loss=policy,
+            regularizer=regularizer,
+            token_sums=token_sums,
+            max_logprob_diff=float(self._max_logprob_diff),
         )
 
 

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from torch import Tensor
+
 from megatron_daro.actor import device
 from megatron_daro.actor.forward import MicroBatches, OutputSettings, packed_micro_batches, run_schedule
 from megatron_daro.actor.loss import StepLoss, StepSums
@@ -85,7 +87,7 @@ def train_step(
     started = time.perf_counter()
     sums = compute_gradients(trainee, batch, micro_batches, settings, output)
     forward_backward_s = time.perf_counter() - started
-    weights_before = trainee.algorithm.weights
+    weights_before = trainee.algorithm.cell_weights
     extra_loss = trainee.algorithm.extra_loss(sums.totals)
     before_update()
     report = update(trainee.optimizer, trainee.scheduler, allowed=sums.finite)
@@ -93,10 +95,20 @@ def train_step(
         trainee.algorithm.learn(sums.evidence)
     metrics = _metrics(sums, report, extra_loss) | {"timing/forward_backward_s": forward_backward_s}
     if weights_before is not None:
-        metrics |= {f"difficulty/weight/{k}": float(weights_before[k]) for k in range(1, len(weights_before) - 1)}
+        metrics |= _weight_metrics(weights_before)
         metrics["difficulty/clamped"] = float(trainee.algorithm.clamped)
     reason = "" if report.applied else _reason(sums, report)
     return StepResult(step=step, metrics=metrics, skipped=not report.applied, reason=reason)
+
+
+def _weight_metrics(weights: Tensor) -> dict[str, float]:
+    """Metrics of difficulty weights [K+1, L]: per pass rate, and where they differ by length also per class."""
+    means, (num_bins, classes) = weights.mean(dim=1), weights.shape
+    found = {f"difficulty/weight/{k}": float(means[k]) for k in range(1, num_bins - 1)}
+    if classes > 1:
+        names = {f"difficulty/weight_by_length/{k}/{c}": (k, c) for k in range(1, num_bins - 1) for c in range(classes)}
+        found |= {name: float(weights[where]) for name, where in names.items()}
+    return found
 
 
 def _reason(sums: StepSums, report: UpdateReport) -> str:

@@ -30,31 +30,46 @@ GroupFilter = Literal["auto", "none", "pass_rate"]
 class BatchTotals:
     """What every rank must know about the whole optimizer step before its first forward pass.
 
-    tokens_per_bin: int64 [K+1], trained tokens. rollouts_per_bin: int64 [K+1], those without tokens included.
+    tokens_per_cell: int64 [K+1, L], trained tokens per bin and class of lengths; L is 1 unless the algorithm has
+    `length_edges`. rollouts_per_bin: int64 [K+1], those without tokens included.
     """
 
-    tokens_per_bin: Tensor
+    tokens_per_cell: Tensor
     rollouts_per_bin: Tensor
 
     @classmethod
-    def of(cls, bins_N: Tensor, lengths_N: Tensor, rollouts_per_prompt: int) -> BatchTotals:
+    def of(
+        cls, bins_N: Tensor, lengths_N: Tensor, rollouts_per_prompt: int, length_edges: tuple[int, ...] = ()
+    ) -> BatchTotals:
         """Return the totals of some samples: int64 bins [N] and trained tokens [N]. Add those of all ranks."""
-        tokens = token_counts(bins_N, lengths_N, rollouts_per_prompt)
-        ones_N = torch.ones_like(torch.as_tensor(bins_N), dtype=torch.int64)
-        return cls(tokens, bin_sums(ones_N, bins_N, rollouts_per_prompt))
+        bins_N, lengths_N = torch.as_tensor(bins_N), torch.as_tensor(lengths_N)
+        classes_N = length_classes(lengths_N, length_edges)
+        tokens = [
+            token_counts(bins_N, torch.where(classes_N == c, lengths_N, 0), rollouts_per_prompt)
+            for c in range(len(length_edges) + 1)
+        ]
+        ones_N = torch.ones_like(bins_N, dtype=torch.int64)
+        return cls(torch.stack(tokens, dim=1), bin_sums(ones_N, bins_N, rollouts_per_prompt))
 
     @classmethod
-    def from_vector(cls, vector: Tensor) -> BatchTotals:
+    def from_vector(cls, vector: Tensor, num_length_classes: int = 1) -> BatchTotals:
         """Return the inverse of `vector`, after it was summed over ranks."""
-        tokens, rollouts = vector.to(torch.int64).chunk(2)
-        return cls(tokens, rollouts)
+        tokens, rollouts = vector.to(torch.int64).tensor_split(
+            [len(vector) * num_length_classes // (num_length_classes + 1)]
+        )
+        return cls(tokens.reshape(-1, num_length_classes), rollouts)
 
     def vector(self) -> Tensor:
-        """int64 [2(K+1)]: tokens per bin, then rollouts per bin; a plain sum over ranks adds totals."""
-        return torch.cat([self.tokens_per_bin, self.rollouts_per_bin])
+        """int64 [(L+1)(K+1)]: tokens per cell, then rollouts per bin; a plain sum over ranks adds totals."""
+        return torch.cat([self.tokens_per_cell.reshape(-1), self.rollouts_per_bin])
 
     def __add__(self, other: BatchTotals) -> BatchTotals:
-        return BatchTotals(self.tokens_per_bin + other.tokens_per_bin, self.rollouts_per_bin + other.rollouts_per_bin)
+        return BatchTotals(self.tokens_per_cell + other.tokens_per_cell, self.rollouts_per_bin + other.rollouts_per_bin)
+
+    @property
+    def tokens_per_bin(self) -> Tensor:
+        """int64 [K+1], N_k."""
+        return self.tokens_per_cell.sum(dim=1)
 
     @property
     def tokens(self) -> int:
@@ -97,16 +112,20 @@ class Samples:
 class Evidence:
     """What a whole step says, over all ranks: what an algorithm learns from.
 
-    loss_sums, abs_loss_sums: float64 [K+1], sums of (absolute) token losses per bin, without coefficients. slopes:
-    float64 [P], derivative of the policy loss by each number that `coefficient_slopes` has a row for. entropy: mean
-    over the trained tokens, in nats.
+    sums: by name float64 [K+1, L], over the tokens of each cell, without coefficients: "loss_sums" and "abs_loss_sums"
+    of the (absolute) token losses, "advantage_sums" of |A|, and "gradient_squares" of the squared derivatives of token
+    losses by their log-probs (only where the algorithm `needs_gradient_squares`). slopes: float64 [P], derivative of
+    the policy loss by each number that `coefficient_slopes` has a row for. entropy: mean over the trained tokens, nats.
     """
 
     totals: BatchTotals
-    loss_sums: Tensor
-    abs_loss_sums: Tensor
+    sums: Mapping[str, Tensor]
     slopes: Tensor
     entropy: float
+
+    def per_bin(self, name: str) -> Tensor:
+        """float64 [K+1], a sum over all lengths."""
+        return self.sums[name].sum(dim=1)
 
 
 class Common(TypedDict, total=False):
@@ -135,6 +154,13 @@ class Algorithm(ABC):
     """Whether another divisor makes it another algorithm than the published one."""
     needs_group_lengths: ClassVar[bool] = False
     """Whether `Samples.group_lengths_NK` must be there."""
+    length_edges: tuple[int, ...] = ()
+    """Trained tokens at which a new class of lengths begins, rising; totals and evidence are per class then."""
+
+    @property
+    def needs_gradient_squares(self) -> bool:
+        """Whether `Evidence.sums` must hold "gradient_squares"."""
+        return False
 
     def __init__(
         self,
@@ -250,15 +276,20 @@ class Algorithm(ABC):
 
     def learn(self, evidence: Evidence) -> None:
         """Learn from a step that was applied; called once, on every rank with the same numbers."""
-        self.update(evidence.loss_sums, evidence.totals.tokens_per_bin, evidence.abs_loss_sums)
+        self.update(evidence.per_bin("loss_sums"), evidence.totals.tokens_per_bin, evidence.per_bin("abs_loss_sums"))
 
     def update(self, loss_sums: Tensor, token_counts: Tensor, abs_loss_sums: Tensor | None = None) -> None:  # noqa: B027
         """Learn from the step's loss sums per bin [K+1], where nothing else is needed."""
 
     @property
     def weights(self) -> Tensor | None:
-        """Difficulty weights float64 [K+1], or None for an algorithm without."""
+        """Difficulty weights float64 [K+1], the mean over classes of lengths; None for an algorithm without."""
         return None
+
+    @property
+    def cell_weights(self) -> Tensor | None:
+        """Difficulty weights float64 [K+1, L], or None for an algorithm without."""
+        return None if self.weights is None else self.weights[:, None]
 
     @property
     def clamped(self) -> int:
@@ -294,6 +325,11 @@ class SampleAlgorithm(Algorithm):
     @abstractmethod
     def coefficients(self, samples: Samples, totals: BatchTotals) -> Tensor:
         """See `Algorithm.coefficients`."""
+
+
+def length_classes(lengths_N: Tensor, edges: tuple[int, ...]) -> Tensor:
+    """Return how many edges each length has reached, int64 [N]: 0 for those below the first."""
+    return torch.bucketize(lengths_N, lengths_N.new_tensor(edges), right=True)
 
 
 def inverse(count: int) -> float:

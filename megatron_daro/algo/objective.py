@@ -99,7 +99,8 @@ class TokenObjective:
     loss_T: policy loss, correction included. kl_T, entropy_T: the terms themselves, without their coefficients.
     regularizer_T: kl_coefficient * kl_T - entropy_coefficient * entropy_T; sum it and multiply by
     `Algorithm.regularizer_coefficient`. segment_losses_M: float64 [M], sum of loss_T per sample, with gradient:
-    multiply by `Algorithm.sample_coefficients`. segment_abs_losses_M: float64 [M], sum of |loss_T|, detached.
+    multiply by `Algorithm.sample_coefficients`. segment_sums_M: by the names of `algorithm.Evidence.sums`, float64 [M],
+    detached: sums per sample of |loss_T|, |A| and, where measured, of the squared derivative of loss_T by its log-prob.
     sums: detached float64 0-dim sums over the masked tokens: "tokens", "ratio", "clip_high", "clip_low", "dual_clip",
     "entropy"; with reference log-probs "kl_ref"; with rollout log-probs "logprob_abs_diff", "mismatch_kl", "corrected".
     maxima: with rollout log-probs "logprob_abs_diff".
@@ -110,7 +111,7 @@ class TokenObjective:
     entropy_T: Tensor
     regularizer_T: Tensor
     segment_losses_M: Tensor
-    segment_abs_losses_M: Tensor
+    segment_sums_M: dict[str, Tensor]
     sums: dict[str, Tensor]
     maxima: dict[str, Tensor]
 
@@ -128,6 +129,7 @@ def token_objective(
     num_segments: int,
     settings: ObjectiveSettings,
     segment_reduce: SegmentReduce | None = None,
+    gradient_squares: bool = False,
 ) -> TokenObjective:
     """Everything a micro-batch contributes, token by token.
 
@@ -145,6 +147,7 @@ def token_objective(
         segment_reduce: sums a float64 [M] tensor over the context-parallel ranks that share these samples; no gradient
             passes through it (see `corrections.sequence_log_ratio`). Called by the trust region "gspo" and by
             sequence-level corrections.
+        gradient_squares: whether to measure them; needs log-probs with a gradient.
 
     Returns:
         A TokenObjective.
@@ -180,7 +183,7 @@ def token_objective(
         entropy_T=entropies_T,
         regularizer_T=settings.kl_coefficient * kl_T - settings.entropy_coefficient * entropies_T,
         segment_losses_M=segment_sums(loss_T, *where),
-        segment_abs_losses_M=segment_sums(loss_T.detach().abs(), *where),
+        segment_sums_M=_measured(loss_T, logprobs_T if gradient_squares else None, advantages_T, where),
         sums={name: _masked_sum(values_T, kept_T) for name, values_T in sums.items()},
         maxima=maxima,
     )
@@ -217,6 +220,18 @@ def _surrogate(settings: ObjectiveSettings, ratio_T: Tensor, advantages_T: Tenso
         return losses_T, {"clip_high": above_T, "clip_low": nowhere_T, "dual_clip": nowhere_T}
     clip = (settings.clip_low, settings.clip_high, settings.dual_clip)
     return clipped_ratio_loss(ratio_T, advantages_T, *clip), clip_fractions(ratio_T, advantages_T, *clip)
+
+
+def _measured(
+    loss_T: Tensor, logprobs_T: Tensor | None, advantages_T: Tensor, where: tuple[Tensor, Tensor, int]
+) -> dict[str, Tensor]:
+    """Return what difficulty is measured by, summed per sample; squares of the gradient by the log-probs, if given."""
+    measured = {"abs_loss_sums": loss_T.detach().abs(), "advantage_sums": advantages_T.abs()}
+    if logprobs_T is not None:
+        # Elementwise: a token's loss depends on its own log-prob only (a sequence's ratio is routed through it).
+        (slopes_T,) = torch.autograd.grad(loss_T.sum(), logprobs_T, retain_graph=True)
+        measured["gradient_squares"] = slopes_T.square()
+    return {name: segment_sums(values_T, *where) for name, values_T in measured.items()}
 
 
 def _correction(

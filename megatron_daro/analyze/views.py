@@ -19,6 +19,7 @@ from megatron_daro.algo.difficulty import predicted_bin_loss
 from megatron_daro.algo.weighting import ALGORITHMS, Algorithm, BatchTotals, Daro, Samples, make_algorithm
 from megatron_daro.analyze.sums import BinSums, Dump
 from megatron_daro.config.algorithm import AlgorithmSection, DaroSection
+from megatron_daro.errors import AlgorithmError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,20 +74,36 @@ def _learnt(dump: Dump, options: DaroSection) -> Tensor:
     """Return DARO's weights after one update for each step of the dump."""
     algorithm = _daro(dump.total, options)
     for step in dump.steps:
-        loss_sums, abs_sums = token_loss_sums(step)
-        algorithm.update(loss_sums, step.tokens, abs_sums)
+        algorithm.difficulty.update(**_measures(step))
     return algorithm.weights
+
+
+def _measures(sums: BinSums) -> dict[str, Tensor]:
+    """Return what every magnitude reads, float64 [K+1]: at ratio 1 a token's loss is -A, and so is its derivative."""
+    loss_sums, abs_sums = token_loss_sums(sums)
+    mu = torch.arange(len(sums.groups), dtype=torch.float64) / sums.rollouts_per_prompt
+    odds = torch.where((mu > 0) & (mu < 1), (1 - mu) / mu, 1.0)
+    return {
+        "loss_sums": loss_sums,
+        "token_counts": sums.tokens,
+        "abs_loss_sums": abs_sums,
+        "advantage_sums": abs_sums,
+        "gradient_squares": odds * sums.right_tokens + sums.wrong_tokens / odds,
+    }
 
 
 def _at_rest(sums: BinSums, options: DaroSection) -> Daro:
     """Return DARO with the weights where updates with these sums would leave them; 1 where a bin has no tokens."""
     algorithm = _daro(sums, options)
-    loss_sums, abs_sums = token_loss_sums(sums)
-    algorithm.difficulty.settle(loss_sums, sums.tokens, abs_sums)
+    algorithm.difficulty.settle(**_measures(sums))
     return algorithm
 
 
 def _daro(sums: BinSums, options: DaroSection) -> Daro:
+    if options.length_edges:
+        raise AlgorithmError(
+            f"daro.length_edges: got {options.length_edges}, allowed here is none: lengths are summed up per pass rate"
+        )
     section = AlgorithmSection(name="daro", daro=options)
     arguments = section.arguments(rollouts_per_prompt=sums.rollouts_per_prompt, max_response_tokens=1)
     return Daro(**{name: value for name, value in arguments.items() if name != "name"})
@@ -123,6 +140,6 @@ def _masses(sums: BinSums, algorithm: Algorithm) -> Tensor:
         advantages_N=advantages_BK[:, [0, -1]].reshape(-1),
         group_lengths_NK=torch.where(verdicts_BK > 0, lengths_B2[:, :1], lengths_B2[:, 1:]).repeat_interleave(2, dim=0),
     )
-    totals = BatchTotals(sums.tokens.round().to(torch.int64), (sums.groups * k).round().to(torch.int64))
+    totals = BatchTotals(sums.tokens.round().to(torch.int64)[:, None], (sums.groups * k).round().to(torch.int64))
     mass_B2 = algorithm.coefficients(samples, totals) * samples.advantages_N.abs() * tokens_B2.reshape(-1)
     return torch.nn.functional.pad(mass_B2.reshape(k - 1, 2).sum(dim=1), (1, 1))

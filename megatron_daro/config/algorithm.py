@@ -79,13 +79,23 @@ class DaroSection(Section):
     """DARO's learnable weight per pass-rate bin."""
 
     learning_rate: float = Field(default=0.01, gt=0)
-    """Adam learning rate of the weights, > 0."""
+    """Adam learning rate of the weights, > 0. Not read with half_life."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
-    """Adam decay rates of the weights, each in [0, 1)."""
+    """Adam decay rates of the weights, each in [0, 1). Not read with half_life."""
     parameter: Literal["log", "linear"] = "log"
     """What Adam moves: s = ln w (positive by construction), or w itself."""
-    magnitude: Literal["abs", "signed", "token"] = "abs"
-    """Measured size of a bin's loss: |L_k|, L_k (the literal formula), or the mean of |token loss|."""
+    magnitude: Literal["abs", "signed", "token", "advantage", "gradient"] = "abs"
+    """Measured size of a bin: |L_k|, L_k (the literal formula), the mean of |token loss|, the mean of |advantage|, or
+    an estimate of the norm of its gradient over the mean of all bins."""
+    kernels: int | None = Field(default=None, ge=2)
+    """Number of Gaussian kernels over the pass rate whose heights are learnt in the place of a weight per bin, from 2
+    to rollouts_per_prompt - 1. Unset: a weight per bin."""
+    half_life: float | None = Field(default=None, gt=0)
+    """Weights are the inverse of a moving average of the measure, half of which is newer than this many steps; > 0.
+    Unset: Adam."""
+    length_edges: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Trained tokens at which a new class of lengths begins, rising; each class has weights of its own. Empty: one
+    weight for all lengths of a bin."""
     normalizer: Literal["bin", "batch"] = "bin"
     """A bin's loss is divided by its own tokens (bin), or by the trained tokens of all bins 0 < k < K of the step
     (batch): with filter none, those of groups that are all right or all wrong are not among them."""

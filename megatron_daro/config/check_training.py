@@ -125,6 +125,7 @@ def algorithm(config: Config) -> Iterator[Problem]:
     if not 0 < low <= 1 <= high or low == high:
         allowed = "[lower, upper] with 0 < lower <= 1 <= upper, lower < upper: weights start at 1"
         yield Problem("algorithm.daro.clamp", str([low, high]), allowed, "set algorithm.daro.clamp=[0.1,10]")
+    yield from _daro(config)
     correction = section.correction
     if correction.kind == "mis" and not correction.low < correction.high:
         got = f"{correction.low:g} with high {correction.high:g}"
@@ -149,6 +150,24 @@ def algorithm(config: Config) -> Iterator[Problem]:
         yield Problem("algorithm.old_logprobs", got, allowed, fix, also=("trainer.updates_per_batch",))
     yield from _overlong(config)
     yield from _spread(config)
+
+
+def _daro(config: Config) -> Iterator[Problem]:
+    """Check that the forms of DARO's weights fit each other."""
+    daro, k = config.algorithm.daro, config.rollout.rollouts_per_prompt
+    if daro.kernels is not None and daro.kernels >= k:
+        got, field = f"{daro.kernels} with {k} rollouts per prompt", "algorithm.daro.kernels"
+        also = ("rollout.rollouts_per_prompt",)
+        yield Problem(field, got, f"2 to {k - 1}, or unset", f"set {field}=null: a weight per bin", also=also)
+    if daro.parameter == "linear" and (daro.kernels is not None or daro.half_life is not None):
+        other = "kernels" if daro.kernels is not None else "half_life"
+        also, fix = (f"algorithm.daro.{other}",), "set algorithm.daro.parameter=log"
+        yield Problem(
+            "algorithm.daro.parameter", f"linear with {other}", "log: w itself is not learnt there", fix, also=also
+        )
+    if list(daro.length_edges) != sorted(set(daro.length_edges)):
+        edges, field = sorted(set(daro.length_edges)), "algorithm.daro.length_edges"
+        yield Problem(field, str(list(daro.length_edges)), "rising numbers of tokens", f"set {field}={edges}")
 
 
 def _spread(config: Config) -> Iterator[Problem]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_daro.algo.difficulty import DifficultyWeights, bin_sums, pass_rate_bins
+from megatron_daro.algo.difficulty import bin_sums, pass_rate_bins
+from megatron_daro.algo.difficulty_weights import DifficultyWeights
 from megatron_daro.algo.objective import ObjectiveSettings, token_objective
 from megatron_daro.algo.weighting import ALGORITHMS, BatchTotals, Samples, make_algorithm
 
@@ -130,7 +131,14 @@ def run_step(algorithm, settings: ObjectiveSettings | None = None):
     loss = (algorithm.coefficients(samples, totals) * objective.segment_losses_M).sum()
     loss.backward()
     sums = bin_sums(objective.segment_losses_M.detach(), bins_N, K)
-    return loss.item(), logprobs_T.grad, sums, bin_sums(objective.segment_abs_losses_M, bins_N, K), totals, objective
+    return (
+        loss.item(),
+        logprobs_T.grad,
+        sums,
+        bin_sums(objective.segment_sums_M["abs_loss_sums"], bins_N, K),
+        totals,
+        objective,
+    )
 
 
 def build(name: str, **options):

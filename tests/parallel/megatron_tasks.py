@@ -78,7 +78,7 @@ def gradients(
         "loss_sums": sums.loss_sums.numpy(),
         "policy_loss": sums.policy_loss,
         "regularizer": sums.regularizer,
-        "slopes": sums.slopes.tolist(),
+        "slopes": sums.evidence.slopes.tolist(),
     }
 
 

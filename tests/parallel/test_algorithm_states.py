@@ -10,6 +10,8 @@ from test_gradients_exact import layouts
 STATEFUL = {
     "ha_dw": {"name": "ha_dw", "ha_dw": {"window": 2}},
     "fade": {"name": "fade", "fade": {"rate": 0.3}},
+    "daro_lengths": {"name": "daro", "daro": {"length_edges": [8, 16], "magnitude": "gradient", "half_life": 3}},
+    "daro_kernels": {"name": "daro", "daro": {"kernels": 2, "magnitude": "advantage", "learning_rate": 0.3}},
     "lambda_grpo": {"name": "lambda_grpo", "lambda_grpo": {"learning_rate": 0.3}},
 }
 

@@ -29,6 +29,7 @@ LAYOUTS = list(layouts())
 ALGORITHMS = ["grpo", "grpo_sequence", "dapo", "lite_ppo", "dr_grpo", "daro"]
 RIVALS = ["maxrl", "f_grpo", "mgpo", "dgpo", "ha_dw", "fade", "lambda_grpo"]
 ANCHOR, POWER, SCALE, LAMBDA = 0.3, 2.5, 0.6, -1.7
+EDGES = [8, 16]
 STATES = {
     "ha_dw": {"anchor": ANCHOR, "anchors": [ANCHOR], "early": []},
     "fade": {"solved": 3 / 8, "entropy": 0.5, "target_entropy": 0.9},  # alpha 2.5, delta 0.6
@@ -77,6 +78,10 @@ def reference_gradients(model, batch, algorithm):
     tokens_per_bin = np.zeros(ROLLOUTS + 1)
     for s in samples:
         tokens_per_bin[s.bins_N[0]] += s.loss_mask_R.sum()
+    tokens_per_cell = np.zeros((ROLLOUTS + 1, len(EDGES) + 1))
+    for s in samples:
+        length = int(s.loss_mask_R.sum())
+        tokens_per_cell[s.bins_N[0], np.searchsorted(EDGES, length, "right")] += length
     total, kept = tokens_per_bin.sum(), tokens_per_bin[1:-1].sum()
     model.zero_grad()
     loss, loss_sums = torch.zeros((), dtype=torch.float64), np.zeros(ROLLOUTS + 1)
@@ -102,6 +107,7 @@ def reference_gradients(model, batch, algorithm):
             "dapo": (0 < k < ROLLOUTS) / kept,
             "dr_grpo": 1 / (len(samples) * 32),
             "daro": (0 < k < ROLLOUTS) / tokens_per_bin[k],
+            "daro_by_length": (0 < k < ROLLOUTS) / tokens_per_cell[k, np.searchsorted(EDGES, length, "right")],
         }[algorithm]
         loss = loss + factor * sample_loss
     loss.backward()
@@ -186,3 +192,20 @@ def test_the_slope_of_lambda_is_the_derivative_of_the_policy_loss(rank_pool, mod
         found[exponent] = results[0]
     below, at, above = (found[e] for e in sorted(found))
     assert at["slopes"][0] == pytest.approx((above["policy_loss"] - below["policy_loss"]) / 2e-3, rel=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["single", "cp2_dp2"])
+def test_gradients_with_a_weight_per_pass_rate_and_length(rank_pool, model, layout):
+    directory, hf = model
+    batch = random_batch()
+    loss, _, want = reference_gradients(hf, batch, "daro_by_length")
+    results = rank_pool.run(
+        megatron_tasks.gradients,
+        layouts()[layout],
+        path=directory,
+        batch=batch,
+        num_micro_batches=4,
+        algorithm={"name": "daro", "daro": {"length_edges": EDGES}},
+    )
+    assert relative_difference(merged(results), want) < 1e-5
+    assert all(result["policy_loss"] == pytest.approx(loss, rel=1e-5, abs=1e-7) for result in results)

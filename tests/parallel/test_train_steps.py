@@ -9,7 +9,7 @@ import torch
 from small_models import ROLLOUTS, random_batch, save_model
 from test_gradients_exact import layouts, reference_gradients
 
-from megatron_daro.algo.difficulty import DifficultyWeights
+from megatron_daro.algo.difficulty_weights import DifficultyWeights
 
 STEPS = 5
 OPTIMIZER = {"learning_rate": 1e-2, "eps": 1e-3, "weight_decay": 0.01, "grad_clip": 0.5, "warmup_steps": 3}

@@ -12,13 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_daro.algo.advantages import group_advantages
-from megatron_daro.algo.difficulty import (
-    DifficultyWeights,
-    bin_sums,
-    pass_rate_bins,
-    predicted_bin_loss,
-    token_counts,
-)
+from megatron_daro.algo.difficulty import bin_sums, pass_rate_bins, predicted_bin_loss, token_counts
+from megatron_daro.algo.difficulty_weights import DifficultyWeights
 from megatron_daro.algo.surrogate import clipped_token_loss
 from megatron_daro.errors import AlgorithmError, CheckpointError, NonFiniteError
 
@@ -192,7 +187,7 @@ def test_bin_normalizer_does_not_see_how_many_tokens_a_bin_has(seed, factor):
 def test_non_finite_sums_are_refused_and_change_nothing():
     weights = DifficultyWeights(K)
     before = weights.state_dict()
-    with pytest.raises(NonFiniteError, match=r"bins \[2\]"):
+    with pytest.raises(NonFiniteError, match=r"cells \[2\]"):
         weights.update(torch.tensor([0.0, 1.0, math.inf, 1.0, 0.0]), COUNTS)
     assert weights.state_dict() == before
 

@@ -81,7 +81,7 @@ def test_by_hand():
     )
     assert result.loss_T.tolist() == pytest.approx([-1.0, -2.56, 1.0, 0.8])
     assert result.segment_losses_M.tolist() == pytest.approx([-3.56, 1.8])
-    assert result.segment_abs_losses_M.tolist() == pytest.approx([3.56, 1.8])
+    assert result.segment_sums_M["abs_loss_sums"].tolist() == pytest.approx([3.56, 1.8])
     assert result.kl_T.tolist() == pytest.approx([0.125] * 4)
     assert result.regularizer_T.tolist() == pytest.approx([0.0025, -0.0075, -0.0175, -0.0275])
     sums = {name: value.item() for name, value in result.sums.items()}
@@ -192,8 +192,11 @@ def test_masked_nan_reaches_nothing(options):
     for one, other in zip(*gradients, strict=True):
         assert torch.isfinite(other).all()
         assert torch.equal(one, other)
-    for field in ("loss_T", "kl_T", "entropy_T", "regularizer_T", "segment_losses_M", "segment_abs_losses_M"):
+    for field in ("loss_T", "kl_T", "entropy_T", "regularizer_T", "segment_losses_M"):
         assert torch.equal(getattr(results[0], field), getattr(results[1], field)), field
+    assert [r.tolist() for r in results[0].segment_sums_M.values()] == [
+        r.tolist() for r in results[1].segment_sums_M.values()
+    ]
     assert results[0].sums == results[1].sums
     assert results[0].maxima == results[1].maxima
 
@@ -275,7 +278,7 @@ def test_reports_only_what_was_measured_and_carries_no_gradient():
     assert bare.maxima == {}
     full = tokens.objective(ObjectiveSettings(**EVERYTHING), logprobs=logprobs)
     assert set(full.sums) - set(bare.sums) == {"kl_ref", "logprob_abs_diff", "mismatch_kl", "corrected"}
-    for value in (*full.sums.values(), *full.maxima.values(), full.segment_abs_losses_M):
+    for value in (*full.sums.values(), *full.maxima.values(), *full.segment_sums_M.values()):
         assert value.dtype == torch.float64
         assert not value.requires_grad
 
@@ -290,7 +293,7 @@ def test_only_the_policys_own_log_probs_and_entropies_get_a_gradient(options):
     (result.loss_T.sum() + result.regularizer_T.sum()).backward()
     assert own.grad.abs().sum() > 0 and entropy.grad.abs().sum() > 0
     assert [column.grad for column in others] == [None] * 4
-    reported = [result.segment_abs_losses_M, *result.sums.values(), *result.maxima.values()]
+    reported = [*result.segment_sums_M.values(), *result.sums.values(), *result.maxima.values()]
     assert not any(values.requires_grad for values in reported)
 
 

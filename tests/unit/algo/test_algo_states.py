@@ -25,9 +25,10 @@ def evidence(pass_rate, *, entropy=1.0, slope=0.0, k=4):
     rollouts = torch.zeros(k + 1, dtype=torch.int64)
     rollouts[-1] = round(100 * pass_rate) * k
     rollouts[0] = 100 * k - rollouts[-1]
-    zeros = torch.zeros(k + 1, dtype=torch.float64)
+    zeros = torch.zeros(k + 1, 1, dtype=torch.float64)
+    sums = {"loss_sums": zeros, "abs_loss_sums": zeros}
     slopes = torch.tensor([slope], dtype=torch.float64)
-    return Evidence(BatchTotals(rollouts, rollouts), zeros, zeros, slopes, entropy)
+    return Evidence(BatchTotals(rollouts[:, None], rollouts), sums, slopes, entropy)
 
 
 def test_ha_dw_follows_the_pass_rates_as_its_equations_say():

@@ -243,7 +243,7 @@ def test_steps_without_tokens_give_finite_coefficients(name):
     assert not algorithm.coefficient_slopes(samples, totals).any()
     assert algorithm.regularizer_coefficient(totals) == 0.0
     assert algorithm.extra_loss(totals) == 0.0
-    one_token = BatchTotals(torch.tensor([0, 1, 0]), torch.tensor([0, 1, 0]))
+    one_token = BatchTotals(torch.tensor([[0], [1], [0]]), torch.tensor([0, 1, 0]))
     assert algorithm.regularizer_coefficient(one_token) == 1.0
     empty = torch.empty(0, dtype=torch.long)
     nothing = Samples(empty, empty, torch.empty(0), torch.empty(0, 2, dtype=torch.long))
@@ -263,7 +263,7 @@ def test_totals_survive_the_way_through_one_vector():
 
 def test_daro_reports_its_barrier_and_options_reach_the_weights():
     daro = trained_daro(4, scale="mean", clamp=(0.5, 1.3))
-    totals = BatchTotals(torch.tensor([3, 2, 0, 5, 1]), torch.tensor([4, 4, 0, 4, 4]))
+    totals = BatchTotals(torch.tensor([[3], [2], [0], [5], [1]]), torch.tensor([4, 4, 0, 4, 4]))
     expected = -(math.log(daro.weights[1]) + math.log(daro.weights[3])) / 2
     assert daro.extra_loss(totals) == pytest.approx(expected, rel=1e-12)
     assert daro.regularizer_coefficient(totals) == 1 / 11

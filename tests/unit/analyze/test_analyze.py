@@ -18,7 +18,7 @@ from megatron_daro.analyze.sums import infer_rollouts_per_prompt, read_dump
 from megatron_daro.analyze.views import token_loss_sums, view_of
 from megatron_daro.cli import main
 from megatron_daro.config.algorithm import DaroSection
-from megatron_daro.errors import DataError
+from megatron_daro.errors import AlgorithmError, DataError
 
 K = 4
 
@@ -100,7 +100,7 @@ def test_shares_are_the_masses_of_coefficients_and_advantages(verl_folder):
 
 
 def test_weights_learnt_are_those_of_the_algorithm_step_by_step(verl_folder):
-    from megatron_daro.algo.difficulty import DifficultyWeights
+    from megatron_daro.algo.difficulty_weights import DifficultyWeights
 
     dump, weights = read(verl_folder), DifficultyWeights(K, learning_rate=0.1)
     for step in dump.steps:
@@ -109,6 +109,30 @@ def test_weights_learnt_are_those_of_the_algorithm_step_by_step(verl_folder):
     torch.testing.assert_close(view.weight_learnt, weights.weights)
     measured = view.loss[1:K].abs()
     torch.testing.assert_close(view.weight_rest[1:K], (1 / measured).clamp(0.1, 10.0))
+
+
+def test_every_measure_of_daro_is_that_of_the_answers_one_by_one(verl_folder):
+    """Norms of the gradient: sqrt of the sum of A^2 over tokens, over the tokens; at rest their mean over the norm."""
+    dump = read(verl_folder)
+    everything = [row for step in range(1, 12) for row in rollouts(step)]
+    rights = {}
+    for group, _, right in everything:
+        rights[group] = rights.get(group, 0) + right
+    squares, sizes, tokens = torch.zeros(K + 1).double(), torch.zeros(K + 1).double(), torch.zeros(K + 1).double()
+    for group, length, right in everything:
+        k = rights[group]
+        if 0 < k < K:
+            advantage = (right - k / K) / math.sqrt(k / K * (1 - k / K))
+            squares[k] += advantage**2 * length
+            sizes[k] += abs(advantage) * length
+        tokens[k] += length
+    norms = (squares.sqrt() / tokens)[1:K]
+    rest = view_of(dump, DaroSection(magnitude="gradient")).weight_rest[1:K]
+    torch.testing.assert_close(rest, norms.mean() / norms, rtol=1e-12, atol=0)
+    rest = view_of(dump, DaroSection(magnitude="advantage")).weight_rest[1:K]
+    torch.testing.assert_close(rest, (tokens / sizes)[1:K], rtol=1e-12, atol=0)
+    with pytest.raises(AlgorithmError, match="length_edges"):
+        view_of(dump, DaroSection(length_edges=(10,)))
 
 
 def test_files_are_in_the_order_of_their_steps(verl_folder):

@@ -71,21 +71,6 @@ def test_a_good_run_passes_every_check_without_warnings(run_files, cpu):
         (["algorithm.daro.clamp=[10,0.1]"], "algorithm.daro.clamp", "0 < lower <= 1 <= upper"),
         (["algorithm.daro.clamp=[0,10]"], "algorithm.daro.clamp", "0 < lower <= 1 <= upper"),
         (
-            ["algorithm.name=lambda_grpo", "algorithm.lambda_grpo.spread=0.6", "rollout.rollouts_per_prompt=4"],
-            "algorithm.lambda_grpo.spread",
-            "got 0.6 with 4 rollouts per prompt; allowed: below 1 / sqrt(4 - 1) = 0.5774",
-        ),
-        (
-            ["algorithm.trust_region=cispo", "algorithm.dual_clip=3"],
-            "algorithm.dual_clip",
-            "got 3 with trust_region cispo",
-        ),
-        (
-            ["algorithm.trust_region=gspo", "algorithm.correction.kind=tis"],
-            "algorithm.correction.level",
-            "got token with trust_region gspo",
-        ),
-        (
             ["algorithm.correction={kind: mis, low: 3}"],
             "algorithm.correction.low",
             "got 3 with high 2; allowed: below algorithm.correction.high",
@@ -374,11 +359,13 @@ def test_algorithm_names_are_those_of_algo():
 
 def test_daro_defaults_are_those_of_algo():
     torch = pytest.importorskip("torch", reason="algo needs torch")
-    difficulty = pytest.importorskip("megatron_daro.algo.difficulty")
+    difficulty = pytest.importorskip("megatron_daro.algo.difficulty_weights")
     from megatron_daro.config import DaroSection
 
+    options = DaroSection().model_dump()
+    assert options.pop("length_edges") == ()
     plain = difficulty.DifficultyWeights(8)
-    configured = difficulty.DifficultyWeights(8, **DaroSection().model_dump())
+    configured = difficulty.DifficultyWeights(8, **options)
     sums, counts = torch.linspace(-1, 1, 9), torch.arange(1, 10)
     for weights in (plain, configured):
         weights.update(sums, counts, sums.abs())

@@ -1,0 +1,45 @@
+"""Options of the loss that contradict each other are refused by name, before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_daro.config import Hardware, check, resolve
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "words"),
+    [
+        (
+            ["algorithm.daro.kernels=8", "rollout.rollouts_per_prompt=8"],
+            "algorithm.daro.kernels",
+            "got 8 with 8 rollouts per prompt; allowed: 2 to 7",
+        ),
+        (
+            ["algorithm.daro.parameter=linear", "algorithm.daro.half_life=5"],
+            "algorithm.daro.parameter",
+            "got linear with half_life",
+        ),
+        (["algorithm.daro.length_edges=[64,32]"], "algorithm.daro.length_edges", "rising numbers of tokens"),
+        (
+            ["algorithm.name=lambda_grpo", "algorithm.lambda_grpo.spread=0.6", "rollout.rollouts_per_prompt=4"],
+            "algorithm.lambda_grpo.spread",
+            "got 0.6 with 4 rollouts per prompt; allowed: below 1 / sqrt(4 - 1) = 0.5774",
+        ),
+        (
+            ["algorithm.trust_region=cispo", "algorithm.dual_clip=3"],
+            "algorithm.dual_clip",
+            "got 3 with trust_region cispo",
+        ),
+        (
+            ["algorithm.trust_region=gspo", "algorithm.correction.kind=tis"],
+            "algorithm.correction.level",
+            "got token with trust_region gspo",
+        ),
+    ],
+)
+def test_a_contradiction_is_refused_in_words(run_files, overrides, field, words):
+    report = check(resolve(run_files.file, overrides), Hardware("cpu", 4))
+    found = [str(problem) for problem in report.problems]
+    assert any(line.startswith(f"{field}: got ") and words in line for line in found), found
+    assert all("; allowed: " in line and "; fix: " in line for line in found)
