@@ -125,14 +125,15 @@ class StepLoss:
             batch: this rank's shard of the step.
         """
         self._settings, self._output = settings, output
-        self._edges, self._measures_gradient = algorithm.length_edges, algorithm.needs_gradient_squares
-        self.totals = global_totals(batch, self._edges)
+        edges, self._measures_gradient = algorithm.length_edges, algorithm.needs_gradient_squares
+        self.totals = global_totals(batch, edges)
         samples, on = _samples(batch), device.prepare()
+        self._cells_N = (samples.bins_N * (len(edges) + 1) + length_classes(samples.lengths_N, edges)).to(on)
         self._coefficients_N = algorithm.coefficients(samples, self.totals).to(on)
         self._slopes_PN = algorithm.coefficient_slopes(samples, self.totals).to(on)
         self._regularizer_coefficient = algorithm.regularizer_coefficient(self.totals)
         self._num_bins = batch.rollouts_per_prompt + 1
-        cells = self._num_bins * (len(self._edges) + 1)
+        cells = self._num_bins * (len(edges) + 1)
         size = len(CELL_SUMS) * cells + 2 + len(self._slopes_PN) + len(TOKEN_SUMS)
         # One vector, so that one reduction serves all; the others are views of its parts.
         self._sums = torch.zeros(size, dtype=torch.float64, device=on)
@@ -176,7 +177,7 @@ class StepLoss:
         self, packed: PackedMicroBatch, objective: TokenObjective, policy: Tensor, regularizer: Tensor
     ) -> None:
         losses_M = objective.segment_losses_M.detach()
-        cells_M = packed.bins_M * (len(self._edges) + 1) + length_classes(packed.trained_tokens_M, self._edges)
+        cells_M = self._cells_N[packed.sample_indices]
         by_name = {"loss_sums": losses_M, **objective.segment_sums_M}
         for i, name in enumerate(CELL_SUMS):
             if name in by_name:

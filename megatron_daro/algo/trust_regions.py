@@ -51,8 +51,8 @@ def sapo_loss(ratio: Tensor, advantages: Tensor, positive: float = 1.0, negative
 
     Source: SAPO, arXiv 2511.20347.
     """
-    taus = ratio.new_tensor([negative, positive])
-    temperature = taus[(advantages > 0).to(torch.int64)]
+    # Tensors of the ratio's type, made on its device: numbers alone would be fp32.
+    temperature = torch.where(advantages > 0, torch.full_like(ratio, positive), torch.full_like(ratio, negative))
     gate = 4 / temperature * (torch.sigmoid(temperature * (ratio - 1)) - 0.5)
     return -advantages * (1 + gate)
 
