@@ -53,6 +53,7 @@ _TABLE: dict[str, tuple[str, ...]] = {
     "algo/algorithm.py": (_GOLDEN, f"{_ALGO}states.py", f"{_ALGO}weighting.py"),
     "algo/corrections.py": (f"{_ALGO}corrections.py", _GOLDEN, f"{_ALGO}objective.py"),
     "algo/difficulty.py": (_GOLDEN, f"{_ALGO}difficulty.py"),
+    "algo/difficulty_weights.py": (_GOLDEN, f"{_ALGO}difficulty_weights.py", f"{_ALGO}difficulty.py"),
     "algo/histories.py": (_GOLDEN, f"{_ALGO}states.py"),
     "algo/lengths.py": (_GOLDEN, f"{_ALGO}states.py"),
     "algo/objective.py": (_GOLDEN, f"{_ALGO}objective.py"),
