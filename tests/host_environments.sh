@@ -6,8 +6,9 @@
 #   bash tests/host_environments.sh verl --make    makes the environment and runs nothing
 #
 # verl 0.9.1 comes from PyPI, with torch 2.13.0 (without CUDA where that wheel is offered), into $MEGATRON_DARO_VERL_ENV,
-# else .venv-verl (2.5 GB). slime, NeMo-RL and ROLL are no packages: give their checkouts as MEGATRON_DARO_SLIME,
-# MEGATRON_DARO_NEMO_RL and MEGATRON_DARO_ROLL, and the contracts and tests of tests/run.sh use them.
+# else .venv-verl (2.5 GB). slime, NeMo-RL, ROLL and Megatron-LM are no packages: give their checkouts as
+# MEGATRON_DARO_SLIME, MEGATRON_DARO_NEMO_RL, MEGATRON_DARO_ROLL and MEGATRON_DARO_MEGATRON_LM, and the contracts and
+# tests of tests/run.sh use them.
 # The last line is pytest's; exit status: pytest's, or 1 where the environment could not be made.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

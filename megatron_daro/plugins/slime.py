@@ -23,9 +23,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron_daro.errors import AlgorithmError, CheckpointError, ConfigError
-from megatron_daro.plugins.core import DifficultyStep, Reduce, SampleSums, over_group
-from megatron_daro.plugins.options import VARIABLE, read_options
+from megatron_daro.errors import AlgorithmError, ConfigError
+from megatron_daro.plugins.core import DifficultyStep, SampleSums
+from megatron_daro.plugins.megatron_host import carry, over_data, over_data_and_stages
+from megatron_daro.plugins.options import read_options
 from megatron_daro.plugins.slime_rollouts import (
     Arguments,
     Plan,
@@ -50,8 +51,6 @@ HOOKS = {
     "custom_loss_function_path": "loss",
 }
 """Option of slime -> function of this module."""
-STATE_KEY = "daro"
-"""Entry of DARO's state in `opt_param_scheduler`, which Megatron saves with every checkpoint."""
 
 
 @dataclass(slots=True, eq=False)
@@ -97,7 +96,7 @@ def megatron_init(args: Arguments) -> None:
     options = read_options()
     step = DifficultyStep(options.algorithm(args.n_samples_per_prompt))
     _session = Session(step, start_fresh=options.start_fresh)
-    _save_with_scheduler()
+    carry(lambda: (session().step, session().start_fresh))
     logger.warning("DARO is on: %d bins, weights %s", args.n_samples_per_prompt + 1, step.algorithm.weights)
 
 
@@ -119,33 +118,6 @@ def check_flags(args: Arguments) -> None:
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise ConfigError(f"slime's flags do not go with DARO (python -m {MODULE} --flags prints them):\n{lines}")
-
-
-def _save_with_scheduler() -> None:
-    """Let the learning-rate scheduler's state carry DARO's: Megatron saves and loads it with every checkpoint."""
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-    if getattr(OptimizerParamScheduler, "_daro", False):
-        return
-    own_state, own_load = OptimizerParamScheduler.state_dict, OptimizerParamScheduler.load_state_dict
-
-    def state_dict(self: object) -> dict[str, object]:
-        return {**own_state(self), STATE_KEY: session().step.state_dict()}
-
-    def load_state_dict(self: object, state: Mapping[str, object], *others: object, **named: object) -> None:
-        saved = state.get(STATE_KEY)
-        if isinstance(saved, Mapping):
-            session().step.load_state_dict(saved)
-        elif not session().start_fresh:
-            raise CheckpointError(
-                "DARO's state: the checkpoint has none, allowed is one that was saved with DARO; start from the model "
-                f"alone (--finetune), or set start_fresh=true in {VARIABLE} to go on with weights of 1"
-            )
-        own_load(self, {key: value for key, value in state.items() if key != STATE_KEY}, *others, **named)
-
-    OptimizerParamScheduler.state_dict = state_dict
-    OptimizerParamScheduler.load_state_dict = load_state_dict
-    OptimizerParamScheduler._daro = True
 
 
 def rollout_data_postprocess(args: Arguments, rollout_id: int, rollout_data: RolloutData) -> None:
@@ -189,9 +161,9 @@ def before_train_step(
             f"optimizer step {step_id} of rollout {rollout_id}: {len(own.plans)} were planned, allowed is one plan per "
             "step: the hook rollout_data_postprocess did not run"
         )
-    plan, over_data = own.plans[step_id], _over_data(with_context=False)
-    own.step.begin(plan.bins_N, plan.lengths_N, over_data)
-    tokens = over_data(torch.tensor([float(plan.floored_tokens)], dtype=torch.float64))
+    plan, over_ranks = own.plans[step_id], over_data(with_context=False)
+    own.step.begin(plan.bins_N, plan.lengths_N, over_ranks)
+    tokens = over_ranks(torch.tensor([float(plan.floored_tokens)], dtype=torch.float64))
     own.divisor = float(tokens) if args.calculate_per_token_loss else float(plan.rollouts)
     own.where = (rollout_id, rollout_id * len(own.plans) + step_id)
     if own.armed is not optimizer:
@@ -205,7 +177,7 @@ def _update_after(args: Arguments, optimizer: object, own: Session) -> None:
     @functools.wraps(take_step)
     def step() -> tuple[bool, object, object]:
         result = take_step()
-        metrics = own.step.end(_over_data_and_stages(), applied=bool(result[0]))
+        metrics = own.step.end(over_data_and_stages(with_context=True), applied=bool(result[0]))
         _report(args, metrics, own.where[1])
         return result
 
@@ -220,27 +192,6 @@ def _report(args: Arguments, metrics: Mapping[str, float], step: int) -> None:
 
     if is_megatron_main_rank():
         logging_utils.log(args, {**metrics, "train/step": step}, step_key="train/step")
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def _over_data(*, with_context: bool) -> Reduce:
-    from megatron.core import mpu
-
-    return over_group(mpu.get_data_parallel_group(with_context_parallel=with_context), _device())
-
-
-def _over_data_and_stages() -> Reduce:
-    """Sum over DP x CP, then over pipeline stages: only the last one has losses."""
-    from megatron.core import mpu
-
-    over_data = _over_data(with_context=True)
-    if mpu.get_pipeline_model_parallel_world_size() == 1:
-        return over_data
-    over_stages = over_group(mpu.get_pipeline_model_parallel_group(), _device())
-    return lambda vector: over_stages(over_data(vector))
 
 
 def loss(

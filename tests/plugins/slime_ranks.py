@@ -26,7 +26,7 @@ import torch  # noqa: E402
 from megatron_daro.actor import device  # noqa: E402
 
 device.prepare()
-import slime_batches as batches  # noqa: E402
+import rollout_batches as batches  # noqa: E402
 from megatron.core import mpu  # noqa: E402
 from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallel,

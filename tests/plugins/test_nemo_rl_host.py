@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
-import slime_batches as batches
+import rollout_batches as batches
 import torch
 
 from megatron_daro.errors import AlgorithmError, CheckpointError, ConfigError

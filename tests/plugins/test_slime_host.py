@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-import slime_batches as batches
+import rollout_batches as batches
 import torch
+from host_ranks import run_ranks, unlike
 
-HERE = Path(__file__).parent
 K = batches.K
 pytestmark = pytest.mark.skipif(
     not os.environ.get("MEGATRON_DARO_SLIME") or importlib.util.find_spec("httpx") is None,
@@ -24,36 +20,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def run_ranks(dp, cp, mode, out):
-    """slime_ranks.py on gloo ranks; their results in order."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    size, paths = dp * cp, [str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
-    base = {**os.environ, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    base |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", HERE / "slime_ranks.py", out, str(cp), mode]
-    processes = [
-        subprocess.Popen(
-            command, env={**base, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for rank in range(size)
-    ]
-    try:
-        logs = [process.communicate(timeout=240)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(p.returncode == 0 for p in processes), "\n".join(log[-3000:] for log in logs)
-    assert "DARO is on" in logs[0]
-    return [torch.load(out / f"rank_{rank}.pt", weights_only=False) for rank in range(size)]
-
-
 @pytest.mark.parametrize("mode", ["default", "per_token"])
 @pytest.mark.parametrize(("dp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_every_step_of_slime_has_the_reference_gradient(tmp_path, dp, cp, mode):
     """Four optimizer steps, each with the weights that the steps before it left; uneven micro-batches of slime's."""
-    ranks = run_ranks(dp, cp, mode, tmp_path)
+    ranks = run_ranks("slime_ranks.py", dp * cp, tmp_path, cp, mode)
     assert max(max(numbers) for numbers in ranks[0]["num_microbatches"]) > 1
     table = batches.start_table().float().double().requires_grad_()
     for step, metrics in enumerate(ranks[0]["logged"]):
@@ -63,8 +34,7 @@ def test_every_step_of_slime_has_the_reference_gradient(tmp_path, dp, cp, mode):
         weights = [1.0, *(metrics.get(f"difficulty/weight/{k}", 1.0) for k in range(1, K)), 1.0]
         losses = batches.reference(table, part, whole, weights)
         for found in ranks:
-            got = found["gradients"][step].double()
-            assert float((got - table.grad).abs().max() / table.grad.abs().max()) < 1e-5
+            assert unlike(found["gradients"][step], table.grad) < 1e-5
         for k in range(K + 1):
             if metrics[f"difficulty/tokens/{k}"]:
                 assert metrics[f"difficulty/loss/{k}"] == pytest.approx(losses[k], rel=1e-4, abs=1e-6)

@@ -5,22 +5,17 @@ Runs in an environment that has verl 0.9.1 (tests/host_environments.sh makes it)
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import verl_batches as batches
+from host_ranks import run_ranks, unlike
 
 from megatron_daro.errors import AlgorithmError, ConfigError
 
 pytest.importorskip("verl", reason="needs verl 0.9.1: bash tests/host_environments.sh verl")
-HERE = Path(__file__).parent
 K = batches.K
 
 
@@ -55,44 +50,16 @@ def model(tmp_path_factory):
     return directory, made
 
 
-def run_ranks(size, model, out, **environment):
-    """verl_ranks.py on gloo ranks; their results in order."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    base = {**os.environ, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    base |= {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])]), "OMP_NUM_THREADS": "1", **environment}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", HERE / "verl_ranks.py", model, out],
-            env={**base, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        logs = [process.communicate(timeout=240)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(p.returncode == 0 for p in processes), "\n".join(log[-3000:] for log in logs)
-    assert "DARO is on" in logs[0]
-    return [torch.load(out / f"rank_{rank}.pt", weights_only=False) for rank in range(size)]
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_real_step_of_verl_has_the_reference_gradient(model, tmp_path, size):
     """Uneven micro-batches by verl's own token budget, sharded over gloo ranks; then weights, metrics and a resume."""
     directory, reference_model = model
-    ranks = run_ranks(size, directory, tmp_path)
+    ranks = run_ranks("verl_ranks.py", size, tmp_path, directory)
     loss, bin_losses = batches.reference(reference_model, batches.samples(0), [1.0] * (K + 1))
     for found in ranks:
         gradients, named = found["gradients"], dict(reference_model.named_parameters())
         assert set(gradients) == set(named)
-        worst = max(float((gradients[n] - p.grad).abs().max() / p.grad.abs().max()) for n, p in named.items())
-        assert worst < 1e-5
+        assert max(unlike(gradients[n], p.grad) for n, p in named.items()) < 1e-5
         first = found["metrics"][0]
         assert first["loss/policy"] == pytest.approx(loss, rel=1e-5)
         for k in range(1, K):

@@ -1,7 +1,7 @@
 """One rank of verl's real training worker on the CPU: its FSDP engine, its micro-batches, DARO's worker over gloo.
 
 Run by torchrun-like environment variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT):
-    python verl_ranks.py MODEL_DIRECTORY OUTPUT_DIRECTORY
+    python verl_ranks.py OUTPUT_DIRECTORY MODEL_DIRECTORY
 Writes OUTPUT_DIRECTORY/rank_N.pt: gradients of the first step, metrics and weights of each, and of a resumed worker.
 """
 
@@ -109,4 +109,4 @@ def main(model: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[2]), Path(sys.argv[1]))

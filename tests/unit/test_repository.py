@@ -55,6 +55,10 @@ NOT_REQUIRED = {
     "verl": "the host of plugins/verl.py, installed by whoever uses it",
     "tensordict": "verl's batches",
     "slime": "the host of plugins/slime.py",
+    "roll": "the host of plugins/roll.py",
+    "dacite": "ROLL's configuration",
+    "hydra": "ROLL's configuration",
+    "omegaconf": "ROLL's configuration",
     "sympy": "torch and math-verify both require it; their results are sympy objects",
 }
 NOT_IMPORTED = {

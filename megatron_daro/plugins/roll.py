@@ -1,0 +1,205 @@
+"""DARO inside ROLL's actor worker: `actor_train.worker_cls: megatron_daro.plugins.roll.DaroActorWorker`.
+
+Place in the data flow: `roll_driver` wrote advantages of whole groups and each sample's bin; before an optimizer step
+this worker counts tokens per bin over ranks; its loss is ROLL's own with advantages A w_k N / N_k, of which ROLL's
+token mean is the weighted sum; after the step the weights move. ROLL's clipping, importance weights, KL, entropy and
+metrics stay its own; the token losses are read where ROLL averages them. The state lies in ROLL's checkpoints.
+Refuses: a batch without bins, a loss whose tokens are not those that were counted, options that `roll_driver` lists.
+
+Scale: ROLL multiplies by the number of micro-batches and ranks itself. Each context-parallel rank computes the loss of
+whole sequences, so sums run over data-parallel ranks alone.
+
+Shape letters: M samples of a micro-batch, S - 1 positions of log-probs, written T.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from roll.distributed.scheduler.decorator import Dispatch, register
+from roll.distributed.scheduler.protocol import DataProto
+from roll.pipeline.rlvr import actor_worker
+from roll.utils.checkpoint_manager import download_model, get_latest_ckpt
+from torch import Tensor
+
+from megatron_daro.errors import AlgorithmError
+from megatron_daro.plugins.core import STATE_FILE, DifficultyStep, SampleSums, load_state, save_state
+from megatron_daro.plugins.megatron_host import over_data, over_data_and_stages
+from megatron_daro.plugins.options import read_options
+from megatron_daro.plugins.roll_driver import BINS, TESTED, check_options
+
+logger = logging.getLogger(__name__)
+
+_TOLERANCE = 1e-3
+
+
+def _bins(data: DataProto) -> Tensor:
+    """Return the bin of each sample, int64 [M]; rows that ROLL cut or padded with 0 keep their number."""
+    if BINS not in data.batch:
+        raise AlgorithmError(
+            f"batch: {BINS} missing, allowed is a batch of DARO's driver: start ROLL with python -m "
+            "megatron_daro.plugins.roll_driver"
+        )
+    return data.batch[BINS].amax(1).to(torch.int64)
+
+
+def _mask(data: DataProto) -> Tensor:
+    """Return which log-probs are trained, [M, T]."""
+    if "final_response_mask" in data.batch:
+        return data.batch["final_response_mask"]
+    return data.batch["response_mask"][:, 1:]
+
+
+@contextmanager
+def _averaged() -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """While open, keep (token losses, mask) of every average that ROLL's loss takes with sample weights."""
+    own, found = actor_worker.agg_loss, []
+
+    def agg_loss(loss_mat: Tensor, loss_mask: Tensor, *others: object, **options: object) -> Tensor:
+        if options.get("weights") is not None:
+            found.append((loss_mat.detach(), loss_mask))
+        return own(loss_mat, loss_mask, *others, **options)
+
+    actor_worker.agg_loss = agg_loss
+    try:
+        yield found
+    finally:
+        actor_worker.agg_loss = own
+
+
+@contextmanager
+def _computed_once(strategy: object) -> Iterator[None]:
+    """While open, log-probs and entropy are computed once: Megatron's own work overwrites the logits."""
+    names = ("op_compute_log_probs", "op_compute_entropy")
+    for name in names:
+        own, results = getattr(strategy, name), []
+
+        def once(own: Callable[..., Tensor] = own, results: list[Tensor] = results, **given: Tensor) -> Tensor:
+            if not results:
+                results.append(own(**given))
+            return results[0]
+
+        setattr(strategy, name, once)
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(strategy, name)
+
+
+class DaroActorWorker(actor_worker.ActorWorker):
+    """ROLL's actor with DARO's loss: it counts before each optimizer step and learns after it."""
+
+    daro: DifficultyStep
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def initialize(self, pipeline_config: object) -> None:
+        """Start as ROLL's actor does, take over the state of a checkpoint, and put DARO around the optimizer step.
+
+        Raises:
+            ConfigError: lists the options of ROLL that DARO does not support.
+            CheckpointError: the state is missing (without start_fresh), torn, or of another K.
+        """
+        check_options(pipeline_config)  # type: ignore[arg-type]
+        super().initialize(pipeline_config)
+        options = read_options()
+        count = self.pipeline_config.actor_infer.generating_args.num_return_sequences
+        self.daro = DifficultyStep(options.algorithm(count))
+        path = self._resumed_state()
+        if path is not None and not (options.start_fresh and not path.exists()):
+            load_state(self.daro, path)
+        self._wrap_train_step()
+        logger.warning("DARO is on: %d bins, weights %s", count + 1, self.daro.algorithm.weights)
+
+    def _resumed_state(self) -> Path | None:
+        """Return where the state of ROLL's checkpoint lies; None where it starts from the model alone."""
+        wanted = self.pipeline_config.resume_from_checkpoint
+        if wanted is True:
+            wanted = get_latest_ckpt(self.pipeline_config.checkpoint_config)
+        return Path(download_model(wanted)) / STATE_FILE if wanted else None
+
+    def _wrap_train_step(self) -> None:
+        """Count before and learn after each optimizer step of the strategy."""
+        own: Callable[..., dict[str, object]] = self.strategy.train_step
+
+        def train_step(batch: DataProto, loss_func: object) -> dict[str, object]:
+            self.daro.begin(_bins(batch), _mask(batch).sum(1), over_data(with_context=False))
+            metrics = own(batch=batch, loss_func=loss_func)
+            # ROLL stops the run where its optimizer does not take a step.
+            return metrics | self.daro.end(over_data_and_stages(with_context=False))
+
+        self.strategy.train_step = train_step
+
+    def loss_func(self, data: DataProto, output_tensor: Tensor) -> tuple[Tensor, dict[str, object]]:
+        """Return ROLL's loss of a micro-batch and its metrics, with DARO's weight on each sample.
+
+        Raises:
+            AlgorithmError: no step is open, bins did not arrive, or ROLL averages otherwise than it did.
+        """
+        if self.daro.steps:
+            return self._weighted_loss(data, output_tensor, probe=False)
+        with _computed_once(self.strategy):
+            return self._weighted_loss(data, output_tensor, probe=True)
+
+    def _weighted_loss(
+        self, data: DataProto, output_tensor: Tensor, *, probe: bool
+    ) -> tuple[Tensor, dict[str, object]]:
+        bins_M, plain_MT = _bins(data), data.batch["advantages"]
+        counted = float(self.daro.totals.tokens_per_bin.sum())
+        ones_M = torch.ones(len(bins_M), device=bins_M.device)
+        factors_M = self.daro.algorithm.sample_coefficients(bins_M, ones_M, self.daro.totals).float() * counted
+        data.batch["advantages"] = plain_MT * factors_M[:, None] * _mask(data)
+        try:
+            with _averaged() as found:
+                loss, metrics = super().loss_func(data, output_tensor)
+        finally:
+            data.batch["advantages"] = plain_MT
+        if len(found) != 1:
+            raise AlgorithmError(
+                f"loss: ROLL took {len(found)} averages with sample weights, allowed is 1: another version of ROLL; "
+                f"use commit {TESTED}"
+            )
+        losses_MT, mask_MT = found[0]
+        per_token_MT = torch.where(factors_M[:, None] != 0, losses_MT / factors_M[:, None], 0.0)
+        weighed = self.daro.weigh(SampleSums.of_rows(per_token_MT, mask_MT), bins_M)
+        self._check_scale(float(weighed), float(metrics["actor/weighted_pg_loss@sum"]), losses_MT, counted)
+        if probe:
+            self._probe(data, output_tensor, per_token_MT, factors_M)
+        return loss, metrics
+
+    def _check_scale(self, wanted: float, got: float, losses_MT: Tensor, counted: float) -> None:
+        """Compare ROLL's average with the weighted sum: it must divide by the tokens that were counted."""
+        size = float(losses_MT.abs().sum()) / counted
+        if not math.isclose(got, wanted, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE * max(size, 1e-12)):
+            raise AlgorithmError(
+                f"loss: ROLL's average is {got:g}, the weighted sum {wanted:g}, allowed is a difference of "
+                f"{_TOLERANCE:g}: ROLL divides by another number of tokens than {counted:g}; use commit {TESTED}"
+            )
+
+    def _probe(self, data: DataProto, output_tensor: Tensor, per_token_MT: Tensor, factors_M: Tensor) -> None:
+        """On the first step: ROLL's own loss with the advantages as they are must be what was divided out."""
+        with torch.no_grad(), _averaged() as found:
+            super().loss_func(data, output_tensor)
+        plain_MT = torch.where((factors_M[:, None] != 0) & (_mask(data) > 0), found[0][0], 0.0)
+        size = float(plain_MT.abs().max()) + 1e-12
+        if not torch.allclose(plain_MT, per_token_MT, rtol=_TOLERANCE, atol=_TOLERANCE * size):
+            worst = float((plain_MT - per_token_MT).abs().max())
+            raise AlgorithmError(
+                f"loss of the first step: ROLL's token losses differ by {worst:g} between weighted and plain "
+                f"advantages, allowed is {_TOLERANCE:g} of the largest, {size:g}: this version clips otherwise; use "
+                f"commit {TESTED}"
+            )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def do_checkpoint(self, global_step: int, is_last_step: bool | None = None) -> DataProto:
+        """Save ROLL's checkpoint, and before it DARO's state in its folder, which ROLL may move away."""
+        if dist.get_rank() == 0:
+            folder = Path(self.pipeline_config.output_dir) / self.worker_name / f"checkpoint-{global_step}"
+            save_state(self.daro, folder / STATE_FILE)
+        return super().do_checkpoint(global_step, is_last_step)

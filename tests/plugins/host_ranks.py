@@ -1,0 +1,49 @@
+"""Runs a script of this folder as gloo ranks, each with an adapter inside its host; and their answers."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).parent
+
+
+def run_ranks(script: str, size: int, out: Path, *arguments: object, **environment: str) -> list[Any]:
+    """What rank_N.pt holds in `out`, in order; the script takes `out`, then the arguments."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    paths = [str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
+    base = {**os.environ, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    base |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1", **environment}
+    command = [sys.executable, "-W", "ignore", str(HERE / script), str(out), *map(str, arguments)]
+    processes = [
+        subprocess.Popen(
+            command,
+            cwd=out,
+            env={**base, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        logs = [process.communicate(timeout=240)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert all(p.returncode == 0 for p in processes), "\n".join(log[-3000:] for log in logs)
+    assert "DARO is on" in logs[0]
+    return [torch.load(out / f"rank_{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+def unlike(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest difference, relative to the largest entry of what is wanted; as it is where nothing is wanted."""
+    return float((got.double() - wanted.double()).abs().max() / (float(wanted.abs().max()) or 1.0))

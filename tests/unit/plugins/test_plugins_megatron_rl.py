@@ -1,0 +1,250 @@
+"""The hooks around Megatron-LM's RL script, with stand-ins that keep tests/contract/hosts/megatron_rl.toml."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_daro.errors import AlgorithmError, CheckpointError, ConfigError
+from megatron_daro.plugins import megatron_rl as adapter
+from megatron_daro.plugins import megatron_rl_session as session_module
+
+K, LONG = 4, 12
+REWARDS = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0], [0.0, 1.0, 0.0, 1.0]]
+
+
+def options(**changes):
+    base = {"perform_rl_step": True, "calculate_per_token_loss": True, "rl_use_sequence_packing": True}
+    return SimpleNamespace(**{**base, "grpo_group_size": K, **changes})
+
+
+def host_loss(current_logprobs, old_logprobs, advantages, seq_starts, seq_lengths, kl_beta=0.0, entropy_weight=0.0):
+    """Token losses of a packed bin, as calculate_grpo_loss makes them; first of its results."""
+    packed = torch.zeros_like(current_logprobs)
+    for value, start, length in zip(advantages, seq_starts, seq_lengths, strict=False):
+        packed[0, start : start + length - 1] = value.item()
+    ratio = (current_logprobs - old_logprobs).exp()
+    loss = -torch.min(ratio * packed, ratio.clamp(0.8, 1.2) * packed)
+    return loss + kl_beta * ratio - entropy_weight * ratio, ratio
+
+
+class Iterator:
+    """Hands out numbers of bins, as RerunDataIterator does."""
+
+    def __init__(self, items):
+        self.items = items
+
+    def __next__(self):
+        return next(self.items)
+
+
+class Host:
+    """Two packed bins of one rank, 12 rollouts and a padding row; train_step runs the loss of every bin."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(0)
+        self.rows = [[0, 5, 9, 2], [7, 4, 12], [1, 3], [6, 8, 10, 11]]
+        self.lengths = [[3, 3, 3, 3], [4, 3, 0], [6, 5], [3, 3, 3, 3]]
+        self.starts = [[sum(n[:i]) for i in range(len(n) + 1)] for n in self.lengths]
+        self.masks = (torch.rand(4, LONG - 1, generator=generator) > 0.2).float()
+        for mask, lengths in zip(self.masks, self.lengths, strict=True):
+            ends = torch.tensor([sum(lengths[: i + 1]) - 1 for i in range(len(lengths))])
+            mask[[e for e in ends.tolist() if e < LONG - 1]] = 0
+            mask[sum(lengths) :] = 0
+        self.logprobs = (-2 + torch.rand(4, LONG - 1, generator=generator)).requires_grad_()
+        self.old = -2 + 0.5 * torch.rand(4, LONG - 1, generator=generator)
+        self.advantages = torch.zeros(13)
+        self.kl_beta, self.passes, self.exits = 0.0, 1, False
+        self.rl_utils = SimpleNamespace(
+            calculate_grpo_advantages=None,
+            prepare_data_for_update=lambda **given: "prepared",
+            load_packed_data_by_index=self.load,
+            calculate_grpo_loss=host_loss,
+            _is_collapsible_rollout=lambda rollout: len(rollout.trajectory) == 1,
+            get_rl_runtime_state=lambda: SimpleNamespace(packing_context=self),
+        )
+        self.rl_utils.calculate_grpo_advantages = lambda rewards, num_turns: None
+        self.training = SimpleNamespace(train_step=self.train_step, get_num_microbatches=lambda: 2)
+        self.arguments = SimpleNamespace(parse_and_validate_args=options)
+        adapter.install(self.rl_utils, self.training, self.arguments)
+
+    def load(self, bin_idx, packing_context, logprobs_is_correction):
+        rows = self.rows[bin_idx]
+        sent = self.advantages[rows].bfloat16()
+        mask = self.masks[bin_idx : bin_idx + 1]
+        return (None, sent, None, mask, None, None, None, self.starts[bin_idx], self.lengths[bin_idx], rows, None)
+
+    def score(self, rewards=REWARDS, failed=()):
+        turns = [[0 if (g, i) in failed else 1 for i in range(K)] for g in range(len(rewards))]
+        found = self.rl_utils.calculate_grpo_advantages(rewards, turns)
+        self.advantages = torch.tensor([*found, 0.0])
+        rollouts = [[SimpleNamespace(trajectory=["turn"] * t) for t in group] for group in turns]
+        assert self.rl_utils.prepare_data_for_update(rollouts=rollouts) == "prepared"
+
+    def train_step(self, forward_step_func, data_iterator, model, optimizer):
+        total, tokens = 0.0, 0
+        numbers = [int(next(data_iterator)[0].item()) for _ in range(2)]
+        for i in numbers * self.passes:
+            found = self.rl_utils.load_packed_data_by_index(i, self, False)
+            losses = self.rl_utils.calculate_grpo_loss(
+                current_logprobs=self.logprobs[i : i + 1],
+                old_logprobs=self.old[i : i + 1],
+                advantages=found[1],
+                seq_starts=found[7],
+                seq_lengths=found[8],
+                kl_beta=self.kl_beta,
+                entropy_weight=0.0,
+            )
+            total = total + (losses[0] * found[3]).sum()
+            tokens += max(int(found[3].sum()), 1)
+        if not self.exits:
+            (total / tokens).backward()
+        return {"lm loss": torch.zeros(())}, 0, False, self.exits, 0, 1.0, 0, 0
+
+    def step(self, *bins):
+        items = iter([(torch.tensor(i),) for i in bins])
+        self.logprobs.grad = None
+        return self.training.train_step(None, Iterator(items), None, None)[0]
+
+    def reference(self, bins, weights):
+        """The gradient of docs/loss.md, and L_k."""
+        wanted = torch.zeros_like(self.logprobs, dtype=torch.float64)
+        tokens, sums = [0] * (K + 1), [0.0] * (K + 1)
+        found = []
+        for b in bins:
+            for row, start, length in zip(self.rows[b], self.starts[b], self.lengths[b], strict=False):
+                if row < 12:
+                    found += [(b, t, row) for t in range(start, start + length - 1) if self.masks[b, t]]
+        k_of = lambda row: int(sum(REWARDS[row // K]))
+        for _, _, row in found:
+            tokens[k_of(row)] += 1
+        for b, t, row in found:
+            k, mu = k_of(row), k_of(row) / K
+            a = (REWARDS[row // K][row % K] - mu) / ((mu * (1 - mu)) ** 0.5 + 1e-6)
+            p = self.logprobs[b, t].detach().double().requires_grad_()
+            ratio = (p - self.old[b, t]).exp()
+            term = -torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a)
+            sums[k] += float(term.detach())
+            (weights[k] / tokens[k] * term).backward()
+            wanted[b, t] = p.grad
+        return wanted, [s / t if t else 0.0 for s, t in zip(sums, tokens, strict=True)]
+
+
+@pytest.fixture
+def host(monkeypatch):
+    alone = lambda **named: lambda vector: vector
+    monkeypatch.setattr(session_module, "over_data", alone)
+    monkeypatch.setattr(session_module, "over_data_and_stages", alone)
+    monkeypatch.setattr(adapter, "_session", None)
+    found = Host()
+    found.arguments.parse_and_validate_args()
+    return found
+
+
+def test_gradients_and_metrics_are_the_reference(host):
+    host.score()
+    for bins in ((0, 1), (2, 3)):
+        weights = [1.0, *adapter.session().step.algorithm.weights.tolist()[1:K], 1.0]
+        report = host.step(*bins)
+        wanted, losses = host.reference(bins, weights)
+        got = torch.nan_to_num(host.logprobs.grad).double()
+        assert float((got - wanted).abs().max() / wanted.abs().max()) < 1e-5
+        for k in range(1, K):
+            if report[f"difficulty/tokens/{k}"]:
+                assert float(report[f"difficulty/loss/{k}"]) == pytest.approx(losses[k], rel=1e-4, abs=1e-6)
+            assert float(report[f"difficulty/weight/{k}"]) == pytest.approx(weights[k])
+    assert adapter.session().step.steps == 2
+    assert adapter.session().step.algorithm.weights[2] != 1
+
+
+def test_a_bin_that_is_run_twice_counts_once(host):
+    host.score()
+    host.passes = 2
+    host.step(0, 1)
+    assert adapter.session().step.steps == 1
+
+
+def test_a_checkpoint_of_another_k_is_refused(host):
+    scheduler = lambda: OptimizerParamScheduler(
+        SimpleNamespace(param_groups=[{"lr": 1.0, "params": []}]), 0, 1, 0, 0, 10, "constant", 0, 0, 10, "constant"
+    )
+    saved = scheduler().state_dict()
+    scheduler().load_state_dict(saved)
+    host.arguments.parse_and_validate_args(grpo_group_size=2 * K)
+    with pytest.raises(CheckpointError, match="rollouts_per_prompt"):
+        scheduler().load_state_dict(saved)
+    with pytest.raises(CheckpointError, match="the checkpoint has none"):
+        scheduler().load_state_dict({name: value for name, value in saved.items() if name != "daro"})
+
+
+def test_an_exit_leaves_the_weights_alone(host):
+    host.score()
+    host.exits = True
+    host.step(0, 1)
+    assert adapter.session().step.steps == 0
+
+
+def test_a_failed_rollout_takes_its_group_out(host):
+    found = session_module.Session.score(adapter.session(), REWARDS, [[1] * K, [1, 0, 1, 1], [1] * K])
+    assert found[K : 2 * K] == [0.0] * K
+    assert adapter.session().scored[0].tolist() == [1] * K + [0] * K + [2] * K
+
+
+def test_rows_follow_turns_that_stand_alone(host):
+    host.rl_utils.calculate_grpo_advantages(REWARDS, [[1] * K] * 3)
+    rollouts = [
+        [SimpleNamespace(trajectory=["t"] * (2 if (g, i) == (0, 1) else 1)) for i in range(K)] for g in range(3)
+    ]
+    host.rl_utils.prepare_data_for_update(rollouts=rollouts)
+    assert adapter.session().bins_R.tolist() == [1] * (K + 1) + [3] * K + [2] * K
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"calculate_per_token_loss": False}, "--calculate-per-token-loss"),
+        ({"rl_use_sequence_packing": False}, "--rl-use-sequence-packing"),
+        ({"virtual_pipeline_model_parallel_size": 2}, "virtual-pipeline"),
+    ],
+)
+def test_options_that_do_not_go_with_daro_are_named(host, changes, flag):
+    with pytest.raises(ConfigError, match=flag):
+        host.arguments.parse_and_validate_args(**changes)
+
+
+def test_rewards_that_never_arrive_stop_the_run(host):
+    with pytest.raises(AlgorithmError, match="none were scored for 12"):
+        host.rl_utils.prepare_data_for_update(rollouts=[[SimpleNamespace(trajectory=["t"])] * K] * 3)
+    with pytest.raises(AlgorithmError, match="grpo-group-size = 4"):
+        host.score([[1.0, 0.0]])
+    with pytest.raises(AlgorithmError, match="correct_above"):
+        host.score([[0.3, 0.0, 1.0, 1.0]])
+
+
+def test_advantages_of_other_rows_stop_the_run(host):
+    host.score()
+    host.advantages = host.advantages.roll(1)
+    with pytest.raises(AlgorithmError, match="rows were reordered"):
+        host.step(0, 1)
+
+
+def test_a_loss_that_is_not_homogeneous_stops_the_run(host, monkeypatch):
+    host.score()
+    host.rl_utils.calculate_grpo_loss = adapter.functools.partial(
+        adapter._loss, lambda **given: tuple(x + 1 for x in host_loss(**given))
+    )
+    with pytest.raises(AlgorithmError, match="scales or clips otherwise"):
+        host.step(0, 1)
+
+
+def test_a_start_without_the_launcher_is_named(monkeypatch):
+    monkeypatch.setattr(adapter, "_session", None)
+    with pytest.raises(ConfigError, match="torchrun"):
+        adapter.session()
+    with pytest.raises(ConfigError, match=r"allowed is Megatron-LM's train_rl\.py"):
+        adapter.main(["--no-script"])
+    with pytest.raises(ConfigError, match="has no parse_and_validate_args"):
+        adapter.install(SimpleNamespace(), SimpleNamespace(), SimpleNamespace())

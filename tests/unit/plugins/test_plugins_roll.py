@@ -1,0 +1,226 @@
+"""ROLL's worker and driver with stand-ins for ROLL that keep tests/contract/hosts/roll.toml."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_daro.errors import AlgorithmError, CheckpointError, ConfigError
+from megatron_daro.plugins import roll_driver
+
+K, ROWS, POSITIONS = 4, 12, 7
+SCORES = [1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0]
+
+
+class Data:
+    """DataProto: tensors and meta_info."""
+
+    def __init__(self, batch, meta_info=None):
+        self.batch, self.meta_info = batch, meta_info or {}
+
+
+class ActorWorker:
+    """ROLL's actor: its loss is a token mean over the whole step; `slope` breaks its homogeneity."""
+
+    slope, divides_by = 0.0, 1.0
+
+    def initialize(self, pipeline_config):
+        self.pipeline_config, self.worker_name = pipeline_config, "actor_train-0"
+        self.strategy = Strategy(self)
+
+    def loss_func(self, data, output_tensor):
+        logprobs = self.strategy.op_compute_log_probs(logits=output_tensor)
+        ratio, advantages = (logprobs - data.batch["old_log_probs"]).exp(), data.batch["advantages"]
+        loss = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        loss = loss + self.slope * ratio * advantages.square()
+        module = sys.modules["roll.pipeline.rlvr.actor_worker"]
+        tokens, mask = data.meta_info["batch_num_tokens"] * self.divides_by, data.batch["final_response_mask"]
+        options = {"loss_mask": mask, "loss_agg_mode": "token-mean", "batch_num_tokens": tokens}
+        weighted = module.agg_loss(loss_mat=loss, weights=torch.ones(len(mask)), **options)
+        module.agg_loss(loss_mat=loss, **options)
+        return weighted, {"actor/weighted_pg_loss@sum": weighted.item()}
+
+    def do_checkpoint(self, global_step, is_last_step=None):
+        return "saved"
+
+
+class Strategy:
+    """Counts tokens and runs the loss of micro-batches of three rows; log-probs overwrite what they are made of."""
+
+    def __init__(self, worker):
+        self.drop = None
+
+    def op_compute_log_probs(self, logits):
+        found = logits * 1.0
+        logits.data.fill_(float("nan"))
+        return found
+
+    op_compute_entropy = op_compute_log_probs
+
+    def train_step(self, batch, loss_func):
+        tokens = batch.batch["final_response_mask"].sum()
+        self.logprobs = (-2 + torch.rand(ROWS, POSITIONS, generator=torch.Generator().manual_seed(1))).requires_grad_()
+        for start in range(0, ROWS, 3):
+            part = {name: column[start : start + 3] for name, column in batch.batch.items()}
+            if self.drop == start:
+                part["final_response_mask"] = torch.zeros_like(part["final_response_mask"])
+            loss, _ = loss_func(Data(part, {"batch_num_tokens": tokens}), self.logprobs[start : start + 3] * 1.0)
+            loss.backward()
+        return {"actor_train/grad_norm": 1.0}
+
+
+@pytest.fixture
+def roll(monkeypatch):
+    """The adapter, imported over stand-ins."""
+    names = [
+        "roll",
+        "roll.distributed",
+        "roll.distributed.scheduler",
+        "roll.pipeline",
+        "roll.pipeline.rlvr",
+        "roll.utils",
+    ]
+    parts = ["scheduler.decorator", "scheduler.protocol"]
+    names += [f"roll.distributed.{part}" for part in parts]
+    names += ["roll.pipeline.rlvr.actor_worker", "roll.utils.checkpoint_manager"]
+    modules = {name: ModuleType(name) for name in names}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    modules["roll.pipeline.rlvr"].actor_worker = worker = modules["roll.pipeline.rlvr.actor_worker"]
+    worker.ActorWorker = type("ActorWorker", (ActorWorker,), {})
+    worker.agg_loss = lambda loss_mat, loss_mask, loss_agg_mode, batch_num_tokens, weights=None: (
+        (loss_mat * (1 if weights is None else weights[:, None])).sum() / batch_num_tokens
+    )
+    modules["roll.distributed.scheduler.decorator"].register = lambda dispatch_mode: lambda function: function
+    modules["roll.distributed.scheduler.decorator"].Dispatch = SimpleNamespace(ONE_TO_ALL=0)
+    modules["roll.distributed.scheduler.protocol"].DataProto = Data
+    modules["roll.utils.checkpoint_manager"].download_model = lambda path: path
+    modules["roll.utils.checkpoint_manager"].get_latest_ckpt = lambda config: config["latest"]
+    monkeypatch.delitem(sys.modules, "megatron_daro.plugins.roll", raising=False)
+    adapter = importlib.import_module("megatron_daro.plugins.roll")
+    alone = lambda **named: lambda vector: vector
+    monkeypatch.setattr(adapter, "over_data", alone)
+    monkeypatch.setattr(adapter, "over_data_and_stages", alone)
+    monkeypatch.setattr(adapter.dist, "get_rank", lambda: 0)
+    yield adapter
+    sys.modules.pop("megatron_daro.plugins.roll", None)
+
+
+def options(tmp_path, **changes):
+    actor = SimpleNamespace(
+        worker_cls=roll_driver.WORKER, strategy_args=SimpleNamespace(strategy_name="megatron_train")
+    )
+    sizes = SimpleNamespace(generating_args=SimpleNamespace(num_return_sequences=K))
+    base = {**roll_driver.FIXED, "actor_train": actor, "actor_infer": sizes, "output_dir": str(tmp_path)}
+    return SimpleNamespace(**{**base, "resume_from_checkpoint": False, "checkpoint_config": None, **changes})
+
+
+def batch(config):
+    """One batch after the driver's advantages, in shuffled order; masks with holes."""
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(ROWS, generator=generator)
+    mask = (torch.rand(ROWS, POSITIONS, generator=generator) > 0.3).long()
+    columns = {
+        "scores": torch.tensor(SCORES)[order],
+        "prompt_id": (torch.arange(ROWS) // K)[order] * 10,
+        "final_response_mask": mask,
+        "old_log_probs": -2 + 0.5 * torch.rand(ROWS, POSITIONS, generator=generator),
+    }
+    compute = roll_driver.with_daro(lambda data, **options: data)
+    return compute(data=Data(columns), response_mask=mask, pipeline_config=config)
+
+
+def reference(data, logprobs, weights):
+    """The gradient of docs/loss.md."""
+    bins = [
+        sum(s for s, p in zip(data.batch["scores"], data.batch["prompt_id"], strict=True) if p == q)
+        for q in data.batch["prompt_id"]
+    ]
+    bins, leaf = torch.tensor(bins).long(), logprobs.detach().double().requires_grad_()
+    mu = bins / K
+    advantages = (data.batch["scores"] - mu) / ((mu * (1 - mu)).sqrt() + 1e-6)
+    ratio = (leaf - data.batch["old_log_probs"]).exp()
+    terms = -torch.min(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
+    mask = data.batch["final_response_mask"]
+    tokens = torch.bincount(bins, mask.sum(1).double(), minlength=K + 1)
+    ((weights / tokens.clamp(min=1))[bins][:, None] * terms * mask).sum().backward()
+    return leaf.grad
+
+
+def test_gradients_are_the_reference_and_the_state_survives(roll, tmp_path):
+    config = options(tmp_path)
+    worker = roll.DaroActorWorker()
+    worker.initialize(config)
+    for _ in range(3):
+        weights, data = worker.daro.algorithm.weights.clone(), batch(config)
+        metrics = worker.strategy.train_step(batch=data, loss_func=worker.loss_func)
+        wanted = reference(data, worker.strategy.logprobs, weights)
+        got = worker.strategy.logprobs.grad.double()
+        assert float((got - wanted).abs().max() / wanted.abs().max()) < 1e-5
+        assert metrics["difficulty/weight/2"] == weights[2]
+    assert worker.daro.algorithm.weights[2] != 1
+    assert worker.do_checkpoint(3) == "saved"
+    saved = tmp_path / "actor_train-0" / "checkpoint-3"
+    for wanted in (str(saved), True):
+        again = roll.DaroActorWorker()
+        again.initialize(options(tmp_path, resume_from_checkpoint=wanted, checkpoint_config={"latest": str(saved)}))
+        assert again.daro.state_dict() == worker.daro.state_dict()
+    with pytest.raises(CheckpointError, match="rollouts_per_prompt"):
+        sizes = SimpleNamespace(generating_args=SimpleNamespace(num_return_sequences=8))
+        again.initialize(options(tmp_path, resume_from_checkpoint=str(saved), actor_infer=sizes))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"slope": 0.5}, "between weighted and plain"),
+        ({"divides_by": 2.0}, "another number of tokens"),
+    ],
+)
+def test_a_loss_that_scales_otherwise_stops_the_first_step(roll, tmp_path, change, match):
+    config = options(tmp_path)
+    worker = roll.DaroActorWorker()
+    worker.initialize(config)
+    for name, value in change.items():
+        setattr(worker, name, value)
+    with pytest.raises(AlgorithmError, match=match):
+        worker.strategy.train_step(batch=batch(config), loss_func=worker.loss_func)
+
+
+def test_what_does_not_arrive_stops_the_run(roll, tmp_path):
+    config = options(tmp_path)
+    worker = roll.DaroActorWorker()
+    worker.initialize(config)
+    data = batch(config)
+    del data.batch[roll_driver.BINS]
+    with pytest.raises(AlgorithmError, match="daro_bins missing"):
+        worker.strategy.train_step(batch=data, loss_func=worker.loss_func)
+    worker.strategy.__dict__.pop("train_step")
+    worker._wrap_train_step()
+    worker.strategy.drop = 3
+    with pytest.raises(AlgorithmError, match="the losses saw"):
+        worker.strategy.train_step(batch=batch(config), loss_func=worker.loss_func)
+
+
+def test_every_option_that_does_not_go_with_daro_is_named_at_once(tmp_path):
+    wrong = options(tmp_path, adv_estimator="gae", loss_agg_mode="seq-mean-token-mean", advantage_clip=2.0)
+    wrong.actor_train = SimpleNamespace(worker_cls=None, strategy_args=SimpleNamespace(strategy_name="fsdp2_train"))
+    with pytest.raises(ConfigError) as caught:
+        roll_driver.check_options(wrong)
+    for name in ("adv_estimator", "loss_agg_mode", "advantage_clip", "worker_cls", "strategy_name"):
+        assert name in str(caught.value)
+    roll_driver.check_options(options(tmp_path))
+
+
+def test_groups_and_verdicts_are_checked_on_the_driver(tmp_path):
+    mask = torch.ones(8, POSITIONS)
+    columns = {"scores": torch.tensor(SCORES[:8]), "prompt_id": torch.arange(8) // 2}
+    with pytest.raises(AlgorithmError, match="num_return_sequences = 4"):
+        roll_driver.daro_advantages(Data(columns), mask, K)
+    columns = {"scores": torch.tensor([0.5] * 8), "prompt_id": torch.arange(8) // K}
+    with pytest.raises(AlgorithmError, match="correct_above"):
+        roll_driver.daro_advantages(Data(columns), mask, K)
