@@ -145,13 +145,19 @@ def report(
     output: Annotated[
         Path | None, typer.Option("--output", metavar="FILE", help="Where to write. Unset: RUN/report.html.")
     ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(
+            "--from", metavar="HOST", help="RUN holds metric files of a host with DARO: verl, slime or nemo-rl."
+        ),
+    ] = None,
 ) -> None:
     """Write a self-contained HTML report of a run."""
     _require_directory("RUN", run, "a run directory")
     from megatron_daro.observe.report import write_report
 
     target = output or run / "report.html"
-    write_report(run, target)
+    write_report(run, target, host=host)
     typer.echo(target)
 
 

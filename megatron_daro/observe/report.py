@@ -1,6 +1,7 @@
 """`megatron-daro report RUN`: one self-contained HTML page about a run, finished or not.
 
-Place in the data flow: reads metrics.jsonl, config.yaml and rollouts/ of a run directory; writes report.html. It
+Place in the data flow: reads metrics.jsonl, config.yaml and rollouts/ of a run directory, or the metric files of a host
+(`host_metrics`); writes report.html. It
 needs no network, no torch and no running job, leaves everything else in the directory alone, and drops (and names)
 what was not recorded.
 """
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from megatron_daro.errors import DataError
 from megatron_daro.observe.escape import safe_text
+from megatron_daro.observe.host_metrics import load_host_run
 from megatron_daro.observe.report_data import RunData, ends_of, load_run
 from megatron_daro.observe.report_html import Page, render, table_html
 from megatron_daro.observe.report_samples import load_samples, samples_html
@@ -22,22 +24,23 @@ _CONFIG_CHARACTERS = 200_000
 _SKIPPED = " The newest batch was skipped, since no group had both right and wrong answers: see the sample rollouts."
 
 
-def write_report(run_dir: Path, output: Path | None = None) -> Path:
+def write_report(run_dir: Path, output: Path | None = None, *, host: str | None = None) -> Path:
     """Write the report of a run.
 
     Args:
-        run_dir: the run directory; the run may still be going.
+        run_dir: the run directory, or the folder of a host's metric files; the run may still be going.
         output: the file to write; RUN/report.html if None.
+        host: whose metric files these are; None: a run of this package.
 
     Returns:
         The file written.
 
     Raises:
-        DataError: there is no metrics.jsonl, it is damaged before its last line, or the report cannot be written.
+        DataError: there are no metrics, they are damaged before their last line, or the report cannot be written.
     """
     run_dir = Path(run_dir)
     target = run_dir / "report.html" if output is None else Path(output)
-    text = render(build_page(load_run(run_dir)))
+    text = render(build_page(load_run(run_dir) if host is None else load_host_run(run_dir, host)))
     temporary = target.with_name(f"{target.name}.tmp{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -101,12 +101,20 @@ def load_run(run_dir: Path) -> RunData:
         raise DataError(
             f"{run_dir}: no {FILE_NAME} here; give the directory of a run (trainer.run_dir) that has started"
         )
-    rows = read_metrics(run_dir)
+    return run_of_rows(run_dir, read_metrics(run_dir), *_read_config(run_dir / "config.yaml"))
+
+
+def run_of_rows(
+    run_dir: Path,
+    rows: list[dict[str, float | None]],
+    config_text: str | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> RunData:
+    """Return a run from its metrics: one row per step, in order, each with its "step"."""
     window = math.ceil(len(rows) / MOST_POINTS)
     rich = [row | mean_lengths(row) for row in rows]
     points = rich if window <= 1 else [_average(rich[i : i + window]) for i in range(0, len(rows), window)]
-    text, config = _read_config(run_dir / "config.yaml")
-    return RunData(run_dir, rows, points, max(1, window), text, config)
+    return RunData(run_dir, rows, points, max(1, window), config_text, config or {})
 
 
 def mean_lengths(row: Row) -> dict[str, float | None]:

@@ -14,6 +14,7 @@ Shape letters: M samples of a micro-batch, S - 1 positions of log-probs, written
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -73,19 +74,18 @@ def _averaged() -> Iterator[list[tuple[Tensor, Tensor]]]:
         actor_worker.agg_loss = own
 
 
+def _first_result(own: Callable[..., Tensor], results: list[Tensor], **given: Tensor) -> Tensor:
+    if not results:
+        results.append(own(**given))
+    return results[0]
+
+
 @contextmanager
 def _computed_once(strategy: object) -> Iterator[None]:
     """While open, log-probs and entropy are computed once: Megatron's own work overwrites the logits."""
     names = ("op_compute_log_probs", "op_compute_entropy")
     for name in names:
-        own, results = getattr(strategy, name), []
-
-        def once(own: Callable[..., Tensor] = own, results: list[Tensor] = results, **given: Tensor) -> Tensor:
-            if not results:
-                results.append(own(**given))
-            return results[0]
-
-        setattr(strategy, name, once)
+        setattr(strategy, name, functools.partial(_first_result, getattr(strategy, name), []))
     try:
         yield
     finally:
