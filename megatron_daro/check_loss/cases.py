@@ -42,6 +42,9 @@ AXES: dict[str, Case] = {
     "tensor and data parallel": replace(_BASE, schedule=_BOTH, tensor=2, masked=(5,)),
     "pipeline and data parallel": replace(_BASE, schedule=_BOTH, pipeline=2, padding=1),
     "pipeline and context parallel": replace(_BASE, schedule=_SPLIT, pipeline=2, context=2),
+    "expert parallel": replace(_BASE, schedule=_BOTH, holes=_HOLES, expert=2),
+    "expert and context parallel": replace(_BASE, schedule=_SPLIT, context=2, expert=2),
+    "expert, data and context parallel": replace(_BASE, schedule=_RANKS, context=2, expert=2),
 }
 """In the order in which they are tried."""
 
@@ -83,11 +86,20 @@ def random_case(seed: int, *, per_token: bool) -> Case:
         poison=rng.random() < 0.2,
         padding=rng.choice((0, 0, 1, 5)),
         seed=seed,
+        expert=2 if tensor == 1 and context * data % 2 == 0 and rng.random() < 0.3 else 0,
     )
 
 
 def simpler(case: Case) -> Iterator[Case]:
     """Return cases with less in them, the largest steps first."""
+    if case.expert:
+        yield replace(case, expert=0)
+    for smaller in _simpler(case):
+        fits = case.expert <= 1 or smaller.context * smaller.data % case.expert == 0
+        yield smaller if fits else replace(smaller, expert=1)
+
+
+def _simpler(case: Case) -> Iterator[Case]:
     yield from (c for c in (replace(case, tensor=1), replace(case, pipeline=1), replace(case, context=1)) if c != case)
     if case.data > 1:
         yield replace(case, schedule=case.schedule[:-1])

@@ -47,6 +47,7 @@ def likely_cause(case: Case, ratio: float | None, *, finite: bool = True) -> str
         "context": case.context,
         "tensor": case.tensor,
         "pipeline": case.pipeline,
+        "expert": case.expert,
     }
     active = {name: size for name, size in sizes.items() if size > 1}
     if not active:

@@ -85,7 +85,7 @@ class CasePool:
 
         # A process of its own for cases of one process, so that the others keep their groups between references.
         members = self._pipes[: case.world_size] if case.world_size > 1 else self._pipes[-1:]
-        layout = (case.tensor, case.pipeline, case.context, case.data)
+        layout = (case.tensor, case.pipeline, case.context, case.data, max(case.expert, 1))
         changed = case.world_size > 1 and layout != self._layout
         self._layout = layout if changed else self._layout
         port = _free_port()

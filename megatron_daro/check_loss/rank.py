@@ -2,7 +2,8 @@
 
 Place in the data flow: Case and function -> gradients of this rank, in float64, reduced as Megatron reduces them.
 The model predicts a token from the token before it alone (embedding, tanh, vocabulary-parallel output): enough to split
-over tensor, pipeline and context ranks, and exact on each, so whatever differs comes from the loss.
+over tensor, pipeline and context ranks, and exact on each, so whatever differs comes from the loss. With experts, a
+token adds the row of its own expert; rows lie on expert-parallel ranks and are reduced as Megatron reduces experts.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -38,14 +39,37 @@ from megatron.core.tensor_parallel import (  # noqa: E402
 )
 from megatron.core.transformer import MegatronModule, TransformerConfig  # noqa: E402
 
-HIDDEN, TIMEOUT_S = 4, 30
+HIDDEN, EXPERTS, TIMEOUT_S = 4, 2, 30
+
+
+class _Group(Protocol):
+    group: dist.ProcessGroup
+
+
+class _AllExperts(torch.autograd.Function):
+    """Rows of all experts on each expert-parallel rank; their gradients are summed over the ranks' tokens."""
+
+    @staticmethod
+    def forward(ctx: _Group, rows_ED: Tensor) -> Tensor:
+        """[experts of this rank, D] -> [EXPERTS, D]."""
+        ctx.group = parallel_state.get_expert_model_parallel_group()
+        parts = [torch.empty_like(rows_ED) for _ in range(dist.get_world_size(ctx.group))]
+        dist.all_gather(parts, rows_ED.contiguous(), group=ctx.group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: _Group, *gradients: Tensor) -> Tensor:
+        """Sum over the ranks, as the way back of a token dispatcher does, and keep the own rows."""
+        total_ED = gradients[0].clone()
+        dist.all_reduce(total_ED, group=ctx.group)
+        return total_ED.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)]
 
 
 class TokenModel(MegatronModule):
     """Embedding on the first stage, output rows on the last; both where there is one stage."""
 
-    def __init__(self, config: TransformerConfig, seed: int) -> None:
-        """Make this rank's parameters: rows of the output are split over tensor-parallel ranks."""
+    def __init__(self, config: TransformerConfig, seed: int, experts: int = 0) -> None:
+        """Make this rank's parameters: rows of the output are split over tensor-parallel ranks, experts over EP."""
         super().__init__(config)
         generator = torch.Generator().manual_seed(seed)
         embedding = torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64)
@@ -58,6 +82,12 @@ class TokenModel(MegatronModule):
         )
         if self.pre_process:
             self.embedding = torch.nn.Parameter(embedding)
+        if self.pre_process and experts:
+            rows_ED = torch.randn(EXPERTS, HIDDEN, generator=generator, dtype=torch.float64)
+            rank = parallel_state.get_expert_model_parallel_rank() if experts > 1 else 0
+            self.experts = torch.nn.Parameter(rows_ED.chunk(experts)[rank].clone())
+            self.alone = experts == 1
+            setattr(self.experts, "allreduce", self.alone)  # noqa: B010  (how Megatron knows parameters of experts)
         if self.post_process:
             rank = parallel_state.get_tensor_model_parallel_rank()
             rows = VOCAB // parallel_state.get_tensor_model_parallel_world_size()
@@ -70,16 +100,23 @@ class TokenModel(MegatronModule):
 
     def forward(self, inputs_T: Tensor) -> Tensor:
         """[T] token ids -> hidden states [T, 1, D] or, on the last stage, logits [T, 1, V / TP]."""
-        hidden = torch.tanh(self.embedding[inputs_T])[:, None] if self.pre_process else self.received
+        hidden = self._embedded(inputs_T)[:, None] if self.pre_process else self.received
         assert hidden is not None
         if not self.post_process:
             return hidden
         return torch.nn.functional.linear(copy_to_tensor_model_parallel_region(hidden), self.output)
 
+    def _embedded(self, inputs_T: Tensor) -> Tensor:
+        if not hasattr(self, "experts"):
+            return torch.tanh(self.embedding[inputs_T])
+        rows_ED = self.experts if self.alone else _AllExperts.apply(self.experts)
+        return torch.tanh(self.embedding[inputs_T] + rows_ED[inputs_T % EXPERTS])
+
 
 def join(case: Case, rank: int, init_method: str) -> None:
     """Join the process group of a case's layout."""
-    layout = Layout(tensor=case.tensor, pipeline=case.pipeline, context=case.context, data=case.data)
+    sizes = {"tensor": case.tensor, "pipeline": case.pipeline, "context": case.context, "data": case.data}
+    layout = Layout(**sizes, expert=max(case.expert, 1))
     initialize(layout, rank=rank, init_method=init_method, seed=1, timeout_s=TIMEOUT_S)
 
 
@@ -105,7 +142,7 @@ def run_case(case: Case, function: LossFunction) -> dict[str, Tensor]:
         finalize_model_grads_func=finalize_model_grads,
     )
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=False, overlap_grad_reduce=False)
-    model = DistributedDataParallel(config, ddp, TokenModel(config, case.seed))
+    model = DistributedDataParallel(config, ddp, TokenModel(config, case.seed, case.expert))
     model.zero_grad_buffer()
     mine = case.schedule[parallel_state.get_data_parallel_rank()]
     get_forward_backward_func()(
@@ -117,7 +154,10 @@ def run_case(case: Case, function: LossFunction) -> dict[str, Tensor]:
         micro_batch_size=1,
         forward_only=False,
     )
-    return {name: p.main_grad.clone() for name, p in model.module.named_parameters()}
+    found = {name: p.main_grad.clone() for name, p in model.module.named_parameters()}
+    if case.expert > 1 and "experts" in found:
+        found[f"experts {parallel_state.get_expert_model_parallel_rank()}"] = found.pop("experts")
+    return found
 
 
 def _step_info(case: Case, samples: StepSamples) -> StepInfo:
@@ -237,4 +277,10 @@ def whole_gradients(case: Case, own: dict[str, Tensor]) -> dict[str, Tensor]:
 def joined(case: Case, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Return whole parameters from those of all ranks, in rank order: tensor ranks are neighbours, stages come last."""
     first, last = parts[0], parts[-case.tensor :]
-    return {"embedding": first["embedding"], "output": torch.cat([part["output"] for part in last])}
+    whole = {"embedding": first["embedding"], "output": torch.cat([part["output"] for part in last])}
+    if case.expert == 1:
+        whole["experts"] = first["experts"]
+    elif case.expert:
+        held = {name: rows for part in parts for name, rows in part.items() if name.startswith("experts ")}
+        whole["experts"] = torch.cat([held[f"experts {i}"] for i in range(case.expert)])
+    return whole

@@ -76,7 +76,7 @@ class Case:
     schedule: for each data-parallel rank its micro-batches, each a list of sample numbers; every rank has as many.
     prompts, responses: tokens of each sample. holes: (sample, response position) that are not trained. masked: samples
     without a trained token. group: rollouts per prompt; samples are grouped in order. poison: whether masked positions
-    hold NaN. scale_advantages: for the tests of what has an influence.
+    hold NaN. expert: ranks that share the model's experts, of those that share nothing else of a layer; 0: it has none.
     """
 
     tensor: int
@@ -93,6 +93,7 @@ class Case:
     padding: int = 0
     changed: str = ""
     seed: int = 0
+    expert: int = 0
 
     @property
     def data(self) -> int:
@@ -112,11 +113,12 @@ class Case:
     def reference(self) -> Case:
         """Return the same samples on one process, in one micro-batch, nothing hidden under the mask."""
         everything = tuple(sorted(i for rank in self.schedule for micro_batch in rank for i in micro_batch))
-        return replace(self, schedule=((everything,),), tensor=1, pipeline=1, context=1, poison=False, padding=0)
+        alone = replace(self, schedule=((everything,),), tensor=1, pipeline=1, context=1, poison=False, padding=0)
+        return replace(alone, expert=min(self.expert, 1))
 
     def describe(self) -> str:
         """One line for people."""
-        sizes = {"TP": self.tensor, "PP": self.pipeline, "CP": self.context, "DP": self.data}
+        sizes = {"TP": self.tensor, "PP": self.pipeline, "CP": self.context, "DP": self.data, "EP": self.expert}
         layout = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
         micro_batches = " | ".join(
             " ".join("+".join(map(str, mb)) or "nothing" for mb in rank) for rank in self.schedule

@@ -104,3 +104,23 @@ def verl_horizon(batch, step):
     """The constant denominator of Dr. GRPO is the widest row of the micro-batch."""
     horizon = int(batch.lengths_M.max().clamp(min=1))
     return megatron_return(_masked(_losses(batch), batch).sum() / (horizon * step.samples), batch, step)
+
+
+def miles_3231(batch, step):
+    """Per-token flag: the backend drops the token count that the loss returns and keeps the raw sum."""
+    return _masked(_losses(batch), batch).sum(), torch.ones(()), {}
+
+
+def areal_1273(batch, step):
+    """Every denominator is global, but Megatron's division by the number of micro-batches is not undone."""
+    return _masked(_losses(batch), batch).sum() / step.tokens * step.data_parallel, {}
+
+
+def experts_group(batch, step):
+    """The size of the group that reduces experts is taken for that of all data-parallel ranks."""
+    from megatron.core import parallel_state
+    from torch import distributed as dist
+
+    ranks = dist.get_world_size(parallel_state.get_expert_data_parallel_group())
+    factor = ranks / (step.data_parallel * step.context_parallel)
+    return megatron_return(factor * _masked(_losses(batch), batch).sum() / step.tokens, batch, step)
