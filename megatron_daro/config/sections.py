@@ -63,6 +63,30 @@ class EvalSet(Section):
     an error, since the accuracy would be that of another set."""
 
 
+class CurriculumSection(Section):
+    """Easy to hard, by the pass rates that the files store."""
+
+    start: float = Field(default=0.2, gt=0, le=1)
+    """Share of the problems, the easiest ones, that is open at first, in (0, 1]."""
+    ramp_prompts: int | None = Field(default=None, ge=1)
+    """Prompts drawn until all problems are open; the share grows linearly. Unset: half of the prompts that
+    trainer.steps take. >= 1."""
+
+
+class PrioritisedSection(Section):
+    """More of what the run fails on."""
+
+    by: Literal["failure", "signal"] = "failure"
+    """failure: priority grows with the recent failure rate f; signal: with 4 f (1 - f), so that problems that are
+    always failed come as seldom as solved ones."""
+    exponent: float = Field(default=1.0, gt=0)
+    """Power of the failure rate (or signal), > 0."""
+    floor: float = Field(default=0.1, ge=0, le=1)
+    """Priority of a problem that is always solved, beside 1, in [0, 1]."""
+    memory: float = Field(default=1.0, ge=0)
+    """Visits after which an earlier failure rate counts half; 0: only the last visit counts. >= 0."""
+
+
 class DataSection(Section):
     """Prompts and how they are written for the model."""
 
@@ -82,6 +106,13 @@ class DataSection(Section):
     """Longer prompts are dropped and counted; tokens, >= 1."""
     shuffle: bool = True
     """Shuffle in each epoch, from trainer.seed."""
+    order: Literal["epochs", "curriculum", "prioritised"] = "epochs"
+    """epochs: each problem once an epoch; curriculum: easy to hard, by the pass rates that the files store;
+    prioritised: by how often the run failed lately, at first by stored pass rates where there are some."""
+    curriculum: CurriculumSection = CurriculumSection()
+    """Options of order curriculum."""
+    prioritised: PrioritisedSection = PrioritisedSection()
+    """Options of order prioritised."""
     eval: tuple[EvalSet, ...] = ()
     """Held-out sets."""
 

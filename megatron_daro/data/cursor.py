@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megatron_daro.errors import CheckpointError, DataError
-from megatron_daro.types import Prompt
+from megatron_daro.types import Group, Prompt
 
 
 class PromptSource:
@@ -37,7 +37,7 @@ class PromptSource:
             raise DataError(f"PromptSource: seed must be 0 or more, got {seed}")
         self._prompts = tuple(prompts)
         self._seed, self._shuffle = seed, shuffle
-        self._fingerprint = _fingerprint(self._prompts)
+        self._fingerprint = fingerprint(self._prompts)
         self._epoch, self._position = 0, 0
         self._order = self._order_of(0)
 
@@ -77,6 +77,9 @@ class PromptSource:
                 self._epoch, self._position = self._epoch + 1, 0
                 self._order = self._order_of(self._epoch)
         return taken
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Take no notice: the order does not depend on what became of the prompts."""
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, fit for JSON."""
@@ -126,7 +129,8 @@ class PromptSource:
         return np.argsort(keys, kind="stable").tolist()
 
 
-def _fingerprint(prompts: Sequence[Prompt]) -> str:
+def fingerprint(prompts: Sequence[Prompt]) -> str:
+    """Return what changes with the prompts, their order, answers and tokens."""
     digest = hashlib.sha256()
     for prompt in prompts:
         record = repr((prompt.id, prompt.answer, prompt.tokens, *prompt.alternatives))

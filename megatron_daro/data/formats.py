@@ -18,6 +18,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from megatron_daro.data.containers import DataFormat, RowProblem, WrittenNumber
+from megatron_daro.data.pass_rates import PassRate, pass_rate_of
 
 PROBLEM_FIELDS = ("problem", "question", "prompt", "messages")
 CATEGORY_FIELDS = ("category", "difficulty", "level")
@@ -30,13 +31,15 @@ _EXACT_AS_FLOAT = 2**53
 
 @dataclass(frozen=True, slots=True)
 class ParsedRow:
-    """A usable row: `text` or `messages`, the gold answers (each is right), the row's own source and category."""
+    """A usable row: `text` or `messages`, the gold answers (each is right), the row's own source, category and
+    stored pass rate."""
 
     answers: tuple[str, ...]
     text: str | None = None
     messages: tuple[Mapping[str, str], ...] | None = None
     source: str | None = None
     category: str = ""
+    pass_rate: PassRate | None = None
 
 
 class _UnusableRowError(Exception):
@@ -68,6 +71,7 @@ def parse_row(
             answers=_answers(row, data_format, answer_field),
             source=source if isinstance(source, str) and source else None,
             category=_category(row),
+            pass_rate=pass_rate_of(row),
             **problem,
         )
     except _UnusableRowError as unusable:

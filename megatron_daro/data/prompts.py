@@ -16,6 +16,7 @@ from typing import Literal
 from megatron_daro.data.containers import DataFormat, RowProblem, read_rows
 from megatron_daro.data.contamination import find_overlap, normalized_text, prompt_text
 from megatron_daro.data.formats import ParsedRow, field_names, parse_row
+from megatron_daro.data.pass_rates import PassRate
 from megatron_daro.errors import DataError
 from megatron_daro.types import Prompt
 
@@ -30,6 +31,7 @@ class LoadReport:
     dropped: reason -> "file:line" of every row dropped for it. duplicates: rows that repeat a problem with the same
     answer. conflicting: rows of problems that occur with different answers; conflicting_problems: how many problems.
     contaminated: evaluation set -> ids of the kept prompts that stand in it too (exact match of normalised text).
+    pass_rates: id of a kept prompt -> what its file stores, where it does.
     """
 
     rows: int
@@ -39,6 +41,7 @@ class LoadReport:
     conflicting: int = 0
     conflicting_problems: int = 0
     contaminated: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    pass_rates: Mapping[str, PassRate] = field(default_factory=dict)
 
     @property
     def num_dropped(self) -> int:
@@ -93,8 +96,9 @@ def load_problems(
         raise DataError("data.train: no file given; give at least one file of problems")
     prompts: list[Prompt] = []
     dropped: dict[str, list[str]] = {}
+    rates: dict[str, PassRate] = {}
     for path in map(Path, paths):
-        found, bad, fields = _load_file(path, format, problem_field, answer_field, ends)
+        found, bad, fields = _load_file(path, format, problem_field, answer_field, ends, rates)
         if bad and strict:
             raise DataError(f"{path}: {_reasons(bad)}; repair the rows, or turn strict off to drop and count them")
         if not found:
@@ -115,13 +119,20 @@ def load_problems(
         raise DataError(
             f"no problem is left of {', '.join(map(str, paths))}: {'; '.join(report.summary().splitlines())}"
         )
-    return prompts, replace(report, kept=len(prompts), contaminated=find_overlap(prompts, held_out or {}))
+    contaminated = find_overlap(prompts, held_out or {})
+    known = {prompt.id: rates[prompt.id] for prompt in prompts if prompt.id in rates}
+    return prompts, replace(report, kept=len(prompts), contaminated=contaminated, pass_rates=known)
 
 
 def _load_file(
-    path: Path, data_format: DataFormat, problem_field: str | None, answer_field: str | None, ends: int | None
+    path: Path,
+    data_format: DataFormat,
+    problem_field: str | None,
+    answer_field: str | None,
+    ends: int | None,
+    rates: dict[str, PassRate],
 ) -> tuple[list[Prompt], dict[str, list[str]], list[str]]:
-    """Prompts; the places of bad rows by reason; the field names of the first row that has some."""
+    """Prompts; the places of bad rows by reason; the field names of the first row that has some. Adds to `rates`."""
     prompts: list[Prompt] = []
     bad: dict[str, list[str]] = {}
     fields: list[str] = []
@@ -132,6 +143,8 @@ def _load_file(
             bad.setdefault(parsed.reason, []).append(f"{path.name}:{number}")
         else:
             prompts.append(prompt_of(parsed, path.stem))
+            if parsed.pass_rate is not None:
+                rates.setdefault(prompts[-1].id, parsed.pass_rate)
     if not prompts and not bad:
         raise DataError(f"{path}: the file has no rows; give a file with at least one problem")
     return prompts, bad, fields

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_daro.types import GroupRequest, Prompt, Rollout, StepResult, TrainBatch, Verdict
+from megatron_daro.types import Group, GroupRequest, Prompt, Rollout, StepResult, TrainBatch, Verdict
 
 
 class Engine(Protocol):
@@ -59,6 +59,10 @@ class PromptSource(Protocol):
 
     def next(self, n: int) -> list[Prompt]:
         """Return the next n prompts; wraps around at the end of an epoch."""
+        ...
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Learn what became of the prompts of a batch; called once a batch, with its complete groups by group id."""
         ...
 
     def state_dict(self) -> Mapping[str, Any]:

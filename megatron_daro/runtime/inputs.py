@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_daro.config import Config
-from megatron_daro.data.cursor import PromptSource
 from megatron_daro.data.tokenizer import load_tokenizer, stop_token_ids
 from megatron_daro.evaluate.questions import HeldOut
-from megatron_daro.rollout.protocol import Notices
+from megatron_daro.rollout.protocol import Notices, PromptSource
 from megatron_daro.runtime.prompts import held_out_sets, training_prompts
 
 if TYPE_CHECKING:
@@ -48,6 +47,5 @@ def read_inputs(config: Config, notices: Notices, *, ends: int | None = None) ->
         tokenizer, stop=config.rollout.stop, extra_ids=config.rollout.stop_token_ids, model_path=config.model.path
     )
     held_out = held_out_sets(config.data, tokenizer, notices)
-    seed = config.trainer.seed
-    prompts = training_prompts(config.data, tokenizer, held_out, seed=seed, notices=notices, ends=ends)
+    prompts = training_prompts(config, tokenizer, held_out, notices=notices, ends=ends)
     return Inputs(tokenizer, stop, held_out, prompts)

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megatron_daro.config import Config
 from megatron_daro.config.sections import DataSection, EvalSet
-from megatron_daro.data.cursor import PromptSource
 from megatron_daro.data.prompts import load_problems
 from megatron_daro.data.template import tokenize_prompts
 from megatron_daro.errors import DataError
 from megatron_daro.evaluate.questions import HeldOut
 from megatron_daro.evaluate.templates import TEMPLATES, check_tokenizer
-from megatron_daro.rollout.protocol import Notices
+from megatron_daro.rollout.protocol import Notices, PromptSource
+from megatron_daro.runtime.training_order import prompt_source
 from megatron_daro.types import Prompt
 
 if TYPE_CHECKING:
@@ -36,11 +37,10 @@ def held_out_sets(section: DataSection, tokenizer: PreTrainedTokenizerBase, noti
 
 
 def training_prompts(
-    section: DataSection,
+    config: Config,
     tokenizer: PreTrainedTokenizerBase,
     held_out: Sequence[HeldOut],
     *,
-    seed: int,
     notices: Notices,
     ends: int | None = None,
 ) -> PromptSource:
@@ -49,6 +49,7 @@ def training_prompts(
     Args:
         ends: only so many first and last rows of each file, for a quick look.
     """
+    section = config.data
     problems, report = load_problems(
         section.train,
         section.format,
@@ -60,7 +61,7 @@ def training_prompts(
     _say(notices, "training data", report.summary())
     prompts, summary = _tokenised(section, problems, tokenizer)
     _say(notices, "training data", summary)
-    return PromptSource(prompts, seed=seed, shuffle=section.shuffle)
+    return prompt_source(config, prompts, report.pass_rates, notices)
 
 
 def _held_out(

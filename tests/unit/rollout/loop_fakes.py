@@ -63,6 +63,7 @@ class FakeSource:
     def __init__(self) -> None:
         self.cursor = 0
         self.given: list[str] = []
+        self.observed: list[int] = []
 
     def next(self, n: int) -> list[Prompt]:
         prompts = []
@@ -72,6 +73,9 @@ class FakeSource:
         self.cursor += n
         self.given += [p.id for p in prompts]
         return prompts
+
+    def observe(self, groups) -> None:
+        self.observed += [group.group_id for group in groups]
 
     def state_dict(self) -> dict:
         return {"cursor": self.cursor}
@@ -342,7 +346,7 @@ def make_stack(run: Path, *, order_seed=0, crash=None, rollout=None, trainer=Non
     events: list = []
     engine_class = sampler_options.pop("engine_class", FakeEngine)
     engine, policy = engine_class(order_seed, events), FakePolicy(events)
-    source, phases, progress = FakeSource(), FakePhases(crash), FakeProgress()
+    source, phases, progress = sampler_options.pop("source", None) or FakeSource(), FakePhases(crash), FakeProgress()
     section = TrainerSection(**({"steps": 6, "save_every_steps": 2, "keep_checkpoints": 2} | (trainer or {})))
     options = {"order_seed": order_seed, "updates": section.updates_per_batch, "deadlines": deadlines}
     sampler = make_sampler(engine, source, progress, phases, rollout=rollout, **options | sampler_options)

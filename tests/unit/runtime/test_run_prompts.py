@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 import tiny_task
 
-from megatron_daro.config import DataSection, EvalSet
+from megatron_daro.config import Config, DataSection, EvalSet
+from megatron_daro.data.cursor import PromptSource
+from megatron_daro.data.orders import Curriculum, Prioritised
 from megatron_daro.data.tokenizer import load_tokenizer
 from megatron_daro.errors import DataError, ModelError
 from megatron_daro.runtime.prompts import held_out_sets, training_prompts
+from megatron_daro.runtime.training_order import planned_prompts, weights_digest
 
 GOOD = [{"problem": "1=", "answer": "1"}, {"problem": "2=", "answer": ["2", "3"]}]
 NO_ANSWER, TOO_LONG = {"problem": "3="}, {"problem": "3==========", "answer": "3"}
@@ -36,6 +39,11 @@ def section(tmp_path: Path, lines: list, **options) -> DataSection:
     path.write_text("".join(json.dumps(row) + "\n" for row in lines))
     held_out = EvalSet(name="digits", path=path, **options)
     return DataSection(train=(path,), prompt_template="plain", max_prompt_tokens=4, eval=(held_out,))
+
+
+def configured(data: DataSection, model: str = ".", **options) -> Config:
+    """A configuration with these data; only what the order of the prompts needs is real."""
+    return Config(model={"path": model}, data=data, **options)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +71,7 @@ def test_the_first_problems_only_are_no_loss(tmp_path, tokenizer):
 def test_training_data_lose_rows_and_say_so(tmp_path, tokenizer):
     said = Said()
     source = training_prompts(
-        section(tmp_path, [*GOOD, NO_ANSWER, TOO_LONG, SURROGATE]), tokenizer, [], seed=0, notices=said
+        configured(section(tmp_path, [*GOOD, NO_ANSWER, TOO_LONG, SURROGATE])), tokenizer, [], notices=said
     )
     assert len(source) == 2
     assert sum("dropped 1" in line for line in said) == 3, said
@@ -81,3 +89,45 @@ def test_a_set_has_its_own_template(tmp_path, tokenizer):
     assert [len(p.tokens) for p in kept.prompts] == [2, 2]  # without the = of the training data's template
     with pytest.raises(ModelError, match=r"--template chat: .* has no chat template"):
         held_out_sets(section(tmp_path, GOOD, template="chat"), tokenizer, Said())
+
+
+RATED = [{**GOOD[0], "pass_rate": 0.75, "pass_rate_samples": 8, "pass_rate_model": "other", "pass_rate_weights": "aa"}]
+
+
+def test_an_order_by_pass_rates_needs_them(tmp_path, tokenizer):
+    data = section(tmp_path, [*RATED, GOOD[1]]).model_copy(update={"order": "curriculum"})
+    with pytest.raises(DataError, match=r"data\.order: got curriculum, but 1 of 2 problems have no pass rate"):
+        training_prompts(configured(data), tokenizer, [], notices=Said())
+
+
+@pytest.mark.parametrize(
+    ("order", "kind"), [("epochs", PromptSource), ("curriculum", Curriculum), ("prioritised", Prioritised)]
+)
+def test_the_order_of_the_configuration(tmp_path, tokenizer, order, kind):
+    data = section(tmp_path, RATED).model_copy(update={"order": order})
+    config = configured(data, trainer={"steps": 30, "updates_per_batch": 4}, rollout={"prompts_per_step": 5})
+    source = training_prompts(config, tokenizer, [], notices=Said())
+    assert type(source) is kind and planned_prompts(config) == 40
+    if order == "curriculum":
+        assert source.state_dict()["settings"]["ramp_prompts"] == 20
+    if order == "prioritised":
+        own = Prioritised(source._prompts, {}, data.prioritised, seed=0)
+        assert source.state_dict()["columns"]["failure"] != own.state_dict()["columns"]["failure"]
+
+
+def test_pass_rates_of_another_model_are_said(tmp_path, tokenizer):
+    model = tmp_path / "mine"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"weights")
+    said = Said()
+    training_prompts(configured(section(tmp_path, [*RATED, GOOD[1]]), str(model)), tokenizer, [], notices=said)
+    own = weights_digest(model)
+    assert f"another model: other (weights aa); this run starts from mine (weights {own})" in "\n".join(said)
+    assert any("1 of 2 problems have no pass rate" in line for line in said)
+    said.clear()
+    rows = [RATED[0] | {"pass_rate_weights": own}]
+    training_prompts(configured(section(tmp_path, rows), str(model)), tokenizer, [], notices=said)
+    assert "another model" not in "\n".join(said) and any("measured with this model (other)" in line for line in said)
+    said.clear()
+    training_prompts(configured(section(tmp_path, GOOD), str(model)), tokenizer, [], notices=said)
+    assert "pass rate" not in "\n".join(said)

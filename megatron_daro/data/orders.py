@@ -1,0 +1,256 @@
+"""Orders of training that look at difficulty: easy to hard, and by how often the run failed lately.
+
+Place in the data flow: prompts with tokens -> `next(n)` -> sampler; groups that ended -> `observe`; the state goes into
+the checkpoint. Every draw is a function of (seed, number of the draw, state) in integers, so a resumed run draws what
+the unbroken one would have. Refuses to resume on other data or with other settings.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from megatron_daro.data.cursor import fingerprint
+from megatron_daro.errors import CheckpointError, DataError
+from megatron_daro.types import Group, Prompt
+
+if TYPE_CHECKING:
+    from megatron_daro.config.sections import CurriculumSection, PrioritisedSection
+
+_UNIT = 1 << 20
+_ROUNDING = 1e-9
+
+
+class _Draws:
+    """What both orders share: one draw after the other, and a state that goes on exactly."""
+
+    kind: Literal["curriculum", "prioritised"]
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int, settings: Mapping[str, float | str]) -> None:
+        if not prompts:
+            raise DataError(f"data.order={self.kind}: got no prompts; give at least one")
+        self._prompts = tuple(prompts)
+        self._seed = seed
+        self._settings = dict(settings)
+        self._fingerprint = fingerprint(self._prompts)
+        self._drawn = 0
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    @property
+    def drawn(self) -> int:
+        """Prompts handed out since the beginning."""
+        return self._drawn
+
+    def next(self, n: int) -> list[Prompt]:
+        """Return the next n prompts.
+
+        Raises:
+            DataError: n is negative.
+        """
+        if n < 0:
+            raise DataError(f"data.order={self.kind}: n must be 0 or more, got {n}")
+        taken = []
+        for _ in range(n):
+            random = int(np.random.PCG64(np.random.SeedSequence([self._seed, 1, self._drawn])).random_raw())
+            taken.append(self._prompts[self._choose(random)])
+            self._drawn += 1
+        return taken
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Learn what became of groups; the curriculum takes no notice."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings, fit for JSON."""
+        return {
+            "order": self.kind,
+            "drawn": self._drawn,
+            "seed": self._seed,
+            "settings": dict(self._settings),
+            "num_prompts": len(self),
+            "fingerprint": self._fingerprint,
+            "columns": {name: _packed(column) for name, column in self._columns().items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where the state was taken.
+
+        Raises:
+            CheckpointError: prompts, seed, order or its settings differ, or the state is torn. Nothing is changed then.
+        """
+        own = self.state_dict()
+        if set(state) != set(own):
+            raise CheckpointError(
+                f"data cursor: state has fields {sorted(state)}, {sorted(own)} are needed; it is torn, or of another "
+                f"data.order than {self.kind}"
+            )
+        fixes = {
+            "order": "resume with the same data.order",
+            "num_prompts": "resume with the same data files, field names and max_prompt_tokens",
+            "fingerprint": "the prompts changed (files, order, template or tokenizer); resume with the same ones",
+            "seed": "resume with the same trainer.seed",
+            "settings": f"resume with the same data.{self.kind}, and pass rates in the files",
+        }
+        for name, fix in fixes.items():
+            if state[name] != own[name]:
+                raise CheckpointError(f"data cursor: {name} was {state[name]} when saved and is {own[name]} now; {fix}")
+        if type(state["drawn"]) is not int or state["drawn"] < 0:
+            raise CheckpointError(f"data cursor: {state['drawn']!r} prompts drawn; it is torn")
+        columns = {name: _unpacked(name, state["columns"], like) for name, like in self._columns().items()}
+        self._drawn = state["drawn"]
+        self._set_columns(columns)
+
+    def _choose(self, random: int) -> int:
+        raise NotImplementedError
+
+    def _columns(self) -> dict[str, np.ndarray]:
+        raise NotImplementedError
+
+    def _set_columns(self, columns: dict[str, np.ndarray]) -> None:
+        raise NotImplementedError
+
+
+class Curriculum(_Draws):
+    """Easy to hard: at first the easiest share of the prompts is open, later all; of those that are open, one of the
+    least often drawn comes next.
+
+    Source: the pacing function of Hacohen and Weinshall, On The Power of Curriculum Learning (arXiv 1904.03626).
+    """
+
+    kind = "curriculum"
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        pass_rates: Mapping[str, float],
+        section: CurriculumSection,
+        *,
+        seed: int,
+        ramp: int,
+    ) -> None:
+        """Start with the easiest.
+
+        Args:
+            prompts: at least one. pass_rates: prompt id -> rate in [0, 1], of every prompt.
+            section: the configuration's. seed: 0 or more. ramp: prompts drawn until all are open, where the section
+                does not say it.
+
+        Raises:
+            DataError: a prompt without a pass rate.
+        """
+        rates_N = np.array([pass_rates.get(prompt.id, np.nan) for prompt in prompts], dtype=np.float64)
+        if missing := int(np.isnan(rates_N).sum()):
+            raise DataError(
+                f"data.order: got curriculum, but {missing} of {len(prompts)} problems have no pass rate; allowed: "
+                "files with the field pass_rate in every row; fix: measure them with megatron-daro curate FILE "
+                "--hf MODEL --samples 8 --out DIR and train on DIR/curated.parquet, or set data.order=epochs"
+            )
+        self._first = math.ceil(section.start * len(prompts) - _ROUNDING)
+        self._ramp = section.ramp_prompts or max(1, ramp)
+        self._by_ease_N = np.argsort(-rates_N, kind="stable")
+        self._times_N = np.zeros(len(prompts), np.int64)
+        rates = hashlib.sha256(rates_N.astype("<f8").tobytes()).hexdigest()[:16]
+        super().__init__(prompts, seed, {"start": section.start, "ramp_prompts": self._ramp, "pass_rates": rates})
+
+    @property
+    def open(self) -> int:
+        """How many prompts can be drawn now: the easiest so many."""
+        return min(len(self), self._first + (len(self) - self._first) * self.drawn // self._ramp)
+
+    def _choose(self, random: int) -> int:
+        candidates = self._by_ease_N[: self.open]
+        times = self._times_N[candidates]
+        least = candidates[times == times.min()]
+        chosen = int(least[random % len(least)])
+        self._times_N[chosen] += 1
+        return chosen
+
+    def _columns(self) -> dict[str, np.ndarray]:
+        return {"times": self._times_N}
+
+    def _set_columns(self, columns: dict[str, np.ndarray]) -> None:
+        self._times_N = columns["times"]
+
+
+class Prioritised(_Draws):
+    """Each draw takes a prompt with a probability in proportion to its priority, which follows how often the run failed
+    on it lately. A prompt is not drawn twice for one batch while others are left.
+
+    Source: prioritised sampling of Kimi k1.5 (arXiv 2501.12599, section 2.3.4), by 1 - success rate.
+    """
+
+    kind = "prioritised"
+
+    def __init__(
+        self, prompts: Sequence[Prompt], pass_rates: Mapping[str, float], section: PrioritisedSection, *, seed: int
+    ) -> None:
+        """Start with what is known.
+
+        Args:
+            prompts: at least one. pass_rates: prompt id -> rate in [0, 1], where a file has one; a prompt without one
+                counts as failed until it was tried.
+            section: the configuration's. seed: 0 or more.
+        """
+        self._section = section
+        failure = [1.0 - pass_rates.get(prompt.id, 0.0) for prompt in prompts]
+        self._failure_N = np.array(failure, dtype=np.float64)
+        self._since_N = np.zeros(len(prompts), np.bool_)
+        self._place = {prompt.id: index for index, prompt in enumerate(prompts)}
+        self._weights_N = self._weights(self._failure_N)
+        settings = {"by": section.by, "exponent": section.exponent, "floor": section.floor, "memory": section.memory}
+        super().__init__(prompts, seed, settings)
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Learn the pass rates of groups; what was drawn before can be drawn again."""
+        keep = 0.5 ** (1 / self._section.memory) if self._section.memory else 0.0
+        for group in groups:
+            place = self._place.get(group.prompt.id)
+            if place is not None and group.verdicts:
+                self._failure_N[place] = keep * self._failure_N[place] + (1 - keep) * (1 - group.pass_rate)
+        self._since_N[:] = False
+        self._weights_N = self._weights(self._failure_N)
+
+    def _weights(self, failure_N: np.ndarray) -> np.ndarray:
+        """Priorities as whole numbers, at least 1: sums of these are exact."""
+        need_N = failure_N if self._section.by == "failure" else 4 * failure_N * (1 - failure_N)
+        floor = self._section.floor
+        return np.maximum(1, ((floor + (1 - floor) * need_N**self._section.exponent) * _UNIT).astype(np.int64))
+
+    def _choose(self, random: int) -> int:
+        if self._since_N.all():
+            self._since_N[:] = False
+        ends_N = np.cumsum(np.where(self._since_N, 0, self._weights_N))
+        chosen = int(np.searchsorted(ends_N, random % int(ends_N[-1]), side="right"))
+        self._since_N[chosen] = True
+        return chosen
+
+    def _columns(self) -> dict[str, np.ndarray]:
+        return {"failure": self._failure_N, "since": self._since_N}
+
+    def _set_columns(self, columns: dict[str, np.ndarray]) -> None:
+        self._failure_N, self._since_N = columns["failure"], columns["since"]
+        self._weights_N = self._weights(self._failure_N)
+
+
+def _packed(column: np.ndarray) -> str:
+    return base64.b64encode(column.astype(column.dtype.newbyteorder("<")).tobytes()).decode("ascii")
+
+
+def _unpacked(name: str, columns: object, like: np.ndarray) -> np.ndarray:
+    """Return a column of the state. Raises CheckpointError where it does not fit."""
+    try:
+        content = base64.b64decode(columns[name], validate=True)  # type: ignore[index]
+        found = np.frombuffer(content, like.dtype.newbyteorder("<")).astype(like.dtype)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"data cursor: column {name} cannot be read ({error}); it is torn") from error
+    if len(found) != len(like):
+        raise CheckpointError(
+            f"data cursor: column {name} has {len(found)} entries, {len(like)} are needed; it is torn"
+        )
+    return found
