@@ -10,14 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 if TYPE_CHECKING:
+    from megatron_daro.curate.decisions import Decisions
     from megatron_daro.curate.rows import Row
+    from megatron_daro.runtime.pass_rates import Sampling
 
 SUITE_DIR = Path("eval_data")
 """Where the evaluation suite is looked for when no set is named."""
 _KINDS = ("*.jsonl", "*.json", "*.parquet", "*.jsonl.gz", "*.jsonl.zst", "*.json.gz")
 
 
-Data = Annotated[list[Path], typer.Argument(metavar="DATA...", help="Files of problems.", show_default=False)]
+Data = Annotated[
+    list[str],
+    typer.Argument(metavar="DATA... [A.B=C...]", help="Files of problems; options of sampling.", show_default=False),
+]
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the curated set goes; not there yet.")]
 Against = Annotated[
     list[Path] | None,
@@ -48,6 +53,19 @@ DropGuesses = Annotated[
     str, typer.Option("--drop-guesses", metavar="A,B", help="choice, yes_no, true_false, small_integer.")
 ]
 LargestInteger = Annotated[int, typer.Option("--largest-integer", min=0, help="Of small_integer.")]
+HF = Annotated[Path | None, typer.Option("--hf", metavar="DIR", help="Model that is asked for pass rates.")]
+Urls = Annotated[
+    list[str] | None, typer.Option("--urls", metavar="URL,...", help="SGLang servers that run, as http://host:port.")
+]
+Samples = Annotated[int, typer.Option("--samples", min=1, help="Answers to each problem (K).")]
+Temperature = Annotated[float, typer.Option("--temperature", min=0, help="Of sampling.")]
+TopP = Annotated[float, typer.Option("--top-p", min=0, max=1, help="Nucleus, in (0, 1].")]
+TemplateName = Annotated[
+    Literal["data", "chat", "qwen-math", "r1", "none"], typer.Option("--template", help="How a problem is written.")
+]
+PassRateRange = Annotated[
+    str, typer.Option("--pass-rate", metavar="LOW:HIGH", help="Keep problems with a pass rate in this range.")
+]
 Write = Annotated[str, typer.Option("--write", metavar="A,B", help="parquet, jsonl.")]
 
 
@@ -67,9 +85,16 @@ def curate(
     workers: Workers = 2,
     drop_guesses: DropGuesses = "",
     largest_integer: LargestInteger = 10,
+    hf: HF = None,
+    urls: Urls = None,
+    samples: Samples = 8,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 1.0,
+    template: TemplateName = "chat",
+    pass_rate: PassRateRange = "",
     write: Write = "parquet",
 ) -> None:
-    """Deduplicate, decontaminate and check files of problems; nothing is dropped without a record."""
+    """Deduplicate, decontaminate, check and, with a model, sample problems; nothing is dropped without a record."""
     from megatron_daro.curate import output
     from megatron_daro.curate.golds import GUESSES
     from megatron_daro.curate.offline import Rules, decide
@@ -77,6 +102,9 @@ def curate(
     from megatron_daro.curate.statistics import collect
 
     output.check_free(out)
+    servers = [url for text in urls or () for url in text.split(",") if url]
+    paths, overrides = _split(data)
+    wanted = _sampling(hf, servers, samples, temperature, top_p, template, verifier, overrides, pass_rate)
     keep = tuple(keep_field or ())
     output.check_keep(keep)
     fields = Fields(data_format, problem_field, answer_field, keep)
@@ -92,13 +120,100 @@ def curate(
     )
     formats = _listed("--write", write, output.FORMATS) or ["parquet"]
     sets = _evaluation_sets(against)
-    rows, shared = read_all(data, fields)
+    rows, shared = read_all(paths, fields)
     decisions, crowded = decide(rows, sets, rules, typer.echo)
-    settings = {name: value for name, value in asdict(rules).items() if name != "workers"}
+    extra, measured = _sample(hf, servers, wanted, rows, decisions, out, pass_rate) if wanted else ({}, {})
+    settings = {name: value for name, value in asdict(rules).items() if name != "workers"} | {"pass_rate": pass_rate}
     statistics = collect(rows, decisions, sets=sets, rules=settings, shared=shared, crowded=crowded)
+    statistics |= measured
     examples = {f"{name}:{row.place.rsplit(':', 1)[-1]}": row for name, one in sets.items() for row in one}
-    output.write(out, rows, decisions, statistics, formats=formats, examples=examples)
+    output.write(out, rows, decisions, statistics, formats=formats, extra=extra, examples=examples)
     _print(out, statistics, formats)
+
+
+def _split(data: Sequence[str]) -> tuple[list[Path], tuple[str, ...]]:
+    """Return the files, and the options `a.b=c` among them."""
+    overrides = tuple(text for text in data if "=" in text and not Path(text).exists())
+    return [Path(text) for text in data if text not in overrides], overrides
+
+
+def _sampling(
+    hf: Path | None,
+    urls: Sequence[str],
+    samples: int,
+    temperature: float,
+    top_p: float,
+    template: str,
+    verifier: str,
+    overrides: tuple[str, ...],
+    pass_rate: str,
+) -> Sampling | None:
+    """Return how pass rates are measured; None where they are not. Raises ConfigError for options that need more."""
+    from megatron_daro.curate.sampled import read_range
+    from megatron_daro.errors import ConfigError
+
+    read_range(pass_rate)
+    if not hf and not urls:
+        asked = [*(["--pass-rate"] if pass_rate else []), *overrides]
+        if asked:
+            raise ConfigError(
+                f"curate: got {', '.join(asked)} without a model; allowed: with --hf DIR or --urls URL, which measure "
+                "pass rates; fix: name the model that is asked"
+            )
+        return None
+    from megatron_daro.runtime.pass_rates import Sampling
+
+    if hf and urls:
+        raise ConfigError("curate: got --hf and --urls; allowed: one of them; fix: name the model that is asked")
+    if verifier == "none":
+        raise ConfigError(
+            "--verifier: got none with a model to ask; allowed: math, integer or exact, which says what is right; fix: "
+            "name one"
+        )
+    if temperature == 0 and samples > 1:
+        raise ConfigError(
+            f"--samples: got {samples} at temperature 0, which would all be equal; allowed: 1, or a temperature above "
+            "0; fix: --temperature 1, or --samples 1"
+        )
+    return Sampling(samples, temperature, top_p, template, verifier, overrides)
+
+
+def _sample(
+    hf: Path | None,
+    urls: Sequence[str],
+    sampling: Sampling,
+    rows: Sequence[Row],
+    decisions: Decisions,
+    out: Path,
+    pass_rate: str,
+) -> tuple[dict[int, dict[str, Any]], dict[str, Any]]:
+    """Ask the model about the rows that are left; returns their pass-rate fields and the statistics."""
+    from megatron_daro.curate import sampled
+    from megatron_daro.curate.output import partial_of
+    from megatron_daro.runtime.interrupts import interruptible
+    from megatron_daro.runtime.pass_rates import configuration, measure_pass_rates, model_of
+
+    folder = partial_of(out) / "sampling"
+    if not decisions.kept():
+        return {}, {}
+    count = sampled.write_problems(folder / "problems.jsonl", rows, decisions)
+    typer.echo(f"asking for {sampling.samples} answers to each of {count} problems; kept in {folder} as they come")
+    with interruptible():
+        model = model_of(hf, urls)
+        config = configuration(model, folder / "problems.jsonl", folder, sampling)
+        found, asked = measure_pass_rates(config, model, _Terminal())
+    fields = sampled.apply(rows, decisions, found, asked, sampled.read_range(pass_rate))
+    return fields, {"pass_rates": sampled.summary_of(found, asked)}
+
+
+class _Terminal:
+    """Tells a person."""
+
+    def notice(self, message: str) -> None:
+        typer.echo(message, err=True)
+
+    def warn(self, message: str) -> None:
+        typer.echo(f"warning: {message}", err=True)
 
 
 def _evaluation_sets(against: Sequence[Path] | None) -> dict[str, list[Row]]:

@@ -69,25 +69,34 @@ def measure(plan: Plan, notices: Notices) -> Mapping[str, Any]:
     suite.check_names(config.data.eval)
     results.check_k(config.data.eval, plan.ks)
     with owned(out, resume=True):
-        own_templates = any(one.template == "data" for one in config.data.eval)
-        tokenizer = load_tokenizer(
-            config.model.path,
-            config.model.trust_remote_code,
-            chat_template=own_templates and config.data.prompt_template == "chat",
-        )
-        stop = stop_token_ids(
-            tokenizer, stop=config.rollout.stop, extra_ids=config.rollout.stop_token_ids, model_path=config.model.path
-        )
-        sets = held_out_sets(config.data, tokenizer, notices)
-        made_of.check_or_write(out, _made_of(plan, stop))
-        seed = config.engine.seed or 0
-        questions = questions_of(
-            sets, seed=seed, max_new_tokens=config.rollout.max_response_tokens, stop_token_ids=stop
-        )
-        _ask_until_whole(plan, tokenizer, questions, notices)
+        sets, questions = ask_all(plan, notices)
         with RewardPool.from_section(config.reward) as pool:
             scored = asyncio.run(results.score_problems(out, questions, config.reward, pool))
-        return _finish(out, scored, sets, plan.ks, seed)
+        return _finish(out, scored, sets, plan.ks, config.engine.seed or 0)
+
+
+def ask_all(plan: Plan, notices: Notices) -> tuple[list[HeldOut], list[Question]]:
+    """Ask for what is missing in a directory that the caller owns, and return the sets and every question.
+
+    Raises:
+        DaroError: as `measure`.
+    """
+    config = plan.config
+    own_templates = any(one.template == "data" for one in config.data.eval)
+    tokenizer = load_tokenizer(
+        config.model.path,
+        config.model.trust_remote_code,
+        chat_template=own_templates and config.data.prompt_template == "chat",
+    )
+    stop = stop_token_ids(
+        tokenizer, stop=config.rollout.stop, extra_ids=config.rollout.stop_token_ids, model_path=config.model.path
+    )
+    sets = held_out_sets(config.data, tokenizer, notices)
+    made_of.check_or_write(plan.out, _made_of(plan, stop))
+    seed = config.engine.seed or 0
+    questions = questions_of(sets, seed=seed, max_new_tokens=config.rollout.max_response_tokens, stop_token_ids=stop)
+    _ask_until_whole(plan, tokenizer, questions, notices)
+    return sets, questions
 
 
 def _finish(

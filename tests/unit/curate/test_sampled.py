@@ -1,0 +1,154 @@
+"""Pass rates: which problems are asked, how answers on disk become fields, what the range drops, what is refused."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import numpy as np
+import pytest
+import tiny_task
+
+from megatron_daro.cli import main
+from megatron_daro.curate.decisions import Decisions
+from megatron_daro.curate.sampled import Asked, apply, key_of, read_range, summary_of, write_problems
+from megatron_daro.data.pass_rates import PassRate
+from megatron_daro.data.prompts import load_problems
+from megatron_daro.errors import ConfigError
+from megatron_daro.evaluate.answers import Answer, AnswerStore
+from megatron_daro.evaluate.questions import HeldOut, questions_of
+from megatron_daro.runtime import measuring
+from megatron_daro.types import Prompt, Rollout, Verdict
+
+ASKED = Asked(4, "base", "aa", {"template": "chat"})
+
+
+def test_only_rows_that_are_left_are_asked_and_found_again(tmp_path, rows_of):
+    rows = rows_of(("a?", "1"), ("b?", "2", "3"), ("c?", "4"), ("d?", "5"))
+    decisions = Decisions(4)
+    decisions.drop(0, "leak")
+    assert write_problems(tmp_path / "sub" / "problems.jsonl", rows, decisions) == 3
+    found, _ = load_problems([tmp_path / "sub" / "problems.jsonl"])
+    assert [key_of(prompt) for prompt in found] == [key_of(row.prompt) for row in rows[1:]]
+    fields = apply(rows, decisions, [(found[0], 1), (found[1], 4)], ASKED, (0.0, 0.9))
+    assert fields == {
+        1: {
+            "pass_rate": 0.25,
+            "pass_rate_samples": 4,
+            "pass_rate_model": "base",
+            "pass_rate_weights": "aa",
+            "pass_rate_sampling": '{"template": "chat"}',
+        }
+    }
+    assert decisions.counts() == {"leak": 1, "unsampled": 1, "pass_rate": 1} and decisions.kept() == [1]
+    assert decisions.dropped[2].detail == "4 of 4 answers were right"
+
+
+def test_chats_are_found_again(tmp_path, rows_of):
+    chat = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "a?"})
+    (row,) = rows_of(("x", "1"))
+    prompt = Prompt(id="", answer="1", source="s", messages=chat)
+    object.__setattr__(row, "prompt", prompt)
+    write_problems(tmp_path / "problems.jsonl", [row], Decisions(1))
+    found, _ = load_problems([tmp_path / "problems.jsonl"])
+    assert key_of(found[0]) == key_of(prompt) and key_of(found[0]) != key_of(rows_of(("a?", "1"))[0].prompt)
+
+
+def test_the_summary_counts_every_problem_that_was_asked():
+    prompts = [Prompt(id=str(i), answer="1", source="s", text=str(i)) for i in range(3)]
+    found = summary_of(zip(prompts, (0, 4, 1), strict=True), ASKED)
+    assert found["problems_by_right_answers"] == {"0/4": 1, "1/4": 1, "2/4": 0, "3/4": 0, "4/4": 1}
+    assert found["mean"] == 5 / 12 and found["problems"] == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "found"), [("", None), ("0.1:0.9", (0.1, 0.9)), ("0.05:", (0.05, 1.0)), (":0.5", (0.0, 0.5))]
+)
+def test_ranges(text, found):
+    assert read_range(text) == found
+
+
+@pytest.mark.parametrize("text", ["0.5", "0.9:0.1", "a:b", "-1:1", "0:2", "nan:1"])
+def test_what_is_no_range(text):
+    with pytest.raises(ConfigError, match="--pass-rate: got"):
+        read_range(text)
+
+
+@pytest.fixture
+def model(tmp_path):
+    directory = tmp_path / "base"
+    tiny_task.save_tokenizer(directory, tiny_task.SYMBOLS)
+    shape = {"model_type": "qwen2", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape |= {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 64, "dtype": "float32"}
+    (directory / "config.json").write_text(json.dumps(shape))
+    header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    return directory
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """In place of engines: digit d of 10 is answered right by d of K samples; the last problem fits no template."""
+    plans = []
+
+    def ask_all(plan, notices):
+        plans.append(plan)
+        (one,) = plan.config.data.eval
+        prompts, _ = load_problems([one.path], repeats="keep")
+        questions = questions_of([HeldOut(one, tuple(prompts[:-1]))], seed=0, max_new_tokens=1, stop_token_ids=())
+        store = AnswerStore(plan.out)
+        for question in questions:
+            for index in range(one.rollouts_per_prompt + 1):  # one more than is wanted: of an earlier command
+                right = index < int(question.prompt.answer)
+                rollout = Rollout(
+                    question.prompt.id, question.group_id, 0, index, np.array([1, 2], np.int32), 1,
+                    np.ones(1, np.uint8), np.zeros(1, np.float32), "stop", 0, "x",
+                )  # fmt: skip
+                store.add(Answer(question.prompt, rollout, Verdict(right, float(right), "")))
+        store.flush()
+        return [], questions
+
+    monkeypatch.setattr(measuring, "ask_all", ask_all)
+    return plans
+
+
+def curate(folder, *more):
+    folder.joinpath("train.jsonl").write_text(
+        "".join(json.dumps({"problem": f"{d}=", "answer": str(d)}) + "\n" for d in range(8))
+    )
+    words = ["curate", f"{folder}/train.jsonl", "--out", f"{folder}/out", "--verifier", "exact", "--samples", "4"]
+    return main([*words, *more])
+
+
+def test_a_curated_set_carries_its_pass_rates(tmp_path, model, asked):
+    options = ["engine.seed=3", "rollout.max_response_tokens=5", "--template", "data", "--pass-rate", "0.2:0.8"]
+    assert curate(tmp_path, "--hf", str(model), *options) == 0
+    (plan,) = asked
+    assert plan.config.engine.seed == 3 and plan.config.reward.verifier == "exact"
+    assert plan.config.data.eval[0].rollouts_per_prompt == 4 and plan.config.data.eval[0].temperature == 1.0
+    prompts, report = load_problems([tmp_path / "out" / "curated.parquet"], strict=True)
+    assert [prompt.answer for prompt in prompts] == ["1", "2", "3"]
+    rates = [report.pass_rates[prompt.id] for prompt in prompts]
+    assert rates[0] == PassRate(0.25, 4, "base", rates[0].weights) and rates[0].weights
+    statistics = json.loads((tmp_path / "out" / "statistics.json").read_text())
+    assert statistics["dropped"] == {"unsampled": 1, "pass_rate": 4} and statistics["kept"] == 3
+    assert statistics["pass_rates"]["problems"] == 7 and statistics["pass_rates"]["sampling"]["seed"] == 3
+    assert "Pass rates" in (tmp_path / "out" / "page.html").read_text()
+    assert list((tmp_path / "out" / "sampling" / "answers").glob("part_*.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--pass-rate", "0:0.5"], "got --pass-rate without a model"),
+        (["engine.seed=1"], "got engine.seed=1 without a model"),
+        (["--hf", "{model}", "--urls", "http://127.0.0.1:1"], "got --hf and --urls"),
+        (["--hf", "{model}", "--verifier", "none"], "--verifier: got none"),
+        (["--hf", "{model}", "--temperature", "0"], "--samples: got 4 at temperature 0"),
+        (["--hf", "{model}", "engine.sed=1"], "engine.sed"),
+        (["--hf", "/nowhere"], "has no config.json"),
+    ],
+)
+def test_what_does_not_go_together(tmp_path, model, asked, capsys, options, said):
+    assert curate(tmp_path, *(option.replace("{model}", str(model)) for option in options)) in (1, 2)
+    assert said in capsys.readouterr().err and not (tmp_path / "out").exists() and not asked
