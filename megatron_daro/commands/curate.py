@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -11,6 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from megatron_daro.curate.decisions import Decisions
+    from megatron_daro.curate.offline import Rules
     from megatron_daro.curate.rows import Row
     from megatron_daro.runtime.pass_rates import Sampling
 
@@ -97,17 +98,14 @@ def curate(
     """Deduplicate, decontaminate, check and, with a model, sample problems; nothing is dropped without a record."""
     from megatron_daro.curate import output
     from megatron_daro.curate.golds import GUESSES
-    from megatron_daro.curate.offline import Rules, decide
+    from megatron_daro.curate.offline import Rules
     from megatron_daro.curate.rows import Fields, read_all
-    from megatron_daro.curate.statistics import collect
 
     output.check_free(out)
+    output.check_keep(keep_field or ())
     servers = [url for text in urls or () for url in text.split(",") if url]
     paths, overrides = _split(data)
-    wanted = _sampling(hf, servers, samples, temperature, top_p, template, verifier, overrides, pass_rate)
-    keep = tuple(keep_field or ())
-    output.check_keep(keep)
-    fields = Fields(data_format, problem_field, answer_field, keep)
+    asked = _sampling(hf, servers, samples, temperature, top_p, template, verifier, overrides, pass_rate)
     rules = Rules(
         conflicts=conflicts,
         near=near,
@@ -119,16 +117,47 @@ def curate(
         largest_integer=largest_integer,
     )
     formats = _listed("--write", write, output.FORMATS) or ["parquet"]
-    sets = _evaluation_sets(against)
-    rows, shared = read_all(paths, fields)
-    decisions, crowded = decide(rows, sets, rules, typer.echo)
-    extra, measured = _sample(hf, servers, wanted, rows, decisions, out, pass_rate) if wanted else ({}, {})
-    settings = {name: value for name, value in asdict(rules).items() if name != "workers"} | {"pass_rate": pass_rate}
-    statistics = collect(rows, decisions, sets=sets, rules=settings, shared=shared, crowded=crowded)
-    statistics |= measured
-    examples = {f"{name}:{row.place.rsplit(':', 1)[-1]}": row for name, one in sets.items() for row in one}
-    output.write(out, rows, decisions, statistics, formats=formats, extra=extra, examples=examples)
-    _print(out, statistics, formats)
+    fields = Fields(data_format, problem_field, answer_field, tuple(keep_field or ()))
+    work = _Work(
+        out, _evaluation_sets(against), rules, _Model(hf, servers, asked, pass_rate) if asked else None, formats
+    )
+    _curate(work, *read_all(paths, fields))
+
+
+@dataclass(frozen=True)
+class _Model:
+    """Who is asked for pass rates, how, and which rates stay."""
+
+    hf: Path | None
+    urls: Sequence[str]
+    sampling: Sampling
+    pass_rate: str
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What one call does. sets: evaluation sets by name."""
+
+    out: Path
+    sets: Mapping[str, Sequence[Row]]
+    rules: Rules
+    model: _Model | None
+    formats: Sequence[str]
+
+
+def _curate(work: _Work, rows: Sequence[Row], shared: Mapping[str, Sequence[str]]) -> None:
+    from megatron_daro.curate import output
+    from megatron_daro.curate.offline import decide
+    from megatron_daro.curate.statistics import collect
+
+    decisions, crowded = decide(rows, work.sets, work.rules, typer.echo)
+    extra, measured = _sample(work.model, rows, decisions, work.out) if work.model else ({}, {})
+    settings = {name: value for name, value in asdict(work.rules).items() if name != "workers"}
+    settings["pass_rate"] = work.model.pass_rate if work.model else ""
+    statistics = collect(rows, decisions, sets=work.sets, rules=settings, shared=shared, crowded=crowded) | measured
+    examples = {f"{name}:{row.place.rsplit(':', 1)[-1]}": row for name, one in work.sets.items() for row in one}
+    output.write(work.out, rows, decisions, statistics, formats=work.formats, extra=extra, examples=examples)
+    _print(work.out, statistics, work.formats)
 
 
 def _split(data: Sequence[str]) -> tuple[list[Path], tuple[str, ...]]:
@@ -179,13 +208,7 @@ def _sampling(
 
 
 def _sample(
-    hf: Path | None,
-    urls: Sequence[str],
-    sampling: Sampling,
-    rows: Sequence[Row],
-    decisions: Decisions,
-    out: Path,
-    pass_rate: str,
+    model: _Model, rows: Sequence[Row], decisions: Decisions, out: Path
 ) -> tuple[dict[int, dict[str, Any]], dict[str, Any]]:
     """Ask the model about the rows that are left; returns their pass-rate fields and the statistics."""
     from megatron_daro.curate import sampled
@@ -197,12 +220,14 @@ def _sample(
     if not decisions.kept():
         return {}, {}
     count = sampled.write_problems(folder / "problems.jsonl", rows, decisions)
-    typer.echo(f"asking for {sampling.samples} answers to each of {count} problems; kept in {folder} as they come")
+    typer.echo(
+        f"asking for {model.sampling.samples} answers to each of {count} problems; kept in {folder} as they come"
+    )
     with interruptible():
-        model = model_of(hf, urls)
-        config = configuration(model, folder / "problems.jsonl", folder, sampling)
-        found, asked = measure_pass_rates(config, model, _Terminal())
-    fields = sampled.apply(rows, decisions, found, asked, sampled.read_range(pass_rate))
+        weights = model_of(model.hf, model.urls)
+        config = configuration(weights, folder / "problems.jsonl", folder, model.sampling)
+        found, asked = measure_pass_rates(config, weights, _Terminal())
+    fields = sampled.apply(rows, decisions, found, asked, sampled.read_range(model.pass_rate))
     return fields, {"pass_rates": sampled.summary_of(found, asked)}
 
 
