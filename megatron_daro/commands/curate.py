@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from megatron_daro.curate.rows import Row
     from megatron_daro.runtime.pass_rates import Sampling
 
+_Name = TypeVar("_Name", bound=str)
 SUITE_DIR = Path("eval_data")
 """Where the evaluation suite is looked for when no set is named."""
 _KINDS = ("*.jsonl", "*.json", "*.parquet", "*.jsonl.gz", "*.jsonl.zst", "*.json.gz")
@@ -113,15 +114,13 @@ def curate(
         drop_overlaps=drop_overlaps,
         verifier=verifier,
         workers=workers,
-        guesses=tuple(kind for kind in GUESSES if kind in _listed("--drop-guesses", drop_guesses, GUESSES)),
+        guesses=_listed("--drop-guesses", drop_guesses, GUESSES),
         largest_integer=largest_integer,
     )
-    formats = _listed("--write", write, output.FORMATS) or ["parquet"]
+    formats = _listed("--write", write, output.FORMATS) or ("parquet",)
     fields = Fields(data_format, problem_field, answer_field, tuple(keep_field or ()))
-    work = _Work(
-        out, _evaluation_sets(against), rules, _Model(hf, servers, asked, pass_rate) if asked else None, formats
-    )
-    _curate(work, *read_all(paths, fields))
+    model = _Model(hf, servers, asked, pass_rate) if asked else None
+    _curate(_Work(out, _evaluation_sets(against), rules, model, formats), *read_all(paths, fields))
 
 
 @dataclass(frozen=True)
@@ -274,7 +273,7 @@ def _evaluation_sets(against: Sequence[Path] | None) -> dict[str, list[Row]]:
     return sets
 
 
-def _listed(option: str, text: str, allowed: Sequence[str]) -> list[str]:
+def _listed(option: str, text: str, allowed: Sequence[_Name]) -> tuple[_Name, ...]:
     """Return the names of a list with commas, in the order of `allowed`. Raises ConfigError for another name."""
     from megatron_daro.errors import ConfigError
 
@@ -282,7 +281,7 @@ def _listed(option: str, text: str, allowed: Sequence[str]) -> list[str]:
     unknown = [name for name in names if name not in allowed]
     if unknown:
         raise ConfigError(f"{option}: got {', '.join(unknown)}; allowed: {', '.join(allowed)}; fix: correct the name")
-    return [name for name in allowed if name in names]
+    return tuple(name for name in allowed if name in names)
 
 
 def _print(out: Path, statistics: Mapping[str, Any], formats: Sequence[str]) -> None:
