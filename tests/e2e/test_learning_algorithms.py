@@ -16,6 +16,7 @@ ALGORITHMS = {
 STEPS = range(1, 5)
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_resume_and_replay_end_in_the_state_of_the_whole_run(tiny, tmp_path, name):
     def train(run, *options):
