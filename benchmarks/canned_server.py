@@ -5,7 +5,8 @@
 Every answer has SAMPLES samples of TOKENS tokens: random ids from FIRST on, then one of the ENDINGs
 (ids with commas) in turn. A few
 different bodies are made when it starts; sending one costs this process no work per token. It answers at once, or, with
---rate, after the time that generation would take: R tokens a second for N requests together, the others wait.
+--rate, after about the time that generation would take: R tokens a second for N requests together, the others wait, and
+each takes between half and one and a half of the mean, so that not all end at once.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def body(samples: int, tokens: int, ordinary: range, endings: list[list[int]], s
 
 def application(bodies: list[bytes], vocabulary: int, *, pause_s: float = 0.0, under_way: int = 1 << 30) -> Any:
     """What answers each call; an answer takes pause_s, of at most `under_way` requests at once."""
-    turns, room = itertools.cycle(bodies), asyncio.Semaphore(under_way)
+    turns, room, lengths = itertools.cycle(bodies), asyncio.Semaphore(under_way), random.Random(0)
     info = {"version": "0.5.23", "device": "cpu", "dtype": "float32", "max_total_num_tokens": 10**9}
     info |= {"max_req_input_len": 10**6, "tp_size": 1, "model_path": "/model", "skip_tokenizer_init": True}
 
@@ -65,7 +66,7 @@ def application(bodies: list[bytes], vocabulary: int, *, pause_s: float = 0.0, u
             count = sampling_of(said)["max_new_tokens"]
             if count > 100:
                 async with room:
-                    await asyncio.sleep(pause_s)
+                    await asyncio.sleep(pause_s * lengths.uniform(0.5, 1.5))
                 return web.Response(body=next(turns), content_type="application/json")
             pairs = [[-0.5, token, None] for token in range(3, 3 + count)]
             one = {"meta_info": {"finish_reason": {"type": "length"}, "output_token_logprobs": pairs}}

@@ -22,6 +22,7 @@ from megatron_daro.config.sections import TrainerSection
 from megatron_daro.errors import DataError, NonFiniteError
 from megatron_daro.observe.drift import DriftWatch
 from megatron_daro.recovery import STATE_FORMAT, BackgroundSave, check_fits
+from megatron_daro.rollout.beside import Evaluations
 from megatron_daro.rollout.deadlines import Deadlines, first_cause
 from megatron_daro.rollout.ledger import Outcome
 from megatron_daro.rollout.no_signal import SignalWatch
@@ -47,10 +48,10 @@ BuildBatch = Callable[[Sequence[Group]], TrainBatch]
 class Parts:
     """What a controller drives.
 
-    engine is None for replay. checkpoints, recorder, evaluate and export are left out where the run has none. export:
-    writes the trained policy out when all steps are done, given their number. closers: further things to close at the
-    end, by name, after engine and policy. identity: plain values that must be equal in a run and in a checkpoint it
-    resumes from (seed, K, algorithm...). drift: warns when engine and trainer drift apart. signal: warns when no answer
+    engine is None for replay. checkpoints, recorder, evaluations and export are left out where the run has none.
+    export: writes the trained policy out when all steps are done, given their number. closers: further things to close
+    at the end, by name, after engine and policy. identity: plain values that must be equal in a run and in a checkpoint
+    it resumes from (seed, K, algorithm...). drift: warns when engine and trainer drift apart. signal: when no answer
     teaches anything.
     """
 
@@ -63,7 +64,7 @@ class Parts:
     engine: ReceivingEngine | None = None
     checkpoints: CheckpointStore | None = None
     recorder: Recorder | None = None
-    evaluate: Callable[[int], Awaitable[Mapping[str, float]]] | None = None
+    evaluations: Evaluations = field(default_factory=Evaluations)
     export: Callable[[int], Awaitable[None]] | None = None
     closers: Mapping[str, Callable[[], Awaitable[None]]] = field(default_factory=dict)
     identity: Mapping[str, PlainValue] = field(default_factory=dict)
@@ -104,6 +105,7 @@ class Controller:
         self._lost_in_a_row = 0
         self._saved_step = 0
         self._saving = BackgroundSave()
+        self._evaluations = parts.evaluations
         self._last_batch: SampledBatch | None = None
         self._unrecorded: tuple[Group, ...] = ()
         self._resolved: deque[dict[int, Outcome]] = deque(maxlen=max_staleness + 2)
@@ -167,6 +169,7 @@ class Controller:
                 raise
             return RunOutcome("interrupted", self.step)
         finally:
+            self._evaluations.cancel()
             await self.shutdown()
         return RunOutcome("finished" if finished else "stopped", self.step)
 
@@ -202,10 +205,9 @@ class Controller:
 
     async def _evaluate_first(self) -> None:
         """Return the model that training starts from, as step 0 of the metrics."""
-        evaluate = self._parts.evaluate
-        if evaluate and self.step == 0 and self._section.eval_every_steps:
-            metrics = await self._within("evaluate", evaluate(0), what="before training")
-            self._parts.metrics.write(0, metrics)
+        if self.step == 0 and self._evaluations.due(0, 0):
+            await self._evaluations.run(0, metrics := {})
+            self._evaluations.write(lambda: self._parts.metrics.write(0, metrics))
 
     async def _loop(self) -> bool:
         """Train, then export. Returns whether there is nothing left to do."""
@@ -228,6 +230,7 @@ class Controller:
         """End generation at once when a stop is asked for; what is being trained is finished by `_train`."""
         await self._stop.wait()  # The one wait without a deadline: for a person.
         generator.cancel()
+        self._evaluations.cancel()
 
     async def _generate(self) -> None:
         index = self._batches_done
@@ -366,19 +369,14 @@ class Controller:
 
     async def _share_weights(self, update: Update) -> None:
         """Sync and evaluation; then the next batch may be generated, beside the writing of this one."""
+        await self._evaluations.ended()  # its answers are all of the version that the engine has until now
         async with self._engine_use():
             if self._weight_sync:
                 with self._parts.phases.measure("sync"):
                     update.metrics |= await self._publish(f"step {self.step}")
-            if (evaluate := self._parts.evaluate) and self._evaluation_due(update.version):
-                with self._parts.phases.measure("evaluate"):
-                    update.metrics |= await self._within("evaluate", evaluate(self.step), what=f"step {self.step}")
+            if self._evaluations.due(update.version, self.step):
+                await self._evaluations.run(self.step, update.metrics)
         await self._advance()
-
-    def _evaluation_due(self, before: int) -> bool:
-        """Every eval_every_steps steps, and after the last one."""
-        every = self._section.eval_every_steps
-        return _passed(before, self.step, every) or (every > 0 and self.step >= self._section.steps)
 
     async def _advance(self) -> None:
         async with self._advanced:
@@ -394,6 +392,9 @@ class Controller:
         update.metrics |= self._parts.phases.collect()
         if train_s := update.metrics.get("timing/train_s", 0.0):
             update.metrics["throughput/train_tokens_per_s"] = num_tokens / train_s
+        self._evaluations.write(lambda: self._write_line(update))
+
+    def _write_line(self, update: Update) -> None:
         self._parts.metrics.write(update.step, update.metrics)
         self._parts.progress.step(update.step, update.metrics)
         drift = self._parts.drift.observe(update.step, update.metrics)
@@ -418,6 +419,7 @@ class Controller:
 
     async def _checkpoint(self) -> None:
         """Save the state after the last trained batch, if that is not saved yet."""
+        await self._evaluations.ended()
         if self._parts.checkpoints is None or self._last_batch is None or self.step == self._saved_step:
             return
         resolved = {group_id: outcome for batch in self._resolved for group_id, outcome in batch.items()}

@@ -241,7 +241,9 @@ def _configured(
         sglang = engine.sglang.model_copy(update={"urls": model.urls})
         engine = engine.model_copy(update={"kind": "sglang", "sglang": sglang})
     elif engine.kind == "sglang":
-        engine = engine.model_copy(update={"sglang": engine.sglang.model_copy(update={"urls": ()})})
+        # Nobody sends weights to these servers, so nothing is to share GPU memory with them.
+        sglang = engine.sglang.model_copy(update={"urls": (), "sync": "distributed"})
+        engine = engine.model_copy(update={"sglang": sglang})
     actor = base.actor
     if not any(text.startswith("actor.dtype=") for text in overrides):
         actor = actor.model_copy(update={"dtype": model.dtype})

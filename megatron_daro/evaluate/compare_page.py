@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from math import lcm
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -115,7 +116,7 @@ def _plots(pairs: Sequence[Pair]) -> list[Plot]:
     histogram: Trace = {
         "type": "histogram",
         "x": [pair.difference for pair in pairs],
-        "xbins": {"start": -1 - 1 / _BINS, "end": 1 + 1 / _BINS, "size": 2 / _BINS},
+        "xbins": _bins(pairs),
         "marker": {"color": COLOURS[1]},
         "name": "problems",
     }
@@ -129,6 +130,13 @@ def _plots(pairs: Sequence[Pair]) -> list[Plot]:
         },
     )
     return [scatter, spread, *_level_plot(pairs)]
+
+
+def _bins(pairs: Sequence[Pair]) -> dict[str, float]:
+    """Return bins around whole steps of the difference, so that none holds more possible values than another."""
+    step = 1 / lcm(*(row["samples"] for pair in pairs for row in (pair.a, pair.b)))
+    width = step * max(1, round(2 / _BINS / step))
+    return {"start": -1 - width / 2, "end": 1 + width, "size": width}
 
 
 _AXES = (("xaxis", "A"), ("yaxis", "B"))

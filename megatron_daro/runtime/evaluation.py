@@ -6,13 +6,17 @@ nothing. `megatron-daro eval` measures more, and keeps what it measures: runtime
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from megatron_daro.evaluate.questions import HeldOut
 from megatron_daro.rollout.judging import judge
 from megatron_daro.rollout.protocol import Engine, Scorer
 from megatron_daro.types import GroupRequest, Rollout, SamplingParams
+
+_ROUNDS = 3
 
 
 class Evaluator:
@@ -26,7 +30,12 @@ class Evaluator:
         *,
         max_response_tokens: int,
         stop_token_ids: tuple[int, ...],
+        beside: int = 0,
+        warn: Callable[[str], None] = lambda message: None,
     ) -> None:
+        """Args: beside: answers asked for at once, for an evaluation beside generation; 0: it has the engine for
+        itself. warn: tells a person."""
+        self._beside, self._warn = beside, warn
         self._sets, self._engine, self._scorer = sets, engine, scorer
         self._max_tokens, self._stop = max_response_tokens, stop_token_ids
 
@@ -34,10 +43,10 @@ class Evaluator:
         """eval/{name}/accuracy of every set, and eval/{name}/accuracy/{category} where its problems have categories."""
         metrics: dict[str, float] = {}
         for number, held_out in enumerate(self._sets):
-            metrics |= await self._evaluate_set(held_out, first_id=-1 - number)
+            metrics |= await self._evaluate_set(held_out, first_id=-1 - number, step=step)
         return metrics
 
-    async def _evaluate_set(self, held_out: HeldOut, *, first_id: int) -> dict[str, float]:
+    async def _evaluate_set(self, held_out: HeldOut, *, first_id: int, step: int) -> dict[str, float]:
         """Group ids are negative and depend on the set and the problem only: the same questions get the same noise."""
         section = held_out.section
         sampling = SamplingParams(
@@ -49,15 +58,48 @@ class Evaluator:
         prompts = {first_id - len(self._sets) * i: prompt for i, prompt in enumerate(held_out.prompts)}
         indices = tuple(range(section.rollouts_per_prompt))
         requests = [GroupRequest(i, 0, prompt, indices, sampling) for i, prompt in prompts.items()]
-        rollouts: list[Rollout] = []
-        async for finished in self._engine.generate(requests):
-            rollouts += finished
+        rollouts = await (self._of_version(requests, step) if self._beside else self._all(requests))
+        if not rollouts:
+            self._warn(
+                f"evaluation of {section.name} after step {step}: servers were started again and have newer weights; "
+                f"some answers of that version are missing after {_ROUNDS} tries, so its metrics are left out"
+            )
+            return {}
         rollouts.sort(key=lambda rollout: (-rollout.group_id, rollout.index))
         texts = [(held_out.verified_text(r.text), prompts[r.group_id]) for r in rollouts]
         verdicts = await judge(self._scorer, texts)
         return _accuracies(
             section.name, [(prompts[r.group_id].category, v.correct) for r, v in zip(rollouts, verdicts, strict=True)]
         )
+
+    async def _all(self, requests: Sequence[GroupRequest]) -> list[Rollout]:
+        rollouts: list[Rollout] = []
+        async for finished in self._engine.generate(requests):
+            rollouts += finished
+        return rollouts
+
+    async def _of_version(self, requests: Sequence[GroupRequest], version: int) -> list[Rollout]:
+        """Return answers of this version of the weights, asked for a few at a time so that generation keeps its share
+        of the servers; nothing where some cannot be had any more: a server that was started again has newer weights."""
+        found: dict[tuple[int, int], Rollout] = {}
+        for _ in range(_ROUNDS):
+            missing = [
+                replace(r, indices=tuple(i for i in r.indices if (r.group_id, i) not in found)) for r in requests
+            ]
+            left = iter([request for request in missing if request.indices])
+
+            async def work(left: Iterator[GroupRequest] = left) -> None:
+                for request in left:
+                    for one in await self._all([request]):
+                        if one.weight_version == version and not one.version_spans and one.finish_reason != "abort":
+                            found[one.group_id, one.index] = one
+
+            async with asyncio.TaskGroup() as workers:
+                for _ in range(max(1, self._beside // max(len(r.indices) for r in requests))):
+                    workers.create_task(work())
+            if len(found) == sum(len(request.indices) for request in requests):
+                return list(found.values())
+        return []
 
 
 def _accuracies(name: str, outcomes: Sequence[tuple[str, bool]]) -> dict[str, float]:

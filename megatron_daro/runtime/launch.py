@@ -25,6 +25,7 @@ from megatron_daro.observe.logs import driver_log
 from megatron_daro.observe.metrics import MetricsLog
 from megatron_daro.observe.progress import Progress
 from megatron_daro.observe.trace import Phases
+from megatron_daro.rollout.beside import Evaluations
 from megatron_daro.rollout.replay import ReplaySource
 from megatron_daro.rollout.sampled_batch import BatchSource
 from megatron_daro.runtime import hf_export, parts
@@ -135,7 +136,13 @@ async def _train(
             engine=made.engine if made else None,
             checkpoints=_checkpoints(config, start),
             recorder=parts.recorder(config),
-            evaluate=made.evaluator.evaluate if made and made.evaluator else None,
+            evaluations=Evaluations(
+                made.evaluator.evaluate if made and made.evaluator else None,
+                config.trainer,
+                observers.phases,
+                limits,
+                beside=parts.evaluates_beside(config),
+            ),
             export=hf_export.writer(config.trainer, policy, observers.progress),
             closers={"verifiers": made.scorer.close} if made else {},
             identity=_identity(config),

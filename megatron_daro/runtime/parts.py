@@ -18,6 +18,7 @@ from megatron_daro.algo.weighting import Algorithm, make_algorithm
 from megatron_daro.config import Config
 from megatron_daro.config.base import filled
 from megatron_daro.config.fit import demand_of
+from megatron_daro.config.sections import EngineSection
 from megatron_daro.controller import BuildBatch
 from megatron_daro.data.batch import build_batch
 from megatron_daro.errors import AlgorithmError, ConfigError
@@ -46,6 +47,10 @@ from megatron_daro.types import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_BESIDE_OF_SERVER = 32
+"""Answers of an evaluation that each server has at once while a batch is generated."""
 
 
 class RunEngine(ReceivingEngine, Protocol):
@@ -146,8 +151,20 @@ def generation(
         scorer,
         max_response_tokens=rollout.max_response_tokens,
         stop_token_ids=inputs.stop,
+        beside=_BESIDE_OF_SERVER * _servers(config.engine) if evaluates_beside(config) else 0,
+        warn=progress.warn,
     )
     return Generation(engine, scorer, sampler, evaluator if inputs.held_out else None)
+
+
+def evaluates_beside(config: Config) -> bool:
+    """Whether evaluation and generation use the engine together: servers take requests of both; the embedded engine
+    works on one batch at a time, and would only do the same work in another order."""
+    return config.engine.kind == "sglang"
+
+
+def _servers(engine: EngineSection) -> int:
+    return len(engine.sglang.urls) or engine.replicas
 
 
 def recorder(config: Config) -> Recorder | None:

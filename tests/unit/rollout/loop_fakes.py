@@ -28,6 +28,7 @@ from megatron_daro.errors import EngineError, NonFiniteError
 from megatron_daro.observe.metrics import MetricsLog
 from megatron_daro.recovery import Checkpoints, take_latest_valid
 from megatron_daro.rollout.batch_filler import RolloutContext
+from megatron_daro.rollout.beside import Evaluations
 from megatron_daro.rollout.collector import RolloutCollector
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.early import EarlyFill
@@ -343,7 +344,7 @@ def make_sampler(engine, source, progress, phases, *, rollout=None, order_seed=0
 
 def make_stack(run: Path, *, order_seed=0, crash=None, rollout=None, trainer=None, deadlines=FAST, **sampler_options):
     """A whole loop over fakes; attributes of the result are the parts. engine_class: FakeEngine, or another one."""
-    events: list = []
+    events, beside = [], sampler_options.pop("evaluate_beside", False)
     engine_class = sampler_options.pop("engine_class", FakeEngine)
     engine, policy = engine_class(order_seed, events), FakePolicy(events)
     source, phases, progress = sampler_options.pop("source", None) or FakeSource(), FakePhases(crash), FakeProgress()
@@ -367,7 +368,7 @@ def make_stack(run: Path, *, order_seed=0, crash=None, rollout=None, trainer=Non
         engine=engine,
         checkpoints=Checkpoints(run, keep=section.keep_checkpoints),
         recorder=Recorder(run),
-        evaluate=evaluate,
+        evaluations=Evaluations(evaluate, section, phases, deadlines, beside=beside),
         identity={"seed": 1},
         deadlines=deadlines,
     )

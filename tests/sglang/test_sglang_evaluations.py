@@ -1,0 +1,52 @@
+"""`megatron-daro eval` through two SGLang servers that it starts, one of which is killed in the middle."""
+
+from __future__ import annotations
+
+import json
+
+import psutil
+import pytest
+import tiny_task
+from cli_runs import started
+from sglang_pool import CPU_ARGUMENTS, required_environment
+
+from megatron_daro.evaluate.answers import kept, part_files
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+START_LIMIT_S = 400
+SAMPLES = 200
+
+
+def servers(run) -> list[psutil.Process]:
+    """The processes that serve, not their keepers."""
+    found = []
+    for process in run.processes():
+        try:
+            words = process.cmdline()
+        except psutil.NoSuchProcess:
+            continue
+        if words[1:3] == ["-m", "sglang.launch_server"]:
+            found.append(process)
+    return found
+
+
+def test_an_evaluation_outlives_the_kill_of_a_server(tiny: tiny_task.TinyTask, tmp_path, pool):
+    python = required_environment() / "bin" / "python"
+    pool.down()
+    out = tmp_path / "out"
+    arguments = json.dumps({**CPU_ARGUMENTS, "max_total_tokens": 4096})
+    words = ["eval", str(tiny.config), "engine.kind=sglang", "engine.replicas=2", f"engine.sglang.python={python}"]
+    words += [f"engine.sglang.arguments={arguments}", "--hf", str(tiny.model), "--out", str(out), "--template", "none"]
+    words += ["--set", f"digits={tiny.directory / 'held_out.jsonl'}", "--samples", str(SAMPLES), "--k", "8"]
+    with started(words, tmp_path / "log") as run:
+        run.wait_until(lambda: bool(part_files(out)), "a part of the answers", START_LIMIT_S)
+        servers(run)[0].kill()
+        finished = run.finish()
+        assert run.left_behind() == []
+    assert finished.code == 0, finished.stderr
+    assert len(kept(out)) == 10 * SAMPLES
+    (found,) = json.loads((out / "summary.json").read_text())["sets"].values()
+    # The base model answers d or d + 1 with equal chance.
+    assert 0.3 < found["metrics"][f"avg@{SAMPLES}"]["mean"] < 0.7 and found["metrics"]["pass@8"]["mean"] > 0.9
+    assert found["truncated"] < 0.05
