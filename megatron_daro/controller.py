@@ -49,10 +49,9 @@ class Parts:
     """What a controller drives.
 
     engine is None for replay. checkpoints, recorder, evaluations and export are left out where the run has none.
-    export: writes the trained policy out when all steps are done, given their number. closers: further things to close
-    at the end, by name, after engine and policy. identity: plain values that must be equal in a run and in a checkpoint
-    it resumes from (seed, K, algorithm...). drift: warns when engine and trainer drift apart. signal: when no answer
-    teaches anything.
+    export: writes the trained policy out, given the number of steps. closers: further things to close at the end, by
+    name, after engine and policy. identity: values that must be equal in a run and in a checkpoint it resumes from.
+    drift: warns when engine and trainer drift apart. signal: when no answer teaches anything.
     """
 
     policy: ExportingPolicy
@@ -105,7 +104,6 @@ class Controller:
         self._lost_in_a_row = 0
         self._saved_step = 0
         self._saving = BackgroundSave()
-        self._evaluations = parts.evaluations
         self._last_batch: SampledBatch | None = None
         self._unrecorded: tuple[Group, ...] = ()
         self._resolved: deque[dict[int, Outcome]] = deque(maxlen=max_staleness + 2)
@@ -169,7 +167,7 @@ class Controller:
                 raise
             return RunOutcome("interrupted", self.step)
         finally:
-            self._evaluations.cancel()
+            self._parts.evaluations.cancel()
             await self.shutdown()
         return RunOutcome("finished" if finished else "stopped", self.step)
 
@@ -205,9 +203,9 @@ class Controller:
 
     async def _evaluate_first(self) -> None:
         """Return the model that training starts from, as step 0 of the metrics."""
-        if self.step == 0 and self._evaluations.due(0, 0):
-            await self._evaluations.run(0, metrics := {})
-            self._evaluations.write(lambda: self._parts.metrics.write(0, metrics))
+        if self.step == 0 and self._parts.evaluations.due(0, 0):
+            await self._parts.evaluations.run(0, metrics := {})
+            self._parts.evaluations.write(lambda: self._parts.metrics.write(0, metrics))
 
     async def _loop(self) -> bool:
         """Train, then export. Returns whether there is nothing left to do."""
@@ -230,7 +228,7 @@ class Controller:
         """End generation at once when a stop is asked for; what is being trained is finished by `_train`."""
         await self._stop.wait()  # The one wait without a deadline: for a person.
         generator.cancel()
-        self._evaluations.cancel()
+        self._parts.evaluations.cancel()
 
     async def _generate(self) -> None:
         index = self._batches_done
@@ -369,13 +367,13 @@ class Controller:
 
     async def _share_weights(self, update: Update) -> None:
         """Sync and evaluation; then the next batch may be generated, beside the writing of this one."""
-        await self._evaluations.ended()  # its answers are all of the version that the engine has until now
+        await self._parts.evaluations.ended()  # its answers are all of the version that the engine has until now
         async with self._engine_use():
             if self._weight_sync:
                 with self._parts.phases.measure("sync"):
                     update.metrics |= await self._publish(f"step {self.step}")
-            if self._evaluations.due(update.version, self.step):
-                await self._evaluations.run(self.step, update.metrics)
+            if self._parts.evaluations.due(update.version, self.step):
+                await self._parts.evaluations.run(self.step, update.metrics)
         await self._advance()
 
     async def _advance(self) -> None:
@@ -392,7 +390,7 @@ class Controller:
         update.metrics |= self._parts.phases.collect()
         if train_s := update.metrics.get("timing/train_s", 0.0):
             update.metrics["throughput/train_tokens_per_s"] = num_tokens / train_s
-        self._evaluations.write(lambda: self._write_line(update))
+        self._parts.evaluations.write(lambda: self._write_line(update))
 
     def _write_line(self, update: Update) -> None:
         self._parts.metrics.write(update.step, update.metrics)
@@ -419,7 +417,7 @@ class Controller:
 
     async def _checkpoint(self) -> None:
         """Save the state after the last trained batch, if that is not saved yet."""
-        await self._evaluations.ended()
+        await self._parts.evaluations.ended()
         if self._parts.checkpoints is None or self._last_batch is None or self.step == self._saved_step:
             return
         resolved = {group_id: outcome for batch in self._resolved for group_id, outcome in batch.items()}
