@@ -51,13 +51,15 @@ class Evaluations:
             return False
         return step == 0 or step // self._every > before // self._every or step >= self._steps
 
-    async def run(self, step: int, metrics: dict[str, float]) -> None:
-        """Evaluate into `metrics`, which `write` writes. Beside generation it only begins here."""
+    async def run(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        """Evaluate into `metrics`, for a line that `write` writes, and return them. Beside generation it only begins
+        here."""
         if not self._beside:
             metrics |= await self._measured(step)
-            return
+            return metrics
         assert self._task is None, "the one before was waited for"
         self._task, self._metrics = asyncio.ensure_future(self._measured(step)), metrics
+        return metrics
 
     def write(self, line: Callable[[], None]) -> None:
         """Write a line of metrics now, or after the evaluation that is under way."""
