@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
@@ -85,10 +86,11 @@ async def evaluation(urls: Sequence[str], asked: Sequence[Question], window: int
         await engine.close()
 
 
-def cpu_s() -> float:
-    """Of this process, seconds."""
+def cpu_s(pool: RewardPool | None = None) -> float:
+    """Of this process, and of a pool's workers, seconds."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+    workers = [psutil.Process(pid).cpu_times() for pid in (pool.worker_pids if pool else ())]
+    return used.ru_utime + used.ru_stime + sum(one.user + one.system for one in workers)
 
 
 async def measured(args: argparse.Namespace) -> dict[str, Any]:
@@ -139,11 +141,20 @@ def verification(args: argparse.Namespace) -> dict[str, Any]:
     pairs = (pairs * (args.verified // distinct + 1))[: args.verified]
     with RewardPool("math", workers=args.workers) as pool:
         pool.score([("\\boxed{1+1}", "x^2")])
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), cpu_s(pool)
         verdicts = pool.score(pairs)
-        seconds = time.perf_counter() - began
-    return {"answers": len(pairs), "distinct": min(distinct, len(pairs)), "workers": args.workers, "seconds": seconds,
-            "right": sum(v.correct for v in verdicts), "sets": names}  # fmt: skip
+        seconds, cpu = time.perf_counter() - began, cpu_s(pool) - cpu
+        counters = pool.counters
+    return {
+        "answers": len(pairs),
+        "distinct": min(distinct, len(pairs)),
+        "in_workers": counters["judged"],
+        "workers": args.workers,
+        "seconds": seconds,
+        "cpu_s": cpu,
+        "right": sum(v.correct for v in verdicts),
+        "sets": names,
+    }
 
 
 def main() -> int:
@@ -165,7 +176,8 @@ def main() -> int:
     client, verified = found["client"], found["verification"]
     print(f"bare loop {client['wall_s']['bare']:.2f} s, evaluation {client['wall_s']['evaluation']:.2f} s: "
           f"ratio {client['ratio']:.3f}; CPU of the client {client['cpu_ms_per_answer']} ms an answer")  # fmt: skip
-    print(f"{verified['answers']} answers ({verified['distinct']} distinct) verified in {verified['seconds']:.1f} s")
+    print(f"{verified['answers']} answers ({verified['distinct']} distinct) verified in {verified['seconds']:.1f} s "
+          f"({verified['cpu_s']:.1f} s of CPU time, {verified['in_workers']} of them in workers)")  # fmt: skip
     return 0
 
 
