@@ -26,6 +26,7 @@ from megatron_daro.observe.metrics import MetricsLog
 from megatron_daro.observe.progress import Progress
 from megatron_daro.observe.trace import Phases
 from megatron_daro.rollout.beside import Evaluations
+from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.replay import ReplaySource
 from megatron_daro.rollout.sampled_batch import BatchSource
 from megatron_daro.runtime import hf_export, parts
@@ -136,13 +137,7 @@ async def _train(
             engine=made.engine if made else None,
             checkpoints=_checkpoints(config, start),
             recorder=parts.recorder(config),
-            evaluations=Evaluations(
-                made.evaluator.evaluate if made and made.evaluator else None,
-                config.trainer,
-                observers.phases,
-                limits,
-                beside=parts.evaluates_beside(config),
-            ),
+            evaluations=_evaluations(config, made, observers, limits),
             export=hf_export.writer(config.trainer, policy, observers.progress),
             closers={"verifiers": made.scorer.close} if made else {},
             identity=_identity(config),
@@ -169,6 +164,14 @@ async def _train(
         endings = [made.engine.ended()] if made and isinstance(made.engine, HasEnding) else []
         gc.freeze()  # some 300,000 objects of modules: a look through all of them would hold the event loop for 0.3 s
         return await supervised(controller.run(), groups, endings)
+
+
+def _evaluations(
+    config: Config, made: parts.Generation | None, observers: _Observers, limits: Deadlines
+) -> Evaluations:
+    evaluate = made.evaluator.evaluate if made and made.evaluator else None
+    beside = parts.evaluates_beside(config)
+    return Evaluations(evaluate, config.trainer, observers.phases, limits, beside=beside)
 
 
 def _finished_before(run: _Run, start: Start) -> RunOutcome:
