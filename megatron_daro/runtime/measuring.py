@@ -120,11 +120,16 @@ def _ask_until_whole(
     try:
         with cluster(max(engines_of(plan.config).processes, 1)):
             asyncio.run(_run(plan, tokenizer, questions, notices))
+    except KeyboardInterrupt:
+        notices.notice(_kept_text(plan.out, questions, wanted))
+        raise
     except DaroError as error:
-        there = wanted - len(requests(questions, answers.kept(plan.out)))
-        raise type(error)(
-            f"{error}; {there} of {wanted} answers are kept in {plan.out}: the same command goes on from there"
-        ) from error
+        raise type(error)(f"{error}; {_kept_text(plan.out, questions, wanted)}") from error
+
+
+def _kept_text(out: Path, questions: Sequence[Question], wanted: int) -> str:
+    there = wanted - len(requests(questions, answers.kept(out)))
+    return f"{there} of {wanted} answers are kept in {out}: the same command goes on from there"
 
 
 async def _run(plan: Plan, tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question], notices: Notices) -> None:
