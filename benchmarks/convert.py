@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -50,9 +50,9 @@ CONFIG = {
 }
 
 
-def make_checkpoint(directory: Path, layers: int) -> int:
+def make_checkpoint(directory: Path, layers: int, config: Mapping[str, object] = CONFIG) -> int:
     """Write the model; returns its bytes."""
-    config = {**CONFIG, "num_hidden_layers": layers}
+    config = {**config, "num_hidden_layers": layers}
     block = torch.randn(1 << 22).to(torch.bfloat16)
     shapes = hf_tensor_shapes(read_model_shape(config))
 

@@ -152,7 +152,7 @@ def train_step_speed(
         if result.skipped:
             raise RuntimeError(result.reason)
 
-    size = sum(p.numel() for p in policy.model.parameters())
+    size = sum(p.numel() for chunk in policy.chunks for p in chunk.parameters())
     name = f"train step {'fp8' if fp8 else 'bf16'}, {size / 1e6:.0f} M parameters"
     speed = measure(name, step, device, samples * sample_tokens, repeats)
     return replace(speed, operations=train_operations(config, samples, sample_tokens))

@@ -55,6 +55,7 @@ class SamplingParams:
 
     seed: with group id, attempt and index it names the randomness of each answer to engines that are told one with
     every request (SGLang servers started with enable_deterministic_inference); None: they have their own.
+    routed_experts: (layers, experts of a token) of the model, where the engine shall say which experts it chose.
     """
 
     temperature: float = 1.0
@@ -62,6 +63,7 @@ class SamplingParams:
     max_new_tokens: int = 1024
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+    routed_experts: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,8 @@ class Rollout:
     loss_mask: uint8 [R], 1 where the token is trained. logprobs: float32 [R], natural log, of the behaviour
     distribution (temperature applied, top-p not). weight_version: the oldest policy version that produced a token of
     it, or may have read its prompt. version_spans: (weight_version, number of response tokens) in order; empty means
-    one span.
+    one span. routed_experts: int16 [prompt_length + R, layers, experts of a token], which experts the engine chose for
+    each token that it read; -1 in the row of the last, which it did not read. None where it was not asked.
     """
 
     prompt_id: str
@@ -106,6 +109,7 @@ class Rollout:
     weight_version: int
     text: str = ""
     version_spans: tuple[tuple[int, int], ...] = ()
+    routed_experts: np.ndarray | None = None
 
     @property
     def response_length(self) -> int:
@@ -127,7 +131,8 @@ class Rollout:
 
         Returns:
             prompt_length of this one; attempt and finish reason of `later`; response columns end to end; the spans of
-            both with their own versions (equal neighbours joined), and the oldest version that produced a token.
+            both with their own versions (equal neighbours joined), and the oldest version that produced a token; the
+            experts that a token met when it was read first.
 
         Raises:
             ValueError: `later` is of another rollout, or does not begin with all tokens of this one.
@@ -156,7 +161,15 @@ class Rollout:
             ),
             text=text,
             version_spans=spans,
+            routed_experts=self._routed_first(later),
         )
+
+    def _routed_first(self, later: Rollout) -> np.ndarray | None:
+        """Return the experts of `later`, whose prompt was read again, with this rollout's own where it read them."""
+        if self.routed_experts is None or later.routed_experts is None:
+            return later.routed_experts
+        read = len(self.tokens) - 1
+        return np.concatenate([self.routed_experts[:read], later.routed_experts[read:]])
 
     def continues(self, earlier: Rollout) -> bool:
         """Whether this is `earlier` and more: the same response tokens with the same log-probs at its beginning."""
@@ -237,6 +250,9 @@ class TrainBatch:
     group_ids_N int64; advantages_N float32; truncated_N uint8 (finish reason "length");
     old_logprobs_R and ref_logprobs_R float32, None until the actor computed them. group_lengths_NK int64 [N, K],
     trained tokens of every rollout of each sample's group; None unless the algorithm needs them.
+    routed_experts_TLK int16 [T, layers, experts of a token]: which experts the engine chose for a token that it
+    read; -1 where it did not tell, and for the last token of a sample, which it did not read. None where no engine was
+    asked.
     """
 
     tokens_T: np.ndarray
@@ -254,6 +270,7 @@ class TrainBatch:
     old_logprobs_R: np.ndarray | None = None
     ref_logprobs_R: np.ndarray | None = None
     group_lengths_NK: np.ndarray | None = None
+    routed_experts_TLK: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.lengths_N)
@@ -281,6 +298,8 @@ class TrainBatch:
             for name, column in columns.items()
             if column is not None
         }
+        if self.routed_experts_TLK is not None:
+            changed["routed_experts_TLK"] = _ragged_select(self.routed_experts_TLK, self.lengths_N, indices_M)
         return replace(self, **changed)
 
     @classmethod

@@ -100,10 +100,15 @@ def save_policy(directory: Path, seed: int, *, max_positions: int = CONTEXT, hid
     return model
 
 
+# The project's own stand-ins come before those that the environment was made with, which may be older.
+_ENV = {"PYTHONPATH": str(_PROJECT / "tools" / "sglang_cpu" / "stand_ins")}
+
+
 class PooledServer:
     """One server process; after `kill` and `start` it is at the same address, with the weights of its files."""
 
-    def __init__(self, model: Path, log: Path, seed: int) -> None:
+    def __init__(self, model: Path, log: Path, seed: int, **arguments: Any) -> None:
+        """arguments: of the server, beside those of every test."""
         self.model, self.log = model, log
         self._python = required_environment() / "bin" / "python"
         self._ports = [reserve_port(HOST), reserve_port(HOST)]
@@ -117,7 +122,7 @@ class PooledServer:
             nccl_port=nccl_port,
             tensor_parallel=1,
             seed=seed,
-            arguments={"dtype": "float32", "skip_tokenizer_init": True, **CPU_ARGUMENTS},
+            arguments={"dtype": "float32", "skip_tokenizer_init": True, **CPU_ARGUMENTS, **arguments},
         )
         self._process: ManagedProcess | None = None
         self._served = False
@@ -126,7 +131,7 @@ class PooledServer:
         """Starts the process unless it lives; `wait` waits until it serves."""
         if self._process is None or self._process.poll() is not None:
             self._served = False
-            self._process = ManagedProcess(self._command, host=HOST, env={}, log_path=self.log, python=self._python)
+            self._process = ManagedProcess(self._command, host=HOST, env=_ENV, log_path=self.log, python=self._python)
             self._process.start()
 
     def wait(self) -> None:

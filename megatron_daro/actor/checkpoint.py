@@ -109,7 +109,8 @@ def load(trainee: Trainee, directory: Path) -> None:
         raise
     except (CheckpointingException, OSError, ValueError) as error:
         raise CheckpointError(f"checkpoint {directory} cannot be loaded: {error}") from error
-    trainee.model.module.load_state_dict(state["model"], strict=True)
+    for place, chunk in enumerate(trainee.chunks):
+        chunk.module.load_state_dict(state["model"][str(place)], strict=True)
     options = group_options(trainee.optimizer)
     load_optimizer_state(trainee.optimizer, state["optimizer"], lambda: _fill(trainee, wanted["model"], directory))
     set_group_options(trainee.optimizer, options)
@@ -125,7 +126,8 @@ def _fill(trainee: Trainee, model: dict[str, Any], directory: Path) -> None:
 def _state(trainee: Trainee, *, is_loading: bool) -> dict[str, Any]:
     allocate_optimizer_state(trainee.optimizer)
     metadata = {**_METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    model = trainee.model.module.sharded_state_dict(metadata=metadata)
+    # The keys of the tensors count the layers of the whole model: parts of a rank are no part of them.
+    model = {str(place): c.module.sharded_state_dict(metadata=metadata) for place, c in enumerate(trainee.chunks)}
     if is_distributed(trainee.optimizer):
         optimizer = common_state(trainee.optimizer)
     else:

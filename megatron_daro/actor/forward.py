@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron_daro.actor import device
 from megatron_daro.actor.compat import HiddenStateGPTModel
 from megatron_daro.actor.logprobs import check_labels, vocab_parallel_logprobs
+from megatron_daro.actor.routing import replay_routing
 from megatron_daro.data.packing import (
     PackedMicroBatch,
     collect_responses,
@@ -42,6 +43,7 @@ with warnings.catch_warnings():
         copy_to_tensor_model_parallel_region,
         gather_from_sequence_parallel_region,
     )
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 MicroBatches = Sequence[Sequence[int]]
 LossFunction = Callable[[PackedMicroBatch, Tensor], tuple[Tensor, Tensor, dict[str, Any]]]
@@ -97,7 +99,7 @@ def packed_micro_batches(
 
 
 def run_schedule(
-    model: DistributedDataParallel,
+    chunks: Sequence[DistributedDataParallel],
     packs: Sequence[PackedMicroBatch],
     on_hidden: Callable[..., Any],
     *,
@@ -106,7 +108,7 @@ def run_schedule(
     """Megatron's forward-backward schedule over the micro-batches.
 
     Args:
-        model: this rank's stage.
+        chunks: the parts of the model on this rank.
         packs: one per micro-batch; the same number on every rank.
         on_hidden: on the last stage, `on_hidden(packed, hidden_T1D)` -> what Megatron expects of a loss function; with
             `forward_only`, anything: it is collected.
@@ -116,10 +118,12 @@ def run_schedule(
     """
     schedule = get_forward_backward_func()
     longest = max(len(packed.tokens_T) for packed in packs)
+    if len(chunks) > 1:
+        packs = interleaved(chunks[0].module.config, packs)
     return schedule(
         forward_step_func=partial(_forward_step, on_hidden),
-        data_iterator=iter(packs),
-        model=[model],
+        data_iterator=iter(packs) if len(chunks) == 1 else [iter(packs) for _ in chunks],
+        model=list(chunks),
         num_microbatches=len(packs),
         seq_length=longest,  # an upper bound; stages tell each other the real lengths
         micro_batch_size=1,
@@ -128,10 +132,24 @@ def run_schedule(
     )
 
 
+def interleaved(config: TransformerConfig, packs: Sequence[PackedMicroBatch]) -> list[PackedMicroBatch]:
+    """Return the micro-batches as the interleaved schedule takes them, which it is told in `config`.
+
+    It takes as many as there are stages or more, in groups that hold at least as many. The smallest group that leaves
+    no smaller rest keeps the fewest activations. Fewer micro-batches are filled up with silent ones.
+    """
+    stages = config.pipeline_model_parallel_size
+    filled = [*packs, *[min(packs, key=lambda p: len(p.tokens_T)).silent()] * (stages - len(packs))]
+    rests = ((size, len(filled) % size) for size in range(stages, len(filled) + 1))
+    config.microbatch_group_size_per_vp_stage = next(size for size, rest in rests if rest == 0 or rest >= stages)
+    return filled
+
+
 def _forward_step(
-    on_hidden: Callable[..., Any], data: Iterator[PackedMicroBatch], model: torch.nn.Module
+    on_hidden: Callable[..., Any], data: Iterator[PackedMicroBatch], model: DistributedDataParallel
 ) -> tuple[Tensor, Callable[..., Any]]:
     packed = next(data)
+    replay_routing(model.module, packed)
     hidden = model(
         packed.tokens_T[None],
         packed.positions_T[None],
@@ -182,15 +200,18 @@ def position_logprobs(
 
 
 def response_logprobs(
-    model: DistributedDataParallel, batch: TrainBatch, micro_batches: MicroBatches, settings: OutputSettings
+    chunks: Sequence[DistributedDataParallel],
+    batch: TrainBatch,
+    micro_batches: MicroBatches,
+    settings: OutputSettings,
 ) -> np.ndarray | None:
     """Log-probability of every response token under the current weights, no gradient.
 
     Returns:
         float32 [R] in the batch's order on every rank of the last stage; None on other stages.
     """
-    inner: HiddenStateGPTModel = model.module
-    config = inner.config
+    last: HiddenStateGPTModel = chunks[-1].module
+    config = last.config
     recipe = config.fp8_recipe if config.fp8 else None
     packs = packed_micro_batches(
         batch,
@@ -202,14 +223,16 @@ def response_logprobs(
 
     def on_hidden(packed: PackedMicroBatch, hidden: Tensor) -> tuple[Tensor, PackedMicroBatch]:
         positions = packed.response_slots_P
-        logprobs_M, _ = position_logprobs(inner, hidden, packed.labels_T[positions], positions, settings)
+        logprobs_M, _ = position_logprobs(last, hidden, packed.labels_T[positions], positions, settings)
         return torch.zeros(len(packed.tokens_T), device=hidden.device).index_copy(0, positions, logprobs_M), packed
 
-    was_training = model.training
-    model.eval()
+    was_training = last.training
+    for chunk in chunks:
+        chunk.eval()
     with torch.no_grad():
-        parts = run_schedule(model, packs, on_hidden, forward_only=True)
-    model.train(was_training)
+        parts = run_schedule(chunks, packs, on_hidden, forward_only=True)
+    for chunk in chunks:
+        chunk.train(was_training)
     if not parallel_state.is_pipeline_last_stage():
         return None
     return _join_context(collect_responses(parts, int(batch.response_lengths_N.sum())))

@@ -91,9 +91,10 @@ def _logits(megatron: Path, shape: ModelShape, tokens_T: Tensor) -> Tensor:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         parallel.build_groups(parallel.Layout(), seed=0)
-        model = build_model(shape, transformer_config(shape, parallel.Layout(), dtype="fp32")).eval()
+        (model,) = build_model(shape, transformer_config(shape, parallel.Layout(), dtype="fp32"))
+        model.eval()
         with MegatronWeights(megatron, shape) as weights:
-            load_hf_weights(model, shape, weights)
+            load_hf_weights([model], shape, weights)
         with torch.no_grad():
             hidden_T1D = _hidden(model, tokens_T)
             return (hidden_T1D[:, 0] @ model.output_weight().T)[:, : shape.vocab].cpu()

@@ -190,10 +190,12 @@ def _in_sequence_order(x_CTGD: torch.Tensor, chunk: int) -> torch.Tensor:
     return torch.cat(first + second[::-1])
 
 
-def layer_spec(config: TransformerConfig, *, transformer_engine: bool) -> TransformerBlockSubmodules:
-    """Return what Megatron's TransformerBlock builds on this stage: TE layers, or local layers with PackedAttention and
-    RMSNorm; dense layers, and layers with experts where the configuration has them."""
-    block = get_gpt_decoder_block_spec(config, transformer_engine, normalization="RMSNorm")
+def layer_spec(
+    config: TransformerConfig, *, transformer_engine: bool, virtual_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """Return what Megatron's TransformerBlock builds on this (virtual) stage: TE layers, or local layers with
+    PackedAttention and RMSNorm; dense layers, and layers with experts where the configuration has them."""
+    block = get_gpt_decoder_block_spec(config, transformer_engine, normalization="RMSNorm", vp_stage=virtual_stage)
     if transformer_engine:
         return block
     for submodules in {id(spec): spec.submodules for spec in block.layer_specs}.values():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -89,7 +89,7 @@ def transformer_config(
         "add_qkv_bias": shape.qkv_bias,
         "qk_layernorm": shape.qk_norm,
         "tensor_model_parallel_size": layout.tensor,
-        "pipeline_model_parallel_size": layout.pipeline,
+        **_pipeline_options(layout),
         "context_parallel_size": layout.context,
         "expert_model_parallel_size": layout.expert,
         "expert_tensor_parallel_size": layout.expert_tensor_size,
@@ -156,6 +156,22 @@ def _expert_options(shape: ModelShape, *, grouped: bool) -> dict[str, Any]:
     }
 
 
+def _pipeline_options(layout: Layout) -> dict[str, Any]:
+    """Return the sizes; with virtual stages, messages on the way during computation, which is Megatron-LM's own choice.
+
+    Without that the shapes that two stages send each other in both directions at once arrive in the wrong order: the
+    stage before one of two is the stage after it as well.
+    """
+    stages = {"pipeline_model_parallel_size": layout.pipeline}
+    if layout.virtual_pipeline == 1:
+        return stages
+    return stages | {
+        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline,
+        "overlap_p2p_comm": True,
+        "batch_p2p_comm": False,
+    }
+
+
 def _recompute_options(recompute: str) -> dict[str, Any]:
     if recompute == "none":
         return {}
@@ -181,31 +197,46 @@ def _set_yarn(config: TransformerConfig, scaling: YarnScaling) -> None:
         setattr(config, name, value)
 
 
+Chunks = Sequence[HiddenStateGPTModel]
+"""The parts of the model that a rank holds, first to last: one, or as many as there are virtual pipeline stages."""
+
+
 def build_model(
     shape: ModelShape, config: TransformerConfig, *, transformer_engine: bool = False
-) -> HiddenStateGPTModel:
-    """Return this rank's part of the model, with uninitialised weights, on this process's device."""
-    return bare_model(shape, config, transformer_engine=transformer_engine).to(device.prepare())
+) -> list[HiddenStateGPTModel]:
+    """Return this rank's parts of the model, with uninitialised weights, on this process's device."""
+    chunks = bare_model(shape, config, transformer_engine=transformer_engine)
+    return [chunk.to(device.prepare()) for chunk in chunks]
 
 
 def bare_model(
     shape: ModelShape, config: TransformerConfig, *, transformer_engine: bool = False
-) -> HiddenStateGPTModel:
+) -> list[HiddenStateGPTModel]:
     """Return the same on the default device, which may be "meta"."""
+    virtual = config.virtual_pipeline_model_parallel_size
+    stages = [None] if virtual is None else list(range(virtual))
+    chunks = [_bare_chunk(shape, config, stage, transformer_engine=transformer_engine) for stage in stages]
+    _mark_parallel(chunks, shape)
+    return chunks
+
+
+def _bare_chunk(
+    shape: ModelShape, config: TransformerConfig, virtual_stage: int | None, *, transformer_engine: bool
+) -> HiddenStateGPTModel:
     with quiet():
         model = HiddenStateGPTModel(
             config,
-            layer_spec(config, transformer_engine=transformer_engine),
+            layer_spec(config, transformer_engine=transformer_engine, virtual_stage=virtual_stage),
             vocab_size=padded_vocabulary(shape.vocab, config.tensor_model_parallel_size),
             max_sequence_length=shape.max_positions,
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual_stage),
+            vp_stage=virtual_stage,
             position_embedding_type="yarn" if isinstance(shape.rope_scaling, YarnScaling) else "rope",
             rotary_base=shape.rope_theta,
             share_embeddings_and_output_weights=shape.tie,
             parallel_output=True,
         )
-    _mark_parallel(model, shape)
     if isinstance(shape.rope_scaling, Llama3Scaling):
         _apply_llama3_scaling(model.rotary_pos_emb, shape.rope_scaling)
     bound_rotary_tables(model.rotary_pos_emb)
@@ -224,22 +255,21 @@ class LocalParameter:
     peers: tuple[TensorRule, ...]
 
 
-def local_parameters(model: HiddenStateGPTModel, shape: ModelShape) -> list[LocalParameter]:
+def local_parameters(chunks: Chunks, shape: ModelShape) -> list[LocalParameter]:
     """Return this rank's parameters with their rules, in forward order; on all ranks of a stage the same order.
 
     Raises:
         ModelError: a parameter that no rule names.
     """
-    names = [name for name, _ in model.named_parameters()]
+    names = [name for chunk in chunks for name, _ in chunk.named_parameters()]
     fused_norms = any(name.endswith("layer_norm_weight") for name in names)
     grouped = any(".mlp.experts.linear_fc" in name for name in names)
     rules = _rules(shape, fused_norms, grouped)
-    first_layer = model.decoder.layers[0].layer_number - 1 if len(model.decoder.layers) else 0
     ranks = parallel_state.get_expert_model_parallel_world_size()
     own = parallel_state.get_expert_model_parallel_rank()
     experts = shape.experts.number // ranks if shape.experts else 0
     found = []
-    for name, parameter in model.named_parameters():
+    for first_layer, name, parameter in _named_parameters(chunks):
         of_ranks = [global_name(name, first_layer, rank * experts) for rank in range(ranks)]
         if of_ranks[own] not in rules:
             raise ModelError(f"parameter {of_ranks[own]} of the Megatron model has no Hugging Face counterpart")
@@ -249,6 +279,15 @@ def local_parameters(model: HiddenStateGPTModel, shape: ModelShape) -> list[Loca
     return found
 
 
+def _named_parameters(chunks: Chunks) -> Iterator[tuple[int, str, torch.nn.Parameter]]:
+    """Yield the number in the model of a part's first layer, with each parameter's name within the part."""
+    for chunk in chunks:
+        layers = chunk.decoder.layers
+        first_layer = layers[0].layer_number - 1 if len(layers) else 0
+        for name, parameter in chunk.named_parameters():
+            yield first_layer, name, parameter
+
+
 @lru_cache(maxsize=2)
 def _rules(shape: ModelShape, fused_norms: bool, grouped_experts: bool) -> Mapping[str, TensorRule]:
     """Return the rules of the whole model by Megatron's name, with that of a tied output layer."""
@@ -256,7 +295,7 @@ def _rules(shape: ModelShape, fused_norms: bool, grouped_experts: bool) -> Mappi
     return {rule.megatron_name: rule for rule in [*rules, output_rule(shape)]}
 
 
-def _mark_parallel(model: HiddenStateGPTModel, shape: ModelShape) -> None:
+def _mark_parallel(chunks: Chunks, shape: ModelShape) -> None:
     """Tell Megatron which parameters are shards, and which belong to experts.
 
     The gradient norm counts what is no shard on one rank only. Upstream sets these marks while it draws initial
@@ -265,7 +304,7 @@ def _mark_parallel(model: HiddenStateGPTModel, shape: ModelShape) -> None:
     optimizer of their own: upstream does so with EP > 1 only, where it is needed with ETP other than TP as well, and
     where a checkpoint of one EP must load into another.
     """
-    for local in local_parameters(model, shape):
+    for local in local_parameters(chunks, shape):
         if local.rule.expert is not None:
             local.parameter.allreduce = False  # type: ignore[attr-defined]
         if local.rule.is_cut and not hasattr(local.parameter, "tensor_model_parallel"):
@@ -286,9 +325,9 @@ def _apply_llama3_scaling(rotary: RotaryEmbedding, scaling: Llama3Scaling) -> No
 
 
 def wrap_data_parallel(
-    model: HiddenStateGPTModel, config: TransformerConfig, *, distributed_optimizer: bool, options: Mapping[str, Any]
-) -> DistributedDataParallel:
-    """Megatron's data-parallel wrapper; gradients are kept and reduced in fp32.
+    chunks: Chunks, config: TransformerConfig, *, distributed_optimizer: bool, options: Mapping[str, Any]
+) -> list[DistributedDataParallel]:
+    """Megatron's data-parallel wrapper around each part; gradients are kept and reduced in fp32.
 
     With `overlap_grad_reduce` the schedule is told how to hold the reduction back until the last micro-batch: without
     that a bucket is sent when it was added to as often as in the first step, too early or never in a step with another
@@ -302,7 +341,12 @@ def wrap_data_parallel(
     }
     ddp_config = DistributedDataParallelConfig(**{**values, **options})
     with quiet():
-        wrapped = DistributedDataParallel(config, ddp_config, model)
+        # As in Megatron-LM: the reduction of a later part is not hidden behind anything, so it is one bucket.
+        wrapped = [
+            DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=place > 0)
+            for place, chunk in enumerate(chunks)
+        ]
     if ddp_config.overlap_grad_reduce:
-        config.no_sync_func = wrapped.no_sync
+        syncs = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
     return wrapped

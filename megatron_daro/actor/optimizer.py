@@ -41,7 +41,7 @@ class UpdateReport:
 
 
 def build_optimizer(
-    model: DistributedDataParallel, section: OptimizerSection, *, dtype: str, options: Mapping[str, Any]
+    chunks: Sequence[DistributedDataParallel], section: OptimizerSection, *, dtype: str, options: Mapping[str, Any]
 ) -> MegatronOptimizer:
     """Adam over this rank's parameters (or its shard of them, when distributed)."""
     values: dict[str, Any] = {
@@ -59,7 +59,7 @@ def build_optimizer(
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return get_megatron_optimizer(OptimizerConfig(**{**values, **options}), [model])
+        return get_megatron_optimizer(OptimizerConfig(**{**values, **options}), list(chunks))
 
 
 def build_scheduler(

@@ -28,7 +28,8 @@ class Layout:
     """Sizes of the parallel dimensions, in processes.
 
     expert: ranks that share the experts of a layer (EP). expert_tensor: ranks that share each expert (ETP); None: 1
-    with EP > 1, else as tensor. Experts use the processes of TP, CP and DP, in groups of ETP x EP.
+    with EP > 1, else as tensor. Experts use the processes of TP, CP and DP, in groups of ETP x EP. virtual_pipeline:
+    parts of the model on each pipeline stage (VPP); part v of stage p is the one at place v * PP + p.
     """
 
     tensor: int = 1
@@ -37,6 +38,7 @@ class Layout:
     data: int = 1
     expert: int = 1
     expert_tensor: int | None = None
+    virtual_pipeline: int = 1
 
     @property
     def expert_group_size(self) -> int:
@@ -89,9 +91,15 @@ def build_groups(layout: Layout, *, seed: int) -> None:
             f"actor layout: expert groups of ETP x EP = {layout.expert_group_size} processes do not divide the {stage} "
             "processes of a pipeline stage (TP x CP x DP); change actor.expert_parallel or actor.data_parallel"
         )
+    if layout.virtual_pipeline > 1 and layout.pipeline == 1:
+        raise ConfigError(
+            f"actor layout: {layout.virtual_pipeline} virtual stages on a pipeline of one stage; change "
+            "actor.virtual_pipeline_parallel or actor.pipeline_parallel"
+        )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor_size,

@@ -21,6 +21,7 @@ from megatron_daro.actor.forward import MicroBatches, OutputSettings, response_l
 from megatron_daro.actor.model import build_model, split_megatron_options, transformer_config, wrap_data_parallel
 from megatron_daro.actor.optimizer import build_optimizer, build_scheduler
 from megatron_daro.actor.parallel import Layout
+from megatron_daro.actor.routing import check_routed_experts
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.actor.step import Trainee, train_step
 from megatron_daro.actor.weights import export_hf_weights, load_hf_weights
@@ -44,6 +45,7 @@ def layout_of(actor: ActorSection) -> Layout:
         data=actor.data_parallel,
         expert=actor.expert_parallel,
         expert_tensor=actor.expert_tensor_parallel,
+        virtual_pipeline=actor.virtual_pipeline_parallel,
     )
 
 
@@ -107,7 +109,7 @@ class MegatronPolicy:
         """
         self._pending_save: checkpoint.PendingSave | None = None
         self.shape: ModelShape = read_model_shape(settings.model_path)
-        self._objective = objective_settings(algorithm)
+        self._objective, self._routing_replay = objective_settings(algorithm), actor.routing_replay
         self._output = OutputSettings(self.shape.vocab, settings.temperature, actor.logprob_chunk_tokens)
         options = split_megatron_options(actor.megatron)
         transformer_engine = uses_transformer_engine(actor)
@@ -122,16 +124,16 @@ class MegatronPolicy:
             transformer_engine=transformer_engine,
             options=options["transformer"],
         )
-        self.model = build_model(self.shape, config, transformer_engine=transformer_engine)
+        self.chunks = build_model(self.shape, config, transformer_engine=transformer_engine)
         with self._first_weights(settings) as tensors:
-            load_hf_weights(self.model, self.shape, tensors)
+            load_hf_weights(self.chunks, self.shape, tensors)
         self._reference = self._copied_weights() if algorithm.needs_reference else None
         wrapped = wrap_data_parallel(
-            self.model, config, distributed_optimizer=actor.optimizer.distributed, options=options["ddp"]
+            self.chunks, config, distributed_optimizer=actor.optimizer.distributed, options=options["ddp"]
         )
         optimizer = build_optimizer(wrapped, actor.optimizer, dtype=actor.dtype, options=options["optimizer"])
         self.trainee = Trainee(
-            model=wrapped,
+            chunks=wrapped,
             optimizer=optimizer,
             scheduler=build_scheduler(optimizer, actor.optimizer, total_steps=settings.total_steps),
             algorithm=make_algorithm(
@@ -144,6 +146,7 @@ class MegatronPolicy:
 
     def train_step(self, batch: TrainBatch, micro_batches: MicroBatches, *, step: int) -> StepResult:
         """One optimizer step on this data-parallel shard. Collective over all ranks; all get the same result."""
+        batch = self._routed(batch)
         return train_step(
             self.trainee,
             batch,
@@ -162,17 +165,26 @@ class MegatronPolicy:
         Args:
             batch: the shard. micro_batches: its rows. temperature: that logits are divided by; None: as configured.
         """
+        batch = self._routed(batch)
         output = self._output if temperature is None else replace(self._output, temperature=temperature)
-        return response_logprobs(self.trainee.model, batch, micro_batches, output)
+        return response_logprobs(self.trainee.chunks, batch, micro_batches, output)
 
     def reference_logprobs(self, batch: TrainBatch, micro_batches: MicroBatches) -> np.ndarray | None:
         """Return the same under the weights that the run started from. Needs algorithm.kl.coefficient > 0."""
+        batch = self._routed(batch)
         with self._reference_weights():
-            return response_logprobs(self.trainee.model, batch, micro_batches, self._output)
+            return response_logprobs(self.trainee.chunks, batch, micro_batches, self._output)
+
+    def _routed(self, batch: TrainBatch) -> TrainBatch:
+        """Return the batch with the experts of its tokens, or without them where the routers shall choose."""
+        if not self._routing_replay:
+            return replace(batch, routed_experts_TLK=None)
+        check_routed_experts(batch, self.shape)
+        return batch
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yield this stage's weights under Hugging Face names. Every tensor-parallel rank must iterate to the end."""
-        return export_hf_weights(self.model, self.shape)
+        return export_hf_weights(self.chunks, self.shape)
 
     def save(self, directory: Path) -> None:
         """Write model, optimizer, schedule and DARO's weights into an existing directory. Collective."""
@@ -209,9 +221,12 @@ class MegatronPolicy:
             return HFCheckpoint(settings.model_path)
         return MegatronWeights(settings.weights, self.shape)
 
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
+
     def _copied_weights(self) -> list[Tensor]:
         """Return host copies, pinned where a GPU will read them again."""
-        copies = [parameter.detach().to("cpu", copy=True) for parameter in self.model.parameters()]
+        copies = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()]
         return [copy.pin_memory() for copy in copies] if device.prepare().type == "cuda" else copies
 
     @contextmanager
@@ -220,7 +235,7 @@ class MegatronPolicy:
         are. No activations are kept meanwhile, so there is room."""
         if self._reference is None:
             raise RuntimeError("reference log-probs were asked for, but algorithm.kl.coefficient is 0")
-        parameters = list(self.model.parameters())
+        parameters = self._parameters()
         current = [parameter.data for parameter in parameters]
         try:
             for parameter, value in zip(parameters, self._reference, strict=True):

@@ -33,9 +33,10 @@ with warnings.catch_warnings():
 
 @dataclass(slots=True, eq=False)
 class Trainee:
-    """What a train step changes, together: the model stage, its optimizer and schedule, the algorithm's weights."""
+    """What a train step changes, together: the parts of the model on this rank, their optimizer and schedule, the
+    algorithm's weights."""
 
-    model: DistributedDataParallel
+    chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     algorithm: Algorithm
@@ -49,11 +50,12 @@ def compute_gradients(
     output: OutputSettings,
 ) -> StepSums:
     """Forward and backward of a whole step; gradients end up summed over all ranks, in the main gradient buffers."""
-    model, inner = trainee.model, trainee.model.module
-    model.train()
-    model.zero_grad_buffer()
+    chunks, last = trainee.chunks, trainee.chunks[-1].module
+    for chunk in chunks:
+        chunk.train()
+        chunk.zero_grad_buffer()
     trainee.optimizer.zero_grad()
-    config = inner.config
+    config = last.config
     recipe = config.fp8_recipe if config.fp8 else None
     packs = packed_micro_batches(
         batch,
@@ -63,7 +65,7 @@ def compute_gradients(
         fp8_recipe=recipe,
     )
     loss = StepLoss(trainee.algorithm, settings, output, batch)
-    run_schedule(model, packs, partial(loss.micro_batch, inner), forward_only=False)
+    run_schedule(chunks, packs, partial(loss.micro_batch, last), forward_only=False)
     return loss.reduce()
 
 

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_daro.actor import device
-from megatron_daro.actor.compat import HiddenStateGPTModel
-from megatron_daro.actor.model import LocalParameter, local_parameters, padded_vocabulary
+from megatron_daro.actor.model import Chunks, LocalParameter, local_parameters, padded_vocabulary
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.convert.mapping import TensorRule, merge
 from megatron_daro.convert.row_runs import RowReader, read_shard
@@ -24,18 +23,18 @@ device.prepare()
 from megatron.core import parallel_state  # noqa: E402  (the device must be prepared first)
 
 
-def load_hf_weights(model: HiddenStateGPTModel, shape: ModelShape, tensors: RowReader) -> None:
+def load_hf_weights(chunks: Chunks, shape: ModelShape, tensors: RowReader) -> None:
     """Fill this rank's parameters; reads only the bytes that they are made of.
 
     Args:
-        model: built by actor/model.py.
+        chunks: built by actor/model.py.
         shape: of the checkpoint.
         tensors: an HFCheckpoint, or the MegatronWeights of a Megatron checkpoint.
 
     Raises:
         ModelError: a tensor is missing or has the wrong shape.
     """
-    for local in local_parameters(model, shape):
+    for local in local_parameters(chunks, shape):
         rank, size = tensor_parallel_place(local.rule)
         vocabulary = padded_vocabulary(shape.vocab, size) if local.rule.kind == "vocab" else None
         part = read_shard(local.rule, tensors, rank, size, padded_vocab=vocabulary)
@@ -53,7 +52,7 @@ def tensor_parallel_place(rule: TensorRule) -> tuple[int, int]:
     return parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_tensor_parallel_world_size()
 
 
-def export_hf_weights(model: HiddenStateGPTModel, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+def export_hf_weights(chunks: Chunks, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
     """Return the weights of this pipeline stage under Hugging Face names, one parameter at a time.
 
     Every rank for which `exports_weights` holds must iterate to the end: each item is a gather over the tensor-parallel
@@ -63,7 +62,7 @@ def export_hf_weights(model: HiddenStateGPTModel, shape: ModelShape) -> Iterator
     Yields:
         (HF name, whole tensor on this device, in the dtype of the parameter).
     """
-    for local in local_parameters(model, shape):
+    for local in local_parameters(chunks, shape):
         if shape.tie and local.rule.megatron_name == "output_layer.weight":
             continue
         yield from gathered(local, local.parameter.detach())

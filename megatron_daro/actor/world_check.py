@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_daro.actor import parallel
-from megatron_daro.actor.compat import HiddenStateGPTModel, quiet
+from megatron_daro.actor.compat import quiet
 from megatron_daro.actor.model import (
+    Chunks,
     LocalParameter,
     bare_model,
     local_parameters,
@@ -103,9 +104,9 @@ def _check_rank(
             shape, layout, dtype=dtype, sequence_parallel=layout.tensor > 1, options={**_ON_META, **(options or {})}
         )
         with torch.device("meta"):
-            model = bare_model(shape, config)
-        use.add_rank(local_parameters(model, shape))
-        return _share(rank, model)
+            chunks = bare_model(shape, config)
+        use.add_rank(local_parameters(chunks, shape))
+        return _share(rank, chunks)
     finally:
         parallel.shutdown()
 
@@ -113,8 +114,8 @@ def _check_rank(
 _ON_META = {"use_cpu_initialization": True, "init_model_with_meta_device": True}
 
 
-def _share(rank: int, model: HiddenStateGPTModel) -> RankShare:
-    parameters = list(model.parameters())
+def _share(rank: int, chunks: Chunks) -> RankShare:
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     return RankShare(
         rank=rank,
         stage=parallel.pipeline_parallel_rank(),

@@ -23,6 +23,7 @@ def check_layout(
     world: Annotated[int, typer.Option("--world", min=1, help="Ranks; data parallel is what TP, PP and CP leave.")],
     tensor: Annotated[int, typer.Option("--tp", min=1, help="Tensor parallel size.")] = 1,
     pipeline: Annotated[int, typer.Option("--pp", min=1, help="Pipeline stages.")] = 1,
+    virtual: Annotated[int, typer.Option("--vpp", min=1, help="Parts of the model on each pipeline stage.")] = 1,
     context: Annotated[int, typer.Option("--cp", min=1, help="Context parallel size.")] = 1,
     expert: Annotated[int, typer.Option("--ep", min=1, help="Expert parallel size.")] = 1,
     expert_tensor: Annotated[
@@ -50,6 +51,7 @@ def check_layout(
     actor = ActorSection(
         tensor_parallel=tensor,
         pipeline_parallel=pipeline,
+        virtual_pipeline_parallel=virtual,
         context_parallel=context,
         data_parallel=world // replica,
         expert_parallel=expert,

@@ -50,6 +50,9 @@ class ActorSection(Section):
     pipeline_parallel: int = Field(default=1, ge=1)
     """Pipeline stages (PP), >= 1; divides the number of layers, unless `megatron` says how many the first or the last
     stage has (num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage)."""
+    virtual_pipeline_parallel: int = Field(default=1, ge=1)
+    """Parts of the model on each pipeline stage (VPP, interleaved schedule), >= 1: a smaller bubble for more messages.
+    Divides the layers of every stage; > 1 needs pipeline_parallel > 1."""
     context_parallel: int = Field(default=1, ge=1)
     """Ranks that share each sequence (CP), >= 1."""
     data_parallel: int = Field(default=1, ge=1)
@@ -71,12 +74,15 @@ class ActorSection(Section):
     """Tokens of one packed micro-batch of one replica, at most; >= the longest prompt plus response."""
     logprob_chunk_tokens: int = Field(default=1024, ge=1)
     """Tokens whose fp32 logits exist at once when log-probabilities are computed; > 0."""
+    routing_replay: bool = False
+    """Train a mixture of experts with the experts that the rollout engine chose for each token (R3); needs SGLang. A
+    token is recorded with 2 bytes for each layer and expert of it."""
     optimizer: OptimizerSection = OptimizerSection()
     """Optimizer and schedule."""
     megatron: dict[str, Any] = {}
     """Fields of Megatron-core's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig under upstream
-    names; unknown ones, those that another option sets, and those that would be ignored (such as virtual pipeline
-    stages and the precision-aware optimizer) are refused with the reason."""
+    names; unknown ones, those that another option sets, and those that would be ignored (such as the precision-aware
+    optimizer) are refused with the reason."""
 
     @property
     def expert_group_size(self) -> int:

@@ -13,6 +13,7 @@ from megatron_daro.config.model_shape import ExpertShape, ModelShape
 from megatron_daro.config.problems import Problem, show
 
 FIRST_STAGE, LAST_STAGE = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+_MEGATRON = "actor.megatron"
 _ACCOUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 _RANKS = ("actor.tensor_parallel", "actor.context_parallel", "actor.data_parallel", "actor.expert_tensor_parallel")
 
@@ -69,8 +70,27 @@ def _stage_problems(actor: ActorSection, layers: int) -> Iterator[Problem]:
         got = f"{stages} with {options}, which does not divide the model's {layers} layers"
         allowed = "numbers that leave the same number of layers, 1 or more, for each other stage"
         fix = "change the layers of the first or last stage (of two stages give one)"
-        also = ("model.path", *(f"actor.megatron.{name}" for name in named))
+        also = ("model.path", *(f"{_MEGATRON}.{name}" for name in named))
         yield Problem("actor.pipeline_parallel", got, allowed, fix, also=also)
+    yield from _virtual_stage_problems(actor, layers, named)
+
+
+def _virtual_stage_problems(actor: ActorSection, layers: int, options: Mapping[str, object]) -> Iterator[Problem]:
+    field, virtual, stages = "actor.virtual_pipeline_parallel", actor.virtual_pipeline_parallel, actor.pipeline_parallel
+    if virtual > 1 and stages == 1:
+        got = f"{virtual} with pipeline_parallel 1"
+        yield Problem(field, got, "1 without pipeline stages", "remove it", also=("actor.pipeline_parallel",))
+    elif virtual > 1:
+        # What counts as a layer of a stage is divided: the embedding and the loss too, where they are accounted for.
+        counts = stage_layers(layers, stages, options) or []
+        extra = [1 if options.get(name) else 0 for name in _ACCOUNTED]
+        if counts:
+            counts = [counts[0] + extra[0], *counts[1:-1], counts[-1] + extra[1]]
+        for count in sorted({count for count in counts if count % virtual}):
+            got = f"{virtual}, but a stage has {count} layers"
+            fix = "choose one of them, or another pipeline_parallel"
+            also = ("actor.pipeline_parallel", "model.path", *(f"{_MEGATRON}.{name}" for name in options))
+            yield Problem(field, got, f"a divisor of {count}", fix, also=also)
 
 
 _STAGE_OPTIONS = (FIRST_STAGE, LAST_STAGE, *_ACCOUNTED)

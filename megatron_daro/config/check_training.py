@@ -13,6 +13,7 @@ from pathlib import Path
 from megatron_daro.config.base import filled
 from megatron_daro.config.hardware import Hardware
 from megatron_daro.config.model_files import ModelFiles
+from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.config.problems import Problem
 from megatron_daro.config.sections import Config
 
@@ -236,6 +237,24 @@ def engine(config: Config, hardware: Hardware) -> Iterator[Problem]:
     if sglang.sync_dir and sglang.sync != "disk":
         got = f"{str(sglang.sync_dir)!r} with sync {sglang.sync}"
         yield Problem(f"{field}.sync_dir", got, "only with sync disk", f"set {field}.sync=disk or remove it")
+
+
+def routing_replay(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
+    """There are experts, an engine that tells which it chose, and a router that can be told."""
+    field = "actor.routing_replay"
+    if not config.actor.routing_replay:
+        return
+    if config.engine.kind != "sglang":
+        got, allowed = (
+            f"true with engine.kind {config.engine.kind}",
+            "true with SGLang, which tells the experts it chose",
+        )
+        yield Problem(field, got, allowed, "set engine.kind=sglang, or remove it", also=("engine.kind",))
+    if shape and not shape.experts:
+        yield Problem(field, "true, but the model has no experts", "false", "remove it", also=("model.path",))
+    if config.actor.megatron.get("moe_router_fusion"):
+        fused, allowed = "actor.megatron.moe_router_fusion", "false: the fused router chooses by itself"
+        yield Problem(fused, "true with routing_replay", allowed, "remove one of them", also=(field,))
 
 
 def server_seeds(config: Config) -> Iterator[Problem]:

@@ -265,7 +265,14 @@ _CHECKS: tuple[tuple[str, _Find, _Find, Callable[[_Context], str]], ...] = (
         lambda c: check_training.algorithm_warnings(c.config),
         lambda c: c.config.algorithm.name,
     ),
-    ("engine", lambda c: check_training.engine(c.config, c.hardware), _nothing, lambda c: c.config.engine.kind),
+    (
+        "engine",
+        lambda c: itertools.chain(
+            check_training.engine(c.config, c.hardware), check_training.routing_replay(c.config, c.shape)
+        ),
+        _nothing,
+        lambda c: c.config.engine.kind,
+    ),
     ("seeds", lambda c: check_training.server_seeds(c.config), _nothing, lambda c: str(c.config.trainer.seed)),
     ("run", lambda c: check_training.run(c.config), _nothing, lambda c: f"{c.config.trainer.steps} steps"),
 )

@@ -43,6 +43,8 @@ OWNED = {
     "expert_model_parallel_size": "actor.expert_parallel",
     "expert_tensor_parallel_size": "actor.expert_tensor_parallel",
     "pipeline_model_parallel_size": "actor.pipeline_parallel",
+    "virtual_pipeline_model_parallel_size": "actor.virtual_pipeline_parallel",
+    "microbatch_group_size_per_vp_stage": "the schedule of each step, from its number of micro-batches",
     "context_parallel_size": "actor.context_parallel",
     "sequence_parallel": "actor.sequence_parallel",
     "params_dtype": "actor.dtype",
@@ -61,9 +63,10 @@ OWNED = {
 
 _DELAYED = "the scales of delayed are kept in a pickle, which Transformer Engine refuses to load when a run resumes"
 _PRECISION = "gradients then stand where neither clipping nor the check for numbers that are not finite looks"
-_STAGES = "each rank builds one part of the model, so that the layers of its other parts would be missing"
+_STAGES = "stages have as many layers as one another, but for those of the first and the last stage"
 _GROUPS = "the process groups of the actor are made without it"
-_BALANCING = "its gradient would be as many times too large as there are tokens: the gradients are plain sums"
+_BALANCING = "it is a product of means over a micro-batch: what is trained would depend on how a batch is cut"
+_SUMS = "its gradient would be as many times too large as there are tokens: the gradients are plain sums"
 _ROUTING = "tokens would meet other experts than the rollout engine chose for them"
 
 REFUSED = {
@@ -72,9 +75,8 @@ REFUSED = {
     "main_params_dtype": _PRECISION,
     "exp_avg_dtype": _PRECISION,
     "exp_avg_sq_dtype": _PRECISION,
-    "virtual_pipeline_model_parallel_size": _STAGES,
     "pipeline_model_parallel_layout": _STAGES,
-    "overlap_p2p_comm": "it needs several parts of the model on a rank (virtual pipeline stages), which are not built",
+    "overlap_p2p_comm": "actor.virtual_pipeline_parallel turns it on, and without that it has no effect",
     "overlap_param_gather_with_optimizer_step": "parameters are gathered before the forward pass, not within it",
     "defer_embedding_wgrad_compute": "the chunked output layer computes the gradient of its own weight",
     "num_distributed_optimizer_instances": _GROUPS,
@@ -83,7 +85,8 @@ REFUSED = {
     "use_megatron_fsdp": "the gradients are reduced by Megatron's DistributedDataParallel",
     "grad_norm_skip_threshold": "only trainer.on_nonfinite decides which steps are skipped",
     "moe_aux_loss_coeff": _BALANCING,
-    "moe_z_loss_coeff": _BALANCING,
+    "moe_z_loss_coeff": _SUMS,
+    "moe_enable_routing_replay": "actor.routing_replay puts its own into the routers",
     "moe_router_load_balancing_type": _ROUTING,
     "moe_router_enable_expert_bias": _ROUTING,
     "moe_router_force_load_balancing": _ROUTING,
@@ -124,8 +127,7 @@ def option_problems(options: Mapping[str, Any], known: Mapping[str, frozenset[st
         elif name == "fp8_recipe" and value == "delayed":
             yield Problem(field, show(value), f"tensorwise, blockwise, mxfp8: {_DELAYED}", "remove it: tensorwise")
         elif name in REFUSED and value not in (None, False):
-            fix = "remove it" if name != "virtual_pipeline_model_parallel_size" else "use actor.pipeline_parallel alone"
-            yield Problem(field, show(value), f"nothing: {REFUSED[name]}", fix)
+            yield Problem(field, show(value), f"nothing: {REFUSED[name]}", "remove it")
         else:
             free[name] = value
     if known:

@@ -14,7 +14,8 @@ ChangeClass = Literal["runs", "trains", "refused", "content"]
 _RUNS = """
 model.trust_remote_code
 rollout.finish_batch
-actor.tensor_parallel actor.pipeline_parallel actor.context_parallel actor.data_parallel actor.sequence_parallel
+actor.tensor_parallel actor.pipeline_parallel actor.virtual_pipeline_parallel actor.context_parallel actor.data_parallel
+actor.sequence_parallel
 actor.expert_parallel actor.expert_tensor_parallel
 actor.recompute actor.micro_batch_tokens actor.logprob_chunk_tokens
 engine.kind engine.replicas engine.embedded.batch_size engine.embedded.threads
@@ -51,7 +52,7 @@ algorithm.mgpo.target algorithm.sapo.negative algorithm.sapo.positive algorithm.
 actor.optimizer.learning_rate actor.optimizer.weight_decay actor.optimizer.betas actor.optimizer.eps
 actor.optimizer.grad_clip actor.optimizer.warmup_steps actor.optimizer.schedule
 actor.optimizer.min_learning_rate_ratio
-actor.megatron
+actor.routing_replay actor.megatron
 engine.seed engine.sglang.pause
 reward.verifier reward.timeout_s reward.memory_mib reward.strict reward.marker reward.correct_reward
 reward.incorrect_reward reward.refuse_restated

@@ -83,6 +83,7 @@ def build_batch(
         advantages_N=algorithm.advantages(rewards, group_ids).float().numpy(),
         truncated_N=truncated_N,
         rollouts_per_prompt=rollouts_per_prompt,
+        routed_experts_TLK=_routed_experts(rollouts),
     )
     return _with_group_lengths(batch) if algorithm.needs_group_lengths else batch
 
@@ -91,6 +92,18 @@ def _with_group_lengths(batch: TrainBatch) -> TrainBatch:
     """Return the batch, groups one after the other, with the trained tokens of each sample's whole group."""
     lengths_GK = batch.trained_tokens_N.reshape(-1, batch.rollouts_per_prompt)
     return replace(batch, group_lengths_NK=np.repeat(lengths_GK, batch.rollouts_per_prompt, axis=0))
+
+
+def _routed_experts(rollouts: Sequence[Rollout]) -> np.ndarray | None:
+    """Return int16 [T, layers, experts of a token]; -1 for rollouts whose engine did not tell. None if none did."""
+    told = next((r.routed_experts for r in rollouts if r.routed_experts is not None), None)
+    if told is None:
+        return None
+    parts = []
+    for rollout in rollouts:
+        experts = rollout.routed_experts
+        parts.append(np.full((len(rollout.tokens), *told.shape[1:]), -1, np.int16) if experts is None else experts)
+    return np.concatenate(parts)
 
 
 def _check_groups(groups: Sequence[Group], rollouts_per_prompt: int) -> None:
@@ -129,4 +142,9 @@ def _check_rollout(rollout: Rollout, group: str) -> None:
         raise DataError(
             f"{name} has {rollout.response_length} response tokens, but {got[0]} loss-mask entries and "
             f"{got[1]} log-probs; all three must agree"
+        )
+    if rollout.routed_experts is not None and len(rollout.routed_experts) != len(rollout.tokens):
+        raise DataError(
+            f"{name} has {len(rollout.tokens)} tokens, but routed experts of {len(rollout.routed_experts)}; both must "
+            "agree"
         )

@@ -37,8 +37,8 @@ class PackedMicroBatch:
     int64, trained_tokens_M int64: the batch's, per sample. rollout_logprobs_T, old_logprobs_T, ref_logprobs_T float32,
     0 outside responses; None where the batch has none. response_slots_P int64: where in T the response tokens are
     predicted; batch_slots_P int64: where they stand in the batch's R. trained_slots_J int64: where mask_T is set, found
-    on the CPU, since a GPU would have to be waited for. context_parallel_rank and _size say which slice the T columns
-    are.
+    on the CPU, since a GPU would have to be waited for. routed_experts_TLK int16 [T, layers, experts of a token], -1 on
+    padding and where the batch does not know. context_parallel_rank and _size say which slice the T columns are.
     """
 
     tokens_T: Tensor
@@ -58,6 +58,7 @@ class PackedMicroBatch:
     response_slots_P: Tensor
     batch_slots_P: Tensor
     trained_slots_J: Tensor
+    routed_experts_TLK: Tensor | None = None
     context_parallel_rank: int = 0
     context_parallel_size: int = 1
 
@@ -74,6 +75,11 @@ class PackedMicroBatch:
             Same dtype, [T].
         """
         return torch.where(self.segment_T >= 0, values_M[self.segment_T.clamp(min=0)], values_M.new_zeros(()))
+
+    def silent(self) -> PackedMicroBatch:
+        """Return the same tokens with nothing to train or to report: a schedule is filled up with it."""
+        none = {name: getattr(self, name)[:0] for name in ("response_slots_P", "batch_slots_P", "trained_slots_J")}
+        return replace(self, mask_T=torch.zeros_like(self.mask_T), **none)
 
     def to(self, device: torch.device | str) -> PackedMicroBatch:
         """Return the same micro-batch on another device. A GPU copies from pinned memory, and nobody waits for it."""
@@ -94,6 +100,7 @@ _TOKEN_COLUMNS = (
     "rollout_logprobs_T",
     "old_logprobs_T",
     "ref_logprobs_T",
+    "routed_experts_TLK",
 )
 
 
@@ -182,7 +189,16 @@ def pack(
         response_slots_P=torch.from_numpy(response_slots_P),
         batch_slots_P=torch.from_numpy(batch_slots_P),
         trained_slots_J=_trained_slots(mask_T),
+        routed_experts_TLK=_routed_experts(batch, indices_M, token_slots, total),
     )
+
+
+def _routed_experts(batch: TrainBatch, indices_M: np.ndarray, token_slots: np.ndarray, total: int) -> Tensor | None:
+    if batch.routed_experts_TLK is None:
+        return None
+    experts_TLK = np.full((total, *batch.routed_experts_TLK.shape[1:]), -1, dtype=np.int16)
+    experts_TLK[token_slots] = batch.routed_experts_TLK[_flat_slots(batch.lengths_N, indices_M)]
+    return torch.from_numpy(experts_TLK)
 
 
 def unpack_responses(values_T: Tensor, packed: PackedMicroBatch) -> Tensor:

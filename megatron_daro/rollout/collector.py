@@ -138,6 +138,8 @@ def _check_shape(rollout: Rollout, prompt: np.ndarray) -> None:
     """Return an engine that cuts or shifts its answers would train the wrong tokens without a sound."""
     lengths = {"logprobs": len(rollout.logprobs), "loss_mask": len(rollout.loss_mask)}
     wrong = [f"{name} has {n}" for name, n in lengths.items() if n != rollout.response_length]
+    if rollout.routed_experts is not None and len(rollout.routed_experts) != len(rollout.tokens):
+        wrong.append(f"routed_experts are of {len(rollout.routed_experts)} tokens in all")
     if rollout.prompt_length != len(prompt) or not np.array_equal(rollout.tokens[: rollout.prompt_length], prompt):
         wrong.append(f"the first {rollout.prompt_length} tokens are not the prompt")
     if wrong:

@@ -33,6 +33,8 @@ def _list(kind: pa.DataType) -> pa.DataType:
 
 _SPAN = pa.struct([pa.field("weight_version", pa.int64(), False), pa.field("tokens", pa.int64(), False)])
 _RESPONSE_LISTS = ("tokens", "logprobs", "loss_mask")
+LATER = ("routed_experts", "routed_layers")
+"""Columns that older files do not have; there they are null."""
 _REPEATED = (
     *("used", "prompt_id", "source", "category", "prompt", "messages", "answer", "alternatives"),
     *("finish_reason", "reason"),
@@ -63,6 +65,8 @@ SCHEMA = pa.schema(
         pa.field("reward", pa.float64()),
         pa.field("reason", pa.string()),
         pa.field("lone_surrogates", pa.string()),
+        pa.field("routed_experts", _list(pa.int16())),
+        pa.field("routed_layers", pa.int32()),
     ]
 )
 """The columns; docs/rollout_files.md says what each holds."""
@@ -137,6 +141,9 @@ def encode(groups: Sequence[RecordedGroup]) -> pa.RecordBatch:
         "correct": _of(verdicts, lambda v: v.correct),
         "reward": _of(verdicts, lambda v: v.reward),
         "reason": _of(verdicts, lambda v: v.reason),
+        "routed_layers": [
+            None if r is None or r.routed_experts is None else r.routed_experts.shape[1] for r in rollouts
+        ],
     }
     columns: dict[str, pa.Array] = _with_exact_texts(plain)
     none = np.zeros(0)
@@ -147,6 +154,9 @@ def encode(groups: Sequence[RecordedGroup]) -> pa.RecordBatch:
     whole = np.array([r is None or bool(r.loss_mask.all()) for r in rollouts], dtype=bool)
     masks = [none if r is None or all_ else r.loss_mask for r, all_ in zip(rollouts, whole, strict=True)]
     columns["loss_mask"] = _ragged("loss_mask", masks, missing=whole)
+    experts = [None if r is None else r.routed_experts for r in rollouts]
+    flat = [none if told is None else told.reshape(-1) for told in experts]
+    columns["routed_experts"] = _ragged("routed_experts", flat, missing=np.array([told is None for told in experts]))
     return pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 
 
@@ -175,11 +185,13 @@ def decode(batches: Iterable[pa.RecordBatch]) -> Iterator[RecordedGroup]:
 
 def _rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
     """One mapping per row. Lists of numbers are views of the batch's memory; a list that is null is None."""
-    names = [name for name in SCHEMA.names if not _is_ragged(name)]
+    present = set(batch.schema.names)
+    absent = dict.fromkeys(name for name in LATER if name not in present)
+    names = [name for name in SCHEMA.names if not _is_ragged(name) and name not in absent]
     plain = [batch.column(name).to_pylist() for name in names]
-    ragged = {name: _views(batch.column(name)) for name in SCHEMA.names if _is_ragged(name)}
+    ragged = {name: _views(batch.column(name)) for name in SCHEMA.names if _is_ragged(name) and name not in absent}
     for i, values in enumerate(zip(*plain, strict=True)):
-        row = dict(zip(names, values, strict=True)) | {name: views[i] for name, views in ragged.items()}
+        row = absent | dict(zip(names, values, strict=True)) | {name: views[i] for name, views in ragged.items()}
         if row["lone_surrogates"]:
             exact = json.loads(row["lone_surrogates"]).items()
             row |= {name: bytes.fromhex(text).decode("utf-8", "surrogatepass") for name, text in exact}
@@ -236,7 +248,19 @@ def _rollout(row: dict[str, Any], prompt: Prompt, prefix: np.ndarray) -> Rollout
         weight_version=row["weight_version"],
         text=row["text"],
         version_spans=tuple((span["weight_version"], span["tokens"]) for span in row["version_spans"]),
+        routed_experts=_experts(row, len(prefix) + length),
     )
+
+
+def _experts(row: dict[str, Any], tokens: int) -> np.ndarray | None:
+    flat, layers = row["routed_experts"], row["routed_layers"]
+    if flat is None:
+        return None
+    if not layers or flat.size % (tokens * layers):
+        raise ValueError(
+            f"rollout {row['index']}: {flat.size} routed experts are not those of {tokens} tokens in layers"
+        )
+    return flat.reshape(tokens, layers, -1).copy()
 
 
 def _prompt_text(prompt: Prompt) -> str | None:
@@ -251,7 +275,7 @@ def _of(values: Sequence[Any], read: Callable[[Any], Any]) -> list[Any]:
 
 
 def _is_ragged(name: str) -> bool:
-    return name == "prompt_tokens" or name in _RESPONSE_LISTS
+    return name in ("prompt_tokens", "routed_experts", *_RESPONSE_LISTS)
 
 
 def _ragged(name: str, lists: Sequence[Any], missing: np.ndarray | None = None) -> pa.Array:

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from megatron_daro import durable
 from megatron_daro.errors import DataError, disk_fault
-from megatron_daro.rollout.group_columns import FORMAT, SCHEMA, WRITER_OPTIONS, RecordedGroup, blocks, decode
+from megatron_daro.rollout.group_columns import FORMAT, LATER, SCHEMA, WRITER_OPTIONS, RecordedGroup, blocks, decode
 from megatron_daro.rollout.ledger import OUTCOMES, Outcome
 from megatron_daro.types import Group
 
@@ -110,7 +110,7 @@ def read_recorded(path: Path) -> list[RecordedGroup]:
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             _check_format(file.metadata.metadata, file.schema_arrow)
-            tables = (file.read_row_group(i, columns=SCHEMA.names) for i in range(file.num_row_groups))
+            tables = (file.read_row_group(i, columns=_present(file)) for i in range(file.num_row_groups))
             return list(decode(batch for table in tables for batch in table.to_batches()))
     except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: cannot be read: {error}; restore the file or replay another run") from error
@@ -166,11 +166,17 @@ def _write(path: Path, groups: Iterable[RecordedGroup]) -> None:
     durable.sync(path)
 
 
+def _present(file: pq.ParquetFile) -> list[str]:
+    return [name for name in SCHEMA.names if name in file.schema_arrow.names]
+
+
 def _check_format(metadata: Mapping[bytes, bytes] | None, found: pa.Schema) -> None:
     said = {name: (metadata or {}).get(name.encode(), b"nothing").decode(errors="replace") for name in FORMAT}
     if said != FORMAT:
         raise ValueError(f"it is no file of recorded rollouts: its metadata says {said}, expected {FORMAT}")
     for field in SCHEMA:
+        if field.name in LATER and found.get_field_index(field.name) < 0:
+            continue
         number = found.get_field_index(field.name)
         if number < 0 or found.field(number).type != field.type:
             got = "is missing" if number < 0 else f"is {found.field(number).type}"

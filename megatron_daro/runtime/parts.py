@@ -39,7 +39,7 @@ from megatron_daro.runtime.evaluation import Evaluator
 from megatron_daro.runtime.inputs import Inputs
 from megatron_daro.runtime.placement import Placement
 from megatron_daro.runtime.policy_group import PolicyGroup
-from megatron_daro.runtime.sglang_group import SGLangGroup, Text
+from megatron_daro.runtime.sglang_group import SGLangGroup, Text, routed_experts
 from megatron_daro.runtime.verdicts import Verdicts
 from megatron_daro.runtime.worker_group import WorkerGroup
 from megatron_daro.sync.weight_sync import ReceivingEngine
@@ -123,7 +123,13 @@ def generation(
     collector = RolloutCollector(
         ledger,
         scorer=scorer,
-        sampling=SamplingParams(rollout.temperature, rollout.top_p, rollout.max_response_tokens, inputs.stop),
+        sampling=SamplingParams(
+            rollout.temperature,
+            rollout.top_p,
+            rollout.max_response_tokens,
+            inputs.stop,
+            routed_experts=routed_experts(config),
+        ),
         rollouts_per_prompt=rollout.rollouts_per_prompt,
         deadlines=limits,
         phases=phases,

@@ -19,6 +19,7 @@ import ray
 from ray.exceptions import RayError
 
 from megatron_daro.config.base import filled
+from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.config.sections import Config, EngineSection
 from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.engine.sglang.environment import check_environments, interpreter
@@ -150,6 +151,8 @@ def _handles(section: EngineSection, config: Config, run_dir: Path, placement: P
         return {f"server {i} ({url})": ExternalServer(url) for i, url in enumerate(options.urls)}
     # The engine speaks in token ids only: without a tokenizer a server starts sooner and does less per answer.
     arguments = {"dtype": config.actor.torch_dtype, "skip_tokenizer_init": True, **options.arguments}
+    if config.actor.routing_replay:
+        arguments = {"enable_return_routed_experts": True, **arguments}
     if config.model.trust_remote_code:
         arguments = {"trust_remote_code": True, **arguments}
     seed = filled(section.seed)
@@ -169,3 +172,9 @@ def _handles(section: EngineSection, config: Config, run_dir: Path, placement: P
         )
         for i in range(section.replicas)
     }
+
+
+def routed_experts(config: Config) -> tuple[int, int] | None:
+    """Return (layers, experts of a token) where the engine shall say which it chose."""
+    shape = read_model_shape(config.model.path) if config.actor.routing_replay else None
+    return (shape.layers, shape.experts.chosen) if shape and shape.experts else None

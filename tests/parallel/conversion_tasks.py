@@ -22,6 +22,7 @@ def _policy(path: Path, layout: Any, weights: Path | None = None) -> Any:
     actor = ActorSection(
         tensor_parallel=layout.tensor,
         pipeline_parallel=layout.pipeline,
+        virtual_pipeline_parallel=layout.virtual_pipeline,
         context_parallel=layout.context,
         data_parallel=layout.data,
         expert_parallel=layout.expert,
@@ -48,11 +49,12 @@ def load_with_megatron(path: Path, layout: Any, checkpoint: Path) -> dict[str, A
     from megatron.core import dist_checkpointing
 
     policy = _policy(path, layout)
-    for parameter in policy.model.parameters():
+    (model,) = policy.chunks
+    for parameter in model.parameters():
         torch.nn.init.constant_(parameter, 7.0)
     with quiet():
-        state = dist_checkpointing.load({"model": policy.model.sharded_state_dict()}, str(checkpoint))
-    policy.model.load_state_dict(state["model"], strict=True)
+        state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(checkpoint))
+    model.load_state_dict(state["model"], strict=True)
     return _exported(policy)
 
 
@@ -63,8 +65,9 @@ def save_with_megatron(path: Path, layout: Any, checkpoint: Path) -> None:
 
     multiprocessing.current_process()._config["daemon"] = False  # its writer starts a process
     policy = _policy(path, layout)
+    (model,) = policy.chunks
     with quiet():
-        dist_checkpointing.save({"model": policy.model.sharded_state_dict()}, str(checkpoint))
+        dist_checkpointing.save({"model": model.sharded_state_dict()}, str(checkpoint))
     filesystem_async._results_queue = None
     for child in multiprocessing.active_children():  # it would outlive this rank
         child.terminate()
@@ -79,7 +82,7 @@ def bytes_read(path: Path, layout: Any) -> tuple[int, int]:
     from megatron_daro.convert.hf_reader import HFCheckpoint
 
     shape = read_model_shape(path)
-    model = build_model(shape, transformer_config(shape, layout, dtype="fp32"))
+    chunks = build_model(shape, transformer_config(shape, layout, dtype="fp32"))
     with HFCheckpoint(path) as tensors:
-        load_hf_weights(model, shape, tensors)
-        return tensors.bytes_read, sum(parameter.nbytes for parameter in model.parameters())
+        load_hf_weights(chunks, shape, tensors)
+        return tensors.bytes_read, sum(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())

@@ -23,6 +23,7 @@ def _trainee(path: Path, layout: Any, algorithm: Any, **options: Any) -> Any:
     actor = ActorSection(
         tensor_parallel=layout.tensor,
         pipeline_parallel=layout.pipeline,
+        virtual_pipeline_parallel=layout.virtual_pipeline,
         context_parallel=layout.context,
         data_parallel=layout.data,
         expert_parallel=layout.expert,

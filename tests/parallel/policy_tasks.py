@@ -33,6 +33,7 @@ def build_policy(
     actor = ActorSection(
         tensor_parallel=layout.tensor,
         pipeline_parallel=layout.pipeline,
+        virtual_pipeline_parallel=layout.virtual_pipeline,
         context_parallel=layout.context,
         data_parallel=layout.data,
         expert_parallel=layout.expert,
@@ -74,7 +75,7 @@ def collect_gradients(policy: Any) -> dict[str, np.ndarray]:
     from megatron_daro.actor.weights import gathered
 
     found: dict[str, np.ndarray] = {}
-    for local in local_parameters(policy.model, policy.shape):
+    for local in local_parameters(policy.chunks, policy.shape):
         if policy.shape.tie and local.rule.megatron_name == "output_layer.weight":
             continue
         found |= {name: t.clone().cpu().numpy() for name, t in gathered(local, local.parameter.main_grad)}
@@ -195,11 +196,11 @@ def values_read_by_the_host(path: Path, layout: Any, batch: TrainBatch, algorith
             seen.append(func.overloadpacket.__name__)
             return func(*args, **(kwargs or {}))
 
-    hidden = policy.model.config.hidden_size
+    hidden = policy.chunks[0].config.hidden_size
     with Recorder():
         for packed in packs:
             hidden_T1D = torch.ones(len(packed.tokens_T), 1, hidden).requires_grad_()
-            value, _, _ = loss.micro_batch(policy.model, packed, hidden_T1D)
+            value, _, _ = loss.micro_batch(policy.chunks[0], packed, hidden_T1D)
             value.backward()
     assert "addmm_" in seen, "the loss was not computed under the recorder"
     return [name for name in seen if name in WAITS]
@@ -208,7 +209,7 @@ def values_read_by_the_host(path: Path, layout: Any, batch: TrainBatch, algorith
 def rotary_tables(path: Path, layout: Any, batch: TrainBatch) -> dict[str, Any]:
     """Tables of rotary angles that log-probs of packs of all lengths leave behind, and one against upstream's own."""
     policy = build_policy(path, layout, {"name": "grpo"})
-    rotary = policy.model.rotary_pos_emb
+    rotary = policy.chunks[0].rotary_pos_emb
     forward = type(rotary).forward
     forward.cache_clear()
     policy.logprobs(batch, [[row] for row in range(len(batch))])
@@ -265,7 +266,7 @@ def skip_and_go_on(
 def everything(policy: Any) -> dict[str, np.ndarray]:
     """Every number that a checkpoint would hold, copied, as bytes with names."""
     trainee, found = policy.trainee, {}
-    for name, parameter in policy.model.named_parameters():
+    for name, parameter in torch.nn.ModuleList(policy.chunks).named_parameters():
         found[f"parameter {name}"] = parameter.detach()
     parts = getattr(trainee.optimizer, "chained_optimizers", [trainee.optimizer])
     for i, part in enumerate(parts):
@@ -296,7 +297,7 @@ def _poisoned(policy: Any, poison: str) -> Iterator[None]:
     if poison != "weight" or torch.distributed.get_rank() != torch.distributed.get_world_size() - 1:
         yield
         return
-    parameter = next(p for n, p in policy.model.named_parameters() if n.endswith("linear_fc2.weight"))
+    parameter = next(p for n, p in policy.chunks[0].named_parameters() if n.endswith("linear_fc2.weight"))
     with torch.no_grad():
         kept = parameter[0, 0].clone()
         parameter[0, 0] = float("inf")

@@ -43,6 +43,7 @@ EXPERTS = {**QWEN3, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediat
 MODELS = {
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": False}),
     "qwen2_tied": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen2_deep": ("Qwen2Config", {"tie_word_embeddings": True, "num_hidden_layers": 8}),
     "qwen3": ("Qwen3Config", QWEN3),
     "qwen3_yarn": ("Qwen3Config", {**QWEN3, "rope_parameters": YARN}),
     "llama": ("LlamaConfig", {"rope_parameters": LLAMA3}),

@@ -44,7 +44,7 @@ def train(pool, layout, model, *, seeds, distributed=True, learning_rate=OPTIMIZ
 
 
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed_optimizer", "plain_optimizer"])
-@pytest.mark.parametrize("layout", ["single", "tp2", "pp2", "dp2"])
+@pytest.mark.parametrize("layout", ["single", "tp2", "pp2", "dp2", "pp2_vpp2"])
 def test_a_restarted_run_is_the_unbroken_one_bit_for_bit(rank_pool, tmp_path, model, layout, distributed):
     whole, last = train(rank_pool, layout, model, seeds=range(4), distributed=distributed)
     saved = tmp_path / "checkpoint"
@@ -57,7 +57,7 @@ def test_a_restarted_run_is_the_unbroken_one_bit_for_bit(rank_pool, tmp_path, mo
     assert last_resumed["metrics"] == last["metrics"][2:]
 
 
-@pytest.mark.parametrize(("saved_by", "loaded_by"), [("tp2_pp2", "single"), ("single", "tp2_dp2"), ("dp2", "pp2")])
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [("tp2_pp2", "single"), ("single", "tp2_dp2"), ("dp2", "pp2_vpp2")])
 def test_another_layout_continues_with_the_same_numbers(rank_pool, tmp_path, model, saved_by, loaded_by):
     whole, last = train(rank_pool, saved_by, model, seeds=range(4))
     saved = tmp_path / "checkpoint"
@@ -69,7 +69,10 @@ def test_another_layout_continues_with_the_same_numbers(rank_pool, tmp_path, mod
     np.testing.assert_allclose(last_resumed["weights"], last["weights"], rtol=1e-5)
 
 
-@pytest.mark.parametrize(("saved_by", "loaded_by"), [("tp2", "pp2"), ("tp2_dp2", "tp2_pp2"), ("single", "dp2")])
+@pytest.mark.parametrize(
+    ("saved_by", "loaded_by"),
+    [("tp2", "pp2"), ("tp2_dp2", "tp2_pp2"), ("single", "dp2"), ("pp2_vpp2", "pp2"), ("tp2_pp2", "pp2_vpp2")],
+)
 def test_optimizer_state_is_the_same_numbers_in_another_layout(rank_pool, tmp_path, model, saved_by, loaded_by):
     """Saved, loaded elsewhere, saved again without a step between: every tensor of both checkpoints is equal."""
     first, second = tmp_path / "first", tmp_path / "second"

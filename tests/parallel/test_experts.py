@@ -24,6 +24,7 @@ def layouts():
         "tp2_etp1": Layout(tensor=2, expert_tensor=1),  # both ranks have all experts, for half of the tokens each
         "pp2": Layout(pipeline=2),
         "pp2_ep2": Layout(pipeline=2, data=2, expert=2),
+        "pp2_vpp2_ep2": Layout(pipeline=2, data=2, expert=2, virtual_pipeline=2),
         "cp2_ep2": Layout(context=2, expert=2),
         "tp2_dp2_ep2": Layout(tensor=2, data=2, expert=2, expert_tensor=2),  # experts: ETP 2 x EP 2
         "tp4_ep2": Layout(tensor=4, expert=2, expert_tensor=1),  # two copies of the experts among the ranks of TP
@@ -33,7 +34,7 @@ def layouts():
 
 FAMILIES = ["qwen3_moe", "qwen3_moe_mixed", "mixtral"]
 CASES = [("qwen3_moe", layout) for layout in layouts()] + [
-    (family, layout) for family in FAMILIES[1:] for layout in ("single", "tp2_ep2", "pp2_ep2")
+    (family, layout) for family in FAMILIES[1:] for layout in ("single", "tp2_ep2", "pp2_ep2", "pp2_vpp2_ep2")
 ]
 
 

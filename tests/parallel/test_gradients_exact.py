@@ -22,6 +22,7 @@ def layouts():
         "tp2_dp2": Layout(tensor=2, data=2),
         "cp2_dp2": Layout(context=2, data=2),
         "tp2_cp2": Layout(tensor=2, context=2),
+        "pp2_vpp2": Layout(pipeline=2, virtual_pipeline=2),
     }
 
 

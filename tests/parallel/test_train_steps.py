@@ -63,8 +63,14 @@ def test_five_steps_equal_the_reference(rank_pool, tmp_path, reference, layout, 
 
 
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed_optimizer", "plain_optimizer"])
-@pytest.mark.parametrize(("pipeline", "context"), [(1, 1), (2, 1), (1, 2)], ids=["dp2", "pp2_dp2", "cp2_dp2"])
-def test_gradients_reduced_while_they_are_computed(rank_pool, tmp_path, reference, pipeline, context, distributed):
+@pytest.mark.parametrize(
+    ("pipeline", "virtual", "context"),
+    [(1, 1, 1), (2, 1, 1), (2, 2, 1), (1, 1, 2)],
+    ids=["dp2", "pp2_dp2", "pp2_vpp2_dp2", "cp2_dp2"],
+)
+def test_gradients_reduced_while_they_are_computed(
+    rank_pool, tmp_path, reference, pipeline, virtual, context, distributed
+):
     """Several buckets, each sent within the last backward pass; the number of micro-batches differs in every step."""
     from megatron_daro.actor.parallel import Layout
 
@@ -73,7 +79,7 @@ def test_gradients_reduced_while_they_are_computed(rank_pool, tmp_path, referenc
     save_model("qwen2", directory)
     results = train(
         rank_pool,
-        Layout(data=2, pipeline=pipeline, context=context),
+        Layout(data=2, pipeline=pipeline, context=context, virtual_pipeline=virtual),
         directory,
         batches,
         num_micro_batches=[2, 4, 1, 3, 2],

@@ -8,6 +8,8 @@ Sampled tokens are taken as ids and never through text. It refuses answers that 
 
 from __future__ import annotations
 
+import base64
+import math
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -57,6 +59,7 @@ class Call:
             "sampling_params": _sampling_of_each(request, len(prefixes[0])),
             "return_logprob": True,
             "stream": False,
+            **({"return_routed_experts": True} if request.sampling.routed_experts else {}),
         }
 
 
@@ -171,6 +174,7 @@ def _rollout(
         oldest = min(oldest, versions.oldest)
     earlier = request.partial.get(index)
     so_far = np.asarray(request.prompt.tokens, dtype=np.int32) if earlier is None else earlier.tokens
+    finish_reason = _finish_reason(request, index, meta)
     return Rollout(
         prompt_id=request.prompt.id,
         group_id=request.group_id,
@@ -180,10 +184,41 @@ def _rollout(
         prompt_length=len(so_far),
         loss_mask=np.ones(len(ids), dtype=np.uint8),
         logprobs=logprobs,
-        finish_reason=_finish_reason(request, index, meta),
+        finish_reason=finish_reason,
         weight_version=oldest,
         version_spans=() if spans in ((), ((oldest, len(ids)),)) else spans,
+        routed_experts=_routed_experts(request, meta, len(so_far) + len(ids), finish_reason),
     )
+
+
+def _routed_experts(
+    request: GroupRequest, meta: Mapping[str, Any], tokens: int, finish_reason: FinishReason
+) -> np.ndarray | None:
+    """Return int16 [tokens, layers, experts of a token]; the server tells all but those of the last token, in base64.
+
+    Source: sglang/srt/state_capturer/routed_experts.py, 0.5.23. An aborted request may have none, or those of fewer
+    tokens.
+    """
+    wanted, told = request.sampling.routed_experts, meta.get("routed_experts")
+    if wanted is None or (told is None and finish_reason == "abort"):
+        return None
+    if told is None:
+        raise BadAnswerError(
+            "it does not say which experts it chose (actor.routing_replay); a server that is started by hand needs "
+            "--enable-return-routed-experts"
+        )
+    experts = np.frombuffer(base64.b64decode(told, validate=True), dtype="<i4")
+    if experts.size != (tokens - 1) * math.prod(wanted) and finish_reason == "abort":
+        return None
+    if experts.size != (tokens - 1) * math.prod(wanted):
+        raise BadAnswerError(
+            f"it tells {experts.size} experts of {tokens} tokens; allowed: {tokens - 1} * {wanted[0]} layers * "
+            f"{wanted[1]} experts of a token; its model is another one"
+        )
+    if experts.size and not 0 <= int(experts.min()) <= int(experts.max()) <= np.iinfo(np.int16).max:
+        raise BadAnswerError(f"it tells experts numbered {experts.min()} to {experts.max()}; allowed: from 0")
+    last = np.full((1, *wanted), -1, dtype=np.int16)
+    return np.concatenate([experts.reshape(-1, *wanted).astype(np.int16), last])
 
 
 def _whole(request: GroupRequest, part: Rollout, decode: Callable[[Sequence[int]], str]) -> Rollout:

@@ -35,6 +35,8 @@ EXPERTS = {
     "mlp_only_layers": [1],
     "norm_topk_prob": True,
 }
+# The embedding and the loss count as layers: the first part of the first stage and the last of the last have none.
+BOTH_ENDS = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
 WORLD = Layout(tensor=2, pipeline=2, data=4, expert=4)
 
 
@@ -46,6 +48,9 @@ WORLD = Layout(tensor=2, pipeline=2, data=4, expert=4)
         ({**DENSE, "tie_word_embeddings": True}, Layout(tensor=2, pipeline=4), {}),
         ({**DENSE, "tie_word_embeddings": True}, Layout(data=2), {}),
         (DENSE, Layout(pipeline=2), {"num_layers_in_first_pipeline_stage": 1}),
+        (DENSE, Layout(pipeline=2, virtual_pipeline=2), {}),
+        ({**DENSE, "tie_word_embeddings": True}, Layout(tensor=2, pipeline=3, virtual_pipeline=2), BOTH_ENDS),
+        (EXPERTS, replace(WORLD, virtual_pipeline=2), {}),
         (EXPERTS, WORLD, {}),
         (EXPERTS, Layout(tensor=2, data=2, expert=2, expert_tensor=2), {}),  # experts are cut and shared
         ({**EXPERTS, "model_type": "mixtral", "num_local_experts": 8}, Layout(data=4, expert=2), {}),

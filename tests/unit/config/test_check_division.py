@@ -46,6 +46,9 @@ BOTH_ENDS = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_
         {"pipeline_parallel": 4, "megatron": {FIRST: 1, LAST: 1}},
         {"pipeline_parallel": 2, "megatron": {LAST: 2}},
         {"pipeline_parallel": 4, "megatron": BOTH_ENDS},
+        {"pipeline_parallel": 2, "virtual_pipeline_parallel": 3},
+        {"pipeline_parallel": 4, "virtual_pipeline_parallel": 2, "megatron": BOTH_ENDS},
+        {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "megatron": {LAST: 2}},
     ],
 )
 def test_fits(options):
@@ -61,6 +64,12 @@ def test_fits(options):
         ({"pipeline_parallel": 4, "megatron": {FIRST: 1}}, "does not divide the model's 6"),
         ({"pipeline_parallel": 2, "megatron": {FIRST: "two"}}, "first_pipeline_stage 'two'"),
         ({"megatron": {FIRST: 6}}, "does not divide the model's 6 layers"),
+        ({"virtual_pipeline_parallel": 2}, "2 with pipeline_parallel 1"),
+        ({"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}, "a stage has 3 layers; allowed: a divisor of 3"),
+        (
+            {"pipeline_parallel": 2, "virtual_pipeline_parallel": 3, "megatron": BOTH_ENDS},
+            "a stage has 4 layers; allowed: a divisor of 4",
+        ),
         ({"expert_parallel": 2}, "the model has no experts; allowed: 1"),
         ({"expert_tensor_parallel": 1}, "the model has no experts"),
     ],

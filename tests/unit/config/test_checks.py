@@ -327,7 +327,7 @@ def test_a_safetensors_file_of_the_library_is_whole_until_cut(tmp_path):
     [
         ("use_precision_aware_optimizer=true", "clipping"),
         ("fp8_recipe=delayed", "allowed: tensorwise, blockwise, mxfp8: the scales of delayed are kept in a pickle"),
-        ("virtual_pipeline_model_parallel_size=2", "would be missing; fix: use actor.pipeline_parallel alone"),
+        ("virtual_pipeline_model_parallel_size=2", "set by actor.virtual_pipeline_parallel; fix: remove it here"),
         ("clip_grad=1", "set by actor.optimizer.grad_clip; fix: remove it here"),
         ("bucket_sise=1000", "did you mean bucket_size"),
     ],

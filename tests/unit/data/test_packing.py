@@ -1,5 +1,7 @@
 """Packing: alignment by hand, round trip, padding, and reassembly of context-parallel slices."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -183,6 +185,29 @@ def test_per_token_keeps_the_gradient_path():
     values = torch.tensor([2.0, 3.0], requires_grad=True)
     packed.per_token(values).sum().backward()
     assert values.grad.tolist() == [5.0, 4.0]
+
+
+def test_a_silent_pack_computes_the_same_and_reports_nothing():
+    packed = pack(make_batch([(2, 3), (2, 2)]), [0, 1], total_multiple=4)
+    silent = packed.silent()
+    assert torch.equal(silent.tokens_T, packed.tokens_T) and len(silent) == 2
+    assert not silent.mask_T.any() and len(silent.trained_slots_J) == 0
+    column = collect_responses([(silent.rollout_logprobs_T, silent), (packed.rollout_logprobs_T, packed)], 5)
+    assert np.isfinite(column).all()
+    assert np.isnan(collect_responses([(silent.rollout_logprobs_T, silent)], 5)).all()
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_experts_stand_with_their_tokens(cp_size):
+    """Token ids are written into the experts: each slot of a pack has those of its own token, padding has none."""
+    batch = make_batch([(2, 3), (1, 4), (3, 2)])
+    experts_TLK = batch.tokens_T[:, None, None].astype(np.int16) + np.array([[[0, 1]], [[2, 3]]], np.int16)[:, 0]
+    packed = pack(replace(batch, routed_experts_TLK=experts_TLK), [2, 0], sequence_multiple=4, total_multiple=8)
+    for rank in range(cp_size):
+        part = context_parallel_slice(packed, rank, cp_size)
+        is_token = part.segment_T >= 0
+        assert (part.routed_experts_TLK[~is_token] == -1).all() and is_token.any()
+        assert torch.equal(part.routed_experts_TLK[is_token][:, 1, 1].long(), part.tokens_T[is_token] + 3)
 
 
 def test_to_moves_every_tensor():

@@ -221,3 +221,15 @@ print(hasattr(sgl_kernel, "__path_hook__"))
         "sgl_kernel.rmsnorm_cpu is not in this CPU environment",
     ]
     assert start(table).splitlines() == [*wanted, "False"]
+
+
+def test_host_memory_is_not_made_known_to_cuda(tmp_path):
+    folder = tmp_path / "sglang" / "srt" / "mem_cache" / "pool_host"
+    folder.mkdir(parents=True)
+    for package in (folder, *folder.parents[:3]):
+        (package / "__init__.py").write_text("")
+    (folder / "common.py").write_text("kept = 7\ndef _cuda_host_register(buffer, size=None):\n    raise RuntimeError\n")
+    show = (
+        "from sglang.srt.mem_cache.pool_host import common; print(common.kept, common._cuda_host_register(1, size=2))"
+    )
+    assert start(show, tmp_path) == "7 None"

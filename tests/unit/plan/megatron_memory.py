@@ -54,7 +54,7 @@ def static(config: str | dict[str, Any], tensor: int, pipeline: int, stage: int,
         device.prepare = lambda: torch.device("meta")
         try:
             with torch.device("meta"):
-                made = model.build_model(
+                (made,) = model.build_model(
                     shape, model.transformer_config(shape, layout, dtype="bf16", sequence_parallel=tensor > 1)
                 )
         finally:
@@ -73,10 +73,10 @@ def optimizer(
 
     def count() -> dict[str, int]:
         transformer = model.transformer_config(shape, layout, dtype=dtype, sequence_parallel=tensor > 1)
-        wrapped = model.wrap_data_parallel(
+        (wrapped,) = model.wrap_data_parallel(
             model.build_model(shape, transformer), transformer, distributed_optimizer=distributed, options={}
         )
-        made = build_optimizer(wrapped, OptimizerSection(distributed=distributed), dtype=dtype, options={})
+        made = build_optimizer([wrapped], OptimizerSection(distributed=distributed), dtype=dtype, options={})
         allocate_optimizer_state(made)
         storages = {
             p.data.untyped_storage().data_ptr(): p.data.untyped_storage().nbytes() for p in wrapped.parameters()
@@ -132,8 +132,8 @@ def activations(config: dict[str, Any], tensor: int, dtype: str, recompute: str,
         transformer = model.transformer_config(
             shape, layout, dtype=dtype, sequence_parallel=tensor > 1, recompute=recompute
         )
-        inner = model.build_model(shape, transformer)
-        wrapped = model.wrap_data_parallel(inner, transformer, distributed_optimizer=False, options={})
+        (inner,) = model.build_model(shape, transformer)
+        (wrapped,) = model.wrap_data_parallel([inner], transformer, distributed_optimizer=False, options={})
         for parameter in inner.parameters():
             parameter.data.normal_(std=0.02)
         each = tokens // sequences

@@ -48,6 +48,21 @@ def test_two_parts_by_hand():
     assert whole.continues(first) and not first.continues(whole)
 
 
+def routed(rollout, number):
+    """The rollout with experts of this number; of its last token none."""
+    experts = np.full((len(rollout.tokens), 1, 1), number, np.int16)
+    experts[-1] = -1
+    return replace(rollout, routed_experts=experts)
+
+
+def test_a_token_keeps_the_experts_that_it_met_first():
+    first = part(PROMPT.tokens, 2, 4)
+    later = routed(part(first.tokens, 3, 6), 2)
+    whole = routed(first, 1).extended(later, "x").routed_experts
+    assert whole.ravel().tolist() == [1, 1, 1, 1, 2, 2, 2, -1]
+    assert first.extended(later, "x").routed_experts.ravel().tolist() == [2] * 7 + [-1]
+
+
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), min_size=1, max_size=5))
 def test_many_parts(parts):
     """Versions may even fall (a server that was behind): the oldest counts, and the spans cover every token."""

@@ -106,6 +106,39 @@ def test_what_is_read_stands_in_memory_of_its_own(tmp_path):
         array[0] = 0  # a view of the file's memory would refuse
 
 
+def with_experts(group):
+    """The group with experts of every token but the last, of all rollouts but the first."""
+    experts = [np.arange(len(r.tokens) * 6, dtype=np.int16).reshape(-1, 2, 3) for r in group.rollouts]
+    for told in experts:
+        told[-1] = -1
+    told = (None, *experts[1:])
+    return replace(
+        group, rollouts=tuple(replace(r, routed_experts=e) for r, e in zip(group.rollouts, told, strict=True))
+    )
+
+
+def test_experts_come_back_where_they_were_told(tmp_path):
+    group = with_experts(make_group(1))
+    Recorder(tmp_path).write_step(1, {"trained": [group, make_group(2)]})
+    (back, _), (plain, _) = read_step(tmp_path, 1)
+    assert back.rollouts[0].routed_experts is None and plain.rollouts[3].routed_experts is None
+    for got, want in zip(back.rollouts[1:], group.rollouts[1:], strict=True):
+        np.testing.assert_array_equal(got.routed_experts, want.routed_experts)
+        assert got.routed_experts.dtype == np.int16
+        got.routed_experts[0] = 0  # memory of its own
+
+
+def test_a_file_from_before_experts_were_recorded_is_read(tmp_path):
+    path = Recorder(tmp_path).write_step(1, {"trained": [make_group(1)]})
+    table, metadata = pq.read_table(path), pq.read_metadata(path).metadata
+    table = table.drop_columns(["routed_experts", "routed_layers"])
+    with pq.ParquetWriter(path, table.schema) as writer:
+        writer.write_table(table)
+        writer.add_key_value_metadata(metadata)
+    ((back, _),) = read_step(tmp_path, 1)
+    assert same(back, make_group(1))
+
+
 def test_order_and_outcomes_come_back_and_a_row_is_a_rollout(tmp_path):
     trained, filtered, dropped = [make_group(4), make_group(2)], [make_group(3)], [make_group(1)]
     path = Recorder(tmp_path).write_step(20, {"trained": trained, "filtered": filtered, "dropped": dropped})

@@ -1,4 +1,4 @@
-"""Makes SGLang start on a machine without GPU: settings of the process, and operators that torchvision lacks.
+"""Makes SGLang start on a machine without GPU: settings, operators that torchvision lacks, memory that CUDA never sees.
 
 Place in the data flow: tools/sglang_cpu_env.sh copies it into the site-packages of its environment, where
 sglang_cpu.pth imports it whenever Python starts there, so in every process of a server too. It imports nothing heavy
@@ -39,6 +39,30 @@ class TorchvisionFinder:
             declare_operators()
 
 
+class HostMemoryFinder:
+    """Leaves out that the buffer of --enable-return-routed-experts is made known to CUDA, which SGLang 0.5.23 always
+    does."""
+
+    MODULE = "sglang.srt.mem_cache.pool_host.common"
+
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        """None but for that module: it is loaded as ever, and its function then replaced."""
+        if name != cls.MODULE:
+            return None
+        sys.meta_path.remove(cls)
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module):
+                execute(module)
+                module._cuda_host_register = lambda *arguments, **options: None
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
 def declare_operators():
     """Load torchvision's compiled library, or declare the operators without an implementation."""
     spec = importlib.machinery.PathFinder.find_spec("torchvision")
@@ -62,4 +86,4 @@ def declare_operators():
 
 for _name, _value in SETTINGS.items():
     os.environ.setdefault(_name, _value)
-sys.meta_path.insert(0, TorchvisionFinder)
+sys.meta_path[:0] = [TorchvisionFinder, HostMemoryFinder]

@@ -1,5 +1,7 @@
 """GroupRequest -> /generate -> Rollouts: what is asked, and which answers are refused."""
 
+import base64
+
 import numpy as np
 import pytest
 
@@ -162,6 +164,33 @@ def test_what_the_decoder_raises_is_not_taken_for_a_bad_answer():
 
     with pytest.raises(ValueError, match="no such token"):
         rollouts(request_of((0,)), [answer([1])], decode=decode)
+
+
+def told(number):
+    """What a server says of so many experts, numbered from 0."""
+    return base64.b64encode(np.arange(number, dtype=np.int32).tobytes()).decode()
+
+
+def test_experts_are_asked_for_and_those_of_every_token_but_the_last_are_told():
+    request = request_of((0,), routed_experts=(2, 3))
+    (call,) = generation.calls(request, "name", cache_key="weights-3")
+    assert call.body["return_routed_experts"] is True
+    (rollout,) = rollouts(request, [answer([10, 11], routed_experts=told(4 * 6))])
+    assert rollout.routed_experts.shape == (5, 2, 3) and rollout.routed_experts.dtype == np.int16
+    assert rollout.routed_experts[:4].ravel().tolist() == list(range(24))
+    assert (rollout.routed_experts[4] == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [({}, "--enable-return-routed-experts"), ({"routed_experts": told(23)}, "23 experts of 5 tokens; allowed: 4")],
+)
+def test_experts_that_are_not_told_are_missed(given, words):
+    request = request_of((0,), routed_experts=(2, 3))
+    with pytest.raises(BadAnswerError, match=words):
+        rollouts(request, [answer([10, 11], **given)])
+    (aborted,) = rollouts(request, [answer([10, 11], reason="abort", **given)])
+    assert aborted.routed_experts is None
 
 
 def test_spans_must_cover_the_tokens():

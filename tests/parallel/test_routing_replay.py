@@ -1,0 +1,159 @@
+"""Routing replay: log-probs and gradients with given experts equal those of transformers' model with these experts.
+
+Every token has random experts of its own in every layer, so that a token, a layer or a sample beside the right one
+gives other numbers by far; the last test shows it.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import policy_tasks
+import pytest
+import torch
+import torch.nn.functional as F
+from small_models import as_in_checkpoint, random_batch, save_model
+from test_experts import layouts
+from test_gradients_exact import reference_gradients, relative_difference
+from test_logprobs_models import TOLERANCE, plain_logprobs
+
+LAYERS, EXPERTS, CHOSEN = 4, 4, 2
+FAMILIES = ["qwen3_moe", "qwen3_moe_mixed"]
+CASES = [
+    *[("qwen3_moe", layout, {}) for layout in ("single", "tp2_ep2", "cp2_ep2", "pp2_vpp2_ep2", "tp4_ep2")],
+    *[("qwen3_moe_mixed", layout, {}) for layout in ("single", "tp2", "pp2_ep2")],
+    # The second forward pass of a layer comes in the backward pass, when other micro-batches were told since.
+    *[("qwen3_moe", layout, {"recompute": "full"}) for layout in ("single", "pp2_ep2", "pp2_vpp2_ep2")],
+    ("qwen3_moe_mixed", "single", {"megatron": {"recompute_granularity": "selective", "recompute_modules": ["moe"]}}),
+]
+
+
+def batch_with_experts():
+    """Different experts in every row; of some tokens none are known, nor of the last of a sample."""
+    batch, rng = random_batch(), np.random.default_rng(1)
+    number = len(batch.tokens_T)
+    experts_TLE = np.argsort(rng.random((number, LAYERS, EXPERTS)), axis=-1)
+    experts_TLK = experts_TLE[:, :, :CHOSEN].astype(np.int16)
+    experts_TLK[rng.random(number) < 0.1] = -1
+    experts_TLK[np.cumsum(batch.lengths_N) - 1] = -1
+    return replace(batch, routed_experts_TLK=experts_TLK)
+
+
+@contextmanager
+def given_experts(model, batch):
+    """The transformers model, each of whose routers weighs the experts that the batch has for a sample."""
+    samples = [batch.select([row]) for row in range(len(batch))]
+    table = {tuple(sample.tokens_T.tolist()): sample.routed_experts_TLK for sample in samples}
+    assert len(table) == len(batch)
+    current = {}
+
+    def remember(module, arguments):
+        current["experts"] = torch.from_numpy(table[tuple(arguments[0][0].tolist())].astype(np.int64))
+
+    def routed(gate, layer):
+        def forward(hidden):
+            logits = F.linear(hidden, gate.weight)
+            probabilities = logits.softmax(-1)
+            own = probabilities.topk(gate.top_k, dim=-1).indices
+            wanted = current["experts"][:, layer]
+            chosen = torch.where(wanted[:, :1] < 0, own, wanted)
+            weights = probabilities.gather(1, chosen)
+            weights = weights / weights.sum(-1, keepdim=True) if gate.norm_topk_prob else weights
+            return logits, weights, chosen
+
+        return forward
+
+    hook = model.register_forward_pre_hook(remember)
+    gates = [(i, layer.mlp.gate) for i, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "gate")]
+    for layer, gate in gates:
+        gate.forward = routed(gate, layer)
+    yield
+    hook.remove()
+    for _, gate in gates:
+        del gate.forward
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Family -> (directory, log-probs, loss, gradients) of one process."""
+    found, batch = {}, batch_with_experts()
+    for family in FAMILIES:
+        directory = tmp_path_factory.mktemp(family)
+        model = save_model(family, directory)
+        with given_experts(model, batch):
+            loss, _, gradients = reference_gradients(model, batch, "daro")
+            logprobs = plain_logprobs(model, batch)
+        assert np.abs(logprobs - plain_logprobs(model, batch)).max() > 100 * TOLERANCE, "its own experts"
+        tensors = {name: torch.from_numpy(gradient) for name, gradient in gradients.items()}
+        named = as_in_checkpoint(model, tensors, tmp_path_factory.mktemp("gradients"))
+        found[family] = directory, logprobs, loss, named
+    return found
+
+
+def run(pool, directory, layout, batch, **options):
+    """Log-probs of the last stage, the losses of all ranks, and gradients."""
+    results = pool.run(
+        policy_tasks.experts,
+        layouts()[layout],
+        path=directory,
+        batch=batch,
+        num_micro_batches=3,
+        algorithm={"name": "daro"},
+        routing_replay=True,
+        **options,
+    )
+    logprobs = [result["logprobs"] for result in results if result["logprobs"] is not None]
+    gradients = {name: value for result in results for name, value in result["gradients"].items()}
+    return logprobs, {result["policy_loss"] for result in results}, gradients
+
+
+@pytest.mark.parametrize(("family", "layout", "options"), CASES)
+def test_the_given_experts_are_met(rank_pool, models, family, layout, options):
+    directory, logprobs, loss, want = models[family]
+    got, losses, gradients = run(rank_pool, directory, layout, batch_with_experts(), **options)
+    for column in got:
+        np.testing.assert_allclose(column, logprobs, rtol=0, atol=TOLERANCE)
+    assert all(found == pytest.approx(loss, rel=1e-5, abs=1e-7) for found in losses)
+    assert relative_difference(gradients, want) < 1e-5
+
+
+@pytest.mark.parametrize("scrambled", ["a token later", "a layer later", "another sample"])
+def test_a_scrambled_alignment_is_seen(rank_pool, models, scrambled):
+    """The same shapes and the same experts, at the wrong place: what peers shipped for months."""
+    batch = batch_with_experts()
+    experts_TLK = batch.routed_experts_TLK
+    if scrambled == "another sample":
+        samples = [batch.select([row]).routed_experts_TLK for row in range(len(batch))]
+        experts_TLK = np.concatenate(samples[::-1])
+    else:
+        experts_TLK = np.roll(experts_TLK, 1, axis=0 if scrambled == "a token later" else 1)
+    directory, logprobs, _, want = models["qwen3_moe"]
+    got, _, gradients = run(rank_pool, directory, "single", replace(batch, routed_experts_TLK=experts_TLK))
+    assert np.abs(got[0] - logprobs).max() > 100 * TOLERANCE
+    assert relative_difference(gradients, want) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda experts: experts[:-1], "of another model, or of other tokens"),
+        (lambda experts: experts[:, :2], "of another model"),
+        (lambda experts: experts[:, :, :1], "of another model"),
+        (lambda experts: experts + 3, "numbered 2 to 6; allowed: 0 to 3"),
+        (lambda experts: experts - 1, "numbered -2 to 2"),
+    ],
+)
+def test_experts_of_another_model_are_refused(models, change, words):
+    from megatron_daro.actor.routing import check_routed_experts
+    from megatron_daro.config.model_shape import read_model_shape
+    from megatron_daro.errors import DataError
+
+    batch = batch_with_experts()
+    shape = read_model_shape(models["qwen3_moe"][0])
+    check_routed_experts(batch, shape)
+    with pytest.raises(DataError, match=words):
+        check_routed_experts(replace(batch, routed_experts_TLK=change(batch.routed_experts_TLK)), shape)
+    with pytest.raises(DataError, match="the model has no experts"):
+        check_routed_experts(batch, replace(shape, experts=None))
