@@ -107,6 +107,13 @@ def batch_builder(config: Config, algorithm: Algorithm) -> BuildBatch:
     )
 
 
+def _sampling(config: Config, inputs: Inputs) -> SamplingParams:
+    section, told = config.rollout, routed_experts(config)
+    return SamplingParams(
+        section.temperature, section.top_p, section.max_response_tokens, inputs.stop, routed_experts=told
+    )
+
+
 def generation(
     config: Config, inputs: Inputs, algorithm: Algorithm, placement: Placement, progress: Progress, phases: Phases
 ) -> Generation:
@@ -123,13 +130,7 @@ def generation(
     collector = RolloutCollector(
         ledger,
         scorer=scorer,
-        sampling=SamplingParams(
-            rollout.temperature,
-            rollout.top_p,
-            rollout.max_response_tokens,
-            inputs.stop,
-            routed_experts=routed_experts(config),
-        ),
+        sampling=_sampling(config, inputs),
         rollouts_per_prompt=rollout.rollouts_per_prompt,
         deadlines=limits,
         phases=phases,
