@@ -1,0 +1,85 @@
+"""The arms of the comparison: names for `algorithm` sections, the same in both worlds.
+
+Every algorithm of the registry is an arm under its own name, so a new row of `megatron_daro.algo` takes part at once;
+`PRESETS` adds options of DARO. Place in the data flow: arm -> AlgorithmSection -> the product's algorithm object and
+objective, or the options of `megatron-daro train`. Refuses names that are neither.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_daro.actor.policy import objective_settings
+from megatron_daro.algo.objective import ObjectiveSettings
+from megatron_daro.algo.weighting import ALGORITHMS, Algorithm, make_algorithm
+from megatron_daro.config import AlgorithmSection
+from megatron_daro.errors import ConfigError
+
+Options = Mapping[str, Any]
+
+PRESETS: Mapping[str, Options] = {
+    "daro_token": {"name": "daro", "daro": {"magnitude": "token"}},
+    "daro_signed": {"name": "daro", "daro": {"magnitude": "signed"}},
+    "daro_batch": {"name": "daro", "daro": {"normalizer": "batch"}},
+    "daro_unfiltered": {"name": "daro", "filter": "none"},
+}
+"""Arm -> options of the section `algorithm`."""
+
+BASELINE = "grpo"
+"""Whose final accuracy is the mark that the others are timed to."""
+
+
+def arm_names() -> list[str]:
+    """All arms: the registry in its order, then the presets."""
+    return [*ALGORITHMS, *PRESETS]
+
+
+def options_of(arm: str) -> Options:
+    """Options of the section `algorithm` for an arm.
+
+    Raises:
+        ConfigError: there is no such arm.
+    """
+    if arm in PRESETS:
+        return PRESETS[arm]
+    if arm in ALGORITHMS:
+        return {"name": arm}
+    raise ConfigError(f"arm: got {arm!r}, allowed are {', '.join(arm_names())}")
+
+
+def section_of(arm: str) -> AlgorithmSection:
+    """The checked section `algorithm`."""
+    return AlgorithmSection.model_validate(options_of(arm))
+
+
+def build(arm: str, *, rollouts: int, max_tokens: int) -> tuple[Algorithm, ObjectiveSettings]:
+    """The product's algorithm and objective for an arm, as the driver and every rank make them."""
+    section = section_of(arm)
+    sizes = {"rollouts_per_prompt": rollouts, "max_response_tokens": max_tokens}
+    return make_algorithm(**section.arguments(**sizes)), objective_settings(section)
+
+
+def command_line(arm: str) -> list[str]:
+    """The arm as options of `megatron-daro train`: `algorithm.a.b=value`."""
+    return list(_flat("algorithm", options_of(arm)))
+
+
+def is_daro(arm: str) -> bool:
+    """Whether an arm is a variant of DARO: an algorithm that learns weights of pass-rate bins."""
+    return options_of(arm)["name"].startswith("daro")
+
+
+def needs_several_updates(arm: str) -> bool:
+    """Whether an arm differs from the baseline only where the ratio is not 1: a trust region of its own."""
+    sizes = {"rollouts_per_prompt": 8, "max_response_tokens": 8}
+    return arm != BASELINE and section_of(arm).arguments(**sizes) == section_of(BASELINE).arguments(**sizes)
+
+
+def _flat(prefix: str, values: Options) -> list[str]:
+    lines: list[str] = []
+    for name, value in values.items():
+        key = f"{prefix}.{name}"
+        lines += _flat(key, value) if isinstance(value, Mapping) else [f"{key}={json.dumps(value).strip(chr(34))}"]
+    return lines

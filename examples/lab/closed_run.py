@@ -1,0 +1,207 @@
+"""One run in the closed-form world: sample, verify, weigh, step, as `megatron-daro train` does, without processes.
+
+Advantages, filter, coefficients, token losses and weights come from the product's own objects; here are only the
+sampling, the optimizer and the sums over bins. Place in the data flow: (dials, arm, learning rate, seed) -> a list of
+records, one for each evaluation, all plain numbers. Refuses nothing that diverges: it stops there and says so.
+
+Letters: N answers of a step, T tokens, [K+1] bins.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from arms import build
+from closed_world import MAX_TOKENS, Answers, Dials, Policy, make_problems, sample_answers, token_logprobs
+from torch import Tensor
+
+from megatron_daro.algo.difficulty import bin_sums, pass_rate_bins
+from megatron_daro.algo.objective import token_objective
+from megatron_daro.algo.weighting import BatchTotals
+from megatron_daro.errors import DaroError, NonFiniteError
+
+BANDS = (0.0, 0.1, 0.35, 0.65, 0.9, 1.0)
+PASS_AT = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(slots=True)
+class Run:
+    """What one run gave: `records`, one for each evaluation, and `ended`, empty or why it stopped before its end."""
+
+    records: list[dict[str, Any]] = field(default_factory=list)
+    ended: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """The trained answers of a batch and what the driver knows of them."""
+
+    answers: Answers
+    groups_N: Tensor
+    bins_N: Tensor
+    advantages_N: Tensor
+    old_T: Tensor | None = None
+
+
+class ClosedRun:
+    """The state of a run: problems, policy, optimizer, algorithm, and the stream of random numbers."""
+
+    def __init__(self, dials: Dials, arm: str, learning_rate: float, seed: int) -> None:
+        self.dials = dials
+        # The world depends on dials and seed only, so all arms of a seed see the same problems in the same order.
+        world = torch.Generator().manual_seed(zlib.crc32(f"world {seed}".encode()))
+        self.problems = make_problems(dials.problems, dials.spectrum, world)
+        self.held_out = make_problems(dials.held_out, dials.spectrum, world)
+        self.policy = Policy(dials.problems, dials.wrong_length)
+        self.noise = torch.Generator().manual_seed(zlib.crc32(f"answers {seed}".encode()))
+        self.order = torch.Generator().manual_seed(zlib.crc32(f"order {seed}".encode()))
+        self.algorithm, self.settings = build(arm, rollouts=dials.rollouts, max_tokens=MAX_TOKENS)
+        self.optimizer = torch.optim.AdamW(self.policy.parameters, lr=learning_rate, weight_decay=0.0)
+        self.waiting = torch.empty(0, dtype=torch.int64)
+        self.answered = 0
+
+    def go(self, every: int) -> Run:
+        """All steps, with an evaluation before the first, every so many, and after the last."""
+        run, step = Run(), 0
+        run.records.append(self.evaluate(0))
+        while step < self.dials.steps:
+            try:
+                taken = self.one_batch()
+            except NonFiniteError as error:
+                run.ended = f"diverged after step {step}: {error}"
+                break
+            step += taken
+            if step % every < taken or step >= self.dials.steps:
+                run.records.append(self.evaluate(step))
+        return run
+
+    def one_batch(self) -> int:
+        """Sample a batch and take its optimizer steps; returns their number."""
+        batch = self.sample()
+        updates = self.dials.updates
+        if batch is None:
+            return updates
+        if updates > 1:
+            with torch.no_grad():
+                old_T = token_logprobs(self.policy, self.problems, batch.answers)
+            segment_T = batch.answers.segment_T
+        for part in batch.groups_N.unique().tensor_split(updates):
+            rows = torch.isin(batch.groups_N, part).nonzero()[:, 0]
+            if updates == 1:
+                self.step(batch)
+            elif len(rows):
+                mine_T = torch.isin(segment_T, rows)
+                chosen = (batch.groups_N[rows], batch.bins_N[rows], batch.advantages_N[rows])
+                self.step(Batch(batch.answers.select(rows), *chosen, old_T[mine_T]))
+        return updates
+
+    def sample(self) -> Batch | None:
+        """The trained groups of a batch: those that the algorithm keeps, refilled for so many rounds."""
+        dials, kept, found, first = self.dials, [], 0, 0
+        for _ in range(dials.refills + 1):
+            prompts = self._next_prompts(dials.groups - found)
+            problem_N = prompts.repeat_interleave(dials.rollouts)
+            answers = sample_answers(self.policy, self.problems, problem_N, self.noise)
+            correct_N = self.judge(answers)
+            groups_N = torch.arange(len(prompts)).repeat_interleave(dials.rollouts) + first
+            bins_N = pass_rate_bins(correct_N, groups_N, dials.rollouts)
+            keep = self.algorithm.keep(bins_N).nonzero()[:, 0]
+            kept.append((answers.select(keep), groups_N[keep], bins_N[keep], correct_N[keep]))
+            self.answered += len(problem_N)
+            first, found = first + len(prompts), found + len(keep) // dials.rollouts
+            if found >= dials.groups:
+                break
+        if not found:
+            return None
+        answers = Answers(*(torch.cat([getattr(k[0], n) for k in kept]) for n in Answers.__dataclass_fields__))
+        groups_N, bins_N, correct_N = (torch.cat([k[i] for k in kept]) for i in (1, 2, 3))
+        return Batch(answers, groups_N, bins_N, self.algorithm.advantages(correct_N.double(), groups_N))
+
+    def judge(self, answers: Answers) -> Tensor:
+        """The verifier's verdicts, with its mistakes; bool [N]."""
+        dials = self.dials
+        if not (dials.false_wrong or dials.false_right):
+            return answers.right_N
+        mistake_N = torch.where(answers.right_N, dials.false_wrong, dials.false_right).double()
+        flipped_N = torch.rand(len(mistake_N), generator=self.noise, dtype=torch.float64) < mistake_N
+        return answers.right_N ^ flipped_N
+
+    def step(self, batch: Batch) -> None:
+        """One optimizer step of the policy, then the algorithm's own.
+
+        Raises:
+            NonFiniteError: a loss or gradient is not finite.
+        """
+        answers, bins_N, size = batch.answers, batch.bins_N, self.dials.rollouts
+        lengths_N, segment_T = answers.lengths_N, answers.segment_T
+        totals = BatchTotals.of(bins_N, lengths_N, size)
+        coefficients_N = self.algorithm.sample_coefficients(bins_N, lengths_N, totals)
+        logprobs_T = token_logprobs(self.policy, self.problems, answers)
+        objective = token_objective(
+            logprobs_T,
+            None,
+            old_logprobs_T=batch.old_T,
+            rollout_logprobs_T=None,
+            ref_logprobs_T=None,
+            advantages_T=batch.advantages_N[segment_T],
+            mask_T=torch.ones_like(segment_T, dtype=torch.bool),
+            segment_T=segment_T,
+            num_segments=len(bins_N),
+            settings=self.settings,
+        )
+        self.optimizer.zero_grad()
+        (coefficients_N * objective.segment_losses_M).sum().backward()
+        norm = math.sqrt(sum(float(p.grad.square().sum()) for p in self.policy.parameters if p.grad is not None))
+        if not math.isfinite(norm):
+            raise NonFiniteError("the gradient is not finite")
+        self.optimizer.step()
+        if not all(bool(torch.isfinite(p).all()) for p in self.policy.parameters):
+            raise NonFiniteError("the policy is not finite")
+        loss_sums = bin_sums(objective.segment_losses_M.detach(), bins_N, size)
+        abs_loss_sums = bin_sums(objective.segment_abs_losses_M, bins_N, size)
+        self.algorithm.update(loss_sums, totals.tokens_per_bin, abs_loss_sums)
+
+    def evaluate(self, step: int) -> dict[str, Any]:
+        """Exact accuracy on problems that were never trained, over all and by the first policy's pass rate."""
+        with torch.no_grad():
+            rates_P = self.policy.pass_rates(self.held_out, held_out=True)
+            trained = float(self.policy.pass_rates(self.problems, held_out=False).mean())
+        bands = torch.bucketize(self.held_out.first_P, torch.tensor(BANDS[1:-1], dtype=torch.float64))
+        record: dict[str, Any] = {"step": step, "answers": self.answered, "accuracy": float(rates_P.mean())}
+        record["trained_accuracy"] = trained
+        record["bands"] = [_mean(rates_P[bands == band]) for band in range(len(BANDS) - 1)]
+        record["pass_at"] = [float((1 - (1 - rates_P) ** k).mean()) for k in PASS_AT]
+        record["extra_wrong"], record["extra_right"] = self.policy.mean_lengths()
+        weights = self.algorithm.weights
+        record["weights"] = [] if weights is None else weights.tolist()
+        record["clamped"] = self.algorithm.clamped
+        return record
+
+    def _next_prompts(self, count: int) -> Tensor:
+        """The next prompts of an endless stream that goes through all problems in a new order each time."""
+        while len(self.waiting) < count:
+            order = torch.randperm(self.dials.problems, generator=self.order)
+            self.waiting = torch.cat([self.waiting, order])
+        prompts, self.waiting = self.waiting[:count], self.waiting[count:]
+        return prompts
+
+
+def run_arm(dials: Dials, arm: str, learning_rate: float, seed: int, every: int = 10) -> Run:
+    """One run, in this thread alone: the same arguments give the same numbers, bit for bit.
+
+    Args:
+        dials, arm, learning_rate, seed: what is run. every: optimizer steps between evaluations.
+    """
+    torch.set_num_threads(1)
+    try:
+        return ClosedRun(dials, arm, learning_rate, seed).go(every)
+    except DaroError as error:
+        raise type(error)(f"arm {arm}: {error}") from error
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.mean()) if len(values) else math.nan

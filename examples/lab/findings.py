@@ -1,0 +1,131 @@
+"""What the results say, as rows of text: the same tables for the page and for docs/lab.md.
+
+    python examples/lab/findings.py examples/lab/results        # the tables as Markdown
+
+Place in the data flow: outcomes -> rows. An arm that diverged is a row like any other, and says so.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+import results
+from arms import BASELINE, is_daro
+from results import Interval, Outcome
+
+Runs = Mapping[int, Outcome]
+
+HEADER = ["arm", "note", "rate", "final accuracy", "less grpo", "steps", "answers", "pass@32", "hardest", "at clamp"]
+VERDICT_HEADER = ["world", "best DARO", "its steps", "best rival", "DARO less rival", "goal"]
+SPEED = 0.7
+"""The goal: this share of the baseline's steps."""
+
+
+def table(arms: Mapping[str, Runs], searched: Sequence[float]) -> list[list[str]]:
+    """One row for each arm of a world, the highest final accuracy first.
+
+    Args:
+        arms: arm -> seed -> outcome. searched: the learning rates of the search, in order.
+    """
+    baseline = arms[BASELINE]
+    rows = []
+    for arm, runs in arms.items():
+        final, less = results.final_accuracy(runs), results.difference(runs, baseline)
+        own = next(iter(runs.values())).job.learning_rate
+        end = "<" if own in searched[:1] else ">" if own in searched[-1:] else ""
+        last = [o.records[-1] for o in runs.values() if not o.ended]
+        row = [arm, status(runs), f"{end}{own:g}", percent(final), points(less) if arm != BASELINE else ""]
+        row += [spread(results.ratios_to_baseline(runs, baseline, axis)) for axis in ("step", "answers")]
+        row += [_mean([r["pass_at"][-1] for r in last]), _mean([r["bands"][0] for r in last])]
+        row.append(f"{sum(r['clamped'] for r in last) / len(last):.1f}" if last and last[0].get("weights") else "")
+        rows.append((final.mean if math.isfinite(final.mean) else -1.0, row))
+    return [row for _, row in sorted(rows, key=lambda pair: -pair[0])]
+
+
+def searched_rates(outcomes: Iterable[Outcome]) -> list[float]:
+    """The learning rates that were tried, in order."""
+    return sorted({o.job.learning_rate for o in outcomes if o.job.purpose == "tune"})
+
+
+def verdict(world: str, arms: Mapping[str, Runs]) -> list[str]:
+    """The goal in one world: some DARO in at most 0.7 of GRPO's steps, and not worse than the best rival."""
+    means = {arm: results.final_accuracy(runs).mean for arm, runs in arms.items()}
+    known = {arm: mean for arm, mean in means.items() if math.isfinite(mean)}
+    mine, others = ([a for a in known if is_daro(a) == own] for own in (True, False))
+    if not mine or not others:
+        return [world, "-", "-", "-", "-", "-"]
+    best, rival = max(mine, key=known.__getitem__), max(others, key=known.__getitem__)
+    fastest = min(mine, key=lambda arm: _middle(results.ratios_to_baseline(arms[arm], arms[BASELINE])))
+    ratios = results.ratios_to_baseline(arms[fastest], arms[BASELINE])
+    gap = results.difference(arms[best], arms[rival])
+    fast, level = _middle(ratios) <= SPEED, not gap.high < 0
+    said = {(True, True): "reached", (True, False): "fast, but worse than the rival", (False, True): "not fast enough"}
+    words = said.get((fast, level), "missed")
+    return [world, best, f"{spread(ratios)} ({fastest})", rival, points(gap), words]
+
+
+def status(runs: Runs) -> str:
+    """Empty, or how many of the seeds went wrong and how."""
+    found = [o.status for o in runs.values() if o.status]
+    return f"{len(found)} of {len(runs)} {found[0]}" if found else ""
+
+
+def percent(interval: Interval) -> str:
+    """Mean and half-width in percent."""
+    if not math.isfinite(interval.mean):
+        return "diverged"
+    reach = f" ± {100 * (interval.high - interval.mean):.1f}" if math.isfinite(interval.high) else ""
+    return f"{100 * interval.mean:.1f}{reach}"
+
+
+def points(interval: Interval) -> str:
+    """A difference in percentage points with its interval."""
+    if not math.isfinite(interval.mean):
+        return "-"
+    ends = f" ({100 * interval.low:+.1f} to {100 * interval.high:+.1f})" if math.isfinite(interval.high) else ""
+    return f"{100 * interval.mean:+.1f}{ends}"
+
+
+def spread(ratios: list[float]) -> str:
+    """Median [smallest, largest]; - where it was reached by fewer than half of the seeds."""
+    middle = _middle(ratios)
+    if not math.isfinite(middle):
+        return "-"
+    largest = f"{max(ratios):.2f}" if math.isfinite(max(ratios)) else "never"
+    return f"{middle:.2f} [{min(ratios):.2f}, {largest}]"
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A table for a page of the docs."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def main(arguments: list[str]) -> int:
+    """Print the tables of a folder of results."""
+    outcomes, note = results.read(Path(arguments[0]))
+    rates, worlds = searched_rates(outcomes), list(dict.fromkeys(o.job.world for o in outcomes))
+    tables = {world: results.compared(outcomes, world) for world in worlds}
+    print(f"`{note.get('command', '')}`\n")
+    print(markdown(VERDICT_HEADER, [verdict(world, arms) for world, arms in tables.items()]))
+    for world, arms in tables.items():
+        print(f"\n{world}\n\n{markdown(HEADER, table(arms, rates))}")
+    return 0
+
+
+def _middle(ratios: list[float]) -> float:
+    known = [r for r in ratios if not math.isnan(r)]
+    return median(known) if known else math.inf
+
+
+def _mean(values: list[float]) -> str:
+    mean = sum(values) / len(values) if values else math.nan
+    return f"{100 * mean:.1f}" if math.isfinite(mean) else "-"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

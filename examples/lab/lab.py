@@ -1,0 +1,242 @@
+"""The lab: DARO and its rivals side by side, on this machine.
+
+    bash examples/lab/run.sh [--arms grpo,daro,...] [--worlds skewed,...] [--seeds 5] [--processes 2] [--out runs/lab]
+    bash examples/lab/run.sh --quick            # seconds: two small worlds, a few arms, two seeds
+    bash examples/lab/run.sh --page examples/lab/results --out runs/lab    # the page of results that are there
+
+Every arm gets its learning rate from the same small search, on seeds that the comparison does not use; nothing else is
+tuned. Place in the data flow: worlds x arms -> runs in worker processes -> OUT/*.parquet -> OUT/lab.html. Refuses
+unknown names before anything starts; finished runs are kept in OUT/finished.jsonl, so an interrupted lab goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import results
+from arms import BASELINE, arm_names, needs_several_updates, options_of
+from results import Job, Outcome
+from worlds import DEFAULT, WORLDS, Dials
+
+from megatron_daro.errors import ConfigError, DaroError
+
+RATES = (0.02, 0.04, 0.08)
+TUNING_SEEDS = (1000, 1001)
+QUICK_ARMS = (BASELINE, "dapo", "daro", "daro_token")
+QUICK_WORLDS = ("skewed", "balanced")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be run."""
+
+    arms: tuple[str, ...]
+    worlds: tuple[str, ...]
+    seeds: int
+    rates: tuple[float, ...] = RATES
+    tuning_seeds: tuple[int, ...] = TUNING_SEEDS
+    quick: bool = False
+
+    def dials(self, world: str) -> Dials:
+        """The dials of a closed-form world; a quick lab takes a tenth of its steps and problems."""
+        dials = WORLDS[world][1]
+        return dataclasses.replace(dials, steps=20, problems=128, held_out=128) if self.quick else dials
+
+    def arms_in(self, world: str) -> list[str]:
+        """The arms of one world, without those that differ from the baseline only off-policy where nothing is."""
+        several = self.dials(world).updates > 1
+        return [arm for arm in self.arms if several or not needs_several_updates(arm)]
+
+    def tuning(self) -> list[Job]:
+        """Every arm, in every world, at every learning rate."""
+        return [
+            Job("closed", world, arm, "tune", seed, rate)
+            for world in self.worlds
+            for arm in self.arms_in(world)
+            for rate in self.rates
+            for seed in self.tuning_seeds
+        ]
+
+    def comparison(self, tuned: Iterable[Outcome]) -> list[Job]:
+        """Every arm at its own learning rate, on the seeds of the comparison."""
+        best = results.best_rates(tuned)
+        return [
+            Job("closed", world, arm, "compare", seed, best[world, arm])
+            for world in self.worlds
+            for arm in self.arms_in(world)
+            for seed in range(self.seeds)
+        ]
+
+
+class Store:
+    """Finished runs of a folder, one line each. A line is used again only if everything it depends on is the same."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / "finished.jsonl"
+        self._code = _code_fingerprint()
+        self._found: dict[str, dict] = {}
+        for line in self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else ():
+            try:
+                entry = json.loads(line)
+                self._found[entry["key"]] = entry
+            except (ValueError, KeyError, TypeError):
+                continue  # the last line of a lab that was killed
+
+    def key(self, job: Job, dials: Dials) -> str:
+        """Changes with the job, its world, the arm's options and the code."""
+        content = [dataclasses.astuple(job), dataclasses.asdict(dials), options_of(job.arm), self._code]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def get(self, job: Job, dials: Dials) -> Outcome | None:
+        """A finished run, or None."""
+        entry = self._found.get(self.key(job, dials))
+        return None if entry is None else Outcome(job, entry["records"], entry["ended"])
+
+    def put(self, outcome: Outcome, dials: Dials) -> None:
+        """Keep a finished run."""
+        entry = {"key": self.key(outcome.job, dials), "records": outcome.records, "ended": outcome.ended}
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+
+
+def run_job(job: Job, dials: Dials) -> Outcome:
+    """One run, in whatever process this is called."""
+    from closed_run import run_arm
+
+    run = run_arm(dials, job.arm, job.learning_rate, job.seed, every=max(1, dials.steps // 30))
+    return Outcome(job, run.records, run.ended)
+
+
+def run_all(jobs: Sequence[Job], plan: Plan, store: Store, processes: int) -> Iterator[Outcome]:
+    """All jobs, those that are kept first; a line on the terminal for every tenth of them."""
+    missing = []
+    for job in jobs:
+        kept = store.get(job, plan.dials(job.world))
+        if kept is None:
+            missing.append(job)
+        else:
+            yield kept
+    began, portion = time.monotonic(), -(-len(missing) // 10)
+    for done, outcome in enumerate(_in_processes(missing, plan, processes), start=1):
+        store.put(outcome, plan.dials(outcome.job.world))
+        yield outcome
+        if done % portion == 0:
+            print(f"    {done} of {len(missing)} runs, {time.monotonic() - began:.0f} s", flush=True)
+
+
+def _in_processes(jobs: Sequence[Job], plan: Plan, processes: int) -> Iterator[Outcome]:
+    if processes == 1 or len(jobs) < 2:
+        yield from (run_job(job, plan.dials(job.world)) for job in jobs)
+        return
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        waiting = [pool.submit(run_job, job, plan.dials(job.world)) for job in jobs]
+        try:
+            for future in as_completed(waiting):
+                yield future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def run_lab(plan: Plan, out: Path, processes: int, command: str) -> Path:
+    """Tune, compare, write the results and the page. Returns the page."""
+    from page import write_page
+
+    store, began = Store(out), time.monotonic()
+    tuning = plan.tuning()
+    print(f"tuning: {len(tuning)} runs of {len(plan.arms)} arms in {len(plan.worlds)} worlds", flush=True)
+    tuned = list(run_all(tuning, plan, store, processes))
+    comparison = plan.comparison(tuned)
+    print(f"comparison: {len(comparison)} runs", flush=True)
+    found = list(run_all(comparison, plan, store, processes))
+    note = {"command": command, "plan": json.dumps(dataclasses.asdict(plan))}
+    note["dials"] = json.dumps({w: dataclasses.asdict(plan.dials(w)) for w in plan.worlds})
+    ordered = sorted([*tuned, *found], key=lambda o: (comparing_order(o.job, plan), o.job.key))
+    results.write(out, ordered, note)
+    path = write_page(out, out / "lab.html")
+    print(f"{time.monotonic() - began:.0f} s; the page: {path}")
+    return path
+
+
+def comparing_order(job: Job, plan: Plan) -> tuple[int, int]:
+    """Worlds and arms in the order of the plan, so that the files do not depend on which run finished first."""
+    return plan.worlds.index(job.world), plan.arms.index(job.arm)
+
+
+def _code_fingerprint() -> str:
+    """Of what a run's numbers depend on: the lab's own worlds and the product's algorithms."""
+    import megatron_daro.algo
+
+    here, algo = Path(__file__).parent, Path(megatron_daro.algo.__file__).parent
+    files = [here / "closed_world.py", here / "closed_run.py", *sorted(algo.glob("*.py"))]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
+def _names(text: str, allowed: Sequence[str], what: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(name for name in text.split(",") if name))
+    unknown = [name for name in names if name not in allowed]
+    if unknown or not names:
+        raise ConfigError(f"--{what}: got {', '.join(unknown) or 'nothing'}, allowed are {', '.join(allowed)}")
+    return names
+
+
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Plan]:
+    """The command line.
+
+    Raises:
+        ConfigError: an unknown arm or world, or the baseline is missing.
+    """
+    parser = argparse.ArgumentParser(prog="examples/lab/run.sh", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--arms", help="names with commas between; default all")
+    parser.add_argument("--worlds", help=f"names with commas between; default {','.join(DEFAULT)}")
+    parser.add_argument("--seeds", type=int, default=0, help="seeds of the comparison; default 5")
+    parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--out", type=Path, default=Path("runs/lab"))
+    parser.add_argument("--quick", action="store_true", help="seconds: small worlds, few arms, two seeds")
+    parser.add_argument("--page", type=Path, metavar="RESULTS", help="only write the page of results that are there")
+    given = parser.parse_args(arguments)
+    arms = _names(given.arms or ",".join(QUICK_ARMS if given.quick else arm_names()), arm_names(), "arms")
+    worlds = _names(given.worlds or ",".join(QUICK_WORLDS if given.quick else DEFAULT), list(WORLDS), "worlds")
+    seeds = given.seeds or (2 if given.quick else 5)
+    if given.seeds < 0 or given.processes < 1:
+        raise ConfigError(f"--seeds, --processes: got {given.seeds}, {given.processes}, allowed are 1 or more")
+    if BASELINE not in arms:
+        arms = (BASELINE, *arms)
+    plan = Plan(arms, worlds, seeds, quick=given.quick)
+    if given.quick:
+        plan = dataclasses.replace(plan, rates=RATES[:2], tuning_seeds=TUNING_SEEDS[:1])
+    return given, plan
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit code: 2 for what was asked wrongly."""
+    try:
+        given, plan = parse(arguments)
+        if given.page:
+            from page import write_page
+
+            given.out.mkdir(parents=True, exist_ok=True)
+            print(f"the page: {write_page(given.page, given.out / 'lab.html')}")
+            return 0
+        run_lab(plan, given.out, given.processes, "bash examples/lab/run.sh " + " ".join(arguments))
+    except DaroError as error:
+        print(f"lab: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

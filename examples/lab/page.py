@@ -1,0 +1,223 @@
+"""The lab's page: one HTML file that needs no network, in the look of `megatron-daro report`.
+
+Place in the data flow: RESULTS/*.parquet -> tables (`findings`) and plots -> lab.html. Nothing is computed here that
+`results` or `findings` does not compute for the docs as well.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import findings
+import results
+from arms import BASELINE
+from closed_run import BANDS, PASS_AT
+from results import Outcome
+from worlds import WORLDS
+
+from megatron_daro.observe.report_html import Page, render, table_html
+from megatron_daro.observe.report_plots import COLOURS, Plot, Section, Trace, layout
+
+Runs = Mapping[int, Outcome]
+_SHOWN = 6
+
+
+def write_page(folder: Path, target: Path) -> Path:
+    """Write the page of a folder of results. Returns the file."""
+    outcomes, note = results.read(folder)
+    worlds = list(dict.fromkeys(o.job.world for o in outcomes))
+    tables = {world: results.compared(outcomes, world) for world in worlds}
+    seeds = max((len(runs) for table in tables.values() for runs in table.values()), default=0)
+    page = Page(
+        title="Lab: DARO and its rivals",
+        subtitle=f"{len(worlds)} worlds, {seeds} seeds. {note.get('command', '')}",
+        head_html=_head(outcomes, tables),
+        sections=[_section(world, table) for world, table in tables.items()],
+        samples_html="",
+        tail_html=_tail(outcomes, note),
+    )
+    target.write_text(render(page), encoding="utf-8")
+    return target
+
+
+def _head(outcomes: list[Outcome], tables: Mapping[str, Mapping[str, Runs]]) -> str:
+    rates = findings.searched_rates(outcomes)
+    blocks = [_block("What came out", _verdicts(tables)), _block("How to read it", f"<p>{_HOW}</p>")]
+    for world, table in tables.items():
+        rows = findings.table(table, rates)
+        blocks.append(_block(f"{world}: {_about(world)}", table_html(findings.HEADER, rows, number_columns=8)))
+    return "".join(blocks)
+
+
+_HOW = (
+    "Each arm has its own learning rate for the policy, found by the same search: the highest mean final accuracy on "
+    "held-out problems, over seeds that the comparison does not use. Nothing else is tuned. A rate marked &lt; or &gt; "
+    "is at an end of the search. Intervals are 95 % (Student's t over seeds). Arms of one seed share the problems and "
+    "the first policy, so differences to grpo are taken seed by seed. Steps and answers "
+    "count until grpo's final accuracy of the same seed is reached, as a multiple of what grpo itself needs: median, "
+    "and in brackets the smallest and the largest of the seeds; - where fewer than half of the seeds reach it. Answers "
+    "include those that filters threw away. A world's goal: some DARO needs at most 0.7 of grpo's steps, and the best "
+    "DARO is not below the best rival by more than the interval."
+)
+
+
+def _verdicts(tables: Mapping[str, Mapping[str, Runs]]) -> str:
+    rows = [findings.verdict(world, table) for world, table in tables.items()]
+    return table_html(findings.VERDICT_HEADER, rows, number_columns=0)
+
+
+def _section(world: str, table: Mapping[str, Runs]) -> Section:
+    plots = [
+        _curves(table),
+        _finals(table),
+        _by_difficulty(table),
+        _pass_at(table),
+        *_weights(table),
+    ]
+    return Section(f"{world}: {_about(world)}", plots)
+
+
+def _about(world: str) -> str:
+    return WORLDS[world][0] if world in WORLDS else ""
+
+
+def _ranked(table: Mapping[str, Runs]) -> list[str]:
+    """Arms by mean final accuracy, the baseline first; those that diverged last."""
+    means = {arm: results.final_accuracy(runs).mean for arm, runs in table.items()}
+    order = sorted(table, key=lambda arm: -means[arm] if means[arm] == means[arm] else 9.0)
+    return [arm for arm in table if arm == BASELINE] + [arm for arm in order if arm != BASELINE]
+
+
+def _whole(runs: Runs) -> list[Outcome]:
+    return [o for o in runs.values() if not o.ended]
+
+
+def _curves(table: Mapping[str, Runs]) -> Plot:
+    traces: list[Trace] = []
+    for index, arm in enumerate(_ranked(table)):
+        whole = _whole(table[arm])
+        if not whole:
+            continue
+        steps = [int(r["step"]) for r in whole[0].records]
+        points = [results.Interval.of([o.records[i]["accuracy"] for o in whole]) for i in range(len(steps))]
+        shown = True if index < _SHOWN else "legendonly"
+        look = {"legendgroup": arm, "visible": shown, "x": steps, "type": "scatter"}
+        colour = COLOURS[index % len(COLOURS)]
+        edge = look | {"mode": "lines", "line": {"width": 0}, "showlegend": False, "hoverinfo": "skip"}
+        if len(whole) > 1:
+            traces.append(edge | {"y": [_short(p.low) for p in points]})
+            fill = {"fill": "tonexty", "fillcolor": _faint(colour)}
+            traces.append(edge | fill | {"y": [_short(p.high) for p in points]})
+        line = {"color": colour, "width": 2}
+        traces.append(look | {"mode": "lines", "name": arm, "line": line, "y": [_short(p.mean) for p in points]})
+    caption = (
+        f"Mean over seeds with its 95 % interval. The baseline and the {_SHOWN - 1} arms with the highest final "
+        "accuracy are shown; a click on a name shows or hides an arm."
+    )
+    return Plot("Held-out accuracy", caption, traces, layout("accuracy", tickformat=".0%"))
+
+
+def _finals(table: Mapping[str, Runs]) -> Plot:
+    names, middle, reach = [], [], []
+    for arm in reversed(_ranked(table)):
+        found = results.difference(table[arm], table[BASELINE])
+        if found.mean == found.mean:
+            names.append(arm)
+            middle.append(_short(100 * found.mean))
+            reach.append(_short(100 * (found.high - found.mean)) if found.high == found.high else 0)
+    trace: Trace = {"type": "scatter", "mode": "markers", "x": middle, "y": names, "marker": {"size": 8}}
+    trace |= {"error_x": {"type": "data", "array": reach}, "name": "difference", "showlegend": False}
+    axes = {
+        "xaxis": {"title": {"text": f"final accuracy less {BASELINE}'s (points)"}},
+        "yaxis": {"title": {"text": ""}},
+    }
+    height = {"height": max(320, 22 * len(names) + 80)}
+    caption = "Paired by seed, with 95 % intervals. An interval that holds 0 says that the two cannot be told apart."
+    return Plot("Final accuracy against the baseline", caption, [trace], axes | height)
+
+
+def _last_details(runs: Runs, name: str) -> list[list[float]]:
+    return [o.records[-1][name] for o in _whole(runs) if o.records[-1].get(name)]
+
+
+def _profile(table: Mapping[str, Runs], name: str, labels: list[str], caption: str, title: str, y_title: str) -> Plot:
+    traces: list[Trace] = []
+    for index, arm in enumerate(_ranked(table)):
+        rows = _last_details(table[arm], name)
+        if not rows:
+            continue
+        means = [_short(fmean(column)) for column in zip(*rows, strict=True)]
+        look: Trace = {"type": "scatter", "x": labels[: len(means)], "y": means, "name": arm, "mode": "lines+markers"}
+        shown = True if index < _SHOWN else "legendonly"
+        traces.append(look | {"visible": shown, "line": {"color": COLOURS[index % len(COLOURS)], "width": 2}})
+    axes = {"xaxis": {"title": {"text": y_title}, "type": "category"}, "yaxis": {"title": {"text": "accuracy"}}}
+    return Plot(title, caption, traces, axes)
+
+
+def _by_difficulty(table: Mapping[str, Runs]) -> Plot:
+    labels = [f"{low:g} to {high:g}" for low, high in pairwise(BANDS)]
+    caption = "Final held-out accuracy of problems by the pass rate that the first policy had on them; mean over seeds."
+    return _profile(table, "bands", labels, caption, "Accuracy by difficulty", "pass rate before training")
+
+
+def _pass_at(table: Mapping[str, Runs]) -> Plot:
+    caption = "Chance that one of k answers is right, from the exact pass rates of the last policy; mean over seeds."
+    return _profile(table, "pass_at", [str(k) for k in PASS_AT], caption, "pass@k", "k")
+
+
+def _weights(table: Mapping[str, Runs]) -> list[Plot]:
+    """Weights over time of each arm that learns some: one line for each bin."""
+    plots = []
+    for arm in _ranked(table):
+        whole = [o for o in _whole(table[arm]) if o.records[-1].get("weights")]
+        if not whole:
+            continue
+        records = [[r for r in o.records if r.get("weights")] for o in whole]
+        steps = [int(r["step"]) for r in records[0]]
+        size = len(records[0][0]["weights"]) - 1
+        bins = [k for k in range(1, size) if size <= 16 or k % (size // 8) == 0 or k == 1]
+        traces: list[Trace] = []
+        for index, k in enumerate(bins):
+            means = [_short(fmean(rows[i]["weights"][k] for rows in records)) for i in range(len(steps))]
+            line = {"color": COLOURS[index % len(COLOURS)], "width": 2}
+            traces.append({"type": "scatter", "x": steps, "y": means, "name": f"{k}/{size}", "line": line})
+        ticks = {"type": "log", "tickvals": [0.1, 0.2, 0.5, 1, 2, 5, 10]}
+        caption = "Mean over seeds of the learned weight of each pass rate k/K; a line at 10 or 0.1 sits at the clamp."
+        plots.append(Plot(f"Weights of {arm}", caption, traces, layout("weight", **ticks)))
+    return plots
+
+
+def _tail(outcomes: list[Outcome], note: Mapping[str, str]) -> str:
+    odd = [f"{_named(o)}: {o.status}. {o.ended}" for o in outcomes if o.status]
+    odd_html = table_html(["run"], [[line] for line in odd], number_columns=0) if odd else "<p>None.</p>"
+    dials: dict[str, Any] = json.loads(note.get("dials", "{}"))
+    names = list(next(iter(dials.values()), {}))
+    rows = [[world, *(str(values[name]) for name in names)] for world, values in dials.items()]
+    return _block("Runs that diverged or ended below their start", odd_html) + _block(
+        "Dials of the worlds", table_html(["world", *names], rows, number_columns=0)
+    )
+
+
+def _short(value: float) -> float | None:
+    """Five digits: what a screen can show; None for what is no number."""
+    return float(f"{value:.5g}") if math.isfinite(value) else None
+
+
+def _named(outcome: Outcome) -> str:
+    job = outcome.job
+    return f"{job.world}, {job.arm}, {job.purpose}, rate {job.learning_rate:g}, seed {job.seed}"
+
+
+def _block(title: str, content: str) -> str:
+    return f'<div class="block"><h3>{title}</h3>{content}</div>'
+
+
+def _faint(colour: str) -> str:
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red},{green},{blue},0.15)"

@@ -1,0 +1,199 @@
+"""The results of the lab: rows of Parquet, and the statistics made of them.
+
+Place in the data flow: runs -> `curves.parquet` (accuracy at each evaluation) and `details.parquet` (difficulty, pass@k
+and weights at a few) -> intervals over seeds, steps to the baseline's final accuracy. Refuses folders without results.
+Numbers are stored with five digits. Arms of one seed share problems and first policy, so differences are paired.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megatron_daro.errors import DataError
+
+CURVES, DETAILS = "curves.parquet", "details.parquet"
+_DETAILED = ("bands", "pass_at", "weights")
+_KEYS = ("kind", "world", "arm", "purpose", "seed", "learning_rate")
+# Two-sided 95 % points of Student's t, by degrees of freedom; beyond the table the normal's.
+_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run: kind "closed" or "tiny", purpose "tune" or "compare"."""
+
+    kind: str
+    world: str
+    arm: str
+    purpose: str
+    seed: int
+    learning_rate: float
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What names it in the results."""
+        return tuple(getattr(self, name) for name in _KEYS)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a job gave: its evaluations, and why it ended early (or "")."""
+
+    job: Job
+    records: list[dict[str, Any]]
+    ended: str
+
+    @property
+    def final(self) -> float:
+        """Held-out accuracy after the last step; not a number for a run that ended early."""
+        return math.nan if self.ended else self.records[-1]["accuracy"]
+
+    @property
+    def status(self) -> str:
+        """Empty, or what went wrong: it diverged, or it ended below where it began."""
+        if self.ended:
+            return "diverged"
+        return "worse than before training" if self.final < self.records[0]["accuracy"] else ""
+
+    def steps_to(self, accuracy: float, axis: str = "step") -> float:
+        """Where the curve first reaches an accuracy, between two evaluations by straight line; infinite if never.
+
+        Args:
+            accuracy: the mark. axis: "step", or "answers" for all that were sampled, filtered ones included.
+        """
+        before: dict[str, Any] | None = None
+        for record in self.records:
+            if record["accuracy"] >= accuracy:
+                if before is None:
+                    return float(record[axis])
+                share = (accuracy - before["accuracy"]) / (record["accuracy"] - before["accuracy"])
+                return before[axis] + share * (record[axis] - before[axis])
+            before = record
+        return math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean over seeds with its 95 % interval (Student's t); both ends are nan for a single seed."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Interval:
+        """Return the interval of some values."""
+        mean = fmean(values) if values else math.nan
+        if len(values) < 2 or not math.isfinite(mean):
+            return cls(mean, math.nan, math.nan)
+        degrees = len(values) - 1
+        reach = (_T95[degrees - 1] if degrees <= len(_T95) else 1.96) * stdev(values) / math.sqrt(len(values))
+        return cls(mean, mean - reach, mean + reach)
+
+
+def write(folder: Path, outcomes: Iterable[Outcome], note: Mapping[str, str]) -> None:
+    """Write both files; `note` becomes their metadata (the command, versions, settings)."""
+    curves: list[dict[str, Any]] = []
+    details: list[dict[str, Any]] = []
+    for outcome in outcomes:
+        named = dict(zip(_KEYS, outcome.job.key, strict=True))
+        comparing = outcome.job.purpose == "compare"
+        records = outcome.records if comparing else outcome.records[-1:]
+        for index, record in enumerate(records):
+            row = named | {"ended": outcome.ended}
+            plain = {k: v for k, v in record.items() if k not in _DETAILED}
+            curves.append(row | {k: _rounded(v) for k, v in plain.items()})
+            if comparing and (index % max(1, (len(records) - 1) // 6) == 0 or index == len(records) - 1):
+                details.append(named | {"step": record["step"]} | {k: _rounded(record[k]) for k in _DETAILED})
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in ((CURVES, curves), (DETAILS, details)):
+        table = pa.Table.from_pylist(rows).replace_schema_metadata(dict(note))
+        pq.write_table(table, folder / name, compression="zstd", compression_level=19)
+
+
+def read(folder: Path) -> tuple[list[Outcome], dict[str, str]]:
+    """What `write` wrote: outcomes and the note.
+
+    Raises:
+        DataError: a file is not there or no Parquet.
+    """
+    try:
+        curves, details = (pq.read_table(folder / name) for name in (CURVES, DETAILS))
+    except (OSError, pa.ArrowInvalid) as error:
+        raise DataError(
+            f"{folder}: no results of the lab here ({error}); make them with examples/lab/run.sh"
+        ) from error
+    more = {(*_key(row), row["step"]): row for row in details.to_pylist()}
+    found: dict[tuple[Any, ...], Outcome] = {}
+    for row in curves.to_pylist():
+        key = _key(row)
+        outcome = found.setdefault(key, Outcome(Job(*key), [], row["ended"]))
+        extra = more.get((*key, row["step"]), {})
+        record = {k: v for k, v in row.items() if k not in (*_KEYS, "ended") and v is not None}
+        outcome.records.append(record | {k: extra[k] for k in _DETAILED if k in extra})
+    note = {k.decode(): v.decode() for k, v in (curves.schema.metadata or {}).items()}
+    return list(found.values()), note
+
+
+def best_rates(outcomes: Iterable[Outcome]) -> dict[tuple[str, str], float]:
+    """(world, arm) -> the learning rate with the highest mean final accuracy over the tuning seeds.
+
+    A rate at which any tuning run diverged is out; if all are, the smallest is taken, and the comparison will say so.
+    """
+    finals: dict[tuple[str, str], dict[float, list[float]]] = {}
+    for outcome in outcomes:
+        job = outcome.job
+        if job.purpose == "tune":
+            finals.setdefault((job.world, job.arm), {}).setdefault(job.learning_rate, []).append(outcome.final)
+    best = {}
+    for where, by_rate in finals.items():
+        means = {rate: fmean(values) for rate, values in by_rate.items() if not any(map(math.isnan, values))}
+        best[where] = max(sorted(means), key=means.__getitem__) if means else min(by_rate)
+    return best
+
+
+def compared(outcomes: Iterable[Outcome], world: str) -> dict[str, dict[int, Outcome]]:
+    """arm -> seed -> outcome of the comparison in one world."""
+    table: dict[str, dict[int, Outcome]] = {}
+    for outcome in outcomes:
+        if outcome.job.world == world and outcome.job.purpose == "compare":
+            table.setdefault(outcome.job.arm, {})[outcome.job.seed] = outcome
+    return table
+
+
+def final_accuracy(runs: Mapping[int, Outcome]) -> Interval:
+    """Final held-out accuracy over the seeds; nan if one diverged."""
+    return Interval.of([o.final for o in runs.values()])
+
+
+def difference(runs: Mapping[int, Outcome], other: Mapping[int, Outcome]) -> Interval:
+    """Final accuracy of one arm less another's, seed by seed."""
+    return Interval.of([runs[s].final - other[s].final for s in sorted(runs.keys() & other.keys())])
+
+
+def ratios_to_baseline(runs: Mapping[int, Outcome], baseline: Mapping[int, Outcome], axis: str = "step") -> list[float]:
+    """For each seed, the steps (or answers) to the baseline's final accuracy over those that the baseline needs."""
+    found = []
+    for seed in sorted(runs.keys() & baseline.keys()):
+        mark = baseline[seed].final
+        own = baseline[seed].steps_to(mark, axis)
+        found.append(runs[seed].steps_to(mark, axis) / own if own else math.nan)
+    return found
+
+
+def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in _KEYS)
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_rounded(v) for v in value]
+    return float(f"{value:.5g}") if isinstance(value, float) and math.isfinite(value) else value

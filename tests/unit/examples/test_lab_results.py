@@ -1,0 +1,180 @@
+"""The lab's statistics by hand, its command, and its page."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import findings
+import lab
+import pytest
+import results
+from results import Interval, Job, Outcome
+
+from megatron_daro.errors import ConfigError, DataError
+
+
+def outcome(arm, seed, accuracies, *, purpose="compare", rate=0.1, ended="", world="skewed", answers=10):
+    """A run with an evaluation every ten steps."""
+    records = [
+        {
+            "step": 10 * i,
+            "answers": answers * i,
+            "accuracy": a,
+            "bands": [a],
+            "pass_at": [a],
+            "weights": [],
+            "clamped": 0,
+        }
+        for i, a in enumerate(accuracies)
+    ]
+    return Outcome(Job("closed", world, arm, purpose, seed, rate), records, ended)
+
+
+def test_steps_are_counted_between_evaluations_by_straight_line():
+    run = outcome("daro", 0, [0.2, 0.4, 0.3, 0.6], answers=50)
+    assert [run.steps_to(0.3), run.steps_to(0.3, "answers"), run.steps_to(0.5)] == pytest.approx([5.0, 25.0, 80 / 3])
+    assert run.steps_to(0.1) == 0.0 and run.steps_to(0.7) == math.inf
+
+
+def test_intervals_are_those_of_students_t():
+    found = Interval.of([1.0, 2.0, 3.0, 4.0, 5.0])
+    reach = 2.776 * math.sqrt(2.5) / math.sqrt(5)
+    assert (found.mean, found.high - 3.0, 3.0 - found.low) == pytest.approx((3.0, reach, reach))
+    alone = Interval.of([2.0])
+    assert alone.mean == 2.0 and math.isnan(alone.low)
+    assert math.isnan(Interval.of([1.0, math.nan]).mean)
+
+
+def test_differences_and_ratios_are_taken_seed_by_seed():
+    baseline = {s: outcome("grpo", s, [0.2, 0.3, 0.4 + s / 10]) for s in (0, 1)}
+    faster = {s: outcome("daro", s, [0.2, 0.4 + s / 10, 0.6]) for s in (0, 1)}
+    assert results.difference(faster, baseline).mean == pytest.approx((0.2 + 0.1) / 2)
+    assert results.ratios_to_baseline(faster, baseline) == pytest.approx([0.5, 0.5])
+    assert results.ratios_to_baseline(baseline, baseline) == [1.0, 1.0]
+
+
+def test_the_rate_with_the_best_mean_wins_and_one_that_diverges_is_out():
+    tuned = [
+        outcome("grpo", 1000, [0.2, 0.5], purpose="tune", rate=0.1),
+        outcome("grpo", 1001, [0.2, 0.3], purpose="tune", rate=0.1),
+        outcome("grpo", 1000, [0.2, 0.45], purpose="tune", rate=0.2),
+        outcome("grpo", 1001, [0.2, 0.45], purpose="tune", rate=0.2),
+        outcome("grpo", 1000, [0.2, 0.9], purpose="tune", rate=0.4),
+        outcome("grpo", 1001, [0.2], purpose="tune", rate=0.4, ended="diverged after step 3"),
+        outcome("dapo", 1000, [0.2], purpose="tune", rate=0.4, ended="diverged"),
+        outcome("dapo", 1000, [0.2], purpose="tune", rate=0.2, ended="diverged"),
+    ]
+    assert results.best_rates(tuned) == {("skewed", "grpo"): 0.2, ("skewed", "dapo"): 0.2}
+
+
+def test_arms_that_diverge_are_rows_that_say_so():
+    arms = {
+        "grpo": {0: outcome("grpo", 0, [0.2, 0.4])},
+        "daro": {0: outcome("daro", 0, [0.2], ended="diverged after step 0: the gradient is not finite")},
+        "dapo": {0: outcome("dapo", 0, [0.2, 0.1])},
+    }
+    rows = {row[0]: row for row in findings.table(arms, [0.1, 0.2])}
+    assert rows["daro"][1] == "1 of 1 diverged" and rows["daro"][3] == "diverged"
+    assert rows["dapo"][1] == "1 of 1 worse than before training" and rows["grpo"][1:3] == ["", "<0.1"]
+    assert findings.verdict("skewed", arms) == ["skewed", "-", "-", "-", "-", "-"]
+
+
+@pytest.mark.parametrize(
+    ("curve", "said"),
+    [
+        ([0.2, 0.5, 0.6], "reached"),
+        ([0.2, 0.3, 0.42], "not fast enough"),
+        ([0.2, 0.41, 0.41], "fast, but worse than the rival"),
+        ([0.2, 0.3, 0.3], "missed"),
+    ],
+)
+def test_the_goal_is_speed_and_not_being_worse_than_the_best_rival(curve, said):
+    shift = {0: 0.0, 1: 0.001}
+    arms = {
+        "grpo": {s: outcome("grpo", s, [0.2, 0.3, 0.4 + d]) for s, d in shift.items()},
+        "dapo": {s: outcome("dapo", s, [0.2, 0.3, 0.42 + d]) for s, d in shift.items()},
+        "daro": {s: outcome("daro", s, [*curve[:2], curve[2] + d]) for s, d in shift.items()},
+    }
+    assert findings.verdict("skewed", arms)[-1] == said
+
+
+def test_what_is_written_is_read(tmp_path):
+    ran = [outcome("grpo", 0, [0.123456789, 0.4]), outcome("daro", 1000, [0.2, 0.5], purpose="tune", ended="diverged")]
+    results.write(tmp_path, ran, {"command": "me"})
+    found, note = results.read(tmp_path)
+    assert note["command"] == "me" and [o.job for o in found] == [o.job for o in ran]
+    assert [r["accuracy"] for r in found[0].records] == [0.12346, 0.4] and found[0].records[-1]["bands"] == [0.4]
+    assert len(found[1].records) == 1 and found[1].ended == "diverged"
+    with pytest.raises(DataError, match="no results of the lab here"):
+        results.read(tmp_path / "nothing")
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    """A quick lab of two arms in one process."""
+    out = tmp_path_factory.mktemp("lab") / "out"
+    options = ["--quick", "--processes", "1", "--worlds", "skewed", "--arms", "grpo,daro", "--out", str(out)]
+    assert lab.main(options) == 0
+    return out, options
+
+
+def test_a_quick_lab_leaves_results_and_a_page(quick):
+    out, _ = quick
+    found, note = results.read(out)
+    assert {o.job.arm for o in found} == {"grpo", "daro"} and json.loads(note["dials"])["skewed"]["steps"] == 20
+    compared = results.compared(found, "skewed")
+    assert {arm: sorted(runs) for arm, runs in compared.items()} == {"grpo": [0, 1], "daro": [0, 1]}
+    page = (out / "lab.html").read_text()
+    assert "Weights of daro" in page and "Weights of grpo" not in page and "Accuracy by difficulty" in page
+    assert page.count('class="plot"') == 5
+
+
+def test_a_lab_that_is_repeated_runs_nothing_and_writes_the_same(quick, monkeypatch):
+    out, options = quick
+    before = {name: (out / name).read_bytes() for name in (results.CURVES, results.DETAILS, "lab.html")}
+    monkeypatch.setattr(lab, "run_job", lambda *_: pytest.fail("it was run again"))
+    assert lab.main(options) == 0
+    assert {name: (out / name).read_bytes() for name in before} == before
+
+
+def test_a_finished_run_is_used_only_while_everything_it_depends_on_is_the_same(quick, monkeypatch):
+    out, _ = quick
+    store, (_, plan) = lab.Store(out), lab.parse(["--quick"])
+    job, dials = plan.tuning()[0], plan.dials("skewed")
+    assert store.get(job, dials) is not None
+    assert store.get(job, lab.dataclasses.replace(dials, wrong_length=1.0)) is None
+    monkeypatch.setattr(lab, "_code_fingerprint", lambda: "changed")
+    assert lab.Store(out).get(job, dials) is None
+
+
+def test_the_page_of_results_that_are_there(quick, tmp_path):
+    out, _ = quick
+    assert lab.main(["--page", str(out), "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "lab.html").read_bytes() == (out / "lab.html").read_bytes()
+
+
+def test_tuning_seeds_are_not_those_of_the_comparison_and_every_arm_has_the_same_budget():
+    _, plan = lab.parse([])
+    jobs = plan.tuning()
+    budget = {(j.world, j.arm): 0 for j in jobs}
+    for job in jobs:
+        budget[job.world, job.arm] += 1
+    assert set(budget.values()) == {len(plan.rates) * len(plan.tuning_seeds)}
+    assert not {j.seed for j in jobs} & set(range(plan.seeds)) and plan.seeds == 5 and len(plan.arms) >= 11
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--arms", "grpo,gpro"], "--arms: got gpro"),
+        (["--worlds", "flat"], "--worlds: got flat"),
+        (["--seeds", "-1"], "--seeds, --processes: got -1"),
+        (["--page", "nowhere"], "no results of the lab here"),
+    ],
+)
+def test_what_is_asked_wrongly_is_refused_before_anything_starts(options, words, tmp_path, capsys):
+    assert lab.main([*options, "--out", str(tmp_path / "out")]) == 2
+    assert words in capsys.readouterr().err
+    with pytest.raises(ConfigError):
+        lab.parse(["--arms", ","])
