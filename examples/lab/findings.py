@@ -16,6 +16,7 @@ from statistics import median
 import results
 from arms import BASELINE, is_daro
 from results import Interval, Outcome
+from worlds import WORLDS
 
 Runs = Mapping[int, Outcome]
 
@@ -40,7 +41,7 @@ def table(arms: Mapping[str, Runs], searched: Sequence[float]) -> list[list[str]
         last = [o.records[-1] for o in runs.values() if not o.ended]
         row = [arm, status(runs), f"{end}{own:g}", percent(final), points(less) if arm != BASELINE else ""]
         row += [spread(results.ratios_to_baseline(runs, baseline, axis)) for axis in ("step", "answers")]
-        row += [_mean([r["pass_at"][-1] for r in last]), _mean([r["bands"][0] for r in last])]
+        row += [_mean([r["pass_at"][-1] for r in last if r["pass_at"]]), _mean([r["bands"][0] for r in last])]
         row.append(f"{sum(r['clamped'] for r in last) / len(last):.1f}" if last and last[0].get("weights") else "")
         rows.append((final.mean if math.isfinite(final.mean) else -1.0, row))
     return [row for _, row in sorted(rows, key=lambda pair: -pair[0])]
@@ -65,6 +66,8 @@ def verdict(world: str, arms: Mapping[str, Runs]) -> list[str]:
     fast, level = _middle(ratios) <= SPEED, not gap.high < 0
     said = {(True, True): "reached", (True, False): "fast, but worse than the rival", (False, True): "not fast enough"}
     words = said.get((fast, level), "missed")
+    if world in WORLDS and not WORLDS[world].goal:
+        words = f"none stated ({words})"
     return [world, best, f"{spread(ratios)} ({fastest})", rival, points(gap), words]
 
 

@@ -27,57 +27,60 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import results
+import tiny_run
 from arms import BASELINE, arm_names, needs_several_updates, options_of
+from closed_run import run_arm
+from closed_world import Dials
 from results import Job, Outcome
-from worlds import DEFAULT, WORLDS, Dials
+from tiny_run import TinyDials
+from worlds import DEFAULT, WORLDS
 
 from megatron_daro.errors import ConfigError, DaroError
 
-RATES = (0.02, 0.04, 0.08)
-TUNING_SEEDS = (1000, 1001)
 QUICK_ARMS = (BASELINE, "dapo", "daro", "daro_token")
 QUICK_WORLDS = ("skewed", "balanced")
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be run."""
+    """What is to be run. A quick plan takes a fraction of each closed-form world, of the search and of the seeds."""
 
     arms: tuple[str, ...]
     worlds: tuple[str, ...]
     seeds: int
-    rates: tuple[float, ...] = RATES
-    tuning_seeds: tuple[int, ...] = TUNING_SEEDS
     quick: bool = False
 
-    def dials(self, world: str) -> Dials:
-        """The dials of a closed-form world; a quick lab takes a tenth of its steps and problems."""
-        dials = WORLDS[world][1]
-        return dataclasses.replace(dials, steps=20, problems=128, held_out=128) if self.quick else dials
+    def dials(self, world: str) -> Dials | TinyDials:
+        """The dials of a world."""
+        dials = WORLDS[world].dials
+        if self.quick and isinstance(dials, Dials):
+            return dataclasses.replace(dials, steps=20, problems=128, held_out=128)
+        return dials
 
     def arms_in(self, world: str) -> list[str]:
         """The arms of one world, without those that differ from the baseline only off-policy where nothing is."""
-        several = self.dials(world).updates > 1
-        return [arm for arm in self.arms if several or not needs_several_updates(arm)]
+        several, chosen = self.dials(world).updates > 1, WORLDS[world].arms
+        arms = [arm for arm in self.arms if chosen is None or arm in chosen]
+        return [arm for arm in arms if several or not needs_several_updates(arm)]
 
     def tuning(self) -> list[Job]:
-        """Every arm, in every world, at every learning rate."""
+        """Every arm, in every world, at every learning rate of the world."""
         return [
-            Job("closed", world, arm, "tune", seed, rate)
+            Job(WORLDS[world].kind, world, arm, "tune", seed, rate)
             for world in self.worlds
             for arm in self.arms_in(world)
-            for rate in self.rates
-            for seed in self.tuning_seeds
+            for rate in (WORLDS[world].rates[:2] if self.quick else WORLDS[world].rates)
+            for seed in (WORLDS[world].tuning_seeds[:1] if self.quick else WORLDS[world].tuning_seeds)
         ]
 
     def comparison(self, tuned: Iterable[Outcome]) -> list[Job]:
         """Every arm at its own learning rate, on the seeds of the comparison."""
         best = results.best_rates(tuned)
         return [
-            Job("closed", world, arm, "compare", seed, best[world, arm])
+            Job(WORLDS[world].kind, world, arm, "compare", seed, best[world, arm])
             for world in self.worlds
             for arm in self.arms_in(world)
-            for seed in range(self.seeds)
+            for seed in range(min(self.seeds, WORLDS[world].seeds or self.seeds))
         ]
 
 
@@ -86,6 +89,7 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
         self._path = folder / "finished.jsonl"
         self._code = _code_fingerprint()
         self._found: dict[str, dict] = {}
@@ -96,28 +100,29 @@ class Store:
             except (ValueError, KeyError, TypeError):
                 continue  # the last line of a lab that was killed
 
-    def key(self, job: Job, dials: Dials) -> str:
+    def key(self, job: Job, dials: Dials | TinyDials) -> str:
         """Changes with the job, its world, the arm's options and the code."""
         content = [dataclasses.astuple(job), dataclasses.asdict(dials), options_of(job.arm), self._code]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
-    def get(self, job: Job, dials: Dials) -> Outcome | None:
+    def get(self, job: Job, dials: Dials | TinyDials) -> Outcome | None:
         """A finished run, or None."""
         entry = self._found.get(self.key(job, dials))
         return None if entry is None else Outcome(job, entry["records"], entry["ended"])
 
-    def put(self, outcome: Outcome, dials: Dials) -> None:
+    def put(self, outcome: Outcome, dials: Dials | TinyDials) -> None:
         """Keep a finished run."""
         entry = {"key": self.key(outcome.job, dials), "records": outcome.records, "ended": outcome.ended}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
 
 
-def run_job(job: Job, dials: Dials) -> Outcome:
-    """One run, in whatever process this is called."""
-    from closed_run import run_arm
-
-    run = run_arm(dials, job.arm, job.learning_rate, job.seed, every=max(1, dials.steps // 30))
+def run_job(job: Job, dials: Dials | TinyDials, folder: Path) -> Outcome:
+    """One run, in whatever process this is called. `folder`: for the files of the tiny world."""
+    if isinstance(dials, TinyDials):
+        run = tiny_run.run_arm(dials, job.arm, job.learning_rate, job.seed, folder / job.world)
+    else:
+        run = run_arm(dials, job.arm, job.learning_rate, job.seed, every=max(1, dials.steps // 30))
     return Outcome(job, run.records, run.ended)
 
 
@@ -131,21 +136,27 @@ def run_all(jobs: Sequence[Job], plan: Plan, store: Store, processes: int) -> It
         else:
             yield kept
     began, portion = time.monotonic(), -(-len(missing) // 10)
-    for done, outcome in enumerate(_in_processes(missing, plan, processes), start=1):
+    for done, outcome in enumerate(_in_processes(missing, plan, store.folder, processes), start=1):
         store.put(outcome, plan.dials(outcome.job.world))
         yield outcome
         if done % portion == 0:
             print(f"    {done} of {len(missing)} runs, {time.monotonic() - began:.0f} s", flush=True)
 
 
-def _in_processes(jobs: Sequence[Job], plan: Plan, processes: int) -> Iterator[Outcome]:
+def _in_processes(jobs: Sequence[Job], plan: Plan, folder: Path, processes: int) -> Iterator[Outcome]:
+    """The outcomes as they come. Base models are built first, so that no two runs build the same one."""
+    tiny = dict.fromkeys((job.world, job.seed) for job in jobs if job.kind == "tiny")
+    bases = [(plan.dials(world), seed, folder / world) for world, seed in tiny]
     if processes == 1 or len(jobs) < 2:
-        yield from (run_job(job, plan.dials(job.world)) for job in jobs)
+        for base in bases:
+            tiny_run.base_of(*base)
+        yield from (run_job(job, plan.dials(job.world), folder) for job in jobs)
         return
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        waiting = [pool.submit(run_job, job, plan.dials(job.world)) for job in jobs]
         try:
-            for future in as_completed(waiting):
+            for built in [pool.submit(tiny_run.base_of, *base) for base in bases]:
+                built.result()
+            for future in as_completed([pool.submit(run_job, j, plan.dials(j.world), folder) for j in jobs]):
                 yield future.result()
         finally:
             pool.shutdown(cancel_futures=True)
@@ -181,7 +192,8 @@ def _code_fingerprint() -> str:
     import megatron_daro.algo
 
     here, algo = Path(__file__).parent, Path(megatron_daro.algo.__file__).parent
-    files = [here / "closed_world.py", here / "closed_run.py", *sorted(algo.glob("*.py"))]
+    own = ("closed_world.py", "closed_run.py", "tiny_run.py", "chains.py", "chains.yaml")
+    files = [*(here / name for name in own), *sorted(algo.glob("*.py"))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
@@ -215,10 +227,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Plan]:
         raise ConfigError(f"--seeds, --processes: got {given.seeds}, {given.processes}, allowed are 1 or more")
     if BASELINE not in arms:
         arms = (BASELINE, *arms)
-    plan = Plan(arms, worlds, seeds, quick=given.quick)
-    if given.quick:
-        plan = dataclasses.replace(plan, rates=RATES[:2], tuning_seeds=TUNING_SEEDS[:1])
-    return given, plan
+    return given, Plan(arms, worlds, seeds, quick=given.quick)
 
 
 def main(arguments: Sequence[str]) -> int:

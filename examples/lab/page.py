@@ -19,6 +19,7 @@ import results
 from arms import BASELINE
 from closed_run import BANDS, PASS_AT
 from results import Outcome
+from tiny_run import LENGTHS
 from worlds import WORLDS
 
 from megatron_daro.observe.report_html import Page, render, table_html
@@ -76,15 +77,15 @@ def _section(world: str, table: Mapping[str, Runs]) -> Section:
     plots = [
         _curves(table),
         _finals(table),
-        _by_difficulty(table),
-        _pass_at(table),
+        _by_difficulty(world, table),
+        *_pass_at(table),
         *_weights(table),
     ]
     return Section(f"{world}: {_about(world)}", plots)
 
 
 def _about(world: str) -> str:
-    return WORLDS[world][0] if world in WORLDS else ""
+    return WORLDS[world].about if world in WORLDS else ""
 
 
 def _ranked(table: Mapping[str, Runs]) -> list[str]:
@@ -160,15 +161,19 @@ def _profile(table: Mapping[str, Runs], name: str, labels: list[str], caption: s
     return Plot(title, caption, traces, axes)
 
 
-def _by_difficulty(table: Mapping[str, Runs]) -> Plot:
-    labels = [f"{low:g} to {high:g}" for low, high in pairwise(BANDS)]
-    caption = "Final held-out accuracy of problems by the pass rate that the first policy had on them; mean over seeds."
-    return _profile(table, "bands", labels, caption, "Accuracy by difficulty", "pass rate before training")
+def _by_difficulty(world: str, table: Mapping[str, Runs]) -> Plot:
+    labels, axis = [f"{low:g} to {high:g}" for low, high in pairwise(BANDS)], "pass rate before training"
+    if world in WORLDS and WORLDS[world].kind == "tiny":
+        labels, axis = [str(n) for n in LENGTHS], "operations of the problem"
+    caption = "Final held-out accuracy by difficulty, the hardest on the left; mean over seeds."
+    return _profile(table, "bands", labels, caption, "Accuracy by difficulty", axis)
 
 
-def _pass_at(table: Mapping[str, Runs]) -> Plot:
+def _pass_at(table: Mapping[str, Runs]) -> list[Plot]:
+    if not any(_last_details(runs, "pass_at") for runs in table.values()):
+        return []
     caption = "Chance that one of k answers is right, from the exact pass rates of the last policy; mean over seeds."
-    return _profile(table, "pass_at", [str(k) for k in PASS_AT], caption, "pass@k", "k")
+    return [_profile(table, "pass_at", [str(k) for k in PASS_AT], caption, "pass@k", "k")]
 
 
 def _weights(table: Mapping[str, Runs]) -> list[Plot]:

@@ -1,38 +1,76 @@
-"""The closed-form worlds: one set of dials each. They were fixed before any arm but GRPO was looked at.
+"""The worlds of the lab. The closed-form ones were fixed before any arm but GRPO was looked at.
 
 What real dumps look like decided the numbers: pass rates in a U with more hard problems than easy ones, and wrong
-answers that are half as long again as right ones. Each further world turns one dial of `skewed`.
+answers that are half as long again as right ones. Each further world turns one dial of `skewed`. The tiny world trains
+a small language model by the real product; it costs minutes a run, so it has fewer arms, seeds and learning rates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from closed_world import Dials
+from tiny_run import TinyDials
+
+RATES = (0.02, 0.04, 0.08)
+TUNING_SEEDS = (1000, 1001)
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """A world and how much is run in it.
+
+    about: one line. goal: whether its spectrum is skewed and lengths differ by verdict, so that the goal is stated for
+    it. rates, tuning_seeds: the search for each arm's learning rate. arms: only these; None is all. seeds: at most.
+    """
+
+    about: str
+    dials: Dials | TinyDials
+    goal: bool = True
+    rates: tuple[float, ...] = RATES
+    tuning_seeds: tuple[int, ...] = TUNING_SEEDS
+    arms: tuple[str, ...] | None = None
+    seeds: int | None = None
+
+    @property
+    def kind(self) -> str:
+        """Of its jobs: closed or tiny."""
+        return "closed" if isinstance(self.dials, Dials) else "tiny"
+
 
 _SKEWED = Dials(spectrum=(0.4, 1.2), wrong_length=1.5)
 
-WORLDS: Mapping[str, tuple[str, Dials]] = {
-    "skewed": ("most problems hard, wrong answers half as long again", _SKEWED),
-    "u_shape": ("as many easy as hard problems, few between", replace(_SKEWED, spectrum=(0.5, 0.5))),
-    "easy": ("most problems easy", replace(_SKEWED, spectrum=(1.2, 0.4))),
-    "skewed_equal": ("skewed, with right and wrong answers equally long", replace(_SKEWED, wrong_length=1.0)),
-    "skewed_noise": (
+WORLDS: Mapping[str, World] = {
+    "skewed": World("most problems hard, wrong answers half as long again", _SKEWED),
+    "u_shape": World("as many easy as hard problems, few between", replace(_SKEWED, spectrum=(0.5, 0.5))),
+    "easy": World("most problems easy", replace(_SKEWED, spectrum=(1.2, 0.4))),
+    "skewed_equal": World(
+        "skewed, with right and wrong answers equally long", replace(_SKEWED, wrong_length=1.0), goal=False
+    ),
+    "skewed_noise": World(
         "skewed, with a verifier that refuses 10 % of right and accepts 5 % of wrong answers",
         replace(_SKEWED, false_wrong=0.1, false_right=0.05),
     ),
-    "skewed_off_policy": ("skewed, with four optimizer steps for each batch", replace(_SKEWED, groups=128, updates=4)),
-    "balanced": (
+    "skewed_off_policy": World(
+        "skewed, with four optimizer steps for each batch", replace(_SKEWED, groups=128, updates=4)
+    ),
+    "balanced": World(
         "pass rates around one half, equal lengths: nothing for a difficulty weight to do",
         replace(_SKEWED, spectrum=(2.0, 2.0), wrong_length=1.0),
+        goal=False,
     ),
-    "skewed_short": ("skewed, with wrong answers a fifth shorter", replace(_SKEWED, wrong_length=0.8)),
-    "skewed_k32": ("skewed, 8 groups of 32 answers instead of 32 of 8", replace(_SKEWED, groups=8, rollouts=32)),
-    "skewed_few": ("skewed, with 8 groups a step", replace(_SKEWED, groups=8)),
+    "skewed_short": World("skewed, with wrong answers a fifth shorter", replace(_SKEWED, wrong_length=0.8)),
+    "skewed_k32": World("skewed, 8 groups of 32 answers instead of 32 of 8", replace(_SKEWED, groups=8, rollouts=32)),
+    "skewed_few": World("skewed, with 8 groups a step", replace(_SKEWED, groups=8)),
+    "chains": World(
+        "a small language model and chains of operations, by the real product",
+        TinyDials(),
+        rates=(5e-4, 1e-3),
+        tuning_seeds=(1000,),
+        arms=("grpo", "dapo", "dr_grpo", "daro", "daro_token"),
+        seeds=3,
+    ),
 }
-"""World -> what it is, and its dials."""
 
-DEFAULT = ("skewed", "u_shape", "easy", "skewed_equal", "skewed_noise", "skewed_off_policy", "balanced")
-GOAL = ("skewed", "u_shape", "easy", "skewed_noise", "skewed_off_policy")
-"""Those with a skewed spectrum and lengths that differ by verdict, for which the goal is stated."""
+DEFAULT = ("skewed", "u_shape", "easy", "skewed_equal", "skewed_noise", "skewed_off_policy", "balanced", "chains")

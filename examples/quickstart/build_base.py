@@ -64,23 +64,41 @@ class BaseSettings:
 
     def fingerprint(self) -> str:
         """Changes with any setting and with the code that makes the data and the model."""
-        here = Path(__file__).parent
         content = json.dumps(dataclasses.asdict(self), sort_keys=True).encode()
-        return hashlib.sha256(content + b"".join((here / name).read_bytes() for name in _SOURCES)).hexdigest()
+        return hashlib.sha256(content + b"".join(path.read_bytes() for path in self.sources())).hexdigest()
+
+    def sources(self) -> list[Path]:
+        """The files whose code decides what is built."""
+        return [Path(__file__).parent / name for name in _SOURCES]
+
+    def held_out(self) -> frozenset[Any]:
+        """What names the problems that no text may be about."""
+        return frozenset(problem.key for problem in problems.held_out_problems(self.seed))
+
+    def texts(self, step: int, held_out: frozenset[Any]) -> list[tuple[str, str]]:
+        """The (problem, answer) texts of one step."""
+        rng, found = random.Random(f"texts {self.seed} {step}"), []
+        while len(found) < self.batch:
+            problem = problems.draw(rng, self.shares)
+            if problem.key not in held_out:
+                found.append((problem.text, problems.worked_answer(problem, rng, self.slips)))
+        return found
+
+    def write_data(self, directory: Path) -> None:
+        """Write train.jsonl and held_out.jsonl."""
+        held_out = problems.held_out_problems(self.seed)
+        problems.write_problems(directory / "held_out.jsonl", held_out)
+        training = problems.training_problems(self.seed, self.training_draws, self.training_shares, held_out)
+        problems.write_problems(directory / "train.jsonl", training)
 
 
-def supervised_batch(settings: BaseSettings, step: int, held_out: frozenset[tuple[int, int]]) -> Any:
+def supervised_batch(settings: BaseSettings, step: int, held_out: frozenset[Any]) -> Any:
     """The texts of one step as a TrainBatch of independent samples with advantage 1."""
     from megatron_daro.types import TrainBatch
 
-    rng = random.Random(f"texts {settings.seed} {step}")
     rows: list[tuple[list[int], list[int]]] = []
-    while len(rows) < settings.batch:
-        problem = problems.draw(rng, settings.shares)
-        if problem.key in held_out:
-            continue
-        answer = problems.worked_answer(problem, rng, settings.slips)
-        prompt = [tokenizer.VOCABULARY["<bos>"], *tokenizer.encode(problem.text)]
+    for problem, answer in settings.texts(step, held_out):
+        prompt = [tokenizer.VOCABULARY["<bos>"], *tokenizer.encode(problem)]
         rows.append((prompt, [*tokenizer.encode(answer), tokenizer.VOCABULARY["<eos>"]]))
     num, responses = len(rows), sum(len(answer) for _, answer in rows)
     return TrainBatch(
@@ -145,7 +163,7 @@ def pretrain(rank: int, processes: int, address: str, start: Path, target: Path,
         actor,
         AlgorithmSection(name="grpo"),
     )
-    held_out = frozenset(p.key for p in problems.held_out_problems(settings.seed))
+    held_out = settings.held_out()
     began = time.monotonic()
     for step in range(1, settings.steps + 1):
         shard = supervised_batch(settings, step, held_out).select(range(rank, settings.batch, processes))
@@ -174,12 +192,7 @@ def build(target: Path, settings: BaseSettings, processes: int) -> bool:
         made.mkdir()
         write_random_model(start, settings)
         _run_ranks(processes, start, made / "model", settings)
-        held_out = problems.held_out_problems(settings.seed)
-        problems.write_problems(made / "held_out.jsonl", held_out)
-        training = problems.training_problems(
-            settings.seed, settings.training_draws, settings.training_shares, held_out
-        )
-        problems.write_problems(made / "train.jsonl", training)
+        settings.write_data(made)
         content = {"fingerprint": settings.fingerprint(), **dataclasses.asdict(settings)}
         (made / SETTINGS_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         shutil.rmtree(target, ignore_errors=True)

@@ -160,7 +160,9 @@ def test_tuning_seeds_are_not_those_of_the_comparison_and_every_arm_has_the_same
     budget = {(j.world, j.arm): 0 for j in jobs}
     for job in jobs:
         budget[job.world, job.arm] += 1
-    assert set(budget.values()) == {len(plan.rates) * len(plan.tuning_seeds)}
+    for world in plan.worlds:
+        expected = len(lab.WORLDS[world].rates) * len(lab.WORLDS[world].tuning_seeds)
+        assert {budget[world, arm] for arm in plan.arms_in(world)} == {expected}
     assert not {j.seed for j in jobs} & set(range(plan.seeds)) and plan.seeds == 5 and len(plan.arms) >= 11
 
 
