@@ -24,7 +24,7 @@ from megatron_daro.slurm.submission import gpus_of
 
 ROOT = Path(__file__).resolve().parents[3]
 SHARED = ROOT.parent / "shared" / "data"
-RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.yaml"))
+RECIPES = [*sorted((ROOT / "examples" / "recipes").glob("*.yaml")), ROOT / "examples" / "lab" / "at-1.5b.yaml"]
 NAMES = [path.stem for path in RECIPES]
 BASELINES = re.findall(
     r"^\| [^|]+ \| `(algorithm\.name=[^`]+)` \|$", (ROOT / "examples/recipes/README.md").read_text(), re.M
@@ -48,7 +48,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     row = json.dumps({"problem": "1 + 1?", "answer": "2"}) + "\n"
     (tmp_path / "data").mkdir()
-    for name in ("dapo_math_17k", "aime24", "math500"):
+    for name in ("dapo_math_17k", "aime24", "math500", "gsm8k_train", "gsm8k_test", "math_train"):
         (tmp_path / "data" / f"{name}.jsonl").write_text(row * 2)
     return tmp_path
 
@@ -97,7 +97,7 @@ def test_the_baselines_pass_their_dry_run(options, place, capsys):
 
 
 def test_there_are_recipes_and_baselines():
-    assert len(RECIPES) == 6 and len(BASELINES) == 5
+    assert len(RECIPES) == 7 and len(BASELINES) == 5
 
 
 def test_the_data_script_writes_each_problem_once(place, monkeypatch, capsys):
