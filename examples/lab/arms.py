@@ -1,8 +1,8 @@
 """The arms of the comparison: names for `algorithm` sections, the same in both worlds.
 
 Every algorithm of the registry is an arm under its own name, so a new row of `megatron_daro.algo` takes part at once;
-`PRESETS` adds options of DARO. Place in the data flow: arm -> AlgorithmSection -> the product's algorithm object and
-objective, or the options of `megatron-daro train`. Refuses names that are neither.
+`PRESETS` adds options of DARO and trust regions. Place in the data flow: arm -> AlgorithmSection -> the product's
+algorithm object and objective, or the options of `megatron-daro train`. Refuses names that are neither.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ PRESETS: Mapping[str, Options] = {
     "daro_signed": {"name": "daro", "daro": {"magnitude": "signed"}},
     "daro_batch": {"name": "daro", "daro": {"normalizer": "batch"}},
     "daro_unfiltered": {"name": "daro", "filter": "none"},
+    "cispo": {"name": "grpo", "trust_region": "cispo"},
+    "sapo": {"name": "grpo", "trust_region": "sapo"},
+    "gspo": {"name": "grpo", "trust_region": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
+    "gspo_wide": {"name": "grpo", "trust_region": "gspo", "clip_low": 0.02, "clip_high": 0.03},
 }
 """Arm -> options of the section `algorithm`."""
 

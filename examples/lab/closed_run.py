@@ -16,12 +16,21 @@ from typing import Any
 
 import torch
 from arms import build
-from closed_world import MAX_TOKENS, Answers, Dials, Policy, make_problems, sample_answers, token_logprobs
+from closed_world import (
+    MAX_TOKENS,
+    Answers,
+    Dials,
+    Policy,
+    make_problems,
+    mean_entropy,
+    sample_answers,
+    token_logprobs,
+)
 from torch import Tensor
 
 from megatron_daro.algo.difficulty import bin_sums, pass_rate_bins
 from megatron_daro.algo.objective import token_objective
-from megatron_daro.algo.weighting import BatchTotals
+from megatron_daro.algo.weighting import BatchTotals, Evidence, Samples
 from megatron_daro.errors import DaroError, NonFiniteError
 
 BANDS = (0.0, 0.1, 0.35, 0.65, 0.9, 1.0)
@@ -136,13 +145,13 @@ class ClosedRun:
         Raises:
             NonFiniteError: a loss or gradient is not finite.
         """
-        answers, bins_N, size = batch.answers, batch.bins_N, self.dials.rollouts
-        lengths_N, segment_T = answers.lengths_N, answers.segment_T
-        totals = BatchTotals.of(bins_N, lengths_N, size)
-        coefficients_N = self.algorithm.sample_coefficients(bins_N, lengths_N, totals)
-        logprobs_T = token_logprobs(self.policy, self.problems, answers)
+        answers, segment_T = batch.answers, batch.answers.segment_T
+        samples, totals = samples_of(batch.bins_N, answers.lengths_N, batch.advantages_N, self.dials.rollouts)
+        coefficients_N = self.algorithm.coefficients(samples, totals)
+        slopes_PN = self.algorithm.coefficient_slopes(samples, totals)
+        entropy = mean_entropy(self.policy, self.problems, answers)
         objective = token_objective(
-            logprobs_T,
+            token_logprobs(self.policy, self.problems, answers),
             None,
             old_logprobs_T=batch.old_T,
             rollout_logprobs_T=None,
@@ -150,7 +159,7 @@ class ClosedRun:
             advantages_T=batch.advantages_N[segment_T],
             mask_T=torch.ones_like(segment_T, dtype=torch.bool),
             segment_T=segment_T,
-            num_segments=len(bins_N),
+            num_segments=len(batch.bins_N),
             settings=self.settings,
         )
         self.optimizer.zero_grad()
@@ -161,9 +170,8 @@ class ClosedRun:
         self.optimizer.step()
         if not all(bool(torch.isfinite(p).all()) for p in self.policy.parameters):
             raise NonFiniteError("the policy is not finite")
-        loss_sums = bin_sums(objective.segment_losses_M.detach(), bins_N, size)
-        abs_loss_sums = bin_sums(objective.segment_abs_losses_M, bins_N, size)
-        self.algorithm.update(loss_sums, totals.tokens_per_bin, abs_loss_sums)
+        losses_N = objective.segment_losses_M.detach()
+        self.algorithm.learn(evidence_of(samples, totals, losses_N, objective.segment_abs_losses_M, slopes_PN, entropy))
 
     def evaluate(self, step: int) -> dict[str, Any]:
         """Exact accuracy on problems that were never trained, over all and by the first policy's pass rate."""
@@ -188,6 +196,21 @@ class ClosedRun:
             self.waiting = torch.cat([self.waiting, order])
         prompts, self.waiting = self.waiting[:count], self.waiting[count:]
         return prompts
+
+
+def samples_of(bins_N: Tensor, lengths_N: Tensor, advantages_N: Tensor, rollouts: int) -> tuple[Samples, BatchTotals]:
+    """What the algorithm is told of a whole step whose groups stand one after the other, as the driver tells it."""
+    lengths_NK = lengths_N.reshape(-1, rollouts).repeat_interleave(rollouts, dim=0)
+    return Samples(bins_N, lengths_N, advantages_N, lengths_NK), BatchTotals.of(bins_N, lengths_N, rollouts)
+
+
+def evidence_of(
+    samples: Samples, totals: BatchTotals, losses_N: Tensor, abs_losses_N: Tensor, slopes_PN: Tensor, entropy: float
+) -> Evidence:
+    """What the algorithm learns from: the sums that the actor makes over all ranks."""
+    size = len(totals.tokens_per_bin) - 1
+    sums, abs_sums = (bin_sums(values_N, samples.bins_N, size) for values_N in (losses_N, abs_losses_N))
+    return Evidence(totals, sums, abs_sums, slopes_PN @ losses_N, entropy)
 
 
 def run_arm(dials: Dials, arm: str, learning_rate: float, seed: int, every: int = 10) -> Run:

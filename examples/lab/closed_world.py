@@ -219,6 +219,22 @@ def token_logprobs(policy: Policy, problems: Problems, answers: Answers) -> Tens
     return torch.cat([strategy_N, steps, more, stop])
 
 
+def mean_entropy(policy: Policy, problems: Problems, answers: Answers) -> float:
+    """Mean entropy, in nats, of the distributions that the answers' tokens were drawn from."""
+    with torch.no_grad():
+        rows_N, chosen_N = answers.problem_N, answers.strategy_N
+        log_NM = torch.log_softmax(policy.strategy_TM, dim=1)[problems.type_P[rows_N]]
+        logits_NJ = policy.step_logits(problems, rows_N, chosen_N, policy.own_P[rows_N])
+        choices = _binary_entropy(logits_NJ[answers.used_NJ]).sum() - (log_NM.exp() * log_NM).sum()
+        on_N = (answers.extra_N + answers.stopped_N) * _binary_entropy(policy.extra_2)[answers.right_N.long()]
+        return float((choices + on_N.sum()) / answers.lengths_N.sum())
+
+
+def _binary_entropy(logits: Tensor) -> Tensor:
+    both = (torch.sigmoid(x) * torch.nn.functional.logsigmoid(x) for x in (logits, -logits))
+    return -sum(both, start=torch.zeros_like(logits))
+
+
 def _offsets(problems: Problems, rounds: int = 60) -> Tensor:
     """What to add to a problem's hardness so that the first policy's pass rate is `first_P`; by bisection, [P]."""
     policy = Policy(len(problems), 1.0)

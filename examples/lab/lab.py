@@ -91,7 +91,7 @@ class Store:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._path = folder / "finished.jsonl"
-        self._code = _code_fingerprint()
+        self._code = {kind: _code_fingerprint(kind) for kind in ("closed", "tiny")}
         self._found: dict[str, dict] = {}
         for line in self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else ():
             try:
@@ -102,7 +102,7 @@ class Store:
 
     def key(self, job: Job, dials: Dials | TinyDials) -> str:
         """Changes with the job, its world, the arm's options and the code."""
-        content = [dataclasses.astuple(job), dataclasses.asdict(dials), options_of(job.arm), self._code]
+        content = [dataclasses.astuple(job), dataclasses.asdict(dials), options_of(job.arm), self._code[job.kind]]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def get(self, job: Job, dials: Dials | TinyDials) -> Outcome | None:
@@ -187,12 +187,12 @@ def comparing_order(job: Job, plan: Plan) -> tuple[int, int]:
     return plan.worlds.index(job.world), plan.arms.index(job.arm)
 
 
-def _code_fingerprint() -> str:
-    """Of what a run's numbers depend on: the lab's own worlds and the product's algorithms."""
+def _code_fingerprint(kind: str) -> str:
+    """Of what a run's numbers depend on: the lab's own code of this kind of world, and the product's algorithms."""
     import megatron_daro.algo
 
     here, algo = Path(__file__).parent, Path(megatron_daro.algo.__file__).parent
-    own = ("closed_world.py", "closed_run.py", "tiny_run.py", "chains.py", "chains.yaml")
+    own = {"closed": ("closed_world.py", "closed_run.py"), "tiny": ("tiny_run.py", "chains.py", "chains.yaml")}[kind]
     files = [*(here / name for name in own), *sorted(algo.glob("*.py"))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 

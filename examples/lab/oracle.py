@@ -22,14 +22,13 @@ from dataclasses import dataclass
 
 import torch
 from arms import BASELINE, arm_names, build, needs_several_updates
-from closed_run import ClosedRun
+from closed_run import ClosedRun, evidence_of, samples_of
 from closed_world import MAX_TOKENS, Dials, sample_answers, token_logprobs
 from findings import markdown
 from torch import Tensor
 from worlds import WORLDS
 
 from megatron_daro.algo.difficulty import bin_sums, pass_rate_bins
-from megatron_daro.algo.weighting import BatchTotals
 
 PARTS = 8
 _REST = 3000
@@ -100,13 +99,12 @@ def paid(arm: str, found: Measured) -> Tensor:
     baseline, _ = build(BASELINE, rollouts=size, max_tokens=MAX_TOKENS)
     rewards_N = found.correct_N.double()
     advantages_N, plain_N = (a.advantages(rewards_N, found.groups_N) for a in (algorithm, baseline))
-    totals = BatchTotals.of(found.bins_N, found.lengths_N, size)
+    samples, totals = samples_of(found.bins_N, found.lengths_N, advantages_N, size)
     losses_N = -advantages_N * found.lengths_N
     for _ in range(_REST if algorithm.weights is not None else 0):
-        sums = (bin_sums(values, found.bins_N, size) for values in (losses_N, losses_N.abs()))
-        loss_sums, abs_sums = sums
-        algorithm.update(loss_sums, totals.tokens_per_bin, abs_sums)
-    given_N = algorithm.sample_coefficients(found.bins_N, found.lengths_N, totals) * advantages_N.abs()
+        slopes_PN = algorithm.coefficient_slopes(samples, totals)
+        algorithm.learn(evidence_of(samples, totals, losses_N, losses_N.abs(), slopes_PN, 0.0))
+    given_N = algorithm.coefficients(samples, totals) * advantages_N.abs()
     over = bin_sums(plain_N.abs(), found.bins_N, size)
     return torch.where(found.groups_k > 0, bin_sums(given_N, found.bins_N, size) / over.clamp(min=1e-12), 0.0)
 

@@ -11,6 +11,7 @@ import torch
 from closed_world import MAX_TOKENS, Dials, Policy, make_problems, sample_answers, token_logprobs
 
 from megatron_daro.algo.difficulty import predicted_bin_loss
+from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.errors import ConfigError
 
 SMALL = Dials(groups=8, rollouts=4, steps=6, problems=40, held_out=30)
@@ -110,7 +111,7 @@ def arms_parameters(run, gradient=False):
 def test_with_a_frozen_policy_the_weights_of_daro_rest_where_the_theory_says():
     dials = Dials(spectrum=(1.0, 1.0), wrong_length=2.5, groups=256, rollouts=4, problems=512, held_out=1)
     run = closed_run.ClosedRun(dials, "daro", 0.0, seed=2)
-    run.algorithm.difficulty.learning_rate = 0.1
+    run.algorithm = make_algorithm("daro", rollouts_per_prompt=4, max_response_tokens=MAX_TOKENS, learning_rate=0.1)
     lengths = {k: [] for k in (1, 2, 3)}
     for _ in range(60):
         batch = run.sample()

@@ -144,7 +144,7 @@ def test_a_finished_run_is_used_only_while_everything_it_depends_on_is_the_same(
     job, dials = plan.tuning()[0], plan.dials("skewed")
     assert store.get(job, dials) is not None
     assert store.get(job, lab.dataclasses.replace(dials, wrong_length=1.0)) is None
-    monkeypatch.setattr(lab, "_code_fingerprint", lambda: "changed")
+    monkeypatch.setattr(lab, "_code_fingerprint", lambda kind: "changed")
     assert lab.Store(out).get(job, dials) is None
 
 
