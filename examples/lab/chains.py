@@ -1,20 +1,18 @@
-"""The tiny world's task: chains of operations modulo 10, from left to right, with hesitations and retries.
+"""The tiny world's task: sums as chains of single additions, with slips, retries and lingering.
 
-`7+5-3=` is answered `7+5=2;2-3=9;####9`: one step for each operation. Each of the 300 facts (operation and two digits)
-is known more or less well. In the texts of the base model a fact that is known badly makes the writer hesitate
-(`2*7=,,,,4;`), and after a hesitation the result is mostly wrong; sometimes a wrong step is taken back and done again
-(`2*7=,,,,5(2*7=4);`), and one that is left wrong makes the writer linger before the answer (`;,,,,,,,,####5`). So long
-chains of badly known facts are hard, pass rates spread smoothly from 0 to 1, and wrong answers are longer than right
-ones because of what the policy does. What can be learnt is to hesitate less and to be
-right at once, fact by fact; a fact helps in every chain that needs it.
+`47+85=` is answered `7+5=12;4+8+1=13;####132`, as in the quickstart. Here each of the 200 facts (two digits and a
+carry) is known more or less well: in the texts of the base model a badly known one mostly goes wrong. Sometimes the
+step is done again at once (`7+5=11;7+5=12;`); where it is left wrong, the writer lingers before the answer
+(`;,,,,,,,,####131`). So long sums of badly known facts are hard, pass rates spread smoothly from 0 to 1, and wrong
+answers are longer than right ones because of what the policy does. What can be learnt is to be right at once, fact by
+fact; a fact helps in every sum that needs it.
 
 Place in the data flow: settings -> texts for the base model, problems for training and evaluation.
-Refuses to let a held-out chain into any text.
+Refuses to let a held-out sum into any text.
 """
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 from dataclasses import dataclass, field
@@ -24,132 +22,66 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1] / "quickstart"))
 
 import build_base
+import problems
+from problems import MARKER, MAX_DIGITS, Sum
 
-OPERATIONS = "+-*"
-MOST_OPERATIONS = 7
-HELD_OUT_EACH = 30
 _KNOWLEDGE_SEED = "which facts are known badly"
 
 
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """One problem: digits and the operations between them."""
-
-    digits: tuple[int, ...]
-    operations: str
-
-    @property
-    def text(self) -> str:
-        """What the model is asked."""
-        return (
-            f"{self.digits[0]}"
-            + "".join(f"{o}{d}" for o, d in zip(self.operations, self.digits[1:], strict=True))
-            + "="
-        )
-
-    @property
-    def answer(self) -> str:
-        """The last digit of the result, taken after each operation."""
-        value = self.digits[0]
-        for operation, digit in zip(self.operations, self.digits[1:], strict=True):
-            value = result(operation, value, digit)
-        return str(value)
+def slip_rate(a: int, b: int, carry: int) -> float:
+    """How often a fact goes wrong in the base model's texts: from 0 to 0.8, mostly little."""
+    return 0.8 * random.Random(f"{_KNOWLEDGE_SEED} {a}+{b}+{carry}").random() ** 2
 
 
-def result(operation: str, left: int, right: int) -> int:
-    """The last digit of left operation right, from 0 to 9."""
-    return {"+": left + right, "-": left - right, "*": left * right}[operation] % 10
-
-
-def hesitation(operation: str, left: int, right: int) -> float:
-    """How often a writer of the base model's texts hesitates over a fact: from 0 to 0.9, mostly little."""
-    return 0.9 * random.Random(f"{_KNOWLEDGE_SEED} {operation}{left},{right}").random() ** 1.5
-
-
-def draw(rng: random.Random, lengths: dict[int, float]) -> Chain:
-    """A random chain. `lengths`: weight of each number of operations."""
-    count = rng.choices(list(lengths), weights=list(lengths.values()))[0]
-    digits = tuple(rng.randrange(10) for _ in range(count + 1))
-    return Chain(digits, "".join(rng.choice(OPERATIONS) for _ in range(count)))
-
-
-def worked_answer(chain: Chain, rng: random.Random, settings: ChainSettings) -> str:
-    """Steps and answer as a writer of the base model's texts puts them: with hesitations, slips and retries."""
-    value, steps, linger = chain.digits[0], [], ""
-    for operation, digit in zip(chain.operations, chain.digits[1:], strict=True):
-        asked, right = f"{value}{operation}{digit}=", result(operation, value, digit)
-        hesitates = rng.random() < hesitation(operation, value, digit)
-        written, pause, again = right, "", ""
-        if hesitates:
-            pause = "," * rng.randint(*settings.pause)
-        if rng.random() < (settings.slip_after_pause if hesitates else settings.slip):
-            written = rng.choice([d for d in range(10) if d != right])
+def worked_answer(problem: Sum, rng: random.Random, settings: ChainSettings) -> str:
+    """Steps and answer as a writer of the base model's texts puts them: with slips, retries and lingering."""
+    width, carry, steps, low_digits, linger = problem.digits, 0, [], "", ""
+    left, right = (str(n).zfill(width) for n in (problem.left, problem.right))
+    for a, b in zip(reversed(left), reversed(right), strict=True):
+        asked, total = f"{a}+{b}{'+1' if carry else ''}=", int(a) + int(b) + carry
+        written, again = total, ""
+        if rng.random() < slip_rate(int(a), int(b), carry):
+            written = max(0, total + rng.choice((-2, -1, 1, 2)))
             if rng.random() < settings.retry:
-                again = f"({asked}{right})"
+                again = f"{asked}{total};"
             else:
                 linger = "," * rng.randint(*settings.linger)
-        value = right if again else written
-        steps.append(f"{asked}{pause}{written}{again};")
-    return f"{''.join(steps)}{linger}{build_base.tokenizer.MARKER}{value}"
+        result = total if again else written
+        steps.append(f"{asked}{written};{again}")
+        low_digits, carry = str(result % 10) + low_digits, int(result > 9)
+    return f"{''.join(steps)}{linger}{MARKER}{f'{carry or str()}{low_digits}'.lstrip('0') or '0'}"
 
 
 @dataclass(frozen=True, slots=True)
 class ChainSettings(build_base.BaseSettings):
     """What the base model of the tiny world depends on; see `build_base.BaseSettings`.
 
-    lengths: weight of each number of operations, in texts and problems alike: more long ones, which are hard.
-    slip, slip_after_pause: how often a result is wrong. retry: how often a wrong one is taken back. pause, linger:
-    least and most commas of a hesitation, and before an answer that a slip was left in.
+    shares, training_shares: more long sums, which are hard. retry: how often a slip is done again at once.
+    linger: least and most commas before an answer that a slip was left in.
     """
 
-    steps: int = 450
+    steps: int = 500
     batch: int = 64
-    hidden: int = 64
-    layers: int = 2
-    ffn: int = 192
+    learning_rate: float = 3e-3
+    shares: dict[int, float] = field(default_factory=lambda: {1: 1.0, 2: 2.0, 3: 3.0, 4: 3.0, 5: 3.0})
     training_draws: int = 3000
-    lengths: dict[int, float] = field(default_factory=lambda: {1: 1, 2: 1, 3: 2, 4: 2, 5: 3, 6: 3, 7: 3})
-    slip: float = 0.01
-    slip_after_pause: float = 0.9
-    retry: float = 0.2
-    pause: tuple[int, int] = (1, 4)
-    linger: tuple[int, int] = (4, 24)
+    training_shares: dict[int, float] = field(default_factory=lambda: {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0, 5: 5.0})
+    retry: float = 0.15
+    linger: tuple[int, int] = (6, 24)
 
     def sources(self) -> list[Path]:
         """The files whose code decides what is built."""
         return [*build_base.BaseSettings.sources(self), Path(__file__)]
 
-    def held_out(self) -> frozenset[Any]:
-        """The held-out chains, as texts."""
-        return frozenset(chain.text for chain in self.held_out_chains())
-
-    def held_out_chains(self) -> list[Chain]:
-        """The evaluation set: so many different chains of each number of operations."""
-        rng = random.Random(f"held out {self.seed}")
-        found: dict[str, Chain] = {}
-        for number, count in enumerate(self.lengths, start=1):
-            while len(found) < number * HELD_OUT_EACH:
-                chain = draw(rng, {count: 1.0})
-                found[chain.text] = chain
-        return list(found.values())
-
     def texts(self, step: int, held_out: frozenset[Any]) -> list[tuple[str, str]]:
         """The (problem, answer) texts of one step."""
         rng, found = random.Random(f"texts {self.seed} {step}"), []
         while len(found) < self.batch:
-            chain = draw(rng, self.lengths)
-            if chain.text not in held_out:
-                found.append((chain.text, worked_answer(chain, rng, self)))
+            problem = problems.draw(rng, self.shares)
+            if problem.key not in held_out:
+                found.append((problem.text, worked_answer(problem, rng, self)))
         return found
 
-    def write_data(self, directory: Path) -> None:
-        """Write train.jsonl and held_out.jsonl."""
-        held_out, rng = self.held_out(), random.Random(f"training {self.seed}")
-        drawn = {c.text: c for c in (draw(rng, self.lengths) for _ in range(self.training_draws))}
-        _write(directory / "held_out.jsonl", self.held_out_chains())
-        _write(directory / "train.jsonl", [c for text, c in drawn.items() if text not in held_out])
 
-
-def _write(path: Path, chains: list[Chain]) -> None:
-    rows = ({"problem": c.text, "answer": c.answer, "category": f"steps_{len(c.operations)}"} for c in chains)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+DIGITS = tuple(range(MAX_DIGITS, 0, -1))
+"""Digits of a problem, the hardest first."""

@@ -17,9 +17,9 @@ from typing import Any
 import findings
 import results
 from arms import BASELINE
+from chains import DIGITS
 from closed_run import BANDS, PASS_AT
 from results import Outcome
-from tiny_run import LENGTHS
 from worlds import WORLDS
 
 from megatron_daro.observe.report_html import Page, render, table_html
@@ -164,7 +164,7 @@ def _profile(table: Mapping[str, Runs], name: str, labels: list[str], caption: s
 def _by_difficulty(world: str, table: Mapping[str, Runs]) -> Plot:
     labels, axis = [f"{low:g} to {high:g}" for low, high in pairwise(BANDS)], "pass rate before training"
     if world in WORLDS and WORLDS[world].kind == "tiny":
-        labels, axis = [str(n) for n in LENGTHS], "operations of the problem"
+        labels, axis = [str(n) for n in DIGITS], "digits of the problem"
     caption = "Final held-out accuracy by difficulty, the hardest on the left; mean over seeds."
     return _profile(table, "bands", labels, caption, "Accuracy by difficulty", axis)
 

@@ -26,8 +26,6 @@ from megatron_daro.errors import DaroError
 
 _HERE = Path(__file__).parent
 _LARGE = ("checkpoints", "rollouts", "logs", "failed")
-LENGTHS = tuple(range(chains.MOST_OPERATIONS, 0, -1))
-"""Operations of a problem, the hardest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +33,7 @@ class TinyDials:
     """What a run in the tiny world takes: optimizer steps, steps between evaluations, answers to each held-out problem,
     and the settings of the base model."""
 
-    steps: int = 60
+    steps: int = 40
     every: int = 10
     evaluated: int = 2
     base: chains.ChainSettings = field(default_factory=chains.ChainSettings)
@@ -94,7 +92,7 @@ def read_records(run_dir: Path) -> list[dict[str, Any]]:
             "answers": int(answers),
             "accuracy": row["eval/chains/accuracy"],
         }
-        record["bands"] = [row.get(f"eval/chains/accuracy/steps_{n}", math.nan) for n in LENGTHS]
+        record["bands"] = [row.get(f"eval/chains/accuracy/digits_{n}", math.nan) for n in chains.DIGITS]
         record["pass_at"] = []
         record["weights"] = [1.0, *(weights[k] for k in sorted(weights)), 1.0] if weights else []
         record["clamped"] = int(row.get("difficulty/clamped", 0))

@@ -64,11 +64,11 @@ WORLDS: Mapping[str, World] = {
     "skewed_k32": World("skewed, 8 groups of 32 answers instead of 32 of 8", replace(_SKEWED, groups=8, rollouts=32)),
     "skewed_few": World("skewed, with 8 groups a step", replace(_SKEWED, groups=8)),
     "chains": World(
-        "a small language model and chains of operations, by the real product",
+        "a small language model and chains of additions, by the real product",
         TinyDials(),
-        rates=(5e-4, 1e-3),
+        rates=(2e-4, 4e-4),
         tuning_seeds=(1000,),
-        arms=("grpo", "dapo", "dr_grpo", "daro", "daro_token"),
+        arms=("grpo", "dapo", "daro", "daro_token"),
         seeds=3,
     ),
 }
