@@ -41,16 +41,27 @@ def arm_names() -> list[str]:
 
 
 def options_of(arm: str) -> Options:
-    """Options of the section `algorithm` for an arm.
+    """Options of the section `algorithm` for an arm; a control's are those of the arm before its @.
 
     Raises:
         ConfigError: there is no such arm.
     """
+    arm = arm.partition("@")[0]
     if arm in PRESETS:
         return PRESETS[arm]
     if arm in ALGORITHMS:
         return {"name": arm}
     raise ConfigError(f"arm: got {arm!r}, allowed are {', '.join(arm_names())}")
+
+
+def control(rate: float) -> str:
+    """The baseline at another learning rate than its own: what a rate alone does to speed."""
+    return f"{BASELINE}@{rate:g}"
+
+
+def is_control(arm: str) -> bool:
+    """Whether an arm is one of these."""
+    return "@" in arm
 
 
 def section_of(arm: str) -> AlgorithmSection:

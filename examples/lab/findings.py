@@ -14,14 +14,22 @@ from pathlib import Path
 from statistics import median
 
 import results
-from arms import BASELINE, is_daro
+from arms import BASELINE, is_control, is_daro
 from results import Interval, Outcome
 from worlds import WORLDS
 
 Runs = Mapping[int, Outcome]
 
 HEADER = ["arm", "note", "rate", "final accuracy", "less grpo", "steps", "answers", "pass@32", "hardest", "at clamp"]
-VERDICT_HEADER = ["world", "best DARO", "its steps", "best rival", "DARO less rival", "goal"]
+VERDICT_HEADER = [
+    "world",
+    "best DARO",
+    "DARO's steps",
+    "grpo, other rate",
+    "best rival",
+    "DARO less rival",
+    "goal",
+]
 SPEED = 0.7
 """The goal: this share of the baseline's steps."""
 
@@ -55,20 +63,29 @@ def searched_rates(outcomes: Iterable[Outcome]) -> list[float]:
 def verdict(world: str, arms: Mapping[str, Runs]) -> list[str]:
     """The goal in one world: some DARO in at most 0.7 of GRPO's steps, and not worse than the best rival."""
     means = {arm: results.final_accuracy(runs).mean for arm, runs in arms.items()}
-    known = {arm: mean for arm, mean in means.items() if math.isfinite(mean)}
+    known = {arm: mean for arm, mean in means.items() if math.isfinite(mean) and not is_control(arm)}
     mine, others = ([a for a in known if is_daro(a) == own] for own in (True, False))
     if not mine or not others:
-        return [world, "-", "-", "-", "-", "-"]
+        return [world, *["-"] * (len(VERDICT_HEADER) - 1)]
     best, rival = max(mine, key=known.__getitem__), max(others, key=known.__getitem__)
-    fastest = min(mine, key=lambda arm: _middle(results.ratios_to_baseline(arms[arm], arms[BASELINE])))
-    ratios = results.ratios_to_baseline(arms[fastest], arms[BASELINE])
-    gap = results.difference(arms[best], arms[rival])
-    fast, level = _middle(ratios) <= SPEED, not gap.high < 0
+    ratios, gap = _fastest(arms, mine), results.difference(arms[best], arms[rival])
+    fast, level = _middle(ratios[1]) <= SPEED, not gap.high < 0
     said = {(True, True): "reached", (True, False): "fast, but worse than the rival", (False, True): "not fast enough"}
     words = said.get((fast, level), "missed")
     if world in WORLDS and not WORLDS[world].goal:
         words = f"none stated ({words})"
-    return [world, best, f"{spread(ratios)} ({fastest})", rival, points(gap), words]
+    speeds = [_named(*ratios), _named(*_fastest(arms, [a for a in arms if is_control(a)]))]
+    return [world, best, *speeds, rival, points(gap), words]
+
+
+def _fastest(arms: Mapping[str, Runs], names: Sequence[str]) -> tuple[str, list[float]]:
+    """The one of some arms that needs the fewest of the baseline's steps, with its ratios."""
+    found = {arm: results.ratios_to_baseline(arms[arm], arms[BASELINE]) for arm in names}
+    return min(found.items(), key=lambda pair: _middle(pair[1]), default=("", []))
+
+
+def _named(arm: str, ratios: list[float]) -> str:
+    return f"{spread(ratios)} ({arm})" if math.isfinite(_middle(ratios)) else "-"
 
 
 def status(runs: Runs) -> str:
@@ -94,7 +111,7 @@ def points(interval: Interval) -> str:
 
 
 def spread(ratios: list[float]) -> str:
-    """Median [smallest, largest]; - where it was reached by fewer than half of the seeds."""
+    """Median [smallest, largest]; - where fewer than half of the seeds reach it."""
     middle = _middle(ratios)
     if not math.isfinite(middle):
         return "-"

@@ -19,7 +19,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import results
 import tiny_run
-from arms import BASELINE, arm_names, needs_several_updates, options_of
+from arms import BASELINE, arm_names, control, needs_several_updates, options_of
 from closed_run import run_arm
 from closed_world import Dials
 from results import Job, Outcome
@@ -74,14 +74,19 @@ class Plan:
         ]
 
     def comparison(self, tuned: Iterable[Outcome]) -> list[Job]:
-        """Every arm at its own learning rate, on the seeds of the comparison."""
+        """Every arm at its own learning rate, and the controls, on the seeds of the comparison."""
         best = results.best_rates(tuned)
         return [
-            Job(WORLDS[world].kind, world, arm, "compare", seed, best[world, arm])
+            Job(WORLDS[world].kind, world, arm, "compare", seed, rate)
             for world in self.worlds
-            for arm in self.arms_in(world)
+            for arm, rate in [*((arm, best[world, arm]) for arm in self.arms_in(world)), *self._controls(world, best)]
             for seed in range(min(self.seeds, WORLDS[world].seeds or self.seeds))
         ]
+
+    def _controls(self, world: str, best: Mapping[tuple[str, str], float]) -> list[tuple[str, float]]:
+        """The baseline at the other rates of the search, in the closed-form worlds."""
+        rates = WORLDS[world].rates if WORLDS[world].kind == "closed" and not self.quick else ()
+        return [(control(rate), rate) for rate in rates if rate != best[world, BASELINE]]
 
 
 class Store:
@@ -184,7 +189,7 @@ def run_lab(plan: Plan, out: Path, processes: int, command: str) -> Path:
 
 def comparing_order(job: Job, plan: Plan) -> tuple[int, int]:
     """Worlds and arms in the order of the plan, so that the files do not depend on which run finished first."""
-    return plan.worlds.index(job.world), plan.arms.index(job.arm)
+    return plan.worlds.index(job.world), plan.arms.index(job.arm.partition("@")[0])
 
 
 def _code_fingerprint(kind: str) -> str:

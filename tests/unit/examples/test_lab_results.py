@@ -77,7 +77,7 @@ def test_arms_that_diverge_are_rows_that_say_so():
     rows = {row[0]: row for row in findings.table(arms, [0.1, 0.2])}
     assert rows["daro"][1] == "1 of 1 diverged" and rows["daro"][3] == "diverged"
     assert rows["dapo"][1] == "1 of 1 worse than before training" and rows["grpo"][1:3] == ["", "<0.1"]
-    assert findings.verdict("skewed", arms) == ["skewed", "-", "-", "-", "-", "-"]
+    assert findings.verdict("skewed", arms) == ["skewed", *["-"] * 6]
 
 
 @pytest.mark.parametrize(
@@ -97,6 +97,22 @@ def test_the_goal_is_speed_and_not_being_worse_than_the_best_rival(curve, said):
         "daro": {s: outcome("daro", s, [*curve[:2], curve[2] + d]) for s, d in shift.items()},
     }
     assert findings.verdict("skewed", arms)[-1] == said
+
+
+def test_a_learning_rate_alone_is_shown_beside_the_arms_and_is_no_rival():
+    arms = {
+        "grpo": {0: outcome("grpo", 0, [0.2, 0.3, 0.4])},
+        "grpo@0.2": {0: outcome("grpo@0.2", 0, [0.2, 0.4, 0.45])},
+        "daro": {0: outcome("daro", 0, [0.2, 0.4, 0.43])},
+    }
+    row = findings.verdict("skewed", arms)
+    assert row[2:5] == ["0.50 [0.50, 0.50] (daro)", "0.50 [0.50, 0.50] (grpo@0.2)", "grpo"]
+    tuned = [outcome("grpo", 1000, [0.2, rate], purpose="tune", rate=rate) for rate in (0.02, 0.04, 0.08)]
+    jobs = lab.Plan(("grpo",), ("skewed",), 2).comparison(tuned)
+    assert [(j.arm, j.learning_rate, j.seed) for j in jobs] == [
+        ("grpo", 0.08, 0), ("grpo", 0.08, 1),
+        ("grpo@0.02", 0.02, 0), ("grpo@0.02", 0.02, 1), ("grpo@0.04", 0.04, 0), ("grpo@0.04", 0.04, 1),
+    ]  # fmt: skip
 
 
 def test_what_is_written_is_read(tmp_path):
