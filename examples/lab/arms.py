@@ -24,6 +24,7 @@ PRESETS: Mapping[str, Options] = {
     "daro_signed": {"name": "daro", "daro": {"magnitude": "signed"}},
     "daro_batch": {"name": "daro", "daro": {"normalizer": "batch"}},
     "daro_unfiltered": {"name": "daro", "filter": "none"},
+    "daro_shared": {"name": "daro_shared:DaroShared"},
     "cispo": {"name": "grpo", "trust_region": "cispo"},
     "sapo": {"name": "grpo", "trust_region": "sapo"},
     "gspo": {"name": "grpo", "trust_region": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},

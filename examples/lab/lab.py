@@ -107,7 +107,10 @@ class Store:
 
     def key(self, job: Job, dials: Dials | TinyDials) -> str:
         """Changes with the job, its world, the arm's options and the code."""
-        content = [dataclasses.astuple(job), dataclasses.asdict(dials), options_of(job.arm), self._code[job.kind]]
+        options = options_of(job.arm)
+        content = [dataclasses.astuple(job), dataclasses.asdict(dials), options, self._code[job.kind]]
+        own = Path(__file__).parent / f"{options['name'].partition(':')[0]}.py"
+        content += [own.read_text(encoding="utf-8")] if ":" in options["name"] and own.exists() else []
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def get(self, job: Job, dials: Dials | TinyDials) -> Outcome | None:

@@ -9,4 +9,6 @@ if ! "$bin/python" -c 'import megatron_daro' 2>/dev/null; then
     echo "    python3.11 -m venv .venv && .venv/bin/python -m pip install -e ." >&2
     exit 1
 fi
+# Algorithms of the lab itself are found by the runs of the tiny world, too.
+export PYTHONPATH=$PWD/examples/lab${PYTHONPATH:+:$PYTHONPATH}
 exec env OMP_NUM_THREADS=1 "$bin/python" -W ignore examples/lab/lab.py "$@"

@@ -68,7 +68,7 @@ WORLDS: Mapping[str, World] = {
         TinyDials(),
         rates=(2e-4, 4e-4),
         tuning_seeds=(1000,),
-        arms=("grpo", "dapo", "daro", "daro_token"),
+        arms=("grpo", "dapo", "daro", "daro_shared"),
         seeds=3,
     ),
 }

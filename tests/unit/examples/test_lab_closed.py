@@ -12,7 +12,7 @@ from closed_world import MAX_TOKENS, Dials, Policy, make_problems, sample_answer
 
 from megatron_daro.algo.difficulty import predicted_bin_loss
 from megatron_daro.algo.weighting import make_algorithm
-from megatron_daro.errors import ConfigError
+from megatron_daro.errors import AlgorithmError, ConfigError
 
 SMALL = Dials(groups=8, rollouts=4, steps=6, problems=40, held_out=30)
 
@@ -191,5 +191,19 @@ def test_every_arm_is_an_algorithm_of_the_product_and_a_command_line():
 
     for arm in arms.arm_names():
         algorithm, _ = arms.build(arm, rollouts=4, max_tokens=16)
-        assert algorithm.name == AlgorithmSection.model_validate(arms.options_of(arm)).name
+        assert algorithm.name == AlgorithmSection.model_validate(arms.options_of(arm)).name.partition(":")[0]
     assert arms.command_line("daro_token") == ["algorithm.name=daro", "algorithm.daro.magnitude=token"]
+
+
+def test_bins_that_share_a_denominator_are_paid_by_their_weight_alone():
+    algorithm, _ = arms.build("daro_shared", rollouts=4, max_tokens=16)
+    bins_N, lengths_N = torch.tensor([0, 1, 1, 3, 4]), torch.tensor([5, 4, 0, 6, 3])
+    totals = closed_run.BatchTotals.of(bins_N, lengths_N, 4)
+    assert algorithm.sample_coefficients(bins_N, lengths_N, totals).tolist() == [0.0, 0.1, 0.0, 0.1, 0.0]
+    algorithm.update(torch.tensor([0.0, 0.4, 0.0, 30.0, 0.0]), totals.tokens_per_bin)
+    w = algorithm.weights
+    assert w[1] > 1 > w[3]
+    paid = algorithm.sample_coefficients(bins_N, lengths_N, totals)
+    assert torch.allclose(paid, torch.tensor([0, w[1] / 10, 0, w[3] / 10, 0], dtype=torch.float64))
+    with pytest.raises(AlgorithmError, match="normalizer: got 'batch'"):
+        make_algorithm("daro_shared:DaroShared", rollouts_per_prompt=4, max_response_tokens=16, normalizer="batch")
