@@ -10,7 +10,7 @@ An efficiency of 0.5 says: twice the groups for the same progress.
 
     python examples/lab/oracle.py [world] [step,step,...]
 
-Place in the data flow: dials -> a GRPO run -> tables on the terminal, for the page and docs/lab.md. Coefficients come
+Place in the data flow: dials -> a GRPO run -> tables on the terminal, for docs/lab.md. Coefficients come
 from the product's algorithm objects; those of DARO after its weights have come to rest on the same sums.
 """
 
@@ -60,7 +60,7 @@ class Measured:
         return max(gain, 0.0) * gain / noise / best if noise and best else 0.0
 
 
-def measure(run: ClosedRun, repeats: int = 4) -> Measured:
+def measure(run: ClosedRun, repeats: int = 2) -> Measured:
     """Gain and noise of groups of each pass rate under the run's policy, from `repeats` groups of every problem."""
     size, noise = run.dials.rollouts, torch.Generator().manual_seed(0)
     problem_N = torch.arange(run.dials.problems).repeat(repeats).repeat_interleave(size)

@@ -2,7 +2,7 @@
 
 Place in the data flow: runs -> `curves.parquet` (accuracy at each evaluation) and `details.parquet` (difficulty, pass@k
 and weights at a few) -> intervals over seeds, steps to the baseline's final accuracy. Refuses folders without results.
-Numbers are stored with five digits. Arms of one seed share problems and first policy, so differences are paired.
+Numbers are stored with four digits. Arms of one seed share problems and first policy, so differences are paired.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from megatron_daro.errors import DataError
 
 CURVES, DETAILS = "curves.parquet", "details.parquet"
-_DETAILED = ("bands", "pass_at", "weights")
+_DETAILED = ("bands", "pass_at", "weights", "trained_accuracy", "extra_wrong", "extra_right")
 _KEYS = ("kind", "world", "arm", "purpose", "seed", "learning_rate")
 # Two-sided 95 % points of Student's t, by degrees of freedom; beyond the table the normal's.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
@@ -112,7 +112,9 @@ def write(folder: Path, outcomes: Iterable[Outcome], note: Mapping[str, str]) ->
             plain = {k: v for k, v in record.items() if k not in _DETAILED}
             curves.append(row | {k: _rounded(v) for k, v in plain.items()})
             if comparing and (index % max(1, (len(records) - 1) // 6) == 0 or index == len(records) - 1):
-                details.append(named | {"step": record["step"]} | {k: _rounded(record[k]) for k in _DETAILED})
+                details.append(
+                    named | {"step": record["step"]} | {k: _rounded(record[k]) for k in _DETAILED if k in record}
+                )
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in ((CURVES, curves), (DETAILS, details)):
         table = pa.Table.from_pylist(rows).replace_schema_metadata(dict(note))
@@ -196,4 +198,4 @@ def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
 def _rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [_rounded(v) for v in value]
-    return float(f"{value:.5g}") if isinstance(value, float) and math.isfinite(value) else value
+    return float(f"{value:.4g}") if isinstance(value, float) and math.isfinite(value) else value

@@ -120,7 +120,7 @@ def test_what_is_written_is_read(tmp_path):
     results.write(tmp_path, ran, {"command": "me"})
     found, note = results.read(tmp_path)
     assert note["command"] == "me" and [o.job for o in found] == [o.job for o in ran]
-    assert [r["accuracy"] for r in found[0].records] == [0.12346, 0.4] and found[0].records[-1]["bands"] == [0.4]
+    assert [r["accuracy"] for r in found[0].records] == [0.1235, 0.4] and found[0].records[-1]["bands"] == [0.4]
     assert len(found[1].records) == 1 and found[1].ended == "diverged"
     with pytest.raises(DataError, match="no results of the lab here"):
         results.read(tmp_path / "nothing")
