@@ -16,7 +16,7 @@ from typing import Any
 
 import findings
 import results
-from arms import BASELINE
+from arms import BASELINE, is_control, is_daro
 from chains import DIGITS
 from closed_run import BANDS, PASS_AT
 from results import Outcome
@@ -26,7 +26,7 @@ from megatron_daro.observe.report_html import Page, render, table_html
 from megatron_daro.observe.report_plots import COLOURS, Plot, Section, Trace, layout
 
 Runs = Mapping[int, Outcome]
-_SHOWN = 6
+_SHOWN = 4
 
 
 def write_page(folder: Path, target: Path) -> Path:
@@ -96,20 +96,27 @@ def _ranked(table: Mapping[str, Runs]) -> list[str]:
     return [arm for arm in table if arm == BASELINE] + [arm for arm in order if arm != BASELINE]
 
 
+def _drawn(table: Mapping[str, Runs]) -> list[str]:
+    """The arms whose curves are drawn: the baseline, the best of the others, and the best variants of DARO."""
+    ranked = [arm for arm in _ranked(table) if not is_control(arm)]
+    variants = [arm for arm in ranked if is_daro(arm)][:_SHOWN]
+    others = [arm for arm in ranked if arm not in variants and not is_daro(arm)][:_SHOWN]
+    return others + variants
+
+
 def _whole(runs: Runs) -> list[Outcome]:
     return [o for o in runs.values() if not o.ended]
 
 
 def _curves(table: Mapping[str, Runs]) -> Plot:
     traces: list[Trace] = []
-    for index, arm in enumerate(_ranked(table)):
+    for index, arm in enumerate(_drawn(table)):
         whole = _whole(table[arm])
         if not whole:
             continue
         steps = [int(r["step"]) for r in whole[0].records]
         points = [results.Interval.of([o.records[i]["accuracy"] for o in whole]) for i in range(len(steps))]
-        shown = True if index < _SHOWN else "legendonly"
-        look = {"legendgroup": arm, "visible": shown, "x": steps, "type": "scatter"}
+        look = {"legendgroup": arm, "x": steps, "type": "scatter"}
         colour = COLOURS[index % len(COLOURS)]
         edge = look | {"mode": "lines", "line": {"width": 0}, "showlegend": False, "hoverinfo": "skip"}
         if len(whole) > 1:
@@ -119,29 +126,29 @@ def _curves(table: Mapping[str, Runs]) -> Plot:
         line = {"color": colour, "width": 2}
         traces.append(look | {"mode": "lines", "name": arm, "line": line, "y": [_short(p.mean) for p in points]})
     caption = (
-        f"Mean over seeds with its 95 % interval. The baseline and the {_SHOWN - 1} arms with the highest final "
-        "accuracy are shown; a click on a name shows or hides an arm."
+        f"Mean over seeds with its 95 % interval: the baseline, the {_SHOWN - 1} best of its rivals and the {_SHOWN} "
+        "best variants of DARO by final accuracy; the others are in the table. A click on a name hides an arm."
     )
     return Plot("Held-out accuracy", caption, traces, layout("accuracy", tickformat=".0%"))
 
 
 def _finals(table: Mapping[str, Runs]) -> Plot:
     names, middle, reach = [], [], []
-    for arm in reversed(_ranked(table)):
+    for arm in _ranked(table):
         found = results.difference(table[arm], table[BASELINE])
         if found.mean == found.mean:
             names.append(arm)
             middle.append(_short(100 * found.mean))
             reach.append(_short(100 * (found.high - found.mean)) if found.high == found.high else 0)
-    trace: Trace = {"type": "scatter", "mode": "markers", "x": middle, "y": names, "marker": {"size": 8}}
-    trace |= {"error_x": {"type": "data", "array": reach}, "name": "difference", "showlegend": False}
-    axes = {
-        "xaxis": {"title": {"text": f"final accuracy less {BASELINE}'s (points)"}},
-        "yaxis": {"title": {"text": ""}},
-    }
-    height = {"height": max(320, 22 * len(names) + 80)}
-    caption = "Paired by seed, with 95 % intervals. An interval that holds 0 says that the two cannot be told apart."
-    return Plot("Final accuracy against the baseline", caption, [trace], axes | height)
+    trace: Trace = {"type": "scatter", "mode": "markers", "x": names, "y": middle, "marker": {"size": 8}}
+    trace |= {"error_y": {"type": "data", "array": reach}, "name": "difference", "showlegend": False}
+    ticks = {"title": {"text": ""}, "tickangle": -60, "tickfont": {"size": 10}, "type": "category"}
+    axes = {"xaxis": ticks, "yaxis": {"title": {"text": f"points above {BASELINE}"}}}
+    caption = (
+        "Final accuracy less the baseline's, paired by seed, with 95 % intervals. An interval that holds 0 says that "
+        "the two cannot be told apart."
+    )
+    return Plot("Final accuracy against the baseline", caption, [trace], axes)
 
 
 def _last_details(runs: Runs, name: str) -> list[list[float]]:
@@ -150,14 +157,13 @@ def _last_details(runs: Runs, name: str) -> list[list[float]]:
 
 def _profile(table: Mapping[str, Runs], name: str, labels: list[str], caption: str, title: str, y_title: str) -> Plot:
     traces: list[Trace] = []
-    for index, arm in enumerate(_ranked(table)):
+    for index, arm in enumerate(_drawn(table)):
         rows = _last_details(table[arm], name)
         if not rows:
             continue
         means = [_short(fmean(column)) for column in zip(*rows, strict=True)]
         look: Trace = {"type": "scatter", "x": labels[: len(means)], "y": means, "name": arm, "mode": "lines+markers"}
-        shown = True if index < _SHOWN else "legendonly"
-        traces.append(look | {"visible": shown, "line": {"color": COLOURS[index % len(COLOURS)], "width": 2}})
+        traces.append(look | {"line": {"color": COLOURS[index % len(COLOURS)], "width": 2}})
     axes = {"xaxis": {"title": {"text": y_title}, "type": "category"}, "yaxis": {"title": {"text": "accuracy"}}}
     return Plot(title, caption, traces, axes)
 
