@@ -28,9 +28,10 @@ from closed_world import (
 )
 from torch import Tensor
 
+from megatron_daro.algo.algorithm import length_classes
 from megatron_daro.algo.difficulty import bin_sums, pass_rate_bins
 from megatron_daro.algo.objective import token_objective
-from megatron_daro.algo.weighting import BatchTotals, Evidence, Samples
+from megatron_daro.algo.weighting import Algorithm, BatchTotals, Evidence, Samples
 from megatron_daro.errors import DaroError, NonFiniteError
 
 BANDS = (0.0, 0.1, 0.35, 0.65, 0.9, 1.0)
@@ -146,7 +147,7 @@ class ClosedRun:
             NonFiniteError: a loss or gradient is not finite.
         """
         answers, segment_T = batch.answers, batch.answers.segment_T
-        samples, totals = samples_of(batch.bins_N, answers.lengths_N, batch.advantages_N, self.dials.rollouts)
+        samples, totals = samples_of(self.algorithm, batch.bins_N, answers.lengths_N, batch.advantages_N)
         coefficients_N = self.algorithm.coefficients(samples, totals)
         slopes_PN = self.algorithm.coefficient_slopes(samples, totals)
         entropy = mean_entropy(self.policy, self.problems, answers)
@@ -161,6 +162,7 @@ class ClosedRun:
             segment_T=segment_T,
             num_segments=len(batch.bins_N),
             settings=self.settings,
+            gradient_squares=self.algorithm.needs_gradient_squares,
         )
         self.optimizer.zero_grad()
         (coefficients_N * objective.segment_losses_M).sum().backward()
@@ -170,8 +172,8 @@ class ClosedRun:
         self.optimizer.step()
         if not all(bool(torch.isfinite(p).all()) for p in self.policy.parameters):
             raise NonFiniteError("the policy is not finite")
-        losses_N = objective.segment_losses_M.detach()
-        self.algorithm.learn(evidence_of(samples, totals, losses_N, objective.segment_abs_losses_M, slopes_PN, entropy))
+        sums_N = {"loss_sums": objective.segment_losses_M.detach(), **objective.segment_sums_M}
+        self.algorithm.learn(evidence_of(self.algorithm, samples, totals, sums_N, slopes_PN, entropy))
 
     def evaluate(self, step: int) -> dict[str, Any]:
         """Exact accuracy on problems that were never trained, over all and by the first policy's pass rate."""
@@ -198,19 +200,32 @@ class ClosedRun:
         return prompts
 
 
-def samples_of(bins_N: Tensor, lengths_N: Tensor, advantages_N: Tensor, rollouts: int) -> tuple[Samples, BatchTotals]:
+def samples_of(
+    algorithm: Algorithm, bins_N: Tensor, lengths_N: Tensor, advantages_N: Tensor
+) -> tuple[Samples, BatchTotals]:
     """What the algorithm is told of a whole step whose groups stand one after the other, as the driver tells it."""
-    lengths_NK = lengths_N.reshape(-1, rollouts).repeat_interleave(rollouts, dim=0)
-    return Samples(bins_N, lengths_N, advantages_N, lengths_NK), BatchTotals.of(bins_N, lengths_N, rollouts)
+    size = algorithm.rollouts_per_prompt
+    lengths_NK = lengths_N.reshape(-1, size).repeat_interleave(size, dim=0)
+    totals = BatchTotals.of(bins_N, lengths_N, size, algorithm.length_edges)
+    return Samples(bins_N, lengths_N, advantages_N, lengths_NK), totals
 
 
 def evidence_of(
-    samples: Samples, totals: BatchTotals, losses_N: Tensor, abs_losses_N: Tensor, slopes_PN: Tensor, entropy: float
+    algorithm: Algorithm,
+    samples: Samples,
+    totals: BatchTotals,
+    sums_N: dict[str, Tensor],
+    slopes_PN: Tensor,
+    entropy: float,
 ) -> Evidence:
-    """What the algorithm learns from: the sums that the actor makes over all ranks."""
-    size = len(totals.tokens_per_bin) - 1
-    sums, abs_sums = (bin_sums(values_N, samples.bins_N, size) for values_N in (losses_N, abs_losses_N))
-    return Evidence(totals, sums, abs_sums, slopes_PN @ losses_N, entropy)
+    """What the algorithm learns from: the sums per bin and class of lengths that the actor makes over all ranks."""
+    classes_N = length_classes(samples.lengths_N, algorithm.length_edges)
+    size, classes = algorithm.rollouts_per_prompt, range(len(algorithm.length_edges) + 1)
+    cells = {
+        name: torch.stack([bin_sums(values_N * (classes_N == c), samples.bins_N, size) for c in classes], dim=1)
+        for name, values_N in sums_N.items()
+    }
+    return Evidence(totals, cells, slopes_PN @ sums_N["loss_sums"], entropy)
 
 
 def run_arm(dials: Dials, arm: str, learning_rate: float, seed: int, every: int = 10) -> Run:

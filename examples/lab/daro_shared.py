@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_daro.algo.algorithm import length_classes
 from megatron_daro.algo.weighting import BatchTotals, Daro
 from megatron_daro.errors import AlgorithmError
 
@@ -34,5 +35,5 @@ class DaroShared(Daro):
     def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
         """See `Algorithm.sample_coefficients`."""
         trained_N = (lengths_N > 0) & self._mixed(bins_N)
-        paid = self.difficulty.weights.to(bins_N.device) / max(totals.kept_tokens, 1)
-        return torch.where(trained_N, paid[bins_N], 0.0)
+        weights_N = self.cell_weights.to(bins_N.device)[bins_N, length_classes(lengths_N, self.length_edges)]
+        return torch.where(trained_N, weights_N / max(totals.kept_tokens, 1), 0.0)

@@ -99,11 +99,14 @@ def paid(arm: str, found: Measured) -> Tensor:
     baseline, _ = build(BASELINE, rollouts=size, max_tokens=MAX_TOKENS)
     rewards_N = found.correct_N.double()
     advantages_N, plain_N = (a.advantages(rewards_N, found.groups_N) for a in (algorithm, baseline))
-    samples, totals = samples_of(found.bins_N, found.lengths_N, advantages_N, size)
+    samples, totals = samples_of(algorithm, found.bins_N, found.lengths_N, advantages_N)
     losses_N = -advantages_N * found.lengths_N
+    # On-policy a token's loss is -A times the ratio, so the derivative by its log-prob is -A.
+    sums_N = {"loss_sums": losses_N, "abs_loss_sums": losses_N.abs(), "advantage_sums": losses_N.abs()}
+    sums_N["gradient_squares"] = advantages_N.square() * found.lengths_N
     for _ in range(_REST if algorithm.weights is not None else 0):
         slopes_PN = algorithm.coefficient_slopes(samples, totals)
-        algorithm.learn(evidence_of(samples, totals, losses_N, losses_N.abs(), slopes_PN, 0.0))
+        algorithm.learn(evidence_of(algorithm, samples, totals, sums_N, slopes_PN, 0.0))
     given_N = algorithm.coefficients(samples, totals) * advantages_N.abs()
     over = bin_sums(plain_N.abs(), found.bins_N, size)
     return torch.where(found.groups_k > 0, bin_sums(given_N, found.bins_N, size) / over.clamp(min=1e-12), 0.0)
