@@ -21,12 +21,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 from curate_set import PLANTED, planted_set
 from rich.console import Console
 from rich.table import Table
 
-from megatron_daro.curate.hashing import Ragged, signatures, similar_pairs
+from megatron_daro.curate.hashing import Ragged, sequence_hash, signatures, similar_pairs
 from megatron_daro.curate.statements import statement_of
 from megatron_daro.data.prompts import load_problems
 
@@ -94,14 +95,15 @@ def measure(data: Path, total: int, folder: Path) -> tuple[dict[str, Any], list[
 
 
 def beside_datasketch(file: Path) -> dict[str, float]:
-    """Seconds for candidates of all rows: this package's numpy MinHash, and datasketch with as many functions."""
+    """Seconds for candidates of all rows: numpy MinHash among equal numbers, and datasketch with the same bands."""
     from datasketch import MinHash, MinHashLSH
 
     statements = [statement_of(text) for text, _ in problems_of(file)]
     begin = time.perf_counter()
     ragged = Ragged([s.tokens for s in statements])
     found = signatures(ragged)
-    pairs, _ = similar_pairs(found, ragged.values[:1].repeat(len(statements)))
+    keys = np.array([sequence_hash(s.numbers) for s in statements], np.uint64)
+    pairs, _ = similar_pairs(found, keys)
     own_s = time.perf_counter() - begin
     begin = time.perf_counter()
     lsh = MinHashLSH(num_perm=120, params=(40, 3))

@@ -1,7 +1,7 @@
 """Tokens as numbers: n-grams, MinHash signatures and the pairs that are worth a closer look, with numpy.
 
 Place in the data flow: statements -> candidates -> alike. Everything is a function of the texts alone, so two runs
-find the same. A library (datasketch) was measured beside it: docs/curate.md has the times.
+find the same. Not datasketch, whose index cannot be asked for equal numbers: docs/curate.md has both beside each other.
 
 Shapes: D statements, T their tokens end to end, H hash functions, P pairs.
 """
