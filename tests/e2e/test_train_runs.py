@@ -145,6 +145,7 @@ def test_other_layouts_have_the_same_losses_on_the_same_rollouts(tiny, reference
         assert mine["loss/grad_norm"] == pytest.approx(theirs["loss/grad_norm"], rel=1e-4)
 
 
+@pytest.mark.heavy
 def test_two_updates_per_batch(tiny, tmp_path):
     run_dir = tmp_path / "run"
     options = [f"trainer.run_dir={run_dir}", "trainer.updates_per_batch=2", "trainer.save_every_steps=0"]

@@ -74,6 +74,7 @@ def test_full_disk_is_named_and_the_previous_checkpoint_can_be_resumed(tiny, ref
     assert_same_run(run_dir, reference, range(1, 9))
 
 
+@pytest.mark.heavy
 def test_full_disk_costs_a_finished_run_its_export_only_and_a_resume_writes_it(tiny, reference, small_disk, tmp_path):
     disk, _ = small_disk
     run_dir, filler = disk / "run", disk / "filler"

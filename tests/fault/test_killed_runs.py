@@ -25,7 +25,7 @@ PLACES = [
     ("reward", 2),
     pytest.param("build", 2, marks=pytest.mark.heavy),
     pytest.param("train", 3, marks=pytest.mark.heavy),
-    ("train:left", 4),
+    pytest.param("train:left", 4, marks=pytest.mark.heavy),
     ("sync", 5),
     pytest.param("write", 5, marks=pytest.mark.heavy),
     ("write:left", 7),

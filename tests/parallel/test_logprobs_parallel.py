@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from test_gradients_exact import layouts
 
 from megatron_daro.actor.logprobs import vocab_parallel_logprobs
 
@@ -32,11 +29,9 @@ def run(hidden, weight, labels, **options):
     return logprobs.detach(), entropy.detach(), *grads
 
 
-def rank_main(rank: int, directory: str, vocab_size: int, dtype: torch.dtype, num_tokens: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
-    )
+def of_a_rank(layout, vocab_size: int, dtype: torch.dtype, num_tokens: int) -> tuple[torch.Tensor, ...]:
+    """On a rank: values, the summed gradient of the hidden states, and this rank's gradient of the weights."""
+    rank = dist.get_rank()
     hidden, weight, ids = make_case(dtype)
     labels = (ids % vocab_size)[:num_tokens]
     part = weight[rank * ROWS : (rank + 1) * ROWS]
@@ -45,8 +40,7 @@ def rank_main(rank: int, directory: str, vocab_size: int, dtype: torch.dtype, nu
     )
     if num_tokens:
         dist.all_reduce(hidden_grad)  # what the copy-to-region of the caller does
-    torch.save((logprobs, entropy, hidden_grad, weight_grad), Path(directory) / f"rank{rank}.pt")
-    dist.destroy_process_group()
+    return logprobs, entropy, hidden_grad, weight_grad
 
 
 # 80 rows over two ranks: no padding; padding on the last rank; a last rank of padding only.
@@ -60,9 +54,9 @@ def rank_main(rank: int, directory: str, vocab_size: int, dtype: torch.dtype, nu
         (71, torch.float32, 0),
     ],
 )
-def test_two_ranks_equal_one(tmp_path, vocab_size, dtype, num_tokens):
-    mp.spawn(rank_main, args=(str(tmp_path), vocab_size, dtype, num_tokens), nprocs=RANKS)
-    parts = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(RANKS)]
+def test_two_ranks_equal_one(rank_pool, vocab_size, dtype, num_tokens):
+    options = {"vocab_size": vocab_size, "dtype": dtype, "num_tokens": num_tokens}
+    parts = rank_pool.run(of_a_rank, layouts()["tp2"], **options)
     hidden, weight, ids = make_case(dtype)
     labels = (ids % vocab_size)[:num_tokens]
     logprobs, entropy, hidden_grad, weight_grad = run(hidden[:num_tokens], weight, labels, vocab_size=vocab_size)
