@@ -27,6 +27,7 @@ from megatron_daro.commands.curate import curate
 from megatron_daro.commands.doctor import doctor
 from megatron_daro.commands.evaluate import evaluate
 from megatron_daro.commands.plan import plan
+from megatron_daro.commands.rehearse import rehearse
 from megatron_daro.commands.submit import submit
 from megatron_daro.errors import ConfigError, DaroError, NonFiniteError
 
@@ -81,6 +82,7 @@ app.command()(plan)
 app.command()(check_layout)
 app.command()(analyze)
 app.command()(curate)
+app.command()(rehearse)
 app.command()(submit)
 app.command()(doctor)
 app.command()(check_loss)

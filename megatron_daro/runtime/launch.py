@@ -33,6 +33,8 @@ from megatron_daro.runtime import hf_export, parts
 from megatron_daro.runtime.cluster import cluster
 from megatron_daro.runtime.inputs import Inputs, read_inputs
 from megatron_daro.runtime.interrupts import Interrupts, interruptible, stop_on_signals
+from megatron_daro.runtime.placement import Placement
+from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.runtime.rehearsal import check_start, taken_back_if_it_fails
 from megatron_daro.runtime.run_directory import owned
 from megatron_daro.runtime.start import Start, begin
@@ -43,12 +45,22 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class _Observers:
+class Observers:
     """Who is told what happens."""
 
     metrics: MetricsLog
     progress: Progress
     phases: Phases
+
+
+@dataclass(frozen=True, slots=True)
+class Driven:
+    """What a run drives. made: None where nothing generates."""
+
+    placement: Placement
+    policy: PolicyGroup
+    source: BatchSource
+    made: parts.Generation | None = None
 
 
 def train(config: Config, *, resume: bool = False, replay: Path | None = None) -> RunOutcome:
@@ -90,7 +102,7 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
         metrics = stack.enter_context(_metrics_log(config, run_dir))
         if metrics.remark:
             progress.warn(metrics.remark)
-        observers = _Observers(metrics, progress, phases)
+        observers = Observers(metrics, progress, phases)
         return run.in_cluster(lambda: _train(config, algorithm, inputs, observers, start), engines=replay is None)
 
 
@@ -115,21 +127,37 @@ class _Run:
 
 
 async def _train(
-    config: Config, algorithm: Algorithm, inputs: Inputs | ReplaySource, observers: _Observers, start: Start
+    config: Config, algorithm: Algorithm, inputs: Inputs | ReplaySource, observers: Observers, start: Start
 ) -> RunOutcome:
-    placement, limits = parts.placement(config, engines=isinstance(inputs, Inputs)), parts.deadlines(config)
-    policy, made = parts.policy_group(config, placement), None
-    source: BatchSource
+    placement = parts.placement(config, engines=isinstance(inputs, Inputs))
+    policy = parts.policy_group(config, placement)
     if isinstance(inputs, ReplaySource):
-        source = inputs
+        driven = Driven(placement, policy, inputs)
     else:
         made = parts.generation(config, inputs, algorithm, placement, observers.progress, observers.phases)
-        source = made.sampler
+        driven = Driven(placement, policy, made.sampler, made)
+    return await drive(config, algorithm, driven, observers, start)
+
+
+async def drive(config: Config, algorithm: Algorithm, driven: Driven, observers: Observers, start: Start) -> RunOutcome:
+    """Start the parts, run the loop over them and close everything.
+
+    Args:
+        config: checked. algorithm: the driver's instance. driven: nothing of it is started. observers: are told.
+        start: where the run goes on from.
+
+    Returns:
+        How the run ended.
+
+    Raises:
+        DaroError: the cause of a failure.
+    """
+    placement, policy, made = driven.placement, driven.policy, driven.made
     controller = Controller(
         config.trainer,
         Parts(
             policy=policy,
-            source=source,
+            source=driven.source,
             build=parts.batch_builder(config, algorithm),
             metrics=observers.metrics,
             progress=observers.progress,
@@ -141,7 +169,7 @@ async def _train(
             export=hf_export.writer(config.trainer, policy, observers.progress),
             closers={"verifiers": made.scorer.close} if made else {},
             identity=_identity(config),
-            deadlines=limits,
+            deadlines=placement.deadlines,
             drift=DriftWatch(correction=config.algorithm.correction.kind),
         ),
         max_staleness=config.rollout.batches_ahead if made else 0,

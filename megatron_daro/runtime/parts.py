@@ -189,8 +189,8 @@ def placement(config: Config, *, engines: bool) -> Placement:
     return Placement(demand_of(config, engines=engines), config.actor, deadlines(config))
 
 
-def policy_group(config: Config, placement: Placement) -> PolicyGroup:
-    """Return the Megatron ranks."""
+def policy_group(config: Config, placement: Placement, kind: type[PolicyGroup] = PolicyGroup) -> PolicyGroup:
+    """Return the Megatron ranks. Args: kind: what is made of them, a rehearsal's ranks for instance."""
     settings = PolicySettings(
         model_path=config.model.path.absolute(),
         rollouts_per_prompt=config.rollout.rollouts_per_prompt,
@@ -199,7 +199,7 @@ def policy_group(config: Config, placement: Placement) -> PolicyGroup:
         total_steps=config.trainer.steps,
         weights=config.model.megatron_weights and config.model.megatron_weights.absolute(),
     )
-    return PolicyGroup(
+    return kind(
         settings,
         config.actor,
         config.algorithm,

@@ -1,0 +1,205 @@
+"""The recipe as it is rehearsed: checked as it is, then changed where this machine must stand for a cluster.
+
+Place in the data flow: recipe, nodes -> Setting -> loop.py. Every change is listed for the report. Refuses what
+`train --dry-run` refuses, and engines that are not SGLang servers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_daro.actor.policy import layout_of
+from megatron_daro.config import Config, resolve_and_check
+from megatron_daro.config.check_division import stage_layers
+from megatron_daro.config.fit import demand_of
+from megatron_daro.config.model_shape import ModelShape, read_model_shape
+from megatron_daro.data.cursor import PromptSource
+from megatron_daro.engine.sglang.update import GPU_BUCKET_MIB
+from megatron_daro.errors import ConfigError
+from megatron_daro.plan.gpus import Gpu, find_gpu
+from megatron_daro.plan.layout import ModelLayout
+from megatron_daro.plan.times import Constants, generation_s, sync_s, train_times
+from megatron_daro.plan.workload import Workload, workload_of
+from megatron_daro.rehearse.canned_server import CannedAnswers
+from megatron_daro.rehearse.nodes import NodeMap, node_map
+from megatron_daro.runtime.inputs import Inputs
+
+ANSWER = "7"
+_BODIES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a person asked for: the options of the command."""
+
+    recipe: Path
+    overrides: tuple[str, ...] = ()
+    nodes: int = 1
+    gpus_per_node: int = 8
+    steps: int = 3
+    gpu: str = "h100-80g"
+    mean_response: float | None = None
+    pace: float = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTimes:
+    """Seconds of a step on the GPUs, by part, as `megatron-daro plan` reckons."""
+
+    generation: float
+    logprobs: float
+    train: float
+    sync: float
+
+    def step(self, staleness: int) -> float:
+        """Return the seconds of a step; generation is hidden behind training with batches ahead."""
+        trainer = self.logprobs + self.train + self.sync
+        return max(self.generation, trainer) if staleness else self.generation + trainer
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A recipe ready to be rehearsed. full: as it is, on its nodes."""
+
+    asked: Asked
+    full: Config
+    shape: ModelShape
+    nodes: NodeMap
+    workload: Workload
+    times: PlannedTimes
+    warnings: tuple[str, ...]
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of a batch."""
+        return self.full.trainer.updates_per_batch
+
+    @property
+    def layers(self) -> list[int]:
+        """Layers of each pipeline stage."""
+        actor = self.full.actor
+        return stage_layers(self.shape.layers, actor.pipeline_parallel, actor.megatron) or [self.shape.layers]
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Limit of a weight bucket."""
+        return (self.full.engine.sglang.bucket_mib or GPU_BUCKET_MIB) * 2**20
+
+    def changes(self, run_dir: Path, urls: Sequence[str]) -> list[str]:
+        """Return the overrides under which this machine stands for the cluster."""
+        steps = self.asked.steps * self.updates
+        return [
+            f"engine.sglang.urls={json.dumps(list(urls))}",
+            "engine.sglang.verify=false",
+            "engine.sglang.sync=distributed",
+            f"reward.workers={min(2, self.full.reward.workers)}",
+            f"trainer.run_dir={run_dir}",
+            f"trainer.steps={steps}",
+            f"actor.optimizer.warmup_steps={min(self.full.actor.optimizer.warmup_steps, steps)}",
+            f"trainer.save_every_steps={steps}",
+            "trainer.eval_every_steps=0",
+            "trainer.export_hf=false",
+            "observe.progress=false",
+            "observe.tensorboard=false",
+        ]
+
+    def rehearsed(self, run_dir: Path, urls: Sequence[str]) -> Config:
+        """Return the configuration of the rehearsal."""
+        overrides = [*_of_cluster(self.asked), *self.changes(run_dir, urls)]
+        return resolve_and_check(self.asked.recipe, overrides)[0]
+
+    def answers(self, inputs: Inputs) -> CannedAnswers:
+        """Return what canned servers say: lengths as planned, half of the answers right."""
+        tokenizer, config = inputs.tokenizer, self.full
+        reserved = [token for token in tokenizer.all_special_ids if token > 300]
+        last = min([*reserved, len(tokenizer)])
+        rng = np.random.default_rng(0)
+        samples = config.rollout.rollouts_per_prompt
+        lengths = rng.choice(self.workload.response_Q, (_BODIES, samples)).astype(int).clip(_LEAST_ANSWER)
+        endings = [
+            [*tokenizer.encode(_ending(config, answer), add_special_tokens=False), inputs.stop[0]]
+            for answer in (ANSWER, "8")
+        ]
+        return CannedAnswers(
+            lengths=lengths.tolist(),
+            ordinary=(last // 2, last),
+            endings=endings,
+            vocabulary=json.loads((config.model.path / "config.json").read_text())["vocab_size"],
+            model_type=json.loads((config.model.path / "config.json").read_text())["model_type"],
+            device="cuda",
+            dtype=config.actor.torch_dtype,
+            tensor_parallel=config.engine.sglang.tensor_parallel,
+            delay_s=self.asked.pace * min(self.times.generation, _LONGEST_S),
+        )
+
+
+_LEAST_ANSWER, _LONGEST_S = 16, 3600.0
+
+
+def _ending(config: Config, answer: str) -> str:
+    """Return the end of an answer as the recipe's verifier reads it."""
+    forms = {"math": f" \\boxed{{{answer}}}", "integer": f"\nAnswer: {answer}"}
+    return forms.get(config.reward.verifier, f"\n{config.reward.marker} {answer}")
+
+
+def with_one_answer(inputs: Inputs) -> Inputs:
+    """Return the problems with an answer that canned servers know."""
+    prompts = inputs.prompts.next(len(inputs.prompts))
+    told = [dataclasses.replace(prompt, answer=ANSWER, alternatives=()) for prompt in prompts]
+    return dataclasses.replace(inputs, prompts=PromptSource(told, shuffle=False), held_out=[])
+
+
+def setting_of(asked: Asked) -> Setting:
+    """Return the setting.
+
+    Raises:
+        ConfigError: what `train --dry-run` would say of the recipe on these nodes, or an embedded engine.
+    """
+    config, report = resolve_and_check(asked.recipe, _of_cluster(asked))
+    if config.engine.kind != "sglang":
+        raise ConfigError(
+            f"engine.kind: got {config.engine.kind!r}; allowed in a rehearsal: 'sglang', whose servers can be played; "
+            "fix: rehearse the recipe of the cluster, or train this one here"
+        )
+    if config.engine.sglang.urls:
+        raise ConfigError("engine.sglang.urls: got servers that run; allowed in a rehearsal: none; fix: unset it")
+    shape, gpu = read_model_shape(config.model.path), find_gpu(asked.gpu)
+    workload = workload_of(config, shape, mean_response=asked.mean_response)
+    nodes = node_map(demand_of(config), config.actor, asked.nodes, asked.gpus_per_node)
+    times = _planned(config, workload, gpu)
+    return Setting(asked, config, shape, nodes, workload, times, tuple(map(str, report.warnings)))
+
+
+def _of_cluster(asked: Asked) -> list[str]:
+    return [*asked.overrides, f"cluster.nodes={asked.nodes}", f"cluster.gpus_per_node={asked.gpus_per_node}"]
+
+
+def _planned(config: Config, workload: Workload, gpu: Gpu) -> PlannedTimes:
+    actor, constants = config.actor, Constants()
+    layout = ModelLayout(
+        actor.tensor_parallel,
+        actor.pipeline_parallel,
+        actor.context_parallel,
+        actor.recompute,
+        actor.micro_batch_tokens,
+        actor.expert_parallel,
+    )
+    trainers = train_times(workload, layout, actor.data_parallel, gpu, constants)
+    size = config.engine.sglang.tensor_parallel
+    generation = generation_s(workload, size, config.engine.replicas, gpu, constants)
+    return PlannedTimes(generation, trainers.logprobs, trainers.train, sync_s(workload, layout, gpu, constants))
+
+
+def world(config: Config) -> str:
+    """Return the layout in words."""
+    layout = layout_of(config.actor)
+    return (
+        f"{layout.world_size} ranks (TP {layout.tensor}, PP {layout.pipeline}, CP {layout.context}, DP {layout.data}, "
+        f"EP {layout.expert})"
+    )
