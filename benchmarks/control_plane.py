@@ -19,11 +19,9 @@ import argparse
 import asyncio
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -45,6 +43,7 @@ from megatron_daro.engine.sglang.fleet import Fleet
 from megatron_daro.observe.metrics import MetricsLog
 from megatron_daro.observe.progress import Progress
 from megatron_daro.observe.trace import Phases
+from megatron_daro.rehearse.gauges import Watch, cpu_s
 from megatron_daro.rollout.recorder import Recorder
 from megatron_daro.runtime import parts
 from megatron_daro.runtime.calls import gather
@@ -56,7 +55,6 @@ from megatron_daro.types import StepResult, TrainBatch
 
 SAMPLES, TOKENS, SERVERS, RANKS = 8, 4900, 2, 2
 CPU_GOAL_S, STALL_GOAL_MS, P99_GOAL_MS, MEMORY_GOAL_GIB = 3.0, 100.0, 20.0, 6.0
-PAUSE_S, LOOK_S = 0.005, 0.05
 RIGHT, WRONG = "\\boxed{7}", "\\boxed{8}"
 WORDS = [f" w{i:04d}" for i in range(4000)]
 SYMBOLS = ["<pad>", "<bos>", "<eos>", RIGHT, WRONG, *"0123456789 pq", *WORDS]
@@ -114,50 +112,6 @@ class NoWeights:
             server.versions.add(0)
             self._fleet.set_state(server, "serving")
         return {}
-
-
-class Watch:
-    """How late the event loop wakes, and the driver's memory, while it is on."""
-
-    def __init__(self) -> None:
-        self.late_ms: list[float] = []
-        self.own_gib = self.mapped_gib = 0.0
-        self._off = threading.Event()
-
-    async def loop(self) -> None:
-        """Until it is cancelled."""
-        while True:
-            before = time.perf_counter()
-            await asyncio.sleep(PAUSE_S)
-            self.late_ms.append(1000 * (time.perf_counter() - before - PAUSE_S))
-
-    def memory(self) -> None:
-        """The highest of many looks; in a thread."""
-        while not self._off.wait(LOOK_S):
-            lines = Path("/proc/self/status").read_text().splitlines()
-            found = {line.split(":")[0]: int(line.split()[1]) / 2**20 for line in lines if line.startswith("Rss")}
-            self.own_gib = max(self.own_gib, found["RssAnon"])
-            self.mapped_gib = max(self.mapped_gib, found["RssShmem"])
-
-    def __enter__(self) -> Watch:
-        self._looks, self._ticks = threading.Thread(target=self.memory), asyncio.create_task(self.loop())
-        self._looks.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ticks.cancel()
-        self._off.set()
-        self._looks.join()
-
-    def found(self) -> dict[str, float]:
-        """Numbers for the table."""
-        late = np.array(self.late_ms)
-        return {
-            "latest_ms": float(late.max()),
-            "p99_ms": float(np.quantile(late, 0.99)),
-            "own_gib": self.own_gib,
-            "mapped_gib": self.mapped_gib,
-        }
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -263,12 +217,6 @@ async def one_step(config: Any, inputs: Any, run_dir: Path, watch: Watch | None)
         return watch.found()
     timings = {key.split("/")[1]: value for key, value in line.items() if key.startswith("timing/")}
     return metrics.spent | {"phases_s": timings}
-
-
-def cpu_s() -> float:
-    """User and system time of this process, all threads."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def check(line: dict[str, Any]) -> None:

@@ -65,6 +65,8 @@ def rehearse(
 def _how(text: str) -> Literal["killed", "silent"]:
     from megatron_daro.errors import ConfigError
 
-    if text == "killed" or text == "silent":
-        return text
+    if text == "killed":
+        return "killed"
+    if text == "silent":
+        return "silent"
     raise ConfigError(f"--lose-how: got {text!r}; allowed: killed, silent; fix: --lose-how killed")

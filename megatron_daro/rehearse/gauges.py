@@ -98,8 +98,8 @@ class StepMeter(MetricsLog):
         self.lines.append(dict(metrics))
         now = cpu_s(), time.perf_counter()
         calls = self.calls()
-        spent = [after - before for before, after in zip(self._before, now, strict=True)]
-        self.spent.append(Spent(step, *spent, calls - self._calls_before))
+        cpu, seconds = (after - before for before, after in zip(self._before, now, strict=True))
+        self.spent.append(Spent(step, cpu, seconds, calls - self._calls_before))
         self._before, self._calls_before = now, calls
 
     def calls(self) -> int:

@@ -148,7 +148,8 @@ class _Rehearsal:
         started, config = time.perf_counter(), self._config
         run_dir = parts.run_directory(config)
         status, error = "failed", ""
-        with StepMeter(run_dir, tensorboard=False) as meter, cluster(demand_of(self._setting.full).processes):
+        meter = StepMeter(run_dir, tensorboard=False)
+        with meter, cluster(demand_of(self._setting.full).processes):
             try:
                 status = asyncio.run(self._run(inputs, meter)).status
             except DaroError as raised:

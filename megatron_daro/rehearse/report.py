@@ -175,6 +175,7 @@ def _loss_lines(record: Record) -> list[str]:
         )
     else:
         lines.append(f"the run went on: {record['status']}, {loss['seconds_to_the_end']:.1f} s later")
+        lines += [f"  {notice}" for notice in record["notices"] if "is given up" in notice]
     if loss["deadline_s"] and record["error"]:
         lines.append(
             f"a silent node shows at the deadline of a step: {loss['deadline_s']:g} s here, "

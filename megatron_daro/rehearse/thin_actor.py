@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import ray
@@ -19,7 +19,7 @@ import ray
 from megatron_daro.sync.plan import SendPlan, SendReport
 from megatron_daro.types import StepResult, TrainBatch
 
-_actor = ray.remote  # Ray's stubs do not know what a decorated class becomes
+_actor: Any = ray.remote  # Ray's stubs do not know what a decorated class becomes
 MANY_CALLS = 100_000
 PROBED = -0.5
 """Log-prob of every token of a probe, here and of a canned server."""

@@ -10,9 +10,10 @@ import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import ray
+from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
 from megatron_daro.rehearse.nodes import NodeMap
@@ -51,7 +52,7 @@ class _Asked:
     """The last call to each rank: its name, the reference and the time."""
 
     def __init__(self) -> None:
-        self.calls: dict[int, tuple[str, Any, float]] = {}
+        self.calls: dict[int, tuple[str, ray.ObjectRef, float]] = {}
         self.count = 0
 
     def unanswered(self) -> Unanswered | None:
@@ -68,7 +69,7 @@ class _Asked:
         return Unanswered(name, died, waiting, time.perf_counter() - since)
 
 
-def _is_dead(reference: Any) -> bool:
+def _is_dead(reference: ray.ObjectRef) -> bool:
     try:
         ray.get(reference, timeout=0)
     except RayActorError:
@@ -81,7 +82,7 @@ def _is_dead(reference: Any) -> bool:
 class RankHandle:
     """What a Ray handle is to a rank: `handle.method.remote(...)`."""
 
-    def __init__(self, host: Any, rank: int, asked: _Asked) -> None:
+    def __init__(self, host: ActorHandle, rank: int, asked: _Asked) -> None:
         self._host, self._rank, self._asked = host, rank, asked
 
     def __getattr__(self, name: str) -> _Method:
@@ -90,11 +91,15 @@ class RankHandle:
         return _Method(getattr(self._host, name), name, self._rank, self._asked)
 
 
+class _Remote(Protocol):
+    def remote(self, *arguments: object, **named: object) -> ray.ObjectRef: ...
+
+
 class _Method:
-    def __init__(self, method: Any, name: str, rank: int, asked: _Asked) -> None:
+    def __init__(self, method: _Remote, name: str, rank: int, asked: _Asked) -> None:
         self._method, self._name, self._rank, self._asked = method, name, rank, asked
 
-    def remote(self, *arguments: object, **named: object) -> Any:
+    def remote(self, *arguments: object, **named: object) -> ray.ObjectRef:
         """Make the call; its reference."""
         reference = self._method.remote(self._rank, *arguments, **named)
         self._asked.count += 1

@@ -17,7 +17,7 @@ NAME = PACKAGE.name
 LEVEL = {"types": 0, "errors": 0, "durable": 0, "families": 0, "config": 1, "observe": 1}
 LEVEL |= dict.fromkeys(("algo", "reward", "data", "rollout", "convert", "plan", "slurm"), 2)
 LEVEL |= dict.fromkeys(("actor", "analyze", "curate", "engine", "evaluate", "sync", "controller", "recovery"), 3)
-LEVEL |= {"runtime": 4, "plugins": 4, "check_loss": 4, "commands": 5, "cli": 6, "__main__": 7}
+LEVEL |= {"runtime": 4, "plugins": 4, "check_loss": 4, "rehearse": 4, "commands": 5, "cli": 6, "__main__": 7}
 
 SIDEWAYS = {
     "data": {"algo"},  # a batch carries advantages and bins
@@ -25,13 +25,14 @@ SIDEWAYS = {
     "engine": {"sync"},  # buckets are read where weights arrive, and SGLang servers are sent theirs by a transport
     "plan": {"data"},  # one cost model for balancing and planning
     "controller": {"recovery", "sync"},  # it owns the one WeightSync
+    "rehearse": {"runtime"},  # the run's own composition, with other ranks
 }
 """Imports within a level, beside those within a unit; without a cycle."""
 
 ONLY_IMPORTER = {
     "megatron.core": {"actor", "check_loss", "plugins"},  # plugins: inside functions, where the host has set it up
     "transformer_engine": {"actor"},
-    "ray": {"runtime"},
+    "ray": {"runtime", "rehearse"},
     "sglang": {"engine"},
 }
 FORBIDDEN = {"config": {"torch", "ray", "megatron", "transformers", "numpy"}}

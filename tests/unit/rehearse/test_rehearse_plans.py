@@ -1,0 +1,105 @@
+"""Places, buckets, files and nodes of a rehearsal against Megatron's groups and the model's own numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_daro.actor import parallel
+from megatron_daro.actor.parallel import Layout
+from megatron_daro.actor.weights import exports_weights, sends_for_stage
+from megatron_daro.config.actor import ActorSection
+from megatron_daro.config.fit import Demand
+from megatron_daro.config.model_shape import read_model_shape
+from megatron_daro.errors import ConfigError
+from megatron_daro.rehearse.canned_server import Bodies, CannedAnswers
+from megatron_daro.rehearse.nodes import node_map
+from megatron_daro.rehearse.plans import checkpoint_plan, place_of, stage_plans
+
+CONFIGS = Path(__file__).resolve().parents[4] / "shared" / "data" / "configs"
+
+
+@pytest.fixture
+def shape():
+    if not CONFIGS.is_dir():
+        pytest.skip(f"needs the model configurations in {CONFIGS}")
+    return lambda name: read_model_shape(CONFIGS / f"{name}.json")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(2, 2, 2, 2),
+        Layout(tensor=2, data=8, expert=8, expert_tensor=1),
+        Layout(1, 2, 1, 4, 4),
+        Layout(4, 1, 1, 2),
+    ],
+    ids=str,
+)
+def test_places_are_those_of_megatrons_groups(layout):
+    for rank in range(layout.world_size):
+        dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
+        try:
+            parallel.build_groups(layout, seed=1)
+            place = place_of(rank, layout)
+            assert (place.data_parallel, place.stage) == (
+                parallel.data_parallel_rank(),
+                parallel.pipeline_parallel_rank(),
+            )
+            assert (place.exports, place.sends) == (exports_weights(), sends_for_stage())
+            assert place.answers == parallel.answers_for_shard()
+        finally:
+            parallel.shutdown()
+
+
+@pytest.mark.shared
+def test_the_stages_send_every_tensor_once_in_buckets_of_the_limit(shape):
+    llama = shape("Llama-3.3-70B")
+    limit = 256 * 2**20
+    plans = stage_plans(llama, [20] * 4, limit, 2)
+    assert sum(plan.num_bytes for plan in plans) == 2 * llama.num_parameters
+    assert all(plan.buckets * max(limit, plan.largest_bucket) >= plan.num_bytes for plan in plans)
+    assert dataclasses.replace(plans[1], stage=2) == plans[2]
+    assert plans[0].largest_bucket == 2 * llama.vocab * llama.hidden > limit  # a larger tensor has a bucket of its own
+    whole = stage_plans(llama, [80], limit, 2)
+    assert whole[0].num_bytes == 2 * llama.num_parameters
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_checkpoint_has_each_parameter_and_its_state_once(shape, distributed):
+    for name, layout in {
+        "Llama-3.1-8B": Layout(tensor=1, pipeline=2, data=4),
+        "Qwen3-30B-A3B": Layout(tensor=1, data=8, expert=8, expert_tensor=1),
+    }.items():
+        model = shape(name)
+        plan = checkpoint_plan(model, layout, 2, distributed=distributed)
+        assert plan.files == layout.world_size
+        assert plan.total == pytest.approx(14 * model.num_parameters, rel=1e-6)
+
+
+def test_a_tensor_parallel_group_is_on_one_node_and_too_few_nodes_are_refused():
+    actor = ActorSection(tensor_parallel=4, pipeline_parallel=2, data_parallel=4)
+    demand = Demand(8, 4, servers=4, server_size=8, noun="server")
+    nodes = node_map(demand, actor, 9, 8)
+    assert all(len({nodes.ranks[rank] for rank in range(start, start + 4)}) == 1 for start in range(0, 32, 4))
+    assert all(len(nodes.ranks_of(node)) == 8 for node in range(4)) and nodes.servers == (4, 5, 6, 7)
+    assert nodes.idle == 1
+    # Both stages of a replica are next to each other.
+    assert nodes.ranks[0] == nodes.ranks[16]
+    with pytest.raises(ConfigError, match="no room for"):
+        node_map(demand, actor, 7, 8)
+
+
+def test_a_canned_answer_has_the_samples_and_the_version_asked_for():
+    canned = CannedAnswers(lengths=[[20, 40]], ordinary=(50, 90), endings=[[1, 2], [3, 2]], vocabulary=100, delay_s=2.0)
+    wait, body = Bodies(canned).next(3, "17")
+    answers = json.loads(body)
+    assert wait == 2.0 and [len(answer["output_ids"]) for answer in answers] == [20, 40, 20]
+    assert [answer["output_ids"][-2] for answer in answers] == [1, 3, 1]
+    assert {answer["meta_info"]["weight_versions"][0]["version"] for answer in answers} == {"17"}
