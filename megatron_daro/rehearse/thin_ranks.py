@@ -158,7 +158,7 @@ class ThinPolicyGroup(PolicyGroup):
             script = dataclasses.replace(script, loses_at=self._loss.step)
         make: Any = ThinRanksActor
         hosts = [make.remote(script) for _ in range(HOSTS)]
-        own = None
+        own: Any = None
         if self._loss and lost:
             own = make.remote(dataclasses.replace(script, own_loss=self._loss.how))
         everyone = [*hosts, *([own] if own else [])]
