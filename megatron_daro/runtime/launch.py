@@ -165,7 +165,7 @@ async def drive(config: Config, algorithm: Algorithm, driven: Driven, observers:
             engine=made.engine if made else None,
             checkpoints=_checkpoints(config, start),
             recorder=parts.recorder(config),
-            evaluations=_evaluations(config, made, observers, limits),
+            evaluations=_evaluations(config, made, observers, placement.deadlines),
             export=hf_export.writer(config.trainer, policy, observers.progress),
             closers={"verifiers": made.scorer.close} if made else {},
             identity=_identity(config),
@@ -194,9 +194,7 @@ async def drive(config: Config, algorithm: Algorithm, driven: Driven, observers:
         return await supervised(controller.run(), groups, endings)
 
 
-def _evaluations(
-    config: Config, made: parts.Generation | None, observers: _Observers, limits: Deadlines
-) -> Evaluations:
+def _evaluations(config: Config, made: parts.Generation | None, observers: Observers, limits: Deadlines) -> Evaluations:
     evaluate = made.evaluator.evaluate if made and made.evaluator else None
     beside = parts.evaluates_beside(config)
     return Evaluations(evaluate, config.trainer, observers.phases, limits, beside=beside)
