@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,6 @@ from megatron_daro.config import Config, resolve_and_check
 from megatron_daro.config.check_division import stage_layers
 from megatron_daro.config.fit import demand_of
 from megatron_daro.config.model_shape import ModelShape, read_model_shape
-from megatron_daro.data.cursor import PromptSource
 from megatron_daro.engine.sglang.update import GPU_BUCKET_MIB
 from megatron_daro.errors import ConfigError
 from megatron_daro.plan.gpus import Gpu, find_gpu
@@ -28,7 +28,9 @@ from megatron_daro.plan.times import Constants, generation_s, sync_s, train_time
 from megatron_daro.plan.workload import Workload, workload_of
 from megatron_daro.rehearse.canned_server import CannedAnswers
 from megatron_daro.rehearse.nodes import NodeMap, node_map
+from megatron_daro.rollout.protocol import PromptSource
 from megatron_daro.runtime.inputs import Inputs
+from megatron_daro.types import Group, Prompt
 
 ANSWER = "7"
 _BODIES = 8
@@ -98,6 +100,7 @@ class Setting:
             f"engine.sglang.urls={json.dumps(list(urls))}",
             "engine.sglang.verify=false",
             "engine.sglang.sync=distributed",
+            "actor.routing_replay=false",
             f"reward.workers={min(2, self.full.reward.workers)}",
             f"trainer.run_dir={run_dir}",
             f"trainer.steps={steps}",
@@ -148,11 +151,32 @@ def _ending(config: Config, answer: str) -> str:
     return forms.get(config.reward.verifier, f"\n{config.reward.marker} {answer}")
 
 
+class _OneAnswer:
+    """The recipe's prompts in the recipe's order, with an answer that canned servers know."""
+
+    def __init__(self, source: PromptSource) -> None:
+        self._source = source
+
+    def next(self, n: int) -> list[Prompt]:
+        """Return the next n prompts."""
+        return [dataclasses.replace(prompt, answer=ANSWER, alternatives=()) for prompt in self._source.next(n)]
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Hand on what became of prompts."""
+        self._source.observe(groups)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the source's own."""
+        return self._source.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where it was taken."""
+        self._source.load_state_dict(state)
+
+
 def with_one_answer(inputs: Inputs) -> Inputs:
-    """Return the problems with an answer that canned servers know."""
-    prompts = inputs.prompts.next(len(inputs.prompts))
-    told = [dataclasses.replace(prompt, answer=ANSWER, alternatives=()) for prompt in prompts]
-    return dataclasses.replace(inputs, prompts=PromptSource(told, shuffle=False), held_out=[])
+    """Return the problems with an answer that canned servers know, and no held-out sets."""
+    return dataclasses.replace(inputs, prompts=_OneAnswer(inputs.prompts), held_out=[])
 
 
 def setting_of(asked: Asked) -> Setting:
