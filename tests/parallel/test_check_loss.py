@@ -102,8 +102,8 @@ def test_a_case_survives_json_and_runs_under_torchrun(case_pool, tmp_path):
     write_script(script, "buggy_losses:megatron_lm_906", report.case, report.cause)
     done = subprocess.run(
         [
-            sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node",
-            str(report.case.world_size), "--master-port", "29655", script,
+            sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+            str(report.case.world_size), script,
         ],
         capture_output=True, text=True, timeout=200, check=False, env=_environment(),
     )  # fmt: skip
