@@ -67,7 +67,7 @@ class ThinRanks:
         if self._script.loses_at == step:
             await self._lose()
         answers = rank in self._script.answering
-        metrics = {"loss/policy": float(batch.advantages_N.mean()), "optimizer/grad_norm": 1.0} if answers else {}
+        metrics = {"loss/policy": float(batch.advantages_N.mean()), "loss/grad_norm": 1.0} if answers else {}
         return StepResult(step, metrics)
 
     async def _lose(self) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_daro import recovery
 from megatron_daro.config import Config
-from megatron_daro.config.base import filled
+from megatron_daro.config.base import Section, filled
 from megatron_daro.engine.sglang.environment import check_environments
 from megatron_daro.errors import DataError
 from megatron_daro.observe import logs
@@ -84,7 +84,8 @@ def needs_torch(config: Config) -> bool:
 def _algorithm_can_be_refused(config: Config) -> bool:
     """Return whether the algorithm may refuse what the checks of the configuration let pass."""
     section = config.algorithm
-    own = ":" in section.name or bool(section.options)
+    part = getattr(section, section.name, None)  # options of daro are in algorithm.daro, and so on
+    own = ":" in section.name or bool(section.options) or (isinstance(part, Section) and part != type(part)())
     return own or section.std != "auto" or config.rollout.oversampling > 1
 
 

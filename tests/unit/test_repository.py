@@ -262,9 +262,17 @@ def test_files_and_functions_stay_short():
     assert needless == [], "short enough by now: remove it from LONGER"
 
 
+def parsed(source):
+    """The syntax tree; asked for again where Python 3.11 confuses its parser's depth with another thread's."""
+    try:
+        return ast.parse(source)
+    except SystemError:
+        return ast.parse(source)
+
+
 def untyped(source: str) -> int:
     """Arguments and results of functions whose annotation is `Any` and nothing else."""
-    functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    functions = [n for n in ast.walk(parsed(source)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
     annotations = [function.returns for function in functions]
     for arguments in (function.args for function in functions):
         every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
