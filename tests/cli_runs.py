@@ -255,3 +255,16 @@ def _command(process: psutil.Process) -> str:
         return " ".join(process.cmdline()).strip()
     except psutil.NoSuchProcess:
         return ""
+
+
+def servers(run):
+    """The processes that serve: not their keepers, whose command line ends with that of the server."""
+    found = []
+    for process in run.processes():
+        try:
+            words = process.cmdline()
+        except psutil.NoSuchProcess:
+            continue
+        if words[1:3] == ["-m", "sglang.launch_server"]:
+            found.append(process)
+    return found

@@ -69,14 +69,9 @@ def fp8_tokens_multiple(recipe: str) -> int:
 
 
 def packed_micro_batches(
-    batch: TrainBatch,
-    micro_batches: MicroBatches,
-    *,
-    vocab_size: int,
-    sequence_parallel: bool,
-    fp8_recipe: str | None = None,
+    config: TransformerConfig, batch: TrainBatch, micro_batches: MicroBatches, *, vocab_size: int
 ) -> list[PackedMicroBatch]:
-    """Return this rank's micro-batches on its device, sliced for context parallelism; fp8_recipe None: no fp8.
+    """Return this rank's micro-batches on its device, sliced for context parallelism, padded as the model needs it.
 
     Everything that must be looked at is looked at before the data goes to a GPU, which is then never waited for.
 
@@ -85,10 +80,10 @@ def packed_micro_batches(
     """
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     context = parallel_state.get_context_parallel_world_size()
-    sequence_multiple, total_multiple = pack_multiples(tensor, context, sequence_parallel)
-    if fp8_recipe:
-        parts = context * (tensor if sequence_parallel else 1)
-        total_multiple = math.lcm(total_multiple, fp8_tokens_multiple(fp8_recipe) * parts)
+    sequence_multiple, total_multiple = pack_multiples(tensor, context, config.sequence_parallel)
+    if config.fp8:
+        parts = context * (tensor if config.sequence_parallel else 1)
+        total_multiple = math.lcm(total_multiple, fp8_tokens_multiple(config.fp8_recipe) * parts)
     rank = parallel_state.get_context_parallel_rank()
     packs = []
     for indices in micro_batches:
@@ -211,15 +206,7 @@ def response_logprobs(
         float32 [R] in the batch's order on every rank of the last stage; None on other stages.
     """
     last: HiddenStateGPTModel = chunks[-1].module
-    config = last.config
-    recipe = config.fp8_recipe if config.fp8 else None
-    packs = packed_micro_batches(
-        batch,
-        micro_batches,
-        vocab_size=settings.vocab_size,
-        sequence_parallel=config.sequence_parallel,
-        fp8_recipe=recipe,
-    )
+    packs = packed_micro_batches(last.config, batch, micro_batches, vocab_size=settings.vocab_size)
 
     def on_hidden(packed: PackedMicroBatch, hidden: Tensor) -> tuple[Tensor, PackedMicroBatch]:
         positions = packed.response_slots_P

@@ -55,15 +55,7 @@ def compute_gradients(
         chunk.train()
         chunk.zero_grad_buffer()
     trainee.optimizer.zero_grad()
-    config = last.config
-    recipe = config.fp8_recipe if config.fp8 else None
-    packs = packed_micro_batches(
-        batch,
-        micro_batches,
-        vocab_size=output.vocab_size,
-        sequence_parallel=config.sequence_parallel,
-        fp8_recipe=recipe,
-    )
+    packs = packed_micro_batches(last.config, batch, micro_batches, vocab_size=output.vocab_size)
     loss = StepLoss(trainee.algorithm, settings, output, batch)
     run_schedule(chunks, packs, partial(loss.micro_batch, last), forward_only=False)
     return loss.reduce()

@@ -100,12 +100,12 @@ def evaluate(
 
 def _compare(a: Path, b: Path, out: Path | None) -> None:
     from megatron_daro.evaluate import compare as comparing
-    from megatron_daro.evaluate.compare_page import HEAD, line_cells, write_page
+    from megatron_daro.evaluate.compare_page import HEAD, line_cells, write_comparison
     from megatron_daro.evaluate.tables import table_text
 
     target = out or b / "compare.html"
     found = comparing.compare(a, b)
-    write_page(found, target)
+    write_comparison(found, target)
     typer.echo(table_text(HEAD, [line_cells(line) for line in found.lines], left=2))
     typer.echo("B - A in percentage points, paired by problem; p: sign-flip permutation test")
     for remark in found.remarks:

@@ -14,11 +14,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatron_daro.errors import DataError
 from megatron_daro.evaluate import answers
 from megatron_daro.evaluate.compare import Comparison, Line, Pair
 from megatron_daro.observe.escape import safe_text
-from megatron_daro.observe.report_html import Page, render, table_html
+from megatron_daro.observe.report_html import Page, table_html, write_page
 from megatron_daro.observe.report_plots import COLOURS, Plot, Section, Trace
 
 MOST_SHOWN = 40
@@ -40,17 +39,9 @@ def line_cells(line: Line) -> list[str]:
     ]
 
 
-def write_page(comparison: Comparison, target: Path) -> None:
+def write_comparison(comparison: Comparison, target: Path) -> None:
     """Write the page. Raises DataError where answers cannot be read or the page cannot be written."""
-    text = render(_page(comparison))
-    temporary = target.with_name(target.name + ".tmp")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(target)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise DataError(f"{target}: the page could not be written: {error}; give another --out") from error
+    write_page(_page(comparison), target, what="page", option="--out")
 
 
 def _page(comparison: Comparison) -> Page:

@@ -9,14 +9,12 @@ what was not recorded.
 from __future__ import annotations
 
 import html
-import os
 from pathlib import Path
 
-from megatron_daro.errors import DataError
 from megatron_daro.observe.escape import safe_text
 from megatron_daro.observe.host_metrics import load_host_run
 from megatron_daro.observe.report_data import RunData, ends_of, load_run
-from megatron_daro.observe.report_html import Page, render, table_html
+from megatron_daro.observe.report_html import Page, table_html, write_page
 from megatron_daro.observe.report_samples import load_samples, samples_html
 from megatron_daro.observe.report_sections import build_sections
 
@@ -40,15 +38,8 @@ def write_report(run_dir: Path, output: Path | None = None, *, host: str | None 
     """
     run_dir = Path(run_dir)
     target = run_dir / "report.html" if output is None else Path(output)
-    text = render(build_page(load_run(run_dir) if host is None else load_host_run(run_dir, host)))
-    temporary = target.with_name(f"{target.name}.tmp{os.getpid()}")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(target)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise DataError(f"{target}: the report could not be written: {error}; give another --output") from error
+    page = build_page(load_run(run_dir) if host is None else load_host_run(run_dir, host))
+    write_page(page, target, what="report", option="--output")
     return target
 
 

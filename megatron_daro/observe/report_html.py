@@ -10,9 +10,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_daro.errors import DataError
 from megatron_daro.observe.escape import script_json
 from megatron_daro.observe.report_plots import Section
 
@@ -29,6 +31,26 @@ class Page:
     sections: list[Section]
     samples_html: str
     tail_html: str
+
+
+def write_page(page: Page, target: Path, *, what: str, option: str) -> None:
+    """Write the document whole or not at all; folders are made.
+
+    Args:
+        what: it is, and option: that names another place, for the message.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    text = render(page)
+    temporary = target.with_name(f"{target.name}.tmp{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(target)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise DataError(f"{target}: the {what} could not be written: {error}; give another {option}") from error
 
 
 def render(page: Page) -> str:

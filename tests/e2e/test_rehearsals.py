@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import shutil
-import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from weightless import SHARED, save_recipe_model
 
 from megatron_daro.cli import main
-from megatron_daro.config import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARED = ROOT.parent / "shared" / "data"
 SMALL = ("rollout.prompts_per_step=32", "rollout.max_response_tokens=512", "trainer.updates_per_batch=1")
 SMALLER_PENALTY = "algorithm.overlong.cache_tokens=128"
 
@@ -37,15 +34,7 @@ def place(tmp_path, monkeypatch):
 
 def recipe_of(name: str, place: Path) -> Path:
     recipe = ROOT / "examples" / "recipes" / f"{name}.yaml"
-    directory = place / resolve(recipe).model.path
-    directory.mkdir(parents=True)
-    shutil.copy(SHARED / "configs" / f"{directory.name}.json", directory / "config.json")
-    shutil.copy(SHARED / "tokenizer" / "tokenizer.qwen2.5.json", directory / "tokenizer.json")
-    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    options = {"eos_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
-    (directory / "tokenizer_config.json").write_text(json.dumps(options))
-    header = b'{"x":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'
-    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    save_recipe_model(recipe, place)
     return recipe
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -174,8 +175,8 @@ def pack_lengths(layout: Any, batch: TrainBatch, sequence_parallel: bool, fp8_re
     """Tokens of this rank's slice of each of three micro-batches."""
     from megatron_daro.actor.forward import packed_micro_batches
 
-    options = {"vocab_size": VOCAB, "sequence_parallel": sequence_parallel, "fp8_recipe": fp8_recipe}
-    packs = packed_micro_batches(batch, uneven_split(len(batch), 3), **options)
+    config: Any = SimpleNamespace(sequence_parallel=sequence_parallel, fp8=fp8_recipe, fp8_recipe=fp8_recipe)
+    packs = packed_micro_batches(config, batch, uneven_split(len(batch), 3), vocab_size=VOCAB)
     return [len(packed.tokens_T) for packed in packs]
 
 
@@ -187,7 +188,7 @@ def values_read_by_the_host(path: Path, layout: Any, batch: TrainBatch, algorith
     from megatron_daro.actor.loss import StepLoss
 
     policy = build_policy(path, layout, algorithm)
-    packs = packed_micro_batches(batch, uneven_split(len(batch), 2), vocab_size=VOCAB, sequence_parallel=False)
+    packs = packed_micro_batches(policy.chunks[0].config, batch, uneven_split(len(batch), 2), vocab_size=VOCAB)
     loss = StepLoss(policy.trainee.algorithm, policy._objective, policy._output, batch)
     seen: list[str] = []
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 
-import psutil
 import pytest
 import tiny_task
-from cli_runs import started
+from cli_runs import servers, started
 from sglang_pool import CPU_ARGUMENTS, required_environment
 
 from megatron_daro.evaluate.answers import kept, part_files
@@ -16,19 +15,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 START_LIMIT_S = 400
 SAMPLES = 200
-
-
-def servers(run) -> list[psutil.Process]:
-    """The processes that serve, not their keepers."""
-    found = []
-    for process in run.processes():
-        try:
-            words = process.cmdline()
-        except psutil.NoSuchProcess:
-            continue
-        if words[1:3] == ["-m", "sglang.launch_server"]:
-            found.append(process)
-    return found
 
 
 def test_an_evaluation_outlives_the_kill_of_a_server(tiny: tiny_task.TinyTask, tmp_path, pool):

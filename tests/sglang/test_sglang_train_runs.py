@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 from books import assert_books_add_up
-from cli_runs import last_step, started
+from cli_runs import last_step, servers, started
 from sglang_pool import CPU_ARGUMENTS, required_environment
 
 from megatron_daro.observe.metrics import read_metrics
@@ -43,19 +43,6 @@ def config(tiny, tmp_path, pool):
         return tiny.write_config(tmp_path / "sglang.yaml", changes | sections)
 
     return write
-
-
-def servers(run):
-    """The processes that serve: not their keepers, whose command line ends with that of the server."""
-    found = []
-    for process in run.processes():
-        try:
-            words = process.cmdline()
-        except psutil.NoSuchProcess:
-            continue
-        if words[1:3] == ["-m", "sglang.launch_server"]:
-            found.append(process)
-    return found
 
 
 def test_a_run_outlives_the_kill_of_a_server(config, tmp_path, record_property):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import struct
 import subprocess
 import sys
 import types
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import tiny_task
 import yaml
+from weightless import save_weights
 
 import megatron_daro.runtime
 from megatron_daro import cli
@@ -38,8 +38,7 @@ def config_file(tmp_path: Path, tokenizer: Path) -> Path:
     shape = {"model_type": "qwen2", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     shape |= {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 64, "eos_token_id": 1}
     (model / "config.json").write_text(json.dumps(shape))
-    header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
-    (model / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    save_weights(model, 1)
     shutil.copytree(tokenizer, model, dirs_exist_ok=True)
     train.write_text('{"problem": "1=", "answer": "1"}\n')
     path = tmp_path / "tiny.yaml"

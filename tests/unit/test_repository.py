@@ -263,7 +263,7 @@ def test_files_and_functions_stay_short():
 
 
 def parsed(source):
-    """The syntax tree; asked for again where Python 3.11 confuses its parser's depth with another thread's."""
+    """The syntax tree; asked for again: a finalizer that runs meanwhile confuses Python 3.11."""
     try:
         return ast.parse(source)
     except SystemError:

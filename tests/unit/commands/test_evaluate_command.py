@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import struct
 import sys
 import types
 from dataclasses import dataclass
@@ -11,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_task
 import yaml
+from weightless import save_tiny_model
 
 import megatron_daro.runtime
 from megatron_daro import cli
@@ -41,14 +39,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    directory = tmp_path / "base"
-    tiny_task.save_tokenizer(directory, tiny_task.SYMBOLS)
-    shape = {"model_type": "qwen2", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    shape |= {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 64, "dtype": "float32"}
-    (directory / "config.json").write_text(json.dumps(shape))
-    header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
-    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
-    return directory
+    return save_tiny_model(tmp_path / "base")
 
 
 @pytest.fixture

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import struct
 
 import numpy as np
 import pytest
-import tiny_task
+from weightless import save_tiny_model
 
 from megatron_daro.cli import main
 from megatron_daro.curate.decisions import Decisions
@@ -76,14 +75,7 @@ def test_what_is_no_range(text):
 
 @pytest.fixture
 def model(tmp_path):
-    directory = tmp_path / "base"
-    tiny_task.save_tokenizer(directory, tiny_task.SYMBOLS)
-    shape = {"model_type": "qwen2", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    shape |= {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 64, "dtype": "float32"}
-    (directory / "config.json").write_text(json.dumps(shape))
-    header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
-    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
-    return directory
+    return save_tiny_model(tmp_path / "base")
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from megatron_daro.evaluate import made_of, results
 from megatron_daro.evaluate.answers import AnswerStore
 from megatron_daro.evaluate.asking import Parts, ask
 from megatron_daro.evaluate.compare import compare, sign_flip_p
-from megatron_daro.evaluate.compare_page import write_page
+from megatron_daro.evaluate.compare_page import write_comparison
 from megatron_daro.evaluate.questions import HeldOut, questions_of, requests
 from megatron_daro.reward.pool import RewardPool
 
@@ -110,7 +110,7 @@ def test_the_page_shows_problems_with_both_answers_and_escapes_every_text(tmp_pa
     one = evaluated(tmp_path / "a<b>", evil(digits()), seed=0)
     two = evaluated(tmp_path / "b", evil(digits()), seed=1, tail=f"\n{EVIL}")
     found = compare(one, two)
-    write_page(replace(found, remarks=[EVIL]), tmp_path / "page.html")
+    write_comparison(replace(found, remarks=[EVIL]), tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert page.count("<script") == 3  # the figures, plotly and the page's own
     assert "onerror=alert(2)>" not in page and "\x1b" not in page and "<title>A a&lt;b&gt;" in page

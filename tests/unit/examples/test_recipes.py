@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import re
 import runpy
-import shutil
-import struct
 from pathlib import Path
 
 import pytest
+from weightless import SHARED, save_recipe_model
 
 from megatron_daro.cli import main
 from megatron_daro.config import resolve
@@ -23,7 +22,6 @@ from megatron_daro.plan.workload import workload_of
 from megatron_daro.slurm.submission import gpus_of
 
 ROOT = Path(__file__).resolve().parents[3]
-SHARED = ROOT.parent / "shared" / "data"
 RECIPES = [*sorted((ROOT / "examples" / "recipes").glob("*.yaml")), ROOT / "examples" / "lab" / "at-1.5b.yaml"]
 NAMES = [path.stem for path in RECIPES]
 BASELINES = re.findall(
@@ -53,25 +51,9 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def model_of(recipe: Path, place: Path) -> Path:
-    directory = place / resolve(recipe).model.path
-    directory.mkdir(parents=True)
-    shutil.copy(SHARED / "configs" / f"{directory.name}.json", directory / "config.json")
-    shutil.copy(SHARED / "tokenizer" / "tokenizer.qwen2.5.json", directory / "tokenizer.json")
-    tokenizer = {
-        "eos_token": "<|endoftext|>",
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
-    }
-    (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    header = b'{"x":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'
-    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
-    return directory
-
-
 @pytest.mark.parametrize("recipe", RECIPES, ids=NAMES)
 def test_a_recipe_passes_its_dry_run_and_fits_its_gpus(recipe, place, capsys):
-    model = model_of(recipe, place)
+    model = save_recipe_model(recipe, place)
     assert main(["train", str(recipe), "--dry-run", RUNNING]) == 0, capsys.readouterr().err
     config = resolve(recipe)
     shape, actor, gpu = read_model_shape(model), config.actor, find_gpu("h100-80g")
@@ -92,7 +74,7 @@ def test_a_recipe_passes_its_dry_run_and_fits_its_gpus(recipe, place, capsys):
 @pytest.mark.parametrize("options", BASELINES)
 def test_the_baselines_pass_their_dry_run(options, place, capsys):
     recipe = RECIPES[NAMES.index("qwen2.5-math-7b")]
-    model_of(recipe, place)
+    save_recipe_model(recipe, place)
     assert main(["train", str(recipe), "--dry-run", RUNNING, *options.split()]) == 0, capsys.readouterr().err
 
 
