@@ -63,6 +63,7 @@ def check(
     flags: Sequence[bool] = (True, False),
     uses: Sequence[str] = ("advantages",),
     seconds: float = 20.0,
+    num_random: int = 0,
     seed: int = 0,
     progress: Callable[[Row], None] = lambda row: None,
 ) -> Report:
@@ -73,7 +74,8 @@ def check(
         pool: started.
         flags: values of calculate_per_token_loss that the function supports.
         uses: inputs that must have an influence on the gradient, of INPUTS.
-        seconds: time for random cases, after the named ones.
+        seconds: in which random cases begin, counted from the start; the named cases are tried however long they take.
+        num_random: random cases that are tried even when `seconds` are over.
         seed: of the random cases.
         progress: called with each row.
 
@@ -97,7 +99,7 @@ def check(
             progress(row)
             failed += [] if row.exact else [case]
     number = 0
-    while not failed and time.monotonic() - started < seconds:
+    while not failed and (number < num_random or time.monotonic() - started < seconds):
         flag = flags[number % len(flags)]
         case = cases.random_case(seed + number, per_token=flag)
         row = Row(f"random case {seed + number}", flag, oracle.difference(case))
