@@ -102,7 +102,7 @@ def build_policies(directory: Path, names: tuple[str, ...]) -> dict[str, Any]:
     address = f"tcp://127.0.0.1:{port}"
     parallel.initialize(parallel.Layout(), rank=0, init_method=address, seed=1, timeout_s=60)
     settings = PolicySettings(directory, ROLLOUTS, max_response_tokens=64, temperature=1.0, total_steps=10_000)
-    actor = ActorSection(dtype="fp32")
+    actor = ActorSection(precision="fp32")
     return {name: MegatronPolicy(settings, actor, AlgorithmSection(name=name)) for name in names}
 
 

@@ -125,7 +125,7 @@ def train_step_speed(
     build_policy: Callable[..., Any],
     *,
     shape: dict[str, Any] | None = None,
-    fp8: bool = False,
+    precision: str = "bf16",
     samples: int = 8,
     sample_tokens: int = 1024,
     repeats: int = 5,
@@ -133,7 +133,7 @@ def train_step_speed(
     """A whole train step (forward, backward, optimizer) with random weights, in packs of half the samples.
 
     Args:
-        build_policy: (directory, dtype=..., fp8=...) -> policy of one rank.
+        build_policy: (directory, precision=...) -> policy of one rank.
         shape: fields of a Qwen2 configuration; that of Qwen2.5-1.5B unless given.
         samples, sample_tokens: the batch, in two micro-batches: packs of 4,096 tokens.
     """
@@ -142,7 +142,7 @@ def train_step_speed(
     torch.manual_seed(0)
     config = Qwen2Config(**(shape or QWEN_15B))
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
-    policy = build_policy(directory, dtype="bf16", fp8=fp8)
+    policy = build_policy(directory, precision=precision)
     batch = _batch(samples, sample_tokens, config.vocab_size)
     half = samples // 2
     micro_batches = [list(range(half)), list(range(half, samples))]
@@ -153,7 +153,7 @@ def train_step_speed(
             raise RuntimeError(result.reason)
 
     size = sum(p.numel() for chunk in policy.chunks for p in chunk.parameters())
-    name = f"train step {'fp8' if fp8 else 'bf16'}, {size / 1e6:.0f} M parameters"
+    name = f"train step {precision}, {size / 1e6:.0f} M parameters"
     speed = measure(name, step, device, samples * sample_tokens, repeats)
     return replace(speed, operations=train_operations(config, samples, sample_tokens))
 

@@ -205,7 +205,7 @@ def make_engine(arguments: argparse.Namespace, model: Path, directory: Path) -> 
 
 async def make_policy(model: Path) -> PolicyGroup:
     """One rank with everything that training needs."""
-    actor = ActorSection(dtype="bf16")
+    actor = ActorSection(precision="bf16")
     placement = Placement.of_actor(actor)
     await placement.start()
     return PolicyGroup(

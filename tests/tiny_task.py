@@ -71,7 +71,7 @@ def _config(directory: Path) -> dict[str, Any]:
         "rollout": {"prompts_per_step": 4, "rollouts_per_prompt": K, "max_response_tokens": 4},
         "actor": {
             "tensor_parallel": 2,
-            "dtype": "fp32",
+            "precision": "fp32",
             "micro_batch_tokens": 64,
             "optimizer": {"learning_rate": 1.0e-3},
         },

@@ -173,7 +173,7 @@ def _measured(name: str, device: Any, small: bool) -> list[Any]:
     if small:
         options = {"shape": SMALL_SHAPE, "samples": 8, "sample_tokens": 32, "repeats": 2}
     with tempfile.TemporaryDirectory() as directory:
-        return [train_step_speed(device, Path(directory), build_policy, fp8=name.endswith("fp8"), **options)]
+        return [train_step_speed(device, Path(directory), build_policy, precision=name.rpartition(" ")[2], **options)]
 
 
 def _speed_line(speed: Any, device: Any) -> list[str]:

@@ -79,7 +79,8 @@ def _build(config: dict[str, Any]) -> Any:
         (Path(directory) / "config.json").write_text(json.dumps(config))
         shape = read_model_shape(Path(directory))
     options = transformer_config(shape, Layout(), dtype="bf16", transformer_engine=True)
-    return bare_model(shape, options, transformer_engine=True)
+    (model,) = bare_model(shape, options, transformer_engine=True)
+    return model
 
 
 def _round_trip(model: Any) -> int:
@@ -104,11 +105,18 @@ def _round_trip(model: Any) -> int:
     return sum(type(x).__name__ == "ShardedObject" and isinstance(x.data, torch.Tensor) for x in sharded.values())
 
 
+def _fusing(model: Any) -> list[tuple[str, Any]]:
+    """Layers that can add their weight gradients in the matrix product's kernel."""
+    return [(name, module) for name, module in model.named_modules() if hasattr(module, "fuse_wgrad_accumulation")]
+
+
 def _facts(config: dict[str, Any]) -> dict[str, Any]:
     model = _build(config)
     states = model.state_dict()
     extra = {name: value for name, value in states.items() if name.endswith("_extra_state") and value is not None}
+    fused = {name: module.fuse_wgrad_accumulation for name, module in _fusing(model)}
     return {
+        "weight_gradients_fused": fused | {"output_layer": model.output_layer.gradient_accumulation_fusion},
         "parameters": {name: list(parameter.shape) for name, parameter in model.named_parameters()},
         "extra_states": {n: [str(v.dtype).removeprefix("torch."), list(v.shape)] for n, v in extra.items()},
         "extra_states_saved_and_loaded": _round_trip(model),

@@ -66,6 +66,31 @@ class HiddenStateGPTModel(GPTModel):
         return self.output_layer.weight
 
 
+@contextmanager
+def gradient_fusion_of_layers(config: Any) -> Iterator[Callable[[torch.nn.Module], None]]:
+    """Build a model in which Transformer Engine's layers add their weight gradients to the fp32 ones in the matrix
+    product's own kernel, and the output layer does not.
+
+    Upstream: 0.16.1 to 0.19.2. Reason: `gradient_accumulation_fusion` is one option for all layers, and the output
+    layer, which is upstream's own, then demands a kernel of Apex. Its forward never runs here: its gradient comes from
+    the chunked log-probabilities. Can go: when the output layer asks for the kernel only where it would use it.
+
+    Yields:
+        What to call with the built model.
+    """
+    wanted, config.gradient_accumulation_fusion = config.gradient_accumulation_fusion, False
+
+    def fuse(model: torch.nn.Module) -> None:
+        for module in model.modules() if wanted else ():
+            if hasattr(module, "fuse_wgrad_accumulation"):
+                module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
+
+    try:
+        yield fuse
+    finally:
+        config.gradient_accumulation_fusion = wanted
+
+
 def bound_rotary_tables(rotary: RotaryEmbedding) -> None:
     """Let packs of all lengths share few tables of rotary angles, each the first rows of the next.
 

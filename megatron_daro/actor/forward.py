@@ -23,6 +23,7 @@ from megatron_daro.actor import device
 from megatron_daro.actor.compat import HiddenStateGPTModel
 from megatron_daro.actor.logprobs import check_labels, vocab_parallel_logprobs
 from megatron_daro.actor.routing import replay_routing
+from megatron_daro.config.precision import NEEDS
 from megatron_daro.data.packing import (
     PackedMicroBatch,
     collect_responses,
@@ -58,16 +59,6 @@ class OutputSettings:
     chunk_tokens: int = 1024
 
 
-# Tokens of one matrix product in fp8 are a multiple of this: 16 for the plain recipes, 32 for mxfp8, whole
-# blocks of 128 for Transformer Engine's blockwise recipe.
-_FP8_TOKENS, _FP8_BLOCKWISE_TOKENS = 32, 128
-
-
-def fp8_tokens_multiple(recipe: str) -> int:
-    """Return what the tokens of a rank are padded to for Megatron's `fp8_recipe`."""
-    return _FP8_BLOCKWISE_TOKENS if recipe == "blockwise" else _FP8_TOKENS
-
-
 def packed_micro_batches(
     config: TransformerConfig, batch: TrainBatch, micro_batches: MicroBatches, *, vocab_size: int
 ) -> list[PackedMicroBatch]:
@@ -83,7 +74,7 @@ def packed_micro_batches(
     sequence_multiple, total_multiple = pack_multiples(tensor, context, config.sequence_parallel)
     if config.fp8:
         parts = context * (tensor if config.sequence_parallel else 1)
-        total_multiple = math.lcm(total_multiple, fp8_tokens_multiple(config.fp8_recipe) * parts)
+        total_multiple = math.lcm(total_multiple, NEEDS[config.fp8_recipe].tokens * parts)
     rank = parallel_state.get_context_parallel_rank()
     packs = []
     for indices in micro_batches:

@@ -18,7 +18,13 @@ import torch
 import torch.nn.functional as F
 
 from megatron_daro.actor import device
-from megatron_daro.actor.compat import HiddenStateGPTModel, bound_rotary_tables, finalize_summed_grads, quiet
+from megatron_daro.actor.compat import (
+    HiddenStateGPTModel,
+    bound_rotary_tables,
+    finalize_summed_grads,
+    gradient_fusion_of_layers,
+    quiet,
+)
 from megatron_daro.actor.layers import layer_spec
 from megatron_daro.actor.parallel import Layout
 from megatron_daro.config.megatron_options import SECTION, option_problems
@@ -26,7 +32,7 @@ from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.config.problems import config_error
 from megatron_daro.config.rope import Llama3Scaling, YarnScaling
 from megatron_daro.convert.mapping import TensorRule, global_name, hf_to_megatron, output_rule, padded_vocab_size
-from megatron_daro.errors import ModelError
+from megatron_daro.errors import ConfigError, ModelError
 
 device.prepare()
 with warnings.catch_warnings():
@@ -72,11 +78,15 @@ def transformer_config(
     dtype: str = "fp32",
     sequence_parallel: bool = False,
     recompute: str = "none",
-    fp8: str | None = None,
+    fp8: Mapping[str, Any] | None = None,
     transformer_engine: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> TransformerConfig:
-    """Megatron's configuration of this shape on this layout; `options` are TransformerConfig fields by name."""
+    """Megatron's configuration of this shape on this layout; `fp8` and `options` are TransformerConfig fields by name.
+
+    Raises:
+        ConfigError: weight gradients shall be added in the kernel, and the layers are not Transformer Engine's.
+    """
     on_gpu = torch.cuda.is_available()
     values: dict[str, Any] = {
         "num_layers": shape.layers,
@@ -103,15 +113,20 @@ def transformer_config(
         "calculate_per_token_loss": True,
         "bias_activation_fusion": on_gpu,
         "apply_rope_fusion": transformer_engine,
+        "gradient_accumulation_fusion": transformer_engine,
         **_FIXED_TRANSFORMER_OPTIONS,
         **_recompute_options(recompute),
+        **(fp8 or {}),
         **_expert_options(shape, grouped=transformer_engine),
     }
-    if fp8:
-        values |= {"fp8": fp8, "fp8_recipe": "tensorwise"}
     if isinstance(shape.rope_scaling, YarnScaling):
         values["apply_rope_fusion"] = False  # upstream's fused kernels leave YaRN's factor of the attention out
     config = TransformerConfig(**{**values, **(options or {})})
+    if config.gradient_accumulation_fusion and not transformer_engine:
+        raise ConfigError(
+            "actor.megatron.gradient_accumulation_fusion: got true; allowed: only with Transformer Engine's layers; "
+            "fix: remove it"
+        )
     if isinstance(shape.rope_scaling, YarnScaling):
         _set_yarn(config, shape.rope_scaling)
     config.finalize_model_grads_func = finalize_summed_grads
@@ -127,7 +142,6 @@ _FIXED_TRANSFORMER_OPTIONS = {
     "hidden_dropout": 0.0,
     "masked_softmax_fusion": False,
     "bias_dropout_fusion": False,
-    "gradient_accumulation_fusion": False,
     "persist_layer_norm": False,
     "variable_seq_lengths": True,
     # Upstream insists on this name with variable lengths, even for dense models.
@@ -223,7 +237,7 @@ def bare_model(
 def _bare_chunk(
     shape: ModelShape, config: TransformerConfig, virtual_stage: int | None, *, transformer_engine: bool
 ) -> HiddenStateGPTModel:
-    with quiet():
+    with quiet(), gradient_fusion_of_layers(config) as fuse:
         model = HiddenStateGPTModel(
             config,
             layer_spec(config, transformer_engine=transformer_engine, virtual_stage=virtual_stage),
@@ -237,6 +251,7 @@ def _bare_chunk(
             share_embeddings_and_output_weights=shape.tie,
             parallel_output=True,
         )
+        fuse(model)
     if isinstance(shape.rope_scaling, Llama3Scaling):
         _apply_llama3_scaling(model.rotary_pos_emb, shape.rope_scaling)
     bound_rotary_tables(model.rotary_pos_emb)

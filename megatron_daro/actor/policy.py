@@ -21,6 +21,7 @@ from megatron_daro.actor.forward import MicroBatches, OutputSettings, response_l
 from megatron_daro.actor.model import build_model, split_megatron_options, transformer_config, wrap_data_parallel
 from megatron_daro.actor.optimizer import build_optimizer, build_scheduler
 from megatron_daro.actor.parallel import Layout
+from megatron_daro.actor.precision import fp8_options, remarks, uses_transformer_engine
 from megatron_daro.actor.routing import check_routed_experts
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.actor.step import Trainee, train_step
@@ -32,7 +33,6 @@ from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.model_shape import ModelShape, read_model_shape
 from megatron_daro.convert.hf_reader import HFCheckpoint
 from megatron_daro.convert.megatron_weights import MegatronWeights
-from megatron_daro.errors import ConfigError
 from megatron_daro.types import StepResult, TrainBatch
 
 
@@ -69,35 +69,6 @@ def objective_settings(section: AlgorithmSection) -> ObjectiveSettings:
     )
 
 
-def uses_transformer_engine(actor: ActorSection) -> bool:
-    """Return whether the layers are Transformer Engine's.
-
-    It has no attention for packed sequences in fp32, and multiplies fp32 matrices as TF32.
-
-    Raises:
-        ConfigError: fp8 is asked for, which only these layers have.
-    """
-    found = actor.dtype == "bf16" and device.has_transformer_engine()
-    if actor.fp8 and not found:
-        raise ConfigError(
-            "actor.fp8: got true, but Transformer Engine cannot be used here (dtype bf16, a GPU and the package "
-            "transformer_engine are needed); without it nothing would be multiplied in fp8; fix: install it on every "
-            "node of the actor, or set actor.fp8=false"
-        )
-    return found
-
-
-def _remarks(actor: ActorSection, transformer_engine: bool) -> tuple[str, ...]:
-    """Return what a person should know about the layers."""
-    if transformer_engine or not torch.cuda.is_available():
-        return ()
-    why = "it has no packed attention in fp32" if actor.dtype == "fp32" else "it cannot be imported there"
-    return (
-        f"ranks on GPUs compute without Transformer Engine ({why}): attention then takes its sequences one by one in "
-        "Python, many times slower; good for tests only",
-    )
-
-
 class MegatronPolicy:
     """One rank's part of the policy. Process groups must be there already (actor/parallel.py)."""
 
@@ -113,14 +84,14 @@ class MegatronPolicy:
         self._output = OutputSettings(self.shape.vocab, settings.temperature, actor.logprob_chunk_tokens)
         options = split_megatron_options(actor.megatron)
         transformer_engine = uses_transformer_engine(actor)
-        self.remarks = _remarks(actor, transformer_engine)
+        self.remarks = remarks(actor, transformer_engine)
         config = transformer_config(
             self.shape,
             layout_of(actor),
             dtype=actor.dtype,
             sequence_parallel=actor.use_sequence_parallel,
             recompute=actor.recompute,
-            fp8="hybrid" if actor.fp8 else None,
+            fp8=fp8_options(actor),
             transformer_engine=transformer_engine,
             options=options["transformer"],
         )

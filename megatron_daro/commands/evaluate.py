@@ -245,8 +245,8 @@ def _configured(
         sglang = engine.sglang.model_copy(update={"urls": (), "sync": "distributed"})
         engine = engine.model_copy(update={"sglang": sglang})
     actor = base.actor
-    if not any(text.startswith("actor.dtype=") for text in overrides):
-        actor = actor.model_copy(update={"dtype": model.dtype})
+    if not any(text.startswith("actor.precision=") for text in overrides):
+        actor = actor.model_copy(update={"precision": model.dtype})
     return base.model_copy(
         update={
             "model": base.model.model_copy(update={"path": model.path}),

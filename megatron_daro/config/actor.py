@@ -12,6 +12,8 @@ from pydantic import Field
 
 from megatron_daro.config.base import Decay, Section
 
+Fp8Recipe = Literal["tensorwise", "blockwise", "mxfp8"]
+
 
 class OptimizerSection(Section):
     """AdamW and its schedule."""
@@ -64,10 +66,18 @@ class ActorSection(Section):
     """Ranks that share each expert (ETP), >= 1. Unset: 1 with expert_parallel > 1, else as tensor_parallel."""
     sequence_parallel: bool | None = None
     """Split the activations between the tensor-parallel parts too. Unset: on when tensor_parallel > 1."""
-    dtype: Literal["fp32", "bf16"] = "bf16"
-    """Type of parameters and activations; optimizer state and gradients are fp32."""
-    fp8: bool = False
-    """8-bit matrix products (Transformer Engine); needs a GPU that has them, and dtype bf16."""
+    precision: Literal["fp32", "bf16", "fp8"] = "bf16"
+    """In what is computed. fp8: the layers' matrix products in 8-bit floats (Transformer Engine, GPUs that have them),
+    all else as bf16. Optimizer state and gradients are fp32 with each."""
+    fp8_recipe: Fp8Recipe = "tensorwise"
+    """How fp8 scales numbers: one scale for a matrix, one for each 128 x 128 block of weights and 128 tokens' row of
+    activations, or one for each 32 (mxfp8, Blackwell GPUs)."""
+    fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
+    """hybrid: e4m3 forward, e5m2 for gradients; e4m3: both in e4m3."""
+    num_layers_at_start_in_bf16: int = Field(default=0, ge=0)
+    """With fp8: so many of the first layers stay in bf16; at most those of a pipeline stage."""
+    num_layers_at_end_in_bf16: int = Field(default=0, ge=0)
+    """With fp8: so many of the last layers stay in bf16; at most those of a pipeline stage."""
     recompute: Literal["none", "full"] = "none"
     """full: recompute each layer in the backward pass instead of keeping its activations."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
@@ -100,8 +110,13 @@ class ActorSection(Section):
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
 
     @property
+    def dtype(self) -> Literal["fp32", "bf16"]:
+        """Type of parameters and activations; fp8 is what the products of layers are computed in, from these."""
+        return "fp32" if self.precision == "fp32" else "bf16"
+
+    @property
     def torch_dtype(self) -> str:
-        """The dtype by torch's name, as config.json and SGLang say it."""
+        """`dtype` by torch's name, as config.json and SGLang say it."""
         return {"fp32": "float32", "bf16": "bfloat16"}[self.dtype]
 
     @property

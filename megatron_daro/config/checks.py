@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron_daro.config import check_division, check_training, megatron_options
+from megatron_daro.config import check_division, check_training, megatron_options, precision
+from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.fit import demand_of, misfit
 from megatron_daro.config.hardware import THIS_MACHINE, Hardware, detect, hardware_of
 from megatron_daro.config.model_files import ModelFiles, megatron_problems, read_model
@@ -204,22 +205,37 @@ def _budget_text(context: _Context) -> str:
     return f"{longest} tokens of prompt and response in micro-batches of {config.actor.micro_batch_tokens}"
 
 
+def _surroundings(context: _Context) -> precision.Surroundings:
+    """Return what fp8 would run on: the run's GPUs, and the versions of this environment, which its ranks have too."""
+    hardware = context.hardware
+    return replace(precision.installed(here=hardware.place == THIS_MACHINE), capability=hardware.capability)
+
+
 def _precision_problems(context: _Context) -> Iterator[Problem]:
-    actor, hardware = context.config.actor, context.hardware
-    if actor.fp8 and hardware.fp8 is False:
-        found = "a CPU" if hardware.kind == "cpu" else "a GPU older than that"
-        allowed = "true only where every GPU has compute capability 8.9 or newer (Ada, Hopper, ...)"
-        yield Problem("actor.fp8", f"true on {found}", allowed, "set actor.fp8=false")
-    if actor.fp8 and actor.dtype != "bf16":
-        allowed = "true only with actor.dtype bf16"
-        yield Problem(
-            "actor.fp8", f"true with dtype {actor.dtype}", allowed, "set actor.dtype=bf16", also=("actor.dtype",)
-        )
+    actor = context.config.actor
+    if actor.precision != "fp8":
+        return
+    found = precision.problem(actor.fp8_recipe, _surroundings(context))
+    if found is not None:
+        yield found
+    if context.shape:
+        yield from precision.shape_problems(actor, context.shape)
+
+
+def _precision_warnings(context: _Context) -> Iterator[Problem]:
+    actor, default = context.config.actor, ActorSection()
+    names = ("fp8_recipe", "fp8_format", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+    for name in names if actor.precision != "fp8" else ():
+        if (value := getattr(actor, name)) != getattr(default, name):
+            allowed = "no effect: it says how fp8 is computed"
+            fix = "set actor.precision=fp8, or remove it"
+            yield Problem(f"actor.{name}", f"{value} with precision {actor.precision}", allowed, fix)
 
 
 def _precision_text(context: _Context) -> str:
-    actor, hardware = context.config.actor, context.hardware
-    return f"{actor.dtype}{' with fp8' if actor.fp8 else ''} on {hardware.count} {hardware.kind}s of {hardware.place}"
+    hardware = context.hardware
+    named = precision.precision_text(context.config.actor)
+    return f"{named} on {hardware.count} {hardware.kind}s of {hardware.place}"
 
 
 def _megatron_problems(context: _Context) -> Iterator[Problem]:
@@ -246,7 +262,7 @@ _CHECKS: tuple[tuple[str, _Find, _Find, Callable[[_Context], str]], ...] = (
     ("model division", _division_problems, _nothing, _division_text),
     ("batch", _batch_problems, _nothing, _batch_text),
     ("sequence budget", _budget_problems, _nothing, _budget_text),
-    ("precision", _precision_problems, _nothing, _precision_text),
+    ("precision", _precision_problems, _precision_warnings, _precision_text),
     (
         "Megatron options",
         _megatron_problems,

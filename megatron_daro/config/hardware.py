@@ -21,22 +21,40 @@ from megatron_daro.config.sections import ClusterSection
 
 _NVIDIA_SMI_TIMEOUT_S = 20
 _FP8_CAPABILITY = 8.9
-_FP8_TYPES = ("L4", "L40", "H20", "H100", "H200", "H800", "GH200", "B100", "B200", "GB200", "B300", "GB300")
+_CAPABILITIES = {
+    **dict.fromkeys(("V100",), 7.0),
+    **dict.fromkeys(("T4",), 7.5),
+    **dict.fromkeys(("A100", "A800", "A30"), 8.0),
+    **dict.fromkeys(("A10", "A40", "A16", "A2"), 8.6),
+    **dict.fromkeys(("L4", "L20", "L40"), 8.9),
+    **dict.fromkeys(("H20", "H100", "H200", "H800", "GH200"), 9.0),
+    **dict.fromkeys(("B100", "B200", "GB200"), 10.0),
+    **dict.fromkeys(("B300", "GB300"), 10.3),
+}
+# Compute capability by how a type's name begins.
 THIS_MACHINE = "this machine"
+
+Version = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """kind; count: GPUs, or CPU cores, of all nodes; fp8: whether every GPU multiplies 8-bit floats, None if unknown;
-    memory_bytes: of this machine, None if unknown or of others; nodes: the count of each; place: where, for messages.
+    """kind; count: GPUs, or CPU cores, of all nodes; capability: the least compute capability of the GPUs, 0 without
+    any, None if unknown; memory_bytes: of this machine, None if unknown or of others; nodes: the count of each; place:
+    where, for messages.
     """
 
     kind: Literal["cpu", "gpu"]
     count: int
-    fp8: bool | None = False
+    capability: float | None = 0.0
     memory_bytes: int | None = None
     nodes: tuple[int, ...] = ()
     place: str = THIS_MACHINE
+
+    @property
+    def fp8(self) -> bool | None:
+        """Whether every GPU multiplies 8-bit floats; None if unknown."""
+        return None if self.capability is None else self.capability >= _FP8_CAPABILITY
 
     @property
     def per_node(self) -> tuple[int, ...]:
@@ -53,13 +71,18 @@ def hardware_of(section: ClusterSection) -> Hardware | None:
 
 def unknown(place: str) -> Hardware:
     """Return nodes of which nothing is known: no layout is refused for their sake."""
-    return Hardware("cpu", sys.maxsize, fp8=None, place=place)
+    return Hardware("cpu", sys.maxsize, capability=None, place=place)
 
 
 def gpu_nodes(counts: Sequence[int], gpu: str | None, place: str) -> Hardware:
     """Return nodes with so many GPUs each. Args: gpu: their type, such as "H100"; None: unknown."""
-    fp8 = None if gpu is None else any(gpu.upper().startswith(name) for name in _FP8_TYPES)
-    return Hardware("gpu", sum(counts), fp8=fp8, nodes=tuple(counts), place=place)
+    return Hardware("gpu", sum(counts), capability=capability_of(gpu), nodes=tuple(counts), place=place)
+
+
+def capability_of(gpu: str | None) -> float | None:
+    """Return the compute capability of a GPU's type, such as "H100" or "A100-80G"; None of one that is not known."""
+    names = [name for name in _CAPABILITIES if (gpu or "").upper().startswith(name)]
+    return _CAPABILITIES[max(names, key=len)] if names else None
 
 
 def gpus_with_own_first(own: str | None) -> str:
@@ -77,11 +100,10 @@ def gpus_with_own_first(own: str | None) -> str:
 
 def detect() -> Hardware:
     """Return the hardware of this machine, as torch would use it (CUDA_VISIBLE_DEVICES respected)."""
-    capabilities = _gpu_capabilities() if _torch_has_cuda() else []
+    capabilities = _gpu_capabilities() if torch_cuda() is not None else []
     if not capabilities:
         return Hardware("cpu", len(os.sched_getaffinity(0)), memory_bytes=_memory_bytes())
-    fp8 = min(capabilities) >= _FP8_CAPABILITY
-    return Hardware("gpu", len(capabilities), fp8=fp8, memory_bytes=_memory_bytes())
+    return Hardware("gpu", len(capabilities), capability=min(capabilities), memory_bytes=_memory_bytes())
 
 
 def _memory_bytes() -> int:
@@ -93,13 +115,21 @@ def _memory_bytes() -> int:
     return min(limits)
 
 
-def _torch_has_cuda() -> bool:
-    """Whether torch was built for CUDA, read from its version file because importing it takes seconds."""
+def torch_cuda() -> Version | None:
+    """Return the CUDA that the installed torch was built for, read from its version file because importing it takes
+    seconds; None: none."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        return False
+        return None
     text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
-    return re.search(r"^cuda\b.*=\s*['\"]", text, re.MULTILINE) is not None
+    found = re.search(r"^cuda\b.*=\s*['\"](.+)['\"]", text, re.MULTILINE)
+    return version_of(found.group(1)) if found else None
+
+
+def version_of(text: str) -> Version:
+    """Return the numbers that a version begins with: "2.20.2+cu13" -> (2, 20, 2)."""
+    found = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(part) for part in found.group().split(".")) if found else ()
 
 
 def _gpu_capabilities() -> list[float]:

@@ -34,6 +34,16 @@ from megatron_daro.config.problems import (
 )
 from megatron_daro.config.sections import Config
 
+_RENAMED = {
+    "actor.dtype": ("actor.precision (fp32, bf16 or fp8)", "write actor.precision={} in its place"),
+    "actor.fp8": ("actor.precision (fp32, bf16 or fp8)", "write actor.precision=fp8 in the place of true"),
+}
+"""Options that earlier versions had: what says the same now, and how to write it."""
+_REFUSED_NAMES = {
+    ("actor.fp8_recipe", "delayed"): "its scales are kept in a pickle, which Transformer Engine refuses to load when a "
+    "run resumes",
+}
+"""Values of upstream that a field does not take, and why."""
 _PLACEHOLDERS = {"model.path": ".", "data.train": ["."]}
 """Stand-ins for required fields while the rest of a wrong file is judged; no Config with one leaves this file."""
 
@@ -239,6 +249,8 @@ def _problem(details: ErrorDetails, path: str, place: str) -> Problem:
         path, loc = path.rpartition(".")[0], loc[:-1]
     annotation, metadata = _annotation_at(loc)
     words = allowed(annotation, metadata)
+    if why := _REFUSED_NAMES.get((path, str(details["input"]))):
+        words = f"{words} ({why})"
     if details["type"] == "missing" and not too_short:
         return Problem(path, "nothing", words, f"set it in the file, or give {path}=... on the command line")
     return Problem(path, show(details["input"]), words, _fix(annotation, metadata, details["input"], path), place=place)
@@ -274,6 +286,9 @@ def _fix(annotation: object, metadata: list[Any], value: object, path: str) -> s
 
 
 def _unknown_key(path: str, value: object, place: str) -> Problem:
+    if path in _RENAMED:
+        name, fix = _RENAMED[path]
+        return Problem(path, f"{show(value)} under its former name", name, fix.format(value), place=place)
     pattern = ".".join(ITEM if part.isdecimal() else part for part in path.split("."))
     section = path.rpartition(".")[0]
     names = [name for name, field in walk(Config) if name.rpartition(".")[0] == pattern.rpartition(".")[0]]

@@ -47,10 +47,15 @@ OWNED = {
     "microbatch_group_size_per_vp_stage": "the schedule of each step, from its number of micro-batches",
     "context_parallel_size": "actor.context_parallel",
     "sequence_parallel": "actor.sequence_parallel",
-    "params_dtype": "actor.dtype",
-    "pipeline_dtype": "actor.dtype",
-    "bf16": "actor.dtype",
-    "fp16": "actor.dtype (fp32 or bf16)",
+    "params_dtype": "actor.precision",
+    "pipeline_dtype": "actor.precision",
+    "bf16": "actor.precision",
+    "fp16": "actor.precision (fp32, bf16 or fp8)",
+    "fp8": "actor.precision and actor.fp8_format",
+    "fp8_recipe": "actor.fp8_recipe",
+    "first_last_layers_bf16": "actor.num_layers_at_start_in_bf16 and actor.num_layers_at_end_in_bf16",
+    "num_layers_at_start_in_bf16": "actor.num_layers_at_start_in_bf16",
+    "num_layers_at_end_in_bf16": "actor.num_layers_at_end_in_bf16",
     "lr": "actor.optimizer.learning_rate",
     "clip_grad": "actor.optimizer.grad_clip",
     "use_distributed_optimizer": "actor.optimizer.distributed",
@@ -61,8 +66,11 @@ OWNED = {
 }
 """Upstream's names that something else sets, and what."""
 
-_DELAYED = "the scales of delayed are kept in a pickle, which Transformer Engine refuses to load when a run resumes"
 _PRECISION = "gradients then stand where neither clipping nor the check for numbers that are not finite looks"
+_FP8_PARAMETERS = (
+    "the fp32 weights of the optimizer would begin from what the layers held before the model's files were loaded, and "
+    "checkpoints, reference and engines read weights in bf16"
+)
 _STAGES = "stages have as many layers as one another, but for those of the first and the last stage"
 _GROUPS = "the process groups of the actor are made without it"
 _BALANCING = "it is a product of means over a micro-batch: what is trained would depend on how a batch is cut"
@@ -75,6 +83,11 @@ REFUSED = {
     "main_params_dtype": _PRECISION,
     "exp_avg_dtype": _PRECISION,
     "exp_avg_sq_dtype": _PRECISION,
+    "fp8_param": _FP8_PARAMETERS,
+    "fp8_param_gather": _FP8_PARAMETERS,
+    "reuse_grad_buf_for_mxfp8_param_ag": _FP8_PARAMETERS,
+    "fp8_quantizer_factory": "actor.fp8_recipe names the recipes that can be checked before a start",
+    "fp4": "actor.precision has fp32, bf16 and fp8",
     "pipeline_model_parallel_layout": _STAGES,
     "overlap_p2p_comm": "actor.virtual_pipeline_parallel turns it on, and without that it has no effect",
     "overlap_param_gather_with_optimizer_step": "parameters are gathered before the forward pass, not within it",
@@ -124,8 +137,6 @@ def option_problems(options: Mapping[str, Any], known: Mapping[str, frozenset[st
         field = f"{SECTION}.{name}"
         if name in OWNED:
             yield Problem(field, show(value), f"nothing, it is set by {OWNED[name]}", "remove it here")
-        elif name == "fp8_recipe" and value == "delayed":
-            yield Problem(field, show(value), f"tensorwise, blockwise, mxfp8: {_DELAYED}", "remove it: tensorwise")
         elif name in REFUSED and value not in (None, False):
             yield Problem(field, show(value), f"nothing: {REFUSED[name]}", "remove it")
         else:

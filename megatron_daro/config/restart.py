@@ -53,6 +53,7 @@ actor.optimizer.learning_rate actor.optimizer.weight_decay actor.optimizer.betas
 actor.optimizer.grad_clip actor.optimizer.warmup_steps actor.optimizer.schedule
 actor.optimizer.min_learning_rate_ratio
 actor.routing_replay actor.megatron
+actor.fp8_recipe actor.fp8_format actor.num_layers_at_start_in_bf16 actor.num_layers_at_end_in_bf16
 engine.seed engine.sglang.pause
 reward.verifier reward.timeout_s reward.memory_mib reward.strict reward.marker reward.correct_reward
 reward.incorrect_reward reward.refuse_restated
@@ -83,8 +84,7 @@ _REFUSED = {
     "algorithm.daro.kernels": "the saved weights are theirs",
     "algorithm.daro.half_life": "the saved weights are averages with it, and Adam's without",
     "algorithm.daro.length_edges": "the saved weights belong to those classes of lengths",
-    "actor.dtype": "the saved optimizer state belongs to that precision",
-    "actor.fp8": "the saved weights belong to that precision",
+    "actor.precision": "the saved weights and optimizer state belong to that precision",
     "actor.optimizer.distributed": "the saved optimizer state is laid out for it",
     "trainer.seed": "order of prompts and sampling come from it",
     "trainer.updates_per_batch": "the checkpoint counts batches of that many steps",

@@ -274,7 +274,7 @@ class TrainerSection(Section):
     keep_every_steps: int = Field(default=0, ge=0)
     """Checkpoints of multiples of this many optimizer steps stay for good; 0: none do."""
     export_hf: bool = False
-    """When all steps are done, write the model to RUN/hf as a Hugging Face directory (weights in actor.dtype, config,
+    """When all steps are done, write the model to RUN/hf as a Hugging Face directory (weights in bf16 or fp32, config,
     tokenizer) for transformers, vLLM and SGLang. With --resume also afterwards: a finished run only writes it."""
     eval_every_steps: int = Field(default=0, ge=0)
     """Steps between evaluations on data.eval; also before the first step and after the last. 0: never."""

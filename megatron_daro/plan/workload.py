@@ -118,7 +118,7 @@ def workload_of(
     return Workload(
         shape=shape,
         dtype_bytes=4 if actor.dtype == "fp32" else 2,
-        fp8=actor.fp8,
+        fp8=actor.precision == "fp8",
         samples=rollout.batch_rollouts,
         generated=rollout.prompts_requested * rollout.rollouts_per_prompt,
         updates=config.trainer.updates_per_batch,

@@ -66,7 +66,7 @@ def configuration(model: MeasuredModel, problems: Path, out: Path, sampling: Sam
             "kind": "sglang" if model.urls or detect().kind == "gpu" else "embedded",
             "sglang": {"urls": list(model.urls)},
         },
-        "actor": {"dtype": model.dtype},
+        "actor": {"precision": model.dtype},
         "reward": {"verifier": sampling.verifier},
         "trainer": {"run_dir": str(out)},
     }

@@ -41,6 +41,16 @@ def test_extra_states_are_bytes_that_came_back(model):
     assert facts["extra_states_saved_and_loaded"] > 0
 
 
+def test_layers_add_their_weight_gradients_themselves_and_the_output_layer_does_not(model):
+    """Every layer with a matrix but the router, whose gradients and the output layer's come from autograd."""
+    _, _, facts = model
+    fused = facts["weight_gradients_fused"]
+    assert fused.pop("output_layer") is False
+    assert fused and all(fused.values())
+    layers = {name.rpartition(".")[0] for name in facts["parameters"] if "linear_" in name}
+    assert layers == fused.keys()
+
+
 def test_the_facts_are_of_the_pinned_versions():
     pins = (ROOT / "tools" / "environments" / "trainer.txt").read_text()
     assert f"transformer_engine=={RECORDED['versions']['transformer_engine']}" in pins

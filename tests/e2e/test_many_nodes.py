@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 GPUS = 2
 NODE = {"num_cpus": 8, "num_gpus": GPUS, "node_ip_address": "127.0.0.1", "object_store_memory": 100_000_000}
 # Two tensor-parallel groups: one on each of the nodes.
-LAYOUT = {"tensor_parallel": 2, "data_parallel": 2, "dtype": "fp32", "micro_batch_tokens": 64}
+LAYOUT = {"tensor_parallel": 2, "data_parallel": 2, "precision": "fp32", "micro_batch_tokens": 64}
 
 
 class Nodes:

@@ -25,11 +25,11 @@ def resume(tiny, run_dir, *overrides):
 
 def test_refused_changes_are_all_named_and_nothing_but_audit_and_log_is_written(tiny, run_dir, tmp_path):
     before = digests(run_dir)
-    changed = ["rollout.rollouts_per_prompt=8", "actor.dtype=bf16", "rollout.temperature=0.5"]
+    changed = ["rollout.rollouts_per_prompt=8", "actor.precision=bf16", "rollout.temperature=0.5"]
     finished = run_cli(resume(tiny, run_dir, *changed), tmp_path / "log", environment=NO_CLUSTER)
     assert finished.code == 1 and "belongs to another run" in finished.last_line
     assert "rollout.rollouts_per_prompt was 4, is 8" in finished.last_line
-    assert "actor.dtype was 'fp32', is 'bf16'" in finished.last_line
+    assert "actor.precision was 'fp32', is 'bf16'" in finished.last_line
     after = digests(run_dir)
     audit = (run_dir / "restarts.txt").read_text()
     assert set(after) - set(before) == {"restarts.txt"}

@@ -85,7 +85,7 @@ def policy_logprobs_fp32(device: torch.device, directory: Path, family: str = "q
     from test_logprobs_models import plain_logprobs
 
     hf, batch = save_model(family, directory), random_batch()
-    got = build_policy(directory, dtype="fp32").logprobs(batch, _thirds(len(batch)))
+    got = build_policy(directory, precision="fp32").logprobs(batch, _thirds(len(batch)))
     return Outcome(float(np.abs(got - plain_logprobs(hf, batch)).max()), 1e-4, "nats")
 
 
@@ -95,7 +95,7 @@ def policy_logprobs_bf16(device: torch.device, directory: Path) -> Outcome:
     from test_logprobs_models import BF16_TOLERANCE, plain_logprobs
 
     hf, batch = save_model("qwen2", directory), random_batch()
-    got = build_policy(directory, dtype="bf16").logprobs(batch, _thirds(len(batch)))
+    got = build_policy(directory, precision="bf16").logprobs(batch, _thirds(len(batch)))
     return Outcome(float(np.abs(got - plain_logprobs(hf, batch)).max()), BF16_TOLERANCE, "nats")
 
 
@@ -110,39 +110,39 @@ def policy_gradients_fp32(device: torch.device, directory: Path) -> Outcome:
     from megatron_daro.actor.step import compute_gradients
 
     hf, batch = save_model("qwen2", directory), batch_with_reference()
-    policy = build_policy(directory, dtype="fp32", algorithm=algorithm_of("all"), distributed=False)
+    policy = build_policy(directory, precision="fp32", algorithm=algorithm_of("all"), distributed=False)
     compute_gradients(policy.trainee, batch, _thirds(len(batch)), policy._objective, policy._output)
     want = reference(hf, batch, algorithm_of("all")).gradients
     # Ten times the bound of one kind of processor: two kinds sum in different orders.
     return Outcome(relative_difference(collect_gradients(policy), want), 1e-4, "relative, worst parameter")
 
 
-def policy_steps(device: torch.device, directory: Path, *, fp8: bool = False) -> Outcome:
+def policy_steps(device: torch.device, directory: Path, *, precision: str = "bf16") -> Outcome:
     """Six steps on one batch: the loss must fall. The difference reported is the last loss minus the first."""
-    losses = _losses(directory, steps=6, fp8=fp8)
+    losses = _losses(directory, steps=6, precision=precision)
     return Outcome(losses[-1] - losses[0], -1e-3, "change of the loss in six steps")
 
 
 def policy_fp8(device: torch.device, directory: Path) -> Outcome:
     """fp8 matrix products learn as well: needs Transformer Engine, and a GPU that has them."""
     check_fp8(device)
-    return policy_steps(device, directory, fp8=True)
+    return policy_steps(device, directory, precision="fp8")
 
 
 def policy_fp8_against_bf16(device: torch.device, directory: Path) -> Outcome:
     """Fifty steps in fp8 beside fifty in bf16, the same batch: how far the losses part, of how far bf16's fell."""
     check_fp8(device)
-    plain, narrow = (_losses(directory, steps=50, fp8=fp8) for fp8 in (False, True))
+    plain, narrow = (_losses(directory, steps=50, precision=name) for name in ("bf16", "fp8"))
     apart = max(abs(a - b) for a, b in zip(plain, narrow, strict=True))
     return Outcome(apart / (plain[0] - plain[-1]), 0.25, "largest difference of losses, relative to their fall")
 
 
-def policy_checkpoint(device: torch.device, directory: Path, *, fp8: bool = False) -> Outcome:
+def policy_checkpoint(device: torch.device, directory: Path, *, precision: str = "bf16") -> Outcome:
     """A policy that was saved and one that loads it, with a step after: layers' extra state comes back too."""
-    if fp8:
+    if precision == "fp8":
         check_fp8(device)
     batch = _learnable(directory)
-    saved, loaded = (build_policy(directory, dtype="bf16", fp8=fp8, learning_rate=3e-3) for _ in range(2))
+    saved, loaded = (build_policy(directory, precision=precision, learning_rate=3e-3) for _ in range(2))
     rows = _thirds(len(batch))
     saved.train_step(batch, rows, step=1)
     place = directory / "checkpoint"
@@ -173,12 +173,12 @@ def memory_released(device: torch.device, directory: Path) -> Outcome:
     return Outcome((left() - before) / 2**20, 1.0, "MiB more than before")
 
 
-def _losses(directory: Path, *, steps: int, fp8: bool = False) -> list[float]:
+def _losses(directory: Path, *, steps: int, precision: str = "bf16") -> list[float]:
     """Losses of steps on one batch whose good answers have advantage 1, the others -1."""
     from dataclasses import replace
 
     batch = _learnable(directory)
-    policy = build_policy(directory, dtype="bf16", fp8=fp8, learning_rate=3e-3)
+    policy = build_policy(directory, precision=precision, learning_rate=3e-3)
     batch = replace(batch, old_logprobs_R=policy.logprobs(batch, _thirds(len(batch))))
     losses = []
     for step in range(steps):
@@ -227,7 +227,7 @@ CHECKS: dict[str, Check] = {
     "policy steps, fp8": policy_fp8,
     "fp8 against bf16, 50 steps": policy_fp8_against_bf16,
     "checkpoint, bf16": policy_checkpoint,
-    "checkpoint, fp8": lambda device, path: policy_checkpoint(device, path, fp8=True),
+    "checkpoint, fp8": lambda device, path: policy_checkpoint(device, path, precision="fp8"),
     "memory released": memory_released,
     "weights by handles to a second process": gpu_processes.handles_to_a_second_process,
     "tensor parallel 2, NCCL": lambda device, path: gpu_processes.two_ranks(device, path, tensor=2),
@@ -238,9 +238,8 @@ CHECKS: dict[str, Check] = {
 def build_policy(
     directory: Path,
     *,
-    dtype: str,
+    precision: str,
     algorithm: dict[str, Any] | None = None,
-    fp8: bool = False,
     distributed: bool = True,
     learning_rate: float = 1e-4,
 ) -> Any:
@@ -250,7 +249,7 @@ def build_policy(
     from megatron_daro.actor.parallel import Layout
 
     optimizer = {"distributed": distributed, "learning_rate": learning_rate}
-    return build(directory, Layout(), algorithm or {"name": "grpo"}, dtype=dtype, fp8=fp8, optimizer=optimizer)
+    return build(directory, Layout(), algorithm or {"name": "grpo"}, precision=precision, optimizer=optimizer)
 
 
 def _thirds(num_samples: int) -> list[list[int]]:

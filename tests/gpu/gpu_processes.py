@@ -97,7 +97,7 @@ def _rank_main(directory: str, meeting: str, rank: str, layout: str) -> None:
     ranks = parallel.Layout(**sizes)
     parallel.initialize(ranks, rank=int(rank), init_method=f"file://{meeting}", seed=1, timeout_s=LIMIT_S)
     batch = random_batch()
-    policy = build_policy(Path(directory), ranks, {"name": "grpo"}, dtype="bf16")
+    policy = build_policy(Path(directory), ranks, {"name": "grpo"}, precision="bf16")
     found = policy.logprobs(batch, [list(range(len(batch)))])
     if rank == "0":
         np.save(f"{meeting}.npy", found)

@@ -28,7 +28,7 @@ def _trainee(path: Path, layout: Any, algorithm: Any, **options: Any) -> Any:
         data_parallel=layout.data,
         expert_parallel=layout.expert,
         expert_tensor_parallel=layout.expert_tensor,
-        **{"dtype": "fp32", **options},
+        **{"precision": "fp32", **options},
     )
     settings = PolicySettings(path, rollouts_per_prompt=4, max_response_tokens=32, temperature=1.0, total_steps=10)
     return MegatronPolicy(settings, actor, AlgorithmSection(**algorithm))

@@ -39,7 +39,7 @@ def build_policy(
         data_parallel=layout.data,
         expert_parallel=layout.expert,
         expert_tensor_parallel=layout.expert_tensor,
-        **{"dtype": "fp32", **options},
+        **{"precision": "fp32", **options},
     )
     settings = PolicySettings(
         path, rollouts_per_prompt=4, max_response_tokens=32, temperature=temperature, total_steps=10
@@ -342,7 +342,7 @@ def steps_in_simulated_fp8(
 
     found = {}
     for recipe in ("bf16", *recipes):
-        policy = build_policy(path, layout, {"name": "daro"}, dtype="bf16", optimizer={"learning_rate": 1e-3})
+        policy = build_policy(path, layout, {"name": "daro"}, precision="bf16", optimizer={"learning_rate": 1e-3})
         with nullcontext() if recipe == "bf16" else simulated(recipe):
             rows = [list(range(len(batch)))]
             old = policy.logprobs(batch, rows)

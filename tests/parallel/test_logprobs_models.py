@@ -142,7 +142,7 @@ def test_rope_scaling_matters_here(models, batch, family):
 @pytest.mark.parametrize("layout", ["single", "tp2", "pp2", "cp2"])
 def test_bf16_is_as_close_as_bf16_can_be(rank_pool, models, batch, layout, family):
     directory, hf = models[family]
-    got, exported = run(rank_pool, layout, directory, batch, 2, dtype="bf16")
+    got, exported = run(rank_pool, layout, directory, batch, 2, precision="bf16")
     half = type(hf)(hf.config).to(torch.bfloat16).eval()
     half.load_state_dict(hf.state_dict())
     difference = np.abs(got - plain_logprobs(half, batch))

@@ -105,12 +105,12 @@ def test_a_bad_step_leaves_no_trace(rank_pool, model, layout, kind):
     assert_skipped_without_a_trace(with_bad, without, reason)
 
 
-@pytest.mark.parametrize("options", [{"dtype": "bf16"}, {"distributed": False}], ids=["bf16", "plain_optimizer"])
+@pytest.mark.parametrize("options", [{"precision": "bf16"}, {"distributed": False}], ids=["bf16", "plain_optimizer"])
 @pytest.mark.parametrize("kind", ["nan_advantage", "infinite_gradient"])
 def test_other_optimizers_too(rank_pool, model, kind, options):
     make, poison, algorithm, reason = BAD[kind]
     optimizer = {**OPTIMIZER, "distributed": options.get("distributed", True)}
-    settings = {"optimizer": optimizer, "dtype": options.get("dtype", "fp32")}
+    settings = {"optimizer": optimizer, "precision": options.get("precision", "fp32")}
     without = run(rank_pool, "dp2", model, None, "", algorithm, **settings)
     with_bad = run(rank_pool, "dp2", model, make(), poison, algorithm, **settings)
     assert_skipped_without_a_trace(with_bad, without, reason)

@@ -53,7 +53,7 @@ async def two_steps(policy, batch, put):
 
 def test_a_shard_is_put_once_a_step_and_one_rank_answers_for_it(tmp_path, put):
     save_model("qwen2", tmp_path)
-    actor = ActorSection(tensor_parallel=2, dtype="fp32", micro_batch_tokens=64, optimizer={"learning_rate": 1e-2})
+    actor = ActorSection(tensor_parallel=2, precision="fp32", micro_batch_tokens=64, optimizer={"learning_rate": 1e-2})
     settings = PolicySettings(tmp_path, ROLLOUTS, 32, 1.0, total_steps=10)
     placement = Placement.of_actor(actor)
     with cluster(2):

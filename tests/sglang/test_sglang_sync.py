@@ -35,7 +35,7 @@ def ray_cluster():
 
 
 async def policy_of(model, **layout):
-    actor = ActorSection(**layout, dtype="fp32", micro_batch_tokens=256, optimizer={"learning_rate": 1e-2})
+    actor = ActorSection(**layout, precision="fp32", micro_batch_tokens=256, optimizer={"learning_rate": 1e-2})
     settings = PolicySettings(model, K, 12, TEMPERATURE, total_steps=10)
     algorithm = AlgorithmSection(name="grpo")
     placement = Placement.of_actor(actor)

@@ -91,7 +91,8 @@ def test_help_loads_nothing_heavy(arguments):
 def test_a_wrong_configuration_loads_no_torch_and_exits_with_2(config_file):
     done = run_python(
         "import sys; from megatron_daro.cli import main; "
-        f"code = main(['train', {str(config_file)!r}, 'rollout.rollouts_per_prompt=1', 'actor.fp8=maybe']); "
+        f"code = main(['train', {str(config_file)!r}, 'rollout.rollouts_per_prompt=1', "
+        "'actor.sequence_parallel=maybe']); "
         "print('loaded', sorted({'torch', 'ray', 'megatron', 'transformers'} & set(sys.modules)), code)"
     )
     assert done.stdout == "loaded [] 2\n"
@@ -99,7 +100,7 @@ def test_a_wrong_configuration_loads_no_torch_and_exits_with_2(config_file):
     assert (
         "rollout.rollouts_per_prompt (command line): got 1; allowed: an integer >= 2 and <= 65536; fix: " in done.stderr
     )
-    assert "actor.fp8 (command line): got 'maybe'" in done.stderr
+    assert "actor.sequence_parallel (command line): got 'maybe'" in done.stderr
 
 
 def test_dry_run_prints_a_configuration_file_and_the_checks_and_starts_nothing(config_file, launched, capsys):

@@ -145,7 +145,7 @@ def test_versions_and_machine_are_said_and_never_refused(saved):
 
 def test_an_option_that_the_checkpoint_does_not_know_yet_is_no_change(saved):
     now = copy.deepcopy(saved)
-    del saved["config"]["actor"]["dtype"]
+    del saved["config"]["actor"]["precision"]
     assert changes(saved, now) == {}
 
 

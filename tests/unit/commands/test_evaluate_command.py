@@ -61,13 +61,13 @@ def test_a_directory_and_a_set_are_enough(plans, model, problems, tmp_path, monk
         0.95,
         "chat",
     )
-    assert (plan.config.model.path, plan.config.engine.kind, plan.config.actor.dtype) == (model, "embedded", "fp32")
+    assert (plan.config.model.path, plan.config.engine.kind, plan.config.actor.precision) == (model, "embedded", "fp32")
     assert plan.config.trainer.run_dir == Path("evals/base") and plan.ks == (4,)
     assert plan.weights["files"].keys() == {"model.safetensors"}
 
 
 def test_options_and_overrides_reach_the_plan(plans, model, problems, tmp_path):
-    words = ["engine.kind=sglang", "engine.replicas=2", "rollout.max_response_tokens=9", "actor.dtype=bf16"]
+    words = ["engine.kind=sglang", "engine.replicas=2", "rollout.max_response_tokens=9", "actor.precision=bf16"]
     sets = ["--set", f"a={problems}", "--set", f"b={problems}", "--samples", "8", "--samples", "b=2"]
     more = ["--temperature", "1", "--top-p", "0.7", "--template", "none", "--k", "2", "--k", "1"]
     out = ["--out", str(tmp_path / "out")]
@@ -76,7 +76,7 @@ def test_options_and_overrides_reach_the_plan(plans, model, problems, tmp_path):
     assert [(one.name, one.rollouts_per_prompt) for one in config.data.eval] == [("a", 8), ("b", 2)]
     assert {(one.temperature, one.top_p, one.template) for one in config.data.eval} == {(1.0, 0.7, "none")}
     assert (config.engine.kind, config.engine.replicas, config.rollout.max_response_tokens) == ("sglang", 2, 9)
-    assert config.actor.dtype == "bf16" and config.trainer.run_dir == tmp_path / "out" and plans[0].ks == (1, 2)
+    assert config.actor.precision == "bf16" and config.trainer.run_dir == tmp_path / "out" and plans[0].ks == (1, 2)
 
 
 def test_a_configuration_gives_engine_verifier_and_sets(plans, model, problems, tmp_path):

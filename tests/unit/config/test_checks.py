@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_daro.config import Hardware, check, check_passthrough, detect, resolve, resolve_and_check
+from megatron_daro.config import Hardware, check, check_passthrough, detect, precision, resolve, resolve_and_check
 from megatron_daro.config.model_files import safetensors_fault
 from megatron_daro.errors import ConfigError
 
-GPUS = Hardware("gpu", 8, fp8=True)
+GPUS = Hardware("gpu", 8, capability=9.0)
 SGLANG = ["engine.kind=sglang", 'engine.sglang.urls=["http://h:1"]']
 SERVERS = ["engine.kind=sglang", "engine.sglang.python=/usr/bin/python3"]
 CONFIGS = Path(__file__).resolve().parents[4] / "shared" / "data" / "configs"
@@ -62,8 +62,7 @@ def test_a_good_run_passes_every_check_without_warnings(run_files, cpu):
             "actor.micro_batch_tokens",
             "set actor.micro_batch_tokens=16392",
         ),
-        (["actor.fp8=true"], "actor.fp8", "true on a CPU"),
-        (["actor.fp8=true", "actor.dtype=fp32"], "actor.fp8", "true only with actor.dtype bf16"),
+        (["actor.precision=fp8"], "actor.precision", "fp8 (tensorwise), but there is no GPU; allowed: fp32, bf16"),
         (["rollout.temperature=0"], "rollout.temperature", "8 rollouts per prompt, which would all be equal"),
         (["rollout.keep_surplus=true"], "rollout.keep_surplus", "true only with max_staleness >= 1"),
         (["rollout.stop_token_ids=[5,100]"], "rollout.stop_token_ids", "got [100]; allowed: ids below 100"),
@@ -119,10 +118,15 @@ def test_a_bad_combination_is_refused_in_words(run_files, overrides, field, word
 
 
 def test_all_failed_checks_are_reported_together(run_files, cpu):
-    overrides = ["rollout.temperature=0", "trainer.updates_per_batch=7", "actor.pipeline_parallel=3", "actor.fp8=true"]
+    overrides = [
+        "rollout.temperature=0",
+        "trainer.updates_per_batch=7",
+        "actor.pipeline_parallel=3",
+        "actor.precision=fp8",
+    ]
     with pytest.raises(ConfigError, match="4 problems") as caught:
         resolve_and_check(run_files.file, overrides, cpu)
-    for field in ("rollout.temperature", "trainer.updates_per_batch", "actor.pipeline_parallel", "actor.fp8"):
+    for field in ("rollout.temperature", "trainer.updates_per_batch", "actor.pipeline_parallel", "actor.precision"):
         assert f"  {field}: got " in str(caught.value)
 
 
@@ -158,7 +162,7 @@ def test_ranks_and_servers_have_gpus_together_as_the_start_asks_for_them(run_fil
     assert says in found[0] if says else not found
 
 
-TWO_NODES = Hardware("gpu", 12, fp8=None, nodes=(6, 6), place="the Ray cluster at head:6379")
+TWO_NODES = Hardware("gpu", 12, capability=None, nodes=(6, 6), place="the Ray cluster at head:6379")
 
 
 def test_what_counts_is_the_cluster_that_will_run_it(run_files):
@@ -166,7 +170,7 @@ def test_what_counts_is_the_cluster_that_will_run_it(run_files):
     (line,) = problems(run_files, "actor.data_parallel=13", hardware=TWO_NODES)
     assert "at most 12 ranks: one per GPU of the Ray cluster at head:6379" in line
     assert not problems(run_files, "engine.replicas=300", hardware=TWO_NODES)  # whose memory is not known here
-    assert not problems(run_files, "actor.fp8=true", "actor.dtype=bf16", hardware=TWO_NODES)  # nor its GPUs' type
+    assert not problems(run_files, "actor.precision=fp8", hardware=TWO_NODES)  # nor its GPUs' type
 
 
 def test_a_tensor_parallel_group_must_find_room_on_one_node(run_files):
@@ -176,7 +180,7 @@ def test_a_tensor_parallel_group_must_find_room_on_one_node(run_files):
     assert not problems(run_files, "actor.tensor_parallel=2", "actor.data_parallel=3", hardware=GPUS_OF_3)
 
 
-GPUS_OF_3 = Hardware("gpu", 9, fp8=True, nodes=(3, 3, 3))
+GPUS_OF_3 = Hardware("gpu", 9, capability=9.0, nodes=(3, 3, 3))
 
 
 def test_the_section_cluster_stands_for_machines_that_are_not_here(run_files):
@@ -184,10 +188,13 @@ def test_the_section_cluster_stands_for_machines_that_are_not_here(run_files):
     assert not problems(run_files, *nodes)
     (line,) = problems(run_files, *nodes[1:])
     assert "at most 8 ranks: one per GPU of the nodes of the section cluster" in line
-    fp8 = ["actor.fp8=true", "actor.dtype=bf16"]
-    assert not problems(run_files, *nodes, *fp8, "cluster.gpu=H100")
-    assert not problems(run_files, *nodes, *fp8)
-    assert "a GPU older" in problems(run_files, *nodes, *fp8, "cluster.gpu=A100")[0]
+    fp8 = [*nodes, "actor.precision=fp8"]
+    assert not problems(run_files, *fp8, "cluster.gpu=H100")
+    assert not problems(run_files, *fp8)
+    assert not problems(run_files, *fp8, "cluster.gpu=X1")  # a type that nobody knows
+    assert "capability 8, it needs 8.9" in problems(run_files, *fp8, "cluster.gpu=A100-80G")[0]
+    (line,) = problems(run_files, *fp8, "actor.fp8_recipe=mxfp8", "cluster.gpu=H200")
+    assert "fix: set actor.fp8_recipe=" in line
 
 
 def test_three_hundred_engines_do_not_fit_into_this_machine(run_files):
@@ -213,9 +220,19 @@ def test_idle_gpus_and_crowded_cores_are_warnings(run_files):
     assert "4 CPU cores are on this machine" in line
 
 
-def test_fp8_is_accepted_where_the_gpus_have_it(run_files):
-    assert not problems(run_files, "actor.fp8=true", hardware=GPUS)
-    assert "a GPU older" in problems(run_files, "actor.fp8=true", hardware=Hardware("gpu", 8))[0]
+def test_fp8_is_accepted_where_gpus_and_libraries_have_it(run_files, monkeypatch):
+    fp8 = "actor.precision=fp8"
+    monkeypatch.setattr(precision, "_version", {"transformer_engine": (2, 20, 2)}.get)
+    assert not problems(run_files, fp8, hardware=GPUS)
+    assert "capability 8.6" in problems(run_files, fp8, hardware=Hardware("gpu", 8, capability=8.6))[0]
+    monkeypatch.setattr(precision, "_version", lambda name: None)
+    (line,) = problems(run_files, fp8, hardware=GPUS)
+    assert "Transformer Engine is not installed" in line and "fix: install it (docs/gpu.md), or set" in line
+
+
+def test_options_of_fp8_without_fp8_are_warnings(run_files):
+    (line,) = warnings(run_files, "actor.fp8_recipe=mxfp8")
+    assert line.startswith("actor.fp8_recipe: got mxfp8 with precision bf16; allowed: no effect")
 
 
 @pytest.mark.parametrize(
@@ -326,7 +343,8 @@ def test_a_safetensors_file_of_the_library_is_whole_until_cut(tmp_path):
     ("option", "words"),
     [
         ("use_precision_aware_optimizer=true", "clipping"),
-        ("fp8_recipe=delayed", "allowed: tensorwise, blockwise, mxfp8: the scales of delayed are kept in a pickle"),
+        ("fp8_recipe=mxfp8", "set by actor.fp8_recipe; fix: remove it here"),
+        ("fp8_param=true", "would begin from what the layers held before the model's files were loaded"),
         ("virtual_pipeline_model_parallel_size=2", "set by actor.virtual_pipeline_parallel; fix: remove it here"),
         ("clip_grad=1", "set by actor.optimizer.grad_clip; fix: remove it here"),
         ("bucket_sise=1000", "did you mean bucket_size"),

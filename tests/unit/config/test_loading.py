@@ -61,7 +61,8 @@ def test_every_wrong_value_is_reported_at_once_with_field_value_allowed_and_fix(
     path = write(
         tmp_path,
         "model: {path: m}\ndata: {train: [a.jsonl]}\nrollout:\n  rollouts_per_prompt: 1\n  top_p: 1.5\n"
-        "algorithm:\n  name: doro\nactor:\n  dtype: fp16\n  fp8: yes\n  tensor_paralel: 2\ntrainer:\n  steps: '3'\n",
+        "algorithm:\n  name: doro\nactor:\n  precision: fp16\n  fp8: true\n  tensor_paralel: 2\n"
+        "trainer:\n  steps: '3'\n",
     )
     lines = refused(path, "trainer.seed=-1")
     assert len(lines) == 8
@@ -69,8 +70,14 @@ def test_every_wrong_value_is_reported_at_once_with_field_value_allowed_and_fix(
         ("rollout.rollouts_per_prompt", "run.yaml:4", "1", "an integer >= 2", "rollouts_per_prompt=8"),
         ("rollout.top_p", "run.yaml:5", "1.5", "a number > 0 and <= 1", "rollout.top_p=1.0"),
         ("algorithm.name", "run.yaml:7", "'doro'", "one of grpo, grpo_sequence, dapo", "did you mean daro?"),
-        ("actor.dtype", "run.yaml:9", "'fp16'", "one of fp32, bf16", "did you mean bf16?"),
-        ("actor.fp8", "run.yaml:10", "'yes'", "true or false", "write true or false"),
+        ("actor.precision", "run.yaml:9", "'fp16'", "one of fp32, bf16, fp8", "did you mean bf16?"),
+        (
+            "actor.fp8",
+            "run.yaml:10",
+            "true under its former name",
+            "actor.precision (fp32,",
+            "write actor.precision=fp8",
+        ),
         ("actor.tensor_paralel", "run.yaml:11", "an unknown key", "the keys of actor", "actor.tensor_parallel?"),
         ("trainer.steps", "run.yaml:13", "'3'", "an integer >= 1", "without quotes"),
         ("trainer.seed", "command line", "-1", "an integer >= 0", "an allowed value"),
@@ -152,12 +159,12 @@ def test_overrides_reach_lists_merge_mappings_and_the_last_wins(tmp_path):
             "algorithm.daro={learning_rate: 0.5}",
             "trainer.steps=3",
         ]
-        + ["trainer.steps=4", "actor.megatron={num_layers_in_first_pipeline_stage: 3}", "actor.dtype=fp32"],
+        + ["trainer.steps=4", "actor.megatron={num_layers_in_first_pipeline_stage: 3}", "actor.precision=fp32"],
     )
     assert config.data.train == (Path("b.jsonl"), Path("d.jsonl"))
     daro = config.algorithm.daro
     assert (daro.learning_rate, daro.clamp, daro.parameter) == (0.5, (0.5, 2.0), "linear")
-    assert (config.trainer.steps, config.actor.dtype) == (4, "fp32")
+    assert (config.trainer.steps, config.actor.precision) == (4, "fp32")
     assert config.actor.megatron == {"num_layers_in_first_pipeline_stage": 3}
 
 
@@ -337,3 +344,16 @@ def test_a_check_is_silent_about_fields_that_are_wrong_already(run_files, cpu):
     path = run_files.write({"rollout": {"rollouts_per_prompt": 1}, "trainer": {"updates_per_batch": 7}})
     with pytest.raises(ConfigError, match="1 problem\n"):
         resolve_and_check(path, (), cpu)
+
+
+def test_former_names_are_refused_with_the_new_ones_and_delayed_with_its_reason(tmp_path):
+    path = write(tmp_path, "model: {path: m}\ndata: {train: [a.jsonl]}\nactor: {dtype: fp32}\n")
+    lines = refused(path, "actor.fp8=true", "actor.fp8_recipe=delayed")
+    assert sorted(lines) == [
+        "actor.dtype (run.yaml:3): got 'fp32' under its former name; allowed: actor.precision (fp32, bf16 or fp8); "
+        "fix: write actor.precision=fp32 in its place",
+        "actor.fp8 (command line): got true under its former name; allowed: actor.precision (fp32, bf16 or fp8); "
+        "fix: write actor.precision=fp8 in the place of true",
+        "actor.fp8_recipe (command line): got 'delayed'; allowed: one of tensorwise, blockwise, mxfp8 (its scales are "
+        "kept in a pickle, which Transformer Engine refuses to load when a run resumes); fix: write one of these names",
+    ]

@@ -27,7 +27,10 @@ def tiny_config(model: Path, run: Path) -> Config:
                 "old_logprobs": "forward",
                 "daro": {"learning_rate": 0.05, "magnitude": "token", "scale": "mean"},
             },
-            "actor": {"dtype": "fp32", "optimizer": {"learning_rate": 1e-3, "warmup_steps": 2, "weight_decay": 0.1}},
+            "actor": {
+                "precision": "fp32",
+                "optimizer": {"learning_rate": 1e-3, "warmup_steps": 2, "weight_decay": 0.1},
+            },
             "reward": {"verifier": "exact", "correct_reward": 1.0, "incorrect_reward": -1.0},
             "trainer": {"run_dir": run, "steps": STEPS},
         }

@@ -61,7 +61,7 @@ def workload(config: dict[str, object], *, dtype: str = "bf16", distributed: boo
         {
             "model": {"path": "x"},
             "data": {"train": ("x",)},
-            "actor": {"dtype": dtype, "logprob_chunk_tokens": chunk, "optimizer": {"distributed": distributed}},
+            "actor": {"precision": dtype, "logprob_chunk_tokens": chunk, "optimizer": {"distributed": distributed}},
         }
     )
     return workload_of(made, read_model_shape(config))

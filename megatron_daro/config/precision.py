@@ -1,0 +1,169 @@
+"""Which precision can run where: what each fp8 recipe asks of GPU, CUDA, Transformer Engine, cuDNN and the model.
+
+Place in the data flow: the configuration's checks ask before anything starts, with what is known of the machines by
+then; each rank asks again with what it sees (actor/precision.py). Versions are read from what is installed, because
+importing torch takes seconds. The numbers are those of Transformer Engine 2.20.2 and Megatron-core 0.16.1 to 0.19.2.
+Refuses to guess: what is not known refuses nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+
+from megatron_daro.config.actor import ActorSection, Fp8Recipe
+from megatron_daro.config.hardware import Version, torch_cuda, version_of
+from megatron_daro.config.model_shape import ModelShape
+from megatron_daro.config.problems import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a recipe would run on. None: not known. capability: the least of the GPUs, 0 on a CPU.
+
+    cuda: that torch was built for. transformer_engine: its version, () where it is not installed.
+    """
+
+    capability: float | None = None
+    cuda: Version | None = None
+    transformer_engine: Version | None = None
+    cudnn: Version | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Needs:
+    """Of a recipe. below: compute capability from which on it does not run. width: what the matrices' sides divide by.
+
+    tokens: what the tokens of a matrix product are padded to. nearest: which recipes are most like it, best first.
+    """
+
+    capability: float
+    cuda: Version
+    transformer_engine: Version
+    width: int
+    tokens: int
+    nearest: tuple[Fp8Recipe, ...]
+    below: float | None = None
+
+
+_CUDNN: Version = (9, 12)
+NEEDS: dict[Fp8Recipe, _Needs] = {
+    "tensorwise": _Needs(8.9, (12, 1), (2, 2), 16, 32, ()),
+    "blockwise": _Needs(9.0, (12, 9), (2, 3), 16, 128, ("mxfp8", "tensorwise")),
+    "mxfp8": _Needs(10.0, (12, 8), (2, 1), 32, 32, ("blockwise", "tensorwise"), below=12.0),
+}
+"""By recipe. Padding: 16 tokens would do for tensorwise; blockwise with sequence parallelism needs whole blocks."""
+
+
+def why_not(recipe: Fp8Recipe, found: Surroundings) -> str:
+    """Return why the recipe cannot run there; empty where it can, or where nobody knows."""
+    needs = NEEDS[recipe]
+    if found.capability == 0:
+        return "there is no GPU"
+    if found.capability is not None and found.capability < needs.capability:
+        return f"a GPU has compute capability {found.capability:g}, it needs {needs.capability:.1f} or newer"
+    if found.capability is not None and needs.below is not None and found.capability >= needs.below:
+        return f"a GPU has compute capability {found.capability:g}, where it lacks kernels (below {needs.below:.1f})"
+    if found.transformer_engine == ():
+        return "Transformer Engine is not installed"
+    for name, version, least in (
+        ("Transformer Engine", found.transformer_engine, needs.transformer_engine),
+        ("torch's CUDA", found.cuda, needs.cuda),
+        ("cuDNN", found.cudnn, _CUDNN),
+    ):
+        if version is not None and version < least:
+            return f"{name} is {_text(version)}, it needs {_text(least)} or newer"
+    return ""
+
+
+def nearest(recipe: Fp8Recipe, found: Surroundings) -> Fp8Recipe | None:
+    """Return the recipe that is most like this one and runs there; None where no recipe does."""
+    return next((other for other in NEEDS[recipe].nearest if not why_not(other, found)), None)
+
+
+def problem(recipe: Fp8Recipe, found: Surroundings) -> Problem | None:
+    """Return what forbids the recipe there, with the nearest one that works."""
+    why = why_not(recipe, found)
+    if not why:
+        return None
+    other = nearest(recipe, found)
+    if other is None:
+        allowed = "fp32, bf16" if why != "Transformer Engine is not installed" else "fp8 where it is"
+        fix = "set actor.precision=bf16"
+        if found.transformer_engine == () and found.capability != 0:
+            fix = f"install it (docs/gpu.md), or {fix}"
+        return Problem("actor.precision", f"fp8 ({recipe}), but {why}", allowed, fix, also=("actor.fp8_recipe",))
+    running = [name for name in NEEDS if not why_not(name, found)]
+    fix = f"set actor.fp8_recipe={other}"
+    return Problem("actor.fp8_recipe", f"{recipe}, but {why}", " or ".join(running), fix, also=("actor.precision",))
+
+
+def shape_problems(actor: ActorSection, shape: ModelShape) -> Iterator[Problem]:
+    """Return what of the model the recipe cannot multiply, and layers in bf16 that leave none for fp8."""
+    width = NEEDS[actor.fp8_recipe].width
+    for what, size in _sides(actor, shape).items():
+        if size % width:
+            got = f"fp8 ({actor.fp8_recipe}), but a rank has {size} {what}"
+            allowed = f"matrices whose sides are multiples of {width}"
+            fix = "set actor.precision=bf16, or another tensor_parallel"
+            yield Problem("actor.precision", got, allowed, fix, also=("actor.tensor_parallel", "model.path"))
+    start, end = actor.num_layers_at_start_in_bf16, actor.num_layers_at_end_in_bf16
+    also = ("actor.num_layers_at_start_in_bf16", "actor.pipeline_parallel", "model.path")
+    if start + end >= shape.layers:
+        got = f"{end}, with {start} at the start, but the model has {shape.layers} layers"
+        fix = "lower them, or set actor.precision=bf16"
+        yield Problem("actor.num_layers_at_end_in_bf16", got, "fewer than all layers together", fix, also=also)
+    most = shape.layers // actor.pipeline_parallel
+    for name, count in (("start", start), ("end", end)):
+        if count > most:
+            allowed = f"at most {most}, layers / pipeline_parallel: Megatron-core keeps them on one stage"
+            field = f"actor.num_layers_at_{name}_in_bf16"
+            yield Problem(field, str(count), allowed, f"set {field}={most}", also=also)
+
+
+def _sides(actor: ActorSection, shape: ModelShape) -> dict[str, int]:
+    """Sides of the matrices that a rank multiplies in its layers."""
+    tensor = actor.tensor_parallel
+    kv_heads = max(shape.kv_heads // tensor, 1)
+    sides = {
+        "hidden columns": shape.hidden,
+        "columns of attention heads": shape.heads // tensor * shape.head_dim,
+        "rows of queries, keys and values": (shape.heads // tensor + 2 * kv_heads) * shape.head_dim,
+    }
+    if shape.expert_layers < shape.layers:
+        sides["MLP columns"] = shape.ffn // tensor
+    if shape.experts:
+        sides["columns of an expert"] = shape.experts.ffn // actor.expert_tensor_size
+    return sides
+
+
+def installed(*, here: bool) -> Surroundings:
+    """Return the versions that this interpreter would import.
+
+    Args:
+        here: whether the ranks run on this machine; on others a package that is absent here says nothing.
+    """
+    engine = _version("transformer_engine")
+    cudnn = next((v for v in map(_version, ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")) if v), None)
+    return Surroundings(None, torch_cuda(), (() if here else None) if engine is None else engine, cudnn)
+
+
+def _version(package: str) -> Version | None:
+    try:
+        return version_of(metadata.version(package))
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _text(version: Version) -> str:
+    return ".".join(map(str, version))
+
+
+def precision_text(actor: ActorSection) -> str:
+    """Return the precision in a few words."""
+    if actor.precision != "fp8":
+        return actor.precision
+    start, end = actor.num_layers_at_start_in_bf16, actor.num_layers_at_end_in_bf16
+    some = f", first {start} and last {end} layers in bf16" if start or end else ""
+    return f"fp8 ({actor.fp8_recipe}, {actor.fp8_format}{some})"
