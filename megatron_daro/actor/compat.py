@@ -25,6 +25,7 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.optimizer.optimizer import param_group_identifier_keys
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 # What tells the parameter groups of one model apart, whatever the options of a run.
 _GROUP_STRUCTURE = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
@@ -67,7 +68,7 @@ class HiddenStateGPTModel(GPTModel):
 
 
 @contextmanager
-def gradient_fusion_of_layers(config: Any) -> Iterator[Callable[[torch.nn.Module], None]]:
+def gradient_fusion_of_layers(config: TransformerConfig) -> Iterator[Callable[[torch.nn.Module], None]]:
     """Build a model in which Transformer Engine's layers add their weight gradients to the fp32 ones in the matrix
     product's own kernel, and the output layer does not.
 

@@ -89,15 +89,7 @@ def transformer_config(
     """
     on_gpu = torch.cuda.is_available()
     values: dict[str, Any] = {
-        "num_layers": shape.layers,
-        "hidden_size": shape.hidden,
-        "num_attention_heads": shape.heads,
-        "num_query_groups": shape.kv_heads,
-        "kv_channels": shape.head_dim,
-        "ffn_hidden_size": shape.ffn,
-        "layernorm_epsilon": shape.rms_eps,
-        "add_qkv_bias": shape.qkv_bias,
-        "qk_layernorm": shape.qk_norm,
+        **_shape_options(shape),
         "tensor_model_parallel_size": layout.tensor,
         **_pipeline_options(layout),
         "context_parallel_size": layout.context,
@@ -131,6 +123,20 @@ def transformer_config(
         _set_yarn(config, shape.rope_scaling)
     config.finalize_model_grads_func = finalize_summed_grads
     return config
+
+
+def _shape_options(shape: ModelShape) -> dict[str, Any]:
+    return {
+        "num_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "num_query_groups": shape.kv_heads,
+        "kv_channels": shape.head_dim,
+        "ffn_hidden_size": shape.ffn,
+        "layernorm_epsilon": shape.rms_eps,
+        "add_qkv_bias": shape.qkv_bias,
+        "qk_layernorm": shape.qk_norm,
+    }
 
 
 _FIXED_TRANSFORMER_OPTIONS = {
