@@ -11,6 +11,7 @@ Layers are built, saved and loaded; nothing runs forward. CI compares our tables
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -123,6 +124,49 @@ def _facts(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+GPUS = {"A100": (8, 0), "A10": (8, 6), "L40": (8, 9), "H100": (9, 0), "B200": (10, 0), "B300": (10, 3), "X": (12, 0)}
+CUDAS = ("12.1", "12.8", "12.9", "13.0")
+
+
+def _supported() -> dict[str, dict[str, list[str]]]:
+    """Recipe -> CUDA -> the GPUs on which Transformer Engine's own check lets it run."""
+    from transformer_engine.pytorch import quantization
+
+    checks = {
+        "tensorwise": quantization._compute_fp8_support,
+        "blockwise": quantization._compute_fp8_block_scaling_support,
+        "mxfp8": quantization._compute_mxfp8_support,
+    }
+    engine: Any = quantization
+    engine.tex.get_cublasLt_version = lambda: 130000
+    found: dict[str, dict[str, list[str]]] = {recipe: {cuda: [] for cuda in CUDAS} for recipe in checks}
+    for (recipe, check), cuda, (gpu, capability) in itertools.product(checks.items(), CUDAS, GPUS.items()):
+        torch.version.cuda = cuda
+        engine.get_device_compute_capability = lambda capability=capability: capability
+        if check()[0]:
+            found[recipe][cuda].append(gpu)
+    return found
+
+
+def _recipes() -> dict[str, dict[str, str]]:
+    """Our recipe -> our format -> what Megatron makes of both: Transformer Engine's recipe and its format."""
+    from megatron.core.fp8_utils import get_fp8_recipe
+
+    from megatron_daro.actor.model import transformer_config
+    from megatron_daro.actor.parallel import Layout
+    from megatron_daro.actor.precision import fp8_options
+    from megatron_daro.config.actor import ActorSection
+    from megatron_daro.config.model_shape import read_model_shape
+
+    shape, made = read_model_shape(MODELS["llama"]), dict[str, dict[str, str]]()
+    for recipe, format_ in itertools.product(("tensorwise", "blockwise", "mxfp8"), ("hybrid", "e4m3")):
+        actor = ActorSection(precision="fp8", fp8_recipe=recipe, fp8_format=format_)
+        config = transformer_config(shape, Layout(), dtype=actor.dtype, fp8=fp8_options(actor), transformer_engine=True)
+        found = get_fp8_recipe(config)
+        made.setdefault(recipe, {})[format_] = f"{type(found).__name__} {found.fp8_format.name}"
+    return made
+
+
 def main() -> None:
     """Write the facts."""
     warnings.simplefilter("ignore")
@@ -137,6 +181,7 @@ def main() -> None:
     tracker.fork = lambda *_, **__: contextlib.nullcontext()
     versions = {name: version(name) for name in ("transformer_engine", "megatron-core", "torch")}
     facts = {"versions": versions, "models": {name: _facts(config) for name, config in MODELS.items()}}
+    facts |= {"recipes": _recipes(), "supported": _supported()}
     FACTS.write_text(json.dumps(facts, indent=1) + "\n")
     print(f"written: {FACTS}")
 

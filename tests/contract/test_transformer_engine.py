@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megatron_daro.config.hardware import version_of
 from megatron_daro.config.model_shape import read_model_shape
+from megatron_daro.config.precision import NEEDS, Surroundings, why_not
 from megatron_daro.convert.mapping import hf_to_megatron, output_rule
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tools"))
-from record_te_facts import FACTS, MODELS  # noqa: E402  (found through the line above)
+from record_te_facts import FACTS, GPUS, MODELS  # noqa: E402  (found through the line above)
 
 RECORDED = json.loads(FACTS.read_text())
 
@@ -49,6 +52,23 @@ def test_layers_add_their_weight_gradients_themselves_and_the_output_layer_does_
     assert fused and all(fused.values())
     layers = {name.rpartition(".")[0] for name in facts["parameters"] if "linear_" in name}
     assert layers == fused.keys()
+
+
+def test_a_recipe_is_refused_where_transformer_engine_refuses_it_and_nowhere_else():
+    """Upstream leaves mxfp8 and CUDA to the driver; we ask for the CUDA that knows these GPUs, which is stricter."""
+    for recipe, by_cuda in RECORDED["supported"].items():
+        for cuda, gpus in by_cuda.items():
+            found = Surroundings(cuda=version_of(cuda))
+            ours = [g for g, (a, b) in GPUS.items() if not why_not(recipe, replace(found, capability=a + b / 10))]
+            knows_them = (recipe, cuda) != ("mxfp8", "12.1")
+            assert ours == (gpus if knows_them else []), (recipe, cuda)
+
+
+def test_megatron_makes_the_recipe_and_the_format_that_are_named():
+    names = {"tensorwise": "Float8CurrentScaling", "blockwise": "Float8BlockScaling", "mxfp8": "MXFP8BlockScaling"}
+    for recipe, formats in RECORDED["recipes"].items():
+        assert formats == {"hybrid": f"{names[recipe]} HYBRID", "e4m3": f"{names[recipe]} E4M3"}
+    assert RECORDED["recipes"].keys() == names.keys() == NEEDS.keys()
 
 
 def test_the_facts_are_of_the_pinned_versions():
