@@ -30,6 +30,7 @@ setup(
             "pytest-timeout>=2.4,<3",
             "pytest-xdist>=3.8,<4",
             "hypothesis>=6.170,<7",
+            "filelock>=3,<5",
             "cosmic-ray>=8.7,<9",
             "ruff>=0.17,<0.18",
             "mypy>=2.4,<3",

@@ -1,41 +1,52 @@
 """Fixtures that tests/e2e and tests/fault share: the tiny task's files, and one unbroken run of it.
 
-Both folders' conftest.py import them. The work is cached by function, so that it is done once for both.
+Both folders' conftest.py import them. The work is done once, also where pytest runs in several processes: whoever
+needs it first does it while the others wait.
 """
 
 from __future__ import annotations
 
-from functools import cache
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import cli_runs
 import pytest
 import tiny_task
+from filelock import FileLock
+
+MADE_WITHIN_S = 400
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """The tiny task's files (tiny_task.py)."""
-    return _task(tmp_path_factory.getbasetemp())
+    return tiny_task.TinyTask(_once(_shared(tmp_path_factory) / "tiny_task", tiny_task.build))
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory):
+def reference(tmp_path_factory, tiny):
     """The run directory of one unbroken run of 8 steps, evaluated at 0, 4 and 8; never written to again."""
-    return _reference(tmp_path_factory.getbasetemp())
+
+    def train(directory: Path) -> None:
+        options = [f"trainer.run_dir={directory / 'run'}", "trainer.eval_every_steps=4", "observe.tensorboard=true"]
+        cli_runs.trained(["train", tiny.config, *options], directory / "log")
+
+    return _once(_shared(tmp_path_factory) / "reference", train) / "run"
 
 
-@cache
-def _task(base: Path) -> tiny_task.TinyTask:
-    directory = base / "tiny_task"
-    directory.mkdir()
-    return tiny_task.build(directory)
+def _shared(factory: pytest.TempPathFactory) -> Path:
+    """The directory of this session; pytest-xdist gives each of its processes one below it."""
+    base = factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
-@cache
-def _reference(base: Path) -> Path:
-    directory = base / "reference"
-    run_dir = directory / "run"
-    options = [f"trainer.run_dir={run_dir}", "trainer.eval_every_steps=4", "observe.tensorboard=true"]
-    cli_runs.trained(["train", _task(base).config, *options], directory / "log")
-    return run_dir
+def _once(directory: Path, make: Callable[[Path], object]) -> Path:
+    """The directory, filled by the first of this session's processes that asks for it; a failure is everybody's own."""
+    done = directory.with_name(f"{directory.name}.done")
+    with FileLock(directory.with_name(f"{directory.name}.lock"), timeout=MADE_WITHIN_S):
+        if not done.exists():
+            directory.mkdir()
+            make(directory)
+            done.touch()
+    return directory

@@ -1,4 +1,7 @@
-"""Algorithms with a state, through the command line: a resumed run and a replay end in the state of the whole run."""
+"""Algorithms with a state, through the command line: a resumed run and a replay end in the state of the whole run.
+
+Two of them: one that keeps statistics of batches, one that learns weights. The state of each: tests/parallel.
+"""
 
 import json
 
@@ -9,8 +12,6 @@ pytestmark = pytest.mark.heavy  # the state itself: tests/parallel/test_algorith
 
 ALGORITHMS = {
     "ha_dw": ["algorithm.name=ha_dw", "algorithm.ha_dw.window=2"],
-    "fade": ["algorithm.name=fade", "algorithm.fade.rate=0.3"],
-    "lambda_grpo": ["algorithm.name=lambda_grpo", "algorithm.lambda_grpo.learning_rate=0.3"],
     "daro_by_length": ["algorithm.daro.length_edges=[4,8]", "algorithm.daro.half_life=2"],
 }
 STEPS = range(1, 5)

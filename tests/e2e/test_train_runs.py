@@ -129,7 +129,7 @@ def test_replay_repeats_the_train_part_exactly(tiny, reference, tmp_path):
     "layout",
     [
         pytest.param(["actor.tensor_parallel=1", "actor.pipeline_parallel=2"], id="pp2"),
-        pytest.param(["actor.tensor_parallel=1", "actor.data_parallel=2"], id="dp2"),
+        pytest.param(["actor.tensor_parallel=1", "actor.data_parallel=2"], id="dp2", marks=pytest.mark.heavy),
     ],
 )
 def test_other_layouts_have_the_same_losses_on_the_same_rollouts(tiny, reference, tmp_path, layout):

@@ -95,6 +95,7 @@ def test_sigterm_and_a_closed_terminal_stop_with_a_checkpoint_too(tiny, tmp_path
     assert checkpoint(run_dir, 2).is_dir()
 
 
+@pytest.mark.heavy
 def test_many_quick_ctrl_c_end_without_a_traceback(tiny, tmp_path):
     run_dir = tmp_path / "run"
     arguments = ["train", tiny.config, f"trainer.run_dir={run_dir}", "trainer.steps=100000"]

@@ -22,7 +22,7 @@ from cli_runs import (
 # (place, after the metrics of this step). With a checkpoint every second step: the second to fourth go back to step 2.
 PLACES = [
     pytest.param("rollout", 0, marks=pytest.mark.heavy),
-    ("reward", 2),
+    pytest.param("reward", 2, marks=pytest.mark.heavy),
     pytest.param("build", 2, marks=pytest.mark.heavy),
     pytest.param("train", 3, marks=pytest.mark.heavy),
     pytest.param("train:left", 4, marks=pytest.mark.heavy),

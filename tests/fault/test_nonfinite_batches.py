@@ -61,6 +61,7 @@ def test_skip_counts_the_step_leaves_the_weights_and_goes_on(tiny, poisoned, tmp
     assert (run_dir / "failed" / "step_000003.parquet").is_file()
 
 
+@pytest.mark.heavy
 def test_skip_ends_when_nothing_trains_any_more(tiny, reference, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(tiny.model, model)

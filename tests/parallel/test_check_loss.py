@@ -28,8 +28,8 @@ BUGS = [
     ("miles_3231", (True,), "advantages", ""),
     ("areal_1273", (False,), "advantages", "divided by the number of micro-batches"),
 ]
-TWICE = {"verl_horizon", "slime_whitening", "miles_3231", "compose_rl_71"}
-"""Of a kind that another of BUGS has as well."""
+TWICE = {"verl_horizon", "slime_whitening", "miles_3231", "compose_rl_71", "areal_1273", "verl_6609", "slime_987"}
+"""Of a kind that another of BUGS has as well, or found by the same comparison."""
 EXACT = ["grpo", "grpo_sequence", "dapo", "lite_ppo", "dr_grpo", "rloo", "daro", "maxrl", "f_grpo", "mgpo", "dgpo"]
 EXACT += ["ppo", "gspo", "cispo"]
 CHEAP = ["daro", "gspo"]

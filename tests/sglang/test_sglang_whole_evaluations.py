@@ -1,4 +1,8 @@
-"""`megatron-daro eval` through two SGLang servers that it starts, one of which is killed in the middle."""
+"""`megatron-daro eval` through two SGLang servers that it starts, one of which is killed in the middle.
+
+Heavy: a server killed under training (test_sglang_train_runs.py) and a killed evaluation (tests/fault) are the cheaper
+proofs of the same code. It takes the shared servers down, so it comes late in the folder.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from sglang_pool import CPU_ARGUMENTS, required_environment
 
 from megatron_daro.evaluate.answers import kept, part_files
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.heavy, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 START_LIMIT_S = 400
 SAMPLES = 200
