@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from megatron_daro.config import check_division, check_training, megatron_options, precision
 from megatron_daro.config.actor import ActorSection
+from megatron_daro.config.check_server_precision import server_precision
 from megatron_daro.config.fit import demand_of, misfit
 from megatron_daro.config.hardware import THIS_MACHINE, Hardware, detect, hardware_of
 from megatron_daro.config.model_files import ModelFiles, megatron_problems, read_model
@@ -284,7 +285,9 @@ _CHECKS: tuple[tuple[str, _Find, _Find, Callable[[_Context], str]], ...] = (
     (
         "engine",
         lambda c: itertools.chain(
-            check_training.engine(c.config, c.hardware), check_training.routing_replay(c.config, c.shape)
+            check_training.engine(c.config, c.hardware),
+            check_training.routing_replay(c.config, c.shape),
+            server_precision(c.config, c.shape, c.hardware),
         ),
         _nothing,
         lambda c: c.config.engine.kind,

@@ -53,7 +53,8 @@ class ServerFacts:
 
     version: as text. calls: its endpoints. device: "cpu", "cuda", ... max_tokens: tokens its cache holds.
     max_input_tokens: longest prompt. context_tokens: longest prompt with its answer. tensor_parallel: ranks of its
-    process group. has_tokenizer: whether it reads and writes text beside token ids.
+    process group. has_tokenizer: whether it reads and writes text beside token ids. quantization: what its layers'
+    matrices are cast to, such as "fp8"; "": nothing.
     """
 
     version: str
@@ -66,6 +67,7 @@ class ServerFacts:
     tensor_parallel: int
     model_path: str
     has_tokenizer: bool
+    quantization: str = ""
 
     @property
     def has_sessions(self) -> bool:
@@ -199,6 +201,7 @@ def _facts(info: Mapping[str, Any], described: Mapping[str, Any]) -> ServerFacts
         tensor_parallel=int(info.get("tp_size") or 1),
         model_path=str(info.get("model_path", "")),
         has_tokenizer=not info.get("skip_tokenizer_init", False),
+        quantization=str(info.get("quantization") or ""),
     )
 
 

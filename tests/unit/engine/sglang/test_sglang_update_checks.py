@@ -76,6 +76,20 @@ def test_checksums_that_stay_while_what_is_sent_changes_are_of_kept_weights(tmp_
     run(scenario())
 
 
+@pytest.mark.parametrize(("quantization", "state"), [("", "fenced"), ("fp8", "serving")])
+def test_a_matrix_whose_change_rounds_away_accuses_no_server_that_quantizes(tmp_path, weights, quantization, state):
+    async def scenario():
+        async with rig(tmp_path, {"info": {"device": "cuda", "quantization": quantization or None}}, {}) as fleet:
+            matrix = "model.layers.0.self_attn.o_proj.weight"
+            for version in (3, 4):
+                weights.digests = {matrix: Digest("bfloat16", f"{version}", f"{version}")}
+                fleet.stubs[0].checksums, fleet.stubs[1].checksums = {matrix: "same"}, {matrix: f"{version}"}
+                await fleet.publish(weights, version)
+            assert fleet.states[0] == state
+
+    run(scenario())
+
+
 def test_weights_that_did_not_change_accuse_nobody(tmp_path, weights):
     async def scenario():
         async with rig(tmp_path, {"info": {"device": "cuda"}}, {}) as fleet:
