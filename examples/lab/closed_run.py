@@ -9,6 +9,7 @@ Letters: N answers of a step, T tokens, [K+1] bins.
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from dataclasses import dataclass, field
@@ -16,11 +17,13 @@ from typing import Any
 
 import torch
 from arms import build
+from closed_exact import expected_step, refusal
 from closed_world import (
     MAX_TOKENS,
     Answers,
     Dials,
     Policy,
+    Problems,
     make_problems,
     mean_entropy,
     sample_answers,
@@ -32,7 +35,7 @@ from megatron_daro.algo.algorithm import length_classes
 from megatron_daro.algo.difficulty import bin_sums, pass_rate_bins
 from megatron_daro.algo.objective import token_objective
 from megatron_daro.algo.weighting import Algorithm, BatchTotals, Evidence, Samples
-from megatron_daro.errors import DaroError, NonFiniteError
+from megatron_daro.errors import ConfigError, DaroError, NonFiniteError
 
 BANDS = (0.0, 0.1, 0.35, 0.65, 0.9, 1.0)
 PASS_AT = (1, 2, 4, 8, 16, 32)
@@ -40,10 +43,12 @@ PASS_AT = (1, 2, 4, 8, 16, 32)
 
 @dataclass(slots=True)
 class Run:
-    """What one run gave: `records`, one for each evaluation, and `ended`, empty or why it stopped before its end."""
+    """What one run gave: `records`, one for each evaluation, and `ended`, empty or why it stopped before its end;
+    `cpu_seconds` of other processes that it started."""
 
     records: list[dict[str, Any]] = field(default_factory=list)
     ended: str = ""
+    cpu_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,14 +67,13 @@ class ClosedRun:
 
     def __init__(self, dials: Dials, arm: str, learning_rate: float, seed: int) -> None:
         self.dials = dials
-        # The world depends on dials and seed only, so all arms of a seed see the same problems in the same order.
-        world = torch.Generator().manual_seed(zlib.crc32(f"world {seed}".encode()))
-        self.problems = make_problems(dials.problems, dials.spectrum, world)
-        self.held_out = make_problems(dials.held_out, dials.spectrum, world)
+        self.problems, self.held_out = _world(dials.problems, dials.held_out, dials.spectrum, seed)
         self.policy = Policy(dials.problems, dials.wrong_length)
         self.noise = torch.Generator().manual_seed(zlib.crc32(f"answers {seed}".encode()))
         self.order = torch.Generator().manual_seed(zlib.crc32(f"order {seed}".encode()))
         self.algorithm, self.settings = build(arm, rollouts=dials.rollouts, max_tokens=MAX_TOKENS)
+        if dials.gradients == "exact" and (why := refusal(self.algorithm)):
+            raise ConfigError(f"gradients: got 'exact' with arm {arm}, allowed is 'sampled': {why}")
         self.optimizer = torch.optim.AdamW(self.policy.parameters, lr=learning_rate, weight_decay=0.0)
         self.waiting = torch.empty(0, dtype=torch.int64)
         self.answered = 0
@@ -91,6 +95,9 @@ class ClosedRun:
 
     def one_batch(self) -> int:
         """Sample a batch and take its optimizer steps; returns their number."""
+        if self.dials.gradients == "exact":
+            self.expected_step()
+            return 1
         batch = self.sample()
         updates = self.dials.updates
         if batch is None:
@@ -164,16 +171,32 @@ class ClosedRun:
             settings=self.settings,
             gradient_squares=self.algorithm.needs_gradient_squares,
         )
+        self._descend((coefficients_N * objective.segment_losses_M).sum())
+        sums_N = {"loss_sums": objective.segment_losses_M.detach(), **objective.segment_sums_M}
+        self.algorithm.learn(evidence_of(self.algorithm, samples, totals, sums_N, slopes_PN, entropy))
+
+    def expected_step(self) -> None:
+        """One optimizer step along the expected gradient of the next prompts, then the algorithm's own.
+
+        Raises:
+            NonFiniteError: as `step`.
+        """
+        prompts_G = self._next_prompts(self.dials.groups)
+        self.answered += self.dials.groups * self.dials.rollouts
+        world = (self.policy, self.problems, prompts_G, self.dials)
+        loss, evidence = expected_step(*world, self.algorithm, self.settings)
+        self._descend(loss)
+        self.algorithm.learn(evidence)
+
+    def _descend(self, loss: Tensor) -> None:
         self.optimizer.zero_grad()
-        (coefficients_N * objective.segment_losses_M).sum().backward()
+        loss.backward()
         norm = math.sqrt(sum(float(p.grad.square().sum()) for p in self.policy.parameters if p.grad is not None))
         if not math.isfinite(norm):
             raise NonFiniteError("the gradient is not finite")
         self.optimizer.step()
         if not all(bool(torch.isfinite(p).all()) for p in self.policy.parameters):
             raise NonFiniteError("the policy is not finite")
-        sums_N = {"loss_sums": objective.segment_losses_M.detach(), **objective.segment_sums_M}
-        self.algorithm.learn(evidence_of(self.algorithm, samples, totals, sums_N, slopes_PN, entropy))
 
     def evaluate(self, step: int) -> dict[str, Any]:
         """Exact accuracy on problems that were never trained, over all and by the first policy's pass rate."""
@@ -198,6 +221,13 @@ class ClosedRun:
             self.waiting = torch.cat([self.waiting, order])
         prompts, self.waiting = self.waiting[:count], self.waiting[count:]
         return prompts
+
+
+@functools.lru_cache(maxsize=32)
+def _world(problems: int, held_out: int, spectrum: tuple[float, float], seed: int) -> tuple[Problems, Problems]:
+    """Problems to train and held-out ones; of dials and seed only, so all arms of a seed see the same ones."""
+    noise = torch.Generator().manual_seed(zlib.crc32(f"world {seed}".encode()))
+    return make_problems(problems, spectrum, noise), make_problems(held_out, spectrum, noise)
 
 
 def samples_of(

@@ -43,7 +43,7 @@ class Dials:
     false_wrong, false_right: how often the verifier of the training rewards is mistaken about a right or wrong answer.
     groups, rollouts: prompts a step and K. updates: optimizer steps for each batch; above 1 the later are off-policy.
     steps: optimizer steps. problems, held_out: how many of each. refills: rounds of further prompts for algorithms
-    that filter.
+    that filter. gradients: of sampled answers, or "exact": their expectation over all answers to the step's prompts.
     """
 
     spectrum: tuple[float, float] = (0.5, 0.5)
@@ -57,6 +57,7 @@ class Dials:
     problems: int = 2048
     held_out: int = 1024
     refills: int = 3
+    gradients: str = "sampled"
 
     def __post_init__(self) -> None:
         if not min(self.spectrum) > 0:
@@ -66,6 +67,10 @@ class Dials:
         for name in ("false_wrong", "false_right"):
             if not 0 <= getattr(self, name) < 0.5:
                 raise ConfigError(f"{name}: got {getattr(self, name)}, allowed is 0 to below 0.5")
+        if self.gradients not in ("sampled", "exact"):
+            raise ConfigError(f"gradients: got {self.gradients!r}, allowed are sampled, exact")
+        if self.gradients == "exact" and self.updates > 1:
+            raise ConfigError(f"updates: got {self.updates}, allowed with exact gradients is 1: they are on-policy")
         if self.groups % self.updates or self.steps % self.updates:
             raise ConfigError(f"updates: got {self.updates}, allowed is a divisor of groups and of steps")
 
@@ -122,12 +127,16 @@ class Policy:
     def pass_rates(self, problems: Problems, *, held_out: bool) -> Tensor:
         """Exact pass rates [P]: the sum over strategies of their probability times that of all their steps."""
         own_P = torch.zeros(len(problems), dtype=torch.float64) if held_out else self.own_P
-        rows_N = torch.arange(len(problems)).repeat_interleave(STRATEGIES)
-        chosen_N = torch.arange(STRATEGIES).repeat(len(problems))
+        strategy_PM, chain_PM = self.log_chances(problems, torch.arange(len(problems)), own_P)
+        return (strategy_PM + chain_PM).exp().sum(1)
+
+    def log_chances(self, problems: Problems, rows_G: Tensor, own_P: Tensor) -> tuple[Tensor, Tensor]:
+        """Log of the chance of each strategy, and of all its steps being right, [G, M] each, for some problems."""
+        rows_N = rows_G.repeat_interleave(STRATEGIES)
+        chosen_N = torch.arange(STRATEGIES).repeat(len(rows_G))
         right_NJ = torch.nn.functional.logsigmoid(self.step_logits(problems, rows_N, chosen_N, own_P[rows_N]))
         chain_N = torch.where(problems.used_PMJ[rows_N, chosen_N], right_NJ, 0.0).sum(1)
-        log_PM = self.strategy_logprobs(problems) + chain_N.reshape(-1, STRATEGIES)
-        return log_PM.exp().sum(1)
+        return self.strategy_logprobs(problems)[rows_G], chain_N.reshape(-1, STRATEGIES)
 
     def mean_lengths(self) -> tuple[float, float]:
         """Expected extra tokens after (wrong, right) steps, without the limit."""
@@ -225,12 +234,19 @@ def mean_entropy(policy: Policy, problems: Problems, answers: Answers) -> float:
         rows_N, chosen_N = answers.problem_N, answers.strategy_N
         log_NM = torch.log_softmax(policy.strategy_TM, dim=1)[problems.type_P[rows_N]]
         logits_NJ = policy.step_logits(problems, rows_N, chosen_N, policy.own_P[rows_N])
-        choices = _binary_entropy(logits_NJ[answers.used_NJ]).sum() - (log_NM.exp() * log_NM).sum()
-        on_N = (answers.extra_N + answers.stopped_N) * _binary_entropy(policy.extra_2)[answers.right_N.long()]
+        choices = binary_entropy(logits_NJ[answers.used_NJ]).sum() - (log_NM.exp() * log_NM).sum()
+        on_N = (answers.extra_N + answers.stopped_N) * binary_entropy(policy.extra_2)[answers.right_N.long()]
         return float((choices + on_N.sum()) / answers.lengths_N.sum())
 
 
-def _binary_entropy(logits: Tensor) -> Tensor:
+def mean_more_tokens(extra_logits: Tensor) -> Tensor:
+    """Expected tokens after the steps and the stop token: 1 + c + ... + c^47, c the chance to go on; any shape."""
+    on = torch.sigmoid(extra_logits)
+    return sum((on**n for n in range(MOST_EXTRA)), start=torch.zeros_like(on))
+
+
+def binary_entropy(logits: Tensor) -> Tensor:
+    """Entropy of a choice between two with this logit, in nats; any shape."""
     both = (torch.sigmoid(x) * torch.nn.functional.logsigmoid(x) for x in (logits, -logits))
     return -sum(both, start=torch.zeros_like(logits))
 

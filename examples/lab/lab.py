@@ -2,6 +2,7 @@
 
     bash examples/lab/run.sh [--arms grpo,daro,...] [--worlds skewed,...] [--seeds 5] [--processes 2] [--out runs/lab]
     bash examples/lab/run.sh --quick            # seconds: two small worlds, a few arms, two seeds
+    bash examples/lab/run.sh --first-seed 5 --rates examples/lab/results    # other seeds, at rates found before
     bash examples/lab/run.sh --page examples/lab/results --out runs/lab    # the page of results that are there
 
 Every arm gets its learning rate from the same small search, on seeds that the comparison does not use; nothing else is
@@ -28,9 +29,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import results
 import tiny_run
-from arms import BASELINE, arm_names, control, needs_several_updates, options_of
+from arms import BASELINE, arm_names, build, control, needs_several_updates, options_of
+from closed_exact import refusal
 from closed_run import run_arm
-from closed_world import Dials
+from closed_world import MAX_TOKENS, Dials
 from results import Job, Outcome
 from tiny_run import TinyDials
 from worlds import DEFAULT, WORLDS
@@ -43,12 +45,14 @@ QUICK_WORLDS = ("skewed", "balanced")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be run. A quick plan takes a fraction of each closed-form world, of the search and of the seeds."""
+    """What is to be run, on `seeds` seeds from `first_seed` on. A quick plan takes a fraction of each closed-form
+    world, of the search and of the seeds."""
 
     arms: tuple[str, ...]
     worlds: tuple[str, ...]
     seeds: int
     quick: bool = False
+    first_seed: int = 0
 
     def dials(self, world: str) -> Dials | TinyDials:
         """The dials of a world."""
@@ -58,10 +62,13 @@ class Plan:
         return dials
 
     def arms_in(self, world: str) -> list[str]:
-        """The arms of one world, without those that differ from the baseline only off-policy where nothing is."""
-        several, chosen = self.dials(world).updates > 1, WORLDS[world].arms
+        """The arms of one world, without those that differ from the baseline only off-policy where nothing is, and
+        those whose expectation is no formula where gradients are exact."""
+        dials, chosen = self.dials(world), WORLDS[world].arms
         arms = [arm for arm in self.arms if chosen is None or arm in chosen]
-        return [arm for arm in arms if several or not needs_several_updates(arm)]
+        exact = isinstance(dials, Dials) and dials.gradients == "exact"
+        arms = [arm for arm in arms if dials.updates > 1 or not needs_several_updates(arm)]
+        return [arm for arm in arms if not (exact and refusal(build(arm, rollouts=8, max_tokens=MAX_TOKENS)[0]))]
 
     def tuning(self) -> list[Job]:
         """Every arm, in every world, at every learning rate of the world."""
@@ -80,7 +87,7 @@ class Plan:
             Job(WORLDS[world].kind, world, arm, "compare", seed, rate)
             for world in self.worlds
             for arm, rate in [*((arm, best[world, arm]) for arm in self.arms_in(world)), *self._controls(world, best)]
-            for seed in range(min(self.seeds, WORLDS[world].seeds or self.seeds))
+            for seed in range(self.first_seed, self.first_seed + min(self.seeds, WORLDS[world].seeds or self.seeds))
         ]
 
     def _controls(self, world: str, best: Mapping[tuple[str, str], float]) -> list[tuple[str, float]]:
@@ -116,22 +123,24 @@ class Store:
     def get(self, job: Job, dials: Dials | TinyDials) -> Outcome | None:
         """A finished run, or None."""
         entry = self._found.get(self.key(job, dials))
-        return None if entry is None else Outcome(job, entry["records"], entry["ended"])
+        return None if entry is None else Outcome(job, entry["records"], entry["ended"], entry["cpu_seconds"])
 
     def put(self, outcome: Outcome, dials: Dials | TinyDials) -> None:
         """Keep a finished run."""
         entry = {"key": self.key(outcome.job, dials), "records": outcome.records, "ended": outcome.ended}
+        entry["cpu_seconds"] = round(outcome.cpu_seconds, 2)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
 
 
 def run_job(job: Job, dials: Dials | TinyDials, folder: Path) -> Outcome:
     """One run, in whatever process this is called. `folder`: for the files of the tiny world."""
+    began = time.process_time()
     if isinstance(dials, TinyDials):
         run = tiny_run.run_arm(dials, job.arm, job.learning_rate, job.seed, folder / job.world)
     else:
         run = run_arm(dials, job.arm, job.learning_rate, job.seed, every=max(1, dials.steps // 30))
-    return Outcome(job, run.records, run.ended)
+    return Outcome(job, run.records, run.ended, run.cpu_seconds + time.process_time() - began)
 
 
 def run_all(jobs: Sequence[Job], plan: Plan, store: Store, processes: int) -> Iterator[Outcome]:
@@ -170,24 +179,48 @@ def _in_processes(jobs: Sequence[Job], plan: Plan, folder: Path, processes: int)
             pool.shutdown(cancel_futures=True)
 
 
-def run_lab(plan: Plan, out: Path, processes: int, command: str) -> Path:
-    """Tune, compare, write the results and the page. Returns the page."""
+def run_lab(plan: Plan, out: Path, processes: int, command: str, rates: Path | None = None) -> Path:
+    """Tune, compare, write the results and the page. Returns the page.
+
+    Args:
+        plan, out, processes: what, where, on how many processes. command: for the page. rates: a folder of results
+            whose search for learning rates is used where it has the run.
+    """
     from page import write_page
 
     store, began = Store(out), time.monotonic()
     tuning = plan.tuning()
+    known = {o.job: o for o in (results.read(rates)[0] if rates else [])}
+    earlier, tuning = [known[job] for job in tuning if job in known], [job for job in tuning if job not in known]
     print(f"tuning: {len(tuning)} runs of {len(plan.arms)} arms in {len(plan.worlds)} worlds", flush=True)
-    tuned = list(run_all(tuning, plan, store, processes))
+    tuned = [*earlier, *run_all(tuning, plan, store, processes)]
     comparison = plan.comparison(tuned)
     print(f"comparison: {len(comparison)} runs", flush=True)
     found = list(run_all(comparison, plan, store, processes))
     note = {"command": command, "plan": json.dumps(dataclasses.asdict(plan))}
     note["dials"] = json.dumps({w: dataclasses.asdict(plan.dials(w)) for w in plan.worlds})
     ordered = sorted([*tuned, *found], key=lambda o: (comparing_order(o.job, plan), o.job.key))
+    note["cpu_seconds"] = json.dumps(cpu_seconds(ordered))
     results.write(out, ordered, note)
     path = write_page(out, out / "lab.html")
+    print(
+        f"CPU seconds of all runs: {note['cpu_seconds']}; that is {cpu_minutes(ordered) / 2:.0f} minutes of two cores"
+    )
     print(f"{time.monotonic() - began:.0f} s; the page: {path}")
     return path
+
+
+def cpu_seconds(outcomes: Iterable[Outcome]) -> dict[str, int]:
+    """World -> CPU seconds of its runs, whenever they ran; without the base models of the tiny world."""
+    found: dict[str, float] = {}
+    for outcome in outcomes:
+        found[outcome.job.world] = found.get(outcome.job.world, 0.0) + outcome.cpu_seconds
+    return {world: round(seconds) for world, seconds in found.items()}
+
+
+def cpu_minutes(outcomes: Iterable[Outcome]) -> float:
+    """The same over all worlds, in minutes."""
+    return sum(outcome.cpu_seconds for outcome in outcomes) / 60
 
 
 def comparing_order(job: Job, plan: Plan) -> tuple[int, int]:
@@ -200,7 +233,10 @@ def _code_fingerprint(kind: str) -> str:
     import megatron_daro.algo
 
     here, algo = Path(__file__).parent, Path(megatron_daro.algo.__file__).parent
-    own = {"closed": ("closed_world.py", "closed_run.py"), "tiny": ("tiny_run.py", "chains.py", "chains.yaml")}[kind]
+    own = {
+        "closed": ("closed_world.py", "closed_run.py", "closed_exact.py"),
+        "tiny": ("tiny_run.py", "chains.py", "chains.yaml"),
+    }[kind]
     files = [*(here / name for name in own), *sorted(algo.glob("*.py"))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
@@ -223,6 +259,8 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Plan]:
     parser.add_argument("--arms", help="names with commas between; default all")
     parser.add_argument("--worlds", help=f"names with commas between; default {','.join(DEFAULT)}")
     parser.add_argument("--seeds", type=int, default=0, help="seeds of the comparison; default 5")
+    parser.add_argument("--first-seed", type=int, default=0, help="the first of them; default 0")
+    parser.add_argument("--rates", type=Path, metavar="RESULTS", help="take the search for learning rates from there")
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--out", type=Path, default=Path("runs/lab"))
     parser.add_argument("--quick", action="store_true", help="seconds: small worlds, few arms, two seeds")
@@ -233,9 +271,15 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Plan]:
     seeds = given.seeds or (2 if given.quick else 5)
     if given.seeds < 0 or given.processes < 1:
         raise ConfigError(f"--seeds, --processes: got {given.seeds}, {given.processes}, allowed are 1 or more")
+    last, searched = given.first_seed + seeds - 1, min(s for world in worlds for s in WORLDS[world].tuning_seeds)
+    if given.first_seed < 0 or last >= searched:
+        raise ConfigError(
+            f"--first-seed: got {given.first_seed} for {seeds} seeds, allowed is 0 to {searched - seeds}: those from "
+            f"{searched} on are the search's"
+        )
     if BASELINE not in arms:
         arms = (BASELINE, *arms)
-    return given, Plan(arms, worlds, seeds, quick=given.quick)
+    return given, Plan(arms, worlds, seeds, quick=given.quick, first_seed=given.first_seed)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -248,7 +292,8 @@ def main(arguments: Sequence[str]) -> int:
             given.out.mkdir(parents=True, exist_ok=True)
             print(f"the page: {write_page(given.page, given.out / 'lab.html')}")
             return 0
-        run_lab(plan, given.out, given.processes, "bash examples/lab/run.sh " + " ".join(arguments))
+        command = "bash examples/lab/run.sh " + " ".join(arguments)
+        run_lab(plan, given.out, given.processes, command, given.rates)
     except DaroError as error:
         print(f"lab: {error}", file=sys.stderr)
         return 2

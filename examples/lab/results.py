@@ -45,11 +45,12 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a job gave: its evaluations, and why it ended early (or "")."""
+    """What a job gave: its evaluations, and why it ended early (or ""); the CPU seconds it took, 0 if not known."""
 
     job: Job
     records: list[dict[str, Any]]
     ended: str
+    cpu_seconds: float = 0.0
 
     @property
     def final(self) -> float:

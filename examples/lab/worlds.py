@@ -15,6 +15,8 @@ from tiny_run import TinyDials
 
 RATES = (0.02, 0.04, 0.08)
 TUNING_SEEDS = (1000, 1001)
+FURTHER = TUNING_SEEDS[:1]
+"""The search in the worlds that turn one more dial takes one seed a rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,25 +46,43 @@ _SKEWED = Dials(spectrum=(0.4, 1.2), wrong_length=1.5)
 WORLDS: Mapping[str, World] = {
     "skewed": World("most problems hard, wrong answers half as long again", _SKEWED),
     "u_shape": World("as many easy as hard problems, few between", replace(_SKEWED, spectrum=(0.5, 0.5))),
-    "easy": World("most problems easy", replace(_SKEWED, spectrum=(1.2, 0.4))),
+    "easy": World("most problems easy", replace(_SKEWED, spectrum=(1.2, 0.4)), tuning_seeds=FURTHER),
     "skewed_equal": World(
-        "skewed, with right and wrong answers equally long", replace(_SKEWED, wrong_length=1.0), goal=False
+        "skewed, with right and wrong answers equally long",
+        replace(_SKEWED, wrong_length=1.0),
+        goal=False,
+        tuning_seeds=FURTHER,
     ),
     "skewed_noise": World(
         "skewed, with a verifier that refuses 10 % of right and accepts 5 % of wrong answers",
         replace(_SKEWED, false_wrong=0.1, false_right=0.05),
+        tuning_seeds=FURTHER,
     ),
     "skewed_off_policy": World(
-        "skewed, with four optimizer steps for each batch", replace(_SKEWED, groups=128, updates=4)
+        "skewed, with four optimizer steps for each batch",
+        replace(_SKEWED, groups=128, updates=4),
+        tuning_seeds=FURTHER,
     ),
     "balanced": World(
         "pass rates around one half, equal lengths: nothing for a difficulty weight to do",
         replace(_SKEWED, spectrum=(2.0, 2.0), wrong_length=1.0),
         goal=False,
+        tuning_seeds=FURTHER,
     ),
-    "skewed_short": World("skewed, with wrong answers a fifth shorter", replace(_SKEWED, wrong_length=0.8)),
-    "skewed_k32": World("skewed, 8 groups of 32 answers instead of 32 of 8", replace(_SKEWED, groups=8, rollouts=32)),
-    "skewed_few": World("skewed, with 8 groups a step", replace(_SKEWED, groups=8)),
+    "skewed_short": World(
+        "skewed, with wrong answers a fifth shorter", replace(_SKEWED, wrong_length=0.8), tuning_seeds=FURTHER
+    ),
+    "skewed_k32": World(
+        "skewed, 8 groups of 32 answers instead of 32 of 8",
+        replace(_SKEWED, groups=8, rollouts=32),
+        tuning_seeds=FURTHER,
+    ),
+    "skewed_few": World("skewed, with 8 groups a step", replace(_SKEWED, groups=8), tuning_seeds=FURTHER),
+    "skewed_exact": World(
+        "skewed, with the expectation over all answers in the place of sampled ones",
+        replace(_SKEWED, gradients="exact"),
+        tuning_seeds=FURTHER,
+    ),
     "chains": World(
         "a small language model and chains of additions, by the real product",
         TinyDials(),
@@ -73,4 +93,4 @@ WORLDS: Mapping[str, World] = {
     ),
 }
 
-DEFAULT = ("skewed", "u_shape", "easy", "skewed_equal", "skewed_noise", "skewed_off_policy", "balanced", "chains")
+DEFAULT = tuple(WORLDS)

@@ -23,7 +23,7 @@ from megatron_daro.errors import AlgorithmError, CheckpointError, NonFiniteError
 
 Parameter = Literal["log", "linear"]
 Magnitude = Literal["abs", "signed", "token", "advantage", "gradient"]
-Normalizer = Literal["bin", "batch"]
+Normalizer = Literal["bin", "batch", "shared"]
 Scale = Literal["sum", "mean"]
 
 _SUMS = {"token": "abs_loss_sums", "advantage": "advantage_sums", "gradient": "gradient_squares"}
@@ -87,7 +87,8 @@ class DifficultyWeights:
             magnitude: m_k: "abs" |L_k|, "signed" L_k, "token" the mean |token loss| (needs abs_loss_sums), "advantage"
                 the mean |A| (needs advantage_sums), "gradient" an estimate of the gradient's norm over its mean of the
                 present cells (needs gradient_squares).
-            normalizer: L_k is the bin's loss sum over its own tokens ("bin") or over those of bins 1..K-1 ("batch").
+            normalizer: L_k is the bin's loss sum over its own tokens ("bin"), or over those of bins 1..K-1 ("batch").
+                "shared": measured as with "bin", paid as with "batch": a token's coefficient is its weight over N.
             scale: the policy loss is the sum over bins ("sum") or divided by the number of present bins ("mean").
                 The weights' own gradient is not divided: the number of bins changes from step to step.
             clamp: (lowest, highest) weight, with 0 < lowest <= 1 <= highest.
@@ -161,7 +162,8 @@ class DifficultyWeights:
         """
         counts = self._counts(token_counts)
         present = self._present(counts)
-        coefficients = torch.where(present, self.weights / self._denominators(counts, present), 0.0)
+        over = self._denominators(counts, present, together=self.normalizer != "bin")
+        coefficients = torch.where(present, self.weights / over, 0.0)
         if self.scale == "mean":
             coefficients = coefficients / present.sum().clamp(min=1)
         device = token_counts.device if isinstance(token_counts, Tensor) else "cpu"
@@ -313,11 +315,12 @@ class DifficultyWeights:
         bad = (present & ~torch.isfinite(sums)).nonzero().flatten().tolist()
         if bad:
             raise NonFiniteError(f"sums of cells {bad} are not finite; the weights were not changed")
-        measured = torch.where(present, sums, 0.0) / self._denominators(counts, present)
+        over = self._denominators(counts, present, together=self.normalizer == "batch")
+        measured = torch.where(present, sums, 0.0) / over
         if self.magnitude == "abs":
             measured = measured.abs()
         if self.magnitude == "gradient":
-            norms = torch.where(present, sums, 0.0).sqrt() / self._denominators(counts, present)
+            norms = torch.where(present, sums, 0.0).sqrt() / over
             mean = norms.sum() / present.sum().clamp(min=1)
             measured = norms / torch.where(mean > 0, mean, 1.0)
         return present, measured
@@ -335,9 +338,9 @@ class DifficultyWeights:
         present[: self.length_classes] = present[-self.length_classes :] = False
         return present
 
-    def _denominators(self, counts: Tensor, present: Tensor) -> Tensor:
-        """N_k, or N of bins 1..K-1 for normalizer "batch"; 1 where it would be 0."""
-        if self.normalizer == "batch":
+    def _denominators(self, counts: Tensor, present: Tensor, *, together: bool) -> Tensor:
+        """N_k, or N of bins 1..K-1 `together`; 1 where it would be 0."""
+        if together:
             return torch.where(present, counts, 0.0).sum().clamp(min=1).expand_as(counts)
         return counts.clamp(min=1)
 

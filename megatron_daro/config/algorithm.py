@@ -96,9 +96,10 @@ class DaroSection(Section):
     length_edges: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Trained tokens at which a new class of lengths begins, rising; each class has weights of its own. Empty: one
     weight for all lengths of a bin."""
-    normalizer: Literal["bin", "batch"] = "bin"
+    normalizer: Literal["bin", "batch", "shared"] = "bin"
     """A bin's loss is divided by its own tokens (bin), or by the trained tokens of all bins 0 < k < K of the step
-    (batch): with filter none, those of groups that are all right or all wrong are not among them."""
+    (batch): with filter none, those of groups that are all right or all wrong are not among them. shared: weights are
+    learnt as with bin, and the loss is divided as with batch, so that rare pass rates are not paid for being rare."""
     scale: Literal["sum", "mean"] = "sum"
     """Bins are summed, or summed and divided by the number of bins present."""
     clamp: tuple[float, float] = (0.1, 10.0)

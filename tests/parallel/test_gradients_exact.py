@@ -31,6 +31,14 @@ ALGORITHMS = ["grpo", "grpo_sequence", "dapo", "lite_ppo", "dr_grpo", "daro"]
 RIVALS = ["maxrl", "f_grpo", "mgpo", "dgpo", "ha_dw", "fade", "lambda_grpo"]
 ANCHOR, POWER, SCALE, LAMBDA = 0.3, 2.5, 0.6, -1.7
 EDGES = [8, 16]
+WEIGHTS = [1.0, *np.geomspace(4.0, 0.25, ROLLOUTS - 1), 1.0]
+"""Of DARO, learnt before the step that is compared."""
+LEARNT = {
+    "rollouts_per_prompt": ROLLOUTS,
+    "parameter": "log",
+    "values": np.log(WEIGHTS).tolist(),
+    **dict.fromkeys(("first_moments", "second_moments", "steps"), [0] * (ROLLOUTS + 1)),
+}
 STATES = {
     "ha_dw": {"anchor": ANCHOR, "anchors": [ANCHOR], "early": []},
     "fade": {"solved": 3 / 8, "entropy": 0.5, "target_entropy": 0.9},  # alpha 2.5, delta 0.6
@@ -108,6 +116,7 @@ def reference_gradients(model, batch, algorithm):
             "dapo": (0 < k < ROLLOUTS) / kept,
             "dr_grpo": 1 / (len(samples) * 32),
             "daro": (0 < k < ROLLOUTS) / tokens_per_bin[k],
+            "daro_shared": (0 < k < ROLLOUTS) * WEIGHTS[k] / kept,
             "daro_by_length": (0 < k < ROLLOUTS) / tokens_per_cell[k, np.searchsorted(EDGES, length, "right")],
         }[algorithm]
         loss = loss + factor * sample_loss
@@ -195,18 +204,26 @@ def test_the_slope_of_lambda_is_the_derivative_of_the_policy_loss(rank_pool, mod
     assert at["slopes"][0] == pytest.approx((above["policy_loss"] - below["policy_loss"]) / 2e-3, rel=1e-4)
 
 
+FORMS = {
+    "daro_by_length": ({"length_edges": EDGES}, None),
+    "daro_shared": ({"normalizer": "shared"}, {"difficulty": LEARNT}),
+}
+
+
 @pytest.mark.parametrize("layout", ["single", "cp2_dp2"])
-def test_gradients_with_a_weight_per_pass_rate_and_length(rank_pool, model, layout):
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_of_other_forms_of_daro(rank_pool, model, form, layout):
     directory, hf = model
-    batch = random_batch()
-    loss, _, want = reference_gradients(hf, batch, "daro_by_length")
+    batch, (options, state) = random_batch(), FORMS[form]
+    loss, _, want = reference_gradients(hf, batch, form)
     results = rank_pool.run(
         megatron_tasks.gradients,
         layouts()[layout],
         path=directory,
         batch=batch,
         num_micro_batches=4,
-        algorithm={"name": "daro", "daro": {"length_edges": EDGES}},
+        algorithm={"name": "daro", "daro": options},
+        state=state,
     )
     assert relative_difference(merged(results), want) < 1e-5
     assert all(result["policy_loss"] == pytest.approx(loss, rel=1e-5, abs=1e-7) for result in results)

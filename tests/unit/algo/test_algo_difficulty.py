@@ -85,13 +85,15 @@ def test_coefficients_by_hand():
     counts = torch.tensor([5, 10, 0, 40, 7])
     assert DifficultyWeights(K).coefficients(counts).tolist() == [0.0, 1 / 10, 0.0, 1 / 40, 0.0]
     assert DifficultyWeights(K, scale="mean").coefficients(counts).tolist() == [0.0, 1 / 20, 0.0, 1 / 80, 0.0]
-    assert DifficultyWeights(K, normalizer="batch").coefficients(counts).tolist() == [0.0, 1 / 50, 0.0, 1 / 50, 0.0]
+    for together in ("batch", "shared"):
+        weights = DifficultyWeights(K, normalizer=together)
+        assert weights.coefficients(counts).tolist() == [0.0, 1 / 50, 0.0, 1 / 50, 0.0]
     assert DifficultyWeights(K).coefficients(torch.tensor([3, 0, 0, 0, 3])).tolist() == [0.0] * 5
 
 
 @pytest.mark.parametrize("parameter", ["log", "linear"])
 @pytest.mark.parametrize("magnitude", ["abs", "signed", "token"])
-@pytest.mark.parametrize("normalizer", ["bin", "batch"])
+@pytest.mark.parametrize("normalizer", ["bin", "batch", "shared"])
 def test_updates_equal_adam_written_out(parameter, magnitude, normalizer):
     """30 steps with bins that come and go, every option that enters the gradient."""
     generator = torch.Generator().manual_seed(0)
@@ -109,7 +111,7 @@ def test_updates_equal_adam_written_out(parameter, magnitude, normalizer):
         for k in range(1, K):
             if counts[k] > 0:
                 value = {"abs": abs(sums[k].item()), "signed": sums[k].item(), "token": abs_sums[k].item()}[magnitude]
-                slow[k].update(value / (counts[k].item() if normalizer == "bin" else kept))
+                slow[k].update(value / (counts[k].item() if normalizer != "batch" else kept))
     expected = torch.tensor([w.w for w in slow], dtype=torch.float64)
     assert len(set(expected.tolist())) > 2
     torch.testing.assert_close(weights.weights, expected, rtol=1e-12, atol=0)

@@ -58,6 +58,16 @@ def test_every_measure_comes_to_rest_at_its_inverse(magnitude, half_life):
     torch.testing.assert_close(settled.weights[PRESENT], want[PRESENT], rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize(("normalizer", "parts"), [("bin", "equal"), ("batch", "equal"), ("shared", "of the tokens")])
+def test_at_rest_a_bins_part_of_the_loss_is_equal_or_its_share_of_the_tokens(normalizer, parts):
+    weights = DifficultyWeights(K, normalizer=normalizer, clamp=(1e-3, 1e3))
+    sums = sums_of("abs")
+    weights.settle(**sums)
+    found = (weights.coefficients(COUNTS) * sums["loss_sums"].abs())[PRESENT]
+    shares = COUNTS[PRESENT] / COUNTS[PRESENT].sum()
+    torch.testing.assert_close(found, torch.ones_like(found) if parts == "equal" else shares.double())
+
+
 def test_after_one_half_life_an_average_has_come_half_way():
     weights = DifficultyWeights(K, half_life=5.0)
     iterated(weights, sums_of("abs"), steps=5)

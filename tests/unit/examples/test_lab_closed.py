@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import arms
 import closed_run
+import lab
 import pytest
 import torch
 from closed_world import MAX_TOKENS, Dials, Policy, make_problems, sample_answers, token_logprobs
 
 from megatron_daro.algo.difficulty import predicted_bin_loss
 from megatron_daro.algo.weighting import make_algorithm
-from megatron_daro.errors import AlgorithmError, ConfigError
+from megatron_daro.errors import ConfigError
 
 SMALL = Dials(groups=8, rollouts=4, steps=6, problems=40, held_out=30)
 
@@ -163,9 +165,7 @@ def test_later_updates_of_a_batch_compare_with_the_policy_that_sampled(monkeypat
 
 
 def test_a_mistaken_verifier_changes_rewards_and_not_accuracy():
-    from dataclasses import replace
-
-    run = closed_run.ClosedRun(replace(SMALL, false_wrong=0.4, false_right=0.2), "grpo", 0.05, 7)
+    run = closed_run.ClosedRun(dataclasses.replace(SMALL, false_wrong=0.4, false_right=0.2), "grpo", 0.05, 7)
     answers = sample_answers(run.policy, run.problems, torch.arange(40).repeat(100), run.noise)
     judged = run.judge(answers)
     assert float((~judged[answers.right_N]).double().mean()) == pytest.approx(0.4, abs=0.04)
@@ -179,7 +179,13 @@ def test_a_run_that_diverges_says_so_and_keeps_what_it_had():
 
 
 def test_dials_without_meaning_and_unknown_arms_are_refused():
-    for wrong in ({"spectrum": (0.0, 1.0)}, {"wrong_length": 0.5}, {"false_right": 0.5}, {"updates": 3}):
+    for wrong in (
+        {"spectrum": (0.0, 1.0)},
+        {"wrong_length": 0.5},
+        {"false_right": 0.5},
+        {"updates": 3},
+        {"gradients": "some"},
+    ):
         with pytest.raises(ConfigError, match=f"^{next(iter(wrong))}: got"):
             Dials(**wrong)
     with pytest.raises(ConfigError, match="arm: got 'gpro'"):
@@ -195,15 +201,67 @@ def test_every_arm_is_an_algorithm_of_the_product_and_a_command_line():
     assert arms.command_line("daro_token") == ["algorithm.name=daro", "algorithm.daro.magnitude=token"]
 
 
-def test_bins_that_share_a_denominator_are_paid_by_their_weight_alone():
-    algorithm, _ = arms.build("daro_shared", rollouts=4, max_tokens=16)
-    bins_N, lengths_N = torch.tensor([0, 1, 1, 3, 4]), torch.tensor([5, 4, 0, 6, 3])
-    totals = closed_run.BatchTotals.of(bins_N, lengths_N, 4)
-    assert algorithm.sample_coefficients(bins_N, lengths_N, totals).tolist() == [0.0, 0.1, 0.0, 0.1, 0.0]
-    algorithm.update(torch.tensor([0.0, 0.4, 0.0, 30.0, 0.0]), totals.tokens_per_bin)
-    w = algorithm.weights
-    assert w[1] > 1 > w[3]
-    paid = algorithm.sample_coefficients(bins_N, lengths_N, totals)
-    assert torch.allclose(paid, torch.tensor([0, w[1] / 10, 0, w[3] / 10, 0], dtype=torch.float64))
-    with pytest.raises(AlgorithmError, match="normalizer: got 'batch'"):
-        make_algorithm("daro_shared:DaroShared", rollouts_per_prompt=4, max_response_tokens=16, normalizer="batch")
+EXACT = Dials(spectrum=(0.7, 1.0), wrong_length=2.0, rollouts=4, groups=60, problems=60, held_out=1, gradients="exact")
+
+
+@pytest.mark.parametrize(
+    ("arm", "mistakes"),
+    [
+        ("grpo", {}),
+        ("daro_gradient", {}),
+        ("daro_shared_half_life", {"false_wrong": 0.2, "false_right": 0.1}),
+        ("ha_dw", {}),
+        ("dgpo", {}),
+    ],
+)
+def test_an_exact_step_is_the_mean_of_a_large_sample(arm, mistakes):
+    """One step from the same policy with weights that are not all 1, against ten steps of 100 groups to each problem:
+    the differences are as large as the spread of the ten lets expect."""
+    exact = closed_run.ClosedRun(dataclasses.replace(EXACT, **mistakes), arm, 0.0, seed=4)
+    dials = dataclasses.replace(EXACT, groups=60 * 100, gradients="sampled", refills=0, **mistakes)
+    sampled = closed_run.ClosedRun(dials, arm, 0.0, seed=4)
+    state, found, weights = learnt(exact.algorithm), [], []
+    exact.one_batch()
+    for _ in range(10):
+        sampled.algorithm.load_state_dict(state)
+        sampled.one_batch()
+        found.append(arms_parameters(sampled, gradient=True))
+        weights.append(sampled.algorithm.weights if sampled.algorithm.weights is not None else torch.ones(5))
+    spread = torch.stack(found).std(0) / math.sqrt(10)
+    off = (torch.stack(found).mean(0) - arms_parameters(exact, gradient=True)) / spread
+    assert float(off.square().mean()) < 2.2, "1.3 is expected of ten steps, and 32 numbers"
+    assert float(arms_parameters(exact, gradient=True).norm() / spread.norm()) > 10
+    if exact.algorithm.weights is not None:
+        torch.testing.assert_close(exact.algorithm.weights, torch.stack(weights).mean(0), rtol=1e-2, atol=0)
+        assert exact.algorithm.weights[1:4].unique().numel() == 3
+
+
+def learnt(algorithm):
+    """The state after two steps of loss sums that differ by bin."""
+    totals = closed_run.BatchTotals.of(torch.arange(5), torch.full((5,), 10), 4)
+    sums = dict.fromkeys(("loss_sums", "abs_loss_sums", "advantage_sums"), torch.tensor([[0.0, 1, 5, 20, 0]]).T)
+    sums["gradient_squares"] = sums["loss_sums"].square()
+    for _ in range(2):
+        algorithm.learn(closed_run.Evidence(totals, sums, torch.zeros(0), 0.4))
+    return algorithm.state_dict()
+
+
+def test_fade_is_told_the_expected_entropy_and_pass_rate():
+    exact = closed_run.ClosedRun(EXACT, "fade", 0.0, seed=4)
+    exact.one_batch()
+    dials = dataclasses.replace(EXACT, groups=60 * 400, gradients="sampled")
+    sampled = closed_run.ClosedRun(dials, "fade", 0.0, seed=4)
+    sampled.one_batch()
+    want, got = (run.algorithm.state_dict() for run in (sampled, exact))
+    assert [got[n] for n in ("entropy", "solved")] == pytest.approx([want[n] for n in ("entropy", "solved")], rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("arm", "why"), [("lite_ppo", "other groups"), ("grpo_sequence", "lengths"), ("lambda_grpo", "lengths")]
+)
+def test_an_arm_whose_expectation_is_no_formula_is_refused_and_left_out(arm, why):
+    with pytest.raises(ConfigError, match=f"gradients: got 'exact' with arm {arm}, .*{why}"):
+        closed_run.ClosedRun(EXACT, arm, 0.0, seed=4)
+    plan = lab.parse([])[1]
+    assert arm not in plan.arms_in("skewed_exact") and arm in plan.arms_in("skewed")
+    assert {"daro", "ha_dw", "fade", "maxrl"} <= set(plan.arms_in("skewed_exact"))
