@@ -20,7 +20,7 @@ from worlds import WORLDS
 
 Runs = Mapping[int, Outcome]
 
-HEADER = ["arm", "note", "rate", "final accuracy", "less grpo", "steps", "answers", "pass@32", "hardest", "at clamp"]
+HEADER = ["arm", "note", "rate", "final accuracy", "less grpo", "steps", "answers", "pass@k", "hardest", "at clamp"]
 VERDICT_HEADER = [
     "world",
     "best DARO",
@@ -55,9 +55,36 @@ def table(arms: Mapping[str, Runs], searched: Sequence[float]) -> list[list[str]
     return [row for _, row in sorted(rows, key=lambda pair: -pair[0])]
 
 
-def searched_rates(outcomes: Iterable[Outcome]) -> list[float]:
-    """The learning rates that were tried, in order."""
-    return sorted({o.job.learning_rate for o in outcomes if o.job.purpose == "tune"})
+def matrix(tables: Mapping[str, Mapping[str, Runs]]) -> tuple[list[str], list[list[str]]]:
+    """Arm by world: final accuracy less the baseline's in points, with a * where the interval holds no 0.
+
+    Returns:
+        (header, rows), the arm with the highest mean difference over its worlds first.
+    """
+    arms = dict.fromkeys(arm for table in tables.values() for arm in table if not is_control(arm) and arm != BASELINE)
+    rows = []
+    for arm in arms:
+        found = [results.difference(t[arm], t[BASELINE]) if arm in t else None for t in tables.values()]
+        known = [f.mean for f in found if f and math.isfinite(f.mean)]
+        rows.append((sum(known) / len(known) if known else -1.0, [arm, *(_cell(f) for f in found)]))
+    return ["arm", *tables], [row for _, row in sorted(rows, key=lambda pair: -pair[0])]
+
+
+def _cell(interval: Interval | None) -> str:
+    if interval is None:
+        return ""
+    if not math.isfinite(interval.mean):
+        return "diverged"
+    return f"{100 * interval.mean:+.1f}{'*' if interval.low > 0 or interval.high < 0 else ''}"
+
+
+def searched_rates(outcomes: Iterable[Outcome]) -> dict[str, list[float]]:
+    """World -> the learning rates that were tried, in order."""
+    found: dict[str, set[float]] = {}
+    for outcome in outcomes:
+        rates = found.setdefault(outcome.job.world, set())
+        rates |= {outcome.job.learning_rate} if outcome.job.purpose == "tune" else set()
+    return {world: sorted(rates) for world, rates in found.items()}
 
 
 def verdict(world: str, arms: Mapping[str, Runs]) -> list[str]:
@@ -132,8 +159,9 @@ def main(arguments: list[str]) -> int:
     tables = {world: results.compared(outcomes, world) for world in worlds}
     print(f"`{note.get('command', '')}`\n")
     print(markdown(VERDICT_HEADER, [verdict(world, arms) for world, arms in tables.items()]))
+    print(f"\n{markdown(*matrix(tables))}")
     for world, arms in tables.items():
-        print(f"\n{world}\n\n{markdown(HEADER, table(arms, rates))}")
+        print(f"\n{world}\n\n{markdown(HEADER, table(arms, rates[world]))}")
     return 0
 
 

@@ -50,8 +50,10 @@ def write_page(folder: Path, target: Path) -> Path:
 def _head(outcomes: list[Outcome], tables: Mapping[str, Mapping[str, Runs]]) -> str:
     rates = findings.searched_rates(outcomes)
     blocks = [_block("What came out", _verdicts(tables)), _block("How to read it", f"<p>{_HOW}</p>")]
+    header, differences = findings.matrix(tables)
+    blocks.append(_block("Every arm in every world", table_html(header, differences, number_columns=len(tables))))
     for world, table in tables.items():
-        rows = findings.table(table, rates)
+        rows = findings.table(table, rates[world])
         blocks.append(_block(f"{world}: {_about(world)}", table_html(findings.HEADER, rows, number_columns=8)))
     return "".join(blocks)
 
@@ -63,7 +65,9 @@ _HOW = (
     "problems and the first policy, so differences to grpo are taken seed by seed. Steps and answers count until "
     "grpo's final accuracy of the same seed is reached, as a multiple of what grpo itself needs: median, and in "
     "brackets the smallest and the largest of the seeds; - where fewer than half of the seeds reach it. Answers "
-    "include those that filters threw away. A world's goal: some DARO needs at most 0.7 of grpo's steps, and the best "
+    "include those that filters threw away. pass@k is at the largest k that is drawn below. The table of every arm in "
+    "every world has final accuracies less grpo's, in points; a * says that the interval does not hold 0. A world's "
+    "goal: some DARO needs at most 0.7 of grpo's steps, and the best "
     "DARO is not below the best rival by more than the interval. grpo@0.02 is grpo at that learning rate: a control, "
     "for a higher rate alone can be faster to the same accuracy."
 )
@@ -79,7 +83,7 @@ def _section(world: str, table: Mapping[str, Runs]) -> Section:
         _curves(table),
         _finals(table),
         _by_difficulty(world, table),
-        *_pass_at(table),
+        *_pass_at(world, table),
         *_weights(table),
     ]
     return Section(f"{world}: {_about(world)}", plots)
@@ -176,10 +180,12 @@ def _by_difficulty(world: str, table: Mapping[str, Runs]) -> Plot:
     return _profile(table, "bands", labels, caption, "Accuracy by difficulty", axis)
 
 
-def _pass_at(table: Mapping[str, Runs]) -> list[Plot]:
+def _pass_at(world: str, table: Mapping[str, Runs]) -> list[Plot]:
     if not any(_last_details(runs, "pass_at") for runs in table.values()):
         return []
-    caption = "Chance that one of k answers is right, from the exact pass rates of the last policy; mean over seeds."
+    tiny = world in WORLDS and WORLDS[world].kind == "tiny"
+    source = "estimated from the answers of the last evaluation" if tiny else "from exact pass rates of the last policy"
+    caption = f"Chance that one of k answers to a held-out problem is right, {source}; mean over seeds."
     return [_profile(table, "pass_at", [str(k) for k in PASS_AT], caption, "pass@k", "k")]
 
 
@@ -209,8 +215,8 @@ def _tail(outcomes: list[Outcome], note: Mapping[str, str]) -> str:
     odd = [f"{_named(o)}: {o.status}. {o.ended}" for o in outcomes if o.status]
     odd_html = table_html(["run"], [[line] for line in odd], number_columns=0) if odd else "<p>None.</p>"
     dials: dict[str, Any] = json.loads(note.get("dials", "{}"))
-    names = list(next(iter(dials.values()), {}))
-    rows = [[world, *(str(values[name]) for name in names)] for world, values in dials.items()]
+    names = list(dict.fromkeys(name for values in dials.values() for name in values if name != "base"))
+    rows = [[world, *(str(values.get(name, "")) for name in names)] for world, values in dials.items()]
     return _block("Runs that diverged or ended below their start", odd_html) + _block(
         "Dials of the worlds", table_html(["world", *names], rows, number_columns=0)
     )

@@ -7,6 +7,7 @@ failure that is not about numbers is an error with the end of its log.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -14,11 +15,13 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import chains
+import psutil
 from arms import command_line
 from closed_run import Run
 
@@ -30,8 +33,8 @@ _LARGE = ("checkpoints", "rollouts", "logs", "failed")
 
 @dataclass(frozen=True, slots=True)
 class TinyDials:
-    """What a run in the tiny world takes: optimizer steps, steps between evaluations, answers to each held-out problem,
-    and the settings of the base model."""
+    """What a run in the tiny world takes: optimizer steps, steps between evaluations, answers to each held-out problem
+    in an evaluation (a power of 2), and the settings of the base model, of which each seed has its own."""
 
     steps: int = 40
     every: int = 10
@@ -64,7 +67,7 @@ def run_arm(dials: TinyDials, arm: str, learning_rate: float, seed: int, folder:
     shutil.rmtree(run_dir, ignore_errors=True)
     options = _options(dials, base, run_dir, learning_rate, seed) + command_line(arm)
     command = [sys.executable, "-W", "ignore", "-m", "megatron_daro", "train", str(_HERE / "chains.yaml"), *options]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    done, cpu_seconds = _timed(command)
     ended = ""
     if done.returncode:
         said = (done.stderr + done.stdout)[-3000:]
@@ -74,7 +77,38 @@ def run_arm(dials: TinyDials, arm: str, learning_rate: float, seed: int, folder:
     records = read_records(run_dir)
     for name in _LARGE:
         shutil.rmtree(run_dir / name, ignore_errors=True)
-    return Run(records, ended)
+    return Run(records, ended, cpu_seconds)
+
+
+def _timed(command: list[str]) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Run a command; what it printed, and the CPU seconds of it and all that it started, as last seen of each."""
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
+    seen: dict[tuple[int, float], float] = {}
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.3):
+            for process in _family(child.pid):
+                with contextlib.suppress(psutil.Error):
+                    times = process.cpu_times()
+                    seen[process.pid, process.create_time()] = times.user + times.system
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        printed, errors = child.communicate()
+    finally:
+        over.set()
+        watcher.join()
+    return subprocess.CompletedProcess(command, child.returncode, printed, errors), sum(seen.values())
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    try:
+        parent = psutil.Process(pid)
+        return [parent, *parent.children(recursive=True)]
+    except psutil.Error:
+        return []
 
 
 def read_records(run_dir: Path) -> list[dict[str, Any]]:
@@ -93,7 +127,8 @@ def read_records(run_dir: Path) -> list[dict[str, Any]]:
             "accuracy": row["eval/chains/accuracy"],
         }
         record["bands"] = [row.get(f"eval/chains/accuracy/digits_{n}", math.nan) for n in chains.DIGITS]
-        record["pass_at"] = []
+        passed = {int(k.rsplit("/", 1)[1]): v for k, v in row.items() if k.startswith("eval/chains/pass_at/")}
+        record["pass_at"] = [row["eval/chains/accuracy"], *(passed[k] for k in sorted(passed))]
         record["weights"] = [1.0, *(weights[k] for k in sorted(weights)), 1.0] if weights else []
         record["clamped"] = int(row.get("difficulty/clamped", 0))
         records.append(record)

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from megatron_daro.evaluate.metrics import pass_at_k
 from megatron_daro.evaluate.questions import HeldOut
 from megatron_daro.rollout.judging import judge
 from megatron_daro.rollout.protocol import Engine, Scorer
@@ -40,7 +41,8 @@ class Evaluator:
         self._max_tokens, self._stop = max_response_tokens, stop_token_ids
 
     async def evaluate(self, step: int) -> Mapping[str, float]:
-        """eval/{name}/accuracy of every set, and eval/{name}/accuracy/{category} where its problems have categories."""
+        """eval/{name}/accuracy of every set, and eval/{name}/accuracy/{category} where its problems have categories;
+        with several answers to a problem eval/{name}/pass_at/{k} for k of 2, 4, 8, ... up to their number."""
         metrics: dict[str, float] = {}
         for number, held_out in enumerate(self._sets):
             metrics |= await self._evaluate_set(held_out, first_id=-1 - number, step=step)
@@ -68,9 +70,16 @@ class Evaluator:
         rollouts.sort(key=lambda rollout: (-rollout.group_id, rollout.index))
         texts = [(held_out.verified_text(r.text), prompts[r.group_id]) for r in rollouts]
         verdicts = await judge(self._scorer, texts)
-        return _accuracies(
-            section.name, [(prompts[r.group_id].category, v.correct) for r, v in zip(rollouts, verdicts, strict=True)]
-        )
+        right: dict[int, int] = defaultdict(int)
+        for rollout, verdict in zip(rollouts, verdicts, strict=True):
+            right[rollout.group_id] += verdict.correct
+        return {
+            **_accuracies(
+                section.name,
+                [(prompts[r.group_id].category, v.correct) for r, v in zip(rollouts, verdicts, strict=True)],
+            ),
+            **_pass_at(section.name, list(right.values()), section.rollouts_per_prompt),
+        }
 
     async def _all(self, requests: Sequence[GroupRequest]) -> list[Rollout]:
         rollouts: list[Rollout] = []
@@ -100,6 +109,12 @@ class Evaluator:
             if len(found) == sum(len(request.indices) for request in requests):
                 return list(found.values())
         return []
+
+
+def _pass_at(name: str, right: Sequence[int], samples: int) -> dict[str, float]:
+    """Mean over problems of the unbiased estimate; right: right answers of `samples` to each."""
+    ks = [2**n for n in range(1, samples.bit_length()) if 2**n <= samples]
+    return {f"eval/{name}/pass_at/{k}": sum(pass_at_k(samples, c, k) for c in right) / max(len(right), 1) for k in ks}
 
 
 def _accuracies(name: str, outcomes: Sequence[tuple[str, bool]]) -> dict[str, float]:

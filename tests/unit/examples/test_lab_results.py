@@ -115,6 +115,28 @@ def test_a_learning_rate_alone_is_shown_beside_the_arms_and_is_no_rival():
     ]  # fmt: skip
 
 
+def test_every_arm_stands_beside_every_world_and_differences_without_0_are_marked():
+    skewed = {"grpo": {s: outcome("grpo", s, [0.2, 0.4 + s / 10]) for s in (0, 1)}}
+    skewed["daro"] = {s: outcome("daro", s, [0.2, 0.45 + s / 10 + s / 1000]) for s in (0, 1)}
+    skewed["dapo"] = {s: outcome("dapo", s, [0.2, 0.3 + s / 5]) for s in (0, 1)}
+    easy = {arm: skewed[arm] for arm in ("grpo", "dapo")}
+    easy["rloo"] = {s: outcome("rloo", s, [0.2], ended="diverged") for s in (0, 1)}
+    header, rows = findings.matrix({"skewed": skewed, "easy": easy})
+    assert header == ["arm", "skewed", "easy"]
+    assert rows == [["daro", "+5.1*", ""], ["dapo", "-5.0", "-5.0"], ["rloo", "", "diverged"]]
+
+
+def test_fresh_seeds_at_the_rates_of_an_earlier_search(quick, tmp_path, monkeypatch):
+    earlier, options = quick
+    ran = []
+    monkeypatch.setattr(lab, "run_job", lambda job, *_: ran.append(job) or outcome(job.arm, job.seed, [0.2, 0.4]))
+    more = ["--first-seed", "7", "--rates", str(earlier), "--out", str(tmp_path / "out")]
+    assert lab.main([*options[:-2], *more]) == 0
+    assert {(job.purpose, job.seed) for job in ran} == {("compare", 7), ("compare", 8)}
+    best = results.best_rates(results.read(earlier)[0])
+    assert {job.learning_rate for job in ran if job.arm == "daro"} == {best["skewed", "daro"]}
+
+
 def test_what_is_written_is_read(tmp_path):
     ran = [outcome("grpo", 0, [0.123456789, 0.4]), outcome("daro", 1000, [0.2, 0.5], purpose="tune", ended="diverged")]
     results.write(tmp_path, ran, {"command": "me"})
@@ -188,6 +210,7 @@ def test_tuning_seeds_are_not_those_of_the_comparison_and_every_arm_has_the_same
         (["--arms", "grpo,gpro"], "--arms: got gpro"),
         (["--worlds", "flat"], "--worlds: got flat"),
         (["--seeds", "-1"], "--seeds, --processes: got -1"),
+        (["--first-seed", "996"], "--first-seed: got 996 for 5 seeds, allowed is 0 to 995"),
         (["--page", "nowhere"], "no results of the lab here"),
     ],
 )

@@ -88,6 +88,8 @@ def test_records_are_those_of_the_metrics(tmp_path):
             "eval/chains/accuracy": 0.3,
             "eval/chains/accuracy/digits_5": 0.1,
             "eval/chains/accuracy/digits_1": 0.8,
+            "eval/chains/pass_at/4": 0.5,
+            "eval/chains/pass_at/2": 0.4,
         },
         {"step": 1, "rollout/groups_admitted": 20, "difficulty/weight/1": 1.1, "difficulty/weight/2": 0.9},
         {"step": 2, "rollout/groups_admitted": 41, "difficulty/clamped": 1.0, "eval/chains/accuracy": 0.4},
@@ -95,8 +97,16 @@ def test_records_are_those_of_the_metrics(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     first, last = tiny_run.read_records(tmp_path)
     assert (first["step"], first["accuracy"], first["answers"], first["weights"]) == (0, 0.3, 0, [])
+    assert first["pass_at"] == [0.3, 0.4, 0.5] and last["pass_at"] == [0.4]
     assert first["bands"][0] == 0.1 and first["bands"][-1] == 0.8
     assert (last["answers"], last["weights"], last["clamped"]) == (328, [1.0, 1.1, 0.9, 1.0], 1)
+
+
+def test_cpu_seconds_are_those_of_a_command_and_of_what_it_started():
+    inner = "import time\nwhile time.process_time() < 1.2: pass"
+    outer = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {inner!r}])\nprint('done')"
+    done, seconds = tiny_run._timed([tiny_run.sys.executable, "-c", outer])
+    assert done.stdout == "done\n" and done.returncode == 0 and 0.8 < seconds < 2.5
 
 
 def test_options_of_a_run_are_options_of_the_product(tmp_path):

@@ -85,3 +85,20 @@ def test_evaluation_takes_any_of_the_golds():
     with RewardPool("exact", workers=0) as pool:
         evaluator = Evaluator(sets, Engine(), pool, max_response_tokens=8, stop_token_ids=(1,))
         assert asyncio.run(evaluator.evaluate(0)) == {"eval/digits/accuracy": 2 / 3}
+
+
+def test_several_answers_to_a_problem_give_pass_at_k():
+    """Right answers of four: 4, 0 and 1; pass@2 of the last is 1 - C(3, 2) / C(4, 2) = 1/2."""
+    wrong = {"2": 0, "3": 4, "4": 3}
+
+    class Engine:
+        async def generate(self, requests):
+            for r in requests:
+                gold = r.prompt.answer
+                texts = ["no"] * wrong[gold] + [f"#### {gold}"] * (4 - wrong[gold])
+                yield tuple(replace(answering_two(r.group_id, i, r.prompt), text=texts[i]) for i in r.indices)
+
+    sets = [HeldOut(EvalSet(name="d", path=Path("x"), rollouts_per_prompt=4), (prompt("2"), prompt("3"), prompt("4")))]
+    with RewardPool("exact", workers=0) as pool:
+        found = asyncio.run(Evaluator(sets, Engine(), pool, max_response_tokens=8, stop_token_ids=(1,)).evaluate(0))
+    assert found == pytest.approx({"eval/d/accuracy": 5 / 12, "eval/d/pass_at/2": 0.5, "eval/d/pass_at/4": 2 / 3})
