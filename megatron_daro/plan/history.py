@@ -20,7 +20,7 @@ from megatron_daro.errors import ConfigError
 from megatron_daro.observe import read_metrics
 from megatron_daro.plan.gpus import Gpu
 from megatron_daro.plan.layout import ModelLayout
-from megatron_daro.plan.times import Constants, generation_s, train_times
+from megatron_daro.plan.times import Constants, TrainTimes, generation_s, train_times
 from megatron_daro.plan.workload import Workload, recorded_quantiles, workload_of
 
 WARM_UP_STEPS = 1
@@ -107,16 +107,8 @@ def fitted(history: History, shape: ModelShape, gpu: Gpu, assumed: Constants | N
         assumed: the constants to start from.
     """
     known = assumed or Constants()
-    actor, engine = history.config.actor, history.config.engine
     workload = history.workload(history.config, shape)
-    layout = ModelLayout(
-        actor.tensor_parallel, actor.pipeline_parallel, actor.context_parallel, actor.recompute,
-        actor.micro_batch_tokens, actor.expert_parallel,
-    )  # fmt: skip
-    times = train_times(workload, layout, actor.data_parallel, gpu, known)
-    tensor = engine.sglang.tensor_parallel if engine.kind == "sglang" else 1
-    replicas = len(engine.sglang.urls) or engine.replicas
-    generation = generation_s(workload, tensor, replicas, gpu, known)
+    times, generation = _phases(history.config, workload, gpu, known)
     return replace(
         known,
         training_factor=known.training_factor * (history.train + history.logprob) / times.total,
@@ -124,3 +116,23 @@ def fitted(history: History, shape: ModelShape, gpu: Gpu, assumed: Constants | N
         sync_start_s=history.sync,
         fixed_s=history.unhidden,
     )
+
+
+def predicted_step(history: History, config: Config, shape: ModelShape, gpu: Gpu, constants: Constants) -> float:
+    """Return the seconds of a step of `config` in its own layout, with answers as long as the run's."""
+    times, generation = _phases(config, history.workload(config, shape), gpu, constants)
+    both = times.total + generation if config.rollout.max_staleness == 0 else max(times.total, generation)
+    return both + constants.sync_start_s + constants.fixed_s
+
+
+def _phases(config: Config, workload: Workload, gpu: Gpu, constants: Constants) -> tuple[TrainTimes, float]:
+    """Return what the model finds for training and for generation of a configuration in its own layout."""
+    actor, engine = config.actor, config.engine
+    layout = ModelLayout(
+        actor.tensor_parallel, actor.pipeline_parallel, actor.context_parallel, actor.recompute,
+        actor.micro_batch_tokens, actor.expert_parallel,
+    )  # fmt: skip
+    tensor = engine.sglang.tensor_parallel if engine.kind == "sglang" else 1
+    replicas = len(engine.sglang.urls) or engine.replicas
+    times = train_times(workload, layout, actor.data_parallel, gpu, constants)
+    return times, generation_s(workload, tensor, replicas, gpu, constants)

@@ -46,7 +46,7 @@ class ClusterFile(Section):
     gpus_per_node: Annotated[int, Field(ge=0)] = 8
     """GPUs of each node; 0: a cluster without GPUs, which needs `nodes`."""
     cpus_per_node: Annotated[int, Field(ge=1)] | None = None
-    """CPU cores asked for on each node. Unset: the whole node."""
+    """CPU cores asked for on each node; without GPUs also how many ranks and servers it takes. Unset: all cores."""
     exclusive: bool = True
     """Nodes for this job alone."""
     python: str = "python"

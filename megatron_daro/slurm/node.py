@@ -28,7 +28,8 @@ from megatron_daro.slurm.training import EndedError, Ending, Stops, train
 
 RAY_JOIN_S = 300.0
 PROCESSES_BESIDE_GPUS = 32
-"""Ray's CPUs are places for processes here: two for each GPU, and these; more where the machine has more cores."""
+"""Ray's CPUs are places for processes here: two for each GPU, and these; more where the machine has more cores. Without
+GPUs a place is a core that the cluster file asks for, so that ranks and servers spread over the nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--gpus", type=int, required=True)
+    parser.add_argument("--cores", type=int, help="of a node without GPUs; unset: as many processes as there are")
     parser.add_argument("--free-disk-gib", type=float, required=True)
     parser.add_argument("--check-minutes", type=float, required=True)
     parser.add_argument("--stall-minutes", type=float, required=True)
@@ -102,8 +104,10 @@ def _ray_environment(options: argparse.Namespace) -> dict[str, str]:
     }
 
 
-def _places(gpus: int) -> int:
-    return max(os.cpu_count() or 1, 2 * gpus + PROCESSES_BESIDE_GPUS)
+def _places(options: argparse.Namespace) -> int:
+    if options.cores and not options.gpus:
+        return int(options.cores)
+    return max(os.cpu_count() or 1, 2 * options.gpus + PROCESSES_BESIDE_GPUS)
 
 
 async def _first(place: Place, options: argparse.Namespace, stops: Stops) -> Ending:
@@ -148,7 +152,7 @@ async def _with_ray(place: Place, options: argparse.Namespace, stops: Stops, gre
     port = _free_port(place.address)
     ray = await stops.or_end(
         start_ray(
-            head=True, address=place.address, port=port, gpus=options.gpus, cpus=_places(options.gpus),
+            head=True, address=place.address, port=port, gpus=options.gpus, cpus=_places(options),
             temporary=temporary, environment=environment,
         )
     )  # fmt: skip
@@ -187,7 +191,7 @@ async def _other(place: Place, options: argparse.Namespace, stops: Stops) -> End
         return Ending("finished", "told to end")
     ray = await stops.or_end(
         start_ray(
-            head=False, address=place.address, port=0, gpus=options.gpus, cpus=_places(options.gpus),
+            head=False, address=place.address, port=0, gpus=options.gpus, cpus=_places(options),
             temporary=Path(), environment=_ray_environment(options), joins=first["address"],
         )
     )  # fmt: skip

@@ -110,6 +110,8 @@ def _node_command(job: Job, cluster: ClusterFile) -> Iterator[str]:
     yield f"--run-dir {_quoted(job.run_dir)} --gpus {cluster.gpus_per_node} --free-disk-gib {cluster.free_disk_gib:g}"
     yield f"--check-minutes {cluster.check_minutes:g} --stall-minutes {cluster.stall_minutes:g}"
     yield f"--term-grace-s {cluster.term_grace_s:g}"
+    if cluster.cpus_per_node and not cluster.gpus_per_node:
+        yield f"--cores {cluster.cpus_per_node}"
     if cluster.network_interface:
         yield f"--interface {_quoted(cluster.network_interface)}"
     yield from (f"--address {_quoted(f'{node}={address}')}" for node, address in cluster.addresses.items())
@@ -131,14 +133,25 @@ give_up() {
     exit 1
 }
 
-# requeue CAUSE: the job waits in the queue again, under its number, and goes on from the newest checkpoint.
+# leave_out NODES: the job will not run on them again. Slurm takes this only for a job that waits.
+leave_out() {
+    known=$(scontrol show job --oneliner "$SLURM_JOB_ID" | sed -n 's/.* ExcNodeList=\\([^ ]*\\).*/\\1/p')
+    [ "$known" != "(null)" ] || known=''
+    scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="${known:+$known,}$1" ||
+        echo "job $SLURM_JOB_ID: Slurm refused to leave out $1"
+}
+
+# requeue CAUSE [NODES]: the job waits in the queue again, under its number, and goes on from the newest checkpoint;
+# without these nodes.
 requeue() {
     state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2>/dev/null)
     # Else it was cancelled, or Slurm has requeued it itself.
     [ "$state" = RUNNING ] || give_up "$1; not requeued, since the job is ${state:-gone}"
     [ "$attempt" -lt @{attempts} ] || give_up "$1; attempt $attempt was the last of @{attempts}"
     echo "job $SLURM_JOB_ID: $1; requeued"
+    [ -z "$2" ] || trap '' TERM # by which Slurm ends this script, a moment too early
     scontrol requeue "$SLURM_JOB_ID" || give_up "$1; Slurm refused to requeue it"
+    [ -z "$2" ] || leave_out "$2"
     sleep 60 # Slurm ends this script meanwhile
     exit 1
 }
@@ -163,7 +176,7 @@ trap 'ended_by=TERM; kill -TERM "$step" 2>/dev/null' TERM
 
 # One process a node: it checks the node, joins Ray and, on the first one, trains.
 srun --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=@{grace} --output="$attempt_dir/node_%t_%N.log" \\
-    @{node_command} &
+    @{node_command} 2>"$attempt_dir/srun.log" &
 step=$!
 while :; do
     wait "$step"
@@ -184,8 +197,7 @@ case "$kind" in
     node_lost) requeue "$cause" ;;
     bad_nodes)
         [ -n "@{exclude}" ] || give_up "$cause"
-        scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$nodes"
-        requeue "$cause; left out from now on: $nodes"
+        requeue "$cause; left out from now on: $nodes" "$nodes"
         ;;
     failed) give_up "$cause" ;;
 esac
@@ -193,7 +205,9 @@ esac
 failed=$(cat "$attempt_dir"/failed_* 2>/dev/null | tail -1)
 [ -z "$failed" ] || give_up "$failed"
 [ -z "$kind" ] || requeue "$cause"
-last=$(tail -qn 1 "$attempt_dir"/*.log 2>/dev/null | tail -1)
+# No node has said anything: the last words of one, else srun's own, such as an option or an image it does not know.
+last=$(tail -qn 1 "$attempt_dir"/node_*.log 2>/dev/null | grep . | tail -1)
+[ -n "$last" ] || last=$(grep -m 1 -i -e error -e unrecognized -e invalid "$attempt_dir/srun.log")
 [ -e "$attempt_dir/head.json" ] || give_up "the nodes did not start (srun: $code): ${last:-no word in $attempt_dir}"
 requeue "the first node ended without a word (srun: $code), as when a node is lost"
 """

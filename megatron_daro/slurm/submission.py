@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_daro.config import Config
 from megatron_daro.config.base import filled
-from megatron_daro.config.fit import demand_of
+from megatron_daro.config.fit import demand_of, misfit
 from megatron_daro.config.hardware import Hardware, gpu_nodes
 from megatron_daro.errors import ConfigError
 from megatron_daro.slurm.cluster_file import ClusterFile
@@ -32,11 +32,16 @@ def nodes_of(config: Config, cluster: ClusterFile) -> int:
     """Return the nodes of the job.
 
     Raises:
-        ConfigError: the cluster file's nodes have too few GPUs, or it has neither nodes nor GPUs.
+        ConfigError: the cluster file's nodes have too few GPUs or cores, or it has neither nodes nor GPUs.
     """
     if not cluster.gpus_per_node:
         if cluster.nodes is None:
             raise ConfigError("nodes: got nothing with gpus_per_node 0; allowed: a number; fix: set nodes")
+        cores = cluster.cpus_per_node
+        if cores and (why := misfit(demand_of(config), [cores] * cluster.nodes, what="CPUs")):
+            raise ConfigError(
+                f"cpus_per_node: got {cores}; allowed: a core for each rank and server; {why}; fix: raise it"
+            )
         return cluster.nodes
     needed = gpus_of(config)
     least = -(-needed // cluster.gpus_per_node)

@@ -34,16 +34,9 @@ device.prepare()
 import rollout_batches as batches  # noqa: E402
 from megatron.core import mpu, num_microbatches_calculator  # noqa: E402
 from megatron.core import utils as core_utils  # noqa: E402
-from megatron.core.distributed import (  # noqa: E402
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.enums import ModelType  # noqa: E402
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.rerun_state_machine import RerunDataIterator, initialize_rerun_state_machine  # noqa: E402
-from megatron.core.transformer import MegatronModule, TransformerConfig  # noqa: E402
+from table_model import PlainStep, scheduler_of, table_model  # noqa: E402
 
 from megatron_daro.actor.parallel import Layout, initialize  # noqa: E402
 from megatron_daro.plugins import megatron_rl as adapter  # noqa: E402
@@ -96,41 +89,6 @@ def arguments() -> Namespace:
         gtp_weight_remat_size=1,
         empty_unused_memory_level=0,
     )
-
-
-class TokenModel(MegatronModule):
-    """Logits of a token from that token alone."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__(config)
-        self.model_type = ModelType.encoder_or_decoder
-        self.table = torch.nn.Parameter(batches.start_table().float())
-
-    def set_input_tensor(self, tensor: Any) -> None:
-        """Nothing comes from another stage."""
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[1, T] -> [1, T, V]."""
-        return self.table[tokens.clamp(max=batches.VOCAB - 1)]
-
-
-class PlainStep:
-    """An optimizer as Megatron calls it: plain gradient descent; keeps each step's gradient."""
-
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self.model, self.gradients = model, []
-        self.param_groups = [{"lr": 1.0, "weight_decay": 0.0, "params": []}]
-
-    def zero_grad(self) -> None:
-        """The gradients are in the model's buffer."""
-
-    def step(self) -> tuple[bool, float, None]:
-        """Update; (successful, gradient norm, None)."""
-        table = self.model.module.table
-        self.gradients.append(table.main_grad.clone())
-        with torch.no_grad():
-            table -= batches.LEARNING_RATE * table.main_grad
-        return True, float(table.main_grad.norm()), None
 
 
 def host_modules(args: Namespace) -> tuple[ModuleType, ModuleType]:
@@ -264,22 +222,10 @@ ROWS: list[batches.Sample] = []
 FOUND: dict[str, Any] = {}
 
 
-def scheduler_of(optimizer: PlainStep) -> OptimizerParamScheduler:
-    return OptimizerParamScheduler(optimizer, 0, 1, 0, 0, 10, "constant", 0, 0, 10, "constant")
-
-
 def loop(args: Namespace, forward_step: Any) -> None:
     """The calls of Megatron's train loop: two collections of two optimizer steps."""
     rl_utils, training = (sys.modules[f"megatron.{name}"] for name in ("rl.rl_utils", "training.training"))
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=4,
-        num_attention_heads=1,
-        calculate_per_token_loss=True,
-        finalize_model_grads_func=finalize_model_grads,
-    )
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
-    model = DistributedDataParallel(config, ddp, TokenModel(config))
+    model = table_model(per_token=True)
     optimizer = PlainStep(model)
     scheduler = scheduler_of(optimizer)
     schedule = get_forward_backward_func()
@@ -300,7 +246,7 @@ def loop(args: Namespace, forward_step: Any) -> None:
         )
         for _ in range(2):
             report, skipped, *_ = training.train_step(
-                forward_step, iterator, [model], optimizer, scheduler, config, run, iteration=0
+                forward_step, iterator, [model], optimizer, scheduler, model.module.config, run, iteration=0
             )
             assert not skipped
             FOUND["logged"].append({name: float(value) for name, value in report.items()})

@@ -52,38 +52,20 @@ from megatron_daro.actor import device  # noqa: E402
 device.prepare()
 import rollout_batches as batches  # noqa: E402
 from megatron.core import mpu  # noqa: E402
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
-from megatron.core.distributed import finalize_model_grads as finalize  # noqa: E402
-from megatron.core.enums import ModelType  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
-from megatron.core.transformer import MegatronModule, TransformerConfig  # noqa: E402
+from megatron.core.transformer import TransformerConfig  # noqa: E402
 from roll.configs.base_config import TrainInferCorrectionConfig  # noqa: E402
 from roll.distributed.scheduler.protocol import DataProto  # noqa: E402
 from roll.distributed.strategy.megatron_strategy import MegatronTrainStrategy  # noqa: E402
 from roll.pipeline import base_worker  # noqa: E402
 from roll.utils import functionals  # noqa: E402
+from table_model import PlainStep, table_model  # noqa: E402
 
 from megatron_daro.actor.parallel import Layout, initialize  # noqa: E402
 from megatron_daro.errors import CheckpointError  # noqa: E402
 from megatron_daro.plugins import roll, roll_driver  # noqa: E402
 
 LONGEST = 24
-
-
-class TokenModel(MegatronModule):
-    """Logits of a token from that token alone."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__(config)
-        self.model_type = ModelType.encoder_or_decoder
-        self.table = torch.nn.Parameter(batches.start_table().float())
-
-    def set_input_tensor(self, tensor: Any) -> None:
-        """Nothing comes from another stage."""
-
-    def forward(self, input_ids: torch.Tensor, **others: Any) -> torch.Tensor:
-        """[B, S] -> [B, S, V]."""
-        return self.table[input_ids]
 
 
 class Models(list):  # type: ignore[type-arg]
@@ -101,24 +83,6 @@ class Models(list):  # type: ignore[type-arg]
         return self[0].config
 
 
-class Optimizer:
-    """Plain gradient descent; keeps each step's gradient."""
-
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self.model, self.gradients = model, []
-
-    def zero_grad(self) -> None:
-        """The gradients are in the model's buffer."""
-
-    def step(self) -> tuple[bool, float, None]:
-        """Update; (successful, gradient norm, None)."""
-        table = self.model.module.table
-        self.gradients.append(table.main_grad.clone())
-        with torch.no_grad():
-            table -= batches.LEARNING_RATE * table.main_grad
-        return True, float(table.main_grad.norm()), None
-
-
 class Strategy(MegatronTrainStrategy):
     """ROLL's Megatron strategy around the small model."""
 
@@ -128,13 +92,9 @@ class Strategy(MegatronTrainStrategy):
 
     def initialize(self, model_provider: Any) -> None:
         """Model and optimizer."""
-        config = TransformerConfig(
-            num_layers=1, hidden_size=4, num_attention_heads=1, finalize_model_grads_func=finalize
-        )
-        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
-        model = DistributedDataParallel(config, ddp, TokenModel(config))
+        model = table_model()
         model.zero_grad_buffer()
-        self.model, self.optimizer = Models([model]), Optimizer(model)
+        self.model, self.optimizer = Models([model]), PlainStep(model)
         self.models_unwrapped = [SimpleNamespace(get_batch_on_this_cp_rank=lambda batch, dim3_keys: batch)]
         self.forward_backward_func, self.seq_length = get_forward_backward_func(), LONGEST
         steps = self.worker_config.training_args.gradient_accumulation_steps

@@ -28,55 +28,18 @@ from megatron_daro.actor import device  # noqa: E402
 device.prepare()
 import rollout_batches as batches  # noqa: E402
 from megatron.core import mpu  # noqa: E402
-from megatron.core.distributed import (  # noqa: E402
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.enums import ModelType  # noqa: E402
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
-from megatron.core.transformer import MegatronModule, TransformerConfig  # noqa: E402
 from slime.backends.megatron_utils import data, loss  # noqa: E402
 from slime.observability import logging_utils  # noqa: E402
 from slime.utils import accelerator  # noqa: E402
 from slime.utils.dp_schedule import build_dp_schedule  # noqa: E402
 from slime.utils.types import Sample  # noqa: E402
+from table_model import PlainStep, scheduler_of, table_model  # noqa: E402
 
 from megatron_daro.actor.parallel import Layout, initialize  # noqa: E402
 from megatron_daro.plugins import slime as adapter  # noqa: E402
 
 accelerator.current_device = accelerator.device = lambda *args: torch.device("cpu")
-
-
-class TokenModel(MegatronModule):
-    """Logits of a token from that token alone: exact under any context-parallel layout."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__(config)
-        self.model_type = ModelType.encoder_or_decoder
-        self.table = torch.nn.Parameter(batches.start_table().float())
-
-    def set_input_tensor(self, tensor: Any) -> None:
-        """Nothing comes from another stage."""
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[1, T] -> [1, T, V]."""
-        return self.table[tokens]
-
-
-class PlainStep:
-    """An optimizer as slime calls it: plain gradient descent."""
-
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self.model = model
-
-    def step(self) -> tuple[bool, float, None]:
-        """Update; (successful, gradient norm, None) as Megatron's optimizer."""
-        with torch.no_grad():
-            table = self.model.module.table
-            table -= batches.LEARNING_RATE * table.main_grad
-        return True, float(table.main_grad.norm()), None
 
 
 def arguments(cp: int, per_token: bool) -> Namespace:
@@ -153,11 +116,11 @@ def rollout_data(args: Namespace, seed: int, dp: int, cp: int) -> dict[str, Any]
     return found
 
 
-def train(args: Namespace, model: Any, optimizer: PlainStep, rollout_id: int, rollout: dict[str, Any]) -> list[Any]:
-    """The calls of slime's train_actor and train_one_step; the gradients of each step."""
+def train(args: Namespace, model: Any, optimizer: PlainStep, rollout_id: int, rollout: dict[str, Any]) -> None:
+    """The calls of slime's train_actor and train_one_step."""
     loss.compute_advantages_and_returns(args, rollout)
     adapter.rollout_data_postprocess(args, rollout_id, rollout)
-    iterator, gradients = data.get_data_iterator(rollout)[0], []
+    iterator = data.get_data_iterator(rollout)[0]
     keys = ["tokens", "total_lengths", "response_lengths", "loss_masks", "rollout_log_probs", "log_probs"]
     keys += ["advantages", "returns", "rollout_mask_sums", "multimodal_train_inputs"]
     for step_id, number in enumerate(rollout["num_microbatches"]):
@@ -178,9 +141,7 @@ def train(args: Namespace, model: Any, optimizer: PlainStep, rollout_id: int, ro
             micro_batch_size=1,
             forward_only=False,
         )
-        gradients.append(model.module.table.main_grad.clone())
         optimizer.step()
-    return gradients
 
 
 def main(out: Path, cp: int, per_token: bool) -> None:
@@ -193,38 +154,24 @@ def main(out: Path, cp: int, per_token: bool) -> None:
     logging_utils.log = lambda args, metrics, step_key: logged.append(metrics)
     sys.modules["slime.backends.megatron_utils.initialize"] = Namespace(is_megatron_main_rank=lambda: rank == 0)
     adapter.megatron_init(args)
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=4,
-        num_attention_heads=1,
-        context_parallel_size=cp,
-        calculate_per_token_loss=per_token,
-        finalize_model_grads_func=finalize_model_grads,
-    )
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
-    model = DistributedDataParallel(config, ddp, TokenModel(config))
+    model = table_model(context=cp, per_token=per_token)
     optimizer = PlainStep(model)
-    found: dict[str, Any] = {"gradients": [], "logged": logged, "num_microbatches": []}
+    found: dict[str, Any] = {"gradients": optimizer.gradients, "logged": logged, "num_microbatches": []}
     for rollout_id in range(2):
         rollout = rollout_data(args, rollout_id, size // cp, cp)
         found["num_microbatches"].append(rollout["num_microbatches"])
-        found["gradients"] += train(args, model, optimizer, rollout_id, rollout)
+        train(args, model, optimizer, rollout_id, rollout)
     found["state"] = adapter.session().step.state_dict()
-    found["resumed"] = resumed_state(args)
+    found["resumed"] = resumed_state(args, optimizer)
     torch.save(found, out / f"rank_{rank}.pt")
 
 
-def resumed_state(args: Namespace) -> dict[str, Any]:
+def resumed_state(args: Namespace, optimizer: PlainStep) -> dict[str, Any]:
     """DARO's state after a round trip through the scheduler that Megatron saves with every checkpoint."""
-
-    def scheduler() -> OptimizerParamScheduler:
-        groups = Namespace(param_groups=[{"lr": 1.0, "weight_decay": 0.0, "params": []}])
-        return OptimizerParamScheduler(groups, 0, 1, 0, 0, 10, "constant", 0, 0, 10, "constant")
-
-    saved = scheduler().state_dict()
+    saved = scheduler_of(optimizer).state_dict()
     adapter.megatron_init(args)
     assert adapter.session().step.steps == 0
-    scheduler().load_state_dict(saved)
+    scheduler_of(optimizer).load_state_dict(saved)
     return adapter.session().step.state_dict()
 
 

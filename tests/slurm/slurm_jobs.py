@@ -66,7 +66,7 @@ class SlurmJob:
             "partition": "main",
             "nodes": 2,
             "gpus_per_node": 0,
-            "cpus_per_node": 4,
+            "cpus_per_node": 2,  # so the policy's two ranks are on one node, and what serves on the other
             "exclusive": False,
             "time": "00:20:00",
             "python": sys.executable,
@@ -80,7 +80,8 @@ class SlurmJob:
         self.command = (sys.executable, "-m", "megatron_daro", "submit", recipe, f"trainer.run_dir={run_dir}", *options)
         self.command += ("--cluster", file)
         said = slurm.run(*self.command)
-        self.number = said.split("submitted: ")[1].split()[0].rstrip(",")
+        self.numbers = said.split("submitted: ")[1].split(" (")[0].split(", ")
+        self.number = self.numbers[0]
 
     @property
     def log(self) -> str:
@@ -115,11 +116,11 @@ class SlurmJob:
         time.sleep(3)
         self.slurm.run("scontrol", "update", f"jobid={self.number}", "StartTime=now")
 
-    def ended(self) -> str:
+    def ended(self, limit_s: float = LIMIT_S) -> str:
         """Wait for the end; the last line of the log."""
         over = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT", "PREEMPTED")
         # Between two attempts Slurm shows the end of the first one for a moment.
-        self.wait("ended", lambda: self.state in over and not self._last_words().endswith("; requeued"))
+        self.wait("ended", lambda: self.state in over and not self._last_words().endswith("; requeued"), limit_s)
         return self.log.strip().splitlines()[-1]
 
     def _last_words(self) -> str:
@@ -136,6 +137,10 @@ class SlurmJob:
             except psutil.Error:
                 continue
         return found
+
+    def nodes_of(self, title: str) -> set[str]:
+        """The nodes on which its Ray actors of this name run."""
+        return {p.environ()["SLURMD_NODENAME"] for p in self.processes() if f"ray::{title}" in " ".join(p.cmdline())}
 
     def everything(self) -> str:
         """Log of the job and of its nodes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 
@@ -15,15 +16,37 @@ from megatron_daro.observe.metrics import comparable, read_metrics
 
 pytestmark = [pytest.mark.heavy, pytest.mark.slow, pytest.mark.timeout(900)]
 STEPS = 40
+# The quickstart's layout and engines, on a smaller model and smaller batches.
+OPTIONS = [f"trainer.steps={STEPS}", "engine.replicas=2", "actor.sequence_parallel=true"]
+LASTING = set[str]()
+"""Jobs that outlive a test."""
 
 
 @pytest.fixture(scope="module")
-def unbroken(tiny, tmp_path_factory):
-    """Metrics of the same run, without Slurm and without a break."""
+def unbroken_run(tiny, tmp_path_factory):
+    """The same run, without Slurm and without a break."""
     run_dir = tmp_path_factory.mktemp("unbroken") / "run"
-    options = [f"trainer.run_dir={run_dir}", f"trainer.steps={STEPS}"]
-    cli_runs.trained(["train", tiny.config, *options], run_dir.parent / "log")
-    return [comparable(row) for row in read_metrics(run_dir)]
+    cli_runs.trained(["train", tiny.config, *OPTIONS, f"trainer.run_dir={run_dir}"], run_dir.parent / "log")
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def unbroken(unbroken_run):
+    """Its metrics."""
+    return [comparable(row) for row in read_metrics(unbroken_run)]
+
+
+@pytest.fixture(scope="module")
+def stalled(slurm, tiny, tmp_path_factory):
+    """A job of which one rank stands still; other tests run until it ends itself."""
+    job = submitted(slurm, tiny, tmp_path_factory.mktemp("stalled"), "trainer.steps=100000", stall_minutes=1.5)
+    LASTING.add(job.number)
+    job.wait("some steps", lambda: job.steps() >= 2)
+    ranks = [p for p in job.processes() if any("TrainWorker" in part for part in p.cmdline())]
+    assert ranks
+    os.kill(ranks[0].pid, signal.SIGSTOP)
+    yield job
+    slurm.run("scancel", job.number, check=False)
 
 
 def trained(job: SlurmJob) -> list[dict[str, float]]:
@@ -43,17 +66,19 @@ def requeued(job: SlurmJob) -> str:
 def nothing_left(slurm):
     """A failed test leaves no job to the next one."""
     yield
-    for number in slurm.run("squeue", "-h", "-o", "%A").split():
+    for number in set(slurm.run("squeue", "-h", "-o", "%A").split()) - LASTING:
         slurm.run("scancel", number, check=False)
 
 
 def submitted(slurm, tiny, tmp_path, *options, **cluster):
-    return SlurmJob(slurm, tiny.config, tmp_path / "run", cluster, f"trainer.steps={STEPS}", *options)
+    return SlurmJob(slurm, tiny.config, tmp_path / "run", cluster, *OPTIONS, *options)
 
 
 def test_a_preempted_job_is_requeued_and_ends_as_if_nothing_had_been(slurm, tiny, tmp_path, unbroken):
     job = submitted(slurm, tiny, tmp_path)
     job.wait("some steps", lambda: job.steps() >= 3)
+    trains, serves = job.nodes_of("TrainWorker"), job.nodes_of("EngineWorker")
+    assert len(trains) == len(serves) == 1 and trains | serves == {"node1", "node2"}
     whole = ["-N2", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 1"]
     urgent = slurm.run("sbatch", "--parsable", "-p", "high", *whole)
     job.start_again()
@@ -90,29 +115,87 @@ def test_cancelled_leaves_no_process(slurm, tiny, tmp_path):
     assert "requeued" not in job.log
 
 
-def test_a_job_without_progress_ends_and_says_what_it_did_last(slurm, tiny, tmp_path):
-    job = submitted(slurm, tiny, tmp_path, "trainer.steps=100000", stall_minutes=1.5)
-    job.wait("some steps", lambda: job.steps() >= 2)
-    ranks = [p for p in job.processes() if any("TrainWorker" in part for part in p.cmdline())]
-    assert ranks
-    os.kill(ranks[0].pid, signal.SIGSTOP)
-    last = job.ended()
-    assert "no new step in" in last and "last words" in last and job.state == "FAILED"
-    job.wait("all processes gone", lambda: not job.processes(), limit_s=30)
+def test_the_next_job_of_a_chain_goes_on_where_one_was_ended(slurm, tiny, tmp_path, unbroken):
+    job = submitted(slurm, tiny, tmp_path, "--chain", "3")
+    first, second, third = job.numbers
+    job.wait("some steps", lambda: job.steps() >= 3)
+    slurm.run("scancel", first)
+    job.number = second
+    assert job.ended().startswith(f"job {second}: run: ")
+    assert trained(job) == unbroken and attempts(job) == {1, 2}
+    job.number = third
+    assert job.ended() == f"job {third}: the run is finished already"
 
 
-def test_a_node_that_lies_about_its_gpus_is_named(slurm, tiny, tmp_path):
-    programs = tmp_path / "bin"
+def test_one_rank_stands_still(stalled):
+    """What follows of it is below: the tests between need no more than a minute, in which it waits."""
+    assert stalled.state == "RUNNING"
+
+
+def lying_tool(directory, gpus=8):
+    """A line for `setup`: the first node that is asked shows a GPU too few, and always will."""
+    programs = directory / "bin"
     programs.mkdir()
     tool = programs / "nvidia-smi"
     tool.write_text(
-        '#!/bin/bash\nlast=7; [ "$SLURMD_NODENAME" = node2 ] && last=6\n'
+        f'#!/bin/bash\nliar={directory}/liar\n(set -C; echo "$SLURMD_NODENAME" >"$liar") 2>/dev/null\n'
+        f'last={gpus - 1}; [ "$SLURMD_NODENAME" = "$(cat "$liar")" ] && last=$((last - 1))\n'
         'for i in $(seq 0 $last); do echo "$i, 81559, 12"; done\n'
     )
     tool.chmod(0o755)
-    job = submitted(slurm, tiny, tmp_path, gpus_per_node=8, setup=[f"export PATH={programs}:$PATH"])
-    assert job.ended() == f"job {job.number}: node2: 8 GPUs were asked for, and nvidia-smi shows 7"
+    return f"export PATH={programs}:$PATH"
+
+
+def test_a_node_that_lies_about_its_gpus_is_named(slurm, tiny, tmp_path):
+    job = submitted(slurm, tiny, tmp_path, gpus_per_node=8, setup=[lying_tool(tmp_path)])
+    last, liar = job.ended(), (tmp_path / "liar").read_text().strip()
+    assert last == f"job {job.number}: {liar}: 8 GPUs were asked for, and nvidia-smi shows 7"
     assert job.state == "FAILED"
+
+
+def test_a_bad_node_is_left_out_where_the_cluster_file_says_so(slurm, tiny, tmp_path):
+    """With one node: the next attempt is on the other one, and passes the check there."""
+    site = {"nodes": 1, "gpus_per_node": 8, "exclude_bad_nodes": True, "setup": [lying_tool(tmp_path)]}
+    job = submitted(slurm, tiny, tmp_path, **site)
+    job.start_again()
+    liar = (tmp_path / "liar").read_text().strip()
+    assert requeued(job).endswith(f"left out from now on: {liar}; requeued")
+    job.wait("a node that is fit", lambda: (job.run_dir / "slurm" / "attempt_002" / "ray_token").exists())
+    other = {"node1": "node2", "node2": "node1"}[liar]
+    assert f"attempt 2 on {other}," in job.log
+
+
+def wrapper(directory):
+    """Stands in for apptainer: says what it was asked for, and runs the command where it is."""
+    programs = directory / "bin"
+    programs.mkdir()
+    tool = programs / "apptainer"
+    tool.write_text(
+        '#!/bin/bash\n[ "$1 $2 $3 $4" = "exec --nv --bind=/a:/b --pwd" ] || exit 9\n'
+        'cd "$5" || exit 9\necho "inside $6"\nshift 6\nexec "$@"\n'
+    )
+    tool.chmod(0o755)
+    return f"export PATH={programs}:$PATH"
+
+
+@pytest.mark.parametrize(
+    ("runtime", "said"),
+    [("pyxis", "unrecognized option '--container-image=docker://none'"), ("apptainer", "apptainer")],
+)
+def test_a_runtime_that_is_not_there_ends_the_job_with_its_cause_in_a_minute(slurm, tiny, tmp_path, runtime, said):
+    began = time.monotonic()
+    job = submitted(slurm, tiny, tmp_path, container={"image": "docker://none", "runtime": runtime})
+    last = job.ended()
+    assert "the nodes did not start (srun: " in last and said in last and time.monotonic() - began < 60
+    assert job.state == "FAILED"
+
+
+def test_the_nodes_run_inside_the_container(slurm, tiny, tmp_path):
+    """Up to the check of the node, which fails for want of disk."""
+    site = {"container": {"image": "docker://some", "runtime": "apptainer", "mounts": ["/a:/b"]}, "free_disk_gib": 1e7}
+    job = submitted(slurm, tiny, tmp_path, setup=[wrapper(tmp_path)], **site)
+    assert "GiB free; free_disk_gib asks for" in job.ended()
+    assert "inside docker://some" in job.everything()
 
 
 def test_a_full_disk_ends_the_job_with_its_cause_in_a_minute(slurm, tiny, tmp_path):
@@ -122,12 +205,17 @@ def test_a_full_disk_ends_the_job_with_its_cause_in_a_minute(slurm, tiny, tmp_pa
     assert "GiB free; free_disk_gib asks for" in last and time.monotonic() - began < 60
 
 
-def test_an_error_of_the_training_is_the_last_line(slurm, tiny, tmp_path):
-    job = submitted(slurm, tiny, tmp_path)
-    job.ended()
-    again = submitted(slurm, tiny, tmp_path, "rollout.rollouts_per_prompt=5")
-    assert "CheckpointError" in again.ended() or "configuration error" in again.log.splitlines()[-1]
-    assert again.state == "FAILED"
+def test_a_job_without_progress_ends_and_says_what_it_did_last(stalled):
+    last = stalled.ended()
+    assert "no new step in" in last and "last words" in last and stalled.state == "FAILED"
+    stalled.wait("all processes gone", lambda: not stalled.processes(), limit_s=30)
+
+
+def test_an_error_of_the_training_is_the_last_line(slurm, tiny, tmp_path, unbroken_run):
+    shutil.copytree(unbroken_run, tmp_path / "run")
+    job = submitted(slurm, tiny, tmp_path, "rollout.rollouts_per_prompt=5")
+    assert "CheckpointError" in job.ended() or "configuration error" in job.log.splitlines()[-1]
+    assert job.state == "FAILED"
 
 
 @pytest.mark.parametrize(

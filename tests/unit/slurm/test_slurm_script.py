@@ -104,6 +104,16 @@ def test_a_cluster_without_gpus_needs_a_number_of_nodes():
         nodes_of(config(), cluster(gpus_per_node=0))
 
 
+def test_cores_of_nodes_without_gpus_are_places_for_ranks_and_servers():
+    recipe = config(actor={"tensor_parallel": 2}, engine={"replicas": 2})
+    site = {"gpus_per_node": 0, "nodes": 2}
+    assert nodes_of(recipe, cluster(cpus_per_node=2, **site)) == 2
+    with pytest.raises(ConfigError, match=r"cpus_per_node: got 1; .*group of 2 .* no room for 1 of them"):
+        nodes_of(recipe, cluster(cpus_per_node=1, **site))
+    assert "--cores 2" in script_of(JOB, cluster(cpus_per_node=2, **site))
+    assert "--cores" not in script_of(JOB, cluster(cpus_per_node=2))
+
+
 def test_the_job_has_absolute_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = config(trainer={"run_dir": "runs/a b"})
