@@ -35,7 +35,7 @@ class Host:
 
 HOSTS = {
     "verl": Host(
-        prefix="",
+        prefix="actor/",
         first_step=1,
         jsonl=True,
         how='trainer.logger=\'["console","file"]\' or \'["console","tensorboard"]\'',

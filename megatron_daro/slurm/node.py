@@ -22,11 +22,12 @@ from typing import Any
 
 from megatron_daro.errors import DaroError, DeadlineError
 from megatron_daro.slurm.health import Wanted, problems
-from megatron_daro.slurm.processes import Process, kill_descendants, start_ray
+from megatron_daro.slurm.processes import PortTakenError, Process, kill_descendants, start_ray
 from megatron_daro.slurm.rendezvous import Greeter, Message, own_address, reach_head, write_private
 from megatron_daro.slurm.training import EndedError, Ending, Stops, train
 
 RAY_JOIN_S = 300.0
+PORTS_TRIED = 5
 PROCESSES_BESIDE_GPUS = 32
 """Ray's CPUs are places for processes here: two for each GPU, and these; more where the machine has more cores. Without
 GPUs a place is a core that the cluster file asks for, so that ranks and servers spread over the nodes."""
@@ -149,13 +150,7 @@ async def _with_ray(place: Place, options: argparse.Namespace, stops: Stops, gre
     environment = _ray_environment(options)
     job = os.environ.get("SLURM_JOB_ID", str(os.getpid()))
     temporary = Path(tempfile.gettempdir()) / f"daro{job}_{options.attempt}"  # sockets' paths are limited to 107 bytes
-    port = _free_port(place.address)
-    ray = await stops.or_end(
-        start_ray(
-            head=True, address=place.address, port=port, gpus=options.gpus, cpus=_places(options),
-            temporary=temporary, environment=environment,
-        )
-    )  # fmt: skip
+    ray, port = await stops.or_end(_ray_head(place, options, temporary, environment))
     address = f"{place.address}:{port}"
     await greeter.order("join", address)
     try:
@@ -164,6 +159,25 @@ async def _with_ray(place: Place, options: argparse.Namespace, stops: Stops, gre
         return Ending("failed", str(error))
     environment |= {"RAY_ADDRESS": address, "MEGATRON_DARO_ATTEMPT": str(options.attempt)}
     return await train(options, stops, environment, lost=[greeter.trouble, _ray_ended(ray, place.node)])
+
+
+async def _ray_head(
+    place: Place, options: argparse.Namespace, temporary: Path, environment: dict[str, str]
+) -> tuple[Process, int]:
+    """Return Ray on the first node and its port; tries another port where a program was faster."""
+    for left in reversed(range(PORTS_TRIED)):
+        port = _free_port(place.address)
+        try:
+            ray = await start_ray(
+                head=True, address=place.address, port=port, gpus=options.gpus, cpus=_places(options),
+                temporary=temporary, environment=environment,
+            )  # fmt: skip
+            return ray, port
+        except PortTakenError as error:
+            if not left:
+                raise
+            print(f"{place.node}: port {port} was taken meanwhile, trying another: {error}", flush=True)
+    raise AssertionError("the last try raises")
 
 
 def _ray_ended(ray: Process, node: str) -> asyncio.Future[str]:

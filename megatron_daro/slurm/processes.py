@@ -20,7 +20,13 @@ from megatron_daro.errors import WorkerError
 
 _PR_SET_PDEATHSIG = 1
 _RAY_STARTED = b"Ray runtime started"
+_PORT_TAKEN = "The specified port is"
+"""Of Ray's words where another program has the port of its control service."""
 _KEPT_LINES = 200
+
+
+class PortTakenError(WorkerError):
+    """Another program took the port in the moment between its choice and its use."""
 
 
 def _die_with_parent() -> None:
@@ -103,7 +109,7 @@ async def start_ray(
         limit_s: until it runs.
 
     Raises:
-        WorkerError: it ended, or did not start in time.
+        WorkerError: it ended, or did not start in time; PortTakenError: because of its port.
     """
     program = str(Path(sys.executable).with_name("ray"))
     role = ["--head", f"--port={port}", f"--temp-dir={temporary}", "--include-dashboard=false"]
@@ -118,4 +124,5 @@ async def start_ray(
         return ray
     ended.cancel()
     why = f"ended with code {ended.result()}" if ended in done else f"did not start within {limit_s:g} s"
-    raise WorkerError(f"Ray {why} on {address}: {ray.last_line}")
+    taken = ended in done and any(_PORT_TAKEN in line for line in ray.lines)
+    raise (PortTakenError if taken else WorkerError)(f"Ray {why} on {address}: {ray.last_line}")

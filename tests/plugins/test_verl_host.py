@@ -70,6 +70,17 @@ def test_a_real_step_of_verl_has_the_reference_gradient(model, tmp_path, size):
         assert found["resumed"] == found["state"][-1]
         assert found["metrics"][-1]["difficulty/weight/2"] != 1
     assert (tmp_path / "checkpoint" / "daro.json").is_file()
+    assert_the_report_reads_what_verl_logged(tmp_path / "logs" / "0", ranks[0]["metrics"])
+
+
+def assert_the_report_reads_what_verl_logged(folder, metrics):
+    """By verl's own logger, under the names that its trainer gives."""
+    from megatron_daro.observe.host_metrics import load_host_run
+
+    run = load_host_run(folder, "verl")
+    for key in ("difficulty/weight/2", "difficulty/loss/1", "loss/policy"):
+        assert run.values(key) == pytest.approx([row[key] for row in metrics])
+    assert len(run.values("loss/grad_norm")) == len(metrics)
 
 
 def estimate(whole, rewards=None, config=None):

@@ -26,6 +26,8 @@ class _CpuModule(ModuleType):
             return lambda *args, **kwargs: (0, 0)
         if name in ("empty_cache", "ipc_collect", "set_device", "synchronize"):
             return lambda *args, **kwargs: None
+        if name == "get_device_name":
+            return lambda *args, **kwargs: "CPU"
         if name in ("get_rng_state", "set_rng_state", "manual_seed"):
             return getattr(torch, name)
         return getattr(torch.cpu, name)

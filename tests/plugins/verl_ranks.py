@@ -22,6 +22,9 @@ from tensordict import NonTensorData
 from verl.trainer.config import CheckpointConfig
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 from verl.utils import tensordict_utils as tu
+from verl.utils.metric import reduce_metrics
+from verl.utils.py_functional import rename_dict
+from verl.utils.tracking import Tracking
 from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.config.engine import TrainingWorkerConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker
@@ -72,6 +75,11 @@ def full_gradients(worker: Any) -> dict[str, torch.Tensor]:
     return {name: p.grad.full_tensor().clone() for name, p in named}
 
 
+def log_as_the_trainer_does(tracking: Tracking, metrics: dict[str, Any], step: int) -> None:
+    """The calls of verl's trainer between its actor's answer and its logger."""
+    tracking.log(data=reduce_metrics(rename_dict(dict(metrics), "actor/")), step=step)
+
+
 def main(model: Path, out: Path) -> None:
     """Three steps, a save, a resume in a new worker."""
     torch.distributed.init_process_group("gloo")
@@ -86,6 +94,8 @@ def main(model: Path, out: Path) -> None:
         return engine_step()
 
     worker.engine.optimizer_step = keep_gradients
+    os.environ["VERL_FILE_LOGGER_ROOT"] = str(out / "logs" / str(rank))
+    tracking = Tracking("daro", "test", default_backend=["console", "file"])
     for seed in range(STEPS):
         whole = batches.samples(seed)
         estimator = get_adv_estimator_fn("daro")
@@ -97,9 +107,12 @@ def main(model: Path, out: Path) -> None:
         )
         data = batches.as_tensordict(whole, advantages, returns, part=range(rank, len(whole), size))
         tu.assign_non_tensor(data, global_batch_size=len(whole), temperature=1.0, global_token_num=NonTensorData(None))
-        output = worker.train_batch(data)
-        found["metrics"].append(dict(tu.get(output, "metrics")))
+        options = {"mini_batch_size": len(whole), "dataloader_kwargs": {"shuffle": False}, "seed": seed}
+        tu.assign_non_tensor(data, **options)
+        metrics = tu.get(worker.train_mini_batch(data), "metrics")
+        found["metrics"].append({name: values[0] for name, values in metrics.items()})  # of one mini-batch
         found["state"].append(worker.daro.state_dict())
+        log_as_the_trainer_does(tracking, metrics, seed + 1)
     worker.save_checkpoint(str(out / "checkpoint"), global_step=STEPS)
     resumed = type(worker.daro)(worker.daro.algorithm.__class__(rollouts_per_prompt=batches.K, max_response_tokens=1))
     worker.daro = resumed
