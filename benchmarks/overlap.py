@@ -158,7 +158,7 @@ def configuration(arguments: argparse.Namespace, directory: Path, url: str, stal
         },
         "algorithm": {"name": "grpo", "filter": "none", "correction": {"kind": "tis" if staleness else "none"}},
         "actor": {
-            "dtype": "fp32",
+            "precision": "fp32",
             "micro_batch_tokens": 2048,
             "optimizer": {"learning_rate": arguments.learning_rate},
         },

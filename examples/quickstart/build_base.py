@@ -157,7 +157,7 @@ def pretrain(rank: int, processes: int, address: str, start: Path, target: Path,
     layout = parallel.Layout(data=processes)
     parallel.initialize(layout, rank=rank, init_method=address, seed=settings.seed, timeout_s=120)
     optimizer = {"learning_rate": settings.learning_rate, "warmup_steps": settings.warmup_steps}
-    actor = ActorSection(data_parallel=processes, dtype="fp32", optimizer=optimizer)
+    actor = ActorSection(data_parallel=processes, precision="fp32", optimizer=optimizer)
     policy = MegatronPolicy(
         PolicySettings(start, 2, max_response_tokens=128, temperature=1.0, total_steps=settings.steps),
         actor,

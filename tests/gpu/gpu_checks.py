@@ -21,8 +21,7 @@ from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "parallel"))
 
-FP8_CAPABILITY = (8, 9)
-
+NO_TRANSFORMER_ENGINE = "Transformer Engine is not installed, or there is no GPU"
 
 Check = Callable[[torch.device, Path], Outcome]
 
@@ -117,16 +116,36 @@ def policy_gradients_fp32(device: torch.device, directory: Path) -> Outcome:
     return Outcome(relative_difference(collect_gradients(policy), want), 1e-4, "relative, worst parameter")
 
 
-def policy_steps(device: torch.device, directory: Path, *, precision: str = "bf16") -> Outcome:
+def gradients_fused(device: torch.device, directory: Path) -> Outcome:
+    """Weight gradients that the layers add to the fp32 ones themselves, against those that autograd hands over in bf16:
+    three micro-batches, each layer's own, and the output layer's, which is never fused."""
+    from policy_tasks import collect_gradients
+
+    from megatron_daro.actor.device import has_transformer_engine
+    from megatron_daro.actor.step import compute_gradients
+
+    if not has_transformer_engine():
+        raise NotHereError(NO_TRANSFORMER_ENGINE)
+    batch, found = _learnable(directory), []
+    for fused in (True, False):
+        policy = build_policy(directory, precision="bf16", megatron={"gradient_accumulation_fusion": fused})
+        compute_gradients(policy.trainee, batch, _thirds(len(batch)), policy._objective, policy._output)
+        found.append({name: torch.from_numpy(x) for name, x in collect_gradients(policy).items()})
+    worst = max(_relative(value, found[1][name]) for name, value in found[0].items())
+    # A micro-batch's gradient is rounded to bf16 (2**-9) on one side only; twice would be a difference of 1.
+    return Outcome(worst, 0.02, "relative, worst parameter")
+
+
+def policy_steps(device: torch.device, directory: Path, **options: str) -> Outcome:
     """Six steps on one batch: the loss must fall. The difference reported is the last loss minus the first."""
-    losses = _losses(directory, steps=6, precision=precision)
+    losses = _losses(directory, steps=6, **options)
     return Outcome(losses[-1] - losses[0], -1e-3, "change of the loss in six steps")
 
 
-def policy_fp8(device: torch.device, directory: Path) -> Outcome:
-    """fp8 matrix products learn as well: needs Transformer Engine, and a GPU that has them."""
-    check_fp8(device)
-    return policy_steps(device, directory, precision="fp8")
+def policy_fp8(device: torch.device, directory: Path, recipe: str = "tensorwise") -> Outcome:
+    """fp8 matrix products learn as well: needs Transformer Engine, and a GPU that has the recipe."""
+    check_fp8(device, recipe)
+    return policy_steps(device, directory, precision="fp8", fp8_recipe=recipe)
 
 
 def policy_fp8_against_bf16(device: torch.device, directory: Path) -> Outcome:
@@ -173,12 +192,12 @@ def memory_released(device: torch.device, directory: Path) -> Outcome:
     return Outcome((left() - before) / 2**20, 1.0, "MiB more than before")
 
 
-def _losses(directory: Path, *, steps: int, precision: str = "bf16") -> list[float]:
+def _losses(directory: Path, *, steps: int, **options: str) -> list[float]:
     """Losses of steps on one batch whose good answers have advantage 1, the others -1."""
     from dataclasses import replace
 
     batch = _learnable(directory)
-    policy = build_policy(directory, precision=precision, learning_rate=3e-3)
+    policy = build_policy(directory, **{"precision": "bf16", **options}, learning_rate=3e-3)
     batch = replace(batch, old_logprobs_R=policy.logprobs(batch, _thirds(len(batch))))
     losses = []
     for step in range(steps):
@@ -201,16 +220,16 @@ def _learnable(directory: Path) -> Any:
     return replace(batch, advantages_N=signs, rollout_logprobs_R=np.full_like(batch.rollout_logprobs_R, -3.9))
 
 
-def check_fp8(device: torch.device) -> None:
+def check_fp8(device: torch.device, recipe: Any = "tensorwise") -> None:
     """Raise NotHereError where matrix products in fp8 cannot run."""
+    from megatron_daro.actor import precision
     from megatron_daro.actor.device import has_transformer_engine
+    from megatron_daro.config.precision import why_not
 
     if not has_transformer_engine():
-        raise NotHereError("Transformer Engine is not installed, or there is no GPU")
-    if torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
-        raise NotHereError(
-            f"the GPU has compute capability {torch.cuda.get_device_capability(device)}, fp8 needs (8, 9)"
-        )
+        raise NotHereError(NO_TRANSFORMER_ENGINE)
+    if why := why_not(recipe, precision.surroundings()):
+        raise NotHereError(f"fp8 ({recipe}): {why}")
 
 
 CHECKS: dict[str, Check] = {
@@ -223,8 +242,11 @@ CHECKS: dict[str, Check] = {
     "policy log-probs, llama fp32": lambda device, path: policy_logprobs_fp32(device, path, "llama"),
     "policy log-probs, qwen2 bf16": policy_logprobs_bf16,
     "policy gradients, fp32": policy_gradients_fp32,
+    "weight gradients fused, bf16": gradients_fused,
     "policy steps, bf16": policy_steps,
     "policy steps, fp8": policy_fp8,
+    "policy steps, fp8 blockwise": lambda device, path: policy_fp8(device, path, "blockwise"),
+    "policy steps, fp8 mxfp8": lambda device, path: policy_fp8(device, path, "mxfp8"),
     "fp8 against bf16, 50 steps": policy_fp8_against_bf16,
     "checkpoint, bf16": policy_checkpoint,
     "checkpoint, fp8": lambda device, path: policy_checkpoint(device, path, precision="fp8"),
@@ -242,14 +264,17 @@ def build_policy(
     algorithm: dict[str, Any] | None = None,
     distributed: bool = True,
     learning_rate: float = 1e-4,
+    **options: Any,
 ) -> Any:
-    """A policy of one rank."""
+    """A policy of one rank. options: further ones of the actor."""
     from policy_tasks import build_policy as build
 
     from megatron_daro.actor.parallel import Layout
 
     optimizer = {"distributed": distributed, "learning_rate": learning_rate}
-    return build(directory, Layout(), algorithm or {"name": "grpo"}, precision=precision, optimizer=optimizer)
+    return build(
+        directory, Layout(), algorithm or {"name": "grpo"}, precision=precision, optimizer=optimizer, **options
+    )
 
 
 def _thirds(num_samples: int) -> list[list[int]]:

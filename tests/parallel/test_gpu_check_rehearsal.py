@@ -14,13 +14,15 @@ from test_gradients_exact import layouts
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests" / "gpu"))
 
-from gpu_checks import CHECKS  # noqa: E402  (found through the line above)
+from gpu_checks import CHECKS, NO_TRANSFORMER_ENGINE  # noqa: E402  (found through the line above)
 
-NO_FP8 = "Transformer Engine is not installed, or there is no GPU"
 NOT_ON_A_CPU = {
-    "policy steps, fp8": NO_FP8,
-    "fp8 against bf16, 50 steps": NO_FP8,
-    "checkpoint, fp8": NO_FP8,
+    "weight gradients fused, bf16": NO_TRANSFORMER_ENGINE,
+    "policy steps, fp8": NO_TRANSFORMER_ENGINE,
+    "policy steps, fp8 blockwise": NO_TRANSFORMER_ENGINE,
+    "policy steps, fp8 mxfp8": NO_TRANSFORMER_ENGINE,
+    "fp8 against bf16, 50 steps": NO_TRANSFORMER_ENGINE,
+    "checkpoint, fp8": NO_TRANSFORMER_ENGINE,
     "memory released": "it counts the memory of a GPU, and there is none",
     "weights by handles to a second process": "handles are of a GPU's memory, and there is none",
     "tensor parallel 2, NCCL": "NCCL needs GPUs, and there is none",
