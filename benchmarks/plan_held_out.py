@@ -98,7 +98,7 @@ def write_recipe(folder: Path, steps: int) -> Path:
         "data": {"train": [str(folder / "train.jsonl")], "prompt_template": "plain", "max_prompt_tokens": 16},
         "rollout": {"prompts_per_step": 16, "rollouts_per_prompt": 8, "max_response_tokens": 64},
         "algorithm": {"name": "daro", "filter": "none"},
-        "actor": {"dtype": "fp32", "micro_batch_tokens": 1024},
+        "actor": {"precision": "fp32", "micro_batch_tokens": 1024},
         "engine": {"replicas": 1, "embedded": {"batch_size": 64, "threads": 1}},
         "reward": {"verifier": "exact", "workers": 1},
         "trainer": {"steps": steps + WARM_UP_STEPS, "save_every_steps": 0, "seed": 0},

@@ -14,11 +14,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from megatron_daro.config import Config, detect, resolve
+from megatron_daro.config import Config, detect, precision, resolve
 from megatron_daro.config.base import filled
 from megatron_daro.config.checks import check
 from megatron_daro.engine.sglang.environment import check_environments
@@ -114,7 +114,10 @@ def _package(package: _Package) -> Finding:
 def _gpus(config: Config | None) -> Finding:
     hardware = detect()
     if hardware.kind == "gpu":
-        return Finding("ok", "GPUs", f"{hardware.count}{', with fp8' if hardware.fp8 else ''}")
+        found = replace(precision.installed(here=True), capability=hardware.capability)
+        recipes = [name for name in precision.NEEDS if not precision.why_not(name, found)]
+        fp8 = f"fp8 recipes {', '.join(recipes)}" if recipes else f"no fp8: {precision.why_not('tensorwise', found)}"
+        return Finding("ok", "GPUs", f"{hardware.count}, {fp8}")
     fix = "runs of small models work on the CPU; on a GPU machine look at nvidia-smi and torch's build"
     if config and config.cluster.gpus_per_node:
         fix = f"the recipe's cluster has {config.cluster.gpus_per_node} on each node: start it there"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_daro.cli import main
+from megatron_daro.config import Hardware, precision
 from megatron_daro.runtime import diagnosis
 from megatron_daro.runtime.diagnosis import _Package, _package
 
@@ -62,3 +63,18 @@ def test_a_recipe_whose_files_are_missing(tmp_path, capsys, monkeypatch):
     said = capsys.readouterr()
     assert "recipe: model.path" in said.out and "give the local directory of the model" in said.out
     assert "are broken" in said.err and "recipe: model.path" in said.err
+
+
+@pytest.mark.parametrize(
+    ("capability", "engine", "said"),
+    [
+        (9.0, (2, 20, 2), "8, fp8 recipes tensorwise, blockwise"),
+        (8.0, (2, 20, 2), "8, no fp8: a GPU has compute capability 8, it needs 8.9 or newer"),
+        (9.0, None, "8, no fp8: Transformer Engine is not installed"),
+    ],
+)
+def test_gpus_say_which_recipes_of_fp8_run_there(monkeypatch, capability, engine, said):
+    monkeypatch.setattr(diagnosis, "detect", lambda: Hardware("gpu", 8, capability=capability))
+    monkeypatch.setattr(precision, "_version", {"transformer_engine": engine}.get)
+    monkeypatch.setattr(precision, "torch_cuda", lambda: (13, 0))
+    assert diagnosis._gpus(None).found == said
