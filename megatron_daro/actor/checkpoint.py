@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import threading
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from megatron_daro.actor.checkpoint_format import load_sharded, save_sharded
 from megatron_daro.actor.compat import allocate_optimizer_state, load_optimizer_state, quiet
 from megatron_daro.actor.optimizer import group_options, set_group_options
 from megatron_daro.actor.optimizer_shards import common_state, is_distributed, load_own_boxes, own_boxes
+from megatron_daro.actor.shard_file import ShardFile
 from megatron_daro.actor.step import Trainee
 from megatron_daro.errors import CheckpointError, DaroError
 
@@ -40,17 +40,29 @@ _METADATA = {
 }
 
 
-class PendingSave:
-    """A checkpoint that a thread of this rank is writing, from the live tensors: they must not change until `wait`."""
+_COPIED_BYTES = 2
+"""For each parameter of a rank: what a save may copy where the next update comes before the file is written."""
 
-    def __init__(self, directory: Path, write: Callable[[], None]) -> None:
-        self._directory, self._write = directory, write
+
+class PendingSave:
+    """A checkpoint that a thread of this rank is writing, from the live tensors: they must not change until `release`.
+
+    Args:
+        directory: of the checkpoint. file: of this rank. most_copied: bytes of host memory that it may take.
+    """
+
+    def __init__(self, directory: Path, file: ShardFile, *, most_copied: int) -> None:
+        self._directory, self._file, self._most_copied = directory, file, most_copied
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
+    def release(self) -> None:
+        """Return when weights and optimizer state may change. The file may not be on the disk yet."""
+        self._file.release(self._most_copied)
+
     def wait(self) -> None:
-        """Return when nothing is read any more; `finish` says how it went."""
+        """Return when this rank's file was written or failed; `finish` says how it went."""
         self._thread.join()
 
     def finish(self) -> None:
@@ -61,7 +73,7 @@ class PendingSave:
 
     def _run(self) -> None:
         try:
-            self._write()
+            self._file.write()
         except BaseException as error:
             self._error = error
 
@@ -78,12 +90,13 @@ def start_save(trainee: Trainee, directory: Path) -> PendingSave:
         with quiet():
             state = _state(trainee, is_loading=False)
             own = own_boxes(trainee.optimizer, state["model"]) if is_distributed(trainee.optimizer) else []
-            write = save_sharded(state, directory, own)
+            file = save_sharded(state, directory, own)
         if dist.get_rank() == 0:
             (directory / ALGORITHM_FILE).write_text(json.dumps(trainee.algorithm.state_dict()))
     except (OSError, SafetensorError) as error:
         raise _refused(directory, error) from error
-    return PendingSave(directory, write)
+    parameters = sum(p.numel() for chunk in trainee.chunks for p in chunk.module.parameters())
+    return PendingSave(directory, file, most_copied=_COPIED_BYTES * parameters)
 
 
 def _refused(directory: Path, error: BaseException) -> CheckpointError:

@@ -18,9 +18,7 @@ import itertools
 import math
 import pickle
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +27,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_daro import durable
 from megatron_daro.actor import device
+from megatron_daro.actor.shard_file import OwnBox, ShardFile
 from megatron_daro.convert.daro_format import (
     COMMON_FILE,
     StoredShard,
@@ -40,7 +38,6 @@ from megatron_daro.convert.daro_format import (
     write_metadata,
 )
 from megatron_daro.convert.pieces import overlap as common_box
-from megatron_daro.convert.safetensors_file import FileWriter
 from megatron_daro.errors import CheckpointError
 
 device.prepare()
@@ -58,11 +55,11 @@ with warnings.catch_warnings():
     from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
 
 
-def save_sharded(state: dict[str, Any], directory: Path, own: Sequence[OwnBox] = ()) -> Callable[[], None]:
+def save_sharded(state: dict[str, Any], directory: Path, own: Sequence[OwnBox] = ()) -> ShardFile:
     """Begin to write a sharded state dict into an existing, empty directory. Collective over all ranks.
 
     Returns:
-        What writes this rank's file, from the tensors as they are then; not collective, may run in a thread.
+        This rank's file, to be written from the tensors as they are then; not collective, may run in a thread.
 
     Args:
         state: nested; its ShardedTensors and ShardedObjects are written by their main replicas, the rest by rank 0.
@@ -72,13 +69,13 @@ def save_sharded(state: dict[str, Any], directory: Path, own: Sequence[OwnBox] =
         CheckpointingException: a box of a tensor has no main replica, or two. OSError, SafetensorError: the disk.
     """
     sharded, common = save_preprocess(state)
-    write = write_shards(sharded, directory, own)
+    file = collect_shards(sharded, directory, own)
     if dist.get_rank() == 0:
         buffer = io.BytesIO()
         torch.save(common, buffer)
         (directory / COMMON_FILE).write_bytes(buffer.getvalue())
         write_metadata(directory)
-    return write
+    return file
 
 
 def load_sharded(state: dict[str, Any], directory: Path) -> dict[str, Any]:
@@ -101,12 +98,11 @@ def load_sharded(state: dict[str, Any], directory: Path) -> dict[str, Any]:
     return apply_factory_merges(values, factories)
 
 
-def write_shards(sharded: object, directory: Path, own: Sequence[OwnBox] = ()) -> Callable[[], None]:
+def collect_shards(sharded: object, directory: Path, own: Sequence[OwnBox] = ()) -> ShardFile:
     """Collect what each rank will write; rank 0 writes the index. Collective over all ranks.
 
     Returns:
-        What writes this rank's main replicas to one file. One tensor at a time is copied to the CPU. The file's hash is
-        taken while it is written and left for the manifest (`durable.write_hash`).
+        The file of this rank's main replicas. Its hash is left for the manifest (`durable.write_hash`).
 
     Args:
         sharded: nested, of sharded tensors and objects. directory: existing. own: boxes that no other rank has.
@@ -124,15 +120,7 @@ def write_shards(sharded: object, directory: Path, own: Sequence[OwnBox] = ()) -
         every = [shard for part, _ in gathered for shard in part]
         _check_complete([shard for part, number in gathered for shard in part[number:]])
         write_index(directory, every)
-    return partial(_write_file, path, [(shard.name, box) for shard, box in zip(shards, boxes, strict=True)])
-
-
-def _write_file(path: Path, boxes: Sequence[tuple[str, OwnBox]]) -> None:
-    if boxes:
-        with FileWriter(path, [(name, box.data.dtype, box.shape) for name, box in boxes], hashed=True) as file:
-            for _, box in boxes:
-                file.write(box.data.detach().to("cpu"))
-        durable.write_hash(path, file.sha256 or "")
+    return ShardFile(path, [(shard.name, box) for shard, box in zip(shards, boxes, strict=True)])
 
 
 def read_shards(sharded: object, directory: Path) -> Any:
@@ -200,17 +188,6 @@ class _ShardReader:
             raise CheckpointError(
                 f"{self._directory / stored.file} cannot be read: {error}; the checkpoint is torn"
             ) from None
-
-
-@dataclass(frozen=True, slots=True)
-class OwnBox:
-    """Values of elements [offset, offset + shape) of a global tensor; `data` has as many elements, of any shape."""
-
-    key: str
-    data: Tensor
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    global_shape: tuple[int, ...]
 
 
 def _stored(item: ShardedTensor | ShardedObject) -> OwnBox:

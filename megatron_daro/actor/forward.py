@@ -31,6 +31,7 @@ from megatron_daro.data.packing import (
     pack,
     pack_multiples,
 )
+from megatron_daro.data.schedule import interleaved_group
 from megatron_daro.types import TrainBatch
 
 device.prepare()
@@ -119,16 +120,11 @@ def run_schedule(
 
 
 def interleaved(config: TransformerConfig, packs: Sequence[PackedMicroBatch]) -> list[PackedMicroBatch]:
-    """Return the micro-batches as the interleaved schedule takes them, which it is told in `config`.
-
-    It takes as many as there are stages or more, in groups that hold at least as many. The smallest group that leaves
-    no smaller rest keeps the fewest activations. Fewer micro-batches are filled up with silent ones.
-    """
-    stages = config.pipeline_model_parallel_size
-    filled = [*packs, *[min(packs, key=lambda p: len(p.tokens_T)).silent()] * (stages - len(packs))]
-    rests = ((size, len(filled) % size) for size in range(stages, len(filled) + 1))
-    config.microbatch_group_size_per_vp_stage = next(size for size, rest in rests if rest == 0 or rest >= stages)
-    return filled
+    """Return the micro-batches as the interleaved schedule takes them, filled up with silent ones; it is told the size
+    of their groups in `config`."""
+    count, group = interleaved_group(len(packs), config.pipeline_model_parallel_size)
+    config.microbatch_group_size_per_vp_stage = group
+    return [*packs, *[min(packs, key=lambda p: len(p.tokens_T)).silent()] * (count - len(packs))]
 
 
 def _forward_step(

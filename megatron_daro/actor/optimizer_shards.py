@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_daro.actor import device
-from megatron_daro.actor.checkpoint_format import OwnBox
+from megatron_daro.actor.shard_file import OwnBox
 from megatron_daro.convert.daro_format import DaroPieces
 from megatron_daro.convert.pieces import overlap
 from megatron_daro.errors import CheckpointError

@@ -164,12 +164,14 @@ class MegatronPolicy:
         dist.barrier()
 
     def start_save(self, directory: Path) -> None:
-        """Begin to do the same; training may go on, and waits before its next update until all is written. Collective.
+        """Begin to do the same; training may go on, and waits before its next update until all of it is written or
+        copied that memory has no room for. Collective.
 
         Raises:
             CheckpointError: the disk refused.
         """
-        self._keep_what_is_saved()
+        if self._pending_save is not None:
+            self._pending_save.wait()
         self._pending_save = checkpoint.start_save(self.trainee, directory)
 
     def finish_save(self) -> None:
@@ -180,7 +182,7 @@ class MegatronPolicy:
     def _keep_what_is_saved(self) -> None:
         """Wait until weights and optimizer state may change."""
         if self._pending_save is not None:
-            self._pending_save.wait()
+            self._pending_save.release()
 
     def load(self, directory: Path) -> None:
         """Return the inverse of `save`, also on another layout. Collective. Raises CheckpointError."""

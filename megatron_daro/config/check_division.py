@@ -61,6 +61,34 @@ def stage_layers(layers: int, stages: int, options: Mapping[str, object]) -> lis
     return counts if min(counts) >= 0 else None
 
 
+def part_layers(layers: int, stages: int, virtual: int, options: Mapping[str, object]) -> list[list[range]] | None:
+    """Return for each pipeline stage the layers of each of its virtual parts; None where they do not divide.
+
+    Args:
+        layers, stages, options: of `stage_layers`. virtual: parts of a stage; part i of stage p is at i * stages + p.
+    """
+    counts = stage_layers(layers, stages, options)
+    if counts is None or any(count % virtual for count in _counted(counts, options)):
+        return None
+    each = [count // virtual for count in _counted(counts, options)]
+    extra = [1 if options.get(name) else 0 for name in _ACCOUNTED]
+    parts: list[list[range]] = [[] for _ in counts]
+    at = 0
+    for part in range(virtual):
+        for stage, size in enumerate(each):
+            # The embedding and the loss, where they count as layers, are in the first and the last part of all.
+            size -= extra[0] * (part == stage == 0) + extra[1] * (part == virtual - 1 and stage == stages - 1)
+            parts[stage].append(range(at, at + size))
+            at += size
+    return parts
+
+
+def _counted(counts: list[int], options: Mapping[str, object]) -> list[int]:
+    """Return what is divided over the parts of each stage: its layers, and what is accounted as one."""
+    extra = [1 if options.get(name) else 0 for name in _ACCOUNTED]
+    return [n + extra[0] * (i == 0) + extra[1] * (i == len(counts) - 1) for i, n in enumerate(counts)]
+
+
 def _stage_problems(actor: ActorSection, layers: int) -> Iterator[Problem]:
     stages, named = actor.pipeline_parallel, {n: v for n, v in actor.megatron.items() if n in _STAGE_OPTIONS and v}
     if not named:
@@ -81,11 +109,7 @@ def _virtual_stage_problems(actor: ActorSection, layers: int, options: Mapping[s
         got = f"{virtual} with pipeline_parallel 1"
         yield Problem(field, got, "1 without pipeline stages", "remove it", also=("actor.pipeline_parallel",))
     elif virtual > 1:
-        # What counts as a layer of a stage is divided: the embedding and the loss too, where they are accounted for.
-        counts = stage_layers(layers, stages, options) or []
-        extra = [1 if options.get(name) else 0 for name in _ACCOUNTED]
-        if counts:
-            counts = [counts[0] + extra[0], *counts[1:-1], counts[-1] + extra[1]]
+        counts = _counted(stage_layers(layers, stages, options) or [], options)
         for count in sorted({count for count in counts if count % virtual}):
             got = f"{virtual}, but a stage has {count} layers"
             fix = "choose one of them, or another pipeline_parallel"

@@ -71,7 +71,7 @@ class ModelShape:
     @property
     def expert_layers(self) -> int:
         """Number of layers with experts."""
-        return sum(self.has_experts(layer) for layer in range(self.layers))
+        return self.layers - len(self.experts.dense_layers) if self.experts else 0
 
     @property
     def num_parameters(self) -> int:

@@ -151,6 +151,20 @@ def schedule(
     )
 
 
+def interleaved_group(micro_batches: int, stages: int) -> tuple[int, int]:
+    """Return how many micro-batches Megatron's interleaved schedule is given, and in groups of what size.
+
+    It takes as many as there are stages or more, in groups that hold at least as many. The smallest group that leaves
+    no smaller rest keeps the fewest activations. Fewer micro-batches are filled up with ones that train nothing.
+
+    Args:
+        micro_batches: of a step and rank, at least 1. stages: of the pipeline.
+    """
+    count = max(micro_batches, stages)
+    rests = ((size, count % size) for size in range(stages, count + 1))
+    return count, next(size for size, rest in rests if rest == 0 or rest >= stages)
+
+
 def bin_token_counts(batch: TrainBatch) -> np.ndarray:
     """Trained tokens of the whole batch per pass-rate bin, the N_k of the DARO loss.
 

@@ -128,11 +128,7 @@ def predicted_step(history: History, config: Config, shape: ModelShape, gpu: Gpu
 def _phases(config: Config, workload: Workload, gpu: Gpu, constants: Constants) -> tuple[TrainTimes, float]:
     """Return what the model finds for training and for generation of a configuration in its own layout."""
     actor, engine = config.actor, config.engine
-    layout = ModelLayout(
-        actor.tensor_parallel, actor.pipeline_parallel, actor.context_parallel, actor.recompute,
-        actor.micro_batch_tokens, actor.expert_parallel,
-    )  # fmt: skip
     tensor = engine.sglang.tensor_parallel if engine.kind == "sglang" else 1
     replicas = len(engine.sglang.urls) or engine.replicas
-    times = train_times(workload, layout, actor.data_parallel, gpu, constants)
+    times = train_times(workload, ModelLayout.of(actor), actor.data_parallel, gpu, constants)
     return times, generation_s(workload, tensor, replicas, gpu, constants)

@@ -7,15 +7,19 @@ checks: what the trainer would refuse is not proposed. Refused ones are returned
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.model_shape import ModelShape
+from megatron_daro.data.schedule import interleaved_group
 from megatron_daro.plan.gpus import Gpu
 from megatron_daro.plan.parameters import Cut
 from megatron_daro.plan.workload import Workload, least_budget
 
 CONTEXT_SIZES = (1, 2, 4, 8)
+MOST_PARTS = 8
+"""Virtual parts of a pipeline stage that are tried, at most."""
 BUDGETS = (1, 2, 4, 8)
 """Token budgets that are tried, as multiples of the longest sample."""
 Recompute = Literal["none", "full"]
@@ -23,7 +27,7 @@ Recompute = Literal["none", "full"]
 
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
-    """How one replica of the policy lies on GPUs: TP, PP, CP, EP; recomputation; tokens of a micro-batch."""
+    """How one replica of the policy lies on GPUs: TP, PP, CP, EP, VPP; recomputation; tokens of a micro-batch."""
 
     tensor: int
     pipeline: int
@@ -31,16 +35,42 @@ class ModelLayout:
     recompute: Recompute
     micro_batch_tokens: int
     expert: int = 1
+    virtual: int = 1
+
+    @classmethod
+    def of(cls, actor: ActorSection) -> ModelLayout:
+        """Return that of a configuration."""
+        return cls(
+            tensor=actor.tensor_parallel,
+            pipeline=actor.pipeline_parallel,
+            context=actor.context_parallel,
+            recompute=actor.recompute,
+            micro_batch_tokens=actor.micro_batch_tokens,
+            expert=actor.expert_parallel,
+            virtual=actor.virtual_pipeline_parallel,
+        )
 
     @property
     def cut(self) -> Cut:
         """How the parameters are cut. Experts that are spread over ranks (EP) stay whole (ETP 1)."""
-        return Cut(self.tensor, self.pipeline, self.expert, self.tensor if self.expert == 1 else 1)
+        return Cut(self.tensor, self.pipeline, self.expert, self.tensor if self.expert == 1 else 1, self.virtual)
 
     @property
     def ranks(self) -> int:
         """GPUs of one replica."""
         return self.tensor * self.pipeline * self.context
+
+    def under_way(self, stage: int, micro_batches: int) -> int:
+        """Return how many forward passes of a part of a stage (0 .. PP - 1) wait for their backward pass, at most.
+
+        With one forward and one backward in turn, stage s holds PP - s micro-batches. The interleaved schedule takes
+        each part with a whole group before the next, and twice the distance to the last stage more.
+        """
+        after = self.pipeline - 1 - stage
+        if self.virtual == 1:
+            return min(after + 1, micro_batches)
+        count, group = interleaved_group(micro_batches, self.pipeline)
+        return min(2 * after + (self.virtual - 1) * group + 1, count * self.virtual)
 
     @property
     def tokens_per_rank(self) -> int:
@@ -61,7 +91,7 @@ def sizes(shape: ModelShape, gpu: Gpu, most: int) -> Iterator[tuple[int, int, in
 
 
 def model_layouts(workload: Workload, gpu: Gpu, most: int) -> Iterator[ModelLayout]:
-    """Yield every layout of one replica, with each recomputation and token budget."""
+    """Yield every layout of one replica, with each recomputation and token budget; stages are in one part."""
     for tensor, pipeline, context in sizes(workload.shape, gpu, most):
         multiple = tensor * (2 * context if context > 1 else 1)
         least = least_budget(workload, multiple)
@@ -78,6 +108,13 @@ def expert_sizes(shape: ModelShape, tensor: int) -> list[int]:
     number = shape.experts.number
     spread = [n for n in (2, 4, 8, 16, 32, 64) if number % n == 0 and (n % tensor == 0 or tensor % n == 0)]
     return ([1] if shape.experts.ffn % tensor == 0 else []) + spread
+
+
+def in_parts(shape: ModelShape, layout: ModelLayout) -> Iterator[ModelLayout]:
+    """Yield the layout with its stages in several virtual parts; each keeps more activations than with one part."""
+    layers = shape.layers // layout.pipeline
+    if layout.pipeline > 1:
+        yield from (replace(layout, virtual=n) for n in range(2, MOST_PARTS + 1) if layers % n == 0)
 
 
 def server_sizes(shape: ModelShape, gpu: Gpu) -> list[int]:

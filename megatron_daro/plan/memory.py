@@ -98,19 +98,19 @@ def activations(
     Args:
         workload, layout: what runs.
         kinds: of the layers.
-        stage: 0 .. PP - 1; with one forward and one backward in turn, stage s holds PP - s micro-batches.
+        stage: 0 .. PP - 1.
         micro_batches: of a step and rank.
     """
     shape = workload.shape
-    under_way = min(layout.pipeline - stage, micro_batches)
-    layers = shape.layers // layout.pipeline
+    under_way = layout.under_way(stage, micro_batches)
+    layers = shape.layers // (layout.pipeline * layout.virtual)
     layer = layer_elements(workload, kinds) / layout.tensor
     hidden = shape.hidden / layout.tensor
     outside = hidden * ((stage == 0) + 2 * (stage == layout.pipeline - 1))  # embedding; final norm and its input
     if layout.recompute == "full":
-        kept = under_way * (layers * hidden + outside) + layer
+        kept = under_way * (layers * hidden + outside / layout.virtual) + layer
     else:
-        kept = under_way * (layers * layer + outside)
+        kept = under_way * (layers * layer + outside / layout.virtual)
     return kept * layout.tokens_per_rank * workload.dtype_bytes
 
 

@@ -26,12 +26,14 @@ def padded_vocabulary(vocab: int, tensor: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a model is cut: TP, PP, EP and ETP (ranks that share the experts of a layer, and each expert)."""
+    """How a model is cut: TP, PP, EP and ETP (ranks that share the experts of a layer, and each expert), VPP (parts of
+    a stage)."""
 
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
     expert_tensor: int = 1
+    virtual: int = 1
 
 
 def layer_parameters(shape: ModelShape, cut: Cut, layer: int = 0) -> tuple[int, ...]:
@@ -55,15 +57,16 @@ def expert_parameters(shape: ModelShape, cut: Cut, layer: int) -> tuple[int, ...
     return (2 * width * shape.hidden, width * shape.hidden) * (shape.experts.number // cut.expert)
 
 
-def stage_parameters(shape: ModelShape, cut: Cut, stage: int) -> tuple[list[int], list[int]]:
-    """Return the elements of each parameter on a rank of this stage (0 .. PP - 1): those of experts in the second list.
+def part_parameters(shape: ModelShape, cut: Cut, stage: int, part: int = 0) -> tuple[list[int], list[int]]:
+    """Return the elements of each parameter of a part (0 .. VPP - 1) of a stage (0 .. PP - 1) on one rank: those of
+    experts in the second list.
 
     With tied embeddings and several stages the last one holds a copy of the embedding.
     """
     table = padded_vocabulary(shape.vocab, cut.tensor) // cut.tensor * shape.hidden
-    first, last = stage == 0, stage == cut.pipeline - 1
-    own = shape.layers // cut.pipeline
-    layers = range(stage * own, (stage + 1) * own)
+    parts, place = cut.pipeline * cut.virtual, part * cut.pipeline + stage
+    first, last, own = place == 0, place == parts - 1, shape.layers // parts
+    layers = range(place * own, (place + 1) * own)
     sizes = [table] if first else []
     sizes += [size for layer in layers for size in layer_parameters(shape, cut, layer)]
     if last:
@@ -75,31 +78,35 @@ def stage_parameters(shape: ModelShape, cut: Cut, stage: int) -> tuple[list[int]
 @lru_cache(maxsize=65536)
 def counts(shape: ModelShape, cut: Cut, stage: int) -> tuple[int, int]:
     """Return all elements on a rank of this stage: those of experts by themselves."""
-    rest, experts = stage_parameters(shape, cut, stage)
-    return sum(rest), sum(experts)
+    parts = [part_parameters(shape, cut, stage, part) for part in range(cut.virtual)]
+    return sum(sum(rest) for rest, _ in parts), sum(sum(experts) for _, experts in parts)
 
 
 @lru_cache(maxsize=65536)
-def _aligned(shape: ModelShape, cut: Cut, stage: int) -> tuple[int, int]:
+def _aligned(shape: ModelShape, cut: Cut, stage: int, part: int) -> tuple[int, int]:
     unit = _PARAMETER_ALIGNMENT
-    rest, experts = (sum(-(-size // unit) * unit for size in sizes) for sizes in stage_parameters(shape, cut, stage))
+    rest, experts = (
+        sum(-(-size // unit) * unit for size in sizes) for sizes in part_parameters(shape, cut, stage, part)
+    )
     return rest, experts
 
 
 def buffer_elements(shape: ModelShape, cut: Cut, stage: int, *, shards: int, expert_shards: int) -> int:
-    """Return the elements of the gradient buffers, with the padding that the distributed optimizer asks for.
+    """Return the elements of the gradient buffers, with the padding that the distributed optimizer asks for: each
+    virtual part has its own.
 
     Args:
-        shape, cut, stage: as of `stage_parameters`.
+        shape, cut, stage: as of `counts`.
         shards: ranks that share the optimizer, DP * CP; 0 without the distributed optimizer.
         expert_shards: the same of the experts, TP * CP * DP / (ETP * EP).
     """
     if not shards:
         return sum(counts(shape, cut, stage))
     total = 0
-    for elements, ranks in zip(_aligned(shape, cut, stage), (shards, expert_shards), strict=True):
-        unit = math.lcm(ranks, _BUFFER_ALIGNMENT)
-        total += -(-elements // unit) * unit
+    for part in range(cut.virtual):
+        for elements, ranks in zip(_aligned(shape, cut, stage, part), (shards, expert_shards), strict=True):
+            unit = math.lcm(ranks, _BUFFER_ALIGNMENT)
+            total += -(-elements // unit) * unit
     return total
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from megatron_daro.errors import ConfigError
 from megatron_daro.plan.gpus import Gpu
-from megatron_daro.plan.layout import ModelLayout, model_layouts, server_sizes
+from megatron_daro.plan.layout import ModelLayout, in_parts, model_layouts, server_sizes
 from megatron_daro.plan.memory import Memory, kv_bytes_per_token, server_memory, trainer_memory
 from megatron_daro.plan.times import Constants, TrainTimes, generation_s, micro_batches_of, sync_s, train_times
 from megatron_daro.plan.workload import Workload
@@ -128,16 +128,21 @@ def search(workload: Workload, gpu: Gpu, gpus: int, *, constants: Constants | No
             if training % layout.ranks or servers is None:
                 continue
             looked_at += 1
-            trainers = _trainers(workload, layout, training // layout.ranks, gpu, known, refusals)
-            if trainers is not None:
-                seconds = sync_s(workload, layout, gpu, known)
+            seconds, data = sync_s(workload, layout, gpu, known), training // layout.ranks
+            for trainers in _in_parts(workload, layout, data, gpu, known, refusals):
                 found.append(Choice(trainers, servers, seconds, known.fixed_s, workload.staleness))
     if not found:
         raise ConfigError(_nothing_fits(workload, gpu, gpus, refusals))
     shortest = min(choice.step for choice in found)
     # Within a fiftieth of each other the constants do not tell them apart: fewer GPUs of a replica are simpler.
-    found.sort(key=lambda choice: (int((choice.step / shortest - 1) / 0.02), choice.trainers.layout.ranks, choice.step))
+    # So are stages in one part.
+    found.sort(key=lambda choice: (int((choice.step / shortest - 1) / 0.02), *_complexity(choice), choice.step))
     return Plan(tuple(_distinct(found, best)), refusals, looked_at)
+
+
+def _complexity(choice: Choice) -> tuple[int, int]:
+    layout = choice.trainers.layout
+    return layout.ranks, layout.virtual
 
 
 def splits(gpus: int, node: int) -> list[int]:
@@ -153,6 +158,20 @@ def splits(gpus: int, node: int) -> list[int]:
 def _powers(unit: int) -> Iterator[int]:
     for exponent in range(16):
         yield unit << exponent
+
+
+def _in_parts(
+    workload: Workload, layout: ModelLayout, data: int, gpu: Gpu, constants: Constants, refusals: Refusals
+) -> Iterator[Trainers]:
+    """Yield the trainers where they fit, and with their stages in several parts where these fit too."""
+    trainers = _trainers(workload, layout, data, gpu, constants, refusals)
+    if trainers is None:
+        return
+    yield trainers
+    for other in in_parts(workload.shape, layout):
+        parted = _trainers(workload, other, data, gpu, constants, refusals)
+        if parted is not None:
+            yield parted
 
 
 def _trainers(
@@ -213,7 +232,8 @@ class _Fleets:
 def describe(layout: ModelLayout) -> str:
     """Return the layout in a few words."""
     experts = f" EP {layout.expert}" if layout.expert > 1 else ""
-    parts = f"TP {layout.tensor} PP {layout.pipeline} CP {layout.context}{experts}"
+    virtual = f" VPP {layout.virtual}" if layout.virtual > 1 else ""
+    parts = f"TP {layout.tensor} PP {layout.pipeline}{virtual} CP {layout.context}{experts}"
     return f"{parts} recompute {layout.recompute}, {layout.micro_batch_tokens} tokens"
 
 

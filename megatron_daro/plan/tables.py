@@ -34,6 +34,7 @@ def options_of(choice: Choice) -> dict[str, object]:
     return {
         "actor.tensor_parallel": layout.tensor,
         "actor.pipeline_parallel": layout.pipeline,
+        "actor.virtual_pipeline_parallel": layout.virtual,
         "actor.context_parallel": layout.context,
         "actor.data_parallel": choice.trainers.data,
         "actor.sequence_parallel": layout.tensor > 1,
@@ -100,17 +101,18 @@ def view(plan: Plan, workload: Workload, gpu: Gpu, bill: Bill) -> RenderableType
 
 
 def _times_table(plan: Plan, workload: Workload, bill: Bill, title: str) -> Table:
-    columns = ["", "TP PP CP DP EP", "recompute", "tokens", "train", "servers", "step s", "generate", "log-probs"]
+    columns = ["", "TP PP VPP CP DP EP", "recompute", "tokens", "train", "servers", "step s", "generate", "log-probs"]
     columns += ["train s", "of it bubble", "comm.", "sync", "tokens/s/GPU", "GPU-hours"]
     table = Table(title=title, title_justify="left", title_style="")
     for name in (*columns, *(["cost"] if bill.price is not None else [])):
         table.add_column(name, justify="right")
     for number, choice in enumerate(plan.choices, 1):
         layout, times = choice.trainers.layout, choice.trainers.times
+        sizes = layout.tensor, layout.pipeline, layout.virtual, layout.context, choice.trainers.data, layout.expert
         hours = _gpu_hours(choice, bill)
         cells = [
             str(number),
-            f"{layout.tensor} {layout.pipeline} {layout.context} {choice.trainers.data} {layout.expert}",
+            " ".join(map(str, sizes)),
             layout.recompute,
             str(layout.micro_batch_tokens),
             f"{choice.trainers.gpus} GPUs",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_daro.data.schedule import CostModel
+from megatron_daro.data.schedule import CostModel, interleaved_group
 from megatron_daro.plan.gpus import Gpu
 from megatron_daro.plan.layout import ModelLayout
 from megatron_daro.plan.memory import kv_bytes_per_token, server_memory
@@ -83,14 +83,17 @@ def train_times(workload: Workload, layout: ModelLayout, data: int, gpu: Gpu, co
         rate = gpu.bf16_tflops * 1e12 * constants.training * 1.3  # attention, norms and the output layer stay in bf16
     again = 4 / 3 if layout.recompute == "full" else 1.0
     num = micro_batches_of(workload, layout, data)
+    taken = num if layout.virtual == 1 else interleaved_group(num, layout.pipeline)[0]
+    again *= taken / num  # micro-batches that train nothing fill the interleaved schedule up
     even = operations / (layout.ranks * data) / rate * (1 + constants.imbalance) * _last_stage_excess(workload, layout)
-    launches = workload.updates * num * shape.layers / layout.pipeline * constants.layer_s
+    launches = workload.updates * taken * shape.layers / layout.pipeline * constants.layer_s
     compute = max(even * again, launches)
-    inner = workload.updates * num * _layer_traffic(workload, layout, gpu, constants)
+    inner = workload.updates * taken * _layer_traffic(workload, layout, gpu, constants)
     outer = workload.updates * _data_parallel_s(workload, layout, data, gpu, constants)
-    bubble = (compute + inner) * (layout.pipeline - 1) / num
-    forward = (max(even, launches) + 0.4 * inner) / 3
-    passes = workload.extra_passes * forward * (1 + (layout.pipeline - 1) / num)
+    idle = (layout.pipeline - 1) / (taken * layout.virtual)
+    bubble = (compute + inner) * idle
+    forward = (max(even * taken / num, launches) + 0.4 * inner) / 3
+    passes = workload.extra_passes * forward * (1 + idle)
     factor = constants.training_factor
     return TrainTimes(factor * compute, factor * (inner + outer), factor * bubble, factor * passes)
 
@@ -121,7 +124,7 @@ def _layer_traffic(workload: Workload, layout: ModelLayout, gpu: Gpu, constants:
         path = links if layout.expert <= gpu.gpus_per_node else network
         seconds += layers * shape.expert_layers / shape.layers * sent / path
     if layout.pipeline > 1:
-        seconds += 2 * hidden / layout.tensor / network
+        seconds += 2 * layout.virtual * hidden / layout.tensor / network
     return seconds
 
 

@@ -60,31 +60,35 @@ def place_of(rank: int, layout: Layout) -> Place:
     )
 
 
-def stage_plans(shape: ModelShape, layers_of_stages: list[int], bucket_bytes: int, dtype_bytes: int) -> list[StagePlan]:
+def stage_plans(
+    shape: ModelShape, layers_of_stages: list[list[range]], bucket_bytes: int, dtype_bytes: int
+) -> list[StagePlan]:
     """Return the buckets of each stage.
 
     Args:
-        shape: the model. layers_of_stages: how many layers each stage has. bucket_bytes: limit of a bucket.
+        shape: the model. layers_of_stages: the layers of each part of each stage. bucket_bytes: limit of a bucket.
         dtype_bytes: of a weight, 2 or 4.
     """
     plans, dtype = [], _DTYPES[dtype_bytes]
-    for stage in range(len(layers_of_stages)):
-        tensors = list(_stage_tensors(shape, layers_of_stages, stage, dtype))
+    for stage, parts in enumerate(layers_of_stages):
+        ends = stage == 0, stage == len(layers_of_stages) - 1
+        tensors = [
+            tensor
+            for number, own in enumerate(parts)
+            for tensor in _part_tensors(shape, own, ends[0] and number == 0, ends[1] and own is parts[-1], dtype)
+        ]
         sizes = [len(bucket.data) for bucket in bucketize(tensors, bucket_bytes)]
         plans.append(StagePlan(stage, len(tensors), len(sizes), sum(sizes), max(sizes)))
     return plans
 
 
-def _stage_tensors(
-    shape: ModelShape, layers: list[int], stage: int, dtype: torch.dtype
+def _part_tensors(
+    shape: ModelShape, own: range, is_first: bool, is_last: bool, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (HF name, tensor on the meta device) in the order of the export."""
-    first = sum(layers[:stage])
-    own = range(first, first + layers[stage])
+    """Yield (HF name, tensor on the meta device) of a part of the model in the order of the export."""
     for rule in hf_to_megatron(shape):
         if rule.layer is None:
-            at = 0 if rule.megatron_name.startswith("embedding") else len(layers) - 1
-            mine = at == stage
+            mine = is_first if rule.megatron_name.startswith("embedding") else is_last
         else:
             mine = rule.layer in own
         if mine:
@@ -98,7 +102,7 @@ def checkpoint_plan(shape: ModelShape, layout: Layout, dtype_bytes: int, *, dist
     Args:
         shape, layout: what is saved. dtype_bytes: of a weight. distributed: whether ranks share the optimizer's state.
     """
-    cut = Cut(layout.tensor, layout.pipeline, layout.expert, layout.expert_tensor_size)
+    cut = Cut(layout.tensor, layout.pipeline, layout.expert, layout.expert_tensor_size, layout.virtual_pipeline)
     state, sizes = _STATE_BYTES[dtype_bytes], []
     shards = layout.data * layout.context
     in_stage = layout.world_size // layout.pipeline

@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_daro.actor.policy import layout_of
 from megatron_daro.config import Config, resolve_and_check
-from megatron_daro.config.check_division import stage_layers
+from megatron_daro.config.check_division import part_layers
 from megatron_daro.config.fit import demand_of
 from megatron_daro.config.model_shape import ModelShape, read_model_shape
 from megatron_daro.engine.sglang.update import GPU_BUCKET_MIB
@@ -83,10 +83,11 @@ class Setting:
         return self.full.trainer.updates_per_batch
 
     @property
-    def layers(self) -> list[int]:
-        """Layers of each pipeline stage."""
-        actor = self.full.actor
-        return stage_layers(self.shape.layers, actor.pipeline_parallel, actor.megatron) or [self.shape.layers]
+    def layers(self) -> list[list[range]]:
+        """Layers of each part of each pipeline stage."""
+        actor, layers = self.full.actor, self.shape.layers
+        sizes = (actor.pipeline_parallel, actor.virtual_pipeline_parallel)
+        return part_layers(layers, *sizes, actor.megatron) or [[range(layers)]]
 
     @property
     def bucket_bytes(self) -> int:
@@ -206,14 +207,7 @@ def _of_cluster(asked: Asked) -> list[str]:
 
 def _planned(config: Config, workload: Workload, gpu: Gpu) -> PlannedTimes:
     actor, constants = config.actor, Constants()
-    layout = ModelLayout(
-        actor.tensor_parallel,
-        actor.pipeline_parallel,
-        actor.context_parallel,
-        actor.recompute,
-        actor.micro_batch_tokens,
-        actor.expert_parallel,
-    )
+    layout = ModelLayout.of(actor)
     trainers = train_times(workload, layout, actor.data_parallel, gpu, constants)
     size = config.engine.sglang.tensor_parallel
     generation = generation_s(workload, size, config.engine.replicas, gpu, constants)
@@ -223,7 +217,8 @@ def _planned(config: Config, workload: Workload, gpu: Gpu) -> PlannedTimes:
 def world(config: Config) -> str:
     """Return the layout in words."""
     layout = layout_of(config.actor)
+    virtual = f" in {layout.virtual_pipeline} parts each" if layout.virtual_pipeline > 1 else ""
     return (
-        f"{layout.world_size} ranks (TP {layout.tensor}, PP {layout.pipeline}, CP {layout.context}, DP {layout.data}, "
-        f"EP {layout.expert})"
+        f"{layout.world_size} ranks (TP {layout.tensor}, PP {layout.pipeline}{virtual}, CP {layout.context}, "
+        f"DP {layout.data}, EP {layout.expert})"
     )

@@ -350,3 +350,17 @@ def steps_in_simulated_fp8(
             results = [policy.train_step(current, rows, step=step + 1) for step in range(num_steps)]
         found[recipe] = [dict(result.metrics) for result in results]
     return found
+
+
+def live_bytes(path: Path, layout: Any, batch: TrainBatch, micro_batches: list[list[int]], **options: Any) -> int:
+    """Peak of live bytes of forward and backward beside weights and gradients."""
+    from live_bytes import LiveBytes
+
+    from megatron_daro.actor.step import compute_gradients
+
+    policy = build_policy(path, layout, {"name": "grpo"}, **options)
+    buffers = [b for c in policy.trainee.chunks for b in [*c.buffers, *c.expert_parallel_buffers]]
+    known = [*(p for c in policy.chunks for p in c.parameters()), *(b.grad_data for b in buffers)]
+    with LiveBytes(known) as live:
+        compute_gradients(policy.trainee, batch, micro_batches, policy._objective, policy._output)
+    return live.peak

@@ -50,7 +50,7 @@ def cuts_to_boxes(cuts, shape):
 
 
 def save(directory, items):
-    fmt.write_shards({str(i): item for i, item in enumerate(items)}, directory)()
+    fmt.collect_shards({str(i): item for i, item in enumerate(items)}, directory).write()
 
 
 def load(directory, items):
@@ -213,7 +213,7 @@ def test_a_file_outside_the_checkpoint_is_not_opened(tmp_path):
 def test_what_is_not_sharded_comes_back_beside_what_is(tmp_path):
     whole = torch.arange(48.0).reshape(GLOBAL)
     state = {"model": {"w": shard_of(whole, (0, 0), GLOBAL)}, "schedule": {"num_steps": 3, "lr": 0.5}}
-    fmt.save_sharded(state, tmp_path)()
+    fmt.save_sharded(state, tmp_path).write()
     wanted = {"model": {"w": shard_of(whole * 0, (0, 0), GLOBAL)}, "schedule": {"num_steps": 0}}
     got = fmt.load_sharded(wanted, tmp_path)
     assert torch.equal(got["model"]["w"], whole)
@@ -223,7 +223,7 @@ def test_what_is_not_sharded_comes_back_beside_what_is(tmp_path):
 def test_a_box_with_two_main_replicas_is_not_saved(tmp_path):
     twice = {name: fmt.ShardedTensor.from_rank_offsets("w", torch.zeros(GLOBAL)) for name in "ab"}
     with pytest.raises(CheckpointingException, match="Invalid access pattern"):
-        fmt.save_sharded(twice, tmp_path)()
+        fmt.save_sharded(twice, tmp_path).write()
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_a_box_with_two_main_replicas_is_not_saved(tmp_path):
     ],
 )
 def test_other_back_ends_and_versions_are_refused(tmp_path, metadata, message):
-    fmt.save_sharded({"w": shard_of(torch.zeros(GLOBAL), (0, 0), GLOBAL)}, tmp_path)()
+    fmt.save_sharded({"w": shard_of(torch.zeros(GLOBAL), (0, 0), GLOBAL)}, tmp_path).write()
     (tmp_path / daro_format.METADATA_FILE).write_text(metadata)
     with pytest.raises(CheckpointError, match=message):
         fmt.load_sharded({}, tmp_path)
@@ -244,7 +244,7 @@ def test_other_back_ends_and_versions_are_refused(tmp_path, metadata, message):
 
 @pytest.mark.parametrize("damage", ["missing", "short", "empty", "code"])
 def test_a_torn_or_hostile_common_file_is_named(tmp_path, damage):
-    fmt.save_sharded({"w": shard_of(torch.zeros(GLOBAL), (0, 0), GLOBAL)}, tmp_path)()
+    fmt.save_sharded({"w": shard_of(torch.zeros(GLOBAL), (0, 0), GLOBAL)}, tmp_path).write()
     file = tmp_path / daro_format.COMMON_FILE
     if damage == "missing":
         file.unlink()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_daro.config.actor import ActorSection
-from megatron_daro.config.check_division import division_problems, stage_layers
+from megatron_daro.config.check_division import division_problems, part_layers, stage_layers
 from megatron_daro.config.model_shape import read_model_shape
 
 DENSE = {
@@ -117,6 +117,27 @@ def test_the_mlp_of_dense_layers_counts_only_where_there_are_some():
     assert "97 MLP columns" in problems({**odd, "mlp_only_layers": [0]}, tensor_parallel=2)[0]
 
 
+def stage_options(first: int | None, last: int | None, accounts: tuple[bool, bool]) -> dict[str, object]:
+    return {
+        "num_layers_in_first_pipeline_stage": first,
+        "num_layers_in_last_pipeline_stage": last,
+        "account_for_embedding_in_pipeline_split": accounts[0],
+        "account_for_loss_in_pipeline_split": accounts[1],
+    }
+
+
+def megatron_config(layers: int, stages: int, virtual: int | None, options: dict[str, object]):
+    from types import SimpleNamespace
+
+    return SimpleNamespace(
+        num_layers=layers,
+        pipeline_model_parallel_size=stages,
+        pipeline_model_parallel_layout=None,
+        virtual_pipeline_model_parallel_size=virtual,
+        **options,
+    )
+
+
 @given(
     layers=st.integers(1, 12),
     stages=st.integers(1, 5),
@@ -125,27 +146,42 @@ def test_the_mlp_of_dense_layers_counts_only_where_there_are_some():
     accounts=st.tuples(st.booleans(), st.booleans()),
 )
 def test_stages_have_the_layers_that_megatron_gives_them(layers, stages, first, last, accounts):
-    megatron = pytest.importorskip("megatron_daro.actor.layers")
-    from types import SimpleNamespace
-
+    pytest.importorskip("megatron_daro.actor.layers")
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
-    options = {
-        "num_layers_in_first_pipeline_stage": first,
-        "num_layers_in_last_pipeline_stage": last,
-        "account_for_embedding_in_pipeline_split": accounts[0],
-        "account_for_loss_in_pipeline_split": accounts[1],
-    }
+    options = stage_options(first, last, accounts)
     got = stage_layers(layers, stages, options)
-    config = SimpleNamespace(
-        num_layers=layers,
-        pipeline_model_parallel_size=stages,
-        pipeline_model_parallel_layout=None,
-        virtual_pipeline_model_parallel_size=None,
-        **options,
-    )
-    assert megatron is not None
     if got is None:
         return
+    config = megatron_config(layers, stages, None, options)
     assert sum(got) == layers
     assert got == [get_num_layers_to_build(config, pp_rank=stage) for stage in range(stages)]
+    assert part_layers(layers, stages, 1, options) == [
+        [range(sum(got[:stage]), sum(got[: stage + 1]))] for stage in range(stages)
+    ]
+
+
+@given(
+    layers=st.integers(2, 24),
+    stages=st.integers(2, 4),
+    virtual=st.integers(2, 4),
+    ends=st.sampled_from([None, "accounted", *range(1, 9)]),
+    which=st.tuples(st.booleans(), st.booleans()),
+)
+def test_parts_have_the_layers_that_megatron_gives_them(layers, stages, virtual, ends, which):
+    pytest.importorskip("megatron_daro.actor.layers")
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    numbers = [ends if isinstance(ends, int) and given else None for given in which]
+    options = stage_options(*numbers, which if ends == "accounted" else (False, False))
+    parts = part_layers(layers, stages, virtual, options)
+    if parts is None or stage_layers(layers, stages, options) is None:
+        return
+    config = megatron_config(layers, stages, virtual, options)
+    assert sorted(layer for stage in parts for part in stage for layer in part) == list(range(layers))
+    for stage, own in enumerate(parts):
+        for number, part in enumerate(own):
+            assert len(part) == get_num_layers_to_build(config, vp_stage=number, pp_rank=stage)
+            if part:
+                assert part.start == get_transformer_layer_offset(config, vp_stage=number, pp_rank=stage)

@@ -58,10 +58,7 @@ def test_a_recipe_passes_its_dry_run_and_fits_its_gpus(recipe, place, capsys):
     config = resolve(recipe)
     shape, actor, gpu = read_model_shape(model), config.actor, find_gpu("h100-80g")
     assert gpus_of(config) <= config.cluster.nodes * (config.cluster.gpus_per_node or 0)
-    layout = ModelLayout(
-        actor.tensor_parallel, actor.pipeline_parallel, actor.context_parallel, actor.recompute,
-        actor.micro_batch_tokens, actor.expert_parallel,
-    )  # fmt: skip
+    layout = ModelLayout.of(actor)
     workload = workload_of(config, shape)
     data = actor.data_parallel
     memory = trainer_memory(

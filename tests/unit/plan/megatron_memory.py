@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 import sys
-import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from live_bytes import LiveBytes
 
 from megatron_daro.actor import device, model, parallel
 from megatron_daro.actor.compat import allocate_optimizer_state
@@ -43,23 +44,25 @@ def in_layout(layout: Layout, rank: int, work: Callable[[], Any]) -> Any:
         parallel.shutdown()
 
 
-def static(config: str | dict[str, Any], tensor: int, pipeline: int, stage: int, expert: int = 1) -> int:
+def static(
+    config: str | dict[str, Any], tensor: int, pipeline: int, stage: int, expert: int = 1, virtual: int = 1
+) -> int:
     """Parameters of the first rank of a stage; nothing is allocated."""
     data = max(expert // tensor, 1)
     cut = {"expert": expert, "expert_tensor": 1} if expert > 1 else {}
-    layout, shape = Layout(tensor, pipeline, 1, data, **cut), read_model_shape(config)
+    layout, shape = Layout(tensor, pipeline, 1, data, **cut, virtual_pipeline=virtual), read_model_shape(config)
 
     def count() -> int:
         real = device.prepare
         device.prepare = lambda: torch.device("meta")
         try:
             with torch.device("meta"):
-                (made,) = model.build_model(
+                parts = model.build_model(
                     shape, model.transformer_config(shape, layout, dtype="bf16", sequence_parallel=tensor > 1)
                 )
         finally:
             device.prepare = real
-        return sum(parameter.numel() for parameter in made.parameters())
+        return sum(parameter.numel() for made in parts for parameter in made.parameters())
 
     return in_layout(layout, stage * tensor * data, count)
 
@@ -96,30 +99,6 @@ def optimizer(
         return {"weights": sum(storages.values()), "gradients": gradients, "optimizer": state}
 
     return in_layout(layout, 0, count)
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that operations made and that still live; `known` ones do not count."""
-
-    def __init__(self, known: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_iter(out):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._sizes:
-                    self._sizes[storage._cdata] = storage.nbytes()
-                    self.now += storage.nbytes()
-                    self.peak = max(self.peak, self.now)
-                    weakref.finalize(storage, self._freed, storage._cdata)
-        return out
-
-    def _freed(self, key: int) -> None:
-        self.now -= self._sizes.pop(key, 0)
 
 
 def activations(config: dict[str, Any], tensor: int, dtype: str, recompute: str, tokens: int, chunk: int) -> int:

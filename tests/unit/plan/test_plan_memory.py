@@ -67,7 +67,7 @@ def workload(config: dict[str, object], *, dtype: str = "bf16", distributed: boo
     return workload_of(made, read_model_shape(config))
 
 
-# (model, TP, PP, EP): layouts of the recipes, and ones that pad the vocabulary or copy tied embeddings.
+# (model, TP, PP, EP, VPP): layouts of the recipes, and ones that pad the vocabulary or copy tied embeddings.
 LAYOUTS = [
     ("Qwen2.5-Math-1.5B", 2, 1),
     ("Qwen2.5-Math-1.5B", 2, 2),
@@ -80,7 +80,13 @@ LAYOUTS = [
     ("Llama-3.3-70B", 8, 8),
     ("Qwen3-30B-A3B", 1, 4, 8),
     ("Qwen3-30B-A3B", 4, 2, 8),
+    ("Qwen2.5-32B", 4, 4, 1, 4),
+    ("Qwen3-30B-A3B", 1, 4, 8, 3),
 ]
+
+
+def cut_of(tensor: int, pipeline: int, expert: int = 1, virtual: int = 1) -> Cut:
+    return Cut(tensor, pipeline, expert, tensor if expert == 1 else 1, virtual)
 
 
 @pytest.mark.shared
@@ -88,15 +94,15 @@ def test_parameters_are_those_of_megatron_in_real_layouts():
     if not CONFIGS.is_dir():
         pytest.skip(f"needs the model configurations in {CONFIGS}")
     cases = [
-        (CONFIGS / f"{name}.json", tensor, pipeline, stage, *expert)
-        for name, tensor, pipeline, *expert in LAYOUTS
+        (CONFIGS / f"{name}.json", tensor, pipeline, stage, *rest)
+        for name, tensor, pipeline, *rest in LAYOUTS
         for stage in sorted({0, pipeline // 2, pipeline - 1})
     ]
-    keys = ("config", "tensor", "pipeline", "stage", "expert")
+    keys = ("config", "tensor", "pipeline", "stage", "expert", "virtual")
     found = measured([("static", dict(zip(keys, (str(file), *sizes), strict=False))) for file, *sizes in cases])
     planned = [
-        sum(counts(read_model_shape(file), Cut(tensor, pipeline, *expert), stage))
-        for file, tensor, pipeline, stage, *expert in cases
+        sum(counts(read_model_shape(file), cut_of(tensor, pipeline, *rest), stage))
+        for file, tensor, pipeline, stage, *rest in cases
     ]
     assert planned == found
 
@@ -156,6 +162,19 @@ def test_stages_hold_as_many_micro_batches_as_the_schedule_lets_in():
     few = memory.activations(asked, layout, memory.ENGINE, stage=0, micro_batches=2)
     assert held[0] > held[1] > held[2] > held[3]
     assert few == pytest.approx(held[0] / 2)
+
+
+def test_more_parts_of_a_stage_keep_more_than_one_and_fewer_the_more_they_are():
+    """Of eight stages the first keeps 8 micro-batches of its layers with one part, and with v parts 8 + 7 / v."""
+    asked = workload(small(num_hidden_layers=64))
+    held = [
+        memory.activations(asked, ModelLayout(1, 8, 1, "none", 4096, virtual=n), memory.ENGINE, micro_batches=16)
+        for n in (1, 2, 4, 8)
+    ]
+    wanted = [8, 8 + 7 / 2, 8 + 7 / 4, 8 + 7 / 8]
+    assert [value / held[0] for value in held] == pytest.approx([value / 8 for value in wanted], rel=0.01)
+    few = ModelLayout(1, 8, 1, "none", 4096, virtual=2)
+    assert few.under_way(0, 3) == 16, "three micro-batches are filled up to eight, of which each part has all"
 
 
 def test_fp8_and_sequence_options_show_in_their_part():

@@ -15,7 +15,8 @@ from megatron_daro.plan.gpus import GPUS, find_gpu
 from megatron_daro.plan.layout import ModelLayout
 from megatron_daro.plan.memory import trainer_memory
 from megatron_daro.plan.search import HEADROOM, search, splits
-from megatron_daro.plan.times import Constants, generation_s, train_times
+from megatron_daro.plan.tables import options_of
+from megatron_daro.plan.times import Constants, generation_s, micro_batches_of, train_times
 from megatron_daro.plan.workload import quantiles, workload_of
 
 QWEN_32B = {
@@ -110,6 +111,36 @@ def test_the_bubble_grows_with_stages_and_shrinks_with_micro_batches():
     wide = train_times(asked, ModelLayout(1, 4, 1, "full", 9216), 16, H100, known)
     narrow = train_times(asked, ModelLayout(1, 4, 1, "full", 9216), 2, H100, known)
     assert wide.bubble / wide.compute > narrow.bubble / narrow.compute
+
+
+def test_parts_of_a_stage_divide_the_bubble_and_cost_messages():
+    asked, known = workload(), Constants()
+    one = ModelLayout(1, 8, 1, "full", 9216)
+    times = [train_times(asked, replace(one, virtual=n), 8, H100, known) for n in (1, 2, 4)]
+    shares = [(t.bubble / (t.compute + t.communication)) for t in times]
+    assert shares[0] / shares[1] == pytest.approx(2, rel=0.02) and shares[0] / shares[2] == pytest.approx(4, rel=0.02)
+    assert times[0].communication < times[1].communication < times[2].communication
+    assert times[0].compute == times[1].compute
+
+
+def test_micro_batches_that_only_fill_up_the_schedule_cost_their_time():
+    asked, known = workload(prompts_per_step=32, rollouts_per_prompt=8), Constants()
+    one = ModelLayout(1, 16, 1, "full", 9216)
+    plain, parted = (train_times(asked, replace(one, virtual=n), 64, H100, known) for n in (1, 2))
+    assert micro_batches_of(asked, one, 64) < 16
+    assert parted.compute == pytest.approx(16 / micro_batches_of(asked, one, 64) * plain.compute)
+
+
+def test_parts_are_proposed_where_the_bubble_is_long():
+    asked = workload(prompts_per_step=128, rollouts_per_prompt=8)
+    shape = replace(asked.shape, hidden=12288, heads=96, ffn=49152, layers=96)  # only deep pipelines hold it
+    plan = search(replace(asked, shape=shape), H100, 1024, best=50)
+    parted = [choice for choice in plan.choices if choice.trainers.layout.virtual > 1]
+    assert parted
+    for choice in parted:
+        layout = choice.trainers.layout
+        assert 96 % (layout.pipeline * layout.virtual) == 0 and layout.pipeline > 1
+        assert options_of(choice)["actor.virtual_pipeline_parallel"] == layout.virtual
 
 
 def test_the_longest_answer_bounds_generation_however_many_servers():

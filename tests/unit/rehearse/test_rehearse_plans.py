@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -14,12 +15,13 @@ from megatron_daro.actor import parallel
 from megatron_daro.actor.parallel import Layout
 from megatron_daro.actor.weights import exports_weights, sends_for_stage
 from megatron_daro.config.actor import ActorSection
+from megatron_daro.config.check_division import part_layers
 from megatron_daro.config.fit import Demand
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.errors import ConfigError
 from megatron_daro.rehearse.canned_server import Bodies, CannedAnswers
 from megatron_daro.rehearse.nodes import node_map
-from megatron_daro.rehearse.plans import checkpoint_plan, place_of, stage_plans
+from megatron_daro.rehearse.plans import _part_tensors, checkpoint_plan, place_of, stage_plans
 
 CONFIGS = Path(__file__).resolve().parents[4] / "shared" / "data" / "configs"
 
@@ -38,6 +40,7 @@ def shape():
         Layout(tensor=2, data=8, expert=8, expert_tensor=1),
         Layout(1, 2, 1, 4, 4),
         Layout(4, 1, 1, 2),
+        Layout(tensor=2, pipeline=2, data=2, virtual_pipeline=2),
     ],
     ids=str,
 )
@@ -61,20 +64,35 @@ def test_places_are_those_of_megatrons_groups(layout):
 def test_the_stages_send_every_tensor_once_in_buckets_of_the_limit(shape):
     llama = shape("Llama-3.3-70B")
     limit = 256 * 2**20
-    plans = stage_plans(llama, [20] * 4, limit, 2)
+    plans = stage_plans(llama, part_layers(80, 4, 1, {}), limit, 2)
     assert sum(plan.num_bytes for plan in plans) == 2 * llama.num_parameters
     assert all(plan.buckets * max(limit, plan.largest_bucket) >= plan.num_bytes for plan in plans)
     assert dataclasses.replace(plans[1], stage=2) == plans[2]
     assert plans[0].largest_bucket == 2 * llama.vocab * llama.hidden > limit  # a larger tensor has a bucket of its own
-    whole = stage_plans(llama, [80], limit, 2)
+    whole = stage_plans(llama, [[range(80)]], limit, 2)
     assert whole[0].num_bytes == 2 * llama.num_parameters
+    parted = stage_plans(llama, part_layers(80, 4, 5, {}), limit, 2)
+    assert [(p.stage, p.tensors, p.num_bytes) for p in parted] == [(p.stage, p.tensors, p.num_bytes) for p in plans]
+
+
+@pytest.mark.shared
+def test_the_parts_of_a_stage_send_their_own_layers(shape):
+    llama = shape("Llama-3.1-8B")
+    names = [
+        [name for name, _ in _part_tensors(llama, own, is_first, is_last, torch.bfloat16)]
+        for own, is_first, is_last in ((range(4), True, False), (range(28, 32), False, True))
+    ]
+    assert names[0][0] == "model.embed_tokens.weight" and "lm_head.weight" not in names[0]
+    assert "lm_head.weight" in names[1] and "model.norm.weight" in names[1]
+    layers = [sorted({int(n.split(".")[2]) for n in part if ".layers." in n}) for part in names]
+    assert layers == [[0, 1, 2, 3], [28, 29, 30, 31]]
 
 
 @pytest.mark.shared
 @pytest.mark.parametrize("distributed", [True, False])
 def test_a_checkpoint_has_each_parameter_and_its_state_once(shape, distributed):
     for name, layout in {
-        "Llama-3.1-8B": Layout(tensor=1, pipeline=2, data=4),
+        "Llama-3.1-8B": Layout(tensor=1, pipeline=2, data=4, virtual_pipeline=4),
         "Qwen3-30B-A3B": Layout(tensor=1, data=8, expert=8, expert_tensor=1),
     }.items():
         model = shape(name)
