@@ -54,7 +54,7 @@ def build(directory: Path) -> TinyTask:
     _write_problems(task.train, [f"{d}=" for d in DIGITS])
     _write_problems(directory / "held_out.jsonl", [f"{d}=" for d in DIGITS])
     save_tokenizer(task.model, SYMBOLS)
-    _pretrain(task.model)
+    pretrain(task.model)
     task.config.write_text(yaml.safe_dump(_config(directory)))
     return task
 
@@ -99,19 +99,19 @@ def save_tokenizer(directory: Path, symbols: Sequence[str]) -> None:
     ).save_pretrained(directory)
 
 
-def _pretrain(directory: Path, steps: int = 150) -> None:
+def pretrain(directory: Path, steps: int = 150, family: str = "Qwen2Config", **experts: Any) -> None:
     """Supervised steps on d -> d or d+1, every one on all pairs."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    import transformers
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    config = Qwen2Config(
+    config = getattr(transformers, family)(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
         vocab_size=len(SYMBOLS), max_position_embeddings=32, tie_word_embeddings=False,
-        eos_token_id=END, bos_token_id=1, pad_token_id=0,
+        eos_token_id=END, bos_token_id=1, pad_token_id=0, **experts,
     )  # fmt: skip
-    model = Qwen2ForCausalLM(config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     symbol = {s: i for i, s in enumerate(SYMBOLS)}
     rows = [
         [symbol[d], symbol["="], symbol[_MARK], symbol[DIGITS[(int(d) + shift) % 10]], END]

@@ -182,7 +182,8 @@ def _pipeline_options(layout: Layout) -> dict[str, Any]:
     Without that the shapes that two stages send each other in both directions at once arrive in the wrong order: the
     stage before one of two is the stage after it as well.
     """
-    stages = {"pipeline_model_parallel_size": layout.pipeline}
+    # What was sent to the next stage is freed: only its place in the graph is needed until its gradient comes back.
+    stages = {"pipeline_model_parallel_size": layout.pipeline, "deallocate_pipeline_outputs": layout.pipeline > 1}
     if layout.virtual_pipeline == 1:
         return stages
     return stages | {

@@ -199,6 +199,14 @@ def _overlong(config: Config) -> Iterator[Problem]:
         yield Problem(f"{prefix}.cache_tokens", got, f"below {prefix}.max_tokens", fix, also=wider)
 
 
+def model_warnings(shape: ModelShape | None) -> Iterator[Problem]:
+    """Parts of config.json that training leaves out."""
+    if shape and shape.experts and shape.experts.balancing:
+        got = f"a config.json with a loss that balances experts (router_aux_loss_coef {shape.experts.balancing:g})"
+        fix = "none needed; watch the experts' use, and set output_router_logits to false to silence this"
+        yield Problem("model.path", got, "training without it: as rollouts chose the experts", fix)
+
+
 def algorithm_warnings(config: Config) -> Iterator[Problem]:
     """Options that work but are probably not meant."""
     section = config.algorithm

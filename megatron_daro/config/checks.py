@@ -249,7 +249,7 @@ _CHECKS: tuple[tuple[str, _Find, _Find, Callable[[_Context], str]], ...] = (
     (
         "model files",
         lambda c: itertools.chain(c.model.problems, megatron_problems(c.config.model.megatron_weights)),
-        _nothing,
+        lambda c: check_training.model_warnings(c.shape),
         lambda c: str(c.config.model.path),
     ),
     (

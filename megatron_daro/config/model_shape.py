@@ -23,11 +23,15 @@ from megatron_daro.families.table import ExpertKeys, Family
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
+_TRANSFORMERS_BALANCING = 0.001  # what Qwen3-MoE and Mixtral have there where config.json says nothing
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
     """A mixture of experts. `ffn` is the width of each expert's gate and up; `chosen` experts see each token.
 
     normalize: their weights are scaled to a sum of 1. dense_layers: layers that have one MLP in place of experts.
+    balancing: the coefficient with which transformers would add a loss that balances them; 0: it would not.
     """
 
     number: int
@@ -35,6 +39,7 @@ class ExpertShape:
     ffn: int
     normalize: bool
     dense_layers: tuple[int, ...]
+    balancing: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +188,6 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -
     if _slides(config, family):
         switch = "use_sliding_window false" if family.window == "switched" else "sliding_window null"
         wrong.append(f"sliding-window attention in use (allowed: {switch})")
-    if config.get("output_router_logits"):
-        wrong.append("output_router_logits true, a balancing loss in training (allowed: false)")
     if config.get("router_jitter_noise"):
         wrong.append(f"router_jitter_noise {config['router_jitter_noise']} (allowed: 0)")
     if wrong:
@@ -219,7 +222,15 @@ def _experts(config: Mapping[str, Any], family: Family, keys: ExpertKeys, where:
         ffn=integer(config, keys.width, where),
         normalize=normalize,
         dense_layers=_dense_layers(config, where) if "gate_up" in family.tensors else (),
+        balancing=_balancing(config, where),
     )
+
+
+def _balancing(config: Mapping[str, Any], where: str) -> float:
+    """Return the coefficient of the balancing loss; transformers computes it with output_router_logits only."""
+    if not config.get("output_router_logits") or config.get("router_aux_loss_coef") == 0:
+        return 0.0
+    return number(config, "router_aux_loss_coef", where, default=_TRANSFORMERS_BALANCING)
 
 
 def _dense_layers(config: Mapping[str, Any], where: str) -> tuple[int, ...]:

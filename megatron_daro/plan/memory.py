@@ -90,6 +90,12 @@ def layer_elements(workload: Workload, kinds: LayerActivations) -> float:
     return elements + (kinds.query_norm * query + kinds.key_norm * key) * shape.qk_norm
 
 
+def widest_elements(workload: Workload) -> int:
+    """Return the elements that the widest product of a layer has for one token: gate and up of its MLP or experts."""
+    shape = workload.shape
+    return 2 * max(shape.ffn, shape.experts.chosen * shape.experts.ffn if shape.experts else 0)
+
+
 def activations(
     workload: Workload, layout: ModelLayout, kinds: LayerActivations, *, stage: int = 0, micro_batches: int = 1
 ) -> float:
@@ -108,7 +114,9 @@ def activations(
     hidden = shape.hidden / layout.tensor
     outside = hidden * ((stage == 0) + 2 * (stage == layout.pipeline - 1))  # embedding; final norm and its input
     if layout.recompute == "full":
-        kept = under_way * (layers * hidden + outside / layout.virtual) + layer
+        # One layer is computed again, and has gradients too. The last stage has its logits at another time, and larger.
+        gradient = widest_elements(workload) / layout.tensor if stage < layout.pipeline - 1 else 0
+        kept = under_way * (layers * hidden + outside / layout.virtual) + layer + gradient
     else:
         kept = under_way * (layers * layer + outside / layout.virtual)
     return kept * layout.tokens_per_rank * workload.dtype_bytes

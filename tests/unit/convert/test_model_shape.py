@@ -157,6 +157,13 @@ def test_a_mixture_of_experts_has_the_parameters_of_the_model_that_transformers_
     assert [shape.has_experts(layer) for layer in range(5)] == [False, True, False, False, False]
 
 
+def test_a_balancing_loss_is_known_where_transformers_would_train_it():
+    known = [{}, {"router_aux_loss_coef": 0.02}, {"output_router_logits": True}]
+    known += [{"output_router_logits": True, "router_aux_loss_coef": value} for value in (0, 0.02)]
+    found = [read_model_shape({**MOE, **change}).experts.balancing for change in known]
+    assert found == [0.0, 0.0, 0.001, 0.0, 0.02]
+
+
 def test_the_weights_of_the_chosen_are_scaled_only_where_the_config_says_so():
     assert read_model_shape(MOE).experts.normalize
     assert not read_model_shape({**MOE, "norm_topk_prob": None}).experts.normalize
@@ -171,7 +178,7 @@ def test_the_weights_of_the_chosen_are_scaled_only_where_the_config_says_so():
         ({"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
         ({"mlp_only_layers": [0, 1]}, "no layer with experts"),
         ({"mlp_only_layers": [2]}, "layers from 0 to 1"),
-        ({"output_router_logits": True}, "output_router_logits"),
+        ({"output_router_logits": True, "router_aux_loss_coef": "much"}, "router_aux_loss_coef"),
         ({"router_jitter_noise": 0.1}, "router_jitter_noise"),
         ({"norm_topk_prob": 1}, "norm_topk_prob"),
         ({"model_type": "qwen3-moe"}, "Did you mean 'qwen3_moe'"),
