@@ -2,9 +2,11 @@
 
 One rank in bf16 with Adam's state of a random model of Qwen2.5's shape (--layers makes it larger). In turns, each with
 a checkpoint in a new directory: a save that is waited for; a step alone; a step with a save started before it. A step
-is blocked for as long as `start_save` takes, and for as long as its update waits until all is written: the step must
-compute longer than the disk writes, or that wait is the disk's. Memory is the resident set, looked at 50 times a
-second, above that before the save; files that the system keeps in memory are no part of it.
+is blocked for as long as `start_save` takes, and for as long as its update waits until all is handed to the system or
+copied. `stall` is all that the save costs: that begin, and how much longer the step is than the one alone of the same
+turn, so that cores and memory which both use count too. Memory is the resident set, looked at 50 times a second, above
+that before the save (of a step with a save: above the most that a step alone takes); files that the system keeps in
+memory are no part of it.
 
     OMP_NUM_THREADS=1 python benchmarks/checkpoint_save.py [--layers 4] [--rounds 5] [--directory DIR] [--json]
 """
@@ -96,18 +98,20 @@ class Saver:
         shutil.rmtree(directory)
         return taken, memory.extra
 
-    def step(self) -> float:
-        """Seconds of a step alone."""
-        return self._step()[0]
+    def step(self) -> tuple[float, int]:
+        """Seconds of a step alone, and bytes of memory."""
+        with PeakMemory() as memory:
+            taken = self._step()[0]
+        return taken, memory.extra
 
     def beside(self) -> tuple[float, float, float, int]:
-        """Seconds until a save had begun, of the step beside it, of that step's wait; bytes of memory of the begin."""
+        """Seconds until a save had begun, of the step beside it, of that step's wait; bytes of memory."""
         directory = self._directory()
         with PeakMemory() as memory:
             start = time.perf_counter()
             self._policy.start_save(directory)
             begun = time.perf_counter() - start
-        step, waited = self._step()
+            step, waited = self._step()
         self._policy.finish_save()
         shutil.rmtree(directory)
         return begun, step, waited, memory.extra
@@ -157,9 +161,10 @@ def measure(root: Path, *, layers: int, rounds: int, tokens: int) -> dict[str, o
         alone.append(saver.step())
         beside.append(saver.beside())
     parallel.shutdown()
-    save, step = statistics.median(s for s, _ in waited_for), statistics.median(alone)
+    save, step = (statistics.median(s for s, _ in rows) for rows in (waited_for, alone))
     begun, with_save, wait = (statistics.median(row[i] for row in beside) for i in range(3))
-    parameters = policy.shape.num_parameters
+    stalls = [row[0] + row[1] - one for row, (one, _) in zip(beside, alone, strict=True)]
+    parameters, of_step = policy.shape.num_parameters, max(extra for _, extra in alone)
     return {
         "parameters": parameters,
         "rounds": rounds,
@@ -168,8 +173,11 @@ def measure(root: Path, *, layers: int, rounds: int, tokens: int) -> dict[str, o
         "begin_s": begun,
         "step_with_save_s": with_save,
         "wait_s": wait,
+        "stall_s": statistics.median(stalls),
         "blocked_of_save": (begun + wait) / save,
-        "bytes_a_parameter": max([m for _, m in waited_for] + [row[3] for row in beside]) / parameters,
+        "stall_of_save": statistics.median(stalls) / save,
+        "bytes_a_parameter": max(extra for _, extra in waited_for) / parameters,
+        "bytes_a_parameter_beside_a_step": max(row[3] - of_step for row in beside) / parameters,
         "all": {"waited_for": waited_for, "alone": alone, "beside": beside},
     }
 
