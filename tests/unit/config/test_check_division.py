@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_daro.config.actor import ActorSection
@@ -168,6 +168,9 @@ def test_stages_have_the_layers_that_megatron_gives_them(layers, stages, first, 
     ends=st.sampled_from([None, "accounted", *range(1, 9)]),
     which=st.tuples(st.booleans(), st.booleans()),
 )
+@example(layers=8, stages=2, virtual=5, ends="accounted", which=(True, True))
+@example(layers=11, stages=3, virtual=2, ends="accounted", which=(True, False))
+@example(layers=14, stages=3, virtual=2, ends=4, which=(True, False))
 def test_parts_have_the_layers_that_megatron_gives_them(layers, stages, virtual, ends, which):
     pytest.importorskip("megatron_daro.actor.layers")
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
