@@ -76,7 +76,7 @@ def test_activations_of_a_stage_are_within_15_percent(
         logprob_chunk_tokens=256,
     )
     config = {"model": {"path": "x"}, "data": {"train": ("x",)}}
-    actor = {"dtype": "fp32", "logprob_chunk_tokens": 256}
+    actor = {"precision": "fp32", "logprob_chunk_tokens": 256}
     shape = read_model_shape(json.loads((model / "config.json").read_text()))
     asked = workload_of(Config.model_validate({**config, "actor": actor}), shape)
     layout = ModelLayout(1, 2, 1, recompute, TOKENS * EACH, virtual=virtual)
