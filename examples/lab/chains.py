@@ -60,6 +60,7 @@ class ChainSettings(build_base.BaseSettings):
     linger: least and most commas before an answer that a slip was left in.
     """
 
+    seed: int = 1000
     steps: int = 500
     batch: int = 64
     learning_rate: float = 3e-3

@@ -59,15 +59,16 @@ def matrix(tables: Mapping[str, Mapping[str, Runs]]) -> tuple[list[str], list[li
     """Arm by world: final accuracy less the baseline's in points, with a * where the interval holds no 0.
 
     Returns:
-        (header, rows), the arm with the highest mean difference over its worlds first.
+        (header, rows): arms that ran in every world first, and of these the one with the highest mean difference.
     """
     arms = dict.fromkeys(arm for table in tables.values() for arm in table if not is_control(arm) and arm != BASELINE)
     rows = []
     for arm in arms:
         found = [results.difference(t[arm], t[BASELINE]) if arm in t else None for t in tables.values()]
         known = [f.mean for f in found if f and math.isfinite(f.mean)]
-        rows.append((sum(known) / len(known) if known else -1.0, [arm, *(_cell(f) for f in found)]))
-    return ["arm", *tables], [row for _, row in sorted(rows, key=lambda pair: -pair[0])]
+        order = (None in found, -sum(known) / len(known) if known else 1.0)
+        rows.append((order, [arm, *(_cell(f) for f in found)]))
+    return ["arm", *tables], [row for _, row in sorted(rows, key=lambda pair: pair[0])]
 
 
 def _cell(interval: Interval | None) -> str:

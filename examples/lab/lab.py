@@ -162,8 +162,7 @@ def run_all(jobs: Sequence[Job], plan: Plan, store: Store, processes: int) -> It
 
 def _in_processes(jobs: Sequence[Job], plan: Plan, folder: Path, processes: int) -> Iterator[Outcome]:
     """The outcomes as they come. Base models are built first, so that no two runs build the same one."""
-    tiny = dict.fromkeys((job.world, job.seed) for job in jobs if job.kind == "tiny")
-    bases = [(plan.dials(world), seed, folder / world) for world, seed in tiny]
+    bases = [(plan.dials(w), folder / w) for w in dict.fromkeys(job.world for job in jobs if job.kind == "tiny")]
     if processes == 1 or len(jobs) < 2:
         for base in bases:
             tiny_run.base_of(*base)

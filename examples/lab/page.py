@@ -37,7 +37,7 @@ def write_page(folder: Path, target: Path) -> Path:
     seeds = max((len(runs) for table in tables.values() for runs in table.values()), default=0)
     page = Page(
         title="Lab: DARO and its rivals",
-        subtitle=f"{len(worlds)} worlds, {seeds} seeds. {note.get('command', '')}",
+        subtitle=f"{len(worlds)} worlds, up to {seeds} seeds. {note.get('command', '')}",
         head_html=_head(outcomes, tables),
         sections=[_section(world, table) for world, table in tables.items()],
         samples_html="",

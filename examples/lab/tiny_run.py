@@ -8,7 +8,6 @@ failure that is not about numbers is an error with the end of its log.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 import re
@@ -34,11 +33,12 @@ _LARGE = ("checkpoints", "rollouts", "logs", "failed")
 @dataclass(frozen=True, slots=True)
 class TinyDials:
     """What a run in the tiny world takes: optimizer steps, steps between evaluations, answers to each held-out problem
-    in an evaluation (a power of 2), and the settings of the base model, of which each seed has its own."""
+    in an evaluation (a power of 2), and the settings of the base model. All runs start from that one model and have its
+    problems: a seed is the order of the problems and the noise of the answers."""
 
-    steps: int = 40
-    every: int = 10
-    evaluated: int = 2
+    steps: int = 30
+    every: int = 15
+    evaluated: int = 4
     base: chains.ChainSettings = field(default_factory=chains.ChainSettings)
 
     @property
@@ -47,10 +47,10 @@ class TinyDials:
         return 1
 
 
-def base_of(dials: TinyDials, seed: int, folder: Path) -> Path:
-    """The base model and the problems of a seed; built unless they are there with the same settings."""
-    target = folder / f"base-{seed}"
-    chains.build_base.build(target, dataclasses.replace(dials.base, seed=seed), 1)
+def base_of(dials: TinyDials, folder: Path) -> Path:
+    """The base model and the problems; built unless they are there with the same settings."""
+    target = folder / "base"
+    chains.build_base.build(target, dials.base, 1)
     return target
 
 
@@ -63,7 +63,7 @@ def run_arm(dials: TinyDials, arm: str, learning_rate: float, seed: int, folder:
     Raises:
         DaroError: the command failed for another reason than numbers that are not finite.
     """
-    base, run_dir = base_of(dials, seed, folder), folder / f"{arm}-{learning_rate:g}-{seed}"
+    base, run_dir = base_of(dials, folder), folder / f"{arm}-{learning_rate:g}-{seed}"
     shutil.rmtree(run_dir, ignore_errors=True)
     options = _options(dials, base, run_dir, learning_rate, seed) + command_line(arm)
     command = [sys.executable, "-W", "ignore", "-m", "megatron_daro", "train", str(_HERE / "chains.yaml"), *options]

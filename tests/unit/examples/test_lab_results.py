@@ -123,7 +123,7 @@ def test_every_arm_stands_beside_every_world_and_differences_without_0_are_marke
     easy["rloo"] = {s: outcome("rloo", s, [0.2], ended="diverged") for s in (0, 1)}
     header, rows = findings.matrix({"skewed": skewed, "easy": easy})
     assert header == ["arm", "skewed", "easy"]
-    assert rows == [["daro", "+5.1*", ""], ["dapo", "-5.0", "-5.0"], ["rloo", "", "diverged"]]
+    assert rows == [["dapo", "-5.0", "-5.0"], ["daro", "+5.1*", ""], ["rloo", "", "diverged"]]
 
 
 def test_fresh_seeds_at_the_rates_of_an_earlier_search(quick, tmp_path, monkeypatch):
