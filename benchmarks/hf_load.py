@@ -53,9 +53,10 @@ def bridge_of(directory: Path, config: Any) -> Any:
 
     bridge = AutoBridge.from_pretrained(str(directory), make_vocab_size_divisible_by=128)
     bridge.padded_vocab_size = bridge.vocab_size = bridge.hf_config.vocab_size
-    layer = "model.layers.{layer_number}."
-    norms = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
-    type(bridge)._OTHER_MAPPING = {f"{ours}.weight": [f"{layer}{hf}.weight"] for ours, hf in norms.items()}
+    layer, kind = "model.layers.{layer_number}.", type(bridge)
+    kind._OTHER_MAPPING = {"input_layernorm.weight": [f"{layer}input_layernorm.weight"]}
+    post = {"pre_mlp_layernorm.weight": [f"{layer}post_attention_layernorm.weight"]}
+    kind._MLP_MAPPING = {**kind._MLP_MAPPING, **post}
     return bridge
 
 
