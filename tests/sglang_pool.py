@@ -101,7 +101,7 @@ def save_policy(directory: Path, seed: int, *, max_positions: int = CONTEXT, hid
 
 
 # The project's own stand-ins come before those that the environment was made with, which may be older.
-_ENV = {"PYTHONPATH": str(_PROJECT / "tools" / "sglang_cpu" / "stand_ins")}
+SERVER_ENVIRONMENT = {"PYTHONPATH": str(_PROJECT / "tools" / "sglang_cpu" / "stand_ins")}
 
 
 class PooledServer:
@@ -131,7 +131,7 @@ class PooledServer:
         """Starts the process unless it lives; `wait` waits until it serves."""
         if self._process is None or self._process.poll() is not None:
             self._served = False
-            self._process = ManagedProcess(self._command, host=HOST, env=_ENV, log_path=self.log, python=self._python)
+            self._process = ManagedProcess(self._command, host=HOST, env=SERVER_ENVIRONMENT, log_path=self.log, python=self._python)
             self._process.start()
 
     def wait(self) -> None:

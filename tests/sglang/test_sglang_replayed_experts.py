@@ -11,7 +11,7 @@ import pytest
 import tiny_task
 from books import assert_books_add_up
 from cli_runs import trained
-from sglang_pool import CPU_ARGUMENTS, required_environment
+from sglang_pool import CPU_ARGUMENTS, SERVER_ENVIRONMENT, required_environment
 
 from megatron_daro.observe.metrics import read_metrics
 from megatron_daro.rollout.recorder import read_step
@@ -32,6 +32,7 @@ def config(tiny, tmp_path):
     sglang = {
         "python": str(directory / "bin" / "python"),
         "arguments": {**CPU_ARGUMENTS, "max_total_tokens": 4096},
+        "env": SERVER_ENVIRONMENT,
         "sync": "distributed",
     }
     changes = {
