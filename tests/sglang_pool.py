@@ -131,7 +131,9 @@ class PooledServer:
         """Starts the process unless it lives; `wait` waits until it serves."""
         if self._process is None or self._process.poll() is not None:
             self._served = False
-            self._process = ManagedProcess(self._command, host=HOST, env=SERVER_ENVIRONMENT, log_path=self.log, python=self._python)
+            self._process = ManagedProcess(
+                self._command, host=HOST, env=SERVER_ENVIRONMENT, log_path=self.log, python=self._python
+            )
             self._process.start()
 
     def wait(self) -> None:
