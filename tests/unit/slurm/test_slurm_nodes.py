@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
+import signal
 import stat
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_daro.errors import DeadlineError, WorkerError
-from megatron_daro.slurm import health, training
+from megatron_daro.slurm import health, node, training
 from megatron_daro.slurm.processes import Process
 from megatron_daro.slurm.rendezvous import HEAD_FILE, Greeter, Message, own_address, reach_head, write_private
 from megatron_daro.slurm.training import Stops, train
@@ -205,3 +207,32 @@ def test_a_lost_node_is_named_also_where_slurm_then_ends_the_others(tmp_path, mo
     code = "import signal, time; signal.signal(15, lambda *_: None); time.sleep(3)"
     ending = trained_with(code, tmp_path, monkeypatch, lost="n1 was lost", end=True)
     assert (ending.kind, ending.cause) == ("ended", "n1 was lost; ended by SIGTERM; nothing was saved")
+
+
+def test_a_port_that_a_program_took_meanwhile_is_not_the_end(tmp_path, monkeypatch, capfd):
+    """Ray's control service finds its port taken, once; then it starts. Other failures are not tried again."""
+    program = tmp_path / "ray"
+    program.write_text(
+        f'#!/bin/bash\necho "$*" >>{tmp_path}/asked\n'
+        f"[ -e {tmp_path}/broken ] && {{ echo no such library; exit 1; }}\n"
+        f"[ $(wc -l <{tmp_path}/asked) = 1 ] && {{ echo 'Check failed: The specified port is 7'; exit 1; }}\n"
+        "echo 'Ray runtime started.'; exec sleep 60\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    place, options = node.Place("node1", True, 1, "127.0.0.1"), argparse.Namespace(gpus=0, cores=3)
+
+    async def ask() -> int:
+        ray, port = await node._ray_head(place, options, tmp_path, {})
+        ray.signal(signal.SIGKILL)
+        await ray.wait()
+        return port
+
+    port = asyncio.run(ask())
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert len(asked) == 2 and f"--port={port} " in asked[1] and "--num-cpus=3 " in asked[1]
+    assert "was taken meanwhile" in capfd.readouterr().out
+    (tmp_path / "broken").touch()
+    with pytest.raises(WorkerError, match="no such library"):
+        asyncio.run(ask())
+    assert len((tmp_path / "asked").read_text().splitlines()) == 3
