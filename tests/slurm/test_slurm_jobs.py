@@ -180,7 +180,8 @@ def wrapper(directory):
 
 @pytest.mark.parametrize(
     ("runtime", "said"),
-    [("pyxis", "unrecognized option '--container-image=docker://none'"), ("apptainer", "apptainer")],
+    [("pyxis", "unrecognized option '--container-image=docker:"), ("apptainer", "apptainer")],
+    ids=["pyxis", "apptainer"],
 )
 def test_a_runtime_that_is_not_there_ends_the_job_with_its_cause_in_a_minute(slurm, tiny, tmp_path, runtime, said):
     began = time.monotonic()
