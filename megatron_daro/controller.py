@@ -30,7 +30,8 @@ from megatron_daro.rollout.protocol import CheckpointStore, MetricsSink, Phases,
 from megatron_daro.rollout.recorder import Recorder, read_waiting, write_waiting
 from megatron_daro.rollout.sampled_batch import BatchSource, SampledBatch
 from megatron_daro.rollout.summary import update_metrics
-from megatron_daro.rollout.update_plan import Update, last_step, plan_updates
+from megatron_daro.rollout.update_plan import Update, last_step, passed, plan_updates
+from megatron_daro.sync.turns import Turns
 from megatron_daro.sync.weight_sync import ExportingPolicy, ReceivingEngine, WeightSync
 from megatron_daro.types import Group, PlainValue, StepResult, TrainBatch
 
@@ -51,7 +52,8 @@ class Parts:
     engine is None for replay. checkpoints, recorder, evaluations and export are left out where the run has none.
     export: writes the trained policy out, given the number of steps. closers: further things to close at the end, by
     name, after engine and policy. identity: values that must be equal in a run and in a checkpoint it resumes from.
-    drift: warns when engine and trainer drift apart. signal: when no answer teaches anything.
+    turns: of policy and engine on the GPUs that they share; None where they share none. drift: warns when engine and
+    trainer drift apart. signal: when no answer teaches anything.
     """
 
     policy: ExportingPolicy
@@ -65,6 +67,7 @@ class Parts:
     recorder: Recorder | None = None
     evaluations: Evaluations = field(default_factory=Evaluations)
     export: Callable[[int], Awaitable[None]] | None = None
+    turns: Turns | None = None
     closers: Mapping[str, Callable[[], Awaitable[None]]] = field(default_factory=dict)
     identity: Mapping[str, PlainValue] = field(default_factory=dict)
     deadlines: Deadlines = field(default_factory=Deadlines)
@@ -102,7 +105,7 @@ class Controller:
         self._batches_done = 0
         self._skipped_steps = 0
         self._lost_in_a_row = 0
-        self._saved_step = 0
+        self._saved_step, self._save_due = 0, False
         self._saving = BackgroundSave()
         self._last_batch: SampledBatch | None = None
         self._unrecorded: tuple[Group, ...] = ()
@@ -274,11 +277,14 @@ class Controller:
                 if not self._stop.is_set():
                     self._parts.progress.warn(_RECORDING_ENDS.format(step=self.step, steps=self._section.steps))
                 break
+            await self._policys_turn()
             before = self.step
             await self._train_batch(batch)
             self._saving.check()
-            if _passed(before, self.step, self._section.save_every_steps):
+            self._save_due |= passed(before, self.step, self._section.save_every_steps)
+            if self._save_due and not self._parts.turns:
                 await self._checkpoint()
+        await self._policys_turn()
         await self._checkpoint()
         with self._parts.phases.measure("checkpoint"):
             await self._saving.finished()
@@ -298,6 +304,8 @@ class Controller:
         if not updates:
             self._unrecorded = (*lost, *batch.filtered)
             self._count_lost(f"all {len(stale)} groups of a batch were older than max_staleness")
+            if self._parts.turns:
+                await self._publish("again, after a batch that trained nothing")
             await self._advance()
             return
         updates[0].dropped, self._unrecorded = lost, ()
@@ -363,7 +371,20 @@ class Controller:
             raise DataError(f"{self._lost_in_a_row} batches in a row trained nothing; the last: {message}")
 
     async def _publish(self, what: str) -> Mapping[str, float]:
-        return await self._within("sync", self._weight_sync.publish(self.step), what=what) if self._weight_sync else {}
+        sync, turns = self._weight_sync, self._parts.turns
+        if sync is None:
+            return {}
+        work = turns.publish(sync, self.step) if turns else sync.publish(self.step)
+        return await self._within("sync", work, what=what)
+
+    async def _policys_turn(self) -> None:
+        """Where policy and engine share GPUs: what was due since the policy left them is saved when it is back."""
+        if self._parts.turns:
+            await self._parts.evaluations.ended()
+            async with self._engine_use():
+                await self._parts.turns.to_policy()
+        if self._save_due:
+            await self._checkpoint()
 
     async def _share_weights(self, update: Update) -> None:
         """Sync and evaluation; then the next batch may be generated, beside the writing of this one."""
@@ -417,6 +438,7 @@ class Controller:
 
     async def _checkpoint(self) -> None:
         """Save the state after the last trained batch, if that is not saved yet."""
+        self._save_due = False
         await self._parts.evaluations.ended()
         if self._parts.checkpoints is None or self._last_batch is None or self.step == self._saved_step:
             return
@@ -443,8 +465,3 @@ class Controller:
         with self._parts.phases.measure("checkpoint"):
             await self._saving.begin(begin)
         self._saved_step = step
-
-
-def _passed(before: int, after: int, every: int) -> bool:
-    """Whether a multiple of `every` lies in (before, after]; `every` 0 is never."""
-    return every > 0 and after // every > before // every

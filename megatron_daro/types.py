@@ -336,3 +336,22 @@ class StepResult:
     metrics: Mapping[str, float]
     skipped: bool = False
     reason: str = ""
+
+
+MemoryKind = Literal["weights", "gradients", "optimizer"]
+"""What a rank's memory holds for training: parameters; sums of gradients; main parameters and Adam's moments."""
+KINDS_OF_MEMORY: tuple[MemoryKind, ...] = ("weights", "gradients", "optimizer")
+"""All of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryMove:
+    """One move of a rank's memory between device and host.
+
+    moved: bytes of the device that were given back or taken. left: bytes that the rank has on its device after it (on a
+    CPU: those of weights, gradients and optimizer state). seconds: how long it took.
+    """
+
+    moved: int
+    left: int
+    seconds: float

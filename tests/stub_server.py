@@ -15,11 +15,12 @@ from typing import Any
 from aiohttp import web
 from loopback_server import listen
 
-from megatron_daro.engine.sglang.client import NEEDED_CALLS, SYNC_CALLS
+from megatron_daro.engine.sglang.client import MEMORY_CALLS, NEEDED_CALLS, SYNC_CALLS
 
 ALL_CALLS = (
     *NEEDED_CALLS,
     *(call for calls in SYNC_CALLS.values() for call in calls),
+    *MEMORY_CALLS,
     *("/begin_weight_update", "/end_weight_update", "/weights_checker", "/tokenize"),
 )
 Answer = Callable[[web.Request, Any], Awaitable[web.StreamResponse]]
@@ -31,7 +32,7 @@ class StubServer:
     Attributes:
         url: its address. calls: how often each path was asked for; order: the paths in their order.
         bodies: of /generate; said: of every other path. running, most_running: requests at once.
-        weight_version: that it names. checksums: those of its tensors.
+        weight_version: that it names. released: memory that it gave back. checksums: those of its tensors.
         answers: path -> coroutine that answers instead. gate: /generate answers only while it is set, or with two
             tokens and "abort" when the request is aborted.
     """
@@ -65,6 +66,7 @@ class StubServer:
         self.answers: dict[str, Answer] = {}
         self.running = self.most_running = 0
         self.weight_version = "default"
+        self.released: set[str] = set()
         self.gate = asyncio.Event()
         self.gate.set()
         self._aborts: dict[str, asyncio.Event] = {}
@@ -100,6 +102,10 @@ class StubServer:
             return web.json_response({"success": True, "ranks": [{"checksums": self.checksums}]})
         if path == "/abort_request":
             self._abort(body)
+        if path == "/release_memory_occupation":
+            self.released |= set(body["tags"])
+        if path == "/resume_memory_occupation":
+            self.released -= set(body["tags"])
         if path == "/update_weight_version":
             self.weight_version = body["new_version"]
         known = path in self._paths or path == "/health"

@@ -6,7 +6,7 @@ order, since most of them are collective. Refuses to know Ray, engines or run di
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_daro.actor import checkpoint, device
 from megatron_daro.actor.forward import MicroBatches, OutputSettings, response_logprobs
+from megatron_daro.actor.host_memory import HostMemory
 from megatron_daro.actor.model import build_model, split_megatron_options, transformer_config, wrap_data_parallel
 from megatron_daro.actor.optimizer import build_optimizer, build_scheduler
 from megatron_daro.actor.parallel import Layout
@@ -33,7 +34,7 @@ from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.model_shape import ModelShape, read_model_shape
 from megatron_daro.convert.hf_reader import HFCheckpoint
 from megatron_daro.convert.megatron_weights import MegatronWeights
-from megatron_daro.types import StepResult, TrainBatch
+from megatron_daro.types import KINDS_OF_MEMORY, MemoryKind, MemoryMove, StepResult, TrainBatch
 
 
 def layout_of(actor: ActorSection) -> Layout:
@@ -114,9 +115,25 @@ class MegatronPolicy:
                 )
             ),
         )
+        self._memory = HostMemory(self.trainee)
+
+    def leave(self, kinds: Collection[MemoryKind]) -> MemoryMove:
+        """Move these kinds of memory to the host, so that others can use the device; waits for a save that reads it."""
+        self._keep_what_is_saved()
+        return self._memory.leave(kinds)
+
+    def come_back(self, kinds: Collection[MemoryKind]) -> MemoryMove:
+        """Move them to the device again, bit for bit; gradients are zeros."""
+        return self._memory.come_back(kinds)
+
+    def _needs(self, *kinds: MemoryKind) -> None:
+        """Refuse to compute with tensors that have no memory."""
+        if lacking := self._memory.away.intersection(kinds):
+            raise RuntimeError(f"{', '.join(sorted(lacking))}: on the host while servers have the device")
 
     def train_step(self, batch: TrainBatch, micro_batches: MicroBatches, *, step: int) -> StepResult:
         """One optimizer step on this data-parallel shard. Collective over all ranks; all get the same result."""
+        self._needs(*KINDS_OF_MEMORY)
         batch = self._routed(batch)
         return train_step(
             self.trainee,
@@ -136,12 +153,14 @@ class MegatronPolicy:
         Args:
             batch: the shard. micro_batches: its rows. temperature: that logits are divided by; None: as configured.
         """
+        self._needs("weights")
         batch = self._routed(batch)
         output = self._output if temperature is None else replace(self._output, temperature=temperature)
         return response_logprobs(self.trainee.chunks, batch, micro_batches, output)
 
     def reference_logprobs(self, batch: TrainBatch, micro_batches: MicroBatches) -> np.ndarray | None:
         """Return the same under the weights that the run started from. Needs algorithm.kl.coefficient > 0."""
+        self._needs("weights")
         batch = self._routed(batch)
         with self._reference_weights():
             return response_logprobs(self.trainee.chunks, batch, micro_batches, self._output)
@@ -155,6 +174,7 @@ class MegatronPolicy:
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yield this stage's weights under Hugging Face names. Every tensor-parallel rank must iterate to the end."""
+        self._needs("weights")
         return export_hf_weights(self.chunks, self.shape)
 
     def save(self, directory: Path) -> None:
@@ -170,6 +190,7 @@ class MegatronPolicy:
         Raises:
             CheckpointError: the disk refused.
         """
+        self._needs("weights", "optimizer")
         if self._pending_save is not None:
             self._pending_save.wait()
         self._pending_save = checkpoint.start_save(self.trainee, directory)
@@ -186,6 +207,7 @@ class MegatronPolicy:
 
     def load(self, directory: Path) -> None:
         """Return the inverse of `save`, also on another layout. Collective. Raises CheckpointError."""
+        self._needs("weights", "optimizer")
         self._keep_what_is_saved()
         checkpoint.load(self.trainee, directory)
 

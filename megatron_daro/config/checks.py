@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from megatron_daro.config import check_division, check_training, megatron_options, precision
 from megatron_daro.config.actor import ActorSection
+from megatron_daro.config.check_colocation import colocation
 from megatron_daro.config.check_server_precision import server_precision
 from megatron_daro.config.fit import demand_of, misfit
 from megatron_daro.config.hardware import THIS_MACHINE, Hardware, detect, hardware_of
@@ -101,7 +102,7 @@ def _world_problems(context: _Context) -> Iterator[Problem]:
 def _world_warnings(context: _Context) -> Iterator[Problem]:
     actor, hardware = context.config.actor, context.hardware
     demand, got = demand_of(context.config), _layout_text(context)
-    room = (hardware.count - demand.servers * demand.server_size) // actor.world_size
+    room = (hardware.count - (demand.gpus - actor.world_size)) // actor.world_size
     if hardware.kind == "gpu" and room > 1:
         fix = f"set actor.data_parallel={actor.data_parallel * room}, or more engine.replicas, to use more GPUs"
         yield Problem("actor", got, f"up to {actor.world_size * room} ranks beside the engines", fix, also=_PARALLEL)
@@ -286,6 +287,7 @@ _CHECKS: tuple[tuple[str, _Find, _Find, Callable[[_Context], str]], ...] = (
         "engine",
         lambda c: itertools.chain(
             check_training.engine(c.config, c.hardware),
+            colocation(c.config),
             check_training.routing_replay(c.config, c.shape),
             server_precision(c.config, c.shape, c.hardware),
         ),

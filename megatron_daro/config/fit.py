@@ -18,7 +18,7 @@ class Demand:
 
     groups: tensor-parallel groups of the actor, of group_size ranks each. servers: engines that the run starts, of
     server_size GPUs each; 0 for those that compute on the CPU. noun: what one is called in messages. together: all on
-    one node, since its processes share GPU memory.
+    one node, since its processes share GPU memory. shared: servers have the GPUs of the ranks, in turns with them.
     """
 
     groups: int
@@ -27,6 +27,7 @@ class Demand:
     server_size: int = 1
     noun: str = "engine"
     together: bool = False
+    shared: bool = False
 
     @property
     def processes(self) -> int:
@@ -36,10 +37,24 @@ class Demand:
     @property
     def gpus(self) -> int:
         """GPUs, where there are some."""
-        return self.groups * self.group_size + self.servers * self.server_size
+        own = 0 if self.shared else self.servers * self.server_size
+        return self.groups * self.group_size + own
+
+    @property
+    def unit(self) -> int:
+        """Ranks of a piece that stays together: a tensor-parallel group, or those whose GPUs a larger server shares."""
+        return max(self.group_size, self.server_size) if self.shared else self.group_size
+
+    @property
+    def servers_of_unit(self) -> int:
+        """Servers that share the GPUs of such a piece."""
+        return self.unit // max(self.server_size, 1) if self.shared else 0
 
     def sizes(self, *, gpus: bool) -> list[int]:
         """Return what each piece takes of its node (GPUs, or CPUs), groups first."""
+        if self.shared:
+            size = self.unit + (0 if gpus else self.servers_of_unit)
+            return [size] * (self.groups * self.group_size // self.unit)
         server = self.server_size if gpus else 1
         return [self.group_size] * self.groups + ([server] * self.servers if server else [])
 
@@ -47,6 +62,8 @@ class Demand:
         """Return the pieces in words, without those that take nothing."""
         size = self.server_size if gpus else 1
         parts = [f"{self.groups} x tensor-parallel group of {self.group_size}"] if self.groups else []
+        if self.shared and gpus:
+            return f"{parts[0]}, whose GPUs {self.servers} x {self.noun} of {size} share,"
         parts += [f"{self.servers} x {self.noun} of {size}"] if self.servers and size else []
         return " and ".join(parts)
 
@@ -57,7 +74,10 @@ def demand_of(config: Config, *, engines: bool = True) -> Demand:
     groups = actor.world_size // actor.tensor_parallel
     servers = demand.servers if engines else 0
     together = servers > 0 and config.engine.kind == "sglang" and config.engine.sglang.sync == "tensor"
-    return replace(demand, groups=groups, group_size=actor.tensor_parallel, servers=servers, together=together)
+    shared = servers > 0 and config.engine.colocate
+    return replace(
+        demand, groups=groups, group_size=actor.tensor_parallel, servers=servers, together=together, shared=shared
+    )
 
 
 def engines_of(config: Config) -> Demand:

@@ -18,7 +18,7 @@ actor.tensor_parallel actor.pipeline_parallel actor.virtual_pipeline_parallel ac
 actor.sequence_parallel
 actor.expert_parallel actor.expert_tensor_parallel
 actor.recompute actor.micro_batch_tokens actor.logprob_chunk_tokens
-engine.kind engine.replicas engine.embedded.batch_size engine.embedded.threads
+engine.kind engine.replicas engine.colocate engine.embedded.batch_size engine.embedded.threads
 engine.sglang.python engine.sglang.urls engine.sglang.arguments engine.sglang.env engine.sglang.tensor_parallel
 engine.sglang.sync engine.sglang.sync_dir engine.sglang.bucket_mib engine.sglang.verify
 engine.sglang.max_tokens_in_flight engine.sglang.start_timeout_s engine.sglang.request_timeout_s

@@ -229,6 +229,9 @@ class EngineSection(Section):
     """Engines that share the prompts, >= 1."""
     seed: Seed | None = None
     """Seed of sampling. Unset: trainer.seed."""
+    colocate: bool = False
+    """SGLang servers and the actor's ranks share GPUs in turns: servers give their memory back while a batch is
+    trained, and ranks move theirs to the host while one is generated. Off: each has GPUs of its own."""
     embedded: EmbeddedSection = EmbeddedSection()
     """Options of the embedded engine."""
     sglang: SGLangSection = SGLangSection()

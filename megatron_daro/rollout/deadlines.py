@@ -52,6 +52,8 @@ class Deadlines:
     """One optimizer step."""
     sync: float = 1800.0
     """Moving the weights to the engines."""
+    memory: float = 1800.0
+    """Moving the policy's memory to the host or back, or having servers give theirs back."""
     evaluate: float = 14400.0
     """One evaluation."""
     write: float = 600.0

@@ -70,3 +70,8 @@ def _split(groups: Sequence[Group], parts: int) -> list[tuple[Group, ...]]:
     parts = min(parts, len(groups))
     bounds = [i * len(groups) // parts for i in range(parts + 1)] if parts else []
     return [tuple(groups[a:b]) for a, b in pairwise(bounds)]
+
+
+def passed(before: int, after: int, every: int) -> bool:
+    """Whether a multiple of `every` lies in (before, after]; `every` 0 is never."""
+    return every > 0 and after // every > before // every

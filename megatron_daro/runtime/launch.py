@@ -170,6 +170,7 @@ async def drive(config: Config, algorithm: Algorithm, driven: Driven, observers:
             closers={"verifiers": made.scorer.close} if made else {},
             identity=_identity(config),
             deadlines=placement.deadlines,
+            turns=parts.turns(policy, made, placement, observers.progress),
             drift=DriftWatch(correction=config.algorithm.correction.kind),
         ),
         max_staleness=config.rollout.batches_ahead if made else 0,

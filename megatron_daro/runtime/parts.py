@@ -42,6 +42,7 @@ from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.runtime.sglang_group import SGLangGroup, Text, routed_experts
 from megatron_daro.runtime.verdicts import Verdicts
 from megatron_daro.runtime.worker_group import WorkerGroup
+from megatron_daro.sync.turns import SharingEngine, Turns
 from megatron_daro.sync.weight_sync import ReceivingEngine
 from megatron_daro.types import SamplingParams
 
@@ -170,6 +171,14 @@ def evaluates_beside(config: Config) -> bool:
     return config.engine.kind == "sglang"
 
 
+def turns(policy: PolicyGroup, made: Generation | None, placement: Placement, notices: Notices) -> Turns | None:
+    """Return whose turn it is on GPUs that policy and engine share; None where each has its own."""
+    if made is None or not placement.shares_gpus:
+        return None
+    assert isinstance(made.engine, SharingEngine), "the checks refuse others"
+    return Turns(policy, made.engine, placement.deadlines, notices.warn)
+
+
 def _servers(engine: EngineSection) -> int:
     return len(engine.sglang.urls) or engine.replicas
 
@@ -255,12 +264,30 @@ async def start_all(placement: Placement, policy: PolicyGroup, made: Generation 
         DaroError: a process cannot start. DeadlineError: one did not start in time, and which.
     """
     await placement.start()
+    if placement.shares_gpus and made:
+        await _start_in_turns(placement, policy, made)
+    else:
+        await _start_at_once(placement, policy, made)
+    for remark in policy.remarks:
+        notices.warn(remark)
+
+
+async def _start_in_turns(placement: Placement, policy: PolicyGroup, made: Generation) -> None:
+    """Start the servers first, which look at what is free on the GPUs and take their part; they give it back before
+    the policy is built."""
+    limits, what = placement.deadlines, "the actor's ranks"
+    await limits.within("policy_start", policy.start_processes(), what=what)
+    await _all(_engine_starts(limits, made.engine, made.scorer))
+    assert isinstance(made.engine, SharingEngine), "the checks refuse others"
+    await limits.within("engine_start", made.engine.release_memory(), what="the rollout engine's memory")
+    await limits.within("policy_start", policy.build(), what=what)
+
+
+async def _start_at_once(placement: Placement, policy: PolicyGroup, made: Generation | None) -> None:
     starts = [placement.deadlines.within("policy_start", policy.start(), what="the actor's ranks")]
     if made:
         starts += _engine_starts(placement.deadlines, made.engine, made.scorer)
     await _all(starts)
-    for remark in policy.remarks:
-        notices.warn(remark)
 
 
 async def start_engine(placement: Placement, engine: RunEngine, scorer: Verdicts) -> None:

@@ -1,8 +1,10 @@
 """Which node each rank and each server of a run is on: a Ray placement group, made whole or not at all.
 
 Place in the data flow: composition root -> `start` -> options of every actor that computes. A tensor-parallel group is
-one bundle, and so is a server, because a bundle never spans nodes. The groups of one replica (its experts' and context
-parts, then its pipeline stages) are next to each other. Refuses a run that does not fit, with the numbers.
+one bundle, and so is a server, because a bundle never spans nodes. Servers that share GPUs with ranks are in a bundle
+with these: by Ray the ranks have its GPUs, one each, and the servers are told which these are. The groups of one
+replica (its experts' and context parts, then its pipeline stages) are next to each other. Refuses a run that does not
+fit, with the numbers.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ class Placement:
         self._group: PlacementGroup | None = None
         self._gpus = False
         self._bundle_of_group: Mapping[int, int] = {}
+        self._gpu_of_rank: Mapping[int, str] = {}
 
     @classmethod
     def of_actor(cls, actor: ActorSection) -> Placement:
@@ -53,6 +56,11 @@ class Placement:
     def has_gpus(self) -> bool:
         """Whether ranks and servers get GPUs from Ray."""
         return self._gpus
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether servers have the GPUs of the ranks, in turns with them."""
+        return self._demand.shared
 
     async def start(self) -> None:
         """Take room for everything.
@@ -74,15 +82,34 @@ class Placement:
         await self._until_placed(what)
         node_of = placement_group_table(self._group)["bundles_to_node_id"]
         order = group_order(self._actor) if self._demand.groups else []
-        self._bundle_of_group = assigned(order, [node_of[i] for i in range(self._demand.groups)])
+        groups = self._demand.unit // self._demand.group_size  # of a bundle
+        slots = assigned(order, [node_of[slot // groups] for slot in range(self._demand.groups)])
+        self._bundle_of_group = {group: slot // groups for group, slot in slots.items()}
 
     def rank(self, rank: int) -> dict[str, Any]:
         """Return the options of a rank's Ray actor."""
         return self._options(self._bundle_of_group[rank // self._demand.group_size], int(self._gpus))
 
     def server(self, number: int) -> dict[str, Any]:
-        """Return the options of an engine's Ray actor."""
+        """Return the options of an engine's Ray actor. One that shares GPUs is told which by `gpus_of_server`."""
+        if self._demand.shared:
+            return self._options(number // self._demand.servers_of_unit, 0)
         return self._options(self._demand.groups + number, self._demand.server_size if self._gpus else 0)
+
+    def take_gpus(self, gpu_of_rank: Mapping[int, str]) -> None:
+        """Take in which GPU of its node Ray gave to each rank."""
+        self._gpu_of_rank = gpu_of_rank
+
+    def gpus_of_server(self, number: int) -> str | None:
+        """Return the GPUs that this server shares with ranks of its bundle, as CUDA_VISIBLE_DEVICES has them; None
+        where it has GPUs of its own, or there are none."""
+        if not (self._demand.shared and self._gpus):
+            return None
+        bundle, place = divmod(number, self._demand.servers_of_unit)
+        size, group_size = self._demand.server_size, self._demand.group_size
+        gpus = [gpu for rank, gpu in self._gpu_of_rank.items() if self._bundle_of_group[rank // group_size] == bundle]
+        gpus.sort(key=lambda gpu: (len(gpu), gpu))
+        return ",".join(gpus[place * size : (place + 1) * size])
 
     def close(self) -> None:
         """Give the room back, for a driver that goes on; the end of a driver does the same. May be called twice."""
@@ -96,6 +123,9 @@ class Placement:
         return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": strategy}
 
     def _bundles(self) -> list[dict[str, float]]:
+        if self._demand.shared:
+            sizes = zip(self._demand.sizes(gpus=False), self._demand.sizes(gpus=True), strict=True)
+            return [_bundle(cpus, gpus if self._gpus else 0) for cpus, gpus in sizes]
         size = self._demand.group_size
         groups = [_bundle(size, size if self._gpus else 0)] * self._demand.groups
         return groups + [_bundle(1, self._demand.server_size if self._gpus else 0)] * self._demand.servers

@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 import shutil
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from megatron_daro.runtime.worker_group import WorkerGroup
 from megatron_daro.runtime.workers import Place, TrainWorker
 from megatron_daro.sync import disk
 from megatron_daro.sync.plan import SendPlan, SendReport
-from megatron_daro.types import Rollout, StepResult, TrainBatch
+from megatron_daro.types import MemoryKind, MemoryMove, Rollout, StepResult, TrainBatch
 
 
 class PolicyGroup:
@@ -69,6 +69,11 @@ class PolicyGroup:
 
     async def start(self) -> None:
         """Start the processes and build the policy in them. Raises ModelError, ConfigError, WorkerError."""
+        await self.start_processes()
+        await self.build()
+
+    async def start_processes(self) -> None:
+        """Start the processes, and tell the placement their GPUs. They use none before `build`. Raises WorkerError."""
         make: Any = TrainWorker
         self.workers.update(
             {
@@ -76,6 +81,11 @@ class PolicyGroup:
                 for rank in range(self._actor.world_size)
             }
         )
+        gpus = await self._all(lambda worker: worker.gpu.remote())
+        self._placement.take_gpus(dict(enumerate(gpus)))
+
+    async def build(self) -> None:
+        """Build the policy in the processes. Raises ModelError, ConfigError, WorkerError."""
         first = next(iter(self.workers.values()))
         (self._address,) = await gather({"actor rank 0": first.rendezvous.remote()})
         arguments = (self._address, self._settings, self._actor, self._algorithm, self._seed, self._timeout_s)
@@ -163,6 +173,19 @@ class PolicyGroup:
         column = await self._logprobs(batch, shards, reference=False, temperature=temperature)
         ends = np.cumsum(batch.response_lengths_N)[: len(rollouts)]
         return np.split(column[: ends[-1]], ends[:-1])
+
+    async def leave(self, kinds: Collection[MemoryKind]) -> MemoryMove:
+        """Move these kinds of every rank's memory to the host."""
+        return await self._move(kinds, away=True)
+
+    async def come_back(self, kinds: Collection[MemoryKind]) -> MemoryMove:
+        """Move them back, bit for bit."""
+        return await self._move(kinds, away=False)
+
+    async def _move(self, kinds: Collection[MemoryKind], *, away: bool) -> MemoryMove:
+        async with self._busy:
+            moves: list[MemoryMove] = await self._all(lambda worker: worker.move.remote(tuple(kinds), away))
+        return MemoryMove(*(max(getattr(move, name) for move in moves) for name in ("moved", "left", "seconds")))
 
     async def save(self, directory: Path, captured: Callable[[], None]) -> None:
         """Write the policy's checkpoint into an existing directory; ranks train on while their files are written."""

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from megatron_daro.runtime.worker_group import WorkerGroup
 
 _LAUNCH_S = 300.0
 _CALL_S = 30.0
+_SHARED_FRACTION = 0.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +54,21 @@ class RayServer:
 
     restartable = True
 
-    def __init__(self, options: LaunchOptions, place: Callable[[], dict[str, Any]]) -> None:
-        """Args: options: of the process. place: options of the actor, asked at each start."""
-        self._options, self._place = options, place
+    def __init__(
+        self,
+        options: LaunchOptions,
+        place: Callable[[], dict[str, Any]],
+        gpus: Callable[[], str | None],
+    ) -> None:
+        """Args: options: of the process. place: options of the actor, gpus: that it shares; asked at each start."""
+        self._options, self._place, self._gpus = options, place, gpus
         self._worker: Any = None
 
     async def launch(self) -> str:
         """Start actor and process. Raises EngineError."""
         await self.stop()
         make: Any = ServerWorker
-        self._worker = make.options(**self._place()).remote(self._options)
+        self._worker = make.options(**self._place()).remote(_sharing(self._options, self._gpus()))
         return await self._call(self._worker.launch.remote(), _LAUNCH_S)
 
     async def death(self) -> str:
@@ -122,6 +128,7 @@ class SGLangGroup(SGLangEngine):
             config.data.max_prompt_tokens + rollout.max_response_tokens,
             text.encode,
             model.get("vocab_size"),
+            placement.shares_gpus,
         )
         super().__init__(
             _handles(config.engine, config, run_dir, placement),
@@ -169,9 +176,22 @@ def _handles(section: EngineSection, config: Config, run_dir: Path, placement: P
                 maps_memory=options.sync == "tensor",
             ),
             partial(placement.server, i),
+            partial(placement.gpus_of_server, i),
         )
         for i in range(section.replicas)
     }
+
+
+def _sharing(options: LaunchOptions, gpus: str | None) -> LaunchOptions:
+    """Return the options of a server that shares these GPUs with ranks, in turns; as they are where it shares none.
+
+    The weights of the ranks are on the GPUs beside a server's weights and cache while an update is checked, so less is
+    left for the cache than elsewhere.
+    """
+    if gpus is None or options.arguments.get("device") == "cpu":
+        return options
+    arguments = {"enable_memory_saver": True, "mem_fraction_static": _SHARED_FRACTION, **options.arguments}
+    return replace(options, gpus=gpus, arguments=arguments)
 
 
 def routed_experts(config: Config) -> tuple[int, int] | None:

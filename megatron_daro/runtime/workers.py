@@ -34,7 +34,7 @@ from megatron_daro.observe import logs
 from megatron_daro.runtime.calls import translated
 from megatron_daro.sync.buckets import WeightBucket, bucketize
 from megatron_daro.sync.plan import SendFailure, SendPlan, SendReport
-from megatron_daro.types import GroupRequest, Rollout, StepResult, TrainBatch
+from megatron_daro.types import GroupRequest, MemoryKind, MemoryMove, Rollout, StepResult, TrainBatch
 
 # Ray's stubs know neither concurrency groups nor what a decorated class becomes.
 _actor: Any = ray.remote
@@ -75,6 +75,11 @@ class TrainWorker:
     def sentinel(self) -> None:
         """Blocks for as long as the process lives."""
         threading.Event().wait()
+
+    @ray.method(concurrency_group="work")
+    def gpu(self) -> str:
+        """Which GPU of its node Ray gave to this rank; empty for none."""
+        return ",".join(str(gpu) for gpu in ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
 
     @ray.method(concurrency_group="work")
     def rendezvous(self) -> str:
@@ -180,6 +185,12 @@ class TrainWorker:
             backend = "nccl" if device.prepare().type == "cuda" else "gloo"
             self._sender = Sender(ray.util.get_node_ip_address(), backend, post_to, _hand_over)
         return self._sender.send(self._policy.export(), plan, label=f"stage{parallel.pipeline_parallel_rank()}")
+
+    @ray.method(concurrency_group="work")
+    @logs.failures_logged
+    def move(self, kinds: Sequence[MemoryKind], away: bool) -> MemoryMove:
+        """Move this rank's memory to the host, or back."""
+        return self._policy.leave(kinds) if away else self._policy.come_back(kinds)
 
     @ray.method(concurrency_group="work")
     @logs.failures_logged

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -134,3 +135,89 @@ def train(
         "state": policy.trainee.algorithm.state_dict(),
         "groups": [{k: v for k, v in g.items() if k != "params"} for g in policy.trainee.optimizer.param_groups],
     }
+
+
+def train_and_move(
+    path: Path, layout: Any, batches: list[TrainBatch], num_micro_batches: int, moves: bool, **options: Any
+) -> dict[str, Any]:
+    """Optimizer steps, after each of which the policy's memory goes to the host, in two parts, and comes back.
+
+    moves: for each step what was reported of (gradients and optimizer, weights, all of them back). refused: what was
+    refused while it was away, before the last return.
+    """
+    policy = _trainee(path, layout, {"name": "daro"}, **options)
+    metrics, done, refused = [], [], []
+    for step, batch in enumerate(batches):
+        mine, micro_batches = _shard(batch, layout, num_micro_batches)
+        metrics.append(comparable(policy.train_step(mine, micro_batches, step=step + 1).metrics))
+        if moves:
+            before = policy._memory.left_behind()
+            first, second = policy.leave(("gradients", "optimizer")), policy.leave(("weights", "optimizer"))
+            refused = _refused(policy, mine, micro_batches)
+            done.append((_told(first, before=before), _told(second), _told(policy.come_back(_ALL))))
+    return {
+        "parameters": {n: t.clone().float().numpy() for n, t in policy.export()},
+        "state": {str(n): t.clone().numpy() for n, t in enumerate(policy._memory._optimizer_tensors())},
+        "metrics": metrics,
+        "moves": done,
+        "refused": refused,
+    }
+
+
+_ALL = ("weights", "gradients", "optimizer")
+
+
+def _told(move: Any, **more: int) -> dict[str, int]:
+    return {"moved": move.moved, "left": move.left, **more}
+
+
+def _refused(policy: Any, batch: TrainBatch, micro_batches: list[list[int]]) -> list[str]:
+    """Which of these the policy refuses to do."""
+    calls = {
+        "train": lambda: policy.train_step(batch, micro_batches, step=1),
+        "logprobs": lambda: policy.logprobs(batch, micro_batches),
+        "export": lambda: list(policy.export()),
+        "save": lambda: policy.start_save(Path("/nowhere")),
+    }
+    found = []
+    for name, call in calls.items():
+        try:
+            call()
+        except RuntimeError as error:
+            assert "on the host" in str(error)
+            found.append(name)
+    return found
+
+
+def save_and_leave(path: Path, layout: Any, batch: TrainBatch, directory: Path) -> dict[str, Any]:
+    """A checkpoint whose files are written slowly, the policy's memory gone meanwhile; then it is loaded.
+
+    waited: whether leaving took as long as the writing. before, loaded: weights.
+    """
+    from megatron_daro.actor import shard_file
+
+    policy = _trainee(path, layout, {"name": "daro"}, precision="bf16")
+    mine, micro_batches = _shard(batch, layout, 2)
+    policy.train_step(mine, micro_batches, step=1)
+    before = {n: t.clone().float().numpy() for n, t in policy.export()}
+    written, pieces = [], shard_file.ShardFile._pieces
+
+    def slowly(self: Any, number: int) -> Any:
+        for piece in pieces(self, number):
+            time.sleep(0.02)
+            written.append(number)
+            yield piece
+
+    shard_file.ShardFile._pieces = slowly
+    try:
+        policy.start_save(directory)
+        at_first = len(written)
+        policy.leave(_ALL)
+        at_end = len(written)
+        policy.finish_save()
+    finally:
+        shard_file.ShardFile._pieces = pieces
+    policy.come_back(_ALL)
+    policy.load(directory)
+    loaded = {n: t.clone().float().numpy() for n, t in policy.export()}
+    return {"waited": at_end > at_first, "before": before, "loaded": loaded}

@@ -33,6 +33,7 @@ SYNC_CALLS = {
     "disk": ("/update_weights_from_disk",),
     "tensor": ("/update_weights_from_tensor",),
 }
+MEMORY_CALLS = ("/release_memory_occupation", "/resume_memory_occupation")
 _CONNECT_S = 10.0
 # Shorter than the server's own 5 s, so that it does not close a connection at the moment it is used again.
 _KEEPALIVE_S = 2.0

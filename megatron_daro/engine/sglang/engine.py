@@ -23,6 +23,7 @@ from megatron_daro.engine.sglang.answers import Answers, LostWorkerError, Questi
 from megatron_daro.engine.sglang.client import SGLangClient, UnreachableError
 from megatron_daro.engine.sglang.fleet import Fleet, Server
 from megatron_daro.engine.sglang.generation import BadAnswerError
+from megatron_daro.engine.sglang.memory import SharedMemory
 from megatron_daro.engine.sglang.running import Running
 from megatron_daro.engine.sglang.servers import ServerHandle
 from megatron_daro.engine.sglang.supervision import Expected, Supervision
@@ -80,6 +81,7 @@ class SGLangEngine:
         self._supervision = Supervision(self.fleet, handles, options, expected, warn=warn, join=self._join)
         sync_dir = options.sync_dir or run_dir / "sync"
         self._updates = UpdateContext(self.fleet, options, sync_dir, self._probe, self.metrics, warn)
+        self._memory = SharedMemory(self.fleet, self._supervision, options)
         self._when_back: Callable[[str], Awaitable[None]] | None = None
         self._running: set[Running] = set()
         self._begins = asyncio.Lock()
@@ -172,6 +174,19 @@ class SGLangEngine:
             "engine/answer_worker_restarts": float(self._answers.restarts),
         }
 
+    async def release_memory(self) -> None:
+        """Give the GPUs to the trainer; no request may be under way. The next update of weights takes memory again.
+
+        Raises:
+            EngineError: no server is left.
+        """
+        self._check_usable()
+        await self._memory.release()
+
+    def allow_starts(self) -> None:
+        """Start servers again that died in the trainer's turn: it has left the GPUs."""
+        self._supervision.allow_starts()
+
     async def ended(self) -> EngineError:
         """Wait until all servers are gone; for the run's supervisor."""
         return await self.fleet.ended()
@@ -186,8 +201,9 @@ class SGLangEngine:
         self._started = False
 
     async def _join(self, server: Server) -> None:
-        """Asks for weights for a server that came back; before the first update, that one brings them."""
-        if self._when_back:
+        """Asks for weights for a server that came back. Before the first update, that one brings them; and where the
+        trainer shares its GPUs, the next one does: in the servers' turn the trainer's weights are on the host."""
+        if self._when_back and not self._expected.shares_gpus:
             await self._when_back(server.name)
 
     def _check_usable(self) -> None:

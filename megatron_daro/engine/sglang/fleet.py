@@ -35,7 +35,8 @@ _FAILURES_IN_A_ROW, _FAILING_S = 5, 3.0
 class Server:
     """One server and what is known of it. Only the fleet and the engine's parts write to it.
 
-    version: of its weights now; versions: all that it was given since it started. failures: in a row.
+    version: of its weights now; versions: all that it was given since it started. failures: in a row. released: memory
+    that it gave back, by SGLang's names.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Server:
     restarts: int = 0
     reason: str = ""
     given_up: asyncio.Event = field(default_factory=asyncio.Event)
+    released: frozenset[str] = frozenset()
 
     @property
     def url(self) -> str:

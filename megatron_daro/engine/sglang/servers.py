@@ -27,7 +27,8 @@ _TAIL_LINES = 12
 class LaunchOptions:
     """How one server process is started; plain values, so that they travel to other nodes.
 
-    maps_memory: it takes weights as handles of memory of the node's other GPUs, and must see these.
+    maps_memory: it takes weights as handles of memory of the node's other GPUs, and must see these. gpus: those that it
+    shares, as CUDA_VISIBLE_DEVICES has them; None: those that it was given.
     """
 
     python: Path
@@ -38,6 +39,7 @@ class LaunchOptions:
     env: Mapping[str, str]
     log_path: Path
     maps_memory: bool = False
+    gpus: str | None = None
 
 
 class ServerHandle(Protocol):
@@ -108,8 +110,11 @@ class ServerProcess:
             arguments=options.arguments,
         )
         env = {**(CPU_SERVER if options.arguments.get("device") == "cpu" else {}), **options.env}
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES") if options.gpus is None else options.gpus
         if options.maps_memory:
-            env = {"CUDA_VISIBLE_DEVICES": gpus_with_own_first(os.environ.get("CUDA_VISIBLE_DEVICES")), **env}
+            gpus = gpus_with_own_first(gpus)
+        if options.maps_memory or options.gpus is not None:
+            env = {"CUDA_VISIBLE_DEVICES": gpus or "", **env}
         self._process = ManagedProcess(
             command, host=self._host, env=env, log_path=options.log_path, python=options.python
         )

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang.client import (
     FIRST_VERSION,
     LAST_TESTED,
+    MEMORY_CALLS,
     NEEDED_CALLS,
     SYNC_CALLS,
     RefusedError,
@@ -41,6 +42,7 @@ _RESTART_PAUSE_S = 1.0
 _LONGEST_RESTART_PAUSE_S = 60.0
 # How long a process may take to be seen as gone after its connections broke.
 _DEATH_S, _DEATH_POLL_S = 3.0, 0.1
+_SETTLE_POLL_S = 0.05
 # The oldest version of which is known that it refuses a bias beyond its vocabulary, instead of dying of it.
 _VOCABULARY_VERSION = (0, 5, 20)
 
@@ -50,7 +52,8 @@ class Expected:
     """What every server must be.
 
     model_path: of the policy. model_type, vocabulary: of its config.json (None: not compared). longest_prompt, longest:
-    tokens of a prompt, and of a prompt with its answer. encode: text -> ids of the trainer's tokenizer.
+    tokens of a prompt, and of a prompt with its answer. encode: text -> ids of the trainer's tokenizer. shares_gpus:
+    with the trainer, in turns: it can give its memory back.
     """
 
     model_path: Path
@@ -59,6 +62,7 @@ class Expected:
     longest: int
     encode: Callable[[str], list[int]] | None = None
     vocabulary: int | None = None
+    shares_gpus: bool = False
 
 
 class Supervision:
@@ -80,6 +84,9 @@ class Supervision:
         self._warn, self._join = warn, join
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
+        self._may_start = asyncio.Event()  # cleared while others have the GPUs
+        self._may_start.set()
+        self._unsettled: set[str] = set()  # servers whose process is being ended or started
 
     async def start(self) -> None:
         """Start all servers at once and watch them from then on. Raises EngineError: one of them did not start."""
@@ -99,7 +106,21 @@ class Supervision:
         if self._closing:
             return
         self._warn(f"SGLang {server.name} is given up: {server.reason}")
+        self._unsettled.add(server.name)
         self._run(self._revive(server))
+
+    def hold_starts(self) -> None:
+        """Start no process again from now on, until `allow_starts`: others have the GPUs."""
+        self._may_start.clear()
+
+    def allow_starts(self) -> None:
+        """Start those again that waited for it."""
+        self._may_start.set()
+
+    async def settled(self) -> None:
+        """Return when no process is being ended or started."""
+        while self._unsettled and not self._closing:
+            await asyncio.sleep(_SETTLE_POLL_S)
 
     async def close(self) -> None:
         """Stop watching and end every process of ours. May be called twice."""
@@ -152,7 +173,7 @@ class Supervision:
         url = await handle.launch()
         await server.client.close()
         server.client = SGLangClient(url)
-        server.versions, server.version = set(), None
+        server.versions, server.version, server.released = set(), None, frozenset()
         try:
             async with asyncio.timeout(self._options.start_timeout_s):
                 server.facts = await self._first_answer(server, handle)
@@ -210,7 +231,8 @@ class Supervision:
         """Raise EngineError where the server cannot do what the run needs, all reasons at once."""
         facts = server.facts
         assert facts is not None
-        problems = _version_problems(facts, self._options.sync) + _length_problems(facts, self._expected)
+        calls = SYNC_CALLS[self._options.sync] + (MEMORY_CALLS if self._expected.shares_gpus else ())
+        problems = _version_problems(facts, calls) + _length_problems(facts, self._expected)
         told = (await server.client.model_info(timeout_s=_CALL_S)).get("model_type")
         if told and told != self._expected.model_type:
             problems.append(
@@ -279,29 +301,35 @@ class Supervision:
         pause = _RESTART_PAUSE_S
         while True:
             await handle.stop()
+            self._unsettled.discard(server.name)
+            await self._may_start.wait()
             if server.restarts >= self._options.max_restarts:
                 self._warn(f"SGLang {server.name} was started {server.restarts} times again and stays away")
                 return
             server.restarts += 1
             self._fleet.set_state(server, "starting")
+            self._unsettled.add(server.name)
             try:
                 await self._bring_up(server)
+                self._unsettled.discard(server.name)
                 break
             except EngineError as error:
                 server.reason = str(error)
                 self._warn(f"SGLang {server.name} could not be started again: {error}")
+            await handle.stop()
+            self._unsettled.discard(server.name)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_RESTART_PAUSE_S)
         await self._join(server)
 
 
-def _version_problems(facts: ServerFacts, sync: str) -> list[str]:
+def _version_problems(facts: ServerFacts, calls_of_options: Sequence[str]) -> list[str]:
     problems = []
     number = version_number(facts.version)
     first = ".".join(map(str, FIRST_VERSION))
     if number and number < FIRST_VERSION:
         problems.append(f"it is SGLang {facts.version}; allowed: {first} or newer")
-    for calls, fix in ((NEEDED_CALLS, ""), (SYNC_CALLS[sync], ", or another engine.sglang.sync")):
+    for calls, fix in ((NEEDED_CALLS, ""), (calls_of_options, ", or another engine.sglang.sync")):
         missing = [call for call in calls if call not in facts.calls]
         if missing:
             problems.append(

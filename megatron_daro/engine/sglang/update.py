@@ -1,9 +1,11 @@
 """One weight update of some servers as a transaction: all of it happened on a server, or the server is fenced.
 
 Place in the data flow: WeightSync runs one at a time, step by step; the policy's ranks send in between. Phases: pause,
-begin, (send,) end, flush the cache, compare checksums, set the version, continue, probe. A server that fails a phase
-leaves the update and is fenced; if sending fails, which breaks the group for all, the guilty ones are fenced and the
-others get everything again from the beginning. It never lets a server serve with weights that are mixed or unknown.
+begin, (send,) end, flush the cache, compare checksums, set the version, continue, probe. A server that shares GPUs with
+the trainer takes the memory of its weights before all of it, and that of its cache before it continues. A server that
+fails a phase leaves the update and is fenced; if sending fails, which breaks the group for all, the guilty ones are
+fenced and the others get everything again from the beginning. It never lets a server serve with weights that are mixed
+or unknown.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any, Protocol
 from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang.client import DisconnectedError, ServerFacts, UnreachableError
 from megatron_daro.engine.sglang.fleet import Fleet, Server
+from megatron_daro.engine.sglang.memory import MemoryTag, resume
 from megatron_daro.errors import EngineError, RefusedError, SyncError
 from megatron_daro.sync.check import ProbeAnswer
 from megatron_daro.sync.plan import Digest, SendPlan, SendReport, Target, is_hashed
@@ -71,6 +74,7 @@ class ServerUpdate:
 
     async def prepare(self) -> SendPlan | None:
         """Pauses the servers and opens the update on them; what is to be sent to whom."""
+        await self._phase("take the memory of the weights", lambda server: self._resume(server, "weights"))
         await self._phase("pause", self._pause)
         await self._phase("begin", self._begin)
         servers = self._taking_part()
@@ -122,6 +126,7 @@ class ServerUpdate:
         if report.digests:
             await self._phase("compare checksums", lambda server: self._compare_checksums(server, report.digests))
         await self._phase("set the version", self._stamp)
+        await self._phase("take the memory of the cache", lambda server: self._resume(server, "kv_cache"))
         await self._phase("continue", self._continue)
 
     async def probe(self) -> Mapping[str, ProbeAnswer]:
@@ -183,6 +188,9 @@ class ServerUpdate:
             return await server.client.post(path, body, timeout_s=self._options.sync_timeout_s)
         except DisconnectedError:  # a kept connection that the server had closed; all of these may be said twice
             return await server.client.post(path, body, timeout_s=self._options.sync_timeout_s)
+
+    async def _resume(self, server: Server, tag: MemoryTag) -> None:
+        await resume(server, tag, timeout_s=self._options.sync_timeout_s)
 
     async def _pause(self, server: Server) -> None:
         # Where nothing runs the modes differ in one thing: only in "abort" does the paused scheduler wait for work; in

@@ -1,0 +1,159 @@
+"""Moving what a rank trains with to the host and back, bit for bit, while servers have the GPU.
+
+Place in the data flow: the policy leaves and comes back, kind by kind; in between its tensors are there, without
+memory: their storages are resized to 0 and filled again, so every view of them (buckets of gradients, shards of the
+optimizer) stays valid. On a GPU the host's memory is pinned and kept for the next time; on a CPU the same code runs
+with ordinary memory. Gradients are not kept: a step begins with zeros. It refuses nothing: who computes meanwhile is
+refused by the policy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from megatron_daro.actor import device
+from megatron_daro.actor.compat import optimizer_parts
+from megatron_daro.actor.step import Trainee
+from megatron_daro.types import KINDS_OF_MEMORY, MemoryKind, MemoryMove
+
+_BLOCK_BYTES = 256 * 2**20
+"""Of host memory: torch rounds what is pinned up to a power of two, so one large piece could take twice its size."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Away:
+    """Storages that have no memory, with their sizes in bytes, and the host memory that has their content."""
+
+    storages: Sequence[tuple[UntypedStorage, int]]
+    blocks: Sequence[Tensor]
+
+
+class HostMemory:
+    """The memory of one rank's trainee."""
+
+    def __init__(self, trainee: Trainee) -> None:
+        """Move nothing."""
+        self._trainee = trainee
+        self._away: dict[MemoryKind, _Away] = {}
+        self._blocks: dict[MemoryKind, list[Tensor]] = {}
+        self._where = device.prepare()
+
+    @property
+    def away(self) -> frozenset[MemoryKind]:
+        """What is on the host now."""
+        return frozenset(self._away)
+
+    def leave(self, kinds: Collection[MemoryKind]) -> MemoryMove:
+        """Give the device's memory of these kinds back; nothing for those that are away. No save may read them."""
+        started, moved = time.perf_counter(), 0
+        if "gradients" in kinds:
+            self._trainee.optimizer.zero_grad()  # main gradients that are tensors of their own go for good
+        for kind in KINDS_OF_MEMORY:
+            if kind in kinds and kind not in self._away:
+                moved += self._take(kind)
+        if self._where.type == "cuda":
+            torch.cuda.empty_cache()
+        return MemoryMove(moved, self.left_behind(), time.perf_counter() - started)
+
+    def come_back(self, kinds: Collection[MemoryKind]) -> MemoryMove:
+        """Fill the memory of these kinds again; nothing for those that are there."""
+        started, moved = time.perf_counter(), 0
+        for kind in KINDS_OF_MEMORY:
+            away = self._away.pop(kind, None) if kind in kinds else None
+            if away is None:
+                continue
+            for storage, size in away.storages:
+                storage.resize_(size)
+                moved += size
+                if kind == "gradients":
+                    _bytes_of(storage).zero_()
+            for piece, held in _pieces([storage for storage, _ in away.storages], away.blocks):
+                piece.copy_(held, non_blocking=True)
+        self._synchronize()
+        return MemoryMove(moved, self.left_behind(), time.perf_counter() - started)
+
+    def left_behind(self) -> int:
+        """Bytes that this process has allocated on its device; on a CPU, those of the trainee's tensors."""
+        if self._where.type == "cuda":
+            return torch.cuda.memory_allocated()
+        return sum(storage.nbytes() for kind in KINDS_OF_MEMORY for storage in self._storages(kind))
+
+    def _take(self, kind: MemoryKind) -> int:
+        storages = [storage for storage in self._storages(kind) if storage.nbytes()]
+        sizes = [storage.nbytes() for storage in storages]
+        blocks = self._host_blocks(kind, sum(sizes)) if kind != "gradients" else []
+        for piece, held in _pieces(storages, blocks):
+            held.copy_(piece, non_blocking=True)
+        self._synchronize()
+        for storage in storages:
+            storage.resize_(0)
+        self._away[kind] = _Away(list(zip(storages, sizes, strict=True)), blocks)
+        return sum(sizes)
+
+    def _host_blocks(self, kind: MemoryKind, size: int) -> list[Tensor]:
+        """Return host memory for so many bytes: that of the last time where it was pinned, which takes long."""
+        pinned = self._where.type == "cuda"
+        blocks = self._blocks.setdefault(kind, []) if pinned else []
+        while (lacking := size - sum(len(block) for block in blocks)) > 0:
+            length = _BLOCK_BYTES if pinned else min(lacking, _BLOCK_BYTES)
+            blocks.append(torch.empty(length, dtype=torch.uint8, pin_memory=pinned))
+        return blocks
+
+    def _storages(self, kind: MemoryKind) -> list[UntypedStorage]:
+        """Return the storages of a kind, each once. One that two kinds share belongs to the first of them: the fp32
+        main parameters of an fp32 model are views of its weights."""
+        seen: set[int] = set()
+        for other in KINDS_OF_MEMORY:
+            tensors = (tensor for tensor in self._tensors(other) if tensor.device.type == self._where.type)
+            found = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+            if other == kind:
+                return [storage for key, storage in found.items() if key not in seen]
+            seen.update(found)
+        raise AssertionError(kind)
+
+    def _tensors(self, kind: MemoryKind) -> Iterator[Tensor]:
+        if kind == "optimizer":
+            yield from self._optimizer_tensors()
+            return
+        for chunk in self._trainee.chunks:
+            if kind == "weights":
+                yield from (parameter.data for parameter in chunk.module.parameters())
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                tensor = buffer.param_data if kind == "weights" else buffer.grad_data
+                if tensor is not None:
+                    yield tensor
+
+    def _optimizer_tensors(self) -> Iterator[Tensor]:
+        for part in optimizer_parts(self._trainee.optimizer):
+            inner = getattr(part, "optimizer", None)
+            for group in getattr(inner, "param_groups", ()):
+                yield from (parameter.data for parameter in group["params"])
+            for state in getattr(inner, "state", {}).values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
+
+    def _synchronize(self) -> None:
+        if self._where.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def _pieces(storages: Sequence[UntypedStorage], blocks: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (bytes of a storage, their place in the blocks), which are filled one after the other."""
+    block, start = 0, 0
+    for storage in storages if blocks else ():
+        values, at = _bytes_of(storage), 0
+        while at < len(values):
+            if start == len(blocks[block]):
+                block, start = block + 1, 0
+            length = min(len(values) - at, len(blocks[block]) - start)
+            yield values[at : at + length], blocks[block][start : start + length]
+            at, start = at + length, start + length
+
+
+def _bytes_of(storage: UntypedStorage) -> Tensor:
+    """uint8 [bytes] on the storage itself."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]

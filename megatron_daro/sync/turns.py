@@ -1,0 +1,119 @@
+"""Whose turn it is on GPUs that the policy and the engine share, and what each leaves behind there.
+
+Place in the data flow: the controller calls `to_policy` when a batch is complete, and publishes the weights through
+`publish`. The engine takes its memory with the weights (its updates do that themselves). So the two are there together
+only while weights are sent and checked, and then the policy has its weights only. Refuses nothing; who computes out of
+turn is refused where it computes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Protocol, runtime_checkable
+
+from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.sync.weight_sync import WeightSync
+from megatron_daro.types import KINDS_OF_MEMORY, MemoryKind, MemoryMove
+
+_MIB = 2**20
+# What may stay on a device for good (tables of angles, work space of libraries), and by how much it may grow.
+_MOST_LEFT_PART, _MOST_GROWTH = 0.1, 64 * _MIB
+
+
+class MovablePolicy(Protocol):
+    """A policy whose memory can be moved to the host."""
+
+    async def leave(self, kinds: Collection[MemoryKind]) -> MemoryMove:
+        """Move these kinds to the host; the largest numbers of all ranks."""
+        ...
+
+    async def come_back(self, kinds: Collection[MemoryKind]) -> MemoryMove:
+        """Move them back, bit for bit; the largest numbers of all ranks."""
+        ...
+
+
+@runtime_checkable
+class SharingEngine(Protocol):
+    """An engine that can give its memory back; a weight update takes it again."""
+
+    async def release_memory(self) -> None:
+        """Give the GPUs to the policy. Raises EngineError: no server is left."""
+        ...
+
+    def allow_starts(self) -> None:
+        """Begin the engine's turn: what died in the policy's turn may be started again."""
+        ...
+
+
+class Turns:
+    """The turns of one run. At first it is the policy's."""
+
+    def __init__(
+        self, policy: MovablePolicy, engine: SharingEngine, deadlines: Deadlines, warn: Callable[[str], None]
+    ) -> None:
+        """Move nothing. Args: deadlines: `memory` bounds each move. warn: tells a person of memory left behind."""
+        self._policy, self._engine, self._within, self._warn = policy, engine, deadlines.within, warn
+        self._is_policys = True
+        self._metrics = dict.fromkeys(("timing/to_policy_s", "timing/to_engine_s", "memory/moved_bytes"), 0.0)
+        self._left = LeftBehind()
+
+    async def to_policy(self) -> None:
+        """Have the engine give its memory back, then the policy take its own. Nothing where it is its turn."""
+        if self._is_policys:
+            return
+        started = time.perf_counter()
+        await self._within("memory", self._engine.release_memory(), what="of the engine")
+        self._is_policys = True
+        await self._within("memory", self._policy.come_back(KINDS_OF_MEMORY), what="of the policy")
+        self._metrics["timing/to_policy_s"] = time.perf_counter() - started
+
+    async def publish(self, sync: WeightSync, version: int) -> Mapping[str, float]:
+        """Bring the weights to the engine, and leave it the GPUs. Returns metrics of both. Raises as `sync` does."""
+        await self._make_room()
+        told = await sync.publish(version)
+        await self._to_engine()
+        return {**told, **self._metrics}
+
+    async def _make_room(self) -> None:
+        """Move all but the policy's weights, which are to be sent."""
+        started = time.perf_counter()
+        move = await self._within("memory", self._policy.leave(("gradients", "optimizer")), what="of the policy")
+        self._metrics["memory/moved_bytes"] = float(move.moved)
+        self._metrics["timing/to_engine_s"] = time.perf_counter() - started
+
+    async def _to_engine(self) -> None:
+        """Move the policy's weights as well; the engine may use the GPUs alone."""
+        started = time.perf_counter()
+        move = await self._within("memory", self._policy.leave(("weights",)), what="of the policy")
+        self._is_policys = False
+        self._engine.allow_starts()
+        self._metrics["memory/moved_bytes"] += float(move.moved)
+        self._metrics["memory/left_bytes"] = float(move.left)
+        self._metrics["timing/to_engine_s"] += time.perf_counter() - started
+        if warning := self._left.observe(move.left, int(self._metrics["memory/moved_bytes"])):
+            self._warn(warning)
+
+
+class LeftBehind:
+    """Tells memory that a rank did not give back from what it may keep."""
+
+    def __init__(self) -> None:
+        """Know nothing: the first time shows what stays for good."""
+        self._most: int | None = None
+
+    def observe(self, left: int, moved: int) -> str:
+        """Return a warning where more stayed on a device than before, or at first over a tenth of what was there.
+
+        Args:
+            left: bytes that a rank still has on its device. moved: those that it gave back.
+        """
+        before, self._most = self._most, max(left, self._most or 0)
+        said = f"engine.colocate: {left / _MIB:,.0f} MiB stayed on a rank's device after its memory went to the host"
+        if before is None:
+            too_much = left > max(_MOST_GROWTH, _MOST_LEFT_PART * (left + moved))
+            return f"{said}, {moved / _MIB:,.0f} MiB were given back; servers lack it" if too_much else ""
+        if left - before <= _MOST_GROWTH:
+            self._most = before  # small growth adds up until it tells
+            return ""
+        return f"{said}, {before / _MIB:,.0f} MiB earlier; it grows, and servers lack it: please report it"

@@ -1,0 +1,72 @@
+"""A whole run in which the trainer and a real SGLang server take turns. On a CPU a server gives no memory back, but
+takes the calls, refuses and dies as one on a GPU does; so the order of the steps is what is seen here."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from books import assert_books_add_up
+from cli_runs import started
+from sglang_pool import CPU_ARGUMENTS, required_environment
+
+from megatron_daro.observe.metrics import read_metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.heavy, pytest.mark.timeout(1200)]
+
+STEPS, START_LIMIT_S = 3, 400
+_CALL = re.compile(r'"POST /(\w+) HTTP')
+_TURNS = ("generate", "release_memory_occupation", "resume_memory_occupation", "update_weights_from_disk")
+
+
+@pytest.fixture
+def config(tiny, tmp_path, pool):
+    """The tiny task on one server that shares the machine with the one rank."""
+    directory = required_environment()
+    pool.down()
+    sglang = {
+        "python": str(directory / "bin" / "python"),
+        "arguments": {**CPU_ARGUMENTS, "max_total_tokens": 4096},
+        "sync": "disk",
+        "sync_timeout_s": 120,
+        "request_timeout_s": 120,
+    }
+
+    def write(**sections):
+        engine = {"kind": "sglang", "colocate": True, "sglang": sglang}
+        changes = {"engine": engine, "rollout": {"max_refill_rounds": 20}, "actor": {"tensor_parallel": 1}}
+        return tiny.write_config(tmp_path / "colocated.yaml", changes | sections)
+
+    return write
+
+
+def test_trainer_and_server_take_turns(config, tmp_path):
+    run_dir = tmp_path / "run"
+    trainer = {"steps": STEPS, "save_every_steps": 1, "keep_checkpoints": 5, "eval_every_steps": 2}
+    with started(["train", config(trainer=trainer), f"trainer.run_dir={run_dir}"], tmp_path / "log") as run:
+        finished = run.finish()
+        assert run.left_behind() == []
+    assert finished.code == 0, finished.stderr
+    lines = read_metrics(run_dir)
+    assert [line["step"] for line in lines] == list(range(STEPS + 1))
+    for line in lines[1:]:
+        assert_books_add_up(line)
+        assert line["rollout/staleness_mean"] == 0
+        assert line["mismatch/logprob_abs_mean"] < 1e-4, "the server has the weights of the step before"
+        assert line["sync/verified"] == 1
+        assert line["memory/moved_bytes"] > 0 and line["memory/left_bytes"] == 0
+        assert line["engine/fenced"] == 0
+    assert sorted(path.name for path in (run_dir / "checkpoints").glob("step_*")) == [
+        f"step_{step:06d}" for step in range(1, STEPS + 1)
+    ]
+    assert turns_of(run_dir / "logs" / "server_0.log") == [
+        "generate",  # the first token, and whether it is the right model
+        *(["release", "resume", "update", "resume", "generate"] * (STEPS + 1)),  # once before the first step
+        "release",  # for the last checkpoint
+    ]
+
+
+def turns_of(log):
+    """Names of the calls that matter in a server's log, those that follow each other without a change once."""
+    calls = [call for call in _CALL.findall(log.read_text()) if call in _TURNS]
+    return [a.split("_")[0] for a, b in zip(calls, [None, *calls], strict=False) if a != b]

@@ -1,0 +1,163 @@
+"""Servers that share GPUs with the trainer: who gives memory back when, who takes it, and what becomes of those that do
+not, or that die meanwhile. Stubs have no memory; the order and the limits of the calls are SGLang's."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from sglang_pool import collect, engine_of, group, started
+from sglang_stub_fleets import StubHandle, Weights, rig, run
+from stub_server import ALL_CALLS, StubServer, answering, times
+
+from megatron_daro.engine.sglang import memory, supervision
+from megatron_daro.engine.sglang.client import MEMORY_CALLS
+from megatron_daro.errors import EngineError
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    for name in ("_WATCH_S", "_POLL_S", "_RESTART_PAUSE_S", "_SETTLE_POLL_S"):
+        monkeypatch.setattr(supervision, name, 0.02)
+    monkeypatch.setattr(memory, "_IDLE_POLL_S", 0.01)
+
+
+def sharing(tmp_path, **options):
+    return rig(tmp_path, handles=StubHandle, updated=Weights(1), max_restarts=5, sync="disk", **options)
+
+
+def shared(fleet):
+    """The engine knows that it shares its GPUs."""
+    fleet.engine._expected = replace(fleet.engine._expected, shares_gpus=True)
+    return list(fleet.engine._supervision._handles.values())
+
+
+def test_memory_goes_and_comes_in_the_order_that_servers_need(tmp_path):
+    async def scenario():
+        async with sharing(tmp_path) as fleet:
+            shared(fleet)
+            await fleet.engine.release_memory()
+            for stub in fleet.stubs:
+                assert stub.order == ["/pause_generation", "/flush_cache", "/release_memory_occupation"]
+                assert stub.released == {"weights", "kv_cache"}
+                stub.order.clear()
+            assert fleet.states == ["joining", "joining"], "they get no request"
+            await fleet.engine.release_memory()
+            assert fleet.stubs[0].order == [], "what was given back is not given back again: a server dies of that"
+            await fleet.publish(Weights(), 2)
+            for stub in fleet.stubs:
+                assert stub.order == [
+                    *("/resume_memory_occupation", "/pause_generation", "/update_weights_from_disk", "/flush_cache"),
+                    *("/update_weight_version", "/resume_memory_occupation", "/continue_generation", "/generate"),
+                ]
+                assert [body["tags"] for body in stub.said["/resume_memory_occupation"]] == [["weights"], ["kv_cache"]]
+                assert not stub.released
+            assert len(await collect(fleet.engine, [group(0)])) == 4
+            await fleet.publish(Weights(), 3)
+            assert stub.calls["/resume_memory_occupation"] == 2, "what a server has it does not take again"
+
+    run(scenario())
+
+
+def test_a_server_that_is_not_idle_yet_is_waited_for(tmp_path):
+    async def scenario():
+        async with sharing(tmp_path) as fleet:
+            shared(fleet)
+            fleet.stubs[0].answers["/flush_cache"] = times(3, answering(400), answering(200))
+            await fleet.engine.release_memory()
+            assert fleet.stubs[0].order == [
+                "/pause_generation",
+                *["/flush_cache", "/abort_request"] * 3,
+                *("/flush_cache", "/release_memory_occupation"),
+            ]
+
+    run(scenario())
+
+
+def test_one_that_keeps_its_memory_is_ended_before_the_trainer_comes(tmp_path):
+    async def scenario():
+        async with sharing(tmp_path) as fleet:
+            handles = shared(fleet)
+            fleet.stubs[0].answers["/release_memory_occupation"] = answering(500)
+            stopped = handles[0].stops
+            await fleet.engine.release_memory()
+            assert handles[0].stops > stopped and handles[0].launches == 1, "it waits for the servers' turn"
+            assert fleet.states == ["fenced", "joining"]
+            assert any("giving its memory to the trainer" in warning for warning in fleet.warnings)
+
+    run(scenario())
+
+
+def test_one_that_dies_in_the_trainers_turn_comes_back_in_the_servers(tmp_path):
+    async def scenario():
+        async with sharing(tmp_path) as fleet:
+            handles, weights = shared(fleet), Weights()
+            await fleet.engine.release_memory()
+            handles[0].dead = "its process ended with signal 9"
+            await fleet.until(lambda: fleet.states[0] == "fenced")
+            await asyncio.sleep(0.2)
+            assert handles[0].launches == 1, "the trainer has the GPU"
+            await fleet.publish(weights, 2)
+            assert [target.name for target in weights.plans[-1].targets] == ["server 1"]
+            await asyncio.sleep(0.1)
+            assert handles[0].launches == 1, "the trainer's weights are still there"
+            fleet.stubs[0].released.clear()
+            fleet.engine.allow_starts()
+            await fleet.until(lambda: fleet.states == ["joining", "serving"])
+            await asyncio.sleep(0.1)
+            assert len(weights.plans) == 1, "nobody asks for weights that are on the host"
+            await fleet.engine.release_memory()
+            assert fleet.stubs[0].released == fleet.stubs[1].released == {"weights", "kv_cache"}
+            await fleet.publish(weights, 3)
+            assert fleet.states == ["serving", "serving"]
+
+    run(scenario())
+
+
+def test_one_that_is_starting_is_waited_for(tmp_path):
+    async def scenario():
+        async with sharing(tmp_path) as fleet:
+            handles = shared(fleet)
+            ready = asyncio.Event()
+            launch = handles[0].launch
+
+            async def slowly():
+                await ready.wait()
+                return await launch()
+
+            handles[0].launch = slowly
+            handles[0].dead = "gone"
+            await fleet.until(lambda: fleet.states[0] == "starting")
+            releasing = asyncio.create_task(fleet.engine.release_memory())
+            await asyncio.sleep(0.1)
+            assert not releasing.done()
+            ready.set()
+            await releasing
+            assert fleet.stubs[0].released and fleet.states == ["joining", "joining"]
+
+    run(scenario())
+
+
+def test_the_last_server_that_fails_ends_the_run(tmp_path):
+    async def scenario():
+        async with sharing(tmp_path, count=1) as fleet:
+            shared(fleet)
+            fleet.stubs[0].answers["/release_memory_occupation"] = answering(500)
+            with pytest.raises(EngineError, match="all 1 SGLang servers are gone"):
+                await fleet.engine.release_memory()
+
+    run(scenario())
+
+
+def test_a_server_without_these_calls_is_refused_at_the_start(tmp_path):
+    async def scenario():
+        paths = [call for call in ALL_CALLS if call not in MEMORY_CALLS]
+        async with StubServer(paths=paths) as stub:
+            engine = engine_of([StubHandle(stub.url)], tmp_path)
+            engine._supervision._expected = replace(engine._expected, shares_gpus=True)
+            with pytest.raises(EngineError, match="lacks /release_memory_occupation"):
+                async with started(engine):
+                    pass
+
+    run(scenario())

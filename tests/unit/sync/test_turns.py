@@ -1,0 +1,196 @@
+"""Whose turn it is on shared GPUs: the order of the loop's steps, what is saved when, and memory that stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
+
+from books import check_books
+from loop_fakes import FAST, K, make_stack, run_stack
+
+from megatron_daro.controller import Controller
+from megatron_daro.errors import DeadlineError, EngineError
+from megatron_daro.observe.metrics import comparable, read_metrics
+from megatron_daro.recovery import step_directories
+from megatron_daro.sync.turns import LeftBehind, Turns
+from megatron_daro.types import MemoryMove
+
+MIB = 2**20
+
+
+class SharedDevice:
+    """A policy and an engine of one device: whoever works without its memory there is an error."""
+
+    def __init__(self, stack):
+        self.events, self.there = stack.events, {"weights", "gradients", "optimizer"}
+        self.engine_has = False
+        self.left = [0]
+        for name, needed in (("prepare", {"weights"}), ("train", {"weights", "gradients", "optimizer"})):
+            self._guard(stack.policy, name, needed)
+        self._guard(stack.policy, "save", {"weights", "optimizer"})
+        self._guard(stack.policy, "export", {"weights"}, alone=False, then=self.engine_takes)
+        generate = stack.engine.generate
+
+        async def guarded(requests):
+            assert self.engine_has and not self.there, "servers generate alone"
+            async for rollouts in generate(requests):
+                yield rollouts
+
+        stack.engine.generate = guarded
+
+    def _guard(self, policy, name, needed, alone=True, then=lambda: None):
+        method = getattr(policy, name)
+
+        async def guarded(*arguments):
+            assert needed <= self.there, f"{name}: {self.there}"
+            assert not (alone and self.engine_has), f"{name} while servers have the device"
+            assert alone or self.there == needed, f"{name}: only {needed} may be there, not {self.there}"
+            then()
+            return await method(*arguments)
+
+        setattr(policy, name, guarded)
+
+    def engine_takes(self):
+        self.engine_has = True
+
+    async def leave(self, kinds):
+        moved = self.there & set(kinds)
+        self.there -= moved
+        self.events.append(("leave", tuple(sorted(moved))))
+        left = self.left.pop(0) if len(self.left) > 1 and not self.there else self.left[0]
+        return MemoryMove(len(moved) * MIB, left, 0.0)
+
+    async def come_back(self, kinds):
+        assert not self.engine_has
+        self.there |= set(kinds)
+        self.events.append(("come back", tuple(sorted(kinds))))
+        return MemoryMove(len(kinds) * MIB, 0, 0.0)
+
+    async def release_memory(self):
+        self.engine_has = False
+        self.events.append(("release",))
+
+    def allow_starts(self):
+        assert not self.there, "a server that starts looks at what is free"
+        self.events.append(("allow starts",))
+
+
+def in_turns(run, **options):
+    """A loop over fakes that share a device."""
+    stack = make_stack(run, **options)
+    device = SharedDevice(stack)
+    turns = Turns(device, device, FAST, stack.progress.warn)
+    stack.controller = Controller(
+        stack.section, replace(stack.parts, turns=turns), max_staleness=0, rollouts_per_prompt=K
+    )
+    return stack, device
+
+
+def once(names):
+    """Names that follow themselves, once: a batch takes several rounds."""
+    return [name for name, _ in itertools.groupby(names)]
+
+
+def test_a_step_in_turns(tmp_path):
+    stack, _ = in_turns(tmp_path, trainer={"steps": 2, "save_every_steps": 1, "eval_every_steps": 2})
+    assert run_stack(stack).status == "finished"
+    seen = [event[0] for event in stack.events]
+    share = ["leave", "sync", "leave", "allow starts"]
+    assert once([name for name in seen if name not in ("generated", "abort")]) == [
+        *(*share, "evaluate"),  # the weights that training starts from
+        *("generate", "release", "come back", "prepare", "train", "trained", *share),
+        *("generate", "release", "come back", "save", "prepare", "train", "trained", *share, "evaluate"),
+        *("release", "come back", "save"),
+    ]
+    assert [path.name for path in step_directories(tmp_path / "checkpoints")] == ["step_000002", "step_000001"]
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_a_run_in_turns_writes_what_any_other_writes(tmp_path, updates):
+    trainer = {"updates_per_batch": updates, "eval_every_steps": 3}
+    stack, _ = in_turns(tmp_path / "turns", trainer=trainer)
+    run_stack(stack)
+    run_stack(make_stack(tmp_path / "apart", trainer=trainer))
+    check_books(tmp_path / "turns")
+    lines = {}
+    for name in ("turns", "apart"):
+        lines[name] = [comparable(line) for line in read_metrics(tmp_path / name)]
+    for line in lines["turns"]:
+        if line["step"]:
+            assert line.pop("memory/left_bytes", 0) == 0
+            line.pop("memory/moved_bytes", None)
+    assert lines["turns"] == lines["apart"]
+    assert [p.name for p in step_directories(tmp_path / "turns" / "checkpoints")] == [
+        p.name for p in step_directories(tmp_path / "apart" / "checkpoints")
+    ]
+
+
+def test_a_stop_while_servers_generate_still_saves(tmp_path):
+    stack, _ = in_turns(tmp_path, trainer={"save_every_steps": 0})
+    stack.events = stack.policy.events
+    publish = stack.controller._weight_sync.publish
+
+    async def stopping(version):
+        metrics = await publish(version)
+        if version == 2:
+            stack.controller.request_stop("asked")
+        return metrics
+
+    stack.controller._weight_sync.publish = stopping
+    assert run_stack(stack).status == "stopped"
+    assert [path.name for path in step_directories(tmp_path / "checkpoints")] == ["step_000002"]
+    assert ("save", 2) in stack.events
+
+
+def test_a_run_ends_where_servers_do_not_give_way(tmp_path):
+    stack, device = in_turns(tmp_path)
+
+    async def gone():
+        raise EngineError("all 1 SGLang servers are gone")
+
+    device.release_memory = gone
+    with pytest.raises(EngineError, match="are gone"):
+        run_stack(stack)
+    assert ("train", 1) not in stack.events
+
+
+def test_a_move_that_hangs_has_a_deadline(tmp_path):
+    stack, device = in_turns(tmp_path, deadlines=replace(FAST, memory=0.1))
+
+    async def never(kinds):
+        await asyncio.Event().wait()
+
+    device.leave = never
+    stack.controller._parts.turns._within = replace(FAST, memory=0.1).within
+    with pytest.raises(DeadlineError, match="'memory'"):
+        run_stack(stack)
+
+
+def test_memory_that_stays_is_told_with_the_number(tmp_path):
+    stack, device = in_turns(tmp_path, trainer={"steps": 3})
+    device.left = [10 * MIB, 20 * MIB, 90 * MIB, 91 * MIB]
+    run_stack(stack)
+    (warning,) = [text for text in stack.progress.messages if "colocate" in text]
+    assert "90 MiB stayed" in warning and "10 MiB earlier" in warning
+    assert [line["memory/left_bytes"] for line in read_metrics(tmp_path)] == [20 * MIB, 90 * MIB, 91 * MIB]
+
+
+@pytest.mark.parametrize(
+    ("seen", "told"),
+    [
+        ([(50, 1000)], [False]),
+        ([(500, 1000)], [True]),  # a third of what was there stayed from the beginning
+        ([(100, 10_000), (150, 10_000), (170, 10_000)], [False, False, True]),  # small steps add up
+        ([(100, 10_000), (300, 10_000), (300, 10_000)], [False, True, False]),  # said once
+    ],
+)
+def test_what_counts_as_left_behind(seen, told):
+    watch = LeftBehind()
+    assert [bool(watch.observe(left * MIB, moved * MIB)) for left, moved in seen] == told
