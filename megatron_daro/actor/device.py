@@ -23,6 +23,15 @@ def prepare() -> torch.device:
     return torch.device("cpu")
 
 
+def shown(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor for readers: on a CPU, the same memory under a storage of its own.
+
+    Whoever makes a numpy array of a tensor, as writers of files do, makes its storage one that cannot be resized any
+    more; those of a trainer are, to give their memory away (actor/host_memory.py).
+    """
+    return tensor if tensor.device.type != "cpu" else torch.from_dlpack(tensor.detach())
+
+
 def has_transformer_engine() -> bool:
     """Whether Transformer Engine layers can be used: installed, and a GPU is there."""
     if not torch.cuda.is_available():

@@ -57,6 +57,7 @@ class HostMemory:
             if kind in kinds and kind not in self._away:
                 moved += self._take(kind)
         if self._where.type == "cuda":
+            torch.cuda.ipc_collect()  # buckets of weights that servers have let go of
             torch.cuda.empty_cache()
         return MemoryMove(moved, self.left_behind(), time.perf_counter() - started)
 

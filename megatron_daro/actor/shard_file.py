@@ -16,6 +16,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_daro import durable
+from megatron_daro.actor import device
 from megatron_daro.convert.safetensors_file import FileWriter
 
 PIECE_BYTES = 64 * 2**20
@@ -91,7 +92,7 @@ class ShardFile:
             values = self._values[number]
         assert values is not None
         if values.device.type == "cpu" or not values.is_contiguous():
-            yield values.to("cpu")
+            yield device.shown(values.to("cpu"))
             return
         flat, step = values.view(-1), max(1, PIECE_BYTES // values.dtype.itemsize)
         yield from (flat[start : start + step].to("cpu") for start in range(0, len(flat), step))

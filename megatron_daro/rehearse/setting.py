@@ -194,6 +194,11 @@ def setting_of(asked: Asked) -> Setting:
         )
     if config.engine.sglang.urls:
         raise ConfigError("engine.sglang.urls: got servers that run; allowed in a rehearsal: none; fix: unset it")
+    if config.engine.colocate:
+        raise ConfigError(
+            "engine.colocate: got true; allowed in a rehearsal: false, since its ranks and servers have no memory to "
+            "take turns with; fix: set engine.colocate=false"
+        )
     shape, gpu = read_model_shape(config.model.path), find_gpu(asked.gpu)
     workload = workload_of(config, shape, mean_response=asked.mean_response)
     nodes = node_map(demand_of(config), config.actor, asked.nodes, asked.gpus_per_node)

@@ -17,6 +17,7 @@ from megatron_daro.sync.weight_sync import WeightSync
 from megatron_daro.types import KINDS_OF_MEMORY, MemoryKind, MemoryMove
 
 _MIB = 2**20
+_WEIGHTS: tuple[MemoryKind, ...] = ("weights",)
 # What may stay on a device for good (tables of angles, work space of libraries), and by how much it may grow.
 _MOST_LEFT_PART, _MOST_GROWTH = 0.1, 64 * _MIB
 
@@ -85,7 +86,7 @@ class Turns:
     async def _to_engine(self) -> None:
         """Move the policy's weights as well; the engine may use the GPUs alone."""
         started = time.perf_counter()
-        move = await self._within("memory", self._policy.leave(("weights",)), what="of the policy")
+        move = await self._within("memory", self._policy.leave(_WEIGHTS), what="of the policy")
         self._is_policys = False
         self._engine.allow_starts()
         self._metrics["memory/moved_bytes"] += float(move.moved)
