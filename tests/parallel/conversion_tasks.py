@@ -26,7 +26,7 @@ def _policy(path: Path, layout: Any, weights: Path | None = None) -> Any:
         context_parallel=layout.context,
         data_parallel=layout.data,
         expert_parallel=layout.expert,
-        dtype="fp32",
+        precision="fp32",
     )
     settings = PolicySettings(path, rollouts_per_prompt=4, max_response_tokens=32, temperature=1.0, total_steps=10)
     return MegatronPolicy(replace(settings, weights=weights), actor, AlgorithmSection(name="daro"))

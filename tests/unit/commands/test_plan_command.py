@@ -39,7 +39,7 @@ def test_the_tables_name_layouts_and_reasons(tmp_path, capsys):
     _, command = written(tmp_path)
     assert main(command) == 0
     out = capsys.readouterr().out
-    assert "TP PP CP DP EP" in out and "optimizer" in out and "layouts were looked at; out are:" in out
+    assert "TP PP VPP CP DP EP" in out and "optimizer" in out and "layouts were looked at; out are:" in out
 
 
 def test_json_has_parts_of_memory_and_time(tmp_path, capsys):
