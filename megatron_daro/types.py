@@ -349,9 +349,11 @@ class MemoryMove:
     """One move of a rank's memory between device and host.
 
     moved: bytes of the device that were given back or taken. left: bytes that the rank has on its device after it (on a
-    CPU: those of weights, gradients and optimizer state). seconds: how long it took.
+    CPU: those of weights, gradients and optimizer state). seconds: how long it took. others: bytes that others had on
+    the device before it, contexts included; 0 on a CPU.
     """
 
     moved: int
     left: int
     seconds: float
+    others: int = 0

@@ -50,7 +50,7 @@ class HostMemory:
 
     def leave(self, kinds: Collection[MemoryKind]) -> MemoryMove:
         """Give the device's memory of these kinds back; nothing for those that are away. No save may read them."""
-        started, moved = time.perf_counter(), 0
+        started, moved, others = time.perf_counter(), 0, self._of_others()
         if "gradients" in kinds:
             self._trainee.optimizer.zero_grad()  # main gradients that are tensors of their own go for good
         for kind in KINDS_OF_MEMORY:
@@ -59,11 +59,11 @@ class HostMemory:
         if self._where.type == "cuda":
             torch.cuda.ipc_collect()  # buckets of weights that servers have let go of
             torch.cuda.empty_cache()
-        return MemoryMove(moved, self.left_behind(), time.perf_counter() - started)
+        return MemoryMove(moved, self.left_behind(), time.perf_counter() - started, others)
 
     def come_back(self, kinds: Collection[MemoryKind]) -> MemoryMove:
         """Fill the memory of these kinds again; nothing for those that are there."""
-        started, moved = time.perf_counter(), 0
+        started, moved, others = time.perf_counter(), 0, self._of_others()
         for kind in KINDS_OF_MEMORY:
             away = self._away.pop(kind, None) if kind in kinds else None
             if away is None:
@@ -76,13 +76,20 @@ class HostMemory:
             for piece, held in _pieces([storage for storage, _ in away.storages], away.blocks):
                 piece.copy_(held, non_blocking=True)
         self._synchronize()
-        return MemoryMove(moved, self.left_behind(), time.perf_counter() - started)
+        return MemoryMove(moved, self.left_behind(), time.perf_counter() - started, others)
 
     def left_behind(self) -> int:
         """Bytes that this process has allocated on its device; on a CPU, those of the trainee's tensors."""
         if self._where.type == "cuda":
             return torch.cuda.memory_allocated()
         return sum(storage.nbytes() for kind in KINDS_OF_MEMORY for storage in self._storages(kind))
+
+    def _of_others(self) -> int:
+        """Bytes of the device that other processes have, and contexts of all."""
+        if self._where.type != "cuda":
+            return 0
+        free, total = torch.cuda.mem_get_info()
+        return int(total - free - torch.cuda.memory_reserved())
 
     def _take(self, kind: MemoryKind) -> int:
         storages = [storage for storage in self._storages(kind) if storage.nbytes()]

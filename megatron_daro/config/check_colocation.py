@@ -8,10 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_daro.config.problems import Problem
+from megatron_daro.config.problems import Problem, show
 from megatron_daro.config.sections import Config
 
 _FIELD = "engine.colocate"
+_RECORDED = "a graph is recorded with addresses, and tensors have others when they come back from the host"
+_FIXED_ADDRESSES = {
+    "nccl_ub": "memory that NCCL registered cannot be given back",
+    **dict.fromkeys(("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"), _RECORDED),
+}
 
 
 def colocation(config: Config) -> Iterator[Problem]:
@@ -32,14 +37,27 @@ def colocation(config: Config) -> Iterator[Problem]:
         got = f"{config.rollout.max_staleness} with engine.colocate"
         allowed = "0: nothing is generated while a batch is trained"
         yield Problem("rollout.max_staleness", got, allowed, "set rollout.max_staleness=0", also=(_FIELD,))
-    if sglang.arguments.get("quantization") is not None:
+    yield from _arguments(config)
+    yield from _sizes(config)
+
+
+def _arguments(config: Config) -> Iterator[Problem]:
+    """Yield options of SGLang and Megatron under which memory cannot be given back."""
+    given = {name.replace("-", "_"): value for name, value in config.engine.sglang.arguments.items()}
+    field = "engine.sglang.arguments"
+    if given.get("quantization") is not None:
         allowed = "servers in bf16: what a quantized one keeps beside its weights would be lost with its memory"
         fix = "remove quantization and load_format"
-        yield Problem("engine.sglang.arguments", "quantization with engine.colocate", allowed, fix, also=(_FIELD,))
-    if config.actor.megatron.get("nccl_ub"):
-        allowed = "false with engine.colocate: memory that NCCL registered cannot be given back"
-        yield Problem("actor.megatron", "nccl_ub: true", allowed, "remove nccl_ub", also=(_FIELD,))
-    yield from _sizes(config)
+        yield Problem(field, "quantization with engine.colocate", allowed, fix, also=(_FIELD,))
+    if given.get("enable_memory_saver") is False:
+        allowed = "true or unset with engine.colocate: without it a server keeps its memory"
+        fix = "remove enable_memory_saver"
+        yield Problem(field, "enable_memory_saver: false", allowed, fix, also=(_FIELD,))
+    for name, why in _FIXED_ADDRESSES.items():
+        value = config.actor.megatron.get(name)
+        if value not in (None, False, "none"):
+            got, allowed = f"{show(value)} with engine.colocate", f"nothing: {why}"
+            yield Problem(f"actor.megatron.{name}", got, allowed, "remove it", also=(_FIELD,))
 
 
 def _sizes(config: Config) -> Iterator[Problem]:

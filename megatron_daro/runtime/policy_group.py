@@ -185,7 +185,9 @@ class PolicyGroup:
     async def _move(self, kinds: Collection[MemoryKind], *, away: bool) -> MemoryMove:
         async with self._busy:
             moves: list[MemoryMove] = await self._all(lambda worker: worker.move.remote(tuple(kinds), away))
-        return MemoryMove(*(max(getattr(move, name) for move in moves) for name in ("moved", "left", "seconds")))
+        return MemoryMove(
+            *(max(getattr(move, name) for move in moves) for name in ("moved", "left", "seconds", "others"))
+        )
 
     async def save(self, directory: Path, captured: Callable[[], None]) -> None:
         """Write the policy's checkpoint into an existing directory; ranks train on while their files are written."""

@@ -190,7 +190,9 @@ def _sharing(options: LaunchOptions, gpus: str | None) -> LaunchOptions:
     """
     if gpus is None or options.arguments.get("device") == "cpu":
         return options
-    arguments = {"enable_memory_saver": True, "mem_fraction_static": _SHARED_FRACTION, **options.arguments}
+    given = {name.replace("-", "_") for name in options.arguments}
+    own = {"enable_memory_saver": True, "mem_fraction_static": _SHARED_FRACTION}
+    arguments = {**{name: value for name, value in own.items() if name not in given}, **options.arguments}
     return replace(options, gpus=gpus, arguments=arguments)
 
 

@@ -18,8 +18,10 @@ from megatron_daro.types import KINDS_OF_MEMORY, MemoryKind, MemoryMove
 
 _MIB = 2**20
 _WEIGHTS: tuple[MemoryKind, ...] = ("weights",)
-# What may stay on a device for good (tables of angles, work space of libraries), and by how much it may grow.
+# What tensors may stay on a device for good (tables of angles, work space of libraries), and by how much they may grow.
 _MOST_LEFT_PART, _MOST_GROWTH = 0.1, 64 * _MIB
+# The contexts of processes count among what servers keep, and grow as kernels are loaded.
+_MOST_GROWTH_OF_SERVERS = 512 * _MIB
 
 
 class MovablePolicy(Protocol):
@@ -57,7 +59,10 @@ class Turns:
         self._policy, self._engine, self._within, self._warn = policy, engine, deadlines.within, warn
         self._is_policys = True
         self._metrics = dict.fromkeys(("timing/to_policy_s", "timing/to_engine_s", "memory/moved_bytes"), 0.0)
-        self._left = LeftBehind()
+        self._has_worked = False  # libraries take their work space when a batch is trained for the first time
+        self._left = LeftBehind("a rank's device after its memory went to the host", _MOST_GROWTH)
+        where = "a device, contexts included, after the servers gave their memory back"
+        self._servers_left = LeftBehind(where, _MOST_GROWTH_OF_SERVERS)
 
     async def to_policy(self) -> None:
         """Have the engine give its memory back, then the policy take its own. Nothing where it is its turn."""
@@ -65,9 +70,11 @@ class Turns:
             return
         started = time.perf_counter()
         await self._within("memory", self._engine.release_memory(), what="of the engine")
-        self._is_policys = True
-        await self._within("memory", self._policy.come_back(KINDS_OF_MEMORY), what="of the policy")
+        self._is_policys = self._has_worked = True
+        move = await self._within("memory", self._policy.come_back(KINDS_OF_MEMORY), what="of the policy")
+        self._metrics["memory/servers_left_bytes"] = float(move.others)
         self._metrics["timing/to_policy_s"] = time.perf_counter() - started
+        self._tell(self._servers_left.observe(move.others))
 
     async def publish(self, sync: WeightSync, version: int) -> Mapping[str, float]:
         """Bring the weights to the engine, and leave it the GPUs. Returns metrics of both. Raises as `sync` does."""
@@ -92,29 +99,38 @@ class Turns:
         self._metrics["memory/moved_bytes"] += float(move.moved)
         self._metrics["memory/left_bytes"] = float(move.left)
         self._metrics["timing/to_engine_s"] += time.perf_counter() - started
-        if warning := self._left.observe(move.left, int(self._metrics["memory/moved_bytes"])):
+        if self._has_worked:
+            self._tell(self._left.observe(move.left, of=move.left + int(self._metrics["memory/moved_bytes"])))
+
+    def _tell(self, warning: str) -> None:
+        if warning:
             self._warn(warning)
 
 
 class LeftBehind:
-    """Tells memory that a rank did not give back from what it may keep."""
+    """Tells memory that was not given back from what may stay for good."""
 
-    def __init__(self) -> None:
-        """Know nothing: the first time shows what stays for good."""
-        self._most: int | None = None
-
-    def observe(self, left: int, moved: int) -> str:
-        """Return a warning where more stayed on a device than before, or at first over a tenth of what was there.
+    def __init__(self, where: str, growth: int) -> None:
+        """Know nothing: the first time shows what stays for good.
 
         Args:
-            left: bytes that a rank still has on its device. moved: those that it gave back.
+            where: it stays, for messages. growth: bytes by which it may grow.
         """
-        before, self._most = self._most, max(left, self._most or 0)
-        said = f"engine.colocate: {left / _MIB:,.0f} MiB stayed on a rank's device after its memory went to the host"
+        self._where, self._growth = where, growth
+        self._before: int | None = None
+
+    def observe(self, left: int, *, of: int | None = None) -> str:
+        """Return a warning where more stayed than before, or at first over a tenth of what was there.
+
+        Args:
+            left: bytes that stayed. of: bytes that were there; None: not known.
+        """
+        before, said = self._before, f"engine.colocate: {left / _MIB:,.0f} MiB stayed on {self._where}"
         if before is None:
-            too_much = left > max(_MOST_GROWTH, _MOST_LEFT_PART * (left + moved))
-            return f"{said}, {moved / _MIB:,.0f} MiB were given back; servers lack it" if too_much else ""
-        if left - before <= _MOST_GROWTH:
-            self._most = before  # small growth adds up until it tells
+            self._before = left
+            much = of is not None and left > max(self._growth, _MOST_LEFT_PART * of)
+            return f"{said}, of {of / _MIB:,.0f} MiB; the other side lacks it" if of and much else ""
+        if left - before <= self._growth:  # small growth adds up until it tells
             return ""
-        return f"{said}, {before / _MIB:,.0f} MiB earlier; it grows, and servers lack it: please report it"
+        self._before = left
+        return f"{said}, {before / _MIB:,.0f} MiB earlier; it grows, and the other side lacks it: please report it"

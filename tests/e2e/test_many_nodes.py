@@ -60,6 +60,9 @@ class Where:
     def node(self) -> tuple[str, int]:
         return ray.get_runtime_context().get_node_id(), len(ray.get_gpu_ids())
 
+    def gpus(self) -> str:
+        return ",".join(ray.get_runtime_context().get_accelerator_ids()["GPU"])
+
 
 def where(options: dict) -> tuple[str, int]:
     worker = Where.options(**options).remote()
@@ -90,6 +93,23 @@ def test_groups_and_servers_are_whole_on_a_node_and_all_or_nothing_starts(nodes)
         ConfigError, match=r"does not fit the Ray cluster: .*of 4 need 4 GPUs.*2 nodes of 2 with 4 GPUs"
     ):
         asyncio.run(Placement(Demand(1, 4), too_large, limits).start())
+
+
+def test_servers_in_turns_are_on_the_gpus_of_ranks(nodes):
+    ray.init(address=nodes.address, log_to_driver=False)
+    actor, demand = ActorSection(data_parallel=4), Demand(4, 1, servers=2, server_size=2, noun="server", shared=True)
+    placement = Placement(demand, actor, Deadlines(placement=30.0))
+    asyncio.run(placement.start())
+    ranks = [Where.options(**placement.rank(rank)).remote() for rank in range(4)]
+    places = [node for node, _ in ray.get([worker.node.remote() for worker in ranks], timeout=60)]
+    gpus = ray.get([worker.gpus.remote() for worker in ranks], timeout=60)
+    placement.take_gpus(dict(enumerate(gpus)))
+    assert len({*zip(places, gpus, strict=True)}) == 4, "every rank has a GPU of its own"
+    for number in range(2):
+        node, own = where(placement.server(number))  # there is room beside the ranks, which have all GPUs
+        assert own == 0, "it is told which GPUs it shares"
+        shared = [rank for rank in range(4) if places[rank] == node]
+        assert placement.gpus_of_server(number) == ",".join(sorted(gpus[rank] for rank in shared))
 
 
 def test_a_run_over_two_nodes(nodes, tiny, tmp_path):

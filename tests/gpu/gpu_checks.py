@@ -192,6 +192,30 @@ def memory_released(device: torch.device, directory: Path) -> Outcome:
     return Outcome((left() - before) / 2**20, 1.0, "MiB more than before")
 
 
+def memory_in_turns(device: torch.device, directory: Path) -> Outcome:
+    """A policy whose memory goes to the host after a step and comes back, with a step after: bytes that stayed on the
+    device, and values that came back as others."""
+    from megatron_daro.types import KINDS_OF_MEMORY
+
+    batch = _learnable(directory)
+    policy = build_policy(directory, precision="bf16")
+    memory = policy._memory
+
+    def content() -> list[Tensor]:
+        return [t.cpu().clone() for kind in ("weights", "optimizer") for t in memory._tensors(kind)]
+
+    policy.train_step(batch, _thirds(len(batch)), step=1)
+    policy.trainee.optimizer.zero_grad()
+    want, before = content(), memory.left_behind()
+    move = policy.leave(KINDS_OF_MEMORY)
+    stayed = max(move.left - (before - move.moved), 0)
+    policy.come_back(KINDS_OF_MEMORY)
+    changed = sum(int((a != b).sum()) for a, b in zip(content(), want, strict=True))
+    if policy.train_step(batch, _thirds(len(batch)), step=2).skipped:
+        raise RuntimeError("the step after the return was refused")
+    return Outcome(float(stayed + changed), 0.0, "bytes that stayed, values that changed")
+
+
 def _losses(directory: Path, *, steps: int, **options: str) -> list[float]:
     """Losses of steps on one batch whose good answers have advantage 1, the others -1."""
     from dataclasses import replace
@@ -251,6 +275,7 @@ CHECKS: dict[str, Check] = {
     "checkpoint, bf16": policy_checkpoint,
     "checkpoint, fp8": lambda device, path: policy_checkpoint(device, path, precision="fp8"),
     "memory released": memory_released,
+    "memory to the host and back": memory_in_turns,
     "weights by handles to a second process": gpu_processes.handles_to_a_second_process,
     "tensor parallel 2, NCCL": lambda device, path: gpu_processes.two_ranks(device, path, tensor=2),
     "context parallel 2, NCCL": lambda device, path: gpu_processes.two_ranks(device, path, context=2),

@@ -189,14 +189,14 @@ def _refused(policy: Any, batch: TrainBatch, micro_batches: list[list[int]]) -> 
     return found
 
 
-def save_and_leave(path: Path, layout: Any, batch: TrainBatch, directory: Path) -> dict[str, Any]:
+def save_and_leave(path: Path, layout: Any, batch: TrainBatch, directory: Path, **options: Any) -> dict[str, Any]:
     """A checkpoint whose files are written slowly, the policy's memory gone meanwhile; then it is loaded.
 
     waited: whether leaving took as long as the writing. before, loaded: weights.
     """
     from megatron_daro.actor import shard_file
 
-    policy = _trainee(path, layout, {"name": "daro"}, precision="bf16")
+    policy = _trainee(path, layout, {"name": "daro"}, precision="bf16", **options)
     mine, micro_batches = _shard(batch, layout, 2)
     policy.train_step(mine, micro_batches, step=1)
     before = {n: t.clone().float().numpy() for n, t in policy.export()}
@@ -219,5 +219,8 @@ def save_and_leave(path: Path, layout: Any, batch: TrainBatch, directory: Path) 
         shard_file.ShardFile._pieces = pieces
     policy.come_back(_ALL)
     policy.load(directory)
+    policy.leave(_ALL)  # of what was loaded, too, nothing may stay
+    left = policy._memory.left_behind()
+    policy.come_back(_ALL)
     loaded = {n: t.clone().float().numpy() for n, t in policy.export()}
-    return {"waited": at_end > at_first, "before": before, "loaded": loaded}
+    return {"waited": at_end > at_first, "before": before, "loaded": loaded, "left": left}

@@ -16,7 +16,7 @@ STEPS = 3
     [
         ("tp2_dp2", {"precision": "bf16"}),
         ("tp2_dp2", {"precision": "fp32", "optimizer": {"distributed": False}}),
-        ("dp2", {"precision": "bf16", "megatron": {"overlap_grad_reduce": True, "bucket_size": 20_000}}),
+        ("tp2_dp2", {"precision": "bf16", "megatron": {"overlap_grad_reduce": True, "bucket_size": 20_000}}),
         ("tp2_pp2", {"precision": "bf16", "optimizer": {"distributed": False}}),
     ],
     ids=["distributed", "plain_fp32", "overlap", "plain_bf16_pp2"],
@@ -42,11 +42,14 @@ def test_steps_with_moves_between_equal_steps_without(rank_pool, tmp_path, layou
             assert first["moved"] + second["moved"] == first["before"] == back["moved"] == back["left"]
 
 
-def test_a_save_that_reads_the_tensors_is_waited_for(rank_pool, tmp_path):
+@pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "plain"])
+def test_a_save_that_reads_the_tensors_is_waited_for(rank_pool, tmp_path, distributed):
     save_model("qwen2", tmp_path / "model")
     arguments = {"path": tmp_path / "model", "batch": random_batch(seed=0), "directory": tmp_path / "saved"}
+    arguments["optimizer"] = {"distributed": distributed}
     (tmp_path / "saved").mkdir()
     for result in rank_pool.run(megatron_tasks.save_and_leave, layouts()["dp2"], **arguments):
         assert result["waited"], "the file was still being written when the policy was told to leave"
+        assert result["left"] == 0
         for name, value in result["before"].items():
             np.testing.assert_array_equal(result["loaded"][name], value, err_msg=name)

@@ -31,7 +31,7 @@ class SharedDevice:
     def __init__(self, stack):
         self.events, self.there = stack.events, {"weights", "gradients", "optimizer"}
         self.engine_has = False
-        self.left = [0]
+        self.left, self.others = [0], []
         for name, needed in (("prepare", {"weights"}), ("train", {"weights", "gradients", "optimizer"})):
             self._guard(stack.policy, name, needed)
         self._guard(stack.policy, "save", {"weights", "optimizer"})
@@ -71,7 +71,7 @@ class SharedDevice:
         assert not self.engine_has
         self.there |= set(kinds)
         self.events.append(("come back", tuple(sorted(kinds))))
-        return MemoryMove(len(kinds) * MIB, 0, 0.0)
+        return MemoryMove(len(kinds) * MIB, 0, 0.0, self.others.pop(0) if self.others else 0)
 
     async def release_memory(self):
         self.engine_has = False
@@ -124,7 +124,7 @@ def test_a_run_in_turns_writes_what_any_other_writes(tmp_path, updates):
         lines[name] = [comparable(line) for line in read_metrics(tmp_path / name)]
     for line in lines["turns"]:
         if line["step"]:
-            assert line.pop("memory/left_bytes", 0) == 0
+            assert line.pop("memory/left_bytes", 0) == line.pop("memory/servers_left_bytes", 0) == 0
             line.pop("memory/moved_bytes", None)
     assert lines["turns"] == lines["apart"]
     assert [p.name for p in step_directories(tmp_path / "turns" / "checkpoints")] == [
@@ -175,10 +175,10 @@ def test_a_move_that_hangs_has_a_deadline(tmp_path):
 
 def test_memory_that_stays_is_told_with_the_number(tmp_path):
     stack, device = in_turns(tmp_path, trainer={"steps": 3})
-    device.left = [10 * MIB, 20 * MIB, 90 * MIB, 91 * MIB]
+    device.left = [1 * MIB, 20 * MIB, 90 * MIB, 91 * MIB]  # the first: before anything was trained
     run_stack(stack)
     (warning,) = [text for text in stack.progress.messages if "colocate" in text]
-    assert "90 MiB stayed" in warning and "10 MiB earlier" in warning
+    assert "90 MiB stayed" in warning and "20 MiB earlier" in warning
     assert [line["memory/left_bytes"] for line in read_metrics(tmp_path)] == [20 * MIB, 90 * MIB, 91 * MIB]
 
 
@@ -192,5 +192,14 @@ def test_memory_that_stays_is_told_with_the_number(tmp_path):
     ],
 )
 def test_what_counts_as_left_behind(seen, told):
-    watch = LeftBehind()
-    assert [bool(watch.observe(left * MIB, moved * MIB)) for left, moved in seen] == told
+    watch = LeftBehind("a device", 64 * MIB)
+    assert [bool(watch.observe(left * MIB, of=(left + moved) * MIB)) for left, moved in seen] == told
+
+
+def test_what_servers_keep_is_told_where_it_grows(tmp_path):
+    stack, device = in_turns(tmp_path, trainer={"steps": 3})
+    device.others = [9000 * MIB, 9100 * MIB, 9600 * MIB, 9700 * MIB]
+    run_stack(stack)
+    (warning,) = [text for text in stack.progress.messages if "colocate" in text]
+    assert "9,600 MiB stayed on a device, contexts included, after the servers" in warning
+    assert [line["memory/servers_left_bytes"] / MIB for line in read_metrics(tmp_path)] == [9000, 9100, 9600]

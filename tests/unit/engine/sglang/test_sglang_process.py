@@ -8,10 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from sglang_process_trees import SLEEP, alive, eventually, python, read_pids, state, tree
 
+from megatron_daro.engine.sglang import servers as servers_module
 from megatron_daro.engine.sglang.environment_variables import is_loopback, server_environment
 from megatron_daro.engine.sglang.process import ManagedProcess
 from megatron_daro.engine.sglang.servers import LaunchOptions, ServerProcess
@@ -269,6 +271,35 @@ def test_a_server_on_a_cpu_keeps_the_memory_of_buckets(tmp_path, arguments, env,
         server.stop()
     seen = dict(line.split("=", 1) for line in (tmp_path / "log").read_text().splitlines() if "=" in line)
     assert seen["GLOO_SOCKET_IFNAME"] == "lo" and seen.get("MALLOC_MMAP_MAX_") == kept
+
+
+@pytest.mark.parametrize(
+    ("gpus", "maps_memory", "env", "want"),
+    [
+        (None, False, {}, "5"),
+        ("2,3", False, {}, "2,3"),
+        ("2,3", True, {}, "2,3,0,1"),
+        (None, True, {}, "5,0,1,2,3"),
+        ("2,3", False, {"CUDA_VISIBLE_DEVICES": "7"}, "7"),
+    ],
+    ids=["what Ray gave it", "shared", "shared, and maps those of others", "maps those of others", "the user's wins"],
+)
+def test_a_server_sees_the_gpus_that_it_shares(tmp_path, monkeypatch, gpus, maps_memory, env, want):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    monkeypatch.setattr(
+        servers_module, "gpus_with_own_first", lambda own: ",".join(dict.fromkeys([*own.split(","), *"0123"]))
+    )
+    started = {}
+    monkeypatch.setattr(servers_module, "ManagedProcess", lambda command, **options: started.update(options) or Mock())
+    (tmp_path / "config.json").write_text("{}")
+    options = LaunchOptions(
+        python=tmp_path, model_path=tmp_path, tensor_parallel=2, seed=0, arguments={}, env=env,
+        log_path=tmp_path / "log", maps_memory=maps_memory, gpus=gpus,
+    )  # fmt: skip
+    server = ServerProcess(options, "127.0.0.1")
+    server.launch()
+    server.stop()
+    assert started["env"].get("CUDA_VISIBLE_DEVICES", "5") == want
 
 
 def test_the_command_really_gets_this_environment(managed, monkeypatch):
