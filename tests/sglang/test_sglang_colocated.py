@@ -7,7 +7,7 @@ import re
 
 import pytest
 from books import assert_books_add_up
-from cli_runs import started
+from cli_runs import last_step, servers, started
 from sglang_pool import CPU_ARGUMENTS, required_environment
 
 from megatron_daro.observe.metrics import read_metrics
@@ -21,7 +21,7 @@ _TURNS = ("generate", "release_memory_occupation", "resume_memory_occupation", "
 
 @pytest.fixture
 def config(tiny, tmp_path, pool):
-    """The tiny task on one server that shares the machine with the one rank."""
+    """The tiny task on as many servers as there are ranks, which they share their places with."""
     directory = required_environment()
     pool.down()
     sglang = {
@@ -33,8 +33,9 @@ def config(tiny, tmp_path, pool):
     }
 
     def write(**sections):
-        engine = {"kind": "sglang", "colocate": True, "sglang": sglang}
-        changes = {"engine": engine, "rollout": {"max_refill_rounds": 20}, "actor": {"tensor_parallel": 1}}
+        ranks = sections.pop("ranks")
+        engine = {"kind": "sglang", "replicas": ranks, "colocate": True, "sglang": sglang}
+        changes = {"engine": engine, "rollout": {"max_refill_rounds": 20}, "actor": {"tensor_parallel": ranks}}
         return tiny.write_config(tmp_path / "colocated.yaml", changes | sections)
 
     return write
@@ -43,7 +44,7 @@ def config(tiny, tmp_path, pool):
 def test_trainer_and_server_take_turns(config, tmp_path):
     run_dir = tmp_path / "run"
     trainer = {"steps": STEPS, "save_every_steps": 1, "keep_checkpoints": 5, "eval_every_steps": 2}
-    with started(["train", config(trainer=trainer), f"trainer.run_dir={run_dir}"], tmp_path / "log") as run:
+    with started(["train", config(ranks=1, trainer=trainer), f"trainer.run_dir={run_dir}"], tmp_path / "log") as run:
         finished = run.finish()
         assert run.left_behind() == []
     assert finished.code == 0, finished.stderr
@@ -64,6 +65,29 @@ def test_trainer_and_server_take_turns(config, tmp_path):
         *(["release", "resume", "update", "resume", "generate"] * (STEPS + 1)),  # once before the first step
         "release",  # for the last checkpoint
     ]
+
+
+def test_a_server_killed_in_the_trainers_turn_comes_back_and_the_run_resumes(config, tmp_path):
+    run_dir, steps = tmp_path / "run", 8
+    command = ["train", config(ranks=2), f"trainer.run_dir={run_dir}"]
+    with started([*command, f"trainer.steps={steps}"], tmp_path / "log") as run:
+        log = run_dir / "logs" / "server_0.log"
+        run.wait_until(lambda: last_step(run_dir) >= 1, "first step", START_LIMIT_S)
+        run.wait_until(lambda: turns_of(log)[-1] == "release", "the trainer's turn")
+        servers(run)[0].kill()
+        finished = run.finish()
+        assert run.left_behind() == []
+    assert finished.code == 0, finished.stderr
+    lines = read_metrics(run_dir)
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    assert lines[-1]["engine/fenced"] == lines[-1]["engine/restarts"] == 1
+    assert [line["sync/servers"] for line in lines][-1] == 2, "it was given the weights with the other"
+    for line in lines:
+        assert_books_add_up(line)
+        assert line["mismatch/logprob_abs_mean"] < 1e-4 and line["memory/left_bytes"] == 0
+    with started([*command, f"trainer.steps={steps + 1}", "--resume"], tmp_path / "again") as run:
+        assert run.finish().code == 0
+    assert read_metrics(run_dir)[-1]["step"] == steps + 1
 
 
 def turns_of(log):
