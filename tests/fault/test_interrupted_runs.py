@@ -57,7 +57,7 @@ def test_second_ctrl_c_ends_at_once_although_a_worker_hangs(tiny, tmp_path):
         ("raylet", signal.SIGINT),
         pytest.param("ray::TrainWorker", signal.SIGINT, marks=pytest.mark.heavy),
         pytest.param("raylet", signal.SIGTERM, marks=pytest.mark.heavy),
-        ("ray::TrainWorker", signal.SIGHUP),
+        pytest.param("ray::TrainWorker", signal.SIGHUP, marks=pytest.mark.heavy),
     ],
 )
 def test_a_signal_during_start_up_ends_promptly(tiny, tmp_path, place, number):
@@ -73,6 +73,7 @@ def test_a_signal_during_start_up_ends_promptly(tiny, tmp_path, place, number):
     assert last_step(run_dir) < 1
 
 
+@pytest.mark.heavy
 def test_ctrl_c_before_the_first_step_does_not_wait_for_the_evaluation(tiny, tmp_path):
     run_dir = tmp_path / "run"
     arguments = ["train", tiny.config, f"trainer.run_dir={run_dir}", "trainer.eval_every_steps=4"]

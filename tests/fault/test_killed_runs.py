@@ -28,7 +28,7 @@ PLACES = [
     pytest.param("train:left", 4, marks=pytest.mark.heavy),
     ("sync", 5),
     pytest.param("write", 5, marks=pytest.mark.heavy),
-    ("write:left", 7),
+    pytest.param("write:left", 7, marks=pytest.mark.heavy),
     ("seal", 8),
 ]
 

@@ -192,6 +192,7 @@ def _refused(policy: Any, batch: TrainBatch, micro_batches: list[list[int]]) -> 
 def save_and_leave(path: Path, layout: Any, batch: TrainBatch, directory: Path, **options: Any) -> dict[str, Any]:
     """A checkpoint whose files are written slowly, the policy's memory gone meanwhile; then it is loaded.
 
+    writes: whether this rank has anything to write: without a distributed optimizer one rank writes what all have.
     waited: whether leaving took as long as the writing. before, loaded: weights.
     """
     from megatron_daro.actor import shard_file
@@ -223,4 +224,4 @@ def save_and_leave(path: Path, layout: Any, batch: TrainBatch, directory: Path, 
     left = policy._memory.left_behind()
     policy.come_back(_ALL)
     loaded = {n: t.clone().float().numpy() for n, t in policy.export()}
-    return {"waited": at_end > at_first, "before": before, "loaded": loaded, "left": left}
+    return {"writes": len(written) > 0, "waited": at_end > at_first, "before": before, "loaded": loaded, "left": left}

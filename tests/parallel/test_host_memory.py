@@ -48,8 +48,10 @@ def test_a_save_that_reads_the_tensors_is_waited_for(rank_pool, tmp_path, distri
     arguments = {"path": tmp_path / "model", "batch": random_batch(seed=0), "directory": tmp_path / "saved"}
     arguments["optimizer"] = {"distributed": distributed}
     (tmp_path / "saved").mkdir()
-    for result in rank_pool.run(megatron_tasks.save_and_leave, layouts()["dp2"], **arguments):
-        assert result["waited"], "the file was still being written when the policy was told to leave"
+    results = rank_pool.run(megatron_tasks.save_and_leave, layouts()["dp2"], **arguments)
+    assert [result["writes"] for result in results] == [True, distributed]
+    for result in results:
+        assert result["waited"] == result["writes"], "the file was being written when the policy was told to leave"
         assert result["left"] == 0
         for name, value in result["before"].items():
             np.testing.assert_array_equal(result["loaded"][name], value, err_msg=name)
