@@ -72,6 +72,12 @@ def required_environment() -> Path:
     return found
 
 
+def cpu_servers(**options: Any) -> dict[str, Any]:
+    """`engine.sglang` of a run that starts small servers on this CPU; the test is skipped where there is no SGLang."""
+    arguments = {**CPU_ARGUMENTS, "max_total_tokens": 4096}
+    return {"python": str(required_environment() / "bin" / "python"), "arguments": arguments, **options}
+
+
 def save_policy(directory: Path, seed: int, *, max_positions: int = CONTEXT, hidden: int = 32, experts: int = 0) -> Any:
     """A Qwen2 of 14,000 random weights, wide enough that two seeds differ clearly; saved, and returned.
 

@@ -43,7 +43,7 @@ def colocation(config: Config) -> Iterator[Problem]:
 
 def _arguments(config: Config) -> Iterator[Problem]:
     """Yield options of SGLang and Megatron under which memory cannot be given back."""
-    given = {name.replace("-", "_"): value for name, value in config.engine.sglang.arguments.items()}
+    given = config.engine.sglang.named_arguments
     field = "engine.sglang.arguments"
     if given.get("quantization") is not None:
         allowed = "servers in bf16: what a quantized one keeps beside its weights would be lost with its memory"

@@ -23,8 +23,7 @@ _FAMILIES = ("qwen2", "qwen3")
 def server_precision(config: Config, shape: ModelShape | None, hardware: Hardware) -> Iterator[Problem]:
     """Return what keeps servers that quantize from taking the policy's weights."""
     sglang = config.engine.sglang
-    given = {name.replace("-", "_"): value for name, value in sglang.arguments.items()}
-    quantization, load_format = given.get("quantization"), given.get("load_format")
+    quantization, load_format = (sglang.named_arguments.get(name) for name in ("quantization", "load_format"))
     if config.engine.kind != "sglang" or (quantization is None and load_format != "flash_rl"):
         return
     if (quantization, load_format) != ("fp8", "flash_rl"):

@@ -219,6 +219,11 @@ class SGLangSection(Section):
     max_restarts: int = Field(default=20, ge=0)
     """Times that each server is started again after it failed, >= 0."""
 
+    @property
+    def named_arguments(self) -> dict[str, Any]:
+        """`arguments`, however they were spelled, with underscores in their names."""
+        return {name.replace("-", "_"): value for name, value in self.arguments.items()}
+
 
 class EngineSection(Section):
     """The rollout engine."""

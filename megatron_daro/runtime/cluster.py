@@ -26,7 +26,7 @@ from megatron_daro.runtime.interrupts import kept_handlers
 
 # Ray (2.60) binds its servers to loopback only where a node's address is 127.0.0.1 itself, and replaces that address by
 # the one of the network card unless this switch, made for macOS and Windows, says that the cluster is of one machine.
-_ONE_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+_ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 LOOPBACK = "127.0.0.1"
 # If Ray's raylet is killed with the driver, its helpers (dashboard, environments) try for a minute to report that to a
 # server which is dead as well (ray/_private/process_watcher.py, Ray 2.60). This shell ends them after 3 seconds, and
@@ -94,11 +94,9 @@ def _start_private(processes: int, directory: Path) -> subprocess.Popen[bytes]:
         What ends the helpers if this process is killed; to be killed when the cluster was shut down in order.
     """
     hardware = detect()  # where torch has no CUDA, Ray must not hand out a GPU either
-    os.environ.update(_ONE_MACHINE)  # for Ray's processes; this one has read it when it imported ray
-    ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         # Ray's own handler of SIGTERM ends Python with code 15; that of its C++ part prints where it was.
-        with kept_handlers():
+        with kept_handlers(), _of_one_machine():
             ray.init(
                 address="local",
                 num_cpus=processes,
@@ -117,6 +115,21 @@ def _start_private(processes: int, directory: Path) -> subprocess.Popen[bytes]:
         _kill_raylets()
         raise
     return _end_helpers_after_this_process(directory)
+
+
+@contextmanager
+def _of_one_machine() -> Iterator[None]:
+    """Let Ray be started for this machine only; what this process starts afterwards may join other clusters."""
+    before = os.environ.get(_ONE_MACHINE), ray_constants.ENABLE_RAY_CLUSTER
+    os.environ[_ONE_MACHINE] = "0"  # for Ray's processes; this one has read it when it imported ray
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        os.environ.pop(_ONE_MACHINE)
+        if before[0] is not None:
+            os.environ[_ONE_MACHINE] = before[0]
+        ray_constants.ENABLE_RAY_CLUSTER = before[1]
 
 
 def _raylets() -> list[psutil.Process]:

@@ -157,7 +157,7 @@ def _handles(section: EngineSection, config: Config, run_dir: Path, placement: P
     if options.urls:
         return {f"server {i} ({url})": ExternalServer(url) for i, url in enumerate(options.urls)}
     # The engine speaks in token ids only: without a tokenizer a server starts sooner and does less per answer.
-    arguments = {"dtype": config.actor.torch_dtype, "skip_tokenizer_init": True, **options.arguments}
+    arguments = {"dtype": config.actor.torch_dtype, "skip_tokenizer_init": True, **options.named_arguments}
     if config.actor.routing_replay:
         arguments = {"enable_return_routed_experts": True, **arguments}
     if config.model.trust_remote_code:
@@ -190,9 +190,7 @@ def _sharing(options: LaunchOptions, gpus: str | None) -> LaunchOptions:
     """
     if gpus is None or options.arguments.get("device") == "cpu":
         return options
-    given = {name.replace("-", "_") for name in options.arguments}
-    own = {"enable_memory_saver": True, "mem_fraction_static": _SHARED_FRACTION}
-    arguments = {**{name: value for name, value in own.items() if name not in given}, **options.arguments}
+    arguments = {"enable_memory_saver": True, "mem_fraction_static": _SHARED_FRACTION, **options.arguments}
     return replace(options, gpus=gpus, arguments=arguments)
 
 

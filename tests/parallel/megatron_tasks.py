@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -190,10 +191,10 @@ def _refused(policy: Any, batch: TrainBatch, micro_batches: list[list[int]]) -> 
 
 
 def save_and_leave(path: Path, layout: Any, batch: TrainBatch, directory: Path, **options: Any) -> dict[str, Any]:
-    """A checkpoint whose files are written slowly, the policy's memory gone meanwhile; then it is loaded.
+    """A checkpoint whose files are written when the policy is told to leave its memory; then it is loaded.
 
     writes: whether this rank has anything to write: without a distributed optimizer one rank writes what all have.
-    waited: whether leaving took as long as the writing. before, loaded: weights.
+    waited: whether leaving took as long as reading what was not copied. before, loaded: weights.
     """
     from megatron_daro.actor import shard_file
 
@@ -201,9 +202,10 @@ def save_and_leave(path: Path, layout: Any, batch: TrainBatch, directory: Path, 
     mine, micro_batches = _shard(batch, layout, 2)
     policy.train_step(mine, micro_batches, step=1)
     before = {n: t.clone().float().numpy() for n, t in policy.export()}
-    written, pieces = [], shard_file.ShardFile._pieces
+    written, told, pieces = [], threading.Event(), shard_file.ShardFile._pieces
 
     def slowly(self: Any, number: int) -> Any:
+        told.wait(timeout=60)
         for piece in pieces(self, number):
             time.sleep(0.02)
             written.append(number)
@@ -212,7 +214,7 @@ def save_and_leave(path: Path, layout: Any, batch: TrainBatch, directory: Path, 
     shard_file.ShardFile._pieces = slowly
     try:
         policy.start_save(directory)
-        at_first = len(written)
+        told.set()
         policy.leave(_ALL)
         at_end = len(written)
         policy.finish_save()
@@ -224,4 +226,4 @@ def save_and_leave(path: Path, layout: Any, batch: TrainBatch, directory: Path, 
     left = policy._memory.left_behind()
     policy.come_back(_ALL)
     loaded = {n: t.clone().float().numpy() for n, t in policy.export()}
-    return {"writes": len(written) > 0, "waited": at_end > at_first, "before": before, "loaded": loaded, "left": left}
+    return {"writes": len(written) > 0, "waited": at_end > 0, "before": before, "loaded": loaded, "left": left}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 
 import numpy as np
 import pytest
@@ -56,7 +57,10 @@ def test_a_shard_is_put_once_a_step_and_one_rank_answers_for_it(tmp_path, put):
     actor = ActorSection(tensor_parallel=2, precision="fp32", micro_batch_tokens=64, optimizer={"learning_rate": 1e-2})
     settings = PolicySettings(tmp_path, ROLLOUTS, 32, 1.0, total_steps=10)
     placement = Placement.of_actor(actor)
+    environment = dict(os.environ)
     with cluster(2):
+        changed = {name: value for name, value in os.environ.items() if environment.get(name) != value}
+        assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in changed, "what starts later could join no other cluster"
         asyncio.run(placement.start())
         policy = policy_group.PolicyGroup(settings, actor, ALGORITHM, seed=1, updates_per_batch=1, placement=placement)
         found = asyncio.run(two_steps(policy, random_batch(with_old=False), put))

@@ -8,7 +8,7 @@ import re
 import pytest
 from books import assert_books_add_up
 from cli_runs import last_step, servers, started
-from sglang_pool import CPU_ARGUMENTS, required_environment
+from sglang_pool import cpu_servers
 
 from megatron_daro.observe.metrics import read_metrics
 
@@ -22,15 +22,8 @@ _TURNS = ("generate", "release_memory_occupation", "resume_memory_occupation", "
 @pytest.fixture
 def config(tiny, tmp_path, pool):
     """The tiny task on as many servers as there are ranks, which they share their places with."""
-    directory = required_environment()
+    sglang = cpu_servers(sync="disk", sync_timeout_s=120, request_timeout_s=120)
     pool.down()
-    sglang = {
-        "python": str(directory / "bin" / "python"),
-        "arguments": {**CPU_ARGUMENTS, "max_total_tokens": 4096},
-        "sync": "disk",
-        "sync_timeout_s": 120,
-        "request_timeout_s": 120,
-    }
 
     def write(**sections):
         ranks = sections.pop("ranks")

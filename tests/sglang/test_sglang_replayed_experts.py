@@ -11,7 +11,7 @@ import pytest
 import tiny_task
 from books import assert_books_add_up
 from cli_runs import trained
-from sglang_pool import CPU_ARGUMENTS, SERVER_ENVIRONMENT, required_environment
+from sglang_pool import SERVER_ENVIRONMENT, cpu_servers
 
 from megatron_daro.observe.metrics import read_metrics
 from megatron_daro.rollout.recorder import read_step
@@ -24,17 +24,11 @@ STEPS, EXPERTS, CHOSEN = 3, 4, 2
 @pytest.fixture
 def config(tiny, tmp_path):
     """The tiny task with a Qwen3-MoE on two ranks, each with half of the experts, and one server."""
-    directory = required_environment()
+    sglang = cpu_servers(env=SERVER_ENVIRONMENT, sync="distributed")
     model = tmp_path / "base"
     tiny_task.save_tokenizer(model, tiny_task.SYMBOLS)
     own = {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": 32, "norm_topk_prob": True}
     tiny_task.pretrain(model, family="Qwen3MoeConfig", head_dim=8, **own)
-    sglang = {
-        "python": str(directory / "bin" / "python"),
-        "arguments": {**CPU_ARGUMENTS, "max_total_tokens": 4096},
-        "env": SERVER_ENVIRONMENT,
-        "sync": "distributed",
-    }
     changes = {
         "model": {"path": str(model)},
         "actor": {"expert_parallel": 2, "routing_replay": True},

@@ -9,7 +9,7 @@ import psutil
 import pytest
 from books import assert_books_add_up
 from cli_runs import last_step, servers, started
-from sglang_pool import CPU_ARGUMENTS, required_environment
+from sglang_pool import cpu_servers
 
 from megatron_daro.observe.metrics import read_metrics
 from megatron_daro.rollout.recorder import read_step
@@ -23,16 +23,8 @@ STEPS = 12
 @pytest.fixture
 def config(tiny, tmp_path, pool):
     """The tiny task on two servers; those that other tests share are ended, so that not four run at once."""
-    directory = required_environment()
+    sglang = cpu_servers(sync="distributed", stall_timeout_s=60, sync_timeout_s=120, request_timeout_s=120)
     pool.down()
-    sglang = {
-        "python": str(directory / "bin" / "python"),
-        "arguments": {**CPU_ARGUMENTS, "max_total_tokens": 4096},
-        "sync": "distributed",
-        "stall_timeout_s": 60,
-        "sync_timeout_s": 120,
-        "request_timeout_s": 120,
-    }
 
     def write(**sections):
         # What servers sample is not the same twice: with few rounds the filter can leave a batch smaller than asked.

@@ -11,7 +11,7 @@ import json
 import pytest
 import tiny_task
 from cli_runs import servers, started
-from sglang_pool import CPU_ARGUMENTS, required_environment
+from sglang_pool import cpu_servers
 
 from megatron_daro.evaluate.answers import kept, part_files
 
@@ -22,12 +22,12 @@ SAMPLES = 200
 
 
 def test_an_evaluation_outlives_the_kill_of_a_server(tiny: tiny_task.TinyTask, tmp_path, pool):
-    python = required_environment() / "bin" / "python"
+    sglang = cpu_servers()
     pool.down()
     out = tmp_path / "out"
-    arguments = json.dumps({**CPU_ARGUMENTS, "max_total_tokens": 4096})
-    words = ["eval", str(tiny.config), "engine.kind=sglang", "engine.replicas=2", f"engine.sglang.python={python}"]
-    words += [f"engine.sglang.arguments={arguments}", "--hf", str(tiny.model), "--out", str(out), "--template", "none"]
+    words = ["eval", str(tiny.config), "engine.kind=sglang", "engine.replicas=2"]
+    words += [f"engine.sglang.python={sglang['python']}", f"engine.sglang.arguments={json.dumps(sglang['arguments'])}"]
+    words += ["--hf", str(tiny.model), "--out", str(out), "--template", "none"]
     words += ["--set", f"digits={tiny.directory / 'held_out.jsonl'}", "--samples", str(SAMPLES), "--k", "8"]
     with started(words, tmp_path / "log") as run:
         run.wait_until(lambda: bool(part_files(out)), "a part of the answers", START_LIMIT_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from books import check_books
-from sglang_pool import CPU_ARGUMENTS, required_environment
+from sglang_pool import cpu_servers
 from slurm_jobs import SlurmJob
 
 from megatron_daro.observe.metrics import read_metrics
@@ -15,13 +15,8 @@ STEPS, LIMIT_S = 30, 600
 
 
 def test_a_preempted_job_with_servers_on_the_other_node_loses_no_step(slurm, tiny, tmp_path):
-    sglang = {
-        "python": str(required_environment() / "bin" / "python"),
-        "arguments": {**CPU_ARGUMENTS, "max_total_tokens": 4096},
-        "sync": "distributed",
-    }
     changes = {
-        "engine": {"kind": "sglang", "replicas": 2, "sglang": sglang},
+        "engine": {"kind": "sglang", "replicas": 2, "sglang": cpu_servers(sync="distributed")},
         # What servers sample is not the same twice: with few rounds the filter can leave a batch smaller than asked.
         "rollout": {"max_refill_rounds": 20},
         "trainer": {"steps": STEPS, "save_every_steps": 5},

@@ -297,11 +297,9 @@ class Supervision:
 
     async def _revive(self, server: Server) -> None:
         """End what is left of the process and start another, until one is up or the restarts are used up."""
-        handle = self._handles[server.name]
         pause = _RESTART_PAUSE_S
+        await self._end_process(server)
         while True:
-            await handle.stop()
-            self._unsettled.discard(server.name)
             await self._may_start.wait()
             if server.restarts >= self._options.max_restarts:
                 self._warn(f"SGLang {server.name} was started {server.restarts} times again and stays away")
@@ -316,11 +314,14 @@ class Supervision:
             except EngineError as error:
                 server.reason = str(error)
                 self._warn(f"SGLang {server.name} could not be started again: {error}")
-            await handle.stop()
-            self._unsettled.discard(server.name)
+            await self._end_process(server)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_RESTART_PAUSE_S)
         await self._join(server)
+
+    async def _end_process(self, server: Server) -> None:
+        await self._handles[server.name].stop()
+        self._unsettled.discard(server.name)
 
 
 def _version_problems(facts: ServerFacts, calls_of_options: Sequence[str]) -> list[str]:

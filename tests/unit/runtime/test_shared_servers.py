@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang.servers import LaunchOptions
 from megatron_daro.runtime.sglang_group import _sharing
 
@@ -24,8 +25,9 @@ def test_one_that_shares_gpus_can_give_its_memory_back_and_leaves_room():
 
 
 @pytest.mark.parametrize("name", ["mem_fraction_static", "mem-fraction-static"])
-def test_what_a_person_gave_stays_under_its_spelling(name):
-    assert _sharing(options(**{name: 0.8}), "0").arguments == {"enable_memory_saver": True, name: 0.8}
+def test_what_a_person_gave_stays_however_it_is_spelled(name):
+    given = SGLangSection(arguments={name: 0.8}).named_arguments
+    assert _sharing(options(**given), "0").arguments == {"enable_memory_saver": True, "mem_fraction_static": 0.8}
 
 
 @pytest.mark.parametrize(("given", "gpus"), [({}, None), ({"device": "cpu"}, "0")], ids=["apart", "on a CPU"])
