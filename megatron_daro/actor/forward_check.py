@@ -1,7 +1,7 @@
 """The same tokens through transformers and through Megatron, each from its own checkpoint: do the logits agree?
 
 Place in the data flow: the last step of `megatron-daro convert --verify`. Runs in this process as a world of one rank,
-in fp32, on the CPU or the GPU that is there. Refuses nothing: what does not fit into memory is said, not tried.
+in fp32, on the CPU or the GPU that is there. What does not fit into memory is said, not tried.
 """
 
 from __future__ import annotations

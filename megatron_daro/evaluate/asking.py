@@ -48,27 +48,27 @@ async def ask(parts: Parts, requests: Sequence[GroupRequest], questions: Sequenc
     Raises:
         DeadlineError: no answer came for `patience_s`. Whatever engine, scorer and disk raise, the first of them.
     """
-    intake = _Intake(parts, {question.group_id: question for question in questions})
+    keeper = _AnswerKeeper(parts, {question.group_id: question for question in questions})
     try:
         async with asyncio.TaskGroup() as tasks:
-            watcher = tasks.create_task(intake.watch())
+            watcher = tasks.create_task(keeper.watch())
             if parts.window is None:
-                await intake.stream(requests)
+                await keeper.stream(requests)
             else:
                 left = iter(requests)
                 async with asyncio.TaskGroup() as workers:
                     for _ in range(min(parts.window, len(requests))):
-                        workers.create_task(intake.work(left))
+                        workers.create_task(keeper.work(left))
             watcher.cancel()
     except BaseExceptionGroup as group:
         raise first_cause(group) from None
     finally:
-        await intake.drain()
+        await keeper.drain()
         parts.store.flush()
 
 
-class _Intake:
-    """Takes rollouts in."""
+class _AnswerKeeper:
+    """Has rollouts verified, and keeps the answers that are whole."""
 
     def __init__(self, parts: Parts, questions: dict[int, Question]) -> None:
         self._parts, self._questions = parts, questions

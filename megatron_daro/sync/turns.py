@@ -2,8 +2,8 @@
 
 Place in the data flow: the controller calls `to_policy` when a batch is complete, and publishes the weights through
 `publish`. The engine takes its memory with the weights (its updates do that themselves). So the two are there together
-only while weights are sent and checked, and then the policy has its weights only. Refuses nothing; who computes out of
-turn is refused where it computes.
+only while weights are sent and checked, and then the policy has its weights only. Who computes out of turn is refused
+where it computes.
 """
 
 from __future__ import annotations
