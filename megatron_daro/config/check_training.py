@@ -242,9 +242,30 @@ def engine(config: Config, hardware: Hardware) -> Iterator[Problem]:
         got = "tensor " + ("with servers that run elsewhere" if sglang.urls else "on a machine without a GPU")
         allowed = "tensor for servers of this job on GPUs of the same host; else distributed or disk"
         yield Problem(f"{field}.sync", got, allowed, f"set {field}.sync=distributed", also=(f"{field}.urls",))
+    yield from _server_nodes(config)
     if sglang.sync_dir and sglang.sync != "disk":
         got = f"{str(sglang.sync_dir)!r} with sync {sglang.sync}"
         yield Problem(f"{field}.sync_dir", got, "only with sync disk", f"set {field}.sync=disk or remove it")
+
+
+def _server_nodes(config: Config) -> Iterator[Problem]:
+    """Yield what keeps a server from being spread over several nodes."""
+    sglang, field = config.engine.sglang, "engine.sglang.nodes"
+    if sglang.nodes == 1:
+        return
+    if sglang.tensor_parallel % sglang.nodes:
+        got = f"{sglang.nodes} with tensor_parallel {sglang.tensor_parallel}"
+        fix, also = f"set engine.sglang.tensor_parallel={sglang.nodes}, or more", ("engine.sglang.tensor_parallel",)
+        yield Problem(field, got, "a divisor of engine.sglang.tensor_parallel", fix, also=also)
+    if sglang.sync == "tensor":
+        got, fix = f"{sglang.nodes} with sync tensor", "set engine.sglang.sync=distributed"
+        yield Problem(field, got, "1: memory is handed over inside a node only", fix, also=("engine.sglang.sync",))
+    if sglang.urls:
+        got = f"{sglang.nodes} with servers that run already"
+        yield Problem(field, got, "1: they are spread as they were started", "remove it", also=("engine.sglang.urls",))
+    if config.engine.colocate:
+        got, fix = f"{sglang.nodes} with engine.colocate", "remove it, or set engine.colocate=false"
+        yield Problem(field, got, "1: a server shares the GPUs of ranks of one node", fix, also=("engine.colocate",))
 
 
 def routing_replay(config: Config, shape: ModelShape | None) -> Iterator[Problem]:

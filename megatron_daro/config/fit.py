@@ -1,4 +1,5 @@
-"""Whether a run's pieces fit the nodes that it will get: tensor-parallel groups and servers, each whole on one node.
+"""Whether a run's pieces fit the nodes that it will get: tensor-parallel groups and servers, or a server's parts, each
+whole on one node.
 
 Place in the data flow: asked by the checks, with the nodes that are expected, and by runtime/placement.py, with those
 that are there. Places nothing.
@@ -17,22 +18,34 @@ class Demand:
     """The pieces of a run.
 
     groups: tensor-parallel groups of the actor, of group_size ranks each. servers: engines that the run starts, of
-    server_size GPUs each; 0 for those that compute on the CPU. noun: what one is called in messages. together: all on
-    one node, since its processes share GPU memory. shared: servers have the GPUs of the ranks, in turns with them.
+    server_size GPUs each; 0 for those that compute on the CPU; each in server_nodes equal parts. noun: what one is
+    called in messages. together: all on one node, since its processes share GPU memory. shared: servers have the GPUs
+    of the ranks, in turns with them.
     """
 
     groups: int
     group_size: int
     servers: int = 0
     server_size: int = 1
+    server_nodes: int = 1
     noun: str = "engine"
     together: bool = False
     shared: bool = False
 
     @property
     def processes(self) -> int:
-        """Ranks and engines."""
-        return self.groups * self.group_size + self.servers
+        """Ranks, and engines or their parts."""
+        return self.groups * self.group_size + self.parts
+
+    @property
+    def parts(self) -> int:
+        """Parts of servers, each of which has a place of its own."""
+        return self.servers * self.server_nodes
+
+    @property
+    def part_size(self) -> int:
+        """GPUs of such a part."""
+        return self.server_size // self.server_nodes
 
     @property
     def gpus(self) -> int:
@@ -55,8 +68,8 @@ class Demand:
         if self.shared:
             size = self.unit + (0 if gpus else self.servers_of_unit)
             return [size] * (self.groups * self.group_size // self.unit)
-        server = self.server_size if gpus else 1
-        return [self.group_size] * self.groups + ([server] * self.servers if server else [])
+        part = self.part_size if gpus else 1
+        return [self.group_size] * self.groups + ([part] * self.parts if part else [])
 
     def text(self, *, gpus: bool) -> str:
         """Return the pieces in words, without those that take nothing."""
@@ -64,7 +77,8 @@ class Demand:
         parts = [f"{self.groups} x tensor-parallel group of {self.group_size}"] if self.groups else []
         if self.shared and gpus:
             return f"{parts[0]}, whose GPUs {self.servers} x {self.noun} of {size} share,"
-        parts += [f"{self.servers} x {self.noun} of {size}"] if self.servers and size else []
+        spread = f" in {self.server_nodes} parts" if self.server_nodes > 1 else ""
+        parts += [f"{self.servers} x {self.noun} of {size}{spread}"] if self.servers and size else []
         return " and ".join(parts)
 
 
@@ -84,8 +98,9 @@ def engines_of(config: Config) -> Demand:
     """Return the pieces of what only generates."""
     engine = config.engine
     started = 0 if engine.kind == "sglang" and engine.sglang.urls else engine.replicas
-    size = engine.sglang.tensor_parallel if engine.kind == "sglang" else 0
-    return Demand(0, 1, started, size, "server" if engine.kind == "sglang" else "engine")
+    if engine.kind != "sglang":
+        return Demand(0, 1, started, server_size=0)
+    return Demand(0, 1, started, engine.sglang.tensor_parallel, engine.sglang.nodes, "server")
 
 
 def misfit(demand: Demand, nodes: Sequence[int], *, what: str = "GPUs") -> str:

@@ -190,6 +190,9 @@ class SGLangSection(Section):
     """Environment variables of the servers."""
     tensor_parallel: int = Field(default=1, ge=1)
     """GPUs (on a CPU: ranks) of each server, >= 1."""
+    nodes: int = Field(default=1, ge=1)
+    """Places that each server is spread over, each whole on one node, with an equal part of its GPUs: for a model too
+    large for the GPUs of a node. >= 1."""
     sync: Literal["distributed", "disk", "tensor"] = "distributed"
     """How weights reach the servers. distributed: broadcast in a process group (NCCL, or gloo on CPU); disk: files in
     sync_dir, which trainer and servers must both see; tensor: CUDA IPC between GPUs of one host."""

@@ -29,14 +29,15 @@ _MANY_CALLS = 100_000
 
 @_actor(max_restarts=0, max_task_retries=0)
 class ServerWorker:
-    """One SGLang server process, on the node and with the GPUs that Ray gave this actor; it ends with the actor."""
+    """One SGLang server process, or one of several of a server that is spread over nodes, on the node and with the GPUs
+    that Ray gave this actor; it ends with the actor."""
 
     def __init__(self, options: LaunchOptions) -> None:
         self._server = ServerProcess(options, ray.util.get_node_ip_address())
 
-    def launch(self) -> str:
-        """Start the process; its URL."""
-        return self._server.launch()
+    def launch(self, meeting: str = "") -> tuple[str, str]:
+        """Start the process; its URL, and where the other parts of its server meet it. meeting: that of the first."""
+        return self._server.launch(meeting), self._server.meeting
 
     def death(self) -> str:
         """Why the process is gone; empty while it lives."""

@@ -1,10 +1,10 @@
 """Which node each rank and each server of a run is on: a Ray placement group, made whole or not at all.
 
 Place in the data flow: composition root -> `start` -> options of every actor that computes. A tensor-parallel group is
-one bundle, and so is a server, because a bundle never spans nodes. Servers that share GPUs with ranks are in a bundle
-with these: by Ray the ranks have its GPUs, one each, and the servers are told which these are. The groups of one
-replica (its experts' and context parts, then its pipeline stages) are next to each other. Refuses a run that does not
-fit, with the numbers.
+one bundle, and so is a server, or each part of one that is spread over nodes, because a bundle never spans nodes.
+Servers that share GPUs with ranks are in a bundle with these: by Ray the ranks have its GPUs, one each, and the servers
+are told which these are. The groups of one replica (its experts' and context parts, then its pipeline stages) are next
+to each other. Refuses a run that does not fit, with the numbers.
 """
 
 from __future__ import annotations
@@ -90,11 +90,13 @@ class Placement:
         """Return the options of a rank's Ray actor."""
         return self._options(self._bundle_of_group[rank // self._demand.group_size], int(self._gpus))
 
-    def server(self, number: int) -> dict[str, Any]:
-        """Return the options of an engine's Ray actor. One that shares GPUs is told which by `gpus_of_server`."""
+    def server(self, number: int, part: int = 0) -> dict[str, Any]:
+        """Return the options of the Ray actor of an engine, or of a part of one that is spread over nodes. One that
+        shares GPUs is told which by `gpus_of_server`."""
         if self._demand.shared:
             return self._options(number // self._demand.servers_of_unit, 0)
-        return self._options(self._demand.groups + number, self._demand.server_size if self._gpus else 0)
+        bundle = self._demand.groups + number * self._demand.server_nodes + part
+        return self._options(bundle, self._demand.part_size if self._gpus else 0)
 
     def take_gpus(self, gpu_of_rank: Mapping[int, str]) -> None:
         """Take in which GPU of its node Ray gave to each rank."""
@@ -128,7 +130,7 @@ class Placement:
             return [_bundle(cpus, gpus if self._gpus else 0) for cpus, gpus in sizes]
         size = self._demand.group_size
         groups = [_bundle(size, size if self._gpus else 0)] * self._demand.groups
-        return groups + [_bundle(1, self._demand.server_size if self._gpus else 0)] * self._demand.servers
+        return groups + [_bundle(1, self._demand.part_size if self._gpus else 0)] * self._demand.parts
 
     async def _until_placed(self, what: str) -> None:
         try:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError
@@ -40,6 +40,9 @@ _CALL_S = 30.0
 _SHARED_FRACTION = 0.6
 
 
+_Answer = TypeVar("_Answer")
+
+
 @dataclass(frozen=True, slots=True)
 class Text:
     """How the trainer's tokenizer reads text, and the number of its tokens."""
@@ -49,47 +52,59 @@ class Text:
 
 
 class RayServer:
-    """A server process in a Ray actor; a new actor for each start. Its place moves to another node when its own dies
-    (Ray finds a new one for the bundle)."""
+    """The process of a server in a Ray actor, or its processes, one in each part of a server that is spread over nodes;
+    new actors for each start. Its place moves to another node when its own dies (Ray finds a new one for the bundle).
+    The end of one part is the end of the server: the others would wait for it for ever."""
 
     restartable = True
 
     def __init__(
         self,
-        options: LaunchOptions,
-        place: Callable[[], dict[str, Any]],
+        parts: Sequence[LaunchOptions],
+        place: Callable[[int], dict[str, Any]],
         gpus: Callable[[], str | None],
     ) -> None:
-        """Args: options: of the process. place: options of the actor, gpus: that it shares; asked at each start."""
-        self._options, self._place, self._gpus = options, place, gpus
-        self._worker: Any = None
+        """Args: parts: options of each process. place: part -> options of its actor, gpus: that it shares; asked at
+        each start."""
+        self._parts, self._place, self._gpus = parts, place, gpus
+        self._workers: list[Any] = []
 
     async def launch(self) -> str:
-        """Start actor and process. Raises EngineError."""
+        """Start actors and processes. Raises EngineError."""
         await self.stop()
         make: Any = ServerWorker
-        self._worker = make.options(**self._place()).remote(_sharing(self._options, self._gpus()))
-        return await self._call(self._worker.launch.remote(), _LAUNCH_S)
+        self._workers = [
+            make.options(**self._place(part.part)).remote(_sharing(part, self._gpus())) for part in self._parts
+        ]
+        first, *others = self._workers
+        url, meeting = await self._call(first.launch.remote(), _LAUNCH_S)
+        await asyncio.gather(*(self._call(worker.launch.remote(meeting), _LAUNCH_S) for worker in others))
+        return url
 
     async def death(self) -> str:
-        """Why the process or its actor is gone."""
-        if self._worker is None:
+        """Why a process or its actor is gone."""
+        if not self._workers:
             return "it was not started"
+        reasons = await asyncio.gather(*(self._death(worker) for worker in self._workers))
+        return next(filter(None, reasons), "")
+
+    async def stop(self) -> None:
+        """End actors and processes. A process ends with its actor, also where the actor does not answer."""
+        workers, self._workers = self._workers, []
+        await asyncio.gather(*(self._stop(worker) for worker in workers))
+
+    async def _death(self, worker: Any) -> str:
         try:
-            return await self._call(self._worker.death.remote(), _CALL_S)
+            return await self._call(worker.death.remote(), _CALL_S)
         except EngineError as error:
             return str(error)
 
-    async def stop(self) -> None:
-        """End both. The process ends with the actor, also where the actor does not answer."""
-        worker, self._worker = self._worker, None
-        if worker is None:
-            return
+    async def _stop(self, worker: Any) -> None:
         with contextlib.suppress(EngineError):
             await self._call(worker.stop.remote(), _CALL_S)
         ray.kill(worker, no_restart=True)
 
-    async def _call(self, reference: Awaitable[str], timeout_s: float) -> str:
+    async def _call(self, reference: Awaitable[_Answer], timeout_s: float) -> _Answer:
         try:
             return await asyncio.wait_for(reference, timeout_s)
         except TimeoutError:
@@ -162,24 +177,31 @@ def _handles(section: EngineSection, config: Config, run_dir: Path, placement: P
         arguments = {"enable_return_routed_experts": True, **arguments}
     if config.model.trust_remote_code:
         arguments = {"trust_remote_code": True, **arguments}
-    seed = filled(section.seed)
+    first = LaunchOptions(
+        python=interpreter(options),
+        model_path=config.model.path.absolute(),
+        tensor_parallel=options.tensor_parallel,
+        seed=filled(section.seed),
+        arguments=arguments,
+        env=options.env,
+        log_path=run_dir.absolute() / logs.FOLDER,
+        parts=options.nodes,
+        maps_memory=options.sync == "tensor",
+    )
     return {
-        f"server {i}": RayServer(
-            LaunchOptions(
-                python=interpreter(options),
-                model_path=config.model.path.absolute(),
-                tensor_parallel=options.tensor_parallel,
-                seed=seed + i,  # equal seeds would give equal answers to equal prompts
-                arguments=arguments,
-                env=options.env,
-                log_path=run_dir.absolute() / logs.FOLDER / logs.file_name(f"server {i}"),
-                maps_memory=options.sync == "tensor",
-            ),
-            partial(placement.server, i),
-            partial(placement.gpus_of_server, i),
-        )
+        f"server {i}": RayServer(_parts(first, i), partial(placement.server, i), partial(placement.gpus_of_server, i))
         for i in range(section.replicas)
     }
+
+
+def _parts(common: LaunchOptions, number: int) -> list[LaunchOptions]:
+    """Return the options of each process of a server. common: those of all servers; log_path: the folder of logs."""
+    names = [f"server {number}", *(f"server {number} part {part}" for part in range(1, common.parts))]
+    seed = common.seed + number  # equal seeds would give equal answers to equal prompts
+    return [
+        replace(common, seed=seed, part=part, log_path=common.log_path / logs.file_name(name))
+        for part, name in enumerate(names)
+    ]
 
 
 def _sharing(options: LaunchOptions, gpus: str | None) -> LaunchOptions:

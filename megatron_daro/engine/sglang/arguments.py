@@ -14,6 +14,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ _ONE_SERVER = (
 )
 _REPLICAS = "set engine.replicas: several servers, each ended and updated by itself"
 _PLACEMENT = "remove it: GPUs are chosen by placement (CUDA_VISIBLE_DEVICES)"
-_ONE_HOST = "remove it: a server runs on one host"
+_NODES = "set engine.sglang.nodes: where its parts are and meet follows from their placement"
 _HTTP_ONLY = "remove it: servers are asked over plain HTTP"
 _NO_KEY = "remove it: requests carry no key"
 
@@ -43,7 +44,7 @@ OWNED_ARGUMENTS: Mapping[str, str] = {
     **dict.fromkeys(("dp_size", "data_parallel_size", "dp"), _REPLICAS),
     **dict.fromkeys(("attn_dp_size", "attention_data_parallel_size", "enable_dp_attention"), _REPLICAS),
     **dict.fromkeys(("pp_size", "pipeline_parallel_size", "pp"), _ONE_SERVER),
-    **dict.fromkeys(("dist_init_addr", "nccl_init_addr", "nnodes", "node_rank", "use_ray"), _ONE_HOST),
+    **dict.fromkeys(("dist_init_addr", "nccl_init_addr", "nnodes", "node_rank", "use_ray"), _NODES),
     **dict.fromkeys(("base_gpu_id", "gpu_id_step"), _PLACEMENT),
     **dict.fromkeys(("grpc_mode", "smg_grpc_mode", "encoder_only", "ssl_keyfile", "ssl_certfile"), _HTTP_ONLY),
     **dict.fromkeys(("disaggregation_mode", "fastapi_root_path"), _HTTP_ONLY),
@@ -52,6 +53,15 @@ OWNED_ARGUMENTS: Mapping[str, str] = {
 """Names (with underscores) that are not the user's to give, and what to do instead."""
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerPart:
+    """Which part of a server a process is, of how many, and where all of them meet: host:port of the first one's."""
+
+    number: int
+    parts: int
+    meeting: str
 
 
 def server_command(
@@ -64,8 +74,9 @@ def server_command(
     tensor_parallel: int,
     seed: int,
     arguments: Mapping[str, Any],
+    part: ServerPart | None = None,
 ) -> list[str]:
-    """Return the command that starts a server.
+    """Return the command that starts a server, or a part of one.
 
     Args:
         python: interpreter that has sglang.
@@ -77,6 +88,7 @@ def server_command(
         seed: of sampling.
         arguments: further arguments under upstream's names, with hyphens or underscores. True is a flag by itself;
             False and None leave upstream's default; a list is several values; a dict is JSON text.
+        part: of a server that is spread over nodes; None: all of it.
 
     Raises:
         ConfigError: with every argument that is owned or cannot be written.
@@ -92,6 +104,8 @@ def server_command(
         "tp-size": tensor_parallel,
         "random-seed": seed,
     }
+    if part is not None:
+        own |= {"nnodes": part.parts, "node-rank": part.number, "dist-init-addr": part.meeting}
     words = [word for name, value in {**own, **arguments}.items() for word in _words(name, value)]
     return [str(python), "-m", "sglang.launch_server", *words]
 

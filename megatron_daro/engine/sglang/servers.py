@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_daro.config.hardware import gpus_with_own_first
-from megatron_daro.engine.sglang.arguments import server_command
+from megatron_daro.engine.sglang.arguments import ServerPart, server_command
 from megatron_daro.engine.sglang.environment_variables import CPU_SERVER
 from megatron_daro.engine.sglang.ports import Reservation, reserve_port
 from megatron_daro.engine.sglang.process import ManagedProcess
@@ -27,6 +27,7 @@ _TAIL_LINES = 12
 class LaunchOptions:
     """How one server process is started; plain values, so that they travel to other nodes.
 
+    part, parts: which part of a server that is spread over nodes, and of how many; the first one answers requests.
     maps_memory: it takes weights as handles of memory of the node's other GPUs, and must see these. gpus: those that it
     shares, as CUDA_VISIBLE_DEVICES has them; None: those that it was given.
     """
@@ -38,6 +39,8 @@ class LaunchOptions:
     arguments: Mapping[str, Any]
     env: Mapping[str, str]
     log_path: Path
+    part: int = 0
+    parts: int = 1
     maps_memory: bool = False
     gpus: str | None = None
 
@@ -81,15 +84,29 @@ class ExternalServer:
 
 
 class ServerProcess:
-    """One server process of this machine, with its reserved ports. Synchronous; see LocalServer and runtime/."""
+    """One server process of this machine, or one of the processes of a server that is spread over nodes, with its
+    reserved ports. Synchronous; see LocalServer and runtime/."""
 
     def __init__(self, options: LaunchOptions, host: str) -> None:
         self._options, self._host = options, host
         self._process: ManagedProcess | None = None
         self._ports: list[Reservation] = []
 
-    def launch(self) -> str:
-        """Start the process, under new ports. Returns its URL. Raises EngineError, also where the model is not."""
+    @property
+    def meeting(self) -> str:
+        """host:port at which all parts meet that are started with it; of the first part, after its launch."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"{host}:{self._ports[1].port}"
+
+    def launch(self, meeting: str = "") -> str:
+        """Start the process, under new ports. Returns its URL.
+
+        Args:
+            meeting: of the first part, for the others.
+
+        Raises:
+            EngineError: it cannot be started, or the model is not there.
+        """
         self.stop()
         if not (self._options.model_path / "config.json").is_file():  # it would say so after half a minute of imports
             raise EngineError(
@@ -108,6 +125,7 @@ class ServerProcess:
             tensor_parallel=options.tensor_parallel,
             seed=options.seed,
             arguments=options.arguments,
+            part=ServerPart(options.part, options.parts, meeting or self.meeting) if options.parts > 1 else None,
         )
         env = {**(CPU_SERVER if options.arguments.get("device") == "cpu" else {}), **options.env}
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES") if options.gpus is None else options.gpus

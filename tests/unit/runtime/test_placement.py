@@ -48,6 +48,8 @@ def test_a_node_with_more_room_holds_a_whole_replica_first():
         (Demand(2, 8), [12, 4], False),  # enough in all, but the second group has no node
         (Demand(4, 4, servers=2, server_size=8), [8, 8, 8, 8], True),  # the servers first, or they find no node
         (Demand(1, 8, servers=1, server_size=16), [8, 8, 8], False),
+        (Demand(1, 8, servers=1, server_size=16, server_nodes=2), [8, 8, 8], True),
+        (Demand(1, 8, servers=1, server_size=16, server_nodes=2), [16, 4, 4], False),  # a part is whole on one node, too
         (Demand(8, 1, servers=50, server_size=0), [8], True),
         (Demand(1, 1), [], False),
         (Demand(1, 4, servers=1, server_size=4), [4, 4], True),
@@ -116,6 +118,14 @@ def test_servers_in_turns_have_the_gpus_of_ranks_each_once(server_size, servers)
         ranks = [rank for rank, gpu in placed.gpu_of_rank.items() if gpu in gpus]
         bundles = {placed.bundle_of_rank[rank] for rank in ranks}
         assert bundles == {number // demand.servers_of_unit}, "a server is where its GPUs are"
+
+
+def test_each_part_of_a_server_has_a_bundle_of_its_own(monkeypatch):
+    placement = Placement(Demand(1, 2, servers=2, server_size=8, server_nodes=2), ActorSection(), Deadlines())
+    placement._gpus = True
+    assert [bundle["GPU"] for bundle in placement._bundles()] == [2, 4, 4, 4, 4]
+    monkeypatch.setattr(placement, "_options", lambda bundle, gpus: (bundle, gpus))
+    assert [placement.server(n, part) for n in range(2) for part in range(2)] == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
 def test_without_gpus_or_apart_a_server_shares_none():

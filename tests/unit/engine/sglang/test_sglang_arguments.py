@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_daro.engine.sglang.arguments import OWNED_ARGUMENTS, argument_problems, server_command
+from megatron_daro.engine.sglang.arguments import OWNED_ARGUMENTS, ServerPart, argument_problems, server_command
 from megatron_daro.errors import ConfigError
 
 PYTHON = Path("/env/bin/python")
 
 
-def command(arguments):
+def command(arguments, part=None):
     return server_command(
         PYTHON,
         model_path=Path("/models/m"),
@@ -24,6 +24,7 @@ def command(arguments):
         tensor_parallel=2,
         seed=11,
         arguments=arguments,
+        part=part,
     )
 
 
@@ -32,6 +33,11 @@ def test_own_arguments_come_first():
         *("/env/bin/python", "-m", "sglang.launch_server", "--model-path", "/models/m", "--host", "127.0.0.1"),
         *("--port", "20001", "--nccl-port", "20002", "--tp-size", "2", "--random-seed", "11"),
     ]
+
+
+def test_a_part_knows_which_it_is_and_where_all_meet():
+    words = command({}, ServerPart(1, 2, "10.0.0.1:20002"))
+    assert words[-6:] == ["--nnodes", "2", "--node-rank", "1", "--dist-init-addr", "10.0.0.1:20002"]
 
 
 @pytest.mark.parametrize(
