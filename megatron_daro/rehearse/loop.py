@@ -115,11 +115,10 @@ def _require_loss(setting: Setting, loss: Loss | None) -> list[int]:
     if loss is None:
         return []
     nodes = setting.nodes
-    if not 0 <= loss.node < nodes.nodes or not (nodes.ranks_of(loss.node) or nodes.servers_of(loss.node)):
-        used = sorted({*nodes.ranks, *nodes.servers})
+    if loss.node not in nodes.used:
         raise ConfigError(
-            f"--lose-node: got {loss.node}; allowed: a node that something is on, {used[0]} to {used[-1]}; "
-            f"fix: --lose-node {used[0]}"
+            f"--lose-node: got {loss.node}; allowed: a node that something is on, {nodes.used[0]} to {nodes.used[-1]}; "
+            f"fix: --lose-node {nodes.used[0]}"
         )
     if loss.how == "silent" and not nodes.ranks_of(loss.node):
         raise ConfigError(f"--lose-how silent: node {loss.node} has no ranks; fix: --lose-how killed, or another node")

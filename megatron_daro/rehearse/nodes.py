@@ -18,24 +18,29 @@ from megatron_daro.runtime.placement import assigned, group_order
 
 @dataclass(frozen=True, slots=True)
 class NodeMap:
-    """ranks, servers: the number of the node of each. nodes: how many there are."""
+    """ranks: the number of the node of each. servers: that of each part of each. nodes: how many there are."""
 
     nodes: int
     ranks: tuple[int, ...]
-    servers: tuple[int, ...]
+    servers: tuple[tuple[int, ...], ...]
 
     def ranks_of(self, node: int) -> list[int]:
         """Return the ranks on a node, ascending."""
         return [rank for rank, place in enumerate(self.ranks) if place == node]
 
     def servers_of(self, node: int) -> list[int]:
-        """Return the servers on a node, ascending."""
-        return [server for server, place in enumerate(self.servers) if place == node]
+        """Return the servers of which some part is on a node, ascending."""
+        return [server for server, places in enumerate(self.servers) if node in places]
+
+    @property
+    def used(self) -> list[int]:
+        """Nodes that something is on, ascending."""
+        return sorted({*self.ranks, *(place for places in self.servers for place in places)})
 
     @property
     def idle(self) -> int:
         """Nodes that nothing is on."""
-        return self.nodes - len({*self.ranks, *self.servers})
+        return self.nodes - len(self.used)
 
 
 def node_map(demand: Demand, actor: ActorSection, nodes: int, gpus_per_node: int) -> NodeMap:
@@ -50,7 +55,8 @@ def node_map(demand: Demand, actor: ActorSection, nodes: int, gpus_per_node: int
     bundle_of = assigned(group_order(actor), [str(place) for place in places[: demand.groups]])
     size = demand.group_size
     ranks = tuple(places[bundle_of[rank // size]] for rank in range(demand.groups * size))
-    return NodeMap(nodes, ranks, tuple(places[demand.groups :]))
+    parts, each = places[demand.groups :], demand.server_nodes
+    return NodeMap(nodes, ranks, tuple(tuple(parts[i : i + each]) for i in range(0, len(parts), each)))
 
 
 def _first_fit(sizes: Sequence[int], nodes: int, each: int) -> list[int]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
+from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from megatron_daro.config.base import filled
@@ -67,7 +68,7 @@ class RayServer:
         """Args: parts: options of each process. place: part -> options of its actor, gpus: that it shares; asked at
         each start."""
         self._parts, self._place, self._gpus = parts, place, gpus
-        self._workers: list[Any] = []
+        self._workers: list[ActorHandle] = []
 
     async def launch(self) -> str:
         """Start actors and processes. Raises EngineError."""
@@ -77,7 +78,8 @@ class RayServer:
             make.options(**self._place(part.part)).remote(_sharing(part, self._gpus())) for part in self._parts
         ]
         first, *others = self._workers
-        url, meeting = await self._call(first.launch.remote(), _LAUNCH_S)
+        launched: tuple[str, str] = await self._call(first.launch.remote(), _LAUNCH_S)
+        url, meeting = launched
         await asyncio.gather(*(self._call(worker.launch.remote(meeting), _LAUNCH_S) for worker in others))
         return url
 
@@ -93,13 +95,13 @@ class RayServer:
         workers, self._workers = self._workers, []
         await asyncio.gather(*(self._stop(worker) for worker in workers))
 
-    async def _death(self, worker: Any) -> str:
+    async def _death(self, worker: ActorHandle) -> str:
         try:
             return await self._call(worker.death.remote(), _CALL_S)
         except EngineError as error:
             return str(error)
 
-    async def _stop(self, worker: Any) -> None:
+    async def _stop(self, worker: ActorHandle) -> None:
         with contextlib.suppress(EngineError):
             await self._call(worker.stop.remote(), _CALL_S)
         ray.kill(worker, no_restart=True)

@@ -106,12 +106,19 @@ def test_a_tensor_parallel_group_is_on_one_node_and_too_few_nodes_are_refused():
     demand = Demand(8, 4, servers=4, server_size=8, noun="server")
     nodes = node_map(demand, actor, 9, 8)
     assert all(len({nodes.ranks[rank] for rank in range(start, start + 4)}) == 1 for start in range(0, 32, 4))
-    assert all(len(nodes.ranks_of(node)) == 8 for node in range(4)) and nodes.servers == (4, 5, 6, 7)
+    assert all(len(nodes.ranks_of(node)) == 8 for node in range(4)) and nodes.servers == ((4,), (5,), (6,), (7,))
     assert nodes.idle == 1
     # Both stages of a replica are next to each other.
     assert nodes.ranks[0] == nodes.ranks[16]
     with pytest.raises(ConfigError, match="no room for"):
         node_map(demand, actor, 7, 8)
+
+
+def test_a_server_in_parts_goes_with_either_of_its_nodes():
+    demand = Demand(1, 8, servers=2, server_size=16, server_nodes=2, noun="server")
+    nodes = node_map(demand, ActorSection(tensor_parallel=8), 6, 8)
+    assert nodes.servers == ((1, 2), (3, 4)) and nodes.used == [0, 1, 2, 3, 4]
+    assert [nodes.servers_of(node) for node in range(6)] == [[], [0], [0], [1], [1], []]
 
 
 def test_a_canned_answer_has_the_samples_and_the_version_asked_for():

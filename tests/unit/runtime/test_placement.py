@@ -49,7 +49,11 @@ def test_a_node_with_more_room_holds_a_whole_replica_first():
         (Demand(4, 4, servers=2, server_size=8), [8, 8, 8, 8], True),  # the servers first, or they find no node
         (Demand(1, 8, servers=1, server_size=16), [8, 8, 8], False),
         (Demand(1, 8, servers=1, server_size=16, server_nodes=2), [8, 8, 8], True),
-        (Demand(1, 8, servers=1, server_size=16, server_nodes=2), [16, 4, 4], False),  # a part is whole on one node, too
+        (
+            Demand(1, 8, servers=1, server_size=16, server_nodes=2),
+            [16, 4, 4],
+            False,
+        ),  # a part is whole, too
         (Demand(8, 1, servers=50, server_size=0), [8], True),
         (Demand(1, 1), [], False),
         (Demand(1, 4, servers=1, server_size=4), [4, 4], True),
