@@ -17,10 +17,9 @@ CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 """One for each rank: else SGLang wants a NUMA node for each."""
 
 
-@pytest.mark.parametrize("sync", ["distributed", "disk"])
-def test_a_server_in_two_parts_has_the_policys_weights_and_dies_as_one(tiny, tmp_path, pool, sync):
+def test_a_server_in_two_parts_has_the_policys_weights_and_dies_as_one(tiny, tmp_path, pool):
     pool.down()
-    sglang = cpu_servers(env={**SERVER_ENVIRONMENT, **CORES}, sync=sync, tensor_parallel=2, nodes=2)
+    sglang = cpu_servers(env={**SERVER_ENVIRONMENT, **CORES}, sync="distributed", tensor_parallel=2, nodes=2)
     changes = {
         "engine": {"kind": "sglang", "replicas": 1, "sglang": sglang},
         "rollout": {"max_refill_rounds": 20},
