@@ -58,9 +58,10 @@ def plan(
     from megatron_daro.plan.recipe_file import write_options
     from megatron_daro.plan.search import search
     from megatron_daro.plan.tables import Bill, options_of
-    from megatron_daro.plan.workload import workload_of
+    from megatron_daro.plan.workload import require_planned_servers, workload_of
 
     config = resolve(recipe, overrides or ())
+    require_planned_servers(config)
     shape = read_model_shape(model_config or config.model.path)
     kind, constants = find_gpu(gpu), None
     if from_run:

@@ -134,6 +134,20 @@ def workload_of(
     )
 
 
+def require_planned_servers(config: Config) -> None:
+    """Raise ConfigError where servers are not what is planned for: each on GPUs of its own, of one node."""
+    if config.engine.colocate:
+        raise ConfigError(
+            "engine.colocate: got true; allowed in a plan: false, since it gives trainers and servers GPUs of their "
+            "own; fix: append engine.colocate=false"
+        )
+    if config.engine.sglang.nodes > 1:
+        raise ConfigError(
+            f"engine.sglang.nodes: got {config.engine.sglang.nodes}; allowed in a plan: 1, since it looks for servers "
+            "that one node holds; fix: append engine.sglang.nodes=1"
+        )
+
+
 def least_budget(workload: Workload, multiple: int) -> int:
     """Return the smallest token budget of a micro-batch that takes the longest sample."""
     return math.ceil(workload.longest / multiple) * multiple

@@ -17,7 +17,7 @@ from megatron_daro.plan.memory import trainer_memory
 from megatron_daro.plan.search import HEADROOM, search, splits
 from megatron_daro.plan.tables import options_of
 from megatron_daro.plan.times import Constants, generation_s, micro_batches_of, train_times
-from megatron_daro.plan.workload import quantiles, workload_of
+from megatron_daro.plan.workload import quantiles, require_planned_servers, workload_of
 
 QWEN_32B = {
     "model_type": "qwen2",
@@ -196,3 +196,13 @@ def test_an_impossible_mean_is_refused():
     made = Config.model_validate({"model": {"path": "x"}, "data": {"train": ("x",)}})
     with pytest.raises(ConfigError, match="--mean-response: got 9000"):
         workload_of(made, read_model_shape(QWEN_32B), mean_response=9000)
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [({"colocate": True}, "engine.colocate: got true"), ({"sglang": {"nodes": 2}}, "engine.sglang.nodes: got 2")],
+)
+def test_servers_of_another_kind_than_planned_for_are_refused(engine, words):
+    made = Config.model_validate({"model": {"path": "x"}, "data": {"train": ("x",)}, "engine": engine})
+    with pytest.raises(ConfigError, match=words):
+        require_planned_servers(made)
