@@ -37,9 +37,8 @@ def load_hf_weights(chunks: Chunks, shape: ModelShape, tensors: RowReader) -> No
     for local in local_parameters(chunks, shape):
         rank, size = tensor_parallel_place(local.rule)
         vocabulary = padded_vocabulary(shape.vocab, size) if local.rule.kind == "vocab" else None
-        part = read_shard(local.rule, tensors, rank, size, padded_vocab=vocabulary)
         with torch.no_grad():
-            local.parameter.copy_(part)
+            read_shard(local.rule, tensors, rank, size, padded_vocab=vocabulary, out=local.parameter.detach())
 
 
 def tensor_parallel_place(rule: TensorRule) -> tuple[int, int]:

@@ -6,8 +6,10 @@ are the same command. Does no work of its own: `convert.plan` and `convert.conve
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -62,6 +64,9 @@ def convert(
     ] = False,
 ) -> None:
     """Convert a checkpoint: --hf to Megatron's format, or --megatron to Hugging Face's."""
+    number = processes or min(os.cpu_count() or 1, _MOST_PROCESSES)
+    if number > 1 and not dry_run:
+        _start_workers_early()
     plan = make_plan(
         hf,
         megatron,
@@ -76,7 +81,6 @@ def convert(
         return
     from megatron_daro.convert.conversion import convert as carry_out
 
-    number = processes or min(os.cpu_count() or 1, _MOST_PROCESSES)
     with _ProgressBar(plan.num_bytes) as bar:
         card = carry_out(plan, out, processes=number, verify=verify, progress=bar.show)
     _print_card(card)
@@ -85,6 +89,12 @@ def convert(
     )
     if verify:
         typer.echo(_forward_check(plan, out))
+
+
+def _start_workers_early() -> None:
+    """Let the process that workers are forked from import what they need, while this one does the same."""
+    multiprocessing.set_forkserver_preload(["megatron_daro.convert.conversion"])
+    forkserver.ensure_running()
 
 
 def make_plan(

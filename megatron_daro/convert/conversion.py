@@ -26,8 +26,8 @@ from megatron_daro.convert import daro_format, torch_dist
 from megatron_daro.convert.card import CARD_FILE, Card, make_card
 from megatron_daro.convert.compare import compare_file
 from megatron_daro.convert.hf_writer import copy_model_files, write_index
-from megatron_daro.convert.jobs import FileRecord, StopFlag, write_file
-from megatron_daro.convert.plan import Job, Plan
+from megatron_daro.convert.jobs import FileRecord, StopFlag, joined, write_file
+from megatron_daro.convert.plan import PART_BYTES, Job, Plan
 from megatron_daro.convert.progress_files import Partial
 from megatron_daro.errors import ModelError, disk_fault
 
@@ -96,12 +96,17 @@ def _check_space(plan: Plan, target: Path) -> None:
 
 def _run(plan: Plan, jobs: Sequence[Job], folder: Path, processes: int, progress: Progress, partial: Partial) -> None:
     def done_bytes() -> int:
-        return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+        stats = [path.stat() for path in folder.iterdir() if path.is_file()]
+        return sum(min(stat.st_size, stat.st_blocks * 512) for stat in stats)  # parts of a file come in any order
 
-    tasks = [(plan, job, folder) for job in jobs]
+    parts = {job.file: job.parts(PART_BYTES) for job in jobs}
+    tasks = [(plan, part, folder) for job in jobs for part in parts[job.file]]
+    found: dict[str, list[FileRecord]] = {}
     with closing(_each(write_file, tasks, processes, lambda: progress("converting", done_bytes()))) as records:
         for record in records:
-            partial.note(record)
+            found.setdefault(record.file, []).append(record)
+            if len(found[record.file]) == len(parts[record.file]):
+                partial.note(joined(found[record.file], (folder / record.file).stat().st_size))
     progress("converting", done_bytes())
 
 

@@ -48,8 +48,12 @@ class HFCheckpoint(Mapping[str, Tensor]):
         shape = self.shape(name)
         return self._pieces.read(name, [0] * len(shape), shape)
 
-    def read(self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None) -> Tensor:
+    def read(
+        self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None, *, out: Tensor | None = None
+    ) -> Tensor:
         """Return rows [start, stop) of a tensor, of these columns (None: all); no other byte of it is read.
+
+        With `out`, that tensor is filled and returned.
 
         Raises:
             ModelError: the tensor is missing or torn.
@@ -58,7 +62,7 @@ class HFCheckpoint(Mapping[str, Tensor]):
         offset, size = [start, *[0] * (len(dims) - 1)], [stop - start, *dims[1:]]
         if columns is not None:
             offset[1], size[1] = columns[0], columns[1] - columns[0]
-        return self._pieces.read(name, offset, size)
+        return self._pieces.read(name, offset, size, out)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape, from the header. Raises ModelError if it is missing."""

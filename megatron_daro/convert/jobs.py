@@ -7,9 +7,10 @@ and the index. Holds one piece of a tensor at a time (`Plan.piece_bytes`), whate
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Iterator
-from contextlib import ExitStack
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -20,12 +21,13 @@ from torch import Tensor
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.convert import torch_dist
 from megatron_daro.convert.daro_format import StoredShard
+from megatron_daro.convert.direct_file import DirectFile
 from megatron_daro.convert.hf_reader import HFCheckpoint
 from megatron_daro.convert.mapping import TensorRule
 from megatron_daro.convert.megatron_names import other_name
 from megatron_daro.convert.megatron_weights import MegatronWeights
 from megatron_daro.convert.plan import HFTensor, Job, Parameter, Plan, torch_dtype
-from megatron_daro.convert.row_runs import PADDING, RowReader, Run, shard_runs
+from megatron_daro.convert.row_runs import PADDING, Run, hf_runs, shard_runs
 from megatron_daro.convert.safetensors_file import FileWriter, bytes_of
 
 
@@ -62,30 +64,65 @@ class FileRecord:
     blobs: list[torch_dist.WrittenBlob] = field(default_factory=list)
 
 
-class RowHash:
-    """SHA-256 of a tensor whose rows come in order; where they do not, the tensor is read again for it."""
+class Hash(Protocol):
+    """What hashlib makes."""
 
-    def __init__(self) -> None:
-        self._hash = hashlib.sha256()
-        self._next = 0
+    def update(self, data: memoryview) -> None:
+        """Take the next bytes."""
+
+    def hexdigest(self) -> str:
+        """Return the hash of what was taken."""
+
+
+class RowHash:
+    """SHA-256 of a tensor whose rows come in order; what did not come so is read for it at the end.
+
+    Args:
+        rows: that were taken already. taken: the hash of them.
+    """
+
+    def __init__(self, rows: int = 0, taken: Hash | None = None) -> None:
+        self._hash = taken or hashlib.sha256()
+        self._next = rows
+        self._is_in_order = True
 
     def add(self, start: int, values: Tensor) -> None:
         """Take rows [start, start + len(values))."""
-        if start == self._next:
+        self._is_in_order = self._is_in_order and start == self._next
+        if self._is_in_order:
             self._hash.update(bytes_of(values))
             self._next += len(values)
-        else:
-            self._next = -1
 
-    def digest(self, name: str, tensors: RowReader, most_bytes: int) -> str:
-        """Return the hash of the whole tensor, hexadecimal."""
-        shape = tensors.shape(name)
-        if self._next == shape[0]:
-            return self._hash.hexdigest()
-        again = hashlib.sha256()
-        for start, stop in windows(shape, tensors.dtype(name), most_bytes):
-            again.update(bytes_of(tensors.read(name, start, stop)))
-        return again.hexdigest()
+    def digest(self, windows: Sequence[tuple[int, int]], read: Callable[[int, int], Tensor]) -> str:
+        """Return the hash of the whole tensor, hexadecimal.
+
+        Args:
+            windows: all rows of it, in order, as (start, stop). read: returns such rows.
+        """
+        if not self._is_in_order:
+            return RowHash().digest(windows, read)
+        for start, stop in windows:
+            if stop > self._next:
+                self.add(self._next, read(max(start, self._next), stop))
+        return self._hash.hexdigest()
+
+
+class Scratch:
+    """Memory for the rows that are on their way, taken once: fresh memory costs the system more than reading into it.
+
+    Args:
+        num_bytes: at the beginning; grows to the largest piece.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
+
+    def shaped(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a tensor in this memory; it holds until the next call."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes > len(self._bytes):
+            self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._bytes[:num_bytes].view(dtype).view(tuple(shape))
 
 
 def write_file(plan: Plan, job: Job, folder: Path, stop: StopFlag | None = None) -> FileRecord:
@@ -96,6 +133,12 @@ def write_file(plan: Plan, job: Job, folder: Path, stop: StopFlag | None = None)
     """
     writer = {"hf": _write_hf, "daro": _write_daro, "torch_dist": _write_torch_dist}[plan.format]
     return writer(plan, job, folder, stop)
+
+
+def joined(records: Sequence[FileRecord], num_bytes: int) -> FileRecord:
+    """Return the record of a file out of those of its parts. num_bytes: of the file."""
+    lists = ((r.megatron, r.hf, r.shards, r.blobs) for r in records)
+    return FileRecord(records[0].file, num_bytes, *([row for part in kind for row in part] for kind in zip(*lists)))
 
 
 def windows(shape: tuple[int, ...], dtype: torch.dtype, most_bytes: int) -> Iterator[tuple[int, int]]:
@@ -121,44 +164,61 @@ def box_name(key: str, index: tuple[int, ...]) -> str:
 class _ParameterReader:
     """The rows of one Megatron parameter, read from HF tensors and hashed on both sides."""
 
-    def __init__(self, parameter: Parameter, tensors: HFCheckpoint, most_bytes: int) -> None:
-        self._parameter, self._tensors, self._most_bytes = parameter, tensors, most_bytes
+    def __init__(self, parameter: Parameter, tensors: HFCheckpoint, scratch: Scratch, most_bytes: int) -> None:
+        self._parameter, self._tensors, self._scratch, self._most_bytes = parameter, tensors, scratch, most_bytes
         rule = parameter.rule
         self._runs = shard_runs(rule, 0, 1, padded_vocab=parameter.shape[0] if rule.kind == "vocab" else None)
-        self._hashes = [RowHash() for _ in rule.hf_names]
-        is_same = parameter.source_dtype == parameter.dtype and len(self._runs) == 1
-        self._hash = None if is_same else hashlib.sha256()
+        self._hash, self._hashes = hashlib.sha256(), [RowHash() for _ in rule.hf_names]
+        self._is_cast = parameter.source_dtype != parameter.dtype
+        # Both sides begin with the same bytes where the first HF tensor comes first, and whole: hashed once.
+        first = self._runs[0]
+        self._shared = 0 if self._is_cast or (first.source, first.rows) != (0, rule.hf_shapes[0][0]) else first.rows
+        self._windows = list(windows(parameter.shape, torch_dtype(parameter.dtype), most_bytes))
 
-    def rows(self, start: int, stop: int) -> Tensor:
-        """Return rows [start, stop) in the target's dtype; to be called in order."""
-        shape = (stop - start, *self._parameter.shape[1:])
-        values = torch.empty(shape, dtype=torch_dtype(self._parameter.dtype))
-        for run in self._runs:
-            first, last = max(run.at, start), min(run.at + run.rows, stop)
-            if first < last:
-                self._fill(run, first, values[first - start : last - start])
-        if self._hash:
-            self._hash.update(bytes_of(values))
-        return values
+    def pieces(self, stop: StopFlag | None) -> Iterator[Tensor]:
+        """Yield all rows in the target's dtype, a piece at a time; each holds until the next one."""
+        for first, last in self._windows:
+            _check(stop)
+            shape = (last - first, *self._parameter.shape[1:])
+            values = self._scratch.shaped(shape, torch_dtype(self._parameter.dtype))
+            for run in self._runs:
+                start, end = max(run.at, first), min(run.at + run.rows, last)
+                if start < end:
+                    self._fill(run, start, values[start - first : end - first])
+            yield values
 
     def _fill(self, run: Run, at: int, target: Tensor) -> None:
         if run.source == PADDING:
             target.zero_()
-            return
-        start = run.start + at - run.at
-        values = self._tensors.read(self._parameter.rule.hf_names[run.source], start, start + len(target))
-        self._hashes[run.source].add(start, values)
-        target.copy_(values)
+        else:
+            start = run.start + at - run.at
+            name, stop = self._parameter.rule.hf_names[run.source], start + len(target)
+            values = self._tensors.read(name, start, stop, out=None if self._is_cast else target)
+            if at >= self._shared:
+                self._hashes[run.source].add(start, values)
+            if self._is_cast:
+                target.copy_(values)
+        self._hash.update(bytes_of(target))
+        if at + len(target) == self._shared:
+            self._hashes[0] = RowHash(self._shared, self._hash.copy())
 
     def records(self) -> tuple[TensorRecord, list[TensorRecord]]:
         """Return what was written and what it was made of, after the last row."""
-        rule, parameter = self._parameter.rule, self._parameter
+        parameter, rule = self._parameter, self._parameter.rule
         hf = [
-            TensorRecord(name, dims, parameter.source_dtype, row_hash.digest(name, self._tensors, self._most_bytes))
+            TensorRecord(name, dims, parameter.source_dtype, self._hf_digest(name, dims, row_hash))
             for name, dims, row_hash in zip(rule.hf_names, rule.hf_shapes, self._hashes, strict=True)
         ]
-        digest = self._hash.hexdigest() if self._hash else hf[0].sha256
+        digest = self._hash.hexdigest()
         return TensorRecord(parameter_name(parameter), parameter.shape, parameter.dtype, digest), hf
+
+    def _hf_digest(self, name: str, shape: tuple[int, ...], row_hash: RowHash) -> str:
+        dtype = torch_dtype(self._parameter.source_dtype)
+
+        def read(start: int, stop: int) -> Tensor:
+            return self._tensors.read(name, start, stop, out=self._scratch.shaped((stop - start, *shape[1:]), dtype))
+
+        return row_hash.digest(list(windows(shape, dtype, self._most_bytes)), read)
 
 
 def _write_daro(plan: Plan, job: Job, folder: Path, stop: StopFlag | None) -> FileRecord:
@@ -172,15 +232,15 @@ def _write_daro(plan: Plan, job: Job, folder: Path, stop: StopFlag | None) -> Fi
     dtypes = {str(number): torch_dtype(p.dtype) for number, (p, _, _) in enumerate(stored)}
     record = FileRecord(job.file, 0, shards=list(shards))
     path = folder / job.file
+    scratch = Scratch(plan.piece_bytes)
     with (
         HFCheckpoint(plan.source) as tensors,
         FileWriter(path, [(s.name, dtypes[s.name], s.shape) for s in shards]) as out,
     ):
         for parameter in parameters:
-            reader = _ParameterReader(parameter, tensors, plan.piece_bytes)
-            for start, end in windows(parameter.shape, torch_dtype(parameter.dtype), plan.piece_bytes):
-                _check(stop)
-                out.write(reader.rows(start, end))
+            reader = _ParameterReader(parameter, tensors, scratch, plan.piece_bytes)
+            for values in reader.pieces(stop):
+                out.write(values)
             _note(record, reader)
     for shard, (parameter, _, _) in zip(shards, stored, strict=True):
         other = other_name(parameter.box)
@@ -190,57 +250,79 @@ def _write_daro(plan: Plan, job: Job, folder: Path, stop: StopFlag | None) -> Fi
 
 
 def _write_torch_dist(plan: Plan, job: Job, folder: Path, stop: StopFlag | None) -> FileRecord:
-    record, path = FileRecord(job.file, 0), folder / job.file
-    with HFCheckpoint(plan.source) as tensors, path.open("wb") as out:
+    record, path, scratch = FileRecord(job.file, 0), folder / job.file, Scratch(plan.piece_bytes)
+    with HFCheckpoint(plan.source) as tensors, closing(DirectFile(path)) as out:
         for parameter in (item for item in job.items if isinstance(item, Parameter)):
-            reader = _ParameterReader(parameter, tensors, plan.piece_bytes)
-            for start, end in windows(parameter.shape, torch_dtype(parameter.dtype), plan.piece_bytes):
-                _check(stop)
-                shard = _shard(job.file, 0, parameter, start, end)
-                at, length = torch_dist.write_blob(out, reader.rows(start, end).view(shard.shape))
+            reader, row = _ParameterReader(parameter, tensors, scratch, plan.piece_bytes), 0
+            for values in reader.pieces(stop):
+                shard = _shard(job.file, 0, parameter, row, row + len(values))
+                row += len(values)
+                at, length = torch_dist.write_blob(out, values.view(shard.shape))
                 other = other_name(parameter.box)
                 for key in [shard.key, *([other.key] if other else [])]:
                     place = (shard.offset, shard.shape, shard.global_shape, parameter.dtype)
                     record.blobs.append(torch_dist.WrittenBlob(key, job.file, at, length, *place))
             _note(record, reader)
-        out.flush()
-        os.fsync(out.fileno())
+        out.finish()
     return _finished(record, path)
 
 
 def _write_hf(plan: Plan, job: Job, folder: Path, stop: StopFlag | None) -> FileRecord:
-    items = [item for item in job.items if isinstance(item, HFTensor)]
-    header = [(item.name, torch_dtype(item.dtype), item.shape) for item in items]
     record, path = FileRecord(job.file, 0), folder / job.file
+    header = [(item.name, torch_dtype(item.dtype), item.shape) for item in job.in_file]
     with ExitStack() as stack:
         weights = stack.enter_context(MegatronWeights(plan.source, read_model_shape(plan.config)))
-        out = stack.enter_context(FileWriter(path, header, metadata={"format": "pt"}))
-        firsts = {rule.hf_names[0]: rule for rule in weights.rules}
-        for item in items:
-            digest, dtype = hashlib.sha256(), torch_dtype(item.dtype)
-            for start, end in windows(item.shape, weights.dtype(item.name), plan.piece_bytes):
-                _check(stop)
-                values = weights.read(item.name, start, end).to(dtype)
-                digest.update(bytes_of(values))
-                out.write(values)
-            record.hf.append(TensorRecord(item.name, item.shape, item.dtype, digest.hexdigest()))
-            if item.name in firsts:
-                is_same = item.dtype == item.source_dtype and weights.parameter_shape(firsts[item.name]) == item.shape
-                known = digest.hexdigest() if is_same and len(firsts[item.name].hf_names) == 1 else None
-                record.megatron.append(_parameter_record(weights, firsts[item.name], known, plan.piece_bytes))
+        out = stack.enter_context(FileWriter(path, header, metadata={"format": "pt"}, part=job.part))
+        writer = _HFWriter(weights, out, record, plan.piece_bytes)
+        rules = {name: rule for rule in weights.rules for name in rule.hf_names}
+        items = [item for item in job.items if isinstance(item, HFTensor)]
+        for _, group in itertools.groupby(items, lambda item: rules[item.name].megatron_name):
+            tensors = list(group)
+            writer.write(rules[tensors[0].name], tensors, stop)
     return _finished(record, path)
 
 
-def _parameter_record(weights: MegatronWeights, rule: TensorRule, known: str | None, most_bytes: int) -> TensorRecord:
-    """Return a parameter of the source; read once more for its hash, unless its bytes are those of the HF tensor."""
-    box, shape = weights.box(rule), weights.parameter_shape(rule)
-    dtype = weights.dtype(rule.hf_names[0])
-    if known is None:
-        digest = hashlib.sha256()
-        for start, stop in windows(shape, dtype, most_bytes):
-            digest.update(bytes_of(weights.read_parameter(rule, start, stop)))
-        known = digest.hexdigest()
-    return TensorRecord(box_name(box.key, box.index), shape, str(dtype).removeprefix("torch."), known)
+class _HFWriter:
+    """Writes the HF tensors of one Megatron parameter after the other, and notes both sides."""
+
+    def __init__(self, weights: MegatronWeights, out: FileWriter, record: FileRecord, most_bytes: int) -> None:
+        self._weights, self._out, self._record, self._most_bytes = weights, out, record, most_bytes
+        self._scratch = Scratch(most_bytes)
+
+    def write(self, rule: TensorRule, items: Sequence[HFTensor], stop: StopFlag | None) -> None:
+        """Write tensors of a rule, and note the parameter with the first of them. In order, they hash the parameter
+        on the way; what is not among them, and groups of query, key and value rows, are read for it."""
+        row_hash = RowHash()
+        padded = self._weights.parameter_shape(rule)[0] if rule.kind == "vocab" else None
+        runs = hf_runs(rule, padded_vocab=padded)
+        for item in items:
+            own = runs[rule.hf_names.index(item.name)]
+            self._write_tensor(item, row_hash, own[0].at if len(own) == 1 else -item.shape[0] - 1, stop)
+        if items[0].name == rule.hf_names[0]:
+            self._record.megatron.append(self._parameter_record(rule, row_hash))
+
+    def _write_tensor(self, item: HFTensor, row_hash: RowHash, at: int, stop: StopFlag | None) -> None:
+        digest, own = hashlib.sha256(), self._weights.dtype(item.name)
+        for start, end in windows(item.shape, own, self._most_bytes):
+            _check(stop)
+            target = self._scratch.shaped((end - start, *item.shape[1:]), own)
+            source = self._weights.read(item.name, start, end, out=target)
+            values = source.to(torch_dtype(item.dtype))
+            digest.update(bytes_of(values))
+            row_hash.add(at + start, source)
+            self._out.write(values)
+        self._record.hf.append(TensorRecord(item.name, item.shape, item.dtype, digest.hexdigest()))
+
+    def _parameter_record(self, rule: TensorRule, row_hash: RowHash) -> TensorRecord:
+        weights, box, shape = self._weights, self._weights.box(rule), self._weights.parameter_shape(rule)
+        dtype = weights.dtype(rule.hf_names[0])
+
+        def read(start: int, stop: int) -> Tensor:
+            target = self._scratch.shaped((stop - start, *shape[1:]), dtype)
+            return weights.read_parameter(rule, start, stop, out=target)
+
+        digest = row_hash.digest(list(windows(shape, dtype, self._most_bytes)), read)
+        return TensorRecord(box_name(box.key, box.index), shape, str(dtype).removeprefix("torch."), digest)
 
 
 def _shard(file: str, number: int, parameter: Parameter, start: int, stop: int) -> StoredShard:

@@ -102,29 +102,39 @@ class MegatronWeights(Mapping[str, Tensor]):
         rule, i = self._source[name]
         return rule.hf_shapes[i]
 
-    def read(self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None) -> Tensor:
-        """Return rows [start, stop) of an HF tensor, of these columns (None: all). Raises CheckpointError."""
+    def read(
+        self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None, *, out: Tensor | None = None
+    ) -> Tensor:
+        """Return rows [start, stop) of an HF tensor, of these columns (None: all); with `out`, fill and return that
+        tensor. Raises CheckpointError."""
         rule, i = self._source[name]
-        parts = []
+        dims = rule.hf_shapes[i]
+        width = dims[1:] if columns is None else (columns[1] - columns[0],)
+        values = torch.empty((stop - start, *width), dtype=self.dtype(name)) if out is None else out
         for run in self._runs(rule)[i]:
             first, last = max(run.start, start), min(run.stop, stop)
             if first < last:
                 at = run.at + first - run.start
-                parts.append(self.read_parameter(rule, at, at + last - first, columns))
-        if not parts:
-            dims = rule.hf_shapes[i]
-            width = dims[1:] if columns is None else (columns[1] - columns[0],)
-            return torch.empty((0, *width), dtype=self.dtype(name))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+                self.read_parameter(rule, at, at + last - first, columns, out=values[first - start : last - start])
+        return values
 
-    def read_parameter(self, rule: TensorRule, start: int, stop: int, columns: tuple[int, int] | None = None) -> Tensor:
-        """Return rows [start, stop) of a rule's parameter as Megatron has it."""
+    def read_parameter(
+        self,
+        rule: TensorRule,
+        start: int,
+        stop: int,
+        columns: tuple[int, int] | None = None,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return rows [start, stop) of a rule's parameter as Megatron has it; with `out`, in that tensor."""
         box, dims = self.box(rule), self.parameter_shape(rule)
         offset, size = [start, *[0] * (len(dims) - 1)], [stop - start, *dims[1:]]
         if columns is not None:
             offset[1], size[1] = columns[0], columns[1] - columns[0]
         ones = [1] * len(box.index)
-        return self.pieces.read(box.key, [*box.index, *offset], [*ones, *size]).view(size)
+        target = None if out is None else out[(None,) * len(ones)]
+        return self.pieces.read(box.key, [*box.index, *offset], [*ones, *size], target).view(size)
 
     def close(self) -> None:
         """Let go of the files."""

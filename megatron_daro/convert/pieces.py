@@ -68,8 +68,13 @@ class PieceStore(ABC):
         """Dtype of the tensor."""
         return self.pieces(key)[0].dtype
 
-    def read(self, key: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return the elements [offset, offset + shape), a new CPU tensor.
+    def read(self, key: str, offset: Sequence[int], shape: Sequence[int], out: Tensor | None = None) -> Tensor:
+        """Return the elements [offset, offset + shape).
+
+        Args:
+            key: of the tensor. offset, shape: of the box. out: filled and returned; of this shape, any dtype and
+                device; straight from the file where it is a contiguous CPU tensor of the file's dtype. None: a new CPU
+                tensor.
 
         Raises:
             DaroError: of the store's kind: no such tensor, pieces that do not cover the box or cover a part twice, or
@@ -85,11 +90,9 @@ class PieceStore(ABC):
         if filled != math.prod(shape):
             where = self.pieces(key)[0].path.parent
             raise self.error(f"{key}: {filled} of {math.prod(shape)} elements are in {where}; it is incomplete")
-        if len(found) == 1:
-            return self._read_window(found[0][0], found[0][1])
-        box = torch.empty(tuple(shape), dtype=self.dtype(key))
+        box = torch.empty(tuple(shape), dtype=self.dtype(key)) if out is None else out
         for piece, theirs, ours in found:
-            box[ours] = self._read_window(piece, theirs)
+            self._read_window(piece, theirs, box[ours])
         return box
 
     def close(self) -> None:
@@ -97,18 +100,20 @@ class PieceStore(ABC):
         while self._open:
             os.close(self._open.popitem()[1])
 
-    def _read_window(self, piece: Piece, window: Sequence[slice]) -> Tensor:
-        """Read a part of one piece; `window` has a slice for each axis."""
-        result = torch.empty([s.stop - s.start for s in window], dtype=piece.dtype)
-        if result.numel() == 0:
-            return result
-        target = result.reshape(-1).view(torch.uint8).numpy().data
+    def _read_window(self, piece: Piece, window: Sequence[slice], target: Tensor) -> None:
+        """Read a part of one piece into `target`; `window` has a slice for each axis."""
+        if target.numel() == 0:
+            return
+        is_plain = target.dtype == piece.dtype and target.device.type == "cpu" and target.is_contiguous()
+        result = target.detach() if is_plain else torch.empty(target.shape, dtype=piece.dtype)
+        bytes_B = result.view(-1).view(torch.uint8).numpy().data
         at = 0
         for start, length in byte_runs(piece.shape, window, piece.dtype.itemsize):
-            self._read_into(piece, piece.start + start, target[at : at + length])
+            self._read_into(piece, piece.start + start, bytes_B[at : at + length])
             at += length
         self.bytes_read += at
-        return result
+        if not is_plain:
+            target.copy_(result)
 
     def _read_into(self, piece: Piece, start: int, target: memoryview) -> None:
         try:

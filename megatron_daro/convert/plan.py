@@ -30,6 +30,8 @@ FORMATS = ("daro", "torch_dist")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 VOCABULARY_MULTIPLE = 128
 """Rows of the embedding are padded to a multiple of this, as Megatron-LM does; loading cuts or pads them again."""
+PART_BYTES = 512 * 1024**2
+"""Of a file of an HF checkpoint: what one process writes at a time."""
 _LEAST_FILE_BYTES, _MOST_FILE_BYTES, _FILES = 256 * 1024**2, 4 * 1024**3, 64
 # Buffers that old checkpoints of these families carry and that the model computes itself.
 _COMPUTED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
@@ -71,15 +73,40 @@ class HFTensor(_Written):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One file to write."""
+    """One file to write, or a part of one. before, after: what the file has besides, of HF files only."""
 
     file: str
     items: tuple[Parameter, ...] | tuple[HFTensor, ...]
+    before: tuple[HFTensor, ...] = ()
+    after: tuple[HFTensor, ...] = ()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of tensors in it."""
+        """Bytes of its tensors."""
         return sum(item.num_bytes for item in self.items)
+
+    @property
+    def part(self) -> tuple[int, int] | None:
+        """Numbers of the first tensor in the file and of the one after the last; None where it is the whole file."""
+        first = len(self.before)
+        return (first, first + len(self.items)) if self.before or self.after else None
+
+    @property
+    def in_file(self) -> tuple[Parameter | HFTensor, ...]:
+        """All that the file holds."""
+        return (*self.before, *self.items, *self.after)
+
+    def parts(self, most_bytes: int) -> list[Job]:
+        """Return jobs of at most so many bytes (or one tensor) that write the file together; formats of Megatron: one."""
+        tensors = tuple(item for item in self.items if isinstance(item, HFTensor))
+        if not tensors:
+            return [self]
+        found, first = [], 0
+        for group in _grouped(tensors, most_bytes):
+            last = first + len(group)
+            found.append(Job(self.file, tuple(group), tensors[:first], tensors[last:]))
+            first = last
+        return found
 
 
 @dataclass(frozen=True, slots=True)

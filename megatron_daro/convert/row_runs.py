@@ -30,8 +30,10 @@ class RowReader(Protocol):
     def dtype(self, name: str) -> torch.dtype:
         """Return its dtype."""
 
-    def read(self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None) -> Tensor:
-        """Return rows [start, stop), of these columns (None: all)."""
+    def read(
+        self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None, *, out: Tensor | None = None
+    ) -> Tensor:
+        """Return rows [start, stop), of these columns (None: all); with `out`, fill and return that tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,21 +76,31 @@ def shard_runs(rule: TensorRule, tp_rank: int, tp_size: int, *, padded_vocab: in
 
 
 def read_shard(
-    rule: TensorRule, tensors: RowReader, tp_rank: int, tp_size: int, *, padded_vocab: int | None = None
+    rule: TensorRule,
+    tensors: RowReader,
+    tp_rank: int,
+    tp_size: int,
+    *,
+    padded_vocab: int | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return what `mapping.shard` gives, but read no byte that another rank's shard holds.
+
+    With `out`, that tensor is filled and returned: without another copy where it is contiguous, on the CPU and of the
+    dtype of the files.
 
     Raises:
         ModelError: a tensor is missing, has the wrong shape or another dtype than its neighbours; or it is torn.
     """
     dtype = check_sources(rule, tensors)
-    values = torch.empty(rule.local_shape(tp_size, padded_vocab=padded_vocab), dtype=dtype)
+    shape = rule.local_shape(tp_size, padded_vocab=padded_vocab)
+    values = torch.empty(shape, dtype=dtype) if out is None else out.view(shape)
     for run in shard_runs(rule, tp_rank, tp_size, padded_vocab=padded_vocab):
         target = values[run.at : run.at + run.rows]
         if run.source == PADDING:
             target.zero_()
         else:
-            target.copy_(tensors.read(rule.hf_names[run.source], run.start, run.stop, run.columns))
+            tensors.read(rule.hf_names[run.source], run.start, run.stop, run.columns, out=target)
     return values
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from megatron_daro.convert.direct_file import BUFFER_BYTES, DirectFile
 from megatron_daro.errors import ModelError
 
 _MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
@@ -94,6 +94,7 @@ class FileWriter:
 
     The file is on the disk when the `with` block ends; `sha256` is then the hash of all its bytes, taken while they
     were written. Where the block fails, the file is left as it is: the caller owns the folder and clears it away.
+    A tensor may change once it was handed over.
     """
 
     def __init__(
@@ -103,23 +104,27 @@ class FileWriter:
         *,
         metadata: Mapping[str, str] | None = None,
         hashed: bool = False,
+        part: tuple[int, int] | None = None,
     ) -> None:
         """Write the header.
 
         Args:
             path: made or overwritten. tensors: (name, dtype, shape) in the order in which they will come.
             metadata: texts for the header. hashed: take the hash of the whole file.
+            part: numbers of the first tensor that will come and of the one after the last; others, perhaps other
+                processes, write the rest of the file, and the part that has tensor 0 the header. None: all.
 
         Raises:
             OSError: the disk refused.
         """
         self._path = path
         self._hash = hashlib.sha256() if hashed else None
-        header, self._expected = _header(tensors, metadata)
-        self._written = 0
-        self._file = path.open("wb", buffering=0)
-        self._put(memoryview(header))
-        self._written = 0
+        header, starts = _header(tensors, metadata)
+        first, last = part or (0, len(starts) - 1)
+        self._left = starts[last] - starts[first]
+        self._file = DirectFile(path, at=len(header) + starts[first] if first else (None if part is None else 0))
+        if first == 0:
+            self._put(memoryview(header))
 
     @property
     def sha256(self) -> str | None:
@@ -128,26 +133,27 @@ class FileWriter:
 
     def write(self, values: Tensor) -> None:
         """Append the bytes of a tensor, or of the next rows of one."""
-        self._put(bytes_of(values))
+        data = bytes_of(values)
+        self._left -= len(data)
+        self._put(data)
 
     def __enter__(self) -> FileWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        try:
-            if kind is None:
-                if self._written != self._expected:
-                    raise ModelError(f"{self._path}: {self._written} of {self._expected} bytes were written")
-                os.fsync(self._file.fileno())
-        finally:
-            self._file.close()
+        if kind is None and self._left == 0:
+            self._file.finish()
+            return
+        self._file.close()
+        if kind is None:
+            raise ModelError(f"{self._path}: {abs(self._left)} bytes too {'few' if self._left > 0 else 'many'} came")
 
     def _put(self, data: memoryview) -> None:
-        if self._hash:
-            self._hash.update(data)
-        self._written += len(data)
-        while data:
-            data = data[self._file.write(data) :]
+        for start in range(0, len(data), BUFFER_BYTES):  # so that hashing and writing go on at the same time
+            part = data[start : start + BUFFER_BYTES]
+            if self._hash:
+                self._hash.update(part)
+            self._file.write(part)
 
 
 def bytes_of(values: Tensor) -> memoryview:
@@ -164,15 +170,16 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def _header(
     tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None
-) -> tuple[bytes, int]:
+) -> tuple[bytes, list[int]]:
+    """Return the header, and where each tensor begins in the data, with the end of the last one."""
     rows: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    at = 0
+    starts = [0]
     for name, dtype, shape in tensors:
-        stop = at + math.prod(shape) * dtype.itemsize
+        stop = starts[-1] + math.prod(shape) * dtype.itemsize
         if name in rows:
             raise ModelError(f"tensor {name} came twice; a checkpoint holds each name once.")
-        rows[name] = {"dtype": dtype_name(dtype), "shape": list(shape), "data_offsets": [at, stop]}
-        at = stop
+        rows[name] = {"dtype": dtype_name(dtype), "shape": list(shape), "data_offsets": [starts[-1], stop]}
+        starts.append(stop)
     text = json.dumps(rows, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    return struct.pack("<Q", len(text)) + text, at
+    return struct.pack("<Q", len(text)) + text, starts

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megatron_daro.convert.direct_file import DirectFile
 from megatron_daro.convert.pieces import Piece, PieceStore
 from megatron_daro.convert.torch_dist_metadata import Blob, RestrictedUnpickler, StoredTensor, read_metadata
 from megatron_daro.errors import CheckpointError
@@ -187,10 +188,10 @@ class WrittenBlob:
     dtype: str | None = None
 
 
-def write_blob(file: BinaryIO, value: Tensor | list[None]) -> tuple[int, int]:
+def write_blob(file: BinaryIO | DirectFile, value: Tensor | list[None]) -> tuple[int, int]:
     """Append a tensor or object as torch.save writes it; returns (first byte, number of bytes). Raises OSError."""
     start = file.tell()
-    torch.save(value, file)
+    torch.save(value, file)  # type: ignore[arg-type]  # it asks for write and flush only
     return start, file.tell() - start
 
 
