@@ -107,7 +107,7 @@ def _run(plan: Plan, jobs: Sequence[Job], folder: Path, processes: int, progress
             found.setdefault(record.file, []).append(record)
             if len(found[record.file]) == len(parts[record.file]):
                 partial.note(joined(found[record.file], (folder / record.file).stat().st_size))
-    progress("converting", done_bytes())
+    progress("converting", plan.num_bytes)
 
 
 def _verify(plan: Plan, files: Sequence[str], root: Path, processes: int, progress: Progress) -> None:

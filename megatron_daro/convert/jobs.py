@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -137,8 +137,13 @@ def write_file(plan: Plan, job: Job, folder: Path, stop: StopFlag | None = None)
 
 def joined(records: Sequence[FileRecord], num_bytes: int) -> FileRecord:
     """Return the record of a file out of those of its parts. num_bytes: of the file."""
-    lists = ((r.megatron, r.hf, r.shards, r.blobs) for r in records)
-    return FileRecord(records[0].file, num_bytes, *([row for part in kind for row in part] for kind in zip(*lists)))
+    joined_up = FileRecord(records[0].file, num_bytes)
+    for record in records:
+        joined_up.megatron.extend(record.megatron)
+        joined_up.hf.extend(record.hf)
+        joined_up.shards.extend(record.shards)
+        joined_up.blobs.extend(record.blobs)
+    return joined_up
 
 
 def windows(shape: tuple[int, ...], dtype: torch.dtype, most_bytes: int) -> Iterator[tuple[int, int]]:

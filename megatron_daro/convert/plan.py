@@ -97,7 +97,7 @@ class Job:
         return (*self.before, *self.items, *self.after)
 
     def parts(self, most_bytes: int) -> list[Job]:
-        """Return jobs of at most so many bytes (or one tensor) that write the file together; formats of Megatron: one."""
+        """Return jobs of at most so many bytes (or one tensor) that write the file together; of Megatron one."""
         tensors = tuple(item for item in self.items if isinstance(item, HFTensor))
         if not tensors:
             return [self]

@@ -17,9 +17,12 @@ from hf_checkpoints import assert_equal, config_of, make_hf, tensors_of, to_hf, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.convert import conversion, plan
 from megatron_daro.convert.card import CARD_FILE
 from megatron_daro.convert.hf_reader import HFCheckpoint
+from megatron_daro.convert.jobs import box_name
+from megatron_daro.convert.megatron_weights import MegatronWeights
 from megatron_daro.errors import ModelError
 
 FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe")
@@ -60,6 +63,11 @@ def test_there_and_back_is_the_same_bit_for_bit(tmp_path_factory, model, format_
     shutil.rmtree(root)
 
 
+def parameter_hash(weights, rule):
+    values = weights.read_parameter(rule, 0, weights.parameter_shape(rule)[0])
+    return hashlib.sha256(values.view(torch.uint8).numpy()).hexdigest()
+
+
 def test_the_other_format_in_between_and_the_card_of_each(tmp_path):
     given_ = make_hf(tmp_path / "hf", config_of())
     to_megatron(tmp_path / "hf", tmp_path / "one", format_="torch_dist")
@@ -67,10 +75,13 @@ def test_the_other_format_in_between_and_the_card_of_each(tmp_path):
     to_megatron(tmp_path / "two", tmp_path / "three", format_="daro")
     to_hf(tmp_path / "three", tmp_path / "four")
     assert_equal(tensors_of(tmp_path / "four"), given_)
+    with MegatronWeights(tmp_path / "one", read_model_shape(tmp_path / "hf")) as weights:
+        own = {box_name((box := weights.box(r)).key, box.index): parameter_hash(weights, r) for r in weights.rules}
     for folder in ("one", "two", "three", "four"):
         rows = json.loads((tmp_path / folder / CARD_FILE).read_text())["rows"]
         hashes = {tensor["name"]: tensor["sha256"] for row in rows for tensor in row["hf"]}
         assert hashes == {n: hashlib.sha256(t.view(torch.uint8).numpy()).hexdigest() for n, t in given_.items()}
+        assert {row["megatron"]["name"]: row["megatron"]["sha256"] for row in rows} == own
         qkv = next(row for row in rows if row["megatron"]["name"].endswith("linear_qkv.weight[1]"))
         assert qkv["megatron"]["shape"] == [64, 16] and qkv["change"] == "rows rearranged"
 
@@ -86,15 +97,54 @@ def test_a_cast_is_torchs_and_its_way_back_too(tmp_path):
     assert json.loads((tmp_path / "kept/config.json").read_text())["dtype"] == "float32"
 
 
-def test_several_processes_write_what_one_writes(tmp_path):
-    make_hf(tmp_path / "hf", config_of(num_hidden_layers=3))
+def test_several_processes_write_what_one_writes(tmp_path, monkeypatch):
+    given_ = make_hf(tmp_path / "hf", config_of(num_hidden_layers=3))
     done = []
     to_megatron(tmp_path / "hf", tmp_path / "one")
     to_megatron(tmp_path / "hf", tmp_path / "two", processes=2, progress=lambda phase, number: done.append(number))
     files = sorted(path.name for path in (tmp_path / "one").glob("shard_*"))
     assert len(files) > 1
     assert [(tmp_path / "two" / f).read_bytes() for f in files] == [(tmp_path / "one" / f).read_bytes() for f in files]
-    assert done[-1] >= sum(t.nbytes for t in tensors_of(tmp_path / "hf").values())
+    assert done[-1] >= sum(t.nbytes for t in given_.values())
+    monkeypatch.setattr(conversion, "PART_BYTES", 2500)
+    to_hf(tmp_path / "two", tmp_path / "back", processes=2, max_shard_bytes=10**6)
+    assert_equal(tensors_of(tmp_path / "back"), given_)
+
+
+def test_parts_of_a_file_are_written_by_themselves(tmp_path, monkeypatch):
+    given_ = make_hf(tmp_path / "hf", config_of(num_hidden_layers=3))
+    to_megatron(tmp_path / "hf", tmp_path / "megatron")
+    whole = to_hf(tmp_path / "megatron", tmp_path / "whole", max_shard_bytes=12_000)
+    monkeypatch.setattr(conversion, "PART_BYTES", 2500)
+    made = plan.plan_to_hf(tmp_path / "megatron", tmp_path / "hf", None, 12_000)
+    assert [len(job.parts(2500)) for job in made.jobs] == [6, 5]
+    parts = to_hf(tmp_path / "megatron", tmp_path / "parts", max_shard_bytes=12_000)
+    assert parts.rows == whole.rows
+    names = sorted(path.name for path in (tmp_path / "whole").glob("*.safetensors"))
+    for name in names:
+        assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert_equal(tensors_of(tmp_path / "parts"), given_)
+
+
+def test_a_file_counts_as_written_when_all_its_parts_are(tmp_path, monkeypatch):
+    given_ = make_hf(tmp_path / "hf", config_of(num_hidden_layers=3))
+    to_megatron(tmp_path / "hf", tmp_path / "megatron")
+    monkeypatch.setattr(conversion, "PART_BYTES", 2500)
+    with monkeypatch.context() as patch:
+        real, count = conversion.write_file, iter(range(1000))
+
+        def write(*task):
+            if next(count) == 8:  # the first file has six parts, the second five
+                raise _StoppedAtError
+            return real(*task)
+
+        patch.setattr(conversion, "write_file", write)
+        with pytest.raises(_StoppedAtError):
+            to_hf(tmp_path / "megatron", tmp_path / "back", max_shard_bytes=12_000)
+    done = [path.name for path in (tmp_path / ".back.partial/done").iterdir()]
+    assert done == ["model-00001-of-00002.safetensors.json"]
+    to_hf(tmp_path / "megatron", tmp_path / "back", max_shard_bytes=12_000)
+    assert_equal(tensors_of(tmp_path / "back"), given_)
 
 
 def test_files_of_hf_are_as_large_as_asked(tmp_path):
