@@ -274,7 +274,7 @@ def _write_torch_dist(plan: Plan, job: Job, folder: Path, stop: StopFlag | None)
 
 def _write_hf(plan: Plan, job: Job, folder: Path, stop: StopFlag | None) -> FileRecord:
     record, path = FileRecord(job.file, 0), folder / job.file
-    header = [(item.name, torch_dtype(item.dtype), item.shape) for item in job.in_file]
+    header = [(t.name, torch_dtype(t.dtype), t.shape) for t in job.in_file]
     with ExitStack() as stack:
         weights = stack.enter_context(MegatronWeights(plan.source, read_model_shape(plan.config)))
         out = stack.enter_context(FileWriter(path, header, metadata={"format": "pt"}, part=job.part))

@@ -92,9 +92,9 @@ class Job:
         return (first, first + len(self.items)) if self.before or self.after else None
 
     @property
-    def in_file(self) -> tuple[Parameter | HFTensor, ...]:
-        """All that the file holds."""
-        return (*self.before, *self.items, *self.after)
+    def in_file(self) -> tuple[HFTensor, ...]:
+        """All that the file holds, of HF files."""
+        return (*self.before, *(item for item in self.items if isinstance(item, HFTensor)), *self.after)
 
     def parts(self, most_bytes: int) -> list[Job]:
         """Return jobs of at most so many bytes (or one tensor) that write the file together; of Megatron one."""
