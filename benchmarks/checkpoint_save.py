@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from convert import CONFIG, make_checkpoint
+from convert import CONFIG, make_checkpoint, verdict
 from rich.console import Console
 from rich.table import Table
 
@@ -39,6 +39,12 @@ from megatron_daro.types import TrainBatch
 
 RESULTS = Path(__file__).parent / "results" / "checkpoint_save.json"
 ROLLOUTS = 4
+BUCKETS_BYTES = 2 * 64 * 2**20
+GOALS = (
+    ("a step waits (begin and before the update), share of a save that is waited for", "blocked_of_save", 0.1),
+    ("a step takes longer (waits, and cores and memory that both use), share of such a save", "stall_of_save", 0.1),
+    ("bytes a parameter of a save, less two buckets", "bytes_a_parameter_less_buckets", 2.0),
+)
 
 
 class PeakMemory:
@@ -165,6 +171,7 @@ def measure(root: Path, *, layers: int, rounds: int, tokens: int) -> dict[str, o
     begun, with_save, wait = (statistics.median(row[i] for row in beside) for i in range(3))
     stalls = [row[0] + row[1] - one for row, (one, _) in zip(beside, alone, strict=True)]
     parameters, of_step = policy.shape.num_parameters, max(extra for _, extra in alone)
+    most = max(*(extra for _, extra in waited_for), *(row[3] - of_step for row in beside))
     return {
         "parameters": parameters,
         "rounds": rounds,
@@ -178,6 +185,7 @@ def measure(root: Path, *, layers: int, rounds: int, tokens: int) -> dict[str, o
         "stall_of_save": statistics.median(stalls) / save,
         "bytes_a_parameter": max(extra for _, extra in waited_for) / parameters,
         "bytes_a_parameter_beside_a_step": max(row[3] - of_step for row in beside) / parameters,
+        "bytes_a_parameter_less_buckets": max(0, most - BUCKETS_BYTES) / parameters,
         "all": {"waited_for": waited_for, "alone": alone, "beside": beside},
     }
 
@@ -202,6 +210,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=given.directory) as root:
         found = measure(Path(root), layers=given.layers, rounds=given.rounds, tokens=given.tokens)
     Console().print(table(found))
+    for what, key, goal in GOALS:
+        print(verdict(what, found[key], goal, most=True))  # type: ignore[arg-type]
     if given.json:
         RESULTS.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -50,6 +50,12 @@ CONFIG = {
 }
 
 
+def verdict(what: str, got: float, goal: float, *, most: bool) -> str:
+    """Return a line that says whether a number reaches its goal. most: the goal is an upper limit."""
+    held = got <= goal if most else got >= goal
+    return f"{'HOLDS' if held else 'MISSED'}: {what}: {got:.3g}, must be {'at most' if most else 'at least'} {goal:g}"
+
+
 def make_checkpoint(directory: Path, layers: int, config: Mapping[str, object] = CONFIG) -> int:
     """Write the model; returns its bytes."""
     config = {**config, "num_hidden_layers": layers}
@@ -137,6 +143,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=given.directory) as root:
         found = measure(Path(root), layers=given.layers, rounds=given.rounds, processes=given.processes)
     Console().print(table(found))  # type: ignore[arg-type]
+    for name, share in found["of_cp"].items():  # type: ignore[attr-defined]
+        if name != "cp":
+            print(verdict(f"{name}, bytes per second of cp + sync", share, 0.6, most=False))
+            print(verdict(f"{name}, GiB of a process", found["peak_gib"][name], 1.5, most=True))  # type: ignore[index]
     if given.json:
         RESULTS.write_text(json.dumps(found, indent=1) + "\n")
 

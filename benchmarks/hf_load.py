@@ -180,9 +180,15 @@ def main() -> None:
     if given.variant:
         rank_main(given)
         return
+    from convert import verdict
+
     with tempfile.TemporaryDirectory() as root:
         found = measure(Path(root), given.mbridge, layers=given.layers, rounds=given.rounds)
     Console().print(table(found))
+    for row in found["rows"]:  # type: ignore[attr-defined]
+        if row["variant"] != "ours":
+            what = f"TP {row['tensor_parallel']}, {row['files']}: seconds of {row['variant']} over ours"
+            print(verdict(what, row["of_ours"], 1.0, most=False))
     if given.json:
         RESULTS.write_text(json.dumps(found, indent=1) + "\n")
 
