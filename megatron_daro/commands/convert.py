@@ -64,9 +64,7 @@ def convert(
     ] = False,
 ) -> None:
     """Convert a checkpoint: --hf to Megatron's format, or --megatron to Hugging Face's."""
-    number = processes or min(os.cpu_count() or 1, _MOST_PROCESSES)
-    if number > 1 and not dry_run:
-        _start_workers_early()
+    number = 0 if dry_run else _start_workers_early(processes or min(os.cpu_count() or 1, _MOST_PROCESSES))
     plan = make_plan(
         hf,
         megatron,
@@ -91,10 +89,13 @@ def convert(
         typer.echo(_forward_check(plan, out))
 
 
-def _start_workers_early() -> None:
-    """Let the process that workers are forked from import what they need, while this one does the same."""
-    multiprocessing.set_forkserver_preload(["megatron_daro.convert.conversion"])
-    forkserver.ensure_running()
+def _start_workers_early(number: int) -> int:
+    """Let the process that several workers are forked from import what they need, while this one does; returns their
+    number."""
+    if number > 1:
+        multiprocessing.set_forkserver_preload(["megatron_daro.convert.conversion"])
+        forkserver.ensure_running()
+    return number
 
 
 def make_plan(

@@ -230,22 +230,6 @@ def test_fp8_is_accepted_where_gpus_and_libraries_have_it(run_files, monkeypatch
     assert "Transformer Engine is not installed" in line and "fix: install it (docs/gpu.md), or set" in line
 
 
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ({"output_router_logits": True, "router_aux_loss_coef": 0.02}, ["router_aux_loss_coef 0.02"]),
-        ({"output_router_logits": True}, ["router_aux_loss_coef 0.001"]),
-        ({"output_router_logits": True, "router_aux_loss_coef": 0.0}, []),
-        ({"router_aux_loss_coef": 0.02}, []),
-    ],
-)
-def test_training_without_the_balancing_loss_of_a_model_is_a_warning(run_files, asked, said):
-    run_files.set_shape(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2, **asked)
-    lines = warnings(run_files)
-    assert len(lines) == len(said)
-    assert all(words in line and "training without it" in line for words, line in zip(said, lines, strict=True))
-
-
 def test_options_of_fp8_without_fp8_are_warnings(run_files):
     (line,) = warnings(run_files, "actor.fp8_recipe=mxfp8")
     assert line.startswith("actor.fp8_recipe: got mxfp8 with precision bf16; allowed: no effect")
