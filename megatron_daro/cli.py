@@ -270,7 +270,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(_one_line(error), EXIT_ERROR)
     except OSError as error:
         return _fail(_system_fault(error), EXIT_ERROR)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "megatron_daro"):
+            raise
+        return _fail(_missing(package), EXIT_ERROR)
     return 0
+
+
+def _missing(package: str) -> str:
+    """Return what to do where a requirement is not installed, as in the environment of a host framework."""
+    return (
+        f"this command needs the package {package}, which {sys.prefix} does not have; install it there, or type the "
+        "command where megatron_daro was installed with its own requirements (pip install megatron_daro)"
+    )
 
 
 def _respelled(arguments: Sequence[str]) -> list[str]:

@@ -184,7 +184,7 @@ main() {
     stage "ruff format" "$python" -m ruff format --check . || failed=1
     stage mypy "$python" -m mypy || failed=1
     case "$tier" in default | all) stage sglang wait_for_sglang || failed=1 ;; esac
-    [ "$tier" != all ] || stage slurm bash tests/slurm_install.sh
+    [ "$tier" != all ] || stage slurm bash tests/slurm_install.sh --accounts
     results=$(mktemp)
     stage pytest "$python" -m pytest --durations=15 --junitxml="$results" "${pytest_arguments[@]}" || failed=1
     pytest_result=${stage_results[-1]}

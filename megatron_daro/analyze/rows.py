@@ -8,6 +8,8 @@ read with weights only. Refuses a dump whose columns it cannot name, and says wh
 | this package, Parquet | group_id | length, in tokens | correct |
 | verl, `STEP.jsonl` of trainer.rollout_data_dir | input | characters of output | acc, else score |
 | slime, .pt of --save-debug-rollout-data | group_index | response_length, in tokens | reward |
+| NeMo-RL, `train_data_stepN.jsonl` | tokens of the prompt | trained tokens | filtered_rewards, else rewards |
+| ROLL, `rollout_dump_data.step_N.jsonl` | messages, else prompt or id | characters of responses | scores |
 | other JSONL or Parquet | --columns | --columns | --columns |
 """
 
@@ -19,6 +21,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_daro.analyze.host_lines import NEMO_RL, ROLL, rollouts_of
 from megatron_daro.errors import DataError
 
 SUFFIXES = (".parquet", ".jsonl", ".pt")
@@ -27,7 +30,11 @@ _KNOWN: tuple[Mapping[str, str], ...] = (
     {"group": "input", "length": "output", "right": "acc"},
     {"group": "input", "length": "output", "right": "score"},
     {"group": "group_index", "length": "response_length", "right": "reward"},
+    NEMO_RL,
+    ROLL,
 )
+_NO_TRAINING = ("skipped_", "eval_", "val_data_step")
+"""How files begin that hold other rollouts: this package's, and NeMo-RL's of its validation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,11 @@ class Columns:
         """All of them."""
         return [self.group, self.length, self.right]
 
+    @property
+    def unit(self) -> str:
+        """What lengths are counted in, for a reader."""
+        return "characters" if self.length in ("output", "responses") else "tokens"
+
 
 def files_of(path: Path) -> list[Path]:
     """Return the files of a dump in the order of their numbers; of a run directory those of its rollouts.
@@ -62,7 +74,7 @@ def files_of(path: Path) -> list[Path]:
     """
     folder = path / "rollouts" if (path / "rollouts").is_dir() else path
     found = [folder] if folder.is_file() else [p for p in folder.rglob("*") if p.suffix in SUFFIXES]
-    found = [p for p in found if not p.name.startswith(("skipped_", "eval_"))]
+    found = [p for p in found if not p.name.startswith(_NO_TRAINING)]
     if not found:
         raise DataError(f"dump: {path} has no file of {', '.join(SUFFIXES)}, allowed is a file or a folder with some")
     return sorted(found, key=lambda p: ([int(n) for n in re.findall(r"\d+", p.name)], str(p)))
@@ -142,7 +154,7 @@ def _records(path: Path, names: list[str] | None = None) -> Iterator[Mapping[str
                     raise DataError(
                         f"dump: {path}:{number} is no JSON ({error}); the file is torn or no JSONL"
                     ) from None
-                yield record if isinstance(record, dict) else {}
+                yield from rollouts_of(record if isinstance(record, dict) else {}, f"{path}:{number}")
 
 
 def _parquet(path: Path, names: list[str] | None) -> Iterator[Mapping[str, object]]:

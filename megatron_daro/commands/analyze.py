@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def analyze(
     dump: Annotated[
-        Path, typer.Argument(metavar="DUMP", help="File or folder: this package's, verl's or slime's.", exists=True)
+        Path, typer.Argument(metavar="DUMP", help="File or folder: this package's or a host's.", exists=True)
     ],
     columns: Annotated[
         str, typer.Option("--columns", metavar="group=A,length=B,right=C", help="Columns of another dump.")
@@ -53,8 +53,7 @@ def analyze(
     found = read_dump((rows_of(path, chosen) for path in files), k)
     view = view_of(found, daro)
     console = Console(width=max(Console().width, 150), record=html is not None, highlight=False)
-    unit = "characters" if chosen.length == "output" else "tokens"
-    _print(console, found, view, unit, tokens_per_gpu_hour)
+    _print(console, found, view, chosen.unit, tokens_per_gpu_hour)
     if html is not None:
         html.write_text(console.export_html(), encoding="utf-8")
         typer.echo(html)

@@ -23,7 +23,8 @@ class Host:
     """How a host names what it logs.
 
     prefix: in front of this package's metrics. first_step: number of its first optimizer step. names: its name -> ours.
-    jsonl: whether it writes JSON lines. how: what writes the files.
+    jsonl: whether it writes JSON lines. how: what writes the files. by_rollout: beginnings of names whose step is the
+    number of a rollout, of which each has several optimizer steps.
     """
 
     prefix: str
@@ -31,6 +32,7 @@ class Host:
     how: str
     jsonl: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
+    by_rollout: tuple[str, ...] = ()
 
 
 HOSTS = {
@@ -52,6 +54,7 @@ HOSTS = {
         prefix="",
         first_step=0,
         how="--use-tensorboard, with --tb-project-name or TENSORBOARD_DIR",
+        by_rollout=("rollout/", "perf/", "eval/"),
         names={
             "train/grad_norm": "loss/grad_norm",
             "train/lr-pg_0": "optimizer/learning_rate",
@@ -90,12 +93,13 @@ def load_host_run(directory: Path, name: str) -> RunData:
         raise ConfigError(f"--from: got {name!r}, allowed are {', '.join(HOSTS)}")
     host, directory = HOSTS[name], Path(directory)
     lines = _json_lines(directory) if host.jsonl else []
-    found = _one_run(sorted(directory.rglob("*.tfevents.*")), directory)
+    folders = sorted({path.parent for path in directory.rglob("*.tfevents.*")})
     if len(lines) > 1:
         raise DataError(f"{directory}: {len(lines)} runs ({_shown(lines, directory)}); give a folder of one of them")
-    if not lines and found is None:
+    if not lines and not folders:
         raise DataError(_nothing(directory, name, host))
-    logged = _read_json_lines(lines[0]) if lines else _read_events(found or directory)
+    logged = _read_json_lines(lines[0]) if lines else _read_events(folders, directory)
+    logged = _by_optimizer_step(logged, host.by_rollout)
     rows: Rows = {}
     for step, values in sorted(logged.items()):
         row = rows.setdefault(step + 1 - host.first_step, {"step": step + 1 - host.first_step})
@@ -119,12 +123,19 @@ def _shown(paths: list[Path], directory: Path) -> str:
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
-def _one_run(events: list[Path], directory: Path) -> Path | None:
-    """Return the folder of the event files; a run that was started again has several of them there."""
-    folders = sorted({path.parent for path in events})
-    if len(folders) > 1:
-        raise DataError(f"{directory}: {len(folders)} runs ({_shown(folders, directory)}); give the folder of one")
-    return folders[0] if folders else None
+def _by_optimizer_step(logged: Rows, by_rollout: tuple[str, ...]) -> Rows:
+    """Move the metrics of a rollout to its last optimizer step, where the host numbers them by rollouts."""
+    numbers = [step for step, row in sorted(logged.items()) if any(key.startswith(by_rollout[:1]) for key in row)]
+    trained = [step for step, row in logged.items() if any(not key.startswith(by_rollout) for key in row)]
+    if not by_rollout or not trained or not numbers or numbers != list(range(numbers[0], numbers[-1] + 1)):
+        return logged
+    each = -(-(max(trained) + 1) // (numbers[-1] + 1))
+    rows: Rows = {}
+    for step, row in logged.items():
+        for key, value in row.items():
+            at = min((step + 1) * each - 1, max(trained)) if key.startswith(by_rollout) else step
+            rows.setdefault(at, {})[key] = value
+    return rows
 
 
 def _nothing(directory: Path, name: str, host: Host) -> str:
@@ -171,13 +182,24 @@ def _read_json_lines(path: Path) -> Rows:
     return rows
 
 
-def _read_events(directory: Path) -> Rows:
+def _read_events(folders: list[Path], directory: Path) -> Rows:
+    """Read the event files of one run: of several folders only if no metric is in two of them.
+
+    A run that was started again has several files in a folder. Processes of slime, and what NeMo-RL's hyperparameters
+    are written as, have folders of their own.
+    """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(directory), size_guidance={"scalars": 0})
-    events.Reload()
     rows: Rows = {}
-    for key in events.Tags()["scalars"]:
-        for event in events.Scalars(key):
-            rows.setdefault(event.step, {})[key] = float(event.value)
+    seen: set[str] = set()
+    for folder in folders:
+        events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+        events.Reload()
+        keys = events.Tags()["scalars"]
+        if seen.intersection(keys):
+            raise DataError(f"{directory}: {len(folders)} runs ({_shown(folders, directory)}); give the folder of one")
+        seen.update(keys)
+        for key in keys:
+            for event in events.Scalars(key):
+                rows.setdefault(event.step, {})[key] = float(event.value)
     return rows

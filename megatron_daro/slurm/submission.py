@@ -6,6 +6,7 @@ against the cluster's GPUs, the partition, the container image, and what `sbatch
 
 from __future__ import annotations
 
+import getpass
 import re
 import subprocess
 from collections.abc import Sequence
@@ -105,7 +106,7 @@ def tried(job: Job, cluster: ClusterFile) -> str:
     Raises:
         ConfigError: it would refuse the job.
     """
-    return _slurm(["sbatch", "--test-only"], script_of(job, cluster), with_stderr=True).strip()
+    return _sbatch(cluster, ["--test-only"], script_of(job, cluster)).strip()
 
 
 def submit(job: Job, cluster: ClusterFile, *, chain: int = 1) -> list[str]:
@@ -135,8 +136,36 @@ def submit(job: Job, cluster: ClusterFile, *, chain: int = 1) -> list[str]:
     numbers: list[str] = []
     for _ in range(chain):
         after = [f"--dependency=afterany:{numbers[-1]}"] if numbers else []
-        numbers.append(_slurm(["sbatch", "--parsable", *after, str(script)]).strip().split(";")[0])
+        numbers.append(_sbatch(cluster, ["--parsable", *after, str(script)]).strip().split(";")[0])
     return numbers
+
+
+def _sbatch(cluster: ClusterFile, options: list[str], text: str | None = None) -> str:
+    """Return what `sbatch` prints.
+
+    Raises:
+        ConfigError: it refuses the job; where it refuses the account, with the accounts that there are.
+    """
+    try:
+        return _slurm(["sbatch", *options], text, with_stderr="--test-only" in options)
+    except ConfigError as error:
+        if "Invalid account" not in str(error) or not (accounts := _own_accounts()):
+            raise
+        got = repr(cluster.account) if cluster.account else "none"
+        raise ConfigError(
+            f"account: got {got}, which Slurm refuses you in partition {cluster.partition!r}; allowed: of yours, "
+            f"{', '.join(accounts)}; fix: correct the cluster file"
+        ) from error
+
+
+def _own_accounts() -> list[str]:
+    """Return the accounts that Slurm's database has for this user; none where there is no answer."""
+    try:
+        whose = ["associations", f"user={getpass.getuser()}", "format=account"]
+        said = _slurm(["sacctmgr", "--noheader", "--parsable2", "show", *whose])
+    except (ConfigError, OSError, KeyError):  # no name for the user id, no database, or not for users to ask
+        return []
+    return sorted(set(said.split()))
 
 
 def _slurm(command: list[str], text: str | None = None, *, with_stderr: bool = False) -> str:

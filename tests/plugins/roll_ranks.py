@@ -10,41 +10,20 @@ here is empty (`UNUSED`).
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+
+from empty_packages import stand_in_for
 
 SOURCE = Path(os.environ["MEGATRON_DARO_ROLL"])
 UNUSED = {"transfer_queue", "omegaconf", "more_itertools", "opentelemetry", "pybase64", "peft", "imageio", "datasets"}
 UNUSED |= {"httpx", "accelerate"}
 sys.path[:0] = [str(SOURCE), str(SOURCE / "mcore_adapter" / "src")]
-
-
-class Empty(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds packages that are not installed, with nothing in them."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        """Only those of UNUSED, and after everybody else."""
-        found = name.split(".")[0] in UNUSED
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if found else None
-
-    def create_module(self, spec: Any) -> Any:
-        """Every attribute is there."""
-        module = MagicMock(name=spec.name)
-        module.__path__, module.__spec__, module.__name__ = [], spec, spec.name
-        return module
-
-    def exec_module(self, module: Any) -> None:
-        """Nothing."""
-
-
-sys.meta_path.append(Empty())
+stand_in_for(UNUSED)
 import torch  # noqa: E402
 
 from megatron_daro.actor import device  # noqa: E402

@@ -17,11 +17,24 @@ pytestmark = pytest.mark.heavy
 @pytest.fixture(scope="session")
 def slurm():
     """Two nodes; ended after the tests."""
-    missing = [name for name in ("slurmctld", "slurmd", "munged", "sbatch") if not shutil.which(name)]
+    yield from _cluster(("slurmctld", "slurmd", "munged", "sbatch"), "bash tests/slurm_install.sh")
+
+
+@pytest.fixture(scope="module")
+def slurm_with_accounts():
+    """Another one beside it, which runs jobs of the account "research" only."""
+    needed = ("slurmctld", "slurmd", "munged", "sbatch", "slurmdbd", "mariadbd")
+    yield from _cluster(needed, "bash tests/slurm_install.sh --accounts", ACCOUNTS="yes", PORT="16917")
+
+
+def _cluster(needed, installed_by, **settings):
+    missing = [name for name in needed if not shutil.which(name)]
     if missing or os.geteuid() != 0:
-        pytest.skip(f"needs root and {', '.join(missing) or 'Slurm'}: bash tests/slurm_install.sh")
+        pytest.skip(f"needs root and {', '.join(missing) or 'Slurm'}: {installed_by}")
     with tempfile.TemporaryDirectory(prefix="slurm") as directory:  # short: paths of sockets are limited
-        cluster = Slurm(Path(directory))
-        cluster.up()
-        yield cluster
-        cluster.down()
+        cluster = Slurm(Path(directory), **settings)
+        try:
+            cluster.up()
+            yield cluster
+        finally:
+            cluster.down()

@@ -4,7 +4,7 @@ R=${R:-${TMPDIR:-/tmp}/slurm-test}
 export SLURM_CONF=$R/etc/slurm.conf
 squeue -h -o %A 2>/dev/null | xargs -r scancel 2>/dev/null
 sleep 1
-for file in "$R"/run/slurmd.*.pid "$R/run/slurmctld.pid" "$R/run/munged.pid"; do
+for file in "$R"/run/slurmd.*.pid "$R/run/slurmctld.pid" "$R/run/slurmdbd.pid" "$R/run/mariadbd.pid" "$R/run/munged.pid"; do
     [ -s "$file" ] || continue
     pid=$(cat "$file")
     kill "$pid" 2>/dev/null

@@ -25,10 +25,10 @@ LIMIT_S = 240.0
 
 
 class Slurm:
-    """The cluster. `path` has configuration, state and logs."""
+    """The cluster. `path` has configuration, state and logs; `settings` are those of up.sh."""
 
-    def __init__(self, path: Path) -> None:
-        self.environment = {**os.environ, "R": str(path), "SLURM_CONF": str(path / "etc" / "slurm.conf")}
+    def __init__(self, path: Path, **settings: str) -> None:
+        self.environment = {**os.environ, "R": str(path), "SLURM_CONF": str(path / "etc" / "slurm.conf"), **settings}
         self.environment.pop("RAY_ADDRESS", None)
 
     def up(self) -> None:

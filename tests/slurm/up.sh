@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Brings up a real Slurm with two "nodes" of eight fake GPUs on this machine, loopback only, everything under $R.
 # Needs root and what tests/slurm_install.sh installs. Then: export SLURM_CONF=$R/etc/slurm.conf. End it with down.sh.
+# PORT is the first of its ports. With ACCOUNTS=yes only the account "research" may run jobs (accounts.sh).
 set -euo pipefail
 R=${R:-${TMPDIR:-/tmp}/slurm-test}
 host=$(hostname -s)
 nodes=2
+port=${PORT:-16817}
 mkdir -p "$R"/{etc,run,log,state,spool,dev}
 chmod 755 "$R" "$R"/*
 [ -s "$R/etc/munge.key" ] || dd if=/dev/urandom of="$R/etc/munge.key" bs=1024 count=1 status=none
@@ -26,7 +28,7 @@ AuthInfo=socket=$R/run/munge.socket
 CredType=cred/munge
 SlurmUser=root
 SlurmdUser=root
-SlurmctldPort=16817
+SlurmctldPort=$port
 CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
 SrunPortRange=61000-61400
 SlurmctldPidFile=$R/run/slurmctld.pid
@@ -38,7 +40,6 @@ SlurmdSpoolDir=$R/spool/%n
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
 SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
@@ -60,7 +61,7 @@ InactiveLimit=0
 GresTypes=gpu
 CONF
 for i in $(seq 1 $nodes); do
-    echo "NodeName=node$i NodeHostname=$host NodeAddr=127.0.0.1 Port=$((17000 + i)) CPUs=4 RealMemory=4000 Gres=gpu:8 State=UNKNOWN"
+    echo "NodeName=node$i NodeHostname=$host NodeAddr=127.0.0.1 Port=$((port + i)) CPUs=4 RealMemory=4000 Gres=gpu:8 State=UNKNOWN"
     mkdir -p "$R/spool/node$i"
 done >>"$R/etc/slurm.conf"
 cat >>"$R/etc/slurm.conf" <<CONF
@@ -70,6 +71,11 @@ PartitionName=closed Nodes=node[1-$nodes] MaxTime=01:00:00 State=DOWN
 CONF
 export SLURM_CONF=$R/etc/slurm.conf
 rm -rf "$R"/state/*
+if [ "${ACCOUNTS:-}" = yes ]; then
+    R=$R PORT=$((port + 10)) bash "$(dirname "${BASH_SOURCE[0]}")/accounts.sh"
+else
+    echo AccountingStorageType=accounting_storage/none >>"$SLURM_CONF"
+fi
 slurmctld -c -f "$SLURM_CONF"
 for i in $(seq 1 $nodes); do slurmd -N "node$i" -f "$SLURM_CONF"; done
 for _ in $(seq 1 100); do

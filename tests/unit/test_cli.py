@@ -177,6 +177,15 @@ def test_errors_become_exit_codes_with_the_cause_on_the_last_line(
     assert "Traceback" not in err
 
 
+def test_a_package_that_is_not_there_is_a_sentence(tmp_path, monkeypatch, capsys):
+    """As in the environment of another framework, which has no plotly."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss/policy": 0.1}\n')
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    assert cli.main(["report", str(tmp_path)]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("this command needs the package plotly, which ") and "install it" in last
+
+
 def test_an_unexpected_error_keeps_its_traceback(config_file, launched):
     launched.fail = ZeroDivisionError("a bug")
     with pytest.raises(ZeroDivisionError, match="a bug"):

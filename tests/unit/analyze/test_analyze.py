@@ -163,6 +163,49 @@ def test_parquet_and_torch_files_say_the_same(tmp_path):
             assert torch.equal(getattr(first.total, name), getattr(other.total, name))
 
 
+def nemo_rl_lines(rows):
+    """As its `log_batched_dict_as_jsonl`: lists of one, prompts only among the tokens, padding at the end."""
+    prompts = {group: [1, i] for i, group in enumerate(dict.fromkeys(g for g, _, _ in rows))}
+    for i, (group, length, right) in enumerate(rows):
+        rest = 70 - length
+        yield {
+            "content": ["x"],
+            "rewards": [0.0],
+            "filtered_rewards": [float(right)],
+            "input_lengths": [2 + length],
+            "token_ids": [prompts[group] + [5] * length + [0] * rest],
+            "token_loss_mask": [[0.0, 0.0] + [1.0] * length + [0.0] * rest],
+            "idx": i,
+        }
+
+
+def roll_line(rows):
+    """As its `dump_rollout_to_specific_path`: a step is one line of columns."""
+    groups, lengths, rights = zip(*rows, strict=True)
+    answers = ["x" * n for n in lengths]
+    return {"global_step": [1] * len(rows), "prompt": groups, "responses": answers, "scores": list(map(float, rights))}
+
+
+def test_lines_of_nemo_rl_and_roll_say_the_same(tmp_path):
+    rows = rollouts(3)
+    for name in ("verl", "nemo_rl", "roll"):
+        (tmp_path / name).mkdir()
+    write_jsonl(tmp_path / "verl" / "1.jsonl", rows)
+    lines = "".join(json.dumps(line) + "\n" for line in nemo_rl_lines(rows))
+    (tmp_path / "nemo_rl" / "train_data_step1.jsonl").write_text(lines)
+    (tmp_path / "nemo_rl" / "val_data_step1.jsonl").write_text('{"content": ["x"], "rewards": [0.5]}\n')
+    file = tmp_path / "roll" / "rollout_dump_data.step_1.jsonl"
+    file.write_text(json.dumps(roll_line(rows)) + "\n")
+    assert [path.name for path in files_of(tmp_path / "nemo_rl")] == ["train_data_step1.jsonl"]
+    first, *others = (read(tmp_path / name) for name in ("verl", "nemo_rl", "roll"))
+    for other in others:
+        for name in ("groups", "right_tokens", "wrong_tokens"):
+            assert torch.equal(getattr(first.total, name), getattr(other.total, name))
+    file.write_text(json.dumps(roll_line(rows) | {"scores": [1.0]}) + "\n")
+    with pytest.raises(DataError, match=r"step_1\.jsonl:1: columns of different lengths \(prompt 48, .*scores 1\)"):
+        read(tmp_path / "roll")
+
+
 def test_groups_that_are_not_whole_are_counted_and_left_out(tmp_path):
     write_jsonl(tmp_path / "1.jsonl", rollouts(1)[:-1])
     dump = read(tmp_path)

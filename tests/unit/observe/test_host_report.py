@@ -104,6 +104,31 @@ def test_several_runs_are_not_mixed(tmp_path):
         load_host_run(tmp_path, "nemo-rl")
 
 
+def test_folders_that_share_no_metric_are_one_run(tmp_path):
+    """NeMo-RL's hyperparameters have a folder of their own; so has each process of slime without an experiment name."""
+    write_run(tmp_path / "a", "nemo-rl")
+    write_events(tmp_path / "a" / "tensorboard" / "1795397784.8", [])
+    assert len(load_host_run(tmp_path / "a", "nemo-rl").rows) == STEPS
+    write_events(tmp_path / "b" / "train", [(step, metrics(step)) for step in range(6)])
+    rollouts = [(i, {"rollout/raw_reward": 0.1 * i, "perf/rollout_time": 3.0}) for i in range(3)]
+    write_events(tmp_path / "b" / "rollouts", [*rollouts, (1, {"eval/aime": 0.5})])
+    run = load_host_run(tmp_path / "b", "slime")
+    # Two optimizer steps for each rollout, which are numbered by rollouts: they stand at the second.
+    assert [row.get("reward/mean") for row in run.rows] == pytest.approx([None, 0, None, 0.1, None, 0.2])
+    assert run.rows[3]["eval/aime"] == 0.5
+    write_events(tmp_path / "b" / "again", [(0, {"rollout/raw_reward": 0.1})])
+    with pytest.raises(DataError, match="3 runs"):
+        load_host_run(tmp_path / "b", "slime")
+
+
+def test_slimes_rollouts_that_are_numbered_by_optimizer_steps_stay(tmp_path):
+    """As with --wandb-always-use-train-step."""
+    rows = [(step, metrics(step) | ({"rollout/raw_reward": 0.1 * step} if step % 2 == 0 else {})) for step in range(6)]
+    write_events(tmp_path, rows)
+    rewards = [row.get("reward/mean") for row in load_host_run(tmp_path, "slime").rows]
+    assert rewards == pytest.approx([0, None, 0.2, None, 0.4, None])
+
+
 def test_a_torn_last_line_is_left_out_and_another_is_named(tmp_path):
     path = tmp_path / "a.jsonl"
     write_lines(path, [(1, metrics(0)), (2, metrics(1))])

@@ -11,7 +11,7 @@ from megatron_daro.config import Config
 from megatron_daro.errors import ConfigError
 from megatron_daro.slurm.cluster_file import ClusterFile, read_cluster_file
 from megatron_daro.slurm.script import Job, script_of
-from megatron_daro.slurm.submission import gpus_of, job_of, nodes_of
+from megatron_daro.slurm.submission import gpus_of, job_of, nodes_of, tried
 
 ROOT = Path(__file__).resolve().parents[3]
 JOB = Job("my-run", 4, Path("/shared/me/runs/my-run"), Path("/shared/me"), ("/shared/me/run.yaml",), 100)
@@ -120,3 +120,38 @@ def test_the_job_has_absolute_paths(tmp_path, monkeypatch):
     job = job_of(recipe, Path("r.yaml"), ["trainer.steps=3"], cluster(nodes=1, gpus_per_node=1))
     assert job.name == "a-b" and job.run_dir == tmp_path / "runs/a b"
     assert job.train == (str(tmp_path / "r.yaml"), "trainer.steps=3")
+
+
+def commands(directory: Path, **bodies: str) -> str:
+    """A PATH with shell scripts of these names."""
+    for name, body in bodies.items():
+        (directory / name).write_text(f"#!/bin/bash\n{body}\n")
+        (directory / name).chmod(0o755)
+    return f"{directory}:/usr/bin:/bin"
+
+
+REFUSED = "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified"
+
+
+def test_a_refused_account_is_said_with_the_accounts_there_are(tmp_path, monkeypatch):
+    """In the words of a real sbatch 22.05 with slurmdbd (tests/slurm/test_slurm_accounts.py asks it itself)."""
+    sbatch = f"echo '{REFUSED}' >&2; exit 1"
+    monkeypatch.setenv("PATH", commands(tmp_path, sbatch=sbatch, sacctmgr="printf 'root\\nresearch\\nroot\\n'"))
+    with pytest.raises(ConfigError, match=r"account: got 'reserch', .* 'gpu'; allowed: of yours, research, root;"):
+        tried(JOB, cluster(account="reserch"))
+    with pytest.raises(ConfigError, match="account: got none"):
+        tried(JOB, cluster())
+
+
+def test_another_refusal_is_in_slurms_words(tmp_path, monkeypatch):
+    path = commands(tmp_path, sbatch="echo 'sbatch: error: Invalid qos specification' >&2; exit 1", sacctmgr="echo me")
+    monkeypatch.setenv("PATH", path)
+    with pytest.raises(ConfigError, match="sbatch --test-only: refused: sbatch: error: Invalid qos specification"):
+        tried(JOB, cluster())
+
+
+def test_a_refused_account_without_a_database_to_ask_is_said_by_slurm(tmp_path, monkeypatch):
+    sbatch = f"echo '{REFUSED}' >&2; exit 1"
+    monkeypatch.setenv("PATH", commands(tmp_path, sbatch=sbatch, sacctmgr="exit 1"))
+    with pytest.raises(ConfigError, match="Invalid account or account/partition"):
+        tried(JOB, cluster(account="reserch"))
