@@ -87,7 +87,7 @@ class Plan:
             Job(WORLDS[world].kind, world, arm, "compare", seed, rate)
             for world in self.worlds
             for arm, rate in [*((arm, best[world, arm]) for arm in self.arms_in(world)), *self._controls(world, best)]
-            for seed in range(self.first_seed, self.first_seed + min(self.seeds, WORLDS[world].seeds or self.seeds))
+            for seed in range(self.first_seed, self.first_seed + self.seeds)
         ]
 
     def _controls(self, world: str, best: Mapping[tuple[str, str], float]) -> list[tuple[str, float]]:
@@ -234,7 +234,7 @@ def _code_fingerprint(kind: str) -> str:
     here, algo = Path(__file__).parent, Path(megatron_daro.algo.__file__).parent
     own = {
         "closed": ("closed_world.py", "closed_run.py", "closed_exact.py"),
-        "tiny": ("tiny_run.py", "chains.py", "chains.yaml"),
+        "tiny": ("tiny_run.py", "one_process.py", "chains.py", "chains.yaml"),
     }[kind]
     files = [*(here / name for name in own), *sorted(algo.glob("*.py"))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()

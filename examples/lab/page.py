@@ -27,6 +27,8 @@ from megatron_daro.observe.report_plots import COLOURS, Plot, Section, Trace, la
 
 Runs = Mapping[int, Outcome]
 _SHOWN = 4
+PUBLISHED = "daro"
+_BASELINE_LOOK = {"color": "#1f2430", "width": 3, "dash": "dash"}
 
 
 def write_page(folder: Path, target: Path) -> Path:
@@ -51,6 +53,7 @@ def _head(outcomes: list[Outcome], tables: Mapping[str, Mapping[str, Runs]]) -> 
     rates = findings.searched_rates(outcomes)
     blocks = [_block("What came out", _verdicts(tables)), _block("How to read it", f"<p>{_HOW}</p>")]
     header, differences = findings.matrix(tables)
+    header = [name.replace("_", "_\u200b") for name in header]  # so that a name can be broken, and all columns seen
     blocks.append(_block("Every arm in every world", table_html(header, differences, number_columns=len(tables))))
     for world, table in tables.items():
         rows = findings.table(table, rates[world])
@@ -101,11 +104,17 @@ def _ranked(table: Mapping[str, Runs]) -> list[str]:
 
 
 def _drawn(table: Mapping[str, Runs]) -> list[str]:
-    """The arms whose curves are drawn: the baseline, the best of the others, and the best variants of DARO."""
+    """The arms whose curves are drawn: the baseline, the best of the others, DARO as published and its best variants.
+    The baseline is drawn last, above those that nearly equal it."""
     ranked = [arm for arm in _ranked(table) if not is_control(arm)]
-    variants = [arm for arm in ranked if is_daro(arm)][:_SHOWN]
-    others = [arm for arm in ranked if arm not in variants and not is_daro(arm)][:_SHOWN]
-    return others + variants
+    variants = [arm for arm in ranked if is_daro(arm)]
+    variants = [arm for arm in variants if arm == PUBLISHED or arm in variants[:_SHOWN]]
+    others = [arm for arm in ranked if not is_daro(arm) and arm != BASELINE][: _SHOWN - 1]
+    return [*others, *variants, *([BASELINE] if BASELINE in ranked else [])]
+
+
+def _line(arm: str, index: int) -> dict[str, Any]:
+    return _BASELINE_LOOK if arm == BASELINE else {"color": COLOURS[index % len(COLOURS)], "width": 2}
 
 
 def _whole(runs: Runs) -> list[Outcome]:
@@ -127,11 +136,13 @@ def _curves(table: Mapping[str, Runs]) -> Plot:
             traces.append(edge | {"y": [_short(p.low) for p in points]})
             fill = {"fill": "tonexty", "fillcolor": _faint(colour)}
             traces.append(edge | fill | {"y": [_short(p.high) for p in points]})
-        line = {"color": colour, "width": 2}
-        traces.append(look | {"mode": "lines", "name": arm, "line": line, "y": [_short(p.mean) for p in points]})
+        traces.append(
+            look | {"mode": "lines", "name": arm, "line": _line(arm, index), "y": [_short(p.mean) for p in points]}
+        )
     caption = (
-        f"Mean over seeds with its 95 % interval: the baseline, the {_SHOWN - 1} best of its rivals and the {_SHOWN} "
-        "best variants of DARO by final accuracy; the others are in the table. A click on a name hides an arm."
+        f"Mean over seeds with its 95 % interval: the baseline (dashed), the {_SHOWN - 1} best of its rivals, "
+        f"{PUBLISHED} and the {_SHOWN} best variants of DARO by final accuracy; the others are in the table. A click "
+        "on a name hides an arm."
     )
     return Plot("Held-out accuracy", caption, traces, layout("accuracy", tickformat=".0%"))
 
@@ -167,7 +178,7 @@ def _profile(table: Mapping[str, Runs], name: str, labels: list[str], caption: s
             continue
         means = [_short(fmean(column)) for column in zip(*rows, strict=True)]
         look: Trace = {"type": "scatter", "x": labels[: len(means)], "y": means, "name": arm, "mode": "lines+markers"}
-        traces.append(look | {"line": {"color": COLOURS[index % len(COLOURS)], "width": 2}})
+        traces.append(look | {"line": _line(arm, index)})
     axes = {"xaxis": {"title": {"text": y_title}, "type": "category"}, "yaxis": {"title": {"text": "accuracy"}}}
     return Plot(title, caption, traces, axes)
 
@@ -205,7 +216,7 @@ def _weights(table: Mapping[str, Runs]) -> list[Plot]:
             means = [_short(fmean(rows[i]["weights"][k] for rows in records)) for i in range(len(steps))]
             line = {"color": COLOURS[index % len(COLOURS)], "width": 2}
             traces.append({"type": "scatter", "x": steps, "y": means, "name": f"{k}/{size}", "line": line})
-        ticks = {"type": "log", "tickvals": [0.1, 0.2, 0.5, 1, 2, 5, 10]}
+        ticks = {"type": "log", "tickvals": [0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 7, 10]}
         caption = "Mean over seeds of the learned weight of each pass rate k/K; a line at 10 or 0.1 sits at the clamp."
         plots.append(Plot(f"Weights of {arm}", caption, traces, layout("weight", **ticks)))
     return plots

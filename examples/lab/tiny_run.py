@@ -1,33 +1,28 @@
-"""One run in the tiny world: `megatron-daro train` as a user types it, and its metrics as records of the lab.
+"""One run in the tiny world: the product's training loop in this process, and its metrics as records of the lab.
 
 Place in the data flow: (settings, arm, learning rate, seed) -> base model of the seed (built once, shared by all arms)
 -> a run directory -> records like those of `closed_run`. Refuses to read a run that failed as one that diverged: a
-failure that is not about numbers is an error with the end of its log.
+failure that is not about numbers is an error.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import re
 import shutil
-import subprocess
-import sys
-import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import chains
-import psutil
+import one_process
 from arms import command_line
 from closed_run import Run
 
-from megatron_daro.errors import DaroError
+from megatron_daro.config import Config, resolve
+from megatron_daro.errors import DaroError, NonFiniteError
 
 _HERE = Path(__file__).parent
-_LARGE = ("checkpoints", "rollouts", "logs", "failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,60 +50,29 @@ def base_of(dials: TinyDials, folder: Path) -> Path:
 
 
 def run_arm(dials: TinyDials, arm: str, learning_rate: float, seed: int, folder: Path) -> Run:
-    """One run by the product's command. Two runs of the same arguments have the same records.
+    """One run by the product's loop. Two runs of the same arguments have the same records.
 
     Args:
         dials, arm, learning_rate, seed: what is run. folder: for base models and run directories.
 
     Raises:
-        DaroError: the command failed for another reason than numbers that are not finite.
+        DaroError: the run failed for another reason than numbers that are not finite.
     """
-    base, run_dir = base_of(dials, folder), folder / f"{arm}-{learning_rate:g}-{seed}"
+    run_dir = folder / f"{arm}-{learning_rate:g}-{seed}"
     shutil.rmtree(run_dir, ignore_errors=True)
-    options = _options(dials, base, run_dir, learning_rate, seed) + command_line(arm)
-    command = [sys.executable, "-W", "ignore", "-m", "megatron_daro", "train", str(_HERE / "chains.yaml"), *options]
-    done, cpu_seconds = _timed(command)
-    ended = ""
-    if done.returncode:
-        said = (done.stderr + done.stdout)[-3000:]
-        if not re.search(r"not finite|non-finite|NonFinite", said):
-            raise DaroError(f"tiny world: {arm}, seed {seed}: the run failed:\n{said}")
-        ended = "diverged: " + said.strip().splitlines()[-1]
-    records = read_records(run_dir)
-    for name in _LARGE:
-        shutil.rmtree(run_dir / name, ignore_errors=True)
-    return Run(records, ended, cpu_seconds)
-
-
-def _timed(command: list[str]) -> tuple[subprocess.CompletedProcess[str], float]:
-    """Run a command; what it printed, and the CPU seconds of it and all that it started, as last seen of each."""
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
-    seen: dict[tuple[int, float], float] = {}
-    over = threading.Event()
-
-    def watch() -> None:
-        while not over.wait(0.3):
-            for process in _family(child.pid):
-                with contextlib.suppress(psutil.Error):
-                    times = process.cpu_times()
-                    seen[process.pid, process.create_time()] = times.user + times.system
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
+    ended, config = "", config_of(dials, arm, learning_rate, seed, base_of(dials, folder), run_dir)
     try:
-        printed, errors = child.communicate()
-    finally:
-        over.set()
-        watcher.join()
-    return subprocess.CompletedProcess(command, child.returncode, printed, errors), sum(seen.values())
+        one_process.train(config)
+    except NonFiniteError as error:
+        ended = f"diverged: {error}"
+    except DaroError as error:
+        raise type(error)(f"tiny world: {arm}, seed {seed}: the run failed: {error}") from error
+    return Run(read_records(run_dir), ended)
 
 
-def _family(pid: int) -> list[psutil.Process]:
-    try:
-        parent = psutil.Process(pid)
-        return [parent, *parent.children(recursive=True)]
-    except psutil.Error:
-        return []
+def config_of(dials: TinyDials, arm: str, learning_rate: float, seed: int, base: Path, run_dir: Path) -> Config:
+    """The configuration of a run: `megatron-daro train` takes the same file and options."""
+    return resolve(_HERE / "chains.yaml", _options(dials, base, run_dir, learning_rate, seed) + command_line(arm))
 
 
 def read_records(run_dir: Path) -> list[dict[str, Any]]:

@@ -2,7 +2,8 @@
 
 What real dumps look like decided the numbers: pass rates in a U with more hard problems than easy ones, and wrong
 answers that are half as long again as right ones. Each further world turns one dial of `skewed`. The tiny world trains
-a small language model by the real product; it costs minutes a run, so it has fewer arms, seeds and learning rates.
+a small language model by the real product; it costs half a minute of a core a run, so it has fewer arms and learning
+rates.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ FURTHER = TUNING_SEEDS[:1]
 """The search in the worlds that turn one more dial takes one seed a rate."""
 TINY_ARMS = ("grpo", "dapo", "dr_grpo", "lite_ppo", "rloo", "maxrl", "f_grpo", "ha_dw")
 TINY_ARMS += ("daro", "daro_half_life", "daro_shared", "daro_shared_half_life")
-"""A run by the real product takes about a minute of a core: the arms that say most, and three seeds."""
+"""The arms that say most: a run by the real product takes about half a minute of a core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class World:
     """A world and how much is run in it.
 
     about: one line. goal: whether its spectrum is skewed and lengths differ by verdict, so that the goal is stated for
-    it. rates, tuning_seeds: the search for each arm's learning rate. arms: only these; None is all. seeds: at most.
+    it. rates, tuning_seeds: the search for each arm's learning rate. arms: only these; None is all.
     """
 
     about: str
@@ -36,7 +37,6 @@ class World:
     rates: tuple[float, ...] = RATES
     tuning_seeds: tuple[int, ...] = TUNING_SEEDS
     arms: tuple[str, ...] | None = None
-    seeds: int | None = None
 
     @property
     def kind(self) -> str:
@@ -92,7 +92,6 @@ WORLDS: Mapping[str, World] = {
         rates=(2e-4, 4e-4),
         tuning_seeds=FURTHER,
         arms=TINY_ARMS,
-        seeds=3,
     ),
 }
 

@@ -119,15 +119,28 @@ def generation(
     config: Config, inputs: Inputs, algorithm: Algorithm, placement: Placement, progress: Progress, phases: Phases
 ) -> Generation:
     """Engine, scorer, sampler and evaluator."""
-    rollout, engine = config.rollout, rollout_engine(config, inputs.tokenizer, placement, progress)
-    ledger, limits = Ledger(), deadlines(config)
+    engine = rollout_engine(config, inputs.tokenizer, placement, progress)
     scorer = Verdicts(
         config.reward,
         beside_driver=config.engine.kind == "embedded",
         logs=log_folder(config),
         warn=progress.warn,
-        deadlines=limits,
+        deadlines=deadlines(config),
     )
+    return generation_with(config, inputs, algorithm, engine, scorer, progress, phases)
+
+
+def generation_with(
+    config: Config,
+    inputs: Inputs,
+    algorithm: Algorithm,
+    engine: RunEngine,
+    scorer: Verdicts,
+    progress: Progress,
+    phases: Phases,
+) -> Generation:
+    """Return the same, with an engine and a scorer that are there."""
+    rollout, ledger, limits = config.rollout, Ledger(), deadlines(config)
     collector = RolloutCollector(
         ledger,
         scorer=scorer,
@@ -198,9 +211,9 @@ def placement(config: Config, *, engines: bool) -> Placement:
     return Placement(demand_of(config, engines=engines), config.actor, deadlines(config))
 
 
-def policy_group(config: Config, placement: Placement, kind: type[PolicyGroup] = PolicyGroup) -> PolicyGroup:
-    """Return the Megatron ranks. Args: kind: what is made of them, a rehearsal's ranks for instance."""
-    settings = PolicySettings(
+def policy_settings(config: Config) -> PolicySettings:
+    """Return what each rank needs of the run beside its own sections."""
+    return PolicySettings(
         model_path=config.model.path.absolute(),
         rollouts_per_prompt=config.rollout.rollouts_per_prompt,
         max_response_tokens=config.rollout.max_response_tokens,
@@ -208,8 +221,12 @@ def policy_group(config: Config, placement: Placement, kind: type[PolicyGroup] =
         total_steps=config.trainer.steps,
         weights=config.model.megatron_weights and config.model.megatron_weights.absolute(),
     )
+
+
+def policy_group(config: Config, placement: Placement, kind: type[PolicyGroup] = PolicyGroup) -> PolicyGroup:
+    """Return the Megatron ranks. Args: kind: what is made of them, a rehearsal's ranks for instance."""
     return kind(
-        settings,
+        policy_settings(config),
         config.actor,
         config.algorithm,
         seed=config.trainer.seed,

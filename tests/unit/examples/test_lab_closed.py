@@ -236,6 +236,22 @@ def test_an_exact_step_is_the_mean_of_a_large_sample(arm, mistakes):
         assert exact.algorithm.weights[1:4].unique().numel() == 3
 
 
+def test_groups_that_an_arm_filters_are_in_no_exact_sum(monkeypatch):
+    """Sampled runs never see them; an arm without a filter counts its groups of all right and all wrong answers."""
+    told = {}
+    for arm in ("dapo", "daro", "grpo", "daro_unfiltered"):
+        run = closed_run.ClosedRun(EXACT, arm, 0.0, seed=4)
+        monkeypatch.setattr(run.algorithm, "learn", lambda evidence, arm=arm: told.update({arm: evidence}))
+        run.one_batch()
+    for arm, evidence in told.items():
+        tokens_B, rollouts_B = evidence.totals.tokens_per_bin, evidence.totals.rollouts_per_bin
+        filtered = arm in ("dapo", "daro")
+        for ends in (tokens_B[[0, -1]], rollouts_B[[0, -1]]):
+            assert bool((ends == 0).all()) if filtered else bool((ends > 0).all()), arm
+        assert bool((tokens_B[1:-1] > 0).all())
+    assert told["daro"].entropy != told["daro_unfiltered"].entropy
+
+
 def learnt(algorithm):
     """The state after two steps of loss sums that differ by bin."""
     totals = closed_run.BatchTotals.of(torch.arange(5), torch.full((5,), 10), 4)

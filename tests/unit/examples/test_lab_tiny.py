@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import subprocess
+import sys
 
 import chains
+import one_process
 import problems
 import pytest
 import tiny_run
 import yaml
 from worlds import WORLDS
 
-from megatron_daro.config import resolve
-from megatron_daro.errors import DaroError
+from megatron_daro.config import to_yaml
+from megatron_daro.errors import ConfigError, DaroError
 
 SETTINGS = chains.ChainSettings()
 
@@ -102,31 +105,43 @@ def test_records_are_those_of_the_metrics(tmp_path):
     assert (last["answers"], last["weights"], last["clamped"]) == (328, [1.0, 1.1, 0.9, 1.0], 1)
 
 
-def test_cpu_seconds_are_those_of_a_command_and_of_what_it_started():
-    inner = "import time\nwhile time.process_time() < 1.2: pass"
-    outer = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {inner!r}])\nprint('done')"
-    done, seconds = tiny_run._timed([tiny_run.sys.executable, "-c", outer])
-    assert done.stdout == "done\n" and done.returncode == 0 and 0.8 < seconds < 2.5
-
-
 def test_options_of_a_run_are_options_of_the_product(tmp_path):
     for arm in WORLDS["chains"].arms or ():
-        options = tiny_run._options(tiny_run.TinyDials(), tmp_path, tmp_path / "run", 1e-3, 4)
-        config = resolve(tiny_run._HERE / "chains.yaml", options + tiny_run.command_line(arm))
+        config = tiny_run.config_of(tiny_run.TinyDials(), arm, 1e-3, 4, tmp_path, tmp_path / "run")
         assert config.actor.optimizer.learning_rate == 1e-3 and config.trainer.seed == 4
         assert config.rollout.rollouts_per_prompt == 8, "read_records counts answers so"
 
 
 def test_a_failure_that_is_not_about_numbers_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(tiny_run, "base_of", lambda *_: tmp_path / "no base")
-    with pytest.raises(DaroError, match=r"tiny world: grpo, seed 0: the run failed:\n(.|\n)*no base"):
+    with pytest.raises(DaroError, match=r"tiny world: grpo, seed 0: the run failed: (.|\n)*no base"):
         tiny_run.run_arm(tiny_run.TinyDials(steps=1), "grpo", 1e-3, 0, tmp_path)
 
 
+def test_what_takes_more_than_one_process_is_refused(tmp_path):
+    config = tiny_run.config_of(tiny_run.TinyDials(), "grpo", 1e-3, 0, tmp_path, tmp_path / "run")
+    engine = config.engine.model_copy(update={"replicas": 2})
+    with pytest.raises(ConfigError, match="allowed in one process are one rank and one embedded engine"):
+        one_process.train(config.model_copy(update={"engine": engine}))
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.heavy
-def test_a_shortest_run_of_the_product_can_be_repeated(tmp_path):
+def test_a_run_in_one_process_has_the_numbers_of_the_command(tmp_path):
     base = chains.ChainSettings(steps=30, batch=16, hidden=32, layers=1, ffn=48, training_draws=200)
-    dials = tiny_run.TinyDials(steps=2, every=1, evaluated=1, base=base)
-    first, again = (tiny_run.run_arm(dials, "grpo", 1e-3, 0, tmp_path) for _ in range(2))
-    assert not first.ended and [r["step"] for r in first.records] == [0, 1, 2]
+    dials = tiny_run.TinyDials(steps=3, every=2, evaluated=1, base=base)
+    first, again = (tiny_run.run_arm(dials, "daro", 1e-3, 0, tmp_path) for _ in range(2))
+    assert not first.ended and [r["step"] for r in first.records] == [0, 2, 3]
     assert json.dumps(first.records) == json.dumps(again.records)
+    config = tiny_run.config_of(dials, "daro", 1e-3, 0, tiny_run.base_of(dials, tmp_path), tmp_path / "command")
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_daro", "train", str(tmp_path / "config.yaml")]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    theirs, own = (metrics_of(tmp_path / name) for name in ("command", "daro-0.001-0"))
+    assert theirs == own and len(own) == 4 and "difficulty/weight/1" in own[3]
+
+
+def metrics_of(run_dir):
+    """Lines of metrics without times."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(("timing/", "throughput/"))} for row in rows]

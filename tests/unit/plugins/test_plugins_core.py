@@ -23,6 +23,7 @@ from megatron_daro.plugins.core import (
     over_group,
     save_state,
 )
+from megatron_daro.plugins.options import read_options
 
 K = 4
 
@@ -104,6 +105,34 @@ def test_gradients_and_weights_are_the_reference_whatever_the_split(num_ranks, n
             torch.testing.assert_close(
                 step.algorithm.weights[1:K], torch.tensor([w.w for w in expected[1:K]], dtype=torch.float64)
             )
+
+
+@pytest.mark.parametrize("normalizer", ["batch", "shared"])
+def test_one_denominator_for_all_bins_is_that_of_the_step_and_not_of_a_rank(normalizer):
+    """As the host's user asks for it. Weights are learnt over the bin's own tokens with shared, over all with batch."""
+    steps = [DifficultyStep(read_options(f"daro.normalizer={normalizer}").algorithm(K)) for _ in range(2)]
+    expected = [reference.AdamWeight() for _ in range(K + 1)]
+    for seed in range(2):
+        samples = reference.random_step(seed, num_groups=7, k=K)
+        _, gradients, sums = reference.step_loss("daro", samples, K, 1, [w.w for w in expected])
+        bins = reference.bins(samples)
+        tokens = [sum(len(s.tokens) for s, b in zip(samples, bins, strict=True) if b == k) for k in range(K + 1)]
+        ranks, parts = Ranks(2), split(samples, 2, 3)
+        results = ranks.run(
+            lambda rank, s=samples, parts=parts, ranks=ranks: rank_step(steps[rank], s, parts[rank], ranks.reduce)
+        )
+        found = {i: gradient for own, _ in results for i, gradient in own.items()}
+        for i, row in enumerate(gradients):
+            if row:  # of the reference: w_k / N_k
+                wanted = torch.tensor(row, dtype=torch.float64) * tokens[bins[i]] / sum(tokens[1:K])
+                torch.testing.assert_close(found[i], wanted, rtol=1e-5, atol=1e-9)
+        for k in range(1, K):
+            if tokens[k]:
+                expected[k].update(abs(sums[k] / (tokens[k] if normalizer == "shared" else sum(tokens[1:K]))))
+    wanted = torch.tensor([w.w for w in expected[1:K]], dtype=torch.float64)
+    assert wanted.unique().numel() == K - 1
+    for step in steps:
+        torch.testing.assert_close(step.algorithm.weights[1:K], wanted)
 
 
 def test_a_denominator_per_micro_batch_would_be_seen():

@@ -1,0 +1,206 @@
+"""The loop of `megatron-daro train` in this process alone: a run of the tiny world without the start of six processes.
+
+Controller, sampler, verifiers, evaluation, Megatron policy and embedded engine are the product's, put together as
+runtime/launch.py does it; only the thin shells around policy and engine, which are Ray actors there, are plain objects
+here. So the numbers are those of the command, and tests/unit/examples/test_lab_tiny.py compares them. Keeps no
+checkpoint and records no rollouts. Refuses layouts of more than one rank and more than one engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from megatron_daro.actor import parallel
+from megatron_daro.actor.policy import MegatronPolicy, layout_of
+from megatron_daro.algo.weighting import Algorithm
+from megatron_daro.config import Config
+from megatron_daro.config.base import filled
+from megatron_daro.config.model_shape import read_model_shape
+from megatron_daro.controller import Controller, Parts, RunOutcome
+from megatron_daro.data.schedule import CostModel, schedule
+from megatron_daro.data.tokenizer import response_decoder
+from megatron_daro.engine.embedded import EmbeddedEngine
+from megatron_daro.errors import ConfigError, SyncError
+from megatron_daro.observe.metrics import MetricsLog
+from megatron_daro.observe.progress import Progress
+from megatron_daro.observe.trace import Phases
+from megatron_daro.reward.pool import RewardPool
+from megatron_daro.rollout.beside import Evaluations
+from megatron_daro.runtime import parts
+from megatron_daro.runtime.inputs import Inputs, read_inputs
+from megatron_daro.sync.buckets import bucketize
+from megatron_daro.sync.check import ProbeAnswer
+from megatron_daro.sync.plan import SendPlan, SendReport, Target
+from megatron_daro.types import Rollout, StepResult, TrainBatch
+
+_BUCKET_BYTES = 64 * 2**20
+_LIMIT_S = 300.0
+
+
+class OnePolicy:
+    """The Megatron policy of one rank, behind the Policy Protocol."""
+
+    def __init__(self, config: Config) -> None:
+        self._actor, self._algorithm = config.actor, config.algorithm
+        self._policy = MegatronPolicy(parts.policy_settings(config), config.actor, config.algorithm)
+        self._cost = CostModel.of_model(read_model_shape(config.model.path))
+
+    async def prepare(self, batch: TrainBatch) -> TrainBatch:
+        """See `PolicyGroup.prepare`."""
+        if self._algorithm.old_logprobs == "rollout":
+            return dataclasses.replace(batch, old_logprobs_R=batch.rollout_logprobs_R)
+        if self._algorithm.old_logprobs == "recompute" or self._algorithm.needs_reference:
+            raise ConfigError("algorithm: log-probs of a pass of their own; allowed in one process: a loss without")
+        return batch
+
+    async def train(self, batch: TrainBatch, step: int) -> StepResult:
+        """One optimizer step, on the rows in the order and the micro-batches of the product's schedule."""
+        (micro_batches,) = schedule(batch.lengths_N, 1, self._actor.micro_batch_tokens, cost=self._cost).ranks
+        rows = [row for micro_batch in micro_batches for row in micro_batch]
+        ends = np.cumsum([len(micro_batch) for micro_batch in micro_batches])
+        local = [range(end - len(part), end) for part, end in zip(micro_batches, ends.tolist(), strict=True)]
+        return await asyncio.to_thread(self._policy.train_step, batch.select(rows), local, step=step)
+
+    @asynccontextmanager
+    async def hold(self, version: int | None = None) -> AsyncIterator[int]:
+        """There is one caller, so nothing is held."""
+        yield version or 0
+
+    async def export(self, plan: SendPlan) -> SendReport:
+        """All weights to the engine of the plan, as a rank sends them."""
+        for bucket in bucketize(self._policy.export(), plan.bucket_bytes):
+            await plan.targets[0].actor.receive(bucket)
+        return SendReport()
+
+    async def score(self, rollouts: Sequence[Rollout], *, temperature: float) -> list[np.ndarray]:
+        """Not called: the engine asks for no probes."""
+        raise NotImplementedError
+
+    async def save(self, directory: Path, captured: Callable[[], None]) -> None:
+        """Not called: there are no checkpoints."""
+        raise NotImplementedError
+
+    async def load(self, directory: Path) -> None:
+        """Not called: there are no checkpoints."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Let go of the model."""
+        self.__dict__.pop("_policy", None)
+
+
+class OneEngine(EmbeddedEngine):
+    """The embedded engine, behind the whole Engine Protocol."""
+
+    def update(self, version: int, only: str | None = None) -> OneUpdate | None:
+        """An update of this engine."""
+        return None if only else OneUpdate(self, version)
+
+    def when_back(self, call: Callable[[str], Awaitable[None]]) -> None:
+        """It never comes back."""
+
+
+class OneUpdate:
+    """One update of the engine, see `ReceiverUpdate`."""
+
+    def __init__(self, engine: OneEngine, version: int) -> None:
+        self._engine, self._version = engine, version
+
+    async def prepare(self) -> SendPlan:
+        """Open the update."""
+        self._engine.open_update()
+        target = Target("engine", actor=self._engine)
+        return SendPlan(transport="actor", targets=(target,), bucket_bytes=_BUCKET_BYTES, timeout_s=_LIMIT_S)
+
+    async def blame(self, report: SendReport) -> None:
+        """Not called: nothing is sent that could fail by itself."""
+        raise SyncError(str(report.failures))
+
+    async def install(self, report: SendReport) -> None:
+        """The weights change."""
+        await self._engine.commit_update(self._version)
+
+    async def probe(self) -> Mapping[str, ProbeAnswer]:
+        """Nothing, as `EngineGroup`."""
+        return {}
+
+    def reject(self, name: str, reason: str) -> None:
+        """Not called: nothing is probed."""
+        raise SyncError(f"{name}: {reason}")
+
+    async def accept(self) -> Mapping[str, float]:
+        """Nothing is left to do."""
+        return {}
+
+    def abandon(self, error: SyncError) -> None:
+        """The run ends with the error."""
+
+
+def train(config: Config) -> RunOutcome:
+    """Train as the configuration says; RUN/metrics.jsonl is written.
+
+    Raises:
+        DaroError: the cause of a failure. ConfigError: what takes more than one process.
+    """
+    if config.actor.world_size != 1 or config.engine.kind != "embedded" or config.engine.replicas != 1:
+        raise ConfigError("actor, engine: allowed in one process are one rank and one embedded engine")
+    run_dir, phases = parts.run_directory(config), Phases()
+    run_dir.mkdir(parents=True)
+    size = config.rollout.rollouts_per_prompt
+    shown = Progress(
+        total_steps=config.trainer.steps, rollouts_per_prompt=size, mode="off", title=str(run_dir), phases=phases
+    )
+    with tempfile.TemporaryDirectory() as meeting, shown as progress, MetricsLog(run_dir, tensorboard=False) as metrics:
+        address, seed = f"file://{meeting}/ranks", config.trainer.seed
+        parallel.initialize(layout_of(config.actor), rank=0, init_method=address, seed=seed, timeout_s=_LIMIT_S)
+        try:
+            inputs = read_inputs(config, progress)
+            algorithm = parts.algorithm_of(config)
+            return asyncio.run(_train(config, algorithm, inputs, metrics, progress, phases))
+        finally:
+            parallel.shutdown()
+
+
+async def _train(
+    config: Config, algorithm: Algorithm, inputs: Inputs, metrics: MetricsLog, progress: Progress, phases: Phases
+) -> RunOutcome:
+    section, pool, limits = config.engine, RewardPool.from_section(config.reward), parts.deadlines(config)
+    engine = OneEngine(
+        config.model.path,
+        decode=response_decoder(inputs.tokenizer),
+        seed=filled(section.seed),
+        batch_size=section.embedded.batch_size,
+        threads=section.embedded.threads,
+        dtype=config.actor.dtype,
+    )
+    pool.start()
+    policy = OnePolicy(config)
+    await engine.start()
+    made = parts.generation_with(config, inputs, algorithm, cast(Any, engine), cast(Any, pool), progress, phases)
+    assert made.evaluator, "the lab gives each run a set"
+    controller = Controller(
+        config.trainer,
+        Parts(
+            policy=policy,
+            source=made.sampler,
+            build=parts.batch_builder(config, algorithm),
+            metrics=metrics,
+            progress=progress,
+            phases=phases,
+            engine=engine,
+            evaluations=Evaluations(made.evaluator.evaluate, config.trainer, phases, limits),
+            closers={"verifiers": lambda: asyncio.to_thread(pool.close)},
+            deadlines=limits,
+        ),
+        max_staleness=config.rollout.batches_ahead,
+        rollouts_per_prompt=config.rollout.rollouts_per_prompt,
+    )
+    return await controller.run()
