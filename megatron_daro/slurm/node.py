@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import tempfile
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +82,9 @@ async def _run(options: argparse.Namespace) -> int:
         ending = Ending("ended", str(error))
     except DaroError as error:
         ending = Ending("failed", str(error))
+    except (ImportError, FileNotFoundError, PermissionError) as error:  # another attempt would meet it again
+        traceback.print_exc()
+        ending = Ending("failed", f"{node}: {type(error).__name__}: {error}")
     finally:
         watching.cancel()
         kill_descendants()

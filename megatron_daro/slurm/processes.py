@@ -111,9 +111,10 @@ async def start_ray(
     Raises:
         WorkerError: it ended, or did not start in time; PortTakenError: because of its port.
     """
-    program = str(Path(sys.executable).with_name("ray"))
+    # Not the program `ray`: an environment upon another one's packages has none.
+    program = [sys.executable, "-m", "ray.scripts.scripts"]
     role = ["--head", f"--port={port}", f"--temp-dir={temporary}", "--include-dashboard=false"]
-    command = [program, "start", *(role if head else [f"--address={joins}"]), "--block", "--disable-usage-stats"]
+    command = [*program, "start", *(role if head else [f"--address={joins}"]), "--block", "--disable-usage-stats"]
     command += [f"--node-ip-address={address}", f"--num-cpus={cpus}", f"--num-gpus={gpus}"]
     ray = await Process.start(command, environment)
     said, ended = asyncio.create_task(ray.says(_RAY_STARTED)), asyncio.create_task(ray.wait())

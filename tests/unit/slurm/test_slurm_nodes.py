@@ -211,7 +211,7 @@ def test_a_lost_node_is_named_also_where_slurm_then_ends_the_others(tmp_path, mo
 
 def test_a_port_that_a_program_took_meanwhile_is_not_the_end(tmp_path, monkeypatch, capfd):
     """Ray's control service finds its port taken, once; then it starts. Other failures are not tried again."""
-    program = tmp_path / "ray"
+    program = tmp_path / "python"
     program.write_text(
         f'#!/bin/bash\necho "$*" >>{tmp_path}/asked\n'
         f"[ -e {tmp_path}/broken ] && {{ echo no such library; exit 1; }}\n"
@@ -219,7 +219,7 @@ def test_a_port_that_a_program_took_meanwhile_is_not_the_end(tmp_path, monkeypat
         "echo 'Ray runtime started.'; exec sleep 60\n"
     )
     program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(sys, "executable", str(program))
     place, options = node.Place("node1", True, 1, "127.0.0.1"), argparse.Namespace(gpus=0, cores=3)
 
     async def ask() -> int:
@@ -236,3 +236,21 @@ def test_a_port_that_a_program_took_meanwhile_is_not_the_end(tmp_path, monkeypat
     with pytest.raises(WorkerError, match="no such library"):
         asyncio.run(ask())
     assert len((tmp_path / "asked").read_text().splitlines()) == 3
+
+
+def test_a_broken_environment_ends_the_job_with_its_cause(tmp_path, monkeypatch, capfd):
+    """Without a result the batch script would take it for a lost node, and requeue."""
+
+    async def broken(*_):
+        raise FileNotFoundError(2, "No such file or directory", "/env/bin/tool")
+
+    monkeypatch.setattr(node, "_first", broken)
+    monkeypatch.setattr(node, "kill_descendants", lambda: None)
+    monkeypatch.setenv("SLURMD_NODENAME", "node7")
+    given = ["--attempt-dir", tmp_path, "--attempt", 1, "--run-dir", tmp_path, "--gpus", 0, "--free-disk-gib", 0]
+    given += ["--check-minutes", 1, "--stall-minutes", 1, "--term-grace-s", 1, "--address", "node7=127.0.0.1"]
+    assert node.main([*map(str, given), "--", "run.yaml"]) == 1
+    kind, cause = (tmp_path / "result").read_text().splitlines()[:2]
+    assert kind == "failed"
+    assert cause == "node7: FileNotFoundError: [Errno 2] No such file or directory: '/env/bin/tool'"
+    assert "Traceback" in capfd.readouterr().err
