@@ -50,6 +50,11 @@ def megatron_lm_906(batch, step):
     return share * step.num_micro_batches * step.data_parallel * step.context_parallel, {}
 
 
+def megatron_lm_7452(batch, step):
+    """Finding 9: sums and counts of a context-parallel part without the per-token flag: each part's own mean counts."""
+    return _masked(_losses(batch), batch).sum(), batch.mask_T.sum(), {}
+
+
 def slime_987(batch, step):
     """Per-token flag: every context-parallel rank returns the tokens of whole samples, and the loss has no factor."""
     return _masked(_losses(batch), batch).sum(), batch.lengths_M.sum(), {}

@@ -18,6 +18,7 @@ BUGS = [
     ("nemo_rl_3792", (True,), "rewards", "no influence"),
     ("compose_rl_71", (False,), "advantages", "mean of means"),
     ("megatron_lm_906", (False,), "advantages", "context-parallel factor of 2 too much"),
+    ("megatron_lm_7452", (False,), "advantages", "mean of means"),
     ("slime_987", (True,), "advantages", "context-parallel factor is missing"),
     ("verl_6609", (True,), "advantages", ""),
     ("gspo_local_sequence", (True,), "advantages", "part of a sample"),
@@ -29,6 +30,7 @@ BUGS = [
     ("areal_1273", (False,), "advantages", "divided by the number of micro-batches"),
 ]
 TWICE = {"verl_horizon", "slime_whitening", "miles_3231", "compose_rl_71", "areal_1273", "verl_6609", "slime_987"}
+TWICE |= {"megatron_lm_7452"}
 """Of a kind that another of BUGS has as well, or found by the same comparison."""
 EXACT = ["grpo", "grpo_sequence", "dapo", "lite_ppo", "dr_grpo", "rloo", "daro", "maxrl", "f_grpo", "mgpo", "dgpo"]
 EXACT += ["ppo", "gspo", "cispo"]
