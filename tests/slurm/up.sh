@@ -78,9 +78,9 @@ else
 fi
 slurmctld -c -f "$SLURM_CONF"
 for i in $(seq 1 $nodes); do slurmd -N "node$i" -f "$SLURM_CONF"; done
-for _ in $(seq 1 100); do
+for _ in $(seq 1 300); do
     [ "$(sinfo -h -t idle -o %D -p main 2>/dev/null)" = "$nodes" ] && exit 0
     sleep 0.2
 done
-echo "up.sh: the nodes are not idle after 20 s; look at $R/log" >&2
+echo "up.sh: the nodes are not idle after 60 s (does another Slurm have port $port?); look at $R/log" >&2
 exit 1
