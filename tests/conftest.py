@@ -62,7 +62,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """For `pytest -n 2`: one process runs all tests of a file, in order, and all that share the SGLang servers.
+    """For `pytest -n 2`: one process runs all tests of a file, in order, all that share the SGLang servers, and all of
+    Slurm, whose daemons have fixed ports.
 
     Its own --dist loadgroup does not work with pytest 9.2, where a test's id cannot be changed (pytest-xdist 3.8.0).
     """
@@ -71,7 +72,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Together(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.split("::")[0]
-            return _SERVERS if folder_of(HERE.parent / path) == _SERVERS or nodeid.endswith(f"[{_SERVERS}]") else path
+            folder = folder_of(HERE.parent / path)
+            if folder == "slurm":
+                return folder
+            return _SERVERS if folder == _SERVERS or nodeid.endswith(f"[{_SERVERS}]") else path
 
     return Together(config, log)
 
