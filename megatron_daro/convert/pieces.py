@@ -8,6 +8,7 @@ Refuses a box that the pieces do not cover.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 import os
@@ -106,10 +107,10 @@ class PieceStore(ABC):
             return
         is_plain = target.dtype == piece.dtype and target.device.type == "cpu" and target.is_contiguous()
         result = target.detach() if is_plain else torch.empty(target.shape, dtype=piece.dtype)
-        bytes_B = result.view(-1).view(torch.uint8).numpy().data
+        target_bytes = _memory_of(result)
         at = 0
         for start, length in byte_runs(piece.shape, window, piece.dtype.itemsize):
-            self._read_into(piece, piece.start + start, bytes_B[at : at + length])
+            self._read_into(piece, piece.start + start, target_bytes[at : at + length])
             at += length
         self.bytes_read += at
         if not is_plain:
@@ -156,6 +157,13 @@ def byte_runs(shape: Sequence[int], window: Sequence[slice], itemsize: int) -> I
     for index in itertools.product(*(range(s.start, s.stop) for s in window[:last])):
         outer = sum(i * stride for i, stride in zip(index, strides, strict=False))
         yield outer + window[last].start * strides[last], length
+
+
+def _memory_of(values: Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor, to be filled while it lives. Not by way of numpy: torch would never
+    again change the size of a storage that numpy has seen, and weights give their memory away and take it back."""
+    memory = (ctypes.c_ubyte * values.nbytes).from_address(values.data_ptr())
+    return memoryview(memory).cast("B")
 
 
 def overlap(
