@@ -191,6 +191,8 @@ class WrittenBlob:
 def write_blob(file: BinaryIO | DirectFile, value: Tensor | list[None]) -> tuple[int, int]:
     """Append a tensor or object as torch.save writes it; returns (first byte, number of bytes). Raises OSError."""
     start = file.tell()
+    if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
+        value = value.clone()  # of a view torch.save writes all the memory behind it
     torch.save(value, file)  # type: ignore[arg-type]  # it asks for write and flush only
     return start, file.tell() - start
 

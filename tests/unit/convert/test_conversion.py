@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -66,6 +67,17 @@ def test_there_and_back_is_the_same_bit_for_bit(tmp_path_factory, model, format_
 def parameter_hash(weights, rule):
     values = weights.read_parameter(rule, 0, weights.parameter_shape(rule)[0])
     return hashlib.sha256(values.view(torch.uint8).numpy()).hexdigest()
+
+
+@pytest.mark.parametrize("format_", ["daro", "torch_dist"])
+def test_files_are_as_large_as_their_tensors(tmp_path, format_):
+    make_hf(tmp_path / "hf", config_of())
+    card = to_megatron(tmp_path / "hf", tmp_path / "megatron", format_=format_)
+    tensors = [row.megatron for row in card.rows]
+    own = sum(math.prod(t.shape) * getattr(torch, t.dtype).itemsize for t in tensors)
+    files = [*(tmp_path / "megatron").rglob("*.distcp"), *(tmp_path / "megatron").glob("*.safetensors")]
+    # Names and places of each, in the other format pickled; and of the modules whose state is empty.
+    assert own <= sum(file.stat().st_size for file in files) < own + 12_000 * len(tensors)
 
 
 def test_the_other_format_in_between_and_the_card_of_each(tmp_path):
