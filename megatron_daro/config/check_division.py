@@ -62,13 +62,16 @@ def stage_layers(layers: int, stages: int, options: Mapping[str, object]) -> lis
 
 
 def part_layers(layers: int, stages: int, virtual: int, options: Mapping[str, object]) -> list[list[range]] | None:
-    """Return for each pipeline stage the layers of each of its virtual parts; None where they do not divide.
+    """Return for each pipeline stage the layers of each of its virtual parts; None where they do not divide, or where
+    Megatron-core cannot say which they are.
 
     Args:
         layers, stages, options: of `stage_layers`. virtual: parts of a stage; part i of stage p is at i * stages + p.
     """
     counts = stage_layers(layers, stages, options)
     if counts is None or any(count % virtual for count in _counted(counts, options)):
+        return None
+    if virtual > 1 and _names_every_stage(stages, options):
         return None
     each = [count // virtual for count in _counted(counts, options)]
     extra = [1 if options.get(name) else 0 for name in _ACCOUNTED]
@@ -81,6 +84,12 @@ def part_layers(layers: int, stages: int, virtual: int, options: Mapping[str, ob
             parts[stage].append(range(at, at + size))
             at += size
     return parts
+
+
+def _names_every_stage(stages: int, options: Mapping[str, object]) -> bool:
+    """Whether both of two stages have their number of layers. Megatron-core (0.16 to 0.19) then divides what is left by
+    the number of other stages, none, where stages have virtual parts."""
+    return stages == 2 and all(options.get(name) is not None for name in (FIRST_STAGE, LAST_STAGE))
 
 
 def _counted(counts: list[int], options: Mapping[str, object]) -> list[int]:
@@ -108,6 +117,9 @@ def _virtual_stage_problems(actor: ActorSection, layers: int, options: Mapping[s
     if virtual > 1 and stages == 1:
         got = f"{virtual} with pipeline_parallel 1"
         yield Problem(field, got, "1 without pipeline stages", "remove it", also=("actor.pipeline_parallel",))
+    elif virtual > 1 and _names_every_stage(stages, options):
+        got, allowed = f"{virtual} with {FIRST_STAGE} and {LAST_STAGE} of two stages", "1, or one of the two numbers"
+        yield Problem(field, got, allowed, f"remove actor.megatron.{LAST_STAGE}", also=("actor.pipeline_parallel",))
     elif virtual > 1:
         counts = _counted(stage_layers(layers, stages, options) or [], options)
         for count in sorted({count for count in counts if count % virtual}):

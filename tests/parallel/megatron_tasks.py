@@ -196,6 +196,8 @@ def save_and_leave(path: Path, layout: Any, batch: TrainBatch, directory: Path, 
     writes: whether this rank has anything to write: without a distributed optimizer one rank writes what all have.
     waited: whether leaving took as long as reading what was not copied. before, loaded: weights.
     """
+    import torch.distributed as dist
+
     from megatron_daro.actor import shard_file
 
     policy = _trainee(path, layout, {"name": "daro"}, precision="bf16", **options)
@@ -220,6 +222,7 @@ def save_and_leave(path: Path, layout: Any, batch: TrainBatch, directory: Path, 
         policy.finish_save()
     finally:
         shard_file.ShardFile._pieces = pieces
+    dist.barrier()  # a rank with nothing to write would read what another one still writes
     policy.come_back(_ALL)
     policy.load(directory)
     policy.leave(_ALL)  # of what was loaded, too, nothing may stay

@@ -70,6 +70,10 @@ def test_fits(options):
             {"pipeline_parallel": 2, "virtual_pipeline_parallel": 3, "megatron": BOTH_ENDS},
             "a stage has 4 layers; allowed: a divisor of 4",
         ),
+        (
+            {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "megatron": {FIRST: 2, LAST: 4}},
+            f"2 with {FIRST} and {LAST} of two stages",
+        ),
         ({"expert_parallel": 2}, "the model has no experts; allowed: 1"),
         ({"expert_tensor_parallel": 1}, "the model has no experts"),
     ],
@@ -171,6 +175,7 @@ def test_stages_have_the_layers_that_megatron_gives_them(layers, stages, first, 
 @example(layers=8, stages=2, virtual=5, ends="accounted", which=(True, True))
 @example(layers=11, stages=3, virtual=2, ends="accounted", which=(True, False))
 @example(layers=14, stages=3, virtual=2, ends=4, which=(True, False))
+@example(layers=4, stages=2, virtual=2, ends=2, which=(True, True))
 def test_parts_have_the_layers_that_megatron_gives_them(layers, stages, virtual, ends, which):
     pytest.importorskip("megatron_daro.actor.layers")
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
