@@ -30,7 +30,7 @@ BUGS = [
     ("areal_1273", (False,), "advantages", "divided by the number of micro-batches"),
 ]
 TWICE = {"verl_horizon", "slime_whitening", "miles_3231", "compose_rl_71", "areal_1273", "verl_6609", "slime_987"}
-TWICE |= {"megatron_lm_7452"}
+TWICE |= {"megatron_lm_7452", "roll_agg_loss", "masked_by_multiplication"}
 """Of a kind that another of BUGS has as well, or found by the same comparison."""
 EXACT = ["grpo", "grpo_sequence", "dapo", "lite_ppo", "dr_grpo", "rloo", "daro", "maxrl", "f_grpo", "mgpo", "dgpo"]
 EXACT += ["ppo", "gspo", "cispo"]

@@ -76,7 +76,7 @@ def test_megatron_loads_what_is_written_for_it(rank_pool, tmp_path, model, layou
     assert_is(joined(rank_pool.run(tasks.load_with_megatron, layouts()[layout], **call)), model)
 
 
-@pytest.mark.parametrize("layout", ["single", "tp2_pp2"])
+@pytest.mark.parametrize("layout", [pytest.param("single", marks=pytest.mark.heavy), "tp2_pp2"])
 def test_what_megatron_saved_becomes_the_hf_model(rank_pool, tmp_path, model, layout):
     saved = tmp_path / "iter_0000007"
     saved.mkdir()

@@ -63,7 +63,8 @@ def test_a_first_stage_with_fewer_layers(rank_pool, models):
 
 
 @pytest.mark.parametrize(
-    ("saved_by", "loaded_by"), [("single", "ep2"), ("tp2_dp2_ep2", "pp2"), ("dp4_ep2", "tp2_etp1")]
+    ("saved_by", "loaded_by"),
+    [("single", "ep2"), ("tp2_dp2_ep2", "pp2"), pytest.param("dp4_ep2", "tp2_etp1", marks=pytest.mark.heavy)],
 )
 def test_a_checkpoint_continues_with_other_expert_parallel_sizes(rank_pool, models, tmp_path, saved_by, loaded_by):
     """Two steps, a checkpoint, two steps in another layout: the weights of four steps of one process."""
