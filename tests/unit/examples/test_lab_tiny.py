@@ -127,6 +127,7 @@ def test_what_takes_more_than_one_process_is_refused(tmp_path):
 
 
 @pytest.mark.heavy
+@pytest.mark.timeout(1200)
 def test_a_run_in_one_process_has_the_numbers_of_the_command(tmp_path):
     one_digit = {"shares": {1: 1.0}, "training_shares": {1: 1.0}, "training_draws": 60}  # solved sometimes, so early
     base = chains.ChainSettings(steps=150, batch=32, hidden=48, layers=1, ffn=96, **one_digit)
@@ -137,7 +138,7 @@ def test_a_run_in_one_process_has_the_numbers_of_the_command(tmp_path):
     config = tiny_run.config_of(dials, "daro", 1e-3, 0, tiny_run.base_of(dials, tmp_path), tmp_path / "command")
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     command = [sys.executable, "-W", "ignore", "-m", "megatron_daro", "train", str(tmp_path / "config.yaml")]
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
     theirs, own = (metrics_of(tmp_path / name) for name in ("command", "daro-0.001-0"))
     assert theirs == own and len(own) == 4 and "difficulty/weight/1" in own[3]
 
