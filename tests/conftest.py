@@ -73,9 +73,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.split("::")[0]
             folder = folder_of(HERE.parent / path)
-            if folder == "slurm":
+            if folder in ("slurm", _SERVERS):
                 return folder
-            return _SERVERS if folder == _SERVERS or nodeid.endswith(f"[{_SERVERS}]") else path
+            return _SERVERS if nodeid.endswith(f"[{_SERVERS}]") else path
 
     return Together(config, log)
 

@@ -36,6 +36,7 @@ from megatron_daro.reward.pool import RewardPool
 from megatron_daro.rollout.beside import Evaluations
 from megatron_daro.runtime import parts
 from megatron_daro.runtime.inputs import Inputs, read_inputs
+from megatron_daro.runtime.shards import renumbered
 from megatron_daro.sync.buckets import bucketize
 from megatron_daro.sync.check import ProbeAnswer
 from megatron_daro.sync.plan import SendPlan, SendReport, Target
@@ -64,9 +65,7 @@ class OnePolicy:
     async def train(self, batch: TrainBatch, step: int) -> StepResult:
         """One optimizer step, on the rows in the order and the micro-batches of the product's schedule."""
         (micro_batches,) = schedule(batch.lengths_N, 1, self._actor.micro_batch_tokens, cost=self._cost).ranks
-        rows = [row for micro_batch in micro_batches for row in micro_batch]
-        ends = np.cumsum([len(micro_batch) for micro_batch in micro_batches])
-        local = [range(end - len(part), end) for part, end in zip(micro_batches, ends.tolist(), strict=True)]
+        rows, local = renumbered(micro_batches)
         return await asyncio.to_thread(self._policy.train_step, batch.select(rows), local, step=step)
 
     @asynccontextmanager

@@ -80,10 +80,15 @@ def joined_column(batch: TrainBatch, shards: Sequence[Shard], parts: Mapping[int
 
 
 def _shard(batch: TrainBatch, micro_batches: Sequence[Sequence[int]]) -> Shard:
-    """Return the rows of one rank, renumbered from 0 in the order of its micro-batches."""
+    rows, local = renumbered(micro_batches)
+    return Shard(rows, ray.put(batch.select(rows)), local)
+
+
+def renumbered(micro_batches: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """Return the rows of one rank in the order of its micro-batches, and these with rows numbered from 0 in it."""
     rows = tuple(row for micro_batch in micro_batches for row in micro_batch)
     local, start = [], 0
     for micro_batch in micro_batches:
         local.append(tuple(range(start, start + len(micro_batch))))
         start += len(micro_batch)
-    return Shard(rows, ray.put(batch.select(rows)), tuple(local))
+    return rows, tuple(local)
