@@ -78,7 +78,15 @@ def cpu_servers(**options: Any) -> dict[str, Any]:
     return {"python": str(required_environment() / "bin" / "python"), "arguments": arguments, **options}
 
 
-def save_policy(directory: Path, seed: int, *, max_positions: int = CONTEXT, hidden: int = 32, experts: int = 0) -> Any:
+def save_policy(
+    directory: Path,
+    seed: int,
+    *,
+    max_positions: int = CONTEXT,
+    hidden: int = 32,
+    intermediate: int = 48,
+    experts: int = 0,
+) -> Any:
     """A Qwen2 of 14,000 random weights, wide enough that two seeds differ clearly; saved, and returned.
 
     With experts, a Qwen3 with so many of them in each layer.
@@ -88,7 +96,7 @@ def save_policy(directory: Path, seed: int, *, max_positions: int = CONTEXT, hid
     config = config_class(
         vocab_size=VOCAB,
         hidden_size=hidden,
-        intermediate_size=48,
+        intermediate_size=intermediate,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

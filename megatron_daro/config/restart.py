@@ -20,7 +20,7 @@ actor.expert_parallel actor.expert_tensor_parallel
 actor.recompute actor.micro_batch_tokens actor.logprob_chunk_tokens
 engine.kind engine.replicas engine.colocate engine.embedded.batch_size engine.embedded.threads
 engine.sglang.python engine.sglang.urls engine.sglang.arguments engine.sglang.env engine.sglang.tensor_parallel
-engine.sglang.nodes
+engine.sglang.nodes engine.sglang.fp8_blocks
 engine.sglang.sync engine.sglang.sync_dir engine.sglang.bucket_mib engine.sglang.verify
 engine.sglang.max_tokens_in_flight engine.sglang.start_timeout_s engine.sglang.request_timeout_s
 engine.sglang.answer_workers engine.sglang.stall_timeout_s engine.sglang.sync_timeout_s engine.sglang.max_restarts

@@ -101,6 +101,7 @@ class Setting:
             f"engine.sglang.urls={json.dumps(list(urls))}",
             "engine.sglang.verify=false",
             "engine.sglang.sync=distributed",
+            "engine.sglang.fp8_blocks=false",
             "actor.routing_replay=false",
             f"reward.workers={min(2, self.full.reward.workers)}",
             f"trainer.run_dir={run_dir}",

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_daro.config import Config
 from megatron_daro.config.fit import engines_of
+from megatron_daro.config.problems import Problem, config_error
 from megatron_daro.data.tokenizer import load_tokenizer, response_decoder, stop_token_ids
 from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.errors import DaroError, EngineError
@@ -82,6 +83,10 @@ def ask_all(plan: Plan, notices: Notices) -> tuple[list[HeldOut], list[Question]
         DaroError: as `measure`.
     """
     config = plan.config
+    if config.engine.sglang.fp8_blocks:
+        allowed = "false: nobody sends weights here, and servers that wait for blocks start with random ones"
+        problem = Problem("engine.sglang.fp8_blocks", "true", allowed, "set engine.sglang.fp8_blocks=false")
+        raise config_error("an evaluation", [problem])
     own_templates = any(one.template == "data" for one in config.data.eval)
     tokenizer = load_tokenizer(
         config.model.path,

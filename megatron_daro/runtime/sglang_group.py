@@ -22,6 +22,7 @@ from ray.exceptions import RayError
 from megatron_daro.config.base import filled
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.config.sections import Config, EngineSection
+from megatron_daro.engine.sglang import fp8_blocks
 from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.engine.sglang.environment import check_environments, interpreter
 from megatron_daro.engine.sglang.generation import probe_text
@@ -177,6 +178,8 @@ def _handles(section: EngineSection, config: Config, run_dir: Path, placement: P
     arguments = {"dtype": config.actor.torch_dtype, "skip_tokenizer_init": True, **options.named_arguments}
     if config.actor.routing_replay:
         arguments = {"enable_return_routed_experts": True, **arguments}
+    if options.fp8_blocks:
+        arguments |= fp8_blocks.server_arguments()
     if config.model.trust_remote_code:
         arguments = {"trust_remote_code": True, **arguments}
     first = LaunchOptions(

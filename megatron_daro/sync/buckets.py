@@ -20,7 +20,10 @@ from torch import Tensor
 
 from megatron_daro.errors import SyncError
 
-_DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn)
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -44,7 +44,8 @@ class SendPlan:
     bucket_bytes: limit of a bucket, or of a file. timeout_s: of each call and each broadcast. digest_dtype: that
     of the receivers, such as "bfloat16"; the report then has digests of some tensors. directory: of files, for disk;
     remedy: what to do when they cannot be written, for the message; step: that the files are of, where they are the
-    result of a run (see `ORIGIN_FILE`).
+    result of a run (see `ORIGIN_FILE`). fp8_blocks: names of the matrices that go as fp8 blocks, with `{layer}` and
+    `{expert}` for numbers.
     """
 
     transport: Transport
@@ -55,6 +56,7 @@ class SendPlan:
     directory: Path | None = None
     remedy: str = "free space"
     step: int | None = None
+    fp8_blocks: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -88,8 +90,9 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class SendReport:
-    """What was sent. digests: of some tensors by HF name. files: HF name -> (file name, bytes), for disk.
-    failures: receiver -> what went wrong; if there is one, none may be taken to have the new weights."""
+    """What was sent. digests: of some tensors by HF name. fp8_blocks: HF names of the matrices that went as fp8
+    blocks. files: HF name -> (file name, bytes), for disk. failures: receiver -> what went wrong; if there is one, none
+    may be taken to have the new weights."""
 
     num_bytes: int = 0
     num_buckets: int = 0
@@ -97,6 +100,7 @@ class SendReport:
     digests: Mapping[str, Digest] = field(default_factory=dict)
     files: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     failures: Mapping[str, SendFailure] = field(default_factory=dict)
+    fp8_blocks: tuple[str, ...] = ()
 
     def joined(self, other: SendReport) -> SendReport:
         """Both together: those of two pipeline stages."""
@@ -107,6 +111,7 @@ class SendReport:
             {**self.digests, **other.digests},
             {**self.files, **other.files},
             {**self.failures, **other.failures},
+            self.fp8_blocks + other.fp8_blocks,
         )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_daro.sync.broadcast import BroadcastSender
 from megatron_daro.sync.buckets import tensor_bytes
 from megatron_daro.sync.disk import write_shards
+from megatron_daro.sync.fp8_blocks import as_blocks
 from megatron_daro.sync.plan import Digest, Post, SendPlan, SendReport, is_hashed
 from megatron_daro.sync.tensor import push
 
@@ -49,7 +50,10 @@ class Sender:
         digests: dict[str, Digest] = {}
         if plan.digest_dtype:
             stream = noted(stream, plan.digest_dtype, digests)
-        return replace(self._sent(stream, plan, label), digests=digests)
+        blocks: list[str] = []
+        if plan.fp8_blocks:
+            stream = as_blocks(stream, plan.fp8_blocks, plan.bucket_bytes, blocks)
+        return replace(self._sent(stream, plan, label), digests=digests, fp8_blocks=tuple(blocks))
 
     def close(self) -> None:
         """Leaves the group of broadcasts. May be called twice."""

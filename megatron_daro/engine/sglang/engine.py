@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_daro.config.sections import SGLangSection
-from megatron_daro.engine.sglang import generation
+from megatron_daro.engine.sglang import fp8_blocks, generation
 from megatron_daro.engine.sglang.answers import Answers, LostWorkerError, Question
 from megatron_daro.engine.sglang.client import SGLangClient, UnreachableError
 from megatron_daro.engine.sglang.fleet import Fleet, Server
@@ -80,7 +80,8 @@ class SGLangEngine:
         )
         self._supervision = Supervision(self.fleet, handles, options, expected, warn=warn, join=self._join)
         sync_dir = options.sync_dir or run_dir / "sync"
-        self._updates = UpdateContext(self.fleet, options, sync_dir, self._probe, self.metrics, warn)
+        blocks = fp8_blocks.matrices(expected.model_type) if options.fp8_blocks else ()
+        self._updates = UpdateContext(self.fleet, options, blocks, sync_dir, self._probe, self.metrics, warn)
         self._memory = SharedMemory(self.fleet, self._supervision, options)
         self._when_back: Callable[[str], Awaitable[None]] | None = None
         self._running: set[Running] = set()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_daro.config.sections import SGLangSection
+from megatron_daro.engine.sglang import fp8_blocks
 from megatron_daro.engine.sglang.client import (
     FIRST_VERSION,
     LAST_TESTED,
@@ -233,6 +234,8 @@ class Supervision:
         assert facts is not None
         calls = SYNC_CALLS[self._options.sync] + (MEMORY_CALLS if self._expected.shares_gpus else ())
         problems = _version_problems(facts, calls) + _length_problems(facts, self._expected)
+        if self._options.fp8_blocks:
+            problems += _block_problems(facts)
         told = (await server.client.model_info(timeout_s=_CALL_S)).get("model_type")
         if told and told != self._expected.model_type:
             problems.append(
@@ -337,6 +340,17 @@ def _version_problems(facts: ServerFacts, calls_of_options: Sequence[str]) -> li
                 f"SGLang {facts.version} lacks {', '.join(missing)}; allowed: {first} or newer, over HTTP{fix}"
             )
     return problems
+
+
+def _block_problems(facts: ServerFacts) -> list[str]:
+    oldest = ".".join(map(str, fp8_blocks.OLDEST_SGLANG))
+    if version_number(facts.version) < fp8_blocks.OLDEST_SGLANG or not facts.has_checksums:
+        told = f"SGLang {facts.version} cannot tell which of its matrices are fp8 blocks"
+        return [f"{told}; allowed with engine.sglang.fp8_blocks: {oldest} or newer, with /weights_checker"]
+    if facts.quantization != "fp8":
+        arguments = " ".join(f"--{name.replace('_', '-')} '{v}'" for name, v in fp8_blocks.server_arguments().items())
+        return [f"it does not wait for fp8 blocks; allowed: a server started with {arguments}"]
+    return []
 
 
 def _length_problems(facts: ServerFacts, expected: Expected) -> list[str]:

@@ -1,11 +1,11 @@
 """One weight update of some servers as a transaction: all of it happened on a server, or the server is fenced.
 
 Place in the data flow: WeightSync runs one at a time, step by step; the policy's ranks send in between. Phases: pause,
-begin, (send,) end, flush the cache, compare checksums, set the version, continue, probe. A server that shares GPUs with
-the trainer takes the memory of its weights before all of it, and that of its cache before it continues. A server that
-fails a phase leaves the update and is fenced; if sending fails, which breaks the group for all, the guilty ones are
-fenced and the others get everything again from the beginning. It never lets a server serve with weights that are mixed
-or unknown.
+begin, (send,) end, flush the cache, compare which matrices are fp8 blocks (of a new server), compare checksums, set the
+version, continue, probe. A server that shares GPUs with the trainer takes the memory of its weights before all of it,
+and that of its cache before it continues. A server that fails a phase leaves the update and is fenced; if sending
+fails, which breaks the group for all, the guilty ones are fenced and the others get everything again from the
+beginning. It never lets a server serve with weights that are mixed or unknown.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_daro.config.sections import SGLangSection
+from megatron_daro.engine.sglang import fp8_blocks
 from megatron_daro.engine.sglang.client import DisconnectedError, ServerFacts, UnreachableError
 from megatron_daro.engine.sglang.fleet import Fleet, Server
 from megatron_daro.engine.sglang.memory import MemoryTag, resume
@@ -43,12 +44,14 @@ class Probe(Protocol):
 class UpdateContext:
     """What the updates of one fleet have in common.
 
-    sync_dir: where files are written. probe: asks a server. metrics: of the engine. warn: tells a person. written:
-    directories of files, oldest first. checksums: of each server, with the digests of what it had been sent.
+    fp8_blocks: names of the matrices that are sent so, with `{layer}` and `{expert}` for numbers. sync_dir: where files
+    are written. probe: asks a server. metrics: of the engine. warn: tells a person. written: directories of files,
+    oldest first. checksums: of each server, with the digests of what it had been sent.
     """
 
     fleet: Fleet
     options: SGLangSection
+    fp8_blocks: tuple[str, ...]
     sync_dir: Path
     probe: Probe
     metrics: Callable[[], Mapping[str, float]]
@@ -68,6 +71,7 @@ class ServerUpdate:
         self._report: SendReport | None = None
         self._directory: Path | None = None
         self._verified: set[str] = set()
+        self._joining = {server.name for server in servers if server.state == "joining"}
         for server in servers:
             server.reason = ""
             self._fleet.set_state(server, "updating")
@@ -95,6 +99,7 @@ class ServerUpdate:
             digest_dtype=_facts(servers[0]).dtype if self._options.verify else "",
             directory=self._directory,
             remedy="free space, or set engine.sglang.sync_dir",
+            fp8_blocks=self._context.fp8_blocks,
         )
 
     async def blame(self, report: SendReport) -> None:
@@ -123,6 +128,8 @@ class ServerUpdate:
             await self._remove_older(self._directory)
         await self._phase("end", self._end)
         await self._phase("flush the cache", self._flush)
+        if self._context.fp8_blocks:
+            await self._phase("compare fp8 blocks", lambda server: self._compare_blocks(server, report.fp8_blocks))
         if report.digests:
             await self._phase("compare checksums", lambda server: self._compare_checksums(server, report.digests))
         await self._phase("set the version", self._stamp)
@@ -272,20 +279,26 @@ class ServerUpdate:
             self._verified.add(server.name)
         self._context.checksums[server.name] = (digests, told)
 
+    async def _compare_blocks(self, server: Server, sent: Sequence[str]) -> None:
+        """Check, of a server that was started since its last update, that it has as blocks what was sent as blocks."""
+        if server.name not in self._joining:
+            return
+        for told in _told_checksums(server, await self._post(server, "/weights_checker", fp8_blocks.MANIFEST_CALL)):
+            problem = fp8_blocks.disagreement(sent, told)
+            if problem:
+                raise EngineError(problem)
+
     async def _checksums(self, server: Server) -> list[Mapping[str, str]]:
         """Checksums of unfused tensors, of each rank of the server; empty where it cannot tell (0.5.21 refuses)."""
         if not _facts(server).has_checksums:
             return []
         body = {"action": "checksum", "skip_tensor_list": list(_FUSED)}
         try:
-            answer: Any = await self._post(server, "/weights_checker", body)
+            answer = await self._post(server, "/weights_checker", body)
         except RefusedError:
             return []
-        try:
-            first, *others = (rank["checksums"] for rank in answer["ranks"])
-            return [{name: digest for name, digest in told.items() if is_hashed(name)} for told in (first, *others)]
-        except (KeyError, ValueError, TypeError, AttributeError) as error:
-            raise EngineError(f"{server.url}/weights_checker: the answer has another form: {error!r}") from error
+        told = _told_checksums(server, answer)
+        return [{name: digest for name, digest in rank.items() if is_hashed(name)} for rank in told]
 
 
 async def _answers(server: Server) -> bool:
@@ -296,6 +309,15 @@ async def _answers(server: Server) -> bool:
     except RefusedError:  # an answer, too
         return True
     return True
+
+
+def _told_checksums(server: Server, answer: Any) -> list[dict[str, str]]:
+    """Read the answer of /weights_checker: of each rank, name -> checksum."""
+    try:
+        first, *others = (dict(rank["checksums"]) for rank in answer["ranks"])
+        return [first, *others]
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise EngineError(f"{server.url}/weights_checker: the answer has another form: {error!r}") from error
 
 
 def _facts(server: Server) -> ServerFacts:

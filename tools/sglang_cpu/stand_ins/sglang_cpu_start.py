@@ -1,4 +1,5 @@
-"""Makes SGLang start on a machine without GPU: settings, operators that torchvision lacks, memory that CUDA never sees.
+"""Makes SGLang start on a machine without GPU: settings, operators that torchvision lacks, memory that CUDA never sees,
+fp8 blocks without a kernel.
 
 Place in the data flow: tools/sglang_cpu_env.sh copies it into the site-packages of its environment, where
 sglang_cpu.pth imports it whenever Python starts there, so in every process of a server too. It imports nothing heavy
@@ -39,15 +40,14 @@ class TorchvisionFinder:
             declare_operators()
 
 
-class HostMemoryFinder:
-    """Leaves out that the buffer of --enable-return-routed-experts is made known to CUDA, which SGLang 0.5.23 always
-    does."""
+class ChangedModule:
+    """Loads one module as ever, and changes it then. A subclass names it and says how."""
 
-    MODULE = "sglang.srt.mem_cache.pool_host.common"
+    MODULE = ""
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        """None but for that module: it is loaded as ever, and its function then replaced."""
+        """None but for that module."""
         if name != cls.MODULE:
             return None
         sys.meta_path.remove(cls)
@@ -57,10 +57,48 @@ class HostMemoryFinder:
 
             def exec_module(module):
                 execute(module)
-                module._cuda_host_register = lambda *arguments, **options: None
+                cls.change(module)
 
             spec.loader.exec_module = exec_module
         return spec
+
+
+class HostMemoryFinder(ChangedModule):
+    """Leaves out that the buffer of --enable-return-routed-experts is made known to CUDA, which SGLang 0.5.23 always
+    does."""
+
+    MODULE = "sglang.srt.mem_cache.pool_host.common"
+
+    @staticmethod
+    def change(module):
+        """Replaces the function."""
+        module._cuda_host_register = lambda *arguments, **options: None
+
+
+class Fp8BlocksFinder(ChangedModule):
+    """Multiplies by fp8 blocks where the processor has no AMX, for which SGLang 0.5.23 refuses them on a CPU: loaded,
+    updated and told of as ever, but written out in the dtype of the activations for each product."""
+
+    MODULE = "sglang.srt.layers.quantization.fp8"
+
+    @staticmethod
+    def change(module):
+        """Replaces what prepares the blocks for AMX, and the product."""
+        if module._is_cpu_amx_available:
+            return
+
+        def process(self, layer):
+            layer.weight_scale_inv.requires_grad_(False)
+
+        def apply(self, layer, x, bias=None):
+            from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant
+            from torch.nn.functional import linear
+
+            weight = block_quant_dequant(layer.weight, layer.weight_scale_inv, self.weight_block_size, x.dtype)
+            return linear(x, weight, bias)
+
+        module.Fp8LinearMethod.process_weights_after_loading_block_quant = process
+        module.Fp8LinearMethod.apply = apply
 
 
 def declare_operators():
@@ -86,4 +124,4 @@ def declare_operators():
 
 for _name, _value in SETTINGS.items():
     os.environ.setdefault(_name, _value)
-sys.meta_path[:0] = [TorchvisionFinder, HostMemoryFinder]
+sys.meta_path[:0] = [TorchvisionFinder, HostMemoryFinder, Fp8BlocksFinder]

@@ -1,0 +1,80 @@
+"""Servers that are sent fp8 blocks: how they are started, which matrices these are, and whether both ends agree on it.
+
+Place in the data flow: sglang_group.py starts servers with `server_arguments`; update.py puts `matrices` into its plan
+and compares, at the first update of each server, what was sent as blocks with what the server has as blocks. A matrix
+that one end leaves in bf16 would be read as other numbers.
+Source: sglang 0.5.23: srt/utils/weight_checker.py: a checksum's answer names quantized matrices always, others unless
+they are skipped, so that a skip of everything leaves the quantized ones; srt/models: which projections are fused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megatron_daro.config.check_server_precision import FP8_BLOCK
+from megatron_daro.families import families
+
+OLDEST_SGLANG = (0, 5, 23)
+"""The first version that is known to tell which of its matrices are blocks."""
+MANIFEST_CALL: Mapping[str, Any] = {"action": "checksum", "skip_tensor_list": ["."]}
+"""Body of /weights_checker whose answer names the quantized matrices alone."""
+_ROLES = ("qkv", "attention_output", "gate_up", "down", "expert_gate_up", "expert_down")
+_FUSED = (
+    (re.compile(r"\.experts\.\d+\.(gate_proj|up_proj|w1|w3)\.weight$"), ".experts.w13_weight"),
+    (re.compile(r"\.experts\.\d+\.(down_proj|w2)\.weight$"), ".experts.w2_weight"),
+    (re.compile(r"\.[qkv]_proj\.weight$"), ".qkv_proj.weight"),
+    (re.compile(r"\.(gate|up)_proj\.weight$"), ".gate_up_proj.weight"),
+)
+
+
+def server_arguments() -> dict[str, Any]:
+    """Arguments of a server that expects blocks. Its first weights are random: the files have none that fit."""
+    blocks = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+    }
+    overrides = json.dumps({"quantization_config": blocks})
+    return {"quantization": "fp8", "load_format": "dummy", "json_model_override_args": overrides}
+
+
+def matrices(model_type: str) -> tuple[str, ...]:
+    """Return the names of a family's matrices that are sent as blocks, with `{layer}` and `{expert}` for numbers."""
+    tensors = families()[model_type].tensors
+    return tuple(name for role in _ROLES for name in tensors.get(role, ()))
+
+
+def disagreement(sent: Iterable[str], told: Iterable[str]) -> str:
+    """Why a server cannot read what was sent to it; empty where both ends mean the same matrices.
+
+    Args:
+        sent: HF names of the matrices that were sent as blocks. told: those that the server has so, in its names.
+    """
+    ours, theirs = {_server_name(name) for name in sent}, set(told)
+    if manifest(ours) == manifest(theirs):
+        return ""
+    unread, unsent = sorted(ours - theirs), sorted(theirs - ours)
+    parts = [f"manifest {manifest(theirs)} of {len(theirs)} matrices, sent was {manifest(ours)} of {len(ours)}"]
+    if unread:
+        parts.append(f"it does not keep {len(unread)} of them as blocks, the first: {unread[0]}")
+    if unsent:
+        parts.append(f"it keeps {len(unsent)} as blocks that are sent otherwise, the first: {unsent[0]}")
+    return "fp8 blocks: " + "; ".join(parts)
+
+
+def manifest(names: Iterable[str]) -> str:
+    """Return the first 12 hex digits of sha256 of the sorted names and the block's size."""
+    lines = [*sorted(names), f"e4m3 {FP8_BLOCK}x{FP8_BLOCK}"]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+
+
+def _server_name(name: str) -> str:
+    for pattern, fused in _FUSED:
+        if pattern.search(name):
+            return pattern.sub(fused, name)
+    return name
