@@ -112,6 +112,7 @@ def test_servers_in_turns_are_on_the_gpus_of_ranks(nodes):
         assert placement.gpus_of_server(number) == ",".join(sorted(gpus[rank] for rank in shared))
 
 
+@pytest.mark.heavy
 def test_a_run_over_two_nodes(nodes, tiny, tmp_path):
     at = {"RAY_ADDRESS": nodes.address}
     path = tiny.write_config(tmp_path / "two.yaml", {"actor": LAYOUT})

@@ -46,6 +46,7 @@ def rehearsed(recipe: Path, place: Path, *options: str) -> dict:
     return json.loads(ended.stdout[ended.stdout.index("{\n") :])
 
 
+@pytest.mark.heavy
 def test_a_lost_node_ends_the_run_and_its_ranks_are_named(place):
     recipe = recipe_of("qwen2.5-32b", place)
     found = rehearsed(recipe, place, "--nodes", "16", "--lose-node", "3", *SMALL, SMALLER_PENALTY)

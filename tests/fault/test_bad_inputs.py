@@ -101,8 +101,18 @@ def test_tokenizer_without_a_stop_token(tiny, tmp_path, model):
     ("content", "says"),
     [
         pytest.param("", "empty", id="empty-file"),
-        pytest.param('{"problem": "1="}\n{"problem": "2=", "answer": ""}\n', "no answer", id="no-answers"),
-        pytest.param('{"problem": "1=", "answer": {"a": 1}}\n', "answer is not text", id="answer-not-text"),
+        pytest.param(
+            '{"problem": "1="}\n{"problem": "2=", "answer": ""}\n',
+            "no answer",
+            id="no-answers",
+            marks=pytest.mark.heavy,
+        ),
+        pytest.param(
+            '{"problem": "1=", "answer": {"a": 1}}\n',
+            "answer is not text",
+            id="answer-not-text",
+            marks=pytest.mark.heavy,
+        ),
         pytest.param('{"problem": "1=", "answ', "line is not JSON (1 rows: prompts.jsonl:1)", id="torn"),
     ],
 )

@@ -58,6 +58,7 @@ def small_disk(tmp_path, reference):
     subprocess.run(["umount", disk], check=True)
 
 
+@pytest.mark.heavy
 def test_full_disk_is_named_and_the_previous_checkpoint_can_be_resumed(tiny, reference, small_disk, tmp_path):
     disk, enlarge = small_disk
     run_dir = disk / "run"

@@ -24,6 +24,7 @@ def answers_of(out: Path) -> dict[tuple[int, int], tuple]:
     return {(row["group_id"], row["index"]): tuple(map(str, (row[c] for c in columns))) for row in rows(out, columns)}
 
 
+@pytest.mark.heavy
 def test_a_killed_evaluation_goes_on_and_ends_with_the_same(tiny, tmp_path):
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
     whole = trained(command(tiny, unbroken), tmp_path / "log_whole")

@@ -73,7 +73,10 @@ def test_resume_after_all_kills_is_bit_for_bit_the_unbroken_run(tiny, reference,
 
 @pytest.mark.parametrize(
     ("title", "who", "how"),
-    [("ray::TrainWorker", "actor rank", signal.SIGSEGV), ("ray::EngineWorker", "engine 0", signal.SIGKILL)],
+    [
+        ("ray::TrainWorker", "actor rank", signal.SIGSEGV),
+        pytest.param("ray::EngineWorker", "engine 0", signal.SIGKILL, marks=pytest.mark.heavy),
+    ],
 )
 def test_killed_worker_ends_the_job_with_the_cause_on_the_last_line(tiny, tmp_path, title, who, how):
     run_dir = tmp_path / "run"

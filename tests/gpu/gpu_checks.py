@@ -75,6 +75,17 @@ def chunked_logprobs(device: torch.device, _: Path, dtype: torch.dtype = torch.f
     return Outcome(worst, 1e-5 if dtype == torch.float32 else 0.01, "relative, values and gradients")
 
 
+def fp8_blocks(device: torch.device, _: Path) -> Outcome:
+    """Matrices as servers get them in fp8 blocks, cast on the device and on the CPU: numbers that differ."""
+    from megatron_daro.sync.fp8_blocks import cast
+
+    torch.manual_seed(0)
+    matrix_NK = (torch.randn(1000, 700) * torch.logspace(-6, 6, 700)).to(torch.bfloat16)
+    pairs = zip(cast(matrix_NK.to(device)), cast(matrix_NK), strict=True)
+    wrong = sum(int((got.cpu().float() != want.float()).sum()) for got, want in pairs)
+    return Outcome(float(wrong), 0.0, "numbers, of numbers and scales")
+
+
 # --- the policy ---
 
 
@@ -257,6 +268,7 @@ def check_fp8(device: torch.device, recipe: Any = "tensorwise") -> None:
 
 
 CHECKS: dict[str, Check] = {
+    "fp8 blocks": fp8_blocks,
     "packed attention, fp32": packed_attention,
     "packed attention, bf16": lambda device, path: packed_attention(device, path, torch.bfloat16),
     "chunked log-probs, fp32": chunked_logprobs,

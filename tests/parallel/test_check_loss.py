@@ -93,6 +93,7 @@ def test_random_cases_are_exact_for_daro(case_pool):
     assert sum(row.name.startswith("random") for row in report.rows) == 4
 
 
+@pytest.mark.heavy
 def test_a_case_survives_json_and_runs_under_torchrun(case_pool, tmp_path):
     from megatron_daro.check_loss.records import as_json, from_json
     from megatron_daro.check_loss.script import write_script

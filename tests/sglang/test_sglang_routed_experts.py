@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_daro.engine.sglang.generation import BadAnswerError
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.heavy, pytest.mark.timeout(600)]
 
 LAYERS, EXPERTS, CHOSEN = 2, 4, 2
 LIMIT_S = 200

@@ -37,6 +37,7 @@ def config(tiny, tmp_path, pool):
     return write
 
 
+@pytest.mark.heavy
 def test_a_run_outlives_the_kill_of_a_server(config, tmp_path, record_property):
     began, run_dir = time.monotonic(), tmp_path / "run"
     path = config(trainer={"steps": STEPS, "save_every_steps": 0, "eval_every_steps": STEPS})
