@@ -6,6 +6,7 @@ import json
 import signal
 from pathlib import Path
 
+import pytest
 from cli_runs import started, trained
 
 from megatron_daro.evaluate.answers import kept, part_files, rows

@@ -136,7 +136,7 @@ def test_every_branch_is_taken(references):
 
 TOGETHER = {"all", "all_gspo"}
 COVERED = {"tp2", "cp2", "dp2", "pp2"}
-"""Terms of their own are heavy in these: a term sees log-probs, which are of all tensor ranks and of the last stage, and
+"""Terms of their own are heavy in these: a term sees log-probs, which are of all tensor ranks and of the last stage;
 cp2_dp2 has both of the others."""
 
 
