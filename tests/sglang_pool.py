@@ -13,8 +13,8 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -192,6 +192,18 @@ class PooledServer:
                 return answer.status == 200
         except (OSError, urllib.error.URLError):
             return False
+
+
+@contextmanager
+def serving(directory: Path, **arguments: Any) -> Iterator[PooledServer]:
+    """One server of DIRECTORY/model that serves, for the time of the block."""
+    server = PooledServer(directory / "model", directory / "server.log", seed=0, **arguments)
+    try:
+        server.start()
+        server.wait()
+        yield server
+    finally:
+        server.close()
 
 
 class Pool:

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from sglang_pool import (
-    PooledServer,
     collect,
     engine_of,
     expected,
@@ -22,6 +21,7 @@ from sglang_pool import (
     logprobs_of,
     save_policy,
     section,
+    serving,
     started,
 )
 
@@ -40,13 +40,8 @@ def server(tmp_path_factory):
     directory = tmp_path_factory.mktemp("fp8_blocks")
     save_policy(directory / "model", 0, **SIZES)
     arguments = {"dtype": "bfloat16", **fp8_blocks.server_arguments()}
-    one = PooledServer(directory / "model", directory / "server.log", seed=0, **arguments)
-    try:
-        one.start()
-        one.wait()
+    with serving(directory, **arguments) as one:
         yield one
-    finally:
-        one.close()
 
 
 def policy(tmp_path, seed):

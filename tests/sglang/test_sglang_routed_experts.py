@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sglang_pool import (
-    PooledServer,
     collect,
     engine_of,
     expected,
     give,
     group,
     save_policy,
+    serving,
     started,
     worst_difference,
 )
@@ -33,14 +33,8 @@ LIMIT_S = 200
 def server(tmp_path_factory):
     directory = tmp_path_factory.mktemp("routed_experts")
     save_policy(directory / "model", 0, experts=EXPERTS)
-    arguments = {"enable_return_routed_experts": True}
-    one = PooledServer(directory / "model", directory / "server.log", seed=0, **arguments)
-    try:
-        one.start()
-        one.wait()
+    with serving(directory, enable_return_routed_experts=True) as one:
         yield one
-    finally:
-        one.close()
 
 
 def answers(server, tmp_path, requests):
