@@ -54,7 +54,8 @@ Overrides = Annotated[
 ]
 
 _ENDED = {
-    "stopped": "stopped after step {step}, whose state is saved (nothing to save at step 0); --resume goes on",
+    "stopped": "stopped after step {step}, whose state is saved; --resume goes on",
+    "stopped before": "stopped before step 1, with nothing to save; --resume goes on",
     "interrupted": "interrupted after step {step}, without a checkpoint; --resume goes on from the newest one",
 }
 
@@ -125,7 +126,8 @@ def train(
 
         outcome = launch.train(config, resume=resume, replay=replay)
     if outcome.status != "finished":
-        raise _EndedEarlyError(_ENDED[outcome.status].format(step=outcome.step))
+        how = "stopped before" if (outcome.status, outcome.step) == ("stopped", 0) else outcome.status
+        raise _EndedEarlyError(_ENDED[how].format(step=outcome.step))
     run_dir, hf_dir = config.trainer.run_dir, config.trainer.hf_dir
     model = f"{hf_dir}, a Hugging Face directory (transformers, vLLM and SGLang load it)"
     if not config.trainer.export_hf:

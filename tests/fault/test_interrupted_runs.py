@@ -81,7 +81,7 @@ def test_ctrl_c_before_the_first_step_does_not_wait_for_the_evaluation(tiny, tmp
         finished = run.finish()
         assert run.fired.exists() and run.left_behind() == []
     assert finished.code == INTERRUPTED, finished.stderr
-    assert "stopped after step 0" in finished.last_line
+    assert "stopped before step 1" in finished.last_line
     assert last_step(run_dir) == -1  # the first evaluation would have written step 0
 
 
