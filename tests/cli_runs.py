@@ -97,12 +97,12 @@ class Run:
         return [p for p in self.processes() if _command(p).startswith(title)]
 
     def wait_until(self, condition: Callable[[], bool], what: str, limit_s: float = RUN_LIMIT_S) -> None:
-        """Looks every 50 ms; fails the test when the run ends first or the limit passes."""
+        """Looks ten times a second; fails the test when the run ends first or the limit passes."""
         end = time.monotonic() + limit_s
         while not condition():
             assert self.driver.poll() is None, f"the run ended before {what}:\n{self._stderr.read_text()}"
             assert time.monotonic() < end, f"no {what} within {limit_s} s:\n{self._stderr.read_text()}"
-            time.sleep(0.05)
+            time.sleep(0.1)
 
     def interrupt(self) -> None:
         """Ctrl-C as a terminal sends it: to the whole process group."""

@@ -20,6 +20,8 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Ray runs its workers as background jobs (nice 15): beside the other process of pytest they would stand still.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 # A shell starts background jobs with Ctrl-C ignored, and children inherit that; some tests press it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
