@@ -8,20 +8,15 @@ groups, calls `function(layout=layout, **arguments)` on each and returns what ea
 from __future__ import annotations
 
 import multiprocessing
-import socket
 import traceback
 from typing import Any
+
+from megatron_daro.engine.sglang.ports import reserve_port
 
 LIMIT_S = 240
 # gloo leaves threads of destroyed groups behind; after many worlds they slow the processes down.
 WORLDS_PER_PROCESS = 60
 PRELOAD = ["torch", "transformers", "megatron_daro.actor.policy", "megatron_daro.actor.parallel"]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class RankPool:
@@ -46,14 +41,14 @@ class RankPool:
             self.close()
             self._start()
         self._worlds += 1
-        port = free_port()
         members = self._pipes[: layout.world_size]
-        for pipe in members:
-            pipe.send((function, layout, port, arguments))
         answers = []
-        for rank, pipe in enumerate(members):  # all of them first: an answer left behind would be the next test's
-            assert pipe.poll(LIMIT_S), f"rank {rank} did not answer within {LIMIT_S} s"
-            answers.append(pipe.recv())
+        with reserve_port("127.0.0.1") as reserved:  # pytest's other process may look for one at this moment
+            for pipe in members:
+                pipe.send((function, layout, reserved.port, arguments))
+            for rank, pipe in enumerate(members):  # all of them first: an answer left behind would be the next test's
+                assert pipe.poll(LIMIT_S), f"rank {rank} did not answer within {LIMIT_S} s"
+                answers.append(pipe.recv())
         results = []
         for rank, (ok, value) in enumerate(answers):
             assert ok, f"rank {rank}:\n{value}"

@@ -76,7 +76,7 @@ def reserve_port(host: str) -> Reservation:
     address = _local_address(host)
     directory = _lock_directory()
     candidates = candidate_ports()
-    for port in random.SystemRandom().sample(candidates, len(candidates)):
+    for port in random.Random(os.urandom(16)).sample(candidates, len(candidates)):
         reservation = _lock(directory, port)
         if reservation is None:
             continue

@@ -311,10 +311,11 @@ async def _answers(server: Server) -> bool:
     return True
 
 
-def _told_checksums(server: Server, answer: Any) -> list[dict[str, str]]:
+def _told_checksums(server: Server, answer: object) -> list[dict[str, str]]:
     """Read the answer of /weights_checker: of each rank, name -> checksum."""
+    told: Any = answer
     try:
-        first, *others = (dict(rank["checksums"]) for rank in answer["ranks"])
+        first, *others = (dict(rank["checksums"]) for rank in told["ranks"])
         return [first, *others]
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise EngineError(f"{server.url}/weights_checker: the answer has another form: {error!r}") from error
