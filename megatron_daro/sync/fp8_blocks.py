@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_daro.config.check_server_precision import FP8_BLOCK as BLOCK
 
-SCALE_SUFFIX = "_scale_inv"
+_SCALE_SUFFIX = "_scale_inv"
 _E4M3 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_E4M3).max
 
@@ -48,13 +48,6 @@ def cast(matrix_NK: Tensor) -> tuple[Tensor, Tensor]:
     return padded_NK[:rows, :columns].to(_E4M3), scale_nk
 
 
-def restored(narrow_NK: Tensor, scale_nk: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what a server computes with, [N, K] in `dtype`: the inverse of `cast` but for its rounding."""
-    scale_NK = scale_nk.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-    rows, columns = narrow_NK.shape
-    return (narrow_NK.float() * scale_NK[:rows, :columns]).to(dtype)
-
-
 def as_blocks(
     stream: Iterable[tuple[str, Tensor]], templates: Iterable[str], bucket_bytes: int, sent: list[str]
 ) -> Iterator[tuple[str, Tensor]]:
@@ -76,7 +69,7 @@ def as_blocks(
         narrow_NK, scale_nk = cast(tensor)
         sent.append(name)
         yield name, narrow_NK
-        yield from held.pass_on(name + SCALE_SUFFIX, scale_nk)
+        yield from held.pass_on(name + _SCALE_SUFFIX, scale_nk)
     yield from held.rest()
 
 

@@ -12,6 +12,7 @@ import hashlib
 import numpy as np
 import pytest
 import torch
+from fp8_restored import restored
 from sglang_pool import (
     collect,
     engine_of,
@@ -27,7 +28,7 @@ from sglang_pool import (
 
 from megatron_daro.engine.sglang import fp8_blocks
 from megatron_daro.sync.buckets import tensor_bytes
-from megatron_daro.sync.fp8_blocks import cast, restored
+from megatron_daro.sync.fp8_blocks import cast
 
 pytestmark = [pytest.mark.slow, pytest.mark.heavy, pytest.mark.timeout(600)]
 
