@@ -29,10 +29,10 @@ from megatron_daro.engine.sglang.answers import DirectAnswers
 from megatron_daro.engine.sglang.arguments import server_command
 from megatron_daro.engine.sglang.client import post_to
 from megatron_daro.engine.sglang.engine import SGLangEngine
-from megatron_daro.engine.sglang.ports import reserve_port
 from megatron_daro.engine.sglang.process import ManagedProcess
 from megatron_daro.engine.sglang.servers import ExternalServer
 from megatron_daro.engine.sglang.supervision import Expected
+from megatron_daro.ports import reserve_port
 from megatron_daro.sync import disk
 from megatron_daro.sync.plan import Digest, SendPlan, SendReport
 from megatron_daro.sync.sender import Sender, noted

@@ -17,7 +17,6 @@ import json
 import os
 import random
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -31,6 +30,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import problems
 import tokenizer
+
+from megatron_daro.ports import reserve_port
 
 SETTINGS_FILE = "settings.json"
 _SOURCES = ("build_base.py", "problems.py", "tokenizer.py")
@@ -211,11 +212,9 @@ def _fingerprint_in(target: Path) -> str | None:
 def _run_ranks(processes: int, start: Path, target: Path, settings: BaseSettings) -> None:
     import torch.multiprocessing
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    arguments = (processes, address, start, target, settings)
-    torch.multiprocessing.spawn(pretrain, arguments, nprocs=processes)
+    with reserve_port("127.0.0.1") as reserved:
+        arguments = (processes, f"tcp://127.0.0.1:{reserved.port}", start, target, settings)
+        torch.multiprocessing.spawn(pretrain, arguments, nprocs=processes)
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 Megatron-core asks for CUDA by name in four ways: factory calls with device="cuda", `torch.cuda.*` functions,
 `.cuda()` methods, and the type strings "torch.cuda.FloatTensor". Each is redirected to the CPU here. The functions that
 Megatron-core fuses with torch.compile run as they are written: loading the compiler alone takes seconds of every start.
+Where gloo does less than nccl (memory of what is on its way, unequal parts), the difference is made up for.
 
 Upstream: megatron-core 0.16.1 to 0.19.2. Reason: no CPU back end upstream; tests, CI and laptops need the same code as
 a GPU. Can go: when upstream takes its device from configuration.
@@ -70,6 +71,7 @@ def install() -> None:
     _redirect_factories()
     _redirect_cuda_module()
     _redirect_tensor_methods()
+    _redirect_sends()
     torch.compile = _uncompiled  # type: ignore[assignment]  # before the next, which imports Megatron-core
     _redirect_random_state()
     _redirect_experts()
@@ -148,6 +150,25 @@ def _redirect_random_state() -> None:
     module: Any = tp_random
     module._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     module._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+
+
+def _redirect_sends() -> None:
+    """Keep the memory of a tensor that is on its way.
+
+    With messages during computation Megatron-core takes the storage out of a tensor that it is still sending. nccl's
+    streams hold on to it; gloo would send whatever lies there by then.
+    """
+    import torch.distributed.distributed_c10d as c10d
+
+    modules: tuple[Any, Any] = (torch.distributed, c10d)  # the second knows by it what may be in a batch
+    original: Callable[..., object] = c10d.isend
+
+    @functools.wraps(original)
+    def call(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
+        return original(tensor.detach(), *args, **kwargs)  # another tensor of the same storage
+
+    for module in modules:
+        module.isend = call
 
 
 def _redirect_experts() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
-import socket
 import sys
 import traceback
 from multiprocessing.connection import Connection
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from megatron_daro.check_loss.records import Case, LossFunction, Outcome
 from megatron_daro.errors import AlgorithmError
+from megatron_daro.ports import reserve_port
 
 RANKS, ANSWER_S = 4, 120
 
@@ -88,25 +88,31 @@ class CasePool:
         layout = (case.tensor, case.pipeline, case.context, case.data, max(case.expert, 1))
         changed = case.world_size > 1 and layout != self._layout
         self._layout = layout if changed else self._layout
-        port = _free_port()
-        for rank, pipe in enumerate(members):
-            pipe.send((case, function, rank, port, changed))
-        answers: list[dict[str, Tensor]] = []
-        errors: list[str] = []
-        for rank, pipe in enumerate(members):
-            if errors or not pipe.poll(ANSWER_S):
-                errors.append(f"rank {rank} did not answer within {ANSWER_S} s: it waits for another rank")
-                continue
-            good, value = pipe.recv()
-            if good:
-                answers.append(value)
-            else:
-                errors.append(str(value))
+        with reserve_port("127.0.0.1") as reserved:
+            for rank, pipe in enumerate(members):
+                pipe.send((case, function, rank, reserved.port, changed))
+            answers, errors = _answers(members)
         if errors:
             self._stop()  # the neighbours of a rank that failed wait in a collective
             self._start()
             return Outcome(error=errors[0])
         return Outcome(joined(case, answers))
+
+
+def _answers(members: list[Connection]) -> tuple[list[dict[str, Tensor]], list[str]]:
+    """Return the gradients of all ranks, or what the first one that failed said."""
+    answers: list[dict[str, Tensor]] = []
+    errors: list[str] = []
+    for rank, pipe in enumerate(members):
+        if errors or not pipe.poll(ANSWER_S):
+            errors.append(f"rank {rank} did not answer within {ANSWER_S} s: it waits for another rank")
+            continue
+        good, value = pipe.recv()
+        if good:
+            answers.append(value)
+        else:
+            errors.append(str(value))
+    return answers, errors
 
 
 def serve(pipe: Connection, path: list[str]) -> None:
@@ -136,9 +142,3 @@ def serve(pipe: Connection, path: list[str]) -> None:
             pipe.send((True, run_case(case, function)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

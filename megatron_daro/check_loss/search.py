@@ -134,9 +134,12 @@ class _Oracle:
     def __init__(self, function: str, pool: CasePool) -> None:
         self._function, self._pool = function, pool
         self._references: dict[Case, Outcome] = {}
+        self.last_error = ""
 
     def run(self, case: Case) -> Outcome:
-        return self._pool.run(case, self._function)
+        outcome = self._pool.run(case, self._function)
+        self.last_error = outcome.error or self.last_error
+        return outcome
 
     def reference(self, case: Case) -> Outcome:
         plain = case.reference()
@@ -167,6 +170,13 @@ def _explain(report: Report, oracle: _Oracle, case: Case) -> None:
     report.case, report.difference, report.error = case, difference(found, wanted), found.error
     if found.error:
         report.cause = "the function fails in this layout: see the error"
+        return
+    if report.difference <= TOLERANCE:
+        report.error = oracle.last_error
+        report.cause = (
+            "the same case failed and then did not: it depends on something that is not in its inputs, such as state "
+            "kept from call to call or random numbers" + ("; see the error of the first time" if report.error else "")
+        )
         return
     finite = all(bool(g.isfinite().all()) for g in found.gradients.values())
     report.cause = likely_cause(case, constant_ratio(found.gradients, wanted.gradients), finite=finite)

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from megatron_daro.engine.sglang.ports import reserve_port
 from megatron_daro.errors import EngineError
+from megatron_daro.ports import reserve_port
 from megatron_daro.rehearse.canned_server import CannedAnswers
 
 LOOPBACK = "127.0.0.1"

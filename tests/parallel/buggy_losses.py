@@ -129,3 +129,13 @@ def experts_group(batch, step):
     ranks = dist.get_world_size(parallel_state.get_expert_data_parallel_group())
     factor = ranks / (step.data_parallel * step.context_parallel)
     return megatron_return(factor * _masked(_losses(batch), batch).sum() / step.tokens, batch, step)
+
+
+_several_seen: list[int] = []
+
+
+def once_different(batch, step):
+    """State that is kept between calls: the first call with several micro-batches, and no other, is twice as large."""
+    first = step.num_micro_batches > 1 and not _several_seen
+    _several_seen.extend([step.num_micro_batches] * (step.num_micro_batches > 1))
+    return megatron_return((1 + first) * _masked(_losses(batch), batch).sum() / step.tokens, batch, step)

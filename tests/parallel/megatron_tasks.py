@@ -46,6 +46,26 @@ def _shard(batch: TrainBatch, layout: Any, num_micro_batches: int) -> tuple[Trai
     return mine, [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
 
 
+def freed_on_the_way(layout: Any) -> list[float] | None:
+    """What rank 1 gets of a tensor that loses its storage, which is used again, before rank 1 listens."""
+    import torch
+    from torch import distributed
+
+    numbers = torch.arange(1000.0)
+    if distributed.get_rank():
+        distributed.barrier()
+        received = torch.empty_like(numbers)
+        distributed.irecv(tensor=received, src=0).wait()
+        return received.tolist()
+    sending = distributed.isend(tensor=numbers, dst=1)
+    numbers.data = torch.empty(1)
+    others = [torch.full((1000,), -1.0) for _ in range(50)]
+    distributed.barrier()
+    sending.wait()
+    assert len(others) == 50
+    return None
+
+
 def response_logprobs(path: Path, layout: Any, batch: TrainBatch, num_micro_batches: int, **options: Any) -> Any:
     """float32 [R] of this rank's samples and their row numbers; None before the last stage."""
     policy = _trainee(path, layout, {"name": "grpo"}, **options)

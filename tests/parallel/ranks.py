@@ -11,7 +11,7 @@ import multiprocessing
 import traceback
 from typing import Any
 
-from megatron_daro.engine.sglang.ports import reserve_port
+from megatron_daro.ports import reserve_port
 
 LIMIT_S = 240
 # gloo leaves threads of destroyed groups behind; after many worlds they slow the processes down.

@@ -151,6 +151,13 @@ def test_a_rank_that_raises_is_told_and_the_pool_goes_on(case_pool, monkeypatch)
     assert not outcome.error
 
 
+def test_what_differs_only_once_is_not_blamed_on_the_layout(case_pool):
+    from megatron_daro.check_loss.search import check
+
+    report = check("buggy_losses:once_different", pool=case_pool, flags=(True,), seconds=0)
+    assert not report.exact and report.cause.startswith("the same case failed and then did not")
+
+
 def test_simpler_cases_are_valid():
     from megatron_daro.check_loss import cases
 

@@ -5,6 +5,7 @@ The other files of this directory have a layout with them among theirs: algorith
 
 from __future__ import annotations
 
+import megatron_tasks
 import numpy as np
 import policy_tasks
 import pytest
@@ -69,6 +70,13 @@ def test_gradients_logprobs_and_weights(rank_pool, deep, sizes, micro_batches, m
     stored = load_file(directory / "model.safetensors")
     assert set(exported) == set(stored)
     assert all(torch.equal(exported[name], stored[name]) for name in stored)
+
+
+def test_what_is_on_its_way_is_kept_when_the_schedule_frees_the_output(rank_pool):
+    from megatron_daro.actor.parallel import Layout
+
+    _, received = rank_pool.run(megatron_tasks.freed_on_the_way, Layout(pipeline=2))
+    assert received == list(range(1000))
 
 
 @pytest.mark.parametrize(("micro_batches", "group"), [(1, 4), (4, 4), (5, 5), (6, 6), (7, 7), (8, 4), (9, 5), (13, 7)])

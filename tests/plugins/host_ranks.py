@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,16 +10,23 @@ from typing import Any
 
 import torch
 
+from megatron_daro.ports import reserve_port
+
 HERE = Path(__file__).parent
 
 
 def run_ranks(script: str, size: int, out: Path, *arguments: object, **environment: str) -> list[Any]:
     """What rank_N.pt holds in `out`, in order; the script takes `out`, then the arguments."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    with reserve_port("127.0.0.1") as reserved:
+        logs = _logs(script, size, out, arguments, {"MASTER_PORT": str(reserved.port), **environment})
+    assert "DARO is on" in logs[0]
+    return [torch.load(out / f"rank_{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+def _logs(script: str, size: int, out: Path, arguments: tuple[object, ...], environment: dict[str, str]) -> list[str]:
+    """What the ranks printed, in order, after all of them ended well."""
     paths = [str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
-    base = {**os.environ, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    base = {**os.environ, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
     base |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1", **environment}
     command = [sys.executable, "-W", "ignore", str(HERE / script), str(out), *map(str, arguments)]
     processes = [
@@ -40,8 +46,7 @@ def run_ranks(script: str, size: int, out: Path, *arguments: object, **environme
         for process in processes:
             process.kill()
     assert all(p.returncode == 0 for p in processes), "\n".join(log[-3000:] for log in logs)
-    assert "DARO is on" in logs[0]
-    return [torch.load(out / f"rank_{rank}.pt", weights_only=False) for rank in range(size)]
+    return logs
 
 
 def unlike(got: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_daro"
 NAME = PACKAGE.name
 
-LEVEL = {"types": 0, "errors": 0, "durable": 0, "families": 0, "config": 1, "observe": 1}
+LEVEL = {"types": 0, "errors": 0, "durable": 0, "ports": 0, "families": 0, "config": 1, "observe": 1}
 LEVEL |= dict.fromkeys(("algo", "reward", "data", "rollout", "convert", "plan", "slurm"), 2)
 LEVEL |= dict.fromkeys(("actor", "analyze", "curate", "engine", "evaluate", "sync", "controller", "recovery"), 3)
 LEVEL |= {"runtime": 4, "plugins": 4, "check_loss": 4, "rehearse": 4, "commands": 5, "cli": 6, "__main__": 7}

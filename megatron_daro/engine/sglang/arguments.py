@@ -83,7 +83,7 @@ def server_command(
         model_path: a local Hugging Face directory.
         host: address to listen on.
         port: HTTP port, reserved.
-        nccl_port: port of the server's own process group, reserved (see ports.py for why it is given).
+        nccl_port: port of the server's own process group, reserved (see megatron_daro/ports.py for why it is given).
         tensor_parallel: ranks.
         seed: of sampling.
         arguments: further arguments under upstream's names, with hyphens or underscores. True is a flag by itself;

@@ -81,7 +81,8 @@ class SGLangEngine:
         self._supervision = Supervision(self.fleet, handles, options, expected, warn=warn, join=self._join)
         sync_dir = options.sync_dir or run_dir / "sync"
         blocks = fp8_blocks.matrices(expected.model_type) if options.fp8_blocks else ()
-        self._updates = UpdateContext(self.fleet, options, blocks, sync_dir, self._probe, self.metrics, warn)
+        death_of = self._supervision.death_of
+        self._updates = UpdateContext(self.fleet, options, blocks, sync_dir, self._probe, death_of, self.metrics, warn)
         self._memory = SharedMemory(self.fleet, self._supervision, options)
         self._when_back: Callable[[str], Awaitable[None]] | None = None
         self._running: set[Running] = set()

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 from megatron_daro.config.hardware import gpus_with_own_first
 from megatron_daro.engine.sglang.arguments import ServerPart, server_command
 from megatron_daro.engine.sglang.environment_variables import CPU_SERVER
-from megatron_daro.engine.sglang.ports import Reservation, reserve_port
 from megatron_daro.engine.sglang.process import ManagedProcess
 from megatron_daro.errors import EngineError
+from megatron_daro.ports import Reservation, reserve_port
 
 _TAIL_LINES = 12
 

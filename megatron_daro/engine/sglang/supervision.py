@@ -149,12 +149,18 @@ class Supervision:
             self._fleet.fence(server, reason)
 
     async def _give_up(self, server: Server, reason: str) -> None:
-        end = time.monotonic() + _DEATH_S
-        while server.state == "joining" and time.monotonic() < end:
-            await self.examine(server)
-            await asyncio.sleep(_DEATH_POLL_S)
+        death = await self.death_of(server)
         if server.state == "joining":
-            self._fleet.fence(server, reason)
+            self._fleet.fence(server, death or reason)
+
+    async def death_of(self, server: Server) -> str:
+        """Why the process of a server that cannot be reached is gone, which may take a moment to be seen; empty where
+        it lives, and where nobody knows."""
+        handle = self._handles[server.name]
+        end = time.monotonic() + _DEATH_S
+        while not (reason := await handle.death()) and handle.restartable and time.monotonic() < end:
+            await asyncio.sleep(_DEATH_POLL_S)
+        return reason
 
     def _run(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)

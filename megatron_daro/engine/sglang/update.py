@@ -45,8 +45,9 @@ class UpdateContext:
     """What the updates of one fleet have in common.
 
     fp8_blocks: names of the matrices that are sent so, with `{layer}` and `{expert}` for numbers. sync_dir: where files
-    are written. probe: asks a server. metrics: of the engine. warn: tells a person. written: directories of files,
-    oldest first. checksums: of each server, with the digests of what it had been sent.
+    are written. probe: asks a server. death_of: why the process of one that cannot be reached is gone. metrics: of the
+    engine. warn: tells a person. written: directories of files, oldest first. checksums: of each server, with the
+    digests of what it had been sent.
     """
 
     fleet: Fleet
@@ -54,6 +55,7 @@ class UpdateContext:
     fp8_blocks: tuple[str, ...]
     sync_dir: Path
     probe: Probe
+    death_of: Callable[[Server], Awaitable[str]]
     metrics: Callable[[], Mapping[str, float]]
     warn: Callable[[str], None]
     files: Any = field(default_factory=itertools.count)
@@ -109,7 +111,7 @@ class ServerUpdate:
         for server, answers in zip(servers, answering, strict=True):
             failure = report.failures.get(server.name)
             if not answers:
-                self._fleet.fence(server, f"weight update, send: {failure or 'it does not answer'}")
+                await self._fence(server, "send", failure or "it does not answer", unreachable=True)
             elif failure and failure.kind == "refused":
                 self._fleet.fence(server, f"weight update, send: {failure} Does it serve the model of model.path?")
         others = ", ".join(server.name for server in self._taking_part()) or "none"
@@ -186,9 +188,15 @@ class ServerUpdate:
             try:
                 await work(server)
             except EngineError as error:
-                self._fleet.fence(server, f"weight update, {name}: {error}")
+                await self._fence(server, name, error, unreachable=isinstance(error, DisconnectedError))
 
         await asyncio.gather(*(one(server) for server in self._taking_part()))
+
+    async def _fence(self, server: Server, phase: str, failure: object, *, unreachable: bool) -> None:
+        """Give a server up. If its process is gone that is the reason: its log says more than a broken connection."""
+        death = await self._context.death_of(server) if unreachable else ""
+        if server.state == "updating":
+            self._fleet.fence(server, f"weight update, {phase}: {death or failure}")
 
     async def _post(self, server: Server, path: str, body: Mapping[str, Any] | None = None) -> object:
         try:

@@ -105,6 +105,26 @@ def test_requests_that_fail_are_explained_by_the_end_of_the_process_where_it_end
     run(scenario())
 
 
+@pytest.mark.parametrize("phase", ["begin", "send"])
+def test_an_update_that_breaks_off_is_explained_by_the_end_of_the_process(tmp_path, monkeypatch, phase):
+    """Nobody looks after a server in an update, and the end of all its children is seen late."""
+    monkeypatch.setattr(supervision, "_DEATH_S", 30)
+    path = {"begin": "/begin_weight_update", "send": "/update_weights_from_distributed"}[phase]
+
+    async def scenario():
+        async with managed(tmp_path, updated=Weights(), max_restarts=0) as fleet:
+            sick = fleet.stubs[0]
+            sick.answers[path] = sick.answers["/model_info"] = reset
+            update = asyncio.create_task(fleet.publish(Weights(), 2))
+            await fleet.until(lambda: sick.calls[path] and (phase == "begin" or sick.calls["/model_info"]))
+            handles_of(fleet)[0].dead = "its process ended with signal 9"
+            await update
+            assert fleet.states == ["fenced", "serving"]
+            assert fleet.servers[0].reason == f"weight update, {phase}: its process ended with signal 9"
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("answer", [never, answering(503), reset])
 def test_a_server_out_of_which_no_token_comes_is_given_up(tmp_path, answer):
     async def scenario():

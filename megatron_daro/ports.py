@@ -1,12 +1,13 @@
-"""Ports that stay ours between choosing them and the server's bind, seconds later.
+"""Ports that stay ours between choosing them and somebody's bind, up to seconds later.
 
-Place in the data flow: the fleet reserves ports -> arguments -> the server binds them. A port found by binding port 0
-lies in the kernel's range for outgoing connections and can be gone when the server gets to it; these are chosen
-outside that range and held by a lock on a file, which the kernel drops when the process dies, however it dies.
+Place in the data flow: the fleet reserves ports -> arguments -> the server binds them; who starts ranks of one machine
+reserves the port at which they meet. A port found by binding port 0 lies in the kernel's range for outgoing connections
+and can be gone when it is to be bound; these are chosen outside that range and held by a lock on a file, which the
+kernel drops when the process dies, however it dies.
 
-A server needs two reservations: its HTTP port and `--nccl-port`. Without the latter SGLang picks a free port while it
-reads its arguments and binds it seconds later in another process; two servers that start together can pick the same.
-Other ports that SGLang derives (its port + 233 and above) belong to attention data parallelism, which is refused.
+An SGLang server needs two: its HTTP port and `--nccl-port`. Without the latter SGLang picks a free port while it reads
+its arguments and binds it seconds later in another process; two servers that start together can pick the same. Other
+ports that SGLang derives (its port + 233 and above) belong to attention data parallelism, which is refused.
 
 Two users of one machine have a directory each, and so do not see each other's locks: ports are tried in random order
 and tested with bind. Refuses hosts that are no address of this machine.

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_daro.engine.sglang import ports
-from megatron_daro.engine.sglang.ports import candidate_ports, reserve_port
+from megatron_daro import ports
 from megatron_daro.errors import EngineError
+from megatron_daro.ports import candidate_ports, reserve_port
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +83,7 @@ def test_processes_at_once_get_different_ports(own_directory, few):
     expected = few(40)
     code = f"""
 import sys
-from megatron_daro.engine.sglang import ports
+from megatron_daro import ports
 ports.candidate_ports = lambda: {expected!r}
 held = []
 sys.stdin.readline()
@@ -115,7 +115,7 @@ def test_killed_holder_gives_the_port_back(few):
     (port,) = few(1)
     code = f"""
 import sys
-from megatron_daro.engine.sglang import ports
+from megatron_daro import ports
 ports.candidate_ports = lambda: [{port}]
 held = ports.reserve_port("127.0.0.1")
 print("held", flush=True)
