@@ -14,7 +14,6 @@ import dataclasses
 import datetime
 import json
 import platform
-import socket
 import sys
 import tempfile
 import time
@@ -23,6 +22,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from megatron_daro.ports import reserve_port
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests" / "gpu"), str(ROOT / "benchmarks")]
@@ -86,11 +87,9 @@ def main() -> int:
     from megatron_daro.actor import parallel
 
     device = devices.prepare()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    address = f"tcp://127.0.0.1:{port}"
-    parallel.initialize(parallel.Layout(), rank=0, init_method=address, seed=1, timeout_s=300)
+    with reserve_port("127.0.0.1") as reserved:
+        address = f"tcp://127.0.0.1:{reserved.port}"
+        parallel.initialize(parallel.Layout(), rank=0, init_method=address, seed=1, timeout_s=300)
     try:
         rows = run_checks(device, arguments.only)
         speeds = [] if arguments.no_speed else run_speed(device, small=arguments.rehearse)

@@ -128,7 +128,7 @@ class Store:
     def put(self, outcome: Outcome, dials: Dials | TinyDials) -> None:
         """Keep a finished run."""
         entry = {"key": self.key(outcome.job, dials), "records": outcome.records, "ended": outcome.ended}
-        entry["cpu_seconds"] = round(outcome.cpu_seconds, 2)
+        entry["cpu_seconds"] = outcome.cpu_seconds
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
 
@@ -140,7 +140,8 @@ def run_job(job: Job, dials: Dials | TinyDials, folder: Path) -> Outcome:
         run = tiny_run.run_arm(dials, job.arm, job.learning_rate, job.seed, folder / job.world)
     else:
         run = run_arm(dials, job.arm, job.learning_rate, job.seed, every=max(1, dials.steps // 30))
-    return Outcome(job, run.records, run.ended, run.cpu_seconds + time.process_time() - began)
+    cpu_seconds = round(run.cpu_seconds + time.process_time() - began, 2)  # the same in memory and in the file
+    return Outcome(job, run.records, run.ended, cpu_seconds)
 
 
 def run_all(jobs: Sequence[Job], plan: Plan, store: Store, processes: int) -> Iterator[Outcome]:

@@ -9,6 +9,7 @@ token adds the row of its own expert; rows lie on expert-parallel ranks and are 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Protocol
@@ -258,10 +259,10 @@ def under_torchrun(case: Case, function: LossFunction) -> None:
     if rank:
         return
     reference = case.reference()
-    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # else a store of our own would be looked for at the launcher
-    join(reference, 0, f"tcp://127.0.0.1:{int(os.environ['MASTER_PORT']) + 1}")
-    wanted = run_case(reference, function)
-    shutdown()
+    with tempfile.TemporaryDirectory() as folder:
+        join(reference, 0, f"file://{folder}/ranks")
+        wanted = run_case(reference, function)
+        shutdown()
     for name, gradient in wanted.items():
         size = float(gradient.abs().max())
         print(f"{name}: largest difference {float((found[name] - gradient).abs().max()):.3e}, gradient {size:.3e}")

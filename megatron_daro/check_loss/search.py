@@ -108,7 +108,7 @@ def check(
         failed += [] if row.exact else [case]
         number += 1
     if failed:
-        _explain(report, oracle, failed[0])
+        _explain(report, oracle, failed)
     report.seconds = time.monotonic() - started
     return report
 
@@ -163,9 +163,10 @@ def difference(found: Outcome, wanted: Outcome) -> float:
     return worst
 
 
-def _explain(report: Report, oracle: _Oracle, case: Case) -> None:
-    """Make the case as small as it gets, and name its cause."""
-    case = _shrunk(oracle, case)
+def _explain(report: Report, oracle: _Oracle, failed: Sequence[Case]) -> None:
+    """Make the first case that fails again as small as it gets, and name its cause."""
+    again = next((case for case in failed if oracle.difference(case) > TOLERANCE), failed[0])
+    case = _shrunk(oracle, again)
     found, wanted = oracle.run(case), oracle.reference(case)
     report.case, report.difference, report.error = case, difference(found, wanted), found.error
     if found.error:

@@ -12,7 +12,6 @@ import dataclasses
 import gc
 import ipaddress
 import os
-import socket
 import tempfile
 import threading
 import time
@@ -31,6 +30,7 @@ from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.engine.sglang.client import post_to
 from megatron_daro.observe import logs
+from megatron_daro.ports import Reservation, reserve_port
 from megatron_daro.runtime.calls import translated
 from megatron_daro.sync.buckets import WeightBucket, bucketize
 from megatron_daro.sync.plan import SendFailure, SendPlan, SendReport
@@ -61,6 +61,16 @@ class Place:
     remarks: tuple[str, ...] = ()
 
 
+def meeting_place(address: str, folder: Path) -> tuple[str, Reservation | None]:
+    """Return where ranks meet, for torch: below `folder` if the address is loopback; else a port there, which is ours
+    until the reservation is closed."""
+    if ipaddress.ip_address(address).is_loopback:
+        return f"file://{tempfile.mkdtemp(prefix='megatron_daro_', dir=folder)}/ranks", None
+    reserved = reserve_port(address)
+    host = f"[{address}]" if ":" in address else address
+    return f"tcp://{host}:{reserved.port}", reserved
+
+
 @_actor(concurrency_groups=_GROUPS, max_restarts=0, max_task_retries=0)
 class TrainWorker:
     """One rank of the policy. `setup` must be called on all ranks at once."""
@@ -70,6 +80,7 @@ class TrainWorker:
         self._rank = rank
         self._policy: Any = None
         self._sender: Any = None
+        self._reserved: Reservation | None = None
 
     @ray.method(concurrency_group="watch")
     def sentinel(self) -> None:
@@ -87,14 +98,10 @@ class TrainWorker:
 
         torch's own rendezvous server would listen on every interface.
         """
-        address = ray.util.get_node_ip_address()
-        if ipaddress.ip_address(address).is_loopback:
-            node: Any = ray._private.worker.global_worker.node
-            session = node.get_session_dir_path()  # goes with the cluster
-            return f"file://{tempfile.mkdtemp(prefix='megatron_daro_', dir=session)}/ranks"
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            return f"tcp://{address}:{probe.getsockname()[1]}"
+        node: Any = ray._private.worker.global_worker.node
+        session = Path(node.get_session_dir_path())  # goes with the cluster
+        place, self._reserved = meeting_place(ray.util.get_node_ip_address(), session)
+        return place
 
     @ray.method(concurrency_group="work")
     @logs.failures_logged
@@ -117,6 +124,8 @@ class TrainWorker:
         from megatron_daro.actor.policy import MegatronPolicy, layout_of
 
         parallel.initialize(layout_of(actor), rank=self._rank, init_method=init_method, seed=seed, timeout_s=timeout_s)
+        if self._reserved is not None:
+            self._reserved.close()  # torch listens on it
         self._policy = MegatronPolicy(settings, actor, algorithm)
         gc.freeze()  # the other ranks of a collective call would wait while this one looks through its modules
 

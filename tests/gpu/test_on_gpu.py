@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 import torch
 from gpu_checks import CHECKS
 from gpu_outcomes import NotHereError
+
+from megatron_daro.ports import reserve_port
 
 
 @pytest.fixture(scope="module")
@@ -17,11 +17,9 @@ def device():
     from megatron_daro.actor.device import prepare
 
     assert torch.cuda.is_available(), "tests/conftest.py let a test through that needs a GPU"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    address = f"tcp://127.0.0.1:{port}"
-    parallel.initialize(parallel.Layout(), rank=0, init_method=address, seed=1, timeout_s=120)
+    with reserve_port("127.0.0.1") as reserved:
+        address = f"tcp://127.0.0.1:{reserved.port}"
+        parallel.initialize(parallel.Layout(), rank=0, init_method=address, seed=1, timeout_s=120)
     yield prepare()
     parallel.shutdown()
 

@@ -131,11 +131,23 @@ def experts_group(batch, step):
     return megatron_return(factor * _masked(_losses(batch), batch).sum() / step.tokens, batch, step)
 
 
-_several_seen: list[int] = []
+_several_seen: set[str] = set()
+
+
+def _twice_as_large_once(name, step):
+    """2 at this process's first call with several micro-batches, and 1 at all others."""
+    first = step.num_micro_batches > 1 and name not in _several_seen
+    _several_seen.update([name] if first else [])
+    return 1 + first
 
 
 def once_different(batch, step):
-    """State that is kept between calls: the first call with several micro-batches, and no other, is twice as large."""
-    first = step.num_micro_batches > 1 and not _several_seen
-    _several_seen.extend([step.num_micro_batches] * (step.num_micro_batches > 1))
-    return megatron_return((1 + first) * _masked(_losses(batch), batch).sum() / step.tokens, batch, step)
+    """State that is kept between calls, and nothing else."""
+    factor = _twice_as_large_once("once_different", step)
+    return megatron_return(factor * _masked(_losses(batch), batch).sum() / step.tokens, batch, step)
+
+
+def once_different_and_padded(batch, step):
+    """The same, and padded positions are trained."""
+    factor = _twice_as_large_once("once_different_and_padded", step)
+    return megatron_return(factor * _losses(batch).sum() / step.tokens, batch, step)

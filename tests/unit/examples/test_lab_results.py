@@ -181,6 +181,9 @@ def test_a_finished_run_is_used_only_while_everything_it_depends_on_is_the_same(
     store, (_, plan) = lab.Store(out), lab.parse(["--quick"])
     job, dials = plan.tuning()[0], plan.dials("skewed")
     assert store.get(job, dials) is not None
+    again = lab.run_job(job, dials, out)
+    store.put(again, dials)
+    assert lab.Store(out).get(job, dials) == again, "a run is the same whether it was read or has just ended"
     assert store.get(job, lab.dataclasses.replace(dials, wrong_length=1.0)) is None
     monkeypatch.setattr(lab, "_code_fingerprint", lambda kind: "changed")
     assert lab.Store(out).get(job, dials) is None
