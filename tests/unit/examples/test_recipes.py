@@ -23,6 +23,7 @@ from megatron_daro.slurm.submission import gpus_of
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = [*sorted((ROOT / "examples" / "recipes").glob("*.yaml")), ROOT / "examples" / "lab" / "at-1.5b.yaml"]
+PREPARE = ROOT / "examples" / "recipes" / "prepare_data.py"
 NAMES = [path.stem for path in RECIPES]
 BASELINES = re.findall(
     r"^\| [^|]+ \| `(algorithm\.name=[^`]+)` \|$", (ROOT / "examples/recipes/README.md").read_text(), re.M
@@ -39,15 +40,21 @@ pytestmark = pytest.mark.shared
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A directory with the files that recipes name: real configurations and tokenizers, weights of no size."""
+    """A directory with the files that recipes name: real configurations, tokenizers and evaluation sets; weights of no
+    size, and two rows to train on."""
     if not SHARED.is_dir():
         pytest.skip(f"needs the model configurations in {SHARED}")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     row = json.dumps({"problem": "1 + 1?", "answer": "2"}) + "\n"
     (tmp_path / "data").mkdir()
-    for name in ("dapo_math_17k", "aime24", "math500", "gsm8k_train", "gsm8k_test", "math_train"):
+    for name in ("dapo_math_17k", "gsm8k_train", "math_train"):
         (tmp_path / "data" / f"{name}.jsonl").write_text(row * 2)
+    prepare = runpy.run_path(str(PREPARE))
+    for name in ("aime24", "math500", "gsm8k_test"):
+        (source,) = (SHARED / "eval").glob(f"{name}.*.jsonl")
+        monkeypatch.setattr("sys.argv", ["prepare_data.py", "--out", "data", "--name", name, str(source)])
+        prepare["main"]()
     return tmp_path
 
 
@@ -80,7 +87,7 @@ def test_there_are_recipes_and_baselines():
 
 
 def test_the_data_script_writes_each_problem_once(place, monkeypatch, capsys):
-    prepare = runpy.run_path(str(ROOT / "examples" / "recipes" / "prepare_data.py"))
+    prepare = runpy.run_path(str(PREPARE))
     file = place / "raw.jsonl"
     with file.open("w") as out:
         for problem, answer in [("a", "1"), ("a", "1"), ("b", "2"), ("c", "3"), ("c", "4")]:
