@@ -97,7 +97,8 @@ def _plots(pairs: Sequence[Pair]) -> list[Plot]:
     }
     diagonal: Trace = {"type": "scatter", "mode": "lines", "x": [0, 1], "y": [0, 1], "showlegend": False}
     diagonal |= {"line": {"color": COLOURS[-1], "width": 1, "dash": "dot"}, "hoverinfo": "skip"}
-    axes = {name: {"title": {"text": f"pass rate of {who}"}, "tickformat": ".0%", "dtick": 0.25} for name, who in _AXES}
+    shown = {"tickformat": ".0%", "dtick": 0.25, "range": [-0.05, 1.05]}
+    axes = {name: {"title": {"text": f"pass rate of {who}"}, **shown} for name, who in _AXES}
     scatter = Plot(
         "Pass rate of each problem",
         "One point a pair of pass rates, larger where more problems share it. Above the line B is better.",
@@ -116,7 +117,7 @@ def _plots(pairs: Sequence[Pair]) -> list[Plot]:
         "How many problems differ by how much; right of 0 B is better.",
         [histogram],
         {
-            "xaxis": {"title": {"text": "B - A"}, "tickformat": "+.0%", "dtick": 0.25},
+            "xaxis": {"title": {"text": "B - A"}, "tickformat": "+.0%", "dtick": 0.25, "range": [-1.1, 1.1]},
             "yaxis": {"title": {"text": "problems"}},
         },
     )

@@ -255,6 +255,7 @@ def test_narrower_clamp_pulls_a_loaded_state_in():
         ({"clamp": (2.0, 10.0)}, "clamp"),
         ({"learning_rate": -1.0}, "learning_rate"),
         ({"betas": (0.9, 1.0)}, "betas"),
+        ({"betas": (-0.5, 0.9)}, "betas"),
         ({"eps": 0.0}, "eps"),
     ],
 )
