@@ -50,7 +50,7 @@ _SGLANG, _LOSS = "tests/unit/engine/sglang/test_sglang_", "tests/parallel/test_l
 _TABLE: dict[str, tuple[str, ...]] = {
     "algo/adam.py": (_GOLDEN, f"{_ALGO}states.py", f"{_ALGO}difficulty.py"),
     "algo/advantages.py": (_GOLDEN, f"{_ALGO}advantages.py"),
-    "algo/algorithm.py": (_GOLDEN, f"{_ALGO}states.py", f"{_ALGO}weighting.py"),
+    "algo/algorithm.py": (_GOLDEN, f"{_ALGO}states.py", f"{_ALGO}weighting.py", f"{_ALGO}learning.py"),
     "algo/corrections.py": (f"{_ALGO}corrections.py", _GOLDEN, f"{_ALGO}objective.py"),
     "algo/difficulty.py": (_GOLDEN, f"{_ALGO}difficulty.py"),
     "algo/difficulty_weights.py": (_GOLDEN, f"{_ALGO}difficulty_weights.py", f"{_ALGO}difficulty.py"),
@@ -62,7 +62,7 @@ _TABLE: dict[str, tuple[str, ...]] = {
     "algo/shaping.py": (f"{_ALGO}shaping.py",),
     "algo/surrogate.py": (_GOLDEN, f"{_ALGO}surrogate.py", f"{_ALGO}objective.py"),
     "algo/trust_regions.py": (f"{_ALGO}trust_regions.py",),
-    "algo/weighting.py": (_GOLDEN, f"{_ALGO}weighting.py"),
+    "algo/weighting.py": (_GOLDEN, f"{_ALGO}weighting.py", f"{_ALGO}learning.py"),
     "actor/loss.py": (
         f"{_LOSS}test_terms_equal_the_reference[cp2_dp2-all]",
         f"{_LOSS}test_terms_equal_the_reference[cp2_dp2-gspo]",

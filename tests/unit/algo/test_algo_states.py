@@ -167,6 +167,7 @@ def test_torn_states_are_refused_and_change_nothing(name, changed):
     [
         ("maxrl", {"gamma": 1.0}, "gamma"),
         ("f_grpo", {"gamma": -0.1}, "gamma: got -0.1, allowed is a number 0 or more"),
+        ("mgpo", {"strength": -0.1}, "strength: got -0.1, allowed is a number 0 or more"),
         ("mgpo", {"target": 1.0}, "target: got 1.0, allowed is a number above 0 and below 1"),
         ("dgpo", {"temperature": 0.0}, "temperature"),
         ("ha_dw", {"window": 1}, "window"),
@@ -181,6 +182,14 @@ def test_torn_states_are_refused_and_change_nothing(name, changed):
 def test_options_out_of_range_are_refused(name, options, said):
     with pytest.raises(AlgorithmError, match=said):
         build(name, **options)
+
+
+def test_fade_goes_on_from_a_step_in_which_all_was_right():
+    algorithm = build("fade")
+    algorithm._solved, algorithm._entropy, algorithm._target = 1.0, 0.5, 0.9
+    other = build("fade")
+    other.load_state_dict(algorithm.state_dict())
+    assert other.state_dict() == algorithm.state_dict()
 
 
 @pytest.mark.parametrize("name", STATEFUL)

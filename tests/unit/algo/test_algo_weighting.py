@@ -304,6 +304,11 @@ def test_options_of_daro():
     build("daro", 4, learning_rate=0.1, magnitude="token", clamp=(0.2, 5.0))
     with pytest.raises(AlgorithmError, match="magnitude"):
         build("daro", 4, magnitude="mean")
+    assert build("daro", 4, magnitude="gradient").needs_gradient_squares
+    assert not build("daro", 4, magnitude="abs").needs_gradient_squares
+    for edges in [(5, 3), (3, 3), (0, 3)]:
+        with pytest.raises(AlgorithmError, match="length_edges"):
+            build("daro", 4, length_edges=edges)
 
 
 def test_std_override_and_rloo():
@@ -313,6 +318,7 @@ def test_std_override_and_rloo():
     with pytest.raises(AlgorithmError, match=r"std: got 'sample', allowed with rloo: auto or none"):
         build("rloo", 4, std="sample")
     assert build("rloo", 4, std="none").remarks == build("lite_ppo", 4).remarks == ()
+    assert "auto is what dr_grpo is" in build("dr_grpo", 4, std="sample").remarks[0]
     assert "auto is what lite_ppo is" in build("lite_ppo", 4, std="sample").remarks[0]
 
 
