@@ -149,7 +149,7 @@ class Saver:
 def policy_of(root: Path, layers: int) -> MegatronPolicy:
     """One rank with the optimizer of training."""
     make_checkpoint(root / "hf", layers, {**CONFIG, "vocab_size": 32768})
-    parallel.initialize(Layout(), rank=0, init_method=f"file://{root}/rendezvous", seed=1, timeout_s=600)
+    parallel.initialize(Layout(), seed=1, timeout_s=600)
     settings = PolicySettings(root / "hf", ROLLOUTS, 64, 1.0, total_steps=1000)
     actor = ActorSection(precision="bf16", optimizer={"learning_rate": 1e-6})  # type: ignore[arg-type]
     return MegatronPolicy(settings, actor, AlgorithmSection(name="grpo"))

@@ -23,8 +23,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from megatron_daro.ports import reserve_port
-
 RESULT_FILE = Path(__file__).parent / "results" / "daro_overhead.json"
 ROLLOUTS = 8
 TARGET_RATIO = 1.02
@@ -97,9 +95,7 @@ def build_policies(directory: Path, names: tuple[str, ...]) -> dict[str, Any]:
     from megatron_daro.config.actor import ActorSection
     from megatron_daro.config.algorithm import AlgorithmSection
 
-    with reserve_port("127.0.0.1") as reserved:
-        address = f"tcp://127.0.0.1:{reserved.port}"
-        parallel.initialize(parallel.Layout(), rank=0, init_method=address, seed=1, timeout_s=60)
+    parallel.initialize(parallel.Layout(), seed=1, timeout_s=60)
     settings = PolicySettings(directory, ROLLOUTS, max_response_tokens=64, temperature=1.0, total_steps=10_000)
     actor = ActorSection(precision="fp32")
     return {name: MegatronPolicy(settings, actor, AlgorithmSection(name=name)) for name in names}

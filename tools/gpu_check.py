@@ -23,8 +23,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from megatron_daro.ports import reserve_port
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests" / "gpu"), str(ROOT / "benchmarks")]
 
@@ -87,9 +85,7 @@ def main() -> int:
     from megatron_daro.actor import parallel
 
     device = devices.prepare()
-    with reserve_port("127.0.0.1") as reserved:
-        address = f"tcp://127.0.0.1:{reserved.port}"
-        parallel.initialize(parallel.Layout(), rank=0, init_method=address, seed=1, timeout_s=300)
+    parallel.initialize(parallel.Layout(), seed=1, timeout_s=300)
     try:
         rows = run_checks(device, arguments.only)
         speeds = [] if arguments.no_speed else run_speed(device, small=arguments.rehearse)

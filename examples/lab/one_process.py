@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -157,9 +156,8 @@ def train(config: Config) -> RunOutcome:
     shown = Progress(
         total_steps=config.trainer.steps, rollouts_per_prompt=size, mode="off", title=str(run_dir), phases=phases
     )
-    with tempfile.TemporaryDirectory() as meeting, shown as progress, MetricsLog(run_dir, tensorboard=False) as metrics:
-        address, seed = f"file://{meeting}/ranks", config.trainer.seed
-        parallel.initialize(layout_of(config.actor), rank=0, init_method=address, seed=seed, timeout_s=_LIMIT_S)
+    with shown as progress, MetricsLog(run_dir, tensorboard=False) as metrics:
+        parallel.initialize(layout_of(config.actor), seed=config.trainer.seed, timeout_s=_LIMIT_S)
         try:
             inputs = read_inputs(config, progress)
             algorithm = parts.algorithm_of(config)

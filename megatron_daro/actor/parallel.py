@@ -56,13 +56,13 @@ class Layout:
         return self.tensor * self.pipeline * self.context * self.data
 
 
-def initialize(layout: Layout, *, rank: int, init_method: str, seed: int, timeout_s: float) -> None:
+def initialize(layout: Layout, *, rank: int = 0, init_method: str | None = None, seed: int, timeout_s: float) -> None:
     """Join the process group and build Megatron's groups. Collectives that wait longer than `timeout_s` fail.
 
     Args:
         layout: sizes; their product is the world size.
         rank: this process, 0..world_size-1 (TP fastest, then CP, DP, PP: Megatron's order "tp-cp-ep-dp-pp").
-        init_method: a torch rendezvous address such as "tcp://127.0.0.1:29500".
+        init_method: a torch rendezvous address such as "tcp://127.0.0.1:29500"; None: a world of this process alone.
         seed: base seed; Megatron offsets it per TP and PP rank.
         timeout_s: limit of every collective, in seconds.
     """
@@ -71,8 +71,9 @@ def initialize(layout: Layout, *, rank: int, init_method: str, seed: int, timeou
     dist.init_process_group(
         backend,
         init_method=init_method,
+        store=dist.HashStore() if init_method is None else None,
         rank=rank,
-        world_size=layout.world_size,
+        world_size=1 if init_method is None else layout.world_size,
         timeout=datetime.timedelta(seconds=timeout_s),
     )
     build_groups(layout, seed=seed)

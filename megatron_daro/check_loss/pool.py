@@ -6,6 +6,7 @@ that does not answer in time is ended with its neighbours, and the case counts a
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing
 import sys
@@ -88,9 +89,10 @@ class CasePool:
         layout = (case.tensor, case.pipeline, case.context, case.data, max(case.expert, 1))
         changed = case.world_size > 1 and layout != self._layout
         self._layout = layout if changed else self._layout
-        with reserve_port("127.0.0.1") as reserved:
+        with contextlib.ExitStack() as held:
+            meeting = f"tcp://127.0.0.1:{held.enter_context(reserve_port('127.0.0.1')).port}" if changed else None
             for rank, pipe in enumerate(members):
-                pipe.send((case, function, rank, reserved.port, changed))
+                pipe.send((case, function, rank, meeting))
             answers, errors = _answers(members)
         if errors:
             self._stop()  # the neighbours of a rank that failed wait in a collective
@@ -130,14 +132,14 @@ def serve(pipe: Connection, path: list[str]) -> None:
     alone = False
     while True:
         try:
-            case, name, rank, port, changed = pipe.recv()
+            case, name, rank, meeting = pipe.recv()
         except EOFError:
             return
         try:
             function = find_function(name)
-            if changed or (case.world_size == 1 and not alone):
+            if meeting or (case.world_size == 1 and not alone):
                 shutdown()
-                join(case, rank, f"tcp://127.0.0.1:{port}")
+                join(case, rank, meeting)
                 alone = case.world_size == 1
             pipe.send((True, run_case(case, function)))
         except BaseException:

@@ -15,7 +15,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,14 +61,20 @@ class Place:
     remarks: tuple[str, ...] = ()
 
 
-def meeting_place(address: str, folder: Path) -> tuple[str, Reservation | None]:
+def meeting_place(address: str, folder: Callable[[], Path]) -> tuple[str, Reservation | None]:
     """Return where ranks meet, for torch: below `folder` if the address is loopback; else a port there, which is ours
     until the reservation is closed."""
     if ipaddress.ip_address(address).is_loopback:
-        return f"file://{tempfile.mkdtemp(prefix='megatron_daro_', dir=folder)}/ranks", None
+        return f"file://{tempfile.mkdtemp(prefix='megatron_daro_', dir=folder())}/ranks", None
     reserved = reserve_port(address)
     host = f"[{address}]" if ":" in address else address
     return f"tcp://{host}:{reserved.port}", reserved
+
+
+def _session_folder() -> Path:
+    """Return a folder of this node that goes with the cluster."""
+    node: Any = ray._private.worker.global_worker.node
+    return Path(node.get_session_dir_path())
 
 
 @_actor(concurrency_groups=_GROUPS, max_restarts=0, max_task_retries=0)
@@ -98,9 +104,7 @@ class TrainWorker:
 
         torch's own rendezvous server would listen on every interface.
         """
-        node: Any = ray._private.worker.global_worker.node
-        session = Path(node.get_session_dir_path())  # goes with the cluster
-        place, self._reserved = meeting_place(ray.util.get_node_ip_address(), session)
+        place, self._reserved = meeting_place(ray.util.get_node_ip_address(), _session_folder)
         return place
 
     @ray.method(concurrency_group="work")

@@ -7,8 +7,6 @@ import torch
 from gpu_checks import CHECKS
 from gpu_outcomes import NotHereError
 
-from megatron_daro.ports import reserve_port
-
 
 @pytest.fixture(scope="module")
 def device():
@@ -17,9 +15,7 @@ def device():
     from megatron_daro.actor.device import prepare
 
     assert torch.cuda.is_available(), "tests/conftest.py let a test through that needs a GPU"
-    with reserve_port("127.0.0.1") as reserved:
-        address = f"tcp://127.0.0.1:{reserved.port}"
-        parallel.initialize(parallel.Layout(), rank=0, init_method=address, seed=1, timeout_s=120)
+    parallel.initialize(parallel.Layout(), seed=1, timeout_s=120)
     yield prepare()
     parallel.shutdown()
 

@@ -108,12 +108,15 @@ class ServerUpdate:
         """Fences those whose fault a failed sending is. All others only saw the group end."""
         servers = self._taking_part()
         answering = await asyncio.gather(*(_answers(server) for server in servers))
-        for server, answers in zip(servers, answering, strict=True):
+
+        async def judge(server: Server, answers: bool) -> None:
             failure = report.failures.get(server.name)
             if not answers:
                 await self._fence(server, "send", failure or "it does not answer", unreachable=True)
             elif failure and failure.kind == "refused":
                 self._fleet.fence(server, f"weight update, send: {failure} Does it serve the model of model.path?")
+
+        await asyncio.gather(*map(judge, servers, answering))
         others = ", ".join(server.name for server in self._taking_part()) or "none"
         all_said = "; ".join(f"{name}: {failure}" for name, failure in report.failures.items())
         again = f"sent again from the beginning to: {others}"

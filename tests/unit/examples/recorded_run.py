@@ -10,7 +10,6 @@ import numpy as np
 
 from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.config import Config, to_yaml
-from megatron_daro.ports import reserve_port
 from megatron_daro.rollout.recorder import Recorder
 from megatron_daro.types import Group, Prompt, Rollout, Verdict
 
@@ -92,9 +91,7 @@ def _train(config: Config, steps: list[list[Group]], run: Path) -> None:
     from megatron_daro.actor.settings import PolicySettings
     from megatron_daro.data.batch import build_batch
 
-    with reserve_port("127.0.0.1") as reserved:
-        address = f"tcp://127.0.0.1:{reserved.port}"
-        parallel.initialize(parallel.Layout(), rank=0, init_method=address, seed=0, timeout_s=60)
+    parallel.initialize(parallel.Layout(), seed=0, timeout_s=60)
     settings = PolicySettings(
         config.model.path,
         rollouts_per_prompt=ROLLOUTS,

@@ -10,7 +10,7 @@ from megatron_daro.runtime.workers import meeting_place
 
 
 def test_on_loopback_it_is_a_file_of_its_own(tmp_path):
-    places = [meeting_place(address, tmp_path) for address in ("127.0.0.1", "127.0.0.2", "::1")]
+    places = [meeting_place(address, lambda: tmp_path) for address in ("127.0.0.1", "127.0.0.2", "::1")]
     assert all(reserved is None for _, reserved in places)
     files = [Path(place.removeprefix("file://")) for place, _ in places]
     assert len(set(files)) == 3 and all(file.parent.is_dir() and file.is_relative_to(tmp_path) for file in files)
@@ -19,8 +19,12 @@ def test_on_loopback_it_is_a_file_of_its_own(tmp_path):
 def test_elsewhere_it_is_a_port_that_is_ours_until_it_is_given_back(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     few = candidate_ports()[:2]
+
+    def not_asked():
+        raise AssertionError("nothing of Ray's is needed for it")
+
     monkeypatch.setattr(ports, "candidate_ports", lambda: few)
-    place, reserved = meeting_place("0.0.0.0", tmp_path)  # an address of every machine; nothing listens on it
+    place, reserved = meeting_place("0.0.0.0", not_asked)  # an address of every machine; nothing listens on it
     assert place == f"tcp://0.0.0.0:{reserved.port}" and reserved.port in few
     with reserve_port("127.0.0.1") as other:
         assert {reserved.port, other.port} == set(few)
