@@ -19,10 +19,9 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet as parquet
 
-from megatron_daro.analyze.rows import choose_columns, rows_of
-from megatron_daro.analyze.sums import read_dump
-from megatron_daro.analyze.views import view_of
 from megatron_daro.config.algorithm import DaroSection
+from megatron_daro.workshop.analyze.rows import choose_columns, rows_of
+from megatron_daro.workshop.analyze.views import read_dump, view_of
 
 K = 16
 

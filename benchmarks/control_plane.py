@@ -43,7 +43,6 @@ from megatron_daro.engine.sglang.fleet import Fleet
 from megatron_daro.observe.metrics import MetricsLog
 from megatron_daro.observe.progress import Progress
 from megatron_daro.observe.trace import Phases
-from megatron_daro.rehearse.gauges import Watch, cpu_s
 from megatron_daro.rollout.recorder import Recorder
 from megatron_daro.runtime import parts
 from megatron_daro.runtime.calls import gather
@@ -52,6 +51,7 @@ from megatron_daro.runtime.inputs import read_inputs
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.runtime.workers import Place
 from megatron_daro.types import StepResult, TrainBatch
+from megatron_daro.workshop.rehearse.loop import Watch, cpu_s
 
 SAMPLES, TOKENS, SERVERS, RANKS = 8, 4900, 2, 2
 CPU_GOAL_S, STALL_GOAL_MS, P99_GOAL_MS, MEMORY_GOAL_GIB = 3.0, 100.0, 20.0, 6.0

@@ -6,7 +6,12 @@ to Hugging Face files; each ends with `sync`, and the system's copy of the sourc
 second are those of the source. Peak memory is the largest resident set of any one process of the conversion, looked at
 20 times a second.
 
+With --experts another model instead: the tensors of Qwen3-30B-A3B, 48 layers of 128 experts, with tiny widths. What is
+measured then is all that is not bytes, in CPU seconds of one process: to each format of Megatron's and back, in turns;
+with --parts in as many files and parts as the real one has, each of which opens the source anew.
+
     python benchmarks/convert.py [--layers 36] [--rounds 3] [--processes 2] [--directory DIR] [--json]
+    python benchmarks/convert.py --experts [--parts] [--layers 48] [--rounds 3] [--json]
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,10 +35,11 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_daro.config.model_shape import read_model_shape
+from megatron_daro.convert import conversion, plan
 from megatron_daro.convert.hf_writer import write_hf_checkpoint
 from megatron_daro.convert.mapping import hf_tensor_shapes
 
-RESULTS = Path(__file__).parent / "results" / "convert.json"
+RESULTS = Path(__file__).parent / "results"
 GIB = 1024**3
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -50,6 +56,28 @@ CONFIG = {
 }
 
 
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 8,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "vocab_size": 512,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+_REAL_GB = 61.1
+_MOST_RATIO = 1.5
+
+
 def verdict(what: str, got: float, goal: float, *, most: bool) -> str:
     """Return a line that says whether a number reaches its goal. most: the goal is an upper limit."""
     held = got <= goal if most else got >= goal
@@ -64,6 +92,8 @@ def make_checkpoint(directory: Path, layers: int, config: Mapping[str, object] =
 
     def values(dims: tuple[int, ...]) -> torch.Tensor:
         number = torch.Size(dims).numel()
+        if number <= len(block):  # a copy: a view of the block would hold all of it
+            return block[:number].clone().view(dims)
         return block.repeat(-(-number // len(block)))[:number].view(dims)
 
     write_hf_checkpoint(directory, ((name, values(dims)) for name, dims in shapes.items()), config)
@@ -124,6 +154,38 @@ def measure(root: Path, *, layers: int, rounds: int, processes: int) -> dict[str
     }
 
 
+def measure_experts(root: Path, *, layers: int, rounds: int, parts: bool) -> dict[str, object]:
+    """CPU seconds of one process to each format and back, in turns; medians."""
+    hf, megatron, back = root / "hf", root / "megatron", root / "back"
+    size = make_checkpoint(hf, layers, EXPERTS)
+    share = size / (_REAL_GB * 1e9) if parts else 1.0
+    if parts:
+        plan._LEAST_FILE_BYTES = 1
+        conversion.PART_BYTES = int(conversion.PART_BYTES * share)
+    seconds: dict[str, list[float]] = {}
+
+    def carry_out(name: str, make_plan: Callable[[], plan.Plan], out: Path) -> None:
+        start = time.process_time()
+        conversion.convert(make_plan(), out, processes=1, verify=False, progress=lambda phase, done: None)
+        seconds.setdefault(name, []).append(time.process_time() - start)
+
+    for _ in range(rounds):
+        for format_ in plan.FORMATS:
+            carry_out(f"to {format_}", lambda name=format_: plan.plan_to_megatron(hf, name, None), megatron)
+            carry_out(f"from {format_}", lambda: plan.plan_to_hf(megatron, hf, None, int(5e9 * share)), back)
+            shutil.rmtree(megatron)
+            shutil.rmtree(back)
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    return {
+        "layers": layers,
+        "experts": EXPERTS["num_experts"],
+        "rounds": rounds,
+        "parts": parts,
+        "cpu_seconds": seconds,
+        "back_over_to": {name: median[f"from {name}"] / median[f"to {name}"] for name in plan.FORMATS},
+    }
+
+
 def table(found: dict[str, dict[str, float]]) -> Table:
     """One line for each command."""
     made = Table("command", "GiB/s (median)", "of cp + sync", "peak memory of a process, GiB")
@@ -134,21 +196,32 @@ def table(found: dict[str, dict[str, float]]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=36, help="layers of the model, 36: 3.4 billion parameters")
+    parser.add_argument("--layers", type=int, help="layers of the model; unset: 36, 3.4 billion parameters, or 48")
+    parser.add_argument("--experts", action="store_true", help="many small tensors of experts instead of large ones")
+    parser.add_argument("--parts", action="store_true", help="with --experts: as many files as the real model has")
     parser.add_argument("--rounds", type=int, default=3, help="turns")
     parser.add_argument("--processes", type=int, default=2, help="of each conversion")
     parser.add_argument("--directory", type=Path, help="where the files go; needs three times their size")
-    parser.add_argument("--json", action="store_true", help=f"also write {RESULTS.name} into benchmarks/results")
+    parser.add_argument("--json", action="store_true", help="also write the numbers into benchmarks/results")
     given = parser.parse_args()
+    if given.experts:
+        with tempfile.TemporaryDirectory(dir=given.directory) as root:
+            experts = measure_experts(Path(root), layers=given.layers or 48, rounds=given.rounds, parts=given.parts)
+        print(json.dumps(experts, indent=1))
+        for name, ratio in experts["back_over_to"].items():  # type: ignore[attr-defined]
+            print(verdict(f"CPU seconds from {name} over those to it", ratio, _MOST_RATIO, most=True))
+        if given.json:
+            (RESULTS / "convert_experts.json").write_text(json.dumps(experts, indent=1) + "\n")
+        return
     with tempfile.TemporaryDirectory(dir=given.directory) as root:
-        found = measure(Path(root), layers=given.layers, rounds=given.rounds, processes=given.processes)
+        found = measure(Path(root), layers=given.layers or 36, rounds=given.rounds, processes=given.processes)
     Console().print(table(found))  # type: ignore[arg-type]
     for name, share in found["of_cp"].items():  # type: ignore[attr-defined]
         if name != "cp":
             print(verdict(f"{name}, bytes per second of cp + sync", share, 0.6, most=False))
             print(verdict(f"{name}, GiB of a process", found["peak_gib"][name], 1.5, most=True))  # type: ignore[index]
     if given.json:
-        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+        (RESULTS / "convert.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

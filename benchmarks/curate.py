@@ -27,9 +27,9 @@ from curate_set import PLANTED, planted_set
 from rich.console import Console
 from rich.table import Table
 
-from megatron_daro.curate.hashing import Ragged, sequence_hash, signatures, similar_pairs
-from megatron_daro.curate.statements import statement_of
 from megatron_daro.data.prompts import load_problems
+from megatron_daro.workshop.curate.alike import Ragged, sequence_hash, signatures, similar_pairs
+from megatron_daro.workshop.curate.statements import statement_of
 
 _SHOWN = 10
 ROOT = Path(__file__).resolve().parent.parent

@@ -33,12 +33,13 @@ from sglang_pool import engine_of, section  # noqa: E402
 from verifiers import FILES, golds_of, load  # noqa: E402
 
 from megatron_daro.config.sections import EvalSet  # noqa: E402
+from megatron_daro.data.template import HeldOut  # noqa: E402
 from megatron_daro.engine.sglang.generation import calls  # noqa: E402
-from megatron_daro.evaluate.answers import AnswerStore  # noqa: E402
-from megatron_daro.evaluate.asking import Parts, ask  # noqa: E402
-from megatron_daro.evaluate.questions import HeldOut, Question, questions_of, requests  # noqa: E402
 from megatron_daro.reward.pool import RewardPool  # noqa: E402
 from megatron_daro.types import Prompt  # noqa: E402
+from megatron_daro.workshop.evaluate.answers import AnswerStore  # noqa: E402
+from megatron_daro.workshop.evaluate.asking import Parts, ask  # noqa: E402
+from megatron_daro.workshop.evaluate.questions import Question, questions_of, requests  # noqa: E402
 
 SERVERS, LIMIT_S = 2, 60.0
 

@@ -28,9 +28,9 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from verifier_classes import Judge, Triple, dapo_rule, math_verify_default, pool_judge, print_table  # noqa: E402
 from verifiers import FILES, golds_of, respelled  # noqa: E402
 
-from megatron_daro.evaluate.answers import rows  # noqa: E402
 from megatron_daro.reward import VerifierSpec  # noqa: E402
 from megatron_daro.reward.extraction import last_box  # noqa: E402
+from megatron_daro.workshop.evaluate.answers import rows  # noqa: E402
 
 Case = tuple[str, str, Triple]
 """(set, kind of answer, what graders get)"""

@@ -30,8 +30,8 @@ from rich.table import Table
 
 from megatron_daro.config import Config, resolve
 from megatron_daro.config.model_shape import ModelShape, read_model_shape
-from megatron_daro.plan.gpus import Gpu
-from megatron_daro.plan.history import WARM_UP_STEPS, fitted, predicted_step, read_history
+from megatron_daro.workshop.plan.gpus import Gpu
+from megatron_daro.workshop.plan.history import WARM_UP_STEPS, fitted, predicted_step, read_history
 
 GOAL = 0.15
 QUICKSTART = Path(__file__).resolve().parents[1] / "examples" / "quickstart"

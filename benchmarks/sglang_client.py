@@ -31,8 +31,8 @@ from transformers import AutoModelForCausalLM
 
 from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang import generation
-from megatron_daro.engine.sglang.answers import DirectAnswers
 from megatron_daro.engine.sglang.engine import SGLangEngine
+from megatron_daro.engine.sglang.generation import DirectAnswers
 from megatron_daro.engine.sglang.supervision import Expected
 from megatron_daro.types import GroupRequest, Prompt, SamplingParams
 

@@ -31,7 +31,7 @@ from soak_proxy import ProxiedServer
 from megatron_daro.config import resolve
 from megatron_daro.runtime import launch, parts, sglang_group
 from megatron_daro.sync.plan import SendPlan
-from megatron_daro.sync.weight_sync import WeightSync
+from megatron_daro.sync.publish import WeightSync
 
 _REASONS = (
     ("process ended", r"process ended|Ray actor"),

@@ -36,19 +36,18 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from megatron_daro.actor.settings import PolicySettings
+from megatron_daro.actor.parallel import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.sections import SGLangSection
-from megatron_daro.engine.sglang.answers import DirectAnswers
 from megatron_daro.engine.sglang.engine import SGLangEngine
-from megatron_daro.engine.sglang.generation import probe_text
+from megatron_daro.engine.sglang.generation import DirectAnswers, probe_text
 from megatron_daro.engine.sglang.supervision import Expected
 from megatron_daro.engine.sglang.update import CPU_BUCKET_MIB, ServerUpdate
 from megatron_daro.runtime.cluster import cluster
 from megatron_daro.runtime.placement import Placement
 from megatron_daro.runtime.policy_group import PolicyGroup
-from megatron_daro.sync.weight_sync import WeightSync
+from megatron_daro.sync.publish import WeightSync
 
 TIME_GOAL, MEMORY_GOAL = 2.0, 2.0
 # Pages of the allocator, of messages and of the forward pass of 16 tokens: what two buckets may be exceeded by.

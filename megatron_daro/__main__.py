@@ -1,7 +1,23 @@
-"""`python -m megatron_daro` is the console command `megatron-daro`."""
+"""`python -m megatron_daro` is the console command `megatron-daro`; a missing package is said in a sentence."""
 
 import sys
 
-from megatron_daro.cli import main
 
-sys.exit(main())
+def main() -> int:
+    """Run the command line; return its exit code."""
+    try:
+        from megatron_daro.cli import main as run
+    except ModuleNotFoundError as error:
+        if not error.name or error.name.startswith("megatron_daro"):
+            raise
+        print(
+            f"megatron-daro: the package {error.name!r} is not installed in {sys.executable}; fix: pip install -e . in "
+            "the checkout, then `megatron-daro doctor`",
+            file=sys.stderr,
+        )
+        return 1
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,6 +1,6 @@
-"""The console command `megatron-daro`: train, report, convert-rollouts, and those of commands/.
+"""The console command `megatron-daro`: train, report, and those of commands/.
 
-Place in the data flow: the composition root. Reads the configuration, calls the runtime or the report, turns errors
+The composition root. Reads the configuration, calls the runtime or the report, turns errors
 into exit codes. What a sub-command needs is imported inside it, so `--help` loads neither torch nor ray. Does no work
 of its own.
 
@@ -158,7 +158,7 @@ def report(
 ) -> None:
     """Write a self-contained HTML report of a run."""
     _require_directory("RUN", run, "a run directory")
-    from megatron_daro.observe.report import write_report
+    from megatron_daro.workshop.report.report import write_report
 
     target = output or run / "report.html"
     write_report(run, target, host=host)
@@ -166,21 +166,6 @@ def report(
 
 
 app.command(epilog="--check MODEL_CONFIG --world N ... writes nothing: see check-layout.")(convert)
-
-
-@app.command(name="convert-rollouts")
-def convert_rollouts(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.", show_default=False)],
-) -> None:
-    """Turn rollouts that an older version recorded (.jsonl.zst) into Parquet files."""
-    _require_directory("RUN", run, "a run directory")
-    from megatron_daro.rollout.jsonl_rollouts import convert_run
-
-    converted = 0
-    for source, target in convert_run(run):
-        typer.echo(f"{source} -> {target.name}")
-        converted += 1
-    typer.echo(f"{converted} files converted; {run} has no others of the older format")
 
 
 def _require_directory(name: str, path: Path, allowed: str) -> None:
@@ -210,7 +195,7 @@ def _cluster_hardware() -> tuple[Hardware | None, ConfigError | None]:
     if not os.environ.get("RAY_ADDRESS"):
         return None, None
     from megatron_daro.config.hardware import unknown
-    from megatron_daro.runtime.ray_hardware import ask
+    from megatron_daro.runtime.cluster import ask
 
     try:
         return ask(), None
@@ -220,7 +205,7 @@ def _cluster_hardware() -> tuple[Hardware | None, ConfigError | None]:
 
 def _rehearse(config: Config, *, resume: bool, replay: Path | None, owns_process: bool) -> None:
     """Return what needs files but no process, as the start itself would do it."""
-    from megatron_daro.runtime.rehearsal import needs_torch, rehearse
+    from megatron_daro.runtime.preflight import needs_torch, rehearse
 
     if owns_process and not resume and not needs_torch(config):
         # transformers reads a tokenizer without torch as well, and is imported in a third of the time then.

@@ -1,6 +1,6 @@
 """The training loop: batches of rollouts in, optimizer steps, weight syncs, checkpoints and metrics out.
 
-Place in the data flow: the composition root builds the parts and runs one Controller. Three coroutines under one task
+The composition root builds the parts and runs one Controller. Three coroutines under one task
 group: `_generate` fills batches, `_train` uses them up, `_watch` waits for Ctrl-C. Generation of batch m may begin when
 batch m - 1 - max_staleness is trained, so 0 is synchronous training and 1 overlaps the two, by the same code. The
 weight version of the policy is the number of the last step, also where a step was skipped. `shutdown` is the one place
@@ -22,17 +22,14 @@ from megatron_daro.config.sections import TrainerSection
 from megatron_daro.errors import DataError, NonFiniteError
 from megatron_daro.observe.drift import DriftWatch
 from megatron_daro.recovery import STATE_FORMAT, BackgroundSave, check_fits
-from megatron_daro.rollout.beside import Evaluations
+from megatron_daro.rollout.async_eval import Evaluations
 from megatron_daro.rollout.deadlines import Deadlines, first_cause
 from megatron_daro.rollout.ledger import Outcome
-from megatron_daro.rollout.no_signal import SignalWatch
 from megatron_daro.rollout.protocol import CheckpointStore, MetricsSink, Phases, Progress
 from megatron_daro.rollout.recorder import Recorder, read_waiting, write_waiting
-from megatron_daro.rollout.sampled_batch import BatchSource, SampledBatch
-from megatron_daro.rollout.summary import update_metrics
-from megatron_daro.rollout.update_plan import Update, last_step, passed, plan_updates
-from megatron_daro.sync.turns import Turns
-from megatron_daro.sync.weight_sync import ExportingPolicy, ReceivingEngine, WeightSync
+from megatron_daro.rollout.sampled_batch import BatchSource, SampledBatch, Update, last_step, passed, plan_updates
+from megatron_daro.rollout.summary import SignalWatch, update_metrics
+from megatron_daro.sync.publish import ExportingPolicy, ReceivingEngine, Turns, WeightSync
 from megatron_daro.types import Group, PlainValue, StepResult, TrainBatch
 
 _MAX_LOST_IN_A_ROW = 5
@@ -109,7 +106,9 @@ class Controller:
         self._saving = BackgroundSave()
         self._last_batch: SampledBatch | None = None
         self._unrecorded: tuple[Group, ...] = ()
-        self._resolved: deque[dict[int, Outcome]] = deque(maxlen=max_staleness + 2)
+        # Groups of the last batch and of as many before it as generation may run ahead: no earlier one was still in the
+        # books, without an outcome, when the last one was sampled.
+        self._resolved: deque[dict[int, Outcome]] = deque(maxlen=max_staleness + 1)
         self._weights: dict[str, float] = {}
         self._weight_sync = WeightSync(parts.policy, parts.engine) if parts.engine else None
         self._queue: asyncio.Queue[SampledBatch | None] = asyncio.Queue()

@@ -1,6 +1,6 @@
 """Files and names that survive a crash of the machine: fsync of a file, of a folder, of all that a folder holds.
 
-Place in the data flow: checkpoints, rollouts, metrics and exported weights are forced to the disk by these before
+Checkpoints, rollouts, metrics and exported weights are forced to the disk by these before
 anything says that they are there. A rename is durable once the folder that holds the name was synced.
 """
 

@@ -1,6 +1,6 @@
 """The error tree: one root, picklable, every message says what was got, what is allowed and how to fix it.
 
-Place in the data flow: none; every layer raises from here. Errors cross process
+None; every layer raises from here. Errors cross process
 borders (Ray workers, verifier workers), so each carries only its message.
 """
 

@@ -1,6 +1,6 @@
 """Ports that stay ours between choosing them and somebody's bind, up to seconds later.
 
-Place in the data flow: the fleet reserves ports -> arguments -> the server binds them; who starts ranks of one machine
+The fleet reserves ports -> arguments -> the server binds them; who starts ranks of one machine
 reserves the port at which they meet. A port found by binding port 0 lies in the kernel's range for outgoing connections
 and can be gone when it is to be bound; these are chosen outside that range and held by a lock on a file, which the
 kernel drops when the process dies, however it dies.

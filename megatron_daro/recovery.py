@@ -1,6 +1,6 @@
 """Checkpoints that survive a crash: written whole or not at all, verified before use, pruned only when safe.
 
-Place in the data flow: controller -> `Checkpoints.save` -> RUN/checkpoints/step_000020/ = what the policy wrote,
+Controller -> `Checkpoints.save` -> RUN/checkpoints/step_000020/ = what the policy wrote,
 state.json (the controller's state), made_with.json (what the run was made of), manifest.json (size and SHA-256 of every
 file, written last); then RUN/checkpoints/latest. `find_latest_valid` gives the newest one that is whole. It is written
 beside its place, synced and renamed, so no reader ever sees half of one. It refuses torn and edited checkpoints, and
@@ -18,7 +18,10 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
+
+import pydantic_core
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
 from megatron_daro import durable
 from megatron_daro.errors import CheckpointError, disk_fault
@@ -29,9 +32,63 @@ STATE = "state.json"
 MADE_WITH = "made_with.json"
 LATEST = "latest"
 STATE_FORMAT = 2
-_MANIFEST_FORMAT = 1
 _STEP_DIRECTORY = re.compile(r"step_(\d{6,})")
 _HASH_THREADS = 4
+
+
+class _Shape(BaseModel):
+    """What a JSON file of a checkpoint must be like; "3" is no number. Further keys are left alone."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+_ShapeT = TypeVar("_ShapeT", bound=_Shape)
+
+
+class _FileEntry(_Shape):
+    bytes: NonNegativeInt
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class _Manifest(_Shape):
+    format: Literal[1]
+    files: dict[str, _FileEntry]
+
+
+class _State(_Shape):
+    """state.json of format 2. The sampler's part is its own affair."""
+
+    step: NonNegativeInt
+    batches_done: NonNegativeInt
+    skipped_steps: NonNegativeInt
+    sampler: dict[str, Any]
+    difficulty_weights: dict[str, float]
+    identity: dict[str, Any]
+
+
+class _NamedSet(_Shape):
+    name: str
+
+
+class _DataSection(_Shape):
+    eval: list[_NamedSet]
+
+
+class _MadeWithConfig(_Shape):
+    data: _DataSection
+
+
+class _MadeWith(_Shape):
+    """made_with.json, as the restart audit reads it (runtime/restart_audit.py writes it)."""
+
+    config: _MadeWithConfig
+    model: dict[str, Any]
+    bound_files: dict[str, str]
+    free_files: dict[str, str]
+    train_files: list[str]
+    eval_files: dict[str, str]
+    packages: dict[str, str]
+    machine: dict[str, Any]
 
 
 class Checkpoints:
@@ -218,25 +275,23 @@ def verify(checkpoint: Path, *, hashes: bool = True) -> None:
     Raises:
         CheckpointError: names the first file that is missing, of another size, or of other content.
     """
-    manifest = _read_json(checkpoint / MANIFEST)
-    files = manifest.get("files")
-    if manifest.get("format") != _MANIFEST_FORMAT or not isinstance(files, dict) or STATE not in files:
-        raise CheckpointError(
-            f"{checkpoint / MANIFEST}: not a manifest of format {_MANIFEST_FORMAT}; use another checkpoint"
-        )
+    path = checkpoint / MANIFEST
+    files = _shaped(_Manifest, _read_json(path), path).files
+    if STATE not in files:
+        raise CheckpointError(f"{path}: does not name {STATE}: torn or edited; use another checkpoint")
     for name, entry in files.items():
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise CheckpointError(f"{checkpoint / MANIFEST}: names {name!r}, outside the checkpoint; it was edited")
-        path = checkpoint / name
-        if not path.is_file():
-            raise CheckpointError(f"{path}: missing; use another checkpoint")
-        if path.stat().st_size != entry["bytes"]:
+            raise CheckpointError(f"{path}: names {name!r}, outside the checkpoint; it was edited")
+        size = _file_size(checkpoint / name)
+        if size is None:
+            raise CheckpointError(f"{checkpoint / name}: missing; use another checkpoint")
+        if size != entry.bytes:
             raise CheckpointError(
-                f"{path}: {path.stat().st_size} bytes, but the manifest says {entry['bytes']}: torn or edited"
+                f"{checkpoint / name}: {size} bytes, but the manifest says {entry.bytes}: torn or edited"
             )
     if hashes:
         for name, digest in _digests(checkpoint, list(files)).items():
-            if digest != files[name]["sha256"]:
+            if digest != files[name].sha256:
                 raise CheckpointError(f"{checkpoint / name}: its SHA-256 is not that of the manifest: torn or edited")
 
 
@@ -244,20 +299,30 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     """Return the controller's state in a checkpoint.
 
     Raises:
-        CheckpointError: it is no JSON object, or of another step than its directory.
+        CheckpointError: it is no JSON object, of another step than its directory, or misses what its format has.
     """
     state = _read_json(checkpoint / STATE)
     if state.get("step") != _step_of(checkpoint):
         raise CheckpointError(
             f"{checkpoint / STATE}: step {state.get('step')!r} in {checkpoint.name}: renamed or edited"
         )
+    if state.get("format") == STATE_FORMAT:  # `check_fits` refuses the others
+        _shaped(_State, state, checkpoint / STATE)
     return state
 
 
 def read_made_with(checkpoint: Path) -> dict[str, Any] | None:
-    """Return what the run was made of when it wrote this checkpoint; None for one that does not say."""
+    """Return what the run was made of when it wrote this checkpoint; None for one that does not say.
+
+    Raises:
+        CheckpointError: it cannot be read, or misses what every description has.
+    """
     path = checkpoint / MADE_WITH
-    return _read_json(path) if path.exists() else None
+    if not path.exists():
+        return None
+    content = _read_json(path)
+    _shaped(_MadeWith, content, path)
+    return content
 
 
 def check_fits(checkpoint: Path, state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
@@ -309,7 +374,10 @@ def require_fresh(run_dir: Path) -> None:
 
 def _check_pointer(directory: Path, found: Path, notices: Notices) -> None:
     pointer = directory / LATEST
-    named = pointer.read_text(errors="replace").strip() if pointer.is_file() else "(missing)"
+    try:
+        named = pointer.read_text(errors="replace").strip() if pointer.is_file() else "(missing)"
+    except OSError as error:
+        named = f"(not readable: {error.strerror})"
     if named != found.name:
         notices.warn(f"{pointer} names {named!r}; the newest whole checkpoint is {found.name}, which is used")
 
@@ -327,9 +395,7 @@ def _seal(directory: Path, step: int, state: Mapping[str, Any]) -> None:
         durable.sync(directory / name)
     digests = known | _digests(directory, [name for name in names if name not in known])
     files = {name: {"bytes": (directory / name).stat().st_size, "sha256": digests[name]} for name in names}
-    durable.write(
-        directory / MANIFEST, json.dumps({"format": _MANIFEST_FORMAT, "step": step, "files": files}, indent=1)
-    )
+    durable.write(directory / MANIFEST, json.dumps({"format": 1, "step": step, "files": files}, indent=1))
     for path in [*(p for p in directory.rglob("*") if p.is_dir()), directory]:
         durable.sync(path)
 
@@ -348,12 +414,34 @@ def _digests(directory: Path, names: list[str]) -> dict[str, str]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text())
+        # Not json.loads: that one ends in a RecursionError where arrays are nested thousands deep.
+        content = pydantic_core.from_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}; use another checkpoint") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: no JSON object; use another checkpoint")
     return content
+
+
+def _shaped(shape: type[_ShapeT], content: Mapping[str, Any], path: Path) -> _ShapeT:
+    """Return a file's content by name. Raises CheckpointError, which says what stands where something else belongs."""
+    try:
+        return shape.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        got = "nothing" if first["type"] == "missing" else f"{first['input']!r:.80}"
+        raise CheckpointError(
+            f"{path}: {place}: got {got}; {first['msg']}: edited, or of another version; use another checkpoint"
+        ) from error
+
+
+def _file_size(path: Path) -> int | None:
+    """Return the bytes of a file; None where there is none, or none can have that name."""
+    try:
+        return path.stat().st_size if path.is_file() else None
+    except OSError:
+        return None
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Records that cross a process border: prompts, rollouts, verdicts, groups, training batches.
 
-Place in the data flow: prompts -> engine -> Rollout -> verifier -> Verdict -> Group -> TrainBatch -> actor ->
+Prompts -> engine -> Rollout -> verifier -> Verdict -> Group -> TrainBatch -> actor ->
 StepResult.
 Everything is frozen, slotted, annotated and made of plain Python and numpy, so it pickles cheaply and imports no torch.
 

@@ -8,6 +8,7 @@ told from the original by any test stands in mutation_equivalent.toml with its r
     python tests/mutation.py --sample 40 --seed 1                # 40 mutants of each module
     python tests/mutation.py --module algo --module data/packing # all mutants of these
     python tests/mutation.py --list                              # modules, number of mutants, tests
+    python tests/mutation.py --everything --sample 100 --seed 19 # 100 of the whole package, drawn by code lines
 
 Why not cosmic-ray's or mutmut's own runner: both start an interpreter for each mutant, which imports torch and Megatron
 for longer than the tests take. Here torch is imported once, and every mutant runs in a fork of that process.
@@ -19,11 +20,13 @@ import argparse
 import importlib
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from mutants import Mutant, changed_lines, find_mutants
@@ -36,6 +39,12 @@ PRELOAD = (
     "hypothesis",
     "hypothesis.strategies",
     "pydantic",
+    "pyarrow.parquet",
+    "safetensors.torch",
+    "transformers",
+    "math_verify",
+    "sympy",
+    "ray",
     "aiohttp",
     "pytest_timeout",
     "_pytest.pytester",
@@ -48,20 +57,22 @@ _GOLDEN = "tests/golden/test_algo_golden.py"
 _ALGO, _ROLLOUT, _DATA = "tests/unit/algo/test_algo_", "tests/unit/rollout/test_", "tests/unit/data/test_"
 _SGLANG, _LOSS = "tests/unit/engine/sglang/test_sglang_", "tests/parallel/test_loss_terms.py::"
 _TABLE: dict[str, tuple[str, ...]] = {
-    "algo/adam.py": (_GOLDEN, f"{_ALGO}states.py", f"{_ALGO}difficulty.py"),
-    "algo/advantages.py": (_GOLDEN, f"{_ALGO}advantages.py"),
+    "algo/advantages.py": (_GOLDEN, f"{_ALGO}advantages.py", f"{_ALGO}shaping.py"),
     "algo/algorithm.py": (_GOLDEN, f"{_ALGO}states.py", f"{_ALGO}weighting.py", f"{_ALGO}learning.py"),
     "algo/corrections.py": (f"{_ALGO}corrections.py", _GOLDEN, f"{_ALGO}objective.py"),
     "algo/difficulty.py": (_GOLDEN, f"{_ALGO}difficulty.py"),
-    "algo/difficulty_weights.py": (_GOLDEN, f"{_ALGO}difficulty_weights.py", f"{_ALGO}difficulty.py"),
+    "algo/difficulty_weights.py": (
+        *(_GOLDEN, f"{_ALGO}difficulty_weights.py"),
+        *(f"{_ALGO}difficulty.py", f"{_ALGO}states.py"),
+    ),
     "algo/histories.py": (_GOLDEN, f"{_ALGO}states.py"),
     "algo/lengths.py": (_GOLDEN, f"{_ALGO}states.py"),
-    "algo/objective.py": (_GOLDEN, f"{_ALGO}objective.py"),
     "algo/pass_rate_rules.py": (_GOLDEN, f"{_ALGO}states.py", f"{_ALGO}weighting.py"),
-    "algo/regularizers.py": (_GOLDEN, f"{_ALGO}surrogate.py", f"{_ALGO}objective.py"),
-    "algo/shaping.py": (f"{_ALGO}shaping.py",),
+    "algo/objective.py": (
+        *(_GOLDEN, f"{_ALGO}surrogate.py"),
+        *(f"{_ALGO}objective.py", f"{_ALGO}trust_regions.py"),
+    ),
     "algo/surrogate.py": (_GOLDEN, f"{_ALGO}surrogate.py", f"{_ALGO}objective.py"),
-    "algo/trust_regions.py": (f"{_ALGO}trust_regions.py",),
     "algo/weighting.py": (_GOLDEN, f"{_ALGO}weighting.py", f"{_ALGO}learning.py"),
     "actor/loss.py": (
         f"{_LOSS}test_terms_equal_the_reference[cp2_dp2-all]",
@@ -82,8 +93,69 @@ _TABLE: dict[str, tuple[str, ...]] = {
 MODULES = {f"megatron_daro/{name}": tests for name, tests in _TABLE.items()}
 """Module -> the tests that belong to it, fastest first."""
 
+_UNSEEN = (
+    "workshop/report/",
+    "workshop/curate/output.py",
+    "workshop/evaluate/compare.py",
+    "workshop/plan/scaling.py",
+    "workshop/rehearse/report.py",
+)
+"""Plots and pages: people look at them. The start of a module's path in the package."""
+_PARALLEL, _FAULT = "tests/parallel/test_", "tests/fault/test_"
+_FURTHER: dict[str, tuple[str, ...]] = {
+    "actor/": tuple(
+        f"{_PARALLEL}{name}.py"
+        for name in ("train_steps", "loss_terms", "logprobs_models", "checkpoints", "host_memory", "routing_replay")
+    ),
+    "actor/model.py": (f"{_PARALLEL}experts.py", f"{_PARALLEL}virtual_stages.py"),
+    "actor/step.py": (f"{_PARALLEL}nonfinite_steps.py",),
+    "algo/": ("tests/golden",),
+    "workshop/check_loss/": (f"{_PARALLEL}check_loss.py",),
+    "cli.py": (f"{_FAULT}bad_inputs.py",),
+    "commands/": ("tests/unit/test_cli.py",),
+    "commands/analyze.py": ("tests/unit/analyze",),
+    "commands/check_layout.py": ("tests/unit/actor/test_world_check.py",),
+    "commands/check_loss.py": (f"{_PARALLEL}check_loss.py",),
+    "commands/convert.py": ("tests/unit/test_convert_command.py",),
+    "commands/curate.py": ("tests/unit/curate",),
+    "commands/doctor.py": ("tests/unit/runtime/test_diagnosis.py",),
+    "commands/rehearse.py": ("tests/e2e/test_rehearsals.py",),
+    "commands/submit.py": ("tests/unit/slurm",),
+    "config/": ("tests/unit/test_cli.py", "tests/unit/examples/test_recipes.py"),
+    "controller.py": ("tests/unit/rollout", "tests/unit/test_background_save.py"),
+    "convert/": ("tests/unit/test_convert_command.py", f"{_PARALLEL}converted_checkpoints.py"),
+    "engine/": ("tests/contract/test_engine_contract.py", "tests/unit/sync"),
+    "workshop/evaluate/": ("tests/unit/commands/test_evaluate_command.py",),
+    "families/": ("tests/unit/convert/test_model_shape.py", "tests/unit/config"),
+    "workshop/plan/": ("tests/unit/commands/test_plan_command.py",),
+    "plugins/": ("tests/contract/test_host_contracts.py", "tests/plugins"),
+    "recovery.py": (f"{_FAULT}damaged_checkpoints.py",),
+    "workshop/rehearse/": ("tests/e2e/test_rehearsals.py",),
+    "reward/": (f"{_FAULT}reward_pool_faults.py",),
+    "rollout/": ("tests/unit/test_controller.py",),
+    "runtime/": ("tests/unit/test_run_directory.py", "tests/unit/test_interrupts.py", "tests/e2e/test_train_runs.py"),
+    "workshop/curate/pass_rates.py": ("tests/unit/curate/test_sampled.py",),
+    "sync/": ("tests/unit/engine/sglang/test_sglang_update.py", "tests/unit/test_controller.py"),
+}
+"""Start of a module's path in the package -> tests beside those of its folder in tests/unit."""
+
 Key = tuple[str, str, str]
 """Module, lines taken away, lines put there: what a mutant is, wherever its lines stand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A mutant drawn from the whole package. equivalent: it stands in mutation_equivalent.toml."""
+
+    module: str
+    mutant: Mutant
+    source: str
+    changed: str
+    equivalent: bool
+
+    def __str__(self) -> str:
+        removed, added = changed_lines(self.source, self.changed)
+        return f"{self.module}:{self.mutant.line}\n  - {removed}\n  + {added}"
 
 
 def load_equivalent(path: Path) -> dict[Key, str]:
@@ -180,6 +252,81 @@ def run(
     return scores
 
 
+def code_modules(root: Path) -> list[str]:
+    """Every module but plots and pages."""
+    package = root / "megatron_daro"
+    names = sorted(path.relative_to(package).as_posix() for path in package.rglob("*.py"))
+    return [f"megatron_daro/{name}" for name in names if not name.startswith(_UNSEEN)]
+
+
+def package_tests(root: Path, module: str) -> tuple[str, ...]:
+    """Test files of a module's package: those of its folder, those that name the module, and what `_FURTHER` adds;
+    those that name it come first."""
+    name = module.removeprefix("megatron_daro/")
+    package = name.removeprefix("workshop/").split("/")[0].removesuffix(".py")
+    dotted = name.removesuffix(".py").replace("/", ".")
+    parent, _, stem = f"megatron_daro.{dotted}".rpartition(".")
+    naming = re.compile(rf"megatron_daro\.{re.escape(dotted)}\b|from {re.escape(parent)} import [^\n]*\b{stem}\b")
+    cheap = [path for folder in ("unit", "golden", "contract") for path in (root / "tests" / folder).rglob("test_*.py")]
+    nearest = {path for path in cheap if naming.search(path.read_text(encoding="utf-8")) or stem in path.stem}
+    others = set((root / "tests/unit" / package).rglob("test_*.py"))
+    for start, tests in _FURTHER.items():
+        if name.startswith(start):
+            for path in (root / test for test in tests):
+                others |= set(path.rglob("test_*.py")) if path.is_dir() else {path}
+    ordered = sorted(nearest) + sorted(others - nearest)
+    return tuple(path.relative_to(root).as_posix() for path in ordered)
+
+
+def draw(root: Path, modules: Sequence[str], equivalent: Mapping[Key, str], sample: int, seed: int) -> list[Drawn]:
+    """Mutants of the whole package: code lines drawn without putting back, and one mutant of each. Equivalent ones are
+    drawn, too, but not run."""
+    sources = {module: (root / module).read_text(encoding="utf-8") for module in modules}
+    of_line: dict[tuple[str, int], list[Mutant]] = {}
+    for module, source in sources.items():
+        for mutant in find_mutants(source):
+            of_line.setdefault((module, mutant.line), []).append(mutant)
+    order = random.Random(f"{seed} everything")
+    lines, drawn = list(of_line), []
+    order.shuffle(lines)
+    for module, line in lines:
+        mutant = order.choice(of_line[module, line])
+        changed = mutant.apply(sources[module])
+        if changed is not None:
+            known = (module, *changed_lines(sources[module], changed)) in equivalent
+            drawn.append(Drawn(module, mutant, sources[module], changed, known))
+        if len(drawn) == sample:
+            break
+    return drawn
+
+
+def run_drawn(root: Path, drawn: Sequence[Drawn], *, jobs: int, limit_s: float) -> list[Score]:
+    """Test drawn mutants with the tests of their packages; one score a package. In the end the tests that killed run
+    once without a mutant: all of each package's beforehand would take as long as many mutants."""
+    tests = {one.module: package_tests(root, one.module) for one in drawn}
+    scores: dict[str, Score] = {}
+    with tempfile.TemporaryDirectory(prefix="mutation-") as temporary:
+        runner = Runner([Copy.of(root, Path(temporary, str(i))) for i in range(jobs)], tests)
+        try:
+            for one in drawn:
+                package = one.module.split("/")[1].removesuffix(".py")
+                score = scores.setdefault(package, Score(package))
+                score.mutants += 1
+                score.equivalent += one.equivalent
+                if not one.equivalent:
+                    runner.submit(score, one.mutant, one.source, one.changed, limit_s, module=one.module)
+            runner.drain()
+            if killers := sorted({test for score in scores.values() for test in score.killers}):
+                print(f"the {len(killers)} tests that killed pass without a mutant: {runner.seconds_of(killers):.0f} s")
+        except MutationError as error:
+            print(f"error: {error}")
+        except KeyboardInterrupt:
+            print("interrupted; what was tested so far:")
+        finally:
+            runner.close()
+    return list(scores.values())
+
+
 def table(scores: Sequence[Score]) -> str:
     """The result as a Markdown table."""
     rows = ["| module | mutants | tested | killed | hung | survived | equivalent | percent | s each |"]
@@ -203,19 +350,33 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument("--at-least", type=float, default=90.0, help="percent killed, else the exit status is 1")
     parser.add_argument("--list", action="store_true", help="only say what there is")
+    parser.add_argument(
+        "--everything",
+        action="store_true",
+        help="draw --sample mutants from the whole package, and run those of --module",
+    )
+    parser.add_argument("--limit-s", type=float, default=1200, help="of one mutant, with --everything")
     options = parser.parse_args(arguments)
     if options.jobs < 1 or (options.sample is not None and options.sample < 1):
         parser.error("--jobs and --sample: allowed is 1 or more")
+    if options.everything and options.sample is None:
+        parser.error("--everything: needs --sample")
     options.modules = {
         name: tests for name, tests in MODULES.items() if any(part in name for part in options.module or [""])
     }
-    if not options.modules:
+    if not options.modules and not options.everything:
         parser.error(f"--module: got {options.module}, allowed are parts of {', '.join(MODULES)}")
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    if options.everything:
+        drawn = draw(ROOT, code_modules(ROOT), load_equivalent(EQUIVALENT), options.sample, options.seed)
+        drawn = [one for one in drawn if any(part in one.module for part in options.module or [""])]
+    if options.list and options.everything:
+        print(*drawn, sep="\n")
+        return 0
     if options.list:
         for name, tests in options.modules.items():
             print(f"{name}: {len(find_mutants((ROOT / name).read_text()))} mutants; {' '.join(tests)}")
@@ -224,10 +385,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in PRELOAD:
         importlib.import_module(name)
     try:
-        equivalent = load_equivalent(EQUIVALENT)
-        scores = run(
-            ROOT, options.modules, equivalent=equivalent, sample=options.sample, seed=options.seed, jobs=options.jobs
-        )
+        if options.everything:
+            scores = run_drawn(ROOT, drawn, jobs=options.jobs, limit_s=options.limit_s)
+        else:
+            known = load_equivalent(EQUIVALENT)
+            scores = run(
+                ROOT, options.modules, equivalent=known, sample=options.sample, seed=options.seed, jobs=options.jobs
+            )
     except MutationError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

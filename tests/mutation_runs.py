@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
 import shutil
 import signal
@@ -23,9 +24,10 @@ from typing import Literal
 from mutants import Mutant, changed_lines
 
 ROOT = Path(__file__).resolve().parents[1]
-MOST_BYTES = 12 << 30
+MOST_BYTES = 6 << 30
 """Of data a test process may have: a mutant that appends for ever must not take the machine."""
 
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/\S+?\.py(?:::[\w:]+)?)", re.MULTILINE)
 _HYPOTHESIS = "_hypothesis_pytestplugin"
 _FAILED_TO_START, _FOREIGN = 120, 121
 _NO_VERDICT = {
@@ -58,13 +60,15 @@ class Survivor:
 
 @dataclass(slots=True)
 class Score:
-    """What became of the mutants of one module. mutants: all that there are; the rest: of those that were looked at."""
+    """What became of the mutants of one module or package. mutants: all that there are; the rest: of those that were
+    looked at. killers: tests that failed first."""
 
     module: str
     mutants: int = 0
     verdicts: dict[Verdict, int] = field(default_factory=lambda: {"killed": 0, "hung": 0, "survived": 0})
     equivalent: int = 0
     survivors: list[Survivor] = field(default_factory=list)
+    killers: set[str] = field(default_factory=set)
     seconds: float = 0.0
 
     @property
@@ -100,6 +104,18 @@ class Copy:
     def last_words(self) -> str:
         """The end of what pytest said when it ran last."""
         return self._log.read_text(errors="replace")[-3000:]
+
+    def timed_out(self) -> bool:
+        """Whether a test reached its own limit, at which pytest-timeout ends the process."""
+        return "+ Timeout +" in self._log.read_text(errors="replace")
+
+    def broke_conftest(self) -> bool:
+        """Whether a conftest could not be imported: as good as a failed test, but pytest calls it wrong usage."""
+        return "while loading conftest" in self._log.read_text(errors="replace")
+
+    def failed_tests(self) -> set[str]:
+        """What failed, as arguments for pytest: tests with all their parameters, files that it could not collect."""
+        return set(_FAILED.findall(self._log.read_text(errors="replace")))
 
     @property
     def _log(self) -> Path:
@@ -154,6 +170,7 @@ class Running:
 
     copy: Copy
     score: Score
+    module: str
     mutant: Mutant
     source: str
     changed: str
@@ -174,22 +191,27 @@ class Runner:
         Raises:
             MutationError: they fail, or do not load the copy.
         """
+        return self.seconds_of(self._modules[module], module)
+
+    def seconds_of(self, tests: Sequence[str], module: str = "") -> float:
+        """How long tests take without a mutant. Raises as `usual_seconds` does."""
         copy, started = self._free_copy(), time.monotonic()
-        child = copy.start(module, self._modules[module])
+        child = copy.start(module, tests)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         _end(child, reaped=True)
         self._free.append(copy)
         if status != 0:
             why = _NO_VERDICT.get(status, f"exit status {status}")
-            raise MutationError(f"{module}: its tests do not pass without a mutant ({why}):\n{copy.last_words()}")
+            what = module or " ".join(tests)
+            raise MutationError(f"{what}: its tests do not pass without a mutant ({why}):\n{copy.last_words()}")
         return time.monotonic() - started
 
-    def submit(self, score: Score, mutant: Mutant, source: str, changed: str, limit_s: float) -> None:
-        """Waits for a free copy and starts the mutant's tests in it."""
-        copy = self._free_copy()
-        copy.write(score.module, changed)
-        child = copy.start(score.module, self._modules[score.module])
-        self._running[child] = Running(copy, score, mutant, source, changed, limit_s)
+    def submit(self, score: Score, mutant: Mutant, source: str, changed: str, limit_s: float, module: str = "") -> None:
+        """Waits for a free copy and starts the mutant's tests in it. module: where the score is not of one module."""
+        copy, module = self._free_copy(), module or score.module
+        copy.write(module, changed)
+        child = copy.start(module, self._modules[module])
+        self._running[child] = Running(copy, score, module, mutant, source, changed, limit_s)
 
     def drain(self) -> None:
         """Waits for all that run."""
@@ -219,18 +241,22 @@ class Runner:
         time.sleep(0.02)
 
     def _settle(self, running: Running, status: int | None) -> None:
-        score, place = running.score, f"{running.score.module}:{running.mutant.line}"
-        if status in _NO_VERDICT:
+        score, place = running.score, f"{running.module}:{running.mutant.line}"
+        if status in _NO_VERDICT and not running.copy.broke_conftest():
             raise MutationError(f"{place}: {_NO_VERDICT[status]}\n{running.copy.last_words()}")
-        verdict: Verdict = "hung" if status is None else "survived" if status == 0 else "killed"
+        if status is None or (status and running.copy.timed_out()):
+            verdict: Verdict = "hung"
+        else:
+            verdict = "killed" if status else "survived"
+            score.killers |= running.copy.failed_tests()
         score.verdicts[verdict] += 1
         score.seconds += time.monotonic() - running.started
-        if verdict != "killed":
+        if verdict != "killed" or running.module != score.module:
             found = Survivor(place, *changed_lines(running.source, running.changed))
             print(f"{verdict}: {found}", flush=True)
             if verdict == "survived":
                 score.survivors.append(found)
-        running.copy.write(score.module, running.source)
+        running.copy.write(running.module, running.source)
 
 
 def _end(child: int, reaped: bool = False) -> None:

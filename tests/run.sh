@@ -58,19 +58,6 @@ choose_environment() {
     fi
 }
 
-install_packages() {
-    local prefix stamp wanted
-    prefix=$("$python" -c 'import sys; print(sys.prefix)') || return 1
-    stamp=$prefix/.megatron_daro_dev
-    wanted=$({ cat setup.py requirements.txt; echo "$PWD"; "$python" -VV; } | cksum)
-    if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
-        echo "already installed in $prefix"
-        return
-    fi
-    echo "installing packages into $prefix (one to three minutes)"
-    "$python" -m pip install -q --disable-pip-version-check -e '.[dev]' && echo "$wanted" >"$stamp"
-}
-
 print_versions() {
     "$python" - <<'PYTHON'
 import platform
@@ -175,7 +162,7 @@ main() {
     local failed=0
     choose_tier "$@"
     case "$tier" in default | all) begin_sglang ;; esac
-    stage environment choose_environment && stage install install_packages &&
+    stage environment choose_environment && stage install bash tools/install_packages.sh "$python" &&
         stage versions print_versions || {
         summarize
         return 1
@@ -185,6 +172,8 @@ main() {
     stage mypy "$python" -m mypy || failed=1
     case "$tier" in default | all) stage sglang wait_for_sglang || failed=1 ;; esac
     [ "$tier" != all ] || stage slurm bash tests/slurm_install.sh --accounts
+    [ "$tier" != all ] || VIRTUAL_ENV=$("$python" -c 'import sys; print(sys.prefix)') \
+        stage "algo wheel" bash tests/algo_wheel.sh || failed=1
     results=$(mktemp)
     stage pytest "$python" -m pytest --durations=15 --junitxml="$results" "${pytest_arguments[@]}" || failed=1
     pytest_result=${stage_results[-1]}

@@ -34,7 +34,8 @@ def save_recipe_model(recipe: Path, place: Path) -> Path:
     """The model that a recipe names, below `place`: its real configuration, a real tokenizer; needs SHARED."""
     directory = place / resolve(recipe).model.path
     directory.mkdir(parents=True)
-    shutil.copy(SHARED / "configs" / f"{directory.name}.json", directory / "config.json")
+    name = directory.name.removesuffix("-Instruct")  # which has the sizes of its base model
+    shutil.copy(SHARED / "configs" / f"{name}.json", directory / "config.json")
     shutil.copy(SHARED / "tokenizer" / "tokenizer.qwen2.5.json", directory / "tokenizer.json")
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     options = {"eos_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 from megatron_daro.config import Config
 from megatron_daro.config.base import Section
-from megatron_daro.config.describe import ITEM, field_allowed, is_section, section_of, strip
+from megatron_daro.config.loading import ITEM, field_allowed, is_section, section_of, strip
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 

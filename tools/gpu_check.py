@@ -180,7 +180,7 @@ def _share_of_peak(speed: Any, device: Any) -> str:
     """MFU in bf16 operations, where the GPU is one of those that `megatron-daro plan` knows."""
     import torch
 
-    from megatron_daro.plan.gpus import GPUS
+    from megatron_daro.workshop.plan.gpus import GPUS
 
     if device.type != "cuda" or not speed.operations:
         return ""

@@ -86,7 +86,7 @@ def _build(config: dict[str, Any]) -> Any:
 
 def _round_trip(model: Any) -> int:
     """Save, overwrite and load the model through our checkpoint files. Returns the number of extra states."""
-    from megatron_daro.actor.checkpoint_format import load_sharded, save_sharded
+    from megatron_daro.actor.checkpoint import load_sharded, save_sharded
 
     with torch.no_grad():
         for parameter in model.parameters():
@@ -153,8 +153,8 @@ def _recipes() -> dict[str, dict[str, str]]:
     from megatron.core.fp8_utils import get_fp8_recipe
 
     from megatron_daro.actor.model import transformer_config
+    from megatron_daro.actor.optimizer import fp8_options
     from megatron_daro.actor.parallel import Layout
-    from megatron_daro.actor.precision import fp8_options
     from megatron_daro.config.actor import ActorSection
     from megatron_daro.config.model_shape import read_model_shape
 

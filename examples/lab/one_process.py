@@ -32,10 +32,10 @@ from megatron_daro.observe.metrics import MetricsLog
 from megatron_daro.observe.progress import Progress
 from megatron_daro.observe.trace import Phases
 from megatron_daro.reward.pool import RewardPool
-from megatron_daro.rollout.beside import Evaluations
+from megatron_daro.rollout.async_eval import Evaluations
 from megatron_daro.runtime import parts
 from megatron_daro.runtime.inputs import Inputs, read_inputs
-from megatron_daro.runtime.shards import renumbered
+from megatron_daro.runtime.policy_group import renumbered
 from megatron_daro.sync.buckets import bucketize
 from megatron_daro.sync.check import ProbeAnswer
 from megatron_daro.sync.plan import SendPlan, SendReport, Target
@@ -181,7 +181,8 @@ async def _train(
     pool.start()
     policy = OnePolicy(config)
     await engine.start()
-    made = parts.generation_with(config, inputs, algorithm, cast(Any, engine), cast(Any, pool), progress, phases)
+    shared = (cast(Any, engine), cast(Any, pool), progress, phases, limits)
+    made = parts.generation_with(config, inputs, algorithm, *shared)
     assert made.evaluator, "the lab gives each run a set"
     controller = Controller(
         config.trainer,

@@ -22,8 +22,7 @@ from closed_run import BANDS, PASS_AT
 from results import Outcome
 from worlds import WORLDS
 
-from megatron_daro.observe.report_html import Page, render, table_html
-from megatron_daro.observe.report_plots import COLOURS, Plot, Section, Trace, layout
+from megatron_daro.workshop.report.page import COLOURS, Page, Plot, Section, Trace, layout, render, table_html
 
 Runs = Mapping[int, Outcome]
 _SHOWN = 4

@@ -83,20 +83,6 @@ choose_environment() {
     fi
 }
 
-# Nothing is fetched when this folder was installed before with the same requirements and interpreter.
-install_packages() {
-    local stamp wanted
-    stamp=$("$bin/python" -c 'import sys; print(sys.prefix)')/.megatron_daro_quickstart
-    wanted=$({ cat setup.py requirements.txt; echo "$PWD"; "$bin/python" -VV; } | cksum)
-    if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
-        stage "packages: installed already"
-        return
-    fi
-    stage "packages: installing (about 90 s)"
-    "$bin/python" -m pip install -q --disable-pip-version-check -e .
-    echo "$wanted" >"$stamp"
-}
-
 # An earlier run is never overwritten.
 move_aside() {
     local old
@@ -110,7 +96,8 @@ move_aside() {
 read_arguments "$@"
 complete_options
 choose_environment
-install_packages
+stage "packages"
+bash tools/install_packages.sh "$bin/python"
 if [ "$engine" = sglang ] && [ -z "$own_servers" ]; then
     stage "SGLang: its environment (one to three minutes, unless it is there already)"
     bash tools/sglang_cpu_env.sh

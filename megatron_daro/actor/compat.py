@@ -6,16 +6,20 @@ here subclass or wrap what upstream offers.
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 from megatron_daro.actor import device
+from megatron_daro.config.megatron_options import SECTION
+from megatron_daro.errors import ConfigError
 
 device.prepare()
 with warnings.catch_warnings():
@@ -197,3 +201,30 @@ def _torch_adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Adam]:
         inner = getattr(part, "optimizer", None)
         if isinstance(inner, torch.optim.Adam):
             yield inner
+
+
+UpstreamT = TypeVar("UpstreamT")
+
+
+def upstream_config(dataclass_: type[UpstreamT], values: Mapping[str, Any], options: Mapping[str, Any]) -> UpstreamT:
+    """Return an upstream dataclass. Raises ConfigError: an option is of another type, or upstream refuses it."""
+    types = get_type_hints(dataclass_)
+    for name, value in options.items():
+        try:
+            # As JSON: a list is a fine tuple and 1 a fine float, but "1" is no number.
+            TypeAdapter(types[name]).validate_json(json.dumps(value), strict=True)
+        except ValidationError as error:
+            raise ConfigError(
+                f"{SECTION}.{name}: got {value!r}; allowed: {types[name]} ({error.errors()[0]['msg']}); fix: correct it"
+            ) from None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return dataclass_(**{**values, **options})
+    except (AssertionError, ValueError, TypeError, ImportError, RuntimeError, AttributeError, KeyError) as error:
+        if not options:
+            raise
+        raise ConfigError(
+            f"{SECTION}: got {', '.join(options)}; Megatron-core refuses: {error or type(error).__name__}; allowed: "
+            "options that fit each other and this run; fix: change or remove them"
+        ) from error

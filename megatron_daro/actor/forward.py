@@ -1,6 +1,6 @@
 """Micro-batches through the pipeline: packing, Megatron's schedule, and log-probabilities at the trained positions.
 
-Place in the data flow: TrainBatch shard + micro-batch indices -> packed micro-batches -> hidden states -> per-token
+TrainBatch shard + micro-batch indices -> packed micro-batches -> hidden states -> per-token
 log-probabilities and entropy, which actor/loss.py turns into a loss and actor/policy.py into columns.
 
 Legend: T packed tokens of this CP rank, M selected positions, D hidden, Vp this rank's vocabulary rows, R responses.

@@ -1,6 +1,6 @@
 """The same tokens through transformers and through Megatron, each from its own checkpoint: do the logits agree?
 
-Place in the data flow: the last step of `megatron-daro convert --verify`. Runs in this process as a world of one rank,
+The last step of `megatron-daro convert --verify`. Runs in this process as a world of one rank,
 in fp32, on the CPU or the GPU that is there. What does not fit into memory is said, not tried.
 """
 
@@ -19,6 +19,7 @@ from megatron_daro.actor.compat import HiddenStateGPTModel, quiet
 from megatron_daro.actor.model import build_model, transformer_config
 from megatron_daro.actor.weights import load_hf_weights
 from megatron_daro.config.model_shape import ModelShape, read_model_shape
+from megatron_daro.convert.hf_reader import HFCheckpoint
 from megatron_daro.convert.megatron_weights import MegatronWeights
 from megatron_daro.errors import CheckpointError
 
@@ -32,22 +33,26 @@ _BYTES_PER_PARAMETER = 10  # two models in fp32, one after the other being read,
 TOLERANCE = 1e-4
 
 
-def compare_logits(hf: Path, megatron: Path) -> str:
+def compare_logits(hf: Path, megatron: Path, cast: str | None = None) -> str:
     """Return a sentence: the largest difference of the logits, or why they were not compared.
 
     Args:
         hf: checkpoint directory that transformers loads. megatron: Megatron checkpoint of the same weights.
+        cast: dtype, by torch's name, that one of the two was cast to; the weights of both are rounded to it first.
 
     Raises:
-        CheckpointError: they differ by more than `TOLERANCE` times the largest logit.
+        CheckpointError: they differ by more than `TOLERANCE` times the largest logit, or they are not finite.
     """
     shape = read_model_shape(hf)
     needed, free = _BYTES_PER_PARAMETER * shape.num_parameters, psutil.virtual_memory().available
     if needed > free:
         return f"forward pass not compared: it needs {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
     tokens = torch.randint(shape.vocab, (_TOKENS,), generator=torch.Generator().manual_seed(0))
-    expected_TV = _transformers_logits(hf, tokens)
-    found_TV = _megatron_logits(megatron, shape, tokens)
+    rounding = getattr(torch, cast) if cast else torch.float32
+    expected_TV = _transformers_logits(hf, tokens, rounding)
+    if not expected_TV.isfinite().all():
+        raise CheckpointError(_why_not_finite(hf))
+    found_TV = _megatron_logits(megatron, shape, tokens, rounding)
     difference, scale = float((found_TV - expected_TV).abs().max()), float(expected_TV.abs().max())
     if not difference <= TOLERANCE * max(scale, 1.0):
         raise CheckpointError(
@@ -57,6 +62,24 @@ def compare_logits(hf: Path, megatron: Path) -> str:
     return (
         f"forward pass: logits of {_TOKENS} tokens differ by at most {difference:.1e} (largest logit {scale:.3g}), fp32"
     )
+
+
+def _why_not_finite(hf: Path) -> str:
+    """Name the first tensor with NaN or infinity, if there is one."""
+    with HFCheckpoint(hf) as tensors:
+        wrong = next((name for name in tensors if not tensors[name].isfinite().all()), None)
+    if wrong is None:
+        return f"the logits of transformers for {hf} are not finite in fp32, though all weights are: is it the model?"
+    return (
+        f"{wrong} holds NaN or infinity, so the logits of {hf} are not finite in transformers either; the conversion "
+        "copied the values as they are. Take another checkpoint, or convert without --verify"
+    )
+
+
+def _round(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Round every parameter to what a dtype can hold."""
+    for parameter in model.parameters():
+        parameter.data.copy_(parameter.data.to(dtype))
 
 
 def _hidden(model: HiddenStateGPTModel, tokens_T: Tensor) -> Tensor:
@@ -69,21 +92,22 @@ def _hidden(model: HiddenStateGPTModel, tokens_T: Tensor) -> Tensor:
     return model(tokens_T[None], positions_T[None], None, packed_seq_params=packed)
 
 
-def _transformers_logits(hf: Path, tokens: Tensor) -> Tensor:
+def _transformers_logits(hf: Path, tokens: Tensor, rounding: torch.dtype) -> Tensor:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32).eval()
+    _round(model, rounding)
     with torch.no_grad():
         return model(tokens[None]).logits[0]
 
 
-def _megatron_logits(megatron: Path, shape: ModelShape, tokens: Tensor) -> Tensor:
+def _megatron_logits(megatron: Path, shape: ModelShape, tokens: Tensor, rounding: torch.dtype) -> Tensor:
     target = device.prepare()
     with quiet():
-        return _logits(megatron, shape, tokens.to(target))
+        return _logits(megatron, shape, tokens.to(target), rounding)
 
 
-def _logits(megatron: Path, shape: ModelShape, tokens_T: Tensor) -> Tensor:
+def _logits(megatron: Path, shape: ModelShape, tokens_T: Tensor, rounding: torch.dtype) -> Tensor:
     """In a world of this rank alone, unless there is one."""
     owns_world = not dist.is_initialized()
     if owns_world:
@@ -95,6 +119,7 @@ def _logits(megatron: Path, shape: ModelShape, tokens_T: Tensor) -> Tensor:
         model.eval()
         with MegatronWeights(megatron, shape) as weights:
             load_hf_weights([model], shape, weights)
+        _round(model, rounding)
         with torch.no_grad():
             hidden_T1D = _hidden(model, tokens_T)
             return (hidden_T1D[:, 0] @ model.output_weight().T)[:, : shape.vocab].cpu()

@@ -1,6 +1,6 @@
 """Moving what a rank trains with to the host and back, bit for bit, while servers have the GPU.
 
-Place in the data flow: the policy leaves and comes back, kind by kind; in between its tensors are there, without
+The policy leaves and comes back, kind by kind; in between its tensors are there, without
 memory: their storages are resized to 0 and filled again, so every view of them (buckets of gradients, shards of the
 optimizer) stays valid. On a GPU the host's memory is pinned and kept for the next time; on a CPU the same code runs
 with ordinary memory. Gradients are not kept: a step begins with zeros. It refuses nothing: who computes meanwhile is

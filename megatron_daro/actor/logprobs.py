@@ -1,6 +1,6 @@
 """Log-probabilities and entropy of labels, straight from hidden states, without ever holding the logits.
 
-Place in the data flow: between the last transformer layer and the token loss, and in the old/reference log-prob pass.
+Between the last transformer layer and the token loss, and in the old/reference log-prob pass.
 The output layer is part of this function: logits exist only as one tile of `chunk_tokens` x `chunk_vocab` numbers
 that is overwritten again and again, in the forward pass and, recomputed, in the backward pass. So the memory beside
 the gradients is one or two tiles, and the time lost to a fourth matrix product is won back from memory traffic: every

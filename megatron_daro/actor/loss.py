@@ -1,6 +1,6 @@
 """The distributed loss: token sums per pass rate over all ranks before the update, one coefficient per rollout.
 
-Place in the data flow: a data-parallel shard of the step -> global totals (one all-reduce) -> per micro-batch X = sum
+A data-parallel shard of the step -> global totals (one all-reduce) -> per micro-batch X = sum
 of coefficient * token losses -> loss sums per bin (one all-reduce) -> DARO's weights, the same on every rank.
 
 Why gradients are exact for every layout: every coefficient already has its global denominator, so the loss of the step

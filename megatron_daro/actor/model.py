@@ -1,12 +1,20 @@
 """The Megatron model of a Hugging Face `config.json`: the shapes of the families that families/ has.
 
-Place in the data flow: built once per worker, filled by actor/weights.py, trained by actor/step.py.
+Built once per worker, filled by actor/weights.py, trained by actor/step.py.
 Refuses: options that Megatron does not know (nearest name given) and those this package sets itself.
+
+The layers of the policy: Transformer Engine's where it can run, else Megatron's local ones with two of our own.
+
+Ours are an RMSNorm that works under sequence parallelism (Megatron's local one refuses it) and a core attention on
+torch's scaled_dot_product_attention that takes packed sequences and context parallelism.
+
+Legend: T packed tokens of this rank, H query heads, G key-value heads, D head size, B sequences, S longest sequence.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,15 +32,206 @@ from megatron_daro.actor.compat import (
     finalize_summed_grads,
     gradient_fusion_of_layers,
     quiet,
+    upstream_config,
 )
-from megatron_daro.actor.layers import layer_spec
 from megatron_daro.actor.parallel import Layout
 from megatron_daro.config.megatron_options import SECTION, option_problems
-from megatron_daro.config.model_shape import ModelShape
+from megatron_daro.config.model_shape import Llama3Scaling, ModelShape, YarnScaling
 from megatron_daro.config.problems import config_error
-from megatron_daro.config.rope import Llama3Scaling, YarnScaling
 from megatron_daro.convert.mapping import TensorRule, global_name, hf_to_megatron, output_rule, padded_vocab_size
 from megatron_daro.errors import ConfigError, ModelError
+
+device.prepare()
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+# A padded batch may hold this many times the tokens of the sequences in it.
+MAX_PADDING_RATIO = 1.25
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm over the last dimension; its weight is marked for the sequence-parallel all-reduce.
+
+    Statistics are taken in fp32 and the result is cast back before the weight, as Hugging Face's models do.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        normed = F.rms_norm(x.float(), (x.shape[-1],), None, self.eps).to(x.dtype)
+        return normed * self.weight
+
+
+class PackedAttention(MegatronModule):
+    """Causal attention within each sequence of a pack, on torch SDPA; keys and values gathered under CP."""
+
+    def __init__(self, config: TransformerConfig, layer_number: int, *_: object, **__: object) -> None:
+        super().__init__(config=config)
+        self.layer_number = layer_number
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: object = None,
+        attention_bias: object = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        """query [T, H, D], key and value [T, G, D] -> [T, H * D]; sequence bounds from packed_seq_params (global)."""
+        if packed_seq_params is None:
+            raise ValueError("PackedAttention takes packed sequences only: packed_seq_params was None")
+        query_THD, key_TGD, value_TGD = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
+        bounds = packed_seq_params.cu_seqlens_q.tolist()
+        lengths = [b - a for a, b in itertools.pairwise(bounds)]
+        if parallel_state.get_context_parallel_world_size() > 1:
+            out_THD = _context_parallel_attention(query_THD, key_TGD, value_TGD, lengths)
+        else:
+            out_THD = packed_causal_attention(query_THD, key_TGD, value_TGD, lengths)
+        return out_THD.reshape(out_THD.shape[0], -1)
+
+
+def packed_causal_attention(
+    query_THD: torch.Tensor, key_TGD: torch.Tensor, value_TGD: torch.Tensor, lengths: Sequence[int]
+) -> torch.Tensor:
+    """Causal attention per sequence. Sequences of similar length share one padded SDPA call.
+
+    Args:
+        query_THD, key_TGD, value_TGD: packed tokens; H is a multiple of G.
+        lengths: tokens of each sequence, sum T.
+
+    Returns:
+        [T, H, D], same dtype.
+    """
+    if len(lengths) == 1:
+        return _sdpa(query_THD[None], key_TGD[None], value_TGD[None], is_causal=True)[0]
+    lengths_B = torch.tensor(lengths)
+    starts_B = torch.cumsum(lengths_B, 0) - lengths_B
+    chunks, order = [], []
+    for members in _similar_lengths(lengths):
+        rows_BS = starts_B[members, None] + torch.arange(int(lengths_B[members].max()))
+        real_BS = rows_BS < (starts_B + lengths_B)[members, None]
+        rows_BS = torch.where(real_BS, rows_BS, starts_B[members, None]).to(query_THD.device)
+        q, k, v = (x[rows_BS] for x in (query_THD, key_TGD, value_TGD))
+        chunks.append(_sdpa(q, k, v, is_causal=True)[real_BS.to(query_THD.device)])
+        order.append(rows_BS[real_BS.to(query_THD.device)])
+    positions_T = torch.cat(order)
+    inverse_T = torch.empty_like(positions_T)
+    inverse_T[positions_T] = torch.arange(len(positions_T), device=positions_T.device)
+    return torch.cat(chunks)[inverse_T]
+
+
+def _similar_lengths(lengths: Sequence[int]) -> list[torch.Tensor]:
+    """Sequence indices grouped so that padding each group to its longest adds at most MAX_PADDING_RATIO."""
+    by_length = sorted((i for i in range(len(lengths)) if lengths[i] > 0), key=lambda i: lengths[i], reverse=True)
+    groups: list[list[int]] = []
+    longest = real = 0
+    for i in by_length:
+        if groups and longest * (len(groups[-1]) + 1) <= MAX_PADDING_RATIO * (real + lengths[i]):
+            groups[-1].append(i)
+            real += lengths[i]
+        else:
+            groups.append([i])
+            longest = real = lengths[i]
+    return [torch.tensor(group) for group in groups]
+
+
+def _sdpa(
+    query_BSHD: torch.Tensor,
+    key_BSGD: torch.Tensor,
+    value_BSGD: torch.Tensor,
+    *,
+    is_causal: bool = False,
+    mask_SS: torch.Tensor | None = None,
+) -> torch.Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (query_BSHD, key_BSGD, value_BSGD))
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask_SS, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out.transpose(1, 2)
+
+
+class _GatherOverContext(torch.autograd.Function):
+    """All-gather along tokens over the CP group; the gradient is summed over ranks and scattered back."""
+
+    @staticmethod
+    def forward(ctx: object, x_TGD: torch.Tensor) -> torch.Tensor:
+        group = parallel_state.get_context_parallel_group()
+        parts = [torch.empty_like(x_TGD) for _ in range(group.size())]
+        torch.distributed.all_gather(parts, x_TGD.contiguous(), group=group)
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx: object, grad_CTGD: torch.Tensor) -> torch.Tensor:
+        group = parallel_state.get_context_parallel_group()
+        grad = grad_CTGD.contiguous()
+        torch.distributed.all_reduce(grad, group=group)
+        return grad[group.rank()]
+
+
+def _context_parallel_attention(
+    query_THD: torch.Tensor, key_TGD: torch.Tensor, value_TGD: torch.Tensor, lengths: Sequence[int]
+) -> torch.Tensor:
+    """Each sequence is cut into 2*CP equal chunks and rank r holds chunks r and 2*CP-1-r (Megatron's zigzag layout).
+
+    `lengths` are the whole sequences; this rank holds length / CP tokens of each.
+    """
+    group = parallel_state.get_context_parallel_group()
+    size, rank = group.size(), group.rank()
+    key_CTGD, value_CTGD = _GatherOverContext.apply(key_TGD), _GatherOverContext.apply(value_TGD)
+    out, start = [], 0
+    for length in lengths:
+        local = length // size
+        chunk = local // 2
+        span = slice(start, start + local)
+        keys, values = (_in_sequence_order(x[:, span], chunk) for x in (key_CTGD, value_CTGD))
+        positions_Q = torch.cat(
+            [torch.arange(chunk) + rank * chunk, torch.arange(chunk) + (2 * size - 1 - rank) * chunk]
+        ).to(query_THD.device)
+        mask = positions_Q[:, None] >= torch.arange(length, device=query_THD.device)[None, :]
+        out.append(_sdpa(query_THD[None, span], keys[None], values[None], mask_SS=mask)[0])
+        start += local
+    return torch.cat(out)
+
+
+def _in_sequence_order(x_CTGD: torch.Tensor, chunk: int) -> torch.Tensor:
+    """Tokens of a sequence from all CP ranks' zigzag halves, in order: [C, 2*chunk, G, D] -> [2*C*chunk, G, D]."""
+    first = list(x_CTGD[:, :chunk])
+    second = list(x_CTGD[:, chunk:])
+    return torch.cat(first + second[::-1])
+
+
+def layer_spec(
+    config: TransformerConfig, *, transformer_engine: bool, virtual_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """Return what Megatron's TransformerBlock builds on this (virtual) stage: TE layers, or local layers with
+    PackedAttention and RMSNorm; dense layers, and layers with experts where the configuration has them."""
+    block = get_gpt_decoder_block_spec(config, transformer_engine, normalization="RMSNorm", vp_stage=virtual_stage)
+    if transformer_engine:
+        return block
+    for submodules in {id(spec): spec.submodules for spec in block.layer_specs}.values():
+        submodules.input_layernorm = RMSNorm
+        submodules.pre_mlp_layernorm = RMSNorm
+        attention = submodules.self_attention.submodules
+        attention.core_attention = PackedAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = RMSNorm
+            attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=block.layer_specs, layer_norm=RMSNorm)
+
 
 device.prepare()
 with warnings.catch_warnings():
@@ -85,7 +284,8 @@ def transformer_config(
     """Megatron's configuration of this shape on this layout; `fp8` and `options` are TransformerConfig fields by name.
 
     Raises:
-        ConfigError: weight gradients shall be added in the kernel, and the layers are not Transformer Engine's.
+        ConfigError: upstream refuses the options, or weight gradients shall be added in the kernel, and the layers are
+            not Transformer Engine's.
     """
     on_gpu = torch.cuda.is_available()
     values: dict[str, Any] = {
@@ -113,7 +313,7 @@ def transformer_config(
     }
     if isinstance(shape.rope_scaling, YarnScaling):
         values["apply_rope_fusion"] = False  # upstream's fused kernels leave YaRN's factor of the attention out
-    config = TransformerConfig(**{**values, **(options or {})})
+    config = upstream_config(TransformerConfig, values, options or {})
     if config.gradient_accumulation_fusion and not transformer_engine:
         raise ConfigError(
             "actor.megatron.gradient_accumulation_fusion: got true; allowed: only with Transformer Engine's layers; "
@@ -346,6 +546,17 @@ def _apply_llama3_scaling(rotary: RotaryEmbedding, scaling: Llama3Scaling) -> No
     )
 
 
+def data_parallel_config(*, distributed_optimizer: bool, options: Mapping[str, Any]) -> DistributedDataParallelConfig:
+    """Megatron's configuration of the data-parallel wrapper. Raises ConfigError where upstream refuses the options."""
+    values = {
+        "grad_reduce_in_fp32": True,
+        "overlap_grad_reduce": False,
+        "use_distributed_optimizer": distributed_optimizer,
+        "check_for_nan_in_grad": False,  # actor/step.py looks at the global norm and can skip a step; this would abort
+    }
+    return upstream_config(DistributedDataParallelConfig, values, options)
+
+
 def wrap_data_parallel(
     chunks: Chunks, config: TransformerConfig, *, distributed_optimizer: bool, options: Mapping[str, Any]
 ) -> list[DistributedDataParallel]:
@@ -355,13 +566,7 @@ def wrap_data_parallel(
     that a bucket is sent when it was added to as often as in the first step, too early or never in a step with another
     number of micro-batches.
     """
-    values = {
-        "grad_reduce_in_fp32": True,
-        "overlap_grad_reduce": False,
-        "use_distributed_optimizer": distributed_optimizer,
-        "check_for_nan_in_grad": False,  # actor/step.py looks at the global norm and can skip a step; this would abort
-    }
-    ddp_config = DistributedDataParallelConfig(**{**values, **options})
+    ddp_config = data_parallel_config(distributed_optimizer=distributed_optimizer, options=options)
     with quiet():
         # As in Megatron-LM: the reduction of a later part is not hidden behind anything, so it is one bucket.
         wrapped = [

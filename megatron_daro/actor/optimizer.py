@@ -1,8 +1,13 @@
 """Megatron's optimizer and learning-rate schedule, and a step that can be refused.
 
-Place in the data flow: gradients (already summed over ranks) -> finite? -> clip -> update. The schedule advances
+Gradients (already summed over ranks) -> finite? -> clip -> update. The schedule advances
 before the update, so the first update of a warm-up does not run at learning rate 0.
 Refuses: an update with a non-finite gradient norm; the caller decides what happens then.
+
+The precision of a rank: whose layers it uses, Megatron's options for fp8, and what it cannot do.
+
+Read once when a policy is built, before weights are. What could be known earlier was looked at
+by config/precision.py; here GPU and libraries are those that will compute. Refuses fp8 that would not be fp8.
 """
 
 from __future__ import annotations
@@ -10,15 +15,79 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from megatron_daro.actor import device
-from megatron_daro.actor.compat import optimizer_parts
+from megatron_daro.actor.compat import optimizer_parts, upstream_config
 from megatron_daro.actor.model import DTYPES
-from megatron_daro.config.actor import OptimizerSection
+from megatron_daro.config import precision
+from megatron_daro.config.actor import ActorSection, OptimizerSection
+from megatron_daro.config.hardware import version_of
+from megatron_daro.errors import ConfigError
+
+
+def uses_transformer_engine(actor: ActorSection) -> bool:
+    """Return whether the layers are Transformer Engine's.
+
+    It has no attention for packed sequences in fp32, and multiplies fp32 matrices as TF32.
+
+    Raises:
+        ConfigError: fp8 is asked for, and the recipe cannot run on this rank; with the nearest one that can.
+    """
+    found = actor.precision != "fp32" and device.has_transformer_engine()
+    if actor.precision == "fp8":
+        if why := precision.problem(actor.fp8_recipe, surroundings()):
+            raise ConfigError(str(why))
+        if not found:
+            raise ConfigError(
+                "actor.precision: got fp8, but Transformer Engine cannot be imported here; without it nothing would be "
+                "multiplied in fp8; fix: repair it on every node of the actor (docs/gpu.md), or set "
+                "actor.precision=bf16"
+            )
+    return found
+
+
+def surroundings() -> precision.Surroundings:
+    """Return what this process would compute fp8 with."""
+    if not torch.cuda.is_available():
+        return precision.Surroundings(capability=0)
+    major, minor = torch.cuda.get_device_capability()
+    cudnn = torch.backends.cudnn.version()
+    return replace(
+        precision.installed(here=True),
+        capability=major + minor / 10,
+        cuda=version_of(torch.version.cuda or ""),
+        cudnn=None if cudnn is None else (cudnn // 10_000, cudnn // 100 % 100, cudnn % 100),
+    )
+
+
+def fp8_options(actor: ActorSection) -> dict[str, Any]:
+    """Return the TransformerConfig fields that make the layers' products fp8; none with another precision."""
+    if actor.precision != "fp8":
+        return {}
+    start, end = actor.num_layers_at_start_in_bf16, actor.num_layers_at_end_in_bf16
+    return {
+        "fp8": actor.fp8_format,
+        "fp8_recipe": actor.fp8_recipe,
+        "first_last_layers_bf16": start + end > 0,
+        "num_layers_at_start_in_bf16": start,
+        "num_layers_at_end_in_bf16": end,
+    }
+
+
+def remarks(actor: ActorSection, transformer_engine: bool) -> tuple[str, ...]:
+    """Return what a person should know about the layers."""
+    if transformer_engine or not torch.cuda.is_available():
+        return ()
+    why = "it has no packed attention in fp32" if actor.precision == "fp32" else "it cannot be imported there"
+    return (
+        f"ranks on GPUs compute without Transformer Engine ({why}): attention then takes its sequences one by one in "
+        "Python, many times slower; good for tests only",
+    )
+
 
 device.prepare()
 with warnings.catch_warnings():
@@ -44,6 +113,14 @@ def build_optimizer(
     chunks: Sequence[DistributedDataParallel], section: OptimizerSection, *, dtype: str, options: Mapping[str, Any]
 ) -> MegatronOptimizer:
     """Adam over this rank's parameters (or its shard of them, when distributed)."""
+    config = optimizer_config(section, dtype=dtype, options=options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return get_megatron_optimizer(config, list(chunks))
+
+
+def optimizer_config(section: OptimizerSection, *, dtype: str, options: Mapping[str, Any]) -> OptimizerConfig:
+    """Megatron's configuration of the optimizer. Raises ConfigError where upstream refuses the options."""
     values: dict[str, Any] = {
         "optimizer": "adam",
         "lr": section.learning_rate,
@@ -57,9 +134,7 @@ def build_optimizer(
         "params_dtype": DTYPES[dtype],
         "bf16": dtype == "bf16",
     }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return get_megatron_optimizer(OptimizerConfig(**{**values, **options}), list(chunks))
+    return upstream_config(OptimizerConfig, values, options)
 
 
 def build_scheduler(

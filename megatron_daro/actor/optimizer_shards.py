@@ -1,6 +1,6 @@
 """Each rank's own part of the distributed optimizer's state as boxes of global tensors: saved, loaded, never gathered.
 
-Place in the data flow: actor/checkpoint.py writes these boxes beside the model's, and reads them back in any layout.
+Actor/checkpoint.py writes these boxes beside the model's, and reads them back in any layout.
 The optimizer of a data-parallel rank owns a run of the flattened parameters; such a run is a few boxes of the
 parameter's shape. So no rank ever holds more than its own state, where Megatron's `fully_reshardable` format gathers
 the fp32 weights and both moments, 12 bytes a parameter, on every rank. The keys are those of that format.

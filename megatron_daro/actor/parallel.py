@@ -1,7 +1,9 @@
 """Process groups and seeds of one training process: which rank is what.
 
-Place in the data flow: first thing a worker does; everything else in actor/ asks Megatron's parallel state afterwards.
+First thing a worker does; everything else in actor/ asks Megatron's parallel state afterwards.
 Refuses: a world that is not TP x PP x CP x DP, and expert-parallel sizes that do not fit into it.
+
+What the policy needs of the run beside its own sections; imports nothing heavy, so that a driver can make one.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import datetime
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,6 +19,24 @@ import torch.distributed as dist
 from megatron_daro.actor import device
 from megatron_daro.config.actor import resolved_expert_tensor
 from megatron_daro.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySettings:
+    """Plain values for `MegatronPolicy`.
+
+    model_path: Hugging Face checkpoint. rollouts_per_prompt: K. max_response_tokens: dr_grpo's constant. temperature:
+    of the sampling distribution that is trained. total_steps: optimizer steps of the run, where the decay of the
+    learning rate ends. weights: Megatron checkpoint that training starts from; None: model_path.
+    """
+
+    model_path: Path
+    rollouts_per_prompt: int
+    max_response_tokens: int
+    temperature: float
+    total_steps: int
+    weights: Path | None = None
+
 
 device.prepare()
 with warnings.catch_warnings():

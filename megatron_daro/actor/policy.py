@@ -1,15 +1,16 @@
 """The Megatron policy of one process: model, optimizer, algorithm, and what can be done with them.
 
-Place in the data flow: a worker process (runtime/) holds one; every rank of the layout makes the same calls in the same
+A worker process (runtime/) holds one; every rank of the layout makes the same calls in the same
 order, since most of them are collective. Refuses to know Ray, engines or run directories.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,21 +20,35 @@ from torch import Tensor
 from megatron_daro.actor import checkpoint, device
 from megatron_daro.actor.forward import MicroBatches, OutputSettings, response_logprobs
 from megatron_daro.actor.host_memory import HostMemory
-from megatron_daro.actor.model import build_model, split_megatron_options, transformer_config, wrap_data_parallel
-from megatron_daro.actor.optimizer import build_optimizer, build_scheduler
-from megatron_daro.actor.parallel import Layout
-from megatron_daro.actor.precision import fp8_options, remarks, uses_transformer_engine
+from megatron_daro.actor.model import (
+    TransformerConfig,
+    build_model,
+    data_parallel_config,
+    split_megatron_options,
+    transformer_config,
+    wrap_data_parallel,
+)
+from megatron_daro.actor.optimizer import (
+    build_optimizer,
+    build_scheduler,
+    fp8_options,
+    optimizer_config,
+    remarks,
+    uses_transformer_engine,
+)
+from megatron_daro.actor.parallel import Layout, PolicySettings
 from megatron_daro.actor.routing import check_routed_experts
-from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.actor.step import Trainee, train_step
 from megatron_daro.actor.weights import export_hf_weights, load_hf_weights
 from megatron_daro.algo.objective import ObjectiveSettings
 from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
+from megatron_daro.config.megatron_options import TRANSFORMER_ENGINE_ONLY
 from megatron_daro.config.model_shape import ModelShape, read_model_shape
 from megatron_daro.convert.hf_reader import HFCheckpoint
 from megatron_daro.convert.megatron_weights import MegatronWeights
+from megatron_daro.errors import ConfigError
 from megatron_daro.types import KINDS_OF_MEMORY, MemoryKind, MemoryMove, StepResult, TrainBatch
 
 
@@ -70,6 +85,37 @@ def objective_settings(section: AlgorithmSection) -> ObjectiveSettings:
     )
 
 
+def check_megatron_options(actor: ActorSection, shape: ModelShape) -> None:
+    """Let Megatron-core look at `actor.megatron` as every rank will. Starts nothing; needs no process groups.
+
+    Raises:
+        ConfigError: an option is unknown, of another type, or refused by upstream.
+    """
+    options = split_megatron_options(actor.megatron)
+    needing = [name for name in TRANSFORMER_ENGINE_ONLY & actor.megatron.keys() if actor.megatron[name]]
+    if needing and not uses_transformer_engine(actor):
+        raise ConfigError(
+            f"actor.megatron: got {', '.join(sorted(needing))}; allowed: only with the layers of Transformer Engine, "
+            "which this run does not have here (docs/gpu.md); fix: remove it"
+        )
+    _transformer_config(shape, actor, options["transformer"])
+    data_parallel_config(distributed_optimizer=actor.optimizer.distributed, options=options["ddp"])
+    optimizer_config(actor.optimizer, dtype=actor.dtype, options=options["optimizer"])
+
+
+def _transformer_config(shape: ModelShape, actor: ActorSection, options: Mapping[str, Any]) -> TransformerConfig:
+    return transformer_config(
+        shape,
+        layout_of(actor),
+        dtype=actor.dtype,
+        sequence_parallel=actor.use_sequence_parallel,
+        recompute=actor.recompute,
+        fp8=fp8_options(actor),
+        transformer_engine=uses_transformer_engine(actor),
+        options=options,
+    )
+
+
 class MegatronPolicy:
     """One rank's part of the policy. Process groups must be there already (actor/parallel.py)."""
 
@@ -86,16 +132,7 @@ class MegatronPolicy:
         options = split_megatron_options(actor.megatron)
         transformer_engine = uses_transformer_engine(actor)
         self.remarks = remarks(actor, transformer_engine)
-        config = transformer_config(
-            self.shape,
-            layout_of(actor),
-            dtype=actor.dtype,
-            sequence_parallel=actor.use_sequence_parallel,
-            recompute=actor.recompute,
-            fp8=fp8_options(actor),
-            transformer_engine=transformer_engine,
-            options=options["transformer"],
-        )
+        config = _transformer_config(self.shape, actor, options["transformer"])
         self.chunks = build_model(self.shape, config, transformer_engine=transformer_engine)
         with self._first_weights(settings) as tensors:
             load_hf_weights(self.chunks, self.shape, tensors)

@@ -1,6 +1,6 @@
 """Routing replay (R3): tokens meet the experts in training that the rollout engine chose for them.
 
-Place in the data flow: TrainBatch.routed_experts_TLK -> packed micro-batches -> before each forward pass of a part of
+TrainBatch.routed_experts_TLK -> packed micro-batches -> before each forward pass of a part of
 the model, the routers of its layers are told what the tokens of this rank meet. An engine and a trainer round
 differently, so that a router's choice flips now and then; a token then gets another log-prob by far.
 Refuses: experts of another model, by the numbers of layers, of experts, and of those chosen for a token.

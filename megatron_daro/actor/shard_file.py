@@ -1,6 +1,6 @@
 """One rank's file of a checkpoint: a thread writes it from the live tensors, and training can get them back early.
 
-Place in the data flow: actor/checkpoint_format.py collects the boxes that a rank saves; actor/checkpoint.py runs
+Actor/checkpoint.py collects the boxes that a rank saves; actor/checkpoint.py runs
 `ShardFile.write` in a thread; before the next update of the weights it calls `release`. What was handed to the file by
 then may change. Of the rest, as much as the budget allows is copied, from the end of the file, and the update waits
 for what lies between. So a save takes no memory where a step computes longer than the file takes to write.

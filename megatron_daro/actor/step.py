@@ -1,6 +1,6 @@
 """One optimizer step: forward and backward over the micro-batches, the update, DARO's weights, the metrics.
 
-Place in the data flow: TrainBatch shard + micro-batches -> StepResult, the same on every rank.
+TrainBatch shard + micro-batches -> StepResult, the same on every rank.
 Refuses to update from a loss or gradient that is not finite: model, optimizer, schedule and weights stay as they were
 and the result says so.
 """

@@ -1,6 +1,6 @@
 """Hugging Face tensors into this rank's Megatron parameters, and out again as a stream.
 
-Place in the data flow: HF checkpoint -> `load_hf_weights` -> training -> `export_hf_weights` -> sync, HF writer.
+HF checkpoint -> `load_hf_weights` -> training -> `export_hf_weights` -> sync, HF writer.
 Conversion itself (names, slicing) is convert/mapping.py; here are the live parameters and the collectives.
 Refuses: missing tensors and shapes that differ.
 """
@@ -16,8 +16,10 @@ from torch import Tensor
 from megatron_daro.actor import device
 from megatron_daro.actor.model import Chunks, LocalParameter, local_parameters, padded_vocabulary
 from megatron_daro.config.model_shape import ModelShape
+from megatron_daro.convert.hf_reader import HFCheckpoint
 from megatron_daro.convert.mapping import TensorRule, merge
-from megatron_daro.convert.row_runs import RowReader, read_shard
+from megatron_daro.convert.pieces import RowReader, read_shard
+from megatron_daro.convert.plan import check_tied
 
 device.prepare()
 from megatron.core import parallel_state  # noqa: E402  (the device must be prepared first)
@@ -32,8 +34,11 @@ def load_hf_weights(chunks: Chunks, shape: ModelShape, tensors: RowReader) -> No
         tensors: an HFCheckpoint, or the MegatronWeights of a Megatron checkpoint.
 
     Raises:
-        ModelError: a tensor is missing or has the wrong shape.
+        ModelError: a tensor is missing or has the wrong shape, or an output layer differs from the embedding that it is
+            tied to.
     """
+    if shape.tie and isinstance(tensors, HFCheckpoint) and "lm_head.weight" in tensors:
+        check_tied(tensors)
     for local in local_parameters(chunks, shape):
         rank, size = tensor_parallel_place(local.rule)
         vocabulary = padded_vocabulary(shape.vocab, size) if local.rule.kind == "vocab" else None

@@ -1,6 +1,6 @@
 """What an algorithm is: an advantage, a choice of groups, a coefficient per rollout, and what it learns from a step.
 
-Place in the data flow: the totals of the whole optimizer step (bins, trained tokens, rollouts; summed over all ranks
+The totals of the whole optimizer step (bins, trained tokens, rollouts; summed over all ranks
 before the forward pass) -> one coefficient per rollout -> L = sum_i coefficient_i * sum_t l_t, on any split of them ->
 sums over the step -> what the algorithm learns, the same on every rank.
 Refuses to know a micro-batch: a denominator taken from part of a step makes the loss depend on how the step was split.
@@ -14,10 +14,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Required, TypedDict, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import Required, TypedDict  # noqa: UP035 - Python 3.10, in other frameworks' environments
 
 from megatron_daro.algo.advantages import AdvantageStd, group_advantages
 from megatron_daro.algo.difficulty import bin_sums, token_counts

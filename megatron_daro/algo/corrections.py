@@ -1,6 +1,6 @@
 """Off-policy corrections: what to do when another engine, or older weights, made the rollouts.
 
-Place in the data flow: rollout, old and current log-probs -> a weight per token (tis, mis), and the ratio of a sequence
+Rollout, old and current log-probs -> a weight per token (tis, mis), and the ratio of a sequence
 (for the trust region gspo), for the objective. Refuses to drop anything silently: each weight comes with the indicator
 of what it changed.
 A dropped token keeps its place in the denominators, which are fixed before the forward pass.

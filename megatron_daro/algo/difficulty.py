@@ -1,6 +1,6 @@
 """Difficulty: pass-rate bins, sums per bin, and the loss that a bin's lengths let expect.
 
-Place in the data flow: verdicts -> bins -> tokens per bin, summed over all ranks -> coefficients of the token losses.
+Verdicts -> bins -> tokens per bin, summed over all ranks -> coefficients of the token losses.
 DARO's weight per bin is in `difficulty_weights`. Refuses incomplete groups: a group of fewer than K rollouts has no bin
 among 0..K. Makes no collective call.
 

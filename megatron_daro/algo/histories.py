@@ -1,6 +1,6 @@
 """Algorithms that weigh by what earlier steps were like: HA-DW (pass rates) and FADE (pass rates and entropy).
 
-Place in the data flow: as every algorithm (see `algorithm`). A step is weighed with the averages over the steps before
+As every algorithm (see `algorithm`). A step is weighed with the averages over the steps before
 it, and changes them after it was applied, on every rank alike; the averages are part of the checkpoint. A step is one
 optimizer step. Refuses options out of their range and states that are not its own.
 
@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from megatron_daro.algo.algorithm import BatchTotals, Common, Evidence, SampleAlgorithm, Samples, token_mean
 from megatron_daro.errors import AlgorithmError, CheckpointError

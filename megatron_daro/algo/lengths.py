@@ -1,6 +1,6 @@
 """lambda-GRPO: a learnt preference for the longer or the shorter answers of each group.
 
-Place in the data flow: as every algorithm (see `algorithm`), with the lengths of each sample's whole group: they are
+As every algorithm (see `algorithm`), with the lengths of each sample's whole group: they are
 put beside the samples before these are split over ranks. Refuses groups so large that its formula has no value.
 
 Shape letters: N samples, K rollouts per prompt.
@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from megatron_daro.algo.adam import Adam
 from megatron_daro.algo.algorithm import BatchTotals, Common, Evidence, SampleAlgorithm, Samples, token_mean
+from megatron_daro.algo.difficulty_weights import Adam
 from megatron_daro.errors import AlgorithmError, CheckpointError, NonFiniteError
 
 

@@ -1,16 +1,33 @@
 """The objective of the tokens of one micro-batch: surrogate, correction, KL and entropy terms, and what is reported.
 
-Place in the data flow: log-probs (current, old, rollout, reference) of packed tokens -> token losses and sums; the
+Log-probs (current, old, rollout, reference) of packed tokens -> token losses and sums; the
 actor multiplies the per-sample sums by the coefficients of `weighting`. Refuses to average: everything reported is a
 sum (or a maximum), so micro-batches and ranks add up exactly. What the mask leaves out may be NaN; it reaches nothing.
 
 Shape letters: T packed tokens, M segments (samples of this micro-batch).
+
+Trust regions beside PPO's clip: CISPO's clipped weight and SAPO's soft gate.
+
+Importance ratios and advantages -> token losses, in the place of
+`surrogate.clipped_ratio_loss`. (GSPO is that clip with a sequence's ratio: `corrections.sequence_log_ratio`.)
+Their values are shifted so that at ratio 1 the loss is -A, as PPO's; gradients are the papers'. So sums of token losses
+mean the same under every trust region.
+
+Shapes: "..." is any common (broadcastable) shape.
+
+KL to a reference policy, and its three estimators. Default coefficient 0: DAPO and Dr. GRPO drop it.
+
+Current and reference log-probs -> a KL term per token for the objective.
+Refuses unknown estimators. Does not reduce.
+
+Shapes: "..." is any common (broadcastable) shape.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -26,10 +43,96 @@ from megatron_daro.algo.corrections import (
     sequence_log_ratio,
     truncated_importance_weights,
 )
-from megatron_daro.algo.regularizers import KlEstimator, kl_terms
-from megatron_daro.algo.surrogate import check_clip_range, clip_fractions, clipped_ratio_loss, importance_ratio
-from megatron_daro.algo.trust_regions import TrustRegion, check_temperatures, cispo_loss, sapo_loss
+from megatron_daro.algo.surrogate import (
+    MAX_LOG_RATIO,
+    check_clip_range,
+    clip_fractions,
+    clipped_ratio_loss,
+    importance_ratio,
+)
 from megatron_daro.errors import AlgorithmError
+
+TrustRegion = Literal["clip", "gspo", "cispo", "sapo"]
+
+
+def cispo_loss(ratio: Tensor, advantages: Tensor, clip_high: float = 0.28) -> Tensor:
+    """Return -sg(min(ratio, 1 + clip_high)) A log pi, shifted: no token loses its gradient, its weight is bounded.
+
+    Args:
+        ratio: importance ratios with gradient, any shape. advantages: broadcastable.
+        clip_high: 0 or more. Below nothing is clipped: the paper sets that bound so low that it is none.
+
+    Returns:
+        Losses, common shape: value -min(ratio, 1 + clip_high) A, gradient that value's weight times d log pi.
+
+    Source: MiniMax-M1, arXiv 2506.13585, eq. 4 and 5.
+    """
+    weight = ratio.detach().clamp(max=1 + clip_high)
+    # ratio / sg(ratio) is 1 with the gradient of log pi.
+    return -weight * advantages * (ratio / ratio.detach())
+
+
+def sapo_loss(ratio: Tensor, advantages: Tensor, positive: float = 1.0, negative: float = 1.05) -> Tensor:
+    """Return -A (1 + 4/tau (sigmoid(tau (ratio - 1)) - 1/2)), with tau by the sign of A.
+
+    Its slope by the ratio is -A at ratio 1 and falls smoothly to both sides, faster for a larger tau.
+
+    Args:
+        ratio: importance ratios, any shape. advantages: broadcastable.
+        positive, negative: tau for A > 0 and for the rest, both above 0.
+
+    Returns:
+        Losses, common shape.
+
+    Source: SAPO, arXiv 2511.20347.
+    """
+    # Tensors of the ratio's type, made on its device: numbers alone would be fp32.
+    temperature = torch.where(advantages > 0, torch.full_like(ratio, positive), torch.full_like(ratio, negative))
+    gate = 4 / temperature * (torch.sigmoid(temperature * (ratio - 1)) - 0.5)
+    return -advantages * (1 + gate)
+
+
+def check_temperatures(positive: float, negative: float) -> None:
+    """Raise AlgorithmError if a temperature of SAPO has no meaning."""
+    for name, value in (("sapo_positive", positive), ("sapo_negative", negative)):
+        if not 0 < value < float("inf"):
+            raise AlgorithmError(f"{name}: got {value}, allowed is a number above 0")
+
+
+KlEstimator = Literal["k1", "k2", "k3"]
+
+
+def kl_terms(logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator = "k3") -> Tensor:
+    """Return an estimate of KL(policy || reference) per sampled token.
+
+    With d = logprobs - ref_logprobs: k1 is d (unbiased; as a loss its expected gradient is zero), k2 is d^2/2 (its
+    gradient is that of the KL), k3 is exp(-d) - 1 + d (unbiased and never negative). Where -d is above 20, k3 goes on
+    along its tangent: the slope stays at 1 - exp(20), which still pulls towards the reference and is finite.
+
+    Args:
+        logprobs: of the tokens sampled from the policy, natural log; gradient flows.
+        ref_logprobs: under the reference; no gradient flows.
+        estimator: "k1", "k2" or "k3".
+
+    Returns:
+        Terms, common shape.
+
+    Raises:
+        AlgorithmError: unknown estimator.
+
+    Source: J. Schulman, "Approximating KL divergence" (2020); GRPO arXiv 2402.03300 eq. 4 uses k3.
+    """
+    difference = logprobs - ref_logprobs.detach()
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return difference.square() / 2
+    if estimator == "k3":
+        # expm1 keeps the digits: near d = 0 the three terms cancel to d^2/2.
+        exponent = -difference
+        tangent = torch.where(exponent > MAX_LOG_RATIO, (exponent - MAX_LOG_RATIO) * math.exp(MAX_LOG_RATIO), 0)
+        return exponent.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1() + tangent + difference
+    raise AlgorithmError(f"estimator: got {estimator!r}, allowed are {', '.join(get_args(KlEstimator))}")
 
 
 @dataclass(frozen=True, slots=True)

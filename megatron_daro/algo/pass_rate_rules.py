@@ -1,6 +1,6 @@
 """Fixed weights per pass rate: published rules that are a function of mu, one line each, and DGPO.
 
-Place in the data flow: as every algorithm (see `algorithm`): a group's advantage, times the rule's weight of its pass
+As every algorithm (see `algorithm`): a group's advantage, times the rule's weight of its pass
 rate, averaged over the step's trained tokens. mu is always the share of right verdicts, never a mean of shaped rewards;
 with rewards of 0 and 1 that is the same. Refuses options out of their range.
 
@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, Unpack, cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from megatron_daro.algo.advantages import AdvantageStd
 from megatron_daro.algo.algorithm import Algorithm, BatchTotals, Common, constant, inverse, token_mean

@@ -1,6 +1,6 @@
 """The clipped surrogate: the loss of one token.
 
-Place in the data flow: the actor's log-probs of the sampled tokens -> token losses -> weighted sums (weighting).
+The actor's log-probs of the sampled tokens -> token losses -> weighted sums (weighting).
 Refuses clip ranges without a meaning. Does not reduce: sums and denominators are the business of `weighting`.
 
 Shapes: "..." is any common (broadcastable) shape.

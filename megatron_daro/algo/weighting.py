@@ -1,6 +1,6 @@
 """The table of algorithms, and how one is made by its name.
 
-Place in the data flow: `algorithm.name` and its options -> one Algorithm in the driver (advantages, which groups are
+`algorithm.name` and its options -> one Algorithm in the driver (advantages, which groups are
 trained) and one on every rank (coefficients, learning). Here stand GRPO, its relatives and DARO; what weighs by the
 pass rate alone is in `pass_rate_rules`, what keeps moving averages in `histories`, what learns lengths in `lengths`.
 Refuses names and options that do not exist.

@@ -10,8 +10,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megatron_daro.analyze.sums import Dump
-    from megatron_daro.analyze.views import View
+    from megatron_daro.workshop.analyze.views import Dump, View
 
 
 def analyze(
@@ -40,10 +39,9 @@ def analyze(
     """Show groups, lengths, losses and weights per pass rate, and each algorithm's share of the gradient."""
     from rich.console import Console
 
-    from megatron_daro.analyze.rows import choose_columns, files_of, rows_of
-    from megatron_daro.analyze.sums import infer_rollouts_per_prompt, read_dump
-    from megatron_daro.analyze.views import view_of
     from megatron_daro.plugins.options import read_options
+    from megatron_daro.workshop.analyze.rows import choose_columns, files_of, rows_of
+    from megatron_daro.workshop.analyze.views import infer_rollouts_per_prompt, read_dump, view_of
 
     daro = read_options(" ".join(f"daro.{word}" for word in options.split()), source="--daro").daro
     files = files_of(dump)

@@ -1,6 +1,6 @@
 """`megatron-daro convert`: Hugging Face checkpoints to Megatron's and back, with a card that says what was checked.
 
-Place in the data flow: the command line, and tools/convert_hf_to_megatron.py and tools/convert_megatron_to_hf.py, which
+The command line, and tools/convert_hf_to_megatron.py and tools/convert_megatron_to_hf.py, which
 are the same command. Does no work of its own: `convert.plan` and `convert.conversion` do.
 """
 
@@ -11,11 +11,12 @@ import os
 import re
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from megatron_daro.errors import ConfigError, ModelError
+from megatron_daro.errors import ConfigError
+from megatron_daro.temporary import use_own_sockets
 
 if TYPE_CHECKING:
     from megatron_daro.convert.card import Card
@@ -33,15 +34,20 @@ def convert(
     ] = None,
     megatron: Annotated[
         Path | None,
-        typer.Option("--megatron", metavar="DIR", help="Megatron checkpoint to convert to Hugging Face."),
+        typer.Option("--megatron", metavar="DIR", help="Megatron checkpoint to convert to Hugging Face, or --format."),
     ] = None,
     hf_config: Annotated[
         Path | None,
         typer.Option("--hf-config", metavar="DIR", help="config.json and tokenizer for --megatron. Unset: looked for."),
     ] = None,
     format_: Annotated[
-        str, typer.Option("--format", metavar="NAME", help="daro (ours, no pickle) or torch_dist (Megatron-LM's).")
-    ] = "daro",
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="NAME",
+            help="daro (ours, no pickle), torch_dist (Megatron-LM's), hf. Unset: daro or hf.",
+        ),
+    ] = None,
     per_layer_keys: Annotated[
         bool,
         typer.Option("--per-layer-keys", help="A key for each layer, as Megatron wants with a list as moe_layer_freq."),
@@ -63,7 +69,7 @@ def convert(
         bool, typer.Option("--dry-run", help="Look at the source and say what would be written; write nothing.")
     ] = False,
 ) -> None:
-    """Convert a checkpoint: --hf to Megatron's format, or --megatron to Hugging Face's."""
+    """Convert a checkpoint: --hf to Megatron's format, or --megatron to Hugging Face's or another of Megatron's."""
     number = 0 if dry_run else _start_workers_early(processes or min(os.cpu_count() or 1, _MOST_PROCESSES))
     plan = make_plan(
         hf,
@@ -75,24 +81,39 @@ def convert(
         per_layer_keys=per_layer_keys,
     )
     if dry_run:
+        from megatron_daro.convert.conversion import replaceable
+
+        replaceable(out)
         typer.echo(_announcement(plan, out))
         return
+    _carry_out(plan, out, processes=number, verify=verify)
+
+
+def _carry_out(plan: Plan, out: Path, *, processes: int, verify: bool) -> None:
+    """Write the target; print the card and what the forward pass said."""
     from megatron_daro.convert.conversion import convert as carry_out
 
+    forward_checks: list[str] = []
+
+    def check(written: Path) -> None:
+        forward_checks.append(_forward_check(plan, written))
+
+    last_check = check if verify else None
     with _ProgressBar(plan.num_bytes) as bar:
-        card = carry_out(plan, out, processes=number, verify=verify, progress=bar.show)
+        card = carry_out(plan, out, processes=processes, verify=verify, progress=bar.show, last_check=last_check)
     _print_card(card)
     typer.echo(
         f"written: {out}, {card.num_bytes / 1e9:.2f} GB; every tensor with its hashes: {out / 'conversion.json'}"
     )
-    if verify:
-        typer.echo(_forward_check(plan, out))
+    for sentence in forward_checks:
+        typer.echo(sentence)
 
 
 def _start_workers_early(number: int) -> int:
     """Let the process that several workers are forked from import what they need, while this one does; returns their
     number."""
     if number > 1:
+        use_own_sockets()
         multiprocessing.set_forkserver_preload(["megatron_daro.convert.conversion"])
         forkserver.ensure_running()
     return number
@@ -103,7 +124,7 @@ def make_plan(
     megatron: Path | None,
     *,
     hf_config: Path | None,
-    format_: str,
+    format_: str | None,
     dtype: str | None,
     max_shard_size: str,
     per_layer_keys: bool,
@@ -114,44 +135,42 @@ def make_plan(
         ConfigError: options that do not go together. ModelError, CheckpointError: the source cannot be converted.
     """
     if (hf is None) == (megatron is None):
-        raise ConfigError("convert: give one of --hf DIR (to Megatron) and --megatron DIR (to Hugging Face)")
+        raise ConfigError(
+            "convert: give one of --hf DIR (to Megatron) and --megatron DIR (to Hugging Face, or to another --format)"
+        )
     from megatron_daro.convert import plan
 
     if dtype is not None and dtype not in plan.DTYPES:
         raise ConfigError(f"--dtype: got {dtype!r}; allowed: {', '.join(plan.DTYPES)}")
+    allowed = plan.FORMATS if megatron is None else ("hf", *plan.FORMATS)
+    if format_ not in (None, *allowed):
+        raise ConfigError(f"--format: got {format_!r}; allowed: {', '.join(allowed)}")
+    if hf is not None and hf_config is not None:
+        raise ConfigError("--hf-config: the configuration of --hf lies beside it; leave --hf-config out")
+    for option, folder in (("--hf", hf), ("--megatron", megatron), ("--hf-config", hf_config)):
+        if folder is not None and not folder.is_dir():
+            got = f"{str(folder)!r}, which is {'a file' if folder.exists() else 'not there'}"
+            raise ConfigError(f"{option}: got {got}; allowed: a directory{_in_directory(folder)}")
     if hf is not None:
-        if format_ not in plan.FORMATS:
-            raise ConfigError(f"--format: got {format_!r}; allowed: {', '.join(plan.FORMATS)}")
-        if hf_config is not None:
-            raise ConfigError("--hf-config: the configuration of --hf lies beside it; leave --hf-config out")
-        return plan.plan_to_megatron(
-            hf, "daro" if format_ == "daro" else "torch_dist", dtype, per_layer_keys=per_layer_keys
-        )
+        return plan.plan_to_megatron(hf, _megatron_format(format_), dtype, per_layer_keys=per_layer_keys)
     if megatron is None:
         raise AssertionError
+    from megatron_daro.convert.model_config import find_config
+
     config = hf_config or find_config(megatron)
+    if format_ in plan.FORMATS:
+        return plan.plan_to_megatron(
+            megatron, _megatron_format(format_), dtype, per_layer_keys=per_layer_keys, megatron_config=config
+        )
     return plan.plan_to_hf(megatron, config, dtype, parse_size(max_shard_size))
 
 
-def find_config(megatron: Path) -> Path:
-    """Return the folder with the config.json of a Megatron checkpoint: its own, or the model of the run that saved it.
+def _in_directory(path: Path) -> str:
+    return f"; fix: give {str(path.parent)!r}" if path.exists() else ""
 
-    Raises:
-        ModelError: there is none.
-    """
-    from megatron_daro.convert.conversion import HF_FOLDER
 
-    for folder in (megatron / HF_FOLDER, megatron.parent / HF_FOLDER, megatron):
-        if (folder / "config.json").is_file():
-            return folder
-    run_config = megatron.absolute().parent.parent / "config.yaml"  # RUN/checkpoints/step_N
-    if run_config.is_file():
-        from megatron_daro.config import resolve
-
-        path = resolve(run_config).model.path
-        if (path / "config.json").is_file():
-            return path
-    raise ModelError(f"{megatron} has no config.json of its model with it; name a folder that has one with --hf-config")
+def _megatron_format(name: str | None) -> Literal["daro", "torch_dist"]:
+    return "torch_dist" if name == "torch_dist" else "daro"
 
 
 def parse_size(text: str) -> int:
@@ -220,9 +239,11 @@ def _print_card(card: Card) -> None:
     (console if console.is_terminal else Console(width=_WIDTH_IN_FILES)).print(table)
 
 
-def _forward_check(plan: Plan, out: Path) -> str:
+def _forward_check(plan: Plan, written: Path) -> str:
     """Run the HF model and the Megatron model of the two checkpoints on the same tokens, if both fit into memory."""
+    if plan.format != "hf" and plan.source_format != "hf":
+        return "forward pass not compared: both are Megatron checkpoints, and every tensor is the same"
     from megatron_daro.actor.forward_check import compare_logits
 
-    hf, megatron = (out, plan.source) if plan.format == "hf" else (plan.source, out)
-    return compare_logits(hf, megatron)
+    hf, megatron = (written, plan.source) if plan.format == "hf" else (plan.source, written)
+    return compare_logits(hf, megatron, plan.cast)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import typer
 
 if TYPE_CHECKING:
-    from megatron_daro.curate.decisions import Decisions
-    from megatron_daro.curate.offline import Rules
-    from megatron_daro.curate.rows import Row
-    from megatron_daro.runtime.pass_rates import Sampling
+    from megatron_daro.workshop.curate.decisions import Decisions
+    from megatron_daro.workshop.curate.offline import Rules
+    from megatron_daro.workshop.curate.pass_rates import Sampling
+    from megatron_daro.workshop.curate.rows import Row
 
 _Name = TypeVar("_Name", bound=str)
 SUITE_DIR = Path("eval_data")
@@ -97,10 +97,10 @@ def curate(
     write: Write = "parquet",
 ) -> None:
     """Deduplicate, decontaminate, check and, with a model, sample problems; nothing is dropped without a record."""
-    from megatron_daro.curate import output
-    from megatron_daro.curate.golds import GUESSES
-    from megatron_daro.curate.offline import Rules
-    from megatron_daro.curate.rows import Fields, read_all
+    from megatron_daro.workshop.curate import output
+    from megatron_daro.workshop.curate.golds import GUESSES
+    from megatron_daro.workshop.curate.offline import Rules
+    from megatron_daro.workshop.curate.rows import Fields, read_all
 
     output.check_free(out)
     output.check_keep(keep_field or ())
@@ -145,9 +145,9 @@ class _Work:
 
 
 def _curate(work: _Work, rows: Sequence[Row], shared: Mapping[str, Sequence[str]]) -> None:
-    from megatron_daro.curate import output
-    from megatron_daro.curate.offline import decide
-    from megatron_daro.curate.statistics import collect
+    from megatron_daro.workshop.curate import output
+    from megatron_daro.workshop.curate.offline import decide
+    from megatron_daro.workshop.curate.statistics import collect
 
     decisions, crowded = decide(rows, work.sets, work.rules, typer.echo)
     extra, measured = _sample(work.model, rows, decisions, work.out) if work.model else ({}, {})
@@ -177,8 +177,8 @@ def _sampling(
     pass_rate: str,
 ) -> Sampling | None:
     """Return how pass rates are measured; None where they are not. Raises ConfigError for options that need more."""
-    from megatron_daro.curate.sampled import read_range
     from megatron_daro.errors import ConfigError
+    from megatron_daro.workshop.curate.pass_rates import read_range
 
     read_range(pass_rate)
     if not hf and not urls:
@@ -189,7 +189,7 @@ def _sampling(
                 "pass rates; fix: name the model that is asked"
             )
         return None
-    from megatron_daro.runtime.pass_rates import Sampling
+    from megatron_daro.workshop.curate.pass_rates import Sampling
 
     if hf and urls:
         raise ConfigError("curate: got --hf and --urls; allowed: one of them; fix: name the model that is asked")
@@ -210,15 +210,15 @@ def _sample(
     model: _Model, rows: Sequence[Row], decisions: Decisions, out: Path
 ) -> tuple[dict[int, dict[str, Any]], dict[str, Any]]:
     """Ask the model about the rows that are left; returns their pass-rate fields and the statistics."""
-    from megatron_daro.curate import sampled
-    from megatron_daro.curate.output import partial_of
     from megatron_daro.runtime.interrupts import interruptible
-    from megatron_daro.runtime.pass_rates import configuration, measure_pass_rates, model_of
+    from megatron_daro.workshop.curate import pass_rates
+    from megatron_daro.workshop.curate.output import partial_of
+    from megatron_daro.workshop.curate.pass_rates import configuration, measure_pass_rates, model_of
 
     folder = partial_of(out) / "sampling"
     if not decisions.kept():
         return {}, {}
-    count = sampled.write_problems(folder / "problems.jsonl", rows, decisions)
+    count = pass_rates.write_problems(folder / "problems.jsonl", rows, decisions)
     typer.echo(
         f"asking for {model.sampling.samples} answers to each of {count} problems; kept in {folder} as they come"
     )
@@ -226,8 +226,8 @@ def _sample(
         weights = model_of(model.hf, model.urls)
         config = configuration(weights, folder / "problems.jsonl", folder, model.sampling)
         found, asked = measure_pass_rates(config, weights, _Terminal())
-    fields = sampled.apply(rows, decisions, found, asked, sampled.read_range(model.pass_rate))
-    return fields, {"pass_rates": sampled.summary_of(found, asked)}
+    fields = pass_rates.apply(rows, decisions, found, asked, pass_rates.read_range(model.pass_rate))
+    return fields, {"pass_rates": pass_rates.summary_of(found, asked)}
 
 
 class _Terminal:
@@ -242,8 +242,8 @@ class _Terminal:
 
 def _evaluation_sets(against: Sequence[Path] | None) -> dict[str, list[Row]]:
     """Return the evaluation sets by name; says aloud where there are none."""
-    from megatron_daro.curate.rows import Fields, read_all
     from megatron_daro.errors import ConfigError
+    from megatron_daro.workshop.curate.rows import Fields, read_all
 
     paths = list(against or ([SUITE_DIR] if SUITE_DIR.is_dir() else []))
     files: list[Path] = []
@@ -288,7 +288,7 @@ def _print(out: Path, statistics: Mapping[str, Any], formats: Sequence[str]) -> 
     from rich.console import Console
     from rich.table import Table
 
-    from megatron_daro.curate.decisions import NOTES, REASONS
+    from megatron_daro.workshop.curate.decisions import NOTES, REASONS
 
     table = Table("", "rows", "", highlight=False)
     table.add_row("kept", f"{statistics['kept']:,}", "")

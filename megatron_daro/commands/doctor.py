@@ -21,7 +21,7 @@ def doctor(
     from rich.markup import escape
     from rich.table import Table
 
-    from megatron_daro.runtime.diagnosis import diagnose
+    from megatron_daro.workshop.doctor import diagnose
 
     findings = diagnose(recipe, overrides or [])
     table = Table()

@@ -1,6 +1,6 @@
 """`megatron-daro eval`: measure a model on sets of problems, or compare two measurements.
 
-Place in the data flow: options -> the model that is asked, the sets, one configuration -> runtime/measuring.py -> a
+Options -> the model that is asked, the sets, one configuration -> workshop/evaluate/measuring.py -> a
 table. Does no work of its own.
 """
 
@@ -17,7 +17,7 @@ from megatron_daro.errors import ConfigError
 if TYPE_CHECKING:
     from megatron_daro.config import Config, EvalSet
     from megatron_daro.rollout.protocol import Notices
-    from megatron_daro.runtime.measured_model import MeasuredModel
+    from megatron_daro.workshop.evaluate.measuring import MeasuredModel
 
 Arguments = Annotated[
     list[str] | None,
@@ -76,8 +76,8 @@ def evaluate(
     if compare:
         _compare(*compare, out)
         return
-    from megatron_daro.evaluate.tables import summary_text
     from megatron_daro.runtime.interrupts import interruptible
+    from megatron_daro.workshop.evaluate.tables import summary_text
 
     config_file, overrides = _split(arguments or [])
     servers = [url for text in urls or () for url in text.split(",") if url]
@@ -90,7 +90,7 @@ def evaluate(
         _check_samples(samples or [], chosen)
         config = _configured(base, model, chosen, overrides, target)
 
-        from megatron_daro.runtime.measuring import Plan, measure
+        from megatron_daro.workshop.evaluate.measuring import Plan, measure
 
         ks = tuple(sorted(set(k or [min(one.rollouts_per_prompt for one in chosen)])))
         summary = measure(Plan(config, model.weights, ks), notices)
@@ -99,9 +99,9 @@ def evaluate(
 
 
 def _compare(a: Path, b: Path, out: Path | None) -> None:
-    from megatron_daro.evaluate import compare as comparing
-    from megatron_daro.evaluate.compare_page import HEAD, line_cells, write_comparison
-    from megatron_daro.evaluate.tables import table_text
+    from megatron_daro.workshop.evaluate import compare as comparing
+    from megatron_daro.workshop.evaluate.compare import HEAD, line_cells, write_comparison
+    from megatron_daro.workshop.evaluate.tables import table_text
 
     target = out or b / "compare.html"
     found = comparing.compare(a, b)
@@ -148,9 +148,9 @@ def _model_and_base(
     notices: Notices,
 ) -> tuple[MeasuredModel, Config | None]:
     """Return the model that is asked, and the configuration that was given or that a checkpoint's run has."""
-    from megatron_daro.commands.convert import find_config
     from megatron_daro.config import resolve
-    from megatron_daro.runtime import measured_model
+    from megatron_daro.convert.model_config import find_config_folder
+    from megatron_daro.workshop.evaluate import measuring
 
     if sum(map(bool, (hf, checkpoint, urls))) != 1:
         given = [name for name, one in (("--hf", hf), ("--checkpoint", checkpoint), ("--urls", urls)) if one]
@@ -164,18 +164,18 @@ def _model_and_base(
         config_file = config_file or (run_config if run_config.is_file() else None)
     base = resolve(config_file, overrides) if config_file else None
     if checkpoint:
-        folder = base.model.path if base else find_config(checkpoint)
-        return measured_model.of_checkpoint(checkpoint, folder, out, notices), base
+        folder = base.model.path if base else find_config_folder(checkpoint)
+        return measuring.of_checkpoint(checkpoint, folder, out, notices), base
     if hf:
-        return measured_model.of_directory(hf), base
+        return measuring.of_directory(hf), base
     named = any(text.startswith("model.path=") for text in overrides)
     path = Path(_value(overrides, "model.path")) if named else base.model.path if base else None
-    return measured_model.of_servers(urls, path), base
+    return measuring.of_servers(urls, path), base
 
 
 def _chosen_sets(base: Config | None, suite: str | None, folder: Path, texts: Sequence[str]) -> list[EvalSet]:
     """Return the sets of the command line; without any, those of the configuration."""
-    from megatron_daro.evaluate.suite import check_names, named_sets, suite_sets
+    from megatron_daro.workshop.evaluate.asking import check_names, named_sets, suite_sets
 
     chosen = [*(suite_sets(suite, folder) if suite else []), *named_sets(texts)]
     chosen = chosen or list(base.data.eval if base else ())

@@ -10,11 +10,11 @@ import typer
 if TYPE_CHECKING:
     from megatron_daro.config import Config
     from megatron_daro.config.model_shape import ModelShape
-    from megatron_daro.plan.gpus import Gpu
-    from megatron_daro.plan.search import Plan
-    from megatron_daro.plan.tables import Bill
-    from megatron_daro.plan.times import Constants
-    from megatron_daro.plan.workload import Workload
+    from megatron_daro.workshop.plan.gpus import Gpu
+    from megatron_daro.workshop.plan.search import Plan
+    from megatron_daro.workshop.plan.tables import Bill
+    from megatron_daro.workshop.plan.times import Constants
+    from megatron_daro.workshop.plan.workload import Workload
 
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file of the run.", show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="A.B=C", help="Options that replace those of the file.")]
@@ -54,14 +54,13 @@ def plan(
     """Say which layouts of RECIPE fit a cluster, what each part of the memory takes and what a step costs."""
     from megatron_daro.config import resolve
     from megatron_daro.config.model_shape import read_model_shape
-    from megatron_daro.plan.gpus import find_gpu
-    from megatron_daro.plan.recipe_file import write_options
-    from megatron_daro.plan.search import search
-    from megatron_daro.plan.tables import Bill, options_of
-    from megatron_daro.plan.workload import require_planned_servers, workload_of
+    from megatron_daro.workshop.plan.gpus import find_gpu
+    from megatron_daro.workshop.plan.recipe_file import write_options
+    from megatron_daro.workshop.plan.search import search
+    from megatron_daro.workshop.plan.tables import Bill, options_of
+    from megatron_daro.workshop.plan.workload import workload_of
 
     config = resolve(recipe, overrides or ())
-    require_planned_servers(config)
     shape = read_model_shape(model_config or config.model.path)
     kind, constants = find_gpu(gpu), None
     if from_run:
@@ -85,18 +84,18 @@ def _show(found: Plan, workload: Workload, gpu: Gpu, bill: Bill, as_json: bool) 
 
     from rich.console import Console
 
-    from megatron_daro.plan.tables import as_record, view
+    from megatron_daro.workshop.plan.tables import as_record, view
 
     if as_json:
         typer.echo(json.dumps(as_record(found, workload, gpu, bill), indent=2))
     else:
-        Console(width=max(Console().width, 180), highlight=False).print(view(found, workload, gpu, bill))
+        Console(width=max(Console().width, 210), highlight=False).print(view(found, workload, gpu, bill))
 
 
 def _learned(run: Path, config: Config, shape: ModelShape, gpu: Gpu) -> tuple[Workload, Constants]:
     """Return the workload with the run's lengths, and constants that give the run's times; says both."""
     from megatron_daro.config.model_shape import read_model_shape
-    from megatron_daro.plan.history import fitted, read_history
+    from megatron_daro.workshop.plan.history import fitted, read_history
 
     history = read_history(run)
     own = history.config.model.path
@@ -115,8 +114,7 @@ def _simulate(
     workload: Workload, gpu: Gpu, gpus: int, mtbf_hours: float, constants: Constants | None, save_every: int, file: Path
 ) -> None:
     """Simulate sizes up to `gpus`, write the plot, and say where it stops to scale."""
-    from megatron_daro.plan.scaling import Failures, doublings, simulate, stops_at
-    from megatron_daro.plan.scaling_plot import write_plot
+    from megatron_daro.workshop.plan.scaling import Failures, doublings, simulate, stops_at, write_plot
 
     failures = Failures(mtbf_hours, save_every=max(save_every, 1))
     sizes = simulate(workload, gpu, doublings(gpu.gpus_per_node, gpus), failures, constants=constants)

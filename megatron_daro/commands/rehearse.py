@@ -45,10 +45,10 @@ def rehearse(
     with interruptible():
         from rich.console import Console
 
-        from megatron_daro.rehearse.loop import rehearse as run
-        from megatron_daro.rehearse.report import as_record, view
-        from megatron_daro.rehearse.setting import Asked, setting_of
-        from megatron_daro.rehearse.thin_ranks import Loss
+        from megatron_daro.workshop.rehearse.loop import rehearse as run
+        from megatron_daro.workshop.rehearse.report import as_record, view
+        from megatron_daro.workshop.rehearse.setting import Asked, setting_of
+        from megatron_daro.workshop.rehearse.thin_ranks import Loss
 
         asked = Asked(recipe, tuple(overrides or ()), nodes, gpus_per_node, steps, gpu, mean_response, pace)
         how, setting = _how(lose_how), setting_of(asked)
@@ -60,6 +60,9 @@ def rehearse(
         typer.echo(json.dumps(record, indent=2))
     else:
         Console(width=max(Console().width, 120), highlight=False, markup=False).print(view(record))
+    if not record["holds"]:
+        typer.echo("rehearse: " + "; ".join(record["faults"]), err=True)
+        raise typer.Exit(1)
 
 
 def _how(text: str) -> Literal["killed", "silent"]:

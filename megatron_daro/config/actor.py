@@ -1,6 +1,6 @@
 """The `actor` section: layout, precision, memory and optimizer of the Megatron policy.
 
-Place in the data flow: read by megatron_daro.actor. `actor.megatron` holds upstream's own names, which
+Read by megatron_daro.actor. `actor.megatron` holds upstream's own names, which
 config/megatron_options.py looks at.
 """
 
@@ -18,16 +18,16 @@ Fp8Recipe = Literal["tensorwise", "blockwise", "mxfp8"]
 class OptimizerSection(Section):
     """AdamW and its schedule."""
 
-    learning_rate: float = Field(default=1e-6, gt=0)
-    """Peak learning rate, > 0."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay, >= 0."""
+    learning_rate: float = Field(default=1e-6, ge=1e-12, le=10)
+    """Peak learning rate, 1e-12 to 10."""
+    weight_decay: float = Field(default=0.0, ge=0, le=100)
+    """Decoupled weight decay, 0 to 100."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Adam decay rates, each in [0, 1)."""
-    eps: float = Field(default=1e-8, gt=0)
-    """Adam's epsilon, > 0."""
-    grad_clip: float = Field(default=1.0, ge=0)
-    """Largest global gradient norm; 0: no clipping."""
+    eps: float = Field(default=1e-8, ge=1e-30, le=1)
+    """Adam's epsilon, 1e-30 to 1."""
+    grad_clip: float = Field(default=1.0, ge=0, le=1e9)
+    """Largest global gradient norm, at most 1e9; 0: no clipping."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps of linear warm-up, >= 0."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"

@@ -1,6 +1,6 @@
 """The `algorithm` section: which loss, how advantages are made, corrections, shaping, and DARO's weights.
 
-Place in the data flow: read by algo (through the actor and the batch builder). Holds numbers and names only; the
+Read by algo (through the actor and the batch builder). Holds numbers and names only; the
 mathematics is in megatron_daro.algo, which this file cannot import because it is torch-free.
 """
 
@@ -34,8 +34,8 @@ ALGORITHM_NAMES = (
 class KlSection(Section):
     """KL term towards the initial policy."""
 
-    coefficient: float = Field(default=0.0, ge=0)
-    """Factor of the KL term in the loss, >= 0. 0: no term, and no reference log-probabilities are computed."""
+    coefficient: float = Field(default=0.0, ge=0, le=1000)
+    """Factor of the KL term in the loss, 0 to 1000. 0: no term, and no reference log-probabilities are computed."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL per token: k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r."""
 
@@ -47,21 +47,21 @@ class CorrectionSection(Section):
     """none; tis: truncated ratio; mis: drop what is outside [low, high]."""
     level: Literal["token", "sequence"] = "token"
     """Whether tis and mis look at single tokens or at whole sequences."""
-    cap: float = Field(default=2.0, gt=0)
-    """tis: upper bound of the ratio, > 0."""
-    low: float = Field(default=0.5, ge=0)
+    cap: float = Field(default=2.0, ge=1e-6, le=1e6)
+    """tis: upper bound of the ratio, 1e-6 to 1e6."""
+    low: float = Field(default=0.5, ge=0, le=1e6)
     """mis: lower bound of the ratio, >= 0 and below `high`."""
-    high: float = Field(default=2.0, gt=0)
-    """mis: upper bound of the ratio, > 0."""
+    high: float = Field(default=2.0, ge=1e-6, le=1e6)
+    """mis: upper bound of the ratio, 1e-6 to 1e6."""
 
 
 class SapoSection(Section):
     """SAPO's soft gate in the place of a clip: its slope falls smoothly away from ratio 1."""
 
-    positive: float = Field(default=1.0, gt=0)
-    """Temperature for positive advantages, > 0: the larger, the narrower."""
-    negative: float = Field(default=1.05, gt=0)
-    """Temperature for the others, > 0."""
+    positive: float = Field(default=1.0, ge=1e-3, le=1e3)
+    """Temperature for positive advantages, 0.001 to 1000: the larger, the narrower."""
+    negative: float = Field(default=1.05, ge=1e-3, le=1e3)
+    """Temperature for the others, 0.001 to 1000."""
 
 
 class OverlongSection(Section):
@@ -78,8 +78,8 @@ class OverlongSection(Section):
 class DaroSection(Section):
     """DARO's learnable weight per pass-rate bin."""
 
-    learning_rate: float = Field(default=0.01, gt=0)
-    """Adam learning rate of the weights, > 0. Not read with half_life."""
+    learning_rate: float = Field(default=0.01, ge=1e-12, le=100)
+    """Adam learning rate of the weights, 1e-12 to 100. Not read with half_life."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Adam decay rates of the weights, each in [0, 1). Not read with half_life."""
     parameter: Literal["log", "linear"] = "log"
@@ -90,9 +90,9 @@ class DaroSection(Section):
     kernels: int | None = Field(default=None, ge=2)
     """Number of Gaussian kernels over the pass rate whose heights are learnt in the place of a weight per bin, from 2
     to rollouts_per_prompt - 1. Unset: a weight per bin."""
-    half_life: float | None = Field(default=None, gt=0)
-    """Weights are the inverse of a moving average of the measure, half of which is newer than this many steps; > 0.
-    Unset: Adam."""
+    half_life: float | None = Field(default=None, ge=1e-3, le=1e6)
+    """Weights are the inverse of a moving average of the measure, half of which is newer than this many steps; 0.001
+    to 1e6. Unset: Adam."""
     length_edges: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Trained tokens at which a new class of lengths begins, rising; each class has weights of its own. Empty: one
     weight for all lengths of a bin."""
@@ -109,15 +109,15 @@ class DaroSection(Section):
 class FGrpoSection(Section):
     """F-GRPO: GRPO's advantage times (1 - pass rate)^gamma."""
 
-    gamma: float = Field(default=1.0, ge=0)
-    """Exponent, >= 0; 0 is GRPO."""
+    gamma: float = Field(default=1.0, ge=0, le=100)
+    """Exponent, 0 to 100; 0 is GRPO."""
 
 
 class MgpoSection(Section):
     """MGPO: GRPO's advantage times exp(-strength * KL(pass rate || target))."""
 
-    strength: float = Field(default=1.0, ge=0)
-    """Factor of the divergence, >= 0; 0 is GRPO."""
+    strength: float = Field(default=1.0, ge=0, le=100)
+    """Factor of the divergence, 0 to 100; 0 is GRPO."""
     target: float = Field(default=0.5, gt=0, lt=1)
     """Pass rate with the largest weight, in (0, 1)."""
 
@@ -125,39 +125,39 @@ class MgpoSection(Section):
 class DgpoSection(Section):
     """DGPO: the mean absolute deviation as divisor, and a softmax over the step's questions."""
 
-    temperature: float = Field(default=2.0, gt=0)
-    """Of the softmax over minus the pass rates, > 0: the larger, the more alike are the questions' weights."""
+    temperature: float = Field(default=2.0, ge=1e-2, le=1e3)
+    """Of the softmax over minus the pass rates, 0.01 to 1000: the larger, the more alike are the questions' weights."""
 
 
 class HaDwSection(Section):
     """HA-DW: weights by how a question's pass rate differs from the one that earlier steps lead to expect."""
 
-    scale: float = Field(default=1.3, gt=0)
-    """Factor of all weights, > 0."""
-    rate: float = Field(default=1.0, gt=0)
-    """How fast the expected pass rate follows the steps', in units of its own standard deviation, > 0."""
-    window: int = Field(default=10, ge=2)
-    """Number of steps over which that standard deviation is taken, and after which it is used first; >= 2."""
+    scale: float = Field(default=1.3, ge=1e-3, le=1e3)
+    """Factor of all weights, 0.001 to 1000."""
+    rate: float = Field(default=1.0, ge=1e-3, le=1e3)
+    """How fast the expected pass rate follows the steps', in units of its own standard deviation, 0.001 to 1000."""
+    window: int = Field(default=10, ge=2, le=100_000)
+    """Number of steps over which that standard deviation is taken, and after which it is used first; 2 to 100000."""
 
 
 class FadeSection(Section):
     """FADE: hard questions first, wrong answers pushed down harder once the entropy is low."""
 
-    rate: float = Field(default=0.02, gt=0, le=1)
-    """Weight of a new step in the moving averages of pass rate and entropy, in (0, 1]."""
-    max_power: float = Field(default=3.0, ge=1)
-    """Largest exponent alpha of (1 - pass rate)^(alpha - 1), >= 1."""
-    min_scale: float = Field(default=0.3, gt=0, le=1)
-    """Smallest delta that wrong answers' advantages are divided by, in (0, 1]."""
-    target_entropy: float | None = Field(default=None, ge=0)
+    rate: float = Field(default=0.02, ge=1e-6, le=1)
+    """Weight of a new step in the moving averages of pass rate and entropy, in [1e-6, 1]."""
+    max_power: float = Field(default=3.0, ge=1, le=100)
+    """Largest exponent alpha of (1 - pass rate)^(alpha - 1), 1 to 100."""
+    min_scale: float = Field(default=0.3, ge=1e-3, le=1)
+    """Smallest delta that wrong answers' advantages are divided by, in [0.001, 1]."""
+    target_entropy: float | None = Field(default=None, ge=0, le=1000)
     """Entropy, in nats per token, below which delta falls; >= 0. Unset: half of the first step's."""
 
 
 class LambdaGrpoSection(Section):
     """lambda-GRPO: a learnt preference for the longer or the shorter answers of each group."""
 
-    learning_rate: float = Field(default=0.01, gt=0)
-    """Adam learning rate of lambda, > 0."""
+    learning_rate: float = Field(default=0.01, ge=1e-12, le=100)
+    """Adam learning rate of lambda, 1e-12 to 100."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Adam decay rates of lambda, each in [0, 1)."""
     spread: float = Field(default=1 / 9, gt=0, lt=1)
@@ -184,13 +184,13 @@ class AlgorithmSection(Section):
     """SAPO; read when trust_region is sapo."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     """The ratio is clipped below at 1 - clip_low; in (0, 1). Read by trust_region clip and gspo."""
-    clip_high: float = Field(default=0.28, gt=0)
-    """The ratio is clipped above at 1 + clip_high; > 0. Read by trust_region clip, gspo and cispo."""
-    dual_clip: float | None = Field(default=None, gt=1)
+    clip_high: float = Field(default=0.28, ge=1e-6, le=1e6)
+    """The ratio is clipped above at 1 + clip_high; 1e-6 to 1e6. Read by trust_region clip, gspo and cispo."""
+    dual_clip: float | None = Field(default=None, gt=1, le=1e6)
     """Bound of the loss for negative advantages, as a multiple of |A|; > 1. Unset: off. With trust_region clip or
     gspo."""
-    entropy_coefficient: float = Field(default=0.0, ge=0)
-    """Factor of the entropy bonus, >= 0."""
+    entropy_coefficient: float = Field(default=0.0, ge=0, le=100)
+    """Factor of the entropy bonus, 0 to 100."""
     old_logprobs: Literal["auto", "forward", "recompute", "rollout"] = "auto"
     """Denominator of the ratio. forward: the train pass's own detached values (one update per batch); recompute: an
     extra pass before the first update; rollout: the engine's values. auto: forward with one update per batch, else

@@ -1,32 +1,57 @@
 """What every section of the configuration has in common.
 
-Place in the data flow: YAML -> loading -> these frozen records -> the component that owns the section. Refuses
+YAML -> loading -> these frozen records -> the component that owns the section. Refuses
 unknown keys, writes after construction, infinities and NaN.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler
-from pydantic_core import CoreSchema, core_schema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 T = TypeVar("T")
 Decay = Annotated[float, Field(ge=0, lt=1)]
 """A decay rate of Adam."""
 
 
+_LARGEST_INTEGER = 2**31 - 1
+_FLOATS = (1e-30, 1e30)
+OUT_OF_RANGE = "out_of_range"
+"""Pydantic's type of an error that says itself what is allowed."""
+
+
+def _named(value: object) -> object:
+    if isinstance(value, str) and not value.strip():
+        raise PydanticCustomError(OUT_OF_RANGE, "a path that is not empty (. is the working directory)")
+    return value
+
+
 def _expanded(path: Path) -> Path:
+    if any(character < " " for character in str(path)) or any(len(os.fsencode(part)) > 255 for part in path.parts):
+        allowed = "a path without control characters, each part of at most 255 bytes"
+        raise PydanticCustomError(OUT_OF_RANGE, allowed)
     try:
         return path.expanduser()
     except RuntimeError as error:  # no such user, or no home directory
         raise ValueError(str(error)) from error
 
 
-ExpandedPath = Annotated[Path, AfterValidator(_expanded)]
+ExpandedPath = Annotated[Path, AfterValidator(_expanded), BeforeValidator(_named)]
 """A path in which a leading ~ is the home directory."""
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 """What generators of 64 bits take."""
@@ -36,6 +61,17 @@ class Section(BaseModel):
     """A frozen group of options. The string under a field documents it; its default stands on the field only."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _refuse_senseless_numbers(cls, value: object, info: ValidationInfo) -> object:
+        """Refuse what no field means, whatever its own range: numbers that C or fp32 cannot hold later."""
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, int) and abs(number) > _LARGEST_INTEGER and "seed" not in str(info.field_name):
+                raise PydanticCustomError(OUT_OF_RANGE, "integers below 2^31")
+            if isinstance(number, float) and number and not _FLOATS[0] <= abs(number) <= _FLOATS[1]:
+                raise PydanticCustomError(OUT_OF_RANGE, "0, or numbers of a size from 1e-30 to 1e30")
+        return value
 
 
 def filled(value: T | None) -> T:

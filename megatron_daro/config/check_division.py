@@ -1,6 +1,6 @@
 """Checks that the model divides over the layout: heads, layers over the stages, experts.
 
-Place in the data flow: called by checks.py; each function yields every problem it finds. The same rules hold when
+Called by checks.py; each function yields every problem it finds. The same rules hold when
 Megatron builds the model, which would stop in the middle of a start and not say which option to change.
 """
 

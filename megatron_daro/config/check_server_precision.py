@@ -1,6 +1,6 @@
 """Servers that compute in fp8: which arguments make SGLang quantize the policy's weights at each update, and where.
 
-Place in the data flow: called by checks.py. Facts are those of SGLang 0.5.23. There are two ways. With
+Called by checks.py. Facts are those of SGLang 0.5.23. There are two ways. With
 `load_format: flash_rl` it casts the bf16 weights of every update into the fp8 ones it has; without that, parameters
 that it quantized at its start have lost what loads them, and the first update fails. It does so for dense Qwen2 and
 Qwen3 models and refuses others. With `fp8_blocks` the policy sends blocks with their scales, of any family.

@@ -1,6 +1,6 @@
 """Checks of what is trained on and how: data files, sampling, algorithm, engine, run.
 
-Place in the data flow: called by checks.py, one function a subject; each yields every problem it finds.
+Called by checks.py, one function a subject; each yields every problem it finds.
 """
 
 from __future__ import annotations
@@ -9,16 +9,18 @@ import importlib.util
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from megatron_daro.config.base import filled
 from megatron_daro.config.hardware import Hardware
 from megatron_daro.config.model_files import ModelFiles
 from megatron_daro.config.model_shape import ModelShape
-from megatron_daro.config.problems import Problem
+from megatron_daro.config.problems import Problem, show
 from megatron_daro.config.sections import Config
 
 _PARQUET_MAGIC = b"PAR1"
 _NUMPY_SEEDS = 2**32
+_LEAST_TEMPERATURE = 1e-3
 _GSPO_WIDEST = 0.01
 """Source: GSPO arXiv 2507.18071, section 5: 3e-4 below and 4e-4 above; this is far beyond any published setting."""
 
@@ -30,6 +32,13 @@ def data_files(config: Config) -> Iterator[Problem]:
         yield from _file_problems(f"data.train.{index}", path, data.format)
     for index, eval_set in enumerate(data.eval):
         yield from _file_problems(f"data.eval.{index}.path", eval_set.path, eval_set.format)
+    files = [path.resolve() for path in data.train]
+    for path in sorted({path for path in files if files.count(path) > 1}):
+        got = f"{str(path)!r} {files.count(path)} times"
+        yield Problem("data.train", got, "each file once: its problems would come twice as often", "remove one of them")
+    if (number := data.template.count("{prompt}")) != 1:
+        got, fix = f"{show(data.template)}, with {number} times {{prompt}}", "leave one, where the problem goes"
+        yield Problem("data.template", got, "a text with {prompt} once", fix)
     names = [eval_set.name for eval_set in data.eval]
     for name in sorted({name for name in names if names.count(name) > 1}):
         allowed = "a different name for each set: it names the metric"
@@ -76,6 +85,12 @@ def _ends_with(path: Path, magic: bytes) -> bool:
 def sampling(config: Config, model: ModelFiles) -> Iterator[Problem]:
     """Check that the rollouts of a group can differ, can end, and may be kept."""
     rollout = config.rollout
+    temperatures = {"rollout": rollout.temperature}
+    temperatures |= {f"data.eval.{i}": eval_set.temperature for i, eval_set in enumerate(config.data.eval)}
+    for field, temperature in temperatures.items():
+        if 0 < temperature < _LEAST_TEMPERATURE:
+            allowed = f"0 (greedy), or at least {_LEAST_TEMPERATURE:g}: logits are divided by it"
+            yield Problem(f"{field}.temperature", f"{temperature:g}", allowed, f"set {field}.temperature=1.0")
     if rollout.temperature == 0:
         got = f"0 with {rollout.rollouts_per_prompt} rollouts per prompt, which would all be equal"
         yield Problem("rollout.temperature", got, "> 0 for training", "set rollout.temperature=1.0")
@@ -236,6 +251,9 @@ def engine(config: Config, hardware: Hardware) -> Iterator[Problem]:
         got = f"{len(sglang.urls)} servers that run already, and {', '.join(started)} for servers to be started"
         also = tuple(f"{field}.{name}" for name in started)
         yield Problem(f"{field}.urls", got, "one or the other", f"remove {field}.{started[0]}", also=also)
+    for index, url in enumerate(sglang.urls):
+        if not _has_port(url):
+            yield Problem(f"{field}.urls.{index}", repr(url), "a port from 1 to 65535, or none", "correct the port")
     if len(set(sglang.urls)) < len(sglang.urls):
         yield Problem(f"{field}.urls", "a URL twice", "each server once", "remove the repetition")
     if sglang.sync == "tensor" and (hardware.kind != "gpu" or sglang.urls):
@@ -246,6 +264,13 @@ def engine(config: Config, hardware: Hardware) -> Iterator[Problem]:
     if sglang.sync_dir and sglang.sync != "disk":
         got = f"{str(sglang.sync_dir)!r} with sync {sglang.sync}"
         yield Problem(f"{field}.sync_dir", got, "only with sync disk", f"set {field}.sync=disk or remove it")
+
+
+def _has_port(url: str) -> bool:
+    try:
+        return urlsplit(url).port != 0
+    except ValueError:
+        return False
 
 
 def _server_nodes(config: Config) -> Iterator[Problem]:

@@ -1,7 +1,12 @@
 """What spans sections, files and hardware: everything that can be known to fail before anything starts.
 
-Place in the data flow: after validation, before placement. Each check looks at one subject and returns what it found;
+After validation, before placement. Each check looks at one subject and returns what it found;
 all are run, and all problems are reported together. Warnings do not stop a run.
+
+Servers and ranks on the same GPUs in turns (engine.colocate): what has to hold for it.
+
+Called by checks.py. Refuses what would have both compute at once, transports that cannot join
+two processes of one GPU, and pieces whose GPUs would not match.
 """
 
 from __future__ import annotations
@@ -12,17 +17,84 @@ from dataclasses import dataclass, replace
 
 from megatron_daro.config import check_division, check_training, megatron_options, precision
 from megatron_daro.config.actor import ActorSection
-from megatron_daro.config.check_colocation import colocation
 from megatron_daro.config.check_server_precision import server_precision
 from megatron_daro.config.fit import demand_of, misfit
 from megatron_daro.config.hardware import THIS_MACHINE, Hardware, detect, hardware_of
 from megatron_daro.config.model_files import ModelFiles, megatron_problems, read_model
 from megatron_daro.config.model_shape import ModelShape
-from megatron_daro.config.problems import Problem, config_error
+from megatron_daro.config.problems import Problem, config_error, show
 from megatron_daro.config.sections import Config
+
+_FIELD = "engine.colocate"
+
+
+def colocation(config: Config) -> Iterator[Problem]:
+    """Yield each thing that keeps servers and ranks from taking turns."""
+    if not config.engine.colocate:
+        return
+    sglang = config.engine.sglang
+    if config.engine.kind != "sglang" or sglang.urls:
+        got = "true with " + ("servers that run already" if sglang.urls else f"engine.kind {config.engine.kind}")
+        fix, also = "set engine.kind=sglang without urls, or remove it", ("engine.kind", "engine.sglang.urls")
+        yield Problem(_FIELD, got, "true with SGLang servers that the run starts", fix, also=also)
+        return
+    if sglang.sync == "distributed":
+        got = "distributed with engine.colocate, where a rank and a server's rank share a GPU"
+        allowed = "tensor or disk: NCCL takes no two processes of one GPU into a group"
+        yield Problem("engine.sglang.sync", got, allowed, "set engine.sglang.sync=tensor", also=(_FIELD,))
+    if config.rollout.max_staleness > 0:
+        got = f"{config.rollout.max_staleness} with engine.colocate"
+        allowed = "0: nothing is generated while a batch is trained"
+        yield Problem("rollout.max_staleness", got, allowed, "set rollout.max_staleness=0", also=(_FIELD,))
+    yield from _arguments(config)
+    yield from _sizes(config)
+
+
+def _arguments(config: Config) -> Iterator[Problem]:
+    """Yield options of SGLang and Megatron under which memory cannot be given back."""
+    given = config.engine.sglang.named_arguments
+    field = "engine.sglang.arguments"
+    if given.get("quantization") is not None:
+        allowed = "servers in bf16: what a quantized one keeps beside its weights would be lost with its memory"
+        fix = "remove quantization and load_format"
+        yield Problem(field, "quantization with engine.colocate", allowed, fix, also=(_FIELD,))
+    if given.get("enable_memory_saver") is False:
+        allowed = "true or unset with engine.colocate: without it a server keeps its memory"
+        fix = "remove enable_memory_saver"
+        yield Problem(field, "enable_memory_saver: false", allowed, fix, also=(_FIELD,))
+    if given_to_megatron := config.actor.megatron.get("nccl_ub"):
+        got, allowed = f"{show(given_to_megatron)} with engine.colocate", "nothing: memory that NCCL registered stays"
+        yield Problem("actor.megatron.nccl_ub", got, allowed, "remove it", also=(_FIELD,))
+
+
+def _sizes(config: Config) -> Iterator[Problem]:
+    """Every GPU has one rank of the actor and one of a server, and pieces fit into each other."""
+    ranks, size, servers = config.actor.world_size, config.engine.sglang.tensor_parallel, config.engine.replicas
+    group = config.actor.tensor_parallel
+    if size % group and group % size:
+        got = f"{size}, with an actor.tensor_parallel of {group}"
+        allowed = (
+            "a divisor or a multiple of it with engine.colocate, so that a server's GPUs are those of whole groups"
+        )
+        fix = f"set engine.sglang.tensor_parallel={group}"
+        yield Problem("engine.sglang.tensor_parallel", got, allowed, fix, also=(_FIELD, "actor.tensor_parallel"))
+    elif ranks % size:
+        got = f"{size}, which does not divide the {ranks} ranks of the actor"
+        fix = f"set engine.sglang.tensor_parallel={group}"
+        yield Problem(
+            "engine.sglang.tensor_parallel", got, f"a divisor of {ranks} with engine.colocate", fix, also=(_FIELD,)
+        )
+    elif servers * size != ranks:
+        got = f"{servers} x {size} GPUs, with {ranks} ranks of the actor on the same GPUs"
+        allowed = f"{ranks // size} with engine.colocate, one server's rank for each rank of the actor"
+        fix = f"set engine.replicas={ranks // size}"
+        yield Problem("engine.replicas", got, allowed, fix, also=(_FIELD, "engine.sglang.tensor_parallel"))
+
 
 _LEAST_PROCESS_BYTES = 256 * 2**20
 """A worker that has imported torch and done nothing yet has more."""
+_MOST_ROLLOUTS = 2**22
+"""Columns of one batch, as the driver holds them, stay within memory."""
 _LEAST_VERIFIER_BYTES = 64 * 2**20
 _PARALLEL = ("actor.tensor_parallel", "actor.pipeline_parallel", "actor.context_parallel", "actor.data_parallel")
 
@@ -164,6 +236,10 @@ def _batch_problems(context: _Context) -> Iterator[Problem]:
     rollout, actor, updates = context.config.rollout, context.config.actor, context.config.trainer.updates_per_batch
     samples = rollout.batch_rollouts
     also = ("rollout.prompts_per_step", "rollout.rollouts_per_prompt", "trainer.updates_per_batch")
+    if samples > _MOST_ROLLOUTS:
+        got = f"{rollout.prompts_per_step} with {rollout.rollouts_per_prompt} rollouts per prompt: {samples} rollouts"
+        allowed = f"at most {_MOST_ROLLOUTS} rollouts a batch"
+        yield Problem("rollout.prompts_per_step", got, allowed, "lower one of the two", also=also[1:2])
     product = f"prompts_per_step {rollout.prompts_per_step} * rollouts_per_prompt {rollout.rollouts_per_prompt}"
     if samples % updates:
         got = f"{updates}, which does not divide {product} = {samples} samples"

@@ -1,7 +1,7 @@
 """Whether a run's pieces fit the nodes that it will get: tensor-parallel groups and servers, or a server's parts, each
 whole on one node.
 
-Place in the data flow: asked by the checks, with the nodes that are expected, and by runtime/placement.py, with those
+Asked by the checks, with the nodes that are expected, and by runtime/placement.py, with those
 that are there. Places nothing.
 """
 

@@ -1,6 +1,6 @@
 """What a run may compute on: this machine, found without torch, or the nodes that it was told of.
 
-Place in the data flow: checks compare the layout with it. A Ray cluster is asked by runtime/ray_hardware.py. Of this
+Checks compare the layout with it. A Ray cluster is asked by runtime/cluster.py. Of this
 machine a GPU counts only if the installed torch was built for it, as the actor will see it.
 """
 

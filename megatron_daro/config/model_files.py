@@ -1,6 +1,6 @@
 """The model directory, looked at without loading it: shape, weights, tokenizer.
 
-Place in the data flow: checks read ModelFiles here. Reads config.json (model_shape.py) and the headers of the
+Checks read ModelFiles here. Reads config.json (model_shape.py) and the headers of the
 safetensors files (a few kilobytes); refuses torn files before any process starts. Never unpickles: *.bin weights are
 not accepted.
 """
@@ -88,7 +88,11 @@ def _weight_problems(directory: Path) -> Iterator[Problem]:
         if not isinstance(names, dict) or not names:
             yield Problem(_FIELD, why or "an index without weight_map", allowed, again)
             return
-        files = [directory / str(name) for name in sorted(set(names.values()))]
+        files = [directory / str(name) for name in sorted(set(map(str, names.values())))]
+        single = directory / "model.safetensors"
+        if single not in files and single.exists():
+            got = f"{single.name} beside {index.name}, which names {files[0].name}"
+            yield Problem(_FIELD, got, allowed, "remove the one that is not the model: transformers reads the first")
     else:
         files = sorted(directory.glob("*.safetensors"))
     if not files:

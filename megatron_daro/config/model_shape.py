@@ -1,29 +1,251 @@
 """The shape of a model, read from its Hugging Face `config.json`, with the table of its family (families/).
 
-Place in the data flow: config.json -> ModelShape -> actor (Megatron configuration), convert.mapping, plan.
+Config.json -> ModelShape -> actor (Megatron configuration), convert.mapping, plan.
 Refuses every field that would change the mathematics and that the actor does not implement: silently ignoring one would
 train a model that its checkpoint does not describe.
+
+Typed values out of a model's config.json, each with an error that names the file, the key and what is allowed.
+
+Rotary position embeddings as a model's config.json describes them: plain, Llama 3's scaling, YaRN.
+
+Keys of transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`) are both understood. Refuses every other
+scaling: the checkpoint was trained with it, and its log-probabilities would be wrong without.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_daro.config.model_values import flag, integer, number
-from megatron_daro.config.rope import RopeScaling, read_rope
+from megatron_daro.config.problems import show
 from megatron_daro.errors import ModelError
 from megatron_daro.families import families
 from megatron_daro.families.table import ExpertKeys, Family
 
+
+def names(text: str) -> frozenset[str]:
+    """Return the words of a text, as a set of keys."""
+    return frozenset(text.split())
+
+
+def integer(config: Mapping[str, Any], key: str, where: str, *, default: int | None = None) -> int:
+    """Return an integer of at least 1; `default` where the key is missing or null. Raises ModelError."""
+    value = _value(config, key, where, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelError(f"{where}: {key} must be an integer of at least 1, got {value!r}.")
+    return value
+
+
+def number(config: Mapping[str, Any], key: str, where: str, *, default: float | None = None) -> float:
+    """Return a finite number above 0; `default` where the key is missing or null. Raises ModelError."""
+    value = _value(config, key, where, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ModelError(f"{where}: {key} must be a number above 0, got {value!r}.")
+    return float(value)
+
+
+def flag(config: Mapping[str, Any], key: str, where: str, *, default: bool = False) -> bool:
+    """Return true or false; `default` where the key is missing or null. Raises ModelError."""
+    value = _value(config, key, where, default)
+    if not isinstance(value, bool):
+        raise ModelError(f"{where}: {key} must be true or false, got {value!r}.")
+    return value
+
+
+def _value(config: Mapping[str, Any], key: str, where: str, default: object) -> object:
+    value = config.get(key)
+    if value is None and default is None:
+        raise ModelError(f"{where}: {key} is missing. A complete config.json of the model is needed.")
+    return default if value is None else value
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Llama 3's frequency scaling. `original_max_positions` in tokens; the factors have no unit."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """YaRN (arXiv 2309.00071). `original_max_positions` in tokens; beta_fast and beta_slow in rotations.
+
+    attention_factor multiplies cosine and sine. truncate: bounds of the ramp are rounded to whole dimensions.
+    """
+
+    factor: float
+    original_max_positions: int
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float
+    truncate: bool
+
+
+RopeScaling = Llama3Scaling | YarnScaling
+
+
+_KEYS = names(
+    """
+    rope_type type rope_theta partial_rotary_factor factor original_max_position_embeddings low_freq_factor
+    high_freq_factor attention_factor beta_fast beta_slow mscale mscale_all_dim truncate finetuned
+    """
+)
+
+
+def read_rope(config: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
+    """Return base frequency and scaling. Raises ModelError, naming the file as `where`."""
+    rope, base = _section(config, where)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("type", kind) != kind:
+        raise ModelError(f"{where}: rope_type {kind!r} and type {rope['type']!r} contradict each other; remove one.")
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise ModelError(f"{where}: rope_parameters per layer type are not supported; got {sorted(rope)}.")
+    if rope.get("partial_rotary_factor", 1.0) != 1:
+        raise ModelError(
+            f"{where}: partial_rotary_factor {rope['partial_rotary_factor']} is not supported (allowed: 1)."
+        )
+    if kind not in ("default", "llama3", "yarn"):
+        raise ModelError(f"{where}: rope type {kind!r} is not supported; allowed: 'default', 'llama3', 'yarn'.")
+    if unknown := sorted(map(str, rope.keys() - _KEYS)):
+        raise ModelError(f"{where}: rope type {kind!r} with {', '.join(unknown)}, which is not known; remove it.")
+    if kind == "default":
+        return base, None
+    return base, (_llama3 if kind == "llama3" else _yarn)(rope, config, where)
+
+
+def _section(config: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], float]:
+    """Return the object that counts, and the base frequency: `rope_scaling` before `rope_parameters`, as transformers
+    takes them (`convert_rope_params_to_dict`)."""
+    for key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(config.get(key) or {}, Mapping):
+            raise ModelError(f"{where}: {key} must be an object such as {{'rope_type': 'yarn'}}, got {config[key]!r}.")
+    scaling, parameters = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
+    rope = scaling or parameters
+    base = number({"rope_theta": rope.get("rope_theta", config.get("rope_theta"))}, "rope_theta", where, default=1e4)
+    if scaling and parameters.get("rope_theta", base) != base:
+        raise ModelError(
+            f"{where}: rope_scaling stands beside rope_parameters, which transformers drops then, with its rope_theta "
+            f"{parameters['rope_theta']!r} (it would be {base}). Move the keys of rope_scaling into rope_parameters, "
+            "in place of its rope_type, and remove rope_scaling."
+        )
+    return rope, base
+
+
+def _original_positions(rope: Mapping[str, Any], config: Mapping[str, Any], where: str) -> int:
+    """Return the length before scaling, in tokens; max_position_embeddings where it is not given, as for transformers.
+
+    Refuses another number at the top level: the models of transformers take that one, its AutoConfig, and so SGLang,
+    the one in the section (`standardize_rope_params`, called by both, before and after the top level is set).
+    """
+    key = "original_max_position_embeddings"
+    positions = integer(rope, key, where, default=config.get("max_position_embeddings"))
+    if config.get(key, positions) != positions:
+        raise ModelError(
+            f"{where}: {key} is {config[key]!r} at the top level and {positions} for the rotary embedding; programs "
+            "differ in which one counts. Write the right one into rope_scaling or rope_parameters and remove the other."
+        )
+    return positions
+
+
+def _llama3(rope: Mapping[str, Any], config: Mapping[str, Any], where: str) -> Llama3Scaling:
+    return Llama3Scaling(
+        factor=number(rope, "factor", where),
+        low_freq_factor=number(rope, "low_freq_factor", where),
+        high_freq_factor=number(rope, "high_freq_factor", where),
+        original_max_positions=_original_positions(rope, config, where),
+    )
+
+
+def _yarn(rope: Mapping[str, Any], config: Mapping[str, Any], where: str) -> YarnScaling:
+    factor = number(rope, "factor", where)
+    attention_factor = _attention_factor(rope, factor, where)
+    if factor <= 1 and attention_factor != 1:
+        raise ModelError(
+            f"{where}: yarn with factor {factor} and attention_factor {attention_factor} is not supported: "
+            "Megatron-core applies an attention factor with a factor above 1 only."
+        )
+    if "truncate" in rope and rope["truncate"] is None:
+        raise ModelError(f"{where}: truncate must be true or false, got null, which transformers takes as false.")
+    return YarnScaling(
+        factor=factor,
+        original_max_positions=_original_positions(rope, config, where),
+        beta_fast=number(rope, "beta_fast", where, default=32.0),
+        beta_slow=number(rope, "beta_slow", where, default=1.0),
+        attention_factor=attention_factor,
+        truncate=flag(rope, "truncate", where, default=True),
+    )
+
+
+def _attention_factor(rope: Mapping[str, Any], factor: float, where: str) -> float:
+    """Return the given factor; else 0.1 * ln(factor) + 1, or the quotient of two such terms with their own weights."""
+    if rope.get("attention_factor") is not None:
+        return number(rope, "attention_factor", where)
+
+    def concentration(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return concentration(number(rope, "mscale", where)) / concentration(number(rope, "mscale_all_dim", where))
+    return concentration(1.0)
+
+
 _DTYPES = ("float32", "bfloat16", "float16")
-
-
 _TRANSFORMERS_BALANCING = 0.001  # what Qwen3-MoE and Mixtral have there where config.json says nothing
+
+_READ = names(
+    """
+    model_type architectures num_hidden_layers hidden_size num_attention_heads num_key_value_heads head_dim
+    intermediate_size vocab_size rms_norm_eps tie_word_embeddings max_position_embeddings dtype torch_dtype rope_theta
+    rope_scaling rope_parameters original_max_position_embeddings layer_types sliding_window use_sliding_window
+    max_window_layers
+    """
+)
+_READ_OF_EXPERTS = names("num_experts_per_tok output_router_logits router_aux_loss_coef")
+_READ_OF_DENSE_LAYERS = names("decoder_sparse_step mlp_only_layers")
+_ONLY: Mapping[str, tuple[object, ...]] = {
+    "hidden_act": ("silu",),
+    "activation": ("swiglu", "silu"),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "attention_dropout": (0,),
+    "partial_rotary_factor": (1,),
+    "router_jitter_noise": (0,),
+    "is_causal": (True,),
+    "use_mrope": (False,),
+    "rope_interleaved": (False,),
+    "pruned_heads": ({},),
+    "add_cross_attention": (False,),
+    "is_encoder_decoder": (False,),
+}
+"""Keys with the only values that this package computes."""
+_HARMLESS = names(
+    """
+    _name_or_path name_or_path _commit_hash transformers_version transformers.js_config model_name model_max_length
+    max_sequence_length tokenizer_class unsloth_fixed unsloth_version is_llama_config is_decoder pretraining_tp
+    initializer_range use_cache use_return_dict return_dict output_attentions output_hidden_states torchscript
+    use_bfloat16 tf_legacy_loss chunk_size_feed_forward tie_encoder_decoder cross_attention_hidden_size
+    gradient_checkpointing neftune_noise_alpha attn_implementation _attn_implementation _attn_implementation_internal
+    _attn_implementation_autoset _flash_attn_2_enabled experts_implementation _experts_implementation_internal
+    id2label label2id num_labels problem_type finetuning_task task_specific_params classifier_dropout
+    bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id mask_token_id decoder_start_token_id
+    prefix max_length min_length max_new_tokens min_new_tokens do_sample early_stopping num_beams num_beam_groups
+    diversity_penalty temperature top_k top_p min_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores return_dict_in_generate
+    forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
+    begin_suppress_tokens
+    """
+)
+"""Keys that change nothing about the log-probabilities of these families, whatever their value."""
+_FUSED = ("phi3", "glm", "glm4", "chatglm", "internlm2")
+"""Decoders whose checkpoints hold query, key and value, or gate and up, as one tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +341,8 @@ def read_model_shape(source: str | Path | Mapping[str, Any]) -> ModelShape:
     else:
         config, where = _read_json(Path(source))
     family = _family(config, where)
+    config = _completed(config, family)
     _refuse_unsupported(config, family, where)
-    config = {**family.defaults, **{key: value for key, value in config.items() if value is not None}}
     heads, hidden = integer(config, "num_attention_heads", where), integer(config, "hidden_size", where)
     kv_heads = integer(config, "num_key_value_heads", where, default=heads)
     if heads % kv_heads:
@@ -154,7 +376,8 @@ def _read_json(path: Path) -> tuple[dict[str, Any], str]:
     except FileNotFoundError:
         raise ModelError(f"{file} does not exist. model.path must be a directory with a config.json.") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{file} cannot be read as JSON: {error}. Copy the checkpoint again.") from None
+        advice = "Save it as UTF-8 without a byte order mark" if "BOM" in str(error) else "Copy the checkpoint again"
+        raise ModelError(f"{file} cannot be read as JSON: {error}. {advice}.") from None
     if not isinstance(config, dict):
         raise ModelError(f"{file} holds a JSON {type(config).__name__}, not an object. Copy the checkpoint again.")
     return config, str(file)
@@ -164,51 +387,89 @@ def _family(config: dict[str, Any], where: str) -> Family:
     kind, known = str(config.get("model_type")), families()
     if kind not in known:
         near = difflib.get_close_matches(kind, known, n=1)
-        meant = f" Did you mean {near[0]!r}?" if near else ""
+        meant = f" Did you mean {near[0]!r}?" if near and kind not in _FUSED else ""
+        if kind in _FUSED:
+            meant = (
+                " Its checkpoints hold query, key and value, or gate and up, as one fused tensor, which a table of "
+                "megatron_daro/families cannot describe: split them first, as a model of another family."
+            )
         raise ModelError(f"{where}: model_type {kind!r} is not supported; allowed: {', '.join(sorted(known))}.{meant}")
     family = known[kind]
     architectures = config.get("architectures") or [family.architecture]
-    if family.architecture not in architectures:
+    if not isinstance(architectures, list) or family.architecture not in architectures:
         raise ModelError(f"{where}: architectures {architectures!r}; allowed for {kind}: {family.architecture}.")
     return family
 
 
+def _completed(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return the configuration with what transformers assumes for missing keys.
+
+    A null stays where it says something else than a missing key: no window, as many key-value heads as heads, and, for
+    transformers, no causal mask.
+    """
+    telling = ("sliding_window", "num_key_value_heads", "is_causal")
+    return {**family.defaults, **{key: value for key, value in config.items() if value is not None or key in telling}}
+
+
 def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -> None:
-    """Raise, naming all of them, if values ask for a forward pass that is not implemented."""
-    wrong = []
-    if config.get("hidden_act", "silu") != "silu":
-        wrong.append(f"hidden_act {config['hidden_act']!r} (allowed: 'silu')")
-    wrong += [f"{key} true (allowed: false)" for key in ("attention_bias", "mlp_bias") if config.get(key)]
-    if config.get("attention_dropout"):
-        wrong.append(f"attention_dropout {config['attention_dropout']} (allowed: 0)")
-    if config.get("partial_rotary_factor", 1.0) not in (1.0, None):
-        wrong.append(f"partial_rotary_factor {config['partial_rotary_factor']} (allowed: 1)")
+    """Raise, naming all of them, if keys ask for a forward pass that is not implemented, or if nothing reads them."""
+    wrong = [
+        f"{key} {show(config[key])} (allowed: {' or '.join(map(show, allowed))})"
+        for key, allowed in _ONLY.items()
+        if key in config and not any(_same(config[key], value) for value in allowed)
+    ]
     if config.get("quantization_config"):
         wrong.append("quantization_config (allowed: none; convert the checkpoint to bf16 first)")
-    if _slides(config, family):
-        switch = "use_sliding_window false" if family.window == "switched" else "sliding_window null"
-        wrong.append(f"sliding-window attention in use (allowed: {switch})")
-    if config.get("router_jitter_noise"):
-        wrong.append(f"router_jitter_noise {config['router_jitter_noise']} (allowed: 0)")
+    wrong += _windows(config, family, where)
+    wrong += [
+        f"{key} {show(config[key])} (not known; if it changes nothing about the model, remove it from config.json)"
+        for key in sorted(config.keys() - _known(family))
+    ]
     if wrong:
         raise ModelError(f"{where}: not supported: {'; '.join(wrong)}. Use a checkpoint without it.")
 
 
-def _slides(config: Mapping[str, Any], family: Family) -> bool:
-    """Whether any layer uses a window. Where it is switched, transformers needs the switch, a width, and layers past
-    max_window_layers."""
-    if family.window == "none":
-        return False
-    if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
-        return True
-    if family.window == "by_width":
-        return config.get("sliding_window") is not None
-    windowed = config.get("use_sliding_window") and config.get("sliding_window", 4096) is not None
-    return bool(windowed) and config.get("max_window_layers", 28) < config.get("num_hidden_layers", 0)
+def _same(value: object, allowed: object) -> bool:
+    """Whether they are equal; true and false equal no number."""
+    return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
+
+
+def _known(family: Family) -> frozenset[str]:
+    """Keys of config.json that are read, that have one allowed value, or that change nothing."""
+    known = _READ | _ONLY.keys() | _HARMLESS | {"quantization_config"}
+    if family.experts is None:
+        return known
+    keys = family.experts
+    known |= _READ_OF_EXPERTS | {*keys.number, keys.width, keys.chosen}
+    known |= {keys.normalize} if isinstance(keys.normalize, str) else set()
+    return known | _READ_OF_DENSE_LAYERS if "gate_up" in family.tensors else known
+
+
+def _windows(config: Mapping[str, Any], family: Family, where: str) -> list[str]:
+    """Return what makes layers use a window, as the family's class in transformers decides it."""
+    kinds = config.get("layer_types")
+    if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
+        raise ModelError(f"{where}: layer_types must be a list of names, one for each layer; got {show(kinds)}.")
+    others = sorted(set(kinds or ()) - {"full_attention"})
+    if others:
+        return [f"layers of {' and '.join(others)} (allowed: layer_types full_attention throughout)"]
+    width = config.get("sliding_window")
+    windowed = width is not None
+    if family.window.startswith("switched"):
+        windowed = windowed and flag(config, "use_sliding_window", where)
+    if family.window == "switched_from_layer":
+        first = config["max_window_layers"]
+        if isinstance(first, bool) or not isinstance(first, int):
+            raise ModelError(f"{where}: max_window_layers must be an integer, got {show(first)}.")
+        windowed = windowed and kinds is None and first < integer(config, "num_hidden_layers", where)
+    if not windowed:
+        return []
+    off = "use_sliding_window false" if family.window.startswith("switched") else "sliding_window null"
+    return [f"sliding-window attention in use, of {show(width)} tokens (allowed: {off})"]
 
 
 def _experts(config: Mapping[str, Any], family: Family, keys: ExpertKeys, where: str) -> ExpertShape:
-    given = {key: config[key] for key in keys.number if key in config}
+    given = {key: integer(config, key, where) for key in keys.number if key in config}
     if len(set(given.values())) > 1:
         raise ModelError(f"{where}: {' and '.join(f'{k} {v}' for k, v in given.items())} contradict each other.")
     count = integer(config, next(iter(given), keys.number[0]), where)
@@ -216,6 +477,11 @@ def _experts(config: Mapping[str, Any], family: Family, keys: ExpertKeys, where:
     if chosen > count:
         raise ModelError(f"{where}: {keys.chosen} {chosen} is more than the {count} experts there are.")
     normalize = keys.normalize if isinstance(keys.normalize, bool) else flag(config, keys.normalize, where)
+    if chosen == 1 and normalize:
+        raise ModelError(
+            f"{where}: {keys.chosen} 1 with weights scaled to a sum of 1 is not supported: every weight would be "
+            "1, and the router would never learn. Allowed: at least 2."
+        )
     return ExpertShape(
         number=count,
         chosen=chosen,

@@ -1,6 +1,6 @@
 """`a.b=c` overrides from the command line, laid over the values of the file.
 
-Place in the data flow: between the YAML file and the validation of sections. The value is read as YAML; a mapping is
+Between the YAML file and the validation of sections. The value is read as YAML; a mapping is
 merged key by key, anything else replaces; a number in the path is a position in a list; the last of two equal paths
 wins. Whether a key exists is not judged here: validation does that for file and overrides alike.
 """

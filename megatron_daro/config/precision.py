@@ -1,7 +1,7 @@
 """Which precision can run where: what each fp8 recipe asks of GPU, CUDA, Transformer Engine, cuDNN and the model.
 
-Place in the data flow: the configuration's checks ask before anything starts, with what is known of the machines by
-then; each rank asks again with what it sees (actor/precision.py). Versions are read from what is installed, because
+The configuration's checks ask before anything starts, with what is known of the machines by
+then; each rank asks again with what it sees (actor/optimizer.py). Versions are read from what is installed, because
 importing torch takes seconds. The numbers are those of Transformer Engine 2.20.2 and Megatron-core 0.16.1 to 0.19.2.
 Refuses to guess: what is not known refuses nothing.
 """

@@ -1,6 +1,6 @@
 """One thing that is wrong with a configuration, and how a list of them is reported.
 
-Place in the data flow: loading and checks collect Problems; one ConfigError carries them all. Nothing here stops at
+Loading and checks collect Problems; one ConfigError carries them all. Nothing here stops at
 the first.
 """
 

@@ -1,6 +1,6 @@
 """The typed sections of the configuration, and `Config`, which holds one of each.
 
-Place in the data flow: loading builds one Config; the composition root hands each component its own section and no
+Loading builds one Config; the composition root hands each component its own section and no
 more. Refuses unknown keys and later writes. What spans two sections is in checks.py.
 """
 
@@ -45,12 +45,12 @@ class EvalSet(Section):
     """Name of the field with the problem. Unset: as the format has it."""
     answer_field: FieldName | None = None
     """Name of the field with the answer. Unset: as the format has it."""
-    rollouts_per_prompt: int = Field(default=1, ge=1)
-    """Answers per problem; accuracy is their mean. >= 1."""
-    temperature: float = Field(default=0.0, ge=0)
-    """Sampling temperature; 0: greedy."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling, in (0, 1]; 1: off."""
+    rollouts_per_prompt: int = Field(default=1, ge=1, le=65536)
+    """Answers per problem; accuracy is their mean. 1 to 65536."""
+    temperature: float = Field(default=0.0, ge=0, le=100)
+    """Sampling temperature; 0: greedy, else 0.001 to 100."""
+    top_p: float = Field(default=1.0, ge=1e-6, le=1)
+    """Nucleus sampling, in [1e-6, 1]; 1: off."""
     template: Literal["data", "chat", "qwen-math", "r1", "none"] = "data"
     """How a problem is written. data: as data.prompt_template and data.template, like the training data; the others:
     templates that papers evaluate with (docs/evaluate.md has their texts)."""
@@ -66,8 +66,8 @@ class EvalSet(Section):
 class CurriculumSection(Section):
     """Easy to hard, by the pass rates that the files store."""
 
-    start: float = Field(default=0.2, gt=0, le=1)
-    """Share of the problems, the easiest ones, that is open at first, in (0, 1]."""
+    start: float = Field(default=0.2, ge=1e-6, le=1)
+    """Share of the problems, the easiest ones, that is open at first, in [1e-6, 1]."""
     ramp_prompts: int | None = Field(default=None, ge=1)
     """Prompts drawn until all problems are open; the share grows linearly. Unset: half of the prompts that
     trainer.steps take. >= 1."""
@@ -79,12 +79,12 @@ class PrioritisedSection(Section):
     by: Literal["failure", "signal"] = "failure"
     """failure: priority grows with the recent failure rate f; signal: with 4 f (1 - f), so that problems that are
     always failed come as seldom as solved ones."""
-    exponent: float = Field(default=1.0, gt=0)
-    """Power of the failure rate (or signal), > 0."""
+    exponent: float = Field(default=1.0, ge=1e-3, le=100)
+    """Power of the failure rate (or signal), 0.001 to 100."""
     floor: float = Field(default=0.1, ge=0, le=1)
     """Priority of a problem that is always solved, beside 1, in [0, 1]."""
-    memory: float = Field(default=1.0, ge=0)
-    """Visits after which an earlier failure rate counts half; 0: only the last visit counts. >= 0."""
+    memory: float = Field(default=1.0, ge=0, le=1e6)
+    """Visits after which an earlier failure rate counts half; 0: only the last visit counts. 0 to 1e6."""
 
 
 class DataSection(Section):
@@ -120,26 +120,26 @@ class DataSection(Section):
 class RolloutSection(Section):
     """How much is sampled, and how."""
 
-    prompts_per_step: int = Field(default=64, ge=1)
-    """Prompts (groups) in one training batch, >= 1."""
+    prompts_per_step: int = Field(default=64, ge=1, le=65536)
+    """Prompts (groups) in one training batch, 1 to 65536."""
     rollouts_per_prompt: int = Field(default=8, ge=2, le=65536)
     """Rollouts per prompt (K), 2 to 65536: a pass rate needs at least two answers, and every k has a bin."""
-    temperature: float = Field(default=1.0, ge=0)
-    """Sampling temperature, > 0 for training."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling, in (0, 1]; 1: off."""
+    temperature: float = Field(default=1.0, ge=0, le=100)
+    """Sampling temperature, > 0 for training (at least 0.001), at most 100."""
+    top_p: float = Field(default=1.0, ge=1e-6, le=1)
+    """Nucleus sampling, in [1e-6, 1]; 1: off."""
     max_response_tokens: int = Field(default=4096, ge=1)
     """Longest answer, in tokens, >= 1."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings that end an answer; each must be one token of the tokenizer. The model's own end token always counts."""
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Token ids that end an answer."""
-    max_staleness: int = Field(default=0, ge=0)
-    """Batches by which generation may run ahead of training; 0: synchronous."""
-    oversampling: float = Field(default=1.0, ge=1)
-    """Prompts requested at first, as a multiple of prompts_per_step; >= 1."""
-    max_refill_rounds: int = Field(default=3, ge=0)
-    """Further rounds of prompts when too few groups were left; then the smaller batch is trained. >= 0."""
+    max_staleness: int = Field(default=0, ge=0, le=1024)
+    """Batches by which generation may run ahead of training; 0: synchronous, at most 1024."""
+    oversampling: float = Field(default=1.0, ge=1, le=100)
+    """Prompts requested at first, as a multiple of prompts_per_step; 1 to 100."""
+    max_refill_rounds: int = Field(default=3, ge=0, le=1000)
+    """Further rounds of prompts when too few groups were left; then the smaller batch is trained. 0 to 1000."""
     keep_surplus: bool = False
     """Keep groups beyond the batch for the next step instead of dropping them, unfinished ones with their tokens so
     far (finish_batch enough). They are a batch older when they are used, so generation runs ahead by one batch fewer
@@ -171,10 +171,16 @@ class RolloutSection(Section):
 class EmbeddedSection(Section):
     """The engine that runs in a process of the job."""
 
-    batch_size: int = Field(default=64, ge=1)
-    """Rows generated together, >= 1."""
-    threads: int | None = Field(default=None, ge=1)
-    """CPU threads of each replica. Unset: torch's default."""
+    batch_size: int = Field(default=64, ge=1, le=65536)
+    """Rows generated together, 1 to 65536."""
+    threads: int | None = Field(default=None, ge=1, le=1024)
+    """CPU threads of each replica, at most 1024. Unset: torch's default."""
+
+
+CPU_BUCKET_MIB, GPU_BUCKET_MIB = 64, 256
+"""engine.sglang.bucket_mib where it is unset, by what the servers run on."""
+SHARED_FRACTION = 0.6
+"""mem_fraction_static of servers that take turns with ranks, where it is unset: for weights and cache."""
 
 
 class SGLangSection(Section):
@@ -201,27 +207,27 @@ class SGLangSection(Section):
     Needs GPUs of compute capability 8.9 or 9.0, and SGLang 0.5.23."""
     sync_dir: ExpandedPath | None = None
     """Directory of the weight files of sync disk. Unset: RUN/sync."""
-    bucket_mib: int | None = Field(default=None, ge=1)
+    bucket_mib: int | None = Field(default=None, ge=1, le=65536)
     """Weights are sent in buckets of at most this many MiB, or one larger tensor; the sender holds two. Unset: 64 to
-    servers on a CPU, else 256. >= 1."""
+    servers on a CPU, else 256. 1 to 65536."""
     pause: Literal["retract", "in_place", "abort"] = "retract"
     """Requests that run while weights change. retract: go on under the new weights with their cache computed anew;
     in_place: go on with the old cache; abort: end, and are requested again."""
     verify: bool = True
     """After each update compare log-probs of a fixed prompt, and checksums of some tensors where servers have them."""
-    answer_workers: int | None = Field(default=None, ge=1)
+    answer_workers: int | None = Field(default=None, ge=1, le=4096)
     """Processes that ask the servers, parse what they say and turn tokens into text, spread over the Ray nodes. Unset:
-    one on each node. >= 1."""
+    one on each node. 1 to 4096."""
     max_tokens_in_flight: int | None = Field(default=None, ge=1)
     """Tokens (prompt and expected answer) that one server is given at once. Unset: twice what its cache holds."""
-    start_timeout_s: float = Field(default=1800.0, gt=0)
-    """Until a server generates its first token, in seconds, > 0."""
-    request_timeout_s: float = Field(default=3600.0, gt=0)
-    """Until the answers of one group arrive, in seconds; then it is requested elsewhere. > 0."""
-    stall_timeout_s: float = Field(default=60.0, gt=0)
-    """Time without any progress after which a server is given up, in seconds, > 0."""
-    sync_timeout_s: float = Field(default=300.0, gt=0)
-    """Each call of a weight update, and each broadcast, in seconds, > 0."""
+    start_timeout_s: float = Field(default=1800.0, ge=0.01, le=1e6)
+    """Until a server generates its first token, in seconds, 0.01 to 1e6."""
+    request_timeout_s: float = Field(default=3600.0, ge=0.01, le=1e6)
+    """Until the answers of one group arrive, in seconds; then it is requested elsewhere. 0.01 to 1e6."""
+    stall_timeout_s: float = Field(default=60.0, ge=0.01, le=1e6)
+    """Time without any progress after which a server is given up, in seconds, 0.01 to 1e6."""
+    sync_timeout_s: float = Field(default=300.0, ge=0.01, le=1e6)
+    """Each call of a weight update, and each broadcast, in seconds, 0.01 to 1e6."""
     max_restarts: int = Field(default=20, ge=0)
     """Times that each server is started again after it failed, >= 0."""
 
@@ -236,8 +242,8 @@ class EngineSection(Section):
 
     kind: Literal["embedded", "sglang"] = "embedded"
     """embedded: transformers in a process of the job; sglang: SGLang servers."""
-    replicas: int = Field(default=1, ge=1)
-    """Engines that share the prompts, >= 1."""
+    replicas: int = Field(default=1, ge=1, le=65536)
+    """Engines that share the prompts, 1 to 65536."""
     seed: Seed | None = None
     """Seed of sampling. Unset: trainer.seed."""
     colocate: bool = False
@@ -254,22 +260,22 @@ class RewardSection(Section):
 
     verifier: Literal["math", "integer", "exact"] = "math"
     """math: math-verify on the last boxed answer; integer: DAPO's last `Answer:` line; exact: equal text."""
-    workers: int = Field(default=2, ge=1)
-    """Worker processes in sum, spread over the Ray nodes with at least one on each; >= 1."""
-    timeout_s: float = Field(default=5.0, gt=0)
-    """Longest time for one answer, in seconds; the worker is then killed and replaced. > 0."""
-    memory_mib: int = Field(default=1024, ge=64)
-    """Most memory one answer may take beyond the idle worker, in MiB, >= 64."""
+    workers: int = Field(default=2, ge=1, le=65536)
+    """Worker processes in sum, spread over the Ray nodes with at least one on each; 1 to 65536."""
+    timeout_s: float = Field(default=5.0, ge=0.01, le=1e5)
+    """Longest time for one answer, in seconds; the worker is then killed and replaced. 0.01 to 1e5."""
+    memory_mib: int = Field(default=1024, ge=64, le=2**20)
+    """Most memory one answer may take beyond the idle worker, in MiB, 64 to 1048576."""
     strict: bool = True
     """Accept only an answer in the asked form (a box, an Answer line, the marker); off: also a trailing number."""
     marker: Annotated[str, Field(min_length=1)] = "####"
     """exact: the text before the answer."""
     refuse_restated: bool = False
     """math: an expression that stands in the problem's statement is no answer (numbers and words always are one)."""
-    correct_reward: float = 1.0
-    """Reward of a correct answer; above incorrect_reward."""
-    incorrect_reward: float = 0.0
-    """Reward of a wrong answer (DAPO uses -1)."""
+    correct_reward: float = Field(default=1.0, ge=-1e6, le=1e6)
+    """Reward of a correct answer; above incorrect_reward, at most 1e6."""
+    incorrect_reward: float = Field(default=0.0, ge=-1e6, le=1e6)
+    """Reward of a wrong answer (DAPO uses -1), at least -1e6."""
 
 
 class TrainerSection(Section):
@@ -295,8 +301,8 @@ class TrainerSection(Section):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """NaN or infinity in loss or gradient: stop (exit code 3), or skip the step and count it. The batch is written
     out either way."""
-    deadline_scale: float = Field(default=1.0, gt=0)
-    """Factor of the limit of every wait in the loop (an optimizer step 4 h, a sync 30 min, ...), > 0."""
+    deadline_scale: float = Field(default=1.0, ge=1e-3, le=1000)
+    """Factor of the limit of every wait in the loop (an optimizer step 4 h, a sync 30 min, ...), 0.001 to 1000."""
     updates_per_batch: int = Field(default=1, ge=1)
     """Optimizer steps (mini-batches) per batch, >= 1; divides the samples of a batch."""
 

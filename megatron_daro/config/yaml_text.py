@@ -1,6 +1,6 @@
 """YAML text <-> plain values, strictly.
 
-Place in the data flow: the only reader and writer of YAML of the package. Built on PyYAML's safe loader; scalars
+The only reader and writer of YAML of the package. Built on PyYAML's safe loader; scalars
 follow YAML 1.2, so `1e-6` is a number, and `no`, `010`, `1:30` and dates are text. Refuses duplicate keys, tags
 (`!!python/...`), keys that are not text, and documents whose aliases unfold to more than 10,000 values.
 

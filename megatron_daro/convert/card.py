@@ -1,6 +1,6 @@
 """The verification card of a conversion: every tensor with shape, dtype and hash on both sides, and how it was checked.
 
-Place in the data flow: file records -> `Card` -> `conversion.json` in the target, and the table that the command
+File records -> `Card` -> `conversion.json` in the target, and the table that the command
 prints. A later conversion of that target compares the tensors' hashes with it, so that a flipped byte is found and
 named.
 """
@@ -102,11 +102,11 @@ def read_hashes(folder: Path) -> dict[str, TensorRecord]:
 
 
 def _compare_with_source(plan: Plan, found: dict[str, TensorRecord]) -> None:
-    folders = (plan.source, plan.source.parent) if plan.format == "hf" else (plan.source,)
+    folders = (plan.source, plan.source.parent) if plan.source_format == "megatron" else (plan.source,)
     known = next((hashes for hashes in map(read_hashes, folders) if hashes), {})
     for name, record in known.items():
         own = found.get(name)
-        if own is not None and own.dtype == record.dtype and own.sha256 != record.sha256:
+        if own is not None and (own.dtype, own.shape) == (record.dtype, record.shape) and own.sha256 != record.sha256:
             raise CheckpointError(
                 f"{name} in {plan.source} is not what {CARD_FILE} says was written there: a byte was changed or "
                 "damaged. Copy the checkpoint again; remove that file if the change was meant"

@@ -1,35 +1,241 @@
 """A whole conversion: the plan's files written by several processes, then index, check and card, then one rename.
 
-Place in the data flow: `megatron-daro convert` calls `convert`; the files are written by `convert.jobs`. A target
+`megatron-daro convert` calls `convert`; the files are written by `convert.jobs`. A target
 appears whole or not at all; what an interrupted run wrote is kept beside it and taken up by the next run of the same
 plan, which compares the files that it finds with the source before it trusts them.
+
+What is already done of a conversion: a folder beside the target that a second run finds and goes on from.
+
+`convert.conversion` makes it, worker results are noted in it, and it becomes the target by one
+rename at the very end; so a directory with the target's name is always whole. Refuses a target that holds something or
+that a rename cannot replace, and a second conversion into the same target at the same time.
+
+Written and source compared byte by byte: every HF tensor read back from both sides, by way of the files.
+
+`convert --verify`, and files that an earlier, interrupted run left. A Megatron checkpoint is
+read as HF tensors by the same code that starts a run from it; so a wrong slice, name, cast or byte shows, whoever made
+it.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar
+from types import TracebackType
+from typing import Any, TypeVar
 
 import torch
 
 from megatron_daro import durable
+from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.convert import daro_format, torch_dist
 from megatron_daro.convert.card import CARD_FILE, Card, make_card
-from megatron_daro.convert.compare import compare_file
+from megatron_daro.convert.daro_format import StoredShard
+from megatron_daro.convert.hf_reader import HFCheckpoint
 from megatron_daro.convert.hf_writer import copy_model_files, write_index
-from megatron_daro.convert.jobs import FileRecord, StopFlag, joined, write_file
-from megatron_daro.convert.plan import PART_BYTES, Job, Plan
-from megatron_daro.convert.progress_files import Partial
-from megatron_daro.errors import ModelError, disk_fault
+from megatron_daro.convert.jobs import FileRecord, StopFlag, StoppedError, TensorRecord, joined, windows, write_file
+from megatron_daro.convert.megatron_weights import MegatronWeights
+from megatron_daro.convert.pieces import RowReader
+from megatron_daro.convert.plan import PART_BYTES, Job, Parameter, Plan
+from megatron_daro.convert.torch_dist import WrittenBlob
+from megatron_daro.errors import CheckpointError, ModelError, disk_fault
+from megatron_daro.temporary import use_own_sockets
+
+_PLAN, _DONE, _LOCK = "plan.json", "done", "lock"
+
+
+def replaceable(out: Path) -> Path:
+    """Return the absolute path of a target, links followed, after a look at whether a rename can put it there.
+
+    Raises:
+        ModelError: it holds something, is a mount point or the current directory, or its parent cannot be written.
+    """
+    target = out.resolve()
+    advice = "choose another --out; nothing was written"
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ModelError(f"{out} exists and is not empty. Remove it or {advice}.")
+    if target.is_mount() or target == Path.cwd():
+        what = "a mount point" if target.is_mount() else "the current directory"
+        raise ModelError(
+            f"{out} is {what}, which cannot be replaced when the conversion is complete; give a directory in it, such "
+            f"as --out {out / 'converted'}; nothing was written."
+        )
+    above = next(path for path in target.parents if path.exists())
+    if not above.is_dir():
+        raise ModelError(f"{out} cannot be made: {above} is a file; {advice}.")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise ModelError(f"{out} cannot be made: {above} is not writable; make it so, or {advice}.")
+    return target
+
+
+class Partial:
+    """The folder of an unfinished conversion. A context manager: it is locked while in use.
+
+    Attributes:
+        folder: where the files of the target are written; done: records of the files that are complete.
+    """
+
+    def __init__(self, target: Path, plan: Plan) -> None:
+        """Make the folder, or take up one of the same plan; one of another plan is removed.
+
+        Args:
+            target: from `replaceable`.
+
+        Raises:
+            ModelError: another process converts into it, or it cannot be replaced.
+        """
+        self._target = target
+        self.root = target.with_name(f".{target.name}.partial")
+        self.folder = self.root / "files"
+        self.done: dict[str, FileRecord] = {}
+        self._identity = _identity(plan)
+        self._lock = -1
+
+    def __enter__(self) -> Partial:
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.root / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise ModelError(f"another conversion is writing {self._target}; wait for it or stop it") from None
+        self._try_rename()
+        self._take_up()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        os.close(self._lock)
+
+    def note(self, record: FileRecord) -> None:
+        """Remember that a file is complete; on the disk when this returns. Raises OSError."""
+        path = self.root / _DONE / f"{record.file}.json"
+        durable.write(path.with_suffix(".tmp"), json.dumps(asdict(record)))
+        path.with_suffix(".tmp").rename(path)
+        self.done[record.file] = record
+
+    def forget(self, file: str) -> None:
+        """Have the next run write a file again. Raises OSError."""
+        (self.root / _DONE / f"{file}.json").unlink(missing_ok=True)
+
+    def publish(self) -> None:
+        """Give the folder the target's name. Raises OSError."""
+        for path in [*(p for p in self.folder.rglob("*") if p.is_dir()), self.folder]:
+            durable.sync(path)
+        self.folder.rename(self._target)  # an empty directory of that name is replaced
+        durable.sync(self._target.parent)
+        shutil.rmtree(self.root)
+
+    def _try_rename(self) -> None:
+        """Replace an empty target by another empty directory, as `publish` will with the complete one."""
+        if self._target.exists():
+            trial = self.root / "trial"
+            trial.mkdir(exist_ok=True)
+            try:
+                trial.rename(self._target)
+            except OSError as error:
+                raise ModelError(
+                    f"{self._target} cannot be replaced by a directory beside it ({error.strerror}); give a directory "
+                    "in it, or remove it; nothing was written."
+                ) from None
+
+    def _take_up(self) -> None:
+        plan = self.root / _PLAN
+        if not plan.is_file() or plan.read_text() != self._identity:
+            for name in ("files", _DONE):
+                shutil.rmtree(self.root / name, ignore_errors=True)
+        self.folder.mkdir(exist_ok=True)
+        (self.root / _DONE).mkdir(exist_ok=True)
+        durable.write(plan, self._identity)
+        for path in (self.root / _DONE).glob("*.json"):
+            record = _record(path)
+            if record is not None and self._size_of(record.file) == record.num_bytes:
+                self.done[record.file] = record
+
+    def _size_of(self, file: str) -> int:
+        found = [path for path in (self.folder / file, self.folder / "release" / file) if path.is_file()]
+        return found[0].stat().st_size if found else -1
+
+
+def _identity(plan: Plan) -> str:
+    """Return what must not change if files of an earlier run are to count: the plan; the source's sizes and times."""
+    files = sorted(p for p in plan.source.iterdir() if p.is_file())
+    stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    return hashlib.sha256(repr((plan, stats)).encode()).hexdigest()
+
+
+def _record(path: Path) -> FileRecord | None:
+    """Return a record of an earlier run; None where it cannot be read, so that its file is written again."""
+    try:
+        row = json.loads(path.read_text())
+        return FileRecord(
+            row["file"],
+            row["num_bytes"],
+            [TensorRecord(**_tuples(r)) for r in row["megatron"]],
+            [TensorRecord(**_tuples(r)) for r in row["hf"]],
+            [StoredShard(**_tuples(r)) for r in row["shards"]],
+            [WrittenBlob(**_tuples(r)) for r in row["blobs"]],
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _tuples(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+
+
+def compare_file(plan: Plan, job: Job, root: Path, stop: StopFlag | None = None) -> str:
+    """Compare what one file holds with what it was made of; returns the file's name.
+
+    Args:
+        plan, job: that were carried out. root: of the target. stop: ends it early.
+
+    Raises:
+        CheckpointError: names the first tensor that differs. StoppedError: the flag was raised.
+    """
+    folder = root / torch_dist.RELEASE if plan.format == torch_dist.BACKEND else root
+    _forget(folder / job.file)
+    target: HFCheckpoint | MegatronWeights = (
+        HFCheckpoint(root) if plan.format == "hf" else MegatronWeights(root, read_model_shape(plan.config))
+    )
+    with target, plan.open_source() as source:
+        for item in job.items:
+            for name in item.rule.hf_names if isinstance(item, Parameter) else (item.name,):
+                _compare(name, source, target, plan.piece_bytes, stop)
+    return job.file
+
+
+def _compare(name: str, source: RowReader, target: RowReader, most_bytes: int, stop: StopFlag | None) -> None:
+    if source.shape(name) != target.shape(name):
+        raise CheckpointError(f"{name}: shape {target.shape(name)} was written, {source.shape(name)} is the source's")
+    dtype = target.dtype(name)
+    for start, end in windows(source.shape(name), source.dtype(name), most_bytes):
+        if stop is not None and stop.is_set():
+            raise StoppedError
+        expected, found = source.read(name, start, end).to(dtype), target.read(name, start, end)
+        if not torch.equal(expected.reshape(-1).view(torch.uint8), found.reshape(-1).view(torch.uint8)):
+            raise CheckpointError(
+                f"{name}: rows {start} to {end} are not what the source has; a disk or a memory fault, or the source "
+                "changed meanwhile. Convert again"
+            )
+
+
+def _forget(path: Path) -> None:
+    """Let the system drop its copy of a file, so that the disk is read."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
 
 HF_FOLDER = "hf"
 """In a converted Megatron checkpoint: config.json and the tokenizer of the model."""
@@ -41,20 +247,32 @@ Progress = Callable[[str, int], None]
 """Told of what is being done ("converting" or "verifying") and of how many bytes of it are done."""
 
 
-def convert(plan: Plan, target: Path, *, processes: int, verify: bool, progress: Progress) -> Card:
+def convert(
+    plan: Plan,
+    out: Path,
+    *,
+    processes: int,
+    verify: bool,
+    progress: Progress,
+    last_check: Callable[[Path], None] | None = None,
+) -> Card:
     """Carry out a plan.
 
     Args:
-        plan: from `convert.plan`. target: a directory that does not exist or is empty. processes: at least 1; 1: this
+        plan: from `convert.plan`. out: a directory that does not exist or is empty. processes: at least 1; 1: this
             one. verify: read everything again and compare it with the source. progress: called a few times a second.
+        last_check: called with the folder of the complete checkpoint before it gets the name `out`; what it raises
+            passes through, and there is no `out` then.
 
     Returns:
         The card, which is also in the target (`conversion.json`).
 
     Raises:
-        ModelError, CheckpointError: the source is torn or the target cannot be made; its name does not exist then.
+        ModelError, CheckpointError: the source is torn, the target cannot be made or is not what the source is; its
+            name does not exist then.
         KeyboardInterrupt: what is complete stays for the next run.
     """
+    target = replaceable(out)
     _check_space(plan, target)
     try:
         with Partial(target, plan) as partial:
@@ -66,9 +284,11 @@ def convert(plan: Plan, target: Path, *, processes: int, verify: bool, progress:
             _finish(plan, records, partial.folder)
             again = [job.file for job in plan.jobs if verify or job.file in found]
             if again:
-                _verify(plan, again, partial.folder, processes, progress)
+                _verify(plan, again, partial, processes, progress)
             card = make_card(plan, records, verified=again)
             durable.write(partial.folder / CARD_FILE, json.dumps(card.as_json(), indent=1))
+            if last_check is not None:
+                last_check(partial.folder)
             partial.publish()
     except OSError as error:
         cause, advice = disk_fault(error, target.parent)
@@ -83,7 +303,7 @@ def weights_folder(root: Path, plan: Plan) -> Path:
 
 
 def _check_space(plan: Plan, target: Path) -> None:
-    parent = next(path for path in (target, *target.parents) if path.is_dir())
+    parent = next(path for path in target.parents if path.is_dir())  # the files are written beside the target
     space = os.statvfs(parent)
     free = space.f_bavail * space.f_frsize
     kept = sum(p.stat().st_size for p in target.parent.glob(f".{target.name}.partial/**/*") if p.is_file())
@@ -110,16 +330,25 @@ def _run(plan: Plan, jobs: Sequence[Job], folder: Path, processes: int, progress
     progress("converting", plan.num_bytes)
 
 
-def _verify(plan: Plan, files: Sequence[str], root: Path, processes: int, progress: Progress) -> None:
-    """Compare files with the source. Raises CheckpointError that names the first tensor that differs."""
-    sizes = {job.file: job.num_bytes for job in plan.jobs}
-    chosen = [job for job in plan.jobs if job.file in set(files)]
-    done: list[int] = []
-    tasks = [(plan, job, root) for job in chosen]
-    with closing(_each(compare_file, tasks, processes, lambda: progress("verifying", sum(done)))) as compared:
-        for file in compared:
-            done.append(sizes[file])
-    progress("verifying", sum(done))
+def _verify(plan: Plan, files: Sequence[str], partial: Partial, processes: int, progress: Progress) -> None:
+    """Compare files with the source. Raises CheckpointError that names the first tensor that differs; the next run
+    writes every file again that was not found equal."""
+    left = {job.file: job for job in plan.jobs if job.file in set(files)}
+    all_bytes = sum(job.num_bytes for job in left.values())
+
+    def tick() -> None:
+        progress("verifying", all_bytes - sum(job.num_bytes for job in left.values()))
+
+    tasks = [(plan, job, partial.folder) for job in left.values()]
+    try:
+        with closing(_each(compare_file, tasks, processes, tick)) as compared:
+            for file in compared:
+                del left[file]
+    except CheckpointError:
+        for file in left:
+            partial.forget(file)
+        raise
+    tick()
 
 
 def _finish(plan: Plan, records: Sequence[FileRecord], root: Path) -> None:
@@ -162,6 +391,7 @@ def _each(
             tick()
             yield function(*task)
         return
+    use_own_sockets()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     stop = context.Event()
@@ -176,8 +406,11 @@ def _each(
                     yield future.result()
         if interrupted.is_set():
             raise KeyboardInterrupt
-    except BrokenProcessPool:
-        raise ModelError("a conversion process was killed (out of memory?); run again with fewer --processes") from None
+    except (BrokenProcessPool, EOFError, ConnectionError):  # the last two where the process that starts them is gone
+        raise ModelError(
+            "a conversion process, or the fork server that starts them, was killed (out of memory?); run again with "
+            "fewer --processes: what is complete is kept"
+        ) from None
     finally:
         stop.set()
         pool.shutdown(wait=True, cancel_futures=True)

@@ -1,6 +1,6 @@
 """Our own Megatron checkpoint files: safetensors and one JSON index of which box of which tensor lies where.
 
-Place in the data flow: the actor's checkpoints and `convert --format daro` write it; `DaroPieces` reads it. Nothing in
+The actor's checkpoints and `convert --format daro` write it; `DaroPieces` reads it. Nothing in
 it is unpickled here: `common.pt` is of the training state, and the actor reads it with torch's weights-only loader.
 """
 
@@ -96,30 +96,30 @@ class DaroPieces(PieceStore):
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Shape of the whole tensor, from the index."""
-        return self._stored(key)[0].global_shape
+        return self.boxes(key)[0].global_shape
 
-    def pieces(self, key: str) -> Sequence[Piece]:
-        """Return the pieces of a tensor; opens the files that hold them."""
-        return [self._piece(shard) for shard in self._stored(key)]
-
-    def _stored(self, key: str) -> list[StoredShard]:
+    def boxes(self, key: str) -> Sequence[StoredShard]:
+        """Return the stored shards of a tensor."""
         if key not in self._shards:
             raise CheckpointError(
                 f"{key} is not in the checkpoint {self._directory}; it was saved by another model or optimizer"
             )
         return self._shards[key]
 
-    def _piece(self, shard: StoredShard) -> Piece:
-        path = self._directory / shard.file
-        entry = self._header(path).get(shard.name)
-        if entry is None or entry.shape != shard.shape:
-            raise CheckpointError(f"{path} does not hold {shard.key} as the index says; the checkpoint is torn")
-        return Piece(shard.key, shard.offset, shard.shape, shard.global_shape, entry.dtype, path, entry.start)
+    def piece(self, key: str, box: StoredShard) -> Piece:
+        """Return where a shard's bytes are; reads the header of its file."""
+        path = self._directory / box.file
+        entry = self._header(path).get(box.name)
+        if entry is None or entry.shape != box.shape:
+            raise CheckpointError(f"{path} does not hold {key} as the index says; the checkpoint is torn")
+        return Piece(key, box.offset, box.shape, box.global_shape, entry.dtype, path, entry.start)
 
     def _header(self, path: Path) -> dict[str, Entry]:
         if path.name not in self._headers:
             try:
                 self._headers[path.name] = read_header(path)
-            except (OSError, ModelError) as error:
+            except ModelError as error:
+                raise CheckpointError(str(error)) from None
+            except OSError as error:
                 raise CheckpointError(f"{path} cannot be read: {error}; the checkpoint is torn") from None
         return self._headers[path.name]

@@ -1,6 +1,6 @@
 """Writing large files past the system's cache: from a byte on, front to back, while the next bytes are made.
 
-Place in the data flow: `FileWriter` and the files of `torch_dist`, so conversions and training's checkpoints. A write
+`FileWriter` and the files of `torch_dist`, so conversions and training's checkpoints. A write
 through the cache costs a core's time for each page, and fills the memory with pages that nobody reads again. Here bytes
 are copied into one of two aligned buffers, and a thread writes one while the other is filled. Where the file system has
 no such writes (tmpfs, some network file systems), the same bytes go through the cache.

@@ -1,6 +1,6 @@
 """Lazy reading of a Hugging Face checkpoint: safetensors in one file, or several with an index.
 
-Place in the data flow: checkpoint directory -> `tensor(name)` -> convert.mapping.shard -> actor.
+Checkpoint directory -> `tensor(name)` -> convert.mapping.shard -> actor.
 Only the bytes of the rows and columns that are asked for are read. Every file's header is checked against its size when
 the checkpoint is opened, so a torn download is refused before anything starts. Refuses pickles
 (`pytorch_model.bin`): reading one can run code.
@@ -22,6 +22,7 @@ from megatron_daro.errors import ModelError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+_SHARDS = "model-?????-of-?????.safetensors"  # the names that transformers and `shard_name` give
 _AGAIN = "Copy or download the checkpoint again."
 
 
@@ -32,7 +33,8 @@ class HFCheckpoint(Mapping[str, Tensor]):
         directory: holds `model.safetensors`, or `model.safetensors.index.json` and the files it names.
 
     Raises:
-        ModelError: no such directory, no safetensors, a missing or torn file, an index that does not fit its files.
+        ModelError: no such directory, no safetensors, a missing or torn file, an index that does not fit its files or
+            that lies beside a `model.safetensors` of its own, which transformers would read instead.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -105,7 +107,8 @@ class HFCheckpoint(Mapping[str, Tensor]):
     def _locate(self) -> dict[str, Piece]:
         """Tensor name -> where it is; reads the header of every file and checks it against the file's size."""
         if not self.directory.is_dir():
-            raise ModelError(f"{self.directory} is not a directory. model.path must be a local checkpoint directory.")
+            what = "a file, not a directory" if self.directory.exists() else "not a directory"
+            raise ModelError(f"{self.directory} is {what}. Give the local directory of the checkpoint.")
         index = self.directory / INDEX_FILE
         if index.is_file():
             return self._read_index(index)
@@ -129,17 +132,43 @@ class HFCheckpoint(Mapping[str, Tensor]):
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             files = sorted(set(weight_map.values()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            advice = "Save it as UTF-8 without a byte order mark." if "BOM" in str(error) else _AGAIN
             raise ModelError(
-                f"{index} is not a safetensors index ({type(error).__name__}: {error}). {_AGAIN}"
+                f"{index} is not a safetensors index ({type(error).__name__}: {error}). {advice}"
             ) from None
         for file in files:
             if not isinstance(file, str) or Path(file).name != file:
                 raise ModelError(f"{index} names {file!r}, which is not a file name in its own directory. {_AGAIN}")
+        self._check_unnamed(files)
         held = {file: self._open(file) for file in files}
         for name, file in weight_map.items():
             if name not in held[file]:
                 raise ModelError(f"{self.directory / file} does not hold {name}, though {INDEX_FILE} says so. {_AGAIN}")
+        for file, tensors in held.items():
+            unnamed = sorted(name for name in tensors if weight_map.get(name) != file)
+            if unnamed:
+                more = f" and {len(unnamed) - 1} more" if len(unnamed) > 1 else ""
+                raise ModelError(
+                    f"{self.directory / file} holds {unnamed[0]}{more}, which {INDEX_FILE} does not name there; "
+                    f"transformers would load it. {_AGAIN}"
+                )
         return {name: held[file][name] for name, file in weight_map.items()}
+
+    def _check_unnamed(self, named: list[str]) -> None:
+        """Refuse weights beside the files that the index names: which of the two are the model?"""
+        if SINGLE_FILE not in named and (self.directory / SINGLE_FILE).is_file():
+            raise ModelError(
+                f"{self.directory} holds {SINGLE_FILE} beside {INDEX_FILE}, which names {named[0]}: transformers reads "
+                f"{SINGLE_FILE}, others the files of the index. Remove {SINGLE_FILE}, or the index with its files"
+            )
+        unnamed = [
+            path.name for path in sorted(self.directory.glob(_SHARDS)) if path.is_file() and path.name not in named
+        ]
+        if unnamed:
+            raise ModelError(
+                f"{self.directory} holds {unnamed[0]}, which {INDEX_FILE} does not name. Remove it if it is left from "
+                "an older checkpoint, else copy the index again"
+            )
 
     def _open(self, file: str) -> dict[str, Piece]:
         path = self.directory / file
@@ -147,8 +176,6 @@ class HFCheckpoint(Mapping[str, Tensor]):
             raise ModelError(f"{path} is missing, though {INDEX_FILE} names it. {_AGAIN}")
         try:
             entries = read_header(path)
-        except ModelError as error:
-            raise ModelError(f"{error}. {_AGAIN}") from None
         except OSError as error:
             raise ModelError(f"{path} cannot be read ({error}). {_AGAIN}") from None
         return {
@@ -175,5 +202,11 @@ class _WholePieces(PieceStore):
     def keys(self) -> list[str]:
         return sorted(self.by_name)
 
-    def pieces(self, key: str) -> list[Piece]:
+    def boxes(self, key: str) -> list[Piece]:
         return [self.by_name[key]]
+
+    def piece(self, key: str, box: Piece) -> Piece:
+        return box
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return self.by_name[key].shape

@@ -1,6 +1,6 @@
 """Streamed, atomic writing of a Hugging Face checkpoint.
 
-Place in the data flow: actor -> convert.mapping.merge -> (name, tensor) stream -> directory that transformers can load.
+Actor -> convert.mapping.merge -> (name, tensor) stream -> directory that transformers can load.
 Holds one file's tensors at a time. The directory appears whole or not at all: everything is written and synced to a
 sibling, which is then renamed. Refuses to write over something that exists; copies no code (`*.py`) with the tokenizer.
 """
@@ -34,6 +34,9 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
+_TEMPLATE_FOLDER = "additional_chat_templates"  # of transformers: further templates, a .jinja file each
+_LICENSES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
+"""How the names of files begin that must go wherever the weights go."""
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # of config.json: transformers 5 and 4; both read the second
 
 
@@ -148,22 +151,30 @@ def write_index(directory: Path, weight_map: Mapping[str, str], total_bytes: int
 
 
 def copy_tokenizer(source: str | Path | None, target: Path) -> None:
-    """Copy the tokenizer and generation_config.json of a model; None copies nothing."""
+    """Copy the tokenizer, chat templates, generation_config.json and licence of a model; None copies nothing."""
     if source is None:
         return
-    for name in TOKENIZER_FILES:
-        if (Path(source) / name).is_file():
-            shutil.copyfile(Path(source) / name, target / name)
+    for path in Path(source).iterdir():
+        if path.is_file() and (path.name in TOKENIZER_FILES or path.name.upper().startswith(_LICENSES)):
+            shutil.copyfile(path, target / path.name)
+    for path in Path(source, _TEMPLATE_FOLDER).glob("*.jinja"):
+        (target / _TEMPLATE_FOLDER).mkdir(exist_ok=True)
+        shutil.copyfile(path, target / _TEMPLATE_FOLDER / path.name)
 
 
-def copy_model_files(source: Path, target: Path, dtype: str | None, *, always: bool = False) -> None:
-    """Copy config.json and the tokenizer of a model; with `dtype`, config.json then says that dtype (torch's name):
-    loaders would otherwise convert to that of the source. always: also where the source names none."""
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+def copy_model_files(
+    source: Path | Mapping[str, Any], target: Path, dtype: str | None, *, always: bool = False
+) -> None:
+    """Copy config.json and what `copy_tokenizer` takes; with `dtype`, config.json then says that dtype (torch's name):
+    loaders would otherwise convert to that of the source. always: also where the source names none. A source that is
+    no folder is the content of config.json."""
+    folder = source if isinstance(source, Path) else None
+    text = json.dumps(source) if folder is None else (folder / "config.json").read_text(encoding="utf-8")
+    config = json.loads(text)
     keys = [key for key in _DTYPE_KEYS if key in config] or (_DTYPE_KEYS[1:] if always else ())
-    named = dict.fromkeys(keys, dtype)
-    if dtype is None or config == {**config, **named}:
-        shutil.copyfile(source / "config.json", target / "config.json")
+    named = {} if dtype is None else dict.fromkeys(keys, dtype)
+    if folder is not None and config == {**config, **named}:
+        shutil.copyfile(folder / "config.json", target / "config.json")
     else:
         _write_json(target / "config.json", {**config, **named})
-    copy_tokenizer(source, target)
+    copy_tokenizer(folder, target)

@@ -1,6 +1,6 @@
 """One file of a conversion: read the rows it needs, write them, and take the hashes of both sides on the way.
 
-Place in the data flow: a worker process calls `write_file` with a job of the plan; what it returns goes into the card
+A worker process calls `write_file` with a job of the plan; what it returns goes into the card
 and the index. Holds one piece of a tensor at a time (`Plan.piece_bytes`), whatever the size of the model.
 """
 
@@ -22,13 +22,13 @@ from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.convert import torch_dist
 from megatron_daro.convert.daro_format import StoredShard
 from megatron_daro.convert.direct_file import DirectFile
-from megatron_daro.convert.hf_reader import HFCheckpoint
 from megatron_daro.convert.mapping import TensorRule
 from megatron_daro.convert.megatron_names import other_name
 from megatron_daro.convert.megatron_weights import MegatronWeights
+from megatron_daro.convert.pieces import PADDING, RowReader, Run, hf_runs, shard_runs
 from megatron_daro.convert.plan import HFTensor, Job, Parameter, Plan, torch_dtype
-from megatron_daro.convert.row_runs import PADDING, Run, hf_runs, shard_runs
 from megatron_daro.convert.safetensors_file import FileWriter, bytes_of
+from megatron_daro.errors import ModelError
 
 
 class StopFlag(Protocol):
@@ -169,15 +169,16 @@ def box_name(key: str, index: tuple[int, ...]) -> str:
 class _ParameterReader:
     """The rows of one Megatron parameter, read from HF tensors and hashed on both sides."""
 
-    def __init__(self, parameter: Parameter, tensors: HFCheckpoint, scratch: Scratch, most_bytes: int) -> None:
+    def __init__(self, parameter: Parameter, tensors: RowReader, scratch: Scratch, most_bytes: int) -> None:
         self._parameter, self._tensors, self._scratch, self._most_bytes = parameter, tensors, scratch, most_bytes
         rule = parameter.rule
         self._runs = shard_runs(rule, 0, 1, padded_vocab=parameter.shape[0] if rule.kind == "vocab" else None)
         self._hash, self._hashes = hashlib.sha256(), [RowHash() for _ in rule.hf_names]
-        self._is_cast = parameter.source_dtype != parameter.dtype
+        self._casts = [own != parameter.dtype for own in parameter.source_dtypes]
         # Both sides begin with the same bytes where the first HF tensor comes first, and whole: hashed once.
         first = self._runs[0]
-        self._shared = 0 if self._is_cast or (first.source, first.rows) != (0, rule.hf_shapes[0][0]) else first.rows
+        is_shared = (first.source, first.rows) == (0, rule.hf_shapes[0][0]) and not self._casts[0]
+        self._shared = first.rows if is_shared else 0
         self._windows = list(windows(parameter.shape, torch_dtype(parameter.dtype), most_bytes))
 
     def pieces(self, stop: StopFlag | None) -> Iterator[Tensor]:
@@ -198,11 +199,12 @@ class _ParameterReader:
         else:
             start = run.start + at - run.at
             name, stop = self._parameter.rule.hf_names[run.source], start + len(target)
-            values = self._tensors.read(name, start, stop, out=None if self._is_cast else target)
+            is_cast = self._casts[run.source]
+            values = self._tensors.read(name, start, stop, out=None if is_cast else target)
             if at >= self._shared:
                 self._hashes[run.source].add(start, values)
-            if self._is_cast:
-                target.copy_(values)
+            if is_cast:
+                cast(values, target, name)
         self._hash.update(bytes_of(target))
         if at + len(target) == self._shared:
             self._hashes[0] = RowHash(self._shared, self._hash.copy())
@@ -211,19 +213,41 @@ class _ParameterReader:
         """Return what was written and what it was made of, after the last row."""
         parameter, rule = self._parameter, self._parameter.rule
         hf = [
-            TensorRecord(name, dims, parameter.source_dtype, self._hf_digest(name, dims, row_hash))
-            for name, dims, row_hash in zip(rule.hf_names, rule.hf_shapes, self._hashes, strict=True)
+            TensorRecord(name, dims, dtype, self._hf_digest(name, dims, dtype, row_hash))
+            for name, dims, dtype, row_hash in zip(
+                rule.hf_names, rule.hf_shapes, parameter.source_dtypes, self._hashes, strict=True
+            )
         ]
         digest = self._hash.hexdigest()
         return TensorRecord(parameter_name(parameter), parameter.shape, parameter.dtype, digest), hf
 
-    def _hf_digest(self, name: str, shape: tuple[int, ...], row_hash: RowHash) -> str:
-        dtype = torch_dtype(self._parameter.source_dtype)
+    def _hf_digest(self, name: str, shape: tuple[int, ...], dtype: str, row_hash: RowHash) -> str:
+        own = torch_dtype(dtype)
 
         def read(start: int, stop: int) -> Tensor:
-            return self._tensors.read(name, start, stop, out=self._scratch.shaped((stop - start, *shape[1:]), dtype))
+            return self._tensors.read(name, start, stop, out=self._scratch.shaped((stop - start, *shape[1:]), own))
 
-        return row_hash.digest(list(windows(shape, dtype, self._most_bytes)), read)
+        return row_hash.digest(list(windows(shape, own, self._most_bytes)), read)
+
+
+def cast(values: Tensor, target: Tensor, name: str) -> Tensor:
+    """Fill a tensor of another dtype with values, and return it.
+
+    Raises:
+        ModelError: a finite value is infinite there. One look at the largest and the smallest value finds it.
+    """
+    target.copy_(values)
+    limit = torch.finfo(target.dtype).max
+    if limit >= torch.finfo(values.dtype).max:
+        return target
+    least, most = map(float, values.aminmax())  # as Python's numbers: bf16 would round the limit up
+    if not (-limit <= least and most <= limit) and bool((target.isinf() & values.isfinite()).any()):
+        largest = float(values[values.isfinite()].abs().max())
+        raise ModelError(
+            f"{name} holds {largest:.4g}, and the largest number of {str(target.dtype).removeprefix('torch.')} is "
+            f"{limit:.4g}: the cast would make it infinite. Choose another --dtype; bf16 and fp32 reach 3.4e38"
+        )
+    return target
 
 
 def _write_daro(plan: Plan, job: Job, folder: Path, stop: StopFlag | None) -> FileRecord:
@@ -239,7 +263,7 @@ def _write_daro(plan: Plan, job: Job, folder: Path, stop: StopFlag | None) -> Fi
     path = folder / job.file
     scratch = Scratch(plan.piece_bytes)
     with (
-        HFCheckpoint(plan.source) as tensors,
+        plan.open_source() as tensors,
         FileWriter(path, [(s.name, dtypes[s.name], s.shape) for s in shards]) as out,
     ):
         for parameter in parameters:
@@ -256,7 +280,7 @@ def _write_daro(plan: Plan, job: Job, folder: Path, stop: StopFlag | None) -> Fi
 
 def _write_torch_dist(plan: Plan, job: Job, folder: Path, stop: StopFlag | None) -> FileRecord:
     record, path, scratch = FileRecord(job.file, 0), folder / job.file, Scratch(plan.piece_bytes)
-    with HFCheckpoint(plan.source) as tensors, closing(DirectFile(path)) as out:
+    with plan.open_source() as tensors, closing(DirectFile(path)) as out:
         for parameter in (item for item in job.items if isinstance(item, Parameter)):
             reader, row = _ParameterReader(parameter, tensors, scratch, plan.piece_bytes), 0
             for values in reader.pieces(stop):
@@ -312,7 +336,8 @@ class _HFWriter:
             _check(stop)
             target = self._scratch.shaped((end - start, *item.shape[1:]), own)
             source = self._weights.read(item.name, start, end, out=target)
-            values = source.to(torch_dtype(item.dtype))
+            dtype = torch_dtype(item.dtype)
+            values = source if dtype == own else cast(source, torch.empty_like(source, dtype=dtype), item.name)
             digest.update(bytes_of(values))
             row_hash.add(at + start, source)
             self._out.write(values)

@@ -1,6 +1,6 @@
 """Which Hugging Face tensors make up which Megatron-core parameter, and how tensor parallelism slices them.
 
-Place in the data flow: ModelShape -> rules; HF tensors -> `shard` -> actor; its shards -> `merge` -> HF tensors.
+ModelShape -> rules; HF tensors -> `shard` -> actor; its shards -> `merge` -> HF tensors.
 A rule names a parameter by its GLOBAL layer and expert: a rank translates with `global_name`. Only moves numbers:
 never changes a dtype or a value. Refuses tensors of the wrong shape and tensor-parallel sizes that do not divide.
 
@@ -8,6 +8,12 @@ Layouts (Megatron-core 0.16.1): linear_qkv holds, for each key/value group, [its
 parallelism cuts these rows into equal runs, also where there are fewer groups than ranks (transformer/attention.py,
 `get_query_key_value_tensors`); linear_fc1 holds [gate rows; up rows] per rank (transformer/mlp.py, `glu`); linear_proj
 and linear_fc2 are cut along their columns. Experts are cut over the expert-tensor-parallel ranks.
+
+The parameters of a Megatron-core decoder: names, how tensor parallelism cuts them, sizes. For every family the same.
+
+Convert/mapping.py joins this table with a family's (families/table.py) by role.
+Names are Megatron-core 0.16.1's: of its local layers; and of Transformer Engine's, whose linear layers hold the weight
+of the norm before them, and which keep the experts of a rank as numbered weights of one grouped linear layer.
 """
 
 from __future__ import annotations
@@ -15,16 +21,101 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megatron_daro.config.model_shape import ModelShape
-from megatron_daro.convert import parameters
-from megatron_daro.convert.parameters import Kind, Parameter, dimensions
 from megatron_daro.errors import ModelError
 from megatron_daro.families import families
 from megatron_daro.families.table import Names
+
+Kind = Literal["copy", "vocab", "qkv", "gate_up", "rows", "columns"]
+"""How tensor parallelism cuts a parameter: copy (whole on every rank), vocab (rows, padded), qkv (rows, interleaved by
+key-value group), gate_up (rows of each of the two), rows, columns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter. `sizes`: of each Hugging Face tensor, by the names of `dimensions`.
+
+    fused_name: with Transformer Engine, where it differs; {expert} in a name is the expert's number.
+    """
+
+    role: str
+    name: str
+    kind: Kind
+    sizes: tuple[tuple[str, ...], ...]
+    fused_name: str = ""
+
+
+_QKV = ("query", "hidden"), ("key", "hidden"), ("key", "hidden")
+
+EMBEDDING = Parameter("embedding", "embedding.word_embeddings.weight", "vocab", (("vocab", "hidden"),))
+FINAL_NORM = Parameter("final_norm", "decoder.final_layernorm.weight", "copy", (("hidden",),))
+OUTPUT = Parameter("output", "output_layer.weight", "vocab", (("vocab", "hidden"),))
+ATTENTION = (
+    Parameter(
+        "attention_norm",
+        "input_layernorm.weight",
+        "copy",
+        (("hidden",),),
+        fused_name="self_attention.linear_qkv.layer_norm_weight",
+    ),
+    Parameter("qkv", "self_attention.linear_qkv.weight", "qkv", _QKV),
+    Parameter("qkv_bias", "self_attention.linear_qkv.bias", "qkv", (("query",), ("key",), ("key",))),
+    Parameter("query_norm", "self_attention.q_layernorm.weight", "copy", (("head",),)),
+    Parameter("key_norm", "self_attention.k_layernorm.weight", "copy", (("head",),)),
+    Parameter("attention_output", "self_attention.linear_proj.weight", "columns", (("hidden", "query"),)),
+)
+DENSE_MLP = (
+    Parameter(
+        "mlp_norm",
+        "pre_mlp_layernorm.weight",
+        "copy",
+        (("hidden",),),
+        fused_name="mlp.linear_fc1.layer_norm_weight",
+    ),
+    Parameter("gate_up", "mlp.linear_fc1.weight", "gate_up", (("ffn", "hidden"),) * 2),
+    Parameter("down", "mlp.linear_fc2.weight", "columns", (("hidden", "ffn"),)),
+)
+ROUTER = (
+    Parameter("mlp_norm", "pre_mlp_layernorm.weight", "copy", (("hidden",),)),
+    Parameter("router", "mlp.router.weight", "copy", (("experts", "hidden"),)),
+)
+EXPERT = (
+    Parameter(
+        "expert_gate_up",
+        "mlp.experts.local_experts.{expert}.linear_fc1.weight",
+        "gate_up",
+        (("expert_ffn", "hidden"),) * 2,
+        fused_name="mlp.experts.linear_fc1.weight{expert}",
+    ),
+    Parameter(
+        "expert_down",
+        "mlp.experts.local_experts.{expert}.linear_fc2.weight",
+        "columns",
+        (("hidden", "expert_ffn"),),
+        fused_name="mlp.experts.linear_fc2.weight{expert}",
+    ),
+)
+
+
+def dimensions(shape: ModelShape) -> dict[str, int]:
+    """Return the sizes that the table's dimensions stand for."""
+    experts = shape.experts
+    return {
+        "hidden": shape.hidden,
+        "query": shape.heads * shape.head_dim,
+        "key": shape.kv_heads * shape.head_dim,
+        "head": shape.head_dim,
+        "ffn": shape.ffn,
+        "vocab": shape.vocab,
+        "experts": experts.number if experts else 0,
+        "expert_ffn": experts.ffn if experts else 0,
+    }
+
 
 _LAYER = re.compile(r"^(.*decoder\.layers\.)(\d+)(\..*)$")
 _EXPERT = re.compile(r"^(.*\.mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)$")
@@ -43,7 +134,7 @@ class Piece:
 class TensorRule:
     """One Megatron parameter and the HF tensors it is made of.
 
-    kind: see `parameters.Kind`. groups: key/value groups, for qkv. vocab rows are those of the HF tensor, unpadded.
+    kind: see `Kind`. groups: key/value groups, for qkv. vocab rows are those of the HF tensor, unpadded.
     layer, expert: of the whole model, from 0; None outside the layers, and for what is not an expert's. The
     tensor-parallel rank and size of an expert's rule are those of expert tensor parallelism.
     """
@@ -151,10 +242,10 @@ def hf_to_megatron(
         One rule per parameter. A tied model has no `output_layer.weight` here; see `output_rule`.
     """
     grouped = fused_norms if grouped_experts is None else grouped_experts
-    rules = [_Rules(shape).of(parameters.EMBEDDING)]
+    rules = [_Rules(shape).of(EMBEDDING)]
     for layer in range(shape.layers):
         rules += _layer_rules(_Rules(shape, layer), fused_norms, grouped)
-    rules.append(_Rules(shape).of(parameters.FINAL_NORM))
+    rules.append(_Rules(shape).of(FINAL_NORM))
     return rules if shape.tie else [*rules, output_rule(shape)]
 
 
@@ -163,7 +254,7 @@ def output_rule(shape: ModelShape) -> TensorRule:
 
     A tied model needs it on the last of several pipeline stages, which holds a copy of the embedding.
     """
-    return _Rules(shape).of(parameters.OUTPUT, role="embedding" if shape.tie else "output")
+    return _Rules(shape).of(OUTPUT, role="embedding" if shape.tie else "output")
 
 
 def hf_tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
@@ -278,19 +369,19 @@ def _take(rule: TensorRule, hf_tensors: Mapping[str, Tensor], i: int) -> Tensor:
 
 
 def _layer_rules(rules: _Rules, fused_norms: bool, grouped: bool) -> Iterator[TensorRule]:
-    yield from rules.all_of(parameters.ATTENTION, fused_norms)
+    yield from rules.all_of(ATTENTION, fused_norms)
     experts = rules.shape.experts
     if experts is None or not rules.shape.has_experts(rules.layer or 0):
-        yield from rules.all_of(parameters.DENSE_MLP, fused_norms)
+        yield from rules.all_of(DENSE_MLP, fused_norms)
         return
-    yield from rules.all_of(parameters.ROUTER, fused_norms)
+    yield from rules.all_of(ROUTER, fused_norms)
     if grouped:
-        for parameter in parameters.EXPERT:
+        for parameter in EXPERT:
             for expert in range(experts.number):
                 yield rules.of(parameter, fused=True, expert=expert)
     else:
         for expert in range(experts.number):
-            for parameter in parameters.EXPERT:
+            for parameter in EXPERT:
                 yield rules.of(parameter, expert=expert)
 
 

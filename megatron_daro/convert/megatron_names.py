@@ -1,6 +1,6 @@
 """What Megatron's distributed checkpoints call a parameter: a key, and where it stands along the prepended axes.
 
-Place in the data flow: a rule's parameter name with its layer -> key and box of the global tensor. Layers are the first
+A rule's parameter name with its layer -> key and box of the global tensor. Layers are the first
 axis of one tensor per parameter of a layer, experts the second; a checkpoint may also hold each layer under its own key
 (`non_homogeneous_layers`, and newer Megatron with `singleton_local_shards`).
 Source: megatron/core/transformer/transformer_block.py and moe/experts.py, `sharded_state_dict`, 0.16.1.

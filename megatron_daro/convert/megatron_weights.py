@@ -1,6 +1,6 @@
 """A Megatron checkpoint as Hugging Face tensors: opened in any of its formats, read a few rows at a time.
 
-Place in the data flow: checkpoints of `train`, of `convert`, and `torch_dist` ones of Megatron-LM, Megatron-Bridge and
+Checkpoints of `train`, of `convert`, and `torch_dist` ones of Megatron-LM, Megatron-Bridge and
 slime -> `MegatronWeights` -> conversion to HF, verification, and the start of a run. Optimizer state is left alone.
 Refuses: a checkpoint whose tensors are not those of the model's config.json.
 """
@@ -20,35 +20,56 @@ from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.convert import daro_format, torch_dist
 from megatron_daro.convert.mapping import TensorRule, hf_to_megatron
 from megatron_daro.convert.megatron_names import GlobalBox, global_boxes, possible_boxes
-from megatron_daro.convert.pieces import PieceStore
-from megatron_daro.convert.row_runs import Run, hf_runs
+from megatron_daro.convert.pieces import PieceStore, Run, hf_runs
 from megatron_daro.errors import CheckpointError
 
 _WEIGHT_PREFIXES = ("decoder.", "embedding.", "output_layer.", "mtp.")
 _RULES_KEPT = 8
+_VERL_WEIGHTS = tuple(f"{actor}{model}dist_ckpt" for actor in ("", "actor/") for model in ("model/", ""))
+_VERL_MODELS = tuple(f"{actor}{model}huggingface" for actor in ("", "actor/") for model in ("model/", ""))
+_SAVE_AGAIN = "save it with --ckpt-format torch_dist (Megatron-LM: --ckpt-convert-format, --ckpt-convert-save)"
 
 
 def checkpoint_directory(path: Path) -> Path:
     """Return the folder with the tensors of a Megatron checkpoint.
 
     Args:
-        path: that folder, or one with `latest_checkpointed_iteration.txt`, as Megatron-LM's `--load` takes it.
+        path: that folder; one with `latest_checkpointed_iteration.txt`, as Megatron-LM's `--load` takes it; or verl's
+            `global_step_N`, its `actor` or a folder above both.
 
     Raises:
-        CheckpointError: neither.
+        CheckpointError: none of these, or one in a format that is not read.
     """
     if (path / daro_format.METADATA_FILE).is_file():
         return path
+    for inner in _VERL_WEIGHTS:
+        if (path / inner / daro_format.METADATA_FILE).is_file():
+            return path / inner
     tracker = path / torch_dist.TRACKER_FILE
     if tracker.is_file():
-        said = tracker.read_text(errors="replace").strip()
-        folder = path / (f"iter_{int(said):07d}" if said.isdigit() else said)
-        if folder.parent == path and (folder / daro_format.METADATA_FILE).is_file():
-            return folder
-        raise CheckpointError(f"{tracker} says {said!r}, but {folder} is no checkpoint; copy it again")
-    near = sorted(p.parent.name for p in path.glob(f"*/{daro_format.METADATA_FILE}")) if path.is_dir() else []
+        named = tracker.read_text(errors="replace").strip()
+        names = (f"iter_{int(named):07d}", f"global_step_{named}") if named.isdigit() else (named,)
+        folders = [path / name for name in names if Path(name).name == name and (path / name).is_dir()]
+        if folders:
+            return checkpoint_directory(folders[0])
+        raise CheckpointError(f"{tracker} says {named!r}, but {path / names[0]} is no checkpoint; copy it again")
+    raise CheckpointError(f"{path} is no Megatron checkpoint: {_why_none(path)}")
+
+
+def _why_none(path: Path) -> str:
+    if not path.is_dir():
+        return "it is a file; give its directory" if path.exists() else "there is no such directory"
+    if any(path.glob("mp_rank_*")):
+        return (
+            "it holds mp_rank_* folders of pickles, Megatron-LM's `--ckpt-format torch`, which are not read. Load it "
+            f"with Megatron-LM and {_SAVE_AGAIN}"
+        )
+    models = [inner for inner in _VERL_MODELS if any((path / inner).glob("*.safetensors"))]
+    if models:
+        return f"{path / models[0]} holds its weights in Hugging Face's format; give that to --hf"
+    near = sorted(p.parent.name for p in path.glob(f"*/{daro_format.METADATA_FILE}"))
     hint = f"; it holds {', '.join(near[-3:])}: give one of them" if near else ""
-    raise CheckpointError(f"{path} is no Megatron checkpoint: it has no {daro_format.METADATA_FILE}{hint}")
+    return f"it has no {daro_format.METADATA_FILE}{hint}"
 
 
 def open_pieces(directory: Path) -> PieceStore:
@@ -56,6 +77,11 @@ def open_pieces(directory: Path) -> PieceStore:
     backend, _ = daro_format.read_backend(directory)
     if backend == torch_dist.BACKEND:
         return torch_dist.TorchDistPieces(directory)
+    if backend != daro_format.BACKEND:
+        raise CheckpointError(
+            f"{directory} is a checkpoint of format {backend!r}; allowed: {torch_dist.BACKEND!r} and "
+            f"{daro_format.BACKEND!r}. Load it with the program that wrote it and {_SAVE_AGAIN}"
+        )
     daro_format.check_format(directory)
     return daro_format.DaroPieces(directory)
 

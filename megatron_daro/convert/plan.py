@@ -1,32 +1,35 @@
 """What a conversion will write: which files, with which tensors, from what; known before the first byte is read.
 
-Place in the data flow: source checkpoint and options -> `plan_to_megatron` or `plan_to_hf` -> jobs, one for each file,
-that worker processes carry out (`convert.jobs`). Everything that can be wrong with the source's headers is refused
-here.
+Source checkpoint and options -> `plan_to_megatron` or `plan_to_hf` -> jobs, one for each file,
+that worker processes carry out (`convert.jobs`). A Megatron checkpoint is read as HF tensors, so that one code writes
+Megatron files from either. Everything that can be wrong with the source's headers is refused here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
-from megatron_daro.config.model_shape import ModelShape, read_model_shape
+from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.convert.hf_reader import HFCheckpoint
 from megatron_daro.convert.hf_writer import shard_name
 from megatron_daro.convert.mapping import TensorRule, hf_to_megatron, padded_vocab_size
 from megatron_daro.convert.megatron_names import GlobalBox, global_boxes
 from megatron_daro.convert.megatron_weights import MegatronWeights
-from megatron_daro.convert.row_runs import check_sources
+from megatron_daro.convert.pieces import common_dtype, source_dtypes
+from megatron_daro.convert.transformers_shape import read_compared_shape
 from megatron_daro.errors import ModelError
 
 Format = Literal["daro", "torch_dist", "hf"]
 PIECE_BYTES = 64 * 1024**2
 FORMATS = ("daro", "torch_dist")
+ModelConfig = Path | Mapping[str, Any]
+"""The folder with a model's config.json and tokenizer, or the content of a config.json that is in no file."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 VOCABULARY_MULTIPLE = 128
 """Rows of the embedding are padded to a multiple of this, as Megatron-LM does; loading cuts or pads them again."""
@@ -52,12 +55,13 @@ class _Written:
 
 @dataclass(frozen=True, slots=True)
 class Parameter(_Written):
-    """One parameter to write to a Megatron checkpoint. shape: the whole one, padded. dtypes by torch's names."""
+    """One parameter to write to a Megatron checkpoint. shape: the whole one, padded. dtypes by torch's names, those of
+    the source for each HF tensor of the rule."""
 
     rule: TensorRule
     box: GlobalBox
     shape: tuple[int, ...]
-    source_dtype: str
+    source_dtypes: tuple[str, ...]
     dtype: str
 
 
@@ -111,15 +115,18 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A conversion. source: folder of tensors. config: the folder whose config.json describes the model.
+    """A conversion. source: folder of tensors, Hugging Face's or Megatron's. config: what describes the model.
 
-    ignored: what the source holds and the target will not. piece_bytes: what a process holds of a tensor at a time, and
-    the largest chunk of a Megatron checkpoint.
+    cast: the dtype that all tensors get, by torch's name; None: each keeps its own. ignored: what the source holds and
+    the target will not. piece_bytes: what a process holds of a tensor at a time, and the largest chunk of a Megatron
+    checkpoint.
     """
 
     source: Path
-    config: Path
+    source_format: Literal["hf", "megatron"]
+    config: ModelConfig
     format: Format
+    cast: str | None
     jobs: tuple[Job, ...]
     ignored: tuple[str, ...] = ()
     piece_bytes: int = PIECE_BYTES
@@ -134,49 +141,68 @@ class Plan:
         """Parameters, or HF tensors, that are written."""
         return sum(len(job.items) for job in self.jobs)
 
+    def open_source(self) -> HFCheckpoint | MegatronWeights:
+        """Open the source as HF tensors. Raises ModelError, CheckpointError."""
+        if self.source_format == "hf":
+            return HFCheckpoint(self.source)
+        return MegatronWeights(self.source, read_compared_shape(self.config))
 
-def plan_to_megatron(source: Path, format_: Format, dtype: str | None, *, per_layer_keys: bool = False) -> Plan:
-    """Plan HF -> Megatron.
+
+def plan_to_megatron(
+    source: Path,
+    format_: Format,
+    dtype: str | None,
+    *,
+    per_layer_keys: bool = False,
+    megatron_config: ModelConfig | None = None,
+) -> Plan:
+    """Plan HF -> Megatron, or Megatron -> Megatron in another format or dtype.
 
     Args:
-        source: HF checkpoint directory. format_: "daro" or "torch_dist". dtype: fp32, bf16, fp16; None: as it is.
+        source: HF checkpoint directory; with megatron_config, a Megatron checkpoint. format_: "daro" or "torch_dist".
+        dtype: fp32, bf16, fp16; None: as it is.
         per_layer_keys: a key for each layer, not one tensor for all (a model with layers of two kinds has them anyway).
+        megatron_config: what describes the model of a Megatron checkpoint; None: the source is HF's.
 
     Raises:
-        ModelError: the source is torn, or its tensors are not exactly those of its config.json.
+        CheckpointError, ModelError: the source is torn, or its tensors are not exactly those of its config.json.
     """
-    shape = read_model_shape(source)
-    with HFCheckpoint(source) as tensors:
-        rules = hf_to_megatron(shape, fused_norms=True)
-        ignored = _extra_tensors(shape, rules, tensors)
+    config = source if megatron_config is None else megatron_config
+    shape = read_compared_shape(config)
+    rules = hf_to_megatron(shape, fused_norms=True)
+    with HFCheckpoint(source) if megatron_config is None else MegatronWeights(source, shape) as tensors:
+        folder = tensors.directory
+        ignored = tensors.ignored if isinstance(tensors, MegatronWeights) else _extra_tensors(shape, rules, tensors)
         boxes = [box.without_layers() if per_layer_keys else box for box in global_boxes(rules)]
         parameters = [_parameter(r, b, tensors, dtype) for r, b in zip(rules, boxes, strict=True)]
     _check_dtypes(parameters)
     name = {"daro": "shard_{:05d}.safetensors", "torch_dist": "__{}_0.distcp"}[format_]
     size = min(max(sum(p.num_bytes for p in parameters) // _FILES, _LEAST_FILE_BYTES), _MOST_FILE_BYTES)
     jobs = [Job(name.format(i), tuple(group)) for i, group in enumerate(_grouped(parameters, size))]
-    return Plan(source, source, format_, tuple(jobs), tuple(ignored))
+    kind: Literal["hf", "megatron"] = "hf" if megatron_config is None else "megatron"
+    return Plan(folder, kind, config, format_, _cast(dtype), tuple(jobs), tuple(ignored))
 
 
-def plan_to_hf(source: Path, config: Path, dtype: str | None, max_shard_bytes: int) -> Plan:
+def plan_to_hf(source: Path, config: ModelConfig, dtype: str | None, max_shard_bytes: int) -> Plan:
     """Plan Megatron -> HF.
 
     Args:
-        source: Megatron checkpoint. config: folder with config.json. dtype: fp32, bf16, fp16; None: as it is.
+        source: Megatron checkpoint. config: of its model. dtype: fp32, bf16, fp16; None: as it is.
         max_shard_bytes: files hold at most this many bytes of tensors, or one larger tensor.
 
     Raises:
         CheckpointError, ModelError: the source is torn, or not of the model of this config.json.
     """
-    shape = read_model_shape(config)
+    shape = read_compared_shape(config)
     with MegatronWeights(source, shape) as weights:
         tensors = []
         for name in weights:
+            _check_dtype(name, weights.dtype(name), dtype)
             own = _name(weights.dtype(name))
-            tensors.append(HFTensor(name, weights.shape(name), own, _name(DTYPES[dtype]) if dtype else own))
+            tensors.append(HFTensor(name, weights.shape(name), own, _cast(dtype) or own))
         groups = list(_grouped(tensors, max_shard_bytes))
         jobs = [Job(shard_name(i, len(groups)), tuple(group)) for i, group in enumerate(groups)]
-        return Plan(weights.directory, config, "hf", tuple(jobs), tuple(weights.ignored))
+        return Plan(weights.directory, "megatron", config, "hf", _cast(dtype), tuple(jobs), tuple(weights.ignored))
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -191,19 +217,34 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _parameter(rule: TensorRule, box: GlobalBox, tensors: HFCheckpoint, dtype: str | None) -> Parameter:
-    own = check_sources(rule, tensors)
-    if not own.is_floating_point or own.itemsize < 2:
-        raise ModelError(f"{rule.hf_names[0]} is {own}; allowed: fp32, bf16, fp16. Quantized models are not converted.")
+def _cast(dtype: str | None) -> str | None:
+    """Return torch's name of a dtype of `DTYPES`."""
+    return _name(DTYPES[dtype]) if dtype else None
+
+
+def _check_dtype(name: str, dtype: torch.dtype, cast: str | None) -> None:
+    """Refuse dtypes that the target cannot have. Raises ModelError."""
+    if dtype in DTYPES.values() or (dtype == torch.float64 and cast):
+        return
+    advice = "Choose one with --dtype" if dtype == torch.float64 else "Quantized models are not converted"
+    raise ModelError(f"{name} is {dtype}; allowed: fp32, bf16, fp16. {advice}")
+
+
+def _parameter(
+    rule: TensorRule, box: GlobalBox, tensors: HFCheckpoint | MegatronWeights, dtype: str | None
+) -> Parameter:
+    own = source_dtypes(rule, tensors) if dtype else (common_dtype(rule, tensors),) * len(rule.hf_names)
+    for name, source_dtype in zip(rule.hf_names, own, strict=True):
+        _check_dtype(name, source_dtype, dtype)
     shape = rule.local_shape(1)
     if rule.kind == "vocab":
         rows = padded_vocab_size(rule.hf_shapes[0][0], 1, multiple=VOCABULARY_MULTIPLE)
         shape = (rows, *shape[1:])
-    return Parameter(rule, box, shape, _name(own), _name(DTYPES[dtype] if dtype else own))
+    return Parameter(rule, box, shape, tuple(map(_name, own)), _cast(dtype) or _name(own[0]))
 
 
 def _check_dtypes(parameters: Iterable[Parameter]) -> None:
-    """Return a tensor of all layers has one dtype. Raises ModelError."""
+    """Refuse layers of one tensor that differ in dtype. Raises ModelError."""
     first: dict[str, Parameter] = {}
     for parameter in parameters:
         other = first.setdefault(parameter.box.key, parameter)
@@ -222,7 +263,7 @@ def _extra_tensors(shape: ModelShape, rules: Sequence[TensorRule], tensors: HFCh
         if name in used:
             continue
         if name == "lm_head.weight" and shape.tie:
-            _check_tied(tensors)
+            check_tied(tensors)
         elif not name.endswith(_COMPUTED):
             raise ModelError(
                 f"{tensors.directory} holds {name} of shape {tensors.shape(name)}, which a {shape.family} model of its "
@@ -232,8 +273,8 @@ def _extra_tensors(shape: ModelShape, rules: Sequence[TensorRule], tensors: HFCh
     return ignored
 
 
-def _check_tied(tensors: HFCheckpoint, rows: int = 4096) -> None:
-    """config.json says that the output layer is the embedding. Raises ModelError where the file says otherwise."""
+def check_tied(tensors: HFCheckpoint, rows: int = 4096) -> None:
+    """Refuse an output layer that differs from the embedding where config.json ties them: transformers unties them."""
     names = ("lm_head.weight", "model.embed_tokens.weight")
     shapes = [tensors.shape(name) for name in names]
     is_same = shapes[0] == shapes[1] and all(

@@ -10,5 +10,5 @@ batch                scored groups -> TrainBatch
 schedule             lengths of a TrainBatch -> ranks and micro-batches
 packing              samples of one micro-batch -> PackedMicroBatch and back, and its context-parallel slice
 
-Nothing is imported here, so that `megatron_daro.data.cursor` loads without torch or transformers.
+Nothing is imported here, so that `megatron_daro.data.orders` loads without torch or transformers.
 """

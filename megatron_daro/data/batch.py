@@ -1,6 +1,6 @@
 """Batch assembly: scored groups become the columns of one optimizer step.
 
-Place in the data flow: Groups (rollouts and verdicts, filtered already) -> TrainBatch -> schedule -> packing.
+Groups (rollouts and verdicts, filtered already) -> TrainBatch -> schedule -> packing.
 Bins come from the verdicts' `correct`, never from the shaped reward; advantages come from the shaped reward.
 Refuses groups that are not exactly K finished rollouts with as many verdicts, and records whose columns do not fit.
 Non-finite log-probabilities pass: whether a step with them stops or is skipped is the policy's decision.
@@ -17,8 +17,8 @@ from typing import Literal
 import numpy as np
 import torch
 
+from megatron_daro.algo.advantages import overlong_filter, overlong_penalty
 from megatron_daro.algo.difficulty import pass_rate_bins
-from megatron_daro.algo.shaping import overlong_filter, overlong_penalty
 from megatron_daro.algo.weighting import Algorithm
 from megatron_daro.errors import DataError
 from megatron_daro.types import Group, Rollout, TrainBatch

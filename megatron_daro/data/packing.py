@@ -1,6 +1,6 @@
 """Packing: the samples of one micro-batch end to end in one row ("thd" layout), and the way back.
 
-Place in the data flow: TrainBatch + one micro-batch of the schedule -> PackedMicroBatch -> model -> values_T ->
+TrainBatch + one micro-batch of the schedule -> PackedMicroBatch -> model -> values_T ->
 response columns. Every column stands at the position that *predicts*: position t sees token t and its label is token t
 + 1. So the log-probability a model returns at t is that of `labels_T[t]`, and nothing has to be shifted afterwards.
 Refuses samples without a prompt token (their first response token has no position that predicts it), repeated or

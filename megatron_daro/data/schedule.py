@@ -1,6 +1,6 @@
 """The split of a batch: which data-parallel rank computes which samples, in which micro-batches.
 
-Place in the data flow: lengths of a TrainBatch -> Schedule -> each rank packs its own micro-batches.
+Lengths of a TrainBatch -> Schedule -> each rank packs its own micro-batches.
 All ranks get the same number of micro-batches, since they meet in collective calls once per micro-batch under expert or
 pipeline parallelism. The split is a pure function of the lengths: every rank may compute it and finds the same.
 Refuses a sample that does not fit the token budget and a number of samples that no equal split exists for. It never

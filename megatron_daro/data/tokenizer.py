@@ -1,6 +1,6 @@
 """Tokenizer: loads it from the model's directory and finds the tokens that end an answer.
 
-Place in the data flow: model directory -> tokenizer -> template (prompts to ids), engine (ids to text), stop ids.
+Model directory -> tokenizer -> template (prompts to ids), engine (ids to text), stop ids.
 Refuses directories without tokenizer files, torn files, tokenizers without a stop token, and, where the chat template
 is asked for, those without one. Reads local files only; code that lies beside a model runs only where it was asked for.
 """

@@ -1,6 +1,6 @@
 """The embedded engine: EmbeddedGenerator in a worker thread, behind the Engine Protocol.
 
-Place in the data flow: sampler -> EmbeddedEngine -> rollouts; buckets of weights -> `receive`. One thread
+Sampler -> EmbeddedEngine -> rollouts; buckets of weights -> `receive`. One thread
 does all work on the model, so a weight update falls between two batches and never into one. Owns no process and
 imports no Ray.
 """
@@ -14,8 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from megatron_daro.engine.abort import AbortSignal
-from megatron_daro.engine.decoding import Row
+from megatron_daro.engine.decoding import AbortSignal, Row
 from megatron_daro.engine.generator import EmbeddedGenerator
 from megatron_daro.engine.weights import WeightStage
 from megatron_daro.errors import EngineError

@@ -16,7 +16,11 @@ FAMILY = Family(
         "expert_gate_up": (_MOE + "experts.{expert}.w1.weight", _MOE + "experts.{expert}.w3.weight"),
         "expert_down": (_MOE + "experts.{expert}.w2.weight",),
     },
-    defaults={"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
-    window="by_width",
-    experts=ExpertKeys(number=("num_local_experts",), width="intermediate_size", normalize=True),
+    defaults={
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+    },
+    experts=ExpertKeys(number=("num_local_experts", "num_experts"), width="intermediate_size", normalize=True),
 )

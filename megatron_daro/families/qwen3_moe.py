@@ -16,7 +16,12 @@ FAMILY = Family(
         "expert_gate_up": (_MLP + "experts.{expert}.gate_proj.weight", _MLP + "experts.{expert}.up_proj.weight"),
         "expert_down": (_MLP + "experts.{expert}.down_proj.weight",),
     },
-    defaults={"max_position_embeddings": 32768, "norm_topk_prob": False},
+    defaults={
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 4,
+        "norm_topk_prob": False,
+        "sliding_window": 4096,
+    },
     window="switched",
     experts=ExpertKeys(
         number=("num_experts", "num_local_experts"), width="moe_intermediate_size", normalize="norm_topk_prob"

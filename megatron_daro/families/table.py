@@ -16,8 +16,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megatron_daro.errors import ModelError
+
 Names = Mapping[str, tuple[str, ...]]
 Value = str | int | float | bool
+
+_QKV, _GATE_UP = ("query", "key", "value"), ("gate", "up")
+_PARTS = {"qkv": _QKV, "qkv_bias": _QKV, "gate_up": _GATE_UP, "expert_gate_up": _GATE_UP}
+"""What the tensors of a role are, in order; of every other role there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +31,29 @@ class Family:
     """One family of decoder models.
 
     model_type, architecture: as config.json names them. tensors: role -> Hugging Face names. defaults: what
-    transformers assumes for keys that config.json may leave out. window: whether the family has sliding-window
-    attention, which is refused where it is in use: never; by use_sliding_window; or by sliding_window alone. experts:
-    keys of a mixture of experts; None for a dense family.
+    transformers assumes for keys that config.json may leave out. window: when the family's layers use sliding-window
+    attention, which is refused: where `sliding_window` is given (by_width); with `use_sliding_window` too, in all
+    layers (switched) or in those from `max_window_layers` on (switched_from_layer). experts: keys of a mixture of
+    experts; None for a dense family.
+
+    Raises ModelError where a role has more or fewer tensors than Megatron's parameter is made of.
     """
 
     model_type: str
     architecture: str
     tensors: Names
     defaults: Mapping[str, Value] = field(default_factory=dict)
-    window: Literal["none", "switched", "by_width"] = "none"
+    window: Literal["by_width", "switched", "switched_from_layer"] = "by_width"
     experts: ExpertKeys | None = None
+
+    def __post_init__(self) -> None:
+        for role, names in self.tensors.items():
+            if len(names) != len(_PARTS.get(role, ("",))):
+                raise ModelError(
+                    f"family {self.model_type}: {role} has the tensors {', '.join(names)}; allowed: one each for "
+                    f"{' and '.join(_PARTS.get(role, (role,)))}. Tensors that hold several of them at once (fused) do "
+                    "not fit a table: split them in the checkpoint first."
+                )
 
     @property
     def qkv_bias(self) -> bool:

@@ -1,11 +1,7 @@
-"""What a run tells people: metrics on disk, progress on the terminal, time per phase, the HTML report.
+"""What a run tells people: metrics on disk, progress on the terminal, time per phase; what models wrote is escaped.
 
-Place in the data flow: the controller hands each step's metrics to `MetricsLog` and `Progress`; `write_report` reads
-only the run directory. Imports no torch, and reads model output as data: whatever it prints or draws is escaped
-first.
-
-The report is imported from `megatron_daro.observe.report`, since plotly is slow to load and training does not need
-it.
+Place in the data flow: the controller hands each step's metrics to `MetricsLog` and `Progress`. Imports no torch, and
+reads model output as data: whatever it prints is escaped first. The HTML report is megatron_daro/workshop/report.
 """
 
 from megatron_daro.observe.escape import safe_text

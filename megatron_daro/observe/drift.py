@@ -1,6 +1,6 @@
 """Watches how far the engine's log-probs are from the trainer's, and says so when they drift apart.
 
-Place in the data flow: the controller hands every step's metrics to one DriftWatch; a text that comes back is shown as
+The controller hands every step's metrics to one DriftWatch; a text that comes back is shown as
 a warning. Pure: no clock, no files. A run stays healthy with a constant small mismatch (other kernels, another dtype);
 what precedes a collapse is growth. It refuses to warn twice about one drift, and to judge a single step.
 The baseline is not part of a checkpoint: a resumed run learns it anew from its first steps.

@@ -1,6 +1,6 @@
 """Makes text of unknown origin (model answers, prompts, file contents) safe to print, log and embed.
 
-Place in the data flow: between a rollout's text and a terminal, a log line or the report. It never drops a character
+Between a rollout's text and a terminal, a log line or the report. It never drops a character
 unseen: what could act (terminal escapes, other control characters, direction overrides) becomes a visible code.
 """
 

@@ -1,9 +1,14 @@
 """metrics.jsonl, TensorBoard events and (optionally) Weights & Biases: one record per optimizer step.
 
-Place in the data flow: controller -> `MetricsLog.write` -> RUN/metrics.jsonl; the report, tests and `comparable` read
+Controller -> `MetricsLog.write` -> RUN/metrics.jsonl; the report, tests and `comparable` read
 it back with `read_metrics`. Key names and units: docs/metrics.md. Everything that depends on the clock lives under
 `timing/` and `throughput/`, so the rest of two runs of one seed can be compared exactly. It refuses values that are
 no numbers, steps that do not increase, and files damaged anywhere but in their last line.
+
+Where metrics go besides metrics.jsonl: TensorBoard event files and Weights & Biases.
+
+`MetricsLog` hands every step to its sinks. metrics.jsonl is the record; sinks are views of
+it. TensorBoard's own writer is used, which needs neither torch nor TensorFlow. Only finite numbers arrive here.
 """
 
 from __future__ import annotations
@@ -11,16 +16,113 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
-from typing import Any, SupportsFloat
+from typing import Any, Protocol, SupportsFloat
 
 from megatron_daro import durable
-from megatron_daro.errors import DataError, disk_fault
-from megatron_daro.observe.sinks import Sink, TensorBoardSink, WandbSink
+from megatron_daro.errors import ConfigError, DataError, disk_fault
+
+_WANDB_ID_FILE = "wandb_run_id"
+
+
+class Sink(Protocol):
+    """A view of the metrics."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add one step."""
+
+    def truncate_after(self, step: int) -> None:
+        """Hides the steps after `step`; they will be written again."""
+
+    def close(self) -> None:
+        """Flushes and closes."""
+
+
+class TensorBoardSink:
+    """Scalars as event files."""
+
+    def __init__(self, directory: Path) -> None:
+        """Args: directory: where event files go; created if missing."""
+        try:
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ImportError as error:
+            raise ConfigError(
+                "observe.tensorboard is true but tensorboard cannot be imported "
+                f"({error}); install it (pip install tensorboard) or set observe.tensorboard=false"
+            ) from error
+        self._writer = EventFileWriter(str(directory))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add one event that holds every scalar of the step."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=key, simple_value=float(value)) for key, value in metrics.items()]
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        self._writer.flush()
+
+    def truncate_after(self, step: int) -> None:
+        """Add a session start: TensorBoard then discards what it read of later steps."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        start = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(wall_time=time.time(), step=step + 1, session_log=start))
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flushes and closes the event file."""
+        self._writer.close()
+
+
+class WandbSink:
+    """One Weights & Biases run."""
+
+    def __init__(self, run_dir: Path, settings: Mapping[str, Any]) -> None:
+        """Args: run_dir: where wandb keeps its files. settings: arguments of `wandb.init`."""
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(
+                "observe.wandb is enabled but the package wandb is not installed; "
+                "install the extra (pip install 'megatron-daro[wandb]') or set observe.wandb.enabled=false"
+            ) from error
+        try:
+            self._run = wandb.init(**_wandb_arguments(run_dir, settings))
+        except Exception as error:
+            raise ConfigError(
+                f"observe.wandb: wandb.init({', '.join(sorted(settings))}) failed: {error}; "
+                "check the settings and the login, or set observe.wandb.mode=offline"
+            ) from error
+        (run_dir / _WANDB_ID_FILE).write_text(self._run.id)
+        # The step is a metric of its own: wandb's internal step cannot go back, and a resumed run must.
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log one step."""
+        self._run.log({"step": step, **metrics})
+
+    def truncate_after(self, step: int) -> None:
+        """Nothing to do: repeated steps are logged again under the same `step` and the later value is drawn."""
+
+    def close(self) -> None:
+        """End the run."""
+        self._run.finish()
+
+
+def _wandb_arguments(run_dir: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `wandb.init`: a run directory that already has a wandb run goes on with it."""
+    given = {key: value for key, value in settings.items() if value is not None}
+    arguments = {"dir": str(run_dir), "name": run_dir.resolve().name} | given
+    known = run_dir / _WANDB_ID_FILE
+    if known.is_file() and "id" not in arguments:
+        arguments |= {"id": known.read_text().strip(), "resume": "allow"}
+    return arguments
+
 
 FILE_NAME = "metrics.jsonl"
 NONFINITE_KEY = "observe/nonfinite_values"

@@ -1,6 +1,6 @@
 """Time per phase of a step.
 
-Place in the data flow: the controller wraps each phase in `phases.measure(name)` and adds `phases.collect()` to the
+The controller wraps each phase in `phases.measure(name)` and adds `phases.collect()` to the
 step's metrics. Phases may overlap (generation beside training) and one phase may run in several coroutines or threads
 at once: its time is the time during which at least one of them ran, so no phase can exceed its step. It measures wall
 time only; it does not profile.

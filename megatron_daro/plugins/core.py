@@ -1,6 +1,6 @@
 """What every adapter does in one optimizer step: counts -> coefficients -> loss sums -> new weights -> state.
 
-Place in the data flow: `DifficultyStep.begin` before the first forward pass of an optimizer step, `weigh` in the loss
+`DifficultyStep.begin` before the first forward pass of an optimizer step, `weigh` in the loss
 of every micro-batch, `end` after the last one. Between them the host may do what it likes. Knows no host, calls no
 collective: whoever calls hands in a function that sums a vector over the ranks which hold different tokens.
 Refuses to go on when the tokens that the losses saw are not the tokens that were counted: then the host masked,
@@ -81,29 +81,32 @@ def bins_of_pass_rates(pass_rates_N: Tensor, rollouts_per_prompt: int) -> Tensor
     return bins_N.to(torch.int64)
 
 
-def whole_groups(group_B: Tensor) -> tuple[Tensor, int]:
-    """Return which samples are of groups with K answers, and K: the size of the largest group.
+def consecutive_groups(prompts_BP: Tensor, rollouts_per_prompt: int, option: str) -> Tensor:
+    """Return the group of each row, int64 [B], of a batch whose rows are K answers to a prompt, one after another.
 
     Args:
-        group_B: int64 [B], numbers from 0 without gaps.
-
-    Returns:
-        (bool [B], K). Groups with fewer answers carry no signal, with a warning.
+        prompts_BP: [B, P], padded prompts: those of a group must be equal. Two groups may have the same prompt.
+        rollouts_per_prompt: K.
+        option: the host's name of it, for messages.
 
     Raises:
-        AlgorithmError: most groups have fewer.
+        AlgorithmError: K rows are not of one prompt: they were filtered, or reordered.
     """
-    sizes_G = torch.bincount(group_B)
-    rollouts_per_prompt = int(sizes_G.max())
-    short = int((sizes_G < rollouts_per_prompt).sum())
-    if 2 * short > len(sizes_G):
+    num_rows = len(prompts_BP)
+    if num_rows % rollouts_per_prompt:
         raise AlgorithmError(
-            f"groups: got {short} of {len(sizes_G)} with fewer than {rollouts_per_prompt} answers, allowed are groups "
-            "of one size (rollout.n): a filter removed single answers, or prompts share a uid"
+            f"groups: got {num_rows} answers, allowed is a multiple of {option}, {rollouts_per_prompt}: some were "
+            "filtered one by one"
         )
-    if short:
-        logger.warning("DARO: %d of %d groups are incomplete and carry no signal", short, len(sizes_G))
-    return sizes_G[group_B] == rollouts_per_prompt, rollouts_per_prompt
+    groups = prompts_BP.cpu().reshape(num_rows // rollouts_per_prompt, rollouts_per_prompt, -1)
+    mixed = (groups != groups[:, :1]).flatten(1).any(1).nonzero().flatten().tolist()
+    if mixed:
+        raise AlgorithmError(
+            f"groups: {len(mixed)} of {len(groups)} have answers to several prompts (first: group {mixed[0]}); allowed "
+            f"are {rollouts_per_prompt} rows of one prompt ({option}), one after another: rows were reordered, or a "
+            "prompt has fewer answers"
+        )
+    return torch.arange(num_rows) // rollouts_per_prompt
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,6 +154,8 @@ class DifficultyStep:
         self.algorithm = algorithm
         self.rollouts_per_prompt = algorithm.rollouts_per_prompt
         self.steps = 0
+        self.first_here = True
+        """Whether this process has ended no step yet: adapters then compare the host's own loss with theirs."""
         self._totals: BatchTotals | None = None
         self._groups = torch.zeros(0)
         self._sums = torch.zeros(0)
@@ -266,6 +271,7 @@ class DifficultyStep:
         if learns:
             self.algorithm.update(loss_sums, totals.tokens_per_bin, abs_sums)
         self.steps += 1
+        self.first_here = False
         return metrics | {
             "difficulty/clamped": float(self.algorithm.clamped),
             "difficulty/skipped": float(not learns),
@@ -334,3 +340,21 @@ def load_state(step: DifficultyStep, path: Path) -> None:
     if not isinstance(state, dict):
         raise CheckpointError(f"DARO's state: {path} holds no mapping; the checkpoint is torn or edited")
     step.load_state_dict(state)
+
+
+def resume(step: DifficultyStep, path: Path, *, start_fresh: bool) -> None:
+    """Take over the state beside a host's checkpoint, whatever the host itself saves of its optimizer.
+
+    Args:
+        step: whose weights are replaced.
+        path: `STATE_FILE` of the checkpoint that the host resumes from.
+        start_fresh: whether a checkpoint without the file is resumed with weights of 1, with a warning.
+
+    Raises:
+        CheckpointError: the file is missing (without start_fresh) or torn, or the state does not fit.
+    """
+    if start_fresh and not path.exists():
+        logger.warning("DARO: %s is not there; weights start at 1, as start_fresh says", path)
+        return
+    load_state(step, path)
+    logger.warning("DARO: weights after %d optimizer steps, from %s", step.steps, path)

@@ -1,56 +1,131 @@
-"""What the adapters of Megatron hosts share: sums over Megatron's ranks, and a state that its checkpoints carry.
+"""What the adapters of Megatron hosts share: sums over Megatron's ranks, and a state beside its checkpoints.
 
-Place in the data flow: an adapter calls `carry` once, before the checkpoint is loaded; Megatron keeps the state of its
-learning-rate scheduler in the common part of its checkpoints, also without the optimizer's state.
+An adapter calls `keep_state` once, before the checkpoint is loaded. The state is a file in the
+checkpoint's folder, whatever of the optimizer is saved and loaded (--no-save-optim, --no-load-optim).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import argparse
+import functools
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
-from megatron_daro.errors import CheckpointError
-from megatron_daro.plugins.core import DifficultyStep, Reduce, over_group
-from megatron_daro.plugins.options import VARIABLE
+from megatron_daro.config.problems import Problem, show
+from megatron_daro.plugins.core import STATE_FILE, DifficultyStep, Reduce, over_group, resume, save_state
 
-STATE_KEY = "daro"
-"""Entry of DARO's state in the scheduler's."""
+logger = logging.getLogger(__name__)
+
+TRACKER = "latest_checkpointed_iteration.txt"
+"""Megatron's file beside the folders of its checkpoints; it names the newest one."""
 
 Session = Callable[[], tuple[DifficultyStep, bool]]
 """Returns the state of this process, and whether a checkpoint without one may be resumed."""
 
 
-def carry(session: Session) -> None:
-    """Let every `OptimizerParamScheduler` of this process carry the state of `session`.
+class Options(Protocol):
+    """What is read of Megatron's options."""
 
-    The patched `load_state_dict` raises CheckpointError where a checkpoint has no state, or one of another K.
+    save: str
+    load: str | None
+    finetune: bool
+
+
+class Checkpointing(Protocol):
+    """A module of a host that looks `save_checkpoint`, `load_checkpoint` and `get_args` up in its own namespace."""
+
+    get_args: Callable[[], Options]
+    _daro: Session
+
+
+def keep_state(module: Checkpointing, session: Session) -> None:
+    """Let a host's checkpoints carry the state of `session`; once per module.
+
+    The wrapped `load_checkpoint` raises CheckpointError where training is resumed from a checkpoint without a state,
+    or with one that does not fit. A model alone (--finetune, a release, a folder of Hugging Face) needs none.
     """
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    if getattr(module, "_daro", None) is None:
+        names = module.__dict__
+        names["save_checkpoint"] = _saves(module, names["save_checkpoint"])
+        names["load_checkpoint"] = _loads(module, names["load_checkpoint"])
+    module.__dict__["_daro"] = session
 
-    if getattr(OptimizerParamScheduler, "_daro", None) is not None:
-        OptimizerParamScheduler._daro = session
-        return
-    own_state, own_load = OptimizerParamScheduler.state_dict, OptimizerParamScheduler.load_state_dict
 
-    def state_dict(self: object) -> dict[str, object]:
-        return {**own_state(self), STATE_KEY: OptimizerParamScheduler._daro()[0].state_dict()}
+def _saves(module: Checkpointing, own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def save_checkpoint(iteration: int, *arguments: object, **named: object) -> object:
+        result = own(iteration, *arguments, **named)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            save_state(module._daro()[0], Path(module.get_args().save) / f"iter_{iteration:07d}" / STATE_FILE)
+        return result
 
-    def load_state_dict(self: object, state: Mapping[str, object], *others: object, **named: object) -> None:
-        step, start_fresh = OptimizerParamScheduler._daro()
-        saved = state.get(STATE_KEY)
-        if isinstance(saved, Mapping):
-            step.load_state_dict(saved)
-        elif not start_fresh:
-            raise CheckpointError(
-                "DARO's state: the checkpoint has none, allowed is one that was saved with DARO; start from the model "
-                f"alone (--finetune), or set start_fresh=true in {VARIABLE} to go on with weights of 1"
-            )
-        own_load(self, {key: value for key, value in state.items() if key != STATE_KEY}, *others, **named)
+    return save_checkpoint
 
-    OptimizerParamScheduler.state_dict = state_dict
-    OptimizerParamScheduler.load_state_dict = load_state_dict
-    OptimizerParamScheduler._daro = session
+
+def _loads(module: Checkpointing, own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def load_checkpoint(
+        model: object, optimizer: object, opt_param_scheduler: object, *arguments: object, **named: object
+    ) -> tuple[int, object]:
+        result: tuple[int, object] = own(model, optimizer, opt_param_scheduler, *arguments, **named)
+        if opt_param_scheduler is None:  # weights of a reference model
+            return result
+        folder = resumed_folder(module.get_args(), result[0])
+        if folder is None:
+            logger.warning("DARO: no training was resumed; weights start at 1")
+        else:
+            step, start_fresh = module._daro()
+            resume(step, folder / STATE_FILE, start_fresh=start_fresh)
+        return result
+
+    return load_checkpoint
+
+
+def resumed_folder(args: Options, iteration: int) -> Path | None:
+    """Return the folder of the checkpoint whose training goes on; None where only a model was taken over.
+
+    Args:
+        args: Megatron's options after it loaded.
+        iteration: as `load_checkpoint` returned it.
+    """
+    if args.load is None or args.finetune:
+        return None
+    load = Path(args.load)
+    if re.fullmatch(r"iter_\d{7}", load.name):
+        return load
+    if not (load / TRACKER).is_file():
+        return None
+    if (load / TRACKER).read_text(encoding="utf-8").strip() == "release" and not getattr(args, "ckpt_step", None):
+        return None
+    return load / f"iter_{iteration:07d}"
+
+
+def checkpoint_problems(args: object) -> list[Problem]:
+    """Return what of Megatron's options DARO's state cannot follow."""
+    kind = getattr(args, "non_persistent_ckpt_type", None)
+    if kind is None:
+        return []
+    return [Problem("--non-persistent-ckpt-type", show(kind), "none: DARO's state is not in those", "remove it")]
+
+
+class _Optional(argparse.ArgumentParser):
+    """A parser that asks for nothing, so that it can say what is the default."""
+
+    def add_argument(self, *names: str, **named: object) -> argparse.Action:  # type: ignore[override]
+        return super().add_argument(*names, **{key: value for key, value in named.items() if key != "required"})  # type: ignore[arg-type]
+
+
+def defaults_of(add_options: Callable[[argparse.ArgumentParser], object]) -> dict[str, object]:
+    """Return the options that a function of the host adds to a parser, and their defaults."""
+    parser = _Optional(allow_abbrev=False)
+    add_options(parser)
+    return vars(parser.parse_known_args([])[0])
 
 
 def _device() -> torch.device:

@@ -5,7 +5,7 @@ them. Options are checked when they are parsed; `calculate_grpo_advantages` sees
 `prepare_data_for_update` says which rollout a row of the batch is of; `train_step` counts tokens before an optimizer
 step and learns after it; `calculate_grpo_loss` gets advantages A w_k N / N_k. Megatron's loss is homogeneous of degree
 one in them, so its sum over tokens, divided by N as --calculate-per-token-loss does, is the weighted sum. Clipping, KL,
-entropy and importance correction stay Megatron's own. The state lies in its checkpoints.
+entropy and importance correction stay Megatron's own. The state lies beside its checkpoints.
 Refuses: a loss without the per-token flag, unpacked batches (their advantages are rounded to bf16 and their rows not
 known), rewards that are no verdicts, another number of answers than --grpo-group-size.
 
@@ -19,25 +19,57 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from megatron_daro.config.problems import Problem
 from megatron_daro.errors import AlgorithmError, ConfigError
 from megatron_daro.plugins.core import DifficultyStep
-from megatron_daro.plugins.megatron_host import carry
-from megatron_daro.plugins.megatron_rl_session import TESTED, PackedBin, Session, probe
+from megatron_daro.plugins.host import ANY
+from megatron_daro.plugins.megatron_host import checkpoint_problems, defaults_of, keep_state
+from megatron_daro.plugins.megatron_rl_session import HOST, TESTED, PackedBin, Session, probe
 from megatron_daro.plugins.options import read_options
 
-logger = logging.getLogger(__name__)
-
 MODULE = "megatron_daro.plugins.megatron_rl"
+FUNCTIONS = {
+    "rl_utils": (
+        *("calculate_grpo_advantages", "prepare_data_for_update", "load_packed_data_by_index", "calculate_grpo_loss"),
+        "get_rl_runtime_state",
+    ),
+    "training": ("train_step", "get_num_microbatches", "save_checkpoint", "load_checkpoint", "get_args"),
+    "arguments": ("parse_and_validate_args", "_add_rl_args"),
+}
+"""What is looked up in megatron.rl.rl_utils, megatron.training.training and megatron.training.arguments."""
+ROW_LAYOUTS = {"_is_collapsible_rollout": False, "PAD_TURN_UNIT": True}
+"""A name of megatron.rl.rl_utils -> whether each turn is a row of the batch, and not each rollout whose turns follow
+one another."""
+NEEDED: dict[str, tuple[object, ...]] = {
+    "perform_rl_step": (True,),
+    "calculate_per_token_loss": (True,),
+    "rl_use_sequence_packing": (True,),
+    "virtual_pipeline_model_parallel_size": (None, 1),
+}
+_FREE = """
+    rl_prompts_per_eval grpo_prompts_per_step grpo_group_size rl_generation_lag rl_max_inflight_requests
+    rl_submission_granularity rl_consumption_granularity rl_durable_rollout_bank rl_rollout_bank_dir
+    rl_rollout_bank_max_bytes grpo_iterations grpo_clamp_eps_lower grpo_clamp_eps_upper grpo_kl_beta
+    grpo_entropy_term_weight grpo_filter_groups_with_same_reward langrl_env_config rl_default_temperature
+    rl_default_top_p rl_default_top_k rl_offload_optimizer_during_inference rl_kv_cache_management_mode
+    rl_persist_cuda_graphs rl_partial_rollouts rl_inference_logprobs_is_correction
+    rl_importance_sampling_truncation_coef rl_sequence_packing_max_sequences_per_bin rl_sequence_packing_algo
+    rl_inference_tensor_model_parallel_size rl_inference_pipeline_model_parallel_size
+    rl_inference_expert_model_parallel_size rl_inference_expert_tensor_model_parallel_size
+    rl_inference_model_unified_memory_level rl_offload_inference_model_weights_when_idle refit_method
+    rl_verify_model_weights_swap rl_skip_bos_token rl_profile rl_profile_dir rl_inference_parsers
+"""
+"""Options of Megatron-LM's RL that go with DARO whatever they say."""
 
 
 class Arguments(Protocol):
@@ -47,6 +79,7 @@ class Arguments(Protocol):
     calculate_per_token_loss: bool
     rl_use_sequence_packing: bool
     perform_rl_step: bool
+    context_parallel_size: int
 
 
 class Namespace(Protocol):
@@ -72,29 +105,34 @@ def session() -> Session:
     return _session
 
 
-def start(args: Arguments) -> Session:
+def start(args: Arguments, *, per_turn: bool = False, defaults: Mapping[str, object] = MappingProxyType({})) -> Session:
     """Check Megatron-LM's options and make the state.
+
+    Args:
+        args: as it parsed them.
+        per_turn: see ROW_LAYOUTS.
+        defaults: of its options of RL.
 
     Raises:
         ConfigError: lists every option that DARO does not go with.
     """
     global _session
-    wanted = {"perform_rl_step": True, "calculate_per_token_loss": True, "rl_use_sequence_packing": True}
-    problems = [
-        f"--{name.replace('_', '-')}: missing, needed with DARO: add it"
-        for name, value in wanted.items()
-        if bool(getattr(args, name, False)) is not value
-    ]
-    if int(getattr(args, "virtual_pipeline_model_parallel_size", None) or 1) > 1:
-        problems.append("--num-layers-per-virtual-pipeline-stage: given, DARO was not tested with it: remove it")
-    if problems:
-        lines = "\n".join(f"  {problem}" for problem in problems)
-        raise ConfigError(f"Megatron-LM's options do not go with DARO:\n{lines}")
-    options = read_options()
+    options, problems = read_options(), checkpoint_problems(args)
+    if per_turn and int(getattr(args, "context_parallel_size", None) or 1) > 1:
+        fix = "remove it, or use Megatron-LM's main branch"
+        problems.append(Problem("--context-parallel-size", str(args.context_parallel_size), "1 in this version", fix))
+    given = {name: getattr(args, name, None) for name in (*defaults, *NEEDED)}
+    HOST.check(
+        {name.replace("_", "-"): value for name, value in given.items()},
+        {name.replace("_", "-"): values for name, values in {**dict.fromkeys(_FREE.split(), ANY), **NEEDED}.items()},
+        defaults={name.replace("_", "-"): value for name, value in defaults.items()},
+        options=options,
+        prefix="--",
+        further=problems,
+    )
     step = DifficultyStep(options.algorithm(args.grpo_group_size))
-    _session = Session(step, options)
-    carry(lambda: (session().step, session().options.start_fresh))
-    logger.warning("DARO is on: %d bins, weights %s", args.grpo_group_size + 1, step.algorithm.weights)
+    _session = Session(step, options, per_turn)
+    HOST.announce(step, options)
     return _session
 
 
@@ -116,29 +154,43 @@ def install(rl_utils: Namespace, training: Namespace, arguments: Namespace) -> N
         rl_utils: megatron.rl.rl_utils. training: megatron.training.training. arguments: megatron.training.arguments.
 
     Raises:
-        ConfigError: a function is not there: another version.
+        ConfigError: names every function that is not there: another version. Nothing is changed then.
     """
-    _wrap(arguments, "parse_and_validate_args", _parse)
+    modules = {"rl_utils": rl_utils, "training": training, "arguments": arguments}
+    missing = [
+        f"megatron.{'rl' if place == 'rl_utils' else 'training'}.{place}.{name}"
+        for place, names in FUNCTIONS.items()
+        for name in names
+        if not hasattr(modules[place], name)
+    ]
+    layouts = [per_turn for name, per_turn in ROW_LAYOUTS.items() if hasattr(rl_utils, name)]
+    if len(layouts) != 1:
+        missing.append(f"one of megatron.rl.rl_utils.{' and '.join(ROW_LAYOUTS)}")
+    if missing:
+        raise ConfigError(
+            f"{HOST.name} {HOST.version} does not have {', '.join(missing)}, which DARO's adapter needs; allowed are "
+            f"{TESTED}: use one of them, or a megatron-daro for this one"
+        )
+    _wrap(arguments, "parse_and_validate_args", functools.partial(_parse, arguments, layouts[0]))
     _wrap(rl_utils, "calculate_grpo_advantages", lambda own, rewards, num_turns: session().score(rewards, num_turns))
     _wrap(rl_utils, "prepare_data_for_update", functools.partial(_prepare, rl_utils))
     _wrap(rl_utils, "load_packed_data_by_index", _load)
     _wrap(rl_utils, "calculate_grpo_loss", _loss)
     _wrap(training, "train_step", functools.partial(_train_step, rl_utils, training))
+    keep_state(training, lambda: (session().step, session().options.start_fresh))  # type: ignore[arg-type]
 
 
 def _wrap(module: Namespace, name: str, around: Callable[..., object]) -> None:
     """Replace a function by `around`, whose first argument is the function."""
-    own = getattr(module, name, None)
-    if own is None:
-        raise ConfigError(
-            f"{getattr(module, '__name__', module)} has no {name}, allowed is Megatron-LM at commit {TESTED} or near"
-        )
+    own = getattr(module, name)
     setattr(module, name, functools.wraps(own)(functools.partial(around, own)))
 
 
-def _parse(own: Callable[..., Arguments], *arguments: object, **options: object) -> Arguments:
-    args = own(*arguments, **options)
-    start(args)
+def _parse(
+    arguments: Namespace, per_turn: bool, own: Callable[..., Arguments], *given: object, **options: object
+) -> Arguments:
+    args = own(*given, **options)
+    start(args, per_turn=per_turn, defaults=defaults_of(arguments._add_rl_args))  # type: ignore[attr-defined]
     return args
 
 
@@ -148,11 +200,11 @@ def _prepare(rl_utils: Namespace, own: Callable[..., object], *arguments: object
     assert isinstance(rollouts, Sequence)
     result = own(*arguments, **options)
     flat = [rollout for group in rollouts for rollout in group]
-    collapsible: Callable[[object], bool] = rl_utils._is_collapsible_rollout  # type: ignore[attr-defined]
+    joins: Callable[[object], bool] = getattr(rl_utils, "_is_collapsible_rollout", lambda rollout: False)
     rows = [
         number
         for number, rollout in enumerate(flat)
-        for _ in range(1 if rollout.trajectory and collapsible(rollout) else len(rollout.trajectory))
+        for _ in range(1 if rollout.trajectory and joins(rollout) else len(rollout.trajectory))
     ]
     session().take_rows(rows, len(flat))
     return result

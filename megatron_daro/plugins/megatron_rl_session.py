@@ -1,6 +1,6 @@
 """What one process of Megatron-LM's RL script knows of a collection of rollouts and of the optimizer step that is open.
 
-Place in the data flow: `megatron_rl` puts its methods around Megatron's functions. `score` makes advantages of whole
+`megatron_rl` puts its methods around Megatron's functions. `score` makes advantages of whole
 groups, `take_rows` keeps those of the batch's rows, `begin` counts tokens, `reweighted` gives what a loss multiplies
 with, `end` learns. Knows the layout of Megatron's packed bins, and no module of it.
 
@@ -20,13 +20,15 @@ from torch import Tensor
 from megatron_daro.algo.difficulty import pass_rate_bins
 from megatron_daro.errors import AlgorithmError
 from megatron_daro.plugins.core import DifficultyStep, SampleSums
+from megatron_daro.plugins.host import Host
 from megatron_daro.plugins.megatron_host import over_data, over_data_and_stages
 from megatron_daro.plugins.options import PluginSection
 
 logger = logging.getLogger(__name__)
 
-TESTED = "d98e8a64d"
-"""The commit of Megatron-LM whose functions the tests run."""
+HOST = Host("Megatron-LM", "megatron.core", ("main at d98e8a64d", "core_v0.19.0 against its contract"))
+TESTED = " and ".join(HOST.tested)
+"""The versions of Megatron-LM whose functions the tests run."""
 _PROBE_TOLERANCE = 1e-3
 
 
@@ -60,6 +62,8 @@ class Session:
 
     step: DifficultyStep
     options: PluginSection
+    per_turn: bool = False
+    """Whether Megatron wants an advantage for each turn, as its newest release does, and not for each rollout."""
     bins_R: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     advantages_R: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
     scored: tuple[Tensor, Tensor] | None = None
@@ -70,7 +74,7 @@ class Session:
     """What the losses of the open step saw of each bin; a bin that Megatron runs again replaces its first run."""
 
     def score(self, rewards: Sequence[Sequence[float]], num_turns: Sequence[Sequence[int]]) -> list[float]:
-        """In the place of calculate_grpo_advantages: advantages of the rollouts, group after group.
+        """In the place of calculate_grpo_advantages: advantages of the rollouts (or turns), group after group.
 
         Args:
             rewards: [G][K]. num_turns: [G][K], 0 for a rollout that failed: its group carries no signal.
@@ -97,7 +101,10 @@ class Session:
                 "DARO: %d of %d groups have failed rollouts and carry no signal", int((~whole_N).sum()) // size, groups
             )
         self.scored = bins_N, advantages_N
-        return advantages_N.tolist()
+        if not self.per_turn:
+            return advantages_N.tolist()
+        turns_N = torch.tensor([int(t) for turns in num_turns for t in turns])
+        return advantages_N.repeat_interleave(turns_N).tolist()
 
     def take_rows(self, rollouts_of_rows: Sequence[int], num_rollouts: int) -> None:
         """Keep bins and advantages of the rows of a batch.
@@ -177,5 +184,5 @@ def probe(plain: SampleSums, weighed: SampleSums, factors_M: Tensor) -> None:
         raise AlgorithmError(
             f"loss of the first step: with reweighted advantages Megatron's own loss gives {got_M.tolist()}, wanted is "
             f"{wanted_M.tolist()}, allowed is a difference of {_PROBE_TOLERANCE:g}: this version of Megatron-LM scales "
-            f"or clips otherwise; use commit {TESTED}"
+            f"or clips otherwise; use {TESTED}"
         )

@@ -1,4 +1,4 @@
-"""DARO inside NeMo-RL 0.6: its own loss with reweighted advantages, around its own policy, from its own launcher.
+"""DARO inside NeMo-RL: its own loss with reweighted advantages, around its own policy, from its own launcher.
 
 Place in the data flow, all of it on the driver but the loss: `DaroAdvantages` sees whole groups and notes their bins;
 `DaroPolicy.train` sees the whole batch, counts tokens per bin and hands each sample its coefficient; `DaroLoss`, in the
@@ -6,8 +6,8 @@ workers, calls NeMo-RL's ClippedPGLossFn, which is homogeneous of degree one in 
 makes its token mean the weighted sum; the loss sums per bin come back as metrics. No collective call is needed.
 Refuses: sequence-level losses, more than one optimizer step a call, the data plane, which hides the batch.
 
-    daro = nemo_rl.install(grpo, rollouts_per_prompt=8)        # before grpo.setup
-    policy = daro.wrap(policy)                                 # what setup returned
+    daro = nemo_rl.install(master_config)        # before grpo.setup
+    policy = daro.wrap(policy)                   # what setup returned
     loss_fn = nemo_rl.DaroLoss(loss_fn)
     daro.resume(checkpointer.get_latest_checkpoint_path())
 
@@ -17,22 +17,61 @@ Shape letters: B samples of the batch, S tokens of the longest.
 from __future__ import annotations
 
 import copy
-import logging
+import importlib
 import math
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_daro.algo.difficulty import pass_rate_bins
+from megatron_daro.config.problems import Problem
 from megatron_daro.errors import AlgorithmError, ConfigError
-from megatron_daro.plugins.core import STATE_FILE, DifficultyStep, load_state, save_state, whole_groups
+from megatron_daro.plugins.core import STATE_FILE, DifficultyStep, consecutive_groups, resume, save_state
+from megatron_daro.plugins.host import ANY, Host
 from megatron_daro.plugins.options import PluginSection, read_options
 
-logger = logging.getLogger(__name__)
+HOST = Host("NeMo-RL", "nemo_rl", ("0.6.0", "0.7.0", "main at 7ea279abf"))
+NAMES = (
+    "nemo_rl.algorithms.grpo:grpo_train",
+    "nemo_rl.algorithms.grpo:async_grpo_train",
+    "nemo_rl.algorithms.grpo:_create_advantage_estimator",
+    "nemo_rl.algorithms.loss.loss_functions:ClippedPGLossFn",
+)
+"""What this module takes from NeMo-RL."""
+_FREE_GRPO = """
+    num_prompts_per_step num_generations_per_prompt max_num_epochs max_num_steps max_rollout_turns normalize_rewards
+    advantage_clip_low advantage_clip_high use_leave_one_out_baseline val_period val_start_at val_batch_size
+    val_at_start val_at_end max_val_samples val_num_generations_per_prompt stop_at_validation_metric
+    stop_at_validation_threshold skip_reference_policy_logprobs_calculation seed async_grpo overlong_filtering
+    use_dynamic_sampling dynamic_sampling_max_gen_batches batch_multiplier reward_shaping reward_scaling
+    calculate_advantages_on_gpu seq_logprob_error_threshold invalid_tool_call_advantage malformed_thinking_advantage
+    adv_estimator deduplicate_multimodal_data debug_payload_metrics
+"""
+_FREE_LOSS = """
+    reference_policy_kl_penalty reference_policy_kl_type kl_input_clamp_value kl_output_clamp_value ratio_clip_min
+    ratio_clip_max ratio_clip_c use_on_policy_kl_approximation use_importance_sampling_correction
+    truncated_importance_sampling_ratio truncated_importance_sampling_type truncated_importance_sampling_ratio_min
+    sequence_level_importance_ratios disable_ppo_ratio force_on_policy_ratio use_cispo
+"""
+_SECTIONS: dict[str, dict[str, object]] = {
+    "grpo": dict.fromkeys(_FREE_GRPO.split(), ANY),
+    "grpo.adv_estimator": {
+        "name": ("grpo",),
+        "normalize_rewards": (True,),
+        "use_leave_one_out_baseline": (False,),
+        "minus_baseline": (True,),
+    },
+    "grpo.async_grpo": {"enabled": (False,)},
+    "loss_fn": dict.fromkeys(_FREE_LOSS.split(), ANY)
+    | {"token_level_loss": (True,), "use_kl_in_reward": (False,), "positive_example_nll_weight": (0,)},
+    "data_plane": {"enabled": (False,)},
+}
+"""Section of NeMo-RL's configuration -> options that go with DARO, and their values."""
+_FREE_WHERE_OFF = ("grpo.async_grpo", "data_plane")
+"""Of these sections only `enabled` is read."""
 
 BIN, COEFFICIENT = "daro_bin", "daro_coefficient"
 """Columns [B] that travel with the batch."""
@@ -66,7 +105,12 @@ class DaroLoss:
         if getattr(getattr(host, "loss_type", None), "value", "token_level") != "token_level":
             raise ConfigError("loss_fn.token_level_loss: got False, allowed with DARO is True: set it")
         self.host = host
-        self.loss_type, self.input_type = getattr(host, "loss_type", None), getattr(host, "input_type", None)
+
+    def __getattr__(self, name: str) -> object:
+        """Hand on what NeMo-RL reads of its own loss: types, the KL penalty, whether log-probs are fused."""
+        if name == "host" or name.startswith("__"):  # while it is unpickled there is no host yet
+            raise AttributeError(name)
+        return getattr(self.host, name)
 
     def __call__(
         self, next_token_logprobs: Tensor, data: Batch, global_valid_seqs: Tensor, global_valid_toks: Tensor
@@ -116,7 +160,7 @@ class Daro:
         self.options = options
         self.step = DifficultyStep(options.algorithm(rollouts_per_prompt))
         self.bins_B: Tensor | None = None
-        logger.warning("DARO is on: %d bins, weights %s", rollouts_per_prompt + 1, self.step.algorithm.weights)
+        HOST.announce(self.step, options)
 
     def wrap(self, policy: Policy) -> DaroPolicy:
         """Return the policy with DARO around its training."""
@@ -128,11 +172,8 @@ class Daro:
         Raises:
             CheckpointError: the state is missing (without start_fresh), torn, or of another K.
         """
-        if checkpoint is None:
-            return
-        path = Path(checkpoint) / STATE_FILE
-        if not (self.options.start_fresh and not path.exists()):
-            load_state(self.step, path)
+        if checkpoint is not None:
+            resume(self.step, Path(checkpoint) / STATE_FILE, start_fresh=self.options.start_fresh)
 
 
 class DaroAdvantages:
@@ -146,23 +187,15 @@ class DaroAdvantages:
         """Return advantages [B, S].
 
         Args:
-            prompt_ids: [B] or [B, P], equal rows are one prompt. rewards: [B]. mask: [B, S]. others: not used.
+            prompt_ids: [B, P], K rows of a prompt one after another. rewards: [B]. mask: [B, S]. others: not used.
 
         Raises:
-            AlgorithmError: rewards are no verdicts, or most groups are incomplete.
+            AlgorithmError: rewards are no verdicts, or groups are not of K rows.
         """
-        group_B = torch.unique(prompt_ids, dim=0, return_inverse=True)[1].flatten()
-        whole_B, size = whole_groups(group_B)
-        algorithm = self._daro.step.algorithm
-        if size != algorithm.rollouts_per_prompt:
-            raise AlgorithmError(
-                f"groups: got {size} answers each, allowed are num_generations_per_prompt = "
-                f"{algorithm.rollouts_per_prompt}: repeated prompts in one batch, or another number of generations"
-            )
-        advantages_B, bins_B = torch.zeros_like(rewards), torch.zeros(len(rewards), dtype=torch.int64)
-        advantages_B[whole_B] = algorithm.advantages(rewards[whole_B], group_B[whole_B]).to(rewards.dtype)
-        correct_B = self._daro.options.verdicts(rewards)
-        bins_B[whole_B] = pass_rate_bins(correct_B[whole_B], group_B[whole_B], size)
+        algorithm, size = self._daro.step.algorithm, self._daro.step.rollouts_per_prompt
+        group_B = consecutive_groups(prompt_ids, size, "grpo.num_generations_per_prompt")
+        advantages_B = algorithm.advantages(rewards, group_B).to(rewards.dtype)
+        bins_B = pass_rate_bins(self._daro.options.verdicts(rewards), group_B, size)
         self._daro.bins_B = bins_B
         return advantages_B[:, None].expand(mask.shape)
 
@@ -240,20 +273,55 @@ class DaroPolicy:
         save_state(self._daro.step, Path(weights_path).parent.parent / STATE_FILE)
 
 
-def install(grpo: ModuleType, rollouts_per_prompt: int) -> Daro:
+def check_options(master_config: object, options: PluginSection) -> None:
+    """Refuse options of NeMo-RL that DARO does not go with, and those that it does not know.
+
+    Args:
+        master_config: a model of pydantic or a mapping, whose sections are either.
+        options: of DARO.
+
+    Raises:
+        ConfigError: lists every one of them.
+    """
+    problems: list[Problem] = []
+    for name, allowed in _SECTIONS.items():
+        given, defaults = _section(master_config, name)
+        if name == "grpo.adv_estimator" and not given:  # older files: the section above has them
+            above = _section(master_config, "grpo")[0]
+            given = {key: above[key] for key in ("normalize_rewards", "use_leave_one_out_baseline") if key in above}
+        if name in _FREE_WHERE_OFF:
+            given = {key: value for key, value in given.items() if key == "enabled"}
+        problems += HOST.problems(given, allowed, defaults=defaults, options=options, prefix=f"{name}.")
+    if problems:
+        raise HOST.refusal(problems)
+
+
+def _section(config: object, path: str) -> tuple[dict[str, object], dict[str, object]]:
+    """Return the values and the defaults of a section; none where it is not there."""
+    for name in path.split("."):
+        config = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    if config is None or isinstance(config, Mapping):
+        return dict(config or {}), {}
+    fields: Mapping[str, Any] = getattr(type(config), "model_fields", {})
+    defaults = {name: field.get_default(call_default_factory=True) for name, field in fields.items()}
+    return dict(config), defaults  # type: ignore[call-overload]
+
+
+def install(master_config: object) -> Daro:
     """Put DARO's advantages into `nemo_rl.algorithms.grpo`, and return what wraps the policy.
 
     Args:
-        grpo: the module.
-        rollouts_per_prompt: grpo.num_generations_per_prompt.
+        master_config: NeMo-RL's configuration, as its trainers get it.
 
     Raises:
-        ConfigError: the module has no _create_advantage_estimator: another version.
+        ConfigError: names that this version does not have, or options that DARO does not go with.
     """
-    if not hasattr(grpo, "_create_advantage_estimator"):
-        raise ConfigError(
-            "nemo_rl.algorithms.grpo has no _create_advantage_estimator, allowed is NeMo-RL at commit 7ea279abf or near"
-        )
-    daro = Daro(rollouts_per_prompt, read_options())
+    HOST.look_up(NAMES)
+    options = read_options()
+    check_options(master_config, options)
+    count = _section(master_config, "grpo")[0]["num_generations_per_prompt"]
+    assert isinstance(count, int)
+    daro = Daro(count, options)
+    grpo = importlib.import_module("nemo_rl.algorithms.grpo")
     grpo._create_advantage_estimator = lambda master_config: DaroAdvantages(daro)  # type: ignore[attr-defined]
     return daro

@@ -1,6 +1,6 @@
 """Options of the adapters: one section, read from one environment variable, the same in every process of a host.
 
-Place in the data flow: MEGATRON_DARO_OPTIONS -> PluginSection -> the algorithm of every rank. What a host already has
+MEGATRON_DARO_OPTIONS -> PluginSection -> the algorithm of every rank. What a host already has
 (clip range, rollouts per prompt) is taken from the host, not from here.
 
     MEGATRON_DARO_OPTIONS="daro.learning_rate=0.02 daro.magnitude=token correct_above=0.5"
@@ -36,6 +36,8 @@ class PluginSection(Section):
     """An answer is right if its reward is above this. Unset: rewards must be 0 and 1, or -1 and 1."""
     start_fresh: bool = False
     """Whether a checkpoint without DARO's state may be resumed, with weights of 1."""
+    allow_host_options: tuple[str, ...] = ()
+    """Options of the host that DARO does not know and that may be set: those that change neither loss nor batch."""
 
     def algorithm(self, rollouts_per_prompt: int) -> Algorithm:
         """Return DARO with these options.

@@ -1,6 +1,6 @@
 """DARO inside ROLL's actor worker: `actor_train.worker_cls: megatron_daro.plugins.roll.DaroActorWorker`.
 
-Place in the data flow: `roll_driver` wrote advantages of whole groups and each sample's bin; before an optimizer step
+`roll_driver` wrote advantages of whole groups and each sample's bin; before an optimizer step
 this worker counts tokens per bin over ranks; its loss is ROLL's own with advantages A w_k N / N_k, of which ROLL's
 token mean is the weighted sum; after the step the weights move. ROLL's clipping, importance weights, KL, entropy and
 metrics stay its own; the token losses are read where ROLL averages them. The state lies in ROLL's checkpoints.
@@ -15,29 +15,41 @@ Shape letters: M samples of a micro-batch, S - 1 positions of log-probs, written
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from roll.distributed.scheduler.decorator import Dispatch, register
-from roll.distributed.scheduler.protocol import DataProto
-from roll.pipeline.rlvr import actor_worker
-from roll.utils.checkpoint_manager import download_model, get_latest_ckpt
 from torch import Tensor
 
 from megatron_daro.errors import AlgorithmError
-from megatron_daro.plugins.core import STATE_FILE, DifficultyStep, SampleSums, load_state, save_state
+from megatron_daro.plugins.core import STATE_FILE, DifficultyStep, SampleSums, resume, save_state
 from megatron_daro.plugins.megatron_host import over_data, over_data_and_stages
 from megatron_daro.plugins.options import read_options
-from megatron_daro.plugins.roll_driver import BINS, TESTED, check_options
+from megatron_daro.plugins.roll_driver import BINS, HOST, check_options
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from roll.distributed.scheduler.protocol import DataProto
+
+Dispatch, register, actor_worker, *_, download_model, get_latest_ckpt = HOST.look_up(
+    (
+        "roll.distributed.scheduler.decorator:Dispatch",
+        "roll.distributed.scheduler.decorator:register",
+        "roll.pipeline.rlvr.actor_worker",
+        "roll.pipeline.rlvr.actor_worker:agg_loss",
+        "roll.pipeline.rlvr.actor_worker:ActorWorker.initialize",
+        "roll.pipeline.rlvr.actor_worker:ActorWorker.loss_func",
+        "roll.pipeline.rlvr.actor_worker:ActorWorker.do_checkpoint",
+        "roll.utils.checkpoint_manager:download_model",
+        "roll.utils.checkpoint_manager:get_latest_ckpt",
+    )
+).values()
 
 _TOLERANCE = 1e-3
+_TESTED = " or ".join(HOST.tested)
 
 
 def _bins(data: DataProto) -> Tensor:
@@ -93,7 +105,7 @@ def _computed_once(strategy: object) -> Iterator[None]:
             delattr(strategy, name)
 
 
-class DaroActorWorker(actor_worker.ActorWorker):
+class DaroActorWorker(actor_worker.ActorWorker):  # type: ignore[name-defined,misc]
     """ROLL's actor with DARO's loss: it counts before each optimizer step and learns after it."""
 
     daro: DifficultyStep
@@ -112,10 +124,10 @@ class DaroActorWorker(actor_worker.ActorWorker):
         count = self.pipeline_config.actor_infer.generating_args.num_return_sequences
         self.daro = DifficultyStep(options.algorithm(count))
         path = self._resumed_state()
-        if path is not None and not (options.start_fresh and not path.exists()):
-            load_state(self.daro, path)
+        if path is not None:
+            resume(self.daro, path, start_fresh=options.start_fresh)
         self._wrap_train_step()
-        logger.warning("DARO is on: %d bins, weights %s", count + 1, self.daro.algorithm.weights)
+        HOST.announce(self.daro, options)
 
     def _resumed_state(self) -> Path | None:
         """Return where the state of ROLL's checkpoint lies; None where it starts from the model alone."""
@@ -142,7 +154,7 @@ class DaroActorWorker(actor_worker.ActorWorker):
         Raises:
             AlgorithmError: no step is open, bins did not arrive, or ROLL averages otherwise than it did.
         """
-        if self.daro.steps:
+        if not self.daro.first_here:
             return self._weighted_loss(data, output_tensor, probe=False)
         with _computed_once(self.strategy):
             return self._weighted_loss(data, output_tensor, probe=True)
@@ -163,7 +175,7 @@ class DaroActorWorker(actor_worker.ActorWorker):
         if len(found) != 1:
             raise AlgorithmError(
                 f"loss: ROLL took {len(found)} averages with sample weights, allowed is 1: another version of ROLL; "
-                f"use commit {TESTED}"
+                f"use {_TESTED}"
             )
         losses_MT, mask_MT = found[0]
         per_token_MT = torch.where(factors_M[:, None] != 0, losses_MT / factors_M[:, None], 0.0)
@@ -179,7 +191,7 @@ class DaroActorWorker(actor_worker.ActorWorker):
         if not math.isclose(got, wanted, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE * max(size, 1e-12)):
             raise AlgorithmError(
                 f"loss: ROLL's average is {got:g}, the weighted sum {wanted:g}, allowed is a difference of "
-                f"{_TOLERANCE:g}: ROLL divides by another number of tokens than {counted:g}; use commit {TESTED}"
+                f"{_TOLERANCE:g}: ROLL divides by another number of tokens than {counted:g}; use {_TESTED}"
             )
 
     def _probe(self, data: DataProto, output_tensor: Tensor, per_token_MT: Tensor, factors_M: Tensor) -> None:
@@ -193,7 +205,7 @@ class DaroActorWorker(actor_worker.ActorWorker):
             raise AlgorithmError(
                 f"loss of the first step: ROLL's token losses differ by {worst:g} between weighted and plain "
                 f"advantages, allowed is {_TOLERANCE:g} of the largest, {size:g}: this version clips otherwise; use "
-                f"commit {TESTED}"
+                f"{_TESTED}"
             )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

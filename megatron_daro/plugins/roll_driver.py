@@ -1,6 +1,6 @@
 """DARO on ROLL's driver: `python -m megatron_daro.plugins.roll_driver --config_path DIR --config_name NAME`.
 
-Place in the data flow: starts ROLL's RLVR pipeline as its examples/start_rlvr_pipeline.py does, with DARO's advantages
+Starts ROLL's RLVR pipeline as its examples/start_rlvr_pipeline.py does, with DARO's advantages
 around `compute_advantage`, which sees whole groups: it writes advantages, and the bin of each sample as a column that
 travels to the workers (`roll.py`).
 Refuses: options that give other advantages, filter by the loss, or average otherwise; lists all of them at once.
@@ -12,32 +12,42 @@ from __future__ import annotations
 
 import argparse
 import functools
-import logging
+import importlib
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_daro.algo.difficulty import pass_rate_bins
-from megatron_daro.errors import AlgorithmError, ConfigError
-from megatron_daro.plugins.core import whole_groups
+from megatron_daro.config.problems import Problem, show
+from megatron_daro.errors import AlgorithmError
+from megatron_daro.plugins.core import consecutive_groups
+from megatron_daro.plugins.host import ANY, Host, fields_of
 from megatron_daro.plugins.options import read_options
 
-logger = logging.getLogger(__name__)
-
 MODULE = "megatron_daro.plugins.roll_driver"
-TESTED = "8eb27cc2"
-"""The commit of ROLL that the tests run."""
 WORKER = "megatron_daro.plugins.roll.DaroActorWorker"
 BINS = "daro_bins"
-"""Column [B, S - 1], each row one number: the bin of the sample's group; 0 where it has no signal."""
+"""Column [B, S - 1], each row one number: the bin of the sample's group."""
+_REWARD_TOLERANCE = 0.02
+"""Of a normalised reward: half precision of 1 / std."""
+
+HOST = Host("ROLL", "roll", ("0.3.0", "main at 8eb27cc2"))
+NAMES = (
+    "roll.pipeline.rlvr.rlvr_config:RLVRConfig",
+    "roll.pipeline.rlvr.rlvr_pipeline:RLVRPipeline",
+    "roll.pipeline.rlvr.rlvr_pipeline:compute_advantage",
+    "roll.distributed.scheduler.initialize:init",
+)
+"""What this module takes from ROLL."""
 
 FIXED: dict[str, object] = {
     "adv_estimator": "grpo",
     "loss_agg_mode": "token-mean",
     "importance_sampling": "token",
+    "gamma": 1,
     "whiten_advantages": False,
     "whiten_rewards": False,
     "advantage_clip": None,
@@ -49,6 +59,25 @@ FIXED: dict[str, object] = {
     "is_pure_opd": False,
 }
 """Options of ROLL that have one value with DARO."""
+_FREE = """
+    exp_name seed rpc_timeout output_dir base_dir logging_dir rollout_dump_dir track_with tracker_kwargs max_steps
+    save_steps max_ckpt_to_keep logging_steps eval_steps rollout_batch_size max_running_requests val_batch_size
+    local_rank resume_from_checkpoint checkpoint_config prompt_length response_length sequence_length val_prompt_length
+    val_sequence_length profiler_timeline profiler_memory report_length_and_rewards is_offload_states
+    is_offload_optimizer_states_in_train_step length_profiler_dir profiler_output_dir otlp_output_dir system_envs
+    model_update_buffer_size_mb num_nodes num_gpus_per_node model_download_type rollout_mock transfer_backend
+    generate_opt_level is_num_return_sequences_expand is_use_additional_prompts max_additional_running_prompts
+    user_defined_rollout_loop_cls router_args async_generation_ratio global_template tag_to_template dataset_filter
+    num_return_sequences_in_group save_logging_board_dir
+    pretrain reward_pretrain actor_train actor_infer critic reference reward validation rewards reward_model teacher
+    student_train student_infer pure_opd_pipeline_type
+    ppo_epochs max_grad_norm lambd pg_clip use_pg_clip_range pg_clip_low pg_clip_high dual_clip_loss value_clip
+    kl_penalty target_kl init_kl_coef kl_horizon norm_mean_type norm_std_type critic_warmup use_kl_loss kl_loss_coef
+    entropy_loss_coef rl_loss_coef enable_reference enable_old_logprobs_recompute force_disable_old_logprobs_recompute
+    train_infer_correction max_len_mask mask_type difficulty_mask difficulty_low_threshold difficulty_high_threshold
+    error_max_len_clip error_max_len_threshold val_greedy val_n_sample
+"""
+"""Options of ROLL that go with DARO as they are. Those that stand nowhere here must have ROLL's default."""
 
 
 class Data(Protocol):
@@ -72,58 +101,71 @@ class PipelineOptions(Protocol):
 
 
 def check_options(config: PipelineOptions) -> None:
-    """Raise ConfigError with every option of ROLL that DARO does not go with."""
-    problems = []
-    for name, wanted in FIXED.items():
-        got = getattr(config, name, wanted)
-        if got != wanted:
-            shown = "null" if wanted is None else str(wanted).lower() if isinstance(wanted, bool) else wanted
-            problems.append(f"{name}: got {got!r}, allowed with DARO is {shown}")
-    if config.actor_train.worker_cls != WORKER:
-        problems.append(f"actor_train.worker_cls: got {config.actor_train.worker_cls!r}, allowed is {WORKER}")
-    strategy = getattr(config.actor_train.strategy_args, "strategy_name", None)
-    if strategy != "megatron_train":
-        problems.append(f"actor_train.strategy_args.strategy_name: got {strategy!r}, allowed is megatron_train")
-    if not getattr(config.actor_train, "apply_loss_scale", True):
-        problems.append("actor_train.apply_loss_scale: got False, allowed with DARO is true")
+    """Refuse options of ROLL that DARO does not go with, and those that it does not know.
+
+    Raises:
+        ConfigError: lists every one of them.
+    """
+    problems, actor = [], config.actor_train
+    strategy = getattr(actor.strategy_args, "strategy_name", None)
+    wanted: tuple[tuple[str, object, object], ...] = (
+        ("worker_cls", actor.worker_cls, WORKER),
+        ("strategy_args.strategy_name", strategy, "megatron_train"),
+        ("apply_loss_scale", getattr(actor, "apply_loss_scale", True), True),
+    )
+    for name, got, allowed in wanted:
+        if got != allowed:
+            problems.append(Problem(f"actor_train.{name}", show(got), show(allowed), "set it so"))
+    if getattr(actor, "mtp_training_mode", None) == "joint":
+        problems.append(Problem("actor_train.mtp_training_mode", "joint", "disabled", "its loss was not tried"))
     correction = getattr(config, "train_infer_correction", None)
     if getattr(correction, "filters", None) and not getattr(config, "enable_old_logprobs_recompute", False):
-        problems.append(
-            "train_infer_correction.filters: given without enable_old_logprobs_recompute, allowed with it: the tokens "
-            "must be known before the loss"
-        )
-    if problems:
-        lines = "\n".join(f"  {problem}" for problem in problems)
-        raise ConfigError(f"ROLL's options do not go with DARO:\n{lines}")
+        field, allowed = "train_infer_correction.filters", "none, or with enable_old_logprobs_recompute"
+        problems.append(Problem(field, "given", allowed, "the tokens must be known before the loss"))
+    given, defaults = fields_of(config)
+    allowed_values = dict.fromkeys(_FREE.split(), ANY) | {name: (value,) for name, value in FIXED.items()}
+    HOST.check(given, allowed_values, defaults=defaults, options=read_options(), further=problems)
 
 
 def daro_advantages(data: Data, response_mask: Tensor, rollouts_per_prompt: int) -> None:
     """Write advantages and bins of whole groups into a batch.
 
     Args:
-        data: with "scores" [B], the verdicts, and "prompt_id" [B].
+        data: "scores" [B], the verdicts; K rows one after another are a group, as in ROLL's own reward_norm: its
+            "prompt_id" numbers rows. "prompts" [B, P] are theirs, "response_level_rewards" [B] are ROLL's own
+            normalised rewards.
         response_mask: [B, S - 1], trained tokens.
         rollouts_per_prompt: K.
 
     Raises:
-        AlgorithmError: scores are no verdicts, or groups are not of K.
+        AlgorithmError: scores are no verdicts, K rows are not of one prompt, or ROLL's rewards are not the scores.
     """
     options = read_options()
     scores_B = data.batch["scores"].detach().to("cpu", torch.float64).flatten()
-    group_B = torch.unique(data.batch["prompt_id"].cpu().flatten(), return_inverse=True)[1]
-    whole_B, size = whole_groups(group_B)
-    if size != rollouts_per_prompt:
-        raise AlgorithmError(
-            f"groups: got {size} answers each, allowed are num_return_sequences = {rollouts_per_prompt}: repeated "
-            "prompts in one batch, or rollouts were filtered"
-        )
-    advantages_B, bins_B = torch.zeros_like(scores_B), torch.zeros(len(scores_B), dtype=torch.int64)
-    correct_B, algorithm = options.verdicts(scores_B), options.algorithm(rollouts_per_prompt)
-    advantages_B[whole_B] = algorithm.advantages(scores_B[whole_B], group_B[whole_B])
-    bins_B[whole_B] = pass_rate_bins(correct_B[whole_B], group_B[whole_B], rollouts_per_prompt)
+    group_B = consecutive_groups(data.batch["prompts"], rollouts_per_prompt, "num_return_sequences_in_group")
+    algorithm = options.algorithm(rollouts_per_prompt)
+    _check_rewards(data, scores_B.view(-1, rollouts_per_prompt))
+    advantages_B = algorithm.advantages(scores_B, group_B)
+    bins_B = pass_rate_bins(options.verdicts(scores_B), group_B, rollouts_per_prompt)
     advantages = advantages_B.to(response_mask.device)[:, None].float() * response_mask
     data.batch["advantages"] = data.batch["raw_advantages"] = advantages
     data.batch[BINS] = bins_B.to(response_mask.device)[:, None].expand(response_mask.shape).clone()
+
+
+def _check_rewards(data: Data, scores_GK: Tensor) -> None:
+    """Refuse rewards that were shaped: DARO's advantages are those of the scores, the rest would be ignored."""
+    got_GK = data.batch["response_level_rewards"].detach().to("cpu", torch.float64).view(scores_GK.shape)
+    # ROLL: the group's sample standard deviation, and half precision where its reward workers use it.
+    wanted_GK = (scores_GK - scores_GK.mean(1, keepdim=True)) / (scores_GK.std(1, keepdim=True) + 1e-6)
+    far_G = ((got_GK - wanted_GK).abs() > _REWARD_TOLERANCE).any(1)
+    if bool(far_G.any()):
+        group = int(far_G.nonzero()[0])
+        raise AlgorithmError(
+            f"rewards: in {int(far_G.sum())} of {len(far_G)} groups response_level_rewards are not those of the scores "
+            f"(group {group}: scores {scores_GK[group].tolist()}, normalised rewards "
+            f"{[round(v, 3) for v in got_GK[group].tolist()]}); allowed are rewards that are the verdicts: "
+            "remove penalties of length, repetition or format, which DARO would ignore"
+        )
 
 
 def with_daro(compute_advantage: Callable[..., Data]) -> Callable[..., Data]:
@@ -141,6 +183,18 @@ def with_daro(compute_advantage: Callable[..., Data]) -> Callable[..., Data]:
     return compute
 
 
+def install() -> dict[str, Any]:
+    """Put DARO's advantages into ROLL's RLVR pipeline, and return what NAMES names.
+
+    Raises:
+        ConfigError: a name is not in this version of ROLL.
+    """
+    names = HOST.look_up(NAMES)
+    pipeline = importlib.import_module("roll.pipeline.rlvr.rlvr_pipeline")
+    pipeline.compute_advantage = with_daro(pipeline.compute_advantage)  # type: ignore[attr-defined]
+    return names
+
+
 def main() -> None:
     """Start ROLL's RLVR pipeline with DARO."""
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description="ROLL's RLVR pipeline with DARO")
@@ -151,17 +205,14 @@ def main() -> None:
     from dacite import from_dict
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
-    from roll.distributed.scheduler.initialize import init
-    from roll.pipeline.rlvr import rlvr_pipeline
-    from roll.pipeline.rlvr.rlvr_config import RLVRConfig
 
+    config_class, pipeline_class, _, init = install().values()
     with initialize_config_dir(config_dir=str(Path(given.config_path).resolve()), job_name="app", version_base=None):
         tree = OmegaConf.to_container(compose(config_name=given.config_name), resolve=True)
-    config = from_dict(data_class=RLVRConfig, data=tree)
+    config = from_dict(data_class=config_class, data=tree)
     check_options(config)
-    rlvr_pipeline.compute_advantage = with_daro(rlvr_pipeline.compute_advantage)
     init()
-    rlvr_pipeline.RLVRPipeline(pipeline_config=config).run()
+    pipeline_class(pipeline_config=config).run()
 
 
 if __name__ == "__main__":

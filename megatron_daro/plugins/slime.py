@@ -1,48 +1,58 @@
 """DARO inside slime: hook functions that its command line names. `python -m megatron_daro.plugins.slime --flags`.
 
 Place in the data flow, each a hook of slime: `reward_post_process` (rollout manager) makes advantages of whole groups;
-`megatron_init` (each train rank) makes the state and puts it into checkpoints; `rollout_data_postprocess` gives each
+`megatron_init` (each train rank) makes the state and puts it beside checkpoints; `rollout_data_postprocess` gives each
 sample its bin, in `returns`, which slime's policy loss does not use; `before_train_step` counts tokens over ranks and
-arms the update after optimizer.step; `loss` is the loss of a micro-batch.
-Refuses: flags that contradict (critic, other estimators, whitening, per-rank filters), groups that are not whole and
-in order, rewards that were shaped before anybody knew the verdict, and ranks whose advantages do not fit their bins.
+arms the update after optimizer.step; `loss` is slime's own policy loss, whose reduction of the token losses is
+`reduce_token_losses`: clipping, corrections, KL, entropy and every metric stay slime's.
+Refuses: options of slime that it does not know, groups that are not whole and in order, rewards that were shaped before
+anybody knew the verdict, and ranks whose advantages do not fit their bins.
 
 Scale: slime divides what `loss` returns by the step's rollouts (default) or by its tokens, sum of max(mask, 1), with
 --calculate-per-token-loss, and undoes every other factor itself; so the loss is X times that number. Each
 context-parallel rank holds its own part of a sample, so loss sums run over DP x CP and counts over DP.
+plugins/miles.py has the same hooks for miles.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
-import logging
-from collections.abc import Callable, Mapping, Sequence
+import importlib.util
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_daro.errors import AlgorithmError, ConfigError
 from megatron_daro.plugins.core import DifficultyStep, SampleSums
-from megatron_daro.plugins.megatron_host import carry, over_data, over_data_and_stages
-from megatron_daro.plugins.options import read_options
+from megatron_daro.plugins.host import ANY, Host
+from megatron_daro.plugins.megatron_host import (
+    Checkpointing,
+    checkpoint_problems,
+    defaults_of,
+    keep_state,
+    over_data,
+    over_data_and_stages,
+)
+from megatron_daro.plugins.options import PluginSection, read_options
 from megatron_daro.plugins.slime_rollouts import (
     Arguments,
     Plan,
     RolloutData,
     bins_and_advantages,
+    places_of,
     plans_of,
     reward_post_process,
 )
 
 __all__ = ["before_train_step", "loss", "megatron_init", "reward_post_process", "rollout_data_postprocess"]
 
-logger = logging.getLogger(__name__)
-
 MODULE = "megatron_daro.plugins.slime"
-TESTED = "624b824a8"
-"""The commit of slime that the tests run."""
+HOST = Host("slime", "slime", ("0.3.1", "main at 624b824a8"))
 HOOKS = {
     "custom_reward_post_process_path": "reward_post_process",
     "custom_megatron_init_path": "megatron_init",
@@ -52,12 +62,74 @@ HOOKS = {
 }
 """Option of slime -> function of this module."""
 
+FIXED: dict[str, tuple[object, ...]] = {
+    "loss_type": ("custom_loss",),
+    "advantage_estimator": ("grpo",),
+    "kl_coef": (0,),
+    "normalize_advantages": (False,),
+    "use_critic": (False,),
+    "use_opsm": (False,),
+    "use_opd": (False,),
+    "recompute_loss_function": (False,),
+    "custom_advantage_function_path": (None,),
+    "custom_pg_loss_reducer_function_path": (None,),
+    "custom_convert_samples_to_train_data_path": (None,),
+    "compute_advantages_and_returns": (True,),
+    # Both belong to the advantages that reward_post_process makes; `std` of MEGATRON_DARO_OPTIONS is in their place.
+    "grpo_std_normalization": (True,),
+    "rewards_normalization": (True,),
+}
+"""Options whose value decides whether the loss is DARO's."""
+
+_FREE = """
+    actor_num_nodes actor_num_gpus_per_node rollout_num_gpus rollout_num_gpus_per_engine num_gpus_per_node colocate
+    offload offload_train offload_rollout distributed_backend distributed_timeout_minutes train_env_vars
+    custom_update_weight_post_write_path custom_model_provider_path log_probs_chunk_size only_train_params_name_list
+    freeze_params_name_list freeze_indexer hf_checkpoint model_name over_sampling_batch_size
+    dynamic_sampling_filter_path partial_rollout mask_offpolicy_in_partial_rollout custom_generate_function_path
+    custom_rollout_log_function_path custom_eval_rollout_log_function_path buffer_filter_path keep_old_actor
+    use_fault_tolerance num_rollout num_epoch data_source_path prompt_data apply_chat_template
+    apply_chat_template_kwargs input_key label_key multimodal_keys metadata_key tool_key start_rollout_id
+    n_samples_per_prompt n_samples_per_eval_prompt global_batch_size num_steps_per_rollout micro_batch_size
+    balance_data balance_by_flops use_dynamic_batch_size max_tokens_per_gpu log_probs_max_tokens_per_gpu
+    skip_eval_before_train ref_load ref_ckpt_step ref_update_interval load save save_interval async_save
+    no_save_optim save_hf seed clip_grad calculate_per_token_loss lr megatron_config_path eps_clip eps_clip_high
+    eps_clip_c kl_loss_type use_kl_loss kl_loss_coef use_unbiased_kl entropy_coef use_rollout_entropy
+    get_mismatch_metrics reset_optimizer_states use_stateless_adam use_rollout_logprobs use_tis tis_clip
+    tis_clip_low custom_tis_function_path use_routing_replay use_rollout_routing_replay log_multi_turn log_passrate
+    log_reward_category log_correct_samples use_tensorboard use_wandb save_debug_rollout_data save_debug_train_data
+    dump_details memory_snapshot_dir memory_snapshot_num_steps profile_target memory_recorder record_memory_history
+    check_weight_update_equal http_proxy use_distributed_post rm_type reward_key group_rm rm_url custom_rm_path
+    rollout_buffer_url fetch_trajectory_retry_times min_batch_collection_ratio loss_mask_type
+    data_pad_size_multiplier mtp_num_layers mtp_loss_scaling_factor enable_mtp_training
+    custom_megatron_before_log_prob_hook_path custom_config_path padded_vocab_size qwen_gdn_backend
+"""
+FREE = frozenset(_FREE.split())
+"""Options that go with DARO whatever they say: they choose where, how fast and on what data, or parts of the loss
+that stay slime's own."""
+FREE_PREFIXES = ("ci_", "eval_", "megatron_deepgemm_", "rollout_", "sglang_", "tb_", "update_weight", "wandb_")
+"""So do those that begin with one of these: rollouts, evaluation, the passing of weights, logs."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the hooks call in slime, or in miles.
+
+    policy_loss: as slime's policy_loss_function. local_masks: the parts of masks whose log-probs this context-parallel
+    rank holds, from (batch, whole masks). report: hands metrics to the host's logger, on the rank that logs.
+    """
+
+    policy_loss: Callable[..., tuple[Tensor, dict[str, Tensor]]]
+    local_masks: Callable[[Mapping[str, Any], Sequence[Tensor]], Sequence[Tensor]]
+    report: Callable[[Arguments, dict[str, float]], None]
+
 
 @dataclass(slots=True, eq=False)
 class Session:
     """DARO in this train process."""
 
     step: DifficultyStep
+    parts: Parts
     start_fresh: bool = False
     plans: list[Plan] = field(default_factory=list)
     divisor: float = 0.0
@@ -66,6 +138,8 @@ class Session:
     """The optimizer whose `step` was wrapped."""
     where: tuple[int, int] = (0, 0)
     """Rollout and step of the open step."""
+    batch: Mapping[str, Any] | None = None
+    """The micro-batch whose loss is being computed, until its token losses were reduced."""
 
 
 _session: Session | None = None
@@ -79,45 +153,84 @@ def session() -> Session:
     """
     if _session is None:
         raise ConfigError(
-            "custom_megatron_init_path: the hook megatron_daro.plugins.slime.megatron_init did not run here, "
+            f"custom_megatron_init_path: the hook {MODULE}.megatron_init did not run here, "
             f"allowed is a start with every flag of `python -m {MODULE} --flags`; add them"
         )
     return _session
 
 
 def megatron_init(args: Arguments) -> None:
-    """slime's hook before model, optimizer and checkpoint are made: checks the flags, makes the state.
+    """slime's hook before model, optimizer and checkpoint are made: looks up what the hooks call, checks the options.
 
     Raises:
-        ConfigError: lists every flag that is missing or contradicts.
+        ConfigError: lists every name of slime that is missing, or every option that is missing or contradicts.
     """
-    global _session
-    check_flags(args)
-    options = read_options()
-    step = DifficultyStep(options.algorithm(args.n_samples_per_prompt))
-    _session = Session(step, start_fresh=options.start_fresh)
-    carry(lambda: (session().step, session().start_fresh))
-    logger.warning("DARO is on: %d bins, weights %s", args.n_samples_per_prompt + 1, step.algorithm.weights)
-
-
-def check_flags(args: Arguments) -> None:
-    """Raise ConfigError with every flag of slime that is missing or contradicts DARO."""
-    problems = []
-    for option, function in HOOKS.items():
-        wanted, got = f"{MODULE}.{function}", getattr(args, option, None)
-        if got != wanted:
-            problems.append(f"--{option.replace('_', '-')}: got {got}, allowed is {wanted}")
-    fixed = {"loss_type": "custom_loss", "advantage_estimator": "grpo", "kl_coef": 0}
-    fixed |= dict.fromkeys(
-        ("use_critic", "normalize_advantages", "use_opsm", "use_opd", "recompute_loss_function"), False
+    backend = "slime.backends.megatron_utils"
+    # The newest release has the logger where the main branch had it until it got a package of its own.
+    log = f"slime.{'observability' if importlib.util.find_spec('slime.observability') else 'utils'}.logging_utils:log"
+    names = (
+        f"{backend}.loss:policy_loss_function",
+        f"{backend}.cp_utils:get_logits_and_tokens_offset_with_cp",
+        f"{backend}.initialize:is_megatron_main_rank",
+        log,
+        "slime.utils.arguments:get_slime_extra_args_provider",
+        f"{backend}.model",
+        *(f"{backend}.model:{name}" for name in ("save_checkpoint", "load_checkpoint", "get_args")),
     )
-    for option, wanted_value in fixed.items():
-        if getattr(args, option, wanted_value) != wanted_value:
-            flag = option.replace("_", "-")
-            problems.append(f"--{flag}: got {getattr(args, option)!r}, allowed with DARO is {wanted_value!r}")
-    if problems:
-        lines = "\n".join(f"  {problem}" for problem in problems)
-        raise ConfigError(f"slime's flags do not go with DARO (python -m {MODULE} --flags prints them):\n{lines}")
+    policy_loss, offsets, is_main_rank, write, provider, model, *_ = HOST.look_up(names).values()
+
+    def report(args: Arguments, metrics: dict[str, float]) -> None:
+        if is_main_rank():
+            write(args, metrics, step_key="train/step")
+
+    options = read_options()
+    check_flags(args, HOST, MODULE, defaults_of(provider()), options)
+    begin_session(args, HOST, model, options, Parts(policy_loss, functools.partial(_local_masks, offsets), report))
+
+
+def begin_session(args: Arguments, host: Host, model: Checkpointing, options: PluginSection, parts: Parts) -> None:
+    """Make this process's state, put it beside the checkpoints of `model`, and say that DARO is on."""
+    global _session
+    step = DifficultyStep(options.algorithm(args.n_samples_per_prompt))
+    _session = Session(step, parts, start_fresh=options.start_fresh)
+    keep_state(model, lambda: (session().step, session().start_fresh))
+    host.announce(step, options)
+
+
+def check_flags(
+    args: Arguments,
+    host: Host,
+    module: str,
+    defaults: Mapping[str, object],
+    options: PluginSection,
+    *,
+    more_free: Collection[str] = (),
+) -> None:
+    """Refuse options of the host that are missing, contradict DARO, or are not known here.
+
+    Args:
+        args: every option, also Megatron's, which are not looked at.
+        host: slime or miles.
+        module: whose functions the hooks must be.
+        defaults: of the host's own options.
+        options: of the plug-in.
+        more_free: options of this host that go with DARO whatever they say, beside FREE.
+
+    Raises:
+        ConfigError: lists all of them.
+    """
+    free = set(more_free) | {name for name in defaults if name in FREE or name.startswith(FREE_PREFIXES)}
+    hooks = {option: (f"{module}.{function}",) for option, function in HOOKS.items()}
+    given = {name: getattr(args, name) for name in (*defaults, *FIXED) if hasattr(args, name)}
+    given |= {option: getattr(args, option, None) for option in HOOKS}
+    host.check(
+        {name.replace("_", "-"): value for name, value in given.items()},
+        {name.replace("_", "-"): values for name, values in {**dict.fromkeys(free, ANY), **FIXED, **hooks}.items()},
+        defaults={name.replace("_", "-"): value for name, value in defaults.items()},
+        options=options,
+        prefix="--",
+        further=checkpoint_problems(args),
+    )
 
 
 def rollout_data_postprocess(args: Arguments, rollout_id: int, rollout_data: RolloutData) -> None:
@@ -126,7 +239,7 @@ def rollout_data_postprocess(args: Arguments, rollout_id: int, rollout_data: Rol
     Raises:
         AlgorithmError: raw rewards or their places are missing, or the advantages are not those of the bins.
     """
-    missing = [key for key in ("raw_reward", "partition", "micro_batch_indices") if key not in rollout_data]
+    missing = [key for key in ("raw_reward", "rewards", "micro_batch_indices") if key not in rollout_data]
     if missing:
         raise AlgorithmError(
             f"rollout data: {', '.join(missing)} missing, allowed is what slime's own rollout manager hands out; a "
@@ -134,7 +247,7 @@ def rollout_data_postprocess(args: Arguments, rollout_id: int, rollout_data: Rol
         )
     rewards_N = torch.tensor([float(r) for r in rollout_data["raw_reward"]], dtype=torch.float64)
     bins_N, advantages_N = bins_and_advantages(args, rewards_N)
-    mine = torch.as_tensor(list(rollout_data["partition"]), dtype=torch.int64)
+    mine = places_of(rollout_data)
     sent = torch.tensor([float(r) for r in rollout_data["rewards"]], dtype=torch.float64)
     if not torch.allclose(sent, advantages_N[mine], rtol=1e-4, atol=1e-4):
         worst = int((sent - advantages_N[mine]).abs().argmax())
@@ -145,10 +258,23 @@ def rollout_data_postprocess(args: Arguments, rollout_id: int, rollout_data: Rol
         )
     bins_n = bins_N[mine]
     if "advantages" in rollout_data:
+        _check_advantages(rollout_data["advantages"], sent, mine)
         advantages = rollout_data["advantages"]
         rollout_data["returns"] = [torch.full_like(a, float(k)) for a, k in zip(advantages, bins_n, strict=True)]
     lengths_n = torch.tensor([int(mask.sum()) for mask in rollout_data["loss_masks"]], dtype=torch.int64)
     session().plans = plans_of(rollout_data, bins_n, lengths_n)
+
+
+def _check_advantages(advantages: Sequence[Tensor], sent: Tensor, mine: Tensor) -> None:
+    """Refuse tokens whose advantage is not that of their sample."""
+    for values_R, wanted, number in zip(advantages, sent.tolist(), mine.tolist(), strict=True):
+        difference_R = (values_R.detach().double() - wanted).abs()
+        if not bool((difference_R <= 1e-2 * max(1.0, abs(wanted))).all()):
+            raise AlgorithmError(
+                f"advantages: a token of sample {number} has {float(values_R[difference_R.argmax()]):g}, its reward "
+                f"gives {wanted:g}, allowed are equal ones: the host changed advantages after they were made "
+                "(a penalty, whitening, distillation); remove the option that does"
+            )
 
 
 def before_train_step(
@@ -178,25 +304,16 @@ def _update_after(args: Arguments, optimizer: object, own: Session) -> None:
     def step() -> tuple[bool, object, object]:
         result = take_step()
         metrics = own.step.end(over_data_and_stages(with_context=True), applied=bool(result[0]))
-        _report(args, metrics, own.where[1])
+        own.parts.report(args, {**metrics, "train/step": own.where[1]})
         return result
 
     optimizer.step = step  # type: ignore[attr-defined]
     own.armed = optimizer
 
 
-def _report(args: Arguments, metrics: Mapping[str, float], step: int) -> None:
-    """Hand the metrics to slime's own logger, on the rank that logs."""
-    from slime.backends.megatron_utils.initialize import is_megatron_main_rank
-    from slime.observability import logging_utils
-
-    if is_megatron_main_rank():
-        logging_utils.log(args, {**metrics, "train/step": step}, step_key="train/step")
-
-
 def loss(
     args: Arguments,
-    batch: Mapping[str, Sequence[Tensor]],
+    batch: Mapping[str, Any],
     logits: Tensor,
     sum_of_sample_mean: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -206,110 +323,73 @@ def loss(
         args: slime's options.
         batch: the micro-batch: lists with one entry per sample.
         logits: [1, T, V over tensor-parallel ranks], float32.
-        sum_of_sample_mean: slime's reduction, used for its entropy and KL terms as slime uses it.
-    """
-    from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, get_rollout_top_p_logprob_kwargs
+        sum_of_sample_mean: slime's reduction, which its entropy, KL and metrics go through.
 
+    Raises:
+        AlgorithmError: the host's policy loss did not ask for the reduction of token losses.
+    """
     own = session()
-    found = get_log_probs_and_entropy(
-        logits,
-        args=args,
-        unconcat_tokens=batch["unconcat_tokens"],
-        total_lengths=batch["total_lengths"],
-        response_lengths=batch["response_lengths"],
-        with_entropy=True,
-        **get_rollout_top_p_logprob_kwargs(args, batch),
-    )[1]
-    log_probs = found["log_probs"]
-    old = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs")
-    old = old or [values.detach() for values in log_probs]
-    losses, clipped = _token_losses(args, batch, log_probs, old)
-    masks = _local_masks(batch)
+    own.batch = batch
+    reducing = copy.copy(args)
+    reducing.custom_pg_loss_reducer_function_path = f"{MODULE}.reduce_token_losses"
+    result = own.parts.policy_loss(reducing, batch, logits, sum_of_sample_mean)
+    if own.batch is not None:
+        raise AlgorithmError(
+            "policy loss: the host's own did not call custom_pg_loss_reducer_function_path, so its token losses have "
+            "no weights; allowed is a version that does"
+        )
+    return result
+
+
+def reduce_token_losses(
+    total_lengths: Sequence[int], response_lengths: Sequence[int], loss_masks: Sequence[Tensor], per_token: bool
+) -> Callable[[Tensor], Tensor]:
+    """Return what makes a loss of the open micro-batch's token losses; the host's policy loss asks for it.
+
+    Only `loss_masks` is used: whole masks, one for each sample, without the tokens that a correction rejected.
+    """
+    return functools.partial(_weigh, session(), loss_masks)
+
+
+def _weigh(own: Session, kept_masks: Sequence[Tensor], losses_R: Tensor) -> Tensor:
+    batch, own.batch = own.batch, None
+    assert batch is not None  # the host calls this within `loss`
+    masks = own.parts.local_masks(batch, batch["loss_masks"])
+    kept = own.parts.local_masks(batch, kept_masks)
+    split = losses_R.split([mask.numel() for mask in masks])
+    # A token that a correction rejects has no loss; it stays in the denominators, as in slime's own loss.
+    losses = [torch.where(keep != 0, values * keep, 0) for values, keep in zip(split, kept, strict=True)]
     bins_M = torch.tensor([int(values[0]) if values.numel() else 0 for values in batch["returns"]])
     weighed = own.step.weigh(SampleSums.of_list(losses, masks), bins_M)
-    total = (own.divisor * weighed).to(logits.dtype)
-    report = {"pg_loss": total.detach(), "pg_clipfrac": sum_of_sample_mean(clipped).detach()}
-    entropy = sum_of_sample_mean(torch.cat(found["entropy"]))
-    report["entropy_loss"] = entropy.detach()
-    total = total - args.entropy_coef * entropy
-    if args.use_kl_loss:
-        kl = _kl(args, batch, log_probs, sum_of_sample_mean)
-        report["kl_loss"] = kl.detach()
-        total = total + args.kl_loss_coef * kl
-    if not sum(values.numel() for values in log_probs):
-        total = total + 0 * logits.sum()  # a rank without tokens must still take part in the backward pass
-    return total, {"loss": total.detach(), **report}
+    return (own.divisor * weighed).to(losses_R.dtype)
 
 
-def _token_losses(
-    args: Arguments, batch: Mapping[str, Sequence[Tensor]], log_probs: Sequence[Tensor], old: Sequence[Tensor]
-) -> tuple[list[Tensor], Tensor]:
-    """Return slime's own clipped losses of each sample's tokens, corrected where --use-tis says so; and what clips."""
-    from slime.backends.megatron_utils.loss import vanilla_tis_function
-    from slime.utils.misc import load_function
-    from slime.utils.ppo_utils import compute_policy_loss
-
-    lengths = [values.numel() for values in log_probs]
-    log_ratio = torch.cat(list(old)) - torch.cat(list(log_probs))
-    advantages = torch.cat(list(batch["advantages"]))
-    losses, clipped = compute_policy_loss(log_ratio, advantages, args.eps_clip, args.eps_clip_high, args.eps_clip_c)
-    if args.use_tis:
-        path = getattr(args, "custom_tis_function_path", None)
-        correct = load_function(path) if path else vanilla_tis_function
-        losses, kept, _ = correct(
-            args=args,
-            pg_loss=losses,
-            train_log_probs=batch.get("log_probs") or [values.detach() for values in log_probs],
-            rollout_log_probs=batch["rollout_log_probs"],
-            loss_masks=batch["loss_masks"],
-            total_lengths=batch["total_lengths"],
-            response_lengths=batch["response_lengths"],
-        )
-        # A token that the correction rejects has no loss; it stays in the denominators, as in slime's own loss.
-        losses = losses * torch.cat(_local_masks({**batch, "loss_masks": kept}))
-    return list(losses.split(lengths)), clipped
-
-
-def _kl(
-    args: Arguments,
-    batch: Mapping[str, Sequence[Tensor]],
-    log_probs: Sequence[Tensor],
-    sum_of_sample_mean: Callable[[Tensor], Tensor],
-) -> Tensor:
-    from slime.utils.ppo_utils import compute_approx_kl
-
-    reference = torch.cat(list(batch["ref_log_probs"]))
-    return sum_of_sample_mean(compute_approx_kl(torch.cat(list(log_probs)), reference, kl_loss_type=args.kl_loss_type))
-
-
-def _local_masks(batch: Mapping[str, Sequence[Tensor]]) -> list[Tensor]:
-    """Return the part of each sample's mask whose log-probs this context-parallel rank holds."""
+def _local_masks(offsets: Callable[..., Any], batch: Mapping[str, Any], masks: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Cut whole masks with slime's own get_logits_and_tokens_offset_with_cp."""
     from megatron.core import mpu
-    from slime.backends.megatron_utils.cp_utils import get_logits_and_tokens_offset_with_cp
 
     if mpu.get_context_parallel_world_size() == 1:
-        return list(batch["loss_masks"])
-    found = []
-    columns = (batch["loss_masks"], batch["total_lengths"], batch["response_lengths"])
-    for mask, total, response in zip(*columns, strict=True):
-        offsets = get_logits_and_tokens_offset_with_cp(total, response)[3]
+        return masks
+    parts = []
+    for mask, total, response in zip(masks, batch["total_lengths"], batch["response_lengths"], strict=True):
         prompt = total - response
-        found.append(torch.cat([mask[max(a - prompt, 0) : max(b - prompt, 0)] for a, b in offsets]))
-    return found
+        spans = offsets(total, response)[3]
+        parts.append(torch.cat([mask[max(a - prompt, 0) : max(b - prompt, 0)] for a, b in spans]))
+    return parts
 
 
-def flags() -> list[str]:
-    """Return the flags to add to a working command line of slime."""
-    lines = [f"--{option.replace('_', '-')} {MODULE}.{name}" for option, name in HOOKS.items()]
+def flags(module: str = MODULE) -> list[str]:
+    """Return the flags to add to a working command line of slime, or of miles."""
+    lines = [f"--{option.replace('_', '-')} {module}.{name}" for option, name in HOOKS.items()]
     return ["--advantage-estimator grpo", "--loss-type custom_loss", *lines]
 
 
-def main() -> None:
+def main(module: str = MODULE) -> None:
     """Print the flags."""
-    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description="DARO inside slime")
-    parser.add_argument("--flags", action="store_true", help="print what to add to slime's command line")
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=f"DARO inside {module.split('.')[-1]}")
+    parser.add_argument("--flags", action="store_true", help="print what to add to the command line of train.py")
     if parser.parse_args().flags:
-        print(" \\\n".join(flags()))
+        print(" \\\n".join(flags(module)))
     else:
         parser.print_help()
 

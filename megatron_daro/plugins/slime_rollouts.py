@@ -1,6 +1,6 @@
 """slime's rollout batches: whole groups in order -> bins and advantages -> what each optimizer step will hold.
 
-Place in the data flow: `reward_post_process` runs in the rollout manager, the rest on the train ranks; plugins/slime.py
+`reward_post_process` runs in the rollout manager, the rest on the train ranks; plugins/slime.py
 calls it. Refuses groups that are not whole and in order, and rewards that do not say which answers are right.
 
 Shape letters: N samples of the whole rollout batch, n of this rank.
@@ -24,16 +24,10 @@ class Arguments(Protocol):
     """Those options of slime that are read here."""
 
     n_samples_per_prompt: int
-    eps_clip: float
-    eps_clip_high: float
-    eps_clip_c: float | None
-    entropy_coef: float
     calculate_per_token_loss: bool
-    use_rollout_logprobs: bool
-    use_tis: bool
-    use_kl_loss: bool
-    kl_loss_coef: float
-    kl_loss_type: str
+    custom_pg_loss_reducer_function_path: str | None
+    qkv_format: str
+    """Of miles."""
 
 
 RolloutData = MutableMapping[str, Any]
@@ -62,6 +56,43 @@ class Sample(Protocol):
         """Return the reward that the arguments choose."""
 
 
+class Placed(float):
+    """An advantage that knows the place of its sample in the rollout batch, also after Ray passed it on.
+
+    slime's newest release does not tell the train ranks which samples of the batch they hold.
+    """
+
+    place: int
+
+    def __new__(cls, value: float, place: int) -> Placed:
+        """Return the value, with a place."""
+        made = super().__new__(cls, value)
+        made.place = place
+        return made
+
+    def __reduce__(self) -> tuple[type[Placed], tuple[float, int]]:
+        """Keep the place when pickled."""
+        return Placed, (float(self), self.place)
+
+
+def places_of(rollout_data: RolloutData) -> Tensor:
+    """Return the places of this rank's samples in the whole batch, int64 [n].
+
+    Raises:
+        AlgorithmError: the rewards are not those that `reward_post_process` made.
+    """
+    if "partition" in rollout_data:
+        return torch.as_tensor(list(rollout_data["partition"]), dtype=torch.int64)
+    rewards = rollout_data.get("rewards", ())
+    if not all(isinstance(reward, Placed) for reward in rewards):
+        raise AlgorithmError(
+            "rollout data: rewards have lost their places in the batch, allowed are those that reward_post_process "
+            "made: the host converts them on their way to the train ranks; use a version that this adapter was tested "
+            "with"
+        )
+    return torch.tensor([reward.place for reward in rewards], dtype=torch.int64)
+
+
 def reward_post_process(args: Arguments, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
     """slime's hook: (raw rewards, advantages) of a whole rollout batch.
 
@@ -79,7 +110,7 @@ def reward_post_process(args: Arguments, samples: Sequence[Sample]) -> tuple[lis
             "or a rollout was split into several samples"
         )
     _, advantages_N = bins_and_advantages(args, rewards_N)
-    return rewards_N.tolist(), advantages_N.tolist()
+    return rewards_N.tolist(), [Placed(advantage, place) for place, advantage in enumerate(advantages_N.tolist())]
 
 
 def bins_and_advantages(args: Arguments, rewards_N: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,10 @@
-"""DARO inside verl 0.9: VERL_USE_EXTERNAL_MODULES=megatron_daro.plugins.verl and algorithm.adv_estimator=daro.
+"""DARO inside verl: algorithm.adv_estimator=daro, where this package is installed beside it.
 
-Place in the data flow: verl imports this module in every process. The advantage estimator (driver) sees whole groups:
-it writes group-normalised advantages, and each sample's pass rate into `returns`, which the actor's loss does not use.
-The actor's worker counts tokens per bin before each optimizer step, and its loss replaces verl's `ppo_loss`.
+Verl loads this module in every process (entry point `verl.plugins`, or
+VERL_USE_EXTERNAL_MODULES). The advantage estimator (driver) sees whole groups: it writes group-normalised advantages,
+and each sample's pass rate into `returns`, which the actor's loss does not use, with MARK added. The actor's worker
+counts tokens per bin before each optimizer step of a marked batch, and its loss replaces verl's `ppo_loss`; batches of
+other estimators train as in verl.
 Refuses: other loss modes than vanilla, other aggregations than token-mean, distillation, dynamic context parallel,
 shaped rewards without a threshold, and a micro-batch whose loss differs from verl's own with A' = A w_k N / N_k.
 
@@ -12,40 +14,36 @@ micro-batches and, for Megatron's per-token mode, by tokens itself; so the loss 
 
 from __future__ import annotations
 
+import contextvars
+import functools
 import logging
 import math
-from collections.abc import Hashable, Mapping, Sequence
+import os
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, kl_penalty, register_adv_est
-from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_name
-from verl.utils.metric import AggregationType, Metric
-from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
-from verl.workers.utils.losses import ppo_loss
-from verl.workers.utils.padding import no_padding_2_padding
 
 from megatron_daro.algo.difficulty import pass_rate_bins
 from megatron_daro.algo.surrogate import clipped_token_loss
-from megatron_daro.errors import AlgorithmError, ConfigError
+from megatron_daro.config.problems import Problem, show
+from megatron_daro.errors import AlgorithmError
 from megatron_daro.plugins.core import (
     STATE_FILE,
     DifficultyStep,
     Reduce,
     SampleSums,
     bins_of_pass_rates,
-    load_state,
     over_group,
+    resume,
     save_state,
-    whole_groups,
 )
-from megatron_daro.plugins.options import read_options
+from megatron_daro.plugins.host import ANY, Host, fields_of
+from megatron_daro.plugins.options import VARIABLE, PluginSection, read_options
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -53,8 +51,108 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TESTED = ("0.9.1",)
+HOST = Host("verl", "verl", ("0.9.1", "0.10.0.dev at 1dda039b9"))
+(
+    agg_loss,
+    get_policy_loss_fn,
+    kl_penalty,
+    register_adv_est,
+    AlgoConfig,
+    tu,
+    get_device_name,
+    AggregationType,
+    Metric,
+    ActorRolloutRefWorker,
+    TrainingWorker,
+    ppo_loss,
+    no_padding_2_padding,
+    ray_trainer,
+    *_,
+) = HOST.look_up(
+    (
+        "verl.trainer.ppo.core_algos:agg_loss",
+        "verl.trainer.ppo.core_algos:get_policy_loss_fn",
+        "verl.trainer.ppo.core_algos:kl_penalty",
+        "verl.trainer.ppo.core_algos:register_adv_est",
+        "verl.trainer.config:AlgoConfig",
+        "verl.utils.tensordict_utils",
+        "verl.utils.device:get_device_name",
+        "verl.utils.metric:AggregationType",
+        "verl.utils.metric:Metric",
+        "verl.workers.engine_workers:ActorRolloutRefWorker",
+        "verl.workers.engine_workers:TrainingWorker",
+        "verl.workers.utils.losses:ppo_loss",
+        "verl.workers.utils.padding:no_padding_2_padding",
+        "verl.trainer.ppo.ray_trainer",
+        "verl.trainer.ppo.ray_trainer:compute_advantage",
+        "verl.workers.engine_workers:ActorRolloutRefWorker.actor_worker_cls",
+        "verl.workers.engine_workers:TrainingWorker.set_loss_fn",
+        "verl.workers.engine_workers:TrainingWorker.train_batch",
+        "verl.workers.engine_workers:TrainingWorker.save_checkpoint",
+        "verl.workers.engine_workers:TrainingWorker.load_checkpoint",
+    )
+).values()
+
+MODULE = "megatron_daro.plugins.verl"
+MARK = 1024.0
+"""Added to the pass rates in `returns`: how a worker knows a batch of this estimator."""
 _PROBE_TOLERANCE = 1e-4
+_FREE_ACTOR = """
+    _target_ strategy ppo_mini_batch_size ppo_micro_batch_size ppo_micro_batch_size_per_gpu
+    ppo_infer_micro_batch_size_per_gpu use_dynamic_bsz ppo_max_token_len_per_gpu ppo_infer_max_token_len_per_gpu
+    clip_ratio clip_ratio_low clip_ratio_high clip_ratio_c freeze_vision_tower policy_loss loss_scale_factor
+    entropy_coeff tau_pos tau_neg calculate_entropy calculate_sum_pi_squared sum_pi_squared_checkpointing use_kl_loss
+    use_torch_compile kl_loss_coef kl_loss_type ppo_epochs shuffle data_loader_seed checkpoint optim use_fused_kernels
+    profiler profile engine rollout_n model_config router_replay global_batch_info qat fsdp_config megatron grad_clip
+    ulysses_sequence_parallel_size entropy_from_logits_with_chunking entropy_from_logits_chunk_size pad_to_length
+    entropy_checkpointing use_remove_padding use_rollout_log_probs veomni torchtitan automodel mindspeed
+"""
+_FREE_ALGORITHM = """
+    _target_ adv_estimator gamma lam use_kl_in_reward kl_penalty kl_ctrl pf_ppo filter_groups rollout_correction
+"""
+"""Options of verl's actor and algorithm that go with DARO as they are; others must have verl's default."""
+
+_rollouts_per_prompt: contextvars.ContextVar[int] = contextvars.ContextVar("rollouts_per_prompt")
+
+
+def _with_rollouts_per_prompt(compute_advantage: Callable[..., object]) -> Callable[..., object]:
+    """Let the estimator know rollout.n, which verl hands to compute_advantage and not to estimators."""
+
+    @functools.wraps(compute_advantage)
+    def compute(*arguments: object, **options: object) -> object:
+        count = options.get("num_repeat")
+        if not isinstance(count, int):
+            return compute_advantage(*arguments, **options)
+        token = _rollouts_per_prompt.set(count)
+        try:
+            return compute_advantage(*arguments, **options)
+        finally:
+            _rollouts_per_prompt.reset(token)
+
+    return compute
+
+
+def _groups(index: Sequence[Hashable], response_mask: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Return each sample's group, which samples are of whole groups, and K.
+
+    Groups without one trained token carry no signal: verl fills a batch up with rows of that kind, under one uid.
+    """
+    numbers: dict[Hashable, int] = {}
+    group_B = torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in index])
+    sizes_G = torch.bincount(group_B)
+    trained_G = torch.bincount(group_B, response_mask.sum(1).cpu().double()) > 0
+    largest = int((sizes_G * trained_G).max())
+    rollouts_per_prompt = _rollouts_per_prompt.get(largest)
+    short, groups = int((trained_G & (sizes_G < rollouts_per_prompt)).sum()), int(trained_G.sum())
+    if 2 * short > groups or largest > rollouts_per_prompt:
+        raise AlgorithmError(
+            f"groups: got {short} of {groups} with fewer than {rollouts_per_prompt} answers, the largest with "
+            f"{largest}; allowed are groups of actor_rollout_ref.rollout.n answers: a filter removed single answers, "
+            "prompts share a uid, or one answer became several samples"
+        )
+    if short:
+        logger.warning("DARO: %d of %d groups are incomplete and carry no signal", short, groups)
+    return group_B, (trained_G & (sizes_G == rollouts_per_prompt))[group_B], rollouts_per_prompt
 
 
 @register_adv_est("daro")
@@ -75,29 +173,33 @@ def daro_advantage(
         others: what verl hands to estimators that need more.
 
     Returns:
-        (advantages, pass rates), both [B, R]. A group with fewer answers than the others has 0 in both: no signal.
+        (advantages, pass rates + MARK), both [B, R]. A group with fewer answers than rollout.n has advantages and pass
+        rate of 0: no signal.
 
     Raises:
         AlgorithmError: rewards are no verdicts, or most groups are incomplete.
-        ConfigError: norm_adv_by_std_in_grpo=False, which is another algorithm.
+        ConfigError: options of the algorithm that DARO does not go with.
     """
     options = read_options()
-    if options.std == "auto" and config is not None and config.get("norm_adv_by_std_in_grpo", True) is False:
-        raise ConfigError(
-            "algorithm.norm_adv_by_std_in_grpo: got False, allowed with adv_estimator=daro is True: DARO's advantage "
-            "is divided by the group's standard deviation; remove it, or set std=none in MEGATRON_DARO_OPTIONS"
-        )
+    _check_algorithm(config, options)
     rewards_B = token_level_rewards.sum(-1)
-    numbers: dict[Hashable, int] = {}
-    group_B = torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in index])
-    whole_B, rollouts_per_prompt = whole_groups(group_B)
+    group_B, whole_B, rollouts_per_prompt = _groups(index, response_mask)
     algorithm = options.algorithm(rollouts_per_prompt)
     correct_B = options.verdicts(rewards_B)
     advantages_B, rates_B = torch.zeros_like(rewards_B), torch.zeros_like(rewards_B)
-    advantages_B[whole_B] = algorithm.advantages(rewards_B[whole_B], group_B[whole_B]).to(rewards_B.dtype)
-    bins_B = pass_rate_bins(correct_B[whole_B], group_B[whole_B], rollouts_per_prompt)
+    mine_B = torch.unique(group_B[whole_B], return_inverse=True)[1]
+    advantages_B[whole_B] = algorithm.advantages(rewards_B[whole_B], mine_B).to(rewards_B.dtype)
+    bins_B = pass_rate_bins(correct_B[whole_B], mine_B, rollouts_per_prompt)
     rates_B[whole_B] = (bins_B / rollouts_per_prompt).to(rewards_B.dtype)
-    return advantages_B[:, None] * response_mask, rates_B[:, None].expand_as(response_mask).clone()
+    return advantages_B[:, None] * response_mask, (rates_B[:, None] + MARK).expand_as(response_mask).clone()
+
+
+def _check_algorithm(config: object, options: PluginSection) -> None:
+    """Raise ConfigError with the options of verl's algorithm section that DARO does not go with."""
+    allowed = dict.fromkeys(_FREE_ALGORITHM.split(), ANY) | {"use_pf_ppo": (False,)}
+    allowed["norm_adv_by_std_in_grpo"] = (True,) if options.std == "auto" else ANY
+    given = dict(config) if isinstance(config, Mapping) else fields_of(config)[0] if config is not None else {}
+    HOST.check(given, allowed, defaults=fields_of(AlgoConfig())[1], options=options, prefix="algorithm.")
 
 
 def daro_loss(
@@ -141,10 +243,12 @@ def daro_loss(
         losses_BR = losses_BR * importance_BR
     weighed = step.weigh(SampleSums.of_rows(losses_BR, mask_BR), bins_B)
     loss = (data["dp_size"] * weighed).float()
-    if step.steps == 0:
+    if step.first_here:
         _probe(config, fields, log_probs_BR, bins_B, step, float(loss.detach()))
-    metrics: dict[str, object] = {"actor/pg_loss": Metric(value=loss.detach(), aggregation=AggregationType.SUM)}
-    return _regularized(loss, config, model_output, data, fields, log_probs_BR, metrics), metrics
+    with torch.no_grad():  # for its metrics: clip fractions, KL, entropy, and those of later versions
+        metrics: dict[str, object] = dict(ppo_loss(config, model_output, data, dp_group)[1])
+    metrics["actor/pg_loss"] = Metric(value=loss.detach(), aggregation=AggregationType.SUM)
+    return _regularized(loss, config, model_output, data, fields, log_probs_BR), metrics
 
 
 def _regularized(
@@ -154,19 +258,16 @@ def _regularized(
     data: TensorDict,
     fields: TensorDict,
     log_probs_BR: Tensor,
-    metrics: dict[str, object],
 ) -> Tensor:
     """Return the loss with verl's entropy and KL terms: means over all trained tokens of the step."""
     mask_BR, info = fields["response_mask"].bool(), config.global_batch_info
     if model_output.get("entropy") is not None:
         entropy_BR = no_padding_2_padding(model_output["entropy"], data)
         entropy = agg_loss(loss_mat=entropy_BR, loss_mask=mask_BR, loss_agg_mode="token-mean", **info)
-        metrics["actor/entropy_loss"] = Metric(value=entropy.detach(), aggregation=AggregationType.SUM)
         loss = loss - config.entropy_coeff * entropy
     if config.use_kl_loss:
         kl_BR = kl_penalty(logprob=log_probs_BR, ref_logprob=fields["ref_log_prob"], kl_penalty=config.kl_loss_type)
         kl = agg_loss(loss_mat=kl_BR, loss_mask=mask_BR, loss_agg_mode="token-mean", **info)
-        metrics["kl_loss"] = Metric(value=kl.detach(), aggregation=AggregationType.SUM)
         loss = loss + config.kl_loss_coef * kl
     return loss
 
@@ -178,20 +279,35 @@ def _clip(config: ActorConfig) -> tuple[float, float, float]:
     return low, high, config.get("clip_ratio_c", 3.0)
 
 
-def _bins(data: TensorDict, rollouts_per_prompt: int) -> Tensor:
-    """Return the bin of each sample, int64 [B], from the pass rates that travelled as `returns`."""
+def _marked(data: TensorDict) -> Tensor | None:
+    """Return the pass rate of each sample, [B], that travelled as `returns`; None where another estimator wrote them.
+
+    Raises:
+        AlgorithmError: some samples have the mark and others have not.
+    """
     if "returns" not in data:
-        raise AlgorithmError(
-            "returns: the actor's batch has none, allowed are the pass rates that algorithm.adv_estimator=daro writes "
-            "there; set algorithm.adv_estimator=daro"
-        )
+        return None
     returns = data["returns"]
     rows = list(returns.unbind()) if returns.is_nested else list(returns)
-    rates_B = torch.stack([row[0] if row.numel() else row.new_zeros(()) for row in rows])
-    try:
-        return bins_of_pass_rates(rates_B, rollouts_per_prompt)
-    except AlgorithmError as error:
-        raise AlgorithmError(f"{error}; is algorithm.adv_estimator set to daro?") from None
+    rates_B = torch.stack([row[0] if row.numel() else row.new_tensor(MARK) for row in rows]) - MARK
+    marked_B = (rates_B >= -0.01) & (rates_B <= 1.01)
+    if bool(marked_B.any()) and not bool(marked_B.all()):
+        raise AlgorithmError(
+            f"returns: {int((~marked_B).sum())} of {len(rates_B)} samples are not of algorithm.adv_estimator=daro, "
+            "allowed are all or none: something else writes returns as well"
+        )
+    return rates_B if bool(marked_B.all()) else None
+
+
+def _bins(data: TensorDict, rollouts_per_prompt: int) -> Tensor:
+    """Return the bin of each sample, int64 [B], from the pass rates that travelled as `returns`."""
+    rates_B = _marked(data)
+    if rates_B is None:
+        raise AlgorithmError(
+            f"returns: the actor's batch has no pass rates, allowed are those of algorithm.adv_estimator=daro; set it, "
+            f"or, to train without DARO, unset {VARIABLE} and remove {MODULE} from VERL_USE_EXTERNAL_MODULES"
+        )
+    return bins_of_pass_rates(rates_B, rollouts_per_prompt)
 
 
 def _trained_lengths(data: TensorDict) -> Tensor:
@@ -227,14 +343,18 @@ def _probe(
         raise AlgorithmError(
             f"loss of the first step: got {got:g}, verl's own loss with reweighted advantages gives {wanted:g}, "
             f"allowed is a difference of {_PROBE_TOLERANCE:g}: this version of verl scales or clips otherwise; use one "
-            f"of {', '.join(TESTED)}"
+            f"of {', '.join(HOST.tested)}"
         )
 
 
-class DaroTrainingWorker(TrainingWorker):
-    """verl's actor with DARO's loss: it counts before each optimizer step and learns after it."""
+class DaroTrainingWorker(TrainingWorker):  # type: ignore[misc,valid-type]
+    """verl's actor with DARO's loss: it counts before each optimizer step and learns after it.
 
-    daro: DifficultyStep
+    Where the package is only installed, and no option of it is set, it stays verl's own until a batch has the mark.
+    """
+
+    daro: DifficultyStep | None = None
+    _resume_from: Path | None = None
 
     def set_loss_fn(self, loss_fn: partial[object]) -> None:
         """Put DARO's loss in the place of ppo_loss.
@@ -242,9 +362,15 @@ class DaroTrainingWorker(TrainingWorker):
         Raises:
             ConfigError: lists the options of verl that DARO does not support.
         """
-        config = _supported_config(loss_fn, self.engine_config)
+        super().set_loss_fn(loss_fn)
+        self._own_loss_fn = loss_fn
+        if _wanted():
+            self._start()
+
+    def _start(self) -> None:
+        """Replace the loss, and take over the state of the checkpoint that was loaded."""
         options = read_options()
-        self._start_fresh = options.start_fresh
+        config = _supported_config(self._own_loss_fn, self.engine_config, options)
         self.daro = DifficultyStep(options.algorithm(config.rollout_n))
         self.loss_fn = partial(daro_loss, config=config, step=self.daro)
         self._grad_norm: object = None
@@ -255,10 +381,21 @@ class DaroTrainingWorker(TrainingWorker):
             return self._grad_norm
 
         self.engine.optimizer_step = optimizer_step
-        logger.warning("DARO is on: %d bins, weights %s", config.rollout_n + 1, self.daro.algorithm.weights)
+        HOST.announce(self.daro, options)
+        self._resume()
+
+    def _resume(self) -> None:
+        if self.daro is not None and self._resume_from is not None:
+            resume(self.daro, self._resume_from, start_fresh=read_options().start_fresh)
+            self._resume_from = None
 
     def train_batch(self, data: TensorDict) -> TensorDict | None:
         """One optimizer step; see `TrainingWorker.train_batch`. The metrics gain those of docs/metrics.md."""
+        if self.daro is None:
+            if _marked(data) is None:
+                return super().train_batch(data)
+            self._start()
+        assert self.daro is not None
         bins_B = _bins(data, self.daro.rollouts_per_prompt)
         over_data = over_group(self.engine.get_data_parallel_group(), get_device_name())
         self.daro.begin(bins_B, _trained_lengths(data), over_data)
@@ -287,47 +424,47 @@ class DaroTrainingWorker(TrainingWorker):
     def save_checkpoint(self, local_path: str, *arguments: object, **options: object) -> object:
         """Save verl's checkpoint, and DARO's state beside it."""
         result = super().save_checkpoint(local_path, *arguments, **options)
-        if dist.get_rank() == 0:
-            save_state(self.daro, Path(local_path) / STATE_FILE)
-        dist.barrier()
+        if self.daro is not None:
+            if dist.get_rank() == 0:
+                save_state(self.daro, Path(local_path) / STATE_FILE)
+            dist.barrier()
         return result
 
     def load_checkpoint(self, local_path: str, *arguments: object, **options: object) -> object:
-        """Load verl's checkpoint and DARO's state.
+        """Load verl's checkpoint and DARO's state, which is checked first.
 
         Raises:
             CheckpointError: the state is missing (without start_fresh), torn, or of another K.
         """
-        path = Path(local_path) / STATE_FILE
-        if not (self._start_fresh and not path.exists()):
-            load_state(self.daro, path)
+        if local_path is not None:  # as verl says it where there is nothing to resume from
+            self._resume_from = Path(local_path) / STATE_FILE
+            self._resume()
         return super().load_checkpoint(local_path, *arguments, **options)
 
 
-def _supported_config(loss_fn: partial[object], engine_config: object) -> ActorConfig:
+def _wanted() -> bool:
+    """Whether the user asks for DARO in this process, beside having the package installed."""
+    return VARIABLE in os.environ or MODULE in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")
+
+
+def _supported_config(loss_fn: partial[object], engine_config: object, options: PluginSection) -> ActorConfig:
     """Return the actor's configuration that verl bound to its loss; refuse what DARO does not support."""
     config: ActorConfig = getattr(loss_fn, "keywords", {}).get("config")
-    problems = []
     if getattr(loss_fn, "func", None) is not ppo_loss or config is None:
-        problems.append(f"loss function: got {loss_fn!r}, allowed is verl's ppo_loss: switch distillation off")
-    else:
-        if config.policy_loss.get("loss_mode", "vanilla") != "vanilla":
-            got = config.policy_loss.get("loss_mode")
-            problems.append(f"actor.policy_loss.loss_mode: got {got!r}, allowed is vanilla: remove it")
-        if config.loss_agg_mode != "token-mean":
-            problems.append(f"actor.loss_agg_mode: got {config.loss_agg_mode!r}, allowed is token-mean: remove it")
+        allowed = "verl's ppo_loss"
+        raise HOST.refusal([Problem("loss function", show(loss_fn), allowed, "switch distillation off")])
+    problems = []
+    mode = config.policy_loss.get("loss_mode", "vanilla")
+    if mode != "vanilla":
+        problems.append(Problem("actor.policy_loss.loss_mode", show(mode), "vanilla", "remove it"))
     if getattr(engine_config, "dynamic_context_parallel", False):
-        problems.append("dynamic_context_parallel: got True, allowed is False: ranks share samples there")
-    if version("verl") not in TESTED:
-        logger.warning("DARO was tested with verl %s, this is %s", ", ".join(TESTED), version("verl"))
-    if problems:
-        raise ConfigError("verl's options do not go with DARO:\n" + "\n".join(f"  {p}" for p in problems))
+        problems.append(Problem("dynamic_context_parallel", "true", "false", "ranks share samples there"))
+    given, defaults = fields_of(config)
+    fixed = {"loss_agg_mode": ("token-mean",), "use_prefix_grouper": (False,)}
+    allowed_values = dict.fromkeys(_FREE_ACTOR.split(), ANY) | fixed
+    HOST.check(given, allowed_values, defaults=defaults, options=options, prefix="actor.", further=problems)
     return config
 
 
-if not hasattr(ActorRolloutRefWorker, "actor_worker_cls"):
-    raise ImportError(
-        f"verl {version('verl')} has no ActorRolloutRefWorker.actor_worker_cls, which this adapter sets; "
-        f"it was tested with {', '.join(TESTED)}"
-    )
+ray_trainer.compute_advantage = _with_rollouts_per_prompt(ray_trainer.compute_advantage)
 ActorRolloutRefWorker.actor_worker_cls = DaroTrainingWorker

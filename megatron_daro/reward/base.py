@@ -1,6 +1,6 @@
 """What a verifier is, how one is named, and the reasons a verdict can carry.
 
-Place in the data flow: rollout text and gold answer -> Verdict. Model answers are data here: nothing in this package
+Rollout text and gold answer -> Verdict. Model answers are data here: nothing in this package
 evaluates them outside a limited worker process. Refuses unknown verifier names and empty markers.
 """
 

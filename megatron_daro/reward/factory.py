@@ -1,14 +1,13 @@
 """Makes verifiers by name.
 
-Place in the data flow: spec -> (this) -> verifier. The one file of this package that knows all verifiers; it loads no
+Spec -> (this) -> verifier. The one file of this package that knows all verifiers; it loads no
 algebra system. Refuses unknown names (VerifierSpec does).
 """
 
 from __future__ import annotations
 
 from megatron_daro.reward.base import ScreenLimits, Verifier, VerifierSpec
-from megatron_daro.reward.exact import ExactVerifier
-from megatron_daro.reward.integer import IntegerVerifier
+from megatron_daro.reward.extraction import ExactVerifier, IntegerVerifier
 from megatron_daro.reward.math import MathVerifier
 
 AnyVerifier = MathVerifier | IntegerVerifier | ExactVerifier

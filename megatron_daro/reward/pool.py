@@ -1,6 +1,6 @@
 """The pool of killable verifier workers: scores pairs in order, within limits, without one answer harming another.
 
-Place in the data flow: (rollout text, gold) -> screen here -> worker processes -> Verdict. One job is in flight per
+(rollout text, gold) -> screen here -> worker processes -> Verdict. One job is in flight per
 worker and idle workers take the next from one queue, so a slow answer holds up its own worker only.
 Refuses to start with limits that cannot work, and to score after close. A timed-out, oversized or crashing answer
 is a Verdict (`timeout`, `memory`, `crash`), never an exception.
@@ -17,9 +17,8 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-import time
 from collections.abc import Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +29,7 @@ from megatron_daro.reward.process import (
     PATIENCE,
     START_TIMEOUT_S,
     WorkerCrashError,
+    WorkerKilledError,
     WorkerMemoryError,
     WorkerProcess,
     WorkerTimeoutError,
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 _IN_PROCESS = ("integer", "exact")
 _RESTART_ATTEMPTS = 3
+_ATTEMPTS_IF_KILLED = 10
+_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 _MAX_CRASHES = 2
 _MAX_UNREACHED = 3
 _JOIN_TIMEOUT_S = 10.0
@@ -52,7 +54,8 @@ _Task = tuple[dict[str, Any], "Future[dict[str, Any]]"]
 class PoolCounters:
     """What happened so far. screened: decided without a worker. judged: replies of workers, golds included.
     restarts: workers started again. deduplicated: pairs equal to another of the same call. failures: answers on which
-    the verifier itself failed. asked_again: answers that a stopped worker never took, given to another one."""
+    the verifier itself failed. asked_again: answers that a stopped worker never took, given to another one.
+    failed_starts: starts of a worker that ended before it was ready, and that were tried again."""
 
     screened: int = 0
     judged: int = 0
@@ -63,6 +66,7 @@ class PoolCounters:
     restarts: int = 0
     failures: int = 0
     asked_again: int = 0
+    failed_starts: int = 0
 
 
 class RewardPool:
@@ -123,6 +127,11 @@ class RewardPool:
             return asdict(self._counters)
 
     @property
+    def failed_starts(self) -> int:
+        """Starts of workers that were tried again so far."""
+        return self.counters["failed_starts"]
+
+    @property
     def worker_pids(self) -> tuple[int, ...]:
         """Process ids of the workers that are alive now."""
         with self._lock:
@@ -154,8 +163,17 @@ class RewardPool:
             for thread in self._threads:
                 thread.start()
         try:
+            limit_s = START_TIMEOUT_S * (PATIENCE + 1)
+            _, late = wait(ready, timeout=limit_s, return_when=FIRST_EXCEPTION)
             for future in ready:
-                future.result(timeout=START_TIMEOUT_S * (PATIENCE + 1))
+                if future not in late:
+                    future.result()
+            if late:
+                raise RewardError(
+                    f"reward pool: {len(late)} of {self._workers} workers were not ready within {limit_s:g} s; the "
+                    "machine is overloaded, or something ends them as they start; lower reward.workers, or look at the "
+                    "system's log"
+                )
         except BaseException:
             self.close()
             raise
@@ -327,19 +345,23 @@ class RewardPool:
         return worker
 
     def _new_worker(self, slot: int, *, attempts: int) -> WorkerProcess:
-        for attempt in range(attempts):
+        """Return a worker that is ready. One that ends by itself is started `attempts` times, one that a signal ends
+        more often: the next start may well succeed."""
+        attempt = 0
+        while True:
             worker = WorkerProcess(self._spec, timeout_s=self._timeout_s, memory_mib=self._memory_mib)
             try:
                 worker.start(self._closing.is_set)
-            except RewardError:
-                if attempt + 1 == attempts or self._closing.is_set():
+            except RewardError as error:
+                attempt += 1
+                most = _ATTEMPTS_IF_KILLED if isinstance(error, WorkerKilledError) else attempts
+                if attempt >= most or self._closing.wait(min(_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S)):
                     raise
-                time.sleep(0.1 * (attempt + 1))
+                self._count(failed_starts=1)
                 continue
             with self._lock:
                 self._pids[slot] = worker.pid or 0
             return worker
-        raise AssertionError("unreachable")
 
     def _discard(self, slot: int, worker: WorkerProcess | None) -> None:
         with self._lock:

@@ -1,6 +1,6 @@
 """The pool's end of one worker process: start, ask with a limit on time and memory, kill.
 
-Place in the data flow: RewardPool -> (this) -> worker. Text in, text out, as JSON: no pickle is read from a process
+RewardPool -> (this) -> worker. Text in, text out, as JSON: no pickle is read from a process
 that handled model answers. Refuses to wait without a deadline.
 """
 
@@ -49,6 +49,10 @@ class WorkerCrashError(Exception):
     """The worker ended, or wrote something that is no reply."""
 
 
+class WorkerKilledError(RewardError):
+    """A signal ended the worker before it was ready: not its own fault, so another start may succeed."""
+
+
 class WorkerProcess:
     """One worker. Not thread-safe: one dispatcher thread owns it, starts it and asks it.
 
@@ -74,7 +78,8 @@ class WorkerProcess:
         Args:
             stopping: asked while waiting; true gives up.
 
-        Raises: RewardError when it does not become ready; the message has the end of its standard error.
+        Raises: WorkerKilledError when a signal ended it. RewardError when it does not become ready for another reason;
+        the message has the end of its standard error.
         """
         argument = settings_json(
             self._spec, timeout_s=self._timeout_s, memory_mib=self._memory_mib, parent_pid=os.getpid()
@@ -87,8 +92,9 @@ class WorkerProcess:
             reply = self._read(START_TIMEOUT_S, None, stopping)
         except (OSError, WorkerCrashError, WorkerTimeoutError, WorkerUnreachedError) as error:
             said = self._last_words()
+            killed = self._process is not None and (self._process.poll() or 0) < 0
             self.kill()
-            raise RewardError(
+            raise (WorkerKilledError if killed else RewardError)(
                 f"reward worker: could not start ({type(error).__name__}: {error}); it said: {said or 'nothing'}. "
                 f"Allowed: ready within {START_TIMEOUT_S:g} s with reward.memory_mib {self._memory_mib}. "
                 "Raise reward.memory_mib (the math verifier alone needs about 100) or repair the installation"

@@ -1,6 +1,6 @@
 """Equality of two leaves by math-verify, with the gold always wrapped in `\\boxed{}` and always first.
 
-Place in the data flow: pairs of canonical texts -> outcome. Runs inside a worker process only for model answers: time
+Pairs of canonical texts -> outcome. Runs inside a worker process only for model answers: time
 and memory are bounded there, not here (math-verify's own time-outs use signals and are switched off).
 Refuses what the algebra system would wrongly accept: floats that agree only because both are tiny.
 """
@@ -20,8 +20,7 @@ from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 from sympy.logic.boolalg import BooleanAtom
 
-from megatron_daro.reward.normal_form import key
-from megatron_daro.reward.relations import chain
+from megatron_daro.reward.normal_form import chain, key
 
 Outcome = Literal["match", "no_match", "gold_unparsed", "answer_unparsed", "compare_failed"]
 

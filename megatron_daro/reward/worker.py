@@ -1,6 +1,6 @@
 """The program a verifier worker process runs: limits itself, answers one line of JSON per line of JSON.
 
-Place in the data flow: RewardPool -> stdin -> (this) -> stdout -> RewardPool. Started as `python -m`, never forked, so
+RewardPool -> stdin -> (this) -> stdout -> RewardPool. Started as `python -m`, never forked, so
 that it holds no thread, lock or GPU context of the trainer and never imports the trainer's main module.
 Refuses to outlive its parent: the kernel kills it when the parent dies, and it ends when stdin closes.
 """

@@ -1,6 +1,6 @@
 """The deadline of every wait of the loop, in one table, and the one way to wait.
 
-Place in the data flow: the sampler and the controller await nothing from outside except through `Deadlines.within`, so
+The sampler and the controller await nothing from outside except through `Deadlines.within`, so
 a hung engine, verifier, actor or disk ends as a DeadlineError that names what was awaited. Refuses to wait for ever,
 also for something that ignores being cancelled.
 """

@@ -1,6 +1,6 @@
 """Groups of rollouts as Parquet columns and back: the one form in which a group is ever written.
 
-Place in the data flow: recorder (a step's groups) and checkpoints (groups that wait) -> rows of SCHEMA -> the same
+Recorder (a step's groups) and checkpoints (groups that wait) -> rows of SCHEMA -> the same
 groups. One row is one rollout with its prompt and its verdict, so that people can read the file with pandas or DuckDB;
 a group without a rollout is one row without an index. Everything comes back bit for bit. Columns are built from numpy
 arrays and encoded by pyarrow without the interpreter's lock. It opens no files, and refuses rows that contradict
@@ -22,7 +22,7 @@ from megatron_daro.rollout.ledger import OUTCOMES, Outcome
 from megatron_daro.types import FinishReason, Group, Prompt, Rollout, Verdict
 
 FORMAT = {"megatron_daro.rollouts": "2"}
-"""In the metadata of every file. Format 1 was JSON lines (jsonl_rollouts.py)."""
+"""In the metadata of every file."""
 BLOCK_TOKENS = 1 << 20
 """Response tokens of a row group: enough to compress well, little enough that a reader holds few of them."""
 

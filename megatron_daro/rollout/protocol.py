@@ -1,6 +1,6 @@
 """What the rollout part and the controller expect of everything they drive.
 
-Place in the data flow: the seam between the loop and everything that can be swapped (embedded engine or SGLang
+The seam between the loop and everything that can be swapped (embedded engine or SGLang
 servers, the actor behind Ray or in process, fakes in tests). Holds Protocols only; it refuses to hold behaviour.
 """
 
@@ -51,6 +51,11 @@ class Scorer(Protocol):
 
     async def score_async(self, pairs: Sequence[tuple[str, str, str]]) -> list[Verdict]:
         """Verdicts of (answer text, gold answer, statement of the problem), in order."""
+        ...
+
+    @property
+    def failed_starts(self) -> int:
+        """Starts of verifier processes that failed and were tried again, since the run began or was resumed."""
         ...
 
 

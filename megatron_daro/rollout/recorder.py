@@ -1,6 +1,6 @@
 """Recorded rollouts: one Parquet file per optimizer step, enough to train again without engines.
 
-Place in the data flow: the controller writes the groups of each step under RUN/rollouts, and the sampler those of a
+The controller writes the groups of each step under RUN/rollouts, and the sampler those of a
 batch that it skips; the report shows them; replay and resume read them back. Files are written whole or not at all, and
 are on disk when a call returns. What is in them: group_columns.py. It refuses damaged files and those of the older
 format (JSON lines), and never unpickles.
@@ -22,10 +22,9 @@ from megatron_daro.rollout.group_columns import FORMAT, LATER, SCHEMA, WRITER_OP
 from megatron_daro.rollout.ledger import OUTCOMES, Outcome
 from megatron_daro.types import Group
 
-OLDER_SUFFIX = ".jsonl.zst"
 WAITING_FILE = "waiting.parquet"
 """In a checkpoint: the groups that wait for the next batch; not there when none does."""
-_STEP_FILE = re.compile(r"step_(\d{6,})(\.parquet|\.jsonl\.zst)")
+_STEP_FILE = re.compile(r"step_(\d{6,})\.parquet")
 _SKIPPED_FILE = re.compile(r"skipped_(\d{6,})\.parquet")
 
 
@@ -105,8 +104,6 @@ def read_groups(path: Path) -> list[tuple[Group, Outcome]]:
 def read_recorded(path: Path) -> list[RecordedGroup]:
     """Return what `write_groups` wrote. Raises DataError as `read_step` does."""
     path = Path(path)
-    if path.name.endswith(OLDER_SUFFIX):
-        raise _older_format(path)
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             _check_format(file.metadata.metadata, file.schema_arrow)
@@ -191,21 +188,11 @@ def _file_name(step: int) -> str:
     return f"step_{step:06d}.parquet"
 
 
-def _step_files(run_dir: Path) -> Iterator[tuple[int, Path]]:
-    for number, path in _numbered(run_dir / "rollouts", _STEP_FILE):
-        if path.name.endswith(OLDER_SUFFIX):
-            raise _older_format(path)
-        yield number, path
+def _step_files(run_dir: Path) -> list[tuple[int, Path]]:
+    return _numbered(run_dir / "rollouts", _STEP_FILE)
 
 
 def _numbered(folder: Path, name: re.Pattern[str]) -> list[tuple[int, Path]]:
     """Return the files of a folder whose names match, with their numbers, in order."""
     found = ((name.fullmatch(path.name), path) for path in folder.glob("*"))
     return sorted((int(match.group(1)), path) for match, path in found if match)
-
-
-def _older_format(path: Path) -> DataError:
-    return DataError(
-        f"{path}: recorded in the older format ({OLDER_SUFFIX}); allowed: .parquet. "
-        f"Convert the run's rollouts with: megatron-daro convert-rollouts {path.parent.parent}"
-    )

@@ -1,6 +1,6 @@
 """Recorded batches instead of engines: the train part of a run, again.
 
-Place in the data flow: RUN/rollouts -> ReplaySource -> controller, in the sampler's place. Gives the groups of every
+RUN/rollouts -> ReplaySource -> controller, in the sampler's place. Gives the groups of every
 recorded step that trained, in their recorded order and at their recorded step, so the batches are bit for bit those of
 the recorded run. Filtered and dropped groups come with them, since accuracy counts them; they train nothing. It refuses
 gaps (a run that was recorded in part), the older file format, and to go on where a run that generates stopped.
@@ -54,14 +54,24 @@ class ReplaySource:
         return list(self._steps)
 
     def load_state_dict(self, state: Mapping[str, Any], waiting: Sequence[RecordedGroup] = ()) -> None:
-        """Continues after the recorded step in `state`. Raises CheckpointError for that of a run that generates."""
+        """Continues after the recorded step in `state`.
+
+        Raises:
+            CheckpointError: the state is of a run that generates, or torn.
+        """
         if not is_replay(state):
             raise CheckpointError(
                 "the checkpoint is of a run that generates its rollouts; resume it without --replay, or replay into a "
                 "new trainer.run_dir"
             )
-        self._last_step = int(state["source"][REPLAYED_STEP])
-        self.ledger.load_state_dict(state["ledger"])
+        try:
+            self._last_step = int(state["source"][REPLAYED_STEP])
+            self.ledger.load_state_dict(state["ledger"])
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+            raise CheckpointError(
+                f"the state of a replay is not what a checkpoint holds ({type(error).__name__}: {error}); use an "
+                "earlier checkpoint"
+            ) from error
 
     def stale(self, groups: Sequence[Group], version: int) -> tuple[Group, ...]:
         """None: the recorded run has already dropped what was too old for it."""

@@ -1,7 +1,7 @@
 """Fills one training batch: prompts -> engine -> scorer -> complete groups -> filter -> batch.
 
-Place in the data flow: between the prompt source, the engine and the verifiers on one side and the controller on the
-other. It uses what was kept from the batch before, lets rounds.py (which repeats exactly) or early.py (which does not
+Between the prompt source, the engine and the verifiers on one side and the controller on the
+other. It uses what was kept from the batch before, lets `Rounds` (which repeats exactly) or `EarlyFill` (which does not
 wait for the slowest) fill up the rest, tells batch and surplus apart by group id, and takes the snapshot to continue
 from. It refuses a run in which no group carries a signal, whose answers it has recorded, and groups that are too old;
 it trains nothing.
@@ -15,14 +15,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from megatron_daro.errors import CheckpointError, DataError
-from megatron_daro.rollout.batch_filler import BatchFiller, RolloutContext
+from megatron_daro.rollout.batch_filler import BatchFiller, PartialBatch, RolloutContext
 from megatron_daro.rollout.group_columns import RecordedGroup
 from megatron_daro.rollout.ledger import Outcome
-from megatron_daro.rollout.no_signal import describe
-from megatron_daro.rollout.partial_batch import PartialBatch
-from megatron_daro.rollout.pending import PartialGroup
 from megatron_daro.rollout.recorder import Recorder
+from megatron_daro.rollout.rollouter import PartialGroup
 from megatron_daro.rollout.sampled_batch import SampledBatch, Snapshot, is_replay
+from megatron_daro.rollout.summary import describe
 from megatron_daro.types import Group
 
 _EMPTY = "rollout/batches_empty"
@@ -30,6 +29,7 @@ _ABORTED_TOKENS = "rollout/aborted_tokens"
 _ABORTED = "rollout/groups_aborted"
 _RESUMED = "rollout/groups_resumed"
 _PARTIAL = "rollout/groups_partial"
+_FAILED_STARTS = "reward/failed_worker_starts"
 
 
 class Sampler:
@@ -83,7 +83,7 @@ class Sampler:
             )
         try:
             self._load(state, waiting)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             raise CheckpointError(
                 f"sampler state is not what a checkpoint holds ({type(error).__name__}: {error}); "
                 "use an earlier checkpoint"
@@ -212,7 +212,7 @@ class Sampler:
             rounds=batch.rounds,
             rollout_s=seconds,
             response_tokens=response_tokens,
-            counters=counters,
+            counters=counters | {_FAILED_STARTS: self._collector.failed_verifier_starts},
         )
 
     def _counters(self) -> dict[str, int]:

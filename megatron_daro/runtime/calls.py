@@ -1,6 +1,6 @@
 """Waiting for Ray calls: all of them, and the first failure as an error of this package.
 
-Place in the data flow: between the groups of workers and their callers. Refuses to hide what died: the message names
+Between the groups of workers and their callers. Refuses to hide what died: the message names
 the worker and Ray's cause.
 """
 
@@ -8,19 +8,33 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from megatron_daro.errors import DaroError, WorkerError
-from megatron_daro.runtime.cluster_faults import plain
+from megatron_daro.runtime.cluster import plain
 
 _Result = TypeVar("_Result")
+_Item = TypeVar("_Item")
+_IN_ONE_GO = 32
 # What one worker says of a lost peer comes before Ray's own news of the death: at once where the peer's node lives,
 # after its health checks where the node is gone.
 _NEWS_S, _NEWS_OF_A_NODE_S = 3.0, 40.0
+
+
+async def unhurried(items: Iterable[_Item]) -> AsyncIterator[_Item]:
+    """Yield the items, and let the event loop see to everything else after every few.
+
+    A call to an actor costs its caller a few tenths of a millisecond: thousands of them in one go would keep answers of
+    servers, signals and deaths of workers waiting for seconds.
+    """
+    for number, item in enumerate(items, 1):
+        yield item
+        if number % _IN_ONE_GO == 0:
+            await asyncio.sleep(0)
 
 
 async def gather(calls: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
@@ -33,8 +47,10 @@ async def gather(calls: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
         DaroError: what a worker raised on purpose. WorkerError: a worker died or failed otherwise.
     """
     named = calls if isinstance(calls, Mapping) else {f"worker {i}": call for i, call in enumerate(calls)}
-    tasks = {asyncio.ensure_future(_one(name, call)): name for name, call in named.items()}
+    tasks: dict[asyncio.Task[Any], str] = {}
     try:
+        async for name, call in unhurried(named.items()):
+            tasks[asyncio.ensure_future(_one(name, call))] = name
         done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         done |= await _news(done, pending)
         for failed in _worst_first(task.exception() for task in done):

@@ -1,28 +1,138 @@
 """The Ray cluster of a run: a private one on this machine, or the one that RAY_ADDRESS names.
 
-Place in the data flow: started before any worker, shut down after the last. A private cluster listens on loopback
+Started before any worker, shut down after the last. A private cluster listens on loopback
 only, has no dashboard, and dies with this process even if this process is killed.
+
+What keeps a Ray cluster from starting, found before Ray meets it or said in a sentence afterwards.
+
+Asked by cluster.py. Ray waits a quarter of an hour for an address where nobody listens, and
+ends with tracebacks where a file cannot be written or a limit is too low.
+
+What the nodes of a Ray cluster have, asked without joining it.
+
+RAY_ADDRESS -> (this) -> the configuration's checks, which then judge a layout by the machines
+that will run it and not by the one that the command was typed on. Refuses an address where no cluster answers.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import shutil
+import re
+import resource
 import signal
+import socket
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
+from megatron_daro import temporary
 from megatron_daro.config import detect
+from megatron_daro.config.hardware import Hardware, gpu_nodes
 from megatron_daro.engine.sglang.keeper import descendants, signal_all
-from megatron_daro.runtime.cluster_faults import check_address, check_limits, not_started, own_directory
+from megatron_daro.errors import ConfigError, WorkerError
 from megatron_daro.runtime.interrupts import kept_handlers
+
+CONNECT_TIMEOUT_S = 10.0
+LEAST_OPEN_FILES = 512
+"""A driver with few workers holds about 150; Ray's own servers hold more."""
+_MOST_TEXT = 300
+# Linux limits the path of a socket to 107 bytes, and Ray nests its sockets deep below its directory.
+_MOST_TEMP_PATH = 40
+_UNSET = "fix: start the cluster, correct the address, or unset RAY_ADDRESS for a private cluster on this machine"
+
+
+def check_address(address: str) -> None:
+    """Refuses an address of RAY_ADDRESS where nobody listens.
+
+    Raises:
+        ConfigError: within twice CONNECT_TIMEOUT_S.
+    """
+    given = re.sub(r"^\w+://", "", address)
+    try:
+        found = services.canonicalize_bootstrap_address(given)
+    except ConnectionError:
+        found = None
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"RAY_ADDRESS: got {address!r} ({error}); allowed: host:port or auto; {_UNSET}") from error
+    if found is None:
+        raise ConfigError(f"RAY_ADDRESS: got {address!r}, but no Ray cluster runs on this machine; {_UNSET}")
+    # Ray puts the address of the network card in the place of a loopback one; either may be listened on.
+    failures = [_failure(one) for one in dict.fromkeys((found, given)) if one != "auto"]
+    if all(failures):
+        raise ConfigError(
+            f"RAY_ADDRESS: got {address!r}, but nobody answers at {found} ({failures[0]}); allowed: a Ray cluster that "
+            f"runs; {_UNSET}"
+        )
+
+
+def _failure(address: str) -> str:
+    """Why no connection to host:port can be made; empty if one can."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def check_limits() -> None:
+    """Raise the limit of open files as far as this user may.
+
+    Raises:
+        ConfigError: it stays too low for Ray.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    if soft != resource.RLIM_INFINITY and soft < LEAST_OPEN_FILES:
+        raise ConfigError(
+            f"open files: this process may have {soft} (`ulimit -n`); allowed: at least {LEAST_OPEN_FILES}; fix: raise "
+            "the limit of the shell, the container or the service"
+        )
+
+
+def own_directory(stack: ExitStack) -> Path:
+    """Return a new directory for Ray's session: sockets, logs and spilled objects. It goes with the stack.
+
+    Raises:
+        ConfigError: no temporary directory can be written.
+    """
+    try:
+        base = tempfile.gettempdir()
+        return stack.enter_context(temporary.own_directory("ray", base if len(base) <= _MOST_TEMP_PATH else "/tmp"))
+    except OSError as error:
+        raise ConfigError(
+            f"TMPDIR: no temporary directory can be written ({error}); fix: free space there, or set TMPDIR"
+        ) from error
+
+
+def not_started(error: Exception) -> WorkerError | ConfigError:
+    """Return what Ray raised when it should have started, as a sentence."""
+    if isinstance(error, OSError) and error.filename:
+        return ConfigError(
+            f"Ray cannot write {error.filename} ({error.strerror}); fix: set HOME and TMPDIR to directories that exist "
+            "and can be written"
+        )
+    return WorkerError(
+        f"Ray did not start: {plain(str(error))}; look at free memory, free disk space and `ulimit -a`, and start again"
+    )
+
+
+def plain(text: str) -> str:
+    """Ray's words on one line, without colours, cut to a few hundred characters."""
+    line = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())
+    return line if len(line) <= _MOST_TEXT else f"{line[:_MOST_TEXT]}..."
+
 
 # Ray (2.60) binds its servers to loopback only where a node's address is 127.0.0.1 itself, and replaces that address by
 # the one of the network card unless this switch, made for macOS and Windows, says that the cluster is of one machine.
@@ -59,8 +169,7 @@ def cluster(processes: int) -> Iterator[None]:
             with _said_in_a_sentence(), kept_handlers():
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         else:
-            directory = own_directory()
-            stack.callback(shutil.rmtree, directory, ignore_errors=True)
+            directory = own_directory(stack)
             with _said_in_a_sentence():
                 helper = _start_private(processes, directory)
             stack.callback(helper.kill)
@@ -160,3 +269,38 @@ def _object_store_bytes() -> int:
     shared = os.statvfs("/dev/shm")
     room = min(pages * size // 10, shared.f_bavail * shared.f_frsize // 2)
     return int(min(max(room, 80_000_000), 8_000_000_000))
+
+
+_ALIVE = 0  # ray's GcsNodeInfo.ALIVE
+_TYPE = "accelerator_type:"
+
+
+def ask(address: str | None = None) -> Hardware | None:
+    """Return what the cluster of RAY_ADDRESS has; None without one.
+
+    Args:
+        address: host:port or auto; that of the environment if not given.
+
+    Raises:
+        ConfigError: nobody answers there, or not in time.
+    """
+    address = os.environ.get("RAY_ADDRESS") if address is None else address
+    if not address:
+        return None
+    check_address(address)
+    found = services.canonicalize_bootstrap_address(re.sub(r"^\w+://", "", address))
+    try:
+        nodes = GcsClient(address=found).get_all_node_info(timeout=CONNECT_TIMEOUT_S).values()
+    except Exception as error:  # Ray's own classes of this layer are private
+        raise ConfigError(
+            f"RAY_ADDRESS: got {address!r}, which did not say what its nodes have ({plain(str(error))}); allowed: a "
+            "Ray cluster that runs"
+        ) from error
+    totals = [dict(node.resources_total) for node in nodes if node.state == _ALIVE]
+    gpus = [int(total["GPU"]) for total in totals if total.get("GPU")]
+    place = f"the Ray cluster at {found}"
+    if gpus:
+        types = {name.removeprefix(_TYPE) for total in totals for name in total if name.startswith(_TYPE)}
+        return gpu_nodes(gpus, types.pop() if len(types) == 1 else None, place)
+    cpus = [int(total.get("CPU", 0)) for total in totals]
+    return Hardware("cpu", sum(cpus), nodes=tuple(cpus), place=place)

@@ -1,6 +1,6 @@
 """Replicas of the embedded engine as Ray actors, behind the Engine Protocol.
 
-Place in the data flow: requests are dealt out to the replicas in turn (a function of their order alone, so a repeated
+Requests are dealt out to the replicas in turn (a function of their order alone, so a repeated
 run repeats its batches); the policy's ranks hand buckets of weights to every replica.
 """
 
@@ -18,7 +18,7 @@ from megatron_daro.config.sections import EngineSection
 from megatron_daro.errors import EngineError, SyncError
 from megatron_daro.runtime.calls import gather, translated
 from megatron_daro.runtime.placement import Placement
-from megatron_daro.runtime.worker_group import WorkerGroup
+from megatron_daro.runtime.supervisor import WorkerGroup
 from megatron_daro.runtime.workers import EngineWorker
 from megatron_daro.sync.check import ProbeAnswer
 from megatron_daro.sync.plan import SendPlan, SendReport, Target

@@ -1,7 +1,7 @@
 """Accuracy on held-out problems while a run trains: the engine answers, the verifiers judge, metrics come back.
 
-Place in the data flow: called by the controller; uses the run's own engine and scorer. It trains nothing and writes
-nothing. `megatron-daro eval` measures more, and keeps what it measures: runtime/measuring.py.
+Called by the controller; uses the run's own engine and scorer. It trains nothing and writes
+nothing. `megatron-daro eval` measures more, and keeps what it measures: workshop/evaluate/measuring.py.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from megatron_daro.evaluate.metrics import pass_at_k
-from megatron_daro.evaluate.questions import HeldOut
-from megatron_daro.rollout.judging import judge
+from megatron_daro.data.template import HeldOut
 from megatron_daro.rollout.protocol import Engine, Scorer
+from megatron_daro.rollout.rollouter import judge
+from megatron_daro.rollout.summary import pass_at_k
 from megatron_daro.types import GroupRequest, Rollout, SamplingParams
 
 _ROUNDS = 3

@@ -1,6 +1,6 @@
 """The trained policy as RUN/hf, a Hugging Face directory that transformers, vLLM and SGLang load.
 
-Place in the data flow: a finished run, or the resume of one -> `PolicyGroup.export` (the writer of `sync: disk`) ->
+A finished run, or the resume of one -> `PolicyGroup.export` (the writer of `sync: disk`) ->
 RUN/hf, whole or not at all. `ORIGIN_FILE` in it says of which step it is. It refuses to replace what it did not write.
 """
 

@@ -1,22 +1,191 @@
-"""What a run that generates reads from files: tokenizer, stop tokens, problems.
+"""What a run that generates reads from files: shape of the model, tokenizer, stop tokens, problems.
 
-Place in the data flow: configuration -> (this) -> engine, sampler and evaluator. A start and its rehearsal both read
+Configuration -> (this) -> engine, sampler and evaluator. A start and its rehearsal both read
 here, before any process; so it imports neither Ray nor torch.
+
+The order in which a run takes its problems, and whose pass rates it goes by.
+
+Tokenised prompts and the pass rates of their files -> the prompt source of the sampler. Says at
+the start when the pass rates were measured with another model than the one that is trained.
+
+The prompts of a run: files to problems to token ids, with everything that was dropped said aloud.
+
+Data/ does the work; this puts its parts together for a configuration. Refuses an evaluation
+set of which something would be missing, unless that was asked for.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_daro.config import Config
+from megatron_daro.config.sections import DataSection, EvalSet
+from megatron_daro.convert.transformers_shape import read_compared_shape
+from megatron_daro.data.formats import PassRate
+from megatron_daro.data.orders import Curriculum, Prioritised, PromptSource
+from megatron_daro.data.prompts import load_problems
+from megatron_daro.data.template import TEMPLATES, HeldOut, check_tokenizer, tokenize_prompts
 from megatron_daro.data.tokenizer import load_tokenizer, stop_token_ids
-from megatron_daro.evaluate.questions import HeldOut
-from megatron_daro.rollout.protocol import Notices, PromptSource
-from megatron_daro.runtime.prompts import held_out_sets, training_prompts
+from megatron_daro.errors import DataError
+from megatron_daro.rollout import protocol
+from megatron_daro.rollout.protocol import Notices
+from megatron_daro.runtime import restart_audit
+from megatron_daro.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+def prompt_source(
+    config: Config, prompts: Sequence[Prompt], known: Mapping[str, PassRate], notices: Notices
+) -> protocol.PromptSource:
+    """Return the endless stream of training prompts in the order of the configuration.
+
+    Args:
+        config: checked. prompts: tokenised. known: pass rates of the files, by prompt id.
+        notices: told whose pass rates they are.
+
+    Raises:
+        DataError: the order needs pass rates that the files do not have.
+    """
+    data, seed = config.data, config.trainer.seed
+    if known:
+        _say_whose(config, prompts, known, notices)
+    rates = {prompt_id: one.rate for prompt_id, one in known.items()}
+    if data.order == "curriculum":
+        return Curriculum(prompts, rates, data.curriculum, seed=seed, ramp=planned_prompts(config) // 2)
+    if data.order == "prioritised":
+        return Prioritised(prompts, rates, data.prioritised, seed=seed)
+    return PromptSource(prompts, seed=seed, shuffle=data.shuffle)
+
+
+def planned_prompts(config: Config) -> int:
+    """Return how many prompts the steps of the run take, without those that a filter sends back."""
+    return math.ceil(config.trainer.steps / config.trainer.updates_per_batch) * config.rollout.prompts_per_step
+
+
+def weights_digest(model: Path) -> str:
+    """Return what tells the weights of a Hugging Face directory from others; empty where there are none."""
+    files = sorted(restart_audit.weight_files(model).items())
+    return hashlib.sha256(repr(files).encode()).hexdigest()[:16] if files else ""
+
+
+def _say_whose(config: Config, prompts: Sequence[Prompt], known: Mapping[str, PassRate], notices: Notices) -> None:
+    """One notice for each model whose pass rates are there, and one where some problems have none."""
+    model = config.model
+    own = ("", model.megatron_weights.name) if model.megatron_weights else (weights_digest(model.path), model.path.name)
+    counts: dict[tuple[str, str], int] = {}
+    for prompt in prompts:
+        one = known.get(prompt.id)
+        if one is not None:
+            counts[one.weights, one.model] = counts.get((one.weights, one.model), 0) + 1
+    for (weights, name), count in counts.items():
+        if weights and weights == own[0]:
+            notices.notice(f"training data: pass rates of {count} problems were measured with this model ({name})")
+            continue
+        measured = f"{name or 'a model that the file does not name'} (weights {weights or 'not named'})"
+        notices.notice(
+            f"training data: pass rates of {count} problems were measured with another model: {measured}; this run "
+            f"starts from {own[1]} (weights {own[0] or 'in Megatron form'})"
+        )
+    missing = len(prompts) - sum(counts.values())
+    if missing:
+        notices.notice(f"training data: {missing} of {len(prompts)} problems have no pass rate in their file")
+
+
+def held_out_sets(section: DataSection, tokenizer: PreTrainedTokenizerBase, notices: Notices) -> list[HeldOut]:
+    """Every evaluation set, tokenised; repeats stay, since the size of a set is part of its score.
+
+    Raises:
+        DataError: a file cannot be used, or a set would lose rows (see data.eval.*.drop_unusable).
+    """
+    return [
+        HeldOut(one, tuple(_held_out(section, f"data.eval.{index}", one, tokenizer, notices)))
+        for index, one in enumerate(section.eval)
+    ]
+
+
+def training_prompts(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    held_out: Sequence[HeldOut],
+    *,
+    notices: Notices,
+    ends: int | None = None,
+) -> protocol.PromptSource:
+    """Return the endless stream of training prompts. Problems that stand in a held-out set are reported.
+
+    Args:
+        ends: only so many first and last rows of each file, for a quick look.
+    """
+    section = config.data
+    problems, report = load_problems(
+        section.train,
+        section.format,
+        section.problem_field,
+        section.answer_field,
+        ends=ends,
+        held_out={one.section.name: one.prompts for one in held_out},
+    )
+    _say(notices, "training data", report.summary())
+    prompts, summary = _tokenised(section, problems, tokenizer)
+    _say(notices, "training data", summary)
+    return prompt_source(config, prompts, report.pass_rates, notices)
+
+
+def _held_out(
+    section: DataSection, field: str, one: EvalSet, tokenizer: PreTrainedTokenizerBase, notices: Notices
+) -> list[Prompt]:
+    problems, report = load_problems([one.path], one.format, one.problem_field, one.answer_field, repeats="keep")
+    _say(notices, f"evaluation set {one.name}", report.summary())
+    if one.rows is not None and report.rows != one.rows:
+        raise DataError(
+            f"{field} ({one.name}): {one.path} has {report.rows} rows; allowed: {one.rows}, since its accuracy would "
+            f"be that of another set; fetch the file again, or set {field}.rows to the number that you mean"
+        )
+    problems = problems[: one.max_prompts]
+    prompts, summary = _tokenised(_with_template(section, one, tokenizer), problems, tokenizer)
+    _say(notices, f"evaluation set {one.name}", summary)
+    lost = report.num_dropped + len(problems) - len(prompts)
+    if lost and not one.drop_unusable:
+        why = "; ".join(line for line in (*report.summary().splitlines(), *summary.splitlines()) if "dropped" in line)
+        raise DataError(
+            f"{field} ({one.name}): {lost} of {report.rows} rows of {one.path} cannot be used, so its accuracy would "
+            f"be that of another set: {why}; repair the rows, or set {field}.drop_unusable=true to score the rest"
+        )
+    return prompts
+
+
+def _with_template(section: DataSection, one: EvalSet, tokenizer: PreTrainedTokenizerBase) -> DataSection:
+    """Return the section with the template of this set."""
+    if one.template == "data":
+        return section
+    check_tokenizer(one.template, tokenizer)
+    template = TEMPLATES[one.template]
+    return section.model_copy(update={"prompt_template": template.prompt_template, "template": template.text})
+
+
+def _tokenised(
+    section: DataSection, problems: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Prompt], str]:
+    prompts, report = tokenize_prompts(
+        problems,
+        tokenizer,
+        prompt_template=section.prompt_template,
+        template=section.template,
+        max_prompt_tokens=section.max_prompt_tokens,
+    )
+    return prompts, report.summary()
+
+
+def _say(notices: Notices, what: str, summary: str) -> None:
+    for line in summary.splitlines():
+        notices.notice(f"{what}: {line}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +195,7 @@ class Inputs:
     tokenizer: PreTrainedTokenizerBase
     stop: tuple[int, ...]
     held_out: list[HeldOut]
-    prompts: PromptSource
+    prompts: protocol.PromptSource
 
 
 def read_inputs(config: Config, notices: Notices, *, ends: int | None = None) -> Inputs:
@@ -38,8 +207,10 @@ def read_inputs(config: Config, notices: Notices, *, ends: int | None = None) ->
         ends: only so many first and last rows of each training file, for a quick look.
 
     Raises:
-        ModelError: the tokenizer cannot be used. DataError: the problems cannot.
+        ModelError: transformers, and so the engines, read another model from config.json than the actor does; or the
+            tokenizer cannot be used. DataError: the problems cannot.
     """
+    read_compared_shape(config.model.path)
     tokenizer = load_tokenizer(
         config.model.path, config.model.trust_remote_code, chat_template=config.data.prompt_template == "chat"
     )

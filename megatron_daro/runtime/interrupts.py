@@ -1,6 +1,6 @@
 """Ctrl-C, SIGTERM and SIGHUP: while a command starts, in the training loop, and while everything is taken apart.
 
-Place in the data flow: `interruptible` is around a whole command; `stop_on_signals` is around the loop, and gives the
+`interruptible` is around a whole command; `stop_on_signals` is around the loop, and gives the
 handlers back when it ends. All three signals mean the same. Refuses to be hurried: what ends already is ended in order,
 unless somebody insists.
 """

@@ -1,6 +1,6 @@
 """Runs what a configuration describes, and takes it apart again: the composition root.
 
-Place in the data flow: the command line calls `train`; parts.py makes the parts, each of its own
+The command line calls `train`; parts.py makes the parts, each of its own
 section. Computes nothing.
 """
 
@@ -25,7 +25,7 @@ from megatron_daro.observe.logs import driver_log
 from megatron_daro.observe.metrics import MetricsLog
 from megatron_daro.observe.progress import Progress
 from megatron_daro.observe.trace import Phases
-from megatron_daro.rollout.beside import Evaluations
+from megatron_daro.rollout.async_eval import Evaluations
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.replay import ReplaySource
 from megatron_daro.rollout.sampled_batch import BatchSource
@@ -35,9 +35,8 @@ from megatron_daro.runtime.inputs import Inputs, read_inputs
 from megatron_daro.runtime.interrupts import Interrupts, interruptible, stop_on_signals
 from megatron_daro.runtime.placement import Placement
 from megatron_daro.runtime.policy_group import PolicyGroup
-from megatron_daro.runtime.rehearsal import check_start, taken_back_if_it_fails
+from megatron_daro.runtime.preflight import Start, begin, check_start, taken_back_if_it_fails
 from megatron_daro.runtime.run_directory import owned
-from megatron_daro.runtime.start import Start, begin
 from megatron_daro.runtime.supervisor import HasEnding, supervised
 from megatron_daro.types import PlainValue
 

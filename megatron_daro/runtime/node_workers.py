@@ -1,25 +1,125 @@
 """Equal Ray actors spread over the nodes: a call goes to the least busy one, and one that is lost is started again.
 
-Place in the data flow: answer_workers.py (requests to servers) and verdicts.py (verifier pools) each have one set.
+Requests to servers (sglang_group.py) and verifier pools each have one set.
 Unlike the policy's ranks they hold nothing that a run needs, so a run outlives them: whoever called a lost one is told
 (WorkerDiedError) and calls again. It refuses to start one more often than `MAX_RESTARTS` times, and to wait without a
 deadline.
+
+The Ray actors that need no torch: one SGLang server, one process that asks servers, one pool of verifiers.
+
+sglang_group.py and the pools below call them; all work is done by engine/sglang/
+and reward/. Thin shells, apart from workers.py because a process that imports no torch starts in a fifth of the time
+and takes a quarter of the memory. A run outlives each of them: whoever calls one sees that it is gone.
+
+Verdicts from all nodes: one pool of killable verifier processes on each, behind the Scorer Protocol.
+
+Answers of a group -> the pool with the fewest calls under way -> verdicts. Where the cluster is
+one machine and the engine an embedded one, the pool belongs to the driver: it has time, and a run starts one process
+fewer. A pool whose actor is lost is started again, and its answers are verified elsewhere: a verdict depends on
+the answer alone, so nothing changes by that. Refuses to score after close.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from megatron_daro.config.sections import RewardSection
+from megatron_daro.data.tokenizer import load_tokenizer, response_decoder
+from megatron_daro.engine.sglang.generation import DirectAnswers, Question
+from megatron_daro.engine.sglang.servers import LaunchOptions, ServerProcess
 from megatron_daro.errors import DeadlineError, WorkerError
+from megatron_daro.observe import logs
+from megatron_daro.reward.pool import RewardPool
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.runtime.calls import WorkerDiedError, gather, translated
+from megatron_daro.types import Rollout, Verdict
+
+_actor: Any = ray.remote  # Ray's stubs do not know what a decorated class becomes
+# Calls that an asynchronous actor has under way at most: all groups of a large batch wait in it for their servers.
+_MANY_CALLS = 100_000
+
+
+@_actor(max_restarts=0, max_task_retries=0)
+class ServerWorker:
+    """One SGLang server process, or one of several of a server that is spread over nodes, on the node and with the GPUs
+    that Ray gave this actor; it ends with the actor."""
+
+    def __init__(self, options: LaunchOptions) -> None:
+        self._server = ServerProcess(options, ray.util.get_node_ip_address())
+
+    def launch(self, meeting: str = "") -> tuple[str, str]:
+        """Start the process; its URL, and where the other parts of its server meet it. meeting: that of the first."""
+        return self._server.launch(meeting), self._server.meeting
+
+    def death(self) -> str:
+        """Why the process is gone; empty while it lives."""
+        return self._server.death()
+
+    def stop(self) -> None:
+        """End the process."""
+        self._server.stop()
+
+
+@_actor(max_restarts=0, max_task_retries=0, max_concurrency=_MANY_CALLS)
+class AnswerWorker:
+    """Asks SGLang servers and makes rollouts of their answers, many at once on Ray's event loop."""
+
+    def __init__(self, number: int, path: Path, trust_remote_code: bool, log_folder: Path | None) -> None:
+        logs.take_over(log_folder, f"answer worker {number}")
+        self._path, self._trust = path, trust_remote_code
+        self._answers: DirectAnswers | None = None
+
+    async def ready(self) -> tuple[str, int]:
+        """Node and process, when the tokenizer is loaded. Raises ModelError: here, since Ray cuts what a start says."""
+        if self._answers is None:
+            self._answers = DirectAnswers(response_decoder(load_tokenizer(self._path, self._trust)))
+        return _own_place()
+
+    async def ask(self, question: Question) -> tuple[Rollout, ...]:
+        """Return the rollouts of one group. Raises as `Answers.ask` says."""
+        assert self._answers is not None, "ask follows ready"
+        return await self._answers.ask(question)
+
+
+@_actor(max_restarts=0, max_task_retries=0, max_concurrency=_MANY_CALLS)
+class VerdictWorker:
+    """A pool of verifier processes on this node; they end with this process, however it ends."""
+
+    def __init__(self, number: int, section: RewardSection, workers: int, log_folder: Path | None) -> None:
+        logs.take_over(log_folder, f"verifier pool {number}")
+        self._pool = RewardPool.from_section(section.model_copy(update={"workers": workers}))
+
+    async def ready(self) -> tuple[str, int]:
+        """Node and process, when the verifiers run."""
+        await asyncio.to_thread(self._pool.start)
+        return _own_place()
+
+    async def score(self, *pairs: tuple[str, str, str]) -> tuple[list[Verdict], int, int]:
+        """Verdicts in order, this process, and its failed starts so far. An argument for each pair, since Ray sends
+        small ones along with the call. Raises RewardError."""
+        return await self._pool.score_async(pairs), os.getpid(), self._pool.failed_starts
+
+    async def counters(self) -> dict[str, int]:
+        """Return what the pool did so far."""
+        return self._pool.counters
+
+    async def stop(self) -> None:
+        """End the verifiers in order."""
+        await asyncio.to_thread(self._pool.close)
+
+
+def _own_place() -> tuple[str, int]:
+    return ray.get_runtime_context().get_node_id(), os.getpid()
+
 
 MAX_RESTARTS = 20
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
@@ -199,3 +299,90 @@ class NodeWorkers:
         handle, slot.handle, slot.ready = slot.handle, None, False
         if handle is not None:
             ray.kill(handle, no_restart=True)
+
+
+_STOP_S = 30.0
+
+
+class Verdicts:
+    """The verifiers of a run."""
+
+    def __init__(
+        self,
+        section: RewardSection,
+        *,
+        beside_driver: bool,
+        logs: Path | None = None,
+        warn: Callable[[str], None],
+        deadlines: Deadlines,
+    ) -> None:
+        """Start nothing.
+
+        Args:
+            section: the configuration's reward section; `workers` processes are dealt out to the nodes.
+            beside_driver: whether one node's pool may belong to this process.
+            logs: folder for the logs of the others.
+        """
+        self._section, self._beside_driver = section, beside_driver
+        self._shares: list[int] = []
+
+        def make(options: dict[str, Any], number: int) -> Any:
+            placed: Any = VerdictWorker.options(**options)  # type: ignore[attr-defined]
+            return placed.remote(number, section, self._shares[number], logs)
+
+        self.workers = NodeWorkers("verifier pool", make, warn=warn, deadlines=deadlines)
+        self.pool: RewardPool | None = None
+        self._started = False
+        self._failed_starts: dict[int, int] = {}
+
+    async def start(self) -> None:
+        """Start the processes; again is nothing. Raises DaroError."""
+        if self._started:
+            return
+        self._started = True
+        nodes = alive_nodes()
+        if len(nodes) == 1 and self._beside_driver:
+            self.pool = RewardPool.from_section(self._section)
+            await asyncio.to_thread(self.pool.start)
+            return
+        self._shares = shares(self._section.workers, len(nodes))
+        await self.workers.start(nodes)
+
+    @property
+    def failed_starts(self) -> int:
+        """Starts of verifier processes that failed and were tried again, as far as pools have said it."""
+        return self.pool.failed_starts if self.pool is not None else sum(self._failed_starts.values())
+
+    async def score_async(self, pairs: Sequence[tuple[str, str, str]]) -> list[Verdict]:
+        """Verdicts of (answer text, gold answer, statement of the problem), in order.
+
+        Raises:
+            RewardError: a pool failed. WorkerError: all are lost, each after as many starts as are allowed.
+        """
+        if self.pool is not None:
+            return await self.pool.score_async(pairs)
+        while True:
+            try:
+                verdicts: list[Verdict]
+                verdicts, process, failed_starts = await self.workers.call("score", *pairs)
+                self._failed_starts[process] = failed_starts
+                return verdicts
+            except WorkerDiedError:
+                continue  # bounded: every loss counts towards the worker's last start
+
+    async def close(self) -> None:
+        """End all processes. May be called twice."""
+        if self.pool is not None:
+            await asyncio.to_thread(self.pool.close)
+            return
+        try:
+            async with asyncio.timeout(_STOP_S):
+                await self.workers.each("stop")
+        except (WorkerError, TimeoutError):
+            pass  # they end with their actors
+        self.workers.close()
+
+
+def shares(workers: int, nodes: int) -> list[int]:
+    """Return verifier processes of each node: `workers` in sum, but at least one on each."""
+    return [max(1, workers // nodes + (i < workers % nodes)) for i in range(nodes)]

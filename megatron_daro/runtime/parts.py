@@ -1,6 +1,6 @@
 """From a checked configuration to the parts of a run; starts nothing.
 
-Place in the data flow: launch.py calls these, then starts what they made. Everything is handed its own section here, or
+Launch.py calls these, then starts what they made. Everything is handed its own section here, or
 the few values it needs of others. Computes nothing.
 """
 
@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from megatron_daro.actor.settings import PolicySettings
+from megatron_daro.actor.parallel import PolicySettings
 from megatron_daro.algo.weighting import Algorithm, make_algorithm
 from megatron_daro.config import Config
 from megatron_daro.config.base import filled
@@ -25,25 +25,22 @@ from megatron_daro.errors import AlgorithmError, ConfigError
 from megatron_daro.observe import logs
 from megatron_daro.observe.progress import Progress
 from megatron_daro.observe.trace import Phases
-from megatron_daro.rollout.batch_filler import RolloutContext
-from megatron_daro.rollout.collector import RolloutCollector
+from megatron_daro.rollout.batch_filler import EarlyFill, RolloutContext, Rounds
 from megatron_daro.rollout.deadlines import Deadlines
-from megatron_daro.rollout.early import EarlyFill
 from megatron_daro.rollout.ledger import Ledger
 from megatron_daro.rollout.protocol import Notices
 from megatron_daro.rollout.recorder import Recorder
-from megatron_daro.rollout.rounds import Rounds
+from megatron_daro.rollout.rollouter import RolloutCollector
 from megatron_daro.rollout.sampler import Sampler
 from megatron_daro.runtime.engine_group import EngineGroup
 from megatron_daro.runtime.evaluation import Evaluator
 from megatron_daro.runtime.inputs import Inputs
+from megatron_daro.runtime.node_workers import Verdicts
 from megatron_daro.runtime.placement import Placement
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.runtime.sglang_group import SGLangGroup, Text, routed_experts
-from megatron_daro.runtime.verdicts import Verdicts
-from megatron_daro.runtime.worker_group import WorkerGroup
-from megatron_daro.sync.turns import SharingEngine, Turns
-from megatron_daro.sync.weight_sync import ReceivingEngine
+from megatron_daro.runtime.supervisor import WorkerGroup
+from megatron_daro.sync.publish import ReceivingEngine, SharingEngine, Turns
 from megatron_daro.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -125,9 +122,9 @@ def generation(
         beside_driver=config.engine.kind == "embedded",
         logs=log_folder(config),
         warn=progress.warn,
-        deadlines=deadlines(config),
+        deadlines=placement.deadlines,
     )
-    return generation_with(config, inputs, algorithm, engine, scorer, progress, phases)
+    return generation_with(config, inputs, algorithm, engine, scorer, progress, phases, placement.deadlines)
 
 
 def generation_with(
@@ -138,9 +135,10 @@ def generation_with(
     scorer: Verdicts,
     progress: Progress,
     phases: Phases,
+    limits: Deadlines,
 ) -> Generation:
-    """Return the same, with an engine and a scorer that are there."""
-    rollout, ledger, limits = config.rollout, Ledger(), deadlines(config)
+    """Return the same, with an engine and a scorer that are there. limits: of every wait."""
+    rollout, ledger = config.rollout, Ledger()
     collector = RolloutCollector(
         ledger,
         scorer=scorer,
@@ -251,7 +249,7 @@ def rollout_engine(
             run_dir=run_directory(config),
             placement=placement,
             warn=notices.warn,
-            deadlines=deadlines(config),
+            deadlines=placement.deadlines,
         )
     return EngineGroup(
         config.engine,

@@ -1,6 +1,6 @@
 """Which node each rank and each server of a run is on: a Ray placement group, made whole or not at all.
 
-Place in the data flow: composition root -> `start` -> options of every actor that computes. A tensor-parallel group is
+Composition root -> `start` -> options of every actor that computes. A tensor-parallel group is
 one bundle, and so is a server, or each part of one that is spread over nodes, because a bundle never spans nodes.
 Servers that share GPUs with ranks are in a bundle with these: by Ray the ranks have its GPUs, one each, and the servers
 are told which these are. The groups of one replica (its experts' and context parts, then its pipeline stages) are next

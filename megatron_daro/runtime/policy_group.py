@@ -1,8 +1,15 @@
 """The policy as the controller sees it: Megatron ranks as Ray actors behind the Policy Protocol.
 
-Place in the data flow: TrainBatch -> schedule -> one shard per data-parallel rank -> ranks; WeightSync -> `export` ->
+TrainBatch -> schedule -> one shard per data-parallel rank -> ranks; WeightSync -> `export` ->
 ranks -> receivers, so that the bytes of weights never pass through the driver.
 Refuses to repeat a collective call: after a failure of one rank the group is not usable.
+
+How a batch reaches the ranks of the policy: its split, and one put of each part into the object store.
+
+TrainBatch -> schedule -> one Shard per data-parallel rank -> ranks; what ranks answer for their
+shards -> a column of the batch, in its own order. Token lists cross the driver once a step: columns of log-probs that a
+rank computes later stay where they are, and travel as references.
+A batch that does not split is refused by the schedule.
 """
 
 from __future__ import annotations
@@ -11,27 +18,102 @@ import asyncio
 import dataclasses
 import shutil
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 
-from megatron_daro.actor.settings import PolicySettings
+from megatron_daro.actor.parallel import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.model_shape import read_model_shape
-from megatron_daro.data.schedule import CostModel
+from megatron_daro.data.schedule import CostModel, schedule
 from megatron_daro.errors import WorkerError
-from megatron_daro.runtime.calls import gather
+from megatron_daro.runtime.calls import gather, unhurried
 from megatron_daro.runtime.placement import Placement
-from megatron_daro.runtime.shards import Shard, joined_column, shards_of
-from megatron_daro.runtime.worker_group import WorkerGroup
+from megatron_daro.runtime.supervisor import WorkerGroup
 from megatron_daro.runtime.workers import Place, TrainWorker
-from megatron_daro.sync import disk
+from megatron_daro.sync import send
 from megatron_daro.sync.plan import SendPlan, SendReport
 from megatron_daro.types import MemoryKind, MemoryMove, Rollout, StepResult, TrainBatch
+
+
+@dataclass(slots=True, eq=False)
+class Shard:
+    """What one data-parallel rank computes.
+
+    rows: of the batch. reference: to its TrainBatch in the object store. micro_batches: row numbers within that one.
+    columns: names of TrainBatch -> references to columns that were computed for this shard since.
+    """
+
+    rows: tuple[int, ...]
+    reference: Any
+    micro_batches: tuple[tuple[int, ...], ...]
+    columns: dict[str, Any] = field(default_factory=dict)
+
+
+def shards_of(batch: TrainBatch, actor: ActorSection, cost: CostModel) -> list[Shard]:
+    """Return the batch split over data-parallel ranks, each part put once into the object store.
+
+    Args:
+        batch: all samples of an optimizer step.
+        actor: how many ranks, and the token budget of a micro-batch.
+        cost: what a sample costs: ranks get equal sums of it.
+
+    Raises:
+        DataError: the batch does not split.
+    """
+    plan = schedule(
+        batch.lengths_N,
+        actor.data_parallel,
+        actor.micro_batch_tokens,
+        cost=cost,
+        sequence_multiple=2 * actor.context_parallel if actor.context_parallel > 1 else 1,
+        total_multiple=actor.sequence_multiple,
+    )
+    return [_shard(batch, micro_batches) for micro_batches in plan.ranks]
+
+
+def joined_column(batch: TrainBatch, shards: Sequence[Shard], parts: Mapping[int, np.ndarray]) -> np.ndarray:
+    """Return a response column of the batch from those of its shards.
+
+    Args:
+        batch: what the shards were made of.
+        shards: one per data-parallel rank.
+        parts: data-parallel rank -> float32 [R of its shard].
+
+    Returns:
+        float32 [R] in the batch's own order.
+    """
+    lengths_N = batch.response_lengths_N
+    starts_N = np.cumsum(lengths_N) - lengths_N
+    out = np.empty(int(lengths_N.sum()), dtype=np.float32)
+    for rank, shard in enumerate(shards):
+        position = 0
+        for row in shard.rows:
+            length = int(lengths_N[row])
+            out[starts_N[row] : starts_N[row] + length] = parts[rank][position : position + length]
+            position += length
+    return out
+
+
+def _shard(batch: TrainBatch, micro_batches: Sequence[Sequence[int]]) -> Shard:
+    rows, local = renumbered(micro_batches)
+    return Shard(rows, ray.put(batch.select(rows)), local)
+
+
+def renumbered(micro_batches: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """Return the rows of one rank in the order of its micro-batches, and these with rows numbered from 0 in it."""
+    rows = tuple(row for micro_batch in micro_batches for row in micro_batch)
+    local, start = [], 0
+    for micro_batch in micro_batches:
+        local.append(tuple(range(start, start + len(micro_batch))))
+        start += len(micro_batch)
+    return rows, tuple(local)
 
 
 class PolicyGroup:
@@ -131,7 +213,7 @@ class PolicyGroup:
         """One optimizer step on the whole batch; one that `prepare` gave is with the ranks already."""
         async with self._busy:
             _, prepared = self._prepared.pop(id(batch), (batch, None))
-            calls = self._calls(
+            calls = await self._calls(
                 await asyncio.to_thread(self._shards, batch) if prepared is None else prepared,
                 lambda worker, s: worker.train.remote(s.reference, s.micro_batches, step, **s.columns),
             )
@@ -155,14 +237,14 @@ class PolicyGroup:
         directory = plan.directory.absolute() if plan.directory else None
         if directory:
             plan = dataclasses.replace(plan, directory=directory)
-            await asyncio.to_thread(disk.prepare, plan)
+            await asyncio.to_thread(send.prepare, plan)
         for stage in self._stages():
             report = report.joined(await self._stage(stage, lambda worker: worker.export.remote(plan)))
             if report.failures:
                 return report
         if directory:
             model_path, dtype = self._settings.model_path, self._actor.torch_dtype
-            await asyncio.to_thread(disk.finish, plan, report.files, model_path, dtype)
+            await asyncio.to_thread(send.finish, plan, report.files, model_path, dtype)
             report = dataclasses.replace(report, send_s=time.perf_counter() - started)
         return report
 
@@ -214,7 +296,7 @@ class PolicyGroup:
         self, batch: TrainBatch, shards: Sequence[Shard], *, reference: bool, temperature: float | None = None
     ) -> np.ndarray:
         """float32 [R] of the whole batch; the shards keep references to their parts."""
-        calls = self._calls(
+        calls = await self._calls(
             shards, lambda worker, s: worker.logprobs.remote(s.reference, s.micro_batches, reference, temperature)
         )
         answers = await gather(calls)
@@ -232,20 +314,20 @@ class PolicyGroup:
         """`call(worker)` on the exporting ranks of a stage; the result of the one that sends."""
         placed = list(zip(self.workers.items(), self._places, strict=True))
         ranks = [(name, worker, p) for (name, worker), p in placed if p.exports and p.stage == stage]
-        results = await gather({name: call(worker) for name, worker, _ in ranks})
+        results = await gather({name: call(worker) async for name, worker, _ in unhurried(ranks)})
         return next(result for result, (_, _, p) in zip(results, ranks, strict=True) if p.sends)
 
-    def _calls(self, shards: Sequence[Shard], call: Callable[[Any, Shard], Any]) -> dict[str, Any]:
+    async def _calls(self, shards: Sequence[Shard], call: Callable[[Any, Shard], Any]) -> dict[str, Any]:
         """`call(worker, shard)` on every rank with the shard of its data-parallel rank: references by rank's name."""
         return {
             name: call(worker, shards[place.data_parallel])
-            for (name, worker), place in zip(self.workers.items(), self._places, strict=True)
+            async for (name, worker), place in unhurried(zip(self.workers.items(), self._places, strict=True))
         }
 
     async def _all(self, call: Callable[[Any], Any]) -> list[Any]:
         if not self.workers:
             raise WorkerError("the actor's workers were not started, or have been dismissed")
-        return await gather({name: call(worker) for name, worker in self.workers.items()})
+        return await gather({name: call(worker) async for name, worker in unhurried(self.workers.items())})
 
 
 def _scored_batch(rollouts: Sequence[Rollout], *, at_least: int) -> TrainBatch:

@@ -1,6 +1,6 @@
 """The run directory of a run that starts: one owner at a time, and never written over.
 
-Place in the data flow: the first thing that a start does; held until the end. Refuses a directory that holds a run
+The first thing that a start does; held until the end. Refuses a directory that holds a run
 (without --resume), one that another process uses, and one that cannot be written.
 """
 
@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import socket
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -22,6 +23,12 @@ from megatron_daro import recovery
 from megatron_daro.errors import CheckpointError, ConfigError
 
 LOCK_FILE = "run.lock"
+_JOB = "SLURM_JOB_ID"
+_SQUEUE_TIMEOUT_S = 30
+_PSEUDO_FILE_SYSTEMS = {
+    *("proc", "sysfs", "cgroup", "cgroup2", "devpts", "mqueue", "securityfs", "debugfs", "tracefs", "configfs"),
+    *("pstore", "bpf", "efivarfs", "binfmt_misc", "fusectl", "selinuxfs", "nsfs", "rpc_pipefs"),
+}
 
 
 @contextmanager
@@ -65,10 +72,20 @@ def require_usable(run_dir: Path, *, resume: bool) -> None:
     there = next(path for path in (run_dir, *run_dir.absolute().parents) if os.access(path, os.F_OK))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise _not_writable(run_dir, f"{there} is a file" if not there.is_dir() else f"{there} is closed to this user")
+    if kind := _pseudo_file_system(there):
+        raise _not_writable(run_dir, f"{there} is of the file system {kind}, which holds no files")
     with suppress(OSError), (run_dir / LOCK_FILE).open("r+", encoding="utf-8") as lock:
         _take(lock, run_dir)  # given back at the end of the block
     if not resume:
         recovery.require_fresh(run_dir)
+
+
+def _pseudo_file_system(path: Path) -> str:
+    """Return the kind of a file system that lets root make nothing but is not read-only; empty for others."""
+    around = [path.resolve(), *path.resolve().parents]
+    kinds = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
+    kind = next((kinds[place] for place in around if place in kinds), "")
+    return kind if kind in _PSEUDO_FILE_SYSTEMS else ""
 
 
 def _not_writable(run_dir: Path, why: str | None) -> ConfigError:
@@ -82,7 +99,7 @@ def _take(lock: IO[str], run_dir: Path) -> None:
     """Locks the file. The kernel gives the lock back when its owner ends, however it ends.
 
     A file system without locks leaves only what the owner wrote: it counts while that process lives on this host, and
-    for another host until the file is removed.
+    for another host while the owner's Slurm job may run, or until the file is removed.
     """
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -117,10 +134,26 @@ def _owner(lock: IO[str]) -> dict[str, Any]:
 def _write_owner(lock: IO[str]) -> None:
     lock.truncate(0)
     started = datetime.now().astimezone().isoformat(timespec="seconds")
-    json.dump({"pid": os.getpid(), "host": socket.gethostname(), "started": started}, lock)
+    owner = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
+    json.dump(owner | {"slurm_job": os.environ.get(_JOB)} if _JOB in os.environ else owner, lock)
     lock.flush()
 
 
 def _is_dead(owner: dict[str, Any]) -> bool:
-    pid = owner.get("pid")
-    return owner.get("host") == socket.gethostname() and isinstance(pid, int) and not psutil.pid_exists(pid)
+    pid, job = owner.get("pid"), str(owner.get("slurm_job") or "")
+    if owner.get("host") == socket.gethostname():
+        return isinstance(pid, int) and not psutil.pid_exists(pid)
+    # An attempt of a job begins when the one before it has ended on all nodes, or is given up with a lost one.
+    return bool(job) and (job == os.environ.get(_JOB) or _is_over(job))
+
+
+def _is_over(job: str) -> bool:
+    """Return whether Slurm says that a job runs no more; not, where it cannot be asked."""
+    command = ["squeue", "--noheader", f"--jobs={job}", "--format=%T"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SQUEUE_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    if done.returncode:
+        return "Invalid job id" in done.stderr  # forgotten: it ended long ago
+    return not any(word in done.stdout for word in ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING"))

@@ -1,7 +1,13 @@
 """SGLang servers as Ray actors, made into one engine; what can be known to fail is looked at before any starts.
 
-Place in the data flow: the composition root builds the engine here; Ray places each server with its GPUs. Refuses
+The composition root builds the engine here; Ray places each server with its GPUs. Refuses
 interpreters, argument names and models that cannot work, with the field that is wrong.
+
+The answer workers of a run: Ray actors that ask SGLang servers, parse, check and decode, near the servers.
+
+SGLangEngine -> Question -> an answer worker -> server -> rollouts, whose arrays the driver maps
+from Ray's object store without a copy. A worker that dies loses no group: its requests fail as
+LostWorkerError, and the engine makes them again.
 """
 
 from __future__ import annotations
@@ -21,25 +27,77 @@ from ray.exceptions import RayError
 
 from megatron_daro.config.base import filled
 from megatron_daro.config.model_shape import read_model_shape
-from megatron_daro.config.sections import Config, EngineSection
+from megatron_daro.config.sections import SHARED_FRACTION, Config, EngineSection
 from megatron_daro.engine.sglang import fp8_blocks
 from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.engine.sglang.environment import check_environments, interpreter
-from megatron_daro.engine.sglang.generation import probe_text
+from megatron_daro.engine.sglang.generation import LostWorkerError, Question, probe_text
 from megatron_daro.engine.sglang.servers import ExternalServer, LaunchOptions, ServerHandle
 from megatron_daro.engine.sglang.supervision import Expected
 from megatron_daro.errors import EngineError
 from megatron_daro.observe import logs
 from megatron_daro.rollout.deadlines import Deadlines
-from megatron_daro.runtime.answer_workers import AnswerWorkers
-from megatron_daro.runtime.calls import translated
-from megatron_daro.runtime.node_actors import ServerWorker
+from megatron_daro.runtime.calls import WorkerDiedError, translated
+from megatron_daro.runtime.node_workers import AnswerWorker, NodeWorkers, ServerWorker, alive_nodes
 from megatron_daro.runtime.placement import Placement
-from megatron_daro.runtime.worker_group import WorkerGroup
+from megatron_daro.runtime.supervisor import WorkerGroup
+from megatron_daro.types import Rollout
+
+# A worker answers by the deadline of the request itself; one that does not within this more is hung.
+_GRACE_S = 60.0
+
+
+class AnswerWorkers:
+    """`engine.sglang.answers.Answers`, by actors."""
+
+    def __init__(
+        self,
+        count: int | None,
+        model_path: Path,
+        trust_remote_code: bool,
+        *,
+        logs: Path | None = None,
+        warn: Callable[[str], None],
+        deadlines: Deadlines,
+    ) -> None:
+        """Start nothing. Args: count: workers in sum, dealt out to the nodes in turn; None: one on each node.
+        logs: folder for their logs."""
+        self._count = count
+
+        def make(options: dict[str, Any], number: int) -> Any:
+            placed: Any = AnswerWorker.options(**options)  # type: ignore[attr-defined]
+            return placed.remote(number, model_path, trust_remote_code, logs)
+
+        self.workers = NodeWorkers("answer worker", make, warn=warn, deadlines=deadlines)
+        self._started = False
+
+    @property
+    def restarts(self) -> int:
+        """Workers that were started again."""
+        return self.workers.restarts
+
+    async def start(self) -> None:
+        """Start the processes and load the tokenizer in each; again is nothing. Raises DaroError."""
+        if self._started:
+            return
+        self._started = True
+        nodes = alive_nodes()
+        await self.workers.start([nodes[i % len(nodes)] for i in range(self._count or len(nodes))])
+
+    async def ask(self, question: Question) -> tuple[Rollout, ...]:
+        """Return the rollouts of all calls. Raises as `Answers.ask` says; WorkerError when no worker is left."""
+        try:
+            return await self.workers.call("ask", question, timeout_s=question.timeout_s + _GRACE_S)
+        except WorkerDiedError as error:
+            raise LostWorkerError(str(error)) from None
+
+    async def close(self) -> None:
+        """End the processes. May be called twice."""
+        self.workers.close()
+
 
 _LAUNCH_S = 300.0
 _CALL_S = 30.0
-_SHARED_FRACTION = 0.6
 
 
 _Answer = TypeVar("_Answer")
@@ -217,7 +275,7 @@ def _sharing(options: LaunchOptions, gpus: str | None) -> LaunchOptions:
     """
     if gpus is None or options.arguments.get("device") == "cpu":
         return options
-    arguments = {"enable_memory_saver": True, "mem_fraction_static": _SHARED_FRACTION, **options.arguments}
+    arguments = {"enable_memory_saver": True, "mem_fraction_static": SHARED_FRACTION, **options.arguments}
     return replace(options, gpus=gpus, arguments=arguments)
 
 

@@ -1,17 +1,39 @@
 """Ends the run when a worker process dies, with the cause, within seconds and wherever the loop happens to wait.
 
-Place in the data flow: beside the controller. Every worker has one call that never returns; its failure is the news,
+Beside the controller. Every worker has one call that never returns; its failure is the news,
 unless the worker's group was dismissed.
+
+A set of worker processes that belong together: Ray actor handles by name, ended together.
+
+Policy_group.py and engine_group.py each own one; the supervisor watches them.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import UserDict
 from collections.abc import Awaitable, Sequence
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from megatron_daro.runtime.calls import translated
-from megatron_daro.runtime.worker_group import WorkerGroup
+import ray
+
+from megatron_daro.runtime.calls import translated, unhurried
+
+
+class WorkerGroup(UserDict[str, Any]):
+    """Handles by name. `dismissed` tells the supervisor that the end of a process is wanted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dismissed = False
+
+    def dismiss(self) -> None:
+        """End every process. May be called twice."""
+        self.dismissed = True
+        for worker in self.data.values():
+            ray.kill(worker, no_restart=True)
+        self.data.clear()
+
 
 T = TypeVar("T")
 
@@ -63,9 +85,10 @@ async def _cancelled(task: asyncio.Future[T]) -> None:
 
 async def _first_death(groups: Sequence[WorkerGroup], endings: Sequence[Awaitable[Exception]]) -> Exception:
     """Wait until a worker of a group that was not dismissed is gone; return the error."""
-    watches = [asyncio.ensure_future(_death(group, name)) for group in groups for name in group]
-    watches += [asyncio.ensure_future(ending) for ending in endings]
+    watches = [asyncio.ensure_future(ending) for ending in endings]
     try:
+        async for group, name in unhurried([(one, name) for one in groups for name in one]):
+            watches.append(asyncio.ensure_future(_death(group, name, group[name].sentinel.remote())))
         done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
         return done.pop().result()
     finally:
@@ -73,9 +96,9 @@ async def _first_death(groups: Sequence[WorkerGroup], endings: Sequence[Awaitabl
             watch.cancel()
 
 
-async def _death(group: WorkerGroup, name: str) -> Exception:
+async def _death(group: WorkerGroup, name: str, sentinel: Awaitable[None]) -> Exception:
     try:
-        await group[name].sentinel.remote()
+        await sentinel
         error: Exception = RuntimeError("its sentinel returned")
     except Exception as raised:  # the supervisor's border: whatever ends a worker is the news
         error = raised

@@ -1,8 +1,8 @@
 """The Ray actors that hold the model: one rank of the Megatron policy, one replica of the embedded engine.
 
-Place in the data flow: policy_group.py and engine_group.py call them; all work is done by actor/, engine/ and sync/.
+Policy_group.py and engine_group.py call them; all work is done by actor/, engine/ and sync/.
 Thin shells. Both have a `sentinel` call that never returns: its failure tells the supervisor that the process died. The
-actors that a run outlives are in node_actors.py.
+actors that a run outlives are in node_workers.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from torch import Tensor
 
-from megatron_daro.actor.settings import PolicySettings
+from megatron_daro.actor.parallel import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.engine.sglang.client import post_to
@@ -188,7 +188,7 @@ class TrainWorker:
         reports."""
         from megatron_daro.actor import device, parallel
         from megatron_daro.actor.weights import sends_for_stage
-        from megatron_daro.sync.sender import Sender
+        from megatron_daro.sync.send import Sender
 
         if not sends_for_stage():
             for _ in self._policy.export():  # the others gather along

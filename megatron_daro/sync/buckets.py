@@ -1,6 +1,6 @@
 """Packing a stream of tensors into buckets of bytes, and reading them back without copying.
 
-Place in the data flow: actor export -> (HF name, tensor) stream -> `bucketize` -> transport -> `WeightBucket.tensors`.
+Actor export -> (HF name, tensor) stream -> `bucketize` -> transport -> `WeightBucket.tensors`.
 The layout is that of SGLang's `flattened_bucket`, and the same for every receiver. Knows nothing of models or
 transports.
 """

@@ -1,6 +1,6 @@
 """What a weight sync has between its two ends: what is to be sent to whom, what was sent, and who failed.
 
-Place in the data flow: an engine makes a SendPlan; WeightSync hands it to the policy, whose ranks send; their
+An engine makes a SendPlan; WeightSync hands it to the policy, whose ranks send; their
 SendReport goes back to the engine. Holds records only.
 """
 

@@ -7,6 +7,7 @@ names; it is parsed, never imported. An upstream change turns a test red here be
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib.util
 import os
 import tomllib
@@ -67,6 +68,23 @@ def test_the_host_keeps_what_the_adapter_relies_on(path):
     if root is None:
         pytest.skip(f"{contract['host']} is not installed; {contract['variable']} may name a checkout")
     assert breaches(contract, root) == []
+
+
+def files_of(contract):
+    return sorted({clause["file"] for clause in [*contract.get("function", ()), *contract.get("text", ())]})
+
+
+@pytest.mark.parametrize("path", CONTRACTS, ids=lambda path: path.stem)
+def test_the_host_is_a_version_whose_files_were_looked_at(path):
+    """Recorded for the newest release and for main; any other version is skipped here and must keep the clauses."""
+    contract = tomllib.loads(path.read_text(encoding="utf-8"))
+    root, pins = sources(contract), contract.get("sha256", {})
+    assert set(pins) <= set(contract["versions"]) and len(set(pins.values())) == len(pins)
+    if root is None or not pins:
+        pytest.skip(f"{contract['host']} is not installed; {contract['variable']} may name a checkout")
+    digest = hashlib.sha256(b"".join((root / file).read_bytes() for file in files_of(contract))).hexdigest()
+    if digest not in pins.values():
+        pytest.skip(f"these files of {contract['host']} are of none of {', '.join(pins)}: {digest}")
 
 
 @pytest.mark.parametrize("path", CONTRACTS, ids=lambda path: path.stem)

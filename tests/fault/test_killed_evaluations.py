@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cli_runs import started, trained
 
-from megatron_daro.evaluate.answers import kept, part_files, rows
+from megatron_daro.workshop.evaluate.answers import kept, part_files, rows
 
 SAMPLES = 400
 

@@ -22,13 +22,13 @@ from stub_server import StubServer
 
 from megatron_daro.config.sections import RewardSection
 from megatron_daro.data.tokenizer import load_tokenizer
-from megatron_daro.engine.sglang.answers import DirectAnswers
+from megatron_daro.engine.sglang.generation import DirectAnswers
 from megatron_daro.errors import ModelError, WorkerError
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.runtime import node_workers
-from megatron_daro.runtime.answer_workers import AnswerWorkers
 from megatron_daro.runtime.calls import WorkerDiedError
-from megatron_daro.runtime.verdicts import Verdicts, shares
+from megatron_daro.runtime.node_workers import Verdicts, shares
+from megatron_daro.runtime.sglang_group import AnswerWorkers
 
 LIMIT_S = 200
 OPTIONS = section(max_tokens_in_flight=1_000_000)

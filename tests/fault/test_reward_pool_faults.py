@@ -20,6 +20,7 @@ import pytest
 
 from megatron_daro.errors import RewardError
 from megatron_daro.reward import ScreenLimits, VerifierSpec, process
+from megatron_daro.reward import pool as pool_module
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.types import Verdict
 
@@ -129,6 +130,7 @@ def test_an_answer_that_eats_memory_is_refused_and_its_worker_replaced(hungry: t
         assert [v.reason for v in pool.score([hungry, WRONG])] == ["memory", "no_match"]
         assert pool.counters["memory_kills"] == 1
         assert pool.counters["timeouts"] == 0
+        assert pool.counters["crashes"] == 0, "the next answer met a worker that had ended"
         assert pool.worker_pids != first
 
 
@@ -296,3 +298,45 @@ def test_workers_that_no_longer_start_end_the_call(monkeypatch: pytest.MonkeyPat
             pool.score([GOOD, WRONG])
         with pytest.raises(RewardError):
             pool.score([GOOD])
+
+
+class KilledAsTheyStart:
+    """Ends the first `number` processes with SIGKILL before they can be ready."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+        self.pids: list[int] = []
+        faults = self
+
+        class Killed(subprocess.Popen[bytes]):
+            def __init__(self, *args: Any, **options: Any) -> None:
+                super().__init__(*args, **options)
+                if len(faults.pids) < number:
+                    faults.pids.append(self.pid)
+                    self.kill()
+
+        monkeypatch.setattr(subprocess, "Popen", Killed)
+
+
+def test_workers_killed_while_the_pool_starts_are_started_again_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = KilledAsTheyStart(monkeypatch, 5)
+    with RewardPool("math", workers=2, timeout_s=60.0) as pool:
+        assert len(faults.pids) == 5 and not set(faults.pids) & set(pool.worker_pids)
+        assert pool.failed_starts == 5
+        assert pool.score([GOOD, WRONG]) == [Verdict(True, 1.0, "match"), Verdict(False, 0.0, "no_match")]
+
+
+def test_replacements_killed_while_they_start_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with RewardPool("math", workers=1, timeout_s=60.0) as pool:
+        faults = KilledAsTheyStart(monkeypatch, 5)
+        os.kill(pool.worker_pids[0], signal.SIGKILL)
+        assert pool.score([GOOD])[0].correct
+        assert len(faults.pids) == 5
+        assert (pool.failed_starts, pool.counters["restarts"]) == (5, 1)
+
+
+def test_workers_that_are_killed_again_and_again_end_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "_LONGEST_PAUSE_S", 0.01)
+    faults = KilledAsTheyStart(monkeypatch, 1000)
+    with pytest.raises(RewardError, match=r"could not start .*exit status -9"):
+        RewardPool("math", workers=1).start()
+    assert len(faults.pids) == 10

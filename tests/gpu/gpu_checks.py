@@ -31,7 +31,7 @@ Check = Callable[[torch.device, Path], Outcome]
 
 def packed_attention(device: torch.device, _: Path, dtype: torch.dtype = torch.float32) -> Outcome:
     """Values and gradients of the local core attention against float64, sequences of very different length."""
-    from megatron_daro.actor.layers import packed_causal_attention
+    from megatron_daro.actor.model import packed_causal_attention
 
     torch.manual_seed(0)
     lengths = [700, 3, 0, 65, 64, 1, 130, 128]
@@ -77,7 +77,7 @@ def chunked_logprobs(device: torch.device, _: Path, dtype: torch.dtype = torch.f
 
 def fp8_blocks(device: torch.device, _: Path) -> Outcome:
     """Matrices as servers get them in fp8 blocks, cast on the device and on the CPU: numbers that differ."""
-    from megatron_daro.sync.fp8_blocks import cast
+    from megatron_daro.sync.send import cast
 
     torch.manual_seed(0)
     matrix_NK = (torch.randn(1000, 700) * torch.logspace(-6, 6, 700)).to(torch.bfloat16)
@@ -257,13 +257,13 @@ def _learnable(directory: Path) -> Any:
 
 def check_fp8(device: torch.device, recipe: Any = "tensorwise") -> None:
     """Raise NotHereError where matrix products in fp8 cannot run."""
-    from megatron_daro.actor import precision
+    from megatron_daro.actor import optimizer
     from megatron_daro.actor.device import has_transformer_engine
     from megatron_daro.config.precision import why_not
 
     if not has_transformer_engine():
         raise NotHereError(NO_TRANSFORMER_ENGINE)
-    if why := why_not(recipe, precision.surroundings()):
+    if why := why_not(recipe, optimizer.surroundings()):
         raise NotHereError(f"fp8 ({recipe}): {why}")
 
 

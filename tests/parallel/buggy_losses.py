@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_daro.check_loss.shipped import megatron_return
+from megatron_daro.workshop.check_loss.shipped import megatron_return
 
 
 def _losses(batch):
@@ -68,7 +68,7 @@ def verl_6609(batch, step):
 
 def local_denominator(batch, step):
     """Tokens are counted on this data-parallel rank alone (the reason of verl's batch_num_tokens)."""
-    from megatron_daro.check_loss.rank import dist  # noqa: F401  (the all-reduce that was forgotten)
+    from megatron_daro.workshop.check_loss.rank import dist  # noqa: F401  (the all-reduce that was forgotten)
 
     mean = _masked(_losses(batch), batch).sum() / batch.mask_T.sum().clamp(min=1)
     return mean * step.num_micro_batches / step.num_micro_batches, {}

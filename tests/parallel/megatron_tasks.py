@@ -17,8 +17,8 @@ from megatron_daro.types import TrainBatch
 
 
 def _trainee(path: Path, layout: Any, algorithm: Any, **options: Any) -> Any:
+    from megatron_daro.actor.parallel import PolicySettings
     from megatron_daro.actor.policy import MegatronPolicy
-    from megatron_daro.actor.settings import PolicySettings
     from megatron_daro.config.actor import ActorSection
     from megatron_daro.config.algorithm import AlgorithmSection
 
@@ -161,10 +161,10 @@ def train(
 def train_and_move(
     path: Path, layout: Any, batches: list[TrainBatch], num_micro_batches: int, moves: bool, **options: Any
 ) -> dict[str, Any]:
-    """Optimizer steps, after each of which the policy's memory goes to the host, in two parts, and comes back.
+    """Optimizer steps, after each of which the policy's memory goes to the host, a part and then all, and comes back.
 
-    moves: for each step what was reported of (gradients and optimizer, weights, all of them back). refused: what was
-    refused while it was away, before the last return.
+    moves: for each step what was reported of (gradients and optimizer, these back, weights, all of them back). refused:
+    what was refused while it was away, before the last return.
     """
     policy = _trainee(path, layout, {"name": "daro"}, **options)
     metrics, done, refused = [], [], []
@@ -173,9 +173,12 @@ def train_and_move(
         metrics.append(comparable(policy.train_step(mine, micro_batches, step=step + 1).metrics))
         if moves:
             before = policy._memory.left_behind()
-            first, second = policy.leave(("gradients", "optimizer")), policy.leave(("weights", "optimizer"))
+            first, part_back = policy.leave(("gradients", "optimizer")), policy.come_back(_ALL)
+            policy.leave(("gradients", "optimizer"))
+            second = policy.leave(("weights", "optimizer"))
             refused = _refused(policy, mine, micro_batches)
-            done.append((_told(first, before=before), _told(second), _told(policy.come_back(_ALL))))
+            back = policy.come_back(_ALL)
+            done.append((_told(first, before=before), _told(part_back), _told(second), _told(back)))
     return {
         "parameters": {n: t.clone().float().numpy() for n, t in policy.export()},
         "state": {str(n): t.clone().numpy() for n, t in enumerate(policy._memory._optimizer_tensors())},

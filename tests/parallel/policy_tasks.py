@@ -26,8 +26,8 @@ WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_uniq
 def build_policy(
     path: Path, layout: Any, algorithm: dict[str, Any], *, temperature: float = 1.0, **options: Any
 ) -> Any:
+    from megatron_daro.actor.parallel import PolicySettings
     from megatron_daro.actor.policy import MegatronPolicy
-    from megatron_daro.actor.settings import PolicySettings
     from megatron_daro.config.actor import ActorSection
     from megatron_daro.config.algorithm import AlgorithmSection
 

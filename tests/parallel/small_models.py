@@ -47,6 +47,7 @@ MODELS = {
     "qwen3": ("Qwen3Config", QWEN3),
     "qwen3_yarn": ("Qwen3Config", {**QWEN3, "rope_parameters": YARN}),
     "llama": ("LlamaConfig", {"rope_parameters": LLAMA3}),
+    "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 32}),
     "llama_one_group": ("LlamaConfig", {"num_key_value_heads": 1}),
     "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "norm_topk_prob": True}),
     # Every second layer is dense, and the weights of the chosen experts do not sum to 1.

@@ -39,7 +39,7 @@ CHEAP = ["daro"]
 
 @pytest.fixture(scope="module")
 def case_pool():
-    from megatron_daro.check_loss.pool import CasePool
+    from megatron_daro.workshop.check_loss.pool import CasePool
 
     with CasePool() as pool:
         yield pool
@@ -50,7 +50,7 @@ def case_pool():
     [pytest.param(*bug, id=bug[0], marks=[pytest.mark.heavy] if bug[0] in TWICE else []) for bug in BUGS],
 )
 def test_a_mistake_that_shipped_is_found_and_named(case_pool, record_property, name, flags, uses, words):
-    from megatron_daro.check_loss.search import check
+    from megatron_daro.workshop.check_loss.search import check
 
     report = check(f"buggy_losses:{name}", pool=case_pool, flags=flags, uses=(uses,), seconds=0)
     record_property("seconds", report.seconds)
@@ -67,9 +67,9 @@ def test_a_mistake_that_shipped_is_found_and_named(case_pool, record_property, n
     [name if name in CHEAP else pytest.param(name, marks=pytest.mark.heavy) for name in EXACT],
 )
 def test_an_exact_loss_is_left_alone(case_pool, name):
-    from megatron_daro.check_loss.search import check
+    from megatron_daro.workshop.check_loss.search import check
 
-    report = check(f"megatron_daro.check_loss.shipped:{name}", pool=case_pool, seconds=0)
+    report = check(f"megatron_daro.workshop.check_loss.shipped:{name}", pool=case_pool, seconds=0)
     assert report.cause == ""
     assert len(report.rows) >= 30
     assert max(row.difference for row in report.rows) < 1e-6
@@ -78,7 +78,7 @@ def test_an_exact_loss_is_left_alone(case_pool, name):
 @pytest.mark.heavy
 @pytest.mark.parametrize("host", ["verl", "slime"])
 def test_a_wrapped_loss_of_another_framework_is_exact(case_pool, host):
-    from megatron_daro.check_loss.search import check
+    from megatron_daro.workshop.check_loss.search import check
 
     report = check(f"host_losses:{host}", pool=case_pool, flags=(False,), seconds=0)
     assert report.cause == ""
@@ -86,18 +86,18 @@ def test_a_wrapped_loss_of_another_framework_is_exact(case_pool, host):
 
 @pytest.mark.heavy
 def test_random_cases_are_exact_for_daro(case_pool):
-    from megatron_daro.check_loss.search import check
+    from megatron_daro.workshop.check_loss.search import check
 
-    report = check("megatron_daro.check_loss.shipped:daro", pool=case_pool, seconds=0, num_random=4)
+    report = check("megatron_daro.workshop.check_loss.shipped:daro", pool=case_pool, seconds=0, num_random=4)
     assert report.exact
     assert sum(row.name.startswith("random") for row in report.rows) == 4
 
 
 @pytest.mark.heavy
 def test_a_case_survives_json_and_runs_under_torchrun(case_pool, tmp_path):
-    from megatron_daro.check_loss.records import as_json, from_json
-    from megatron_daro.check_loss.script import write_script
-    from megatron_daro.check_loss.search import check
+    from megatron_daro.workshop.check_loss.records import as_json, from_json
+    from megatron_daro.workshop.check_loss.script import write_script
+    from megatron_daro.workshop.check_loss.search import check
 
     report = check("buggy_losses:megatron_lm_906", pool=case_pool, flags=(False,), seconds=0)
     assert from_json(json.loads(json.dumps(as_json(report.case)))) == report.case
@@ -126,14 +126,17 @@ def _environment():
 
 def test_experts_are_reduced_over_their_own_ranks(case_pool):
     """An exact loss is exact with experts on other ranks; one that takes their group for all ranks is not."""
-    from megatron_daro.check_loss import cases
-    from megatron_daro.check_loss.search import difference
+    from megatron_daro.workshop.check_loss import search
+    from megatron_daro.workshop.check_loss.search import difference
 
-    names = [name for name in cases.AXES if "expert" in name]
+    names = [name for name in search.AXES if "expert" in name]
     assert len(names) == 3
     for name, flag in itertools.product(names, (True, False)):
-        case = replace(cases.AXES[name], per_token=flag)
-        for function, exact in (("megatron_daro.check_loss.shipped:daro", True), ("buggy_losses:experts_group", False)):
+        case = replace(search.AXES[name], per_token=flag)
+        for function, exact in (
+            ("megatron_daro.workshop.check_loss.shipped:daro", True),
+            ("buggy_losses:experts_group", False),
+        ):
             outcomes = [case_pool.run(one, function) for one in (case, case.reference())]
             assert not any(outcome.error for outcome in outcomes), outcomes
             assert set(outcomes[0].gradients) == {"embedding", "output", "experts"}
@@ -141,13 +144,13 @@ def test_experts_are_reduced_over_their_own_ranks(case_pool):
 
 
 def test_a_rank_that_raises_is_told_and_the_pool_goes_on(case_pool, monkeypatch):
-    from megatron_daro.check_loss import cases
-    from megatron_daro.check_loss.search import check
+    from megatron_daro.workshop.check_loss import search
+    from megatron_daro.workshop.check_loss.search import check
 
-    report = check("megatron_daro.check_loss.shipped:_sample_sums", pool=case_pool, flags=(True,), seconds=0)
+    report = check("megatron_daro.workshop.check_loss.shipped:_sample_sums", pool=case_pool, flags=(True,), seconds=0)
     assert "fails on one process" in report.cause
     assert "Traceback" in report.error
-    outcome = case_pool.run(cases.base(per_token=True), "megatron_daro.check_loss.shipped:ppo")
+    outcome = case_pool.run(search.base(per_token=True), "megatron_daro.workshop.check_loss.shipped:ppo")
     assert not outcome.error
 
 
@@ -156,20 +159,46 @@ def test_a_rank_that_raises_is_told_and_the_pool_goes_on(case_pool, monkeypatch)
     [("once_different", "the same case failed and then did not"), ("once_different_and_padded", "padded positions")],
 )
 def test_what_differs_only_once_is_not_blamed_on_the_layout(case_pool, name, words):
-    from megatron_daro.check_loss.search import check
+    from megatron_daro.workshop.check_loss.search import check
 
     report = check(f"buggy_losses:{name}", pool=case_pool, flags=(True,), seconds=0)
     assert not report.exact and words in report.cause
 
 
 def test_simpler_cases_are_valid():
-    from megatron_daro.check_loss import cases
+    from megatron_daro.workshop.check_loss import search
 
     for seed in range(40):
-        case = cases.random_case(seed, per_token=True)
-        for smaller in [case, *cases.simpler(case)]:
+        case = search.random_case(seed, per_token=True)
+        for smaller in [case, *search.simpler(case)]:
             assert len({len(rank) for rank in smaller.schedule}) == 1
             assert all(micro_batch for rank in smaller.schedule for micro_batch in rank)
             assert smaller.world_size <= 4
-        assert case not in list(cases.simpler(case))
-    assert list(cases.simpler(replace(cases.base(per_token=True), schedule=(((0,),),), responses=(1,) * 8))) == []
+        assert case not in list(search.simpler(case))
+    assert list(search.simpler(replace(search.base(per_token=True), schedule=(((0,),),), responses=(1,) * 8))) == []
+
+
+@pytest.mark.parametrize("name", ["NaN under the mask", "base"])
+def test_only_a_poisoned_case_has_nan_and_only_under_the_mask(name):
+    import torch
+
+    from megatron_daro.workshop.check_loss import rank
+    from megatron_daro.workshop.check_loss.records import local_positions, step_samples
+    from megatron_daro.workshop.check_loss.search import AXES
+
+    poisoned = AXES["NaN under the mask"]
+    case = poisoned if name != "base" else replace(poisoned, poison=False)
+    samples, micro_batch = step_samples(case), tuple(range(len(case.responses)))
+    places = [local_positions(samples.columns[i], 0, 1) for i in micro_batch]
+    batch = rank._batch(case, samples, micro_batch, places, 0, torch.zeros(sum(map(len, places))))
+    assert bool(batch.mask_T.all()) is False
+    assert torch.equal(batch.old_logprobs_T.isnan(), ~batch.mask_T if case.poison else torch.zeros_like(batch.mask_T))
+
+
+def test_each_case_has_what_its_name_says():
+    from megatron_daro.workshop.check_loss.search import AXES
+
+    for name, case in AXES.items():
+        sizes = {"expert": case.expert, "context": case.context, "tensor": case.tensor, "pipeline": case.pipeline}
+        assert {axis: size > 1 for axis, size in sizes.items()} == {axis: axis in name for axis in sizes}, name
+        assert len(case.schedule) > 1 or "data" not in name

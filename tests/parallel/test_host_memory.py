@@ -36,8 +36,10 @@ def test_steps_with_moves_between_equal_steps_without(rank_pool, tmp_path, layou
             for name, value in stayed[what].items():
                 np.testing.assert_array_equal(moved[what][name], value, err_msg=name)
         assert moved["refused"] == ["train", "logprobs", "export", "save"], "no work with tensors that are away"
-        for first, second, back in moved["moves"]:
+        for first, part_back, second, back in moved["moves"]:
             assert first["left"] < first["before"], "gradients and optimizer state were given back"
+            assert part_back["moved"] == first["moved"], "weights that never left are nothing to wait for"
+            assert part_back["left"] == first["before"]
             assert second["left"] == 0, "and the weights: nothing is left"
             assert first["moved"] + second["moved"] == first["before"] == back["moved"] == back["left"]
 

@@ -18,6 +18,7 @@ CASES = [(layout, family) for family in FAMILIES for layout in LAYOUTS] + [
     ("cp2", "qwen3_yarn"),
     ("tp2", "llama_one_group"),  # one key-value head, on two ranks
     ("tp2_cp2", "llama_one_group"),
+    ("tp2", "mistral"),
 ]
 TOLERANCE = 1e-4
 # Measured: 0.013 at most and 0.003 on average between two bf16 implementations, and 0.016 from bf16 to fp32 for
@@ -151,3 +152,32 @@ def test_bf16_is_as_close_as_bf16_can_be(rank_pool, models, batch, layout, famil
     stored = load_file(directory / "model.safetensors")
     for name, tensor in exported.items():
         assert torch.equal(tensor, stored[name].bfloat16()), name
+
+
+# A value other than the default of each allowed option that layers for CPUs read; a few more belong to GPUs.
+ALLOWED_OPTIONS = [
+    {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+    {"batch_p2p_sync": False},
+    {"activation_func_fp8_input_store": True},
+    {"disable_parameter_transpose_cache": True},
+    {"clone_scatter_output_in_embedding": False},
+    {"bias_activation_fusion": True},
+    {"bias_dropout_fusion": True},
+    {"deterministic_mode": True},
+    {"disable_bf16_reduced_precision_matmul": True},
+    {"cp_comm_type": "a2a"},
+    {"moe_layer_recompute": True},
+    {"overlap_grad_reduce": True, "bucket_size": 1000, "pad_buckets_for_high_nccl_busbw": True},
+    {"hidden_dropout": 0.0, "attention_dropout": 0.0},
+]
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_allowed_options_of_megatron_leave_the_model_as_it_is(rank_pool, tmp_path, batch, family):
+    hf = save_model(family, tmp_path)
+    want = plain_logprobs(hf, batch)
+    for options in ALLOWED_OPTIONS:
+        got, _ = run(rank_pool, "single", tmp_path, batch, 3, megatron=options)
+        np.testing.assert_allclose(got, want, atol=TOLERANCE, err_msg=str(options))

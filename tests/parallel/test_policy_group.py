@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from small_models import ROLLOUTS, random_batch, save_model
 
-from megatron_daro.actor.settings import PolicySettings
+from megatron_daro.actor.parallel import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.errors import WorkerError
-from megatron_daro.runtime import policy_group, shards
+from megatron_daro.runtime import policy_group
 from megatron_daro.runtime.calls import gather
 from megatron_daro.runtime.cluster import cluster
 from megatron_daro.runtime.placement import Placement
@@ -25,8 +25,8 @@ ALGORITHM = AlgorithmSection(name="grpo", old_logprobs="recompute", kl={"coeffic
 @pytest.fixture
 def put(monkeypatch):
     """Everything the driver put into the object store by hand."""
-    objects, original = [], shards.ray.put
-    monkeypatch.setattr(shards.ray, "put", lambda value: objects.append(value) or original(value))
+    objects, original = [], policy_group.ray.put
+    monkeypatch.setattr(policy_group.ray, "put", lambda value: objects.append(value) or original(value))
     return objects
 
 
@@ -40,9 +40,11 @@ async def two_steps(policy, batch, put):
     # The same columns by the other way: a batch that `prepare` did not give travels whole.
     again = await policy.prepare(batch)
     kept = policy._prepared[id(again)][1]
-    calls = policy._calls(kept, lambda worker, s: worker.logprobs.remote(s.reference, s.micro_batches, False))
+    calls = await policy._calls(kept, lambda worker, s: worker.logprobs.remote(s.reference, s.micro_batches, False))
     found["answers"] = [answer is not None for answer in await gather(calls)]
-    results = policy._calls(kept, lambda worker, s: worker.train.remote(s.reference, s.micro_batches, 2, **s.columns))
+    results = await policy._calls(
+        kept, lambda worker, s: worker.train.remote(s.reference, s.micro_batches, 2, **s.columns)
+    )
     found["metrics of ranks"] = [bool(result.metrics) for result in await gather(results)]
     unknown = dataclasses.replace(await policy.prepare(batch))
     before = len(put)

@@ -61,9 +61,9 @@ def test_activations_of_a_stage_are_within_15_percent(
     from megatron_daro.actor.parallel import Layout
     from megatron_daro.config import Config
     from megatron_daro.config.model_shape import read_model_shape
-    from megatron_daro.plan import memory
-    from megatron_daro.plan.layout import ModelLayout
-    from megatron_daro.plan.workload import workload_of
+    from megatron_daro.workshop.plan import memory
+    from megatron_daro.workshop.plan.layout import ModelLayout
+    from megatron_daro.workshop.plan.workload import workload_of
 
     rows = [list(range(i * EACH, (i + 1) * EACH)) for i in range(micro_batches)]
     real = rank_pool.run(

@@ -25,7 +25,7 @@ def run_ranks(script: str, size: int, out: Path, *arguments: object, **environme
 
 def _logs(script: str, size: int, out: Path, arguments: tuple[object, ...], environment: dict[str, str]) -> list[str]:
     """What the ranks printed, in order, after all of them ended well."""
-    paths = [str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
+    paths = [os.environ.get("PYTHONPATH", ""), str(HERE), str(HERE.parents[1])]
     base = {**os.environ, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
     base |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1", **environment}
     command = [sys.executable, "-W", "ignore", str(HERE / script), str(out), *map(str, arguments)]
@@ -41,7 +41,7 @@ def _logs(script: str, size: int, out: Path, arguments: tuple[object, ...], envi
         for rank in range(size)
     ]
     try:
-        logs = [process.communicate(timeout=240)[0] for process in processes]
+        logs = [process.communicate(timeout=480)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

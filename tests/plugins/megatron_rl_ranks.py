@@ -42,6 +42,8 @@ from megatron_daro.actor.parallel import Layout, initialize  # noqa: E402
 from megatron_daro.plugins import megatron_rl as adapter  # noqa: E402
 
 SOURCE = Path(os.environ["MEGATRON_DARO_MEGATRON_LM"])
+PER_TURN = "PAD_TURN_UNIT = " in (SOURCE / "megatron/rl/rl_utils.py").read_text(encoding="utf-8")
+"""Whether it is the layout of rows of core_v0.19.0."""
 PAD, LONGEST, FAILED = batches.VOCAB, 48, 4
 """FAILED: the group of which one rollout failed."""
 
@@ -111,6 +113,7 @@ def host_modules(args: Namespace) -> tuple[ModuleType, ModuleType]:
         module.is_hybrid_model = lambda args: False
         module.print_rank_0, module.pretrain = print, lambda *given: loop(args, given[3])
     modules["megatron.training.arguments"].parse_and_validate_args = lambda **options: args
+    modules["megatron.training.arguments"]._add_rl_args = lambda parser: parser
     modules["megatron.training.arguments"].core_transformer_config_from_args = MagicMock()
     for name in ("gpt_config_from_args", "hybrid_config_from_args", "pretrain_cfg_container_from_args"):
         setattr(modules["megatron.training.argument_utils"], name, MagicMock())
@@ -118,7 +121,8 @@ def host_modules(args: Namespace) -> tuple[ModuleType, ModuleType]:
     modules["gpt_builders"].gpt_builder = modules["hybrid_builders"].hybrid_builder = MagicMock()
     modules["model_provider"].model_provider = MagicMock()
     packing = modules["megatron.rl.sequence_packing_utils"]
-    compiled(core_utils, "megatron/core/utils.py", "round_up_to_nearest_multiple")  # newer than the installed core
+    if not PER_TURN:  # newer than the installed core
+        compiled(core_utils, "megatron/core/utils.py", "round_up_to_nearest_multiple")
     compiled(packing, "megatron/rl/sequence_packing_utils.py")
     packing.reconfigure_num_microbatches_calculator = partial(
         num_microbatches_calculator.reconfigure_num_microbatches_calculator, rampup_batch_size=None
@@ -132,6 +136,7 @@ def host_modules(args: Namespace) -> tuple[ModuleType, ModuleType]:
 
 def fill_rl_utils(rl_utils: ModuleType, packing: ModuleType, args: Namespace, no_range: Any) -> None:
     """megatron.rl.rl_utils: functions of the checkout, and what they look up."""
+    import copy
     import itertools
     import logging
     from dataclasses import dataclass
@@ -141,7 +146,13 @@ def fill_rl_utils(rl_utils: ModuleType, packing: ModuleType, args: Namespace, no
     found = dict(vars(packing), np=np, math=math, itertools=itertools, Counter=Counter, mpu=mpu, torch=torch)
     found |= {"dist": torch.distributed, "logger": logging.getLogger("rl"), "nullcontext": nullcontext, "PAD_ROW": None}
     found |= {"DataLoader": DataLoader, "TensorDataset": TensorDataset, "RerunDataIterator": RerunDataIterator}
-    found |= {"dataclass": dataclass, "get_args": lambda: args, "get_nvtx_range": no_range, "gc": MagicMock()}
+    found |= {
+        "copy": copy,
+        "dataclass": dataclass,
+        "get_args": lambda: args,
+        "get_nvtx_range": no_range,
+        "gc": MagicMock(),
+    }
     found |= {"get_forward_backward_func": MagicMock, "is_batch_invariant_mode_enabled": lambda: False}
     found |= {"get_attr_wrapped_model": MagicMock(), "Rollout": Rollout, "TokenRollout": Rollout}
     rl_utils.__dict__.update({k: v for k, v in found.items() if not k.startswith("__")})
@@ -149,9 +160,11 @@ def fill_rl_utils(rl_utils: ModuleType, packing: ModuleType, args: Namespace, no
         rl_utils,
         "megatron/rl/rl_utils.py",
         *("calculate_grpo_advantages", "calculate_grpo_loss", "prepare_data_for_update", "prepare_trajectories"),
-        *("selective_log_softmax", "_is_collapsible_rollout", "_to_list", "_pad_nonnull_with_zeros"),
-        *("RLRuntimeState", "get_rl_runtime_state"),
+        *("selective_log_softmax", "_pad_nonnull_with_zeros", "RLRuntimeState", "get_rl_runtime_state"),
+        *(() if PER_TURN else ("_is_collapsible_rollout", "_to_list")),
     )
+    if PER_TURN:
+        rl_utils.PAD_TURN_UNIT = (None, -1)
     rl_utils._rl_runtime_state = rl_utils.RLRuntimeState()
     rl_utils.compute_group_stats = lambda rollouts, *others: SimpleNamespace(
         advantages=rl_utils.calculate_grpo_advantages(
@@ -182,6 +195,7 @@ def fill_training(training: ModuleType, args: Namespace) -> None:
     found |= {"get_num_microbatches": num_microbatches_calculator.get_num_microbatches}
     found |= {"get_moe_router_tracer": lambda: None, "logical_and_across_model_parallel_group": same}
     found |= {"reduce_max_stat_across_model_parallel_group": same}
+    found |= {"save_checkpoint": lambda *given: None, "load_checkpoint": lambda *given: (1, 0)}
     training.__dict__.update(found)
     compiled(training, "megatron/training/training.py", "train_step")
 
@@ -242,7 +256,7 @@ def loop(args: Namespace, forward_step: Any) -> None:
             tokenizer=sys.modules["megatron.training.global_vars"].get_tokenizer(),
             sequence_packing=True,
             is_correction=False,
-            request_ledger={},
+            **({} if PER_TURN else {"request_ledger": {}}),
         )
         for _ in range(2):
             report, skipped, *_ = training.train_step(
@@ -251,9 +265,12 @@ def loop(args: Namespace, forward_step: Any) -> None:
             assert not skipped
             FOUND["logged"].append({name: float(value) for name, value in report.items()})
     FOUND["state"] = adapter.session().step.state_dict()
-    saved = scheduler.state_dict()
-    adapter.start(args)
-    scheduler_of(optimizer).load_state_dict(saved)
+    args.save = args.load = str(Path.cwd())  # the ranks run in the output directory
+    training.save_checkpoint(1, [model], optimizer, scheduler, 0)
+    torch.distributed.barrier()
+    (Path(args.load) / "latest_checkpointed_iteration.txt").write_text("1")
+    adapter.start(args, per_turn=PER_TURN)
+    training.load_checkpoint([model], optimizer, scheduler)
     FOUND["resumed"] = adapter.session().step.state_dict()
 
 

@@ -43,9 +43,14 @@ def samples(seed: int) -> list[Sample]:
     return found
 
 
+def bins_of(step: list[Sample], whole: list[Sample]) -> list[int]:
+    """Right answers of each sample's group."""
+    return [int(sum(o.reward for o in whole if o.group == s.group)) for s in step]
+
+
 def reference(table: Tensor, step: list[Sample], whole: list[Sample], weights: list[float]) -> list[float]:
     """Fill table.grad with the gradient of one optimizer step; L_k of bins 0..K."""
-    bins = [int(sum(o.reward for o in whole if o.group == s.group)) for s in step]
+    bins = bins_of(step, whole)
     tokens = [sum(sum(s.mask) for s, b in zip(step, bins, strict=True) if b == k) for k in range(K + 1)]
     sums, loss = [0.0] * (K + 1), (table * 0).sum()
     for sample, k in zip(step, bins, strict=True):

@@ -1,25 +1,38 @@
-"""One gloo rank of slime's real data path and loss function, with DARO's hooks, on a small model.
+"""One gloo rank of slime's own train loop, with DARO's hooks on slime's own command line, on a small model.
 
-From slime, as it is: Sample, build_dp_schedule, get_data_iterator, get_batch, compute_advantages_and_returns and
-loss_function. From Megatron-core: its schedule, DistributedDataParallel, finalize_model_grads, its learning-rate
-scheduler. slime's own train loop needs megatron.training, which is in no package: `train` here makes its calls in its
-order (tests/contract/hosts/slime.toml pins them).
+From slime, as it is: its parser, RolloutManager's conversion of samples and their split over ranks, and of
+MegatronTrainRayActor `init`, `train` and `save_model`; so `compute_advantages_and_returns`, `train_one_step`,
+`loss_function`, `load_checkpoint`. From Megatron-LM, as it is: its parser, `get_model`, schedule, DDP, optimizer,
+scheduler and checkpoints. Stood in for: packages that nothing here uses (empty), the tokenizer, Ray's object store,
+what passes weights to servers; the model comes by slime's --custom-model-provider-path.
 
-    RANK=0 WORLD_SIZE=2 MASTER_ADDR=... MASTER_PORT=... python slime_ranks.py OUTPUT_DIRECTORY CP PER_TOKEN
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=... MASTER_PORT=... python slime_ranks.py OUTPUT CP [option of train.py ...]
+
+The options decide: `--load X` resumes; otherwise the run begins with the table of rollout_batches.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import multiprocessing
 import os
 import sys
-from argparse import Namespace
-from functools import partial
+import typing
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
-sys.path.insert(0, os.environ["MEGATRON_DARO_SLIME"])
-sys.modules.setdefault("wandb", ModuleType("wandb"))  # slime's logger imports it; what it is given is kept here
+import typing_extensions
+
+sys.path[:0] = [os.environ["MEGATRON_DARO_SLIME"], os.environ["MEGATRON_DARO_MEGATRON_LM"]]
+# Megatron-LM asks for Python 3.12, of which it uses this.
+typing.override = getattr(typing, "override", typing_extensions.override)  # type: ignore[attr-defined]
+
+from empty_packages import stand_in_for  # noqa: E402
+
+EMPTY = "einops httpx pynvml ring_flash_attn sglang sglang_router six torch_memory_saver wandb"
+stand_in_for(EMPTY.split())
 
 import torch  # noqa: E402
 
@@ -27,153 +40,142 @@ from megatron_daro.actor import device  # noqa: E402
 
 device.prepare()
 import rollout_batches as batches  # noqa: E402
-from megatron.core import mpu  # noqa: E402
-from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
-from slime.backends.megatron_utils import data, loss  # noqa: E402
-from slime.observability import logging_utils  # noqa: E402
-from slime.utils import accelerator  # noqa: E402
-from slime.utils.dp_schedule import build_dp_schedule  # noqa: E402
+from slime.backends.megatron_utils import actor, initialize  # noqa: E402
+from slime.backends.megatron_utils import model as training  # noqa: E402
+from slime.ray import rollout as rollouts  # noqa: E402
+from slime.utils import arguments  # noqa: E402
+from slime.utils import data as transport  # noqa: E402
 from slime.utils.types import Sample  # noqa: E402
-from table_model import PlainStep, scheduler_of, table_model  # noqa: E402
 
-from megatron_daro.actor.parallel import Layout, initialize  # noqa: E402
 from megatron_daro.plugins import slime as adapter  # noqa: E402
 
-accelerator.current_device = accelerator.device = lambda *args: torch.device("cpu")
+NUM_ROLLOUTS = 3
 
 
-def arguments(cp: int, per_token: bool) -> Namespace:
-    """slime's options, as far as its data path and loss read them."""
-    hooks = {option: f"{adapter.MODULE}.{name}" for option, name in adapter.HOOKS.items()}
-    return Namespace(
-        n_samples_per_prompt=batches.K,
-        rollout_batch_size=batches.GROUPS,
-        global_batch_size=batches.GROUPS * batches.K // batches.STEPS,
-        loss_type="custom_loss",
-        advantage_estimator="grpo",
-        custom_advantage_function_path=None,
-        eps_clip=0.2,
-        eps_clip_high=0.28,
-        eps_clip_c=None,
-        entropy_coef=0.0,
-        kl_coef=0,
-        reward_key=None,
-        use_kl_loss=False,
-        kl_loss_coef=0.0,
-        use_tis=False,
-        use_opd=False,
-        use_rollout_logprobs=True,
-        normalize_advantages=False,
-        calculate_per_token_loss=per_token,
-        recompute_loss_function=False,
-        allgather_cp=False,
-        rollout_temperature=1.0,
-        rollout_top_p=1.0,
-        log_probs_chunk_size=-1,
-        use_dynamic_batch_size=True,
-        max_tokens_per_gpu=40 // cp,
-        micro_batch_size=1,
-        balance_data=False,
-        balance_by_flops=False,
-        context_parallel_size=cp,
-        **hooks,
-    )
+os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+torch.cuda.get_device_properties = lambda *given: SimpleNamespace(major=9, minor=0)
 
 
-def rollout_data(args: Namespace, seed: int, dp: int, cp: int) -> dict[str, Any]:
-    """This rank's part of a rollout, as slime's manager packages it and its train side unpacks it."""
+def parse(out: Path, cp: int, more: list[str]) -> Any:
+    """slime's options, parsed and validated by slime."""
+    text = f"""
+        --debug-train-only --distributed-backend gloo --transformer-impl local --tokenizer-type NullTokenizer
+        --num-layers 1 --hidden-size 4 --num-attention-heads 1 --vocab-size {batches.VOCAB} --seq-length 64
+        --max-position-embeddings 64 --micro-batch-size 1 --no-gradient-accumulation-fusion
+        --custom-model-provider-path table_model.provider --actor-num-gpus-per-node {os.environ["WORLD_SIZE"]}
+        --context-parallel-size {cp} --use-dynamic-batch-size --max-tokens-per-gpu {40 // cp}
+        --rollout-batch-size {batches.GROUPS} --n-samples-per-prompt {batches.K} --num-rollout {NUM_ROLLOUTS}
+        --global-batch-size {batches.GROUPS * batches.K // batches.STEPS} --data-pad-size-multiplier 4
+        --optimizer adam --lr 0.05 --lr-decay-style constant --weight-decay 0 --clip-grad 0
+        --eps-clip 0.2 --eps-clip-high 0.28 --ref-load {out / "start"} --save {out / "saved"} --save-interval 1
+        {" ".join(adapter.flags())}
+    """
+    sys.argv = ["train.py", *text.split(), *more]
+    args = arguments.parse_args()
+    args.bf16, args.params_dtype = False, torch.float32  # slime has no option for it; the reference needs it
+    return args
+
+
+def on_cpu() -> None:
+    """slime's functions of the device; its newest release calls torch.cuda in their place, which is redirected."""
+    cpu = torch.device("cpu")
+    memory = sys.modules["slime.utils.memory_utils"]
+    for module in (memory, actor, training):
+        for name in ("clear_memory", "print_memory", "available_memory"):
+            if hasattr(module, name):
+                setattr(module, name, lambda *given, **named: None)
+    if importlib.util.find_spec("slime.utils.accelerator"):
+        from slime.utils import accelerator
+
+        device = MagicMock(device_type="cpu")
+        device.mem_get_info.return_value = (2**34, 2**34)
+        accelerator._backend = lambda: device
+        accelerator.current_device = accelerator.device = lambda *given: cpu
+        accelerator.process_group_backend = lambda name: name
+    torch.cuda.set_device = lambda *given: None
+    torch.cuda.mem_get_info = lambda *given: (2**34, 2**34)
+
+
+def start(args: Any) -> tuple[Any, int]:
+    """A train actor after its own init, and the rollout that it goes on with."""
+    initialize.np = SimpleNamespace(__version__="1.26", random=initialize.np.random)  # slime asks for numpy 1
+    initialize._build_tokenizer = lambda args: None
+    actor.AutoConfig = actor.AutoTokenizer = MagicMock()
+    for name in ("UpdateWeightFromDistributed", "UpdateWeightFromTensor", "UpdateWeightFromDisk"):
+        setattr(actor, name, MagicMock())
+    actor.TensorBackuper = MagicMock()
+    actor.TensorBackuper.create.return_value.backup_tags = ["actor"]
+    on_cpu()
+    made = object.__new__(actor.MegatronTrainRayActor)
+    made._rank = int(os.environ["RANK"])
+    loaded = made.init(args, "actor")
+    return made, loaded if args.start_rollout_id is None else args.start_rollout_id  # as train.py chooses
+
+
+def rollout(args: Any, parallel: dict[str, int], seed: int) -> list[Any]:
+    """A rollout as slime's manager hands it to the train ranks."""
+    kind = rollouts.RolloutManager.__ray_metadata__.modified_class
+    manager = object.__new__(kind)
+    manager.args, manager.train_parallel_config = args, parallel
+    manager.custom_convert_samples_to_train_data_func = None
+    manager.custom_reward_post_process_func = rollouts.load_function(args.custom_reward_post_process_path)
     samples = [
-        Sample(group_index=s.group, index=i, reward=s.reward, tokens=s.prompt + s.response, response_length=len(s.mask))
+        Sample(
+            group_index=s.group,
+            index=i,
+            reward=s.reward,
+            tokens=s.prompt + s.response,
+            response_length=len(s.mask),
+            loss_mask=s.mask,
+            rollout_log_probs=s.old,
+        )
         for i, s in enumerate(batches.samples(seed))
     ]
-    whole = batches.samples(seed)
-    raw, rewards = adapter.reward_post_process(args, samples)
-    totals = [len(s.tokens) for s in samples]
-    config = {"dp_size": dp, "cp_size": cp, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
-    partitions, indices, numbers, sizes = build_dp_schedule(
-        args, config, totals, global_batch_size=args.global_batch_size, rollout_indices=list(range(len(samples)))
-    )
-    rank = mpu.get_data_parallel_rank(with_context_parallel=False)
-    mine = partitions[rank]
-    found: dict[str, Any] = {
-        "partition": mine,
-        "raw_reward": raw,
-        "rewards": [rewards[i] for i in mine],
-        "tokens": [torch.tensor(samples[i].tokens) for i in mine],
-        "total_lengths": [totals[i] for i in mine],
-        "response_lengths": [len(whole[i].mask) for i in mine],
-        "loss_masks": [torch.tensor(whole[i].mask, dtype=torch.int) for i in mine],
-        "rollout_mask_sums": [torch.tensor(sum(whole[i].mask)) for i in mine],
-        "global_batch_sizes": sizes,
-        "num_microbatches": numbers,
-        "micro_batch_indices": indices[rank],
-    }
-    from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
-
-    found["rollout_log_probs"] = [
-        slice_log_prob_with_cp(torch.tensor(whole[i].old), totals[i], len(whole[i].mask)) for i in mine
-    ]
-    return found
+    return manager._split_train_data_by_dp(manager._convert_samples_to_train_data(samples))
 
 
-def train(args: Namespace, model: Any, optimizer: PlainStep, rollout_id: int, rollout: dict[str, Any]) -> None:
-    """The calls of slime's train_actor and train_one_step."""
-    loss.compute_advantages_and_returns(args, rollout)
-    adapter.rollout_data_postprocess(args, rollout_id, rollout)
-    iterator = data.get_data_iterator(rollout)[0]
-    keys = ["tokens", "total_lengths", "response_lengths", "loss_masks", "rollout_log_probs", "log_probs"]
-    keys += ["advantages", "returns", "rollout_mask_sums", "multimodal_train_inputs"]
-    for step_id, number in enumerate(rollout["num_microbatches"]):
-        model.zero_grad_buffer()
-        adapter.before_train_step(args, rollout_id, step_id, [model], optimizer, None)
-        size = rollout["global_batch_sizes"][step_id]
+def watch(optimizer: Any, model: Any, found: dict[str, Any]) -> None:
+    """Keep the table and its gradient before each optimizer step: of the gradient what this rank's optimizer owns."""
+    own, table = optimizer.step, model.module.table
+    owned = optimizer.chained_optimizers[0]._get_model_param_range_map(table)["param"]
+    found.update(tables=[], gradients=[])
 
-        def forward_step(source: Any, inner: Any, number: int = number, size: int = size) -> tuple[Any, Any]:
-            batch = data.get_batch(source, keys, 4, False)
-            return inner(batch["tokens"]), partial(loss.loss_function, args, batch, number, size)
+    def step() -> Any:
+        gradient = torch.zeros(table.numel())
+        gradient[owned.start : owned.end] = table.main_grad.flatten()[owned.start : owned.end]
+        found["gradients"].append(gradient.view_as(table))
+        found["tables"].append(table.detach().clone())
+        return own()
 
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iterator,
-            model=[model],
-            num_microbatches=number,
-            seq_length=8,
-            micro_batch_size=1,
-            forward_only=False,
-        )
-        optimizer.step()
+    optimizer.step = step
 
 
-def main(out: Path, cp: int, per_token: bool) -> None:
-    """Two rollouts of several optimizer steps each, a checkpoint, a resume."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    initialize(Layout(context=cp, data=size // cp), rank=rank, init_method=address, seed=1, timeout_s=120)
-    args = arguments(cp, per_token)
+def main(out: Path, cp: int, more: list[str]) -> None:
+    """Train the rollouts that are left, saving after each."""
+    rank = int(os.environ["RANK"])
+    (out / "start").mkdir(exist_ok=True)
+    (out / "start" / "weights").touch()  # not empty; what is in it is the table's own start
+    training.load_checkpoint.__globals__["_load_checkpoint_hf"] = lambda **given: (0, 0)
+    rollouts.ray.put = lambda value, **options: value
+    transport.ray.get = lambda value: value
+    args = parse(out, cp, more)
     logged: list[Any] = []
-    logging_utils.log = lambda args, metrics, step_key: logged.append(metrics)
-    sys.modules["slime.backends.megatron_utils.initialize"] = Namespace(is_megatron_main_rank=lambda: rank == 0)
-    adapter.megatron_init(args)
-    model = table_model(context=cp, per_token=per_token)
-    optimizer = PlainStep(model)
-    found: dict[str, Any] = {"gradients": optimizer.gradients, "logged": logged, "num_microbatches": []}
-    for rollout_id in range(2):
-        rollout = rollout_data(args, rollout_id, size // cp, cp)
-        found["num_microbatches"].append(rollout["num_microbatches"])
-        train(args, model, optimizer, rollout_id, rollout)
+    log = sys.modules[f"slime.{'observability' if 'slime.observability' in sys.modules else 'utils'}.logging_utils"]
+    log.log = lambda args, metrics, step_key: logged.append(metrics)
+    training.logging_utils = log
+    train_actor, first = start(args)
+    found: dict[str, Any] = {"first": first, "begins": adapter.session().step.state_dict(), "logged": logged}
+    watch(train_actor.optimizer, train_actor.model[0], found)
+    for rollout_id in range(first, NUM_ROLLOUTS):
+        train_actor.train(rollout_id, rollout(args, train_actor.train_parallel_config, rollout_id))
+        train_actor.save_model(rollout_id)
     found["state"] = adapter.session().step.state_dict()
-    found["resumed"] = resumed_state(args, optimizer)
     torch.save(found, out / f"rank_{rank}.pt")
-
-
-def resumed_state(args: Namespace, optimizer: PlainStep) -> dict[str, Any]:
-    """DARO's state after a round trip through the scheduler that Megatron saves with every checkpoint."""
-    saved = scheduler_of(optimizer).state_dict()
-    adapter.megatron_init(args)
-    assert adapter.session().step.steps == 0
-    scheduler_of(optimizer).load_state_dict(saved)
-    return adapter.session().step.state_dict()
+    for child in multiprocessing.active_children():  # Megatron-LM's writers of checkpoints
+        child.kill()
+    sys.stdout.flush()
+    os._exit(0)  # their threads would wait for them
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "per_token")
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -65,6 +65,16 @@ def table_model(*, context: int = 1, per_token: bool = False) -> DistributedData
     return DistributedDataParallel(config, ddp, TokenModel(config))
 
 
+def provider(pre_process: bool = True, post_process: bool = True) -> TokenModel:
+    """The model as slime's and miles' --custom-model-provider-path ask for it, by Megatron-LM's options."""
+    from megatron.training.global_vars import get_args
+
+    args = get_args()
+    sizes = {"num_layers": 1, "hidden_size": 4, "num_attention_heads": 1}
+    options = {name: getattr(args, name) for name in ("context_parallel_size", "calculate_per_token_loss")}
+    return TokenModel(TransformerConfig(**sizes, **options))
+
+
 def scheduler_of(optimizer: PlainStep) -> OptimizerParamScheduler:
     """A constant learning rate; its state is what Megatron saves with every checkpoint."""
     return OptimizerParamScheduler(optimizer, 0, 1, 0, 0, 10, "constant", 0, 0, 10, "constant")

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from host_logs import GROUPS, STEPS, K
 
-from megatron_daro.analyze.rows import choose_columns, files_of, rows_of
-from megatron_daro.analyze.sums import infer_rollouts_per_prompt, read_dump
 from megatron_daro.errors import DataError
-from megatron_daro.observe.host_metrics import load_host_run
+from megatron_daro.workshop.analyze.rows import choose_columns, files_of, rows_of
+from megatron_daro.workshop.analyze.views import infer_rollouts_per_prompt, read_dump
+from megatron_daro.workshop.report.host_metrics import load_host_run
 
 HERE = Path(__file__).parent
 

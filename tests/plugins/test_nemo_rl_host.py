@@ -1,21 +1,27 @@
-"""The adapter around NeMo-RL's real ClippedPGLossFn and BatchedDataDict; its policy is stood in for.
+"""The adapter inside NeMo-RL's own GRPO script and trainer, and around its loss; see nemo_rl_run.py.
 
-Needs a checkout of NeMo-RL, named by MEGATRON_DARO_NEMO_RL, and transformers below 5.12, for which it asks. The
-stand-in shards and splits a batch and sums losses as NeMo-RL's LossPostProcessor does.
+Needs a checkout of NeMo-RL, named by MEGATRON_DARO_NEMO_RL, and what it imports (transformers below 5.12, scipy,
+soundfile, torchdata, ray); else skipped.
 """
 
 from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import json
 import os
+import pickle
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 import rollout_batches as batches
 import torch
+from algo_reference import AdamWeight
+from host_ranks import unlike
 
 from megatron_daro.errors import AlgorithmError, CheckpointError, ConfigError
 from megatron_daro.plugins import nemo_rl as adapter
@@ -106,11 +112,19 @@ class Policy:
         self.saved.append(weights_path)
 
 
+def config_of(**changes):
+    """As NeMo-RL 0.6 hands it out; 0.7 and later have models with the same names."""
+    sections = {"grpo": {"num_generations_per_prompt": K, "use_leave_one_out_baseline": False}, "loss_fn": {}}
+    for path, value in changes.items():
+        section, option = path.split("__", 1)
+        sections.setdefault(section, {})[option] = value
+    return sections
+
+
 def start(host, ranks, **options):
-    grpo = SimpleNamespace(_create_advantage_estimator=None)
-    daro = adapter.install(grpo, rollouts_per_prompt=K)
+    daro = adapter.Daro(K, adapter.read_options())
     policy = Policy(ranks, batches.GROUPS * K)
-    return grpo._create_advantage_estimator(None), daro, policy, adapter.DaroLoss(clipped(host, **options))
+    return adapter.DaroAdvantages(daro), daro, policy, adapter.DaroLoss(clipped(host, **options))
 
 
 def one_step(host, estimator, wrapped, loss_fn, whole):
@@ -178,3 +192,60 @@ def test_what_does_not_go_with_daro_is_refused(host, monkeypatch):
     monkeypatch.setenv("MEGATRON_DARO_OPTIONS", "daro.magnitude=token")
     with pytest.raises(ConfigError, match="magnitude"):
         start(host, 1)
+
+
+def test_the_loss_keeps_the_hosts_attributes(host):
+    """NeMo-RL reads them of the loss it is given: for KL beside top-p, and for fused log-probs."""
+    loss_fn = pickle.loads(pickle.dumps(adapter.DaroLoss(clipped(host, reference_policy_kl_penalty=0.5))))
+    assert loss_fn.reference_policy_kl_penalty == 0.5
+    assert loss_fn.loss_type == loss_fn.host.loss_type and loss_fn.input_type == loss_fn.host.input_type
+    loss_fn.host.use_fused_linear_logprobs = True
+    assert loss_fn.use_fused_linear_logprobs
+    assert not hasattr(loss_fn, "something_else")
+
+
+def test_repeated_prompts_are_groups_of_their_own_and_reordered_rows_are_refused(host):
+    estimator, daro, _, _ = start(host, 1)
+    prompts, rewards = torch.zeros(2 * K, 3), torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 0])
+    estimator.compute_advantage(prompt_ids=prompts, rewards=rewards, mask=torch.ones(2 * K, 5))
+    assert daro.bins_B.tolist() == [1] * K + [3] * K
+    with pytest.raises(AlgorithmError, match="answers to several prompts"):
+        estimator.compute_advantage(
+            prompt_ids=torch.arange(2 * K)[:, None] % 2, rewards=rewards, mask=torch.ones(2 * K, 5)
+        )
+
+
+def test_the_real_script_trains_three_steps_with_the_reference_gradient(tmp_path):
+    """examples/run_grpo.py through the launcher; a checkpoint without the optimizer's state has DARO's."""
+    found = run_script(tmp_path)
+    assert found["refused"] == ""
+    weights, worst = [AdamWeight() for _ in range(K + 1)], 0.0
+    for step in range(3):
+        table, whole = found["tables"][step].double().requires_grad_(), batches.samples(step)
+        for sample in whole:  # every answer's token is trained here, and the old policy is the step's own
+            context = [sample.prompt[-1], *sample.response[:-1]]
+            sample.mask = [1] * len(sample.response)
+            with torch.no_grad():
+                picked = torch.log_softmax(table[context], -1).gather(-1, torch.tensor(sample.response)[:, None])
+            sample.old = picked[:, 0].tolist()
+        bin_losses = batches.reference(table, whole, whole, [weight.w for weight in weights])
+        worst = max(worst, unlike(found["gradients"][step], table.grad))
+        for k in set(batches.bins_of(whole, whole)) - {0, K}:
+            weights[k].update(abs(bin_losses[k]))
+    assert worst < 1e-5, worst
+    print(f"largest error of 3 steps: {worst:.1e}")
+    logged = [values for prefix, _, values in found["metrics"] if prefix == "train" and "loss" in values]
+    assert len(logged) == 3 and all("difficulty/weight/2" in values for values in logged)
+    assert json.loads((tmp_path / "checkpoints" / "step_3" / "daro.json").read_text())["steps"] == 3
+
+
+def run_script(out, *overrides):
+    if not os.environ.get("MEGATRON_DARO_NEMO_RL"):
+        pytest.skip("needs a checkout of NeMo-RL named by MEGATRON_DARO_NEMO_RL")
+    here = Path(__file__).parent
+    command = [sys.executable, "-W", "ignore", str(here / "nemo_rl_run.py"), str(out), *overrides]
+    paths = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(command, cwd=out, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return torch.load(out / "found.pt", weights_only=False)

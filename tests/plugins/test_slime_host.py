@@ -1,55 +1,84 @@
-"""The adapter inside slime's real data path and loss function, over data- and context-parallel ranks.
+"""The adapter inside slime's own train loop, over data- and context-parallel ranks.
 
-Needs a checkout of slime, named by MEGATRON_DARO_SLIME, and what its loss imports (httpx); skipped without.
+Needs checkouts of slime and of the Megatron-LM that slime's Docker file names, in MEGATRON_DARO_SLIME and
+MEGATRON_DARO_MEGATRON_LM_OF_SLIME, and triton, which Megatron-LM imports (no GPU is needed); skipped without.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 
 import pytest
 import rollout_batches as batches
-import torch
 from host_ranks import run_ranks, unlike
 
 K = batches.K
+MEGATRON_LM = os.environ.get("MEGATRON_DARO_MEGATRON_LM_OF_SLIME")
 pytestmark = pytest.mark.skipif(
-    not os.environ.get("MEGATRON_DARO_SLIME") or importlib.util.find_spec("httpx") is None,
-    reason="needs a checkout of slime named by MEGATRON_DARO_SLIME, and httpx, which slime imports",
+    not os.environ.get("MEGATRON_DARO_SLIME") or not MEGATRON_LM or importlib.util.find_spec("triton") is None,
+    reason="needs checkouts named by MEGATRON_DARO_SLIME and MEGATRON_DARO_MEGATRON_LM_OF_SLIME, and triton",
 )
 
 
-@pytest.mark.parametrize("mode", ["default", "per_token"])
-@pytest.mark.parametrize(("dp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_every_step_of_slime_has_the_reference_gradient(tmp_path, dp, cp, mode):
-    """Four optimizer steps, each with the weights that the steps before it left; uneven micro-batches of slime's."""
-    ranks = run_ranks("slime_ranks.py", dp * cp, tmp_path, cp, mode)
-    assert max(max(numbers) for numbers in ranks[0]["num_microbatches"]) > 1
-    table = batches.start_table().float().double().requires_grad_()
-    for step, metrics in enumerate(ranks[0]["logged"]):
+def train(out, size, cp, *options):
+    options = (*options, "--no-save-optim")
+    return run_ranks("slime_ranks.py", size, out, cp, *options, MEGATRON_DARO_MEGATRON_LM=MEGATRON_LM)
+
+
+def check_steps(ranks, first=0):
+    """Hold the gradient and the losses of every step against the loss written out, in float64."""
+    logged = [metrics for metrics in ranks[0]["logged"] if "difficulty/weight/1" in metrics]
+    assert len(logged) == len(ranks[0]["gradients"])
+    for step, metrics in enumerate(logged, start=first):
         whole = batches.samples(step // batches.STEPS)
         size = len(whole) // batches.STEPS
         part = whole[step % batches.STEPS * size :][:size]
         weights = [1.0, *(metrics.get(f"difficulty/weight/{k}", 1.0) for k in range(1, K)), 1.0]
+        table = ranks[0]["tables"][step - first].double().requires_grad_()
         losses = batches.reference(table, part, whole, weights)
-        for found in ranks:
-            assert unlike(found["gradients"][step], table.grad) < 1e-5
+        # Megatron's distributed optimizer has each rank's part of the gradient.
+        assert unlike(sum(found["gradients"][step - first] for found in ranks), table.grad) < 1e-5
         for k in range(K + 1):
             if metrics[f"difficulty/tokens/{k}"]:
                 assert metrics[f"difficulty/loss/{k}"] == pytest.approx(losses[k], rel=1e-4, abs=1e-6)
-        with torch.no_grad():
-            table -= batches.LEARNING_RATE * table.grad.float()
-    assert len(ranks[0]["logged"]) == 2 * batches.STEPS
-    assert ranks[0]["logged"][-1]["difficulty/weight/2"] != 1
+    return logged
+
+
+@pytest.mark.parametrize(("dp", "cp", "per_token"), [(1, 1, False), (2, 1, True), (1, 2, True), (2, 2, False)])
+def test_every_step_of_slime_has_the_reference_gradient(tmp_path, dp, cp, per_token):
+    """Three rollouts of two optimizer steps, each with the weights that the steps before it left."""
+    ranks = train(tmp_path, dp * cp, cp, "--use-rollout-logprobs", *["--calculate-per-token-loss"] * per_token)
+    logged = check_steps(ranks)
+    assert len(logged) == 3 * batches.STEPS
+    assert logged[-1]["difficulty/weight/2"] != 1
     for found in ranks:
         assert found["state"] == ranks[0]["state"]
-        assert found["resumed"] == found["state"]
+    own = [metrics for metrics in ranks[0]["logged"] if "train/grad_norm" in metrics]
+    assert len(own) == 3 * batches.STEPS
+    names = {"train/loss", "train/pg_loss", "train/pg_clipfrac", "train/ppo_kl", "train/train_rollout_logprob_abs_diff"}
+    assert names <= set(own[0])
+
+
+def test_the_weights_outlive_a_start_without_the_optimizers_state(tmp_path):
+    """Nothing of the optimizer is saved or loaded: DARO's weights go on where they were."""
+    whole = train(tmp_path, 1, 1, "--use-rollout-logprobs")[0]
+    saved = tmp_path / "saved"
+    (saved / "latest_checkpointed_iteration.txt").write_text("1")
+    resumed = train(tmp_path, 1, 1, "--use-rollout-logprobs", "--load", saved, "--no-load-optim")
+    assert resumed[0]["first"] == 2
+    assert resumed[0]["begins"]["steps"] == 2 * batches.STEPS
+    assert resumed[0]["begins"] == json.loads((saved / "iter_0000001" / "daro.json").read_text())
+    last = check_steps(resumed, first=2 * batches.STEPS)[0]
+    before = [metrics for metrics in whole["logged"] if "difficulty/weight/1" in metrics][2 * batches.STEPS]
+    assert last["difficulty/weight/2"] == before["difficulty/weight/2"] != 1
 
 
 def test_analyze_reads_what_slime_writes(tmp_path, monkeypatch):
+    pytest.importorskip("httpx")
     monkeypatch.syspath_prepend(os.environ["MEGATRON_DARO_SLIME"])
-    from slime.observability.rollout_data_utils import save_debug_rollout_data
+    data = pytest.importorskip("slime.observability.rollout_data_utils", reason="another place in slime 0.3.1")
     from slime.utils.types import Sample
 
     from megatron_daro.cli import main
@@ -58,7 +87,7 @@ def test_analyze_reads_what_slime_writes(tmp_path, monkeypatch):
         Sample(group_index=s.group, index=i, reward=s.reward, tokens=s.response, response_length=len(s.response))
         for i, s in enumerate(batches.samples(0))
     ]
-    save_debug_rollout_data(str(tmp_path / "{rollout_id}.pt"), samples, rollout_id=3, evaluation=False)
+    data.save_debug_rollout_data(str(tmp_path / "{rollout_id}.pt"), samples, rollout_id=3, evaluation=False)
     page = tmp_path / "page.html"
     assert main(["analyze", str(tmp_path), "--html", str(page)]) == 0
     assert f"24 rollouts in 1 files, {batches.GROUPS} whole groups of {K}" in page.read_text()

@@ -5,12 +5,17 @@ Runs in an environment that has verl 0.9.1 (tests/host_environments.sh makes it)
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import verl_batches as batches
+from algo_reference import AdamWeight
 from host_ranks import run_ranks, unlike
 
 from megatron_daro.errors import AlgorithmError, ConfigError
@@ -50,22 +55,45 @@ def model(tmp_path_factory):
     return directory, made
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_real_step_of_verl_has_the_reference_gradient(model, tmp_path, size):
+def installed(folder):
+    """The package's metadata as an installation writes it, in a folder for PYTHONPATH."""
+    folder.mkdir()
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(folder)]
+    subprocess.run(command, cwd=Path(__file__).parents[2], check=True, timeout=120)
+    return str(folder)
+
+
+@pytest.mark.parametrize(("size", "by"), [(1, "entry-point"), (2, "variable")])
+def test_three_real_steps_of_verl_have_the_reference_gradient(model, tmp_path, monkeypatch, size, by):
     """Uneven micro-batches by verl's own token budget, sharded over gloo ranks; then weights, metrics and a resume."""
     directory, reference_model = model
-    ranks = run_ranks("verl_ranks.py", size, tmp_path, directory)
-    loss, bin_losses = batches.reference(reference_model, batches.samples(0), [1.0] * (K + 1))
-    for found in ranks:
-        gradients, named = found["gradients"], dict(reference_model.named_parameters())
-        assert set(gradients) == set(named)
-        assert max(unlike(gradients[n], p.grad) for n, p in named.items()) < 1e-5
-        first = found["metrics"][0]
-        assert first["loss/policy"] == pytest.approx(loss, rel=1e-5)
+    if by == "entry-point":
+        monkeypatch.setenv("PYTHONPATH", installed(tmp_path / "metadata"), prepend=os.pathsep)
+    ranks = run_ranks("verl_ranks.py", size, tmp_path, directory, by)
+    weights, worst = [AdamWeight() for _ in range(K + 1)], 0.0
+    named = dict(reference_model.named_parameters())
+    for step in range(3):
+        with torch.no_grad():
+            for name, parameter in named.items():
+                parameter.copy_(ranks[0]["parameters"][step][name])
+        now, whole = [weight.w for weight in weights], batches.samples(step)
+        loss, bin_losses = batches.reference(reference_model, whole, now)
+        for found in ranks:
+            assert set(found["gradients"][step]) == set(named)
+            worst = max(worst, *(unlike(found["gradients"][step][n], p.grad) for n, p in named.items()))
+            metrics = found["metrics"][step]
+            assert metrics["loss/policy"] == pytest.approx(loss, rel=1e-5)
+            assert {"actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower"} <= set(metrics)
+            for k in range(1, K):
+                assert metrics[f"difficulty/loss/{k}"] == pytest.approx(bin_losses[k], rel=1e-4)
+                assert metrics[f"difficulty/weight/{k}"] == pytest.approx(now[k], rel=1e-4)
+                assert metrics[f"difficulty/groups/{k}"] >= 1
         for k in range(1, K):
-            assert first[f"difficulty/loss/{k}"] == pytest.approx(bin_losses[k], rel=1e-4)
-            assert first[f"difficulty/weight/{k}"] == 1
-            assert first[f"difficulty/groups/{k}"] >= 1
+            weights[k].update(abs(bin_losses[k]))
+    assert worst < 1e-5, worst
+    print(f"largest error of 3 steps: {worst:.1e}")
+    for found in ranks:
+        assert not any("difficulty" in name for name in found.get("plain", ["difficulty"] * (by == "entry-point")))
         assert found["state"] == ranks[0]["state"], "every rank holds the same weights"
         assert found["resumed"] == found["state"][-1]
         assert found["metrics"][-1]["difficulty/weight/2"] != 1
@@ -75,7 +103,7 @@ def test_a_real_step_of_verl_has_the_reference_gradient(model, tmp_path, size):
 
 def assert_the_report_reads_what_verl_logged(folder, metrics):
     """By verl's own logger, under the names that its trainer gives."""
-    from megatron_daro.observe.host_metrics import load_host_run
+    from megatron_daro.workshop.report.host_metrics import load_host_run
 
     run = load_host_run(folder, "verl")
     for key in ("difficulty/weight/2", "difficulty/loss/1", "loss/policy"):
@@ -107,7 +135,8 @@ def test_the_registered_estimator_agrees_with_verls_grpo_but_for_the_divisor(ada
     # verl divides by the sample standard deviation of the group, DARO by the population one.
     torch.testing.assert_close(theirs, advantages * ((K - 1) / K) ** 0.5, rtol=1e-4, atol=1e-5)
     rates = {s.uid: np.mean([o.correct for o in whole if o.uid == s.uid]) for s in whole}
-    torch.testing.assert_close(returns[:, 0], torch.tensor([rates[s.uid] for s in whole], dtype=torch.float32))
+    wanted = torch.tensor([rates[s.uid] for s in whole], dtype=torch.float32)
+    torch.testing.assert_close(returns[:, 0] - adapter.MARK, wanted)
 
 
 def test_the_estimator_runs_through_verls_own_dispatch(adapter):
@@ -140,15 +169,58 @@ def test_an_incomplete_group_has_no_signal_and_many_are_refused(adapter):
     mine = torch.tensor([s.uid == "prompt 2" for s in short])
     assert int(mine.sum()) == K - 1
     assert not advantages[mine].any()
-    assert not returns[mine].any()
+    assert bool((returns[mine] == adapter.MARK).all())
     with pytest.raises(AlgorithmError, match="5 of 6 with fewer than 4"):
         firsts = {s.uid: s for s in whole if s.uid != "prompt 0"}
         estimate([s for s in whole if s is not firsts.get(s.uid)])
 
 
-def test_a_flag_that_contradicts_is_refused(adapter):
-    with pytest.raises(ConfigError, match="norm_adv_by_std_in_grpo"):
-        estimate(batches.samples(0), config={"norm_adv_by_std_in_grpo": False})
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        ({"norm_adv_by_std_in_grpo": False}, "norm_adv_by_std_in_grpo: got false; allowed: true"),
+        ({"use_pf_ppo": True}, "use_pf_ppo: got true"),
+        ({"length_discount": 0.5}, "length_discount: got 0.5; allowed: off: DARO does not know"),
+    ],
+)
+def test_options_that_contradict_or_are_not_known_are_refused(adapter, config, match):
+    with pytest.raises(ConfigError, match=match):
+        estimate(batches.samples(0), config=config)
+
+
+def test_verls_padding_rows_are_no_group(adapter):
+    """As verl 0.9.1's upsample_batch_to_divisible_size makes them: one uid, one masked token, more of them than K."""
+    from verl import DataProto
+    from verl.trainer.ppo.padding_utils import construct_minimal_padding_template
+    from verl.trainer.ppo.ray_trainer import compute_advantage
+
+    whole, extra = batches.samples(0), 6
+    one = {"input_ids": torch.zeros(3, dtype=torch.int64), "response_mask": torch.ones(2, dtype=torch.int64)}
+    row, tag = construct_minimal_padding_template(one, {}, eos_token_id=1)
+    assert tag["is_padding"] and row["response_mask"].tolist() == [0]
+    masked = torch.zeros(extra, batches.LONGEST, dtype=torch.int64)
+    data = DataProto.from_dict(
+        tensors={
+            "token_level_rewards": torch.cat([batches.token_rewards(whole), masked.float()]),
+            "response_mask": torch.cat([batches.response_mask(whole), masked]),
+        },
+        non_tensors={"uid": np.concatenate([batches.uids(whole), np.array(["pad0"] * extra, dtype=object)])},
+    )
+    data = compute_advantage(data, adv_estimator="daro", num_repeat=K, config={})
+    torch.testing.assert_close(data.batch["returns"][: len(whole)], estimate(whole)[1])
+    assert not data.batch["advantages"][len(whole) :].any()
+
+
+def test_k_is_rollout_n_and_not_the_largest_group(adapter):
+    from verl import DataProto
+    from verl.trainer.ppo.ray_trainer import compute_advantage
+
+    whole = batches.samples(0)
+    tensors = {"token_level_rewards": batches.token_rewards(whole), "response_mask": batches.response_mask(whole)}
+    for wrong in (K - 1, K + 1):
+        data = DataProto.from_dict(tensors=tensors, non_tensors={"uid": batches.uids(whole)})
+        with pytest.raises(AlgorithmError, match=f"fewer than {wrong} answers, the largest with {K}"):
+            compute_advantage(data, adv_estimator="daro", num_repeat=wrong, config={})
 
 
 def actor_config(**options):
@@ -169,12 +241,12 @@ def test_modes_that_do_not_go_with_daro_are_refused_by_name(adapter, options, ma
     if "policy_loss" in options:
         options = {"policy_loss": PolicyLossConfig(loss_mode=options["policy_loss"])}
     with pytest.raises(ConfigError, match=match):
-        adapter._supported_config(partial(ppo_loss, config=actor_config(**options)), object())
+        adapter._supported_config(partial(ppo_loss, config=actor_config(**options)), object(), adapter.read_options(""))
 
 
 def test_another_loss_than_verls_own_is_refused(adapter):
     with pytest.raises(ConfigError, match="distillation"):
-        adapter._supported_config(partial(print, config=actor_config()), object())
+        adapter._supported_config(partial(print, config=actor_config()), object(), adapter.read_options(""))
 
 
 def test_a_loss_that_never_receives_the_rewards_stops_the_run(adapter):
@@ -182,10 +254,13 @@ def test_a_loss_that_never_receives_the_rewards_stops_the_run(adapter):
     whole = batches.samples(0)
     advantages, returns = estimate(whole)
     data = batches.as_tensordict(whole, advantages, advantages, part=range(len(whole)))
-    with pytest.raises(AlgorithmError, match=r"is algorithm\.adv_estimator set to daro"):
-        adapter._bins(data, K)
-    with pytest.raises(AlgorithmError, match="adv_estimator=daro"):
-        adapter._bins(data.exclude("returns"), K)
+    for wrong in (data, data.exclude("returns")):
+        with pytest.raises(AlgorithmError, match="adv_estimator=daro"):
+            adapter._bins(wrong, K)
+    mixed = returns.clone()
+    mixed[0] = 0.5
+    with pytest.raises(AlgorithmError, match="1 of 24 samples"):
+        adapter._bins(batches.as_tensordict(whole, advantages, mixed, part=range(len(whole))), K)
     assert adapter._bins(batches.as_tensordict(whole, advantages, returns, range(24)), K).max() == K
 
 
@@ -216,8 +291,8 @@ def test_the_first_step_compares_with_verls_own_loss(adapter, monkeypatch, scale
 def test_analyze_reads_what_verl_writes(tmp_path):
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
-    from megatron_daro.analyze.rows import choose_columns, files_of, rows_of
-    from megatron_daro.analyze.sums import infer_rollouts_per_prompt, read_dump
+    from megatron_daro.workshop.analyze.rows import choose_columns, files_of, rows_of
+    from megatron_daro.workshop.analyze.views import infer_rollouts_per_prompt, read_dump
 
     whole = batches.samples(0)
     scores = [float(s.correct) for s in whole]

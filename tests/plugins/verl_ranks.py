@@ -1,8 +1,9 @@
 """One rank of verl's real training worker on the CPU: its FSDP engine, its micro-batches, DARO's worker over gloo.
 
 Run by torchrun-like environment variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT):
-    python verl_ranks.py OUTPUT_DIRECTORY MODEL_DIRECTORY
-Writes OUTPUT_DIRECTORY/rank_N.pt: gradients of the first step, metrics and weights of each, and of a resumed worker.
+    python verl_ranks.py OUTPUT_DIRECTORY MODEL_DIRECTORY variable|entry-point
+verl finds DARO's module by VERL_USE_EXTERNAL_MODULES, or by the entry point of the installed package. Writes
+OUTPUT_DIRECTORY/rank_N.pt: parameters, gradients, metrics and weights of each step, and those of a resumed worker.
 """
 
 from __future__ import annotations
@@ -13,14 +14,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_cpu_platform,megatron_daro.plugins.verl"}
+os.environ |= {
+    "VERL_PLATFORM": "cpu",
+    "VERL_USE_EXTERNAL_MODULES": "verl_cpu_platform"
+    + (",megatron_daro.plugins.verl" if sys.argv[3] == "variable" else ""),
+}
 
 import torch
+import verl  # first, as in verl's own processes: it loads its plugins
 import verl_batches as batches
 import verl_cpu_platform
 from tensordict import NonTensorData
-from verl.trainer.config import CheckpointConfig
-from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+from verl import DataProto
+from verl.trainer.config import AlgoConfig, CheckpointConfig
+from verl.trainer.ppo.ray_trainer import compute_advantage
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import reduce_metrics
 from verl.utils.py_functional import rename_dict
@@ -69,10 +76,22 @@ def new_worker(model: Path, **actor: Any) -> Any:
     return worker
 
 
-def full_gradients(worker: Any) -> dict[str, torch.Tensor]:
-    """Gradients by Hugging Face name, put together from FSDP's shards. Collective."""
+def full(worker: Any, kind: str) -> dict[str, torch.Tensor]:
+    """Gradients ("grad") or parameters ("data") by Hugging Face name, put together from FSDP's shards. Collective."""
     named = worker.engine.module.named_parameters()
-    return {name: p.grad.full_tensor().clone() for name, p in named}
+    return {name: (p.grad if kind == "grad" else p.detach()).full_tensor().clone() for name, p in named}
+
+
+def batch(whole: list[batches.Sample], estimator: str, part: range, seed: int) -> Any:
+    """A rank's part of a batch, after verl's own compute_advantage."""
+    tensors = {"token_level_rewards": batches.token_rewards(whole), "response_mask": batches.response_mask(whole)}
+    scored = DataProto.from_dict(tensors=tensors, non_tensors={"uid": batches.uids(whole)})
+    scored = compute_advantage(scored, adv_estimator=estimator, num_repeat=batches.K, config=AlgoConfig())
+    data = batches.as_tensordict(whole, scored.batch["advantages"], scored.batch["returns"], part=part)
+    tu.assign_non_tensor(data, global_batch_size=len(whole), temperature=1.0, global_token_num=NonTensorData(None))
+    options = {"mini_batch_size": len(whole), "dataloader_kwargs": {"shuffle": False}, "seed": seed}
+    tu.assign_non_tensor(data, **options)
+    return data
 
 
 def log_as_the_trainer_does(tracking: Tracking, metrics: dict[str, Any], step: int) -> None:
@@ -82,15 +101,21 @@ def log_as_the_trainer_does(tracking: Tracking, metrics: dict[str, Any], step: i
 
 def main(model: Path, out: Path) -> None:
     """Three steps, a save, a resume in a new worker."""
+    assert verl.__version__
     torch.distributed.init_process_group("gloo")
     verl_cpu_platform.enable_engines()
     worker = new_worker(model)
     rank, size = worker.rank, worker.world_size
-    found: dict[str, Any] = {"metrics": [], "state": []}
+    found: dict[str, Any] = {"metrics": [], "state": [], "gradients": [], "parameters": []}
+    if sys.argv[3] == "entry-point":  # DARO is only installed: another estimator trains as without it
+        plain = batch(batches.samples(9), "grpo", range(rank, batches.K * batches.GROUPS, size), 9)
+        found["plain"] = sorted(tu.get(worker.train_mini_batch(plain), "metrics"))
+        assert worker.daro is None
     engine_step = worker.engine.optimizer_step
 
     def keep_gradients() -> Any:
-        found.setdefault("gradients", full_gradients(worker))
+        found["parameters"].append(full(worker, "data"))
+        found["gradients"].append(full(worker, "grad"))
         return engine_step()
 
     worker.engine.optimizer_step = keep_gradients
@@ -98,17 +123,7 @@ def main(model: Path, out: Path) -> None:
     tracking = Tracking("daro", "test", default_backend=["console", "file"])
     for seed in range(STEPS):
         whole = batches.samples(seed)
-        estimator = get_adv_estimator_fn("daro")
-        advantages, returns = estimator(
-            token_level_rewards=batches.token_rewards(whole),
-            response_mask=batches.response_mask(whole),
-            index=batches.uids(whole),
-            config={},
-        )
-        data = batches.as_tensordict(whole, advantages, returns, part=range(rank, len(whole), size))
-        tu.assign_non_tensor(data, global_batch_size=len(whole), temperature=1.0, global_token_num=NonTensorData(None))
-        options = {"mini_batch_size": len(whole), "dataloader_kwargs": {"shuffle": False}, "seed": seed}
-        tu.assign_non_tensor(data, **options)
+        data = batch(whole, "daro", range(rank, len(whole), size), seed)
         metrics = tu.get(worker.train_mini_batch(data), "metrics")
         found["metrics"].append({name: values[0] for name, values in metrics.items()})  # of one mini-batch
         found["state"].append(worker.daro.state_dict())

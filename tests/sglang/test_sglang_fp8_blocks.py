@@ -28,7 +28,7 @@ from sglang_pool import (
 
 from megatron_daro.engine.sglang import fp8_blocks
 from megatron_daro.sync.buckets import tensor_bytes
-from megatron_daro.sync.fp8_blocks import cast
+from megatron_daro.sync.send import cast
 
 pytestmark = [pytest.mark.slow, pytest.mark.heavy, pytest.mark.timeout(600)]
 

@@ -13,7 +13,7 @@ import tiny_task
 from cli_runs import servers, started
 from sglang_pool import cpu_servers
 
-from megatron_daro.evaluate.answers import kept, part_files
+from megatron_daro.workshop.evaluate.answers import kept, part_files
 
 pytestmark = [pytest.mark.heavy, pytest.mark.slow, pytest.mark.timeout(1800)]
 

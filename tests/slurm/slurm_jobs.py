@@ -6,6 +6,7 @@ are ever signalled; they are known by an environment variable that they inherit.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -77,7 +78,8 @@ class SlurmJob:
         }
         site["environment"] = {"OMP_NUM_THREADS": "1", MARK: self.mark, **site.get("environment", {})}
         file.write_text(yaml.safe_dump(site))
-        self.command = (sys.executable, "-m", "megatron_daro", "submit", recipe, f"trainer.run_dir={run_dir}", *options)
+        where = f"trainer.run_dir={json.dumps(str(run_dir))}"  # as YAML: it may have a # or quotes
+        self.command = (sys.executable, "-m", "megatron_daro", "submit", recipe, where, *options)
         self.command += ("--cluster", file)
         said = slurm.run(*self.command)
         self.numbers = said.split("submitted: ")[1].split(" (")[0].split(", ")
@@ -93,6 +95,10 @@ class SlurmJob:
     def state(self) -> str:
         """Slurm's word for where the job is."""
         return self.slurm.run("squeue", "-h", "-t", "all", "-j", self.number, "-o", "%T").strip()
+
+    def folder_of_attempt(self) -> Path:
+        """The directory of the newest attempt, there or not."""
+        return max((self.run_dir / "slurm").glob("attempt_*"), default=self.run_dir / "slurm" / "attempt_001")
 
     def steps(self) -> int:
         """Lines of metrics.jsonl."""

@@ -224,7 +224,7 @@ def test_an_error_of_the_training_is_the_last_line(slurm, tiny, tmp_path, unbrok
     [
         ({"partition": "mian"}, "partition: got 'mian', which this cluster does not have; allowed: closed, high, main"),
         ({"partition": "closed"}, "partition: got 'closed', which is down"),
-        ({"sbatch": ["--constraint=h100"]}, "sbatch --parsable: refused: sbatch: error:"),
+        ({"sbatch": ["--constraint=h100"]}, "sbatch --test-only: refused"),
         ({"container": {"image": "/images/none.sqsh"}}, "container.image: got '/images/none.sqsh', which is not there"),
         ({"partiton": "main"}, "partiton: got an unknown key with value 'main'"),
     ],

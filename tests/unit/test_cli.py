@@ -215,7 +215,7 @@ def test_wrong_usage_exits_with_2_and_says_what(arguments, words, capsys):
 
 
 def test_report_of_a_directory_without_a_run_is_an_error_of_its_own(tmp_path, capsys):
-    pytest.importorskip("megatron_daro.observe.report")
+    pytest.importorskip("megatron_daro.workshop.report.report")
     assert cli.main(["report", str(tmp_path)]) == 1
     assert capsys.readouterr().err.startswith("DataError: ")
 

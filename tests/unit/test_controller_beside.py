@@ -13,9 +13,11 @@ sys.path.insert(0, str(Path(__file__).parent / "rollout"))
 from books import check_books
 from loop_fakes import Crash, digest, make_stack, resume_stack, run_stack
 
+from megatron_daro.config.sections import TrainerSection
 from megatron_daro.errors import EngineError
 from megatron_daro.observe.metrics import comparable, read_metrics
 from megatron_daro.recovery import find_latest_valid
+from megatron_daro.rollout.async_eval import Evaluations
 
 EVALUATE = {"eval_every_steps": 2, "save_every_steps": 3}
 KEY = "eval/held_out/accuracy"
@@ -142,3 +144,25 @@ def test_an_evaluation_that_fails_ends_the_run(tmp_path):
     with pytest.raises(EngineError, match="all servers are gone"):
         run_stack(stack)
     assert (stack.engine.closed, stack.policy.closed) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("before", "step", "due"),
+    [
+        (0, 0, True),
+        (0, 3, False),
+        (3, 4, True),
+        (3, 5, True),
+        (4, 5, False),
+        (7, 9, True),
+        (9, 10, True),
+        (10, 10, True),
+    ],
+)
+def test_an_evaluation_is_due_where_a_multiple_was_passed_and_at_both_ends(before, step, due):
+    async def evaluate(step):
+        return {}
+
+    section = TrainerSection(eval_every_steps=4, steps=10)
+    assert Evaluations(evaluate, section).due(before, step) is due
+    assert not Evaluations(None, section).due(before, step)

@@ -15,10 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_daro import cli
-from megatron_daro.commands.convert import find_config, parse_size
+from megatron_daro.commands.convert import parse_size
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.convert import plan
 from megatron_daro.convert.mapping import hf_tensor_shapes
+from megatron_daro.convert.model_config import find_config
 from megatron_daro.errors import ConfigError, ModelError
 
 CONFIG = {"model_type": "qwen2", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -63,6 +64,76 @@ def test_a_forward_pass_that_differs_fails(hf, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(forward_check, "_transformers_logits", lambda *given: real(*given) * 1.01)
     assert convert("--hf", hf, "--out", tmp_path / "m", "--verify") == 1
     assert "CheckpointError: the logits of" in capsys.readouterr().err
+    assert not (tmp_path / "m").exists()
+
+
+def test_a_cast_model_is_compared_with_the_source_cast_alike(hf, tmp_path, capsys):
+    out = tmp_path / "m"
+    assert convert("--hf", hf, "--out", out, "--dtype", "bf16", "--verify", "--processes", 1) == 0
+    assert "forward pass: logits of 64 tokens differ by at most" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_weights_that_are_not_finite_are_named(hf, tmp_path, capsys, back):
+    tensors = load_file(hf / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
+    save_file(tensors, hf / "model.safetensors", metadata={"format": "pt"})
+    source = ("--hf", hf)
+    if back:
+        assert convert("--hf", hf, "--out", tmp_path / "m", "--processes", 1) == 0
+        source = ("--megatron", tmp_path / "m")
+    assert convert(*source, "--out", tmp_path / "out", "--verify", "--processes", 1) == 1
+    errors = capsys.readouterr().err
+    assert "CheckpointError: model.layers.1.mlp.up_proj.weight holds NaN or infinity" in errors
+    assert "report" not in errors and not (tmp_path / "out").exists()
+
+
+def test_one_megatron_format_to_the_other(hf, tmp_path, capsys):
+    assert convert("--hf", hf, "--out", tmp_path / "one", "--processes", 1) == 0
+    there = ("--megatron", tmp_path / "one", "--format", "torch_dist", "--out", tmp_path / "two")
+    assert convert(*there, "--verify", "--processes", 1) == 0
+    assert "both are Megatron checkpoints" in capsys.readouterr().out
+    assert convert("--megatron", tmp_path / "two", "--format", "hf", "--out", tmp_path / "back", "--processes", 1) == 0
+    found, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path / "back", hf))
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_parameters": "yarn"}, "rope_parameters must be an object such as {'rope_type': 'yarn'}, got 'yarn'"),
+        ({"rope_scaling": ["yarn"]}, "rope_scaling must be an object such as {'rope_type': 'yarn'}, got ['yarn']"),
+        ({"layer_types": 5}, "layer_types must be a list of names, one for each layer; got 5"),
+        ({"architectures": 5}, "architectures 5; allowed for qwen"),
+        (
+            {"num_hidden_layers": "2", "use_sliding_window": True},
+            "num_hidden_layers must be an integer of at least 1, got '2'",
+        ),
+        (
+            {"model_type": "qwen3_moe", "architectures": None, "num_experts": 4, "num_experts_per_tok": 1}
+            | {"moe_intermediate_size": 8, "norm_topk_prob": True},
+            "num_experts_per_tok 1 with weights scaled to a sum of 1",
+        ),
+    ],
+)
+def test_values_of_another_kind_in_config_json(hf, tmp_path, capsys, changes, message):
+    (hf / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    assert convert("--hf", hf, "--out", tmp_path / "m") == 1
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("ModelError: ") and message in last
+
+
+def test_a_byte_order_mark_is_named(hf, tmp_path, capsys):
+    (hf / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8-sig")
+    assert convert("--hf", hf, "--out", tmp_path / "m") == 1
+    assert "Save it as UTF-8 without a byte order mark" in capsys.readouterr().err
+
+
+def test_dry_run_refuses_a_target_that_cannot_be(hf, tmp_path, capsys, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert convert("--hf", hf, "--out", ".", "--dry-run") == 1
+    assert "ModelError: . is the current directory" in capsys.readouterr().err
 
 
 def test_a_model_that_does_not_fit_is_not_run(hf, tmp_path, capsys, monkeypatch):
@@ -88,6 +159,11 @@ def test_dry_run_says_what_would_be_written_and_writes_nothing(hf, tmp_path, cap
         (["--hf", "a", "--format", "zip"], "--format: got 'zip'; allowed: daro, torch_dist"),
         (["--hf", "a", "--dtype", "int8"], "--dtype: got 'int8'; allowed: fp32, bf16, fp16"),
         (["--hf", "a", "--hf-config", "b"], "leave --hf-config out"),
+        (["--hf", "a", "--format", "hf"], "--format: got 'hf'; allowed: daro, torch_dist"),
+        (["--hf", "a"], "--hf: got 'a', which is not there; allowed: a directory"),
+        (["--hf", __file__], f"which is a file; allowed: a directory; fix: give '{Path(__file__).parent}'"),
+        (["--megatron", __file__], "--megatron: got "),
+        (["--megatron", ".", "--hf-config", __file__], "--hf-config: got "),
     ],
 )
 def test_options_that_do_not_go_together(tmp_path, capsys, options, message):
@@ -109,6 +185,7 @@ def test_sizes_that_are_none(text):
 def test_the_configuration_of_a_runs_checkpoint_is_found(hf, tmp_path):
     checkpoint = tmp_path / "run/checkpoints/step_000002"
     checkpoint.mkdir(parents=True)
+    (checkpoint / "metadata.json").write_text("{}")
     with pytest.raises(ModelError, match="--hf-config"):
         find_config(checkpoint)
     (tmp_path / "run/config.yaml").write_text(f"model: {{path: {hf}}}\ndata: {{train: [x.jsonl]}}\n")

@@ -14,29 +14,36 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_daro"
 NAME = PACKAGE.name
 
-LEVEL = {"types": 0, "errors": 0, "durable": 0, "ports": 0, "families": 0, "config": 1, "observe": 1}
-LEVEL |= dict.fromkeys(("algo", "reward", "data", "rollout", "convert", "plan", "slurm"), 2)
-LEVEL |= dict.fromkeys(("actor", "analyze", "curate", "engine", "evaluate", "sync", "controller", "recovery"), 3)
-LEVEL |= {"runtime": 4, "plugins": 4, "check_loss": 4, "rehearse": 4, "commands": 5, "cli": 6, "__main__": 7}
+LEVEL = {"types": 0, "errors": 0, "durable": 0, "ports": 0, "temporary": 0, "families": 0, "config": 1, "observe": 1}
+LEVEL |= dict.fromkeys(("algo", "reward", "data", "rollout", "convert"), 2)
+LEVEL |= dict.fromkeys(("actor", "engine", "sync", "controller", "recovery"), 3)
+LEVEL |= {"runtime": 4, "plugins": 4, "commands": 6, "cli": 7, "__main__": 8}
+WORKSHOP = {"analyze": 3, "check_loss": 4, "curate": 5, "doctor": 5, "evaluate": 5, "plan": 3, "rehearse": 5}
+WORKSHOP |= {"report": 3, "slurm": 2}
+"""What stands beside the core: each imports units of the core below its level. No unit of the core imports one."""
+LEVEL |= {"workshop": 0} | {f"workshop.{name}": level for name, level in WORKSHOP.items()}
 
 SIDEWAYS = {
     "data": {"algo"},  # a batch carries advantages and bins
     "rollout": {"data", "algo"},  # the sampler filters by bin and hands groups to the batch
     "engine": {"sync"},  # buckets are read where weights arrive, and SGLang servers are sent theirs by a transport
-    "plan": {"data"},  # one cost model for balancing and planning
     "controller": {"recovery", "sync"},  # it owns the one WeightSync
-    "rehearse": {"runtime"},  # the run's own composition, with other ranks
+    "workshop.curate": {"workshop.evaluate", "workshop.report"},  # pass rates are measured as an evaluation is
+    "workshop.doctor": {"workshop.plan"},  # the bytes of the checkpoints that a run keeps
+    "workshop.evaluate": {"workshop.report"},  # one look for all pages
+    "workshop.rehearse": {"workshop.plan"},  # the sizes of a run that is not there
 }
-"""Imports within a level, beside those within a unit; without a cycle."""
+"""Imports within a level, and within the workshop, beside those within a unit; without a cycle."""
+MAY_IMPORT_WORKSHOP = {"commands", "cli", "__main__"}
 
 ONLY_IMPORTER = {
-    "megatron.core": {"actor", "check_loss", "plugins"},  # plugins: inside functions, where the host has set it up
+    "megatron.core": {"actor", "workshop.check_loss", "plugins"},  # plugins: inside functions
     "transformer_engine": {"actor"},
-    "ray": {"runtime", "rehearse"},
+    "ray": {"runtime", "workshop.rehearse"},
     "sglang": {"engine"},
 }
 FORBIDDEN = {"config": {"torch", "ray", "megatron", "transformers", "numpy"}}
-ALGO_MAY = {"torch", "numpy", f"{NAME}.algo", f"{NAME}.errors"}
+ALGO_MAY = {"torch", "numpy", "typing_extensions", f"{NAME}.algo", f"{NAME}.errors"}
 PLUGINS_MAY = {"algo", "config", "durable", "errors", "plugins"}
 """What an adapter needs of this package; a host installs nothing else for it."""
 PLUGINS_LATE = {"ray", "megatron", "transformer_engine", "sglang"}
@@ -44,8 +51,15 @@ PLUGINS_LATE = {"ray", "megatron", "transformer_engine", "sglang"}
 
 
 def unit_of(path: Path) -> str:
-    """The top-level folder or module of the package that a file belongs to."""
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    """The top-level folder or module of the package that a file belongs to; of workshop/ the folder or module in it."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return unit_named(".".join(parts))
+
+
+def unit_named(name: str) -> str:
+    """The unit of a dotted name within the package."""
+    first, _, rest = name.partition(".")
+    return f"workshop.{rest.partition('.')[0]}" if first == "workshop" and rest.partition(".")[0] in WORKSHOP else first
 
 
 def imported(tree: ast.Module, path: Path) -> Iterator[tuple[int, str]]:
@@ -64,17 +78,22 @@ def under(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith(f"{prefix}.")
 
 
+def allowed_units(unit: str) -> set[str]:
+    """Units that a unit may import: itself, what is below it, and what SIDEWAYS names."""
+    below = {other for other, level in LEVEL.items() if level < LEVEL[unit] or LEVEL[unit] == level == 0}
+    if unit not in MAY_IMPORT_WORKSHOP:
+        below -= {other for other in LEVEL if under(other, "workshop")}
+    return below | {unit} | SIDEWAYS.get(unit, set()) | ({"workshop"} if under(unit, "workshop") else set())
+
+
 def faults_of(text: str, path: Path) -> list[str]:
     """Every import of a file that breaks a rule."""
     unit, found = unit_of(path), []
     for line, name in imported(ast.parse(text), path):
         place = f"{path.relative_to(PACKAGE.parent)}:{line}: {unit} imports {name}"
         if under(name, NAME) and name != NAME:
-            target = name.split(".")[1]
-            level, allowed = LEVEL.get(target, -1), SIDEWAYS.get(unit, set())
-            beside = level == LEVEL[unit] != 0 and target != unit
-            beside = beside and not any(under(name, f"{NAME}.{other}") for other in allowed)
-            found += [f"{place}, which is not below it"] if level > LEVEL[unit] or beside else []
+            target = unit_named(name.removeprefix(f"{NAME}."))
+            found += [f"{place}, which it may not"] if target in LEVEL and target not in allowed_units(unit) else []
         found += [f"{place}, which only {o} may" for u, o in ONLY_IMPORTER.items() if under(name, u) and unit not in o]
         found += [f"{place}, which it never may" for u in FORBIDDEN.get(unit, ()) if under(name, u)]
         if unit == "algo" and not any(under(name, allowed_name) for allowed_name in ALGO_MAY):
@@ -100,8 +119,9 @@ def early_imports(text: str) -> list[str]:
 
 
 def test_sideways_imports_have_no_cycle():
-    edges = {unit: {target.partition(".")[0] for target in targets} for unit, targets in SIDEWAYS.items()}
-    assert all(LEVEL[unit] == LEVEL[target] for unit, targets in edges.items() for target in targets)
+    edges = {unit: set(targets) for unit, targets in SIDEWAYS.items()}
+    level_edges = [(a, b) for a, targets in SIDEWAYS.items() for b in targets if not under(a, "workshop")]
+    assert all(LEVEL[a] == LEVEL[b] for a, b in level_edges)
     tuple(graphlib.TopologicalSorter(edges).static_order())  # raises CycleError
 
 
@@ -141,6 +161,12 @@ def test_imports_follow_the_layers(unit):
         ("runtime/x.py", "from megatron_daro.cli import main"),
         ("runtime/x.py", "from megatron.core import parallel_state"),
         ("types.py", "from megatron_daro.config import Config"),
+        ("runtime/x.py", "from megatron_daro.workshop.evaluate.metrics import pass_at_k"),
+        ("controller.py", "def f():\n    from megatron_daro import workshop"),
+        ("plugins/x.py", "from megatron_daro.workshop.plan import gpus"),
+        ("workshop/plan/x.py", "from megatron_daro.actor.model import build_model"),
+        ("workshop/slurm/x.py", "from megatron_daro.workshop.plan import search"),
+        ("workshop/evaluate/x.py", "import ray"),
     ],
 )
 def test_the_rules_see_a_forbidden_import(place, text):
@@ -157,6 +183,9 @@ def test_the_rules_see_a_forbidden_import(place, text):
         ("plugins/x.py", "def f():\n    from megatron.core import parallel_state"),
         ("types.py", "from megatron_daro.errors import DaroError"),
         ("observe/x.py", "import rich"),
+        ("workshop/curate/x.py", "from megatron_daro.workshop.evaluate import metrics"),
+        ("workshop/rehearse/x.py", "import ray"),
+        ("commands/x.py", "from megatron_daro.workshop.plan import search"),
     ],
 )
 def test_the_rules_let_an_allowed_import_pass(place, text):

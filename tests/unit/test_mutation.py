@@ -151,4 +151,15 @@ def test_every_module_and_test_of_the_table_exists():
         files = [test.removeprefix("--deselect=").split("::")[0] for test in tests]
         assert [name for name in (module, *files) if not (root / name).is_file()] == []
     entries = mutation.load_equivalent(mutation.EQUIVALENT)
-    assert {module for module, _, _ in entries} <= set(mutation.MODULES) and all(entries.values())
+    assert {module for module, _, _ in entries} <= set(mutation.code_modules(root)) and all(entries.values())
+
+
+def test_a_draw_repeats_takes_no_line_twice_and_knows_the_tests_of_a_package():
+    root = Path(mutation.__file__).parents[1]
+    assert all((root / test).exists() for tests in mutation._FURTHER.values() for test in tests)
+    modules = ["megatron_daro/reward/math.py", "megatron_daro/rollout/ledger.py"]
+    drawn, again = (mutation.draw(root, modules, {}, 12, seed=1) for _ in range(2))
+    assert drawn == again and len({(one.module, one.mutant.line) for one in drawn}) == len(drawn) == 12
+    tests = [Path(test).stem for test in mutation.package_tests(root, modules[1])]
+    assert tests.index("test_ledger") < tests.index("test_deadlines"), "what names the module comes first"
+    assert not [name for name in mutation.code_modules(root) if "observe/report" in name]

@@ -197,3 +197,9 @@ def test_directory_of_another_user_is_passed_over(own_directory):
 def test_host_of_another_machine_is_refused(host):
     with pytest.raises(EngineError, match=f"got host '{host}'"):
         reserve_port(host)
+
+
+def test_a_directory_that_cannot_be_made_is_passed_over(own_directory):
+    own_directory.symlink_to(own_directory)  # leads nowhere: mkdir fails
+    with reserve_port("127.0.0.1") as reservation:
+        assert [path.name for path in Path(f"{own_directory}-1").iterdir()] == [str(reservation.port)]

@@ -120,7 +120,7 @@ DAMAGE = {
     "state cut": ("state.json", _cut, "state.json: .* bytes"),
     "manifest missing": ("manifest.json", Path.unlink, "manifest.json: cannot be read"),
     "manifest cut": ("manifest.json", _cut, "manifest.json: cannot be read"),
-    "manifest empty": ("manifest.json", _text('"files"', '"fi1es"'), "manifest.json: not a manifest"),
+    "manifest empty": ("manifest.json", _text('"files"', '"fi1es"'), "manifest.json: files: got nothing"),
     "manifest escapes": ("manifest.json", _text('"common.pt"', '"../../x"'), "names '../../x', outside the checkpoint"),
 }
 
@@ -356,3 +356,13 @@ def test_a_new_run_over_an_old_one_is_refused(tmp_path):
     save(tmp_path, 1)
     with pytest.raises(CheckpointError, match="already holds a run"):
         require_fresh(tmp_path)
+
+
+def test_only_newer_ones_are_set_aside(tmp_path):
+    save(tmp_path, 10, 20, 30)
+    (tmp_path / "checkpoints/step_000030/state.json").unlink()
+    found, _ = take_latest_valid(tmp_path, FakeProgress())
+    assert found.name == "step_000020"
+    assert sorted(path.name for path in found.parent.glob("step_*")) == [
+        "step_000010", "step_000020", "step_000030.refused",
+    ]  # fmt: skip

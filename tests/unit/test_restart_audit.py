@@ -15,10 +15,19 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import tiny_task
 
 from megatron_daro.config import Config, resolve
-from megatron_daro.config.describe import section_of, walk
-from megatron_daro.config.restart import _CONTENT, _REFUSED, _RUNS, _TRAINS, CLASS_OF, ChangeClass
+from megatron_daro.config.loading import section_of, walk
 from megatron_daro.errors import CheckpointError
-from megatron_daro.runtime.restart_audit import audit, made_with, record
+from megatron_daro.runtime.restart_audit import (
+    _CONTENT,
+    _REFUSED,
+    _RUNS,
+    _TRAINS,
+    CLASS_OF,
+    ChangeClass,
+    audit,
+    made_with,
+    record,
+)
 
 FIELDS = [path for path, field in walk(Config) if section_of(field.annotation) is None]
 SINGLE = [path for path in FIELDS if not path.startswith("data.eval.") and CLASS_OF.get(path) != "content"]

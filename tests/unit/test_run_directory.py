@@ -77,10 +77,20 @@ def no_locks(*_arguments):
         ({"pid": os.getpid(), "host": socket.gethostname()}, False),
         ({"pid": 2**22 + 1, "host": socket.gethostname()}, True),
         ({"pid": 2**22 + 1, "host": "elsewhere"}, False),
+        ({"pid": 1, "host": "elsewhere", "slurm_job": "7"}, True),  # an earlier attempt of this job, on a lost node
+        ({"pid": 1, "host": "elsewhere", "slurm_job": "8"}, False),  # runs
+        ({"pid": 1, "host": "elsewhere", "slurm_job": "9"}, True),  # Slurm has forgotten it
     ],
 )
 def test_a_file_system_without_locks_goes_by_what_the_owner_wrote(tmp_path, monkeypatch, owner, free):
     monkeypatch.setattr(fcntl, "flock", no_locks)
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    forgotten = 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1'
+    (programs / "squeue").write_text(f'#!/bin/bash\n[ "$2" != --jobs=8 ] || exec echo RUNNING\n{forgotten}\n')
+    (programs / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
     (tmp_path / LOCK_FILE).write_text(owner if isinstance(owner, str) else json.dumps(owner))
     if free:
         with owned(tmp_path, resume=True):

@@ -20,6 +20,7 @@ command=(uv run python "$here/examples/plugins/nemo_rl/run_grpo_daro.py" "$nemo/
     policy.model_name="$model"
     grpo.num_prompts_per_step=64 grpo.num_generations_per_prompt=8 policy.train_global_batch_size=512
     policy.max_total_sequence_length=4096 policy.optimizer.kwargs.lr=1e-6
+    grpo.use_leave_one_out_baseline=false grpo.normalize_rewards=true
     loss_fn.token_level_loss=true loss_fn.reference_policy_kl_penalty=0
     loss_fn.ratio_clip_min=0.2 loss_fn.ratio_clip_max=0.28
     data_plane.enabled=false cluster.gpus_per_node=8 cluster.num_nodes=1

@@ -1,40 +1,57 @@
-"""NeMo-RL's GRPO example with DARO: runs its script with `grpo_train` wrapped, and nothing of it copied.
+"""NeMo-RL's GRPO example with DARO: runs its script with `setup` and `grpo_train` wrapped, and nothing of it copied.
 
 python examples/plugins/nemo_rl/run_grpo_daro.py NEMO_RL/examples/run_grpo.py --config ... key=value ...
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import inspect
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from megatron_daro.plugins import nemo_rl as daro_plugin
+from megatron_daro.plugins.options import read_options
 
 
 def with_daro(grpo: ModuleType) -> None:
-    """Let NeMo-RL's synchronous training use DARO's advantages, loss and state; refuse the other trainers."""
-    own = grpo.grpo_train
+    """Let NeMo-RL's synchronous training use DARO's advantages, loss and state; refuse what DARO does not go with."""
+    grpo.setup, grpo.grpo_train = _checked(grpo.setup), _trained(grpo.grpo_train)
+    grpo.async_grpo_train = _checked(grpo.async_grpo_train)  # whose option is refused
+    with contextlib.suppress(ModuleNotFoundError):  # before 0.7 there is no data plane
+        sync = importlib.import_module("nemo_rl.algorithms.grpo_sync")
+        sync.grpo_train_sync = _checked(sync.grpo_train_sync)  # so is that of the data plane
 
+
+def _checked(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Check the options first: before a set-up that takes minutes, and in trainers that DARO is not in."""
+
+    @functools.wraps(own)
+    def checked(*arguments: Any, **options: Any) -> Any:
+        values = inspect.signature(own).bind(*arguments, **options).arguments
+        daro_plugin.check_options(values["master_config"], read_options())
+        return own(*arguments, **options)
+
+    return checked
+
+
+def _trained(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def grpo_train(*arguments: Any, **options: Any) -> Any:
         given = inspect.signature(own).bind(*arguments, **options)
         values = given.arguments
-        daro = daro_plugin.install(grpo, values["master_config"].grpo.num_generations_per_prompt)
+        daro = daro_plugin.install(values["master_config"])
         daro.resume(values["checkpointer"].get_latest_checkpoint_path())
         values["policy"], values["loss_fn"] = daro.wrap(values["policy"]), daro_plugin.DaroLoss(values["loss_fn"])
         return own(*given.args, **given.kwargs)
 
-    def refused(*arguments: Any, **options: Any) -> Any:
-        raise SystemExit(
-            "async_grpo.enabled: got true, allowed with DARO is false: batches must be whole on the driver"
-        )
-
-    grpo.grpo_train, grpo.async_grpo_train = grpo_train, refused
+    return grpo_train
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Command lines of SGLang servers.
 
-Place in the data flow: `engine.sglang.arguments` -> argument_problems (before anything starts) -> server_command ->
+`engine.sglang.arguments` -> argument_problems (before anything starts) -> server_command ->
 ManagedProcess. Arguments keep upstream's names; this file turns them into flags and knows which of them other
 options set.
 

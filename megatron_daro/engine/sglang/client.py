@@ -1,6 +1,6 @@
 """Asynchronous HTTP calls to one SGLang server, each with a deadline; and what a server says of itself.
 
-Place in the data flow: fleet.py and update.py call servers through it; sync/broadcast.py (in the exporting ranks) too.
+Fleet.py and update.py call servers through it; sync/broadcast.py (in the exporting ranks) too.
 It knows the native endpoints and their shapes, nothing of groups, versions or weights. It refuses to wait without a
 deadline, and tells a server that cannot be reached (worth another try) from one that refuses a request (not worth it).
 """

@@ -1,10 +1,14 @@
 """SGLang servers as one rollout engine.
 
-Place in the data flow: sampler -> SGLangEngine -> servers -> rollouts; WeightSync -> `update` -> servers. Each group
+Sampler -> SGLangEngine -> servers -> rollouts; WeightSync -> `update` -> servers. Each group
 is one HTTP request to the server with the fewest tokens in flight; it is decided here, and made and parsed by whoever
 stands behind `Answers`, so no token passes through this process. A request that fails is made again, elsewhere if
 possible; one that a weight update cut short goes on from the tokens it has. It refuses answers of weights that a
 server was never given, and lets nobody wait without a deadline.
+
+A group while servers generate it: what is there already, what is still to be asked for, and where it is asked.
+
+Engine.py keeps one for each group under way. It asks nobody itself.
 """
 
 from __future__ import annotations
@@ -14,24 +18,57 @@ import itertools
 import random
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang import fp8_blocks, generation
-from megatron_daro.engine.sglang.answers import Answers, LostWorkerError, Question
 from megatron_daro.engine.sglang.client import SGLangClient, UnreachableError
 from megatron_daro.engine.sglang.fleet import Fleet, Server
-from megatron_daro.engine.sglang.generation import BadAnswerError
-from megatron_daro.engine.sglang.memory import SharedMemory
-from megatron_daro.engine.sglang.running import Running
+from megatron_daro.engine.sglang.generation import Answers, BadAnswerError, LostWorkerError, Question
 from megatron_daro.engine.sglang.servers import ServerHandle
-from megatron_daro.engine.sglang.supervision import Expected, Supervision
+from megatron_daro.engine.sglang.supervision import Expected, SharedMemory, Supervision
 from megatron_daro.engine.sglang.update import ServerUpdate, UpdateContext
 from megatron_daro.errors import EngineError, RefusedError, SyncError
 from megatron_daro.rollout.deadlines import first_cause
 from megatron_daro.sync.check import ProbeAnswer
 from megatron_daro.types import GroupRequest, Rollout
+
+
+@dataclass(eq=False)
+class Running:
+    """A group that is being generated. failed_on: the last server that failed. done and partial: by index."""
+
+    request: GroupRequest
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    ids: tuple[str, ...] = ()
+    server: Server | None = None
+    failed_on: Server | None = None
+    done: dict[int, Rollout] = field(default_factory=dict)
+    partial: dict[int, Rollout] = field(default_factory=dict)
+
+    def remaining(self) -> GroupRequest:
+        """Return what is still to be asked for."""
+        indices = tuple(i for i in self.request.indices if i not in self.done)
+        return replace(self.request, indices=indices, partial={i: r for i, r in self.partial.items() if i in indices})
+
+    def take(self, rollouts: Sequence[Rollout]) -> bool:
+        """Keep what came. Returns whether anything is new."""
+        before = sum(r.response_length for r in self.partial.values()), len(self.done)
+        for rollout in rollouts:
+            if rollout.finish_reason != "abort":
+                self.done[rollout.index] = rollout
+            elif rollout.response_length:
+                self.partial[rollout.index] = rollout
+        return (sum(r.response_length for r in self.partial.values()), len(self.done)) != before
+
+    def collected(self) -> tuple[Rollout, ...]:
+        """Return what there is: finished rollouts, and for the others what they got to."""
+        cut = {i: r for i, r in self.partial.items() if r is not self.request.partial.get(i)}
+        found = cut | self.done
+        return tuple(found[i] for i in self.request.indices if i in found)
+
 
 _TRIES = 8
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0

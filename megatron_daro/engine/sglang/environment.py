@@ -1,14 +1,24 @@
 """What the interpreter of the servers has installed, found out before anything is started.
 
-Place in the data flow: `engine.sglang.python` -> (this) -> version and argument names, which argument_problems compares
+`engine.sglang.python` -> (this) -> version and argument names, which argument_problems compares
 the user's arguments with.
 
 Refuses interpreters that are missing, cannot run, or have no sglang or one that is too old. A version newer than
 those tested is no error here.
+
+The environment variables a server process is started with.
+
+The fleet's section `engine.sglang.env` -> (this) -> ManagedProcess and the inspection of an
+interpreter. A server is started from inside a Ray worker of the trainer, with another interpreter; what the trainer
+needs is often wrong for it.
+
+Kept on purpose: CUDA_VISIBLE_DEVICES as Ray set it (it is how the server learns its GPUs), NCCL_*, SGLANG_*, OMP_*,
+LD_LIBRARY_PATH, HF_HOME. The user's mapping wins over every rule here.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import re
@@ -23,7 +33,70 @@ from megatron_daro.config.problems import Problem, config_error
 from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang import upstream_names
 from megatron_daro.engine.sglang.arguments import argument_problems
-from megatron_daro.engine.sglang.environment_variables import server_environment
+
+_DROPPED_PREFIXES = ("PYTHON", "RAY_", "TORCHELASTIC_")
+"""PYTHONPATH and PYTHONHOME point into the trainer's environment; PYTHONDONTWRITEBYTECODE makes every start of a
+server compile all its modules again."""
+_DROPPED = frozenset(
+    {
+        "VIRTUAL_ENV",
+        "VIRTUAL_ENV_PROMPT",
+        # The trainer's process group, which a server must not join.
+        *("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
+        # Expandable segments exclude the memory saver of a server; one connection serializes a server's streams.
+        *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"),
+    }
+)
+_ADDED = {
+    "HF_HUB_OFFLINE": "1",  # Model files are local; a server must not hang on a network look-up.
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUNBUFFERED": "1",  # The end of the log is there when the process died.
+    "PYTHONSAFEPATH": "1",  # A folder called `torch` in the working directory is no module. Python 3.11 and newer.
+}
+CPU_SERVER = {
+    # The C library keeps freed memory for the next bucket of weights; else the system clears every page of every bucket
+    # anew, which takes longer than to send it.
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**40),
+}
+"""Added for a server that runs on a CPU."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the host."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def server_environment(
+    user: Mapping[str, str], *, host: str, python: Path, inherited: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """All environment variables of a server process.
+
+    Args:
+        user: added last.
+        host: the server's host. For a loopback host gloo is told to use the loopback interface; requests to the host
+            go past any HTTP proxy, as SGLang asks itself over HTTP.
+        python: the server's interpreter; its folder comes first in PATH (SGLang compiles kernels with its `ninja`).
+        inherited: default os.environ.
+    """
+    inherited = os.environ if inherited is None else inherited
+    kept = {
+        name: value
+        for name, value in inherited.items()
+        if name not in _DROPPED and not name.startswith(_DROPPED_PREFIXES)
+    }
+    kept |= _ADDED
+    kept["PATH"] = os.pathsep.join(part for part in (str(python.parent), inherited.get("PATH", os.defpath)) if part)
+    if is_loopback(host):
+        kept["GLOO_SOCKET_IFNAME"] = "lo"
+    for name in ("NO_PROXY", "no_proxy"):
+        listed = [part for part in inherited.get(name, "").split(",") if part]
+        kept[name] = ",".join(dict.fromkeys([*listed, host, "127.0.0.1", "localhost"]))
+    return {**kept, **user}
+
 
 OLDEST_SGLANG = (0, 5, 18)
 INSPECTION_TIMEOUT_S = 120.0

@@ -1,6 +1,6 @@
 """Servers that are sent fp8 blocks: how they are started, which matrices these are, and whether both ends agree on it.
 
-Place in the data flow: sglang_group.py starts servers with `server_arguments`; update.py puts `matrices` into its plan
+Sglang_group.py starts servers with `server_arguments`; update.py puts `matrices` into its plan
 and compares, at the first update of each server, what was sent as blocks with what the server has as blocks. A matrix
 that one end leaves in bf16 would be read as other numbers.
 Source: sglang 0.5.23: srt/utils/weight_checker.py: a checksum's answer names quantized matrices always, others unless

@@ -2,7 +2,7 @@
 
     python -I -S keeper.py --parent-pid 123 --grace-s 5 -- command ...
 
-Place in the data flow: ManagedProcess -> (this, a process of its own) -> SGLang server. It is run with the
+ManagedProcess -> (this, a process of its own) -> SGLang server. It is run with the
 server's interpreter, so it uses nothing outside the standard library and runs on Python 3.9 and newer.
 
 The command runs in its own session. It is ended (SIGTERM, after the grace SIGKILL) as soon as standard input ends,

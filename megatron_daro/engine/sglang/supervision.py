@@ -1,9 +1,16 @@
 """Starts servers, watches that they make progress, and brings those back that were given up.
 
-Place in the data flow: beside the engine; one watcher per server. Whoever fences a server (a watcher, a failed request,
+Beside the engine; one watcher per server. Whoever fences a server (a watcher, a failed request,
 a failed weight update), its process is ended and started again here, and it comes back as "joining": it gets no request
 until it was given the policy's weights. Progress is a token that came out, not an open port: a server that is idle is
 asked for one.
+
+The servers' side of GPUs that they share with the trainer: giving their memory back, and taking it again.
+
+The loop calls `release` when a batch is complete; the next weight update has every server take
+the memory of its weights before they come, and that of its cache before it serves (update.py, by `resume`). In between
+a server is "joining": it answers, and gets no request. SGLang asserts that it is idle when it gives memory back, and
+that what is taken was given: an assertion there is the server's end, so both are made sure of here.
 """
 
 from __future__ import annotations
@@ -15,7 +22,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang import fp8_blocks
@@ -25,7 +32,6 @@ from megatron_daro.engine.sglang.client import (
     MEMORY_CALLS,
     NEEDED_CALLS,
     SYNC_CALLS,
-    RefusedError,
     ServerFacts,
     SGLangClient,
     UnreachableError,
@@ -33,7 +39,7 @@ from megatron_daro.engine.sglang.client import (
 )
 from megatron_daro.engine.sglang.fleet import Fleet, Server
 from megatron_daro.engine.sglang.servers import ServerHandle
-from megatron_daro.errors import EngineError
+from megatron_daro.errors import EngineError, RefusedError
 
 _POLL_S = 0.5
 _WATCH_S = 2.0
@@ -46,6 +52,21 @@ _DEATH_S, _DEATH_POLL_S = 3.0, 0.1
 _SETTLE_POLL_S = 0.05
 # The oldest version of which is known that it refuses a bias beyond its vocabulary, instead of dying of it.
 _VOCABULARY_VERSION = (0, 5, 20)
+
+
+def still_starts(error: EngineError) -> bool:
+    """Whether a server that did not answer is there, and only not ready yet."""
+    return "status 503" in str(error)
+
+
+def unusable(url: str, error: EngineError) -> EngineError:
+    """Return why a server of `engine.sglang.urls` cannot be used."""
+    if isinstance(error, RefusedError):
+        return EngineError(
+            f"engine.sglang.urls: {url} is no SGLang server ({error}); allowed: SGLang 0.5.18 or newer, itself and not "
+            "a router in front of it"
+        )
+    return EngineError(f"engine.sglang.urls: {url} does not answer ({error}); allowed: SGLang servers that run")
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,15 +226,10 @@ class Supervision:
                 reason = await handle.death()
                 if reason:
                     raise EngineError(f"{server.name} did not start: {reason}") from None
-                if not handle.restartable and "status 503" not in str(error):
-                    raise EngineError(
-                        f"engine.sglang.urls: {server.url} does not answer ({error}); allowed: SGLang servers that run"
-                    ) from None
+                if not handle.restartable and not still_starts(error):
+                    raise unusable(server.url, error) from None
             except RefusedError as error:
-                raise EngineError(
-                    f"engine.sglang.urls: {server.url} is no SGLang server ({error}); allowed: SGLang 0.5.18 or newer, "
-                    "itself and not a router in front of it"
-                ) from None
+                raise unusable(server.url, error) from None
             await asyncio.sleep(_POLL_S)
 
     async def _wake(self, server: Server) -> None:
@@ -372,3 +388,69 @@ def _length_problems(facts: ServerFacts, expected: Expected) -> list[str]:
             "its context_length or max_total_tokens, or lower rollout.max_response_tokens"
         )
     return problems
+
+
+MemoryTag = Literal["weights", "kv_cache"]
+"""What a server gives back, by SGLang's names."""
+_TAGS: tuple[MemoryTag, ...] = ("kv_cache", "weights")
+_IDLE_POLL_S = 0.1
+
+
+class SharedMemory:
+    """The memory of all servers of a fleet."""
+
+    def __init__(self, fleet: Fleet, supervision: Supervision, options: SGLangSection) -> None:
+        """Change nothing."""
+        self._fleet, self._supervision, self._options = fleet, supervision, options
+
+    async def release(self) -> None:
+        """Have every server give its memory back. One that is being started again is waited for; one that will not give
+        it back is ended, and started again when it is the servers' turn. Returns when none has any.
+
+        Raises:
+            EngineError: none is left.
+        """
+        self._supervision.hold_starts()
+        await self._supervision.settled()
+        await asyncio.gather(*(self._release(server) for server in self._fleet.of("serving", "joining")))
+        await self._supervision.settled()
+        self._fleet.check()
+
+    async def _release(self, server: Server) -> None:
+        if server.released:
+            return
+        self._fleet.set_state(server, "joining")  # no request, and nobody asks it for a token
+        limit = self._options.sync_timeout_s
+        try:
+            await server.client.post("/pause_generation", {"mode": "abort"}, timeout_s=limit)
+            await _until_idle(server, limit)
+            await server.client.post("/release_memory_occupation", {"tags": list(_TAGS)}, timeout_s=limit)
+        except EngineError as error:
+            self._fleet.fence(server, f"giving its memory to the trainer: {error}")
+            return
+        server.released = frozenset(_TAGS)
+
+
+async def resume(server: Server, tag: MemoryTag, *, timeout_s: float) -> None:
+    """Have a server take this memory again; nothing where it has it. What was in it is lost.
+
+    Raises:
+        EngineError: it did not, and it is not known what it has.
+    """
+    if tag in server.released:
+        await server.client.post("/resume_memory_occupation", {"tags": [tag]}, timeout_s=timeout_s)
+        server.released -= {tag}
+
+
+async def _until_idle(server: Server, limit_s: float) -> None:
+    """Return when nothing runs on the server: it refuses to empty its cache before."""
+    end = time.monotonic() + limit_s
+    while True:
+        try:
+            await server.client.post("/flush_cache", timeout_s=limit_s)
+            return
+        except RefusedError:
+            if time.monotonic() > end:
+                raise
+        await server.client.post("/abort_request", {"abort_all": True}, timeout_s=limit_s)
+        await asyncio.sleep(_IDLE_POLL_S)

@@ -1,6 +1,6 @@
 """One weight update of some servers as a transaction: all of it happened on a server, or the server is fenced.
 
-Place in the data flow: WeightSync runs one at a time, step by step; the policy's ranks send in between. Phases: pause,
+WeightSync runs one at a time, step by step; the policy's ranks send in between. Phases: pause,
 begin, (send,) end, flush the cache, compare which matrices are fp8 blocks (of a new server), compare checksums, set the
 version, continue, probe. A server that shares GPUs with the trainer takes the memory of its weights before all of it,
 and that of its cache before it continues. A server that fails a phase leaves the update and is fenced; if sending
@@ -18,18 +18,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_daro.config.sections import SGLangSection
+from megatron_daro.config.sections import CPU_BUCKET_MIB, GPU_BUCKET_MIB, SGLangSection
 from megatron_daro.engine.sglang import fp8_blocks
 from megatron_daro.engine.sglang.client import DisconnectedError, ServerFacts, UnreachableError
 from megatron_daro.engine.sglang.fleet import Fleet, Server
-from megatron_daro.engine.sglang.memory import MemoryTag, resume
+from megatron_daro.engine.sglang.supervision import MemoryTag, resume
 from megatron_daro.errors import EngineError, RefusedError, SyncError
 from megatron_daro.sync.check import ProbeAnswer
 from megatron_daro.sync.plan import Digest, SendPlan, SendReport, Target, is_hashed
 
 _ALIVE_S = 5.0
 # Unless set. On a CPU small ones are fast, whose memory is used again at once; elsewhere each costs a round trip.
-CPU_BUCKET_MIB, GPU_BUCKET_MIB = 64, 256
 _FLUSHES, _FLUSH_PAUSE_S = 20, 0.25
 _FUSED = ("qkv_proj", "gate_up_proj", "down_proj", "embed_tokens", "lm_head", "experts")
 

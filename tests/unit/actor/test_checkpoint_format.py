@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_daro.actor import checkpoint_format as fmt
+from megatron_daro.actor import checkpoint as fmt
 from megatron_daro.convert import daro_format
 from megatron_daro.errors import CheckpointError
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_daro.actor import device, precision
+from megatron_daro.actor import device, optimizer
 from megatron_daro.actor.compat import gradient_fusion_of_layers
 from megatron_daro.actor.model import transformer_config
 from megatron_daro.actor.parallel import Layout
@@ -24,15 +24,15 @@ HOPPER = Surroundings(9.0, (13, 0), (2, 20, 2), (9, 19, 0))
 
 def test_fp8_that_cannot_run_on_this_rank_is_refused_and_not_silently_off(monkeypatch):
     with pytest.raises(ConfigError, match=r"actor\.precision: got fp8 \(tensorwise\), but there is no GPU"):
-        precision.uses_transformer_engine(ActorSection(precision="fp8"))
-    monkeypatch.setattr(precision, "surroundings", lambda: HOPPER)
+        optimizer.uses_transformer_engine(ActorSection(precision="fp8"))
+    monkeypatch.setattr(optimizer, "surroundings", lambda: HOPPER)
     with pytest.raises(ConfigError, match="Transformer Engine cannot be imported here"):
-        precision.uses_transformer_engine(ActorSection(precision="fp8"))
+        optimizer.uses_transformer_engine(ActorSection(precision="fp8"))
     monkeypatch.setattr(device, "has_transformer_engine", lambda: True)
-    assert precision.uses_transformer_engine(ActorSection(precision="fp8"))
-    assert not precision.uses_transformer_engine(ActorSection(precision="fp32"))
+    assert optimizer.uses_transformer_engine(ActorSection(precision="fp8"))
+    assert not optimizer.uses_transformer_engine(ActorSection(precision="fp32"))
     with pytest.raises(ConfigError, match=r"set actor\.fp8_recipe=blockwise"):
-        precision.uses_transformer_engine(ActorSection(precision="fp8", fp8_recipe="mxfp8"))
+        optimizer.uses_transformer_engine(ActorSection(precision="fp8", fp8_recipe="mxfp8"))
 
 
 def test_a_rank_sees_its_own_gpu_and_libraries(monkeypatch):
@@ -40,25 +40,25 @@ def test_a_rank_sees_its_own_gpu_and_libraries(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 3))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    found = precision.surroundings()
+    found = optimizer.surroundings()
     assert (found.capability, found.cuda, found.cudnn) == (10.3, (13, 0), (9, 19, 0))
     assert found.transformer_engine == ()  # it is not installed where tests run
 
 
 def test_a_gpu_without_transformer_engine_is_said_aloud(monkeypatch):
-    assert precision.remarks(ActorSection(), False) == ()  # a CPU
+    assert optimizer.remarks(ActorSection(), False) == ()  # a CPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert precision.remarks(ActorSection(), True) == ()
-    (remark,) = precision.remarks(ActorSection(), False)
+    assert optimizer.remarks(ActorSection(), True) == ()
+    (remark,) = optimizer.remarks(ActorSection(), False)
     assert "without Transformer Engine (it cannot be imported there)" in remark
-    (remark,) = precision.remarks(ActorSection(precision="fp32"), False)
+    (remark,) = optimizer.remarks(ActorSection(precision="fp32"), False)
     assert "no packed attention in fp32" in remark
 
 
 def config_of(**options):
     """Megatron's own configuration of a small model."""
     actor = ActorSection(**options)
-    return transformer_config(read_model_shape(SHAPE), Layout(), dtype=actor.dtype, fp8=precision.fp8_options(actor))
+    return transformer_config(read_model_shape(SHAPE), Layout(), dtype=actor.dtype, fp8=optimizer.fp8_options(actor))
 
 
 def test_megatron_gets_recipe_format_and_layers_in_bf16():

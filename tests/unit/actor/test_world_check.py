@@ -35,6 +35,7 @@ EXPERTS = {
     "mlp_only_layers": [1],
     "norm_topk_prob": True,
 }
+MIXTRAL = {**DENSE, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
 # The embedding and the loss count as layers: the first part of the first stage and the last of the last have none.
 BOTH_ENDS = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
 WORLD = Layout(tensor=2, pipeline=2, data=4, expert=4)
@@ -53,7 +54,7 @@ WORLD = Layout(tensor=2, pipeline=2, data=4, expert=4)
         (EXPERTS, replace(WORLD, virtual_pipeline=2), {}),
         (EXPERTS, WORLD, {}),
         (EXPERTS, Layout(tensor=2, data=2, expert=2, expert_tensor=2), {}),  # experts are cut and shared
-        ({**EXPERTS, "model_type": "mixtral", "num_local_experts": 8}, Layout(data=4, expert=2), {}),
+        (MIXTRAL, Layout(data=4, expert=2), {}),
     ],
 )
 def test_a_layout_that_fits(config, layout, options):

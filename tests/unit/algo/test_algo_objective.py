@@ -9,8 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_daro.algo.objective import ObjectiveSettings, TokenObjective, token_objective
-from megatron_daro.algo.regularizers import kl_terms
+from megatron_daro.algo.objective import ObjectiveSettings, TokenObjective, kl_terms, token_objective
 from megatron_daro.errors import AlgorithmError
 
 NAN = float("nan")

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_daro.algo.shaping import overlong_filter, overlong_penalty
+from megatron_daro.algo.advantages import overlong_filter, overlong_penalty
 from megatron_daro.errors import AlgorithmError
 
 

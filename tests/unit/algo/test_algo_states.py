@@ -201,3 +201,14 @@ def test_bin_and_length_alone_are_refused_where_they_are_not_enough(name):
     if algorithm.needs_group_lengths:
         with pytest.raises(AlgorithmError, match="group_lengths_NK"):
             algorithm.coefficients(Samples(bins_N, lengths_N, torch.ones(1)), totals)
+
+
+@pytest.mark.parametrize(("given", "target"), [(None, 0.4), (0.25, 0.25)])
+def test_fade_resumes_with_the_saved_target_or_with_one_that_is_given_now(given, target):
+    first = build("fade")
+    first.learn(evidence(0.5, entropy=0.8))
+    resumed = build("fade", target_entropy=given)
+    resumed.load_state_dict(first.state_dict())
+    resumed.learn(evidence(0.5, entropy=0.1))
+    assert resumed.state_dict()["target_entropy"] == target
+    assert resumed.wrong_scale == pytest.approx(max(0.3, min(1.0, 1 + 0.8 + 0.02 * (0.1 - 0.8) - target)))

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron_daro.algo.objective import ObjectiveSettings
-from megatron_daro.algo.trust_regions import cispo_loss, sapo_loss
+from megatron_daro.algo.objective import ObjectiveSettings, cispo_loss, sapo_loss
 from megatron_daro.errors import AlgorithmError
 
 

@@ -13,12 +13,11 @@ import torch
 
 from megatron_daro.algo.advantages import group_advantages
 from megatron_daro.algo.weighting import ALGORITHMS
-from megatron_daro.analyze.rows import choose_columns, files_of, rows_of
-from megatron_daro.analyze.sums import infer_rollouts_per_prompt, read_dump
-from megatron_daro.analyze.views import token_loss_sums, view_of
 from megatron_daro.cli import main
 from megatron_daro.config.algorithm import DaroSection
 from megatron_daro.errors import AlgorithmError, DataError
+from megatron_daro.workshop.analyze.rows import choose_columns, files_of, rows_of
+from megatron_daro.workshop.analyze.views import infer_rollouts_per_prompt, read_dump, token_loss_sums, view_of
 
 K = 4
 

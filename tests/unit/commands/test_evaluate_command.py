@@ -29,11 +29,11 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         ks: tuple[int, ...]
 
     found: list[Any] = []
-    module: Any = types.ModuleType("megatron_daro.runtime.measuring")
+    module: Any = types.ModuleType("megatron_daro.workshop.evaluate.measuring")
     module.Plan = Plan
     module.measure = lambda plan, notices: found.append(plan) or SUMMARY
     monkeypatch.setattr(megatron_daro.runtime, "measuring", module, raising=False)
-    monkeypatch.setitem(sys.modules, "megatron_daro.runtime.measuring", module)
+    monkeypatch.setitem(sys.modules, "megatron_daro.workshop.evaluate.measuring", module)
     return found
 
 

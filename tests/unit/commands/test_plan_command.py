@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from megatron_daro.cli import main
 from megatron_daro.config import resolve
+from megatron_daro.errors import ConfigError
+from megatron_daro.workshop.plan.recipe_file import write_options
 
 MODEL = {
     "model_type": "llama",
@@ -73,3 +77,13 @@ def test_an_unknown_gpu_is_a_configuration_error(tmp_path, capsys):
     _, command = written(tmp_path)
     assert main([*command, "--gpu", "h1000"]) == 2
     assert "did you mean h100-80g" in capsys.readouterr().err
+
+
+def test_options_are_set_and_all_else_stays_as_it_was_written(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    text = "# Mine.\nmodel:\n  path: 'models/x'  # quoted\ndata:\n  train:\n    - \"a.jsonl\"\n"
+    recipe.write_text(text)
+    write_options(recipe, {"actor.tensor_parallel": 2, "data.order": "epochs"})
+    assert recipe.read_text() == text + "  order: epochs\nactor:\n  tensor_parallel: 2\n"
+    with pytest.raises(ConfigError, match=r"got train: .*; allowed: options below train"):
+        write_options(recipe, {"data.train.x": 1})

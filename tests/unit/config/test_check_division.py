@@ -150,7 +150,7 @@ def megatron_config(layers: int, stages: int, virtual: int | None, options: dict
     accounts=st.tuples(st.booleans(), st.booleans()),
 )
 def test_stages_have_the_layers_that_megatron_gives_them(layers, stages, first, last, accounts):
-    pytest.importorskip("megatron_daro.actor.layers")
+    pytest.importorskip("megatron_daro.actor.model")
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
     options = stage_options(first, last, accounts)
@@ -177,7 +177,7 @@ def test_stages_have_the_layers_that_megatron_gives_them(layers, stages, first, 
 @example(layers=14, stages=3, virtual=2, ends=4, which=(True, False))
 @example(layers=4, stages=2, virtual=2, ends=2, which=(True, True))
 def test_parts_have_the_layers_that_megatron_gives_them(layers, stages, virtual, ends, which):
-    pytest.importorskip("megatron_daro.actor.layers")
+    pytest.importorskip("megatron_daro.actor.model")
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
@@ -193,3 +193,23 @@ def test_parts_have_the_layers_that_megatron_gives_them(layers, stages, virtual,
             assert len(part) == get_num_layers_to_build(config, vp_stage=number, pp_rank=stage)
             if part:
                 assert part.start == get_transformer_layer_offset(config, vp_stage=number, pp_rank=stage)
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "rests_on"),
+    [
+        ({"expert_parallel": 4}, "actor.expert_parallel", {"actor.data_parallel", "actor.context_parallel"}),
+        (
+            {"tensor_parallel": 2, "expert_parallel": 1, "expert_tensor_parallel": 3, "data_parallel": 3},
+            "actor.expert_parallel",
+            {"actor.tensor_parallel"},
+        ),
+        ({"tensor_parallel": 2, "sequence_parallel": False}, "actor.sequence_parallel", {"actor.tensor_parallel"}),
+        ({"virtual_pipeline_parallel": 2}, "actor.virtual_pipeline_parallel", {"actor.pipeline_parallel"}),
+    ],
+)
+def test_a_problem_of_several_fields_names_them_all(options, field, rests_on):
+    """A wrong one among them is said alone: what rests on it says nothing new."""
+    found = list(division_problems(ActorSection(**options), read_model_shape(EXPERTS)))
+    also = [set(problem.also) for problem in found if problem.field == field]
+    assert any(rests_on <= names for names in also), [(str(p), p.also) for p in found]

@@ -275,7 +275,10 @@ def _pickled(run_files):
         (lambda r: (r.model / "config.json").write_text('{"model_type'), "config.json cannot be read as JSON"),
         (lambda r: (r.model / "config.json").write_text("[]"), "config.json holds a JSON list, not an object"),
         (lambda r: r.set_shape(num_hidden_layers=None), "num_hidden_layers is missing"),
-        (lambda r: r.set_shape(model_type="gpt2"), "model_type 'gpt2' is not supported; allowed: llama, mixtral, "),
+        (
+            lambda r: r.set_shape(model_type="gpt2"),
+            "model_type 'gpt2' is not supported; allowed: llama, mistral, mixtral, ",
+        ),
         (lambda r: r.set_shape(eos_token_id=None), "the model's files name no end token"),
         (lambda r: r.set_shape(rope_scaling={"rope_type": "su"}), "rope type 'su' is not supported"),
         (lambda r: r.set_shape(quantization_config={"bits": 4}), "convert the checkpoint to bf16 first"),

@@ -54,6 +54,13 @@ def to_megatron(hf: Path, out: Path, *, format_="daro", dtype=None, processes=1,
     return conversion.convert(made, out, processes=processes, verify=verify, progress=silent)
 
 
+def to_other(megatron: Path, out: Path, format_: str, *, config=None, **options):
+    """From one of Megatron's formats to the other."""
+    config = config or megatron / conversion.HF_FOLDER
+    made = plan.plan_to_megatron(megatron, format_, None, megatron_config=config, **options)
+    return conversion.convert(made, out, processes=1, verify=True, progress=lambda phase, done: None)
+
+
 def to_hf(megatron: Path, out: Path, *, config=None, dtype=None, max_shard_bytes=5000, processes=1, verify=False):
     made = plan.plan_to_hf(megatron, config or megatron / conversion.HF_FOLDER, dtype, max_shard_bytes)
     return conversion.convert(made, out, processes=processes, verify=verify, progress=lambda phase, done: None)

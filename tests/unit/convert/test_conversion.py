@@ -10,16 +10,18 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import psutil
 import pytest
 import torch
-from hf_checkpoints import assert_equal, config_of, make_hf, tensors_of, to_hf, to_megatron
+from hf_checkpoints import assert_equal, config_of, make_hf, replace_tensor, tensors_of, to_hf, to_megatron, to_other
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_daro import durable
 from megatron_daro.config.model_shape import read_model_shape
-from megatron_daro.convert import conversion, plan
+from megatron_daro.convert import conversion, pieces, plan
 from megatron_daro.convert.card import CARD_FILE
 from megatron_daro.convert.hf_reader import HFCheckpoint
 from megatron_daro.convert.jobs import box_name
@@ -54,7 +56,8 @@ models = st.fixed_dictionaries(
 def test_there_and_back_is_the_same_bit_for_bit(tmp_path_factory, model, format_, dtype):
     root = tmp_path_factory.mktemp("round")
     dense = [0] if model["num_hidden_layers"] > 2 else []  # dense layers before those with experts
-    given_ = make_hf(root / "hf", config_of(**model, mlp_only_layers=dense), dtype=dtype)
+    mixed = {"mlp_only_layers": dense} if model["family"] == "qwen3_moe" else {}
+    given_ = make_hf(root / "hf", config_of(**model, **mixed), dtype=dtype)
     card = to_megatron(root / "hf", root / "megatron", format_=format_, verify=True)
     assert {row.check for row in card.rows} == {"hashed; read back and compared"}
     to_hf(root / "megatron", root / "back", verify=True)
@@ -98,6 +101,60 @@ def test_the_other_format_in_between_and_the_card_of_each(tmp_path):
         assert qkv["megatron"]["shape"] == [64, 16] and qkv["change"] == "rows rearranged"
 
 
+@pytest.mark.parametrize(("first", "second"), [("daro", "torch_dist"), ("torch_dist", "daro")])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_one_megatron_format_to_the_other_is_what_hf_gives(tmp_path, first, second, family):
+    given_ = make_hf(tmp_path / "hf", config_of(family, **({"mlp_only_layers": []} if family == "qwen3_moe" else {})))
+    to_megatron(tmp_path / "hf", tmp_path / "first", format_=first)
+    direct = to_other(tmp_path / "first", tmp_path / "second", second)
+    assert direct.rows == to_megatron(tmp_path / "hf", tmp_path / "through", format_=second, verify=True).rows
+    own = ("common.pt", CARD_FILE)
+    files = [path for path in weights_in(tmp_path / "through").iterdir() if path.is_file()]
+    names = sorted(path.name for path in files if path.name not in own)
+    assert len(names) > 2
+    for name in names:
+        ours, expected = (weights_in(tmp_path / folder) / name for folder in ("second", "through"))
+        assert ours.read_bytes() == expected.read_bytes(), name
+    to_hf(tmp_path / "second", tmp_path / "back")
+    assert_equal(tensors_of(tmp_path / "back"), given_)
+
+
+def weights_in(folder: Path) -> Path:
+    return folder / "release" if (folder / "release").is_dir() else folder
+
+
+class _Counted:
+    """Counts how often boxes are compared."""
+
+    def __init__(self, monkeypatch):
+        self.number, real = 0, pieces.overlap
+
+        def overlap(*boxes):
+            self.number += 1
+            return real(*boxes)
+
+        monkeypatch.setattr(pieces, "overlap", overlap)
+
+
+@pytest.mark.parametrize("format_", ["daro", "torch_dist"])
+def test_reading_experts_back_looks_at_the_boxes_it_needs(tmp_path, monkeypatch, format_):
+    """Twice the experts take twice the comparisons and twice the looks into files, not four times."""
+    located = {}
+    for experts in (8, 16):
+        config = config_of("qwen3_moe", num_experts=experts, mlp_only_layers=[])
+        make_hf(tmp_path / f"hf{experts}", config)
+        to_megatron(tmp_path / f"hf{experts}", tmp_path / f"megatron{experts}", format_=format_)
+        counted = _Counted(monkeypatch)
+        with MegatronWeights(tmp_path / f"megatron{experts}", read_model_shape(config)) as weights:
+            real, seen = weights.pieces.piece, []
+            weights.pieces.piece = lambda key, box, real=real, seen=seen: seen.append(key) or real(key, box)
+            for name in weights:
+                assert len(weights[name]) == weights.shape(name)[0]
+        located[experts] = counted.number, len(seen)
+    for few, many in zip(located[8], located[16], strict=True):
+        assert 0 < many < 2.2 * few
+
+
 def test_a_cast_is_torchs_and_its_way_back_too(tmp_path):
     given_ = make_hf(tmp_path / "hf", config_of("qwen3", dtype="bfloat16"))
     card = to_megatron(tmp_path / "hf", tmp_path / "wide", dtype="fp32", verify=True)
@@ -107,6 +164,31 @@ def test_a_cast_is_torchs_and_its_way_back_too(tmp_path):
     to_hf(tmp_path / "wide", tmp_path / "kept")
     assert_equal(tensors_of(tmp_path / "kept"), {name: tensor.float() for name, tensor in given_.items()})
     assert json.loads((tmp_path / "kept/config.json").read_text())["dtype"] == "float32"
+
+
+def test_tensors_of_several_dtypes_become_one_with_a_cast(tmp_path):
+    given_ = make_hf(tmp_path / "hf", config_of())
+    for name, dtype in (("k_proj.weight", torch.float32), ("q_proj.weight", torch.float64)):
+        name = f"model.layers.1.self_attn.{name}"
+        replace_tensor(tmp_path / "hf", name, given_[name].to(dtype))
+    with pytest.raises(ModelError, match=r"q_proj\.weight float64, .*k_proj\.weight float32.* convert --dtype"):
+        to_megatron(tmp_path / "hf", tmp_path / "refused")
+    to_megatron(tmp_path / "hf", tmp_path / "megatron", dtype="bf16", verify=True)
+    to_hf(tmp_path / "megatron", tmp_path / "back")
+    assert_equal(tensors_of(tmp_path / "back"), given_)
+
+
+def test_templates_and_licences_come_along_and_code_does_not(tmp_path):
+    make_hf(tmp_path / "hf", config_of())
+    own = ("chat_template.jinja", "additional_chat_templates/tools.jinja", "LICENSE", "LICENSE.txt", "NOTICE")
+    for name in (*own, "USE_POLICY.md", "modeling.py", "README.md"):
+        (tmp_path / "hf" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "hf" / name).write_text(name)
+    to_megatron(tmp_path / "hf", tmp_path / "megatron", format_="torch_dist")
+    to_hf(tmp_path / "megatron", tmp_path / "back")
+    for folder in (tmp_path / "megatron/hf", tmp_path / "back"):
+        assert all((folder / name).read_text() == name for name in (*own, "USE_POLICY.md"))
+        assert not (folder / "modeling.py").exists() and not (folder / "README.md").exists()
 
 
 def test_several_processes_write_what_one_writes(tmp_path, monkeypatch):
@@ -220,6 +302,7 @@ def test_a_file_that_changed_after_the_stop_is_found(tmp_path, monkeypatch):
     with pytest.raises(Exception, match=r"model\.\S+: rows \d+ to \d+ are not what the source has"):
         to_megatron(tmp_path / "hf", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    to_megatron(tmp_path / "hf", tmp_path / "out", verify=True)  # as the message says: the file is written again
 
 
 def test_other_options_begin_again(tmp_path, monkeypatch):
@@ -237,15 +320,30 @@ def test_other_options_begin_again(tmp_path, monkeypatch):
 def test_two_conversions_into_one_directory_are_refused(tmp_path):
     make_hf(tmp_path / "hf", config_of())
     made = plan.plan_to_megatron(tmp_path / "hf", "daro", None)
-    from megatron_daro.convert.progress_files import Partial
+    from megatron_daro.convert.conversion import Partial
 
     with Partial(tmp_path / "out", made), pytest.raises(ModelError, match="another conversion is writing"):
         to_megatron(tmp_path / "hf", tmp_path / "out")
 
 
+@pytest.mark.parametrize("when", ["working", "starting"])
+def test_a_conversion_ends_when_the_process_that_starts_workers_is_killed(when):
+    """While they work; and while they are to be started, when its death is an EOF on a socket."""
+    script = Path(__file__).with_name("endless_conversion.py")
+    first = subprocess.Popen([sys.executable, script, when], stdout=PIPE, stderr=PIPE, text=True)
+    workers = []
+    if when == "working":
+        workers = [psutil.Process(int(first.stdout.readline())) for _ in range(2)]
+        workers[0].parent().kill()
+    _, errors = first.communicate(timeout=60)
+    assert first.returncode == 1 and "ModelError: a conversion process, or the fork server" in errors.splitlines()[-1]
+    _, left = psutil.wait_procs(workers, timeout=30)
+    assert not left
+
+
 def test_workers_end_when_their_first_process_is_killed():
     script = Path(__file__).with_name("endless_conversion.py")
-    first = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
+    first = subprocess.Popen([sys.executable, script, "working"], stdout=PIPE, text=True)
     workers = [psutil.Process(int(first.stdout.readline())) for _ in range(2)]
     first.kill()
     first.communicate(timeout=30)
@@ -253,3 +351,20 @@ def test_workers_end_when_their_first_process_is_killed():
     for process in left:
         process.kill()
     assert len(gone) == 2 and not left
+
+
+def test_a_published_target_is_on_disk_under_its_name(tmp_path, monkeypatch):
+    """The name itself: its directory is written through after the folder got it, and before the rest is removed."""
+    make_hf(tmp_path / "hf", config_of())
+    out, synced = tmp_path / "out", []
+    monkeypatch.setattr(
+        durable, "sync", lambda path: synced.append((path, out.is_dir(), (tmp_path / ".out.partial").is_dir()))
+    )
+    from megatron_daro.convert.conversion import Partial
+
+    with Partial(out, plan.plan_to_megatron(tmp_path / "hf", "daro", None)) as partial:
+        (partial.folder / "inner").mkdir()
+        partial.publish()
+    before = [path for path, published, _ in synced if not published]
+    assert before == [partial.folder / "inner", partial.folder]
+    assert synced[-1] == (tmp_path, True, True)

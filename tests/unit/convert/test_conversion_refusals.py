@@ -9,10 +9,11 @@ import subprocess
 
 import pytest
 import torch
-from hf_checkpoints import config_of, make_hf, replace_tensor, tensors_of, to_hf, to_megatron
+from hf_checkpoints import assert_equal, config_of, make_hf, replace_tensor, tensors_of, to_hf, to_megatron
 from safetensors.torch import save_file
 
-from megatron_daro.convert import conversion, jobs, torch_dist_metadata
+from megatron_daro.config.model_files import read_model
+from megatron_daro.convert import conversion, jobs, torch_dist
 from megatron_daro.convert.card import CARD_FILE
 from megatron_daro.convert.megatron_weights import checkpoint_directory, open_pieces
 from megatron_daro.errors import CheckpointError, DaroError, ModelError
@@ -134,7 +135,8 @@ def test_a_directory_that_is_not_empty(hf, tmp_path):
 @pytest.mark.parametrize("format_", ["daro", "torch_dist"])
 def test_a_flipped_byte_of_a_converted_checkpoint(hf, tmp_path, format_):
     to_megatron(hf, tmp_path / "megatron", format_=format_)
-    piece = open_pieces(checkpoint_directory(tmp_path / "megatron")).pieces("decoder.layers.mlp.linear_fc1.weight")[-1]
+    store, key = open_pieces(checkpoint_directory(tmp_path / "megatron")), "decoder.layers.mlp.linear_fc1.weight"
+    piece = store.piece(key, store.boxes(key)[-1])
     content = bytearray(piece.path.read_bytes())
     content[piece.start] ^= 4
     piece.path.write_bytes(content)
@@ -209,7 +211,7 @@ def test_only_listed_names_are_taken(tmp_path, name):
     module, _, attribute = name.rpartition(".")
     program = b"\x80\x04" + b"".join(b"\x8c" + bytes([len(t)]) + t.encode() for t in (module, attribute)) + b"\x93."
     with pytest.raises(CheckpointError, match="not loaded"):
-        torch_dist_metadata.RestrictedUnpickler(program, torch_dist_metadata._ALLOWED, tmp_path).load()
+        torch_dist.RestrictedUnpickler(program, torch_dist._ALLOWED, tmp_path).load()
 
 
 def test_a_blob_that_is_no_tensor_runs_nothing(hf, tmp_path):
@@ -265,4 +267,84 @@ def test_what_is_no_checkpoint_at_all(hf, tmp_path):
 def test_quantized_tensors(hf, tmp_path):
     replace_tensor(hf, "model.norm.weight", torch.ones(16, dtype=torch.int8))
     refused(hf, tmp_path / "out", r"model\.norm\.weight is torch\.int8; allowed")
-    save_file({"a": torch.ones(2)}, hf / "model.safetensors")
+
+
+def test_float64_needs_a_cast(hf, tmp_path):
+    tensors = tensors_of(hf)
+    replace_tensor(hf, "model.norm.weight", tensors["model.norm.weight"].double())
+    refused(
+        hf, tmp_path / "out", r"model\.norm\.weight is torch\.float64; allowed: fp32, bf16, fp16\. Choose .* --dtype"
+    )
+    to_megatron(hf, tmp_path / "out", dtype="bf16", verify=True)
+    to_hf(tmp_path / "out", tmp_path / "back")
+    assert_equal(tensors_of(tmp_path / "back"), tensors)
+
+
+@pytest.mark.parametrize("dtype", ["F8_E8M0", "F4", "C64"])
+def test_a_dtype_that_is_not_read_is_not_called_torn(hf, tmp_path, dtype):
+    file = sorted(hf.glob("*.safetensors"))[0]
+    header = json.dumps({"scale": {"dtype": dtype, "shape": [2], "data_offsets": [0, 2]}}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + b"ab")
+    with pytest.raises(ModelError, match=f"holds scale as {dtype}, which is not read; allowed: F64,") as refusal:
+        to_megatron(hf, tmp_path / "out")
+    assert "torn" not in str(refusal.value) and "again" not in str(refusal.value)
+
+
+def test_a_single_file_beside_an_index(hf, tmp_path):
+    """transformers reads the single file, the index names the others."""
+    save_file(tensors_of(hf), hf / "model.safetensors")
+    assert [p.allowed for p in read_model(hf).problems if "beside" in p.got]
+    refused(
+        hf,
+        tmp_path / "out",
+        r"holds model\.safetensors beside model\.safetensors\.index\.json, which names model-00001",
+    )
+    for file in hf.glob("model-*"):
+        file.unlink()
+    weight_map = dict.fromkeys(tensors_of(hf), "model.safetensors")
+    (hf / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert not [p for p in read_model(hf).problems if "beside" in p.got]
+    to_megatron(hf, tmp_path / "out")  # an index of this one file does not contradict it
+
+
+def test_weights_that_the_index_does_not_name(hf, tmp_path):
+    index = hf / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    file = content["weight_map"].pop("model.norm.weight")
+    index.write_text(json.dumps(content))
+    refused(
+        hf, tmp_path / "out", rf"{file} holds model\.norm\.weight, which model\.safetensors\.index\.json does not name"
+    )
+    content["weight_map"]["model.norm.weight"] = file
+    index.write_text(json.dumps(content))
+    save_file({"a": torch.ones(2)}, hf / "model-00009-of-00009.safetensors")
+    refused(hf, tmp_path / "out", r"holds model-00009-of-00009\.safetensors, which .* does not name\. Remove it")
+    (hf / "model-00009-of-00009.safetensors").rename(hf / "consolidated.safetensors")  # as Mistral's own format
+    to_megatron(hf, tmp_path / "out")
+
+
+@pytest.mark.parametrize("format_", ["daro", "torch_dist"])
+@pytest.mark.parametrize("back", [False, True])
+def test_a_cast_that_makes_a_number_infinite(tmp_path, format_, back):
+    large = make_hf(tmp_path / "hf", config_of())[GATE].float()
+    large[3, 2] = -65536.0  # what bf16 makes of the largest fp16, 65504, rounded up
+    replace_tensor(tmp_path / "hf", GATE, large.bfloat16())
+    to_megatron(tmp_path / "hf", tmp_path / "whole", format_=format_)
+    source, convert = (tmp_path / "whole", to_hf) if back else (tmp_path / "hf", to_megatron)
+    match = rf"{GATE} holds 6\.554e\+04, and the largest number of float16 is 6\.55e\+04"
+    refused(source, tmp_path / "out", match, lambda s, o: convert(s, o, dtype="fp16"))
+    large[3, 2], large[4, 1] = float("-inf"), float("nan")  # no cast makes these
+    replace_tensor(tmp_path / "hf", GATE, large.bfloat16())
+    to_megatron(tmp_path / "hf", tmp_path / "out", dtype="fp16", verify=True)
+
+
+def test_fp32_that_bf16_cannot_hold(tmp_path):
+    make_hf(tmp_path / "hf", config_of(), dtype=torch.float32)
+    largest = torch.full((16,), torch.finfo(torch.float32).max)
+    replace_tensor(tmp_path / "hf", "model.norm.weight", largest)
+    refused(
+        tmp_path / "hf",
+        tmp_path / "out",
+        r"model\.norm\.weight holds 3\.403e\+38, .* bfloat16 is 3\.39e\+38",
+        lambda s, o: to_megatron(s, o, dtype="bf16"),
+    )

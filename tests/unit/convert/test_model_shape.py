@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from megatron_daro.config.model_shape import ExpertShape, read_model_shape
-from megatron_daro.config.rope import Llama3Scaling, YarnScaling
+from megatron_daro.config.model_shape import ExpertShape, Llama3Scaling, YarnScaling, read_model_shape
 from megatron_daro.errors import ModelError
 
 SHARED_CONFIGS = Path(__file__).parents[4] / "shared" / "data" / "configs"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_daro.curate.rows import Row
-from megatron_daro.curate.statements import statement_of
 from megatron_daro.types import Prompt
+from megatron_daro.workshop.curate.rows import Row
+from megatron_daro.workshop.curate.statements import statement_of
 
 
 def row_of(text: str, *answers: str, number: int = 1, source: str = "made") -> Row:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_daro.curate.alike import part_found, same_problem
-from megatron_daro.curate.statements import statement_of
+from megatron_daro.workshop.curate.alike import part_found, same_problem
+from megatron_daro.workshop.curate.statements import statement_of
 
 TEXT = "In a bag there are 12 red marbles and 5 blue ones. Find the sum of all odd numbers on the red marbles if x = 3."
 

@@ -130,7 +130,7 @@ def test_a_failure_leaves_nothing_that_looks_finished(files, capsys, monkeypatch
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("megatron_daro.curate.output.render_page", fail)
+    monkeypatch.setattr("megatron_daro.workshop.curate.output.render_page", fail)
     assert curate(files) == 1
     assert not (files / "out").exists() and (files / "out.partial" / "curated.parquet").exists()
     monkeypatch.undo()

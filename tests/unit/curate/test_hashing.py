@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from megatron_daro.curate.hashing import Ragged, ngrams, sequence_hash, signatures, similar_pairs, token_hash
+from megatron_daro.workshop.curate.alike import Ragged, ngrams, sequence_hash, signatures, similar_pairs, token_hash
 
 WORDS = [f"w{i}" for i in range(400)]
 
@@ -45,7 +45,7 @@ def test_signatures_estimate_jaccard():
 def test_signatures_do_not_depend_on_the_other_statements(monkeypatch):
     rows = statements(300)
     whole = signatures(Ragged(rows))
-    monkeypatch.setattr("megatron_daro.curate.hashing._CHUNK_TOKENS", 64)
+    monkeypatch.setattr("megatron_daro.workshop.curate.alike._CHUNK_TOKENS", 64)
     assert (signatures(Ragged(rows)) == whole).all()
     assert (signatures(Ragged(rows[100:120])) == whole[100:120]).all()
 

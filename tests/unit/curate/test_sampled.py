@@ -9,15 +9,16 @@ import pytest
 from weightless import save_tiny_model
 
 from megatron_daro.cli import main
-from megatron_daro.curate.decisions import Decisions
-from megatron_daro.curate.sampled import Asked, apply, key_of, read_range, summary_of, write_problems
-from megatron_daro.data.pass_rates import PassRate
+from megatron_daro.data.formats import PassRate, pass_rate_of
 from megatron_daro.data.prompts import load_problems
+from megatron_daro.data.template import HeldOut
 from megatron_daro.errors import ConfigError
-from megatron_daro.evaluate.answers import Answer, AnswerStore
-from megatron_daro.evaluate.questions import HeldOut, questions_of
-from megatron_daro.runtime import measuring
 from megatron_daro.types import Prompt, Rollout, Verdict
+from megatron_daro.workshop.curate.decisions import Decisions
+from megatron_daro.workshop.curate.pass_rates import Asked, apply, key_of, read_range, summary_of, write_problems
+from megatron_daro.workshop.evaluate import measuring
+from megatron_daro.workshop.evaluate.answers import Answer, AnswerStore
+from megatron_daro.workshop.evaluate.questions import questions_of
 
 ASKED = Asked(4, "base", "aa", {"template": "chat"})
 
@@ -144,3 +145,15 @@ def test_a_curated_set_carries_its_pass_rates(tmp_path, model, asked):
 def test_what_does_not_go_together(tmp_path, model, asked, capsys, options, said):
     assert curate(tmp_path, *(option.replace("{model}", str(model)) for option in options)) in (1, 2)
     assert said in capsys.readouterr().err and not (tmp_path / "out").exists() and not asked
+
+
+def test_both_ends_of_the_range_stay_and_a_rate_of_zero_is_one(tmp_path, rows_of):
+    rows = rows_of(("a?", "1"), ("b?", "2"), ("c?", "3"), ("d?", "4"))
+    right = [(row.prompt, correct) for row, correct in zip(rows, (0, 1, 3, 4), strict=True)]
+    decisions = Decisions(4)
+    fields = apply(rows, decisions, right, ASKED, (0.25, 0.75))
+    assert {index: one["pass_rate"] for index, one in fields.items()} == {1: 0.25, 2: 0.75}
+    assert decisions.counts() == {"pass_rate": 2}
+    fields = apply(rows, Decisions(4), right, ASKED)
+    assert [fields[index]["pass_rate"] for index in range(4)] == [0.0, 0.25, 0.75, 1.0]
+    assert pass_rate_of({"pass_rate": 0.0}) == PassRate(0.0) and pass_rate_of({"pass_rate": 1.0}) == PassRate(1.0)

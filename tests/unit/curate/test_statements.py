@@ -4,7 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_daro.curate.statements import shared_lines, statement_of, tokens_of, without_figures, without_lines
+from megatron_daro.workshop.curate.statements import (
+    shared_lines,
+    statement_of,
+    tokens_of,
+    without_figures,
+    without_lines,
+)
 
 SAME = [
     ("Find $\\frac{1}{2}+x^2$.", "find  \\( \\dfrac12 + x^{2} \\)"),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_daro.data.cursor import PromptSource
+from megatron_daro.data.orders import PromptSource
 from megatron_daro.errors import CheckpointError, DataError
 from megatron_daro.types import Prompt
 

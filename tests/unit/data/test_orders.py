@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_daro.config.sections import CurriculumSection, PrioritisedSection
+from megatron_daro.data.formats import PassRate, pass_rate_of
 from megatron_daro.data.orders import Curriculum, Prioritised
-from megatron_daro.data.pass_rates import PassRate, pass_rate_of
 from megatron_daro.data.prompts import load_problems
 from megatron_daro.errors import CheckpointError, DataError
 from megatron_daro.types import Group, Prompt, Verdict

@@ -11,10 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_daro.data.containers import WrittenNumber
-from megatron_daro.data.contamination import find_overlap, normalized_text
-from megatron_daro.data.formats import answer_text, last_boxed
-from megatron_daro.data.prompts import load_problems
+from megatron_daro.data.formats import WrittenNumber, answer_text, last_boxed
+from megatron_daro.data.prompts import find_overlap, load_problems, normalized_text
 from megatron_daro.errors import DataError
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.data import schedule as module
 from megatron_daro.data.packing import pack
-from megatron_daro.data.schedule import CostModel, Schedule, bin_token_counts, schedule
+from megatron_daro.data.schedule import CostModel, Schedule, bin_token_counts, interleaved_group, schedule
 from megatron_daro.errors import DataError
 
 
@@ -214,3 +214,20 @@ def test_bin_token_counts_are_global_and_masked():
     packs = [pack(batch, part) for rank in plan.ranks for part in rank]
     per_pack = sum(np.bincount(p.bins_M, weights=p.trained_tokens_M, minlength=5) for p in packs)
     assert per_pack.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "stages", "given"),
+    [
+        (1, 4, (4, 4)),  # filled up to one for each stage
+        (8, 4, (8, 4)),
+        (5, 2, (5, 3)),  # groups of 3 and 2: the rest is as large as the pipeline
+        (7, 4, (7, 7)),  # groups of 4, 5 or 6 leave less than a pipeline
+        (11, 4, (11, 6)),
+    ],
+)
+def test_interleaved_groups_leave_no_rest_that_is_smaller_than_the_pipeline(micro_batches, stages, given):
+    count, size = interleaved_group(micro_batches, stages)
+    assert (count, size) == given
+    rests = {smaller: count % smaller for smaller in range(stages, size)}
+    assert all(0 < rest < stages for rest in rests.values()), "a smaller group would have done"

@@ -10,9 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 import megatron_daro.engine.generator as generator_module
-from megatron_daro.engine.abort import AbortSignal
-from megatron_daro.engine.cache import growing_cache
-from megatron_daro.engine.generator import EmbeddedGenerator
+from megatron_daro.engine.decoding import AbortSignal
+from megatron_daro.engine.generator import EmbeddedGenerator, growing_cache
 from megatron_daro.errors import EngineError, ModelError
 from megatron_daro.sync.buckets import bucketize
 from megatron_daro.types import GroupRequest, Prompt, SamplingParams

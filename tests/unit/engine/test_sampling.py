@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_daro.engine.sampling import choose_tokens, keep_nucleus, row_uniforms
+from megatron_daro.engine.decoding import choose_tokens, keep_nucleus, row_uniforms
 
 # Upper 0.1 % point of chi-square with 9 degrees of freedom; the seeds are fixed, so the outcome is too.
 CHI_SQUARE_9 = 27.88

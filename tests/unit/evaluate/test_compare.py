@@ -14,14 +14,14 @@ import pytest
 from answering import SeededEngine, digits, text_of
 
 from megatron_daro.config.sections import RewardSection
+from megatron_daro.data.template import HeldOut
 from megatron_daro.errors import DataError
-from megatron_daro.evaluate import made_of, results
-from megatron_daro.evaluate.answers import AnswerStore
-from megatron_daro.evaluate.asking import Parts, ask
-from megatron_daro.evaluate.compare import compare, sign_flip_p
-from megatron_daro.evaluate.compare_page import write_comparison
-from megatron_daro.evaluate.questions import HeldOut, questions_of, requests
 from megatron_daro.reward.pool import RewardPool
+from megatron_daro.workshop.evaluate import results
+from megatron_daro.workshop.evaluate.answers import AnswerStore
+from megatron_daro.workshop.evaluate.asking import Parts, ask
+from megatron_daro.workshop.evaluate.compare import compare, sign_flip_p, write_comparison
+from megatron_daro.workshop.evaluate.questions import questions_of, requests
 
 EVIL = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>\x1b[2J\"'&"
 
@@ -31,7 +31,7 @@ def evaluated(out: Path, *sets: HeldOut, seed: int, tail: str = "") -> Path:
     asked = questions_of(sets, seed=seed, max_new_tokens=8, stop_token_ids=(0,))
     names = {one.section.name: {"file": "ab", "samples": one.section.rollouts_per_prompt} for one in sets}
     out.mkdir()
-    made_of.check_or_write(out, {"weights": {"files": str(seed)}, "seed": seed, "sets": names})
+    results.check_or_write(out, {"weights": {"files": str(seed)}, "seed": seed, "sets": names})
     with RewardPool("exact", workers=0) as pool:
         parts = Parts(SeededEngine(tail=tail), pool, AnswerStore(out), text_of, None, lambda answer: None, 60.0)
         asyncio.run(ask(parts, requests(asked, ()), asked))
@@ -119,3 +119,11 @@ def test_the_page_shows_problems_with_both_answers_and_escapes_every_text(tmp_pa
     (figures,) = re.findall(r'<script type="application/json" id="figures">(.*?)</script>', page, re.DOTALL)
     points = json.loads(figures)[0]["data"][1]
     assert sum(int(text.split()[0]) for text in points["text"]) == 10
+
+
+def test_a_set_of_one_problem_weighs_as_much_as_one_of_four():
+    """Weighed by their sizes the two would cancel, and every flip would be as large: p = 1."""
+    one, four = np.array([0.5]), np.array([-0.25, -0.25, 0.5, -0.25])
+    sums = [abs(one @ signs[:1] + (four @ signs[1:]) / 4) for signs in product((1, -1), repeat=5)]
+    p = np.mean([value >= 0.5 - 0.25 / 4 - 1e-12 for value in sums])
+    assert sign_flip_p([one, four], seed=0) == pytest.approx(p) == 0.75

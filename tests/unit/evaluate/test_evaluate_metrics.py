@@ -11,14 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_daro.errors import DataError
-from megatron_daro.evaluate.metrics import (
-    bootstrap_means,
-    estimate,
-    estimate_of_sets,
-    interval,
-    majority_at_k,
-    pass_at_k,
-)
+from megatron_daro.rollout.summary import pass_at_k
+from megatron_daro.workshop.evaluate.metrics import bootstrap_means, estimate, estimate_of_sets, interval, majority_at_k
 
 
 @pytest.mark.parametrize("samples", range(1, 8))
@@ -99,3 +93,9 @@ def test_the_mean_of_sets_counts_each_set_once():
     assert found.mean == pytest.approx(0.75)
     # The large set adds nothing to the spread: resampled means of the small one are 0, 1/2 and 1.
     assert (found.low, found.high) == (0.5, 1.0)
+
+
+def test_subsets_in_which_nobody_votes_are_lost():
+    """One of four samples has an answer, the right one: half of the pairs hold it."""
+    assert majority_at_k([0, -1, -1, -1], 0, 2, seed=0, draws=20_000) == pytest.approx(0.5, abs=0.02)
+    assert majority_at_k([0, -1, -1, -1], 0, 4, seed=0) == 1.0

@@ -12,13 +12,14 @@ from pydantic import ValidationError
 
 from megatron_daro.config.sections import RewardSection
 from megatron_daro.errors import DataError
-from megatron_daro.evaluate import made_of, results
-from megatron_daro.evaluate.answers import AnswerStore
-from megatron_daro.evaluate.asking import Parts, ask
-from megatron_daro.evaluate.questions import questions_of, requests
-from megatron_daro.evaluate.tables import summary_text
-from megatron_daro.evaluate.votes import Sample, votes_of
 from megatron_daro.reward.pool import RewardPool
+from megatron_daro.types import Verdict
+from megatron_daro.workshop.evaluate import results
+from megatron_daro.workshop.evaluate.answers import AnswerStore
+from megatron_daro.workshop.evaluate.asking import Parts, ask
+from megatron_daro.workshop.evaluate.questions import questions_of, requests
+from megatron_daro.workshop.evaluate.results import Sample, votes_of
+from megatron_daro.workshop.evaluate.tables import summary_text
 
 REWARD = RewardSection(verifier="exact", workers=1)
 
@@ -90,19 +91,38 @@ def sets_of(**changes):
 
 def test_a_directory_takes_one_evaluation(tmp_path):
     first = {"weights": {"files": {"model.safetensors": "1"}}, "tokenizer": {"tokenizer.json": "2"}, "sets": sets_of()}
-    made_of.check_or_write(tmp_path, {**first, "notes": {"model": "a"}})
+    results.check_or_write(tmp_path, {**first, "notes": {"model": "a"}})
     more = {**first, "sets": sets_of(samples=8) | {"other": {"file": "cd"}}, "notes": {"model": "b"}}
-    made_of.check_or_write(tmp_path, more)
-    assert made_of.read(tmp_path)["sets"].keys() == {"digits", "other"}
-    made_of.check_or_write(tmp_path, first)
-    assert made_of.read(tmp_path)["sets"].keys() == {"digits", "other"}
+    results.check_or_write(tmp_path, more)
+    assert results.read(tmp_path)["sets"].keys() == {"digits", "other"}
+    results.check_or_write(tmp_path, first)
+    assert results.read(tmp_path)["sets"].keys() == {"digits", "other"}
     for changes, says in (
         ({"tokenizer": {"tokenizer.json": "3"}}, 'tokenizer tokenizer.json was "2", is "3"'),
         ({"weights": {"files": {"model.safetensors": "9"}}}, 'weights files model.safetensors was "1", is "9"'),
         ({"sets": sets_of(template="r1")}, 'set digits template was "chat", is "r1"'),
     ):
         with pytest.raises(DataError, match="answers of another evaluation") as error:
-            made_of.check_or_write(tmp_path, {**first, **changes})
+            results.check_or_write(tmp_path, {**first, **changes})
         assert says in str(error.value)
     with pytest.raises(DataError, match="is no directory of an evaluation"):
-        made_of.read(tmp_path / "nowhere")
+        results.read(tmp_path / "nowhere")
+
+
+def test_only_wrong_answers_are_compared_with_each_other():
+    class Agrees:
+        pairs = []
+
+        async def score_async(self, pairs):
+            self.pairs += [(answer, gold) for answer, gold, _ in pairs]
+            return [Verdict(True, 1.0, "match") for _ in pairs]
+
+    samples = [Sample("7", True), Sample("8", False), Sample("9", False), Sample(None, False), Sample("7.0", True)]
+    (votes,) = asyncio.run(votes_of([samples], Agrees(), verifier="math"))
+    assert Agrees.pairs == [("\\boxed{9}", "8")]
+    assert votes.classes == (0, 1, 1, -1, 0) and votes.right == 0
+
+
+def test_pass_rates_fall_into_quarters_with_none_and_all_apart():
+    names = [results._rate_name(right / 8) for right in range(9)]
+    assert names == ["0", *["up to 1/4"] * 2, *["up to 1/2"] * 2, *["up to 3/4"] * 2, "below 1", "1"]

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_daro.data.template import TEMPLATES, check_tokenizer, tokens_until_stop
 from megatron_daro.errors import ModelError
-from megatron_daro.evaluate.templates import TEMPLATES, check_tokenizer, tokens_until_stop
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "evaluate.md"
 

@@ -45,6 +45,7 @@ class Copy:
             text = PROGRAM.format(bin=root / "env/bin", name=name, calls=self.calls_file)
             executable(root / "env/bin" / name, text)
         self.tool_fails(False)
+        shutil.copy(ROOT / "tools/install_packages.sh", root / "tools")
 
     def tool_fails(self, fails: bool) -> None:
         text = PROGRAM.format(bin="", name="sglang_cpu_env", calls=self.calls_file) + f"exit {int(fails)}\n"

@@ -13,13 +13,12 @@ from weightless import SHARED, save_recipe_model
 from megatron_daro.cli import main
 from megatron_daro.config import resolve
 from megatron_daro.config.model_shape import read_model_shape
-from megatron_daro.plan.gpus import find_gpu
-from megatron_daro.plan.layout import ModelLayout
-from megatron_daro.plan.memory import trainer_memory
-from megatron_daro.plan.search import HEADROOM
-from megatron_daro.plan.times import micro_batches_of
-from megatron_daro.plan.workload import workload_of
-from megatron_daro.slurm.submission import gpus_of
+from megatron_daro.workshop.plan.gpus import find_gpu
+from megatron_daro.workshop.plan.layout import ModelLayout
+from megatron_daro.workshop.plan.memory import HEADROOM, trainer_memory
+from megatron_daro.workshop.plan.times import micro_batches_of
+from megatron_daro.workshop.plan.workload import workload_of
+from megatron_daro.workshop.slurm.submission import gpus_of
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = [*sorted((ROOT / "examples" / "recipes").glob("*.yaml")), ROOT / "examples" / "lab" / "at-1.5b.yaml"]
@@ -32,8 +31,6 @@ WRAPPED = (
     "Solve the following math problem step by step. The last line ...\n\n{}\n\n"
     'Remember to put your answer on its own line after "Answer:".'
 )
-# Servers that run already: this machine needs no SGLang then.
-RUNNING = 'engine.sglang.urls=["http://127.0.0.1:1"]'
 
 pytestmark = pytest.mark.shared
 
@@ -51,8 +48,8 @@ def place(tmp_path, monkeypatch):
     for name in ("dapo_math_17k", "gsm8k_train", "math_train"):
         (tmp_path / "data" / f"{name}.jsonl").write_text(row * 2)
     prepare = runpy.run_path(str(PREPARE))
-    for name in ("aime24", "math500", "gsm8k_test"):
-        (source,) = (SHARED / "eval").glob(f"{name}.*.jsonl")
+    for name in ("aime24", "aime25", "amc23", "math500", "minerva_math", "olympiadbench", "gsm8k_test"):
+        (source,) = (SHARED / "eval").glob(f"{name}[._]*.jsonl")
         monkeypatch.setattr("sys.argv", ["prepare_data.py", "--out", "data", "--name", name, str(source)])
         prepare["main"]()
     return tmp_path
@@ -61,7 +58,7 @@ def place(tmp_path, monkeypatch):
 @pytest.mark.parametrize("recipe", RECIPES, ids=NAMES)
 def test_a_recipe_passes_its_dry_run_and_fits_its_gpus(recipe, place, capsys):
     model = save_recipe_model(recipe, place)
-    assert main(["train", str(recipe), "--dry-run", RUNNING]) == 0, capsys.readouterr().err
+    assert main(["train", str(recipe), "--dry-run"]) == 0, capsys.readouterr().err
     config = resolve(recipe)
     shape, actor, gpu = read_model_shape(model), config.actor, find_gpu("h100-80g")
     assert gpus_of(config) <= config.cluster.nodes * (config.cluster.gpus_per_node or 0)
@@ -79,7 +76,25 @@ def test_a_recipe_passes_its_dry_run_and_fits_its_gpus(recipe, place, capsys):
 def test_the_baselines_pass_their_dry_run(options, place, capsys):
     recipe = RECIPES[NAMES.index("qwen2.5-math-7b")]
     save_recipe_model(recipe, place)
-    assert main(["train", str(recipe), "--dry-run", RUNNING, *options.split()]) == 0, capsys.readouterr().err
+    assert main(["train", str(recipe), "--dry-run", *options.split()]) == 0, capsys.readouterr().err
+
+
+PAPER = ("qwen2.5-math-1.5b", "qwen2.5-math-7b", "llama-3.1-8b")
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_papers_models_are_scored_on_its_six_sets(name):
+    sets = [entry.name for entry in resolve(RECIPES[NAMES.index(name)]).data.eval]
+    assert sets == ["aime24", "aime25", "amc23", "math500", "minerva_math", "olympiadbench"]
+
+
+def test_dapos_model_is_scored_as_dapo_was():
+    aime24 = resolve(RECIPES[NAMES.index("qwen2.5-32b")]).data.eval[0]
+    assert (aime24.rollouts_per_prompt, aime24.temperature, aime24.top_p) == (32, 1.0, 0.7)
+
+
+def test_the_70b_recipe_names_the_model_that_exists():
+    assert resolve(RECIPES[NAMES.index("llama-3.3-70b")]).model.path.name == "Llama-3.3-70B-Instruct"
 
 
 def test_there_are_recipes_and_baselines():

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_daro.cli import main
 from megatron_daro.errors import ConfigError, DataError
-from megatron_daro.observe.host_metrics import HOSTS, load_host_run
+from megatron_daro.workshop.report.host_metrics import HOSTS, load_host_run
 
 K, STEPS = 4, 5
 

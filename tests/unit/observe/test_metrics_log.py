@@ -249,7 +249,7 @@ def test_wandb_offline_takes_steps_and_a_resumed_run_keeps_its_id(tmp_path):
 _IMPORTS = """
 import sys
 from pathlib import Path
-from megatron_daro.observe.report import write_report
+from megatron_daro.workshop.report.report import write_report
 from megatron_daro.observe import MetricsLog, Phases, Progress
 run = Path(sys.argv[1])
 with MetricsLog(run) as log:
@@ -264,6 +264,7 @@ def test_observe_needs_no_torch_and_imports_only_downwards(tmp_path):
     arguments = [sys.executable, "-c", _IMPORTS, str(tmp_path)]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     loaded = done.stdout.split()
-    assert "megatron_daro.observe.report" in loaded
-    allowed = tuple(f"megatron_daro.{unit}" for unit in ("observe", "types", "errors", "durable"))
-    assert [m for m in loaded if m != "megatron_daro" and not m.startswith(allowed)] == []
+    assert "megatron_daro.workshop.report.report" in loaded
+    allowed = tuple(f"megatron_daro.{unit}" for unit in ("observe", "types", "errors", "durable", "workshop.report"))
+    packages = ("megatron_daro", "megatron_daro.workshop")
+    assert [m for m in loaded if m not in packages and not m.startswith(allowed)] == []

@@ -16,7 +16,7 @@ from rich.console import Console
 from synthetic_run import HOSTILE_TEXTS, write_synthetic_run
 
 from megatron_daro.observe import Phases, Progress, read_metrics
-from megatron_daro.observe.progress_view import ProgressView, sparkline
+from megatron_daro.observe.progress import ProgressState, ProgressView, _time_bar, sparkline
 
 
 @pytest.fixture(scope="module")
@@ -236,3 +236,11 @@ def test_a_terminal_that_cannot_draw_gets_a_line_a_step(monkeypatch, term, mode)
     monkeypatch.setenv("TERM", term)
     console = Console(file=io.StringIO(), force_terminal=True)
     assert Progress(total_steps=3, rollouts_per_prompt=4, console=console).mode == mode
+
+
+def test_a_step_without_times_is_shown_as_unknown():
+    state = ProgressState(2, 4, 0, "run", lambda: 0.0, tuple)
+    state.metrics = {"timing/step_s": 3.0}
+    assert _time_bar(state, 20, ascii_only=False).plain == "-"
+    state.metrics = {"timing/train_s": 3.0, "timing/sync_s": 1.0}
+    assert _time_bar(state, 20, ascii_only=True).plain == "1" * 15 + "2" * 5

@@ -19,10 +19,11 @@ import pytest
 from synthetic_run import HOSTILE_TEXTS, write_rollouts, write_synthetic_run
 
 from megatron_daro.errors import DataError
-from megatron_daro.observe import MetricsLog, read_metrics, report_samples
-from megatron_daro.observe.report import write_report
+from megatron_daro.observe import MetricsLog, read_metrics
 from megatron_daro.rollout.recorder import Recorder, read_groups
 from megatron_daro.types import Verdict
+from megatron_daro.workshop.report import report as report_page
+from megatron_daro.workshop.report.report import write_report
 
 
 class Parsed(HTMLParser):
@@ -322,21 +323,19 @@ def test_a_damaged_rollout_file_is_named_and_the_rest_shown(tmp_path, damage):
     assert "sample rollouts of step 10: step_000010.parquet is damaged" in parsed.visible
 
 
-def test_rollouts_of_another_shape_or_format_do_not_stop_the_report(tmp_path):
+def test_rollouts_of_another_shape_do_not_stop_the_report(tmp_path):
     write_synthetic_run(tmp_path, steps=3)
     pq.write_table(pa.table({"group_id": [1]}), tmp_path / "rollouts/step_000003.parquet")
-    (tmp_path / "rollouts/step_000002.jsonl.zst").write_bytes(b"")
     text, parsed = _report(tmp_path)
     assert re.findall(r"<h3>Step (\d+)</h3>", text) == ["1"]
     assert "step_000003.parquet is damaged (it has no columns used, prompt_id" in parsed.visible
-    assert f"older format (step_000002.jsonl.zst): megatron-daro convert-rollouts {tmp_path}" in parsed.visible
 
 
 def test_of_a_long_file_the_beginning_is_read(tmp_path, monkeypatch):
     write_synthetic_run(tmp_path, steps=1)
     assert _report(tmp_path)[0].count('<details class="sample">') == 3
-    monkeypatch.setattr(report_samples, "_MOST_BYTES", 1)
-    monkeypatch.setattr(report_samples, "_ROWS_AT_ONCE", 8)
+    monkeypatch.setattr(report_page, "_MOST_BYTES", 1)
+    monkeypatch.setattr(report_page, "_ROWS_AT_ONCE", 8)
     assert _report(tmp_path)[0].count('<details class="sample">') == 1
 
 

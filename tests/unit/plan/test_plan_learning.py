@@ -15,13 +15,12 @@ import yaml
 from megatron_daro.config import resolve
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.errors import ConfigError
-from megatron_daro.plan.gpus import GPUS
-from megatron_daro.plan.history import fitted, predicted_step, read_history
-from megatron_daro.plan.layout import ModelLayout
-from megatron_daro.plan.scaling import Failures, doublings, simulate, stops_at
-from megatron_daro.plan.scaling_plot import write_plot
-from megatron_daro.plan.times import Constants, generation_s, train_times
-from megatron_daro.plan.workload import workload_of
+from megatron_daro.workshop.plan.gpus import GPUS
+from megatron_daro.workshop.plan.history import fitted, predicted_step, read_history
+from megatron_daro.workshop.plan.layout import ModelLayout
+from megatron_daro.workshop.plan.scaling import Failures, doublings, simulate, stops_at, write_plot
+from megatron_daro.workshop.plan.times import Constants, generation_s, sync_s, train_times
+from megatron_daro.workshop.plan.workload import workload_of
 
 H100 = GPUS["h100-80g"]
 SHAPE = read_model_shape(
@@ -80,7 +79,7 @@ def recorded(directory, truth: Constants, *, noise: float = 0.05):
     return workload
 
 
-TRUTH = replace(Constants(), training=0.3, decoding=0.35, decode_step_s=0.012, layer_s=2e-3)
+TRUTH = replace(Constants(), matrices=0.3, decoding=0.35, decode_step_s=0.012, layer_s=2e-3)
 
 
 def test_a_run_teaches_lengths_and_factors(tmp_path):
@@ -90,7 +89,8 @@ def test_a_run_teaches_lengths_and_factors(tmp_path):
     assert history.mean_prompt == 100 and history.steps == 28
     assert generation_s(workload, 2, 4, H100, constants) == pytest.approx(history.rollout)
     assert train_times(workload, LAYOUT, 4, H100, constants).total == pytest.approx(history.train)
-    assert (constants.sync_start_s, constants.fixed_s) == (2.0, pytest.approx(1.5, abs=0.5))
+    assert sync_s(workload, LAYOUT, H100, constants) == pytest.approx(2.0)
+    assert constants.fixed_s == pytest.approx(1.5, abs=0.5)
 
 
 @pytest.mark.parametrize("changed", [{"replicas": 2}, {"replicas": 8}, {"data": 2}, {"data": 8}, {"prompts": 128}])

@@ -12,10 +12,11 @@ import pytest
 
 from megatron_daro.config import Config
 from megatron_daro.config.model_shape import read_model_shape
-from megatron_daro.plan import memory
-from megatron_daro.plan.layout import ModelLayout
-from megatron_daro.plan.parameters import Cut, counts
-from megatron_daro.plan.workload import workload_of
+from megatron_daro.workshop.plan import memory
+from megatron_daro.workshop.plan.gpus import GPUS
+from megatron_daro.workshop.plan.layout import ModelLayout
+from megatron_daro.workshop.plan.parameters import Cut, counts
+from megatron_daro.workshop.plan.workload import workload_of
 
 CONFIGS = Path(__file__).resolve().parents[4] / "shared" / "data" / "configs"
 HELPER = Path(__file__).with_name("megatron_memory.py")
@@ -184,3 +185,30 @@ def test_fp8_and_sequence_options_show_in_their_part():
     fp8 = memory.trainer_memory(replace(asked, fp8=True), layout, shards=2, micro_batches=1)
     assert fp8.fp8 == 2 * sum(counts(asked.shape, Cut(), 0)) and plain.fp8 == 0
     assert fp8.total - plain.total == fp8.fp8
+
+
+def test_a_sync_counts_buckets_and_the_largest_tensor_as_far_as_it_takes_more_than_a_pass():
+    """Of Llama-3.3-70B the embedding is one tensor of 2,004 MiB, which is gathered from its parts and made whole."""
+    shape = replace(read_model_shape(small()), vocab=128256, hidden=8192)
+    asked = replace(workload(small()), shape=shape)
+    assert memory.largest_tensor_bytes(asked) == 2004 * 2**20
+    assert memory.sync_bytes(asked, 1) == 2 * 256 * 2**20
+    assert memory.sync_bytes(asked, 8) == (2 * 256 + 2 * 2004) * 2**20
+    layout = ModelLayout(8, 1, 1, "full", 1024)
+    kept = memory.trainer_memory(asked, layout, shards=1, micro_batches=1)
+    gathered = 2 * 1024 * 8192 * 2
+    assert kept.buffers - gathered == memory.sync_bytes(asked, 8) - kept.activations - kept.logits > 0
+    assert memory.server_memory(asked, GPUS["h100-80g"], 8).buffers == 2004 * 2**20
+
+
+def test_the_margin_has_fragments_groups_and_uneven_experts():
+    dense, mixed = workload(small()), workload(small_experts())
+    one, spread = ModelLayout(1, 1, 1, "none", 4096), ModelLayout(1, 1, 1, "none", 4096, expert=4)
+    plain = memory.trainer_memory(dense, one, shards=1, micro_batches=1)
+    assert plain.margin == pytest.approx(memory.FRAGMENTS * (plain.activations + plain.logits))
+    assert plain.reserve == memory.RESERVE_BYTES + memory.GROUP_BYTES
+    experts = memory.trainer_memory(mixed, spread, shards=4, micro_batches=1)
+    even = memory.FRAGMENTS * (experts.activations + experts.logits)
+    share = (experts.margin - even) / experts.activations
+    assert 0.2 * memory.UNEVEN_EXPERTS < share < memory.UNEVEN_EXPERTS
+    assert experts.reserve == memory.RESERVE_BYTES + 3 * memory.GROUP_BYTES

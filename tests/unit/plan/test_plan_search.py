@@ -9,15 +9,22 @@ import numpy as np
 import pytest
 
 from megatron_daro.config import Config
-from megatron_daro.config.model_shape import read_model_shape
+from megatron_daro.config.model_shape import ExpertShape, read_model_shape
+from megatron_daro.config.sections import SHARED_FRACTION
 from megatron_daro.errors import ConfigError
-from megatron_daro.plan.gpus import GPUS, find_gpu
-from megatron_daro.plan.layout import ModelLayout
-from megatron_daro.plan.memory import trainer_memory
-from megatron_daro.plan.search import HEADROOM, search, splits
-from megatron_daro.plan.tables import options_of
-from megatron_daro.plan.times import Constants, generation_s, micro_batches_of, train_times
-from megatron_daro.plan.workload import quantiles, require_planned_servers, workload_of
+from megatron_daro.workshop.plan.gpus import GPUS, find_gpu
+from megatron_daro.workshop.plan.layout import ModelLayout
+from megatron_daro.workshop.plan.memory import (
+    HEADROOM,
+    SERVER_RESERVE_BYTES,
+    kv_bytes_per_token,
+    server_memory,
+    trainer_memory,
+)
+from megatron_daro.workshop.plan.search import search, splits
+from megatron_daro.workshop.plan.tables import options_of
+from megatron_daro.workshop.plan.times import Constants, generation_s, micro_batches_of, sync_s, train_times
+from megatron_daro.workshop.plan.workload import quantiles, workload_of
 
 QWEN_32B = {
     "model_type": "qwen2",
@@ -55,7 +62,7 @@ def test_every_choice_fits_and_uses_no_more_gpus_than_there_are():
 
 def test_the_first_choice_is_within_a_fiftieth_of_the_best():
     plan = search(workload(), H100, 128, best=50)
-    assert plan.choices[0].step <= 1.021 * min(choice.step for choice in plan.choices)
+    assert plan.choices[0].expected <= 1.021 * min(choice.expected for choice in plan.choices)
 
 
 def test_staleness_overlaps_both_sides():
@@ -101,7 +108,7 @@ def test_recomputation_trades_time_for_memory():
     memories = [trainer_memory(asked, layout, shards=8, micro_batches=9) for layout in (kept, again)]
     times = [train_times(asked, layout, 4, H100, known) for layout in (kept, again)]
     assert memories[1].activations < 0.3 * memories[0].activations
-    assert times[1].compute == pytest.approx(4 / 3 * times[0].compute)
+    assert times[1].compute == pytest.approx(4 / 3 * times[0].compute, rel=0.01)
 
 
 def test_the_bubble_grows_with_stages_and_shrinks_with_micro_batches():
@@ -128,7 +135,7 @@ def test_micro_batches_that_only_fill_up_the_schedule_cost_their_time():
     one = ModelLayout(1, 16, 1, "full", 9216)
     plain, parted = (train_times(asked, replace(one, virtual=n), 64, H100, known) for n in (1, 2))
     assert micro_batches_of(asked, one, 64) < 16
-    assert parted.compute == pytest.approx(16 / micro_batches_of(asked, one, 64) * plain.compute)
+    assert parted.compute == pytest.approx(16 / micro_batches_of(asked, one, 64) * plain.compute, rel=0.01)
 
 
 def test_parts_are_proposed_where_the_bubble_is_long():
@@ -149,6 +156,12 @@ def test_the_longest_answer_bounds_generation_however_many_servers():
     assert all(fewer > more for fewer, more in pairwise(many))
     weights = asked.shape.num_parameters * 2 / 8 / (H100.memory_gb_s * 1e9 * known.decoding)
     assert many[-1] > asked.response_Q.max() * weights
+
+
+def test_a_token_of_the_longest_answer_is_a_step_and_one_of_the_prompt_is_none():
+    asked, slow = replace(workload(), mean_prompt=3000.0), Constants(decode_step_s=1e6)
+    steps = generation_s(asked, 8, 4096, H100, slow) / slow.generation_factor / slow.decode_step_s
+    assert steps == pytest.approx(asked.response_Q.max(), rel=1e-4)
 
 
 def test_a_tail_costs_more_than_its_mean():
@@ -193,16 +206,94 @@ def test_own_numbers_come_from_a_file(tmp_path):
 
 
 def test_an_impossible_mean_is_refused():
-    made = Config.model_validate({"model": {"path": "x"}, "data": {"train": ("x",)}})
+    made = Config.model_validate({"model": {"path": "x"}, "data": {"train": ("x",), "max_prompt_tokens": 512}})
     with pytest.raises(ConfigError, match="--mean-response: got 9000"):
         workload_of(made, read_model_shape(QWEN_32B), mean_response=9000)
+    with pytest.raises(ConfigError, match=r"--mean-prompt: got 9000 tokens; .* at most data.max_prompt_tokens 512"):
+        workload_of(made, read_model_shape(QWEN_32B), mean_prompt=9000)
 
 
-@pytest.mark.parametrize(
-    ("engine", "words"),
-    [({"colocate": True}, "engine.colocate: got true"), ({"sglang": {"nodes": 2}}, "engine.sglang.nodes: got 2")],
-)
-def test_servers_of_another_kind_than_planned_for_are_refused(engine, words):
-    made = Config.model_validate({"model": {"path": "x"}, "data": {"train": ("x",)}, "engine": engine})
-    with pytest.raises(ConfigError, match=words):
-        require_planned_servers(made)
+def with_engine(**engine: object):
+    options = {"kind": "sglang", **engine}
+    made = Config.model_validate(
+        {
+            "model": {"path": "x"},
+            "data": {"train": ("x",)},
+            "rollout": {"prompts_per_step": 64, "rollouts_per_prompt": 16, "max_response_tokens": 4096},
+            "engine": options,
+        }
+    )
+    return workload_of(made, read_model_shape(QWEN_32B))
+
+
+def test_servers_that_share_the_ranks_gpus_have_all_of_them_in_turns():
+    apart, shared = with_engine(), with_engine(colocate=True)
+    plan = search(shared, H100, 32)
+    for choice in plan.choices:
+        sizes = sorted((choice.trainers.layout.tensor, choice.servers.tensor))
+        assert choice.trainers.gpus == choice.servers.gpus == choice.gpus == 32 and sizes[1] % sizes[0] == 0
+        both = choice.trainers.memory.weights + SHARED_FRACTION * H100.memory_bytes
+        kept = HEADROOM * H100.memory_bytes - SERVER_RESERVE_BYTES
+        assert choice.trainers.memory.total <= kept and both <= kept
+        assert choice.servers.memory.weights + choice.servers.memory.kv_cache <= 0.6001 * H100.memory_bytes
+        state = choice.trainers.memory.weights + choice.trainers.memory.optimizer
+        assert choice.turns == pytest.approx(2 * state / 25e9) and choice.step > choice.turns + choice.sync
+    assert any("beside 48" in words for _, words in plan.refusals.nearest.values()), plan.refusals.nearest
+    assert search(apart, H100, 32).choices[0].turns == 0
+    assert options_of(plan.choices[0])["engine.replicas"] * plan.choices[0].servers.tensor == 32
+
+
+def test_a_server_is_spread_over_nodes_where_it_is_asked_for_or_one_node_is_too_small():
+    spread = search(with_engine(sglang={"nodes": 2, "tensor_parallel": 4}), H100, 32)
+    options = options_of(spread.choices[0])
+    assert options["engine.sglang.nodes"] == 2 and options["engine.sglang.tensor_parallel"] % 2 == 0
+    assert "engine.sglang.nodes" not in options_of(search(with_engine(), H100, 32).choices[0])
+    large = replace(with_engine(), shape=replace(with_engine().shape, hidden=16384, heads=128, ffn=53248, layers=120))
+    servers = search(large, H100, 512).choices[0].servers
+    assert servers.nodes > 1 and servers.tensor == servers.nodes * H100.gpus_per_node
+    same = H100.model_copy(update={"linked_gpus": 72})
+    far, near = (generation_s(large, 16, 4, gpu, Constants()) for gpu in (H100, same))
+    assert far > 1.05 * near, "reductions between nodes take longer than those of one rack"
+
+
+def test_fp8_servers_hold_and_read_half_of_what_bf16_ones_do():
+    plain, blocks = with_engine(), with_engine(sglang={"fp8_blocks": True})
+    flash = with_engine(sglang={"arguments": {"quantization": "fp8", "load-format": "flash_rl"}})
+    cached = with_engine(sglang={"arguments": {"kv-cache-dtype": "fp8_e5m2"}})
+    table = 2 * 2 * 152064 * 5120
+    bf16 = server_memory(plain, H100, 4)
+    for fp8 in (blocks, flash):
+        memory = server_memory(fp8, H100, 4)
+        assert memory.weights * 4 - table == pytest.approx((bf16.weights * 4 - table) / 2)
+        assert memory.kv_cache > bf16.kv_cache
+        assert generation_s(fp8, 4, 4, H100, Constants()) < 0.9 * generation_s(plain, 4, 4, H100, Constants())
+    assert kv_bytes_per_token(cached, 4) * 2 == kv_bytes_per_token(plain, 4)
+
+
+def test_a_step_has_an_interval_and_sides_that_may_both_be_late_are_expected_to_be():
+    choice = search(workload(max_staleness=1), H100, 128).choices[0]
+    assert choice.error == Constants().step_error and choice.expected > choice.step
+    even = replace(choice, servers=replace(choice.servers, generation=choice.trainers.times.total))
+    uneven = replace(choice, servers=replace(choice.servers, generation=choice.trainers.times.total / 10))
+    assert even.step == uneven.step and even.expected > 1.05 * uneven.expected
+    assert uneven.expected == pytest.approx(uneven.step, rel=1e-6)
+    alone = replace(choice, staleness=0)
+    assert alone.expected == alone.step
+
+
+def test_one_rack_of_72_exchanges_tokens_over_its_links():
+    shape = replace(workload().shape, experts=ExpertShape(128, 8, 1536, True, ()))
+    asked, layout = replace(workload(), shape=shape), ModelLayout(1, 2, 1, "full", 9216, expert=32)
+    trays = GPUS["gb200-186g"].model_copy(update={"linked_gpus": 0})
+    apart, joined = (train_times(asked, layout, 32, gpu, Constants()) for gpu in (trays, GPUS["gb200-186g"]))
+    assert apart.communication > 5 * joined.communication and apart.compute == joined.compute
+
+
+def test_a_sync_gathers_before_it_sends_and_every_server_takes_all_of_it_in():
+    asked, known = workload(), Constants()
+    whole = 2 * asked.shape.num_parameters / (H100.network_gb_s * 1e9 * known.sync_links)
+    alone, deep = (sync_s(asked, ModelLayout(1, p, 1, "full", 9216), H100, known) for p in (1, 8))
+    assert whole < deep < alone < 1.2 * whole + known.sync_start_s
+    cut = sync_s(asked, ModelLayout(8, 1, 1, "full", 9216), H100, known)
+    assert cut - alone == pytest.approx(2 * asked.shape.num_parameters * 7 / 8 / (450e9 * known.sync_links), rel=0.01)
+    assert sync_s(asked, ModelLayout(1, 1, 1, "full", 9216), H100, known, near=True) < alone / 3

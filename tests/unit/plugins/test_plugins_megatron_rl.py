@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_daro.errors import AlgorithmError, CheckpointError, ConfigError
 from megatron_daro.plugins import megatron_rl as adapter
@@ -17,8 +16,18 @@ REWARDS = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0], [0.0, 1.0, 0.0, 1.0]]
 
 
 def options(**changes):
-    base = {"perform_rl_step": True, "calculate_per_token_loss": True, "rl_use_sequence_packing": True}
+    base = {"grpo_kl_beta": 0.0, "rl_invented_later": False, "rl_training_cuda_graphs": False}
+    base |= {"perform_rl_step": True, "calculate_per_token_loss": True, "rl_use_sequence_packing": True}
     return SimpleNamespace(**{**base, "grpo_group_size": K, **changes})
+
+
+def rl_options(parser):
+    """Some of Megatron-LM's own options of RL."""
+    parser.add_argument("--grpo-group-size", type=int, default=2)
+    parser.add_argument("--grpo-kl-beta", type=float, default=0.001)
+    parser.add_argument("--rl-invented-later", action="store_true")
+    parser.add_argument("--rl-training-cuda-graphs", action="store_true")
+    return parser
 
 
 def host_loss(current_logprobs, old_logprobs, advantages, seq_starts, seq_lengths, kl_beta=0.0, entropy_weight=0.0):
@@ -44,7 +53,7 @@ class Iterator:
 class Host:
     """Two packed bins of one rank, 12 rollouts and a padding row; train_step runs the loss of every bin."""
 
-    def __init__(self):
+    def __init__(self, per_turn=False):
         generator = torch.Generator().manual_seed(0)
         self.rows = [[0, 5, 9, 2], [7, 4, 12], [1, 3], [6, 8, 10, 11]]
         self.lengths = [[3, 3, 3, 3], [4, 3, 0], [6, 5], [3, 3, 3, 3]]
@@ -63,12 +72,22 @@ class Host:
             prepare_data_for_update=lambda **given: "prepared",
             load_packed_data_by_index=self.load,
             calculate_grpo_loss=host_loss,
-            _is_collapsible_rollout=lambda rollout: len(rollout.trajectory) == 1,
             get_rl_runtime_state=lambda: SimpleNamespace(packing_context=self),
         )
+        if per_turn:  # Megatron-LM core_v0.19.0
+            self.rl_utils.PAD_TURN_UNIT = (None, -1)
+        else:
+            self.rl_utils._is_collapsible_rollout = lambda rollout: len(rollout.trajectory) == 1
         self.rl_utils.calculate_grpo_advantages = lambda rewards, num_turns: None
-        self.training = SimpleNamespace(train_step=self.train_step, get_num_microbatches=lambda: 2)
-        self.arguments = SimpleNamespace(parse_and_validate_args=options)
+        self.args = SimpleNamespace(save=None, load=None, finetune=False)
+        self.training = SimpleNamespace(
+            train_step=self.train_step,
+            get_num_microbatches=lambda: 2,
+            save_checkpoint=lambda iteration, *given: None,
+            load_checkpoint=lambda *given: (7, 0),
+            get_args=lambda: self.args,
+        )
+        self.arguments = SimpleNamespace(parse_and_validate_args=options, _add_rl_args=rl_options)
         adapter.install(self.rl_utils, self.training, self.arguments)
 
     def load(self, bin_idx, packing_context, logprobs_is_correction):
@@ -167,17 +186,34 @@ def test_a_bin_that_is_run_twice_counts_once(host):
     assert adapter.session().step.steps == 1
 
 
-def test_a_checkpoint_of_another_k_is_refused(host):
-    scheduler = lambda: OptimizerParamScheduler(
-        SimpleNamespace(param_groups=[{"lr": 1.0, "params": []}]), 0, 1, 0, 0, 10, "constant", 0, 0, 10, "constant"
-    )
-    saved = scheduler().state_dict()
-    scheduler().load_state_dict(saved)
+def test_the_state_lies_beside_the_checkpoint(host, tmp_path):
+    """Whatever of the optimizer is saved and loaded, as the scheduler's absence here."""
+    host.score()
+    host.step(0, 1)
+    host.args.save = host.args.load = str(tmp_path)
+    host.training.save_checkpoint(7, None, None, None)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    saved = adapter.session().step.state_dict()
+    host.arguments.parse_and_validate_args()
+    host.training.load_checkpoint(None, None, None)  # the weights of a reference model
+    assert adapter.session().step.steps == 0
+    host.training.load_checkpoint(None, None, "scheduler")
+    assert adapter.session().step.state_dict() == saved
     host.arguments.parse_and_validate_args(grpo_group_size=2 * K)
     with pytest.raises(CheckpointError, match="rollouts_per_prompt"):
-        scheduler().load_state_dict(saved)
-    with pytest.raises(CheckpointError, match="the checkpoint has none"):
-        scheduler().load_state_dict({name: value for name, value in saved.items() if name != "daro"})
+        host.training.load_checkpoint(None, None, "scheduler")
+    (tmp_path / "iter_0000007" / "daro.json").unlink()
+    with pytest.raises(CheckpointError, match="is not there"):
+        host.training.load_checkpoint(None, None, "scheduler")
+
+
+@pytest.mark.parametrize(("tracker", "finetune"), [("7", True), ("release", False), (None, False)])
+def test_a_model_alone_needs_no_state(host, tmp_path, tracker, finetune):
+    host.args.load, host.args.finetune = str(tmp_path), finetune
+    if tracker:
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text(tracker)
+    host.training.load_checkpoint(None, None, "scheduler")
+    assert adapter.session().step.steps == 0
 
 
 def test_an_exit_leaves_the_weights_alone(host):
@@ -207,7 +243,10 @@ def test_rows_follow_turns_that_stand_alone(host):
     [
         ({"calculate_per_token_loss": False}, "--calculate-per-token-loss"),
         ({"rl_use_sequence_packing": False}, "--rl-use-sequence-packing"),
-        ({"virtual_pipeline_model_parallel_size": 2}, "virtual-pipeline"),
+        ({"virtual_pipeline_model_parallel_size": 2}, "--virtual-pipeline"),
+        ({"rl_training_cuda_graphs": True}, "--rl-training-cuda-graphs"),
+        ({"rl_invented_later": True}, "--rl-invented-later"),
+        ({"non_persistent_ckpt_type": "local"}, "--non-persistent-ckpt-type"),
     ],
 )
 def test_options_that_do_not_go_with_daro_are_named(host, changes, flag):
@@ -246,5 +285,28 @@ def test_a_start_without_the_launcher_is_named(monkeypatch):
         adapter.session()
     with pytest.raises(ConfigError, match=r"allowed is Megatron-LM's train_rl\.py"):
         adapter.main(["--no-script"])
-    with pytest.raises(ConfigError, match="has no parse_and_validate_args"):
+
+
+def test_a_version_without_a_function_is_refused_before_anything_runs():
+    with pytest.raises(ConfigError, match=r"megatron\.training\.arguments\.parse_and_validate_args"):
         adapter.install(SimpleNamespace(), SimpleNamespace(), SimpleNamespace())
+    modules = {place: SimpleNamespace(**dict.fromkeys(names)) for place, names in adapter.FUNCTIONS.items()}
+    with pytest.raises(ConfigError, match=r"one of megatron\.rl\.rl_utils\._is_collapsible_rollout and PAD_TURN_UNIT"):
+        adapter.install(**modules)
+
+
+def test_the_newest_release_has_a_row_for_each_turn(host):
+    """Megatron-LM core_v0.19.0: calculate_grpo_advantages returns one value for each turn."""
+    release = Host(per_turn=True)
+    with pytest.raises(ConfigError, match="--context-parallel-size"):
+        release.arguments.parse_and_validate_args(context_parallel_size=2)
+    release.arguments.parse_and_validate_args()
+    turns = [[2, 1, 1, 1], [1] * K, [1] * K]
+    found = release.rl_utils.calculate_grpo_advantages(REWARDS, turns)
+    assert len(found) == 13
+    assert found[0] == found[1] == pytest.approx(-3 * found[2])
+    assert found[0] > 1
+    release.rl_utils.prepare_data_for_update(
+        rollouts=[[SimpleNamespace(trajectory=["t"] * t) for t in group] for group in turns]
+    )
+    assert adapter.session().bins_R.tolist() == [1] * (K + 1) + [3] * K + [2] * K

@@ -119,27 +119,36 @@ def options(tmp_path, **changes):
     return SimpleNamespace(**{**base, "resume_from_checkpoint": False, "checkpoint_config": None, **changes})
 
 
-def batch(config):
-    """One batch after the driver's advantages, in shuffled order; masks with holes."""
-    generator = torch.Generator().manual_seed(0)
-    order = torch.randperm(ROWS, generator=generator)
-    mask = (torch.rand(ROWS, POSITIONS, generator=generator) > 0.3).long()
+def answers(mask, **changes):
+    """What ROLL's pipeline hands to compute_advantage: groups of K rows, numbered by row (rlvr_pipeline.py, `run`)."""
+    scores = torch.tensor(SCORES[: len(mask)])
+    groups = scores.view(-1, K)
+    normalised = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)  # ROLL's reward_norm
     columns = {
-        "scores": torch.tensor(SCORES)[order],
-        "prompt_id": (torch.arange(ROWS) // K)[order] * 10,
+        "scores": scores,
+        "response_level_rewards": normalised.flatten(),
+        "prompt_id": torch.arange(len(mask)),
+        "prompts": (torch.arange(len(mask)) // K * 10)[:, None].expand(-1, 3),
         "final_response_mask": mask,
-        "old_log_probs": -2 + 0.5 * torch.rand(ROWS, POSITIONS, generator=generator),
     }
+    return Data({**columns, **changes})
+
+
+def batch(config):
+    """One batch after the driver's advantages, shuffled then as ROLL's batch_balance does; masks with holes."""
+    generator = torch.Generator().manual_seed(0)
+    mask = (torch.rand(ROWS, POSITIONS, generator=generator) > 0.3).long()
+    old = -2 + 0.5 * torch.rand(ROWS, POSITIONS, generator=generator)
     compute = roll_driver.with_daro(lambda data, **options: data)
-    return compute(data=Data(columns), response_mask=mask, pipeline_config=config)
+    data = compute(data=answers(mask, old_log_probs=old), response_mask=mask, pipeline_config=config)
+    order = torch.randperm(ROWS, generator=generator)
+    return Data({name: column[order] for name, column in data.batch.items()})
 
 
 def reference(data, logprobs, weights):
     """The gradient of docs/loss.md."""
-    bins = [
-        sum(s for s, p in zip(data.batch["scores"], data.batch["prompt_id"], strict=True) if p == q)
-        for q in data.batch["prompt_id"]
-    ]
+    prompts = data.batch["prompts"][:, 0].tolist()
+    bins = [sum(s for s, p in zip(data.batch["scores"], prompts, strict=True) if p == q) for q in prompts]
     bins, leaf = torch.tensor(bins).long(), logprobs.detach().double().requires_grad_()
     mu = bins / K
     advantages = (data.batch["scores"] - mu) / ((mu * (1 - mu)).sqrt() + 1e-6)
@@ -216,11 +225,37 @@ def test_every_option_that_does_not_go_with_daro_is_named_at_once(tmp_path):
     roll_driver.check_options(options(tmp_path))
 
 
-def test_groups_and_verdicts_are_checked_on_the_driver(tmp_path):
-    mask = torch.ones(8, POSITIONS)
-    columns = {"scores": torch.tensor(SCORES[:8]), "prompt_id": torch.arange(8) // 2}
-    with pytest.raises(AlgorithmError, match="num_return_sequences = 4"):
-        roll_driver.daro_advantages(Data(columns), mask, K)
-    columns = {"scores": torch.tensor([0.5] * 8), "prompt_id": torch.arange(8) // K}
-    with pytest.raises(AlgorithmError, match="correct_above"):
-        roll_driver.daro_advantages(Data(columns), mask, K)
+def test_an_option_of_roll_that_is_not_known_must_be_off(tmp_path, monkeypatch):
+    wrong = options(tmp_path, entropy_reward_coef=0.5)
+    with pytest.raises(ConfigError, match=r"entropy_reward_coef: got 0\.5; allowed: off: DARO does not know"):
+        roll_driver.check_options(wrong)
+    monkeypatch.setenv("MEGATRON_DARO_OPTIONS", "allow_host_options=[entropy_reward_coef]")
+    roll_driver.check_options(wrong)
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "match"),
+    [
+        (8, {"prompts": torch.arange(8)[:, None]}, "2 of 2 have answers to several prompts"),
+        (7, {"response_level_rewards": torch.zeros(7)}, "got 7 answers, allowed is a multiple"),
+        (8, {"scores": torch.full((8,), 0.5), "response_level_rewards": torch.zeros(8)}, "correct_above"),
+        (8, {"response_level_rewards": torch.tensor([1.4, -0.6, -0.5, -0.3] * 2)}, "penalties of length"),
+    ],
+    ids=["not-one-prompt", "no-multiple", "no-verdicts", "shaped-rewards"],
+)
+def test_groups_verdicts_and_rewards_are_checked_on_the_driver(rows, changes, match):
+    mask = torch.ones(rows, POSITIONS)
+    if rows % K:
+        columns = {"scores": torch.zeros(rows), "prompts": torch.zeros(rows, 3), **changes}
+        data = Data(columns)
+    else:
+        data = answers(mask, **changes)
+    with pytest.raises(AlgorithmError, match=match):
+        roll_driver.daro_advantages(data, mask, K)
+
+
+def test_a_version_of_roll_without_a_name_is_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "roll", ModuleType("roll"))
+    with pytest.raises(ConfigError) as caught:
+        roll_driver.install()
+    assert "RLVRPipeline" in str(caught.value) and "0.3.0 and main at 8eb27cc2" in str(caught.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from argparse import Namespace
@@ -48,38 +49,96 @@ def test_a_batch_that_is_no_multiple_of_k_is_refused():
         slime.reward_post_process(ARGUMENTS, [Sample(r, None) for r in REWARDS[:7]])
 
 
+DEFAULTS = {
+    "loss_type": "policy_loss",
+    "advantage_estimator": "grpo",
+    "kl_coef": 0.0,
+    "eps_clip_high": None,
+    "custom_advantage_function_path": None,
+    "custom_pg_loss_reducer_function_path": None,
+    "use_unbiased_kl": False,
+    "rollout_temperature": 1.0,
+    "invented_by_a_later_version": 0.5,
+    **dict.fromkeys(slime.HOOKS),
+}
+"""Some of slime's own options."""
+
+
 def good_arguments(**changes):
     hooks = {option: f"{slime.MODULE}.{name}" for option, name in slime.HOOKS.items()}
     base = {"loss_type": "custom_loss", "advantage_estimator": "grpo", "kl_coef": 0, **hooks}
-    return Namespace(**{**base, **changes})
+    return Namespace(**{**DEFAULTS, **base, **changes})
 
 
-def test_the_printed_flags_are_what_is_checked():
+def check(arguments, text=""):
+    slime.check_flags(arguments, slime.HOST, slime.MODULE, DEFAULTS, read_options(text))
+
+
+@pytest.mark.parametrize("module", [slime.MODULE])
+def test_the_printed_flags_are_what_is_checked(module):
     done = subprocess.run(
-        [sys.executable, "-m", slime.MODULE, "--flags"], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-m", module, "--flags"], capture_output=True, text=True, check=True, timeout=120
     )
     words = done.stdout.replace("\\", "").split()
     given = dict(zip(words[::2], words[1::2], strict=True))
-    slime.check_flags(Namespace(kl_coef=0, **{name[2:].replace("-", "_"): value for name, value in given.items()}))
+    arguments = Namespace(**{**DEFAULTS, **{name[2:].replace("-", "_"): value for name, value in given.items()}})
+    slime.check_flags(arguments, slime.HOST, module, DEFAULTS, read_options(""))
     assert len(given) == 7
 
 
 def test_every_wrong_flag_is_named_at_once():
     wrong = good_arguments(loss_type="policy_loss", use_critic=True, custom_loss_function_path=None)
     with pytest.raises(ConfigError) as caught:
-        slime.check_flags(wrong)
+        check(wrong)
     for flag in ("--loss-type", "--use-critic", "--custom-loss-function-path"):
         assert flag in str(caught.value)
-    slime.check_flags(good_arguments())
+    check(good_arguments(eps_clip_high=0.28, use_unbiased_kl=True, rollout_temperature=0.7))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("custom_advantage_function_path", "mine.advantages"),
+        ("custom_pg_loss_reducer_function_path", "mine.reducer"),
+        ("grpo_std_normalization", False),
+        ("invented_by_a_later_version", 0.6),
+        ("non_persistent_ckpt_type", "global"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(option, value):
+    with pytest.raises(ConfigError, match=f"--{option.replace('_', '-')}: got"):
+        check(good_arguments(**{option: value}))
+
+
+def test_an_unknown_option_can_be_allowed_by_name():
+    check(good_arguments(invented_by_a_later_version=0.6), "allow_host_options='[invented-by-a-later-version]'")
+
+
+def test_defaults_are_those_of_a_parser_that_needs_arguments():
+    def add(parser):
+        parser.add_argument("--rollout-batch-size", type=int, required=True)
+        parser.add_argument("--eps-clip", type=float, default=0.2)
+
+    assert slime.defaults_of(add) == {"rollout_batch_size": None, "eps_clip": 0.2}
 
 
 def test_every_hook_is_a_function_of_the_module():
     assert all(callable(getattr(slime, name)) for name in slime.HOOKS.values())
 
 
+def policy_loss(args, batch, logits, sum_of_sample_mean):
+    """slime's policy_loss_function where a custom reducer is named (loss.py: `custom_pg_loss_reducer_func(...)`)."""
+    module, _, name = args.custom_pg_loss_reducer_function_path.rpartition(".")
+    reducer = getattr(sys.modules[module], name)
+    pg_loss = reducer(batch["total_lengths"], batch["response_lengths"], batch["kept"], False)(logits)
+    return pg_loss + sum_of_sample_mean(logits), {"pg_loss": pg_loss.detach(), "tis": torch.zeros(())}
+
+
 @pytest.fixture
 def own_session(monkeypatch):
-    monkeypatch.setattr(slime, "_session", slime.Session(slime.DifficultyStep(read_options("").algorithm(K))))
+    parts = slime.Parts(policy_loss, lambda batch, masks: masks, lambda args, metrics: None)
+    made = slime.Session(slime.DifficultyStep(read_options("").algorithm(K)), parts)
+    monkeypatch.setattr(slime, "_session", made)
     return slime.session()
 
 
@@ -91,7 +150,7 @@ def rollout():
         "partition": [6, 0, 3],
         "rewards": [float(advantages[i]) for i in (6, 0, 3)],
         "loss_masks": [torch.tensor([1, 1]), torch.tensor([0, 0]), torch.tensor([1, 0, 1])],
-        "advantages": [torch.zeros(2), torch.zeros(2), torch.zeros(3)],
+        "advantages": [torch.full((n,), float(advantages[i])) for n, i in ((2, 6), (2, 0), (3, 3))],
         "num_microbatches": [1, 2],
         "micro_batch_indices": [[1], [2], [0]],
         "global_batch_sizes": [3, 5],
@@ -133,3 +192,53 @@ def test_plans_cover_every_micro_batch():
     data = rollout()
     plans = plans_of(data, torch.tensor([3, 1, 1]), torch.tensor([2, 0, 2]))
     assert [len(plan.bins_N) for plan in plans] == [1, 2]
+
+
+def test_the_host_reports_and_adds_its_own_terms(own_session):
+    """Only the reduction of token losses is DARO's; a token that a correction rejected stays in the denominator."""
+    own_session.step.begin(torch.tensor([1, 2]), torch.tensor([2, 2]), lambda vector: vector)
+    own_session.divisor = 8.0
+    batch = {
+        "total_lengths": [3, 3],
+        "response_lengths": [2, 2],
+        "loss_masks": [torch.tensor([1, 1]), torch.tensor([1, 1])],
+        "kept": [torch.tensor([1, 1]), torch.tensor([1, 0])],
+        "returns": [torch.full((2,), 1.0), torch.full((2,), 2.0)],
+    }
+    losses = torch.tensor([1.0, 2.0, 4.0, float("nan")], requires_grad=True)
+    args = Namespace(custom_pg_loss_reducer_function_path=None)
+    total, report = slime.loss(args, batch, losses, lambda values: 0.5 * values[0])
+    assert float(total) == pytest.approx(8 * ((1 + 2) / 2 + 4 / 2) + 0.5)
+    assert set(report) == {"pg_loss", "tis"}
+    assert args.custom_pg_loss_reducer_function_path is None
+
+
+def test_a_host_that_does_not_ask_for_the_reduction_is_refused(own_session):
+    own_session.parts = slime.Parts(lambda *given: (torch.zeros(()), {}), None, None)
+    with pytest.raises(AlgorithmError, match="no weights"):
+        slime.loss(Namespace(), {}, torch.zeros(1), None)
+
+
+def test_advantages_that_were_changed_on_the_way_are_seen(own_session):
+    data = rollout()
+    data["advantages"] = [
+        torch.full((len(mask),), a) for a, mask in zip(data["rewards"], data["loss_masks"], strict=True)
+    ]
+    slime.rollout_data_postprocess(ARGUMENTS, 0, data)
+    data["advantages"][2][1] += 0.5
+    with pytest.raises(AlgorithmError, match="a token of sample 3"):
+        slime.rollout_data_postprocess(ARGUMENTS, 0, data)
+
+
+def test_places_travel_with_the_advantages(own_session):
+    """slime 0.3.1 drops `partition` from what the train ranks get."""
+    _, advantages = slime.reward_post_process(ARGUMENTS, [Sample(r, None) for r in REWARDS])
+    advantages = pickle.loads(pickle.dumps(advantages))
+    data = rollout()
+    del data["partition"]
+    data["rewards"] = [advantages[i] for i in (6, 0, 3)]
+    slime.rollout_data_postprocess(ARGUMENTS, 0, data)
+    assert [values.tolist() for values in data["returns"]] == [[3.0, 3.0], [1.0, 1.0], [1.0, 1.0, 1.0]]
+    data["rewards"] = [float(a) for a in data["rewards"]]
+    with pytest.raises(AlgorithmError, match="lost their places"):
+        slime.rollout_data_postprocess(ARGUMENTS, 0, data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 from pathlib import Path
@@ -9,19 +10,26 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from aiohttp.test_utils import make_mocked_request
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import Qwen2Config
 
 from megatron_daro.actor import parallel
-from megatron_daro.actor.parallel import Layout
+from megatron_daro.actor.parallel import Layout, PolicySettings
 from megatron_daro.actor.weights import exports_weights, sends_for_stage
 from megatron_daro.config.actor import ActorSection
+from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.check_division import part_layers
 from megatron_daro.config.fit import Demand
 from megatron_daro.config.model_shape import read_model_shape
+from megatron_daro.engine.sglang.client import _facts
 from megatron_daro.errors import ConfigError
-from megatron_daro.rehearse.canned_server import Bodies, CannedAnswers
-from megatron_daro.rehearse.nodes import node_map
-from megatron_daro.rehearse.plans import _part_tensors, checkpoint_plan, place_of, stage_plans
+from megatron_daro.runtime.placement import Placement
+from megatron_daro.runtime.policy_group import PolicyGroup
+from megatron_daro.workshop.rehearse.canned_server import Bodies, CannedAnswers, CannedServer
+from megatron_daro.workshop.rehearse.loop import _part_tensors, checkpoint_plan, place_of, stage_plans
+from megatron_daro.workshop.rehearse.nodes import node_map
+from megatron_daro.workshop.rehearse.thin_ranks import Loss, ThinPolicyGroup
 
 CONFIGS = Path(__file__).resolve().parents[4] / "shared" / "data" / "configs"
 
@@ -128,3 +136,35 @@ def test_a_canned_answer_has_the_samples_and_the_version_asked_for():
     assert wait == 2.0 and [len(answer["output_ids"]) for answer in answers] == [20, 40, 20]
     assert [answer["output_ids"][-2] for answer in answers] == [1, 3, 1]
     assert {answer["meta_info"]["weight_versions"][0]["version"] for answer in answers} == {"17"}
+
+
+def test_a_canned_server_says_of_itself_what_the_engine_asks():
+    canned = CannedAnswers(
+        [[4]], (50, 90), [[1, 2]], vocabulary=100, device="cuda", dtype="bfloat16", tensor_parallel=8
+    )
+    server = CannedServer(canned, Bodies(canned))
+    answer = asyncio.run(server.answer(make_mocked_request("GET", "/server_info")))
+    facts = _facts(json.loads(answer.text), {})
+    assert (facts.device, facts.dtype, facts.tensor_parallel) == ("cuda", "bfloat16", 8)
+
+
+def test_a_node_is_lost_in_the_step_that_was_asked_for(tmp_path, monkeypatch):
+    async def trained(self, batch, step):
+        return step
+
+    monkeypatch.setattr(PolicyGroup, "train", trained)
+    Qwen2Config(
+        num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, vocab_size=100
+    ).save_pretrained(tmp_path)
+    actor, losses = ActorSection(), []
+    settings = PolicySettings(tmp_path, 4, 32, 1.0, total_steps=3)
+    algorithm, placement = AlgorithmSection(name="grpo"), Placement.of_actor(actor)
+    group = ThinPolicyGroup(settings, actor, algorithm, seed=1, updates_per_batch=1, placement=placement)
+    group.rehearse(
+        [], None, None, Loss(node=3, step=2), on_begin=lambda: None, on_loss=lambda: losses.append(group.lost_at)
+    )
+    seen = []
+    for step in (1, 2, 3):
+        assert asyncio.run(group.train(None, step)) == step
+        seen.append(len(losses))
+    assert seen == [0, 1, 1] and losses[0] > 0

@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 
 import pytest
+from sympy import Expr
 
 from megatron_daro.reward import ScreenLimits, VerifierSpec, build_verifier
 from megatron_daro.reward.base import Job, StagedVerifier
 from megatron_daro.reward.math import MathVerifier
+from megatron_daro.reward.symbolic import _surely_differ, parsed
 from megatron_daro.types import Verdict
 
 STRICT = build_verifier("math")
@@ -245,3 +247,30 @@ def test_works_outside_the_main_thread_where_signal_time_outs_do_not() -> None:
     thread.start()
     thread.join(60)
     assert verdicts == [Verdict(True, 1.0, "match")]
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "correct"),
+    [
+        ("60", "60\\text{ miles per hour}", True),  # as many words as a unit may have
+        ("60", "60\\text{ nautical miles per hour}", False),
+        ("(1,2] \\cup (3,\\infty)", "1 < x \\le 2 \\text{ or } x > 3", True),
+        ("[1,2) \\cup (3,\\infty)", "1 \\le x < 2 \\text{ or } x > 3", True),
+        ("(1,2) \\cup (3,\\infty)", "1 < x \\le 2 \\text{ or } x > 3", False),
+        ("[1,2] \\cup (3,\\infty)", "1 \\le x < 2 \\text{ or } x > 3", False),
+    ],
+)
+def test_units_of_three_words_and_each_end_of_an_interval(gold: str, answer: str, correct: bool) -> None:
+    assert boxed(answer, gold).correct is correct
+
+
+@pytest.mark.parametrize("answer", ["\\int_0^{10^{9}} \\sin(x^2) dx", "\\lim_{x\\to 0} \\frac{\\sin(1/x)}{x}", "f(2)"])
+def test_what_has_no_value_yet_is_not_computed_to_look_for_a_difference(
+    answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Quadrature of such an integral may take minutes; the proof of equality is not begun here."""
+    asked: list[str] = []
+    monkeypatch.setattr(Expr, "evalf", lambda self, *options, **names: asked.append(str(self)))
+    gold, value = parsed("3"), parsed(answer)
+    assert gold is not None and value is not None
+    assert not _surely_differ(gold, value) and not _surely_differ(value, gold) and not asked

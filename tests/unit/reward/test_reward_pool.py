@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
 import threading
 from collections.abc import Iterator
 
@@ -12,7 +14,9 @@ import pytest
 from megatron_daro.config.sections import RewardSection
 from megatron_daro.errors import RewardError
 from megatron_daro.reward import VerifierSpec, build_verifier
+from megatron_daro.reward.base import Job
 from megatron_daro.reward.pool import RewardPool
+from megatron_daro.reward.worker import EXIT_MEMORY, serve
 from megatron_daro.types import Verdict
 
 PAIRS = [
@@ -112,3 +116,24 @@ def test_zero_workers_with_a_marker() -> None:
 def test_settings_that_cannot_work_are_refused_at_once(wrong: dict[str, object]) -> None:
     with pytest.raises(RewardError, match="allowed"):
         RewardPool(**{"verifier": "math", **wrong})  # type: ignore[arg-type]
+
+
+def test_a_worker_ends_after_an_answer_that_was_too_large_for_it() -> None:
+    class Hungry:
+        def judge(self, job: Job) -> Verdict:
+            if job.answer == "large":
+                raise MemoryError
+            return Verdict(True, 1.0, "match")
+
+    requests = [{"kind": "judge", "answer": answer, "gold": "1"} for answer in ("small", "large", "small")]
+    lines, replies = io.BytesIO(b"".join(json.dumps(one).encode() + b"\n" for one in requests)), io.BytesIO()
+    status = serve(Hungry(), lines, replies, timeout_s=60, memory_mib=100_000)  # type: ignore[arg-type]
+    said = [json.loads(line)["reason"] for line in replies.getvalue().splitlines()]
+    assert (status, said) == (EXIT_MEMORY, ["match", "memory"])
+
+
+def test_the_workers_are_there_as_soon_as_the_pool_is_entered() -> None:
+    with RewardPool("math", workers=1) as own:
+        assert len(own.worker_pids) == 1
+        own.start()
+        assert len(own.worker_pids) == 1

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_daro.errors import RewardError
 from megatron_daro.reward import build_verifier
-from megatron_daro.reward.extraction import after_marker, last_answer_line, last_box, trailing_number
-from megatron_daro.reward.integer import normalise_integer
+from megatron_daro.reward.extraction import after_marker, last_answer_line, last_box, normalise_integer, trailing_number
 from megatron_daro.reward.normal_form import canonical, key
 from megatron_daro.types import Verdict
 
@@ -114,3 +113,11 @@ def test_importing_the_package_loads_no_algebra_system() -> None:
         "sys.exit(any(name in sys.modules for name in ('sympy', 'math_verify', 'torch', 'ray', 'pydantic')))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [("\\boxed{1 \\\\} is it", "1 \\\\"), ("\\boxed{a \\\\ b} }", "a \\\\ b"), ("\\boxed{1 \\\\\\} x", None)],
+)
+def test_a_brace_behind_an_escaped_backslash_is_not_escaped(text: str, content: str | None) -> None:
+    assert last_box(text) == content

@@ -27,13 +27,11 @@ from megatron_daro.data.batch import build_batch
 from megatron_daro.errors import EngineError, NonFiniteError
 from megatron_daro.observe.metrics import MetricsLog
 from megatron_daro.recovery import Checkpoints, take_latest_valid
-from megatron_daro.rollout.batch_filler import RolloutContext
-from megatron_daro.rollout.collector import RolloutCollector
+from megatron_daro.rollout.batch_filler import EarlyFill, RolloutContext, Rounds
 from megatron_daro.rollout.deadlines import Deadlines
-from megatron_daro.rollout.early import EarlyFill
 from megatron_daro.rollout.ledger import Ledger
 from megatron_daro.rollout.recorder import Recorder
-from megatron_daro.rollout.rounds import Rounds
+from megatron_daro.rollout.rollouter import RolloutCollector
 from megatron_daro.rollout.sampler import Sampler
 from megatron_daro.sync.plan import SendReport
 from megatron_daro.types import Prompt, Rollout, SamplingParams, StepResult, Verdict
@@ -86,6 +84,8 @@ class FakeSource:
 
 class FakeScorer:
     """Verdict from text and gold alone; answers after a random number of turns of the event loop."""
+
+    failed_starts = 0
 
     def __init__(self, order_seed: int = 0) -> None:
         self.random = random.Random(order_seed)

@@ -326,3 +326,42 @@ def arrange(engine, fates, paces):
     engine.pace = lambda group_id: paces[group_id % len(paces)] * (20 if fate(group_id) == "slow" else 1)
     engine.lost = {(i, 0, j) for i in range(400) if fate(i) == "flaky" for j in (0, 2)}
     engine.lost |= {(i, attempt, 1) for i in range(400) if fate(i) == "dead" for attempt in range(30)}
+
+
+def test_a_group_whose_verification_is_cut_off_goes_on_later_and_is_not_trained_without_its_verdicts():
+    """Its answers come after the abort, while the verdicts of another group are waited for; its own are not."""
+
+    class Scorer(FakeScorer):
+        async def score_async(self, pairs):
+            if pairs[0][1] == "slow":
+                while not parts.engine.aborts:
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(0.15)  # longer than the abort is waited for
+                generated.set()
+                await verifying.wait()
+            if pairs[0][1] == "late":
+                verifying.set()
+                await asyncio.Event().wait()
+            return await super().score_async(pairs)
+
+    parts, generated, verifying = (
+        setup(rollout=KEEP, deadlines=replace(FAST, abort=0.05), scorer=Scorer()),
+        asyncio.Event(),
+        asyncio.Event(),
+    )
+    parts.source.next = lambda n, give=parts.source.next: [
+        replace(p, answer={"p0": "slow", "p1": "late"}.get(p.id, "mixed")) for p in give(n)
+    ]
+    generate = parts.engine.generate
+
+    async def late(requests):
+        if requests[0].group_id == 1:
+            await generated.wait()
+            parts.engine.aborted.clear()
+        async for rollouts in generate(requests):
+            yield rollouts
+
+    parts.engine.generate = late
+    batch = sample(parts)
+    assert 1 not in ids(batch.groups) and all(len(group.verdicts) == K for group in batch.groups)
+    assert [len(p.finished.verdicts) for p in batch.snapshot.partial if p.group_id == 1] == [0]

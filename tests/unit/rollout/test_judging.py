@@ -17,11 +17,9 @@ from megatron_daro.observe.progress import Progress
 from megatron_daro.observe.trace import Phases
 from megatron_daro.reward.base import VerifierSpec
 from megatron_daro.reward.pool import RewardPool
-from megatron_daro.rollout.collector import RolloutCollector
 from megatron_daro.rollout.deadlines import Deadlines
-from megatron_daro.rollout.judging import judge
 from megatron_daro.rollout.ledger import Ledger
-from megatron_daro.rollout.pending import Pending
+from megatron_daro.rollout.rollouter import Pending, RolloutCollector, judge
 from megatron_daro.runtime.evaluation import Evaluator, HeldOut
 from megatron_daro.types import Prompt, SamplingParams
 

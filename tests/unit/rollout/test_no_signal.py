@@ -10,8 +10,8 @@ from fleet_fakes import FleetEngine
 from loop_fakes import FakeScorer, K, make_rollout, make_stack, run_stack
 
 from megatron_daro.errors import DataError
-from megatron_daro.rollout.no_signal import SignalWatch, describe
 from megatron_daro.rollout.recorder import Recorder, read_groups, recorded_steps
+from megatron_daro.rollout.summary import SignalWatch, describe
 from megatron_daro.types import Group, Prompt, Verdict
 
 
@@ -102,3 +102,12 @@ def test_a_run_without_a_filter_warns_when_every_answer_is_wrong(tmp_path):
     assert run_stack(stack).step == 6
     warnings = [text for text in stack.progress.messages if "no group had both right and wrong answers" in text]
     assert [text.split(":")[1].strip() for text in warnings] == ["step 3", "step 6"]
+
+
+def test_the_watch_warns_where_every_answer_is_right_too():
+    watch = SignalWatch()
+    groups = [group_of(1, ["match"] * K, correct=range(K)), group_of(2, ["no_match"] * K)]
+    assert [watch.observe(step, groups) for step in (1, 2)] == [None, None]
+    assert "(now 1 all right, 1 all wrong)" in (watch.observe(3, groups) or "")
+    watch = SignalWatch()
+    assert [bool(watch.observe(step, groups[:1])) for step in (1, 2, 3)] == [False, False, True]

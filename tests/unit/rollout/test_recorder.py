@@ -19,7 +19,7 @@ from hypothesis.extra.numpy import arrays
 from loop_fakes import K, make_rollout
 
 from megatron_daro.errors import DataError
-from megatron_daro.rollout.group_columns import RecordedGroup, blocks, decode
+from megatron_daro.rollout.group_columns import RecordedGroup, blocks, decode, encode
 from megatron_daro.rollout.recorder import Recorder, read_groups, read_step, recorded_steps, write_groups
 from megatron_daro.types import Group, Prompt, Verdict
 
@@ -309,3 +309,20 @@ def test_failed_batches_keep_nan(tmp_path):
     assert path == tmp_path / "failed" / "step_000007.parquet"
     assert np.isnan(read_groups(path)[0][0].rollouts[0].logprobs).all()
     assert len(group.rollouts) == K
+
+
+def test_what_has_no_token_comes_back_too():
+    """An empty list is not a missing one: columns that are null mean something else."""
+    prompt = Prompt("p", "4", "unit", text="", tokens=())
+    rollout = make_rollout(9, 0, 0, prompt, version=4, length=0)
+    group = Group(9, prompt, (rollout,), (Verdict(False, 0.0, "no_answer"),))
+    (found,) = through_parquet([RecordedGroup(group)])
+    assert same(found.group, group)
+
+
+def test_a_null_among_numbers_is_refused_and_not_read_as_a_number():
+    batch = encode([RecordedGroup(make_group())])
+    holed = pa.array([[0.5, None], *batch.column("logprobs").to_pylist()[1:]], pa.list_(pa.float32()))
+    columns = {name: holed if name == "logprobs" else batch.column(name) for name in batch.schema.names}
+    with pytest.raises(ValueError, match="a list of numbers holds a null"):
+        list(decode([pa.RecordBatch.from_pydict(columns)]))

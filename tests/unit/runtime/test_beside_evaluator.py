@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_daro.config.sections import EvalSet
-from megatron_daro.evaluate.questions import HeldOut
+from megatron_daro.data.template import HeldOut
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.runtime.evaluation import Evaluator
 from megatron_daro.types import Prompt, Rollout
@@ -54,3 +54,17 @@ def test_a_version_that_cannot_be_had_any_more_is_no_score():
     servers, said = Servers(other=10_000), []
     assert evaluated(servers, said) == {}
     assert len(said) == 1 and "its metrics are left out" in said[0]
+
+
+def test_answers_that_span_versions_are_asked_for_again():
+    class Updated(Servers):
+        """The first answers of version 3 were ended by version 4."""
+
+        async def generate(self, requests):
+            async for answers in super().generate(requests):
+                began = self.asked <= 4
+                yield tuple(replace(one, version_spans=((3, 0), (4, 1))) if began else one for one in answers)
+
+    servers, said = Updated(other=0), []
+    assert evaluated(servers, said)["eval/digits/accuracy"] == 1.0
+    assert (servers.asked, said) == (24, [])

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import resource
 import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 
 import pytest
 from ray._private import services
+from ray.exceptions import ActorDiedError
 
-from megatron_daro.errors import ConfigError
-from megatron_daro.runtime.calls import _how
-from megatron_daro.runtime.cluster_faults import (
+from megatron_daro.errors import ConfigError, WorkerError
+from megatron_daro.runtime.calls import WorkerDiedError, _how, _worst_first, gather
+from megatron_daro.runtime.cluster import (
     LEAST_OPEN_FILES,
     check_address,
     check_limits,
@@ -61,7 +64,7 @@ def test_too_few_open_files_are_refused_and_a_soft_limit_is_raised():
     code = (
         "import resource, sys\n"
         "from megatron_daro.errors import ConfigError\n"
-        "from megatron_daro.runtime.cluster_faults import check_limits\n"
+        "from megatron_daro.runtime.cluster import check_limits\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1])))\n"
         "try:\n"
         "    check_limits()\n"
@@ -77,15 +80,17 @@ def test_too_few_open_files_are_refused_and_a_soft_limit_is_raised():
 
 
 def test_a_temporary_directory_that_cannot_be_written_is_named(monkeypatch, tmp_path):
-    made = own_directory()
-    made.rmdir()
+    with ExitStack() as stack:
+        made = own_directory(stack)
+        assert made.name.startswith("daro_ray_")
+    assert not made.exists()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     if len(str(tmp_path)) <= 30:
         with pytest.raises(ConfigError, match="TMPDIR: no temporary directory can be written"):
-            own_directory()
+            own_directory(ExitStack())
     monkeypatch.setattr(tempfile, "tempdir", "/proc/gone")
     with pytest.raises(ConfigError, match="TMPDIR: no temporary directory can be written"):
-        own_directory()
+        own_directory(ExitStack())
 
 
 def test_what_ray_says_becomes_one_line():
@@ -107,3 +112,17 @@ def test_a_death_is_told_without_rays_advice():
     )
     assert _how(text) == "process 4711: Worker unexpectedly exits with a connection error code 2. End of file"
     assert _how("something else\n entirely") == "something else entirely"
+
+
+def test_the_death_of_a_worker_is_told_before_what_the_others_say_of_it():
+    async def says():
+        raise WorkerError("rank 0: connection closed by peer")
+
+    async def dies():
+        await asyncio.sleep(0.05)
+        raise ActorDiedError()
+
+    with pytest.raises(WorkerDiedError, match="rank 1 died"):
+        asyncio.run(gather({"rank 0": says(), "rank 1": dies()}))
+    first, death = WorkerError("rank 0: connection closed by peer"), WorkerDiedError("rank 1 died")
+    assert _worst_first([first, None, death]) == [death, first]

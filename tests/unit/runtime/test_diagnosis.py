@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from megatron_daro.cli import main
-from megatron_daro.config import Hardware, precision
-from megatron_daro.runtime import diagnosis
-from megatron_daro.runtime.diagnosis import _Package, _package
+from megatron_daro.config import Config, Hardware, precision
+from megatron_daro.engine.sglang import environment
+from megatron_daro.workshop import doctor
+from megatron_daro.workshop.doctor import _Package, _package
 
 
 @pytest.fixture
 def few_packages(monkeypatch):
     """One package that is there: the real list takes half a minute to import."""
-    monkeypatch.setattr(diagnosis, "_PACKAGES", (_Package("numpy", "import numpy; print(numpy.__version__)", "x"),))
+    monkeypatch.setattr(doctor, "_PACKAGES", (_Package("numpy", "import numpy; print(numpy.__version__)", "x"),))
 
 
 def test_a_library_that_works_says_its_version():
@@ -28,6 +33,7 @@ def test_a_library_that_works_says_its_version():
         ("import no_such_module", False, "absent", "No module named 'no_such_module'"),
         ("raise ImportError('undefined symbol')", False, "broken", "undefined symbol"),
         ("import os; os.abort()", True, "broken", "ended with code -6"),
+        ("raise SystemExit(0)", True, "broken", "ended with code 0 while it was imported"),
     ],
 )
 def test_a_library_that_does_not_work_is_a_finding(trial, needed, state, said):
@@ -36,13 +42,13 @@ def test_a_library_that_does_not_work_is_a_finding(trial, needed, state, said):
 
 
 def test_a_library_that_hangs_is_a_finding(monkeypatch):
-    monkeypatch.setattr(diagnosis, "_IMPORT_LIMIT_S", 0.5)
+    monkeypatch.setattr(doctor, "_IMPORT_LIMIT_S", 0.5)
     found = _package(_Package("x", "import time; time.sleep(60)", "y"))
     assert found.state == "broken" and found.found == "no answer in 0.5 s"
 
 
 def test_every_trial_is_python():
-    for package in diagnosis._PACKAGES:
+    for package in doctor._PACKAGES:
         compile(package.trial, package.name, "exec")
 
 
@@ -74,7 +80,61 @@ def test_a_recipe_whose_files_are_missing(tmp_path, capsys, monkeypatch):
     ],
 )
 def test_gpus_say_which_recipes_of_fp8_run_there(monkeypatch, capability, engine, said):
-    monkeypatch.setattr(diagnosis, "detect", lambda: Hardware("gpu", 8, capability=capability))
+    monkeypatch.setattr(doctor, "detect", lambda: Hardware("gpu", 8, capability=capability))
     monkeypatch.setattr(precision, "_version", {"transformer_engine": engine}.get)
     monkeypatch.setattr(precision, "torch_cuda", lambda: (13, 0))
-    assert diagnosis._gpus(None).found == said
+    assert doctor._gpus(None).found == said
+
+
+def test_versions_are_those_that_were_tested_together(monkeypatch):
+    versions = {"transformers": "4.30.0", "pyarrow": None}
+
+    def version(name):
+        if name in versions and versions[name] is None:
+            raise doctor.metadata.PackageNotFoundError(name)
+        return versions.get(name) or real(name)
+
+    real = doctor.metadata.version
+    assert [finding.state for finding in doctor._versions()] == ["ok"]
+    monkeypatch.setattr(doctor.metadata, "version", version)
+    found = {finding.part: finding for finding in doctor._versions()}
+    assert set(found) == {"transformers: version", "pyarrow: version"}
+    assert found["transformers: version"].found.startswith("4.30.0; allowed: ")
+    assert "pip install 'transformers" in found["transformers: version"].fix
+    assert found["pyarrow: version"].found.startswith("not installed")
+
+
+def test_an_sglang_that_is_too_old_is_broken_and_none_is_absent(monkeypatch):
+    for version, state in (("0.4.1", "broken"), ("0.5.23", "ok"), (None, "absent")):
+        inspected = {"version": version, "names": [], "python": "3.11"}
+        monkeypatch.setattr(environment, "_run", lambda *_, inspected=inspected: inspected)
+        found = doctor._sglang(None)
+        assert found.state == state, found
+        assert version is None or version in found.found
+
+
+def test_the_disk_must_hold_the_runs_own_checkpoints(tmp_path, monkeypatch):
+    """A model of 8 billion parameters: 14 bytes each, two checkpoints and the one that is written, and the export."""
+    config = Config.model_validate(
+        {"model": {"path": tmp_path}, "data": {"train": ("x",)}, "actor": {"precision": "bf16"},
+         "trainer": {"run_dir": tmp_path, "steps": 100, "save_every_steps": 10, "export_hf": True}}
+    )  # fmt: skip
+    monkeypatch.setattr(doctor, "read_model_shape", lambda _: None)
+    monkeypatch.setattr(doctor, "checkpoint_bytes", lambda _, weight: 8 * 10**9 * 14)
+    gib, words = doctor._disk_of(config)
+    assert gib == pytest.approx((3 * 8e9 * 14 + 8e9 * 2) / 2**30) and words.startswith("3 checkpoints of 104.3")
+    single = config.model_copy(update={"trainer": config.trainer.model_copy(update={"save_every_steps": 0})})
+    assert doctor._disk_of(single)[1].startswith("1 checkpoints of 104.3")
+
+
+def test_a_missing_package_of_the_command_line_is_a_sentence(tmp_path):
+    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError(\"No module named 'typer'\", name='typer')\n")
+    ended = subprocess.run(
+        [sys.executable, "-m", "megatron_daro", "doctor"], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert ended.returncode == 1
+    assert (
+        ended.stderr.startswith("megatron-daro: the package 'typer' is not installed in ")
+        and "fix: pip" in ended.stderr
+    )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
 
+from megatron_daro.config import Config
 from megatron_daro.config.sections import SGLangSection
 from megatron_daro.errors import ConfigError
-from megatron_daro.runtime.measuring import ask_all
+from megatron_daro.workshop.evaluate import measuring
+from megatron_daro.workshop.evaluate.measuring import ask_all
 
 
 def test_servers_that_wait_for_blocks_are_refused():
@@ -18,3 +21,23 @@ def test_servers_that_wait_for_blocks_are_refused():
         ConfigError, match=r"engine\.sglang\.fp8_blocks: got true; allowed: false: nobody sends weights"
     ):
         ask_all(plan, notices=None)
+
+
+@pytest.mark.parametrize(("kind", "beside_driver"), [("embedded", True), ("sglang", False)])
+def test_the_verifiers_are_beside_the_driver_where_the_engine_is_in_it(monkeypatch, tmp_path, kind, beside_driver):
+    class EnoughSeenError(Exception):
+        pass
+
+    def verdicts(section, **options):
+        raise EnoughSeenError(options)
+
+    data = {"train": ("t",)}
+    config = Config.model_validate(
+        {"model": {"path": "m"}, "data": data, "engine": {"kind": kind}, "trainer": {"run_dir": str(tmp_path)}}
+    )
+    monkeypatch.setattr(measuring.parts, "rollout_engine", lambda *arguments: None)
+    monkeypatch.setattr(measuring, "Verdicts", verdicts)
+    with pytest.raises(EnoughSeenError) as caught:
+        asyncio.run(measuring._run(measuring.Plan(config, {}, ()), None, (), SimpleNamespace(warn=print)))
+    (options,) = caught.value.args
+    assert options["beside_driver"] is beside_driver and options["logs"].parent == tmp_path

@@ -20,13 +20,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_daro import recovery
-from megatron_daro.config import Config, describe, resolve
-from megatron_daro.config.describe import ITEM
+from megatron_daro.config import Config, loading, resolve
+from megatron_daro.config.loading import ITEM
 from megatron_daro.errors import CheckpointError, ConfigError, DaroError
 from megatron_daro.observe.progress import Progress
 from megatron_daro.observe.trace import Phases
 from megatron_daro.runtime.inputs import read_inputs
-from megatron_daro.runtime.rehearsal import ENDS, rehearse, taken_back_if_it_fails
+from megatron_daro.runtime.preflight import ENDS, rehearse, taken_back_if_it_fails
 from megatron_daro.runtime.restart_audit import made_with
 from megatron_daro.runtime.run_directory import owned
 
@@ -34,6 +34,7 @@ SHAPE = {
     "model_type": "qwen2",
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
+    "num_key_value_heads": 2,
     "hidden_size": 8,
     "intermediate_size": 16,
     "vocab_size": len(tiny_task.SYMBOLS),
@@ -105,6 +106,10 @@ def ends_with_the_same_error(config: Config, *, resume: bool = False) -> str:
         ("trainer.run_dir={here}/run.yaml", "run.yaml is a file); allowed: a directory"),
         ("trainer.run_dir={here}/run.yaml/below", "run.yaml is a file); allowed: a directory"),
         ("engine.kind=sglang", "which has no sglang"),
+        ("engine={{kind: sglang, sglang: {{urls: ['http://127.0.0.1:9']}}}}", "127.0.0.1:9 does not answer"),
+        ("actor.megatron={{bucket_size: '1000'}}", "actor.megatron.bucket_size: got '1000'"),
+        ("actor.megatron={{overlap_p2p_comm_warmup_flush: true}}", "Megatron-core refuses: Pipeline parallel"),
+        ("actor.megatron={{cpu_offloading: true}}", "got cpu_offloading; allowed: only with the layers of Transf"),
         ("algorithm.name=none:Such", "none:Such"),
         ("algorithm.options.magnitud=abs", "options of algorithm daro"),
         ("data.eval=[{{name: a, path: '{here}/bad.jsonl'}}]", "drop_unusable=true"),
@@ -113,6 +118,23 @@ def ends_with_the_same_error(config: Config, *, resume: bool = False) -> str:
 def test_a_field_that_cannot_work_is_found_before_anything_starts(configured, tmp_path, override, says):
     (tmp_path / "bad.jsonl").write_bytes(lines([ROWS[0], {"problem": "1="}]))
     assert says in ends_with_the_same_error(configured(override))
+
+
+@pytest.mark.parametrize("run_dir", ["/proc/one", "/proc/self/fd/one", "/sys/one"])
+def test_a_run_directory_where_nobody_can_make_one_is_refused(configured, run_dir):
+    if not Path("/sys").is_mount():
+        pytest.skip("this machine has no sysfs")
+    with pytest.raises(ConfigError, match=r"trainer.run_dir: got .* cannot be written"):
+        rehearse(configured(f"trainer.run_dir={run_dir}"), resume=False, replay=None)
+
+
+def test_a_login_node_without_sglang_is_said_and_no_error(configured):
+    """The section `cluster` says that another machine runs it; without it this machine must have what the run needs."""
+    options = ["engine.kind=sglang", "cluster.nodes=1", "cluster.gpus_per_node=8"]
+    config = configured(*options)
+    lines_ = rehearse(config, resume=False, replay=None)
+    (said,) = [line for line in lines_ if "servers were not checked" in line]
+    assert said.startswith("warning: ") and "which has no sglang" in said
 
 
 @pytest.mark.parametrize(
@@ -129,6 +151,15 @@ def test_a_field_that_cannot_work_is_found_before_anything_starts(configured, tm
 )
 def test_a_file_that_cannot_be_used_is_found_before_anything_starts(configured, content, says):
     assert says in ends_with_the_same_error(configured(content=content))
+
+
+def test_a_model_that_transformers_reads_as_another_is_found_before_anything_starts(configured, tmp_path):
+    """A Mistral with `layer_types` is a Ministral there."""
+    tiny_task.save_tokenizer(tmp_path / "ministral", tiny_task.SYMBOLS)
+    shape = {**SHAPE, "model_type": "mistral", "sliding_window": None, "layer_types": ["full_attention"]}
+    (tmp_path / "ministral" / "config.json").write_text(json.dumps(shape))
+    told = ends_with_the_same_error(configured(f"model.path={tmp_path / 'ministral'}"))
+    assert "model_type is 'mistral' here and 'ministral' there" in told
 
 
 def test_run_directories_that_hold_the_wrong_thing(configured, tmp_path):
@@ -213,8 +244,8 @@ def test_what_is_taken_back_and_what_stays(tmp_path, error):
 
 def values_of(field) -> st.SearchStrategy:
     """Allowed values and such as are not, judged by the annotation of a field."""
-    annotation, _ = describe.strip(field.annotation)
-    names = describe.choices(field.annotation, field.metadata)
+    annotation, _ = loading.strip(field.annotation)
+    names = loading.choices(field.annotation, field.metadata)
     if names:
         return st.sampled_from([*names, "none:Such"])
     if annotation is bool:
@@ -228,8 +259,8 @@ def values_of(field) -> st.SearchStrategy:
 
 FIELDS = {
     path: values_of(field)
-    for path, field in describe.walk(Config)
-    if ITEM not in path and not describe.is_section(describe.strip(field.annotation)[0]) and "megatron" not in path
+    for path, field in loading.walk(Config)
+    if ITEM not in path and not loading.is_section(loading.strip(field.annotation)[0]) and "megatron" not in path
 }
 
 

@@ -4,7 +4,15 @@ import pytest
 
 from megatron_daro.config import Config
 from megatron_daro.errors import ConfigError
-from megatron_daro.runtime.parts import algorithm_of, algorithm_remarks, batch_builder
+from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.runtime.parts import (
+    algorithm_of,
+    algorithm_remarks,
+    batch_builder,
+    deadlines,
+    policy_group,
+    policy_settings,
+)
 
 
 def configured(**sections) -> Config:
@@ -58,3 +66,15 @@ def test_the_builder_hands_the_overlong_options_on():
     overlong = {"kind": "penalty", "max_tokens": 64, "cache_tokens": 16}
     config = configured(algorithm={"overlong": overlong})
     assert batch_builder(config, algorithm_of(config)).keywords["max_tokens"] == 64
+
+
+def test_every_limit_is_scaled():
+    scaled = deadlines(configured(trainer={"deadline_scale": 3.0}))
+    assert scaled == Deadlines().scaled(3.0) != Deadlines() == deadlines(configured())
+
+
+def test_the_ranks_get_the_settings_of_the_run(tmp_path):
+    config = configured(trainer={"run_dir": str(tmp_path / "run"), "seed": 5, "updates_per_batch": 2})
+    made = policy_group(config, "where", kind=lambda *sections, **options: (sections, options))
+    assert made[0] == (policy_settings(config), config.actor, config.algorithm)
+    assert made[1] == {"seed": 5, "updates_per_batch": 2, "placement": "where", "logs": tmp_path / "run/logs"}

@@ -9,12 +9,10 @@ import pytest
 import tiny_task
 
 from megatron_daro.config import Config, DataSection, EvalSet
-from megatron_daro.data.cursor import PromptSource
-from megatron_daro.data.orders import Curriculum, Prioritised
+from megatron_daro.data.orders import Curriculum, Prioritised, PromptSource
 from megatron_daro.data.tokenizer import load_tokenizer
 from megatron_daro.errors import DataError, ModelError
-from megatron_daro.runtime.prompts import held_out_sets, training_prompts
-from megatron_daro.runtime.training_order import planned_prompts, weights_digest
+from megatron_daro.runtime.inputs import held_out_sets, planned_prompts, training_prompts, weights_digest
 
 GOOD = [{"problem": "1=", "answer": "1"}, {"problem": "2=", "answer": ["2", "3"]}]
 NO_ANSWER, TOO_LONG = {"problem": "3="}, {"problem": "3==========", "answer": "3"}

@@ -8,9 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import ActorDiedError
 
 from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang.servers import LaunchOptions
+from megatron_daro.errors import EngineError
 from megatron_daro.runtime.sglang_group import RayServer, _parts, _sharing
 
 
@@ -60,3 +62,11 @@ def worker(reason):
         return reason
 
     return SimpleNamespace(death=SimpleNamespace(remote=answer))
+
+
+def test_what_ray_says_of_a_lost_actor_is_an_error_of_the_server():
+    async def lost():
+        raise ActorDiedError()
+
+    with pytest.raises(EngineError, match="the Ray actor of a server died"):
+        asyncio.run(RayServer._call(None, lost(), 5.0))

@@ -11,13 +11,14 @@ import stat
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
+import ray
 
 from megatron_daro.errors import DeadlineError, WorkerError
-from megatron_daro.slurm import health, node, training
-from megatron_daro.slurm.processes import Process
-from megatron_daro.slurm.rendezvous import HEAD_FILE, Greeter, Message, own_address, reach_head, write_private
-from megatron_daro.slurm.training import Stops, train
+from megatron_daro.workshop.slurm import health, node, processes, rendezvous
+from megatron_daro.workshop.slurm.processes import SlowStartError
+from megatron_daro.workshop.slurm.rendezvous import HEAD_FILE, Greeter, Message, own_address, reach_head, write_private
 
 
 def fake_nvidia_smi(directory: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -34,6 +35,11 @@ def fake_nvidia_smi(directory: Path, monkeypatch: pytest.MonkeyPatch, script: st
         ("echo '0, 81559, 5'", ["2 GPUs were asked for, and nvidia-smi shows 1"]),
         ("echo '0, 81559, 5'; echo '1, 81559, 60000'", ["GPU 1 has 60000 of 81559 MiB in use before the job began"]),
         ("echo broken driver >&2; exit 9", ["nvidia-smi failed: broken driver"]),
+        ("echo '0, 81559, 5, 0'; echo '1, 81559, 5, [N/A]'", []),
+        (
+            "echo '0, 81559, 5, 3'; echo '1, 81559, 5, 0'",
+            ["GPU 0 has 3 memory errors that could not be corrected (ECC)"],
+        ),
     ],
 )
 def test_gpus_are_counted_and_must_be_empty(tmp_path, monkeypatch, script, said):
@@ -41,9 +47,26 @@ def test_gpus_are_counted_and_must_be_empty(tmp_path, monkeypatch, script, said)
     assert health.problems(health.Wanted(2, 0, tmp_path)) == said
 
 
+def test_gpus_of_amd_are_counted_and_must_be_empty(tmp_path, monkeypatch):
+    tool = tmp_path / "rocm-smi"
+    header = "device,VRAM Total Memory (B),VRAM Total Used Memory (B)"
+    tool.write_text(
+        f"#!/bin/bash\nprintf '{header}\\ncard0,206141652992,297795584\\ncard1,206141652992,200000000000\\n\\n'"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert health.gpu_problems(3) == [
+        "3 GPUs were asked for, and rocm-smi shows 2",
+        "GPU 1 has 190734 of 196592 MiB in use before the job began",
+    ]
+    assert health.gpu_problems(2, used=True) == []
+
+
 def test_no_nvidia_smi_is_said(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert health.problems(health.Wanted(8, 0, tmp_path)) == ["8 GPUs were asked for, and there is no nvidia-smi"]
+    assert health.problems(health.Wanted(8, 0, tmp_path)) == [
+        "8 GPUs were asked for, and there is neither nvidia-smi nor rocm-smi"
+    ]
     assert health.problems(health.Wanted(0, 0, tmp_path)) == []
 
 
@@ -86,7 +109,7 @@ def test_nodes_report_join_and_are_missed(tmp_path):
 
     there, bad, trouble, order = asyncio.run(scene())
     assert there == ["n0", "n1"] and bad == ["bad"]
-    assert order == {"order": "join", "address": "somewhere:1"}
+    assert order == {"order": "join", "address": "somewhere:1", "temporary": ""}
     assert trouble == "n1 was lost: its connection to the first node ended"
 
 
@@ -103,6 +126,61 @@ def test_a_node_that_does_not_join_is_named(tmp_path):
 
     with pytest.raises(DeadlineError, match="slow did not join Ray"):
         asyncio.run(scene())
+
+
+def meeting(tmp_path, other):
+    """What comes of a first node and another one, which does `other`."""
+
+    async def scene():
+        greeter = Greeter(tmp_path, "127.0.0.1", 1)
+        await greeter.start()
+        line = await reach_head(tmp_path, "n1", [], 5)
+        await greeter.gather(5)
+        try:
+            return await other(greeter, line)
+        finally:
+            await greeter.close()
+
+    return asyncio.run(scene())
+
+
+def test_a_node_that_is_frozen_counts_as_lost_and_one_that_is_busy_does_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(rendezvous, "BEAT_S", 0.1)
+    monkeypatch.setattr(rendezvous, "FROZEN_S", 1.5)
+
+    async def other(greeter, line):
+        await asyncio.sleep(3)
+        busy = greeter.trouble.done()
+        line._beats.cancel()  # as if its processes were stopped: the connection stays
+        return busy, await asyncio.wait_for(greeter.trouble, 20)
+
+    assert meeting(tmp_path, other) == (False, "n1 was lost: no sign of life for 1.5 s")
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_after_a_failure_every_node_looks_at_its_gpus(tmp_path, monkeypatch, answers):
+    fake_nvidia_smi(tmp_path, monkeypatch, "echo '0, 81559, 5, 7'")
+    options = argparse.Namespace(gpus=1)
+
+    async def other(greeter, line):
+        following = (
+            asyncio.create_task(node._follow(line, options)) if answers else asyncio.create_task(asyncio.sleep(0))
+        )
+        found = await greeter.check(20 if answers else 0.5)
+        following.cancel()
+        return found
+
+    sick = ["GPU 0 has 7 memory errors that could not be corrected (ECC)"]
+    assert meeting(tmp_path, other) == {"n1": sick if answers else None}
+
+
+def test_a_node_whose_ray_does_not_start_is_not_waited_for(tmp_path):
+    async def other(greeter, line):
+        await line.send(Message(event="unstarted", why="Ray did not start within 150 s"))
+        with pytest.raises(WorkerError, match="n1: Ray did not start within 150 s"):
+            await greeter.all_joined(60)
+
+    meeting(tmp_path, other)
 
 
 def test_a_stranger_is_not_listened_to(tmp_path):
@@ -129,84 +207,6 @@ def test_a_first_node_that_does_not_answer_is_named(tmp_path):
     (tmp_path / HEAD_FILE).write_text(json.dumps({"host": "127.0.0.1", "port": 9, "secret": "x"}))
     with pytest.raises(DeadlineError, match=r"n1 cannot reach the first node at 127.0.0.1:9 .*network_interface"):
         asyncio.run(reach_head(tmp_path, "n1", [], 1))
-
-
-class Options:
-    """What node.py's command line gives to `train`."""
-
-    def __init__(self, run_dir: Path, stall_minutes: float = 10) -> None:
-        self.run_dir, self.stall_minutes, self.term_grace_s, self.train = run_dir, stall_minutes, 5.0, ["run.yaml"]
-
-
-def trained_with(
-    code: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    save: bool = False,
-    lost: str = "",
-    end: bool = False,
-    **options: float,
-):
-    """How a job ends whose training is this Python code."""
-
-    async def scene():
-        stops = Stops()
-        real = Process.start
-
-        async def start(command, environment):
-            assert command[1:4] == ["-m", "megatron_daro", "train"]
-            return await real([sys.executable, "-u", "-c", code], environment)
-
-        monkeypatch.setattr(Process, "start", start)
-        if save:
-            asyncio.get_running_loop().call_later(1.0, stops.saving.set)
-        trouble: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        if lost:
-            asyncio.get_running_loop().call_later(1.0, trouble.set_result, lost)
-        if end:
-            asyncio.get_running_loop().call_later(1.5, stops.end)
-        return await train(Options(tmp_path, **options), stops, {}, lost=[trouble])  # type: ignore[arg-type]
-
-    return asyncio.run(scene())
-
-
-def test_a_finished_training_ends_the_job_well(tmp_path, monkeypatch):
-    ending = trained_with("print('run: runs/a, 6 steps')", tmp_path, monkeypatch)
-    assert (ending.kind, ending.cause) == ("finished", "run: runs/a, 6 steps")
-
-
-def test_an_error_is_the_cause(tmp_path, monkeypatch):
-    ending = trained_with("print('step 1'); raise SystemExit('ModelError: torn')", tmp_path, monkeypatch)
-    assert (ending.kind, ending.cause) == ("failed", "ModelError: torn")
-
-
-def test_asked_to_save_the_training_gets_sigterm_and_the_job_goes_on_later(tmp_path, monkeypatch):
-    code = (
-        "import signal, sys, time\nsignal.signal(15, lambda *_: (print('saved step 3'), sys.exit(130)))\ntime.sleep(60)"
-    )
-    ending = trained_with(code, tmp_path, monkeypatch, save=True)
-    assert (ending.kind, ending.cause) == ("saved", "saved step 3")
-
-
-def test_no_new_step_for_too_long_ends_the_job_with_the_last_words(tmp_path, monkeypatch):
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "driver.log").write_text("waiting for sync\n")
-    ending = trained_with("import time; time.sleep(60)", tmp_path, monkeypatch, stall_minutes=0.03)
-    assert ending.kind == "failed"
-    assert "no new step in" in ending.cause and "driver.log: waiting for sync" in ending.cause
-
-
-def test_a_lost_node_is_the_cause(tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "_CANCELLED_S", 0.2)
-    ending = trained_with("import time; time.sleep(60)", tmp_path, monkeypatch, lost="n1 was lost")
-    assert (ending.kind, ending.cause) == ("node_lost", "n1 was lost")
-
-
-def test_a_lost_node_is_named_also_where_slurm_then_ends_the_others(tmp_path, monkeypatch):
-    code = "import signal, time; signal.signal(15, lambda *_: None); time.sleep(3)"
-    ending = trained_with(code, tmp_path, monkeypatch, lost="n1 was lost", end=True)
-    assert (ending.kind, ending.cause) == ("ended", "n1 was lost; ended by SIGTERM; nothing was saved")
 
 
 def test_a_port_that_a_program_took_meanwhile_is_not_the_end(tmp_path, monkeypatch, capfd):
@@ -238,6 +238,57 @@ def test_a_port_that_a_program_took_meanwhile_is_not_the_end(tmp_path, monkeypat
     assert len((tmp_path / "asked").read_text().splitlines()) == 3
 
 
+def test_a_start_of_ray_that_takes_too_long_is_ended_and_tried_again(tmp_path, monkeypatch, capfd):
+    """The first one leaves a child, as Ray's does; it must be gone before the second."""
+    program = tmp_path / "python"
+    program.write_text(
+        f"#!/bin/bash\necho $$ >>{tmp_path}/asked\n"
+        f"[ $(wc -l <{tmp_path}/asked) -gt 1 ] || {{ sleep 600 & echo $! >{tmp_path}/child; wait; }}\n"
+        "echo 'Ray runtime started.'; exec sleep 60\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(processes.start_ray, "__kwdefaults__", {"joins": "", "limit_s": 3.0})
+    place, options = node.Place("node1", True, 1, "127.0.0.1"), argparse.Namespace(gpus=0, cores=3)
+
+    async def scene() -> None:
+        ray, _ = await node._ray_head(place, options, tmp_path, {})
+        await ray.kill()
+
+    asyncio.run(scene())
+    assert len((tmp_path / "asked").read_text().splitlines()) == 2
+    assert "did not start within 3 s on 127.0.0.1" in capfd.readouterr().out
+    child = int((tmp_path / "child").read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(
+    ("before", "kind"),
+    [((), "unstarted"), (("unstarted",) * 2, "failed"), (("unstarted", "saved"), "unstarted")],
+)
+def test_attempts_that_do_not_start_are_counted(tmp_path, monkeypatch, before, kind):
+    async def slow(*_):
+        raise SlowStartError("Ray did not start within 150 s")
+
+    monkeypatch.setattr(node, "_first", slow)
+    monkeypatch.setattr(node, "kill_descendants", lambda: None)
+    monkeypatch.setenv("SLURMD_NODENAME", "node7")
+    monkeypatch.setenv("SLURM_JOB_ID", "987654321")
+    monkeypatch.setattr(node.tempfile, "gettempdir", lambda: str(tmp_path))
+    (tmp_path / "daro987654321_1").mkdir()  # of an attempt that was killed
+    (tmp_path / "daro98_1").mkdir()
+    for number, word in enumerate(before, 1):
+        (tmp_path / f"attempt_{number:03d}").mkdir()
+        (tmp_path / f"attempt_{number:03d}" / "result").write_text(f"{word}\ncause\n")
+    own = tmp_path / f"attempt_{len(before) + 1:03d}"
+    own.mkdir()
+    given = ["--attempt-dir", own, "--attempt", len(before) + 1, "--run-dir", tmp_path, "--gpus", 0]
+    given += ["--free-disk-gib", 0, "--check-minutes", 1, "--stall-minutes", 1, "--term-grace-s", 1]
+    node.main([*map(str, given), "--address", "node7=127.0.0.1", "--", "run.yaml"])
+    assert (own / "result").read_text().splitlines()[0] == kind
+    assert not (tmp_path / "daro987654321_1").exists() and (tmp_path / "daro98_1").exists()
+
+
 def test_a_broken_environment_ends_the_job_with_its_cause(tmp_path, monkeypatch, capfd):
     """Without a result the batch script would take it for a lost node, and requeue."""
 
@@ -254,3 +305,14 @@ def test_a_broken_environment_ends_the_job_with_its_cause(tmp_path, monkeypatch,
     assert kind == "failed"
     assert cause == "node7: FileNotFoundError: [Errno 2] No such file or directory: '/env/bin/tool'"
     assert "Traceback" in capfd.readouterr().err
+
+
+def test_large_jobs_give_ray_more_time_and_a_users_settings_win(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_health_check_period_ms", "5000")
+    options = argparse.Namespace(attempt_dir=tmp_path)
+    small, large = node._ray_environment(options, 2), node._ray_environment(options, node.LARGE_JOB_NODES)
+    assert set(small) == {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_USAGE_STATS_ENABLED"}
+    assert large["RAY_gcs_rpc_server_connect_timeout_s"] == "120" and large["RAY_health_check_period_ms"] == "5000"
+    gcs = Path(ray.__file__).parent / "core/src/ray/gcs/gcs_server"
+    known = gcs.read_bytes()
+    assert all(name.encode() in known for name in node._LARGE_JOB), "this Ray knows no such setting"

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from megatron_daro.config import Config
+from megatron_daro.commands.submit import _signal_before_s
+from megatron_daro.config import Config, resolve
 from megatron_daro.errors import ConfigError
-from megatron_daro.slurm.cluster_file import ClusterFile, read_cluster_file
-from megatron_daro.slurm.script import Job, script_of
-from megatron_daro.slurm.submission import gpus_of, job_of, nodes_of, tried
+from megatron_daro.workshop.slurm.cluster_file import ClusterFile, read_cluster_file
+from megatron_daro.workshop.slurm.script import Job, script_of
+from megatron_daro.workshop.slurm.submission import (
+    check_cluster,
+    gpus_of,
+    job_of,
+    nodes_of,
+    require_no_other_job,
+    tried,
+    with_detected_gpu_option,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
-JOB = Job("my-run", 4, Path("/shared/me/runs/my-run"), Path("/shared/me"), ("/shared/me/run.yaml",), 100)
+JOB = Job("my-run", 4, Path("/shared/me/runs/my-run"), Path("/shared/me"), ("/shared/me/run.yaml",), 100, 300)
 
 
 def cluster(**fields: object) -> ClusterFile:
@@ -49,7 +59,7 @@ def test_the_script_asks_for_what_the_cluster_file_says():
 
 
 def test_values_with_spaces_and_quotes_reach_the_nodes_as_they_are():
-    job = Job("a", 1, Path("/r/it's here"), Path("/d"), ("/d/run.yaml", "data.template={prompt} $x"), 1)
+    job = Job("a", 1, Path("/r/it's here"), Path("/d"), ("/d/run.yaml", "data.template={prompt} $x"), 1, 300)
     text = script_of(job, cluster(environment={"A": "it's $HOME"}))
     assert "'data.template={prompt} $x'" in text and """export A='it'"'"'s $HOME'""" in text
     assert """folder='/r/it'"'"'s here/slurm'""" in text
@@ -155,3 +165,90 @@ def test_a_refused_account_without_a_database_to_ask_is_said_by_slurm(tmp_path, 
     monkeypatch.setenv("PATH", commands(tmp_path, sbatch=sbatch, sacctmgr="exit 1"))
     with pytest.raises(ConfigError, match="Invalid account or account/partition"):
         tried(JOB, cluster(account="reserch"))
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [("12:30", "0-12:30:00"), ("24:00:00", "1-00:00:00"), ("2-3:04:05", "2-03:04:05"), ("90:00", "3-18:00:00")],
+)
+def test_times_are_written_as_slurm_cannot_misread_them(given, written):
+    """Slurm reads 12:30 as minutes and seconds."""
+    assert f"#SBATCH --time={written}\n" in script_of(JOB, cluster(time=given))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"time": "00:00"}, "at least a minute"),
+        ({"time": "12:75"}, "at most 59"),
+        ({"time": "0:10", "signal_before_s": 600}, "before a time limit of 0-00:10:00"),
+    ],
+)
+def test_times_that_cannot_be_are_refused(tmp_path, fields, said):
+    file = tmp_path / "cluster.yaml"
+    file.write_text(json.dumps({"partition": "gpu", **fields}))
+    with pytest.raises(ConfigError, match=said):
+        read_cluster_file(file)
+
+
+@pytest.mark.parametrize(
+    ("listed", "fields", "said"),
+    [
+        ("up|1:00:00|8", {"time": "24:00:00"}, r"time: got 1-00:00:00, beyond .* at most 1:00:00"),
+        ("up|30:00|8", {"time": "0:31"}, r"at most 30:00"),
+        ("up|infinite|3", {}, r"nodes: got 4, and partition 'gpu' has 3"),
+        ("down|infinite|8", {}, r"which is down"),
+        ("up|2-00:00:00|3\nup|2-00:00:00|1", {"time": "48:00:00"}, None),
+    ],
+)
+def test_what_a_partition_never_runs_is_refused(tmp_path, monkeypatch, listed, fields, said):
+    """In the words of `sinfo --format=%a|%l|%D` of Slurm 22.05, a line for each kind of node."""
+    monkeypatch.setenv("PATH", commands(tmp_path, sinfo=f"echo '{listed}'"))
+    if said is None:
+        check_cluster(JOB, cluster(**fields))
+        return
+    with pytest.raises(ConfigError, match=said):
+        check_cluster(JOB, cluster(**fields))
+
+
+@pytest.mark.parametrize(("gres", "option"), [("gpu:8", "--gpus-per-node=8"), ("(null)", None)])
+def test_gpus_are_asked_for_where_the_nodes_declare_them(tmp_path, monkeypatch, gres, option):
+    monkeypatch.setenv("PATH", commands(tmp_path, sinfo=f"echo '{gres}'"))
+    text = script_of(JOB, with_detected_gpu_option(cluster()))
+    assert (f"#SBATCH {option}\n" in text) if option else ("--gpus-per-node" not in text and "gres" not in text)
+    assert "#SBATCH --gres=gpu:8\n" in script_of(JOB, with_detected_gpu_option(cluster(gpu_option="gres")))
+
+
+def test_a_run_directory_with_a_job_is_refused(tmp_path, monkeypatch):
+    own, other = JOB.folder / "job.sbatch", "/shared/me/runs/other/slurm/job.sbatch"
+    monkeypatch.setenv("PATH", commands(tmp_path, squeue=f"echo '7|RUNNING|{other}'; echo '8|PENDING|{own}'"))
+    with pytest.raises(ConfigError, match=r"which job 8 has \(PENDING\).*scancel 8"):
+        require_no_other_job(JOB)
+    (tmp_path / "squeue").write_text(f"#!/bin/bash\necho '7|RUNNING|{other}'\n")
+    require_no_other_job(JOB)
+
+
+def test_memory_is_all_of_an_exclusive_node_or_what_is_given():
+    assert "#SBATCH --mem=0\n" in script_of(JOB, cluster())
+    assert "#SBATCH --mem=100G\n" in script_of(JOB, cluster(memory_gib=100))
+    assert "--mem" not in script_of(JOB, cluster(exclusive=False))
+
+
+def test_the_signal_comes_as_early_as_the_plan_needs(tmp_path):
+    """Of a 70B model with 920 GiB of checkpoint."""
+    configs = ROOT.parent / "shared" / "data" / "configs"
+    if not configs.is_dir():
+        pytest.skip(f"needs the model configurations in {configs}")
+    (tmp_path / "config.json").write_bytes((configs / "Llama-3.3-70B.json").read_bytes())
+    recipe = resolve(
+        ROOT / "examples/recipes/llama-3.3-70b.yaml",
+        [f"model.path={tmp_path}", "actor.data_parallel=64", "engine.replicas=64"],
+    )
+    seconds, remarks = _signal_before_s(recipe, cluster(), 128)
+    assert seconds >= 480 and not remarks
+    _, (remark,) = _signal_before_s(recipe, cluster(signal_before_s=300), 128)
+    assert "a checkpoint of 9" in remark and f"which takes {seconds}" in remark
+    assert _signal_before_s(recipe, cluster(signal_before_s=3600), 128)[1] == []
+    assert _signal_before_s(config(), cluster(), 1) == (0, [])
+    job = job_of(recipe, Path("r.yaml"), [], cluster(time="0:10"), seconds)
+    assert job.signal_before_s == 300, "half of the time at most"

@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.multiprocessing import reductions
 
 from megatron_daro.errors import EngineError, RefusedError, SyncError
-from megatron_daro.sync import broadcast, disk, process_group, tensor
+from megatron_daro.sync import broadcast, send
 from megatron_daro.sync.broadcast import BroadcastSender
 from megatron_daro.sync.buckets import bucketize
 from megatron_daro.sync.plan import Digest, SendFailure, SendPlan, SendReport, Target
@@ -90,11 +90,11 @@ def write_checkpoint(directory, streams, model_path, shard_bytes, step=None):
         remedy="buy",
         step=step,
     )
-    disk.prepare(plan)
+    send.prepare(plan)
     report = SendReport()
     for i, stream in enumerate(streams):
-        report = report.joined(disk.write_shards(plan, f"part{i}", stream))
-    disk.finish(plan, report.files, model_path, "float32")
+        report = report.joined(send.write_shards(plan, f"part{i}", stream))
+    send.finish(plan, report.files, model_path, "float32")
     return report
 
 
@@ -132,7 +132,7 @@ def test_the_configuration_names_the_dtype_of_the_files(tmp_path, model_path, ha
 
 def test_a_write_that_fails_reads_the_stream_to_its_end_and_leaves_nothing_to_be_read(tmp_path, model_path):
     directory = tmp_path / "sync" / "version_1"
-    stream = Stream(named(10), at=(4, lambda: shutil.rmtree(disk.partial_directory(directory))))
+    stream = Stream(named(10), at=(4, lambda: shutil.rmtree(send.partial_directory(directory))))
     with pytest.raises(SyncError, match=r"weights could not be written: .*; buy$"):
         write_checkpoint(directory, [stream], model_path, 64)
     assert stream.taken == 10, "other ranks gather along with it"
@@ -147,7 +147,7 @@ def test_a_directory_that_cannot_be_made_says_what_to_do(tmp_path, model_path):
 
 def test_an_earlier_try_is_replaced_as_a_whole(tmp_path, model_path):
     directory = tmp_path / "version_1"
-    for path in (directory, disk.partial_directory(directory)):
+    for path in (directory, send.partial_directory(directory)):
         path.mkdir()
         (path / "old.safetensors").write_text("torn")
     write_checkpoint(directory, [named(1)], model_path, 64)
@@ -212,7 +212,7 @@ def test_a_refusal_is_a_servers_own_fault_only_where_nothing_else_went_wrong(sai
 
 
 def test_the_senders_store_listens_on_its_host_only():
-    store, port = process_group.listening_store("127.0.0.1", 2, 5.0)
+    store, port = broadcast.listening_store("127.0.0.1", 2, 5.0)
     with open("/proc/net/tcp") as table:  # noqa: PTH123
         rows = [line.split()[1] for line in table if line.split()[3] == "0A"]
     assert [row for row in rows if row.endswith(f":{port:04X}")] == [f"0100007F:{port:04X}"]
@@ -226,7 +226,7 @@ def test_handles_of_host_memory_are_refused_and_the_stream_is_read_to_its_end():
         raise AssertionError("nothing may be sent: the server would die of it")
 
     stream = Stream(named(10))
-    report = tensor.push(stream, plan_of(["a"]), post)
+    report = send.push(stream, plan_of(["a"]), post)
     assert "needs weights on a GPU" in report.failures["a"].text and stream.taken == 10
 
 
@@ -249,7 +249,7 @@ def test_each_rank_of_a_server_gets_handles_of_its_own_that_name_the_gpu_by_its_
 
     (bucket,) = bucketize(named(2), 1000)
     targets = (Target("a", "http://a", 1, 2), Target("b", "http://b", 3, 1))
-    assert asyncio.run(tensor._push_bucket(bucket, replace(plan_of(["a"]), targets=targets), post)) == {}
+    assert asyncio.run(send._push_bucket(bucket, replace(plan_of(["a"]), targets=targets), post)) == {}
     monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *arguments: arguments)
     sent = [
         base64.b64decode(text) for url in ("http://a", "http://b") for text in bodies[url]["serialized_named_tensors"]
@@ -376,7 +376,7 @@ def test_a_servers_death_in_an_nccl_broadcast_aborts_the_communicator_and_ends_n
 def test_errors_of_the_senders_group_alone_are_left_to_whoever_waits(monkeypatch):
     monkeypatch.setattr(c10d, "_new_process_group_helper", lambda *a, **k: (Nccl(*a, **k), None))
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
-    store, _ = process_group.listening_store("127.0.0.1", 2, 5.0)
-    group = process_group.SendGroup.join("g", 2, store, backend="nccl", join_s=5.0, broadcast_s=300.0)
+    store, _ = broadcast.listening_store("127.0.0.1", 2, 5.0)
+    group = broadcast.SendGroup.join("g", 2, store, backend="nccl", join_s=5.0, broadcast_s=300.0)
     assert group._group.errors == "0" and os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
     assert group._group.timeout.total_seconds() > 300, "the sender's own limit comes first"

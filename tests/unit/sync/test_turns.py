@@ -19,7 +19,7 @@ from megatron_daro.controller import Controller
 from megatron_daro.errors import DeadlineError, EngineError
 from megatron_daro.observe.metrics import comparable, read_metrics
 from megatron_daro.recovery import step_directories
-from megatron_daro.sync.turns import LeftBehind, Turns
+from megatron_daro.sync.publish import LeftBehind, Turns
 from megatron_daro.types import MemoryMove
 
 MIB = 2**20

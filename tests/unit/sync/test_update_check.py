@@ -6,6 +6,7 @@ and nothing after that), so that they differ as two implementations do; the weig
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import itertools
 from dataclasses import replace
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from megatron_daro.engine.sglang.generation import probe_text
 from megatron_daro.sync.check import ProbeAnswer, UpdateCheck
 from megatron_daro.sync.plan import Digest
+from megatron_daro.sync.publish import WeightSync
 from megatron_daro.types import Rollout
 
 VOCAB, SYNCS = 512, 25
@@ -135,6 +137,16 @@ def test_after_a_restart_it_is_compared_with_the_weights_it_had_at_first(steps):
     assert not judged(check, dtype, found[-1][0], found[-1][1], SYNCS).rejected
 
 
+def test_an_accusation_says_by_how_much_each_side_changed(steps):
+    dtype, found = steps
+    check = UpdateCheck()
+    judged(check, dtype, *found[0], 0)
+    rejected = judged(check, dtype, found[-1][0], found[0][1], SYNCS).rejected
+    wanted = np.sqrt(np.mean(np.square(found[-1][0] - found[0][0], dtype=np.float64)))
+    text = f"log-probs changed by {wanted:.3g} nat, its own by 0, {wanted:.3g} away from the policy's change"
+    assert text in str(rejected)
+
+
 @pytest.mark.parametrize(("dtype", "by", "accused"), [("float32", 2e-3, True), ("float32", 5e-4, False)])
 def test_a_sampled_answer_of_another_model_is_refused_at_the_first_sync(steps, dtype, by, accused):
     _, found = steps
@@ -145,3 +157,36 @@ def test_a_sampled_answer_of_another_model_is_refused_at_the_first_sync(steps, d
     assert UpdateCheck().judge({"a": replace(answer, verified=True)}, {"a": (policy_R, policy_R)}, {}).verified == (
         frozenset() if accused else {"a"}
     )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_sampled_probe_is_scored_at_its_own_temperature_and_the_given_text_at_one(temperature):
+    class Engine:
+        def when_back(self, call):
+            pass
+
+    class Policy:
+        scored = []
+
+        async def score(self, rollouts, *, temperature):
+            self.scored += [(len(r.logprobs), temperature) for r in rollouts]
+            return [r.logprobs + np.float32(temperature) for r in rollouts]
+
+    given, short = rollout(np.zeros(5, np.float32)), rollout(np.zeros(3, np.float32))
+    answers = {name: ProbeAnswer(given, short, temperature, "float32") for name in ("server 0", "server 1")}
+    scores = asyncio.run(WeightSync(Policy(), Engine())._scores(answers))
+    assert sorted(Policy.scored) == [(3, temperature), (3, temperature), (5, 1.0)]
+    assert scores.keys() == answers.keys()
+    for of_fixed, of_sampled in scores.values():
+        assert of_fixed.tolist() == [1.0] * 5 and of_sampled.tolist() == pytest.approx([temperature] * 3)
+
+
+def test_a_sync_that_changes_nothing_still_shows_a_receiver_that_went_back_to_its_first_weights(steps):
+    dtype, found = steps
+    check = UpdateCheck()
+    for version, (policy_R, receiver_R) in enumerate(found):
+        judged(check, dtype, policy_R, receiver_R, version)
+    last = len(found) - 1
+    assert not judged(copy.deepcopy(check), dtype, *found[last], last).rejected
+    outcome = judged(check, dtype, found[last][0], found[0][1], last)
+    assert "it kept its weights" in outcome.rejected["server 0"]

@@ -12,7 +12,7 @@ from stub_server import StubServer, times
 from megatron_daro.engine.sglang.client import post_to
 from megatron_daro.errors import EngineError, RefusedError
 from megatron_daro.sync.plan import SendFailure, SendReport
-from megatron_daro.sync.weight_sync import WeightSync
+from megatron_daro.sync.publish import WeightSync
 
 LIMIT_S = 60
 

@@ -9,12 +9,13 @@ import pytest
 from sglang_stub_fleets import StubHandle, rig, run
 
 from megatron_daro.config.sections import EvalSet
+from megatron_daro.data.template import HeldOut
 from megatron_daro.errors import EngineError
-from megatron_daro.evaluate.answers import AnswerStore, kept
-from megatron_daro.evaluate.asking import Parts, ask
-from megatron_daro.evaluate.questions import HeldOut, questions_of, requests
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.types import Prompt
+from megatron_daro.workshop.evaluate.answers import AnswerStore, kept
+from megatron_daro.workshop.evaluate.asking import Parts, ask
+from megatron_daro.workshop.evaluate.questions import questions_of, requests
 
 
 def ten_questions(samples):

@@ -14,7 +14,7 @@ from stub_server import StubServer, answering, reset, truncated
 from megatron_daro.engine.sglang import engine as engine_module
 from megatron_daro.engine.sglang import fleet as fleet_module
 from megatron_daro.errors import EngineError
-from megatron_daro.sync.weight_sync import WeightSync
+from megatron_daro.sync.publish import WeightSync
 
 UPDATE = "/update_weight_version"
 

@@ -11,7 +11,7 @@ from sglang_pool import collect, engine_of, group, started
 from sglang_stub_fleets import StubHandle, Weights, rig, run
 from stub_server import ALL_CALLS, StubServer, answering, times
 
-from megatron_daro.engine.sglang import memory, supervision
+from megatron_daro.engine.sglang import supervision
 from megatron_daro.engine.sglang.client import MEMORY_CALLS
 from megatron_daro.errors import EngineError
 
@@ -20,7 +20,7 @@ from megatron_daro.errors import EngineError
 def impatient(monkeypatch):
     for name in ("_WATCH_S", "_POLL_S", "_RESTART_PAUSE_S", "_SETTLE_POLL_S"):
         monkeypatch.setattr(supervision, name, 0.02)
-    monkeypatch.setattr(memory, "_IDLE_POLL_S", 0.01)
+    monkeypatch.setattr(supervision, "_IDLE_POLL_S", 0.01)
 
 
 def sharing(tmp_path, **options):

@@ -1,0 +1,114 @@
+"""The shape of a model, compared with what the installed transformers makes of the same config.json.
+
+Model directory -> ModelShape, before a conversion or a run starts. `config.model_shape` reads
+config.json without transformers, in milliseconds; other programs, the rollout engines among them, read it with
+transformers. A rule that changed between its versions, a default, or a key that decides elsewhere what it decides here
+would train another model than is sampled from, without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_daro.config.model_shape import ModelShape, read_model_shape, read_rope
+from megatron_daro.errors import ModelError
+from megatron_daro.families import families
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+def read_compared_shape(directory: Path | Mapping[str, Any]) -> ModelShape:
+    """Return the shape of a model, if transformers reads the same from its config.json.
+
+    Args:
+        directory: with a config.json; weights are not needed. A mapping, which was made from the arguments of a
+            Megatron checkpoint, is read and not compared: no file says the same to transformers.
+
+    Raises:
+        ModelError: `read_model_shape` refuses it, transformers cannot read it, or it reads something else: each
+            difference with both readings.
+    """
+    shape = read_model_shape(directory)
+    if isinstance(directory, Mapping):
+        return shape
+    import transformers
+
+    try:
+        resolved = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    except Exception as error:
+        # Its classes raise whatever their checks raise: ValueError, KeyError, TypeError, its own.
+        raise ModelError(
+            f"{directory}: transformers {transformers.__version__} cannot read config.json ({type(error).__name__}: "
+            f"{error}); correct it, or copy the one that came with the model"
+        ) from error
+    differences = [
+        f"{name} is {ours!r} here and {theirs!r} there"
+        for name, ours, theirs in _readings(shape, resolved, f"{directory}, as transformers reads it")
+        if ours != theirs
+    ]
+    if differences:
+        raise ModelError(
+            f"{directory}: config.json does not say the same here and in transformers {transformers.__version__}: "
+            f"{'; '.join(dict.fromkeys(differences))}. Write the meant value where both "
+            "find it (docs/families.md), or use another checkpoint."
+        )
+    return shape
+
+
+def _readings(shape: ModelShape, resolved: PreTrainedConfig, where: str) -> Iterator[tuple[str, object, object]]:
+    """Yield (name, our reading, that of transformers) of everything that decides parameters and forward pass."""
+
+    def theirs(name: str, default: object = None) -> object:
+        return getattr(resolved, name, default)
+
+    yield "model_type", shape.family, resolved.model_type
+    yield "num_hidden_layers", shape.layers, theirs("num_hidden_layers")
+    yield "hidden_size", shape.hidden, theirs("hidden_size")
+    yield "num_attention_heads", shape.heads, theirs("num_attention_heads")
+    yield "num_key_value_heads", shape.kv_heads, theirs("num_key_value_heads")
+    yield "head_dim", shape.head_dim, theirs("head_dim") or resolved.hidden_size // resolved.num_attention_heads
+    yield "intermediate_size", shape.ffn, theirs("intermediate_size")
+    yield "vocab_size", shape.vocab, theirs("vocab_size")
+    yield "rms_norm_eps", shape.rms_eps, theirs("rms_norm_eps")
+    yield "tie_word_embeddings", shape.tie, theirs("tie_word_embeddings", False)
+    yield "max_position_embeddings", shape.max_positions, theirs("max_position_embeddings")
+    yield "hidden_act", "silu", theirs("hidden_act")
+    yield "attention_bias", False, theirs("attention_bias", False)
+    yield "mlp_bias", False, theirs("mlp_bias", False)
+    yield "is_causal", True, theirs("is_causal", True)
+    yield "layers with a window", [], _windowed_layers(resolved)
+    for _ in range(2):  # as AutoConfig leaves it, and as the model's class completes it when it computes frequencies
+        rope = {key: theirs(key) for key in ("rope_parameters", "max_position_embeddings")}
+        yield "rope_theta", shape.rope_theta, resolved.rope_parameters.get("rope_theta")
+        yield "rotary embedding", (shape.rope_theta, shape.rope_scaling), read_rope(rope, where)
+        resolved.standardize_rope_params()
+    keys = families()[shape.family].experts
+    if shape.experts and keys:
+        experts = shape.experts
+        yield "number of experts", experts.number, theirs(keys.number[0])
+        yield keys.chosen, experts.chosen, theirs(keys.chosen)
+        yield keys.width, experts.ffn, theirs(keys.width)
+        if isinstance(keys.normalize, str):
+            yield keys.normalize, experts.normalize, theirs(keys.normalize)
+        yield "layers without experts", list(experts.dense_layers), _dense_layers(resolved)
+
+
+def _windowed_layers(resolved: PreTrainedConfig) -> list[int]:
+    """Return the layers with a window: those that `layer_types` names; and, where the family's class does not have this
+    key (Qwen3-MoE, Mixtral, Mistral), all of them where `sliding_window` is a number.
+
+    Source: the layers and masks of transformers' models/NAME/modeling_NAME.py.
+    """
+    layers, kinds = range(resolved.num_hidden_layers), getattr(resolved, "layer_types", None) or ()
+    if not hasattr(type(resolved), "layer_types") and getattr(resolved, "sliding_window", None) is not None:
+        return list(layers)
+    return [layer for layer, kind in zip(layers, kinds, strict=False) if kind != "full_attention"]
+
+
+def _dense_layers(resolved: PreTrainedConfig) -> list[int]:
+    """Source: `Qwen3MoeDecoderLayer` of transformers' models/qwen3_moe/modeling_qwen3_moe.py."""
+    step, listed = getattr(resolved, "decoder_sparse_step", 1), getattr(resolved, "mlp_only_layers", None) or ()
+    return [layer for layer in range(resolved.num_hidden_layers) if layer in listed or (layer + 1) % step]

@@ -1,0 +1,290 @@
+"""From prompt to scored group: groups under way, what counts of an engine's answers, and their verdicts.
+
+Holds no books: the ledger does.
+
+Verdicts on answers to prompts: any of a prompt's gold answers counts as right.
+
+(answer text, prompt) -> pairs of text and gold -> Scorer -> one Verdict each. Training and
+evaluation both ask here. Refuses a scorer that does not give one verdict a pair.
+
+Groups that are not complete: while they are generated (Pending), and between two batches (PartialGroup).
+
+The sampler admits prompts as Pending; answers and verdicts are put into them; a group that is
+still unfinished when its batch is complete is kept as a PartialGroup, in checkpoints too, and goes on in the next
+batch. Holds no engine and no books. It refuses recorded groups that contradict themselves.
+
+Where answers of an engine come in: which of them count, what they are worth, what was generated for nothing.
+
+GroupRequest -> engine -> RolloutCollector -> rollouts and verdicts in the Pending groups. Both
+ways to fill a batch (`Rounds`, `EarlyFill`) take their answers in here. It refuses answers that were not asked for,
+that
+come late or twice, and those whose columns do not fit; it decides nothing about groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_daro.errors import DataError, DeadlineError, EngineError, RewardError
+from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.rollout.group_columns import RecordedGroup
+from megatron_daro.rollout.ledger import Ledger
+from megatron_daro.rollout.protocol import Notices, PhaseTimer, PromptSource, Scorer
+from megatron_daro.types import Group, GroupRequest, Prompt, Rollout, SamplingParams, Verdict
+
+
+async def judge(scorer: Scorer, answers: Sequence[tuple[str, Prompt]]) -> list[Verdict]:
+    """One verdict per (answer text, prompt), in order.
+
+    Where a prompt has alternatives, the verdict is that of the first gold that matches, else that of its first gold.
+
+    Raises:
+        RewardError: the scorer gave more or fewer verdicts than it was asked for.
+    """
+    pairs = [(text, gold, prompt.statement) for text, prompt in answers for gold in prompt.answers]
+    verdicts = await scorer.score_async(pairs)
+    if len(verdicts) != len(pairs):
+        raise RewardError(f"the verifier gave {len(verdicts)} verdicts for {len(pairs)} answers; allowed: one each")
+    found = iter(verdicts)
+    each = [[next(found) for _ in prompt.answers] for _, prompt in answers]
+    return [next((one for one in of_golds if one.correct), of_golds[0]) for of_golds in each]
+
+
+@dataclass(slots=True)
+class Pending:
+    """A group that is being completed.
+
+    rollouts: finished ones by index. verdicts: of those that were verified. partial: by index, what an abort left of an
+    unfinished one.
+    """
+
+    prompt: Prompt
+    rollouts: dict[int, Rollout] = field(default_factory=dict)
+    verdicts: dict[int, Verdict] = field(default_factory=dict)
+    partial: dict[int, Rollout] = field(default_factory=dict)
+
+    def missing(self, rollouts_per_prompt: int) -> tuple[int, ...]:
+        """Return indices without a finished rollout."""
+        return tuple(i for i in range(rollouts_per_prompt) if i not in self.rollouts)
+
+    @property
+    def unscored(self) -> bool:
+        """Whether finished rollouts wait for their verdicts."""
+        return len(self.verdicts) < len(self.rollouts)
+
+    def group(self, group_id: int) -> Group:
+        """Return the group of what is finished and verified, in index order."""
+        order = sorted(self.verdicts)
+        return Group(
+            group_id,
+            self.prompt,
+            tuple(self.rollouts[i] for i in order),
+            tuple(self.verdicts[i] for i in order),
+        )
+
+    def kept(self, group_id: int) -> PartialGroup:
+        """Return what to keep of it while nobody works on it."""
+        return PartialGroup(self.group(group_id), tuple(self.partial[i] for i in sorted(self.partial)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartialGroup:
+    """An unfinished group between two batches.
+
+    finished: the finished rollouts with their verdicts, maybe none. unfinished: the others that have tokens, by index.
+    """
+
+    finished: Group
+    unfinished: tuple[Rollout, ...] = ()
+
+    @property
+    def group_id(self) -> int:
+        """The group's id."""
+        return self.finished.group_id
+
+    @property
+    def weight_version(self) -> int | None:
+        """The oldest policy version that produced a token of it; None: it has no token."""
+        return min((r.weight_version for r in (*self.finished.rollouts, *self.unfinished)), default=None)
+
+    @property
+    def response_tokens(self) -> int:
+        """Response tokens so far."""
+        return sum(r.response_length for r in (*self.finished.rollouts, *self.unfinished))
+
+    def pending(self) -> Pending:
+        """Return the same, to be completed."""
+        group = self.finished
+        return Pending(
+            group.prompt,
+            rollouts={r.index: r for r in group.rollouts},
+            verdicts={r.index: v for r, v in zip(group.rollouts, group.verdicts, strict=True)},
+            partial={r.index: r for r in self.unfinished},
+        )
+
+    def to_record(self) -> RecordedGroup:
+        """As a checkpoint holds it; `from_record` gives exactly the same group back."""
+        return RecordedGroup(self.finished, None, self.unfinished)
+
+    @classmethod
+    def from_record(cls, record: RecordedGroup, rollouts_per_prompt: int) -> PartialGroup:
+        """Return the inverse of `to_record`. Raises ValueError where the rollouts contradict each other."""
+        finished, rollouts = record.group, record.unfinished
+        indices = [r.index for r in (*finished.rollouts, *rollouts)]
+        allowed = range(rollouts_per_prompt)
+        if len(finished.rollouts) == len(allowed) or len({*indices}) < len(indices) or not {*indices} <= {*allowed}:
+            raise ValueError(
+                f"group {finished.group_id}: unfinished with the rollouts {indices}, {len(finished.rollouts)} of them "
+                f"finished; allowed: each of 0 to {allowed[-1]} once at most, not all finished"
+            )
+        if any(r.finish_reason == "abort" for r in finished.rollouts) or any(
+            r.finish_reason != "abort" for r in rollouts
+        ):
+            raise ValueError(f"group {finished.group_id}: a rollout is finished and aborted at once")
+        return cls(finished, rollouts)
+
+
+def admit(source: PromptSource, ledger: Ledger, count: int) -> dict[int, Pending]:
+    """Return new groups of the next `count` prompts, by id; they are in the books. Raises DataError if prompts run
+    out."""
+    prompts = source.next(count)
+    if len(prompts) != count:
+        raise DataError(f"the prompt source gave {len(prompts)} prompts instead of {count}; it must not end")
+    return {i: Pending(prompt) for i, prompt in zip(ledger.admit(count), prompts, strict=True)}
+
+
+class RolloutCollector:
+    """Takes answers in, and counts what became of them since the run began.
+
+    fresh_tokens: response tokens generated, each once. aborted_tokens: those of them that were thrown away because a
+    rollout or its group was not finished. groups_aborted: unfinished when their batch was full. groups_resumed: begun
+    again after that.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        scorer: Scorer,
+        sampling: SamplingParams,
+        rollouts_per_prompt: int,
+        deadlines: Deadlines,
+        phases: PhaseTimer,
+        notices: Notices,
+    ) -> None:
+        """Start nothing. Arguments as the sampler's."""
+        self.rollouts_per_prompt = rollouts_per_prompt
+        self.fresh_tokens = 0
+        self.aborted_tokens = 0
+        self.groups_aborted = 0
+        self.groups_resumed = 0
+        self._ledger = ledger
+        self._scorer = scorer
+        self._sampling = sampling
+        self._deadlines = deadlines
+        self._phases = phases
+        self._notices = notices
+
+    @property
+    def failed_verifier_starts(self) -> int:
+        """Starts of verifier processes that failed and were tried again."""
+        return self._scorer.failed_starts
+
+    def request(self, group_id: int, entry: Pending) -> GroupRequest:
+        """Return a request for all that is missing of a group, at its current attempt, with what is there in part."""
+        missing = entry.missing(self.rollouts_per_prompt)
+        partial = {i: entry.partial[i] for i in missing if i in entry.partial}
+        return GroupRequest(
+            group_id, self._ledger.attempt(group_id), entry.prompt, missing, self._sampling, partial=partial
+        )
+
+    def accept(self, rollouts: Sequence[Rollout], pending: Mapping[int, Pending]) -> list[Rollout]:
+        """Put into the groups what counts: of the current attempt and asked for, each index once.
+
+        Returns:
+            The finished ones, which need a verdict. What an abort cut short is kept as partial.
+
+        Raises:
+            EngineError: a group or attempt that was never requested, or columns that do not fit.
+        """
+        finished: list[Rollout] = []
+        prompts: dict[int, np.ndarray] = {}
+        for rollout in rollouts:
+            if not self._ledger.accepts(rollout.group_id, rollout.attempt):
+                continue
+            entry, aborted = pending.get(rollout.group_id), rollout.finish_reason == "abort"
+            if entry is None or rollout.index not in entry.missing(self.rollouts_per_prompt):
+                if not aborted:
+                    self._ledger.refuse()
+                continue
+            if rollout.group_id not in prompts:
+                prompts[rollout.group_id] = np.array(entry.prompt.tokens, dtype=np.int32)
+            _check_shape(rollout, prompts[rollout.group_id])
+            if aborted:
+                self._hold(rollout, entry)
+            else:
+                self._count(rollout, entry.partial.pop(rollout.index, None))
+                entry.rollouts[rollout.index] = rollout
+                finished.append(rollout)
+        return finished
+
+    async def score(self, rollouts: Sequence[Rollout], pending: Mapping[int, Pending]) -> None:
+        """Verify finished rollouts of one group. Raises RewardError if a verdict is missing, DeadlineError."""
+        answers = [(rollout.text, pending[rollout.group_id].prompt) for rollout in rollouts]
+        with self._phases.measure("reward"):
+            verdicts = await self._deadlines.within(
+                "score", judge(self._scorer, answers), what=f"group {rollouts[0].group_id}"
+            )
+        for rollout, verdict in zip(rollouts, verdicts, strict=True):
+            pending[rollout.group_id].verdicts[rollout.index] = verdict
+
+    async def close(self, iterator: AsyncIterator[tuple[Rollout, ...]]) -> None:
+        """End a pass. An iterator that is stuck is reported and left; the engine's own close comes later."""
+        aclose = getattr(iterator, "aclose", None)
+        if aclose is None:
+            return
+        try:
+            await self._deadlines.within("abort", aclose())
+        except (RuntimeError, DeadlineError) as error:
+            self._notices.warn(f"generation could not be ended: {error}")
+
+    def discard(self, group: PartialGroup) -> None:
+        """Count the tokens of a group that will not be finished."""
+        self.aborted_tokens += group.response_tokens
+
+    def _hold(self, rollout: Rollout, entry: Pending) -> None:
+        """Keep what an abort left, if one can go on from there."""
+        earlier = entry.partial.pop(rollout.index, None)
+        self._count(rollout, earlier)
+        if 0 < rollout.response_length < self._sampling.max_new_tokens:
+            entry.partial[rollout.index] = rollout
+        else:
+            self.aborted_tokens += rollout.response_length
+
+    def _count(self, rollout: Rollout, earlier: Rollout | None) -> None:
+        """Count a rollout: one that goes on from an earlier part counts it once, one that began anew throws it away."""
+        self.fresh_tokens += rollout.response_length
+        if earlier is None:
+            return
+        if rollout.continues(earlier):
+            self.fresh_tokens -= earlier.response_length
+        else:
+            self.aborted_tokens += earlier.response_length
+
+
+def _check_shape(rollout: Rollout, prompt: np.ndarray) -> None:
+    """Return an engine that cuts or shifts its answers would train the wrong tokens without a sound."""
+    lengths = {"logprobs": len(rollout.logprobs), "loss_mask": len(rollout.loss_mask)}
+    wrong = [f"{name} has {n}" for name, n in lengths.items() if n != rollout.response_length]
+    if rollout.routed_experts is not None and len(rollout.routed_experts) != len(rollout.tokens):
+        wrong.append(f"routed_experts are of {len(rollout.routed_experts)} tokens in all")
+    if rollout.prompt_length != len(prompt) or not np.array_equal(rollout.tokens[: rollout.prompt_length], prompt):
+        wrong.append(f"the first {rollout.prompt_length} tokens are not the prompt")
+    if wrong:
+        raise EngineError(
+            f"group {rollout.group_id} rollout {rollout.index}: {rollout.response_length} response tokens, but "
+            f"{' and '.join(wrong)}; allowed: the prompt, then one log-prob and one mask entry per response token"
+        )

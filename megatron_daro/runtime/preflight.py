@@ -1,0 +1,265 @@
+"""What happens before the first process of a run: a start or a resume prepared, and everything that can fail tried.
+
+Where a run starts: at step 0, or at the newest whole checkpoint if the restart audit allows it.
+
+Before any process. Writes RUN/config.yaml and RUN/restarts.txt. Refuses a configuration, a
+model or data that the checkpoint does not belong to; then config.yaml stays as it was.
+
+A start as far as it needs no process: what `train --dry-run` does beyond the configuration's own checks.
+
+Checked configuration -> (this) -> what was found, or the error that the start itself would end
+with, since both call the same functions. Of training files it reads the first and the last rows only. Starts nothing,
+writes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_daro import recovery
+from megatron_daro.config import Config, to_yaml
+from megatron_daro.config.base import Section, filled
+from megatron_daro.config.hardware import hardware_of
+from megatron_daro.config.model_shape import read_model_shape
+from megatron_daro.engine.sglang.environment import check_environments
+from megatron_daro.errors import ConfigError, DataError, RefusedError
+from megatron_daro.observe import logs
+from megatron_daro.observe.progress import Progress
+from megatron_daro.rollout.protocol import Notices
+from megatron_daro.rollout.replay import ReplaySource
+from megatron_daro.runtime import hf_export, restart_audit
+from megatron_daro.runtime.inputs import read_inputs
+from megatron_daro.runtime.restart_audit import made_with
+from megatron_daro.runtime.run_directory import LOCK_FILE, require_usable
+
+CONFIG_FILE = "config.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """made_with: what the run is made of. checkpoint, state: what it goes on from; None and empty from the beginning.
+
+    begins_again: an earlier start got to no checkpoint, so what it wrote is written again.
+    """
+
+    made_with: Mapping[str, Any]
+    checkpoint: Path | None = None
+    state: Mapping[str, Any] = field(default_factory=dict)
+    begins_again: bool = False
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return int(self.state.get("step", 0))
+
+
+def begin(run_dir: Path, config: Config, *, resume: bool, progress: Progress) -> Start:
+    """Find the place to start from and say what a restart changes.
+
+    Args:
+        run_dir: owned by this process. config: checked.
+        resume: go on from the newest whole checkpoint, if there is one.
+        progress: is told about refused checkpoints and shows the audit.
+
+    Raises:
+        CheckpointError: no checkpoint is whole, or the run is not the one of the checkpoint. Nothing was changed.
+    """
+    made_with = restart_audit.made_with(config)
+    start = Start(made_with)
+    found = recovery.find_latest_valid(run_dir, progress) if resume else None
+    if found:
+        audit = compared(found[0], made_with, progress)
+        if audit:
+            restart_audit.record(run_dir, audit.text())
+            for line in audit.text(progress.width).splitlines():
+                progress.notice(line)
+            audit.raise_refused()
+        recovery.set_newer_aside(found[0])
+        start = Start(made_with, *found)
+    elif resume:
+        progress.notice(f"{run_dir} has no checkpoint yet: starting from step 0; what it recorded is written again")
+        start = Start(made_with, begins_again=True)
+    (run_dir / CONFIG_FILE).write_text(to_yaml(config))
+    return start
+
+
+def compared(checkpoint: Path, made_with: Mapping[str, Any], notices: Notices) -> restart_audit.Audit | None:
+    """Return what differs between a checkpoint's run and this one; None, with a warning, where the checkpoint does
+    not say."""
+    saved = recovery.read_made_with(checkpoint)
+    if saved is None:
+        notices.warn(f"{checkpoint} does not say what its run was made of, so changes since then are not known")
+        return None
+    return restart_audit.audit(checkpoint, saved, made_with)
+
+
+_ASK_S = 10.0
+ENDS = 100
+"""Rows that a rehearsal reads at each end of a training file."""
+
+
+def rehearse(config: Config, *, resume: bool, replay: Path | None) -> list[str]:
+    """Everything that a start does before its first process.
+
+    Args:
+        config: checked. resume, replay: as of the start.
+
+    Returns:
+        What was found, a line each.
+
+    Raises:
+        DaroError: what the start would end with.
+    """
+    found = _Lines()
+    if _algorithm_can_be_refused(config):
+        from megatron_daro.runtime import parts
+
+        for remark in parts.algorithm_remarks(config, parts.algorithm_of(config)):
+            found.warn(remark)
+    elsewhere = config.cluster.gpus_per_node is not None
+    check_start(config, resume=resume, generates=replay is None and not elsewhere)
+    if replay is None and elsewhere and config.engine.kind == "sglang":
+        _look_for_servers(config, found)
+    if replay:
+        ReplaySource(replay, rollouts_per_prompt=config.rollout.rollouts_per_prompt)
+        found.notice(f"replay: {replay}")
+    else:
+        _read_inputs(config, found)
+    if resume:
+        _rehearse_restart(config, found)
+    return list(found)
+
+
+def _look_for_servers(config: Config, found: _Lines) -> None:
+    """Say what the interpreter of the servers lacks here: a login node need not have what the cluster's nodes have."""
+    try:
+        check_environments(config.engine.sglang)
+    except ConfigError as error:
+        words = " ".join(str(error).split())
+        found.warn(f"the servers were not checked: this machine is none of `cluster`, whose nodes must pass. {words}")
+
+
+def _read_inputs(config: Config, found: _Lines) -> None:
+    inputs = _Lines()
+    try:
+        read_inputs(config, inputs, ends=ENDS)
+        found += [f"the first and last {ENDS} rows of training files were read", *inputs]
+    except DataError:
+        # What is wrong with some rows need not be wrong with the file.
+        read_inputs(config, found)
+
+
+def _rehearse_restart(config: Config, found: _Lines) -> None:
+    newest = recovery.find_latest_valid(filled(config.trainer.run_dir), found)
+    audit = compared(newest[0], made_with(config), found) if newest else None
+    if audit:
+        audit.raise_refused()
+        found += audit.text().splitlines()
+
+
+def needs_torch(config: Config) -> bool:
+    """Whether a rehearsal of this configuration imports modules that import torch, which takes seconds."""
+    return _algorithm_can_be_refused(config) or config.model.trust_remote_code or _megatron_looks_at_options(config)
+
+
+def _algorithm_can_be_refused(config: Config) -> bool:
+    """Return whether the algorithm may refuse what the checks of the configuration let pass."""
+    section = config.algorithm
+    part = getattr(section, section.name, None)  # options of daro are in algorithm.daro, and so on
+    own = ":" in section.name or bool(section.options) or (isinstance(part, Section) and part != type(part)())
+    return own or section.std != "auto" or config.rollout.oversampling > 1
+
+
+def check_start(config: Config, *, resume: bool, generates: bool) -> None:
+    """Refuse what a start refuses before it reads or writes anything.
+
+    Args:
+        config: checked.
+        resume: whether the run directory must hold a run; else it must not.
+        generates: whether an engine will run.
+
+    Raises:
+        ConfigError: a field that cannot work here. CheckpointError: the run directory holds the wrong thing.
+        EngineError: a server that runs already does not answer.
+    """
+    require_usable(filled(config.trainer.run_dir), resume=resume)
+    hf_export.require_replaceable(config.trainer)
+    if generates and config.engine.kind == "sglang":
+        check_environments(config.engine.sglang)
+        if config.engine.sglang.urls:
+            asyncio.run(_ask_servers(config.engine.sglang.urls))
+    if _megatron_looks_at_options(config):
+        from megatron_daro.actor.policy import check_megatron_options
+
+        check_megatron_options(config.actor, read_model_shape(config.model.path))
+
+
+async def _ask_servers(urls: Sequence[str]) -> None:
+    """Refuse servers that do not answer, or are none. Raises EngineError for the first of them."""
+    from megatron_daro.engine.sglang.client import SGLangClient, UnreachableError
+    from megatron_daro.engine.sglang.supervision import still_starts, unusable
+
+    async def ask(url: str) -> None:
+        async with SGLangClient(url) as client:
+            try:
+                await client.facts(timeout_s=_ASK_S)
+            except UnreachableError as error:
+                if not still_starts(error):
+                    raise unusable(url, error) from None
+            except RefusedError as error:
+                raise unusable(url, error) from None
+
+    await asyncio.gather(*map(ask, urls))
+
+
+def _megatron_looks_at_options(config: Config) -> bool:
+    """Whether there are any, and the run's ranks will be on this machine: another one may have what they need."""
+    return bool(config.actor.megatron) and not os.environ.get("RAY_ADDRESS") and hardware_of(config.cluster) is None
+
+
+@contextmanager
+def taken_back_if_it_fails(run_dir: Path) -> Iterator[None]:
+    """Remove a run directory that was made in the block, if an error ends the block before anything happened there.
+
+    What servers logged and what was trained stays, and so does a directory that was not empty before.
+    """
+    made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
+    was_empty = bool(made) or not any(run_dir.iterdir())
+    try:
+        yield
+    except BaseException:
+        if was_empty and run_dir.is_dir() and not any(_says_something(run_dir, path) for path in run_dir.rglob("*")):
+            for path in run_dir.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            with suppress(OSError):
+                for path in made:
+                    path.rmdir()
+        raise
+
+
+def _says_something(run_dir: Path, path: Path) -> bool:
+    """Whether a file is more than what every start writes first: configuration, lock, header of the events, logs in
+    which nothing failed that the start's own error does not say."""
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    folder = path.relative_to(run_dir).parts[0]
+    if folder == logs.FOLDER and not path.name.startswith("server_"):
+        return path.name != logs.file_name("driver") and b" ERROR " in path.read_bytes()
+    return not (path.parent == run_dir and path.name in (CONFIG_FILE, LOCK_FILE)) and folder != "tensorboard"
+
+
+class _Lines(list[str]):
+    """Takes notices and warnings as lines."""
+
+    def notice(self, message: str) -> None:
+        self.append(message)
+
+    def warn(self, message: str) -> None:
+        self.append(f"warning: {message}")

@@ -1,0 +1,308 @@
+"""The one way for weights: WeightSync.publish has the policy export and an engine receive, step by step.
+
+The controller publishes after every batch; an engine asks for a server that came back. The
+policy exports what a plan says and scores probes; the engine prepares its receivers, installs what arrived and answers
+probes; what only both together show, whether a receiver really has the new weights, is judged here.
+It refuses to let a receiver generate whose weights are not known to be those of its version.
+
+Whose turn it is on GPUs that the policy and the engine share, and what each leaves behind there.
+
+The controller calls `to_policy` when a batch is complete, and publishes the weights through
+`publish`. The engine takes its memory with the weights (its updates do that themselves). So the two are there together
+only while weights are sent and checked, and then the policy has its weights only. Who computes out of turn is refused
+where it computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from megatron_daro.errors import SyncError
+from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.rollout.protocol import Engine, Policy
+from megatron_daro.sync.check import ProbeAnswer, UpdateCheck
+from megatron_daro.sync.plan import SendPlan, SendReport
+from megatron_daro.types import KINDS_OF_MEMORY, MemoryKind, MemoryMove, Rollout
+
+_TRIES = 3
+
+
+class WeightExporter(Protocol):
+    """Whoever has the policy's weights: it only exports."""
+
+    def hold(self, version: int | None = None) -> AbstractAsyncContextManager[int]:
+        """While it is held the weights do not change, and the calls below may be made. Yields the weights' version,
+        the number of the last optimizer step; `version`, where given, is what they are called from now on."""
+        ...
+
+    async def export(self, plan: SendPlan) -> SendReport:
+        """Send everything as the plan says. Failures of receivers are reported; SyncError: nothing to give."""
+        ...
+
+    async def score(self, rollouts: Sequence[Rollout], *, temperature: float) -> list[np.ndarray]:
+        """float32 [R] log-probs of each rollout's response under these weights."""
+        ...
+
+
+class ReceiverUpdate(Protocol):
+    """One update of some receivers. WeightSync calls the steps in this order; a receiver that fails one is given up."""
+
+    async def prepare(self) -> SendPlan | None:
+        """Stop generation and open the update; what is to be sent to whom. None: no receiver is left."""
+        ...
+
+    async def blame(self, report: SendReport) -> None:
+        """Give up the receivers whose fault a failed sending is; the others are prepared and sent all again."""
+        ...
+
+    async def install(self, report: SendReport) -> None:
+        """Put what arrived into place, under the new version, and let receivers generate."""
+        ...
+
+    async def probe(self) -> Mapping[str, ProbeAnswer]:
+        """Return what each receiver makes of a fixed prompt; empty where that is not asked for."""
+        ...
+
+    def reject(self, name: str, reason: str) -> None:
+        """Give this receiver up: its weights are not the policy's."""
+        ...
+
+    async def accept(self) -> Mapping[str, float]:
+        """Let the receivers that are left serve. Returns metrics. SyncError: none is."""
+        ...
+
+    def abandon(self, error: SyncError) -> None:
+        """Leaves no receiver generating with weights that nobody knows."""
+        ...
+
+
+class WeightReceiver(Protocol):
+    """An engine: it only receives."""
+
+    def update(self, version: int, only: str | None = None) -> ReceiverUpdate | None:
+        """Return an update of all receivers, or of the one that came back under this name (None: it does not wait
+        any more).
+
+        Raises:
+            SyncError: no receiver can take weights. EngineError: the engine is not running.
+        """
+        ...
+
+    def when_back(self, call: Callable[[str], Awaitable[None]]) -> None:
+        """Has `call` called with the name of each receiver that came back and needs weights."""
+        ...
+
+
+class ExportingPolicy(Policy, WeightExporter, Protocol):
+    """A policy that is trained, and exports its weights."""
+
+
+class ReceivingEngine(Engine, WeightReceiver, Protocol):
+    """An engine that generates, and receives weights."""
+
+
+class WeightSync:
+    """Brings the weights of one policy to one engine."""
+
+    def __init__(self, policy: WeightExporter, engine: WeightReceiver) -> None:
+        """Send nothing."""
+        self._policy, self._engine = policy, engine
+        self._check = UpdateCheck()
+        self._one_at_a_time = asyncio.Lock()
+        self._published = False
+        engine.when_back(self._catch_up)
+
+    async def publish(self, version: int) -> Mapping[str, float]:
+        """Make the engine generate with the policy's weights, under this version. Returns metrics.
+
+        Raises:
+            SyncError: no receiver took them. EngineError: all are gone.
+        """
+        async with self._one_at_a_time, self._policy.hold(version):
+            self._published = True
+            update = self._engine.update(version)
+            assert update is not None, "an update of all receivers is one"
+            return await self._run(update)
+
+    async def _catch_up(self, name: str) -> None:
+        """Give a receiver that came back the weights as they are now."""
+        if not self._published:
+            return
+        async with self._one_at_a_time, self._policy.hold() as version:
+            update = self._engine.update(version, only=name)
+            if update is not None:
+                self._check.restarted(name)
+                with contextlib.suppress(SyncError):  # it was given up again, and the engine knows why
+                    await self._run(update)
+
+    async def _run(self, update: ReceiverUpdate) -> Mapping[str, float]:
+        try:
+            report = await self._sent(update)
+            told: Mapping[str, float] = {}
+            if report is not None:
+                await update.install(report)
+                told = await self._compared(update, report)
+            return {**await update.accept(), **told}
+        except SyncError as error:
+            update.abandon(error)
+            raise
+
+    async def _sent(self, update: ReceiverUpdate) -> SendReport | None:
+        """Return the report of a sending that went well for all who are left; None where there was none."""
+        for _ in range(_TRIES):
+            plan = await update.prepare()
+            if plan is None:
+                return None
+            report = await self._policy.export(plan)
+            if not report.failures:
+                return report
+            await update.blame(report)
+        return None
+
+    async def _compared(self, update: ReceiverUpdate, report: SendReport) -> Mapping[str, float]:
+        """Receivers whose answers are not those of the policy's new weights are rejected. Returns metrics."""
+        answers = await update.probe()
+        if not answers:
+            return {}
+        outcome = self._check.judge(answers, await self._scores(answers), report.digests)
+        for name, reason in outcome.rejected.items():
+            update.reject(name, reason)
+        return {"sync/verified": float(len(outcome.verified))}
+
+    async def _scores(self, answers: Mapping[str, ProbeAnswer]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Name -> the policy's log-probs of (fixed tokens, sampled tokens)."""
+        fixed = next(iter(answers.values())).fixed
+        sampled, temperature = [a.sampled for a in answers.values()], next(iter(answers.values())).temperature
+        if temperature == 1.0:
+            of_fixed, *of_sampled = await self._policy.score([fixed, *sampled], temperature=1.0)
+        else:
+            (of_fixed,) = await self._policy.score([fixed], temperature=1.0)
+            of_sampled = await self._policy.score(sampled, temperature=temperature)
+        return {name: (of_fixed, scores) for name, scores in zip(answers, of_sampled, strict=True)}
+
+
+_MIB = 2**20
+_WEIGHTS: tuple[MemoryKind, ...] = ("weights",)
+# What tensors may stay on a device for good (tables of angles, work space of libraries), and by how much they may grow.
+_MOST_LEFT_PART, _MOST_GROWTH = 0.1, 64 * _MIB
+# The contexts of processes count among what servers keep, and grow as kernels are loaded.
+_MOST_GROWTH_OF_SERVERS = 512 * _MIB
+
+
+class MovablePolicy(Protocol):
+    """A policy whose memory can be moved to the host."""
+
+    async def leave(self, kinds: Collection[MemoryKind]) -> MemoryMove:
+        """Move these kinds to the host; the largest numbers of all ranks."""
+        ...
+
+    async def come_back(self, kinds: Collection[MemoryKind]) -> MemoryMove:
+        """Move them back, bit for bit; the largest numbers of all ranks."""
+        ...
+
+
+@runtime_checkable
+class SharingEngine(Protocol):
+    """An engine that can give its memory back; a weight update takes it again."""
+
+    async def release_memory(self) -> None:
+        """Give the GPUs to the policy. Raises EngineError: no server is left."""
+        ...
+
+    def allow_starts(self) -> None:
+        """Begin the engine's turn: what died in the policy's turn may be started again."""
+        ...
+
+
+class Turns:
+    """The turns of one run. At first it is the policy's."""
+
+    def __init__(
+        self, policy: MovablePolicy, engine: SharingEngine, deadlines: Deadlines, warn: Callable[[str], None]
+    ) -> None:
+        """Move nothing. Args: deadlines: `memory` bounds each move. warn: tells a person of memory left behind."""
+        self._policy, self._engine, self._within, self._warn = policy, engine, deadlines.within, warn
+        self._is_policys = True
+        self._metrics = dict.fromkeys(("timing/to_policy_s", "timing/to_engine_s", "memory/moved_bytes"), 0.0)
+        self._has_worked = False  # libraries take their work space when a batch is trained for the first time
+        self._left = LeftBehind("a rank's device after its memory went to the host", _MOST_GROWTH)
+        where = "a device, contexts included, after the servers gave their memory back"
+        self._servers_left = LeftBehind(where, _MOST_GROWTH_OF_SERVERS)
+
+    async def to_policy(self) -> None:
+        """Have the engine give its memory back, then the policy take its own. Nothing where it is its turn."""
+        if self._is_policys:
+            return
+        started = time.perf_counter()
+        await self._within("memory", self._engine.release_memory(), what="of the engine")
+        self._is_policys = self._has_worked = True
+        move = await self._within("memory", self._policy.come_back(KINDS_OF_MEMORY), what="of the policy")
+        self._metrics["memory/servers_left_bytes"] = float(move.others)
+        self._metrics["timing/to_policy_s"] = time.perf_counter() - started
+        self._tell(self._servers_left.observe(move.others))
+
+    async def publish(self, sync: WeightSync, version: int) -> Mapping[str, float]:
+        """Bring the weights to the engine, and leave it the GPUs. Returns metrics of both. Raises as `sync` does."""
+        await self._make_room()
+        told = await sync.publish(version)
+        await self._to_engine()
+        return {**told, **self._metrics}
+
+    async def _make_room(self) -> None:
+        """Move all but the policy's weights, which are to be sent."""
+        started = time.perf_counter()
+        move = await self._within("memory", self._policy.leave(("gradients", "optimizer")), what="of the policy")
+        self._metrics["memory/moved_bytes"] = float(move.moved)
+        self._metrics["timing/to_engine_s"] = time.perf_counter() - started
+
+    async def _to_engine(self) -> None:
+        """Move the policy's weights as well; the engine may use the GPUs alone."""
+        started = time.perf_counter()
+        move = await self._within("memory", self._policy.leave(_WEIGHTS), what="of the policy")
+        self._is_policys = False
+        self._engine.allow_starts()
+        self._metrics["memory/moved_bytes"] += float(move.moved)
+        self._metrics["memory/left_bytes"] = float(move.left)
+        self._metrics["timing/to_engine_s"] += time.perf_counter() - started
+        if self._has_worked:
+            self._tell(self._left.observe(move.left, of=move.left + int(self._metrics["memory/moved_bytes"])))
+
+    def _tell(self, warning: str) -> None:
+        if warning:
+            self._warn(warning)
+
+
+class LeftBehind:
+    """Tells memory that was not given back from what may stay for good."""
+
+    def __init__(self, where: str, growth: int) -> None:
+        """Know nothing: the first time shows what stays for good.
+
+        Args:
+            where: it stays, for messages. growth: bytes by which it may grow.
+        """
+        self._where, self._growth = where, growth
+        self._before: int | None = None
+
+    def observe(self, left: int, *, of: int | None = None) -> str:
+        """Return a warning where more stayed than before, or at first over a tenth of what was there.
+
+        Args:
+            left: bytes that stayed. of: bytes that were there; None: not known.
+        """
+        before, said = self._before, f"engine.colocate: {left / _MIB:,.0f} MiB stayed on {self._where}"
+        if before is None:
+            self._before = left
+            much = of is not None and left > max(self._growth, _MOST_LEFT_PART * of)
+            return f"{said}, of {of / _MIB:,.0f} MiB; the other side lacks it" if of and much else ""
+        if left - before <= self._growth:  # small growth adds up until it tells
+            return ""
+        self._before = left
+        return f"{said}, {before / _MIB:,.0f} MiB earlier; it grows, and the other side lacks it: please report it"

@@ -1,0 +1,369 @@
+"""The sending end of a weight update on a rank: its export, by the transport that the plan names, to the receivers.
+
+Matrices as fp8 blocks: e4m3 numbers, and one fp32 scale for each 128 x 128 of them, in a checkpoint's own names.
+
+A rank's export -> (this, where the plan names matrices) -> buckets. The layout is that of
+DeepSeek-V3, which SGLang loads (`quant_method: fp8` with `weight_block_size: [128, 128]`): beside NAME.weight stands
+NAME.weight_scale_inv, by which its numbers are multiplied. Knows nothing of models: which names, the plan says.
+Source: sglang/srt/layers/quantization/fp8.py and fp8_utils.py (0.5.23), block_quant_dequant.
+
+Legend: N rows, K columns of a matrix; n, k rows and columns of blocks.
+
+Weights as files: an HF checkpoint that several ranks write together and that appears at once.
+
+Exporting ranks write their shards into a directory beside the final one; whoever drives them
+then writes the index and renames. Servers read it (`sync: disk`), or it is the result of a run (runtime/hf_export.py).
+Refuses to leave anything half written under the final name; copies no code (`*.py`) with the tokenizer.
+
+Weights to servers of the same host as handles of GPU memory (CUDA IPC): nothing is copied between processes.
+
+An exporting rank packs buckets on its GPU and posts their handles; each rank of a server maps
+the memory and loads from it before it answers, so the bucket may be freed then. Every rank of every server gets handles
+of its own: torch counts for each one who still holds the memory. They name the GPU by its UUID, since its number is
+another one in a process that sees other GPUs. Refuses host memory: there SGLang's server dies of a sharing strategy
+that it does not know.
+Source: sglang/srt/utils/common.py, MultiprocessingSerializer: base64 of torch.multiprocessing's ForkingPickler;
+sglang/srt/utils/patch_torch.py: what a server makes of a UUID.
+
+What an exporting rank does with its weights: one stream of tensors, by whatever transport the plan names.
+
+A rank's export -> Sender -> servers, files, or actors. It takes the digests of some tensors on
+the way, reads every stream to its end (other ranks gather along), and keeps the group of a broadcast for the next time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import io
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.multiprocessing import reductions
+
+from megatron_daro import durable
+from megatron_daro.config.check_server_precision import FP8_BLOCK as BLOCK
+from megatron_daro.convert.hf_writer import copy_model_files, shard_name, write_index
+from megatron_daro.errors import EngineError, RefusedError, SyncError
+from megatron_daro.sync.broadcast import BroadcastSender
+from megatron_daro.sync.buckets import WeightBucket, bucketize, tensor_bytes
+from megatron_daro.sync.plan import ORIGIN_FILE, Digest, Post, SendFailure, SendPlan, SendReport, is_hashed
+
+_SCALE_SUFFIX = "_scale_inv"
+_E4M3 = torch.float8_e4m3fn
+_LARGEST = torch.finfo(_E4M3).max
+
+
+def pattern_of(templates: Iterable[str]) -> re.Pattern[str]:
+    """Return what fits the names of a family's templates, such as `model.layers.{layer}.mlp.down_proj.weight`."""
+    numbered = (re.sub(r"\\\{\w+\\\}", r"\\d+", re.escape(template)) for template in templates)
+    return re.compile("|".join(numbered))
+
+
+def cast(matrix_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (e4m3 [N, K], fp32 [n, k]) with matrix ~ e4m3 * scale; blocks at the edges may be smaller.
+
+    Args:
+        matrix_NK: of any float dtype. What is not finite stays visible: its block becomes NaN. A block of zeros has
+            the scale 1.
+    """
+    rows, columns = matrix_NK.shape
+    n, k = -(-rows // BLOCK), -(-columns // BLOCK)
+    padded_NK = matrix_NK.new_zeros((n * BLOCK, k * BLOCK), dtype=torch.float32)
+    padded_NK[:rows, :columns] = matrix_NK
+    blocks = padded_NK.view(n, BLOCK, k, BLOCK)
+    largest_nk = torch.maximum(blocks.amax(dim=(1, 3)), -blocks.amin(dim=(1, 3)))
+    scale_nk = torch.where(largest_nk == 0, 1.0, largest_nk / _LARGEST)
+    # Clamped, since a quotient may be rounded up, and torch makes NaN of what is too large.
+    blocks.div_(scale_nk[:, None, :, None]).clamp_(-_LARGEST, _LARGEST)
+    return padded_NK[:rows, :columns].to(_E4M3), scale_nk
+
+
+def as_blocks(
+    stream: Iterable[tuple[str, Tensor]], templates: Iterable[str], bucket_bytes: int, sent: list[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Pass a stream on with the matrices of these templates as blocks, each followed by its scales.
+
+    What is not fp8 is small but for a few tensors: copies of it are held back, so that buckets, which are of one dtype,
+    stay full.
+
+    Args:
+        stream: (HF name, tensor). templates: names of the matrices, with `{layer}` and `{expert}` for numbers.
+        bucket_bytes: of other tensors at most a quarter of it is held back in each dtype. sent: the names of the
+            matrices are put into it.
+    """
+    pattern, held = pattern_of(templates), _Held(bucket_bytes // 4)
+    for name, tensor in stream:
+        if not pattern.fullmatch(name):
+            yield from held.pass_on(name, tensor)
+            continue
+        narrow_NK, scale_nk = cast(tensor)
+        sent.append(name)
+        yield name, narrow_NK
+        yield from held.pass_on(name + _SCALE_SUFFIX, scale_nk)
+    yield from held.rest()
+
+
+class _Held:
+    """Tensors that are held back, by dtype."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most = most_bytes
+        self._held: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
+        self._bytes: dict[torch.dtype, int] = {}
+
+    def pass_on(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Hold a tensor back; yields those of its dtype once they are too many, and itself where it is large."""
+        if tensor.nbytes > self._most:
+            yield name, tensor
+            return
+        dtype = tensor.dtype
+        if self._bytes.get(dtype, 0) + tensor.nbytes > self._most:
+            yield from self._take(dtype)
+        self._held.setdefault(dtype, []).append((name, tensor.detach().clone()))
+        self._bytes[dtype] = self._bytes.get(dtype, 0) + tensor.nbytes
+
+    def rest(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all that is left."""
+        for dtype in list(self._held):
+            yield from self._take(dtype)
+
+    def _take(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        self._bytes[dtype] = 0
+        yield from self._held.pop(dtype, [])
+
+
+def partial_directory(directory: Path) -> Path:
+    """Where the files of `directory` are written before it appears."""
+    return directory.with_name(f".{directory.name}.partial")
+
+
+def write_shards(plan: SendPlan, label: str, stream: Iterable[tuple[str, Tensor]]) -> SendReport:
+    """Write this rank's tensors into the partial directory; read the stream to its end whatever happens.
+
+    Args:
+        plan: of files.
+        label: distinguishes ranks in file names.
+        stream: (HF name, tensor), maybe collective.
+
+    Returns:
+        The report, with the files.
+
+    Raises:
+        SyncError: the disk refused.
+    """
+    started = time.perf_counter()
+    partial, written, failure = partial_directory(_target(plan)), dict[str, tuple[str, int]](), ""
+    in_host_memory = ((name, tensor.cpu()) for name, tensor in stream)  # a whole file of them may not fit the GPU
+    for number, bucket in enumerate(bucketize(in_host_memory, plan.bucket_bytes)):
+        if failure:
+            continue  # other ranks gather along
+        try:
+            written |= _write_shard(partial, f"{label}-{number:05d}.safetensors", bucket)
+        except (OSError, SafetensorError) as error:
+            failure = f"{partial}: {error}"
+    if failure:
+        raise SyncError(f"weights could not be written: {failure}; {plan.remedy}")
+    total = sum(nbytes for _, nbytes in written.values())
+    return SendReport(total, len(written), time.perf_counter() - started, files=written)
+
+
+def finish(plan: SendPlan, files: Mapping[str, tuple[str, int]], model_path: Path, dtype: str) -> None:
+    """Write index, configuration and tokenizer, and give the directory its name; an older one goes then.
+
+    Args:
+        plan: of files. files: HF name -> (file name, bytes), of all ranks. model_path: has the configuration and the
+            tokenizer. dtype: of the tensors, by torch's name.
+
+    Raises:
+        SyncError: the disk refused.
+    """
+    directory = _target(plan)
+    partial, replaced = partial_directory(directory), directory.with_name(f".{directory.name}.replaced")
+    try:
+        write_index(partial, _named_files(partial, files), sum(nbytes for _, nbytes in files.values()))
+        copy_model_files(model_path, partial, dtype, always=True)
+        if plan.step is not None:
+            (partial / ORIGIN_FILE).write_text(json.dumps({"step": plan.step}) + "\n")
+        durable.sync_folder(partial)
+        shutil.rmtree(replaced, ignore_errors=True)
+        if directory.exists():
+            directory.rename(replaced)
+        partial.rename(directory)
+        durable.sync(directory.parent)
+    except OSError as error:
+        raise SyncError(f"{directory} could not be written: {error}; {plan.remedy}") from error
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def prepare(plan: SendPlan) -> None:
+    """Make an empty partial directory, also where an earlier try left one. Raises SyncError: the disk refused."""
+    partial = partial_directory(_target(plan))
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise SyncError(f"{partial} cannot be made: {error}; {plan.remedy}") from error
+
+
+def _target(plan: SendPlan) -> Path:
+    assert plan.directory is not None, "a plan of files names their directory"
+    return plan.directory
+
+
+def _named_files(partial: Path, files: Mapping[str, tuple[str, int]]) -> dict[str, str]:
+    """Give the ranks' files the names of a checkpoint, since all are known now; HF name -> file name."""
+    written = list(dict.fromkeys(file for file, _ in files.values()))
+    names = {file: shard_name(number, len(written)) for number, file in enumerate(written)}
+    for file, name in names.items():
+        (partial / file).rename(partial / name)
+    return {tensor: names[file] for tensor, (file, _) in files.items()}
+
+
+def _write_shard(partial: Path, file: str, bucket: WeightBucket) -> dict[str, tuple[str, int]]:
+    # A clone of each: safetensors refuses tensors that share memory, as views of a bucket do.
+    tensors = {name: tensor.cpu().clone() for name, tensor in bucket.tensors()}
+    save_file(tensors, partial / file, metadata={"format": "pt"})
+    return {name: (file, tensor.nbytes) for name, tensor in tensors.items()}
+
+
+# The device, of the arguments that rebuild a tensor from a handle. Source: torch/multiprocessing/reductions.py.
+_DEVICE_ARGUMENT = 6
+
+
+def push(stream: Iterable[tuple[str, Tensor]], plan: SendPlan, post: Post) -> SendReport:
+    """Hands out the whole stream; reads it to its end whatever happens.
+
+    Args:
+        stream: (HF name, tensor on a GPU); each item may be a collective of other ranks.
+        plan: to which servers, in buckets of which size.
+        post: calls a server.
+
+    Returns:
+        The report; failures by server.
+    """
+    started, num_bytes, num_buckets = time.perf_counter(), 0, 0
+    failures: dict[str, SendFailure] = {}
+    for bucket in bucketize(stream, plan.bucket_bytes):
+        if failures:
+            continue  # other ranks gather along
+        if not bucket.data.is_cuda:
+            refusal = SendFailure("group", "engine.sglang.sync tensor needs weights on a GPU")
+            failures = dict.fromkeys((target.name for target in plan.targets), refusal)
+            continue
+        failures = asyncio.run(_push_bucket(bucket, plan, post))
+        num_bytes, num_buckets = num_bytes + bucket.data.nbytes, num_buckets + 1
+    return SendReport(num_bytes, num_buckets, time.perf_counter() - started, failures=failures)
+
+
+async def _push_bucket(bucket: WeightBucket, plan: SendPlan, post: Post) -> dict[str, SendFailure]:
+    tensors = list(bucket.tensors())
+
+    async def one(url: str, ranks: int) -> SendFailure | None:
+        handles = [base64.b64encode(handles_of(tensors)).decode() for _ in range(ranks)]
+        body = {"serialized_named_tensors": handles, "flush_cache": False}
+        try:
+            await post(url, "/update_weights_from_tensor", body, plan.timeout_s)
+        except EngineError as error:
+            return SendFailure("refused" if isinstance(error, RefusedError) else "unanswered", str(error))
+        return None
+
+    said = await asyncio.gather(*(one(target.url, target.ranks) for target in plan.targets))
+    return {target.name: failure for target, failure in zip(plan.targets, said, strict=True) if failure}
+
+
+def handles_of(tensors: list[tuple[str, Tensor]]) -> bytes:
+    """Return a pickle of (name, handle of the tensor's memory), for one receiver."""
+    buffer = io.BytesIO()
+    _HandlePickler(buffer).dump(tensors)
+    return buffer.getvalue()
+
+
+class _HandlePickler(ForkingPickler):
+    def reducer_override(self, value: object) -> Any:
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        reduced: tuple[Callable[..., Tensor], tuple[Any, ...]] = reductions.reduce_tensor(value)
+        rebuild, arguments = reduced
+        if rebuild is not reductions.rebuild_cuda_tensor:
+            return reduced
+        uuid = str(torch.cuda.get_device_properties(arguments[_DEVICE_ARGUMENT]).uuid)
+        return rebuild, (*arguments[:_DEVICE_ARGUMENT], uuid, *arguments[_DEVICE_ARGUMENT + 1 :])
+
+
+Stream = Iterable[tuple[str, Tensor]]
+HandOver = Callable[[Stream, SendPlan], SendReport]
+
+
+class Sender:
+    """One rank's end. `close` it, or its threads and sockets stay."""
+
+    def __init__(self, host: str, backend: str, post: Post, hand_over: HandOver | None = None) -> None:
+        """Connect to nothing.
+
+        Args:
+            host: address of this rank as servers reach it. backend: of broadcasts, "gloo" or "nccl".
+            post: calls a server. hand_over: gives buckets to actors.
+        """
+        self._broadcast = BroadcastSender(host, backend, post)
+        self._post, self._hand_over = post, hand_over
+
+    def send(self, stream: Stream, plan: SendPlan, *, label: str) -> SendReport:
+        """Send the whole stream; read it to its end whatever happens.
+
+        Args:
+            stream: (HF name, tensor); each item may be a collective of other ranks.
+            plan: what is to be sent how. label: of this rank, in the names of files.
+
+        Returns:
+            The report. Raises SyncError where files cannot be written.
+        """
+        digests: dict[str, Digest] = {}
+        if plan.digest_dtype:
+            stream = noted(stream, plan.digest_dtype, digests)
+        blocks: list[str] = []
+        if plan.fp8_blocks:
+            stream = as_blocks(stream, plan.fp8_blocks, plan.bucket_bytes, blocks)
+        return replace(self._sent(stream, plan, label), digests=digests, fp8_blocks=tuple(blocks))
+
+    def close(self) -> None:
+        """Leaves the group of broadcasts. May be called twice."""
+        self._broadcast.close()
+
+    def _sent(self, stream: Stream, plan: SendPlan, label: str) -> SendReport:
+        if plan.transport == "distributed":
+            return self._broadcast.send(stream, plan)
+        if plan.transport == "tensor":
+            return push(stream, plan, self._post)
+        if plan.transport == "actor":
+            assert self._hand_over is not None, "this process has no actors to hand buckets to"
+            return self._hand_over(stream, plan)
+        return write_shards(plan, label, stream)
+
+
+def noted(stream: Stream, received_dtype: str, digests: dict[str, Digest]) -> Iterator[tuple[str, Tensor]]:
+    """Pass the stream through and take the digests of some tensors, as servers compute them on a CPU."""
+    dtype = getattr(torch, received_dtype, None)
+    for name, tensor in stream:
+        if is_hashed(name):
+            sent = _sha(tensor)
+            cast = isinstance(dtype, torch.dtype) and dtype != tensor.dtype
+            received = _sha(tensor.to(dtype)) if cast else sent
+            digests[name] = Digest(str(tensor.dtype).removeprefix("torch."), sent, received)
+        yield name, tensor
+
+
+def _sha(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor_bytes(tensor).cpu().numpy().data).hexdigest()[:16]

@@ -1,0 +1,99 @@
+"""Temporary directories that do not outlive their owner for long: what a killed process leaves, the next start removes.
+
+Ray's session of a private cluster, and the sockets of Python's fork servers, are put here. A
+directory is removed only with proof that it is ours and nobody's any more: its name, its user, and the lock on its
+`owner.lock`, which the kernel gives back when the owner ends, however it ends. Refuses to guess: a directory without
+that file stays.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing import current_process
+from pathlib import Path
+from typing import IO
+
+_PREFIX = "daro_"
+_LOCK = "owner.lock"
+
+
+@contextmanager
+def own_directory(kind: str, base: str | None = None) -> Iterator[Path]:
+    """Return a new directory, which goes at the end of the block; first remove those of owners that are dead.
+
+    Args:
+        kind: part of its name, as in daro_KIND_1a2b3c. base: where it is made. Unset: the temporary directory.
+
+    Raises:
+        OSError: there is no place to write.
+    """
+    place = Path(base or tempfile.gettempdir())
+    _remove_leftovers(place)
+    directory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}_", dir=place))
+    try:
+        with (directory / f"{_LOCK}.new").open("w") as lock:
+            with suppress(OSError):  # a file system without locks: then nothing proves that the owner is dead
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                (directory / f"{_LOCK}.new").rename(directory / _LOCK)  # under this name it was never unlocked
+            yield directory
+    finally:
+        _remove(directory)
+
+
+def _remove(directory: Path) -> None:
+    """Remove a directory in which processes that are ending may still write, within two seconds; the next start
+    removes what is left then."""
+    for _ in range(20):
+        shutil.rmtree(directory, ignore_errors=True)
+        if not directory.exists():
+            return
+        time.sleep(0.1)
+
+
+def use_own_sockets() -> None:
+    """Let Python's multiprocessing put its sockets (pymp-*) into a directory of ours, until this process ends."""
+    config = current_process()._config  # type: ignore[attr-defined]  # where multiprocessing.util.get_temp_dir looks
+    if config.get("tempdir") is None:
+        until_exit = ExitStack()
+        with suppress(OSError):  # multiprocessing says it itself where there is no place to write
+            config["tempdir"] = str(until_exit.enter_context(own_directory("pymp")))
+            atexit.register(until_exit.close)
+
+
+def _remove_leftovers(place: Path) -> None:
+    in_use = None
+    for directory in place.glob(f"{_PREFIX}*_*"):
+        try:
+            with (directory / _LOCK).open("r+") as lock:
+                if not _is_ours(directory, lock):
+                    continue
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                in_use = _command_lines() if in_use is None else in_use
+                if not any(os.fsencode(directory) in line for line in in_use):
+                    shutil.rmtree(directory, ignore_errors=True)
+        except OSError:  # no lock file, a living owner, or somebody was faster
+            continue
+
+
+def _is_ours(directory: Path, lock: IO[str]) -> bool:
+    """Whether both belong to this user and are what they seem: others may write to the temporary directory, too."""
+    folder, file = directory.lstat(), os.fstat(lock.fileno())
+    listed = (directory / _LOCK).lstat()
+    same = (file.st_dev, file.st_ino) == (listed.st_dev, listed.st_ino)
+    return same and not directory.is_symlink() and folder.st_uid == file.st_uid == os.getuid()
+
+
+def _command_lines() -> list[bytes]:
+    """Return those of all processes: a child of a dead owner may still work in its directory."""
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            lines.append(path.read_bytes())
+    return lines

@@ -1,0 +1,249 @@
+"""Recorded rollouts of several frameworks as rows of four numbers.
+
+A file or folder -> Rows, file by file (a file is a step). Nothing is unpickled: .pt files are
+read with weights only. Refuses a dump whose columns it cannot name, and says which are there.
+
+| format | group | length | right |
+|---|---|---|---|
+| this package, Parquet | group_id | length, in tokens | correct |
+| verl, `STEP.jsonl` of trainer.rollout_data_dir | input | characters of output | acc, else score |
+| slime, .pt of --save-debug-rollout-data | group_index | response_length, in tokens | reward |
+| NeMo-RL, `train_data_stepN.jsonl` | tokens of the prompt | trained tokens | filtered_rewards, else rewards |
+| ROLL, `rollout_dump_data.step_N.jsonl` | messages, else prompt or id | characters of responses | scores |
+| other JSONL or Parquet | --columns | --columns | --columns |
+
+Lines of JSON that are no rollouts as they stand: those of NeMo-RL and ROLL, made into rollouts.
+
+One JSON object of a dump -> its rollouts, as records with columns that rows.py knows.
+
+* NeMo-RL (`train_data_stepN.jsonl` in its log directory): each value is a list of one, and the prompt stands only among
+  the token ids, in front of the first token that is trained.
+* ROLL (`rollout_dump_data.step_N.jsonl` in rollout_dump_dir): one line for a step, a list for each column.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from megatron_daro.errors import DataError
+
+NEMO_RL = {"group": "prompt_tokens", "length": "trained_tokens", "right": "reward"}
+ROLL = {"group": "prompt", "length": "responses", "right": "scores"}
+_ROLL_GROUPS = ("messages", "prompt", "id")
+
+
+def rollouts_of(record: Mapping[str, object], where: str) -> Iterator[Mapping[str, object]]:
+    """Yield the rollouts of one object.
+
+    Args:
+        record: a line; one of another framework is yielded as it is.
+        where: file and line, for errors.
+
+    Raises:
+        DataError: columns of a line have different lengths.
+    """
+    if {"rewards", "token_ids", "token_loss_mask"} <= record.keys():
+        yield _nemo_rl(record)
+    elif {"global_step", "responses", "scores"} <= record.keys() and isinstance(record["responses"], list):
+        yield from _roll(record, where)
+    else:
+        yield record
+
+
+def _nemo_rl(record: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the rollout. With dynamic sampling `rewards` may be of others; `filtered_rewards` is of those trained."""
+    tokens, mask = _only(record["token_ids"]), _only(record["token_loss_mask"])
+    reward = _only(record.get("filtered_rewards", record["rewards"]))
+    if not isinstance(tokens, list) or not isinstance(mask, list):
+        return {}
+    trained = [bool(value) for value in mask]
+    end = trained.index(True) if True in trained else int(cast(float, _only(record.get("input_lengths", len(tokens)))))
+    prompt = hashlib.blake2b(repr(tokens[:end]).encode(), digest_size=16).hexdigest()
+    return {"prompt_tokens": prompt, "trained_tokens": sum(trained), "reward": reward}
+
+
+def _only(value: object) -> object:
+    """Return the one element of a list of one, as NeMo-RL writes each value; anything else as it is."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _roll(record: Mapping[str, object], where: str) -> Iterator[Mapping[str, object]]:
+    group = next((name for name in _ROLL_GROUPS if isinstance(record.get(name), list)), None)
+    names = [name for name in (group, "responses", "scores") if name]
+    columns = [cast(list[object], record[name]) for name in names]
+    if len({len(column) for column in columns}) > 1:
+        sizes = ", ".join(f"{name} {len(column)}" for name, column in zip(names, columns, strict=True))
+        raise DataError(f"dump: {where}: columns of different lengths ({sizes}); the file is not as ROLL writes it")
+    for values in zip(*columns, strict=True):
+        found = dict(zip(names, values, strict=True))
+        if group:
+            found["prompt"] = str(found[group])
+        yield found
+
+
+SUFFIXES = (".parquet", ".jsonl", ".pt")
+_KNOWN: tuple[Mapping[str, str], ...] = (
+    {"group": "group_id", "length": "length", "right": "correct"},
+    {"group": "input", "length": "output", "right": "acc"},
+    {"group": "input", "length": "output", "right": "score"},
+    {"group": "group_index", "length": "response_length", "right": "reward"},
+    NEMO_RL,
+    ROLL,
+)
+_NO_TRAINING = ("skipped_", "eval_", "val_data_step")
+"""How files begin that hold other rollouts: this package's, and NeMo-RL's of its validation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One rollout. right: None where the dump has no verdict for it. length: tokens, or characters of a text."""
+
+    group: Hashable
+    length: float
+    right: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Which columns are read, and above which number an answer is right."""
+
+    group: str
+    length: str
+    right: str
+    correct_above: float | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """All of them."""
+        return [self.group, self.length, self.right]
+
+    @property
+    def unit(self) -> str:
+        """What lengths are counted in, for a reader."""
+        return "characters" if self.length in ("output", "responses") else "tokens"
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return the files of a dump in the order of their numbers; of a run directory those of its rollouts.
+
+    Raises:
+        DataError: there are none.
+    """
+    folder = path / "rollouts" if (path / "rollouts").is_dir() else path
+    found = [folder] if folder.is_file() else [p for p in folder.rglob("*") if p.suffix in SUFFIXES]
+    found = [p for p in found if not p.name.startswith(_NO_TRAINING)]
+    if not found:
+        raise DataError(f"dump: {path} has no file of {', '.join(SUFFIXES)}, allowed is a file or a folder with some")
+    return sorted(found, key=lambda p: ([int(n) for n in re.findall(r"\d+", p.name)], str(p)))
+
+
+def choose_columns(path: Path, given: Mapping[str, str], correct_above: float | None) -> Columns:
+    """Return the columns of a dump, from its first file and what the user says of them.
+
+    Raises:
+        DataError: a column is not there; the message has those that are, and which views would remain.
+    """
+    names = set(_first_names(path))
+    for known in [{**k, **given} for k in _KNOWN]:
+        if set(known.values()) <= names:
+            return Columns(**known, correct_above=correct_above)
+    raise DataError(
+        f"dump: {path} has the columns {', '.join(sorted(names)) or 'none'}; needed are a group (group_id, input or "
+        "group_index), a length (length, output or response_length) and a verdict (correct, acc, score or reward): "
+        "name them with --columns group=...,length=...,right=...; without verdicts nothing but lengths could be shown"
+    )
+
+
+def _first_names(path: Path) -> list[str]:
+    if path.suffix == ".parquet":
+        import pyarrow.parquet as parquet
+
+        return list(parquet.read_schema(path).names)
+    return list(next(_records(path), {}))
+
+
+def rows_of(path: Path, columns: Columns) -> Iterator[Row]:
+    """Yield the rollouts of one file.
+
+    Raises:
+        DataError: the file is torn, or a verdict is neither 0/1 nor -1/1 and no threshold was given.
+    """
+    for record in _records(path, columns.names):
+        if record.get("used") == "dropped":
+            continue
+        length, verdict = record.get(columns.length), record.get(columns.right)
+        if length is None:
+            continue
+        size = float(len(length)) if isinstance(length, str | list | tuple) else float(str(length))
+        yield Row(record.get(columns.group), size, _right(verdict, columns, path))
+
+
+def _right(verdict: object, columns: Columns, path: Path) -> bool | None:
+    if verdict is None or isinstance(verdict, bool):
+        return verdict
+    try:
+        value = float(verdict)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise DataError(
+            f"dump: {path}, {columns.right}: got {verdict!r}, allowed are numbers and true or false"
+        ) from None
+    if columns.correct_above is not None:
+        return value > columns.correct_above
+    if value not in (-1.0, 0.0, 1.0):
+        raise DataError(
+            f"dump: {path}, {columns.right}: got {value:g}, allowed are 0 and 1, or -1 and 1: a shaped reward does not "
+            "say whether an answer is right; give --correct-above"
+        )
+    return value == 1.0
+
+
+def _records(path: Path, names: list[str] | None = None) -> Iterator[Mapping[str, object]]:
+    if path.suffix == ".parquet":
+        yield from _parquet(path, names)
+    elif path.suffix == ".pt":
+        yield from _torch(path)
+    else:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    record = json.loads(line)
+                except ValueError as error:
+                    raise DataError(
+                        f"dump: {path}:{number} is no JSON ({error}); the file is torn or no JSONL"
+                    ) from None
+                yield from rollouts_of(record if isinstance(record, dict) else {}, f"{path}:{number}")
+
+
+def _parquet(path: Path, names: list[str] | None) -> Iterator[Mapping[str, object]]:
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    try:
+        file = parquet.ParquetFile(path)
+        wanted = None if names is None else [n for n in {*names, "used"} if n in file.schema_arrow.names]
+        for batch in file.iter_batches(columns=wanted):
+            yield from batch.to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"dump: {path} cannot be read as Parquet ({error})") from None
+
+
+def _torch(path: Path) -> Iterator[Mapping[str, object]]:
+    import torch
+
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises what its unpickler met
+        raise DataError(
+            f"dump: {path} cannot be read with weights only ({str(error).splitlines()[0]}); it holds objects, which "
+            "are never unpickled here"
+        ) from None
+    samples = loaded.get("samples") if isinstance(loaded, dict) else None
+    if not isinstance(samples, list):
+        raise DataError(f"dump: {path} has no list `samples`, which slime's --save-debug-rollout-data writes")
+    yield from samples

@@ -1,0 +1,148 @@
+"""Processes that run cases: four ranks that import Megatron once and then join one layout after another.
+
+`search` asks for cases, one at a time; each rank that takes part runs it and answers. A rank
+that does not answer in time is ended with its neighbours, and the case counts as failed. Nothing waits for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import multiprocessing
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+from torch import Tensor
+
+from megatron_daro.errors import AlgorithmError
+from megatron_daro.ports import reserve_port
+from megatron_daro.temporary import use_own_sockets
+from megatron_daro.workshop.check_loss.records import Case, LossFunction, Outcome
+
+RANKS, ANSWER_S = 4, 120
+
+
+def find_function(name: str) -> LossFunction:
+    """Return the function `module:function`; the current folder is on the import path.
+
+    Raises:
+        AlgorithmError: it cannot be imported, or is no function.
+    """
+    module, _, attribute = name.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise AlgorithmError(
+            f"loss function: got {name!r}, which cannot be imported ({error}), allowed is module:function that Python "
+            "can import from here; start in its folder, or put that into PYTHONPATH"
+        ) from error
+    if not callable(found):
+        raise AlgorithmError(f"loss function: got {name!r}, which is no function, allowed is module:function")
+    return found
+
+
+class CasePool:
+    """Runs cases. Use as a context manager."""
+
+    def __init__(self) -> None:
+        """Start nothing yet."""
+        self._pipes: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+        self._layout: tuple[int, ...] | None = None
+
+    def __enter__(self) -> CasePool:
+        """Start the processes."""
+        self._start()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        """End them."""
+        self._stop()
+
+    def _start(self) -> None:
+        # Forked from a process that has imported Megatron once, and nothing else: it runs no threads.
+        use_own_sockets()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["megatron_daro.workshop.check_loss.rank"])
+        for _ in range(RANKS + 1):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(theirs, list(sys.path)), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def _stop(self) -> None:
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.join(10)
+        self._pipes, self._processes, self._layout = [], [], None
+
+    def run(self, case: Case, function: str) -> Outcome:
+        """Return the gradients of a case under `module:function`, or the first rank's error."""
+        from megatron_daro.workshop.check_loss.rank import joined
+
+        # A process of its own for cases of one process, so that the others keep their groups between references.
+        members = self._pipes[: case.world_size] if case.world_size > 1 else self._pipes[-1:]
+        layout = (case.tensor, case.pipeline, case.context, case.data, max(case.expert, 1))
+        changed = case.world_size > 1 and layout != self._layout
+        self._layout = layout if changed else self._layout
+        with contextlib.ExitStack() as held:
+            meeting = f"tcp://127.0.0.1:{held.enter_context(reserve_port('127.0.0.1')).port}" if changed else None
+            for rank, pipe in enumerate(members):
+                pipe.send((case, function, rank, meeting))
+            answers, errors = _answers(members)
+        if errors:
+            self._stop()  # the neighbours of a rank that failed wait in a collective
+            self._start()
+            return Outcome(error=errors[0])
+        return Outcome(joined(case, answers))
+
+
+def _answers(members: list[Connection]) -> tuple[list[dict[str, Tensor]], list[str]]:
+    """Return the gradients of all ranks, or what the first one that failed said."""
+    answers: list[dict[str, Tensor]] = []
+    errors: list[str] = []
+    for rank, pipe in enumerate(members):
+        if errors or not pipe.poll(ANSWER_S):
+            errors.append(f"rank {rank} did not answer within {ANSWER_S} s: it waits for another rank")
+            continue
+        good, value = pipe.recv()
+        if good:
+            answers.append(value)
+        else:
+            errors.append(str(value))
+    return answers, errors
+
+
+def serve(pipe: Connection, path: list[str]) -> None:
+    """Run what is asked for until the other end closes; the main function of a rank."""
+    import warnings
+
+    warnings.simplefilter("ignore")
+    sys.path[:] = path
+    import torch
+
+    from megatron_daro.actor.parallel import shutdown
+    from megatron_daro.workshop.check_loss.rank import join, run_case
+
+    torch.set_num_threads(1)
+    alone = False
+    while True:
+        try:
+            case, name, rank, meeting = pipe.recv()
+        except EOFError:
+            return
+        try:
+            function = find_function(name)
+            if meeting or (case.world_size == 1 and not alone):
+                shutdown()
+                join(case, rank, meeting)
+                alone = case.world_size == 1
+            pipe.send((True, run_case(case, function)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))

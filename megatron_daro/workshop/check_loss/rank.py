@@ -1,0 +1,293 @@
+"""One rank of a case: a small model of two stages through Megatron's own schedule, with the function under test.
+
+Case and function -> gradients of this rank, in float64, reduced as Megatron reduces them.
+The model predicts a token from the token before it alone (embedding, tanh, vocabulary-parallel output): enough to split
+over tensor, pipeline and context ranks, and exact on each, so whatever differs comes from the loss. With experts, a
+token adds the row of its own expert; rows lie on expert-parallel ranks and are reduced as Megatron reduces experts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_daro.actor import device
+from megatron_daro.actor.parallel import Layout, initialize, shutdown
+from megatron_daro.algo.difficulty import bin_sums, token_counts
+from megatron_daro.errors import AlgorithmError
+from megatron_daro.workshop.check_loss.records import (
+    VOCAB,
+    Case,
+    LossBatch,
+    LossFunction,
+    StepInfo,
+    StepSamples,
+    local_positions,
+    step_samples,
+)
+
+device.prepare()
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.enums import ModelType  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.tensor_parallel import (  # noqa: E402
+    copy_to_tensor_model_parallel_region,
+    vocab_parallel_cross_entropy,
+)
+from megatron.core.transformer import MegatronModule, TransformerConfig  # noqa: E402
+
+HIDDEN, EXPERTS, TIMEOUT_S = 4, 2, 30
+
+
+class _Group(Protocol):
+    group: dist.ProcessGroup
+
+
+class _AllExperts(torch.autograd.Function):
+    """Rows of all experts on each expert-parallel rank; their gradients are summed over the ranks' tokens."""
+
+    @staticmethod
+    def forward(ctx: _Group, rows_ED: Tensor) -> Tensor:
+        """[experts of this rank, D] -> [EXPERTS, D]."""
+        ctx.group = parallel_state.get_expert_model_parallel_group()
+        parts = [torch.empty_like(rows_ED) for _ in range(dist.get_world_size(ctx.group))]
+        dist.all_gather(parts, rows_ED.contiguous(), group=ctx.group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: _Group, *gradients: Tensor) -> Tensor:
+        """Sum over the ranks, as the way back of a token dispatcher does, and keep the own rows."""
+        total_ED = gradients[0].clone()
+        dist.all_reduce(total_ED, group=ctx.group)
+        return total_ED.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)]
+
+
+class TokenModel(MegatronModule):
+    """Embedding on the first stage, output rows on the last; both where there is one stage."""
+
+    def __init__(self, config: TransformerConfig, seed: int, experts: int = 0) -> None:
+        """Make this rank's parameters: rows of the output are split over tensor-parallel ranks, experts over EP."""
+        super().__init__(config)
+        generator = torch.Generator().manual_seed(seed)
+        embedding = torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64)
+        output = torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64)
+        self.model_type = ModelType.encoder_or_decoder
+        self.share_embeddings_and_output_weights = False
+        self.pre_process, self.post_process = (
+            parallel_state.is_pipeline_first_stage(),
+            parallel_state.is_pipeline_last_stage(),
+        )
+        if self.pre_process:
+            self.embedding = torch.nn.Parameter(embedding)
+        if self.pre_process and experts:
+            rows_ED = torch.randn(EXPERTS, HIDDEN, generator=generator, dtype=torch.float64)
+            rank = parallel_state.get_expert_model_parallel_rank() if experts > 1 else 0
+            self.experts = torch.nn.Parameter(rows_ED.chunk(experts)[rank].clone())
+            self.alone = experts == 1
+            setattr(self.experts, "allreduce", self.alone)  # noqa: B010  (how Megatron knows parameters of experts)
+        if self.post_process:
+            rank = parallel_state.get_tensor_model_parallel_rank()
+            rows = VOCAB // parallel_state.get_tensor_model_parallel_world_size()
+            self.output = torch.nn.Parameter(output[rank * rows : (rank + 1) * rows].clone())
+        self.received: Tensor | None = None
+
+    def set_input_tensor(self, tensor: list[Tensor] | Tensor | None) -> None:
+        """Take what the stage before sent."""
+        self.received = tensor[0] if isinstance(tensor, list) else tensor
+
+    def forward(self, inputs_T: Tensor) -> Tensor:
+        """[T] token ids -> hidden states [T, 1, D] or, on the last stage, logits [T, 1, V / TP]."""
+        hidden = self._embedded(inputs_T)[:, None] if self.pre_process else self.received
+        assert hidden is not None
+        if not self.post_process:
+            return hidden
+        return torch.nn.functional.linear(copy_to_tensor_model_parallel_region(hidden), self.output)
+
+    def _embedded(self, inputs_T: Tensor) -> Tensor:
+        if not hasattr(self, "experts"):
+            return torch.tanh(self.embedding[inputs_T])
+        rows_ED = self.experts if self.alone else _AllExperts.apply(self.experts)
+        return torch.tanh(self.embedding[inputs_T] + rows_ED[inputs_T % EXPERTS])
+
+
+def join(case: Case, rank: int = 0, init_method: str | None = None) -> None:
+    """Join the process group of a case's layout; without `init_method` that of one process."""
+    sizes = {"tensor": case.tensor, "pipeline": case.pipeline, "context": case.context, "data": case.data}
+    layout = Layout(**sizes, expert=max(case.expert, 1))
+    initialize(layout, rank=rank, init_method=init_method, seed=1, timeout_s=TIMEOUT_S)
+
+
+def run_case(case: Case, function: LossFunction) -> dict[str, Tensor]:
+    """Return this rank's gradients after forward, backward and Megatron's reduction.
+
+    Raises:
+        AlgorithmError: the function returned something that Megatron's schedules do not take.
+    """
+    samples = step_samples(case)
+    config = TransformerConfig(
+        num_layers=case.pipeline,
+        hidden_size=HIDDEN,
+        num_attention_heads=case.tensor,
+        tensor_model_parallel_size=case.tensor,
+        pipeline_model_parallel_size=case.pipeline,
+        context_parallel_size=case.context,
+        params_dtype=torch.float64,
+        pipeline_dtype=torch.float64,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # Megatron asks for it with variable lengths, also without experts
+        calculate_per_token_loss=case.per_token,
+        finalize_model_grads_func=finalize_model_grads,
+    )
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=False, overlap_grad_reduce=False)
+    model = DistributedDataParallel(config, ddp, TokenModel(config, case.seed, case.expert))
+    model.zero_grad_buffer()
+    mine = case.schedule[parallel_state.get_data_parallel_rank()]
+    get_forward_backward_func()(
+        forward_step_func=partial(_forward_step, function, case, samples, _step_info(case, samples)),
+        data_iterator=iter(mine),
+        model=[model],
+        num_microbatches=case.num_micro_batches,
+        seq_length=1,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    found = {name: p.main_grad.clone() for name, p in model.module.named_parameters()}
+    if case.expert > 1 and "experts" in found:
+        found[f"experts {parallel_state.get_expert_model_parallel_rank()}"] = found.pop("experts")
+    return found
+
+
+def _step_info(case: Case, samples: StepSamples) -> StepInfo:
+    used = [i for rank in case.schedule for micro_batch in rank for i in micro_batch]
+    return StepInfo(
+        num_micro_batches=case.num_micro_batches,
+        tokens=int(samples.lengths_N[used].sum()),
+        samples=len(used),
+        tokens_per_bin=token_counts(samples.bins_N[used], samples.lengths_N[used], case.group),
+        rollouts_per_bin=bin_sums(torch.ones_like(samples.bins_N[used]), samples.bins_N[used], case.group),
+        rollouts_per_prompt=case.group,
+        calculate_per_token_loss=case.per_token,
+        data_parallel=case.data,
+        context_parallel=case.context,
+        tensor_parallel=case.tensor,
+        data_group=parallel_state.get_data_parallel_group(),
+        data_and_context_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        context_group=parallel_state.get_context_parallel_group(),
+        tensor_group=parallel_state.get_tensor_model_parallel_group(),
+    )
+
+
+def _forward_step(
+    function: LossFunction,
+    case: Case,
+    samples: StepSamples,
+    step: StepInfo,
+    source: Iterator[tuple[int, ...]],
+    model: torch.nn.Module,
+) -> tuple[Tensor, Callable[[Tensor], tuple[Any, ...]]]:
+    micro_batch = next(source)
+    rank, size = parallel_state.get_context_parallel_rank(), case.context
+    places = [local_positions(samples.columns[i], rank, size) for i in micro_batch]
+    extra = max(case.padding, 0 if sum(map(len, places)) else 1)  # a rank without tokens still takes part
+    pad = torch.zeros(extra, dtype=torch.int64)
+    inputs = [samples.columns[i].inputs_R[p] for i, p in zip(micro_batch, places, strict=True)]
+    labels = [samples.columns[i].labels_R[p] for i, p in zip(micro_batch, places, strict=True)]
+    labels_T = torch.cat([*labels, pad])
+
+    def loss(output: Tensor) -> tuple[Any, ...]:
+        losses = vocab_parallel_cross_entropy(output, labels_T[:, None])
+        return _checked(function(_batch(case, samples, micro_batch, places, extra, -losses[:, 0]), step))
+
+    return model(torch.cat([*inputs, pad])), loss
+
+
+def _batch(
+    case: Case, samples: StepSamples, micro_batch: tuple[int, ...], places: list[Tensor], extra: int, logprobs_T: Tensor
+) -> LossBatch:
+    def column(values: list[Tensor], fill: float) -> Tensor:
+        return torch.cat([*values, torch.full((extra,), fill, dtype=values[0].dtype)])
+
+    rows = torch.tensor(micro_batch, dtype=torch.int64)
+    columns = [samples.columns[i] for i in micro_batch]
+    counts = torch.tensor([len(p) for p in places])
+    mask_T = column([c.mask_R[p] for c, p in zip(columns, places, strict=True)], False)
+    old_T = column([c.old_R[p] for c, p in zip(columns, places, strict=True)], -2.0)
+    if case.poison:
+        old_T = torch.where(mask_T, old_T, torch.nan)
+    sequence_T = column([torch.arange(len(rows)).repeat_interleave(counts)], 0)
+    return LossBatch(
+        logprobs_T=logprobs_T,
+        old_logprobs_T=old_T,
+        advantages_T=samples.advantages_N[rows][sequence_T],
+        rewards_T=samples.rewards_N[rows][sequence_T],
+        mask_T=mask_T,
+        sequence_T=sequence_T,
+        lengths_M=samples.lengths_N[rows],
+        bins_M=samples.bins_N[rows],
+        sample_ids_M=rows,
+    )
+
+
+def _checked(result: object) -> tuple[Any, ...]:
+    """Return what the function returned, in the form that the schedule takes."""
+    if isinstance(result, Tensor):
+        return result, {}
+    if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[0], Tensor):
+        raise AlgorithmError(
+            f"loss function: returned {type(result).__name__}, allowed are loss, (loss, report) and (loss, number of "
+            "tokens, report), as Megatron's schedules take them"
+        )
+    if len(result) == 3:
+        tokens = torch.as_tensor(result[1])
+        return result[0], tokens.to(torch.int), result[2]
+    return result
+
+
+def under_torchrun(case: Case, function: LossFunction) -> None:
+    """Run a case in the processes of torchrun and print, on rank 0, how far its gradients are from the reference.
+
+    Rank 0 then runs the reference alone, in a process group of its own.
+    """
+    rank = int(os.environ["RANK"])
+    join(case, rank, "env://")
+    found = whole_gradients(case, run_case(case, function))
+    shutdown()
+    if rank:
+        return
+    reference = case.reference()
+    join(reference)
+    wanted = run_case(reference, function)
+    shutdown()
+    for name, gradient in wanted.items():
+        size = float(gradient.abs().max())
+        print(f"{name}: largest difference {float((found[name] - gradient).abs().max()):.3e}, gradient {size:.3e}")
+
+
+def whole_gradients(case: Case, own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Put the parameters of all stages and tensor-parallel ranks together, on every rank. Collective."""
+    parts: list[Any] = [None] * case.world_size
+    dist.all_gather_object(parts, own)
+    return joined(case, parts)
+
+
+def joined(case: Case, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return whole parameters from those of all ranks, in rank order: tensor ranks are neighbours, stages come last."""
+    first, last = parts[0], parts[-case.tensor :]
+    whole = {"embedding": first["embedding"], "output": torch.cat([part["output"] for part in last])}
+    if case.expert == 1:
+        whole["experts"] = first["experts"]
+    elif case.expert:
+        held = {name: rows for part in parts for name, rows in part.items() if name.startswith("experts ")}
+        whole["experts"] = torch.cat([held[f"experts {i}"] for i in range(case.expert)])
+    return whole

@@ -1,0 +1,433 @@
+"""The check itself: every axis, random cases while there is time, the smallest case that differs, its cause.
+
+`module:function` -> a Report. Each case is compared with the same samples on one process in one
+micro-batch; nothing else is asked of the loss than that the layout must not show, that what it claims to use has an
+influence, and that it has a gradient at all.
+
+The likely cause of a difference, from what is left of the case when it is as small as it gets.
+
+The smallest failing Case and the ratio of its gradient to the reference -> a sentence. A layout
+that fails alone, and whether the gradient is off by a constant factor, tell the usual mistakes apart.
+
+Which cases are tried: one axis at a time first, then several, then random ones; and what is simpler than a case.
+
+Names of axes and Cases -> `search`. An axis that fails alone names the cause.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from megatron_daro.errors import AlgorithmError
+from megatron_daro.workshop.check_loss.pool import CasePool
+from megatron_daro.workshop.check_loss.records import Case, Outcome
+
+_SAME = 1e-4
+
+
+def constant_ratio(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float | None:
+    """Return the factor between two gradients; None where they differ by more than a factor."""
+    got = torch.cat([found[name].flatten() for name in wanted])
+    want = torch.cat([tensor.flatten() for tensor in wanted.values()])
+    if not bool(torch.isfinite(got).all()) or not float(want.norm()):
+        return None
+    ratio = float(got @ want / (want @ want))
+    return ratio if float((got - ratio * want).norm()) < _SAME * float(got.norm()) else None
+
+
+def likely_cause(case: Case, ratio: float | None, *, finite: bool = True) -> str:
+    """Return what most likely makes this case differ.
+
+    Args:
+        case: the smallest that still does.
+        ratio: of its gradient to the reference, if constant.
+        finite: whether its gradient is.
+    """
+    if case.poison or not finite:
+        return (
+            "what the mask leaves out reaches the loss: 0 * NaN is NaN; choose with torch.where before anything is "
+            "multiplied"
+        )
+    if case.padding and case.context == 1 and case.world_size == 1:
+        return "padded positions are counted in a denominator: count the mask, not the positions"
+    sizes = {
+        "micro-batches": case.num_micro_batches,
+        "data": case.data,
+        "context": case.context,
+        "tensor": case.tensor,
+        "pipeline": case.pipeline,
+        "expert": case.expert,
+    }
+    active = {name: size for name, size in sizes.items() if size > 1}
+    if not active:
+        return "the order or the masks of the samples alone change it: something is taken by position, not by sample"
+    name, size = next(iter(active.items()))
+    if len(active) > 1:
+        together = " and ".join(f"{n} {s}" for n, s in active.items())
+        hint = "" if ratio is None else f", by the constant factor {ratio:.4g}"
+        return f"only {together} together fail{hint}: a factor or a denominator of one stands in the place of the other"
+    if ratio is None:
+        return _UNEVEN[name]
+    if abs(ratio - size) < _SAME * size:
+        return _TIMES[name].format(size=size)
+    if abs(ratio * size - 1) < _SAME:
+        return _DIVIDED[name].format(size=size)
+    if name == "micro-batches":
+        return (
+            f"a denominator per micro-batch in a part of the loss (factor {ratio:.4g} with {size} micro-batches): "
+            "divide by the count of the whole step"
+        )
+    return f"the gradient is off by the constant factor {ratio:.4g} under {name} {size}: a count that is not the step's"
+
+
+_UNEVEN = {
+    "micro-batches": (
+        "a mean of means: a denominator (tokens, samples, a subset of them) is taken from the micro-batch; take that "
+        "of the whole step"
+    ),
+    "data": (
+        "a missing all-reduce: a denominator or a statistic is of this data-parallel rank alone; sum it over the "
+        "data-parallel group before the first micro-batch"
+    ),
+    "context": (
+        "a context-parallel rank's part of a sample is taken for the whole: sum what is per sample (lengths, "
+        "denominators, sequence ratios, statistics) over the context-parallel group"
+    ),
+    "tensor": "tensor-parallel ranks do not compute the same loss: something differs or is summed between them",
+    "pipeline": "the loss depends on the pipeline stage: state is shared between stages, or a stage is skipped",
+}
+_TIMES = {
+    "micro-batches": (
+        "a denominator per micro-batch: the term is inflated by exactly the number of micro-batches ({size}); divide "
+        "by the count of the whole step"
+    ),
+    "data": (
+        "gradients of data-parallel ranks are summed where they should be averaged, factor {size}: with "
+        "calculate_per_token_loss Megatron sums and divides by the returned token counts; return those, and no mean"
+    ),
+    "context": (
+        "a context-parallel factor of {size} too much: Megatron multiplies 2-tuples by it already, or token counts of "
+        "whole samples are returned by each context-parallel rank"
+    ),
+    "tensor": "a factor of the tensor-parallel size ({size}): the loss is summed over ranks that all hold the same",
+    "pipeline": "a factor of the pipeline size ({size})",
+}
+_DIVIDED = {
+    "micro-batches": (
+        "divided by the number of micro-batches ({size}) although every denominator is of the whole step: Megatron's "
+        "schedule divides by it too when calculate_per_token_loss is off; multiply by it"
+    ),
+    "data": (
+        "divided by the data-parallel size ({size}): the denominator is global and Megatron averages over ranks as "
+        "well when calculate_per_token_loss is off; multiply by the size"
+    ),
+    "context": (
+        "a context-parallel factor is missing (1/{size}): Megatron averages gradients over DP x CP, or divides by "
+        "token counts that each context-parallel rank returned whole; multiply the loss by the size, or return "
+        "local counts"
+    ),
+    "tensor": "divided by the tensor-parallel size ({size})",
+    "pipeline": "divided by the pipeline size ({size})",
+}
+
+
+PROMPTS, RESPONSES, GROUP = (3, 2, 4, 2, 5, 3, 2, 4), (5, 2, 9, 3, 4, 7, 1, 6), 4
+_BASE = Case(
+    tensor=1, pipeline=1, context=1, schedule=(((0, 1, 2, 3, 4, 5, 6, 7),),), prompts=PROMPTS, responses=RESPONSES,
+    group=GROUP,
+)  # fmt: skip
+_SPLIT = (((0, 1, 2, 3), (4,), (5, 6, 7)),)
+_RANKS = (((0, 1, 2, 3, 4),), ((5, 6, 7),))
+_BOTH = (((0, 1, 2), (3, 4)), ((5,), (6, 7)))
+_HOLES = ((0, 1), (2, 0), (2, 4), (5, 3), (5, 6), (7, 0))
+
+AXES: dict[str, Case] = {
+    "micro-batches": replace(_BASE, schedule=_SPLIT),
+    "data parallel": replace(_BASE, schedule=_RANKS),
+    "context parallel": replace(_BASE, context=2),
+    "tensor parallel": replace(_BASE, tensor=2),
+    "pipeline parallel": replace(_BASE, pipeline=2),
+    "masks with holes, micro-batches": replace(_BASE, schedule=_SPLIT, holes=_HOLES),
+    "masks with holes, context parallel": replace(_BASE, context=2, holes=_HOLES),
+    "padding": replace(_BASE, padding=3),
+    "NaN under the mask": replace(_BASE, holes=_HOLES, poison=True),
+    "a micro-batch without trained tokens": replace(_BASE, schedule=_SPLIT, masked=(4,)),
+    "a rank without trained tokens": replace(_BASE, schedule=_RANKS, masked=(5, 6, 7)),
+    "order of samples": replace(_BASE, schedule=(((3, 6, 0, 7, 1, 5, 2, 4),),)),
+    "data parallel, micro-batches": replace(_BASE, schedule=_BOTH, holes=_HOLES),
+    "data and context parallel": replace(_BASE, schedule=_RANKS, context=2, holes=_HOLES),
+    "context parallel, micro-batches": replace(_BASE, schedule=_SPLIT, context=2),
+    "tensor and pipeline parallel": replace(_BASE, schedule=_SPLIT, tensor=2, pipeline=2),
+    "tensor and data parallel": replace(_BASE, schedule=_BOTH, tensor=2, masked=(5,)),
+    "pipeline and data parallel": replace(_BASE, schedule=_BOTH, pipeline=2, padding=1),
+    "pipeline and context parallel": replace(_BASE, schedule=_SPLIT, pipeline=2, context=2),
+    "expert parallel": replace(_BASE, schedule=_BOTH, holes=_HOLES, expert=2),
+    "expert and context parallel": replace(_BASE, schedule=_SPLIT, context=2, expert=2),
+    "expert, data and context parallel": replace(_BASE, schedule=_RANKS, context=2, expert=2),
+}
+"""In the order in which they are tried."""
+
+
+def base(*, per_token: bool) -> Case:
+    """Return all samples on one process."""
+    return replace(_BASE, per_token=per_token)
+
+
+def axes(*, per_token: bool) -> Iterator[tuple[str, Case]]:
+    """Return the named cases."""
+    for name, case in AXES.items():
+        yield name, replace(case, per_token=per_token)
+
+
+def random_case(seed: int, *, per_token: bool) -> Case:
+    """Return a case of up to four processes."""
+    rng = random.Random(seed)
+    ranges = itertools.product((1, 2), (1, 2), (1, 2, 4), (1, 2, 3, 4))
+    sizes = [(t, p, c, d) for t, p, c, d in ranges if t * p * c * d <= 4]
+    tensor, pipeline, context, data = rng.choice(sizes)
+    number = rng.randint(1, 3)
+    count = max(GROUP * rng.randint(1, 3), data * number)
+    order = rng.sample(range(count), count)
+    cuts = sorted(rng.sample(range(1, count), data * number - 1))
+    parts = [tuple(order[a:b]) for a, b in zip([0, *cuts], [*cuts, count], strict=True)]
+    responses = tuple(rng.randint(1, 12) for _ in range(count))
+    return Case(
+        tensor=tensor,
+        pipeline=pipeline,
+        context=context,
+        schedule=tuple(tuple(parts[r * number : (r + 1) * number]) for r in range(data)),
+        prompts=tuple(rng.randint(1, 6) for _ in range(count)),
+        responses=responses,
+        holes=tuple((i, r) for i in range(count) for r in range(responses[i]) if rng.random() < 0.15),
+        masked=tuple(i for i in range(count) if rng.random() < 0.1),
+        group=GROUP,
+        per_token=per_token,
+        poison=rng.random() < 0.2,
+        padding=rng.choice((0, 0, 1, 5)),
+        seed=seed,
+        expert=2 if tensor == 1 and context * data % 2 == 0 and rng.random() < 0.3 else 0,
+    )
+
+
+def simpler(case: Case) -> Iterator[Case]:
+    """Return cases with less in them, the largest steps first."""
+    if case.expert:
+        yield replace(case, expert=0)
+    for smaller in _simpler(case):
+        fits = case.expert <= 1 or smaller.context * smaller.data % case.expert == 0
+        yield smaller if fits else replace(smaller, expert=1)
+
+
+def _simpler(case: Case) -> Iterator[Case]:
+    yield from (c for c in (replace(case, tensor=1), replace(case, pipeline=1), replace(case, context=1)) if c != case)
+    if case.data > 1:
+        yield replace(case, schedule=case.schedule[:-1])
+        merged = tuple(tuple(i for mb in rank for i in mb) for rank in zip(*case.schedule, strict=True))
+        yield replace(case, schedule=(merged,))
+    if case.num_micro_batches > 1:
+        yield replace(case, schedule=tuple((tuple(i for mb in rank for i in mb),) for rank in case.schedule))
+        yield replace(case, schedule=tuple(rank[:-1] for rank in case.schedule))
+    emptied = (replace(case, poison=False), replace(case, padding=0), replace(case, holes=()), replace(case, masked=()))
+    yield from (c for c in emptied if c != case)
+    yield from _fewer_samples(case)
+    for i, length in enumerate(case.responses):
+        if length > 1:
+            for shorter in {1, length // 2, length - 1} - {0, length}:
+                yield replace(case, responses=(*case.responses[:i], shorter, *case.responses[i + 1 :]))
+
+
+def _fewer_samples(case: Case) -> Iterator[Case]:
+    for r, rank in enumerate(case.schedule):
+        for m, micro_batch in enumerate(rank):
+            for i in micro_batch if len(micro_batch) > 1 else ():
+                left = tuple(j for j in micro_batch if j != i)
+                ranks = list(case.schedule)
+                ranks[r] = (*rank[:m], left, *rank[m + 1 :])
+                yield replace(case, schedule=tuple(ranks))
+
+
+TOLERANCE = 1e-5
+MOST_SHRINKING = 150
+INPUTS = ("advantages", "rewards", "old_logprobs")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One case that was tried: its name, flag, and largest difference relative to the largest gradient."""
+
+    name: str
+    per_token: bool
+    difference: float
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is within the tolerance."""
+        return self.difference <= TOLERANCE
+
+
+@dataclass(slots=True)
+class Report:
+    """What was found. case: the smallest that differs, if any; cause: a sentence, also where an input has no influence
+    or a rank failed. error: of the case, if it raised."""
+
+    function: str
+    rows: list[Row] = field(default_factory=list)
+    case: Case | None = None
+    difference: float = 0.0
+    cause: str = ""
+    error: str = ""
+    seconds: float = 0.0
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing was found."""
+        return not self.cause
+
+
+def check(
+    function: str,
+    *,
+    pool: CasePool,
+    flags: Sequence[bool] = (True, False),
+    uses: Sequence[str] = ("advantages",),
+    seconds: float = 20.0,
+    num_random: int = 0,
+    seed: int = 0,
+    progress: Callable[[Row], None] = lambda row: None,
+) -> Report:
+    """Look for a case that differs from one process.
+
+    Args:
+        function: `module:function`.
+        pool: started.
+        flags: values of calculate_per_token_loss that the function supports.
+        uses: inputs that must have an influence on the gradient, of INPUTS.
+        seconds: in which random cases begin, counted from the start; the named cases are tried however long they take.
+        num_random: random cases that are tried even when `seconds` are over.
+        seed: of the random cases.
+        progress: called with each row.
+
+    Raises:
+        AlgorithmError: `uses` names no input, or the function cannot be imported.
+    """
+    unknown = [name for name in uses if name not in INPUTS]
+    if unknown:
+        raise AlgorithmError(f"uses: got {', '.join(unknown)}, allowed are {', '.join(INPUTS)}")
+    started, report = time.monotonic(), Report(function)
+    oracle = _Oracle(function, pool)
+    failed: list[Case] = []
+    for flag in flags:
+        report.cause, report.error = _without_layout(oracle, flag, uses)
+        if report.cause:
+            report.seconds = time.monotonic() - started
+            return report
+        for name, case in axes(per_token=flag):
+            row = Row(name, flag, oracle.difference(case))
+            report.rows.append(row)
+            progress(row)
+            failed += [] if row.exact else [case]
+    number = 0
+    while not failed and (number < num_random or time.monotonic() - started < seconds):
+        flag = flags[number % len(flags)]
+        case = random_case(seed + number, per_token=flag)
+        row = Row(f"random case {seed + number}", flag, oracle.difference(case))
+        report.rows.append(row)
+        progress(row)
+        failed += [] if row.exact else [case]
+        number += 1
+    if failed:
+        _explain(report, oracle, failed)
+    report.seconds = time.monotonic() - started
+    return report
+
+
+def _without_layout(oracle: _Oracle, flag: bool, uses: Sequence[str]) -> tuple[str, str]:
+    """Return (cause, error) of what is wrong on one process already: no gradient, or an input without influence."""
+    plain = base(per_token=flag)
+    outcome = oracle.run(plain)
+    if outcome.error:
+        return "the function fails on one process with one micro-batch", outcome.error
+    if not any(bool(g.any()) for g in outcome.gradients.values()):
+        return "the loss has no gradient: it is detached, masked wholly, or its inputs never reach it", ""
+    for name in uses:
+        changed = oracle.run(replace(plain, changed=name))
+        if not changed.error and difference(changed, outcome) <= TOLERANCE:
+            return f"{name} have no influence on the gradient: they never reach the loss, which is silently inert", ""
+    return "", ""
+
+
+class _Oracle:
+    """Runs cases beside their references, which are kept."""
+
+    def __init__(self, function: str, pool: CasePool) -> None:
+        self._function, self._pool = function, pool
+        self._references: dict[Case, Outcome] = {}
+        self.last_error = ""
+
+    def run(self, case: Case) -> Outcome:
+        outcome = self._pool.run(case, self._function)
+        self.last_error = outcome.error or self.last_error
+        return outcome
+
+    def reference(self, case: Case) -> Outcome:
+        plain = case.reference()
+        if plain not in self._references:
+            self._references[plain] = self.run(plain)
+        return self._references[plain]
+
+    def difference(self, case: Case) -> float:
+        return difference(self.run(case), self.reference(case))
+
+
+def difference(found: Outcome, wanted: Outcome) -> float:
+    """Return the largest difference of any gradient, relative to the largest reference gradient; inf after an error."""
+    if found.error or wanted.error:
+        return 0.0 if found.error and wanted.error else math.inf
+    worst = 0.0
+    for name, want in wanted.gradients.items():
+        gap = float((found.gradients[name] - want).abs().max())
+        size = float(want.abs().max())
+        worst = max(worst, math.inf if math.isnan(gap) else gap / size if size else gap)
+    return worst
+
+
+def _explain(report: Report, oracle: _Oracle, failed: Sequence[Case]) -> None:
+    """Make the first case that fails again as small as it gets, and name its cause."""
+    again = next((case for case in failed if oracle.difference(case) > TOLERANCE), failed[0])
+    case = _shrunk(oracle, again)
+    found, wanted = oracle.run(case), oracle.reference(case)
+    report.case, report.difference, report.error = case, difference(found, wanted), found.error
+    if found.error:
+        report.cause = "the function fails in this layout: see the error"
+        return
+    if report.difference <= TOLERANCE:
+        report.error = oracle.last_error
+        report.cause = (
+            "the same case failed and then did not: it depends on something that is not in its inputs, such as state "
+            "kept from call to call or random numbers" + ("; see the error of the first time" if report.error else "")
+        )
+        return
+    finite = all(bool(g.isfinite().all()) for g in found.gradients.values())
+    report.cause = likely_cause(case, constant_ratio(found.gradients, wanted.gradients), finite=finite)
+
+
+def _shrunk(oracle: _Oracle, case: Case) -> Case:
+    runs, smaller = 0, True
+    while smaller:
+        smaller = False
+        for candidate in simpler(case):
+            runs += 1
+            if runs > MOST_SHRINKING:
+                return case
+            if oracle.difference(candidate) > TOLERANCE:
+                case, smaller = candidate, True
+                break
+    return case

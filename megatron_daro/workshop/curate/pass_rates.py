@@ -1,0 +1,235 @@
+"""Pass rates of the kept rows: the problems that are asked, what came back, and which rows stay for it.
+
+Rows that are left -> a file of problems -> (workshop/curate/pass_rates.py asks a model) -> right
+answers of each -> Decisions and the pass-rate fields of the curated set. Asks nobody itself.
+
+Pass rates by asking a model: K answers to each problem of a file, kept as they come.
+
+Curate/sampled.py writes the problems; this asks them as an evaluation does (measuring.py) and
+counts the right answers. A killed measurement goes on with the same command.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_daro.config import Config, detect, resolve_tree
+from megatron_daro.data import formats
+from megatron_daro.errors import ConfigError
+from megatron_daro.rollout.protocol import Notices
+from megatron_daro.runtime.inputs import weights_digest
+from megatron_daro.runtime.run_directory import owned
+from megatron_daro.types import Prompt
+from megatron_daro.workshop.curate.decisions import Decisions
+from megatron_daro.workshop.curate.rows import Row
+from megatron_daro.workshop.evaluate import answers, measuring
+from megatron_daro.workshop.evaluate.measuring import MeasuredModel
+
+Key = tuple[str, str, tuple[str, ...]]
+"""What tells two kept problems apart, also after they were read from a file: text, chat, golds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How the answers were made. model: its name; weights: a digest of its weights; sampling: template, temperature,
+    top_p, lengths, verifier, as plain values."""
+
+    samples: int
+    model: str
+    weights: str
+    sampling: Mapping[str, Any]
+
+
+def key_of(prompt: Prompt) -> Key:
+    """Return what a problem is found by."""
+    messages = "" if prompt.messages is None else json.dumps([dict(message) for message in prompt.messages])
+    return prompt.text or "", messages, prompt.answers
+
+
+def write_problems(path: Path, rows: Sequence[Row], decisions: Decisions) -> int:
+    """Write the rows that are left as a file of problems; the same rows give the same bytes. Returns how many."""
+    kept = decisions.kept()
+    lines = []
+    for index in kept:
+        prompt = rows[index].prompt
+        problem: object = prompt.text if prompt.messages is None else [dict(message) for message in prompt.messages]
+        name = "problem" if prompt.messages is None else "messages"
+        lines.append(json.dumps({name: problem, "answer": list(prompt.answers)}, ensure_ascii=False) + "\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(lines), encoding="utf-8")
+    return len(kept)
+
+
+def apply(
+    rows: Sequence[Row],
+    decisions: Decisions,
+    found: Iterable[tuple[Prompt, int]],
+    asked: Asked,
+    keep: tuple[float, float] | None = None,
+) -> dict[int, dict[str, Any]]:
+    """Give each row its pass rate; drop those without one, and those outside the range.
+
+    Args:
+        rows: every row that was read. decisions: what was dropped so far; written to.
+        found: the problems that were answered, as read from the file, with their right answers of `asked.samples`.
+        asked: how.
+        keep: lowest and highest pass rate that stays, both included; None: all stay.
+
+    Returns:
+        Row -> the pass-rate fields of the curated set.
+    """
+    right = {key_of(prompt): correct for prompt, correct in found}
+    sampling = json.dumps(dict(asked.sampling), sort_keys=True)
+    fields: dict[int, dict[str, Any]] = {}
+    for index in decisions.kept():
+        correct = right.get(key_of(rows[index].prompt))
+        if correct is None:
+            decisions.drop(index, "unsampled", "the prompt is too long, or does not fit the template")
+            continue
+        rate = correct / asked.samples
+        if keep is not None and not keep[0] <= rate <= keep[1]:
+            decisions.drop(index, "pass_rate", f"{correct} of {asked.samples} answers were right")
+            continue
+        fields[index] = {
+            formats.FIELD: rate,
+            formats.SAMPLES: asked.samples,
+            formats.MODEL: asked.model,
+            formats.WEIGHTS: asked.weights,
+            "pass_rate_sampling": sampling,
+        }
+    return fields
+
+
+def summary_of(found: Iterable[tuple[Prompt, int]], asked: Asked) -> dict[str, Any]:
+    """Return the statistics of all that were asked, also of those that are dropped for their pass rate."""
+    counts = [0] * (asked.samples + 1)
+    for _, correct in found:
+        counts[correct] += 1
+    total = sum(counts)
+    return {
+        "model": asked.model,
+        "weights": asked.weights,
+        "samples": asked.samples,
+        "sampling": dict(asked.sampling),
+        "problems": total,
+        "mean": sum(k * count for k, count in enumerate(counts)) / (asked.samples * total) if total else None,
+        "problems_by_right_answers": {f"{k}/{asked.samples}": count for k, count in enumerate(counts)},
+    }
+
+
+def read_range(text: str) -> tuple[float, float] | None:
+    """Return the range that `LOW:HIGH` says; None for an empty text. Raises ConfigError for another form."""
+    if not text:
+        return None
+    low, colon, high = text.partition(":")
+    try:
+        found = float(low or 0), float(high or 1)
+    except ValueError:
+        found = (1.0, 0.0)
+    if not colon or not 0 <= found[0] <= found[1] <= 1:
+        raise ConfigError(
+            f"--pass-rate: got {text!r}; allowed: LOW:HIGH, both from 0 to 1; fix: --pass-rate 0.1:0.9, or 0.05: for "
+            "all that were solved once in twenty"
+        )
+    return found
+
+
+_SERVED_AS_LOADED = ("default", "")
+_LONGEST_PROMPT = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How each problem is asked. template: a name of data/template.py, or "data". overrides: A.B=C, as in
+    training."""
+
+    samples: int
+    temperature: float
+    top_p: float
+    template: str
+    verifier: str
+    overrides: tuple[str, ...] = ()
+
+
+def model_of(hf: Path | None, urls: Sequence[str]) -> MeasuredModel:
+    """Return the model of a Hugging Face directory, or of servers that run. Raises ConfigError, EngineError."""
+    return measuring.of_directory(hf) if hf else measuring.of_servers(urls, None)
+
+
+def configuration(model: MeasuredModel, problems: Path, out: Path, sampling: Sampling) -> Config:
+    """Return the configuration of the measurement. Raises ConfigError for overrides that are none.
+
+    Args:
+        model: who answers. problems: the file. out: where answers go. sampling: how it is asked.
+    """
+    one = {
+        "name": "curate",
+        "path": str(problems),
+        "rollouts_per_prompt": sampling.samples,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "template": sampling.template,
+        "drop_unusable": True,
+    }
+    tree = {
+        "model": {"path": str(model.path)},
+        "data": {"train": [str(problems)], "eval": [one], "max_prompt_tokens": _LONGEST_PROMPT},
+        "engine": {
+            "kind": "sglang" if model.urls or detect().kind == "gpu" else "embedded",
+            "sglang": {"urls": list(model.urls)},
+        },
+        "actor": {"precision": model.dtype},
+        "reward": {"verifier": sampling.verifier},
+        "trainer": {"run_dir": str(out)},
+    }
+    return resolve_tree(tree, sampling.overrides, source="curate")
+
+
+def measure_pass_rates(
+    config: Config, model: MeasuredModel, notices: Notices
+) -> tuple[list[tuple[Prompt, int]], Asked]:
+    """Ask for what is missing, and count.
+
+    Args:
+        config: of `configuration`. model: who answers. notices: told how far it is.
+
+    Returns:
+        Every problem that was asked with its right answers; and how it was asked.
+
+    Raises:
+        DaroError: a directory with answers to other problems, an engine that failed. What was answered is kept.
+    """
+    plan = measuring.Plan(config, model.weights, ())
+    with owned(plan.out, resume=True):
+        _, questions = measuring.ask_all(plan, notices)
+        right: Counter[int] = Counter()
+        wanted = {question.group_id: question.samples for question in questions}
+        for row in answers.rows(plan.out, ("correct",)):
+            if row["index"] < wanted.get(row["group_id"], 0):
+                right[row["group_id"]] += bool(row["correct"])
+    return [(question.prompt, right[question.group_id]) for question in questions], _asked(config, model)
+
+
+def _asked(config: Config, model: MeasuredModel) -> Asked:
+    (one,) = config.data.eval
+    served: Mapping[str, Any] = model.weights.get("served", {})
+    as_loaded = served.get("weight_version", "") in _SERVED_AS_LOADED
+    return Asked(
+        samples=one.rollouts_per_prompt,
+        model=model.path.resolve().name,
+        weights=weights_digest(model.path) if as_loaded else "",
+        sampling={
+            "template": one.template,
+            "temperature": one.temperature,
+            "top_p": one.top_p,
+            "max_response_tokens": config.rollout.max_response_tokens,
+            "verifier": config.reward.verifier,
+            "strict": config.reward.strict,
+            "seed": config.engine.seed,
+        },
+    )

@@ -1,0 +1,117 @@
+"""Rows: every row of every file, usable or not, each with the place it came from.
+
+Files -> Row -> the stages of offline. What can be read is what training reads (data/): the
+same containers, layouts and field names. A row that cannot be used stays in the list, with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_daro.data.formats import DataFormat, RowProblem, WrittenNumber, field_names, parse_row, read_rows
+from megatron_daro.data.prompts import prompt_of
+from megatron_daro.errors import DataError
+from megatron_daro.types import Prompt
+from megatron_daro.workshop.curate.statements import Statement, shared_lines, statement_of, without_lines
+
+_FIELDS_SHOWN = 20
+_NO_PROMPT = Prompt(id="", answer="", source="")
+_NO_STATEMENT = Statement(())
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a file. `unusable` says why there is no problem in it; then `prompt` and `statement` are empty.
+
+    place: "file:row", the row as data/ counts them. kept: fields of the file that go on as they are, as JSON text.
+    """
+
+    place: str
+    prompt: Prompt = _NO_PROMPT
+    statement: Statement = _NO_STATEMENT
+    unusable: str = ""
+    kept: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """How the files are read: as `load_problems` has it; `keep`: names of further fields to carry along."""
+
+    data_format: DataFormat = "auto"
+    problem: str | None = None
+    answer: str | None = None
+    keep: tuple[str, ...] = ()
+
+
+def read_all(paths: Sequence[Path], fields: Fields) -> tuple[list[Row], dict[str, list[str]]]:
+    """Read every row of every file, in order.
+
+    Returns:
+        The rows; and for each file the lines shared by its problems, which are no part of them.
+
+    Raises:
+        DataError: no file, a file that cannot be read or holds no usable row, or two files of the same path.
+    """
+    if not paths:
+        raise DataError("DATA: no file given; give at least one file of problems")
+    repeated = sorted({str(p) for p in paths if [q.resolve() for q in paths].count(p.resolve()) > 1})
+    if repeated:
+        raise DataError(f"DATA: {', '.join(repeated)} is given twice; give each file once")
+    rows: list[Row] = []
+    shared: dict[str, list[str]] = {}
+    names = _names(paths)
+    for path in paths:
+        found, lines = _read(path, names[path], fields)
+        rows += found
+        if lines:
+            shared[names[path]] = sorted(lines)
+    return rows, shared
+
+
+def _names(paths: Sequence[Path]) -> dict[Path, str]:
+    """Return the shortest ends of the paths that tell the files apart."""
+    depth = 1
+    while True:
+        names = {path: "/".join(path.resolve().parts[-depth:]) for path in paths}
+        if len(set(names.values())) == len(paths):
+            return names
+        depth += 1
+
+
+def _read(path: Path, name: str, fields: Fields) -> tuple[list[Row], frozenset[str]]:
+    rows: list[Row] = []
+    names: list[str] = []
+    for number, raw in read_rows(path, fields.data_format):
+        names = names or field_names(raw)[:_FIELDS_SHOWN]
+        parsed = parse_row(raw, fields.data_format, fields.problem, fields.answer)
+        place = f"{name}:{number}"
+        if isinstance(parsed, RowProblem):
+            rows.append(Row(place, unusable=parsed.reason))
+        else:
+            rows.append(Row(place, prompt_of(parsed, path.stem), kept=_kept(raw, fields.keep)))
+    usable = [row for row in rows if not row.unusable]
+    if not usable:
+        reasons = ", ".join(sorted({row.unusable for row in rows})) or "the file has no rows"
+        hint = f"; the fields are {', '.join(names)}: name two with --problem-field and --answer-field" if names else ""
+        raise DataError(f"{path}: no usable row among {len(rows)}: {reasons}{hint}")
+    lines = shared_lines([row.prompt.statement for row in usable])
+    return [_with_statement(row, lines) for row in rows], lines
+
+
+def _with_statement(row: Row, lines: frozenset[str]) -> Row:
+    if row.unusable:
+        return row
+    return Row(row.place, row.prompt, statement_of(without_lines(row.prompt.statement, lines)), "", row.kept)
+
+
+def _kept(raw: object, names: Sequence[str]) -> dict[str, str]:
+    if not isinstance(raw, Mapping):
+        return {}
+    return {name: json.dumps(raw.get(name), ensure_ascii=False, default=_plain_value) for name in names}
+
+
+def _plain_value(value: object) -> str:
+    return value.text if isinstance(value, WrittenNumber) else str(value)

@@ -1,0 +1,137 @@
+"""What a recorded run teaches the planner: lengths of its answers, and how far off the assumed constants were.
+
+RUN/config.yaml, RUN/metrics.jsonl, RUN/rollouts -> History -> Workload and Constants of the
+search. The model of times stays; what is fitted is one factor for each phase (training, generation) and two times that
+nothing hides (sync, everything else), as medians over the steps. Reads only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from megatron_daro.config import Config, resolve
+from megatron_daro.config.model_shape import ModelShape
+from megatron_daro.errors import ConfigError
+from megatron_daro.observe import read_metrics
+from megatron_daro.workshop.plan.gpus import Gpu
+from megatron_daro.workshop.plan.layout import ModelLayout
+from megatron_daro.workshop.plan.times import Constants, TrainTimes, generation_s, sync_s, train_times
+from megatron_daro.workshop.plan.workload import Workload, recorded_quantiles, workload_of
+
+WARM_UP_STEPS = 1
+"""Steps at the start that are left out: what they do first is no example of later ones."""
+MOST_FILES = 50
+"""Rollout files whose lengths are read, evenly over the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """A run: its configuration, lengths of its answers and prompts in tokens, medians of its phases in seconds."""
+
+    config: Config
+    lengths: np.ndarray
+    mean_prompt: float
+    rollout: float
+    train: float
+    logprob: float
+    sync: float
+    step: float
+    steps: int
+
+    @property
+    def unhidden(self) -> float:
+        """Seconds of a step beside the phases of the model."""
+        train = self.train + self.logprob
+        both = self.rollout + train if self.config.rollout.max_staleness == 0 else max(self.rollout, train)
+        return max(self.step - both - self.sync, 0.0)
+
+    def workload(self, config: Config, shape: ModelShape) -> Workload:
+        """Return what a step of `config` asks for, with answers as long as this run's (cut at its own limit)."""
+        lengths = np.minimum(self.lengths, config.rollout.max_response_tokens)
+        return workload_of(config, shape, mean_prompt=self.mean_prompt, response_Q=recorded_quantiles(lengths))
+
+
+def read_history(run: Path) -> History:
+    """Read a run directory.
+
+    Raises:
+        ConfigError: it has no configuration, fewer than two steps with times, or no recorded rollouts.
+    """
+    config = resolve(run / "config.yaml")
+    rows = [row for row in read_metrics(run) if "timing/step_s" in row and (row["step"] or 0) > 0][WARM_UP_STEPS:]
+    files = sorted((run / "rollouts").glob("step_*.parquet"))
+    if not rows or not files:
+        raise ConfigError(
+            f"--from: got {str(run)!r} with {len(rows)} steps after the first and {len(files)} files of rollouts; "
+            "allowed: a run of at least two steps with observe.save_rollouts on; fix: name another run"
+        )
+    lengths, prompts = _lengths(files[:: max(1, len(files) // MOST_FILES)])
+
+    def median(key: str) -> float:
+        return float(np.median([row.get(key) or 0.0 for row in rows]))
+
+    return History(
+        config=config,
+        lengths=lengths,
+        mean_prompt=prompts,
+        rollout=median("timing/rollout_s"),
+        train=median("timing/train_s"),
+        logprob=median("timing/logprob_s"),
+        sync=median("timing/sync_s"),
+        step=median("timing/step_s"),
+        steps=len(rows),
+    )
+
+
+def _lengths(files: Iterable[Path]) -> tuple[np.ndarray, float]:
+    """Return the lengths of all answers, trained or not, and the mean length of a prompt."""
+    answers, prompts = [], []
+    for file in files:
+        table = pq.read_table(file, columns=["length", "prompt_tokens"])
+        length = table.column("length").to_numpy(zero_copy_only=False).astype(np.float64)
+        answers.append(length[np.isfinite(length)])
+        prompts += [len(tokens) for tokens in table.column("prompt_tokens").to_pylist() if tokens is not None]
+    return np.concatenate(answers), float(np.mean(prompts))
+
+
+def fitted(history: History, shape: ModelShape, gpu: Gpu, assumed: Constants | None = None) -> Constants:
+    """Return constants with which the model gives the run's own phases.
+
+    Args:
+        history: a run. shape: of its model. gpu: that it ran on; another one only moves the factors.
+        assumed: the constants to start from.
+    """
+    known = assumed or Constants()
+    workload = history.workload(history.config, shape)
+    times, generation = _phases(history.config, workload, gpu, known)
+    return replace(
+        known,
+        training_factor=known.training_factor * (history.train + history.logprob) / times.total,
+        generation_factor=known.generation_factor * history.rollout / generation,
+        sync_factor=known.sync_factor
+        * history.sync
+        / sync_s(workload, ModelLayout.of(history.config.actor), gpu, known),
+        fixed_s=history.unhidden,
+    )
+
+
+def predicted_step(history: History, config: Config, shape: ModelShape, gpu: Gpu, constants: Constants) -> float:
+    """Return the seconds of a step of `config` in its own layout, with answers as long as the run's."""
+    times, generation = _phases(config, history.workload(config, shape), gpu, constants)
+    both = times.total + generation if config.rollout.max_staleness == 0 else max(times.total, generation)
+    sync = sync_s(history.workload(config, shape), ModelLayout.of(config.actor), gpu, constants)
+    return both + sync + constants.fixed_s
+
+
+def _phases(config: Config, workload: Workload, gpu: Gpu, constants: Constants) -> tuple[TrainTimes, float]:
+    """Return what the model finds for training and for generation of a configuration in its own layout."""
+    actor, engine = config.actor, config.engine
+    tensor = engine.sglang.tensor_parallel if engine.kind == "sglang" else 1
+    replicas = len(engine.sglang.urls) or engine.replicas
+    times = train_times(workload, ModelLayout.of(actor), actor.data_parallel, gpu, constants)
+    return times, generation_s(workload, tensor, replicas, gpu, constants)

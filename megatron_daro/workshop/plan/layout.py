@@ -1,0 +1,135 @@
+"""The layouts that can be asked for: parallel sizes, recomputation and token budget of the trainers, size of a server.
+
+Shape and GPU -> candidates -> memory.py, times.py. The rules are those of the configuration's
+checks: what the trainer would refuse is not proposed. Refused ones are returned with the rule that they break.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from megatron_daro.config.actor import ActorSection
+from megatron_daro.config.model_shape import ModelShape
+from megatron_daro.data.schedule import interleaved_group
+from megatron_daro.workshop.plan.gpus import Gpu
+from megatron_daro.workshop.plan.parameters import Cut
+from megatron_daro.workshop.plan.workload import Workload, least_budget
+
+CONTEXT_SIZES = (1, 2, 4, 8)
+MOST_PARTS = 8
+"""Virtual parts of a pipeline stage that are tried, at most."""
+BUDGETS = (1, 2, 4, 8)
+"""Token budgets that are tried, as multiples of the longest sample."""
+Recompute = Literal["none", "full"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLayout:
+    """How one replica of the policy lies on GPUs: TP, PP, CP, EP, VPP; recomputation; tokens of a micro-batch."""
+
+    tensor: int
+    pipeline: int
+    context: int
+    recompute: Recompute
+    micro_batch_tokens: int
+    expert: int = 1
+    virtual: int = 1
+
+    @classmethod
+    def of(cls, actor: ActorSection) -> ModelLayout:
+        """Return that of a configuration."""
+        return cls(
+            tensor=actor.tensor_parallel,
+            pipeline=actor.pipeline_parallel,
+            context=actor.context_parallel,
+            recompute=actor.recompute,
+            micro_batch_tokens=actor.micro_batch_tokens,
+            expert=actor.expert_parallel,
+            virtual=actor.virtual_pipeline_parallel,
+        )
+
+    @property
+    def cut(self) -> Cut:
+        """How the parameters are cut. Experts that are spread over ranks (EP) stay whole (ETP 1)."""
+        return Cut(self.tensor, self.pipeline, self.expert, self.tensor if self.expert == 1 else 1, self.virtual)
+
+    @property
+    def ranks(self) -> int:
+        """GPUs of one replica."""
+        return self.tensor * self.pipeline * self.context
+
+    def under_way(self, stage: int, micro_batches: int) -> int:
+        """Return how many forward passes of a part of a stage (0 .. PP - 1) wait for their backward pass, at most.
+
+        With one forward and one backward in turn, stage s holds PP - s micro-batches. The interleaved schedule takes
+        each part with a whole group before the next, and twice the distance to the last stage more.
+        """
+        after = self.pipeline - 1 - stage
+        if self.virtual == 1:
+            return min(after + 1, micro_batches)
+        count, group = interleaved_group(micro_batches, self.pipeline)
+        return min(2 * after + (self.virtual - 1) * group + 1, count * self.virtual)
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Tokens of a micro-batch that one context-parallel rank holds."""
+        return self.micro_batch_tokens // self.context
+
+
+def sizes(shape: ModelShape, gpu: Gpu, most: int) -> Iterator[tuple[int, int, int]]:
+    """Yield each (TP, PP, CP) that the model divides into, within a node's TP and at most `most` GPUs."""
+    columns = [shape.ffn] if shape.expert_layers < shape.layers else []
+    for tensor in _divisors_of_all(shape.heads, shape.kv_heads, *columns):
+        if tensor > gpu.gpus_per_node:
+            continue
+        for pipeline in _divisors_of_all(shape.layers):
+            for context in CONTEXT_SIZES:
+                if tensor * pipeline * context <= most:
+                    yield tensor, pipeline, context
+
+
+def model_layouts(workload: Workload, gpu: Gpu, most: int) -> Iterator[ModelLayout]:
+    """Yield every layout of one replica, with each recomputation and token budget; stages are in one part."""
+    for tensor, pipeline, context in sizes(workload.shape, gpu, most):
+        multiple = tensor * (2 * context if context > 1 else 1)
+        least = least_budget(workload, multiple)
+        for factor in BUDGETS:
+            for recompute in ("none", "full"):
+                for expert in expert_sizes(workload.shape, tensor):
+                    yield ModelLayout(tensor, pipeline, context, recompute, least * factor, expert)  # type: ignore[arg-type]
+
+
+def expert_sizes(shape: ModelShape, tensor: int) -> list[int]:
+    """Return the EP sizes that the trainer takes with this TP: with ETP 1 a divisor or a multiple of it."""
+    if shape.experts is None:
+        return [1]
+    number = shape.experts.number
+    spread = [n for n in (2, 4, 8, 16, 32, 64) if number % n == 0 and (n % tensor == 0 or tensor % n == 0)]
+    return ([1] if shape.experts.ffn % tensor == 0 else []) + spread
+
+
+def in_parts(shape: ModelShape, layout: ModelLayout) -> Iterator[ModelLayout]:
+    """Yield the layout with its stages in several virtual parts; each keeps more activations than with one part."""
+    layers = shape.layers // layout.pipeline
+    if layout.pipeline > 1:
+        yield from (replace(layout, virtual=n) for n in range(2, MOST_PARTS + 1) if layers % n == 0)
+
+
+def server_sizes(shape: ModelShape, gpu: Gpu, nodes: int | None = None) -> list[tuple[int, int]]:
+    """Return the tensor-parallel sizes of a server that divide the heads, each with the nodes that it is spread over:
+    powers of two within a node, and whole nodes, 2 or 4 of them.
+
+    Args:
+        nodes: that each server shall be spread over; None: any.
+    """
+    inside = [(size, 1) for size in (1, 2, 4, 8, 16) if size <= gpu.gpus_per_node]
+    every = inside + [(n * gpu.gpus_per_node, n) for n in (2, 4)]
+    if nodes is not None:
+        every = [(nodes * size, nodes) for size, _ in inside]
+    return [(size, n) for size, n in every if shape.heads % size == 0]
+
+
+def _divisors_of_all(*numbers: int) -> list[int]:
+    return [n for n in range(1, min(numbers) + 1) if all(number % n == 0 for number in numbers)]

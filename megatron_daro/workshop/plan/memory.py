@@ -1,0 +1,271 @@
+"""Memory of one GPU by part, in bytes: trainers and servers.
+
+Workload, ModelLayout, Gpu -> Memory -> search.py (fits or not, and why not). Weights, gradients
+and optimizer are exact counts; activations are the elements that each kind of layer keeps for the backward pass, fitted
+to the live bytes of real runs on a CPU (`tests/unit/plan`) for the local layers, and counted by hand for Transformer
+Engine's, which no machine of this project has run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from megatron_daro.workshop.plan import parameters
+from megatron_daro.workshop.plan.gpus import Gpu
+from megatron_daro.workshop.plan.layout import ModelLayout
+from megatron_daro.workshop.plan.workload import Workload
+
+RESERVE_BYTES = 2 * 2**30
+"""CUDA context and workspaces of cuBLAS and Transformer Engine in a GPU process: an assumption, not a measurement."""
+GROUP_BYTES = 0.25 * 2**30
+"""NCCL's buffers for each of a rank's process groups that reach over several ranks: an assumption."""
+FRAGMENTS = 0.1
+"""Share of activations and logits that the allocator cannot use, since lengths differ from batch to batch: assumed."""
+UNEVEN_EXPERTS = 0.5
+"""How many more tokens than the mean the experts of the fullest rank are given, in the worst micro-batch: assumed."""
+SERVER_RESERVE_BYTES = 4 * 2**30
+"""Context, groups, CUDA graphs and a prefill's activations of a server; what it keeps in the trainer's turn."""
+HEADROOM = 0.95
+"""Share of a GPU's memory that a layout may take."""
+TILE_COLUMNS = 32768
+"""Vocabulary columns of one tile of logits on a GPU (actor/logprobs.py); 2,048 on a CPU."""
+CPU_TILE_COLUMNS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one GPU by part."""
+
+    weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    logits: float = 0.0
+    buffers: float = 0.0
+    fp8: float = 0.0
+    margin: float = 0.0
+    kv_cache: float = 0.0
+    reserve: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, float]:
+        """Return the parts by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def largest(self) -> str:
+        """Name of the largest part."""
+        parts = self.parts()
+        return max(parts, key=parts.__getitem__)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerActivations:
+    """Elements that a layer keeps for each token, as multiples of hidden size h, query width q, key width k (with k
+    counted once, for keys and values together) and MLP width f; `query_norm`, `key_norm` come on top with QK norms.
+    copies: of h, for each expert that a token goes to, whose width then counts as f."""
+
+    hidden: float
+    query: float
+    key: float
+    ffn: float
+    query_norm: float
+    key_norm: float
+    copies: float
+
+
+LOCAL_FP32 = LayerActivations(6.2, 2.65, 2.9, 5.0, 2.1, 3.1, 3.0)
+LOCAL_BF16 = LayerActivations(8.2, 2.7, 2.8, 5.0, 3.1, 2.9, 3.0)
+# Transformer Engine, no dropout, flash attention: norm inputs and outputs (4 h), queries, keys, values and the output
+# of attention (2 q + 2 k), MLP's first product, and the input of its second (3 f); QK norms keep their inputs.
+ENGINE = LayerActivations(4.0, 2.0, 2.0, 3.0, 1.0, 1.0, 2.0)
+
+
+def layer_elements(workload: Workload, kinds: LayerActivations) -> float:
+    """Return the elements that one layer keeps for one token, over all tensor-parallel ranks together."""
+    shape = workload.shape
+    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    dense, mixed = shape.layers - shape.expert_layers, shape.expert_layers
+    mlp = dense * kinds.ffn * shape.ffn
+    if shape.experts:
+        # Each token is copied to its experts and their outputs are brought back; the router is small.
+        chosen = shape.experts.chosen * (kinds.copies * shape.hidden + kinds.ffn * shape.experts.ffn)
+        mlp += mixed * (chosen + 3 * shape.experts.number)
+    elements = kinds.hidden * shape.hidden + kinds.query * query + kinds.key * key + mlp / shape.layers
+    return elements + (kinds.query_norm * query + kinds.key_norm * key) * shape.qk_norm
+
+
+def widest_elements(workload: Workload) -> int:
+    """Return the elements that the widest product of a layer has for one token: gate and up of its MLP or experts."""
+    shape = workload.shape
+    return 2 * max(shape.ffn, shape.experts.chosen * shape.experts.ffn if shape.experts else 0)
+
+
+def activations(
+    workload: Workload, layout: ModelLayout, kinds: LayerActivations, *, stage: int = 0, micro_batches: int = 1
+) -> float:
+    """Return the bytes that the layers of a stage keep at most, over the micro-batches that are under way in it.
+
+    Args:
+        workload, layout: what runs.
+        kinds: of the layers.
+        stage: 0 .. PP - 1.
+        micro_batches: of a step and rank.
+    """
+    shape = workload.shape
+    under_way = layout.under_way(stage, micro_batches)
+    layers = shape.layers // (layout.pipeline * layout.virtual)
+    layer = layer_elements(workload, kinds) / layout.tensor
+    hidden = shape.hidden / layout.tensor
+    outside = hidden * ((stage == 0) + 2 * (stage == layout.pipeline - 1))  # embedding; final norm and its input
+    if layout.recompute == "full":
+        # One layer is computed again, and has gradients too. The last stage has its logits at another time, and larger.
+        gradient = widest_elements(workload) / layout.tensor if stage < layout.pipeline - 1 else 0
+        kept = under_way * (layers * hidden + outside / layout.virtual) + layer + gradient
+    else:
+        kept = under_way * (layers * layer + outside / layout.virtual)
+    return kept * layout.tokens_per_rank * workload.dtype_bytes
+
+
+def logits(workload: Workload, layout: ModelLayout, *, tile_columns: int = TILE_COLUMNS) -> float:
+    """Return the bytes of the last stage while log-probs are taken: tiles of logits, gathered hidden states and their
+    fp32 gradient, the gradient of the output layer."""
+    shape, tokens = workload.shape, layout.tokens_per_rank
+    rows = parameters.padded_vocabulary(shape.vocab, layout.tensor) // layout.tensor
+    chunk = min(workload.chunk_tokens, tokens)
+    tile = chunk * min(tile_columns, rows) * 4
+    hidden = tokens * shape.hidden * (2 * workload.dtype_bytes + 4)
+    weight = rows * shape.hidden * workload.dtype_bytes
+    accumulator = min(tile_columns, rows) * shape.hidden * 4 if workload.dtype_bytes == 2 else 0
+    return 2 * tile + hidden + weight + accumulator
+
+
+def static_bytes(
+    workload: Workload, cut: parameters.Cut, stage: int, shards: int, expert_shards: int = 1
+) -> tuple[float, float, float, int]:
+    """Return weights, gradients and optimizer of a rank in bytes, and its elements.
+
+    Args:
+        shards: ranks that share the optimizer's state, DP * CP. expert_shards: that of the experts.
+    """
+    shape, distributed = workload.shape, workload.distributed_optimizer
+    shared = shards if distributed else 0
+    buffer = parameters.buffer_elements(shape, cut, stage, shards=shared, expert_shards=expert_shards)
+    rest, experts = parameters.counts(shape, cut, stage)
+    elements = rest + experts
+    # fp32 moments; with bf16 also an fp32 copy of the weights. The parameters lie in a buffer of their own.
+    own = rest / shards + experts / expert_shards if distributed else elements
+    state = (8 if workload.dtype_bytes == 4 else 12) * own
+    return workload.dtype_bytes * buffer, 4 * buffer, state, elements
+
+
+def trainer_memory(
+    workload: Workload, layout: ModelLayout, *, shards: int, micro_batches: int, on_gpu: bool = True
+) -> Memory:
+    """Return the memory of the fullest rank: the first stage, which has most under way, or the last, with the logits.
+
+    Args:
+        workload, layout: what runs.
+        shards: DP * CP.
+        micro_batches: of a step and rank.
+        on_gpu: Transformer Engine's layers and a GPU process; else the local layers on a CPU.
+    """
+    stages = {0, min(1, layout.pipeline - 1), layout.pipeline - 1}
+    found = [_stage_memory(workload, layout, stage, shards, micro_batches, on_gpu) for stage in stages]
+    return max(found, key=lambda memory: memory.total)
+
+
+def _stage_memory(
+    workload: Workload, layout: ModelLayout, stage: int, shards: int, micro_batches: int, on_gpu: bool
+) -> Memory:
+    expert_shards = max(shards * layout.tensor // (layout.cut.expert * layout.cut.expert_tensor), 1)
+    weights, gradients, optimizer, elements = static_bytes(workload, layout.cut, stage, shards, expert_shards)
+    local = LOCAL_FP32 if workload.dtype_bytes == 4 else LOCAL_BF16
+    kept = activations(
+        workload, layout, ENGINE if on_gpu and workload.dtype_bytes == 2 else local, stage=stage,
+        micro_batches=micro_batches,
+    )  # fmt: skip
+    last = stage == layout.pipeline - 1
+    tiles = logits(workload, layout, tile_columns=TILE_COLUMNS if on_gpu else CPU_TILE_COLUMNS) if last else 0.0
+    hidden = layout.tokens_per_rank * workload.shape.hidden * workload.dtype_bytes
+    return Memory(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=kept,
+        logits=tiles,
+        # Hidden states gathered over TP, what the pipeline sends and receives, and a weight sync as far as it takes
+        # more than the activations, which are not there at that time.
+        buffers=2 * hidden * (layout.tensor > 1)
+        + 2 * hidden * (layout.pipeline > 1)
+        + max(sync_bytes(workload, layout.tensor) - kept - tiles, 0.0),
+        # Transformer Engine keeps an fp8 copy of each weight, and its transpose.
+        fp8=2.0 * elements if workload.fp8 else 0.0,
+        margin=FRAGMENTS * (kept + tiles) + _uneven_share(workload, layout) * kept if on_gpu else 0.0,
+        reserve=RESERVE_BYTES + GROUP_BYTES * _groups(layout, shards) if on_gpu else 0.0,
+    )
+
+
+def _uneven_share(workload: Workload, layout: ModelLayout) -> float:
+    """Share of the activations that the fullest rank holds beyond the mean; of recomputed layers one is there."""
+    if workload.shape.experts is None or layout.expert == 1:
+        return 0.0
+    dense = replace(workload, shape=replace(workload.shape, experts=None, ffn=0))
+    experts = 1 - layer_elements(dense, ENGINE) / layer_elements(workload, ENGINE)
+    return UNEVEN_EXPERTS * experts * (1.0 if layout.recompute == "none" else 0.3)
+
+
+def _groups(layout: ModelLayout, shards: int) -> int:
+    """Return how many process groups a rank is in: of all ranks, TP, PP, CP, the optimizer's shares, experts."""
+    return 1 + sum(size > 1 for size in (layout.tensor, layout.pipeline, layout.context, shards, layout.expert))
+
+
+def largest_tensor_bytes(workload: Workload) -> float:
+    """Return the bytes of the model's largest tensor under its Hugging Face name."""
+    shape = workload.shape
+    widest = max(shape.vocab, shape.heads * shape.head_dim, shape.ffn, shape.experts.ffn if shape.experts else 0)
+    return widest * shape.hidden * workload.dtype_bytes
+
+
+def sync_bytes(workload: Workload, tensor: int) -> float:
+    """Return what a sending rank holds in a weight sync: two buckets, and with tensor parallelism a tensor twice, in
+    the parts that were gathered and whole. One larger than a bucket is sent as it is (sync/buckets.py)."""
+    return 2 * workload.bucket_bytes + (2 * largest_tensor_bytes(workload) if tensor > 1 else 0.0)
+
+
+def kv_bytes_per_token(workload: Workload, tensor: int) -> float:
+    """Return the bytes of keys and values of one token on one GPU of a server."""
+    shape = workload.shape
+    heads = max(shape.kv_heads / tensor, 1)
+    return 2 * shape.layers * heads * shape.head_dim * (1 if workload.cache_fp8 else workload.dtype_bytes)
+
+
+def server_weight_bytes(workload: Workload) -> float:
+    """Return the bytes of a server's weights; with fp8 those of embedding and output layer stay as they are."""
+    shape = workload.shape
+    outside = shape.vocab * shape.hidden * (1 if shape.tie else 2)
+    inside = (shape.num_parameters - outside) * (1 if workload.servers_fp8 else workload.dtype_bytes)
+    return inside + outside * workload.dtype_bytes
+
+
+def server_memory(workload: Workload, gpu: Gpu, tensor: int) -> Memory:
+    """Return the memory of one GPU of a server of `tensor` GPUs; what is left after weights and reserve is KV cache.
+
+    It takes in a bucket, or a tensor that is larger than one. Where it shares the GPU with a rank, weights and cache
+    have a share of the GPU, and the rank's weights lie beside them at the end of an update.
+    """
+    weights = server_weight_bytes(workload) / tensor
+    bucket = max(workload.bucket_bytes, largest_tensor_bytes(workload))
+    room = gpu.memory_bytes - SERVER_RESERVE_BYTES - bucket
+    if workload.server_fraction is not None:
+        room = min(room, workload.server_fraction * gpu.memory_bytes)
+    return Memory(weights=weights, buffers=bucket, kv_cache=max(room - weights, 0.0), reserve=SERVER_RESERVE_BYTES)
+
+
+def room_of_trainer(workload: Workload, gpu: Gpu) -> float:
+    """Return the bytes that a rank may take: HEADROOM of the GPU, less what a server on it keeps in the rank's turn."""
+    return HEADROOM * gpu.memory_bytes - SERVER_RESERVE_BYTES * workload.colocated

@@ -1,0 +1,160 @@
+"""A plan for people and programs: tables, JSON, and the options that a choice puts into a recipe.
+
+Plan -> terminal, JSON, recipe. Computes nothing but unit conversions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from megatron_daro.workshop.plan.gpus import Gpu
+from megatron_daro.workshop.plan.memory import Memory
+from megatron_daro.workshop.plan.search import Choice, Plan
+from megatron_daro.workshop.plan.workload import Workload
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """What a run costs: batches of the run, and the price of a GPU-hour in any currency (None: not said)."""
+
+    batches: int
+    price: float | None = None
+
+
+def options_of(choice: Choice) -> dict[str, object]:
+    """Return the options of the configuration that make this choice."""
+    layout = choice.trainers.layout
+    experts = {"actor.expert_parallel": layout.expert, "actor.expert_tensor_parallel": 1}
+    return {
+        "actor.tensor_parallel": layout.tensor,
+        "actor.pipeline_parallel": layout.pipeline,
+        "actor.virtual_pipeline_parallel": layout.virtual,
+        "actor.context_parallel": layout.context,
+        "actor.data_parallel": choice.trainers.data,
+        "actor.sequence_parallel": layout.tensor > 1,
+        "actor.recompute": layout.recompute,
+        "actor.micro_batch_tokens": layout.micro_batch_tokens,
+        **(experts if layout.expert > 1 else {}),
+        "engine.kind": "sglang",
+        "engine.replicas": choice.servers.replicas,
+        "engine.sglang.tensor_parallel": choice.servers.tensor,
+        **({"engine.sglang.nodes": choice.servers.nodes} if choice.servers.nodes > 1 else {}),
+    }
+
+
+def as_record(plan: Plan, workload: Workload, gpu: Gpu, bill: Bill) -> dict[str, object]:
+    """Return the plan as plain values for JSON. Bytes, seconds, tokens."""
+    return {
+        "gpu": gpu.model_dump(),
+        "tokens_per_batch": workload.tokens,
+        "layouts": plan.looked_at,
+        "choices": [_choice_record(choice, workload, bill) for choice in plan.choices],
+        "refused": {
+            reason: {"layouts": count, "nearest": plan.refusals.nearest[reason][1]}
+            for reason, count in plan.refusals.counts.items()
+        },
+    }
+
+
+def _choice_record(choice: Choice, workload: Workload, bill: Bill) -> dict[str, object]:
+    times = choice.trainers.times
+    return {
+        "options": options_of(choice),
+        "gpus": {"train": choice.trainers.gpus, "generate": choice.servers.gpus},
+        "micro_batches": choice.trainers.micro_batches,
+        "trainer_memory": choice.trainers.memory.parts(),
+        "server_memory": choice.servers.memory.parts(),
+        "seconds": {
+            "step": choice.step,
+            "step_low": choice.step / choice.error,
+            "step_high": choice.step * choice.error,
+            "generation": choice.servers.generation,
+            **asdict(times),
+            "sync": choice.sync,
+            "turns": choice.turns,
+            "fixed": choice.fixed,
+        },
+        "tokens_per_s": workload.tokens / choice.step,
+        "tokens_per_s_per_gpu": workload.tokens / choice.step / choice.gpus,
+        "gpu_hours": _gpu_hours(choice, bill),
+        "cost": None if bill.price is None else _gpu_hours(choice, bill) * bill.price,
+    }
+
+
+def _gpu_hours(choice: Choice, bill: Bill) -> float:
+    return bill.batches * choice.step * choice.gpus / 3600
+
+
+def view(plan: Plan, workload: Workload, gpu: Gpu, bill: Bill) -> RenderableType:
+    """Return the tables: layouts and times, memory by part, and what is out."""
+    title = (
+        f"{workload.samples} answers a batch, mean {workload.mean_response:.0f} tokens (prompt "
+        f"{workload.mean_prompt:.0f}, longest sample {workload.longest}), staleness {workload.staleness}, {gpu.name}"
+    )
+    return Group(
+        _times_table(plan, workload, bill, title),
+        _error_line(plan),
+        _memory_table(plan, gpu),
+        *_refusal_lines(plan.refusals.counts, plan),
+    )
+
+
+def _times_table(plan: Plan, workload: Workload, bill: Bill, title: str) -> Table:
+    columns = ["", "TP PP VPP CP DP EP", "recompute", "tokens", "train", "servers", "step s", "generate", "log-probs"]
+    columns += ["train s", "of it bubble", "comm.", "sync", "tokens/s/GPU", "GPU-hours"]
+    table = Table(title=title, title_justify="left", title_style="")
+    for name in (*columns, *(["cost"] if bill.price is not None else [])):
+        table.add_column(name, justify="right")
+    for number, choice in enumerate(plan.choices, 1):
+        layout, times = choice.trainers.layout, choice.trainers.times
+        sizes = layout.tensor, layout.pipeline, layout.virtual, layout.context, choice.trainers.data, layout.expert
+        hours = _gpu_hours(choice, bill)
+        cells = [
+            str(number),
+            " ".join(map(str, sizes)),
+            layout.recompute,
+            str(layout.micro_batch_tokens),
+            f"{choice.trainers.gpus} GPUs",
+            f"{choice.servers.replicas} x {choice.servers.tensor}",
+            f"{choice.step:.0f} ({choice.step / choice.error:.0f} to {choice.step * choice.error:.0f})",
+            *(f"{s:.1f}" for s in (choice.servers.generation, times.logprobs, times.train)),
+            *(f"{s:.1f}" for s in (times.bubble, times.communication, choice.sync)),
+            f"{workload.tokens / choice.step / choice.gpus:.0f}",
+            f"{hours:.0f}",
+        ]
+        table.add_row(*cells, *([f"{hours * bill.price:.0f}"] if bill.price is not None else []))
+    return table
+
+
+def _error_line(plan: Plan) -> str:
+    first = plan.choices[0]
+    near = sum(choice.step <= first.step * first.error for choice in plan.choices) - 1
+    return (
+        f"step s: nine tenths of the steps that the times were learned from are within a factor of {first.error:g}; "
+        f"{near} of the other {len(plan.choices) - 1} choices are within it of the first"
+    )
+
+
+def _memory_table(plan: Plan, gpu: Gpu) -> Table:
+    names = list(Memory().parts())
+    table = Table(title=f"GiB of a GPU's {gpu.memory_bytes / GIB:.0f}", title_justify="left", title_style="")
+    for name in ("", "on", *(name.replace("_", " ") for name in names), "sum"):
+        table.add_column(name, justify="left" if name == "on" else "right")
+    for number, choice in enumerate(plan.choices, 1):
+        for place, memory in (("trainer", choice.trainers.memory), ("server", choice.servers.memory)):
+            parts = memory.parts()
+            cells = [f"{parts[name] / GIB:.1f}" if parts[name] else "" for name in names]
+            table.add_row(str(number) if place == "trainer" else "", place, *cells, f"{memory.total / GIB:.1f}")
+    return table
+
+
+def _refusal_lines(counts: Mapping[str, int], plan: Plan) -> Iterator[str]:
+    yield f"{plan.looked_at} layouts were looked at; out are:"
+    for reason, count in sorted(counts.items(), key=lambda item: -item[1]):
+        yield f"  {count}: {reason} (nearest: {plan.refusals.nearest[reason][1]})"

@@ -1,0 +1,398 @@
+"""Seconds of a step by part: generation, log-probs, training with its communication and pipeline bubble, weight sync.
+
+Workload, layout, Gpu, Constants -> StepTimes -> search.py. First principles with a few
+efficiencies: arithmetic against peak, bytes against bandwidth, kernels against the host that starts them. The
+efficiencies were learned from published numbers (benchmarks/plan_published.py); `--from RUN` puts a run's own factors
+on top.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from megatron_daro.config.model_shape import ModelShape
+from megatron_daro.data.schedule import CostModel, interleaved_group
+from megatron_daro.workshop.plan.gpus import Gpu
+from megatron_daro.workshop.plan.layout import ModelLayout
+from megatron_daro.workshop.plan.memory import (
+    ENGINE,
+    Memory,
+    kv_bytes_per_token,
+    layer_elements,
+    server_memory,
+    server_weight_bytes,
+)
+from megatron_daro.workshop.plan.parameters import active_parameters, counts
+from megatron_daro.workshop.plan.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """What the data sheets do not say. Shares are of the peak; times in seconds.
+
+    matrices, matrices_fp8: of the arithmetic in bf16 and fp8, in products of matrices. attention: of that in bf16.
+    prefill: the same of a server. decoding, expert_decoding: of its memory's bandwidth, the latter of reads of experts.
+    links, expert_links: of every link, in
+    collectives and in the exchange of tokens between experts.
+    passes, passes_fp8: times that an element which a layer keeps goes through the memory in a forward and a backward
+    pass, and how many more with fp8, which is scaled and turned over. hidden: share of collectives that a trainer
+    which overlaps them hides.
+    layer_s, expert_layer_s: the host's time to start a layer's kernels, forward and backward; of one with experts it
+    waits for the counts of tokens. fused: share of the latter that remains where routing and permutation are fused
+    kernels; schedule: how much longer it takes where exchanges overlap with computation.
+    decode_step_s, decode_layer_s: one step of a server beside its reads, and what each layer adds to it.
+    link_latency_s, network_latency_s: a reduction of few bytes between a server's GPUs, within and beyond the links.
+    imbalance: how much the slowest data-parallel rank exceeds the mean; routing: the fullest rank's experts.
+    max_running: answers of a server at once. fixed_s: a step's verification, recording and waits that nothing hides.
+    sync_links: share of a link that a weight sync reaches. sync_start_s: pausing and continuing the servers. tensor_s:
+    a whole tensor gathered and put into a bucket; call_s: sent by itself.
+    host_gb_s: between a GPU and its host, in 10^9 bytes a second.
+    training_factor, generation_factor, sync_factor: of all that the model finds for these phases; a recorded run sets
+    them.
+    step_error, expert_step_error: factors that nine tenths of the published steps of the learning half are within, of
+    dense models and of mixtures of experts; run_error: the largest error of benchmarks/plan_held_out.py.
+    """
+
+    matrices: float = 0.515
+    matrices_fp8: float = 0.494
+    attention: float = 0.518
+    passes: float = 7.39
+    passes_fp8: float = 3.39
+    prefill: float = 0.5
+    decoding: float = 0.748
+    expert_decoding: float = 0.494
+    links: float = 0.7
+    expert_links: float = 0.523
+    hidden: float = 0.95
+    layer_s: float = 5e-4
+    expert_layer_s: float = 0.0182
+    fused: float = 0.5
+    schedule: float = 0.763
+    decode_step_s: float = 3e-3
+    decode_layer_s: float = 0.000117
+    link_latency_s: float = 1e-5
+    network_latency_s: float = 3.4e-05
+    imbalance: float = 0.05
+    routing: float = 0.22
+    max_running: int = 1024
+    host_gb_s: float = 25.0
+    sync_links: float = 0.7
+    sync_start_s: float = 0.3
+    tensor_s: float = 2.5e-05
+    call_s: float = 0.0012
+    fixed_s: float = 3.8
+    training_factor: float = 1.0
+    generation_factor: float = 1.0
+    sync_factor: float = 1.0
+    step_error: float = 1.27
+    expert_step_error: float = 1.49
+    run_error: float = 1.2
+
+
+@dataclass(frozen=True, slots=True)
+class Practice:
+    """What a trainer's software does with a layout; the defaults are this package's.
+
+    graphs: how much of a layer the GPU starts by itself (CUDA graphs). fused: routing and permutation
+    of tokens are fused kernels. once: a token goes once to each node, and not
+    once to each of its experts there. overlaps, overlaps_experts: collectives of tensor and data parallelism, and the
+    exchange between experts, run beside computation. gathers: weights are gathered for each micro-batch (FSDP).
+    balanced: each expert is given equally many tokens, whatever the router says. gradient_bytes: of an element in the
+    reduction. logprobs_at_once: micro-batches that a pass without gradients takes as one. refills: servers start the
+    next batch's answers while the last ones of this batch run.
+    """
+
+    graphs: Literal["none", "partial", "full"] = "none"
+    fused: bool = False
+    once: bool = False
+    overlaps: bool = False
+    overlaps_experts: bool = False
+    gathers: bool = False
+    balanced: bool = False
+    gradient_bytes: int = 4
+    logprobs_at_once: int = 1
+    refills: bool = False
+
+
+OWN = Practice()
+
+
+@dataclass(frozen=True, slots=True)
+class TrainTimes:
+    """Seconds of the trainers on one batch: `compute` and `communication` of training, `bubble` of the pipeline,
+    `logprobs` of the passes beside it."""
+
+    compute: float
+    communication: float
+    bubble: float
+    logprobs: float
+
+    @property
+    def train(self) -> float:
+        """The optimizer steps."""
+        return self.compute + self.communication + self.bubble
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.train + self.logprobs
+
+
+def micro_batches_of(workload: Workload, layout: ModelLayout, data: int) -> int:
+    """Return the micro-batches of an update on one data-parallel rank; packing leaves a tenth of the budget empty where
+    lengths differ."""
+    tokens = workload.tokens / workload.updates / data
+    samples = workload.samples / workload.updates / data
+    even = workload.response_Q[0] == workload.response_Q[-1]
+    fill = (
+        (layout.micro_batch_tokens // workload.longest) * workload.longest if even else 0.9 * layout.micro_batch_tokens
+    )
+    return max(1, min(int(np.ceil(tokens / fill - 1e-9)), int(np.ceil(samples))))
+
+
+def train_times(
+    workload: Workload, layout: ModelLayout, data: int, gpu: Gpu, constants: Constants, practice: Practice = OWN
+) -> TrainTimes:
+    """Return what one batch costs on `data` replicas of this layout."""
+    num = micro_batches_of(workload, layout, data)
+    taken = num if layout.virtual == 1 else interleaved_group(num, layout.pipeline)[0]
+    tokens = workload.tokens / workload.updates / data / num / layout.context  # of a micro-batch on one rank
+    on_gpu, on_host = _stage_s(workload, layout, tokens, gpu, constants, practice)
+    again = 4 / 3 if layout.recompute == "full" else 1.0
+    traffic = _layer_traffic(workload, layout, tokens, gpu, constants, practice)
+    uneven = 1 + constants.imbalance * (not practice.balanced)
+    one = max(on_gpu * again * uneven, on_host * again)
+    compute = workload.updates * (taken * one + _optimizer_s(workload, layout, data, gpu, constants))
+    inner = workload.updates * taken * traffic
+    outer = workload.updates * _data_parallel_s(workload, layout, data, num, gpu, constants, practice)
+    idle = (layout.pipeline - 1) / (taken * layout.virtual)
+    bubble = workload.updates * taken * (one + traffic) * idle
+    forward = num * workload.updates * (max(on_gpu * uneven, on_host / practice.logprobs_at_once) + 0.4 * traffic) / 3
+    passes = workload.extra_passes * forward * (1 + idle)
+    factor = constants.training_factor
+    return TrainTimes(factor * compute, factor * (inner + outer), factor * bubble, factor * passes)
+
+
+def _stage_s(
+    workload: Workload, layout: ModelLayout, tokens: float, gpu: Gpu, constants: Constants, practice: Practice
+) -> tuple[float, float]:
+    """Seconds of the slowest stage with one micro-batch, forward and backward: of the GPU's work, and of the host that
+    starts it."""
+    shape = workload.shape
+    share = tokens / layout.tensor
+    wide = constants.routing * (not practice.balanced) if shape.experts else 0.0
+    bf16 = gpu.bf16_tflops * 1e12 * gpu.sustained
+    rate = gpu.fp8_tflops * 1e12 * gpu.sustained * constants.matrices_fp8 if workload.fp8 else bf16 * constants.matrices
+    output = shape.vocab * shape.hidden
+    products = 6 * share * (active_parameters(shape) - output) / rate
+    length = float((workload.lengths_Q**2).mean() / workload.lengths_Q.mean())
+    scores = CostModel.of_model(shape).quadratic * length * share / (bf16 * constants.attention)
+    passes = constants.passes + constants.passes_fp8 * workload.fp8
+    moved = passes * layer_elements(workload, ENGINE) * workload.dtype_bytes * shape.layers
+    memory = moved * share / (gpu.memory_gb_s * 1e9)
+    layers = (products + memory) * (1 + wide) + scores
+    last = 6 * share * output / (bf16 * constants.matrices)
+    stages = layout.pipeline * layout.virtual
+    # Where layers do not divide, the stages are cut so that the output layer counts as one.
+    slowest = layers / layout.pipeline + last if shape.layers % stages == 0 else (layers + last) / layout.pipeline
+    mixed = shape.expert_layers / layout.pipeline
+    started = {"none": 1.0, "partial": 0.5, "full": 0.0}[practice.graphs]
+    mixed *= constants.fused if practice.fused else 1.0
+    host = mixed * constants.expert_layer_s + (shape.layers - shape.expert_layers) / layout.pipeline * constants.layer_s
+    if practice.overlaps_experts:
+        host *= 1 + constants.schedule
+    return slowest, started * host
+
+
+def _optimizer_s(workload: Workload, layout: ModelLayout, data: int, gpu: Gpu, constants: Constants) -> float:
+    """Seconds of the update itself: gradients, moments and weights go through the memory once each way."""
+    rest, experts = counts(workload.shape, layout.cut, 0)
+    own = rest / (data * layout.context) + experts / _expert_shards(layout, data)
+    return 28 * own / (gpu.memory_gb_s * 1e9 * constants.decoding)
+
+
+def _expert_shards(layout: ModelLayout, data: int) -> int:
+    return max(data * layout.context * layout.tensor // (layout.cut.expert * layout.cut.expert_tensor), 1)
+
+
+def _layer_traffic(
+    workload: Workload, layout: ModelLayout, tokens: float, gpu: Gpu, constants: Constants, practice: Practice
+) -> float:
+    """Seconds of one micro-batch in a stage's collectives: TP with sequence parallelism, CP, experts, next stages."""
+    shape, layers = workload.shape, workload.shape.layers / layout.pipeline
+    links, network = (1e9 * constants.links * rate for rate in (gpu.link_gb_s, gpu.network_gb_s))
+    hidden = tokens * shape.hidden * workload.dtype_bytes
+    seen = 1 - constants.hidden * practice.overlaps
+    # Forward: two gathers and two scatters; backward: the same and two gathers again; recomputation: the forward's.
+    collectives = 10 + 4 * (layout.recompute == "full")
+    seconds = seen * layers * collectives * hidden * (layout.tensor - 1) / layout.tensor / links
+    if layout.context > 1:
+        keys = 2 * tokens * shape.kv_heads * shape.head_dim / layout.tensor * workload.dtype_bytes
+        path = links if layout.tensor * layout.context <= gpu.linked else network
+        seconds += seen * layers * 3 * keys * (layout.context - 1) / path
+    if layout.expert > 1 and shape.experts:
+        seen_experts = 1 - constants.hidden * practice.overlaps_experts
+        each = _exchange_s(workload, layout, hidden / layout.tensor, gpu, constants, practice)
+        seconds += seen_experts * layers * shape.expert_layers / shape.layers * each
+    if layout.pipeline > 1:
+        path = links if layout.ranks <= gpu.linked else network
+        seconds += 2 * layout.virtual * hidden / layout.tensor / path
+    return seconds
+
+
+def _exchange_s(
+    workload: Workload, layout: ModelLayout, hidden: float, gpu: Gpu, constants: Constants, practice: Practice
+) -> float:
+    """Seconds of a layer's exchange of `hidden` bytes of tokens with their experts and back, forward and backward."""
+    experts = workload.shape.experts
+    assert experts, "only asked of layers with experts"
+    uneven = 1 + constants.routing * (not practice.balanced)
+    times = 4 + 2 * (layout.recompute == "full")
+    domains = max(layout.expert / gpu.linked, 1.0)
+    outside = 1 - 1 / domains
+    inside = (layout.expert - 1) / layout.expert - outside
+    copies = experts.chosen
+    far = copies * outside
+    if practice.once and domains > 1:
+        far = (domains - 1) * (1 - (1 - 1 / domains) ** copies)
+    rate = 1e9 * constants.expert_links
+    return uneven * times * hidden * (far / (rate * gpu.network_gb_s) + copies * inside / (rate * gpu.link_gb_s))
+
+
+def _data_parallel_s(
+    workload: Workload, layout: ModelLayout, data: int, num: int, gpu: Gpu, constants: Constants, practice: Practice
+) -> float:
+    """Seconds of an update in the reduction of gradients and the gather of the new weights."""
+    rest, experts = counts(workload.shape, layout.cut, 0)
+    shards, expert_shards = data * layout.context, _expert_shards(layout, data)
+    width = layout.ranks // layout.pipeline * data
+    path = gpu.link_gb_s if width <= gpu.linked else gpu.network_gb_s
+    moved = rest * (shards - 1) / shards + experts * (expert_shards - 1) / expert_shards
+    each = practice.gradient_bytes + workload.dtype_bytes
+    if practice.gathers:
+        each = num * (practice.gradient_bytes + 2 * workload.dtype_bytes)
+    return (1 - constants.hidden * practice.overlaps) * moved * each / (1e9 * constants.links * path)
+
+
+def generation_s(
+    workload: Workload, tensor: int, servers: int, gpu: Gpu, constants: Constants, *, refills: bool = False
+) -> float:
+    """Return the seconds until `servers` servers of `tensor` GPUs have generated a batch.
+
+    Answers that run at once on a server end one after another in the order of their lengths; a step of decoding reads
+    the weights and the keys and values of those that still run. Where the cache or `max_running` holds fewer than are
+    asked for, the rest comes after them: waves of work at full width, and one tail. refills: there is no tail, since
+    answers of the next batch take the places of those that ended.
+    """
+    shape = workload.shape
+    memory = server_memory(workload, gpu, tensor)
+    kv_token = kv_bytes_per_token(workload, tensor)
+    each = max(workload.generated / servers, 1.0)
+    mean_context = workload.mean_prompt / 2 + workload.mean_response / 2
+    at_once = min(each, constants.max_running, memory.kv_cache / kv_token / max(mean_context, 1))
+    if at_once < 1:
+        return float("inf")
+    bandwidth = gpu.memory_gb_s * 1e9 * constants.decoding
+    # Starts of the segments between two lengths; in each, a fixed number still runs, with a mean context.
+    lengths = workload.response_Q
+    starts = np.concatenate(([0.0], lengths[:-1]))
+    steps = lengths - starts
+    running = at_once * (1 - np.arange(len(lengths)) / len(lengths))
+    context = workload.mean_prompt + (starts + lengths) / 2
+    rest, experts = _parameters_read(workload, running)
+    width = server_weight_bytes(workload) / shape.num_parameters
+    weights = (rest + experts * constants.decoding / constants.expert_decoding) * width / tensor / bandwidth
+    cache = running * context * kv_token / bandwidth
+    arithmetic = running * 2 * active_parameters(shape) / tensor / _server_rate(workload, gpu, constants)
+    talk = _decode_traffic(workload, running, tensor, gpu, constants)
+    own = constants.decode_step_s + shape.layers * constants.decode_layer_s
+    step = own + np.maximum(weights + cache, arithmetic) + talk
+    tail = 0.0 if refills else float((steps * step).sum())
+    waves = each / at_once - (not refills)
+    # Waves before the last: at full width all the time, so the mean answer counts and not the longest.
+    full = float(step[0]) * workload.mean_response * max(waves, 0.0)
+    prefill = _prefill_s(workload, tensor, servers, gpu, constants)
+    return constants.generation_factor * (tail + full + prefill)
+
+
+def _parameters_read(workload: Workload, running: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Parameters that a decoding step reads; in the second place those of the experts that some running answer has
+    chosen."""
+    shape = workload.shape
+    if shape.experts is None:
+        return np.full_like(running, shape.num_parameters), np.zeros_like(running)
+    one = shape.experts.chosen / shape.experts.number
+    experts = (shape.num_parameters - shape.num_active_parameters) / (1 - one)
+    missed = (1 - one) ** np.maximum(running, 1.0)
+    return np.full_like(running, shape.num_parameters - experts), experts * (1 - missed)
+
+
+def _decode_traffic(workload: Workload, running: np.ndarray, tensor: int, gpu: Gpu, constants: Constants) -> np.ndarray:
+    """Seconds of a decoding step in the reductions between a server's GPUs: two for each layer."""
+    if tensor == 1:
+        return np.zeros_like(running)
+    moved = running * workload.shape.hidden * workload.dtype_bytes * 2 * (tensor - 1) / tensor
+    far = tensor > gpu.linked
+    path = gpu.network_gb_s if far else gpu.link_gb_s
+    each = moved / (path * 1e9 * constants.links) + (constants.network_latency_s if far else constants.link_latency_s)
+    return 2 * workload.shape.layers * each
+
+
+def _prefill_s(workload: Workload, tensor: int, servers: int, gpu: Gpu, constants: Constants) -> float:
+    """Prompts, of which the answers of a group share one in the cache of prefixes."""
+    tokens = workload.generated / workload.prompts_shared * workload.mean_prompt
+    rate = _server_rate(workload, gpu, constants) * tensor * servers
+    return tokens * 2 * active_parameters(workload.shape) / rate
+
+
+def _server_rate(workload: Workload, gpu: Gpu, constants: Constants) -> float:
+    return 1e12 * constants.prefill * (gpu.fp8_tflops if workload.servers_fp8 else gpu.bf16_tflops)
+
+
+def turns_s(memory: Memory, constants: Constants) -> float:
+    """Return the seconds in which a rank's weights and optimizer state go to the host and come back."""
+    return 2 * (memory.weights + memory.optimizer) / (constants.host_gb_s * 1e9)
+
+
+def step_error(workload: Workload, constants: Constants) -> float:
+    """Return the factor that nine tenths of the published steps of the learning half are within; less where a run
+    has set the factors."""
+    if constants.generation_factor != 1.0 or constants.training_factor != 1.0:
+        return constants.run_error
+    return constants.expert_step_error if workload.shape.experts else constants.step_error
+
+
+def sync_s(
+    workload: Workload, layout: ModelLayout, gpu: Gpu, constants: Constants, *, near: bool = False, buckets: bool = True
+) -> float:
+    """Return the seconds to bring new weights to all servers.
+
+    The ranks of a stage gather its tensors whole, over TP and EP, and one of them sends. Every GPU of a server takes
+    in all tensors and keeps its own part, so that the stages together are no faster than its link.
+
+    Args:
+        workload, layout, gpu, constants: what runs.
+        near: servers are joined to the trainers by the fast links, or share their GPUs.
+        buckets: tensors are sent in buckets, each stage for itself; else one by one.
+    """
+    shape, link, network = workload.shape, gpu.link_gb_s * 1e9, gpu.network_gb_s * 1e9
+    rest, experts = _bytes_of(shape, workload.dtype_bytes)
+    number = shape.layers * 9 + (3 * shape.expert_layers * shape.experts.number if shape.experts else 0)
+    far = layout.expert > gpu.linked
+    gathered = rest * (layout.tensor - 1) / layout.tensor / link
+    gathered += experts * (layout.expert - 1) / layout.expert / (network if far else link)
+    sent = (rest + experts) / (link if near else network)
+    own = number / layout.pipeline * constants.tensor_s if buckets else number * (constants.tensor_s + constants.call_s)
+    seconds = (gathered / layout.pipeline + sent) / constants.sync_links + own
+    return constants.sync_factor * (constants.sync_start_s + seconds)
+
+
+def _bytes_of(shape: ModelShape, dtype_bytes: int) -> tuple[float, float]:
+    """Bytes of a model's weights: without its experts, and of these."""
+    experts = 0
+    if shape.experts:
+        experts = 3 * shape.hidden * shape.experts.ffn * shape.experts.number * shape.expert_layers
+    return dtype_bytes * (shape.num_parameters - experts), dtype_bytes * experts

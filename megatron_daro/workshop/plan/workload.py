@@ -1,0 +1,160 @@
+"""What a step of a recipe asks for: samples, lengths, passes. The planner's only view of a configuration.
+
+Config (and lengths that were assumed, or recorded) -> Workload -> memory.py, times.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+from megatron_daro.config import Config
+from megatron_daro.config.model_shape import ModelShape
+from megatron_daro.config.sections import GPU_BUCKET_MIB, SHARED_FRACTION
+from megatron_daro.errors import ConfigError
+
+NUM_QUANTILES = 256
+"""Points at which a distribution of lengths is looked at."""
+DEFAULT_SPREAD = 0.8
+"""Standard deviation of the logarithm of an answer's length: between those of short sums and of long proofs."""
+DEFAULT_SHARE = 0.3
+"""Mean answer as a share of the longest allowed one, where nobody says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One training batch. Lengths in tokens; response_Q are equally likely answer lengths, ascending.
+
+    samples: of a batch; generated: answers asked for, with oversampling; extra_passes: forward passes beside training
+    (old and reference log-probs); updates: optimizer steps of a batch. servers_fp8, cache_fp8: their weights, and keys
+    and values. server_fraction: of a server's GPU for its weights and cache; None: all that is left. server_nodes:
+    that each server is spread over; None: as few as hold it. colocated: servers and ranks take turns on the GPUs.
+    """
+
+    shape: ModelShape
+    dtype_bytes: int
+    fp8: bool
+    samples: int
+    generated: int
+    updates: int
+    staleness: int
+    extra_passes: int
+    mean_prompt: float
+    longest: int
+    response_Q: np.ndarray
+    distributed_optimizer: bool
+    chunk_tokens: int
+    bucket_bytes: float
+    prompts_shared: int
+    servers_fp8: bool = False
+    cache_fp8: bool = False
+    server_fraction: float | None = None
+    server_nodes: int | None = None
+    colocated: bool = False
+
+    @property
+    def mean_response(self) -> float:
+        """Tokens."""
+        return float(self.response_Q.mean())
+
+    @property
+    def lengths_Q(self) -> np.ndarray:
+        """Prompt and answer, float64 [Q]."""
+        return self.mean_prompt + self.response_Q
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a batch, prompts and answers."""
+        return float(self.samples * self.lengths_Q.mean())
+
+
+def quantiles(mean: float, spread: float, longest: int) -> np.ndarray:
+    """Return NUM_QUANTILES equally likely lengths of a log-normal distribution cut at `longest`.
+
+    Args:
+        mean: wanted after the cut, tokens, below `longest`.
+        spread: standard deviation of the logarithm; 0: all equal.
+        longest: tokens.
+    """
+    points = (np.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES
+    shape_Q = np.exp(spread * np.array([NormalDist().inv_cdf(p) for p in points]))
+    low, high = 0.0, float(longest)
+    for _ in range(60):  # the scale that gives this mean after the cut
+        scale = (low + high) / 2
+        too_small = np.minimum(scale * shape_Q, longest).mean() < mean
+        low, high = (scale, high) if too_small else (low, scale)
+    return np.clip(high * shape_Q, 1, longest)
+
+
+def recorded_quantiles(lengths: np.ndarray) -> np.ndarray:
+    """Return NUM_QUANTILES equally likely lengths of those that a run recorded."""
+    points = (np.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES
+    return np.quantile(lengths.astype(np.float64), points)
+
+
+def workload_of(
+    config: Config,
+    shape: ModelShape,
+    *,
+    mean_response: float | None = None,
+    mean_prompt: float | None = None,
+    spread: float = DEFAULT_SPREAD,
+    response_Q: np.ndarray | None = None,
+) -> Workload:
+    """Return what a step of this configuration asks for.
+
+    Args:
+        config: resolved. shape: of its model.
+        mean_response, mean_prompt: tokens; a share of the limits where None. spread: see `quantiles`.
+        response_Q: recorded lengths instead of assumed ones.
+
+    Raises:
+        ConfigError: a mean beyond the limit of the recipe.
+    """
+    rollout, actor, algorithm = config.rollout, config.actor, config.algorithm
+    longest = rollout.max_response_tokens
+    mean = DEFAULT_SHARE * longest if mean_response is None else mean_response
+    if not 0 < mean < longest and response_Q is None:
+        raise ConfigError(
+            f"--mean-response: got {mean:g} tokens; allowed: above 0 and below rollout.max_response_tokens {longest}; "
+            "fix: give the mean that you expect"
+        )
+    most = config.data.max_prompt_tokens
+    if mean_prompt is not None and not 0 < mean_prompt <= most:
+        raise ConfigError(
+            f"--mean-prompt: got {mean_prompt:g} tokens; allowed: above 0 and at most data.max_prompt_tokens {most}; "
+            "fix: give the mean that you expect"
+        )
+    prompt = min(most, 256) if mean_prompt is None else mean_prompt
+    sglang, arguments = config.engine.sglang, config.engine.sglang.named_arguments
+    fraction = arguments.get("mem_fraction_static", SHARED_FRACTION if config.engine.colocate else None)
+    return Workload(
+        shape=shape,
+        dtype_bytes=4 if actor.dtype == "fp32" else 2,
+        fp8=actor.precision == "fp8",
+        samples=rollout.batch_rollouts,
+        generated=rollout.prompts_requested * rollout.rollouts_per_prompt,
+        updates=config.trainer.updates_per_batch,
+        staleness=rollout.max_staleness,
+        extra_passes=(algorithm.old_logprobs == "recompute") + algorithm.needs_reference,
+        mean_prompt=float(prompt),
+        longest=config.data.max_prompt_tokens + longest,
+        response_Q=quantiles(mean, spread, longest) if response_Q is None else response_Q,
+        distributed_optimizer=actor.optimizer.distributed,
+        chunk_tokens=actor.logprob_chunk_tokens,
+        bucket_bytes=(sglang.bucket_mib or GPU_BUCKET_MIB) * 2**20,
+        prompts_shared=rollout.rollouts_per_prompt,
+        servers_fp8=sglang.fp8_blocks or arguments.get("quantization") == "fp8",
+        cache_fp8=str(arguments.get("kv_cache_dtype", "")).startswith("fp8"),
+        server_fraction=None if fraction is None else float(fraction),
+        server_nodes=sglang.nodes if sglang.nodes > 1 else None,
+        colocated=config.engine.colocate,
+    )
+
+
+def least_budget(workload: Workload, multiple: int) -> int:
+    """Return the smallest token budget of a micro-batch that takes the longest sample."""
+    return math.ceil(workload.longest / multiple) * multiple

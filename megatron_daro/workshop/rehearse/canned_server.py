@@ -1,0 +1,228 @@
+"""Servers that speak as SGLang does and answer from memory: one process, many ports.
+
+    python -m megatron_daro.workshop.rehearse.canned_server SPECIFICATION         # JSON; prints URLs, a line
+
+Every answer has as many samples as were asked for: random ids, then one of the endings. A few different bodies are made
+when the process starts; sending one costs no work per token. It ends when its standard input is closed.
+
+The canned servers of a rehearsal: ports chosen as the real servers' are, one process, and one for the lost node.
+
+Node map -> ports -> processes of canned_server.py -> URLs of engine.sglang.urls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from megatron_daro.engine.sglang.client import NEEDED_CALLS, SYNC_CALLS
+from megatron_daro.errors import EngineError
+from megatron_daro.ports import reserve_port
+
+_CALLS = (*NEEDED_CALLS, *(call for calls in SYNC_CALLS.values() for call in calls))
+_SESSION_CALLS = ("/begin_weight_update", "/end_weight_update")
+_VERSION = b'"@version"'
+_SHORT = 100
+"""Answers of at most so many tokens are to the engine's own questions, not to prompts."""
+_CACHE_TOKENS, _LONGEST_INPUT = 10**9, 10**6
+
+
+@dataclass(frozen=True, slots=True)
+class CannedAnswers:
+    """What servers answer. Plain JSON values.
+
+    lengths: tokens of each sample of each body, in turn the answer to a prompt. ordinary: first and last token id (not
+    included) of answers. endings: token ids, the right one and the wrong one; the last id ends the answer. vocabulary:
+    of the model. model_type: of its config.json. delay_s: until the longest sample is there. ports: to listen on, one
+    server each; 0 for any. version: of the weights at first.
+    """
+
+    lengths: list[list[int]]
+    ordinary: tuple[int, int]
+    endings: list[list[int]]
+    vocabulary: int
+    model_type: str = "qwen2"
+    device: str = "cpu"
+    dtype: str = "float32"
+    tensor_parallel: int = 1
+    delay_s: float = 0.0
+    ports: list[int] = field(default_factory=lambda: [0])
+    version: str = "0"
+
+    def text(self) -> str:
+        """Return the specification as JSON."""
+        return json.dumps(dataclasses.asdict(self))
+
+
+class Bodies:
+    """Answers ready to be sent."""
+
+    def __init__(self, canned: CannedAnswers) -> None:
+        """Make them; sample i of a body ends with ending i in turn."""
+        self._made = [_samples(canned, lengths, seed) for seed, lengths in enumerate(canned.lengths)]
+        longest = max(map(max, canned.lengths))
+        self._waits = [canned.delay_s * max(lengths) / longest for lengths in canned.lengths]
+        self._turns = itertools.cycle(range(len(self._made)))
+        self._ready: dict[tuple[int, int, str], bytes] = {}
+
+    def next(self, samples: int, version: str) -> tuple[float, bytes]:
+        """Return seconds to wait, and the body."""
+        index = next(self._turns)
+        key = index, samples, version
+        if key not in self._ready:
+            self._ready = {one: body for one, body in self._ready.items() if one[2] == version}
+            made = self._made[index]
+            answers = [made[i % len(made)] for i in range(samples)]
+            self._ready[key] = b"[" + b",".join(answers).replace(_VERSION, json.dumps(version).encode()) + b"]"
+        return self._waits[index], self._ready[key]
+
+
+def _samples(canned: CannedAnswers, lengths: list[int], seed: int) -> list[bytes]:
+    rng, found = random.Random(seed), []
+    for sample, length in enumerate(lengths):
+        ending = canned.endings[sample % len(canned.endings)]
+        ids = [*rng.choices(range(*canned.ordinary), k=max(length - len(ending), 1)), *ending]
+        pairs = [[-rng.random(), token, None] for token in ids]
+        version = _VERSION.decode().strip('"')
+        span = {"version": version, "start": 0, "end": len(ids)}
+        meta = {"finish_reason": {"type": "stop", "matched": ids[-1]}, "output_token_logprobs": pairs}
+        found.append(
+            orjson.dumps(
+                {"output_ids": ids, "meta_info": meta | {"weight_version": version, "weight_versions": [span]}}
+            )
+        )
+    return found
+
+
+class CannedServer:
+    """One server: what answers its calls."""
+
+    def __init__(self, canned: CannedAnswers, bodies: Bodies) -> None:
+        self._canned, self._bodies, self._version = canned, bodies, canned.version
+        facts = {"version": "0.5.23", "max_total_num_tokens": _CACHE_TOKENS, "max_req_input_len": _LONGEST_INPUT}
+        facts |= {"device": canned.device, "dtype": canned.dtype, "tp_size": canned.tensor_parallel}
+        fixed: dict[str, Callable[[], object]] = {
+            "/server_info": lambda: facts | {"model_path": "/model", "skip_tokenizer_init": True},
+            "/openapi.json": lambda: {"paths": {path: {} for path in (*_CALLS, *_SESSION_CALLS)}},
+            "/model_info": lambda: {"model_type": canned.model_type},
+        }
+        self._fixed = fixed
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        """Return what a server would say."""
+        said = await request.json() if request.can_read_body else {}
+        if request.path in self._fixed:
+            return web.json_response(self._fixed[request.path]())
+        if request.path == "/update_weight_version":
+            self._version = said["new_version"]
+        if request.path == "/generate":
+            return await self._generate(said)
+        return web.json_response({"success": True})
+
+    async def _generate(self, said: dict[str, Any]) -> web.StreamResponse:
+        sampling = said["sampling_params"]
+        if any(int(token) >= self._canned.vocabulary for token in sampling.get("logit_bias", {})):
+            text = "logit_bias must has keys in the vocabulary"
+            return web.json_response({"error": {"message": text}}, status=400)
+        count = sampling.get("max_new_tokens", 1)
+        several = isinstance(said["input_ids"][0], list)
+        if count > _SHORT and several:
+            wait, body = self._bodies.next(len(said["input_ids"]), self._version)
+            await asyncio.sleep(wait)
+            return web.Response(body=body, content_type="application/json")
+        pairs = [[-0.5, token, None] for token in range(3, 3 + count)]
+        one = {"meta_info": {"finish_reason": {"type": "length"}, "output_token_logprobs": pairs}}
+        return web.json_response([one] * len(said["input_ids"]) if several else one)
+
+
+async def serve(canned: CannedAnswers) -> None:
+    """Listen on loopback until standard input ends."""
+    bodies, runners, urls = Bodies(canned), [], []
+    for port in canned.ports:
+        application = web.Application(client_max_size=2**26)
+        application.router.add_route("*", "/{path:.*}", CannedServer(canned, bodies).answer)
+        runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        runners.append(runner)
+        urls.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
+    print(" ".join(urls), flush=True)
+    await asyncio.to_thread(sys.stdin.read)  # ends when whoever started it is gone
+    for runner in runners:
+        await runner.cleanup()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(CannedAnswers(**json.loads(sys.argv[1]))))
+
+
+LOOPBACK = "127.0.0.1"
+
+
+class CannedFleet:
+    """Running servers. urls: in the order of the servers. ports: all that were chosen. clashes: chosen twice."""
+
+    def __init__(self, servers: int, lost: Sequence[int]) -> None:
+        self._servers, self._lost = servers, set(lost)
+        self._processes: list[subprocess.Popen[str]] = []
+        self.urls: list[str] = []
+        self.ports: list[int] = []
+        self.clashes = 0
+
+    def start(self, canned: CannedAnswers, stack: ExitStack) -> None:
+        """Choose two ports for each server, as on a node (its own and that of its ranks), and start. The stack holds
+        the reservations. Raises EngineError."""
+        pairs = [
+            tuple(stack.enter_context(reserve_port(LOOPBACK)).port for _ in range(2)) for _ in range(self._servers)
+        ]
+        self.ports = [port for pair in pairs for port in pair]
+        self.clashes = len(self.ports) - len(set(self.ports))
+        self.urls = [f"http://{LOOPBACK}:{port}" for port, _ in pairs]
+        for members in (set(range(self._servers)) - self._lost, self._lost):
+            if members:
+                self._start(dataclasses.replace(canned, ports=[pairs[i][0] for i in sorted(members)]))
+
+    def _start(self, canned: CannedAnswers) -> None:
+        command = [sys.executable, "-m", "megatron_daro.workshop.rehearse.canned_server", canned.text()]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._processes.append(process)
+        assert process.stdout
+        if len(process.stdout.readline().split()) != len(canned.ports):
+            raise EngineError("the canned servers did not start; their error is above")
+
+    def lose(self) -> None:
+        """End the servers of the lost node."""
+        if self._lost and self._processes:
+            self._processes[-1].kill()
+
+    def close(self) -> None:
+        """End all."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def canned_fleet(servers: int, lost: Sequence[int], canned: CannedAnswers) -> Iterator[CannedFleet]:
+    """Servers that end with the block.
+
+    Args:
+        servers: how many. lost: those on the node that will be lost. canned: what they answer.
+    """
+    fleet = CannedFleet(servers, lost)
+    with ExitStack() as stack:
+        stack.callback(fleet.close)
+        fleet.start(canned, stack)
+        yield fleet

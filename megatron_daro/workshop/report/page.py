@@ -1,0 +1,271 @@
+"""The report's page: layout, colours and the script that draws; everything in one file, nothing from the network.
+
+Blocks of escaped HTML and `Section`s -> one HTML document. A content security policy allows
+exactly the page's own two scripts (by hash) and no connection at all, so text from a model could do nothing even if
+escaping failed.
+
+The building blocks of the report's plots: a plot as plain data, and the shapes it is made of.
+
+`RunData` -> `Plot` (plotly.js JSON, no plotly objects) -> HTML page. Colours that depend on
+light or dark are names (`@sequential`, `@diverging`) that the page's script replaces.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_daro.errors import DataError
+from megatron_daro.observe.escape import script_json
+from megatron_daro.workshop.report.run_data import RunData, smooth
+
+_ASSETS = Path(__file__).parent / "assets"
+
+
+@dataclass(frozen=True)
+class Page:
+    """What a report consists of. `head_html`, `samples_html` and `tail_html` are escaped HTML."""
+
+    title: str
+    subtitle: str
+    head_html: str
+    sections: list[Section]
+    samples_html: str
+    tail_html: str
+
+
+def write_page(page: Page, target: Path, *, what: str, option: str) -> None:
+    """Write the document whole or not at all; folders are made.
+
+    Args:
+        what: it is, and option: that names another place, for the message.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    text = render(page)
+    temporary = target.with_name(f"{target.name}.tmp{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(target)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise DataError(f"{target}: the {what} could not be written: {error}; give another {option}") from error
+
+
+def render(page: Page) -> str:
+    """Return the whole document as text (UTF-8, about 5 MB, nearly all of it plotly.js)."""
+    from plotly.offline import get_plotlyjs
+
+    library = get_plotlyjs()
+    script = (_ASSETS / "report.js").read_text(encoding="utf-8")
+    style = (_ASSETS / "report.css").read_text(encoding="utf-8")
+    body, figures = _sections_html(page.sections)
+    policy = (
+        "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:; "
+        f"script-src {_hash(library)} {_hash(script)}"
+    )
+    samples = (
+        f'<section id="samples"><h2>Sample rollouts</h2>{page.samples_html}</section>' if page.samples_html else ""
+    )
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{html.escape(page.title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<header><h1>"
+        f"{html.escape(page.title)}</h1><p>{html.escape(page.subtitle)}</p></header>\n<main>\n{page.head_html}\n"
+        "<noscript><p>The plots need JavaScript; the tables and samples do not.</p></noscript>\n"
+        f"{body}\n{samples}\n{page.tail_html}\n</main>\n"
+        f'<script type="application/json" id="figures">{script_json(figures)}</script>\n'
+        f"<script>{library}</script>\n<script>{script}</script>\n</body>\n</html>\n"
+    )
+
+
+def table_html(header: list[str], rows: list[list[str]], *, number_columns: int) -> str:
+    """Return an HTML table; every cell is escaped here.
+
+    Args:
+        header: column names.
+        rows: cells as text, one list per row.
+        number_columns: how many columns, from the right, are aligned as numbers.
+    """
+    first_number = len(header) - number_columns
+
+    def cells(row: list[str], tag: str) -> str:
+        marks = [' class="number"' if i >= first_number else "" for i in range(len(row))]
+        return "".join(f"<{tag}{m}>{html.escape(c)}</{tag}>" for m, c in zip(marks, row, strict=True))
+
+    body = "".join(f"<tr>{cells(r, 'td')}</tr>" for r in rows)
+    return (
+        f'<div class="scroll"><table><thead><tr>{cells(header, "th")}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
+
+
+def _sections_html(sections: list[Section]) -> tuple[str, list[dict]]:
+    parts: list[str] = []
+    figures: list[dict] = []
+    for section in sections:
+        if not section.plots:
+            continue
+        parts.append(f'<section><h2>{html.escape(section.title)}</h2><div class="plots">')
+        for plot in section.plots:
+            name = f"plot-{len(figures)}"
+            figures.append({"id": name, "data": plot.traces, "layout": plot.layout})
+            parts.append(
+                f'<figure><h3>{html.escape(plot.title)}</h3><div class="plot" id="{name}" role="img" '
+                f'aria-label="{html.escape(plot.title)}"></div><figcaption>{html.escape(plot.caption)}</figcaption></figure>'
+            )
+        parts.append("</div></section>")
+    return "\n".join(parts), figures
+
+
+def _hash(script: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+
+
+# Mid tones: at least 3:1 against both backgrounds of the page.
+COLOURS = ("#2f7ed8", "#d9730d", "#2a9d68", "#c9408f", "#8466d6", "#a98200", "#1796a8", "#d64545", "#7c8798")
+SEQUENTIAL = "@sequential"
+DIVERGING = "@diverging"
+_FEW_POINTS = 20
+
+Trace = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One plot: heading, how to read it, plotly.js traces and layout."""
+
+    title: str
+    caption: str
+    traces: list[Trace]
+    layout: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading with its plots; `missing` says what was left out and why."""
+
+    title: str
+    plots: list[Plot]
+    missing: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One metric to draw as a line."""
+
+    key: str
+    name: str
+    dash: str = "solid"
+
+
+def short(value: float | None) -> float | None:
+    """Five significant digits: what a screen can show, a third of the bytes."""
+    return None if value is None else float(f"{value:.5g}")
+
+
+def lines(run: RunData, wanted: Sequence[Line], *, smoothed: bool = True) -> list[Trace]:
+    """Traces of the metrics that were recorded; noisy ones get a faint raw line and a moving mean on top.
+
+    Args:
+        run: the run.
+        wanted: what to draw; keys that were not recorded are left out.
+        smoothed: draw the moving mean when there are at least 20 points.
+    """
+    traces: list[Trace] = []
+    for index, line in enumerate(wanted):
+        steps, values = run.series(line.key)
+        if steps:
+            traces += _line(steps, values, line, COLOURS[index % len(COLOURS)], smoothed)
+    return traces
+
+
+def _line(steps: list[int], values: list[float], line: Line, colour: str, smoothed: bool) -> list[Trace]:
+    few = len(steps) < _FEW_POINTS
+    raw: Trace = {
+        "type": "scatter",
+        "x": steps,
+        "y": [short(v) for v in values],
+        "name": line.name,
+        "mode": "lines+markers" if few else "lines",
+        "line": {"color": colour, "width": 2, "dash": line.dash},
+    }
+    if few or not smoothed:
+        return [raw]
+    mean = [short(v) for v in smooth(values, max(1, len(values) // 50))]
+    faint = raw | {
+        "line": {"color": colour, "width": 1},
+        "opacity": 0.35,
+        "showlegend": False,
+        "name": f"{line.name}, raw",
+    }
+    return [faint | {"legendgroup": line.key}, raw | {"y": mean, "legendgroup": line.key}]
+
+
+def x_steps() -> dict[str, Any]:
+    """Return the step axis."""
+    return {"title": {"text": "optimizer step"}}
+
+
+def layout(y_title: str, **more: object) -> dict[str, Any]:
+    """Layout of a plot over steps. Keyword arguments of the y axis as plotly names them; `y_title` carries the unit."""
+    return {"xaxis": x_steps(), "yaxis": {"title": {"text": y_title}} | more, "hovermode": "x unified"}
+
+
+def percent(y_title: str, **more: object) -> dict[str, Any]:
+    """Layout of a plot of fractions, drawn as percent."""
+    return layout(y_title, tickformat=".0%", rangemode="tozero", **more)
+
+
+def pass_rate_ticks(bins: Sequence[int], rollouts_per_prompt: int) -> dict[str, Any]:
+    """Return an axis of pass-rate bins: at most nine labels k/K."""
+    stride = max(1, -(-len(bins) // 9))
+    shown = list(bins)[::stride]
+    return {"tickvals": shown, "ticktext": [f"{k}/{rollouts_per_prompt}" for k in shown]}
+
+
+def heat_map(
+    run: RunData,
+    rows: dict[int, list[float | None]],
+    steps: list[int],
+    *,
+    title: str,
+    caption: str,
+    unit: str,
+    number: str = ":.3g",
+    colorbar: Mapping[str, object] = {},
+    **colour: object,
+) -> Plot:
+    """Pass-rate bins over steps as colour.
+
+    Args:
+        run: gives K for the labels.
+        rows: for each bin k, one value per step; None leaves the cell empty.
+        steps: the optimizer steps.
+        title: heading of the plot.
+        caption: how to read it. unit: of the colour bar. number: format of a cell's value.
+        colorbar, colour: plotly's heat map options, such as `colorscale`, `zmid`, `zmin`.
+    """
+    bins = sorted(rows)
+    per_prompt = run.rollouts_per_prompt or max(bins)
+    bar = {"title": {"text": unit, "side": "right"}, "thickness": 12, "len": 1.0, **colorbar}
+    trace: Trace = {
+        "type": "heatmap",
+        "x": steps,
+        "y": bins,
+        "z": [[short(v) for v in rows[k]] for k in bins],
+        "hoverongaps": False,
+        "colorbar": bar,
+        "hovertemplate": f"step %{{x}}<br>%{{y}} of {per_prompt} correct<br>{unit}: %{{z{number}}}<extra></extra>",
+    }
+    axis = {"title": {"text": "pass rate (correct / rollouts)"}} | pass_rate_ticks(bins, per_prompt)
+    return Plot(title, caption, [trace | colour], {"xaxis": x_steps(), "yaxis": axis})

@@ -1,0 +1,364 @@
+"""`megatron-daro report RUN`: one self-contained HTML page about a run, finished or not.
+
+Reads metrics.jsonl, config.yaml and rollouts/ of a run directory, or the metric files of a host
+(`host_metrics`); writes report.html. It
+needs no network, no torch and no running job, leaves everything else in the directory alone, and drops (and names)
+what was not recorded.
+
+Sample rollouts for the report: some groups of the first, middle and last recorded step and of skipped batches.
+
+RUN/rollouts/*.parquet -> `Sample`s -> HTML. What is in the files was written by a model: it is
+data, cut to a length and escaped. Of a long file only the beginning is read. A file that is torn, of the older format
+or of another shape is skipped and named; the report still comes out.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, islice
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megatron_daro.observe.escape import safe_text
+from megatron_daro.workshop.report.host_metrics import load_host_run
+from megatron_daro.workshop.report.page import Page, table_html, write_page
+from megatron_daro.workshop.report.run_data import RunData, ends_of, load_run
+from megatron_daro.workshop.report.sections import build_sections
+
+_FILE = re.compile(r"(step|skipped)_(\d+)\.parquet")
+_COLUMNS = (
+    *("group_id", "used", "prompt_id", "prompt", "answer", "text", "logprobs", "length"),
+    *("correct", "reward", "reason", "finish_reason", "weight_version"),
+)
+_GROUPS_PER_FILE = 3
+_MOST_GROUPS = 256
+_MOST_BYTES = 64 << 20
+_ROWS_AT_ONCE = 64
+_PROMPT_CHARACTERS = 2000
+_ANSWER_CHARACTERS = 6000
+
+
+@dataclass(frozen=True)
+class Group:
+    """The recorded rollouts of one prompt; each is a row of the file."""
+
+    rollouts: Sequence[Mapping[str, Any]]
+
+    @property
+    def correct(self) -> int:
+        """Number of right answers."""
+        return sum(bool(r["correct"]) for r in self.rollouts)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether it has right and wrong answers."""
+        return 0 < self.correct < len(self.rollouts)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Some groups of one file. verdicts: how often each reason was given in what was read of it."""
+
+    step: int
+    skipped: bool
+    groups: list[Group]
+    verdicts: Mapping[str, int]
+
+
+def load_samples(run_dir: Path) -> tuple[list[Samples], list[str]]:
+    """Return samples of recorded steps in order, then of skipped batches; and a line for everything that was left out.
+
+    Args:
+        run_dir: the run directory.
+    """
+    folder = run_dir / "rollouts"
+    found = sorted((m[1], int(m[2]), path) for path in folder.glob("*") if (m := _FILE.fullmatch(path.name)))
+    steps = [file for file in found if file[0] == "step"]
+    skipped = [file for file in found if file[0] == "skipped"]
+    notes = []
+    if not found:
+        notes.append("sample rollouts (rollouts/step_*.parquet; observe.save_rollouts writes them)")
+    chosen = [steps[i] for i in sorted({0, len(steps) // 2, len(steps) - 1})] if steps else []
+    samples: list[Samples] = []
+    for kind, step, path in [*chosen, *skipped[-1:]]:
+        try:
+            groups = list(islice(_read(path), _MOST_GROUPS))
+        except (OSError, pa.ArrowException, ValueError, KeyError) as error:
+            what = "the batch skipped before step" if kind == "skipped" else "step"
+            reason = safe_text(error, 200, one_line=True)
+            notes.append(f"sample rollouts of {what} {step}: {path.name} is damaged ({reason})")
+            continue
+        verdicts = Counter(str(r["reason"]) for group in groups for r in group.rollouts)
+        samples.append(Samples(step, kind == "skipped", _pick(groups), verdicts))
+    return samples, notes
+
+
+def samples_html(samples: list[Samples]) -> str:
+    """Return the samples as HTML; every piece of text in it is escaped."""
+    return "\n".join(_file_html(file) for file in samples)
+
+
+def _file_html(file: Samples) -> str:
+    title = f"<h3>Step {file.step}</h3>"
+    if file.skipped:
+        title = (
+            f"<h3>Skipped before step {file.step}</h3><p>Nothing of this batch could be trained: no group had both "
+            "right and wrong answers.</p>"
+        )
+    said = ", ".join(f"{_text(reason, 40)} {count}" for reason, count in Counter(file.verdicts).most_common())
+    return "\n".join([f"{title}<p>Verdicts: {said}</p>", *map(_group_html, file.groups)])
+
+
+def _read(path: Path) -> Iterator[Group]:
+    """Return the groups of a file with at least one rollout, until enough was read. Raises ValueError when it is
+    torn."""
+    with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        if missing := [name for name in _COLUMNS if name not in file.schema_arrow.names]:
+            raise ValueError(f"it has no columns {', '.join(missing)}")
+        for _, rows in groupby(_rows(file), key=lambda row: row["group_id"]):
+            # A group without rollouts is one row without a verdict.
+            if rollouts := [row for row in rows if row["correct"] is not None]:
+                yield Group(rollouts)
+
+
+def _rows(file: pq.ParquetFile) -> Iterator[dict[str, Any]]:
+    read = 0
+    for batch in file.iter_batches(_ROWS_AT_ONCE, columns=list(_COLUMNS)):
+        yield from batch.to_pylist()
+        read += batch.nbytes
+        if read >= _MOST_BYTES:
+            return
+
+
+def _pick(groups: list[Group]) -> list[Group]:
+    """Return groups with both verdicts first, since they are the ones that train; spread over the pass rates."""
+    mixed = sorted((g for g in groups if g.mixed), key=lambda g: g.correct / len(g.rollouts))
+    count = min(_GROUPS_PER_FILE, len(mixed))
+    spread = [mixed[round(i * (len(mixed) - 1) / max(1, count - 1))] for i in range(count)]
+    return spread + [g for g in groups if not g.mixed][: _GROUPS_PER_FILE - count]
+
+
+def _shown(group: Group) -> Sequence[Mapping[str, Any]]:
+    """Return a right and a wrong answer; where all are alike, two of them."""
+    if group.mixed:
+        return [next(r for r in group.rollouts if bool(r["correct"]) == wanted) for wanted in (True, False)]
+    return group.rollouts[:2]
+
+
+def _group_html(group: Group) -> str:
+    first = group.rollouts[0]
+    rollouts = "".join(_rollout_html(r) for r in _shown(group))
+    return (
+        f'<details class="sample"><summary><b>{_text(first["prompt_id"], 80)}</b> · pass rate '
+        f"{group.correct}/{len(group.rollouts)} · {_text(first['used'], 40)}</summary><h4>Prompt</h4>"
+        f"<pre>{_text(first['prompt'], _PROMPT_CHARACTERS)}</pre>"
+        f"<p>Reference answer: <code>{_text(first['answer'], 300)}</code></p>{rollouts}</details>"
+    )
+
+
+def _rollout_html(rollout: Mapping[str, Any]) -> str:
+    correct = bool(rollout["correct"])
+    badge = f'<span class="badge {"right" if correct else "wrong"}">{"✓ correct" if correct else "✗ incorrect"}</span>'
+    facts = [
+        f"verdict {rollout['reason']}",
+        f"reward {rollout['reward']}",
+        f"{rollout['length']} tokens",
+        f"finish {rollout['finish_reason']}",
+        f"weight version {rollout['weight_version']}",
+    ]
+    if rollout["logprobs"]:
+        facts.append(f"mean log-prob {fmean(rollout['logprobs']):.3f}")
+    words = " · ".join(_text(f, 80) for f in facts)
+    return f"<h4>{badge} <small>{words}</small></h4><pre>{_text(rollout['text'], _ANSWER_CHARACTERS)}</pre>"
+
+
+def _text(value: object, limit: int) -> str:
+    return html.escape(safe_text(value, limit), quote=True)
+
+
+_CONFIG_CHARACTERS = 200_000
+_SKIPPED = " The newest batch was skipped, since no group had both right and wrong answers: see the sample rollouts."
+
+
+def write_report(run_dir: Path, output: Path | None = None, *, host: str | None = None) -> Path:
+    """Write the report of a run.
+
+    Args:
+        run_dir: the run directory, or the folder of a host's metric files; the run may still be going.
+        output: the file to write; RUN/report.html if None.
+        host: whose metric files these are; None: a run of this package.
+
+    Returns:
+        The file written.
+
+    Raises:
+        DataError: there are no metrics, they are damaged before their last line, or the report cannot be written.
+    """
+    run_dir = Path(run_dir)
+    target = run_dir / "report.html" if output is None else Path(output)
+    page = build_page(load_run(run_dir) if host is None else load_host_run(run_dir, host))
+    write_page(page, target, what="report", option="--output")
+    return target
+
+
+def build_page(run: RunData) -> Page:
+    """Return the page's content from what was recorded."""
+    sections = build_sections(run)
+    samples, sample_notes = load_samples(run.run_dir)
+    missing = [f"{s.title}: {name}" for s in sections for name in s.missing] + sample_notes
+    name = safe_text(run.run_dir.resolve().name, 120, one_line=True)
+    algorithm = run.setting("algorithm", "name")
+    title = f"{name} · {safe_text(algorithm, 40, one_line=True)}" if algorithm else name
+    return Page(
+        title=title,
+        subtitle=_status(run) + (_SKIPPED if any(file.skipped for file in samples) else ""),
+        head_html=_cards(run) + _evaluation_table(run),
+        sections=sections,
+        samples_html=samples_html(samples),
+        tail_html=_metrics_table(run) + _config_block(run) + _missing_block(missing),
+    )
+
+
+def _status(run: RunData) -> str:
+    rows = run.train_rows
+    if not rows:
+        return "No optimizer step has been recorded yet."
+    step, planned = int(rows[-1]["step"] or 0), run.setting("trainer", "steps")
+    words = f"{step} optimizer steps"
+    if isinstance(planned, int):
+        words = f"{step} of {planned} optimizer steps" + ("" if step >= planned else " (going on or stopped early)")
+    if run.window > 1:
+        words += f"; plots show means of {run.window} steps"
+    return words
+
+
+def _cards(run: RunData) -> str:
+    cards: list[tuple[str, str, str]] = []
+    accuracy = run.values("accuracy/mean")
+    if accuracy:
+        first, last, count = ends_of(accuracy)
+        cards.append(("training accuracy", f"{first:.1%} → {last:.1%}", f"mean of the first and last {count} steps"))
+    for name, (before, after) in _evaluations(run).items():
+        if "/accuracy/" not in name:
+            cards.append(
+                (f"{_evaluation_label(name)}, held out", f"{before:.1%} → {after:.1%}", _points(after - before))
+            )
+    length = run.values("response/length_mean")
+    if length:
+        first, last, count = ends_of(length)
+        cards.append(("response length", f"{first:,.0f} → {last:,.0f}", "tokens"))
+    tokens = sum(run.total(k) for k in run.under("difficulty/tokens/"))
+    if tokens:
+        cards.append(("trained tokens", _large(tokens), "all steps"))
+    seconds = run.total("timing/step_s")
+    if seconds:
+        per_step = seconds / len(run.values("timing/step_s"))
+        cards.append(("total time", _duration(seconds), f"{per_step:.2f} s per step"))
+    cards.append(("optimizer steps", str(len(run.train_rows)), _version(run)))
+    bad = run.total("observe/nonfinite_values")
+    if bad:
+        cards.append(("non-finite values", f"{bad:.0f}", "metrics that were NaN or infinite"))
+    skipped = max(run.values("rollout/steps_skipped"), default=0)
+    if skipped:
+        cards.append(("skipped steps", f"{skipped:.0f}", "loss or gradient was not finite"))
+    blocks = (
+        f'<div class="card"><span>{html.escape(n)}</span><b>{html.escape(v)}</b><span>{html.escape(d)}</span></div>'
+        for n, v, d in cards
+    )
+    return f'<div class="cards">{"".join(blocks)}</div>'
+
+
+def _version(run: RunData) -> str:
+    per_prompt, prompts = run.rollouts_per_prompt, run.setting("rollout", "prompts_per_step")
+    if per_prompt and isinstance(prompts, int):
+        return f"{prompts} prompts x {per_prompt} rollouts each"
+    return f"{per_prompt} rollouts per prompt" if per_prompt else ""
+
+
+def _evaluations(run: RunData) -> dict[str, tuple[float, float]]:
+    """Return evaluation accuracy key -> (first, last)."""
+    keys = [k for k in run.under("eval/") if k.endswith("/accuracy") or "/accuracy/" in k]
+    return {k: (values[0], values[-1]) for k in keys if (values := run.values(k))}
+
+
+def _evaluation_label(key: str) -> str:
+    return safe_text(key.removeprefix("eval/").removesuffix("/accuracy"), 80, one_line=True)
+
+
+def _evaluation_table(run: RunData) -> str:
+    evaluations = _evaluations(run)
+    if not evaluations:
+        return ""
+    rows = []
+    for key, (before, after) in evaluations.items():
+        name, _, level = key.removeprefix("eval/").partition("/accuracy")
+        cells = [
+            name,
+            level.removeprefix("/") or "all",
+            f"{before:.1%}",
+            f"{after:.1%}",
+            f"{(after - before) * 100:+.1f}",
+        ]
+        rows.append([safe_text(c, 80, one_line=True) for c in cells])
+    steps = [r["step"] for r in run.rows if any(r.get(k) is not None for k in evaluations)]
+    table = table_html(
+        ["evaluation", "difficulty", f"step {steps[0]}", f"step {steps[-1]}", "points"], rows, number_columns=3
+    )
+    return f'<div class="block"><h3>Held-out accuracy before and after</h3>{table}</div>'
+
+
+def _metrics_table(run: RunData) -> str:
+    rows = []
+    for key in sorted(run.keys):
+        values = run.values(key)
+        numbers = [f"{v:,.5g}" for v in (values[0], values[-1], min(values), max(values))]
+        rows.append([safe_text(key, 120, one_line=True), *numbers, str(len(values))])
+    if not rows:
+        return ""
+    table = table_html(["metric", "first", "last", "lowest", "highest", "steps"], rows, number_columns=5)
+    return _folded(f"All {len(rows)} metrics", table)
+
+
+def _config_block(run: RunData) -> str:
+    if run.config_text is None:
+        return ""
+    return _folded("Configuration", f"<pre>{html.escape(safe_text(run.config_text, _CONFIG_CHARACTERS))}</pre>")
+
+
+def _missing_block(missing: list[str]) -> str:
+    if not missing:
+        return ""
+    items = "".join(f"<li>{html.escape(safe_text(m, 300, one_line=True))}</li>" for m in missing)
+    return _folded(f"Not recorded, so not shown ({len(missing)})", f"<ul>{items}</ul>")
+
+
+def _folded(title: str, content: str) -> str:
+    return f'<details class="block"><summary><b>{html.escape(title)}</b></summary>{content}</details>'
+
+
+def _points(share: float) -> str:
+    """Return a difference of two shares, in percentage points."""
+    return f"{share * 100:+.1f} points"
+
+
+def _large(number: float) -> str:
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.0f}"
+
+
+def _duration(seconds: float) -> str:
+    total = round(seconds)
+    hours, minutes, rest = total // 3600, total // 60 % 60, total % 60
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"

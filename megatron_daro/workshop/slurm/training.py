@@ -1,0 +1,208 @@
+"""The training process of a job, on its first node: started or resumed, asked to save, watched for progress.
+
+Node.py calls it when Ray runs on all nodes. The process is `megatron-daro train`, whose exit
+codes docs/troubleshooting.md lists; what it means for the job is said here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import re
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from megatron_daro.errors import WorkerError
+from megatron_daro.workshop.slurm.processes import Process
+
+T = TypeVar("T")
+EXIT_INTERRUPTED = 130
+_LOOK_S = 1.0
+_ABORT_S = 5.0
+_CANCELLED_S = 3.0
+_NODE_LOSS_S = 15.0
+"""After a failed training: until a lost node has shown itself as its cause."""
+_HARDWARE = re.compile(
+    r"uncorrectable ECC|GPU has fallen off|GPU is lost|NVLink|device is busy or unavailable|unspecified launch failure|"
+    r"hardware stack error|cudaErrorDevicesUnavailable|no CUDA-capable device|unhandled system error|"
+    r"remote process exited|ncclRemoteError|ncclSystemError|HSA_STATUS_ERROR|hipErrorNoDevice|Bus error",
+    re.IGNORECASE,
+)
+"""Of errors that a machine makes and a program does not."""
+
+
+Kind = Literal["finished", "saved", "stopped", "node_lost", "bad_nodes", "unstarted", "gpu_fault", "ended", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How an attempt ended: finished; saved; stopped (asked to save, with nothing to save or no time); node_lost;
+    bad_nodes (failed their check); unstarted (Ray did not come up); gpu_fault (on nodes whose check finds nothing);
+    ended (by SIGTERM, whose cause others know); failed. cause: a sentence. nodes: that it is about, with commas."""
+
+    kind: Kind
+    cause: str
+    nodes: str = ""
+
+
+class EndedError(WorkerError):
+    """SIGTERM came before training began."""
+
+
+class StoppedError(WorkerError):
+    """A request to save came before training began."""
+
+
+class Stops:
+    """What the batch script and signals have asked for."""
+
+    def __init__(self) -> None:
+        self.saving = asyncio.Event()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def watch(self, file: Path) -> None:
+        """Wait for the file by which the batch script asks for a checkpoint, then the end."""
+        while not file.exists():
+            await asyncio.sleep(_LOOK_S)
+        self.saving.set()
+
+    def end(self) -> None:
+        """SIGTERM: the end."""
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    async def or_end(self, work: Awaitable[T]) -> T:
+        """Return what `work` returns.
+
+        Raises:
+            EndedError: SIGTERM came first. StoppedError: the request to save did.
+        """
+        task, saving = asyncio.ensure_future(work), asyncio.ensure_future(self.saving.wait())
+        either: set[asyncio.Future[Any]] = {task, saving, self.ended}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        saving.cancel()
+        if task.done():
+            return task.result()
+        task.cancel()
+        await asyncio.wait({task}, timeout=_ABORT_S)
+        if self.ended.done():
+            raise EndedError("ended by SIGTERM before training began")
+        raise StoppedError("asked to end before training began; nothing is lost")
+
+
+async def train(
+    options: argparse.Namespace,
+    stops: Stops,
+    environment: Mapping[str, str],
+    *,
+    lost: Sequence[asyncio.Future[str]],
+    look: Callable[[], Awaitable[Ending | None]],
+) -> Ending:
+    """Train until the run is finished, or something ends it.
+
+    Args:
+        options: of the command line.
+        stops: what is asked for.
+        environment: of the training process.
+        lost: done with a sentence when a node, or Ray on it, is lost.
+        look: checks all nodes after a failure; returns what is wrong with them, or None.
+
+    Returns:
+        How it ended.
+    """
+    resume = ["--resume"] if _holds_a_run(options.run_dir) else []
+    command = [sys.executable, "-m", "megatron_daro", "train", *options.train, *resume]
+    process = await Process.start(command, environment)
+    exit_code = asyncio.ensure_future(process.wait())
+    saving = asyncio.ensure_future(_ask_to_save(stops, process))
+    stalled = asyncio.ensure_future(_stall(options.run_dir, 60 * options.stall_minutes))
+    any_of: set[asyncio.Future[Any]] = {exit_code, stalled, stops.ended, *lost}
+    await asyncio.wait(any_of, return_when=asyncio.FIRST_COMPLETED)
+    for watcher in (saving, stalled):
+        if not watcher.done():
+            watcher.cancel()
+    if exit_code.done():
+        return await _exited(exit_code.result(), process, stops, lost, look)
+    trouble = next((future.result() for future in lost if future.done()), "")
+    if trouble and not stops.ended.done():
+        # When a job is cancelled, its nodes end one after another; the first one may be the last to know.
+        await asyncio.wait({stops.ended}, timeout=_CANCELLED_S)
+    if stops.ended.done():
+        return await _ended_by_term(process, exit_code, options.term_grace_s, trouble)
+    if trouble:
+        return Ending("node_lost", trouble)
+    last = process.last_line or "none"
+    process.signal(signal.SIGABRT)  # Python's fault handler writes where every thread stands into the logs
+    await asyncio.wait({exit_code}, timeout=_ABORT_S)
+    return Ending("failed", f"{stalled.result()}; its last line: {last}")
+
+
+def _holds_a_run(run_dir: Path) -> bool:
+    metrics = run_dir / "metrics.jsonl"
+    return any((run_dir / "checkpoints").glob("step_*")) or (metrics.exists() and metrics.stat().st_size > 0)
+
+
+async def _exited(
+    code: int,
+    process: Process,
+    stops: Stops,
+    lost: Sequence[asyncio.Future[str]],
+    look: Callable[[], Awaitable[Ending | None]],
+) -> Ending:
+    """Return what the exit code of the training means for the job."""
+    last = process.last_line or f"training ended with code {code} without a word"
+    if code == 0:
+        return Ending("finished", process.last_line or "finished")
+    if stops.saving.is_set():
+        return Ending("saved" if code == EXIT_INTERRUPTED else "stopped", last)
+    if code not in (1, EXIT_INTERRUPTED) and code >= 0:  # of the configuration or the numbers: machines are no cause
+        return Ending("failed", last)
+    if lost:  # a worker on a lost node is missed before the node is
+        await asyncio.wait(lost, timeout=_NODE_LOSS_S, return_when=asyncio.FIRST_COMPLETED)
+        trouble = next((future for future in lost if future.done()), None)
+        if trouble:
+            return Ending("node_lost", f"{trouble.result()} (training: {last})")
+    if found := await look():
+        return dataclasses.replace(found, cause=f"{found.cause} (training: {last})")
+    fault = next((line for line in reversed(process.lines) if _HARDWARE.search(line)), "")
+    return Ending("gpu_fault", f"{fault.strip()} (training: {last})") if fault else Ending("failed", last)
+
+
+async def _ended_by_term(process: Process, exit_code: asyncio.Future[int], grace_s: float, trouble: str) -> Ending:
+    # Slurm signals every process of a job; a second SIGTERM would end the training without a checkpoint.
+    await asyncio.wait({exit_code}, timeout=grace_s)
+    saved = exit_code.done() and exit_code.result() == EXIT_INTERRUPTED
+    words = f"ended by SIGTERM; {process.last_line if saved else 'nothing was saved'}"
+    return Ending("ended", f"{trouble}; {words}" if trouble else words)
+
+
+async def _ask_to_save(stops: Stops, process: Process) -> None:
+    await stops.saving.wait()
+    process.signal(signal.SIGTERM)
+
+
+async def _stall(run_dir: Path, limit_s: float) -> str:
+    """Return a sentence when no step was recorded for `limit_s` seconds."""
+    metrics, size, since = run_dir / "metrics.jsonl", -1, time.monotonic()
+    while time.monotonic() - since <= limit_s:
+        await asyncio.sleep(_LOOK_S)
+        now = metrics.stat().st_size if metrics.exists() else 0
+        if now != size:
+            size, since = now, time.monotonic()
+    return f"no new step in {metrics} for {limit_s / 60:g} minutes; {_last_words(run_dir)}"
+
+
+def _last_words(run_dir: Path) -> str:
+    """Return the last line of each of the logs that were written last."""
+    logs = sorted((run_dir / "logs").glob("*.log"), key=lambda path: path.stat().st_mtime, reverse=True)[:3]
+    words = []
+    for log in logs:
+        lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+        words += [f"{log.name}: {lines[-1].strip()[:200]}"] if lines else []
+    return "last words: " + (" | ".join(words) or "none in the logs")

@@ -1,0 +1,70 @@
+"""What a rehearsal must find to hold, and what the driver's loop did when it did not wake."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_daro.workshop.rehearse import loop
+from megatron_daro.workshop.rehearse.loop import Watch
+from megatron_daro.workshop.rehearse.report import verdict
+
+GOOD = {
+    "status": "finished",
+    "error": "",
+    "loss": None,
+    "ports": {"chosen": 4, "clashes": 0},
+    "planned": {"step_s": 60.0},
+    "driver": {"busiest_ms": 100.0, "busiest_in": "controller.py:1 run", "cpu_s": [40.0, 10.0]},
+}
+LOST = {"node": 3, "ranks": [12, 13], "how": "killed", "named_by_the_driver": [12]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({}, None),
+        ({"status": "failed", "error": "DeadlineError: x"}, "did not finish: DeadlineError: x"),
+        ({"ports": {"chosen": 4, "clashes": 1}}, "1 ports were chosen twice"),
+        ({"driver": {**GOOD["driver"], "busiest_ms": 5200.0}}, "did not wake for 5.2 s .* controller.py:1"),
+        ({"driver": {**GOOD["driver"], "cpu_s": [1.0, 31.0]}}, "needs 31.0 CPU seconds"),
+        ({"loss": LOST, "status": "failed"}, None),
+        ({"loss": LOST}, "were lost, and the run went on"),
+        ({"loss": {**LOST, "named_by_the_driver": []}, "status": "failed"}, "without naming a rank"),
+        ({"loss": {**LOST, "how": "silent"}, "status": "failed", "error": "deadline 'train': not done"}, None),
+        ({"loss": {**LOST, "how": "silent"}, "status": "failed", "error": "x"}, "did not show at the deadline"),
+        ({"loss": {**LOST, "ranks": []}}, None),
+        ({"loss": {**LOST, "ranks": []}, "status": "failed", "error": "EngineError"}, "did not finish: EngineError"),
+    ],
+)  # fmt: skip
+def test_a_rehearsal_holds_or_says_why_not(changes, fault):
+    import re
+
+    holds, faults = verdict({**copy.deepcopy(GOOD), **changes})
+    assert holds == (fault is None) == (not faults)
+    assert fault is None or re.search(fault, faults[0])
+
+
+def test_a_loop_that_works_is_told_from_one_that_waits_and_the_place_is_named(monkeypatch):
+    monkeypatch.setattr(loop, "PACKAGE", str(Path(__file__).parent.parent.name))
+
+    def work() -> None:
+        end = time.thread_time() + 0.4
+        while time.thread_time() < end:
+            pass
+
+    async def scene(stall) -> dict:
+        with Watch() as watch:
+            await asyncio.sleep(0.05)
+            stall()
+            await asyncio.sleep(0.05)
+            return watch.found()
+
+    found = asyncio.run(scene(work))
+    assert found["busiest_ms"] >= 390 and " work" in found["busiest_in"]
+    slept = asyncio.run(scene(lambda: time.sleep(0.5)))
+    assert slept["latest_ms"] >= 490 and slept["busiest_ms"] < 390
