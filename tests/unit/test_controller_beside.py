@@ -105,15 +105,16 @@ def test_a_checkpoint_has_the_line_of_its_step(tmp_path):
         gate = gated(stack, of_step=4)
         run = asyncio.ensure_future(stack.controller.run())
         await until(lambda: ("evaluate", 4) in stack.events)
+        await until(lambda: find_latest_valid(tmp_path, stack.progress) is not None)  # threads write checkpoints
         for _ in range(300):
             await asyncio.sleep(0)
-        found = find_latest_valid(tmp_path, stack.progress)
+        newest = find_latest_valid(tmp_path, stack.progress)
         gate.set()
         await run
-        return found
+        return newest
 
-    found = asyncio.run(go())
-    assert found is not None and found[1]["step"] == 2  # step 4 is saved when its evaluation is there
+    newest = asyncio.run(go())
+    assert newest is not None and newest[1]["step"] == 2  # step 4 is saved when its evaluation is there
 
 
 def test_a_stop_ends_the_evaluation_and_writes_the_line_without_it(tmp_path):
