@@ -30,6 +30,7 @@ from pathlib import Path
 
 import psutil
 import ray
+import ray._private.utils
 from ray._private import ray_constants, services
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
@@ -38,7 +39,7 @@ from megatron_daro.config import detect
 from megatron_daro.config.hardware import Hardware, gpu_nodes
 from megatron_daro.engine.sglang.keeper import descendants, signal_all
 from megatron_daro.errors import ConfigError, WorkerError
-from megatron_daro.runtime.interrupts import kept_handlers
+from megatron_daro.runtime.interrupts import signals_after
 
 CONNECT_TIMEOUT_S = 10.0
 LEAST_OPEN_FILES = 512
@@ -166,14 +167,13 @@ def cluster(processes: int) -> Iterator[None]:
     with ExitStack() as stack:
         if address:
             check_address(address)
-            with _said_in_a_sentence(), kept_handlers():
+        directory = None if address else own_directory(stack)
+        with _said_in_a_sentence(), signals_after(), _without_handler_of_ray():
+            if directory:
+                stack.callback(_start_private(processes, directory).kill)
+            else:
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        else:
-            directory = own_directory(stack)
-            with _said_in_a_sentence():
-                helper = _start_private(processes, directory)
-            stack.callback(helper.kill)
-        stack.callback(ray.shutdown)
+            stack.callback(ray.shutdown)
         yield
 
 
@@ -204,8 +204,7 @@ def _start_private(processes: int, directory: Path) -> subprocess.Popen[bytes]:
     """
     hardware = detect()  # where torch has no CUDA, Ray must not hand out a GPU either
     try:
-        # Ray's own handler of SIGTERM ends Python with code 15; that of its C++ part prints where it was.
-        with kept_handlers(), _of_one_machine():
+        with _of_one_machine():
             ray.init(
                 address="local",
                 num_cpus=processes,
@@ -217,13 +216,21 @@ def _start_private(processes: int, directory: Path) -> subprocess.Popen[bytes]:
                 _temp_dir=str(directory),
                 object_store_memory=_object_store_bytes(),
             )
-    except SystemExit as ray_was_told_to_end:
-        _kill_raylets()
-        raise KeyboardInterrupt from ray_was_told_to_end
-    except BaseException:  # Ctrl-C during the start as well
+    except BaseException:
         _kill_raylets()
         raise
     return _end_helpers_after_this_process(directory)
+
+
+@contextmanager
+def _without_handler_of_ray() -> Iterator[None]:
+    """Keep Ray's handler of SIGTERM out: it ends Python with code 15 from wherever the start stands."""
+    original = ray._private.utils.set_sigterm_handler
+    ray._private.utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        ray._private.utils.set_sigterm_handler = original
 
 
 @contextmanager

@@ -72,6 +72,31 @@ def kept_handlers() -> Iterator[None]:
 
 
 @contextmanager
+def signals_after() -> Iterator[None]:
+    """Let no signal interrupt the block; the first one that came in it is raised again when it has ended well.
+
+    For the start of Ray: an exception between the parts of its C++ code leaves that hanging, out of reach of any
+    further signal (Ray 2.60, `~GlobalStateAccessor` of an accessor whose constructor was interrupted). INSISTING
+    signals end the process by force. For the main thread.
+    """
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if len(received) == 1:
+            print("interrupted: this ends as soon as Ray has started", file=sys.stderr, flush=True)
+        if len(received) >= INSISTING:
+            _end_by_force()
+
+    with kept_handlers():
+        for number in SIGNALS:
+            signal.signal(number, note)
+        yield
+    if received:
+        signal.raise_signal(received[0])
+
+
+@contextmanager
 def stop_on_signals(controller: Controller) -> Iterator[None]:
     """Let the three signals ask the controller to stop, in the block; then the handlers before are back.
 

@@ -10,7 +10,14 @@ import time
 import psutil
 import pytest
 
-from megatron_daro.runtime.interrupts import EXIT_INTERRUPTED, INSISTING, SIGNALS, interruptible, kept_handlers
+from megatron_daro.runtime.interrupts import (
+    EXIT_INTERRUPTED,
+    INSISTING,
+    SIGNALS,
+    interruptible,
+    kept_handlers,
+    signals_after,
+)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -40,6 +47,30 @@ def test_handlers_that_other_code_replaces_come_back():
         with kept_handlers():
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))
         assert {n: signal.getsignal(n) for n in SIGNALS} == before
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_waits_for_the_end_of_what_it_must_not_interrupt(number):
+    steps = []
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        before = {n: signal.getsignal(n) for n in SIGNALS}
+        with signals_after():
+            signal.raise_signal(number)
+            signal.raise_signal(number)
+            steps.append("started")
+        steps.append("not reached")
+    assert steps == ["started"] and signal.getsignal(number) != before[number]
+
+
+def test_what_fails_with_a_signal_waiting_says_its_own_cause():
+    with pytest.raises(ValueError, match="cause"), interruptible():
+        before = {n: signal.getsignal(n) for n in SIGNALS}
+        try:
+            with signals_after():
+                signal.raise_signal(signal.SIGINT)
+                raise ValueError("cause")
+        finally:
+            assert {n: signal.getsignal(n) for n in SIGNALS} == before
 
 
 def test_who_insists_ends_a_clean_up_that_hangs_with_its_children():
