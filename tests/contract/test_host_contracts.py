@@ -14,6 +14,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from syntax import parsed
 
 CONTRACTS = sorted((Path(__file__).parent / "hosts").glob("*.toml"))
 
@@ -55,7 +56,7 @@ def breaches(contract, root):
             if squeezed(clause["text"]) not in squeezed(source):
                 found.append(f"{clause['file']} has no `{clause['text']}` ({clause['why']})")
             continue
-        got = arguments_of(ast.parse(source), clause["name"])
+        got = arguments_of(parsed(source), clause["name"])
         if got is None or got[: len(clause["arguments"])] != clause["arguments"]:
             found.append(f"{clause['file']}: {clause['name']} takes {got}, expected {clause['arguments']}")
     return found

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from syntax import parsed
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_daro"
 NAME = PACKAGE.name
@@ -89,7 +90,7 @@ def allowed_units(unit: str) -> set[str]:
 def faults_of(text: str, path: Path) -> list[str]:
     """Every import of a file that breaks a rule."""
     unit, found = unit_of(path), []
-    for line, name in imported(ast.parse(text), path):
+    for line, name in imported(parsed(text), path):
         place = f"{path.relative_to(PACKAGE.parent)}:{line}: {unit} imports {name}"
         if under(name, NAME) and name != NAME:
             target = unit_named(name.removeprefix(f"{NAME}."))
@@ -110,7 +111,7 @@ def faults_of(text: str, path: Path) -> list[str]:
 def early_imports(text: str) -> list[str]:
     """What of PLUGINS_LATE a module imports as soon as it is imported itself."""
     names = []
-    for node in ast.parse(text).body:
+    for node in parsed(text).body:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -203,7 +204,7 @@ def test_no_files_import_each_other_in_a_circle():
     names = {name.removesuffix(".__init__"): path for name, path in names.items()}
     edges = {}
     for name, path in names.items():
-        targets = {target for _, target in imported(ast.parse(path.read_text(encoding="utf-8")), path)}
+        targets = {target for _, target in imported(parsed(path.read_text(encoding="utf-8")), path)}
         targets |= {target.rpartition(".")[0] for target in targets}
         # A package's own __init__ gathers its files; only what the files import counts.
         edges[name] = {t for t in targets if t in names and t != name and not under(name, t)}

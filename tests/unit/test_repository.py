@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import setuptools
+from syntax import parsed
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megatron_daro"
@@ -130,7 +131,7 @@ def imported_names(paths: list[Path]) -> set[str]:
     """First parts of the dotted names that are imported."""
     names: set[str] = set()
     for path in paths:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path.read_text())):
             if isinstance(node, ast.Import):
                 names |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -207,7 +208,7 @@ def message_texts() -> list[str]:
     """Every text in the package, with `...` where a value stands."""
     texts = []
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.append(node.value)
             elif isinstance(node, ast.JoinedStr):
@@ -233,7 +234,7 @@ def lengths(path: Path) -> dict[str, int]:
     text = path.read_text()
     name = name_of(path)
     found = {name: len(text.splitlines())}
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             first = node.body[0]
             has_docstring = ast.get_docstring(node) is not None
@@ -253,14 +254,6 @@ def test_files_and_functions_stay_short():
     assert too_long == {}, "split it, or add it to LONGER with a reason"
     needless = [key for key in LONGER if found.get(key, 0) <= limit.get(key, 0)]
     assert needless == [], "short enough by now: remove it from LONGER"
-
-
-def parsed(source):
-    """The syntax tree; asked for again: a finalizer that runs meanwhile confuses Python 3.11."""
-    try:
-        return ast.parse(source)
-    except SystemError:
-        return ast.parse(source)
 
 
 def untyped(source: str) -> int:

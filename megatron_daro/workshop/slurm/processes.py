@@ -66,8 +66,11 @@ class Process:
         return next((line for line in reversed(self.lines) if line.strip()), "")
 
     async def says(self, text: bytes) -> None:
-        """Wait until a line with this text comes; for ever, if none does."""
-        await self._saw.setdefault(text, asyncio.Event()).wait()
+        """Wait until a line with this text comes, unless one of the last lines has it; for ever, if none does."""
+        event = self._saw.setdefault(text, asyncio.Event())
+        if any(text.decode() in line for line in self.lines):
+            event.set()
+        await event.wait()
 
     async def wait(self) -> int:
         """Return the exit code once it has ended and all it printed was passed on."""

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from syntax import parsed
 from synthetic_run import write_synthetic_run
 
 from megatron_daro.observe import read_metrics
@@ -35,7 +36,7 @@ def _literal(node: ast.AST) -> str | None:
 
 
 def _keys_in(path: Path) -> set[str]:
-    nodes = list(ast.walk(ast.parse(path.read_text())))
+    nodes = list(ast.walk(parsed(path.read_text())))
     parts = {id(v) for node in nodes if isinstance(node, ast.JoinedStr) for v in node.values}
     texts = (_literal(node) for node in nodes if id(node) not in parts)
     return {t for t in texts if t and t.startswith(FAMILIES) and re.fullmatch(r"[a-z0-9_{}]+(/[a-z0-9_{}]+)+", t)}

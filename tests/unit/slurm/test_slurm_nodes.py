@@ -238,6 +238,19 @@ def test_a_port_that_a_program_took_meanwhile_is_not_the_end(tmp_path, monkeypat
     assert len((tmp_path / "asked").read_text().splitlines()) == 3
 
 
+def test_a_line_that_came_before_it_was_waited_for_counts():
+    """What a process prints while it is started can be there before anybody asks."""
+
+    async def ask() -> None:
+        process = await processes.Process.start(["/bin/sh", "-c", "echo 'Ray runtime started.'; exec sleep 60"], {})
+        while not process.lines:
+            await asyncio.sleep(0.01)
+        await asyncio.wait_for(process.says(b"Ray runtime started"), 10)
+        await process.kill()
+
+    asyncio.run(ask())
+
+
 def test_a_start_of_ray_that_takes_too_long_is_ended_and_tried_again(tmp_path, monkeypatch, capfd):
     """The first one leaves a child, as Ray's does; it must be gone before the second."""
     program = tmp_path / "python"
