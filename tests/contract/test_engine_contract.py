@@ -343,14 +343,16 @@ def test_a_cancelled_consumer_does_not_leave_work_behind(start, models):
 def test_generation_does_not_block_the_event_loop(start, models):
     async def scenario():
         async with start(models[0][0]) as engine:
-            task = asyncio.create_task(collect(engine, [group(i, count=8, max_new_tokens=200) for i in range(4)]))
+            wanted = [group(i, count=8, max_new_tokens=800, stop_token_ids=()) for i in range(4)]
+            task = asyncio.create_task(collect(engine, wanted))
             turns = 0
-            while not task.done():
+            while not task.done() and turns <= 20:
                 await asyncio.sleep(0.005)
                 turns += 1
+            await task
             return turns
 
-    assert run(scenario()) > 20  # a blocking engine would allow one turn per batch
+    assert run(scenario()) > 20  # a blocking engine allows one turn per batch; the others take seconds
 
 
 def test_close_ends_running_generation_with_an_error_or_aborts_and_may_be_repeated(start, models):
