@@ -11,8 +11,10 @@ import pytest
 
 pytest.importorskip("cosmic_ray", reason="needs cosmic-ray, which the extra `dev` installs")
 
-import mutation
-from mutants import changed_lines, find_mutants
+TOOL = Path(__file__).parents[2] / "tools/mutation"
+sys.path.insert(0, str(TOOL))
+import mutation  # noqa: E402
+from mutants import changed_lines, find_mutants  # noqa: E402
 
 TINY = """
 def join(first: int | None, second):
@@ -94,6 +96,18 @@ def test_tests_that_fail_without_a_mutant_are_an_error(tree):
     assert "MutationError: tiny.py: its tests do not pass without a mutant (exit status 1)" in done.stderr
 
 
+def test_a_module_that_ends_its_process_when_it_is_imported_is_killed(tree):
+    (tree / "tiny.py").write_text(TINY + "\nLIMIT = 1\nif LIMIT == 2:\n    raise SystemExit(2)\n")
+    program = (
+        "import mutants, mutation; find = mutants.find_mutants; from pathlib import Path\n"
+        "mutation.find_mutants = lambda s: [m for m in find(s) if m.line == 18 and 'Eq_NotEq' in m.operator]\n"
+        "[score] = mutation.run(Path(r'%s'), {'tiny.py': ['test_tiny.py']}, equivalent={})\n"
+        "print(score.verdicts['killed'], score.run)"
+    )
+    done = run_python(program % tree)
+    assert done.stdout.splitlines()[-1:] == ["1 1"], done.stdout + done.stderr
+
+
 def texts(source: str, operator: str) -> list[str]:
     """What an operator puts in the place of the lines that it changes."""
     source += "\n"
@@ -146,7 +160,7 @@ def test_an_equivalent_mutant_is_known_wherever_its_lines_stand():
 
 
 def test_every_module_and_test_of_the_table_exists():
-    root = Path(mutation.__file__).parents[1]
+    root = mutation.ROOT
     for module, tests in mutation.MODULES.items():
         files = [test.removeprefix("--deselect=").split("::")[0] for test in tests]
         assert [name for name in (module, *files) if not (root / name).is_file()] == []
@@ -155,11 +169,11 @@ def test_every_module_and_test_of_the_table_exists():
 
 
 def test_a_draw_repeats_takes_no_line_twice_and_knows_the_tests_of_a_package():
-    root = Path(mutation.__file__).parents[1]
+    root = mutation.ROOT
     assert all((root / test).exists() for tests in mutation._FURTHER.values() for test in tests)
     modules = ["megatron_daro/reward/math.py", "megatron_daro/rollout/ledger.py"]
     drawn, again = (mutation.draw(root, modules, {}, 12, seed=1) for _ in range(2))
     assert drawn == again and len({(one.module, one.mutant.line) for one in drawn}) == len(drawn) == 12
     tests = [Path(test).stem for test in mutation.package_tests(root, modules[1])]
     assert tests.index("test_ledger") < tests.index("test_deadlines"), "what names the module comes first"
-    assert not [name for name in mutation.code_modules(root) if "observe/report" in name]
+    assert not [name for name in mutation.code_modules(root) if "/report/" in name]

@@ -1,6 +1,6 @@
 """Runs the tests of a mutant in a fork of this process, in a temporary copy of the tree.
 
-Place in the data flow: tests/mutation.py chooses mutants -> a copy, one changed module, pytest -> killed, hung or
+Place in the data flow: mutation.py chooses mutants -> a copy, one changed module, pytest -> killed, hung or
 survived. Refuses a verdict where pytest gives none (no tests found, an internal error), and where the tests loaded the
 module from elsewhere than the copy: then every mutant would survive.
 """
@@ -23,7 +23,8 @@ from typing import Literal
 
 from mutants import Mutant, changed_lines
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
+_CHECKOUT = (ROOT, ROOT / "tests", ROOT / "tools/mutation")
 MOST_BYTES = 6 << 30
 """Of data a test process may have: a mutant that appends for ever must not take the machine."""
 
@@ -109,9 +110,11 @@ class Copy:
         """Whether a test reached its own limit, at which pytest-timeout ends the process."""
         return "+ Timeout +" in self._log.read_text(errors="replace")
 
-    def broke_conftest(self) -> bool:
-        """Whether a conftest could not be imported: as good as a failed test, but pytest calls it wrong usage."""
-        return "while loading conftest" in self._log.read_text(errors="replace")
+    def broke_pytest(self) -> bool:
+        """Whether a conftest could not be imported, or the module ended the process that imported it: as good as a
+        failed test, but pytest calls the one wrong usage and the other an internal error."""
+        log = self._log.read_text(errors="replace")
+        return "while loading conftest" in log or "caught unexpected SystemExit" in log
 
     def failed_tests(self) -> set[str]:
         """What failed, as arguments for pytest: tests with all their parameters, files that it could not collect."""
@@ -141,6 +144,9 @@ class Copy:
             os.dup2(output, 1), os.dup2(output, 2), os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
             code = self._pytest(module, tests)
+        except SystemExit as error:  # the changed module ends the process that imports it
+            print(f"FAILED: SystemExit: {error}", flush=True)
+            code = 1
         except BaseException as error:
             print(f"{type(error).__name__}: {error}", flush=True)
             code = _FAILED_TO_START
@@ -153,7 +159,7 @@ class Copy:
         os.environ["PYTHONPATH"] = str(self.tree)
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
         own = (str(self.tree), str(self.tree / "tests"))
-        sys.path[:] = [*own, *(p for p in sys.path if Path(p or ".").resolve() not in (ROOT, ROOT / "tests"))]
+        sys.path[:] = [*own, *(p for p in sys.path if Path(p or ".").resolve() not in _CHECKOUT)]
         for name in ("mutants", "mutation", "mutation_runs"):
             sys.modules.pop(name, None)
         quiet = ["-q", "-x", "--tb=short", "-p", "pytest_timeout", "-p", _HYPOTHESIS, "--hypothesis-seed=0"]
@@ -242,7 +248,7 @@ class Runner:
 
     def _settle(self, running: Running, status: int | None) -> None:
         score, place = running.score, f"{running.module}:{running.mutant.line}"
-        if status in _NO_VERDICT and not running.copy.broke_conftest():
+        if status in _NO_VERDICT and not running.copy.broke_pytest():
             raise MutationError(f"{place}: {_NO_VERDICT[status]}\n{running.copy.last_words()}")
         if status is None or (status and running.copy.timed_out()):
             verdict: Verdict = "hung"

@@ -1,6 +1,6 @@
 """Single mutants of a module: small changes such as people make by mistake, one at a time.
 
-Place in the data flow: the text of a module -> positions -> changed texts, for tests/mutation.py. cosmic-ray supplies
+Place in the data flow: the text of a module -> positions -> changed texts, for mutation.py. cosmic-ray supplies
 parsing, positions and most operators. Two things it lacks stand here: a choice (it replaces each arithmetic operator by
 eleven others, most of which end in a TypeError and flatter the result), and operators for calls, statements and names,
 where code on tensors goes wrong: a forgotten `.abs()`, a forgotten line, the neighbour's column. mutmut has neither,

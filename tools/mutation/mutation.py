@@ -1,14 +1,14 @@
 """Mutation testing: changes one place of a module at a time and asks whether its tests notice.
 
-Place in the data flow: a developer runs it by hand -> mutants (tests/mutants.py) in temporary copies of the tree -> a
+Place in the data flow: a developer runs it by hand -> mutants (mutants.py) in temporary copies of the tree -> a
 table of killed and surviving ones, and the survivors as diffs. It never touches the checkout and is not part of CI.
 A killed mutant is one for which pytest fails, crashes, or does not end in time (counted apart, as hung). What cannot be
-told from the original by any test stands in mutation_equivalent.toml with its reason; it is not run and not counted.
+told from the original by any test stands in equivalent.toml with its reason; it is not run and not counted.
 
-    python tests/mutation.py --sample 40 --seed 1                # 40 mutants of each module
-    python tests/mutation.py --module algo --module data/packing # all mutants of these
-    python tests/mutation.py --list                              # modules, number of mutants, tests
-    python tests/mutation.py --everything --sample 100 --seed 19 # 100 of the whole package, drawn by code lines
+    python tools/mutation/mutation.py --sample 40 --seed 1                # 40 mutants of each module
+    python tools/mutation/mutation.py --module algo --module data/packing # all mutants of these
+    python tools/mutation/mutation.py --list                              # modules, number of mutants, tests
+    python tools/mutation/mutation.py --everything --sample 100 --seed 19 # 100 of the whole package
 
 Why not cosmic-ray's or mutmut's own runner: both start an interpreter for each mutant, which imports torch and Megatron
 for longer than the tests take. Here torch is imported once, and every mutant runs in a fork of that process.
@@ -32,7 +32,7 @@ from pathlib import Path
 from mutants import Mutant, changed_lines, find_mutants
 from mutation_runs import ROOT, Copy, MutationError, Runner, Score
 
-EQUIVALENT = Path(__file__).with_name("mutation_equivalent.toml")
+EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 PRELOAD = (
     "torch",
     "numpy",
@@ -145,7 +145,7 @@ Key = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A mutant drawn from the whole package. equivalent: it stands in mutation_equivalent.toml."""
+    """A mutant drawn from the whole package. equivalent: it stands in equivalent.toml."""
 
     module: str
     mutant: Mutant
