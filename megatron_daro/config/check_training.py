@@ -238,6 +238,13 @@ def algorithm_warnings(config: Config) -> Iterator[Problem]:
 def engine(config: Config, hardware: Hardware) -> Iterator[Problem]:
     """Options of an engine belong to the engine that runs, and fit each other."""
     section, sglang = config.engine, config.engine.sglang
+    if section.options and not section.is_own:
+        got, allowed = f"{', '.join(section.options)} with engine.kind {section.kind}", "options of module:Class only"
+        yield Problem("engine.options", got, allowed, "remove them", also=("engine.kind",))
+    reserved = sorted({"model_path", "replicas", "seed"} & set(section.options))
+    if reserved:
+        got, allowed = ", ".join(reserved), "other names: the run fills these in"
+        yield Problem("engine.options", got, allowed, "set engine.replicas and engine.seed")
     if section.kind != "sglang":
         given = [name for name, value in sglang if value != getattr(type(sglang)(), name)]
         if given:

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
-from megatron_daro.config.base import ExpandedPath, Section, Seed, filled
+from megatron_daro.config.base import ExpandedPath, OneOf, Section, Seed, filled
 
 DataFormat = Literal["auto", "jsonl", "parquet", "gsm8k", "dapo"]
 FieldName = Annotated[str, Field(min_length=1)]
@@ -240,8 +240,10 @@ class SGLangSection(Section):
 class EngineSection(Section):
     """The rollout engine."""
 
-    kind: Literal["embedded", "sglang"] = "embedded"
-    """embedded: transformers in a process of the job; sglang: SGLang servers."""
+    kind: Annotated[str, OneOf(("embedded", "sglang"))] = "embedded"
+    """embedded: transformers in a process of the job; sglang: SGLang servers; module:Class: an engine of your own."""
+    options: dict[str, Any] = {}
+    """Options of an engine of your own: keyword arguments of its constructor."""
     replicas: int = Field(default=1, ge=1, le=65536)
     """Engines that share the prompts, 1 to 65536."""
     seed: Seed | None = None
@@ -253,6 +255,16 @@ class EngineSection(Section):
     """Options of the embedded engine."""
     sglang: SGLangSection = SGLangSection()
     """Options of SGLang servers."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether `kind` is module:Class."""
+        return ":" in self.kind
+
+    @property
+    def own_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of the constructor of an engine of one's own, beside model_path."""
+        return {"replicas": self.replicas, "seed": filled(self.seed), **self.options}
 
 
 class RewardSection(Section):

@@ -18,9 +18,12 @@ from megatron_daro.algo.weighting import Algorithm, make_algorithm
 from megatron_daro.config import Config
 from megatron_daro.config.base import filled
 from megatron_daro.config.fit import demand_of
+from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.config.sections import EngineSection
 from megatron_daro.controller import BuildBatch
 from megatron_daro.data.batch import build_batch
+from megatron_daro.data.tokenizer import response_decoder
+from megatron_daro.engine.own import OwnEngine
 from megatron_daro.errors import AlgorithmError, ConfigError
 from megatron_daro.observe import logs
 from megatron_daro.observe.progress import Progress
@@ -179,7 +182,7 @@ def generation_with(
 def evaluates_beside(config: Config) -> bool:
     """Whether evaluation and generation use the engine together: servers take requests of both; the embedded engine
     works on one batch at a time, and would only do the same work in another order."""
-    return config.engine.kind == "sglang"
+    return config.engine.kind != "embedded"
 
 
 def turns(policy: PolicyGroup, made: Generation | None, placement: Placement, notices: Notices) -> Turns | None:
@@ -251,6 +254,8 @@ def rollout_engine(
             warn=notices.warn,
             deadlines=placement.deadlines,
         )
+    if config.engine.is_own:
+        return OwnGroup(config, tokenizer)
     return EngineGroup(
         config.engine,
         model_path=config.model.path.absolute(),
@@ -259,6 +264,21 @@ def rollout_engine(
         placement=placement,
         logs=log_folder(config),
     )
+
+
+class OwnGroup(OwnEngine):
+    """An engine of the user's own. Its group is empty: it owns its processes itself."""
+
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Start nothing. Raises ConfigError: the class does not fit, or its constructor raised."""
+        self.workers = WorkerGroup()
+        super().__init__(
+            config.engine.kind,
+            {"model_path": config.model.path.absolute(), **config.engine.own_arguments},
+            vocabulary=read_model_shape(config.model.path).vocab,
+            sync_dir=run_directory(config).absolute() / "engine_weights",
+            decode=response_decoder(tokenizer),
+        )
 
 
 def run_directory(config: Config) -> Path:

@@ -28,6 +28,7 @@ from megatron_daro.config import Config, to_yaml
 from megatron_daro.config.base import Section, filled
 from megatron_daro.config.hardware import hardware_of
 from megatron_daro.config.model_shape import read_model_shape
+from megatron_daro.engine.own import own_engine_class
 from megatron_daro.engine.sglang.environment import check_environments
 from megatron_daro.errors import ConfigError, DataError, RefusedError
 from megatron_daro.observe import logs
@@ -191,6 +192,8 @@ def check_start(config: Config, *, resume: bool, generates: bool) -> None:
     """
     require_usable(filled(config.trainer.run_dir), resume=resume)
     hf_export.require_replaceable(config.trainer)
+    if config.engine.is_own:
+        own_engine_class(config.engine.kind, {"model_path": config.model.path, **config.engine.own_arguments})
     if generates and config.engine.kind == "sglang":
         check_environments(config.engine.sglang)
         if config.engine.sglang.urls:

@@ -43,7 +43,7 @@ actor.tensor_parallel actor.pipeline_parallel actor.virtual_pipeline_parallel ac
 actor.sequence_parallel
 actor.expert_parallel actor.expert_tensor_parallel
 actor.recompute actor.micro_batch_tokens actor.logprob_chunk_tokens
-engine.kind engine.replicas engine.colocate engine.embedded.batch_size engine.embedded.threads
+engine.kind engine.options engine.replicas engine.colocate engine.embedded.batch_size engine.embedded.threads
 engine.sglang.python engine.sglang.urls engine.sglang.arguments engine.sglang.env engine.sglang.tensor_parallel
 engine.sglang.nodes engine.sglang.fp8_blocks
 engine.sglang.sync engine.sglang.sync_dir engine.sglang.bucket_mib engine.sglang.verify
