@@ -135,7 +135,7 @@ def time_alone(policies: dict[str, Any], batch: Any, repeats: int = 200) -> dict
     sums = torch.linspace(-1, 1, ROLLOUTS + 1, dtype=torch.float64)
     medians = {}
     for name, policy in policies.items():
-        algorithm, times = policy.trainee.algorithm, []
+        algorithm, times = policy.train_state.algorithm, []
         for _ in range(repeats):
             start = time.perf_counter()
             algorithm.sample_coefficients(bins, lengths, totals)

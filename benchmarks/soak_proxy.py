@@ -19,7 +19,7 @@ import aiohttp
 from aiohttp import web
 from loopback_server import cut_off, listen, pass_on, passing_session
 
-from megatron_daro.engine.sglang import keeper
+from megatron_daro.engine.sglang import watchdog
 from megatron_daro.engine.sglang.servers import ServerHandle
 
 Rule = Callable[[str], str]
@@ -111,7 +111,7 @@ class ProxiedServer:
         main = _main_process(self.proxy.target.rsplit(":", 1)[1])
         if main is None:
             return 0
-        children = keeper.descendants(main)
+        children = watchdog.descendants(main)
         schedulers = [pid for pid in children if b"scheduler" in _command(pid)]
         pids = {"main": [main], "child": (schedulers or children)[:1], "all": [main, *children]}[whom]
         for pid in pids:
@@ -121,10 +121,10 @@ class ProxiedServer:
 
 
 def _main_process(port: str) -> int | None:
-    """The server that was told to listen on this port (its keeper has the same words, but below its own name)."""
+    """The server that was told to listen on this port (its watchdog has the same words, but below its own name)."""
     for directory in Path("/proc").glob("[0-9]*"):
         words = _command(int(directory.name)).split(b"\0")
-        if b"--port" in words and port.encode() in words and not any(b"keeper.py" in word for word in words):
+        if b"--port" in words and port.encode() in words and not any(b"watchdog.py" in word for word in words):
             return int(directory.name)
     return None
 

@@ -29,7 +29,7 @@ from megatron_daro.rollout.protocol import CheckpointStore, MetricsSink, Phases,
 from megatron_daro.rollout.recorder import Recorder, read_waiting, write_waiting
 from megatron_daro.rollout.sampled_batch import BatchSource, SampledBatch, Update, last_step, passed, plan_updates
 from megatron_daro.rollout.summary import SignalWatch, update_metrics
-from megatron_daro.sync.publish import ExportingPolicy, ReceivingEngine, Turns, WeightSync
+from megatron_daro.sync.publish import Colocation, ExportingPolicy, ReceivingEngine, WeightSync
 from megatron_daro.types import Group, PlainValue, StepResult, TrainBatch
 
 _MAX_LOST_IN_A_ROW = 5
@@ -49,8 +49,8 @@ class Parts:
     engine is None for replay. checkpoints, recorder, evaluations and export are left out where the run has none.
     export: writes the trained policy out, given the number of steps. closers: further things to close at the end, by
     name, after engine and policy. identity: values that must be equal in a run and in a checkpoint it resumes from.
-    turns: of policy and engine on the GPUs that they share; None where they share none. drift: warns when engine and
-    trainer drift apart. signal: when no answer teaches anything.
+    colocation: of policy and engine on the GPUs that they share; None where they share none. drift: warns when
+    engine and trainer drift apart. signal: when no answer teaches anything.
     """
 
     policy: ExportingPolicy
@@ -64,7 +64,7 @@ class Parts:
     recorder: Recorder | None = None
     evaluations: Evaluations = field(default_factory=Evaluations)
     export: Callable[[int], Awaitable[None]] | None = None
-    turns: Turns | None = None
+    colocation: Colocation | None = None
     closers: Mapping[str, Callable[[], Awaitable[None]]] = field(default_factory=dict)
     identity: Mapping[str, PlainValue] = field(default_factory=dict)
     deadlines: Deadlines = field(default_factory=Deadlines)
@@ -281,7 +281,7 @@ class Controller:
             await self._train_batch(batch)
             self._saving.check()
             self._save_due |= passed(before, self.step, self._section.save_every_steps)
-            if self._save_due and not self._parts.turns:
+            if self._save_due and not self._parts.colocation:
                 await self._checkpoint()
         await self._policys_turn()
         await self._checkpoint()
@@ -303,7 +303,7 @@ class Controller:
         if not updates:
             self._unrecorded = (*lost, *batch.filtered)
             self._count_lost(f"all {len(stale)} groups of a batch were older than max_staleness")
-            if self._parts.turns:
+            if self._parts.colocation:
                 await self._publish("again, after a batch that trained nothing")
             await self._advance()
             return
@@ -370,18 +370,18 @@ class Controller:
             raise DataError(f"{self._lost_in_a_row} batches in a row trained nothing; the last: {message}")
 
     async def _publish(self, what: str) -> Mapping[str, float]:
-        sync, turns = self._weight_sync, self._parts.turns
+        sync, colocation = self._weight_sync, self._parts.colocation
         if sync is None:
             return {}
-        work = turns.publish(sync, self.step) if turns else sync.publish(self.step)
+        work = colocation.publish(sync, self.step) if colocation else sync.publish(self.step)
         return await self._within("sync", work, what=what)
 
     async def _policys_turn(self) -> None:
         """Where policy and engine share GPUs: what was due since the policy left them is saved when it is back."""
-        if self._parts.turns:
+        if self._parts.colocation:
             await self._parts.evaluations.ended()
             async with self._engine_use():
-                await self._parts.turns.to_policy()
+                await self._parts.colocation.to_policy()
         if self._save_due:
             await self._checkpoint()
 

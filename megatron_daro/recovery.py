@@ -29,7 +29,7 @@ from megatron_daro.rollout.protocol import Notices
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
-MADE_WITH = "made_with.json"
+PROVENANCE = "made_with.json"
 LATEST = "latest"
 STATE_FORMAT = 2
 _STEP_DIRECTORY = re.compile(r"step_(\d{6,})")
@@ -74,14 +74,14 @@ class _DataSection(_Shape):
     eval: list[_NamedSet]
 
 
-class _MadeWithConfig(_Shape):
+class _ProvenanceConfig(_Shape):
     data: _DataSection
 
 
-class _MadeWith(_Shape):
+class _Provenance(_Shape):
     """made_with.json, as the restart audit reads it (runtime/restart_audit.py writes it)."""
 
-    config: _MadeWithConfig
+    config: _ProvenanceConfig
     model: dict[str, Any]
     bound_files: dict[str, str]
     free_files: dict[str, str]
@@ -95,7 +95,7 @@ class Checkpoints:
     """The checkpoints of one run; the only writer of RUN/checkpoints."""
 
     def __init__(
-        self, run_dir: Path, *, keep: int, keep_every: int = 0, made_with: Mapping[str, Any] | None = None
+        self, run_dir: Path, *, keep: int, keep_every: int = 0, provenance: Mapping[str, Any] | None = None
     ) -> None:
         """Start nothing.
 
@@ -103,14 +103,14 @@ class Checkpoints:
             run_dir: the run directory.
             keep: newest checkpoints that stay, at least 1.
             keep_every: those of multiples of so many steps stay as well; 0: none.
-            made_with: what the run is made of (runtime/restart_audit.py), written into every checkpoint.
+            provenance: what the run is made of (runtime/restart_audit.py), written into every checkpoint.
         """
         if keep < 1:
             raise CheckpointError(f"trainer.keep_checkpoints: {keep}; allowed: >= 1")
         self._directory = Path(run_dir) / "checkpoints"
         self._keep = keep
         self._keep_every = keep_every
-        self._made_with = made_with
+        self._provenance = provenance
 
     async def save(
         self, step: int, write: Callable[[Path], Awaitable[None]], state: Mapping[str, Any], notices: Notices
@@ -136,8 +136,10 @@ class Checkpoints:
             try:
                 await asyncio.to_thread(_make_empty, temporary)
                 await write(temporary)
-                if self._made_with is not None:
-                    await asyncio.to_thread(durable.write, temporary / MADE_WITH, json.dumps(self._made_with, indent=1))
+                if self._provenance is not None:
+                    await asyncio.to_thread(
+                        durable.write, temporary / PROVENANCE, json.dumps(self._provenance, indent=1)
+                    )
                 await asyncio.to_thread(_seal, temporary, step, state)
                 await asyncio.to_thread(self._publish, temporary, final)
             except Exception:  # Not on cancellation: a thread may still be writing; the next save clears it away.
@@ -311,17 +313,17 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def read_made_with(checkpoint: Path) -> dict[str, Any] | None:
+def read_provenance(checkpoint: Path) -> dict[str, Any] | None:
     """Return what the run was made of when it wrote this checkpoint; None for one that does not say.
 
     Raises:
         CheckpointError: it cannot be read, or misses what every description has.
     """
-    path = checkpoint / MADE_WITH
+    path = checkpoint / PROVENANCE
     if not path.exists():
         return None
     content = _read_json(path)
-    _shaped(_MadeWith, content, path)
+    _shaped(_Provenance, content, path)
     return content
 
 

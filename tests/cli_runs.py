@@ -258,7 +258,7 @@ def _command(process: psutil.Process) -> str:
 
 
 def servers(run):
-    """The processes that serve: not their keepers, whose command line ends with that of the server."""
+    """The processes that serve: not their watchdogs, whose command line ends with that of the server."""
     found = []
     for process in run.processes():
         try:

@@ -6,7 +6,7 @@ and their own verdict, the expected gradient is a sum over k, and lengths come i
 and the sums that weights are learnt from are those of infinitely many groups to each prompt, of which each bin has
 its expected share. Advantages, filter, coefficients and token losses are the product's, as in `closed_run`.
 
-Place in the data flow: policy, prompts, algorithm -> (loss whose gradient is the expected one, evidence). Refuses
+Place in the data flow: policy, prompts, algorithm -> (loss whose gradient is the expected one, step_stats). Refuses
 algorithms that look at single lengths or at other groups: there the expectation is no such sum.
 
 Letters: G prompts, M strategies, J steps, K rollouts, B = K + 1 bins, V = 2 verdicts (wrong, right).
@@ -19,7 +19,7 @@ from closed_world import Dials, Policy, Problems, binary_entropy, mean_more_toke
 from torch import Tensor
 
 from megatron_daro.algo.objective import ObjectiveSettings, token_objective
-from megatron_daro.algo.weighting import Algorithm, BatchTotals, Evidence, Samples
+from megatron_daro.algo.weighting import Algorithm, BatchTotals, Samples, StepStats
 
 _COPIES = 2.0**40
 """Groups to each prompt: totals are whole numbers, and their rounding is of one token in so many."""
@@ -44,7 +44,7 @@ def expected_step(
     dials: Dials,
     algorithm: Algorithm,
     settings: ObjectiveSettings,
-) -> tuple[Tensor, Evidence]:
+) -> tuple[Tensor, StepStats]:
     """Return a scalar whose gradient is the expected one of the policy loss, and what the algorithm learns from.
 
     Args:
@@ -85,7 +85,7 @@ def expected_step(
     per_token = {"loss_sums": objective.segment_losses_M.detach(), **objective.segment_sums_M}
     sums = {n: (tokens_GBV * values_N.reshape(-1, 2)).sum((0, 2))[:, None] for n, values_N in per_token.items()}
     entropy = float((mass_GBV * entropies_GV[:, None]).sum() / tokens_B.sum().clamp(min=1e-300))
-    return loss, Evidence(totals, sums, torch.zeros(0, dtype=torch.float64), entropy)
+    return loss, StepStats(totals, sums, torch.zeros(0, dtype=torch.float64), entropy)
 
 
 def _answers(policy: Policy, problems: Problems, prompts_G: Tensor, dials: Dials) -> tuple[Tensor, Tensor, Tensor]:

@@ -34,7 +34,7 @@ from torch import Tensor
 from megatron_daro.algo.algorithm import length_classes
 from megatron_daro.algo.difficulty import bin_sums, pass_rate_bins
 from megatron_daro.algo.objective import token_objective
-from megatron_daro.algo.weighting import Algorithm, BatchTotals, Evidence, Samples
+from megatron_daro.algo.weighting import Algorithm, BatchTotals, Samples, StepStats
 from megatron_daro.errors import ConfigError, DaroError, NonFiniteError
 
 BANDS = (0.0, 0.1, 0.35, 0.65, 0.9, 1.0)
@@ -184,9 +184,9 @@ class ClosedRun:
         prompts_G = self._next_prompts(self.dials.groups)
         self.answered += self.dials.groups * self.dials.rollouts
         world = (self.policy, self.problems, prompts_G, self.dials)
-        loss, evidence = expected_step(*world, self.algorithm, self.settings)
+        loss, step_stats = expected_step(*world, self.algorithm, self.settings)
         self._descend(loss)
-        self.algorithm.learn(evidence)
+        self.algorithm.learn(step_stats)
 
     def _descend(self, loss: Tensor) -> None:
         self.optimizer.zero_grad()
@@ -247,7 +247,7 @@ def evidence_of(
     sums_N: dict[str, Tensor],
     slopes_PN: Tensor,
     entropy: float,
-) -> Evidence:
+) -> StepStats:
     """What the algorithm learns from: the sums per bin and class of lengths that the actor makes over all ranks."""
     classes_N = length_classes(samples.lengths_N, algorithm.length_edges)
     size, classes = algorithm.rollouts_per_prompt, range(len(algorithm.length_edges) + 1)
@@ -255,7 +255,7 @@ def evidence_of(
         name: torch.stack([bin_sums(values_N * (classes_N == c), samples.bins_N, size) for c in classes], dim=1)
         for name, values_N in sums_N.items()
     }
-    return Evidence(totals, cells, slopes_PN @ sums_N["loss_sums"], entropy)
+    return StepStats(totals, cells, slopes_PN @ sums_N["loss_sums"], entropy)
 
 
 def run_arm(dials: Dials, arm: str, learning_rate: float, seed: int, every: int = 10) -> Run:

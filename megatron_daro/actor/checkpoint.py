@@ -40,7 +40,7 @@ from megatron_daro.actor.compat import allocate_optimizer_state, load_optimizer_
 from megatron_daro.actor.optimizer import group_options, set_group_options
 from megatron_daro.actor.optimizer_shards import common_state, is_distributed, load_own_boxes, own_boxes
 from megatron_daro.actor.shard_file import OwnBox, ShardFile
-from megatron_daro.actor.step import Trainee
+from megatron_daro.actor.step import TrainState
 from megatron_daro.algo.weighting import Algorithm
 from megatron_daro.convert.daro_format import (
     COMMON_FILE,
@@ -297,7 +297,7 @@ class PendingSave:
             self._error = error
 
 
-def start_save(trainee: Trainee, directory: Path) -> PendingSave:
+def start_save(train_state: TrainState, directory: Path) -> PendingSave:
     """Begin to write into an existing, empty directory. Collective over all ranks.
 
     Everything small is written when this returns; weights and optimizer state are written by a thread.
@@ -307,14 +307,14 @@ def start_save(trainee: Trainee, directory: Path) -> PendingSave:
     """
     try:
         with quiet():
-            state = _state(trainee, is_loading=False)
-            own = own_boxes(trainee.optimizer, state["model"]) if is_distributed(trainee.optimizer) else []
+            state = _state(train_state, is_loading=False)
+            own = own_boxes(train_state.optimizer, state["model"]) if is_distributed(train_state.optimizer) else []
             file = save_sharded(state, directory, own)
         if dist.get_rank() == 0:
-            (directory / ALGORITHM_FILE).write_text(json.dumps(trainee.algorithm.state_dict()))
+            (directory / ALGORITHM_FILE).write_text(json.dumps(train_state.algorithm.state_dict()))
     except (OSError, SafetensorError) as error:
         raise _refused(directory, error) from error
-    parameters = sum(p.numel() for chunk in trainee.chunks for p in chunk.module.parameters())
+    parameters = sum(p.numel() for chunk in train_state.chunks for p in chunk.module.parameters())
     return PendingSave(directory, file, most_copied=_COPIED_BYTES * parameters)
 
 
@@ -324,8 +324,8 @@ def _refused(directory: Path, error: BaseException) -> CheckpointError:
     )
 
 
-def load(trainee: Trainee, directory: Path) -> None:
-    """Fill the trainee from what `save` wrote, on this or another layout. Collective.
+def load(train_state: TrainState, directory: Path) -> None:
+    """Fill the train_state from what `save` wrote, on this or another layout. Collective.
 
     State comes from the checkpoint; options of the optimizer and its schedule stay those that this run was built with.
 
@@ -334,19 +334,21 @@ def load(trainee: Trainee, directory: Path) -> None:
     """
     try:
         with quiet():
-            wanted = _state(trainee, is_loading=True)
+            wanted = _state(train_state, is_loading=True)
             state = load_sharded(wanted, directory)
     except DaroError:
         raise
     except (CheckpointingException, OSError, ValueError) as error:
         raise CheckpointError(f"checkpoint {directory} cannot be loaded: {error}") from error
-    for place, chunk in enumerate(trainee.chunks):
+    for place, chunk in enumerate(train_state.chunks):
         chunk.module.load_state_dict(state["model"][str(place)], strict=True)
-    options = group_options(trainee.optimizer)
-    load_optimizer_state(trainee.optimizer, state["optimizer"], lambda: _fill(trainee, wanted["model"], directory))
-    set_group_options(trainee.optimizer, options)
-    trainee.scheduler.load_state_dict(state["scheduler"])
-    load_algorithm(trainee.algorithm, directory / ALGORITHM_FILE)
+    options = group_options(train_state.optimizer)
+    load_optimizer_state(
+        train_state.optimizer, state["optimizer"], lambda: _fill(train_state, wanted["model"], directory)
+    )
+    set_group_options(train_state.optimizer, options)
+    train_state.scheduler.load_state_dict(state["scheduler"])
+    load_algorithm(train_state.algorithm, directory / ALGORITHM_FILE)
 
 
 def load_algorithm(algorithm: Algorithm, path: Path) -> None:
@@ -362,22 +364,22 @@ def load_algorithm(algorithm: Algorithm, path: Path) -> None:
         ) from error
 
 
-def _fill(trainee: Trainee, model: dict[str, Any], directory: Path) -> None:
-    if is_distributed(trainee.optimizer):
-        load_own_boxes(trainee.optimizer, model, directory)
+def _fill(train_state: TrainState, model: dict[str, Any], directory: Path) -> None:
+    if is_distributed(train_state.optimizer):
+        load_own_boxes(train_state.optimizer, model, directory)
 
 
-def _state(trainee: Trainee, *, is_loading: bool) -> dict[str, Any]:
-    allocate_optimizer_state(trainee.optimizer)
+def _state(train_state: TrainState, *, is_loading: bool) -> dict[str, Any]:
+    allocate_optimizer_state(train_state.optimizer)
     metadata = {**_METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     # The keys of the tensors count the layers of the whole model: parts of a rank are no part of them.
-    model = {str(place): c.module.sharded_state_dict(metadata=metadata) for place, c in enumerate(trainee.chunks)}
-    if is_distributed(trainee.optimizer):
-        optimizer = common_state(trainee.optimizer)
+    model = {str(place): c.module.sharded_state_dict(metadata=metadata) for place, c in enumerate(train_state.chunks)}
+    if is_distributed(train_state.optimizer):
+        optimizer = common_state(train_state.optimizer)
     else:
-        optimizer = trainee.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+        optimizer = train_state.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     return {
         "model": model,
         "optimizer": optimizer,
-        "scheduler": trainee.scheduler.state_dict(),
+        "scheduler": train_state.scheduler.state_dict(),
     }

@@ -18,7 +18,7 @@ from torch import Tensor, UntypedStorage
 
 from megatron_daro.actor import device
 from megatron_daro.actor.compat import optimizer_parts
-from megatron_daro.actor.step import Trainee
+from megatron_daro.actor.step import TrainState
 from megatron_daro.types import KINDS_OF_MEMORY, MemoryKind, MemoryMove
 
 _BLOCK_BYTES = 256 * 2**20
@@ -34,11 +34,11 @@ class _Away:
 
 
 class HostMemory:
-    """The memory of one rank's trainee."""
+    """The memory of one rank's train_state."""
 
-    def __init__(self, trainee: Trainee) -> None:
+    def __init__(self, train_state: TrainState) -> None:
         """Move nothing."""
-        self._trainee = trainee
+        self._trainee = train_state
         self._away: dict[MemoryKind, _Away] = {}
         self._blocks: dict[MemoryKind, list[Tensor]] = {}
         self._where = device.prepare()
@@ -48,7 +48,7 @@ class HostMemory:
         """What is on the host now."""
         return frozenset(self._away)
 
-    def leave(self, kinds: Collection[MemoryKind]) -> MemoryMove:
+    def offload(self, kinds: Collection[MemoryKind]) -> MemoryMove:
         """Give the device's memory of these kinds back; nothing for those that are away. No save may read them."""
         started, moved, others = time.perf_counter(), 0, self._of_others()
         if "gradients" in kinds:
@@ -61,7 +61,7 @@ class HostMemory:
             torch.cuda.empty_cache()
         return MemoryMove(moved, self.left_behind(), time.perf_counter() - started, others)
 
-    def come_back(self, kinds: Collection[MemoryKind]) -> MemoryMove:
+    def onload(self, kinds: Collection[MemoryKind]) -> MemoryMove:
         """Fill the memory of these kinds again; nothing for those that are there."""
         started, moved, others = time.perf_counter(), 0, self._of_others()
         for kind in KINDS_OF_MEMORY:
@@ -79,7 +79,7 @@ class HostMemory:
         return MemoryMove(moved, self.left_behind(), time.perf_counter() - started, others)
 
     def left_behind(self) -> int:
-        """Bytes that this process has allocated on its device; on a CPU, those of the trainee's tensors."""
+        """Bytes that this process has allocated on its device; on a CPU, those of the train_state's tensors."""
         if self._where.type == "cuda":
             return torch.cuda.memory_allocated()
         return sum(storage.nbytes() for kind in KINDS_OF_MEMORY for storage in self._storages(kind))

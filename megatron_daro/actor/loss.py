@@ -33,7 +33,7 @@ from megatron_daro.actor.compat import HiddenStateGPTModel
 from megatron_daro.actor.forward import OutputSettings, position_logprobs
 from megatron_daro.algo.algorithm import length_classes
 from megatron_daro.algo.objective import ObjectiveSettings, TokenObjective, token_objective
-from megatron_daro.algo.weighting import Algorithm, BatchTotals, Evidence, Samples
+from megatron_daro.algo.weighting import Algorithm, BatchTotals, Samples, StepStats
 from megatron_daro.data.packing import PackedMicroBatch
 from megatron_daro.types import TrainBatch
 
@@ -56,18 +56,18 @@ TOKEN_SUMS = (
 
 
 CELL_SUMS = ("loss_sums", "abs_loss_sums", "advantage_sums", "gradient_squares")
-"""Sums that a step adds up per bin and class of lengths; see algo.algorithm.Evidence."""
+"""Sums that a step adds up per bin and class of lengths; see algo.algorithm.StepStats."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepSums:
     """Sums of one optimizer step over all ranks; the same on every rank.
 
-    evidence: what the algorithm learns from, the totals among it. policy_loss: sum of X. regularizer: KL and entropy
+    step_stats: what the algorithm learns from, the totals among it. policy_loss: sum of X. regularizer: KL and entropy
     part of the loss. token_sums: by name. max_logprob_diff: over all tokens.
     """
 
-    evidence: Evidence
+    step_stats: StepStats
     policy_loss: float
     regularizer: float
     token_sums: Mapping[str, float]
@@ -76,23 +76,23 @@ class StepSums:
     @property
     def finite(self) -> bool:
         """Whether every sum is a number."""
-        sums = torch.cat([*(values.reshape(-1) for values in self.evidence.sums.values()), self.evidence.slopes])
+        sums = torch.cat([*(values.reshape(-1) for values in self.step_stats.sums.values()), self.step_stats.slopes])
         return bool(torch.isfinite(sums).all()) and math.isfinite(self.policy_loss) and math.isfinite(self.regularizer)
 
     @property
     def totals(self) -> BatchTotals:
         """Tokens and rollouts of the step."""
-        return self.evidence.totals
+        return self.step_stats.totals
 
     @property
     def loss_sums(self) -> Tensor:
         """float64 [K+1], sums of token losses per bin."""
-        return self.evidence.per_bin("loss_sums")
+        return self.step_stats.per_bin("loss_sums")
 
     @property
     def abs_loss_sums(self) -> Tensor:
         """float64 [K+1], sums of absolute token losses per bin."""
-        return self.evidence.per_bin("abs_loss_sums")
+        return self.step_stats.per_bin("abs_loss_sums")
 
 
 def global_totals(batch: TrainBatch, length_edges: tuple[int, ...] = ()) -> BatchTotals:
@@ -205,7 +205,7 @@ class StepLoss:
         entropy = token_sums["entropy"] / max(token_sums["tokens"], 1.0)
         policy, regularizer = self._loss_parts.tolist()
         return StepSums(
-            evidence=Evidence(self.totals, dict(zip(CELL_SUMS, cells, strict=True)), self._slopes.cpu(), entropy),
+            step_stats=StepStats(self.totals, dict(zip(CELL_SUMS, cells, strict=True)), self._slopes.cpu(), entropy),
             policy_loss=policy,
             regularizer=regularizer,
             token_sums=token_sums,

@@ -38,7 +38,7 @@ from megatron_daro.actor.optimizer import (
 )
 from megatron_daro.actor.parallel import Layout, PolicySettings
 from megatron_daro.actor.routing import check_routed_experts
-from megatron_daro.actor.step import Trainee, train_step
+from megatron_daro.actor.step import TrainState, train_step
 from megatron_daro.actor.weights import export_hf_weights, load_hf_weights
 from megatron_daro.algo.objective import ObjectiveSettings
 from megatron_daro.algo.weighting import make_algorithm
@@ -141,7 +141,7 @@ class MegatronPolicy:
             self.chunks, config, distributed_optimizer=actor.optimizer.distributed, options=options["ddp"]
         )
         optimizer = build_optimizer(wrapped, actor.optimizer, dtype=actor.dtype, options=options["optimizer"])
-        self.trainee = Trainee(
+        self.train_state = TrainState(
             chunks=wrapped,
             optimizer=optimizer,
             scheduler=build_scheduler(optimizer, actor.optimizer, total_steps=settings.total_steps),
@@ -152,16 +152,16 @@ class MegatronPolicy:
                 )
             ),
         )
-        self._memory = HostMemory(self.trainee)
+        self._memory = HostMemory(self.train_state)
 
-    def leave(self, kinds: Collection[MemoryKind]) -> MemoryMove:
+    def offload(self, kinds: Collection[MemoryKind]) -> MemoryMove:
         """Move these kinds of memory to the host, so that others can use the device; waits for a save that reads it."""
         self._keep_what_is_saved()
-        return self._memory.leave(kinds)
+        return self._memory.offload(kinds)
 
-    def come_back(self, kinds: Collection[MemoryKind]) -> MemoryMove:
+    def onload(self, kinds: Collection[MemoryKind]) -> MemoryMove:
         """Move them to the device again, bit for bit; gradients are zeros."""
-        return self._memory.come_back(kinds)
+        return self._memory.onload(kinds)
 
     def _needs(self, *kinds: MemoryKind) -> None:
         """Refuse to compute with tensors that have no memory."""
@@ -173,7 +173,7 @@ class MegatronPolicy:
         self._needs(*KINDS_OF_MEMORY)
         batch = self._routed(batch)
         return train_step(
-            self.trainee,
+            self.train_state,
             batch,
             micro_batches,
             self._objective,
@@ -193,14 +193,14 @@ class MegatronPolicy:
         self._needs("weights")
         batch = self._routed(batch)
         output = self._output if temperature is None else replace(self._output, temperature=temperature)
-        return response_logprobs(self.trainee.chunks, batch, micro_batches, output)
+        return response_logprobs(self.train_state.chunks, batch, micro_batches, output)
 
     def reference_logprobs(self, batch: TrainBatch, micro_batches: MicroBatches) -> np.ndarray | None:
         """Return the same under the weights that the run started from. Needs algorithm.kl.coefficient > 0."""
         self._needs("weights")
         batch = self._routed(batch)
         with self._reference_weights():
-            return response_logprobs(self.trainee.chunks, batch, micro_batches, self._output)
+            return response_logprobs(self.train_state.chunks, batch, micro_batches, self._output)
 
     def _routed(self, batch: TrainBatch) -> TrainBatch:
         """Return the batch with the experts of its tokens, or without them where the routers shall choose."""
@@ -230,7 +230,7 @@ class MegatronPolicy:
         self._needs("weights", "optimizer")
         if self._pending_save is not None:
             self._pending_save.wait()
-        self._pending_save = checkpoint.start_save(self.trainee, directory)
+        self._pending_save = checkpoint.start_save(self.train_state, directory)
 
     def finish_save(self) -> None:
         """Return when this rank's part is on the disk; may be called in another thread. Raises CheckpointError."""
@@ -246,7 +246,7 @@ class MegatronPolicy:
         """Return the inverse of `save`, also on another layout. Collective. Raises CheckpointError."""
         self._needs("weights", "optimizer")
         self._keep_what_is_saved()
-        checkpoint.load(self.trainee, directory)
+        checkpoint.load(self.train_state, directory)
 
     def _first_weights(self, settings: PolicySettings) -> HFCheckpoint | MegatronWeights:
         if settings.weights is None:

@@ -32,7 +32,7 @@ with warnings.catch_warnings():
 
 
 @dataclass(slots=True, eq=False)
-class Trainee:
+class TrainState:
     """What a train step changes, together: the parts of the model on this rank, their optimizer and schedule, the
     algorithm's weights."""
 
@@ -43,26 +43,26 @@ class Trainee:
 
 
 def compute_gradients(
-    trainee: Trainee,
+    train_state: TrainState,
     batch: TrainBatch,
     micro_batches: MicroBatches,
     settings: ObjectiveSettings,
     output: OutputSettings,
 ) -> StepSums:
     """Forward and backward of a whole step; gradients end up summed over all ranks, in the main gradient buffers."""
-    chunks, last = trainee.chunks, trainee.chunks[-1].module
+    chunks, last = train_state.chunks, train_state.chunks[-1].module
     for chunk in chunks:
         chunk.train()
         chunk.zero_grad_buffer()
-    trainee.optimizer.zero_grad()
+    train_state.optimizer.zero_grad()
     packs = packed_micro_batches(last.config, batch, micro_batches, vocab_size=output.vocab_size)
-    loss = StepLoss(trainee.algorithm, settings, output, batch)
+    loss = StepLoss(train_state.algorithm, settings, output, batch)
     run_schedule(chunks, packs, partial(loss.micro_batch, last), forward_only=False)
     return loss.reduce()
 
 
 def train_step(
-    trainee: Trainee,
+    train_state: TrainState,
     batch: TrainBatch,
     micro_batches: MicroBatches,
     settings: ObjectiveSettings,
@@ -79,18 +79,18 @@ def train_step(
         Metrics of the whole step. `skipped` with a reason if the loss or the gradient was not finite.
     """
     started = time.perf_counter()
-    sums = compute_gradients(trainee, batch, micro_batches, settings, output)
+    sums = compute_gradients(train_state, batch, micro_batches, settings, output)
     forward_backward_s = time.perf_counter() - started
-    weights_before = trainee.algorithm.cell_weights
-    extra_loss = trainee.algorithm.extra_loss(sums.totals)
+    weights_before = train_state.algorithm.cell_weights
+    extra_loss = train_state.algorithm.extra_loss(sums.totals)
     before_update()
-    report = update(trainee.optimizer, trainee.scheduler, allowed=sums.finite)
+    report = update(train_state.optimizer, train_state.scheduler, allowed=sums.finite)
     if report.applied:
-        trainee.algorithm.learn(sums.evidence)
+        train_state.algorithm.learn(sums.step_stats)
     metrics = _metrics(sums, report, extra_loss) | {"timing/forward_backward_s": forward_backward_s}
     if weights_before is not None:
         metrics |= _weight_metrics(weights_before)
-        metrics["difficulty/clamped"] = float(trainee.algorithm.clamped)
+        metrics["difficulty/clamped"] = float(train_state.algorithm.clamped)
     reason = "" if report.applied else _reason(sums, report)
     return StepResult(step=step, metrics=metrics, skipped=not report.applied, reason=reason)
 

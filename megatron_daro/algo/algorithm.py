@@ -110,7 +110,7 @@ class Samples:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Evidence:
+class StepStats:
     """What a whole step says, over all ranks: what an algorithm learns from.
 
     sums: by name float64 [K+1, L], over the tokens of each cell, without coefficients: "loss_sums" and "abs_loss_sums"
@@ -156,11 +156,11 @@ class Algorithm(ABC):
     needs_group_lengths: ClassVar[bool] = False
     """Whether `Samples.group_lengths_NK` must be there."""
     length_edges: tuple[int, ...] = ()
-    """Trained tokens at which a new class of lengths begins, rising; totals and evidence are per class then."""
+    """Trained tokens at which a new class of lengths begins, rising; totals and step_stats are per class then."""
 
     @property
     def needs_gradient_squares(self) -> bool:
-        """Whether `Evidence.sums` must hold "gradient_squares"."""
+        """Whether `StepStats.sums` must hold "gradient_squares"."""
         return False
 
     def __init__(
@@ -275,9 +275,11 @@ class Algorithm(ABC):
         """Return the part of the loss without a gradient into the policy (daro: -sum ln w), for reporting."""
         return 0.0
 
-    def learn(self, evidence: Evidence) -> None:
+    def learn(self, step_stats: StepStats) -> None:
         """Learn from a step that was applied; called once, on every rank with the same numbers."""
-        self.update(evidence.per_bin("loss_sums"), evidence.totals.tokens_per_bin, evidence.per_bin("abs_loss_sums"))
+        self.update(
+            step_stats.per_bin("loss_sums"), step_stats.totals.tokens_per_bin, step_stats.per_bin("abs_loss_sums")
+        )
 
     def update(self, loss_sums: Tensor, token_counts: Tensor, abs_loss_sums: Tensor | None = None) -> None:  # noqa: B027
         """Learn from the step's loss sums per bin [K+1], where nothing else is needed."""

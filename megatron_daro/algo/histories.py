@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from megatron_daro.algo.algorithm import BatchTotals, Common, Evidence, SampleAlgorithm, Samples, token_mean
+from megatron_daro.algo.algorithm import BatchTotals, Common, SampleAlgorithm, Samples, StepStats, token_mean
 from megatron_daro.errors import AlgorithmError, CheckpointError
 
 
@@ -66,9 +66,9 @@ class HaDw(SampleAlgorithm):
         factor_N = self.scale * torch.exp(-samples.advantages_N.to(torch.float64).sign() * gap_N)
         return token_mean(samples.lengths_N, totals) * factor_N
 
-    def learn(self, evidence: Evidence) -> None:
+    def learn(self, step_stats: StepStats) -> None:
         """Move C by the step's pass rate."""
-        observed = evidence.totals.pass_rate
+        observed = step_stats.totals.pass_rate
         if self._anchor is None or self._early:
             self._early = [*self._early, observed]
             self._anchor = sum(self._early) / len(self._early)
@@ -158,14 +158,14 @@ class Fade(SampleAlgorithm):
         factor_N = torch.where(samples.advantages_N < 0, factor_N / self.wrong_scale, factor_N)
         return token_mean(samples.lengths_N, totals) * factor_N
 
-    def learn(self, evidence: Evidence) -> None:
+    def learn(self, step_stats: StepStats) -> None:
         """Move both averages."""
-        self._solved += self.rate * (evidence.totals.pass_rate - self._solved)
+        self._solved += self.rate * (step_stats.totals.pass_rate - self._solved)
         if self._entropy is None:
-            self._entropy = evidence.entropy
-            self._target = evidence.entropy / 2 if self._given_target is None else self._given_target
+            self._entropy = step_stats.entropy
+            self._target = step_stats.entropy / 2 if self._given_target is None else self._given_target
         else:
-            self._entropy += self.rate * (evidence.entropy - self._entropy)
+            self._entropy += self.rate * (step_stats.entropy - self._entropy)
 
     def state_dict(self) -> dict[str, Any]:
         """Return both averages and the entropy's target."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from megatron_daro.algo.algorithm import BatchTotals, Common, Evidence, SampleAlgorithm, Samples, token_mean
+from megatron_daro.algo.algorithm import BatchTotals, Common, SampleAlgorithm, Samples, StepStats, token_mean
 from megatron_daro.algo.difficulty_weights import Adam
 from megatron_daro.errors import AlgorithmError, CheckpointError, NonFiniteError
 
@@ -103,15 +103,15 @@ class LambdaGrpo(SampleAlgorithm):
             return 1 + self.spread * (own_N - mean_N) / safe_N
         return 1 + self.spread * (lengths_NK - mean_N[:, None]) / safe_N[:, None]
 
-    def learn(self, evidence: Evidence) -> None:
+    def learn(self, step_stats: StepStats) -> None:
         """One Adam step of lambda down the policy loss.
 
         Raises:
             NonFiniteError: the slope is not finite; lambda is left as it was.
         """
-        if not bool(torch.isfinite(evidence.slopes).all()):
+        if not bool(torch.isfinite(step_stats.slopes).all()):
             raise NonFiniteError("the slope of lambda is not finite; lambda was not changed")
-        moves = self._adam.moves(evidence.slopes.to("cpu", torch.float64), torch.ones(1, dtype=torch.bool))
+        moves = self._adam.moves(step_stats.slopes.to("cpu", torch.float64), torch.ones(1, dtype=torch.bool))
         self._lambda -= float(moves[0])
 
     def state_dict(self) -> dict[str, Any]:

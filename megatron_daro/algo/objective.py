@@ -202,7 +202,8 @@ class TokenObjective:
     loss_T: policy loss, correction included. kl_T, entropy_T: the terms themselves, without their coefficients.
     regularizer_T: kl_coefficient * kl_T - entropy_coefficient * entropy_T; sum it and multiply by
     `Algorithm.regularizer_coefficient`. segment_losses_M: float64 [M], sum of loss_T per sample, with gradient:
-    multiply by `Algorithm.sample_coefficients`. segment_sums_M: by the names of `algorithm.Evidence.sums`, float64 [M],
+    multiply by `Algorithm.sample_coefficients`. segment_sums_M: by the names in `algorithm.StepStats.sums`, float64
+    [M],
     detached: sums per sample of |loss_T|, |A| and, where measured, of the squared derivative of loss_T by its log-prob.
     sums: detached float64 0-dim sums over the masked tokens: "tokens", "ratio", "clip_high", "clip_low", "dual_clip",
     "entropy"; with reference log-probs "kl_ref"; with rollout log-probs "logprob_abs_diff", "mismatch_kl", "corrected".

@@ -22,10 +22,10 @@ from megatron_daro.algo.advantages import AdvantageStd, leave_one_out_advantages
 from megatron_daro.algo.algorithm import (
     Algorithm,
     BatchTotals,
-    Evidence,
     GroupFilter,
     SampleAlgorithm,
     Samples,
+    StepStats,
     constant,
     inverse,
     length_classes,
@@ -42,9 +42,9 @@ __all__ = [
     "Algorithm",
     "BatchTotals",
     "Daro",
-    "Evidence",
     "SampleAlgorithm",
     "Samples",
+    "StepStats",
     "make_algorithm",
 ]
 
@@ -164,10 +164,10 @@ class Daro(Algorithm):
         """See `Algorithm.extra_loss`."""
         return self.difficulty.barrier(totals.tokens_per_cell.reshape(-1))
 
-    def learn(self, evidence: Evidence) -> None:
+    def learn(self, step_stats: StepStats) -> None:
         """See `DifficultyWeights.update`."""
-        sums = {name: values.reshape(-1) for name, values in evidence.sums.items()}
-        self.difficulty.update(token_counts=evidence.totals.tokens_per_cell.reshape(-1), **sums)
+        sums = {name: values.reshape(-1) for name, values in step_stats.sums.items()}
+        self.difficulty.update(token_counts=step_stats.totals.tokens_per_cell.reshape(-1), **sums)
 
     def update(self, loss_sums: Tensor, token_counts: Tensor, abs_loss_sums: Tensor | None = None) -> None:
         """See `DifficultyWeights.update`."""

@@ -37,7 +37,7 @@ from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from megatron_daro import temporary
 from megatron_daro.config import detect
 from megatron_daro.config.hardware import Hardware, gpu_nodes
-from megatron_daro.engine.sglang.keeper import descendants, signal_all
+from megatron_daro.engine.sglang.watchdog import descendants, signal_all
 from megatron_daro.errors import ConfigError, WorkerError
 from megatron_daro.runtime.interrupts import signals_after
 

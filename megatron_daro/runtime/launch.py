@@ -169,7 +169,7 @@ async def drive(config: Config, algorithm: Algorithm, driven: Driven, observers:
             closers={"verifiers": made.scorer.close} if made else {},
             identity=_identity(config),
             deadlines=placement.deadlines,
-            turns=parts.turns(policy, made, placement, observers.progress),
+            colocation=parts.colocation(policy, made, placement, observers.progress),
             drift=DriftWatch(correction=config.algorithm.correction.kind),
         ),
         max_staleness=config.rollout.batches_ahead if made else 0,
@@ -233,7 +233,7 @@ def _checkpoints(config: Config, start: Start) -> recovery.Checkpoints:
         parts.run_directory(config),
         keep=trainer.keep_checkpoints,
         keep_every=trainer.keep_every_steps,
-        made_with=start.made_with,
+        provenance=start.provenance,
     )
 
 

@@ -43,7 +43,7 @@ from megatron_daro.runtime.placement import Placement
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.runtime.sglang_group import SGLangGroup, Text, routed_experts
 from megatron_daro.runtime.supervisor import WorkerGroup
-from megatron_daro.sync.publish import ReceivingEngine, SharingEngine, Turns
+from megatron_daro.sync.publish import Colocation, ReceivingEngine, SharingEngine
 from megatron_daro.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -185,12 +185,14 @@ def evaluates_beside(config: Config) -> bool:
     return config.engine.kind != "embedded"
 
 
-def turns(policy: PolicyGroup, made: Generation | None, placement: Placement, notices: Notices) -> Turns | None:
+def colocation(
+    policy: PolicyGroup, made: Generation | None, placement: Placement, notices: Notices
+) -> Colocation | None:
     """Return whose turn it is on GPUs that policy and engine share; None where each has its own."""
     if made is None or not placement.shares_gpus:
         return None
     assert isinstance(made.engine, SharingEngine), "the checks refuse others"
-    return Turns(policy, made.engine, placement.deadlines, notices.warn)
+    return Colocation(policy, made.engine, placement.deadlines, notices.warn)
 
 
 def _servers(engine: EngineSection) -> int:

@@ -256,11 +256,11 @@ class PolicyGroup:
         ends = np.cumsum(batch.response_lengths_N)[: len(rollouts)]
         return np.split(column[: ends[-1]], ends[:-1])
 
-    async def leave(self, kinds: Collection[MemoryKind]) -> MemoryMove:
+    async def offload(self, kinds: Collection[MemoryKind]) -> MemoryMove:
         """Move these kinds of every rank's memory to the host."""
         return await self._move(kinds, away=True)
 
-    async def come_back(self, kinds: Collection[MemoryKind]) -> MemoryMove:
+    async def onload(self, kinds: Collection[MemoryKind]) -> MemoryMove:
         """Move them back, bit for bit."""
         return await self._move(kinds, away=False)
 

@@ -37,7 +37,7 @@ from megatron_daro.rollout.protocol import Notices
 from megatron_daro.rollout.replay import ReplaySource
 from megatron_daro.runtime import hf_export, restart_audit
 from megatron_daro.runtime.inputs import read_inputs
-from megatron_daro.runtime.restart_audit import made_with
+from megatron_daro.runtime.restart_audit import provenance
 from megatron_daro.runtime.run_directory import LOCK_FILE, require_usable
 
 CONFIG_FILE = "config.yaml"
@@ -45,12 +45,12 @@ CONFIG_FILE = "config.yaml"
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """made_with: what the run is made of. checkpoint, state: what it goes on from; None and empty from the beginning.
+    """provenance: what the run is made of. checkpoint, state: what it goes on from; None and empty from the beginning.
 
     begins_again: an earlier start got to no checkpoint, so what it wrote is written again.
     """
 
-    made_with: Mapping[str, Any]
+    provenance: Mapping[str, Any]
     checkpoint: Path | None = None
     state: Mapping[str, Any] = field(default_factory=dict)
     begins_again: bool = False
@@ -72,33 +72,33 @@ def begin(run_dir: Path, config: Config, *, resume: bool, progress: Progress) ->
     Raises:
         CheckpointError: no checkpoint is whole, or the run is not the one of the checkpoint. Nothing was changed.
     """
-    made_with = restart_audit.made_with(config)
-    start = Start(made_with)
+    provenance = restart_audit.provenance(config)
+    start = Start(provenance)
     found = recovery.find_latest_valid(run_dir, progress) if resume else None
     if found:
-        audit = compared(found[0], made_with, progress)
+        audit = compared(found[0], provenance, progress)
         if audit:
             restart_audit.record(run_dir, audit.text())
             for line in audit.text(progress.width).splitlines():
                 progress.notice(line)
             audit.raise_refused()
         recovery.set_newer_aside(found[0])
-        start = Start(made_with, *found)
+        start = Start(provenance, *found)
     elif resume:
         progress.notice(f"{run_dir} has no checkpoint yet: starting from step 0; what it recorded is written again")
-        start = Start(made_with, begins_again=True)
+        start = Start(provenance, begins_again=True)
     (run_dir / CONFIG_FILE).write_text(to_yaml(config))
     return start
 
 
-def compared(checkpoint: Path, made_with: Mapping[str, Any], notices: Notices) -> restart_audit.Audit | None:
+def compared(checkpoint: Path, provenance: Mapping[str, Any], notices: Notices) -> restart_audit.Audit | None:
     """Return what differs between a checkpoint's run and this one; None, with a warning, where the checkpoint does
     not say."""
-    saved = recovery.read_made_with(checkpoint)
+    saved = recovery.read_provenance(checkpoint)
     if saved is None:
         notices.warn(f"{checkpoint} does not say what its run was made of, so changes since then are not known")
         return None
-    return restart_audit.audit(checkpoint, saved, made_with)
+    return restart_audit.audit(checkpoint, saved, provenance)
 
 
 _ASK_S = 10.0
@@ -159,7 +159,7 @@ def _read_inputs(config: Config, found: _Lines) -> None:
 
 def _rehearse_restart(config: Config, found: _Lines) -> None:
     newest = recovery.find_latest_valid(filled(config.trainer.run_dir), found)
-    audit = compared(newest[0], made_with(config), found) if newest else None
+    audit = compared(newest[0], provenance(config), found) if newest else None
     if audit:
         audit.raise_refused()
         found += audit.text().splitlines()

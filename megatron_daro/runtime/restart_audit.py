@@ -1,6 +1,6 @@
 """What a restart changed: the run as it is now against the one that its checkpoint was made with.
 
-`made_with` describes a run (configuration, model, data, packages, machine); each checkpoint
+`provenance` describes a run (configuration, model, data, packages, machine); each checkpoint
 holds that description. On --resume `audit` compares the two before any process starts. Each difference is named and
 either takes effect or is refused; runtime/restart_audit.py says which. It starts nothing and changes no file but
 RUN/restarts.txt.
@@ -186,7 +186,7 @@ class Audit:
             )
 
 
-def made_with(config: Config) -> dict[str, Any]:
+def provenance(config: Config) -> dict[str, Any]:
     """Return what a run is made of, as plain values fit for JSON.
 
     Reads the model's small files and the data files whole, and samples of the weights.
@@ -225,7 +225,7 @@ def _machine() -> dict[str, Any]:
 
 
 def audit(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Audit:
-    """Compare two descriptions of `made_with`.
+    """Compare two descriptions of `provenance`.
 
     Args:
         checkpoint: whose description `saved` is. saved, now: the descriptions.

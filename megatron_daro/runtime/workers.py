@@ -203,7 +203,7 @@ class TrainWorker:
     @logs.failures_logged
     def move(self, kinds: Sequence[MemoryKind], away: bool) -> MemoryMove:
         """Move this rank's memory to the host, or back."""
-        return self._policy.leave(kinds) if away else self._policy.come_back(kinds)
+        return self._policy.offload(kinds) if away else self._policy.onload(kinds)
 
     @ray.method(concurrency_group="work")
     @logs.failures_logged

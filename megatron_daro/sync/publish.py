@@ -199,11 +199,11 @@ _MOST_GROWTH_OF_SERVERS = 512 * _MIB
 class MovablePolicy(Protocol):
     """A policy whose memory can be moved to the host."""
 
-    async def leave(self, kinds: Collection[MemoryKind]) -> MemoryMove:
+    async def offload(self, kinds: Collection[MemoryKind]) -> MemoryMove:
         """Move these kinds to the host; the largest numbers of all ranks."""
         ...
 
-    async def come_back(self, kinds: Collection[MemoryKind]) -> MemoryMove:
+    async def onload(self, kinds: Collection[MemoryKind]) -> MemoryMove:
         """Move them back, bit for bit; the largest numbers of all ranks."""
         ...
 
@@ -221,8 +221,8 @@ class SharingEngine(Protocol):
         ...
 
 
-class Turns:
-    """The turns of one run. At first it is the policy's."""
+class Colocation:
+    """Whose turn it is in one run: at first the policy's."""
 
     def __init__(
         self, policy: MovablePolicy, engine: SharingEngine, deadlines: Deadlines, warn: Callable[[str], None]
@@ -243,7 +243,7 @@ class Turns:
         started = time.perf_counter()
         await self._within("memory", self._engine.release_memory(), what="of the engine")
         self._is_policys = self._has_worked = True
-        move = await self._within("memory", self._policy.come_back(KINDS_OF_MEMORY), what="of the policy")
+        move = await self._within("memory", self._policy.onload(KINDS_OF_MEMORY), what="of the policy")
         self._metrics["memory/servers_left_bytes"] = float(move.others)
         self._metrics["timing/to_policy_s"] = time.perf_counter() - started
         self._tell(self._servers_left.observe(move.others))
@@ -258,14 +258,14 @@ class Turns:
     async def _make_room(self) -> None:
         """Move all but the policy's weights, which are to be sent."""
         started = time.perf_counter()
-        move = await self._within("memory", self._policy.leave(("gradients", "optimizer")), what="of the policy")
+        move = await self._within("memory", self._policy.offload(("gradients", "optimizer")), what="of the policy")
         self._metrics["memory/moved_bytes"] = float(move.moved)
         self._metrics["timing/to_engine_s"] = time.perf_counter() - started
 
     async def _to_engine(self) -> None:
         """Move the policy's weights as well; the engine may use the GPUs alone."""
         started = time.perf_counter()
-        move = await self._within("memory", self._policy.leave(_WEIGHTS), what="of the policy")
+        move = await self._within("memory", self._policy.offload(_WEIGHTS), what="of the policy")
         self._is_policys = False
         self._engine.allow_starts()
         self._metrics["memory/moved_bytes"] += float(move.moved)

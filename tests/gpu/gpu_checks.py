@@ -121,7 +121,7 @@ def policy_gradients_fp32(device: torch.device, directory: Path) -> Outcome:
 
     hf, batch = save_model("qwen2", directory), batch_with_reference()
     policy = build_policy(directory, precision="fp32", algorithm=algorithm_of("all"), distributed=False)
-    compute_gradients(policy.trainee, batch, _thirds(len(batch)), policy._objective, policy._output)
+    compute_gradients(policy.train_state, batch, _thirds(len(batch)), policy._objective, policy._output)
     want = reference(hf, batch, algorithm_of("all")).gradients
     # Ten times the bound of one kind of processor: two kinds sum in different orders.
     return Outcome(relative_difference(collect_gradients(policy), want), 1e-4, "relative, worst parameter")
@@ -140,7 +140,7 @@ def gradients_fused(device: torch.device, directory: Path) -> Outcome:
     batch, found = _learnable(directory), []
     for fused in (True, False):
         policy = build_policy(directory, precision="bf16", megatron={"gradient_accumulation_fusion": fused})
-        compute_gradients(policy.trainee, batch, _thirds(len(batch)), policy._objective, policy._output)
+        compute_gradients(policy.train_state, batch, _thirds(len(batch)), policy._objective, policy._output)
         found.append({name: torch.from_numpy(x) for name, x in collect_gradients(policy).items()})
     worst = max(_relative(value, found[1][name]) for name, value in found[0].items())
     # A micro-batch's gradient is rounded to bf16 (2**-9) on one side only; twice would be a difference of 1.
@@ -216,11 +216,11 @@ def memory_in_turns(device: torch.device, directory: Path) -> Outcome:
         return [t.cpu().clone() for kind in ("weights", "optimizer") for t in memory._tensors(kind)]
 
     policy.train_step(batch, _thirds(len(batch)), step=1)
-    policy.trainee.optimizer.zero_grad()
+    policy.train_state.optimizer.zero_grad()
     want, before = content(), memory.left_behind()
-    move = policy.leave(KINDS_OF_MEMORY)
+    move = policy.offload(KINDS_OF_MEMORY)
     stayed = max(move.left - (before - move.moved), 0)
-    policy.come_back(KINDS_OF_MEMORY)
+    policy.onload(KINDS_OF_MEMORY)
     changed = sum(int((a != b).sum()) for a, b in zip(content(), want, strict=True))
     if policy.train_step(batch, _thirds(len(batch)), step=2).skipped:
         raise RuntimeError("the step after the return was refused")

@@ -93,15 +93,15 @@ def gradients(
     options = {"optimizer": {"distributed": False}, **options}
     policy = _trainee(path, layout, algorithm, **options)
     if state is not None:
-        policy.trainee.algorithm.load_state_dict({"algorithm": algorithm["name"], **state})
+        policy.train_state.algorithm.load_state_dict({"algorithm": algorithm["name"], **state})
     mine, micro_batches = _shard(batch, layout, num_micro_batches)
-    sums = compute_gradients(policy.trainee, mine, micro_batches, policy._objective, policy._output)
+    sums = compute_gradients(policy.train_state, mine, micro_batches, policy._objective, policy._output)
     return {
         "gradients": collect_gradients(policy),
         "loss_sums": sums.loss_sums.numpy(),
         "policy_loss": sums.policy_loss,
         "regularizer": sums.regularizer,
-        "slopes": sums.evidence.slopes.tolist(),
+        "slopes": sums.step_stats.slopes.tolist(),
     }
 
 
@@ -148,13 +148,13 @@ def train(
     if save_to:
         with _without(without):
             policy.save(save_to)
-    weights = policy.trainee.algorithm.weights
+    weights = policy.train_state.algorithm.weights
     return {
         "parameters": {n: t.clone().numpy() for n, t in policy.export()},
         "weights": None if weights is None else weights.numpy(),
         "metrics": metrics,
-        "state": policy.trainee.algorithm.state_dict(),
-        "groups": [{k: v for k, v in g.items() if k != "params"} for g in policy.trainee.optimizer.param_groups],
+        "state": policy.train_state.algorithm.state_dict(),
+        "groups": [{k: v for k, v in g.items() if k != "params"} for g in policy.train_state.optimizer.param_groups],
     }
 
 
@@ -173,11 +173,11 @@ def train_and_move(
         metrics.append(comparable(policy.train_step(mine, micro_batches, step=step + 1).metrics))
         if moves:
             before = policy._memory.left_behind()
-            first, part_back = policy.leave(("gradients", "optimizer")), policy.come_back(_ALL)
-            policy.leave(("gradients", "optimizer"))
-            second = policy.leave(("weights", "optimizer"))
+            first, part_back = policy.offload(("gradients", "optimizer")), policy.onload(_ALL)
+            policy.offload(("gradients", "optimizer"))
+            second = policy.offload(("weights", "optimizer"))
             refused = _refused(policy, mine, micro_batches)
-            back = policy.come_back(_ALL)
+            back = policy.onload(_ALL)
             done.append((_told(first, before=before), _told(part_back), _told(second), _told(back)))
     return {
         "parameters": {n: t.clone().float().numpy() for n, t in policy.export()},
@@ -240,16 +240,16 @@ def save_and_leave(path: Path, layout: Any, batch: TrainBatch, directory: Path, 
     try:
         policy.start_save(directory)
         told.set()
-        policy.leave(_ALL)
+        policy.offload(_ALL)
         at_end = len(written)
         policy.finish_save()
     finally:
         shard_file.ShardFile._pieces = pieces
     dist.barrier()  # a rank with nothing to write would read what another one still writes
-    policy.come_back(_ALL)
+    policy.onload(_ALL)
     policy.load(directory)
-    policy.leave(_ALL)  # of what was loaded, too, nothing may stay
+    policy.offload(_ALL)  # of what was loaded, too, nothing may stay
     left = policy._memory.left_behind()
-    policy.come_back(_ALL)
+    policy.onload(_ALL)
     loaded = {n: t.clone().float().numpy() for n, t in policy.export()}
     return {"writes": len(written) > 0, "waited": at_end > 0, "before": before, "loaded": loaded, "left": left}

@@ -112,7 +112,7 @@ def loss_terms(
     mine = batch.select(my_rows(len(batch), layout))
     micro_batches = uneven_split(len(mine), num_micro_batches)
     with _sabotaged(sabotage), _padded(padding):
-        sums = compute_gradients(policy.trainee, mine, micro_batches, policy._objective, policy._output)
+        sums = compute_gradients(policy.train_state, mine, micro_batches, policy._objective, policy._output)
         gradients = collect_gradients(policy)
         metrics = dict(policy.train_step(mine, micro_batches, step=1).metrics)
     return {
@@ -189,7 +189,7 @@ def values_read_by_the_host(path: Path, layout: Any, batch: TrainBatch, algorith
 
     policy = build_policy(path, layout, algorithm)
     packs = packed_micro_batches(policy.chunks[0].config, batch, uneven_split(len(batch), 2), vocab_size=VOCAB)
-    loss = StepLoss(policy.trainee.algorithm, policy._objective, policy._output, batch)
+    loss = StepLoss(policy.train_state.algorithm, policy._objective, policy._output, batch)
     seen: list[str] = []
 
     class Recorder(TorchDispatchMode):
@@ -266,10 +266,10 @@ def skip_and_go_on(
 
 def everything(policy: Any) -> dict[str, np.ndarray]:
     """Every number that a checkpoint would hold, copied, as bytes with names."""
-    trainee, found = policy.trainee, {}
+    train_state, found = policy.train_state, {}
     for name, parameter in torch.nn.ModuleList(policy.chunks).named_parameters():
         found[f"parameter {name}"] = parameter.detach()
-    parts = getattr(trainee.optimizer, "chained_optimizers", [trainee.optimizer])
+    parts = getattr(train_state.optimizer, "chained_optimizers", [train_state.optimizer])
     for i, part in enumerate(parts):
         for g, group in enumerate(part.optimizer.param_groups):
             found[f"optimizer {i} group {g} lr"] = torch.tensor([group["lr"], group["weight_decay"]])
@@ -277,9 +277,9 @@ def everything(policy: Any) -> dict[str, np.ndarray]:
                 found[f"optimizer {i} group {g} main {p}"] = parameter.detach()
                 state = part.optimizer.state[parameter]
                 found |= {f"optimizer {i} group {g} {n} {p}": torch.as_tensor(v) for n, v in state.items()}
-    found["scheduler"] = torch.tensor([trainee.scheduler.num_steps], dtype=torch.float64)
-    if trainee.algorithm.weights is not None:
-        difficulty = trainee.algorithm.difficulty.state_dict()
+    found["scheduler"] = torch.tensor([train_state.scheduler.num_steps], dtype=torch.float64)
+    if train_state.algorithm.weights is not None:
+        difficulty = train_state.algorithm.difficulty.state_dict()
         found |= {f"difficulty {n}": torch.tensor(v) for n, v in difficulty.items() if isinstance(v, list)}
     return {name: _bytes(tensor) for name, tensor in found.items()}
 
@@ -319,16 +319,16 @@ def experts(
     exported = {name: tensor.clone() for name, tensor in policy.export()} if exports_weights() else {}
     mine = batch.select(my_rows(len(batch), layout))
     micro_batches = uneven_split(len(mine), num_micro_batches)
-    sums = compute_gradients(policy.trainee, mine, micro_batches, policy._objective, policy._output)
+    sums = compute_gradients(policy.train_state, mine, micro_batches, policy._objective, policy._output)
     gradients = collect_gradients(policy)
-    policy.trainee.optimizer.prepare_grads()
+    policy.train_state.optimizer.prepare_grads()
     return {
         "logprobs": logprobs,
         "exported": exported,
         "sends": sends_for_stage(),
         "gradients": gradients,
         "policy_loss": sums.policy_loss,
-        "grad_norm": float(policy.trainee.optimizer.get_grad_norm()),
+        "grad_norm": float(policy.train_state.optimizer.get_grad_norm()),
     }
 
 
@@ -359,8 +359,8 @@ def live_bytes(path: Path, layout: Any, batch: TrainBatch, micro_batches: list[l
     from megatron_daro.actor.step import compute_gradients
 
     policy = build_policy(path, layout, {"name": "grpo"}, **options)
-    buffers = [b for c in policy.trainee.chunks for b in [*c.buffers, *c.expert_parallel_buffers]]
+    buffers = [b for c in policy.train_state.chunks for b in [*c.buffers, *c.expert_parallel_buffers]]
     known = [*(p for c in policy.chunks for p in c.parameters()), *(b.grad_data for b in buffers)]
     with LiveBytes(known) as live:
-        compute_gradients(policy.trainee, batch, micro_batches, policy._objective, policy._output)
+        compute_gradients(policy.train_state, batch, micro_batches, policy._objective, policy._output)
     return live.peak

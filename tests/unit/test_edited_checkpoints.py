@@ -23,7 +23,7 @@ from megatron_daro.actor.checkpoint import load_algorithm
 from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.data.orders import PromptSource
 from megatron_daro.errors import CheckpointError, DaroError
-from megatron_daro.recovery import find_latest_valid, read_made_with, verify
+from megatron_daro.recovery import find_latest_valid, read_provenance, verify
 from megatron_daro.runtime.preflight import compared
 from megatron_daro.types import Prompt
 
@@ -32,7 +32,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
-MADE_WITH = {
+PROVENANCE = {
     "config": {"data": {"eval": [{"name": "held_out", "path": "a.jsonl"}]}, "trainer": {"steps": 4}},
     "model": {"model_type": "qwen2", "rope_parameters": {"rope_theta": 1e4}},
     "bound_files": {"tokenizer.json": "ab12"},
@@ -108,15 +108,15 @@ def test_an_edited_manifest_fits_the_files_or_is_refused(stopped, data):
 
 
 @SLOW
-@example(changed={**MADE_WITH, "config": {"data": {"eval": [{"path": "a.jsonl"}]}}})
-@example(changed={key: value for key, value in MADE_WITH.items() if key != "config"})
-@given(changed=edited(MADE_WITH))
+@example(changed={**PROVENANCE, "config": {"data": {"eval": [{"path": "a.jsonl"}]}}})
+@example(changed={key: value for key, value in PROVENANCE.items() if key != "config"})
+@given(changed=edited(PROVENANCE))
 def test_an_edited_description_of_the_run_is_compared_or_refused(tmp_path, changed):
     path = tmp_path / "made_with.json"
     path.write_text(json.dumps(changed))
     try:
-        assert equal(read_made_with(tmp_path), changed)
-        compared(tmp_path, MADE_WITH, FakeProgress())
+        assert equal(read_provenance(tmp_path), changed)
+        compared(tmp_path, PROVENANCE, FakeProgress())
     except DaroError as error:
         assert str(path) in str(error)
 
@@ -152,7 +152,7 @@ def test_what_no_reader_takes_is_refused(stopped, name, text):
     path.write_text(text, encoding="latin-1")
     try:
         with pytest.raises(CheckpointError, match=f"{name}: "):
-            read_made_with(stopped[1]) if name == "made_with.json" else verify(stopped[1])
+            read_provenance(stopped[1]) if name == "made_with.json" else verify(stopped[1])
     finally:
         path.write_bytes(before) if before else path.unlink()
 

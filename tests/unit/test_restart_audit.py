@@ -25,7 +25,7 @@ from megatron_daro.runtime.restart_audit import (
     CLASS_OF,
     ChangeClass,
     audit,
-    made_with,
+    provenance,
     record,
 )
 
@@ -48,7 +48,7 @@ def config(tmp_path_factory):
 
 @pytest.fixture
 def saved(config):
-    return json.loads(json.dumps(made_with(config)))
+    return json.loads(json.dumps(provenance(config)))
 
 
 def changes(saved: dict, now: dict) -> dict[str, str]:
@@ -63,7 +63,7 @@ def test_every_field_of_the_configuration_has_exactly_one_class():
 
 
 def test_a_run_that_did_not_change_has_nothing_to_say(config, saved):
-    found = audit(Path("step_000002"), saved, made_with(config))
+    found = audit(Path("step_000002"), saved, provenance(config))
     assert found.changes == () and found.kept > len(SINGLE)
     found.raise_refused()
     assert found.text().splitlines() == [
@@ -112,7 +112,7 @@ def test_what_files_hold_is_compared(config, saved, name, change, named, kind):
     before = file.read_text()
     try:
         edit(file, *change)
-        assert changes(saved, made_with(config)) == {named: kind}
+        assert changes(saved, provenance(config)) == {named: kind}
     finally:
         file.write_text(before)
 
@@ -122,7 +122,7 @@ def test_other_weights_of_the_same_size_are_refused(config, saved):
     before = file.read_bytes()
     try:
         file.write_bytes(before[:5000] + b"!" + before[5001:])
-        assert changes(saved, made_with(config)) == {"model file model.safetensors": "refused"}
+        assert changes(saved, provenance(config)) == {"model file model.safetensors": "refused"}
     finally:
         file.write_bytes(before)
 
@@ -131,7 +131,7 @@ def test_files_may_lie_elsewhere(config, saved, tmp_path):
     moved = config.model.path.parent.rename(tmp_path / "moved")
     try:
         text = json.dumps(config.model_dump(mode="json")).replace(str(config.model.path.parent), str(moved))
-        assert changes(saved, made_with(Config.model_validate_json(text))) == {}
+        assert changes(saved, provenance(Config.model_validate_json(text))) == {}
     finally:
         moved.rename(config.model.path.parent)
 

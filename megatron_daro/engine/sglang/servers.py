@@ -5,7 +5,7 @@ that Ray placed on some node. What a server is, is looked at by supervision.py.
 
 One server process as its owner sees it: start, ask whether it lives, read its log, end it.
 
-Fleet -> (this) -> keeper -> server. The keeper, a small process in between, sees to it that
+Fleet -> (this) -> watchdog -> server. The watchdog, a small process in between, sees to it that
 nothing outlives the owner, not even when the owner is killed. Plain Python: used inside Ray workers, needs none.
 
 Every call ends within a bounded time. Refuses to be started twice: a restart is a new object.
@@ -26,18 +26,18 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from megatron_daro.config.hardware import gpus_with_own_first
-from megatron_daro.engine.sglang import keeper
+from megatron_daro.engine.sglang import watchdog
 from megatron_daro.engine.sglang.arguments import ServerPart, server_command
 from megatron_daro.engine.sglang.environment import CPU_SERVER, server_environment
 from megatron_daro.errors import EngineError
 from megatron_daro.ports import Reservation, reserve_port
 
 START_TIMEOUT_S = 60.0
-"""For the keeper to start the command; it takes 0.1 s on an idle machine."""
+"""For the watchdog to start the command; it takes 0.1 s on an idle machine."""
 OWNER_GONE_GRACE_S = 3.0
 """Between SIGTERM and SIGKILL when the owner is gone."""
-_KEEPER_MARGIN_S = keeper.KILL_LIMIT_S + 5.0
-_KEEPER_KILL_AFTER_S = 2.0
+_WATCHDOG_MARGIN_S = watchdog.KILL_LIMIT_S + 5.0
+_WATCHDOG_KILL_AFTER_S = 2.0
 _TAIL_BYTES = 65536
 
 
@@ -51,7 +51,7 @@ class ManagedProcess:
         host: where the command will listen; see server_environment.
         env: environment variables of the user; they win.
         log_path: gets standard output and standard error, after what is in it.
-        python: the interpreter of the server, which also runs the keeper.
+        python: the interpreter of the server, which also runs the watchdog.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ManagedProcess:
         self._log_path = log_path
         self._python = python
         self._log_start = 0
-        self._keeper: subprocess.Popen[bytes] | None = None
+        self._watchdog: subprocess.Popen[bytes] | None = None
         self._input: IO[bytes] | None = None
         self._pid: int | None = None
         self._ending = threading.Lock()
@@ -74,27 +74,27 @@ class ManagedProcess:
         return self._pid
 
     @property
-    def keeper_pid(self) -> int | None:
-        """Process id of the keeper; None before start()."""
-        return None if self._keeper is None else self._keeper.pid
+    def watchdog_pid(self) -> int | None:
+        """Process id of the watchdog; None before start()."""
+        return None if self._watchdog is None else self._watchdog.pid
 
     def start(self) -> None:
         """Start the command; returns when it exists, not when it serves.
 
         Raises:
-            EngineError: started before, or the keeper could not be started. A command that cannot be executed is no
+            EngineError: started before, or the watchdog could not be started. A command that cannot be executed is no
                 error here: poll() then gives 127 and the log has the reason.
         """
-        if self._keeper is not None:
+        if self._watchdog is not None:
             raise EngineError(f"process: got start() for {self._command[0]!r} twice; allowed: once per ManagedProcess")
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         read_end, write_end = os.pipe()
         try:
             with self._log_path.open("ab") as log:
                 self._log_start = log.tell()
-                self._keeper = self._start_keeper(log.fileno(), write_end)
+                self._watchdog = self._start_watchdog(log.fileno(), write_end)
             # Held here and not by Popen, which outlives this object as long as its process does.
-            self._input, self._keeper.stdin = self._keeper.stdin, None
+            self._input, self._watchdog.stdin = self._watchdog.stdin, None
         except OSError as error:
             os.close(read_end)
             raise EngineError(
@@ -107,12 +107,12 @@ class ManagedProcess:
 
     def poll(self) -> int | None:
         """Exit status of the command, 128 + n after signal n; None while it, or anything it started, lives."""
-        if self._keeper is None:
+        if self._watchdog is None:
             return None
-        code = self._keeper.poll()
+        code = self._watchdog.poll()
         if code is None or code >= 0:
             return code
-        self._sweep_session()  # The keeper itself was killed; the command died with it, its children may not have.
+        self._sweep_session()  # The watchdog itself was killed; the command died with it, its children may not have.
         return 128 - code
 
     def log_tail(self, lines: int = 20) -> str:
@@ -134,34 +134,36 @@ class ManagedProcess:
 
         Returns: what poll() returns; None only if never started or SIGKILL had no effect.
         """
-        if self._keeper is None or self.poll() is not None:
+        if self._watchdog is None or self.poll() is not None:
             self._close_input(None)
             return self.poll()
         self._close_input(grace_s)
         try:
-            self._keeper.wait(grace_s + _KEEPER_MARGIN_S)
+            self._watchdog.wait(grace_s + _WATCHDOG_MARGIN_S)
         except subprocess.TimeoutExpired:
             self.kill()
         return self.poll()
 
     def kill(self) -> None:
-        """SIGKILL to the command and all it started, then to the keeper if it does not end by itself. At most 8 s."""
-        if self._keeper is None:
+        """SIGKILL to the command and all it started, then to the watchdog if it does not end by itself. At most 8 s."""
+        if self._watchdog is None:
             return
         begin = time.monotonic()
-        while self._keeper.poll() is None and time.monotonic() < begin + _KEEPER_KILL_AFTER_S + keeper.KILL_LIMIT_S:
-            keeper.signal_all(keeper.descendants(self._keeper.pid), signal.SIGKILL)
-            if time.monotonic() > begin + _KEEPER_KILL_AFTER_S:
-                self._keeper.kill()
+        while (
+            self._watchdog.poll() is None and time.monotonic() < begin + _WATCHDOG_KILL_AFTER_S + watchdog.KILL_LIMIT_S
+        ):
+            watchdog.signal_all(watchdog.descendants(self._watchdog.pid), signal.SIGKILL)
+            if time.monotonic() > begin + _WATCHDOG_KILL_AFTER_S:
+                self._watchdog.kill()
             time.sleep(0.02)
         self._close_input(None)
         self.poll()
 
-    def _start_keeper(self, log: int, report: int) -> subprocess.Popen[bytes]:
+    def _start_watchdog(self, log: int, report: int) -> subprocess.Popen[bytes]:
         options = ["--parent-pid", str(os.getpid()), "--grace-s", str(OWNER_GONE_GRACE_S), "--report-fd", str(report)]
-        # -I and -S: nothing of a site directory or the environment can change or slow the keeper.
+        # -I and -S: nothing of a site directory or the environment can change or slow the watchdog.
         return subprocess.Popen(
-            [str(self._python), "-I", "-S", keeper.__file__, *options, "--", *self._command],
+            [str(self._python), "-I", "-S", watchdog.__file__, *options, "--", *self._command],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -179,12 +181,12 @@ class ManagedProcess:
             return int(said)
         self.kill()
         raise EngineError(
-            f"process: the keeper did not start {self._command[0]!r} within {START_TIMEOUT_S:g} s; it wrote: "
+            f"process: the watchdog did not start {self._command[0]!r} within {START_TIMEOUT_S:g} s; it wrote: "
             f"{self.log_tail() or 'nothing'}. Allowed: Python 3.9 or newer on Linux, got {self._python}"
         )
 
     def _close_input(self, grace_s: float | None) -> None:
-        """End the keeper's input, which is the order to end the command."""
+        """End the watchdog's input, which is the order to end the command."""
         with self._ending:
             stream, self._input = self._input, None
             if stream is None:
@@ -194,10 +196,10 @@ class ManagedProcess:
                     stream.write(f"{grace_s}\n".encode())
                 stream.close()
             except BrokenPipeError:
-                return  # The keeper has ended; close() released the descriptor all the same.
+                return  # The watchdog has ended; close() released the descriptor all the same.
 
     def _sweep_session(self) -> None:
-        """Once: kill the command's process group, which outlived the keeper."""
+        """Once: kill the command's process group, which outlived the watchdog."""
         if self._swept or self._pid is None:
             return
         self._swept = True

@@ -58,26 +58,26 @@ async def ask(parts: Parts, requests: Sequence[GroupRequest], questions: Sequenc
     Raises:
         DeadlineError: no answer came for `patience_s`. Whatever engine, scorer and disk raise, the first of them.
     """
-    keeper = _AnswerKeeper(parts, {question.group_id: question for question in questions})
+    answers = _AnswerRecorder(parts, {question.group_id: question for question in questions})
     try:
         async with asyncio.TaskGroup() as tasks:
-            watcher = tasks.create_task(keeper.watch())
+            watcher = tasks.create_task(answers.watch())
             if parts.window is None:
-                await keeper.stream(requests)
+                await answers.stream(requests)
             else:
                 left = iter(requests)
                 async with asyncio.TaskGroup() as workers:
                     for _ in range(min(parts.window, len(requests))):
-                        workers.create_task(keeper.work(left))
+                        workers.create_task(answers.work(left))
             watcher.cancel()
     except BaseExceptionGroup as group:
         raise first_cause(group) from None
     finally:
-        await keeper.drain()
+        await answers.drain()
         parts.store.flush()
 
 
-class _AnswerKeeper:
+class _AnswerRecorder:
     """Has rollouts verified, and keeps the answers that are whole."""
 
     def __init__(self, parts: Parts, questions: dict[int, Question]) -> None:

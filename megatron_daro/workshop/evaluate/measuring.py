@@ -119,7 +119,7 @@ def of_checkpoint(checkpoint: Path, config: Path, out: Path, notices: Notices) -
 
 def _check_tokenizer(checkpoint: Path, config: Path) -> None:
     """Refuse a folder whose tokenizer is not the one that the checkpoint's run had. Raises ModelError."""
-    saved = recovery.read_made_with(checkpoint)
+    saved = recovery.read_provenance(checkpoint)
     if saved is None:
         return
     was, is_ = saved["bound_files"], restart_audit.tokenizer_files(config)

@@ -29,10 +29,10 @@ from megatron_daro.workshop.plan.times import (
     TrainTimes,
     generation_s,
     micro_batches_of,
+    offload_s,
     step_error,
     sync_s,
     train_times,
-    turns_s,
 )
 from megatron_daro.workshop.plan.workload import Workload
 
@@ -78,7 +78,7 @@ class Servers:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Trainers and servers together. Seconds are of one batch; turns: of those in which they hand the GPUs to each
+    """Trainers and servers together. Seconds are of one batch; offload: of those in which they hand the GPUs to each
     other, where they share them. error: a factor that the step is within, more often than not (docs/plan.md)."""
 
     trainers: Trainers
@@ -86,7 +86,7 @@ class Choice:
     sync: float
     fixed: float
     staleness: int
-    turns: float = 0.0
+    offload: float = 0.0
     shared: bool = False
     error: float = 1.0
 
@@ -95,7 +95,7 @@ class Choice:
         """One batch: one after the other at staleness 0, else the slower side, and the sync."""
         train, generation = self.trainers.times.total, self.servers.generation
         both = train + generation if self.staleness == 0 else max(train, generation)
-        return both + self.sync + self.fixed + self.turns
+        return both + self.sync + self.fixed + self.offload
 
     @property
     def expected(self) -> float:
@@ -108,7 +108,7 @@ class Choice:
         apart = math.log(train / generation) / spread
         normal = NormalDist().cdf
         longer = train * normal(apart + spread / 2) + generation * normal(spread / 2 - apart)
-        return longer + self.sync + self.fixed + self.turns
+        return longer + self.sync + self.fixed + self.offload
 
     @property
     def gpus(self) -> int:
@@ -169,8 +169,8 @@ def search(workload: Workload, gpu: Gpu, gpus: int, *, constants: Constants | No
             near = shared or gpus <= gpu.linked
             seconds, data = sync_s(workload, layout, gpu, known, near=near), training // layout.ranks
             for trainers in _in_parts(workload, layout, data, gpu, known, refusals):
-                turns = turns_s(trainers.memory, known) if shared else 0.0
-                choice = Choice(trainers, servers, seconds, known.fixed_s, workload.staleness, turns, shared, error)
+                offload = offload_s(trainers.memory, known) if shared else 0.0
+                choice = Choice(trainers, servers, seconds, known.fixed_s, workload.staleness, offload, shared, error)
                 found.append(choice)
     if not found:
         raise ConfigError(_nothing_fits(workload, gpu, gpus, refusals))

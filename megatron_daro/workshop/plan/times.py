@@ -352,7 +352,7 @@ def _server_rate(workload: Workload, gpu: Gpu, constants: Constants) -> float:
     return 1e12 * constants.prefill * (gpu.fp8_tflops if workload.servers_fp8 else gpu.bf16_tflops)
 
 
-def turns_s(memory: Memory, constants: Constants) -> float:
+def offload_s(memory: Memory, constants: Constants) -> float:
     """Return the seconds in which a rank's weights and optimizer state go to the host and come back."""
     return 2 * (memory.weights + memory.optimizer) / (constants.host_gb_s * 1e9)
 

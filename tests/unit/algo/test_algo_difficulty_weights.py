@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from megatron_daro.algo.algorithm import BatchTotals, Evidence, length_classes
+from megatron_daro.algo.algorithm import BatchTotals, StepStats, length_classes
 from megatron_daro.algo.difficulty_weights import DifficultyWeights, gaussian_basis
 from megatron_daro.algo.objective import ObjectiveSettings, token_objective
 from megatron_daro.algo.weighting import make_algorithm
@@ -161,9 +161,9 @@ def test_each_cell_comes_to_rest_at_its_own_inverse_and_only_where_it_has_tokens
     algorithm = daro(length_edges=EDGES, learning_rate=0.003)
     totals = BatchTotals.of(BINS_N, LENGTHS_N, 4, EDGES)
     measures = torch.linspace(0.4, 2.0, 15, dtype=torch.float64).reshape(5, 3)
-    evidence = Evidence(totals, {"loss_sums": measures * totals.tokens_per_cell}, torch.zeros(0), 0.0)
+    step_stats = StepStats(totals, {"loss_sums": measures * totals.tokens_per_cell}, torch.zeros(0), 0.0)
     for _ in range(5000):
-        algorithm.learn(evidence)
+        algorithm.learn(step_stats)
     present = totals.tokens_per_cell > 0
     present[0] = present[-1] = False
     weights = algorithm.cell_weights
@@ -190,7 +190,7 @@ def test_states_continue_over_json_bit_for_bit_and_other_forms_are_refused(optio
     def learn(algorithm, step):
         names = ("loss_sums", "abs_loss_sums", "advantage_sums", "gradient_squares")
         sums = {name: (step + 1.5 + i) * totals.tokens_per_cell.double() for i, name in enumerate(names)}
-        algorithm.learn(Evidence(totals, sums, torch.zeros(0), 0.0))
+        algorithm.learn(StepStats(totals, sums, torch.zeros(0), 0.0))
 
     for step in range(3):
         learn(whole, step)

@@ -9,7 +9,7 @@ import algo_reference as reference
 import pytest
 import torch
 
-from megatron_daro.algo.algorithm import BatchTotals, Evidence, Samples
+from megatron_daro.algo.algorithm import BatchTotals, Samples, StepStats
 from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.errors import AlgorithmError, CheckpointError, NonFiniteError
 
@@ -20,7 +20,7 @@ def build(name, k=4, **options):
     return make_algorithm(name, rollouts_per_prompt=k, max_response_tokens=8, **options)
 
 
-def evidence(pass_rate, *, entropy=1.0, slope=0.0, k=4):
+def step_stats(pass_rate, *, entropy=1.0, slope=0.0, k=4):
     """A step of 100 groups of K with this share of right answers, in bins 0 and K."""
     rollouts = torch.zeros(k + 1, dtype=torch.int64)
     rollouts[-1] = round(100 * pass_rate) * k
@@ -28,26 +28,26 @@ def evidence(pass_rate, *, entropy=1.0, slope=0.0, k=4):
     zeros = torch.zeros(k + 1, 1, dtype=torch.float64)
     sums = {"loss_sums": zeros, "abs_loss_sums": zeros}
     slopes = torch.tensor([slope], dtype=torch.float64)
-    return Evidence(BatchTotals(rollouts[:, None], rollouts), sums, slopes, entropy)
+    return StepStats(BatchTotals(rollouts[:, None], rollouts), sums, slopes, entropy)
 
 
 def test_ha_dw_follows_the_pass_rates_as_its_equations_say():
     algorithm = build("ha_dw", window=3, rate=2.0)
     anchors = []
     for observed in (0.2, 0.4, 0.6):  # the mean of what was seen, until three steps have passed
-        algorithm.learn(evidence(observed))
+        algorithm.learn(step_stats(observed))
         anchors.append(algorithm.state_dict()["anchor"])
     assert anchors == pytest.approx([0.2, 0.3, 0.4], rel=1e-15)
     # eq. 9 to 11: mean 0.3, deviation sqrt((0.01 + 0 + 0.01) / 3); eq. 8 with y = 1
     eta = 2.0 * math.sqrt(0.02 / 3)
-    algorithm.learn(evidence(1.0))
+    algorithm.learn(step_stats(1.0))
     assert algorithm.state_dict()["anchor"] == pytest.approx((1 - eta) * 0.4 + eta, rel=1e-12)
     assert algorithm.state_dict()["anchors"] == pytest.approx([0.3, 0.4, (1 - eta) * 0.4 + eta], rel=1e-12)
     for _ in range(400):
-        algorithm.learn(evidence(0.7))
+        algorithm.learn(step_stats(0.7))
     # A constant pass rate narrows the deviation, so the anchor comes to rest near it, not necessarily on it.
     before = algorithm.state_dict()["anchor"]
-    algorithm.learn(evidence(0.7))
+    algorithm.learn(step_stats(0.7))
     assert algorithm.state_dict()["anchor"] == pytest.approx(before, abs=1e-4)
 
 
@@ -62,22 +62,22 @@ def test_ha_dw_expects_its_own_pass_rate_in_the_first_step():
 def test_fade_schedules_by_hand():
     algorithm = build("fade", rate=0.5)
     assert (algorithm.power, algorithm.wrong_scale) == (1.5, 1.0)  # p = 1/2: 3/2
-    algorithm.learn(evidence(0.0, entropy=0.8))  # p = 1/4: 9/2, at most 3; target 0.4
+    algorithm.learn(step_stats(0.0, entropy=0.8))  # p = 1/4: 9/2, at most 3; target 0.4
     assert (algorithm.power, algorithm.wrong_scale) == (3.0, 1.0)
-    algorithm.learn(evidence(1.0, entropy=0.1))  # p = 5/8: 3 * 3/8 * 4/5 = 0.9, at least 1; H = 0.45
+    algorithm.learn(step_stats(1.0, entropy=0.1))  # p = 5/8: 3 * 3/8 * 4/5 = 0.9, at least 1; H = 0.45
     assert (algorithm.power, algorithm.wrong_scale) == (1.0, 1.0)
-    algorithm.learn(evidence(1.0, entropy=0.0))  # H = 0.225: 1 + 0.225 - 0.4
+    algorithm.learn(step_stats(1.0, entropy=0.0))  # H = 0.225: 1 + 0.225 - 0.4
     assert algorithm.wrong_scale == pytest.approx(0.825, rel=1e-12)
     assert build("fade", target_entropy=9.0).wrong_scale == 1.0  # no entropy seen yet
     low = build("fade", target_entropy=9.0)
-    low.learn(evidence(0.5))
+    low.learn(step_stats(0.5))
     assert low.wrong_scale == 0.3
 
 
 def test_fade_comes_to_rest_at_the_pass_rate_and_entropy_of_a_constant_run():
     algorithm = build("fade", rate=0.1, target_entropy=0.9)
     for _ in range(600):
-        algorithm.learn(evidence(0.45, entropy=0.6))
+        algorithm.learn(step_stats(0.45, entropy=0.6))
     assert algorithm.power == pytest.approx(3 * 0.55 / 0.9, rel=1e-9)
     assert algorithm.wrong_scale == pytest.approx(0.7, rel=1e-9)
 
@@ -115,17 +115,17 @@ def test_lambda_slopes_are_the_derivative_of_the_coefficients():
 def test_lambda_descends_the_policy_loss_by_adam():
     algorithm = build("lambda_grpo", learning_rate=0.1)
     for slope in (2.0, 2.0, 2.0):
-        algorithm.learn(evidence(0.5, slope=slope))
+        algorithm.learn(step_stats(0.5, slope=slope))
     assert algorithm.exponent == pytest.approx(-0.3, rel=1e-6)
     with pytest.raises(NonFiniteError, match="lambda was not changed"):
-        algorithm.learn(evidence(0.5, slope=math.nan))
+        algorithm.learn(step_stats(0.5, slope=math.nan))
     assert algorithm.exponent == pytest.approx(-0.3, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", STATEFUL)
 def test_a_state_over_json_continues_bit_for_bit(name):
     whole, first = build(name), build(name)
-    steps = [evidence(0.1 + 0.07 * i, entropy=1 - 0.05 * i, slope=(-0.6) ** i) for i in range(12)]
+    steps = [step_stats(0.1 + 0.07 * i, entropy=1 - 0.05 * i, slope=(-0.6) ** i) for i in range(12)]
     for step in steps[:5]:
         whole.learn(step)
         first.learn(step)
@@ -155,7 +155,7 @@ def test_a_state_over_json_continues_bit_for_bit(name):
 )
 def test_torn_states_are_refused_and_change_nothing(name, changed):
     algorithm = build(name)
-    algorithm.learn(evidence(0.3, slope=1.0))
+    algorithm.learn(step_stats(0.3, slope=1.0))
     before = algorithm.state_dict()
     with pytest.raises(CheckpointError, match=next(iter(changed))):
         algorithm.load_state_dict({**before, **changed})
@@ -206,9 +206,9 @@ def test_bin_and_length_alone_are_refused_where_they_are_not_enough(name):
 @pytest.mark.parametrize(("given", "target"), [(None, 0.4), (0.25, 0.25)])
 def test_fade_resumes_with_the_saved_target_or_with_one_that_is_given_now(given, target):
     first = build("fade")
-    first.learn(evidence(0.5, entropy=0.8))
+    first.learn(step_stats(0.5, entropy=0.8))
     resumed = build("fade", target_entropy=given)
     resumed.load_state_dict(first.state_dict())
-    resumed.learn(evidence(0.5, entropy=0.1))
+    resumed.learn(step_stats(0.5, entropy=0.1))
     assert resumed.state_dict()["target_entropy"] == target
     assert resumed.wrong_scale == pytest.approx(max(0.3, min(1.0, 1 + 0.8 + 0.02 * (0.1 - 0.8) - target)))

@@ -241,10 +241,10 @@ def test_groups_that_an_arm_filters_are_in_no_exact_sum(monkeypatch):
     told = {}
     for arm in ("dapo", "daro", "grpo", "daro_unfiltered"):
         run = closed_run.ClosedRun(EXACT, arm, 0.0, seed=4)
-        monkeypatch.setattr(run.algorithm, "learn", lambda evidence, arm=arm: told.update({arm: evidence}))
+        monkeypatch.setattr(run.algorithm, "learn", lambda step_stats, arm=arm: told.update({arm: step_stats}))
         run.one_batch()
-    for arm, evidence in told.items():
-        tokens_B, rollouts_B = evidence.totals.tokens_per_bin, evidence.totals.rollouts_per_bin
+    for arm, step_stats in told.items():
+        tokens_B, rollouts_B = step_stats.totals.tokens_per_bin, step_stats.totals.rollouts_per_bin
         filtered = arm in ("dapo", "daro")
         for ends in (tokens_B[[0, -1]], rollouts_B[[0, -1]]):
             assert bool((ends == 0).all()) if filtered else bool((ends > 0).all()), arm
@@ -258,7 +258,7 @@ def learnt(algorithm):
     sums = dict.fromkeys(("loss_sums", "abs_loss_sums", "advantage_sums"), torch.tensor([[0.0, 1, 5, 20, 0]]).T)
     sums["gradient_squares"] = sums["loss_sums"].square()
     for _ in range(2):
-        algorithm.learn(closed_run.Evidence(totals, sums, torch.zeros(0), 0.4))
+        algorithm.learn(closed_run.StepStats(totals, sums, torch.zeros(0), 0.4))
     return algorithm.state_dict()
 
 

@@ -237,9 +237,9 @@ def test_servers_that_share_the_ranks_gpus_have_all_of_them_in_turns():
         assert choice.trainers.memory.total <= kept and both <= kept
         assert choice.servers.memory.weights + choice.servers.memory.kv_cache <= 0.6001 * H100.memory_bytes
         state = choice.trainers.memory.weights + choice.trainers.memory.optimizer
-        assert choice.turns == pytest.approx(2 * state / 25e9) and choice.step > choice.turns + choice.sync
+        assert choice.offload == pytest.approx(2 * state / 25e9) and choice.step > choice.offload + choice.sync
     assert any("beside 48" in words for _, words in plan.refusals.nearest.values()), plan.refusals.nearest
-    assert search(apart, H100, 32).choices[0].turns == 0
+    assert search(apart, H100, 32).choices[0].offload == 0
     assert options_of(plan.choices[0])["engine.replicas"] * plan.choices[0].servers.tensor == 32
 
 

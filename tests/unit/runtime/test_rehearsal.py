@@ -27,7 +27,7 @@ from megatron_daro.observe.progress import Progress
 from megatron_daro.observe.trace import Phases
 from megatron_daro.runtime.inputs import read_inputs
 from megatron_daro.runtime.preflight import ENDS, rehearse, taken_back_if_it_fails
-from megatron_daro.runtime.restart_audit import made_with
+from megatron_daro.runtime.restart_audit import provenance
 from megatron_daro.runtime.run_directory import owned
 
 SHAPE = {
@@ -177,7 +177,7 @@ def test_run_directories_that_hold_the_wrong_thing(configured, tmp_path):
 
 def test_a_restart_that_the_audit_refuses_is_refused_by_the_rehearsal_too(configured):
     config, other = configured(), configured("trainer.seed=1")
-    checkpoints = recovery.Checkpoints(config.trainer.run_dir, keep=1, made_with=made_with(config))
+    checkpoints = recovery.Checkpoints(config.trainer.run_dir, keep=1, provenance=provenance(config))
 
     async def write(directory: Path) -> None:
         (directory / "weights").write_text("x")

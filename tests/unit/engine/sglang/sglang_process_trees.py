@@ -1,4 +1,4 @@
-"""Commands that are hard to end, and the question which processes live, for the tests of keeper and process."""
+"""Commands that are hard to end, and the question which processes live, for the tests of watchdog and process."""
 
 from __future__ import annotations
 

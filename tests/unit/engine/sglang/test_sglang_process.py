@@ -107,7 +107,7 @@ def test_stop_ends_the_tree_and_may_be_repeated(managed, tmp_path):
     pids = read_pids(tmp_path / "pids")
     assert process.pid in pids and process.poll() is None
     assert process.stop(0.2) == 137
-    assert not alive([*pids, process.keeper_pid])
+    assert not alive([*pids, process.watchdog_pid])
     assert process.stop(0.2) == 137
 
 
@@ -132,22 +132,22 @@ def test_stop_of_a_frozen_tree(managed, tmp_path):
     assert not alive(pids)
 
 
-def test_kill_does_not_need_the_keeper(managed, tmp_path):
+def test_kill_does_not_need_the_watchdog(managed, tmp_path):
     process = managed(tree(tmp_path / "pids", own_session=True))
     process.start()
     pids = read_pids(tmp_path / "pids")
-    os.kill(process.keeper_pid, signal.SIGSTOP)
-    eventually(lambda: state(process.keeper_pid) == "T", "the keeper to be stopped")
+    os.kill(process.watchdog_pid, signal.SIGSTOP)
+    eventually(lambda: state(process.watchdog_pid) == "T", "the watchdog to be stopped")
     process.kill()
     assert process.poll() == 137
-    eventually(lambda: not alive([*pids, process.keeper_pid]), "everything to be gone")
+    eventually(lambda: not alive([*pids, process.watchdog_pid]), "everything to be gone")
 
 
-def test_killed_keeper_is_seen_and_its_group_ended(managed, tmp_path):
+def test_killed_watchdog_is_seen_and_its_group_ended(managed, tmp_path):
     process = managed(tree(tmp_path / "pids"))
     process.start()
     pids = read_pids(tmp_path / "pids")
-    os.kill(process.keeper_pid, signal.SIGKILL)
+    os.kill(process.watchdog_pid, signal.SIGKILL)
     assert ended(process) == 137
     eventually(lambda: not alive(pids), "the group to be gone")
 
@@ -177,14 +177,14 @@ starter.join()
 child = os.fork()
 if child == 0:
     time.sleep(600)
-print(child, process.keeper_pid, flush=True)
+print(child, process.watchdog_pid, flush=True)
 time.sleep(600)
 """
     owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
-    child, keeper_pid = (int(word) for word in owner.stdout.readline().split())
+    child, watchdog_pid = (int(word) for word in owner.stdout.readline().split())
     try:
-        pids = [*read_pids(tmp_path / "pids"), keeper_pid]
+        pids = [*read_pids(tmp_path / "pids"), watchdog_pid]
         time.sleep(0.5)
         assert len(alive(pids)) == 4, "the end of the starting thread ended the command"
         owner.kill()

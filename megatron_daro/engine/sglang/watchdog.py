@@ -1,14 +1,14 @@
 """Keeps one server process: starts it, and ends it with all its descendants when the trainer is gone.
 
-    python -I -S keeper.py --parent-pid 123 --grace-s 5 -- command ...
+    python -I -S watchdog.py --parent-pid 123 --grace-s 5 -- command ...
 
 ManagedProcess -> (this, a process of its own) -> SGLang server. It is run with the
 server's interpreter, so it uses nothing outside the standard library and runs on Python 3.9 and newer.
 
 The command runs in its own session. It is ended (SIGTERM, after the grace SIGKILL) as soon as standard input ends,
-the parent is gone, or the keeper gets SIGTERM. A line on standard input before its end replaces the grace (seconds).
-The keeper is the reaper of orphans below it (PR_SET_CHILD_SUBREAPER), so a descendant that made a session of its own
-is found as well. If the keeper itself is killed, the kernel kills the command (PR_SET_PDEATHSIG).
+the parent is gone, or the watchdog gets SIGTERM. A line on standard input before its end replaces the grace (seconds).
+The watchdog is the reaper of orphans below it (PR_SET_CHILD_SUBREAPER), so a descendant that made a session of its own
+is found as well. If the watchdog itself is killed, the kernel kills the command (PR_SET_PDEATHSIG).
 
 Exit status: that of the command, 128 + n after signal n, 127 when the command cannot be started.
 Refuses to forward anything: neither input nor signals reach the command, except those that end it.
@@ -69,7 +69,7 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(code, f"prctl({option}, {value}): {os.strerror(code)}")
 
 
-class Keeper:
+class Watchdog:
     """One command and everything below it.
 
     Args:
@@ -113,22 +113,22 @@ class Keeper:
         self._ending = True
 
     def _start(self, report: int | None) -> int:
-        keeper = os.getpid()
+        watchdog = os.getpid()
         pid = os.fork()
         if pid:
             return pid
         try:
-            self._become_command(keeper, report)
+            self._become_command(watchdog, report)
         except (OSError, ValueError) as error:
-            os.write(2, f"keeper: cannot start {self._command[0]!r}: {error}\n".encode())
+            os.write(2, f"watchdog: cannot start {self._command[0]!r}: {error}\n".encode())
         finally:
-            os._exit(127)  # Whatever happened, the child must not go on as a second keeper.
+            os._exit(127)  # Whatever happened, the child must not go on as a second watchdog.
 
-    def _become_command(self, keeper: int, report: int | None) -> None:
+    def _become_command(self, watchdog: int, report: int | None) -> None:
         os.setsid()
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != keeper:
-            os._exit(127)  # The keeper died before the kernel was told to watch it.
+        if os.getppid() != watchdog:
+            os._exit(127)  # The watchdog died before the kernel was told to watch it.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
         null = os.open(os.devnull, os.O_RDONLY)
@@ -190,7 +190,7 @@ class Keeper:
             signal_all(left, signal.SIGKILL)
             time.sleep(POLL_S / 10)
             self._reap()
-        print(f"keeper: processes {descendants(os.getpid())} outlived SIGKILL", file=sys.stderr, flush=True)
+        print(f"watchdog: processes {descendants(os.getpid())} outlived SIGKILL", file=sys.stderr, flush=True)
 
 
 def main(arguments: list[str]) -> int:
@@ -204,7 +204,7 @@ def main(arguments: list[str]) -> int:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         parser.error("no command after --")
-    return Keeper(command, parent_pid=options.parent_pid, grace_s=options.grace_s).run(options.report_fd)
+    return Watchdog(command, parent_pid=options.parent_pid, grace_s=options.grace_s).run(options.report_fd)
 
 
 if __name__ == "__main__":

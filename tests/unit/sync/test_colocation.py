@@ -19,7 +19,7 @@ from megatron_daro.controller import Controller
 from megatron_daro.errors import DeadlineError, EngineError
 from megatron_daro.observe.metrics import comparable, read_metrics
 from megatron_daro.recovery import step_directories
-from megatron_daro.sync.publish import LeftBehind, Turns
+from megatron_daro.sync.publish import Colocation, LeftBehind
 from megatron_daro.types import MemoryMove
 
 MIB = 2**20
@@ -60,14 +60,14 @@ class SharedDevice:
     def engine_takes(self):
         self.engine_has = True
 
-    async def leave(self, kinds):
+    async def offload(self, kinds):
         moved = self.there & set(kinds)
         self.there -= moved
-        self.events.append(("leave", tuple(sorted(moved))))
+        self.events.append(("offload", tuple(sorted(moved))))
         left = self.left.pop(0) if len(self.left) > 1 and not self.there else self.left[0]
         return MemoryMove(len(moved) * MIB, left, 0.0)
 
-    async def come_back(self, kinds):
+    async def onload(self, kinds):
         assert not self.engine_has
         self.there |= set(kinds)
         self.events.append(("come back", tuple(sorted(kinds))))
@@ -86,9 +86,9 @@ def in_turns(run, **options):
     """A loop over fakes that share a device."""
     stack = make_stack(run, **options)
     device = SharedDevice(stack)
-    turns = Turns(device, device, FAST, stack.progress.warn)
+    colocation = Colocation(device, device, FAST, stack.progress.warn)
     stack.controller = Controller(
-        stack.section, replace(stack.parts, turns=turns), max_staleness=0, rollouts_per_prompt=K
+        stack.section, replace(stack.parts, colocation=colocation), max_staleness=0, rollouts_per_prompt=K
     )
     return stack, device
 
@@ -102,7 +102,7 @@ def test_a_step_in_turns(tmp_path):
     stack, _ = in_turns(tmp_path, trainer={"steps": 2, "save_every_steps": 1, "eval_every_steps": 2})
     assert run_stack(stack).status == "finished"
     seen = [event[0] for event in stack.events]
-    share = ["leave", "sync", "leave", "allow starts"]
+    share = ["offload", "sync", "offload", "allow starts"]
     assert once([name for name in seen if name not in ("generated", "abort")]) == [
         *(*share, "evaluate"),  # the weights that training starts from
         *("generate", "release", "come back", "prepare", "train", "trained", *share),
@@ -167,8 +167,8 @@ def test_a_move_that_hangs_has_a_deadline(tmp_path):
     async def never(kinds):
         await asyncio.Event().wait()
 
-    device.leave = never
-    stack.controller._parts.turns._within = replace(FAST, memory=0.1).within
+    device.offload = never
+    stack.controller._parts.colocation._within = replace(FAST, memory=0.1).within
     with pytest.raises(DeadlineError, match="'memory'"):
         run_stack(stack)
 

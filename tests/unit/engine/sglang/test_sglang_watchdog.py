@@ -1,4 +1,4 @@
-"""The keeper, run as the script it is: exit statuses, and that nothing below it survives."""
+"""The watchdog, run as the script it is: exit statuses, and that nothing below it survives."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from sglang_process_trees import FROZEN, SLEEP, STUBBORN, alive, eventually, python, read_pids, state, tree
 
-from megatron_daro.engine.sglang import keeper
+from megatron_daro.engine.sglang import watchdog
 
 
 def keep(command: list[str], *options: str, parent_pid: int | None = None) -> subprocess.Popen[bytes]:
     words = ["--parent-pid", str(parent_pid or os.getpid()), *options, "--", *command]
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", keeper.__file__, *words],
+        [sys.executable, "-I", "-S", watchdog.__file__, *words],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -124,7 +124,7 @@ def test_stopped_command_is_ended():
     for code, status in ((FROZEN + SLEEP, 143), (STUBBORN + FROZEN + SLEEP, 137)):
         process = keep(python(code), "--grace-s", "1")
         found: list[int] = []
-        eventually(lambda p=process, f=found: bool(f.extend(keeper.descendants(p.pid)) or f), "the command")
+        eventually(lambda p=process, f=found: bool(f.extend(watchdog.descendants(p.pid)) or f), "the command")
         eventually(lambda f=found: state(f[0]) == "T", "the command to stop itself")
         assert close_and_wait(process) == status
         assert not alive(found)
@@ -140,10 +140,10 @@ def test_parent_that_is_gone_ends_the_command_although_input_stays_open(tmp_path
     close_and_wait(process)
 
 
-def test_killed_keeper_takes_the_command_with_it():
+def test_killed_watchdog_takes_the_command_with_it():
     process = keep(python(SLEEP))
     found: list[int] = []
-    eventually(lambda: bool(found.extend(keeper.descendants(process.pid)) or found), "the command")
+    eventually(lambda: bool(found.extend(watchdog.descendants(process.pid)) or found), "the command")
     eventually(lambda: b"sleep" in Path(f"/proc/{found[0]}/cmdline").read_bytes().split(b"\0")[-2], "the exec")
     eventually(lambda: state(found[0]) == "S", "the command to sleep")
     process.send_signal(signal.SIGKILL)
@@ -155,7 +155,7 @@ def test_killed_keeper_takes_the_command_with_it():
 def test_descendants_of_a_tree(tmp_path):
     process = keep(tree(tmp_path / "pids"), "--grace-s", "0")
     pids = read_pids(tmp_path / "pids")
-    assert sorted(keeper.descendants(process.pid)) == sorted(pids)
-    assert set(keeper.descendants(os.getpid())) > set(pids)
+    assert sorted(watchdog.descendants(process.pid)) == sorted(pids)
+    assert set(watchdog.descendants(os.getpid())) > set(pids)
     close_and_wait(process)
-    assert keeper.descendants(process.pid) == []
+    assert watchdog.descendants(process.pid) == []
