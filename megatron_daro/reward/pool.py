@@ -50,6 +50,12 @@ _JOIN_TIMEOUT_S = 10.0
 _Task = tuple[dict[str, Any], "Future[dict[str, Any]]"]
 
 
+def longest_wait_s(waiting: int, workers: int, timeout_s: float) -> float:
+    """Seconds in which a live pool has scored the last of `waiting` answers, each tried as often as it may be."""
+    rounds = waiting // max(1, workers) + 2
+    return rounds * (_MAX_CRASHES + _MAX_UNREACHED) * PATIENCE * (timeout_s + START_TIMEOUT_S)
+
+
 @dataclass(slots=True)
 class PoolCounters:
     """What happened so far. screened: decided without a worker. judged: replies of workers, golds included.
@@ -248,8 +254,7 @@ class RewardPool:
             self._tasks.put(task)
         if self._broken is not None or self._closing.is_set():
             self._fail_waiting(self._broken or RewardError("reward pool: closed; make a new one"))
-        turns = self._tasks.qsize() // max(1, self._workers) + 2
-        bound_s = turns * (_MAX_CRASHES + _MAX_UNREACHED) * PATIENCE * (self._timeout_s + START_TIMEOUT_S)
+        bound_s = longest_wait_s(self._tasks.qsize(), self._workers, self._timeout_s)
         if wait(futures, timeout=bound_s).not_done:
             raise RewardError(
                 f"reward pool: {len(futures)} answers were not scored within {bound_s:.0f} s, the bound for "

@@ -45,6 +45,10 @@ def test_bins_and_counts_equal_slow_reference(seed, k, num_groups):
 def test_incomplete_and_overfull_groups_are_named():
     with pytest.raises(AlgorithmError, match=r"group 3 has 1, group 8 has 3; .* rollouts_per_prompt = 2"):
         pass_rate_bins(torch.zeros(6), torch.tensor([8, 1, 8, 1, 8, 3]), 2)
+    with pytest.raises(AlgorithmError, match=r"group 4 has 1; allowed"):
+        pass_rate_bins(torch.zeros(5), torch.arange(5), 2)
+    with pytest.raises(AlgorithmError, match=r"group 4 has 1 and 1 more groups; allowed"):
+        pass_rate_bins(torch.zeros(6), torch.arange(6), 2)
 
 
 def test_bins_refuse_rewards_and_other_k():

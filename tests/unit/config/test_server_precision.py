@@ -101,6 +101,14 @@ def test_where_blocks_do_not_fit_is_said_before_anything_starts(run_files, overr
     assert words in line
 
 
+def test_a_problem_of_two_fields_names_both(run_files):
+    path = run_files.model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "qwen3"} | WHOLE))
+    servers = ["engine.kind=sglang", "engine.sglang.python=/usr/bin/python3", BLOCKS, FP8]
+    problems = [p for p in check(resolve(run_files.file, servers), HOPPER).problems if p.field == BLOCKS.split("=")[0]]
+    assert [problem.also for problem in problems] == [("engine.sglang.arguments",)]
+
+
 def test_a_model_whose_widths_are_no_whole_blocks_is_refused(run_files):
     (line,) = found(run_files, BLOCKS, **WHOLE | {"hidden_size": 320, "intermediate_size": 500})
     assert "true with hidden_size 320, intermediate_size 500 on each of 1 ranks; allowed: multiples of 128" in line

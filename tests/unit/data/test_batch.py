@@ -1,5 +1,7 @@
 """Batch assembly: bins from verdicts, advantages from shaped rewards, refusals."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -56,6 +58,17 @@ def test_columns_by_hand():
     assert batch.advantages_N.dtype == np.float32
     assert bin_token_counts(batch).tolist() == [0, 3, 3]
     assert batch.old_logprobs_R is None and batch.group_lengths_NK is None
+
+
+def test_experts_of_the_engine_go_along_and_are_unknown_where_it_did_not_tell():
+    groups = [make_group(5, [True, False], [1, 2])]
+    assert build_batch(groups, algorithm(2)).routed_experts_TLK is None
+    first, second = groups[0].rollouts
+    experts_TLK = np.arange(4 * 3 * 2, dtype=np.int16).reshape(4, 3, 2)
+    groups = [replace(groups[0], rollouts=(first, replace(second, routed_experts=experts_TLK)))]
+    batch = build_batch(groups, algorithm(2))
+    assert batch.routed_experts_TLK.dtype == np.int16 and (batch.routed_experts_TLK[:3] == -1).all()
+    np.testing.assert_array_equal(batch.routed_experts_TLK[3:], experts_TLK)
 
 
 def test_lengths_of_the_groups_go_along_where_the_algorithm_needs_them():

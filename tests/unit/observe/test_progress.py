@@ -124,6 +124,13 @@ def test_eta_counts_only_the_steps_of_this_process():
     assert "ETA 4:30" in "\n".join(_panel(progress, 80))
 
 
+def test_the_accuracy_of_each_step_that_has_one_is_kept_for_the_curve():
+    progress, _ = _progress()
+    for step, metrics in enumerate([{"accuracy/mean": 0.25}, {}, {"accuracy/mean": math.nan}, {"accuracy/mean": 0.5}]):
+        progress.step(step + 1, metrics)
+    assert list(progress._state.accuracy) == [0.25, 0.5]
+
+
 def test_the_first_step_does_not_count_the_time_that_processes_took_to_start():
     clock = Clock()
     progress, _ = _progress(clock=clock)

@@ -178,6 +178,10 @@ def test_more_parts_of_a_stage_keep_more_than_one_and_fewer_the_more_they_are():
     assert few.under_way(0, 3) == 16, "three micro-batches are filled up to eight, of which each part has all"
 
 
+def test_a_part_that_nobody_names_takes_nothing():
+    assert set(memory.Memory().parts().values()) == {0.0} == {memory.Memory().total}
+
+
 def test_fp8_and_sequence_options_show_in_their_part():
     asked = workload(small())
     layout = ModelLayout(1, 1, 1, "none", 4096)

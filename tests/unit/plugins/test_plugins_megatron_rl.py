@@ -154,7 +154,12 @@ class Host:
 
 @pytest.fixture
 def host(monkeypatch):
-    alone = lambda **named: lambda vector: vector
+
+    def alone(*, with_context: bool):
+        """Sums over data-parallel ranks alone: each context-parallel rank has the sums of whole samples here."""
+        assert not with_context
+        return lambda vector: vector
+
     monkeypatch.setattr(session_module, "over_data", alone)
     monkeypatch.setattr(session_module, "over_data_and_stages", alone)
     monkeypatch.setattr(adapter, "_session", None)

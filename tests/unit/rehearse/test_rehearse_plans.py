@@ -28,7 +28,7 @@ from megatron_daro.runtime.placement import Placement
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.workshop.rehearse.canned_server import Bodies, CannedAnswers, CannedServer
 from megatron_daro.workshop.rehearse.loop import _part_tensors, checkpoint_plan, place_of, stage_plans
-from megatron_daro.workshop.rehearse.nodes import node_map
+from megatron_daro.workshop.rehearse.nodes import _first_fit, node_map
 from megatron_daro.workshop.rehearse.thin_ranks import Loss, ThinPolicyGroup
 
 CONFIGS = Path(__file__).resolve().parents[4] / "shared" / "data" / "configs"
@@ -120,6 +120,12 @@ def test_a_tensor_parallel_group_is_on_one_node_and_too_few_nodes_are_refused():
     assert nodes.ranks[0] == nodes.ranks[16]
     with pytest.raises(ConfigError, match="no room for"):
         node_map(demand, actor, 7, 8)
+
+
+def test_a_piece_without_room_is_a_sentence():
+    with pytest.raises(ConfigError, match=r"2 nodes of 4 GPUs have no room for a piece of 3; fix: raise --nodes"):
+        _first_fit([3, 3, 3], 2, 4)
+    assert _first_fit([2, 2, 3, 1], 2, 4) == [0, 0, 1, 1]
 
 
 def test_a_server_in_parts_goes_with_either_of_its_nodes():

@@ -15,7 +15,7 @@ from megatron_daro.config.sections import RewardSection
 from megatron_daro.errors import RewardError
 from megatron_daro.reward import VerifierSpec, build_verifier
 from megatron_daro.reward.base import Job
-from megatron_daro.reward.pool import RewardPool
+from megatron_daro.reward.pool import RewardPool, longest_wait_s
 from megatron_daro.reward.worker import EXIT_MEMORY, serve
 from megatron_daro.types import Verdict
 
@@ -116,6 +116,13 @@ def test_zero_workers_with_a_marker() -> None:
 def test_settings_that_cannot_work_are_refused_at_once(wrong: dict[str, object]) -> None:
     with pytest.raises(RewardError, match="allowed"):
         RewardPool(**{"verifier": "math", **wrong})  # type: ignore[arg-type]
+
+
+def test_the_longest_wait_grows_with_what_each_worker_has_to_do():
+    alone = longest_wait_s(0, 1, 5.0)
+    assert longest_wait_s(100, 1, 5.0) == pytest.approx(51 * alone)  # 102 rounds in the place of 2
+    assert longest_wait_s(100, 4, 5.0) == pytest.approx(13.5 * alone)
+    assert longest_wait_s(0, 0, 5.0) == alone  # in the driver's own process
 
 
 def test_a_worker_ends_after_an_answer_that_was_too_large_for_it() -> None:

@@ -217,6 +217,7 @@ def test_a_missing_file_and_one_of_another_kind_are_refused_by_name(tmp_path):
         ("used", "lost", "row 5 cannot be: used is 'lost'; allowed: trained, filtered, dropped"),
         ("finish_reason", "end", "row 5 cannot be: finish_reason is 'end'; allowed: stop, length, abort"),
         ("answer", None, "column answer is missing; expected string"),
+        ("attempt", None, "column attempt is missing; expected int32"),  # the last column is of this type too
     ],
 )
 def test_edited_rows_are_named(tmp_path, column, value, message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from ray._private import services
 from ray.exceptions import ActorDiedError
 
 from megatron_daro.errors import ConfigError, WorkerError
+from megatron_daro.runtime import cluster
 from megatron_daro.runtime.calls import WorkerDiedError, _how, _worst_first, gather
 from megatron_daro.runtime.cluster import (
     LEAST_OPEN_FILES,
@@ -38,6 +40,21 @@ def test_an_address_where_nobody_listens_is_refused_at_once(closed_port, form):
     address = form.format(closed_port)
     with pytest.raises(ConfigError, match=rf"RAY_ADDRESS: got '{address}', but nobody answers at .*:{closed_port} "):
         check_address(address)
+
+
+def test_what_ray_and_tokenizers_must_know_is_set_and_what_a_person_set_stays(monkeypatch):
+    """RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0: a worker without GPUs of its own keeps CUDA_VISIBLE_DEVICES
+    (ray/_private/utils.py, set_visible_accelerator_ids, Ray 2.60)."""
+    wanted = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    wanted |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    for name in wanted:
+        monkeypatch.setenv(name, "of a person")
+    cluster._prepare_environment()
+    assert {os.environ[name] for name in wanted} == {"of a person"}
+    for name in wanted:
+        monkeypatch.delenv(name)
+    cluster._prepare_environment()
+    assert {name: os.environ[name] for name in wanted} == wanted
 
 
 def test_an_address_where_somebody_listens_is_taken():

@@ -42,8 +42,9 @@ def test_a_divisor_that_the_algorithm_has_not_is_a_configuration_error():
 
 
 def test_another_divisor_than_the_published_one_is_remarked():
-    (remark,) = remarks(algorithm={"name": "dr_grpo", "std": "sample"})
-    assert remark.startswith("algorithm.std: got 'sample'; auto is what dr_grpo is")
+    for name in ("dr_grpo", "dgpo", "lite_ppo", "maxrl"):
+        (remark,) = remarks(algorithm={"name": name, "std": "sample"})
+        assert remark.startswith(f"algorithm.std: got 'sample'; auto is what {name} is")
     assert remarks(algorithm={"name": "grpo", "std": "sample"}) == []
 
 
