@@ -158,6 +158,11 @@ def workload_of(row: Row) -> Workload:
         chunk_tokens=1024,
         bucket_bytes=2**28,
         prompts_shared=32,
+        servers_fp8=False,
+        cache_fp8=False,
+        server_fraction=None,
+        server_nodes=None,
+        colocated=False,
     )
 
 

@@ -134,6 +134,8 @@ _FURTHER: dict[str, tuple[str, ...]] = {
     "reward/": (f"{_FAULT}reward_pool_faults.py",),
     "rollout/": ("tests/unit/test_controller.py",),
     "runtime/": ("tests/unit/test_run_directory.py", "tests/unit/test_interrupts.py", "tests/e2e/test_train_runs.py"),
+    "runtime/policy_group.py": (f"{_PARALLEL}policy_group.py",),
+    "runtime/sglang_group.py": ("tests/sglang/test_sglang_train_runs.py",),
     "workshop/curate/pass_rates.py": ("tests/unit/curate/test_sampled.py",),
     "sync/": ("tests/unit/engine/sglang/test_sglang_update.py", "tests/unit/test_controller.py"),
 }

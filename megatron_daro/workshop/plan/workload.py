@@ -49,11 +49,11 @@ class Workload:
     chunk_tokens: int
     bucket_bytes: float
     prompts_shared: int
-    servers_fp8: bool = False
-    cache_fp8: bool = False
-    server_fraction: float | None = None
-    server_nodes: int | None = None
-    colocated: bool = False
+    servers_fp8: bool
+    cache_fp8: bool
+    server_fraction: float | None
+    server_nodes: int | None
+    colocated: bool
 
     @property
     def mean_response(self) -> float:
