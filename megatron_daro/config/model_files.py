@@ -82,6 +82,7 @@ def _weight_problems(directory: Path) -> Iterator[Problem]:
     allowed = "model.safetensors, or model.safetensors.index.json and all its parts"
     again = "copy or download the complete model again"
     index = directory / "model.safetensors.index.json"
+    names: dict[str, object] | None = {}
     if index.exists():
         raw, why = _read_json(index)
         names = raw.get("weight_map") if raw else None
@@ -93,6 +94,9 @@ def _weight_problems(directory: Path) -> Iterator[Problem]:
         if single not in files and single.exists():
             got = f"{single.name} beside {index.name}, which names {files[0].name}"
             yield Problem(_FIELD, got, allowed, "remove the one that is not the model: transformers reads the first")
+        for path in sorted(set(directory.glob("model-*-of-*.safetensors")) - {*files}):
+            got = f"{path.name}, which {index.name} does not name"
+            yield Problem(_FIELD, got, allowed, "remove it if an older checkpoint left it, else copy the index again")
     else:
         files = sorted(directory.glob("*.safetensors"))
     if not files:
@@ -101,13 +105,23 @@ def _weight_problems(directory: Path) -> Iterator[Problem]:
         fix = "convert the weights to safetensors; pickled *.bin files are never read" if pickled else again
         yield Problem(_FIELD, got, allowed, fix)
     for file in files:
-        why = safetensors_fault(file)
+        tensors, why = _tensor_names(file)
+        unnamed = sorted(name for name in tensors if names and names.get(name) != file.name)
         if why:
             yield Problem(_FIELD, f"{file.name}: {why}", "complete safetensors files", again)
+        elif unnamed:
+            more = f" and {len(unnamed) - 1} more" if len(unnamed) > 1 else ""
+            got = f"{file.name} with {unnamed[0]}{more}, which {index.name} does not name there"
+            yield Problem(_FIELD, got, "an index of all tensors", again)
 
 
 def safetensors_fault(path: Path) -> str:
-    """Return what is wrong with a safetensors file judging by its header and size; empty if nothing.
+    """Return what is wrong with a safetensors file judging by its header and size; empty if nothing."""
+    return _tensor_names(path)[1]
+
+
+def _tensor_names(path: Path) -> tuple[list[str], str]:
+    """Return the tensors of a safetensors file, and what is wrong with it judging by its header and size.
 
     Source: the safetensors format: 8 bytes little-endian header size, a JSON header, then the data.
     """
@@ -116,15 +130,15 @@ def safetensors_fault(path: Path) -> str:
         with path.open("rb") as file:
             header_size = int.from_bytes(file.read(8), "little")
             if size < 8 or header_size > min(size - 8, _MOST_HEADER_BYTES):
-                return f"torn: {size} bytes are too few for its header"
+                return [], f"torn: {size} bytes are too few for its header"
             header = json.loads(file.read(header_size))
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        ends = {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
     except FileNotFoundError:
-        return "missing"
+        return [], "missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        return f"unreadable header ({type(error).__name__}: {error})"
-    expected = 8 + header_size + max(ends, default=0)
-    return "" if size == expected else f"torn: {size} bytes, its header promises {expected}"
+        return [], f"unreadable header ({type(error).__name__}: {error})"
+    expected = 8 + header_size + max(ends.values(), default=0)
+    return list(ends), "" if size == expected else f"torn: {size} bytes, its header promises {expected}"
 
 
 def _tokenizer_problems(directory: Path) -> Iterator[Problem]:

@@ -44,6 +44,11 @@ def read_index(directory: Path) -> Iterator[StoredShard]:
         for key, file, name, offset, shape, global_shape in rows:
             if Path(file).name != file:
                 raise ValueError(f"{file!r} is not a file name in the checkpoint's own directory")
+            sizes = (*offset, *shape, *global_shape)
+            if not all(isinstance(text, str) for text in (key, file, name)) or not all(type(n) is int for n in sizes):
+                raise ValueError(f"{[key, file, name, offset, shape, global_shape]} is no shard's row")
+            if len(global_shape) != len(offset) or len(shape) != len(offset) or min(sizes, default=0) < 0:
+                raise ValueError(f"{key}: offset {offset}, shape {shape} and global shape {global_shape} do not fit")
             yield StoredShard(key, file, name, tuple(offset), tuple(shape), tuple(global_shape))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{directory / INDEX_FILE} cannot be read: {error}; the checkpoint is torn") from None

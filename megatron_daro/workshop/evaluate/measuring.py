@@ -102,7 +102,7 @@ def of_checkpoint(checkpoint: Path, config: Path, out: Path, notices: Notices) -
         weights: dict[str, Any] = {"manifest": restart_audit.digest(manifest)}
     else:
         weights = {"files": {p.name: restart_audit.digest(p) for p in sorted(checkpoint.glob("*")) if p.is_file()}}
-    if not (note.is_file() and json.loads(note.read_text(encoding="utf-8")) == weights):
+    if _read_note(note) != weights:
         from megatron_daro.convert.conversion import convert
         from megatron_daro.convert.plan import plan_to_hf
 
@@ -115,6 +115,14 @@ def of_checkpoint(checkpoint: Path, config: Path, out: Path, notices: Notices) -
         convert(plan, target, processes=processes, verify=False, progress=lambda phase, done: None)
         durable.write(note, json.dumps(weights))
     return MeasuredModel(target, {"checkpoint": weights})
+
+
+def _read_note(note: Path) -> object:
+    """Return which checkpoint was converted; None where nothing readable says it: then it is converted again."""
+    try:
+        return json.loads(note.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def _check_tokenizer(checkpoint: Path, config: Path) -> None:

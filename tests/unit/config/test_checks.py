@@ -261,6 +261,20 @@ def _shard_missing(run_files):
     (run_files.model / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def _index(run_files, **weight_map):
+    whole = (run_files.model / "model.safetensors").rename(run_files.model / "model-00001-of-00002.safetensors")
+    (run_files.model / "model-00002-of-00002.safetensors").write_bytes(whole.read_bytes())
+    (run_files.model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def _shard_unnamed(run_files):
+    _index(run_files, w="model-00001-of-00002.safetensors")
+
+
+def _tensor_unnamed(run_files):
+    _index(run_files, w="model-00001-of-00002.safetensors", v="model-00002-of-00002.safetensors")
+
+
 def _pickled(run_files):
     (run_files.model / "model.safetensors").rename(run_files.model / "pytorch_model.bin")
 
@@ -287,6 +301,8 @@ def _pickled(run_files):
         (_torn, "model.safetensors: torn: "),
         (lambda r: (r.model / "model.safetensors").write_bytes(b"abc"), "too few for its header"),
         (_shard_missing, "model-2.safetensors: missing"),
+        (_shard_unnamed, "model-00002-of-00002.safetensors, which model.safetensors.index.json does not name"),
+        (_tensor_unnamed, "model-00002-of-00002.safetensors with w, which model.safetensors.index.json does not name"),
         (lambda r: (r.model / "model.safetensors.index.json").write_text("{}"), "an index without weight_map"),
         (lambda r: (r.model / "tokenizer.json").unlink(), "no tokenizer in"),
         (lambda r: (r.model / "tokenizer.json").write_text('{"a'), "an unreadable tokenizer.json"),

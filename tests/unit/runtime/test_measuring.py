@@ -41,3 +41,13 @@ def test_the_verifiers_are_beside_the_driver_where_the_engine_is_in_it(monkeypat
         asyncio.run(measuring._run(measuring.Plan(config, {}, ()), None, (), SimpleNamespace(warn=print)))
     (options,) = caught.value.args
     assert options["beside_driver"] is beside_driver and options["logs"].parent == tmp_path
+
+
+@pytest.mark.parametrize("content", [None, b"", b'{"files', b"\xff"])
+def test_without_a_whole_note_of_what_was_converted_it_is_converted_again(tmp_path, content):
+    note = tmp_path / "note.json"
+    if content is not None:
+        note.write_bytes(content)
+    assert measuring._read_note(note) is None
+    note.write_text('{"files": {}}')
+    assert measuring._read_note(note) == {"files": {}}
