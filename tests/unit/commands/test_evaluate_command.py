@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +10,8 @@ import pytest
 import yaml
 from weightless import save_tiny_model
 
-import megatron_daro.runtime
 from megatron_daro import cli
+from megatron_daro.workshop.evaluate import measuring
 
 SUMMARY: dict[str, Any] = {"sets": {}, "mean": {}}
 
@@ -29,11 +27,8 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         ks: tuple[int, ...]
 
     found: list[Any] = []
-    module: Any = types.ModuleType("megatron_daro.workshop.evaluate.measuring")
-    module.Plan = Plan
-    module.measure = lambda plan, notices: found.append(plan) or SUMMARY
-    monkeypatch.setattr(megatron_daro.runtime, "measuring", module, raising=False)
-    monkeypatch.setitem(sys.modules, "megatron_daro.workshop.evaluate.measuring", module)
+    monkeypatch.setattr(measuring, "Plan", Plan)
+    monkeypatch.setattr(measuring, "measure", lambda plan, notices: found.append(plan) or SUMMARY)
     return found
 
 
