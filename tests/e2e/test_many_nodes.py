@@ -95,6 +95,7 @@ def test_groups_and_servers_are_whole_on_a_node_and_all_or_nothing_starts(nodes)
         asyncio.run(Placement(Demand(1, 4), too_large, limits).start())
 
 
+@pytest.mark.heavy
 def test_servers_in_turns_are_on_the_gpus_of_ranks(nodes):
     ray.init(address=nodes.address, log_to_driver=False)
     actor, demand = ActorSection(data_parallel=4), Demand(4, 1, servers=2, server_size=2, noun="server", shared=True)

@@ -82,6 +82,7 @@ def half_run(tiny, tmp_path_factory):
     return directory / "run"
 
 
+@pytest.mark.heavy
 def test_same_seed_twice_is_the_same_run(half_run, reference):
     # common.pt has the length of the learning-rate schedule, 4 steps here; the manifest has the hash of common.pt.
     assert_same_run(half_run, reference, range(1, 5), but=frozenset({"common.pt", "manifest.json"}))
@@ -103,6 +104,7 @@ def test_the_exported_model_is_the_policy_of_the_last_checkpoint(half_run, refer
         assert logprobs_S[rollout.prompt_length - 1 :].numpy() == pytest.approx(rollout.logprobs, abs=1e-5)
 
 
+@pytest.mark.heavy
 def test_resume_after_a_whole_run_continues_bit_for_bit(tiny, half_run, reference, tmp_path):
     options = [f"trainer.run_dir={half_run}", "trainer.eval_every_steps=4", "trainer.steps=8", "trainer.export_hf=true"]
     finished = trained(["train", tiny.config, *options, "--resume"], tmp_path / "log")

@@ -85,7 +85,8 @@ def test_ctrl_c_before_the_first_step_does_not_wait_for_the_evaluation(tiny, tmp
     assert last_step(run_dir) == -1  # the first evaluation would have written step 0
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGHUP", marks=pytest.mark.heavy)])
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 def test_sigterm_and_a_closed_terminal_stop_with_a_checkpoint_too(tiny, tmp_path, name):
     run_dir = tmp_path / "run"
     arguments = ["train", tiny.config, f"trainer.run_dir={run_dir}"]

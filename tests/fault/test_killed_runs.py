@@ -26,7 +26,7 @@ PLACES = [
     pytest.param("build", 2, marks=pytest.mark.heavy),
     pytest.param("train", 3, marks=pytest.mark.heavy),
     pytest.param("train:left", 4, marks=pytest.mark.heavy),
-    ("sync", 5),
+    pytest.param("sync", 5, marks=pytest.mark.heavy),
     pytest.param("write", 5, marks=pytest.mark.heavy),
     pytest.param("write:left", 7, marks=pytest.mark.heavy),
     ("seal", 8),
@@ -106,6 +106,7 @@ def test_killed_worker_ends_the_job_with_the_cause_on_the_last_line(tiny, tmp_pa
     assert len(crashed) == (how == signal.SIGSEGV) and all(name.startswith("actor_rank_") for name in crashed)
 
 
+@pytest.mark.heavy
 def test_killed_raylet_is_the_cause_on_the_last_line(tiny, tmp_path):
     run_dir = tmp_path / "run"
     overrides = [f"trainer.run_dir={run_dir}", "trainer.steps=100000", "algorithm.name=grpo"]

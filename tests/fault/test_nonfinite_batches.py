@@ -47,6 +47,7 @@ def test_stop_takes_no_step_writes_the_batch_and_says_so_in_the_exit_code(tiny, 
     assert (run_dir / "checkpoints" / "latest").read_text().strip() == "step_000002"
 
 
+@pytest.mark.heavy
 def test_skip_counts_the_step_leaves_the_weights_and_goes_on(tiny, poisoned, tmp_path):
     options = ["algorithm.old_logprobs=rollout", "trainer.on_nonfinite=skip"]
     finished = trained(arguments(tiny, tmp_path, *options, "--replay", poisoned), tmp_path / "log")

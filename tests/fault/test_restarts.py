@@ -52,6 +52,7 @@ def test_a_finished_run_says_so_and_a_directory_in_use_who_has_it(tiny, run_dir,
     assert changed == {"restarts.txt", "config.yaml", "logs/driver.log"}  # the configuration names the directory
 
 
+@pytest.mark.heavy
 def test_a_changed_learning_rate_is_used_and_the_audit_says_so(tiny, run_dir, tmp_path):
     changed = ["actor.optimizer.learning_rate=1e-9", "trainer.steps=9"]
     with tempfile.TemporaryDirectory(dir="/tmp") as temporary:  # a short path, so that Ray's session lies there

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from heavy_cases import mostly_heavy
 
 from megatron_daro.errors import RewardError
 from megatron_daro.reward import ScreenLimits, VerifierSpec, process
@@ -83,7 +84,10 @@ def unscreened() -> Iterator[RewardPool]:
         yield pool
 
 
-@pytest.mark.parametrize("answer", ["9^{9^{9^9}}", "2^{1000000000}", "(10^9)!", "x+" + "{" * 3000 + "5" + "}" * 3000])
+PATHOLOGICAL = ["9^{9^{9^9}}", "2^{1000000000}", "(10^9)!", "x+" + "{" * 3000 + "5" + "}" * 3000]
+
+
+@pytest.mark.parametrize("answer", mostly_heavy(PATHOLOGICAL, "(10^9)!"))
 def test_a_pathological_answer_times_out_and_the_others_come_right(unscreened: RewardPool, answer: str) -> None:
     pids, before = set(unscreened.worker_pids), unscreened.counters
     assert len(pids) == 2
@@ -118,7 +122,7 @@ MATRIX_ROWS = " \\\\ ".join([" & ".join(["x+1"] * 30)] * 300)
     "hungry",
     [
         pytest.param((f"\\boxed{{\\begin{{pmatrix}} {MATRIX_ROWS} \\end{{pmatrix}}}}", "y^2"), id="many-objects"),
-        pytest.param(SLOW, id="one-integer-that-grows-and-never-returns"),
+        pytest.param(SLOW, id="one-integer-that-grows-and-never-returns", marks=pytest.mark.heavy),
     ],
 )
 def test_an_answer_that_eats_memory_is_refused_and_its_worker_replaced(hungry: tuple[str, str]) -> None:
@@ -255,7 +259,7 @@ time.sleep(300)
 """
 
 
-@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("busy", mostly_heavy([False, True], True))
 def test_workers_die_when_their_parent_is_killed(busy: bool) -> None:
     code = PARENT.format(path=sys.path, busy=busy)
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 
@@ -10,6 +11,7 @@ import megatron_tasks
 import numpy as np
 import pytest
 import torch
+from heavy_cases import mostly_heavy
 from small_models import random_batch, save_model
 from test_gradients_exact import layouts
 
@@ -43,8 +45,14 @@ def train(pool, layout, model, *, seeds, distributed=True, learning_rate=OPTIMIZ
     return parameters, results[0]
 
 
-@pytest.mark.parametrize("distributed", [True, False], ids=["distributed_optimizer", "plain_optimizer"])
-@pytest.mark.parametrize("layout", ["single", "tp2", "pp2", "dp2", "pp2_vpp2"])
+@pytest.mark.parametrize(
+    ("layout", "distributed"),
+    mostly_heavy(
+        itertools.product(["single", "tp2", "pp2", "dp2", "pp2_vpp2"], [True, False]),
+        ("dp2", True),
+        ("pp2_vpp2", False),
+    ),
+)
 def test_a_restarted_run_is_the_unbroken_one_bit_for_bit(rank_pool, tmp_path, model, layout, distributed):
     whole, last = train(rank_pool, layout, model, seeds=range(4), distributed=distributed)
     saved = tmp_path / "checkpoint"
@@ -57,7 +65,10 @@ def test_a_restarted_run_is_the_unbroken_one_bit_for_bit(rank_pool, tmp_path, mo
     assert last_resumed["metrics"] == last["metrics"][2:]
 
 
-@pytest.mark.parametrize(("saved_by", "loaded_by"), [("tp2_pp2", "single"), ("single", "tp2_dp2"), ("dp2", "pp2_vpp2")])
+@pytest.mark.parametrize(
+    ("saved_by", "loaded_by"),
+    mostly_heavy([("tp2_pp2", "single"), ("single", "tp2_dp2"), ("dp2", "pp2_vpp2")], ("dp2", "pp2_vpp2")),
+)
 def test_another_layout_continues_with_the_same_numbers(rank_pool, tmp_path, model, saved_by, loaded_by):
     whole, last = train(rank_pool, saved_by, model, seeds=range(4))
     saved = tmp_path / "checkpoint"
@@ -71,7 +82,11 @@ def test_another_layout_continues_with_the_same_numbers(rank_pool, tmp_path, mod
 
 @pytest.mark.parametrize(
     ("saved_by", "loaded_by"),
-    [("tp2", "pp2"), ("tp2_dp2", "tp2_pp2"), ("single", "dp2"), ("pp2_vpp2", "pp2"), ("tp2_pp2", "pp2_vpp2")],
+    mostly_heavy(
+        [("tp2", "pp2"), ("tp2_dp2", "tp2_pp2"), ("single", "dp2"), ("pp2_vpp2", "pp2"), ("tp2_pp2", "pp2_vpp2")],
+        ("tp2_dp2", "tp2_pp2"),
+        ("tp2_pp2", "pp2_vpp2"),
+    ),
 )
 def test_optimizer_state_is_the_same_numbers_in_another_layout(rank_pool, tmp_path, model, saved_by, loaded_by):
     """Saved, loaded elsewhere, saved again without a step between: every tensor of both checkpoints is equal."""

@@ -7,6 +7,7 @@ import numpy as np
 import policy_tasks
 import pytest
 import torch
+from heavy_cases import mostly_heavy
 from safetensors.torch import load_file
 from small_models import as_in_checkpoint, random_batch, save_model
 from test_gradients_exact import reference_gradients, relative_difference
@@ -52,7 +53,15 @@ def models(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize(("family", "layout"), CASES)
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    mostly_heavy(
+        CASES,
+        *(("qwen3_moe", layout) for layout in ("tp2_etp1", "cp2_ep2", "tp2_dp2_ep2", "tp4_ep2", "dp4_ep2")),
+        ("qwen3_moe_mixed", "pp2_vpp2_ep2"),
+        ("mixtral", "tp2_ep2"),
+    ),
+)
 def test_logprobs_gradients_and_exported_weights(rank_pool, models, family, layout):
     check(rank_pool, models[family], layout)
 
@@ -64,7 +73,7 @@ def test_a_first_stage_with_fewer_layers(rank_pool, models):
 
 @pytest.mark.parametrize(
     ("saved_by", "loaded_by"),
-    [("single", "ep2"), ("tp2_dp2_ep2", "pp2"), pytest.param("dp4_ep2", "tp2_etp1", marks=pytest.mark.heavy)],
+    mostly_heavy([("single", "ep2"), ("tp2_dp2_ep2", "pp2"), ("dp4_ep2", "tp2_etp1")], ("tp2_dp2_ep2", "pp2")),
 )
 def test_a_checkpoint_continues_with_other_expert_parallel_sizes(rank_pool, models, tmp_path, saved_by, loaded_by):
     """Two steps, a checkpoint, two steps in another layout: the weights of four steps of one process."""

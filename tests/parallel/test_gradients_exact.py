@@ -6,6 +6,7 @@ import megatron_tasks
 import numpy as np
 import pytest
 import torch
+from heavy_cases import mostly_heavy
 from small_models import ROLLOUTS, random_batch, save_model
 
 
@@ -154,10 +155,14 @@ def test_gradients_with_fewer_key_value_heads_than_tensor_ranks(rank_pool, tmp_p
     assert relative_difference(merged(results), want) < 1e-5
 
 
-CASES = [(layout, algorithm) for layout in LAYOUTS for algorithm in ALGORITHMS]
+CASES = mostly_heavy(
+    [(layout, algorithm) for layout in LAYOUTS for algorithm in ALGORITHMS],
+    *((layout, algorithm) for layout in ("tp2_pp2", "cp2_dp2") for algorithm in ALGORITHMS),
+    *((layout, "daro") for layout in LAYOUTS if layout not in ("tp2_pp2", "cp2_dp2")),
+)
 # A rival differs by a number per sample, which no layout touches but through the split of samples and the totals.
 CASES += [
-    (layout, name) if layout in ("single", "cp2_dp2") else pytest.param(layout, name, marks=pytest.mark.heavy)
+    (layout, name) if layout == "cp2_dp2" else pytest.param(layout, name, marks=pytest.mark.heavy)
     for layout in LAYOUTS
     for name in RIVALS
 ]

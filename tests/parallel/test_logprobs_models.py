@@ -6,6 +6,7 @@ import numpy as np
 import policy_tasks
 import pytest
 import torch
+from heavy_cases import mostly_heavy
 from safetensors.torch import load_file
 from small_models import random_batch, save_model
 from test_gradients_exact import layouts
@@ -74,7 +75,15 @@ def run(pool, layout, directory, batch, num_micro_batches, **extra):
     return found[0], exported
 
 
-@pytest.mark.parametrize(("layout", "family"), CASES)
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    mostly_heavy(
+        CASES,
+        *((layout, "qwen3") for layout in LAYOUTS),
+        *(("tp2_pp2", family) for family in FAMILIES),
+        *(case for case in CASES if case[1] not in FAMILIES),
+    ),
+)
 def test_equal_to_transformers_and_the_weights_come_out_as_they_went_in(rank_pool, models, batch, layout, family):
     directory, hf = models[family]
     got, exported = run(rank_pool, layout, directory, batch, 3)
@@ -89,7 +98,7 @@ def test_equal_to_transformers_and_the_weights_come_out_as_they_went_in(rank_poo
         assert torch.equal(exported[name], tensor), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_heavy(FAMILIES, "qwen2_tied", "qwen3"))
 @pytest.mark.parametrize("layout", ["single", "tp2", "cp2"])
 def test_unpacked_equals_packed(rank_pool, models, batch, layout, family):
     directory, hf = models[family]
@@ -140,7 +149,7 @@ def test_rope_scaling_matters_here(models, batch, family):
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-@pytest.mark.parametrize("layout", ["single", "tp2", "pp2", "cp2"])
+@pytest.mark.parametrize("layout", mostly_heavy(["single", "tp2", "pp2", "cp2"], "tp2"))
 def test_bf16_is_as_close_as_bf16_can_be(rank_pool, models, batch, layout, family):
     directory, hf = models[family]
     got, exported = run(rank_pool, layout, directory, batch, 2, precision="bf16")

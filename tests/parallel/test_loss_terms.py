@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import policy_tasks
 import pytest
+from heavy_cases import mostly_heavy
 from loss_reference import reference
 from small_models import random_batch, save_model
 from test_gradients_exact import layouts, merged, relative_difference
@@ -135,7 +136,7 @@ def test_every_branch_is_taken(references):
 
 
 TOGETHER = {"all", "all_gspo"}
-COVERED = {"tp2", "cp2", "dp2", "pp2"}
+COVERED = {"single", "tp2", "cp2", "dp2", "pp2"}
 """Terms of their own are heavy in these: a term sees log-probs, which are of all tensor ranks and of the last stage;
 cp2_dp2 has both of the others."""
 
@@ -154,7 +155,7 @@ def test_terms_equal_the_reference(rank_pool, model, batch, references, layout, 
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 5])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", mostly_heavy(LAYOUTS, "pp2", "cp2_dp2"))
 def test_any_number_of_micro_batches(rank_pool, model, batch, references, layout, num_micro_batches):
     results = run(rank_pool, layout, model[0], batch, num_micro_batches, algorithm_of("all"))
     assert results[0]["num_micro_batches"] == num_micro_batches

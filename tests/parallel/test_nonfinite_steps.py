@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import policy_tasks
 import pytest
+from heavy_cases import mostly_heavy
 from small_models import ROLLOUTS, random_batch, save_model
 from test_gradients_exact import layouts
 
@@ -96,7 +97,7 @@ def timeless(metrics):
 
 
 @pytest.mark.parametrize("kind", BAD)
-@pytest.mark.parametrize("layout", [*LAYOUTS, pytest.param("cp2", marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("layout", mostly_heavy([*LAYOUTS, "cp2"], "tp2_pp2"))
 def test_a_bad_step_leaves_no_trace(rank_pool, model, layout, kind):
     make, poison, algorithm, reason = BAD[kind]
     options = {"optimizer": OPTIMIZER}
@@ -106,7 +107,7 @@ def test_a_bad_step_leaves_no_trace(rank_pool, model, layout, kind):
 
 
 @pytest.mark.parametrize("options", [{"precision": "bf16"}, {"distributed": False}], ids=["bf16", "plain_optimizer"])
-@pytest.mark.parametrize("kind", ["nan_advantage", "infinite_gradient"])
+@pytest.mark.parametrize("kind", mostly_heavy(["nan_advantage", "infinite_gradient"], "infinite_gradient"))
 def test_other_optimizers_too(rank_pool, model, kind, options):
     make, poison, algorithm, reason = BAD[kind]
     optimizer = {**OPTIMIZER, "distributed": options.get("distributed", True)}

@@ -347,7 +347,13 @@ def _borders() -> list[tuple[str, int, str]]:
     return [(n, i, side) for n in names for i in numbers.get(n, (1, 3, 5)) for side in ("enter", "exit")]
 
 
-@pytest.mark.parametrize("border", _borders(), ids=lambda b: f"{b[0]}-{b[1]}-{b[2]}")
+BORDERS = [
+    border if number % 3 == 0 else pytest.param(border, marks=pytest.mark.heavy)
+    for number, border in enumerate(_borders())
+]
+
+
+@pytest.mark.parametrize("border", BORDERS, ids=lambda b: f"{b[0]}-{b[1]}-{b[2]}")
 def test_a_run_that_crashed_at_any_phase_resumes_bit_for_bit(tmp_path, border, unbroken):
     stack = make_stack(tmp_path, crash=border, trainer=EVALUATE)
     with pytest.raises(Crash):

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from heavy_cases import mostly_heavy
 
 SCRIPT = """
 import sys
@@ -30,7 +31,7 @@ print("equal")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the redirection is for machines without a GPU")
-@pytest.mark.parametrize("first_use", ["before", "after"])
+@pytest.mark.parametrize("first_use", mostly_heavy(["before", "after"], "after"))
 def test_from_pretrained_gives_the_same_model(tmp_path, first_use):
     from transformers import LlamaConfig, LlamaForCausalLM
 
