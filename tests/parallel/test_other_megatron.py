@@ -27,7 +27,10 @@ def there(what, model, checkpoint, layout, optimizer, out):
     """The same as checkpoint_exchange.trained, under the other version."""
     script = Path(checkpoint_exchange.__file__)
     command = [OTHER, str(script), what, str(model), str(checkpoint), layout, optimizer, str(out)]
-    done = subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=200)
+    path = {"PYTHONPATH": str(script.parents[1])}  # what pytest adds by itself: tests/ beside the script's own folder
+    done = subprocess.run(
+        command, cwd=script.parent, env=os.environ | path, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     with np.load(out) as found:
         values = {name: found[name] for name in found.files}

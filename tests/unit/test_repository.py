@@ -282,3 +282,12 @@ def test_shell_scripts_parse():
 def test_licence_is_whole():
     text = (ROOT / "LICENSE").read_text()
     assert "Apache License" in text and "Version 2.0, January 2004" in text and "APPENDIX" in text
+
+
+def test_base_names_of_test_files_are_unique():
+    """There are no packages in tests/: of two files with one name pytest imports one and refuses the other."""
+    places: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        if path.name != "conftest.py":  # pytest gives those the names of their folders
+            places.setdefault(path.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

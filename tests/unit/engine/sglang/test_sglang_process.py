@@ -221,6 +221,7 @@ def test_environment_is_clean_of_the_trainer():
         "HOME": "/home/me",
         "CUDA_VISIBLE_DEVICES": "3",
         "NCCL_SOCKET_IFNAME": "eth0",
+        "NCCL_CUMEM_ENABLE": "0",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
