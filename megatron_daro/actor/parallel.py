@@ -9,6 +9,7 @@ What the policy needs of the run beside its own sections; imports nothing heavy,
 from __future__ import annotations
 
 import datetime
+import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_daro import nccl_environment
 from megatron_daro.actor import device
 from megatron_daro.config.actor import resolved_expert_tensor
 from megatron_daro.errors import ConfigError
@@ -87,6 +89,7 @@ def initialize(layout: Layout, *, rank: int = 0, init_method: str | None = None,
         seed: base seed; Megatron offsets it per TP and PP rank.
         timeout_s: limit of every collective, in seconds.
     """
+    os.environ.update(nccl_environment.for_rank(os.environ))
     target = device.prepare()
     backend = "nccl" if target.type == "cuda" else "gloo"
     dist.init_process_group(

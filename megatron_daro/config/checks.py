@@ -12,9 +12,11 @@ two processes of one GPU, and pieces whose GPUs would not match.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from megatron_daro import nccl_environment
 from megatron_daro.config import check_division, check_training, megatron_options, precision
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.check_server_precision import server_precision
@@ -48,6 +50,21 @@ def colocation(config: Config) -> Iterator[Problem]:
         yield Problem("rollout.max_staleness", got, allowed, "set rollout.max_staleness=0", also=(_FIELD,))
     yield from _arguments(config)
     yield from _sizes(config)
+
+
+def communication(config: Config) -> Iterator[Problem]:
+    """Yield what would give a server another way to hand out its GPU's memory than the ranks have."""
+    sglang, name = config.engine.sglang, "NCCL_CUMEM_ENABLE"
+    if config.engine.kind != "sglang" or sglang.urls or sglang.sync != "distributed":
+        return
+    if name in sglang.env and sglang.env[name] != nccl_environment.for_both_ends(os.environ)[name]:
+        allowed = "unset: both ends of a broadcast need the same, so it is a matter of the whole job"
+        fix = f"remove it, and set {name}={sglang.env[name]} in the environment of the job"
+        yield Problem("engine.sglang.env", f"{name}: {sglang.env[name]!r}", allowed, fix)
+    if sglang.named_arguments.get("enable_symm_mem") and nccl_environment.for_both_ends(os.environ)[name] != "1":
+        allowed = f"unset, or {name}=1 for the whole job: with it SGLang sets {name}=1 in the servers"
+        fix = f"remove it, or set {name}=1 in the environment of the job"
+        yield Problem("engine.sglang.arguments", "enable_symm_mem with sync distributed", allowed, fix)
 
 
 def _arguments(config: Config) -> Iterator[Problem]:
@@ -364,6 +381,7 @@ _CHECKS: tuple[tuple[str, _Find, _Find, Callable[[_Context], str]], ...] = (
         lambda c: itertools.chain(
             check_training.engine(c.config, c.hardware),
             colocation(c.config),
+            communication(c.config),
             check_training.routing_replay(c.config, c.shape),
             server_precision(c.config, c.shape, c.hardware),
         ),

@@ -121,9 +121,6 @@ class TrainWorker:
         """Join the process group and build the policy. Collective."""
         if init_method.startswith("file:"):
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        # Megatron overlaps communication of tensor and context parallelism by the order of kernels in one queue
-        # (megatron/core/tensor_parallel/layers.py asks for it); read when the first kernel of this process is launched.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         from megatron_daro.actor import parallel
         from megatron_daro.actor.policy import MegatronPolicy, layout_of
 

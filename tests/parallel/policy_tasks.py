@@ -6,6 +6,7 @@ Place in the data flow: called by `RankPool.run` on every rank of a layout; plai
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,11 +17,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_daro import nccl_environment
 from megatron_daro.types import TrainBatch
 
 VOCAB = 50
 # What makes the host wait for a GPU: a value, or the number of values that fit a condition.
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2", "equal", "is_nonzero"}
+
+
+def rank_environment(layout: Any) -> dict[str, str | None]:
+    """What torch and NCCL read in a rank."""
+    return {name: os.environ.get(name) for name in nccl_environment.for_rank({})}
 
 
 def build_policy(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import policy_tasks
 import pytest
 from small_models import random_batch, save_model
 from test_gradients_exact import layouts
 from test_loss_terms import TERMS, batch_with_reference
+
+from megatron_daro import nccl_environment
 
 
 @pytest.fixture(scope="module")
@@ -14,6 +18,12 @@ def path(tmp_path_factory):
     directory = tmp_path_factory.mktemp("qwen2_waits")
     save_model("qwen2", directory)
     return directory
+
+
+def test_ranks_have_the_environment_of_a_communicator_with_servers_before_they_join(rank_pool):
+    for found in rank_pool.run(policy_tasks.rank_environment, layouts()["dp2"]):
+        assert found == nccl_environment.for_rank(os.environ)
+        assert None not in found.values()
 
 
 @pytest.mark.parametrize("term", ["all", "all_gspo"])

@@ -15,7 +15,17 @@ from syntax import parsed
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_daro"
 NAME = PACKAGE.name
 
-LEVEL = {"types": 0, "errors": 0, "durable": 0, "ports": 0, "temporary": 0, "families": 0, "config": 1, "observe": 1}
+LEVEL = {
+    "types": 0,
+    "errors": 0,
+    "durable": 0,
+    "ports": 0,
+    "temporary": 0,
+    "nccl_environment": 0,
+    "families": 0,
+    "config": 1,
+    "observe": 1,
+}
 LEVEL |= dict.fromkeys(("algo", "reward", "data", "rollout", "convert"), 2)
 LEVEL |= dict.fromkeys(("actor", "engine", "sync", "controller", "recovery"), 3)
 LEVEL |= {"runtime": 4, "plugins": 4, "commands": 6, "cli": 7, "__main__": 8}

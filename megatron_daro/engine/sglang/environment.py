@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_daro import nccl_environment
 from megatron_daro.config.problems import Problem, config_error
 from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang import upstream_names
@@ -88,7 +89,7 @@ def server_environment(
         for name, value in inherited.items()
         if name not in _DROPPED and not name.startswith(_DROPPED_PREFIXES)
     }
-    kept |= _ADDED
+    kept |= _ADDED | nccl_environment.for_both_ends(inherited)
     kept["PATH"] = os.pathsep.join(part for part in (str(python.parent), inherited.get("PATH", os.defpath)) if part)
     if is_loopback(host):
         kept["GLOO_SOCKET_IFNAME"] = "lo"

@@ -1,0 +1,55 @@
+"""Both ends of a broadcast have the same environment, and what upstream does where nobody says anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from sglang_pool import required_environment
+
+from megatron_daro import nccl_environment
+from megatron_daro.config import Hardware, check, resolve
+from megatron_daro.engine.sglang.environment import server_environment
+
+
+@pytest.mark.parametrize("inherited", [{}, {"NCCL_CUMEM_ENABLE": "1"}, {"NCCL_CUMEM_ENABLE": "0"}], ids=str)
+def test_a_rank_and_a_server_hand_out_memory_in_the_same_way(inherited):
+    server = server_environment({}, host="10.0.0.1", python=Path("/p/python"), inherited=inherited)
+    rank = nccl_environment.for_rank(inherited)
+    assert server["NCCL_CUMEM_ENABLE"] == rank["NCCL_CUMEM_ENABLE"] == inherited.get("NCCL_CUMEM_ENABLE", "0")
+    assert "TORCH_NCCL_DUMP_ON_TIMEOUT" not in server and "CUDA_DEVICE_MAX_CONNECTIONS" not in server
+
+
+def test_a_rank_survives_the_dump_of_a_broken_group_unless_a_person_wants_it():
+    assert nccl_environment.for_rank({})["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
+    assert nccl_environment.for_rank({"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"})["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+
+
+def test_sglang_still_sets_what_the_ranks_are_set_to():
+    """The line of upstream that this rests on: where the variable is unset SGLang makes it 0."""
+    (engine,) = required_environment().glob("lib/python3*/site-packages/sglang/srt/entrypoints/engine.py")
+    text = engine.read_text()
+    assert 'if "NCCL_CUMEM_ENABLE" not in os.environ or cfg.enable_symm_mem:' in text
+    value = "int(cfg.enable_symm_mem or kv_shard_symmetric_scratch)"
+    assert f'os.environ["NCCL_CUMEM_ENABLE"] = str(\n            {value}' in text
+
+
+@pytest.mark.parametrize(
+    ("job", "override", "words"),
+    [
+        (None, "engine.sglang.env={NCCL_CUMEM_ENABLE: '1'}", "engine.sglang.env: got NCCL_CUMEM_ENABLE: '1'; allowed"),
+        ("1", "engine.sglang.env={NCCL_CUMEM_ENABLE: '0'}", "engine.sglang.env: got NCCL_CUMEM_ENABLE: '0'; allowed"),
+        (None, "engine.sglang.arguments={enable_symm_mem: true}", "got enable_symm_mem with sync distributed; allowed"),
+        ("1", "engine.sglang.env={NCCL_CUMEM_ENABLE: '1'}", None),
+        ("1", "engine.sglang.arguments={enable_symm_mem: true}", None),
+        (None, "engine.sglang.env={NCCL_DEBUG: INFO}", None),
+    ],
+)
+def test_servers_that_would_differ_are_refused(run_files, monkeypatch, job, override, words):
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    if job:
+        monkeypatch.setenv("NCCL_CUMEM_ENABLE", job)
+    servers = ["engine.kind=sglang", "engine.sglang.python=/usr/bin/python3", override]
+    found = [str(p) for p in check(resolve(run_files.file, servers), Hardware("gpu", 8, capability=9.0)).problems]
+    found = [line for line in found if "NCCL_CUMEM" in line]
+    assert (len(found) == 1 and words in found[0]) if words else not found
