@@ -5,8 +5,9 @@
     5+9=
 
 Two solved problems stand before the question, in the same words: they show what an answer looks like. How often the
-model is right before any training differs by kind and by number, from never to always, which is what difficulty weighting
-is about. Each kind has several wordings; one is never trained on, and neither are the numbers of the held-out problems.
+model is right before any training differs by kind and by number, from never to always, which is what difficulty
+weighting is about. Each kind has several wordings; one is never trained on, and neither are the numbers of the held-out
+problems.
 
 Place in the data flow: seed -> train.jsonl, numbers.jsonl (trained wordings, new numbers), wordings.jsonl (new both).
 """
