@@ -56,8 +56,8 @@ One YAML file with the sections below; only `model.path` and `data.train` are re
   resolved.
 """
 
-CLUSTER_FILE = """A file of its own, for `megatron-daro submit --cluster FILE` ([Slurm](cluster.md#slurm)); only `partition` is
-required. Example: `examples/slurm/cluster.yaml`."""
+CLUSTER_FILE = """A file of its own, for `megatron-daro submit --cluster FILE` ([Slurm](cluster.md#slurm)); only
+`partition` is required. Example: `examples/slurm/cluster.yaml`."""
 
 
 def reference() -> str:
