@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
+from megatron_daro.config.sections import EvalTemplate
+
 if TYPE_CHECKING:
     from megatron_daro.workshop.curate.decisions import Decisions
     from megatron_daro.workshop.curate.offline import Rules
@@ -62,9 +64,7 @@ Urls = Annotated[
 Samples = Annotated[int, typer.Option("--samples", min=1, help="Answers to each problem (K).")]
 Temperature = Annotated[float, typer.Option("--temperature", min=0, help="Of sampling.")]
 TopP = Annotated[float, typer.Option("--top-p", min=0, max=1, help="Nucleus, in (0, 1].")]
-TemplateName = Annotated[
-    Literal["data", "chat", "qwen-math", "r1", "none"], typer.Option("--template", help="How a problem is written.")
-]
+TemplateName = Annotated[EvalTemplate, typer.Option("--template", help="How a problem is written.")]
 PassRateRange = Annotated[
     str, typer.Option("--pass-rate", metavar="LOW:HIGH", help="Keep problems with a pass rate in this range.")
 ]
@@ -171,7 +171,7 @@ def _sampling(
     samples: int,
     temperature: float,
     top_p: float,
-    template: str,
+    template: EvalTemplate,
     verifier: str,
     overrides: tuple[str, ...],
     pass_rate: str,
