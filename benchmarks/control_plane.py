@@ -4,9 +4,9 @@
     OMP_NUM_THREADS=1 python benchmarks/control_plane.py --millions 1
 
 Servers answer at once from memory (workshop/rehearse/canned_server.py, over HTTP on loopback, in a process of its own),
-and the policy has no model: its ranks are Ray actors that read their shards and give log-probs back. Cluster, answer
-workers, verifiers, sampler, books, columns, schedule, shards, log-probs, rollouts on disk and metrics are the run's
-own, driven by its Controller. Counted is from the first request until the step is written.
+and the policy has no model: its ranks are Ray actors that read their shards and give log-probs back. Cluster,
+answer workers, verifiers, sampler, books, columns, schedule, shards, log-probs, rollouts on disk and metrics are the
+run's own, driven by its Controller. Counted is from the first request until the step is written.
 
 Each size is run twice, by a fresh process each time. The first gives CPU seconds of the driver's process (all threads,
 in user and system mode). The second is watched: how late its event loop woke from pauses of 5 ms, and its memory: own
