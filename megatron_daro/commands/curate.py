@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
-from megatron_daro.config.sections import EvalTemplate
-
 if TYPE_CHECKING:
+    from megatron_daro.config.sections import EvalTemplate
     from megatron_daro.workshop.curate.decisions import Decisions
     from megatron_daro.workshop.curate.offline import Rules
     from megatron_daro.workshop.curate.pass_rates import Sampling
@@ -64,7 +63,9 @@ Urls = Annotated[
 Samples = Annotated[int, typer.Option("--samples", min=1, help="Answers to each problem (K).")]
 Temperature = Annotated[float, typer.Option("--temperature", min=0, help="Of sampling.")]
 TopP = Annotated[float, typer.Option("--top-p", min=0, max=1, help="Nucleus, in (0, 1].")]
-TemplateName = Annotated[EvalTemplate, typer.Option("--template", help="How a problem is written.")]
+TemplateName = Annotated[
+    Literal["data", "chat", "qwen-math", "r1", "none"], typer.Option("--template", help="How a problem is written.")
+]
 PassRateRange = Annotated[
     str, typer.Option("--pass-rate", metavar="LOW:HIGH", help="Keep problems with a pass rate in this range.")
 ]
