@@ -3,10 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/control_plane.py --json                       # about 15 minutes on 2 cores
     OMP_NUM_THREADS=1 python benchmarks/control_plane.py --millions 1
 
-Servers answer at once from memory (canned_server.py, over HTTP on loopback, in processes of their own), and the policy
-has no model: its ranks are Ray actors that read their shards and give log-probs back. Cluster, answer workers,
-verifiers, sampler, books, columns, schedule, shards, log-probs, rollouts on disk and metrics are the run's own, driven
-by its Controller. Counted is from the first request until the step is written.
+Servers answer at once from memory (workshop/rehearse/canned_server.py, over HTTP on loopback, in a process of its own),
+and the policy has no model: its ranks are Ray actors that read their shards and give log-probs back. Cluster,
+answer workers, verifiers, sampler, books, columns, schedule, shards, log-probs, rollouts on disk and metrics are the
+run's own, driven by its Controller. Counted is from the first request until the step is written.
 
 Each size is run twice, by a fresh process each time. The first gives CPU seconds of the driver's process (all threads,
 in user and system mode). The second is watched: how late its event loop woke from pauses of 5 ms, and its memory: own
@@ -23,8 +23,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,10 @@ from megatron_daro.runtime.inputs import read_inputs
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.runtime.workers import Place
 from megatron_daro.types import StepResult, TrainBatch
+from megatron_daro.workshop.rehearse.canned_server import CannedAnswers, canned_fleet
 from megatron_daro.workshop.rehearse.loop import Watch, cpu_s
 
-SAMPLES, TOKENS, SERVERS, RANKS = 8, 4900, 2, 2
+SAMPLES, TOKENS, SERVERS, RANKS, DISTINCT = 8, 4900, 2, 2, 4
 CPU_GOAL_S, STALL_GOAL_MS, P99_GOAL_MS, MEMORY_GOAL_GIB = 3.0, 100.0, 20.0, 6.0
 RIGHT, WRONG = "\\boxed{7}", "\\boxed{8}"
 WORDS = [f" w{i:04d}" for i in range(4000)]
@@ -124,26 +125,15 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-@contextmanager
-def canned_servers() -> Iterator[list[str]]:
-    """URLs of servers that end with the block."""
+def canned_answers() -> CannedAnswers:
+    """Half of the samples end with the right answer, the others with the wrong one."""
     ids = {symbol: i for i, symbol in enumerate(SYMBOLS)}
-    first = ids[WORDS[0]]
-    endings = [f"{ids[text]},{ids['<eos>']}" for text in (RIGHT, WRONG)]
-    script = str(Path(__file__).parent / "canned_server.py")
-    command = [sys.executable, script, *map(str, (SAMPLES, TOKENS, first, len(SYMBOLS))), *endings]
-    processes = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(SERVERS)
-    ]
-    try:
-        urls = [process.stdout.readline().strip() for process in processes if process.stdout]
-        if not all(urls):
-            raise SystemExit("a canned server did not start; its error is above")
-        yield urls
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    return CannedAnswers(
+        lengths=[[TOKENS] * SAMPLES] * DISTINCT,
+        ordinary=(ids[WORDS[0]], len(SYMBOLS)),
+        endings=[[ids[text], ids["<eos>"]] for text in (RIGHT, WRONG)],
+        vocabulary=len(SYMBOLS),
+    )
 
 
 def write_task(directory: Path, urls: list[str], prompts: int) -> Path:
@@ -275,9 +265,9 @@ def main() -> None:
     columns = ("driver_cpu_s", "event_loop_cpu_s", "latest_ms", "p99_ms", "own_gib", "mapped_gib", "seconds")
     table = Table("M tokens", *columns, title="the driver")
     rows: dict[str, dict[str, Any]] = {}
-    with canned_servers() as urls:
+    with canned_fleet(SERVERS, (), canned_answers()) as fleet:
         for millions in arguments.millions:
-            row = rows[str(millions)] = measured(millions, urls, arguments.repeats)
+            row = rows[str(millions)] = measured(millions, fleet.urls, arguments.repeats)
             table.add_row(str(millions), *(f"{row[key]:.2f}" for key in columns))
     Console().print(table)
     setup = {"samples": SAMPLES, "tokens": TOKENS, "servers": SERVERS, "ranks": RANKS, "cpu_count": os.cpu_count()}

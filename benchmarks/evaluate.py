@@ -40,8 +40,9 @@ from megatron_daro.types import Prompt  # noqa: E402
 from megatron_daro.workshop.evaluate.answers import AnswerStore  # noqa: E402
 from megatron_daro.workshop.evaluate.asking import Parts, ask  # noqa: E402
 from megatron_daro.workshop.evaluate.questions import Question, questions_of, requests  # noqa: E402
+from megatron_daro.workshop.rehearse.canned_server import CannedAnswers, canned_fleet  # noqa: E402
 
-SERVERS, LIMIT_S = 2, 60.0
+SERVERS, DISTINCT, LIMIT_S = 2, 4, 60.0
 
 
 def questions(args: argparse.Namespace) -> list[Question]:
@@ -96,38 +97,46 @@ def cpu_s(pool: RewardPool | None = None) -> float:
 
 async def measured(args: argparse.Namespace) -> dict[str, Any]:
     """Median seconds of both loops, and their ratio."""
-    asked, servers, urls = questions(args), [], []
-    for _ in range(SERVERS):
-        command = [sys.executable, str(ROOT / "benchmarks" / "canned_server.py"), "--rate", str(args.rate)]
-        command += ["--under-way", str(args.under_way), "1", str(args.tokens), "3", "1000", "2"]
-        server = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
-        )
-        assert server.stdout is not None
-        urls.append((await asyncio.wait_for(server.stdout.readline(), LIMIT_S)).decode().strip())
-        servers.append(server)
-    times: dict[str, list[tuple[float, float]]] = {"bare": [], "evaluation": []}
-    window = SERVERS * args.under_way
-    try:
-        with RewardPool("math", workers=2) as pool, tempfile.TemporaryDirectory() as folder:
-            pool.score([("\\boxed{1+1}", "x^2")])
-            for turn in range(args.repeats + 1):
-                for name in times:
-                    began, cpu = time.perf_counter(), cpu_s()
-                    if name == "bare":
-                        await bare(urls, asked, window)
-                    else:
-                        await evaluation(urls, asked, window, pool, Path(folder) / str(turn))
-                    if turn:  # the first is for caches and imports
-                        times[name].append((time.perf_counter() - began, cpu_s() - cpu))
-    finally:
-        for server in servers:
-            assert server.stdin is not None
-            server.stdin.close()
-            await server.wait()
+    asked = questions(args)
+    with canned_fleet(SERVERS, (), canned_answers(args)) as fleet:
+        times = await timed(args, fleet.urls, asked)
     wall = {name: statistics.median(w for w, _ in some) for name, some in times.items()}
     cpu_ms = {name: 1000 * statistics.median(c for _, c in some) / args.answers for name, some in times.items()}
     return {"wall_s": wall, "ratio": wall["evaluation"] / wall["bare"], "cpu_ms_per_answer": cpu_ms}
+
+
+def canned_answers(args: argparse.Namespace) -> CannedAnswers:
+    """Each after about the time that generation would take: between half and one and a half of the mean, so that not
+    all end at once."""
+    return CannedAnswers(
+        lengths=[[args.tokens]] * DISTINCT,
+        ordinary=(3, 1000),
+        endings=[[2]],
+        vocabulary=1000,
+        delay_s=args.tokens * args.under_way / args.rate,
+        spread=(0.5, 1.5),
+        concurrency=args.under_way,
+    )
+
+
+async def timed(
+    args: argparse.Namespace, urls: Sequence[str], asked: Sequence[Question]
+) -> dict[str, list[tuple[float, float]]]:
+    """Wall and CPU seconds of both loops, in turn."""
+    times: dict[str, list[tuple[float, float]]] = {"bare": [], "evaluation": []}
+    window = SERVERS * args.under_way
+    with RewardPool("math", workers=2) as pool, tempfile.TemporaryDirectory() as folder:
+        pool.score([("\\boxed{1+1}", "x^2")])
+        for turn in range(args.repeats + 1):
+            for name in times:
+                began, cpu = time.perf_counter(), cpu_s()
+                if name == "bare":
+                    await bare(urls, asked, window)
+                else:
+                    await evaluation(urls, asked, window, pool, Path(folder) / str(turn))
+                if turn:  # the first is for caches and imports
+                    times[name].append((time.perf_counter() - began, cpu_s() - cpu))
+    return times
 
 
 def verification(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Writes docs/soak.md from benchmarks/results/sglang_soak.json, so that no number in it was typed.
+"""Write the soak's tables in docs/benchmarks.md from benchmarks/results/sglang_soak.json, so that no number was typed.
 
     python benchmarks/soak_page.py
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, PAGE = ROOT / "benchmarks" / "results" / "sglang_soak.json", ROOT / "docs" / "soak.md"
+RESULTS, PAGE = ROOT / "benchmarks" / "results" / "sglang_soak.json", ROOT / "docs" / "benchmarks.md"
 _MEANING = {
     "kill_idle": "SIGKILL (main process, scheduler, or all) while no request is at the server",
     "kill_serving": "SIGKILL within 5 ms of a request for rollouts",
@@ -24,74 +24,33 @@ _MEANING = {
     "reset": "TCP reset, before the server got the request or in place of its answer; counts as above",
     "slow_down": "every forward pass lasts 5 or 90 s longer",
 }
-_TEMPLATE = """# Soak: {steps} steps on real SGLang servers under faults
-
-What happened in one long run in which servers were killed, stopped and slowed, and their answers broken. Written by
-`benchmarks/soak_page.py` from `benchmarks/results/sglang_soak.json`; what servers and engine do about a fault is on the
-page [rollouts](rollouts.md#when-a-server-fails).
-
-## What was done
-
-The tiny task of the tests trained for {steps} steps: a Megatron actor with tensor parallelism 2, two SGLang {sglang}
-servers on the CPU ({cpu_count} cores, shared with other work), weights broadcast over gloo after every step,
-`max_staleness` {staleness} with {correction}, `pause` {pause}. Between everything that talks to a server and the server
-stands a small proxy. A schedule (seed {seed}) draws kind, server, moment and variant of each of {injected} faults; each
-begins only when both servers serve, so a server is always left. Deadlines are short: 20 s for a request, 30 s without a
-token, 60 s for a call of a weight update.
-
-A fault counts as noticed when the engine did something about it: gave the server up, or made the request or call again.
-One that kills or stops must end in a server given up. It counts as recovered when both servers serve again with the
-policy's weights.
-
-## Faults
+MARKS = ("<!-- soak: python benchmarks/soak_page.py -->", "<!-- end of soak -->")
+_TEMPLATE = """{steps} steps of the tests' tiny task: a Megatron actor with tensor parallelism 2, two SGLang
+{sglang} servers on the CPU ({cpu_count} cores, shared with other work), weights broadcast over gloo after every step,
+`max_staleness` {staleness} with {correction}, `pause` {pause}; seed {seed}, {injected} faults.
 
 | fault | what | injected | noticed | recovered | until noticed, median (longest) | until recovered, median (longest) |
 |---|---|---|---|---|---|---|
 {rows}
 
-Servers were given up {fenced} times, for: {fences}. They were started again {restarts} times, and {retries} requests
-for rollouts were made again. Recovery is mostly the start of a server: half a minute of imports on an idle machine,
-longer here, beside other work.
-
-## Books
-
-Checked after every step from `metrics.jsonl`: admitted = trained + filtered + dropped + outstanding. Checked at the end
-from the recorded rollouts: each group id once.
-
-| | |
+| what | result |
 |---|---|
-| steps at which the equation did not hold | {unbalanced} |
+| servers given up, started again; requests made again | {fenced}, {restarts}; {retries} |
+| why they were given up | {fences} |
+| steps at which admitted = trained + filtered + dropped + outstanding did not hold | {unbalanced} |
 | groups admitted | {admitted} |
 | trained, filtered, dropped, outstanding at the end | {trained}, {filtered}, {dropped}, {outstanding} |
-| groups lost | {lost} |
-| groups recorded twice | {twice} |
-
-## Weights
-
-No answer may come from stale or half-replaced weights. The weights of every version were kept, and the log-prob of
-each of the {tokens:,} recorded tokens was computed again with transformers, with the weights of the version that the
-rollout names ({versions} versions). Largest difference: {difference:.1e}. With the weights of a neighbouring version
-it is {median:.2g} (median over versions; least {least:.2g}): an answer of another version shows.
-
-## Time
-
-The run took {minutes:.0f} minutes. A step without a fault took {step:.1f} s (median); faults cost the training
-loop {loop:.0f} s more in all, since one server goes on while the other starts. The rest is the soak's own waiting for
-both servers, so that the next fault hits a whole fleet.
-
-## To repeat it
-
-    bash tools/sglang_cpu_env.sh
-    python benchmarks/sglang_soak.py --json && python benchmarks/soak_page.py
-
-`--steps 30 --each 1 --at-least 1` is a short one. `--seed`, `--staleness` and `--pause` change what is drawn and how
-the run works. The script fails if a fault went unnoticed too often, a server did not come back, or anything above does
-not hold.
+| groups lost, recorded twice | {lost}, {twice} |
+| log-probs of all {tokens:,} recorded tokens, computed again by transformers with the weights of \
+the version they name ({versions} versions): largest difference | {difference:.1e} |
+| the same with the weights of a neighbouring version | {median:.2g} (median over versions; least {least:.2g}) |
+| the run; a step without a fault (median); what faults cost the loop in all \
+| {minutes:.0f} minutes; {step:.1f} s; {loop:.0f} s |
 """
 
 
-def page(result: Mapping[str, Any]) -> str:
-    """The page of a soak that passed."""
+def tables(result: Mapping[str, Any]) -> str:
+    """The tables of a soak that passed."""
     setup, books, weights, time = result["setup"], result["books"], result["weights"], result["time"]
     last = books["last_step"]
     return _TEMPLATE.format(
@@ -127,7 +86,10 @@ def main() -> None:
     result = json.loads(RESULTS.read_text())
     if result["problems"]:
         raise SystemExit(f"{RESULTS} is of a soak that failed: {result['problems']}")
-    PAGE.write_text(page(result))
+    before, mark, rest = PAGE.read_text().partition(MARKS[0] + "\n")
+    if not mark or MARKS[1] not in rest:
+        raise SystemExit(f"{PAGE} has no lines {MARKS[0]} and {MARKS[1]}")
+    PAGE.write_text(before + mark + tables(result) + MARKS[1] + rest.partition(MARKS[1])[2])
     print(f"wrote {PAGE}")
 
 

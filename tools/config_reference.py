@@ -1,4 +1,5 @@
-"""Write docs/configuration.md from the sections of megatron_daro.config; with --check, say whether it is up to date.
+"""Write docs/configuration.md from the sections of megatron_daro.config and the fields of Slurm's cluster file; with
+--check, say whether it is up to date.
 
 Place in the data flow: none; run by people after a change of the sections, and by a test. Every word of the tables
 comes from the field docstrings, annotations and defaults.
@@ -18,6 +19,7 @@ from pydantic.fields import FieldInfo
 from megatron_daro.config import Config
 from megatron_daro.config.base import Section
 from megatron_daro.config.loading import ITEM, field_allowed, is_section, section_of, strip
+from megatron_daro.workshop.slurm.cluster_file import ClusterFile
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
@@ -54,13 +56,20 @@ One YAML file with the sections below; only `model.path` and `data.train` are re
   resolved.
 """
 
+CLUSTER_FILE = """A file of its own, for `megatron-daro submit --cluster FILE` ([Slurm](cluster.md#slurm)); only
+`partition` is required. Example: `examples/slurm/cluster.yaml`."""
+
 
 def reference() -> str:
     """The whole page."""
     parts = [HEAD]
     for path, section in _sections(Config, ""):
         title = f"## {path}" if "." not in path else f"### {path}"
-        parts.append("\n".join([title, "", (section.__doc__ or "").strip(), "", *_table(path, section)]) + "\n")
+        parts.append("\n".join([title, "", (section.__doc__ or "").strip(), "", *_table(f"{path}.", section)]) + "\n")
+    rows = list(_table("", ClusterFile))
+    for path, section in _sections(ClusterFile, ""):
+        rows += list(_table(f"{path}.", section))[2:]
+    parts.append("\n".join(["## The cluster file", "", CLUSTER_FILE, "", *rows]) + "\n")
     return "\n".join(parts)
 
 
@@ -74,13 +83,18 @@ def _sections(section: type[Section], prefix: str) -> Iterator[tuple[str, type[S
         yield from _sections(inner, f"{path}.")
 
 
-def _table(path: str, section: type[Section]) -> Iterator[str]:
+def _table(prefix: str, section: type[Section]) -> Iterator[str]:
     yield "| option | default | allowed | meaning |"
     yield "|---|---|---|---|"
     for name, field in section.model_fields.items():
         if is_section(strip(field.annotation)[0]):
             continue
-        cells = [f"`{path}.{name}`", _default(field), field_allowed(field), " ".join((field.description or "").split())]
+        cells = [
+            f"`{prefix}{name}`",
+            _default(field),
+            field_allowed(field),
+            " ".join((field.description or "").split()),
+        ]
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

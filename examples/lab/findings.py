@@ -1,6 +1,7 @@
 """What the results say, as rows of text: the same tables for the page and for docs/lab.md.
 
-    python examples/lab/findings.py examples/lab/results        # the tables as Markdown
+    python examples/lab/findings.py examples/lab/results                        # the tables as Markdown
+    python examples/lab/findings.py examples/lab/results --docs docs/lab.md     # put two of them into the page
 
 Place in the data flow: outcomes -> rows. An arm that diverged is a row like any other, and says so.
 """
@@ -32,6 +33,12 @@ VERDICT_HEADER = [
 ]
 SPEED = 0.7
 """The goal: this share of the baseline's steps."""
+MARKS = (
+    "<!-- findings: python examples/lab/findings.py examples/lab/results --docs docs/lab.md -->",
+    "<!-- end of findings -->",
+)
+COMPARED = ["dapo", "daro", "daro_shared", "daro_shared_half_life", "ha_dw", "grpo@0.08"]
+"""The arms whose speed the page of the docs shows."""
 
 
 def table(arms: Mapping[str, Runs], searched: Sequence[float]) -> list[list[str]]:
@@ -153,11 +160,46 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def speeds(tables: Mapping[str, Mapping[str, Runs]]) -> tuple[list[str], list[list[str]]]:
+    """Steps to the baseline's final accuracy as a multiple of the baseline's, for the arms of `COMPARED`."""
+    rows = [
+        [arm, *(spread(results.ratios_to_baseline(t[arm], t[BASELINE])) if arm in t else "" for t in tables.values())]
+        for arm in COMPARED
+    ]
+    return ["arm", *tables], rows
+
+
+def for_docs(tables: Mapping[str, Mapping[str, Runs]]) -> str:
+    """What stands between the marks of docs/lab.md."""
+    return (
+        "Final held-out accuracy less GRPO's, in points; `*`: the 95 % interval holds no 0.\n\n"
+        f"{markdown(*matrix(tables))}\n\n"
+        "Steps to GRPO's final accuracy as a multiple of GRPO's: median [smallest, largest] of the seeds; never: not "
+        "within the run; -: fewer than half of the seeds.\n\n"
+        f"{markdown(*speeds(tables))}\n"
+    )
+
+
+def compared_worlds(folder: Path) -> tuple[dict[str, dict[str, Runs]], list[Outcome], dict[str, str]]:
+    """World -> arm -> runs of a folder of results, with all outcomes and the note beside them."""
+    outcomes, note = results.read(folder)
+    return (
+        {world: results.compared(outcomes, world) for world in dict.fromkeys(o.job.world for o in outcomes)},
+        outcomes,
+        note,
+    )
+
+
 def main(arguments: list[str]) -> int:
-    """Print the tables of a folder of results."""
-    outcomes, note = results.read(Path(arguments[0]))
-    rates, worlds = searched_rates(outcomes), list(dict.fromkeys(o.job.world for o in outcomes))
-    tables = {world: results.compared(outcomes, world) for world in worlds}
+    """Print the tables of a folder of results, or put those of the docs into a page."""
+    folder, *options = arguments
+    tables, outcomes, note = compared_worlds(Path(folder))
+    if options[:1] == ["--docs"]:
+        page = Path(options[1])
+        before, _, rest = page.read_text().partition(MARKS[0])
+        page.write_text(f"{before}{MARKS[0]}\n{for_docs(tables)}{MARKS[1]}{rest.partition(MARKS[1])[2]}")
+        return 0
+    rates = searched_rates(outcomes)
     print(f"`{note.get('command', '')}`\n")
     print(markdown(VERDICT_HEADER, [verdict(world, arms) for world, arms in tables.items()]))
     print(f"\n{markdown(*matrix(tables))}")

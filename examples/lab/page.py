@@ -22,7 +22,7 @@ from closed_run import BANDS, PASS_AT
 from results import Outcome
 from worlds import WORLDS
 
-from megatron_daro.workshop.report.page import COLOURS, Page, Plot, Section, Trace, layout, render, table_html
+from megatron_daro.workshop.report.page import COLOURS, Page, Plot, Section, Table, Trace, layout, render
 
 Runs = Mapping[int, Outcome]
 _SHOWN = 4
@@ -39,45 +39,29 @@ def write_page(folder: Path, target: Path) -> Path:
     page = Page(
         title="Lab: DARO and its rivals",
         subtitle=f"{len(worlds)} worlds, up to {seeds} seeds. {note.get('command', '')}",
-        head_html=_head(outcomes, tables),
         sections=[_section(world, table) for world, table in tables.items()],
-        samples_html="",
-        tail_html=_tail(outcomes, note),
+        template="lab.html.j2",
+        values=_head(outcomes, tables) | _tail(outcomes, note),
+        folder=Path(__file__).parent,
     )
     target.write_text(render(page), encoding="utf-8")
     return target
 
 
-def _head(outcomes: list[Outcome], tables: Mapping[str, Mapping[str, Runs]]) -> str:
+def _head(outcomes: list[Outcome], tables: Mapping[str, Mapping[str, Runs]]) -> dict[str, Any]:
     rates = findings.searched_rates(outcomes)
-    blocks = [_block("What came out", _verdicts(tables)), _block("How to read it", f"<p>{_HOW}</p>")]
     header, differences = findings.matrix(tables)
     header = [name.replace("_", "_\u200b") for name in header]  # so that a name can be broken, and all columns seen
-    blocks.append(_block("Every arm in every world", table_html(header, differences, number_columns=len(tables))))
-    for world, table in tables.items():
-        rows = findings.table(table, rates[world])
-        blocks.append(_block(f"{world}: {_about(world)}", table_html(findings.HEADER, rows, number_columns=8)))
-    return "".join(blocks)
-
-
-_HOW = (
-    "Each arm has its own learning rate for the policy, found by the same search: the highest mean final accuracy on "
-    "held-out problems, over seeds that the comparison does not use. Nothing else is tuned. A rate marked &lt; or "
-    "&gt; is at an end of the search. Intervals are 95 % (Student's t over seeds). Arms of one seed share the "
-    "problems and the first policy, so differences to grpo are taken seed by seed. Steps and answers count until "
-    "grpo's final accuracy of the same seed is reached, as a multiple of what grpo itself needs: median, and in "
-    "brackets the smallest and the largest of the seeds; - where fewer than half of the seeds reach it. Answers "
-    "include those that filters threw away. pass@k is at the largest k that is drawn below. The table of every arm in "
-    "every world has final accuracies less grpo's, in points; a * says that the interval does not hold 0. A world's "
-    "goal: some DARO needs at most 0.7 of grpo's steps, and the best "
-    "DARO is not below the best rival by more than the interval. grpo@0.02 is grpo at that learning rate: a control, "
-    "for a higher rate alone can be faster to the same accuracy."
-)
-
-
-def _verdicts(tables: Mapping[str, Mapping[str, Runs]]) -> str:
-    rows = [findings.verdict(world, table) for world, table in tables.items()]
-    return table_html(findings.VERDICT_HEADER, rows, number_columns=0)
+    verdicts = [findings.verdict(world, table) for world, table in tables.items()]
+    worlds = [
+        (f"{world}: {_about(world)}", Table(findings.HEADER, findings.table(table, rates[world]), number_columns=8))
+        for world, table in tables.items()
+    ]
+    return {
+        "verdicts": Table(findings.VERDICT_HEADER, verdicts, number_columns=0),
+        "matrix": Table(header, differences, number_columns=len(tables)),
+        "worlds": worlds,
+    }
 
 
 def _section(world: str, table: Mapping[str, Runs]) -> Section:
@@ -221,15 +205,12 @@ def _weights(table: Mapping[str, Runs]) -> list[Plot]:
     return plots
 
 
-def _tail(outcomes: list[Outcome], note: Mapping[str, str]) -> str:
-    odd = [f"{_named(o)}: {o.status}. {o.ended}" for o in outcomes if o.status]
-    odd_html = table_html(["run"], [[line] for line in odd], number_columns=0) if odd else "<p>None.</p>"
+def _tail(outcomes: list[Outcome], note: Mapping[str, str]) -> dict[str, Table]:
+    odd = [[f"{_named(o)}: {o.status}. {o.ended}"] for o in outcomes if o.status]
     dials: dict[str, Any] = json.loads(note.get("dials", "{}"))
     names = list(dict.fromkeys(name for values in dials.values() for name in values if name != "base"))
     rows = [[world, *(str(values.get(name, "")) for name in names)] for world, values in dials.items()]
-    return _block("Runs that diverged or ended below their start", odd_html) + _block(
-        "Dials of the worlds", table_html(["world", *names], rows, number_columns=0)
-    )
+    return {"odd": Table(["run"], odd, number_columns=0), "dials": Table(["world", *names], rows, number_columns=0)}
 
 
 def _short(value: float) -> float | None:
@@ -240,10 +221,6 @@ def _short(value: float) -> float | None:
 def _named(outcome: Outcome) -> str:
     job = outcome.job
     return f"{job.world}, {job.arm}, {job.purpose}, rate {job.learning_rate:g}, seed {job.seed}"
-
-
-def _block(title: str, content: str) -> str:
-    return f'<div class="block"><h3>{title}</h3>{content}</div>'
 
 
 def _faint(colour: str) -> str:

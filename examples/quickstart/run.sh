@@ -6,115 +6,14 @@
 # evaluation at both ends, table and report. The arguments a.b=c are passed to `megatron-daro train`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+name=quickstart minutes=4 minutes_sglang=10
 
-# refuse GOT: what is allowed instead, on stderr; the end.
-refuse() {
-    echo "run.sh: got '$1'; allowed: --engine embedded, --engine sglang, --help, options of the run as a.b=c" >&2
-    exit 2
+own_options() { :; }
+
+make_base() {
+    stage "base model: runs/quickstart-base (about 70 s, unless it is there already)"
+    "$bin/python" examples/quickstart/build_base.py
 }
 
-# Sets `engine`, and `options` to the options of the run.
-read_arguments() {
-    engine=embedded options=()
-    while [ $# -gt 0 ]; do
-        case "$1" in
-            -h | --help)
-                sed -n '2,6s/^# //p' examples/quickstart/run.sh
-                exit 0
-                ;;
-            --engine=*) engine=${1#*=} ;;
-            --engine)
-                engine=${2-}
-                [ $# -eq 1 ] || shift
-                ;;
-            -* | '') refuse "$1" ;;
-            *) options+=("$1") ;;
-        esac
-        shift
-    done
-    case "$engine" in embedded | sglang) ;; *) refuse "--engine $engine" ;; esac
-}
-
-# Sets `run` to the directory of the run, and `own_servers` if the user names an interpreter for the servers.
-# The options of the user come last, so they win.
-complete_options() {
-    local option
-    run=runs/quickstart own_servers=''
-    if [ "$engine" = sglang ]; then
-        run=runs/quickstart-sglang
-        options=("engine=$(cat examples/quickstart/sglang.yaml)" "trainer.run_dir=$run" "${options[@]}")
-    fi
-    for option in "${options[@]}"; do
-        case "$option" in
-            trainer.run_dir=*) run=${option#*=} ;;
-            engine.sglang.python=*) own_servers=yes ;;
-        esac
-    done
-}
-
-# stage TEXT: one line before each stage, with the seconds since the start.
-stage() { printf '[%3d s] %s\n' "$SECONDS" "$1"; }
-
-find_python() {
-    local candidate
-    for candidate in python3.11 python3 python; do
-        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-            echo "$candidate"
-            return
-        fi
-    done
-    echo "run.sh: no Python 3.11 or newer was found (tried python3.11, python3, python); install one" >&2
-    return 1
-}
-
-# Sets `bin` to the folder with the programs of the environment to use.
-choose_environment() {
-    local base
-    if [ -n "${VIRTUAL_ENV:-}" ] && [ -x "$VIRTUAL_ENV/bin/python" ]; then
-        bin=$VIRTUAL_ENV/bin
-        stage "environment: $VIRTUAL_ENV, which is active"
-        return
-    fi
-    bin=$PWD/.venv/bin
-    if ! "$bin/python" -c '' 2>/dev/null; then
-        stage "environment: making .venv"
-        base=$(find_python)
-        "$base" -m venv --clear .venv
-    fi
-}
-
-# An earlier run is never overwritten.
-move_aside() {
-    local old
-    [ -e "$1" ] || return 0
-    old=$1-$(date -r "$1" +%Y%m%d-%H%M%S)
-    while [ -e "$old" ]; do old=$old-again; done
-    mv "$1" "$old"
-    stage "the earlier run is now $old"
-}
-
-read_arguments "$@"
-complete_options
-choose_environment
-stage "packages"
-bash tools/install_packages.sh "$bin/python"
-if [ "$engine" = sglang ] && [ -z "$own_servers" ]; then
-    stage "SGLang: its environment (one to three minutes, unless it is there already)"
-    bash tools/sglang_cpu_env.sh
-fi
-stage "base model: runs/quickstart-base (about 70 s, unless it is there already)"
-"$bin/python" examples/quickstart/build_base.py
-# Before the earlier run is moved: a mistake in the options moves nothing.
-"$bin/megatron-daro" train examples/quickstart/config.yaml "${options[@]}" "trainer.run_dir=$(mktemp -u)" --dry-run \
-    >/dev/null
-move_aside "$run"
-minutes=4
-[ "$engine" = embedded ] || minutes=10
-stage "training: $run (engine: $engine; about $minutes minutes)"
-"$bin/megatron-daro" train examples/quickstart/config.yaml "${options[@]}"
-stage "report"
-report=$("$bin/megatron-daro" report "$run")
-stage "done"
-"$bin/python" examples/quickstart/summary.py "$run"
-echo "report, for a browser: $report"
-if [ -d "$run/hf" ]; then echo "trained model, for transformers, vLLM and SGLang: $run/hf"; fi
+source examples/one_command.sh
+one_command "$@"

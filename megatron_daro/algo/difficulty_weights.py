@@ -2,7 +2,7 @@
 
 Tokens per cell of the step, summed over all ranks -> coefficients of the token losses; after
 the backward pass the sums per cell, summed over all ranks, -> new weights, the same on every rank.
-A cell is a bin (0..K right answers), or a bin and a class of lengths. Every formula, with its rest point: docs/loss.md.
+A cell is a bin (0..K right answers), or a bin and a class of lengths. Formulas and rest points: docs/algorithms.md.
 
 Shape letters: K rollouts per prompt, L classes of lengths, C = (K+1) L cells, bin by bin; P numbers that are learnt
 (one per cell, or one per kernel and class). Cells of bins 0 and K carry no signal.
@@ -150,7 +150,7 @@ class DifficultyWeights:
     whose heights are learnt; with `half_life` a moving average of m_k takes the place of Adam, and w_k is its inverse.
     Float64 on the CPU: equal sums give equal weights everywhere.
 
-    Source: DARO arXiv 2510.09001; what the paper leaves open is decided in docs/loss.md.
+    Source: DARO arXiv 2510.09001; what the paper leaves open is decided in docs/algorithms.md.
     """
 
     def __init__(

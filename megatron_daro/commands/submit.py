@@ -24,7 +24,7 @@ _END_S = 60.0
 def submit(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file of the run.", show_default=False)],
     cluster: Annotated[
-        Path, typer.Option("--cluster", metavar="FILE", help="Cluster file (docs/slurm.md).", show_default=False)
+        Path, typer.Option("--cluster", metavar="FILE", help="Cluster file (docs/cluster.md).", show_default=False)
     ],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="A.B=C", help="Options that replace those of the file.")

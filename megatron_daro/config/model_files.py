@@ -45,7 +45,7 @@ def read_model(directory: Path) -> ModelFiles:
         shape = read_model_shape(directory)
     except ModelError as error:
         allowed, fix = (
-            "the config.json of a model of a known family (docs/families.md)",
+            "the config.json of a model of a known family (docs/models.md)",
             "copy the complete model, or choose another",
         )
         problem = Problem(_FIELD, f"a config.json that cannot be used ({error})", allowed, fix)

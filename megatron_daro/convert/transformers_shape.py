@@ -53,7 +53,7 @@ def read_compared_shape(directory: Path | Mapping[str, Any]) -> ModelShape:
         raise ModelError(
             f"{directory}: config.json does not say the same here and in transformers {transformers.__version__}: "
             f"{'; '.join(dict.fromkeys(differences))}. Write the meant value where both "
-            "find it (docs/families.md), or use another checkpoint."
+            "find it (docs/models.md), or use another checkpoint."
         )
     return shape
 

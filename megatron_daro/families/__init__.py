@@ -1,7 +1,7 @@
 """Model families, one table each: a file here with a `FAMILY` is a supported family, with no other change.
 
 Place in the data flow: config.json -> the family of its `model_type` -> config/model_shape.py (keys and defaults) and
-convert/mapping.py (tensor names). docs/families.md shows how to add one.
+convert/mapping.py (tensor names). docs/models.md shows how to add one.
 """
 
 from __future__ import annotations

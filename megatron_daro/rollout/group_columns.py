@@ -69,7 +69,7 @@ SCHEMA = pa.schema(
         pa.field("routed_layers", pa.int32()),
     ]
 )
-"""The columns; docs/rollout_files.md says what each holds."""
+"""The columns; docs/data.md says what each holds."""
 WRITER_OPTIONS: dict[str, Any] = {
     "compression": "zstd",
     "compression_level": 1,

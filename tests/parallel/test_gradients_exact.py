@@ -83,7 +83,7 @@ def group_softmax(sample, exponent):
 
 
 def reference_gradients(model, batch, algorithm):
-    """The loss of loss.md written out sample by sample, token by token; autograd does the rest."""
+    """The loss of docs/algorithms.md written out sample by sample, token by token; autograd does the rest."""
     samples = [batch.select([i]) for i in range(len(batch))]
     tokens_per_bin = np.zeros(ROLLOUTS + 1)
     for s in samples:

@@ -1,4 +1,4 @@
-"""Small rollouts for the adapters' hosts, and the slow loss of docs/loss.md on them, for a table of logits."""
+"""Small rollouts for the adapters' hosts, and the slow loss of docs/algorithms.md on them, for a table of logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small batches in the form in which verl's workers get them, and the slow loss of docs/loss.md on them."""
+"""Small batches in the form in which verl's workers get them, and the slow loss of docs/algorithms.md on them."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def as_tensordict(whole: list[Sample], advantages: Tensor, returns: Tensor, part
 
 
 def reference(model: torch.nn.Module, whole: list[Sample], weights: list[float]) -> tuple[float, list[float]]:
-    """docs/loss.md, sample by sample and token by token; fills the model's gradients.
+    """docs/algorithms.md, sample by sample and token by token; fills the model's gradients.
 
     Returns:
         (policy loss, L_k of bins 0..K).

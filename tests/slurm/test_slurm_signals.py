@@ -121,9 +121,9 @@ def test_a_job_survives_a_signal_in_each_of_twelve_moments_and_the_time_limit(sl
 
 
 def test_the_page_has_the_moments():
-    page = (ROOT / "docs" / "slurm.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
     for name, *_ in MOMENTS:
-        assert name in page, f"docs/slurm.md does not name the moment {name!r}"
+        assert name in page, f"docs/cluster.md does not name the moment {name!r}"
 
 
 def test_a_hostile_run_directory_is_one_directory(slurm, tiny, tmp_path):

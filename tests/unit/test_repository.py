@@ -45,6 +45,7 @@ NOT_REQUIRED = {
     "wandb": "extra wandb",
     "pydantic_core": "pinned by pydantic",
     "annotated_types": "part of pydantic's interface",
+    "markupsafe": "part of jinja2's interface",
     "latex2sympy2_extended": "pinned by math-verify, which is pinned",
     "verl": "the host of plugins/verl.py, installed by whoever uses it",
     "tensordict": "verl's batches",

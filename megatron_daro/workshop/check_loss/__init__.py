@@ -3,5 +3,5 @@
 Place in the data flow: a function that Megatron's schedules call -> many small cases on gloo processes -> the smallest
 case that differs, its likely cause, and a script that repeats it. The same function on one process with one micro-batch
 in float64 is the reference, so any weighting of tokens is allowed, as long as it does not depend on the layout.
-docs/check_loss.md has the contract of the function and a worked example.
+docs/plugins.md has the contract of the function and a worked example.
 """

@@ -7,7 +7,7 @@ may not. So a problem with one number changed is another problem.
 Tokens as numbers: n-grams, MinHash signatures and the pairs that are worth a closer look, with numpy.
 
 Statements -> candidates -> alike. Everything is a function of the texts alone, so two runs
-find the same. Not datasketch, whose index cannot be asked for equal numbers: docs/curate.md has both beside each other.
+find the same. Not datasketch, whose index cannot be asked for equal numbers (docs/benchmarks.md compares both).
 
 Shapes: D statements, T their tokens end to end, H hash functions, P pairs.
 """

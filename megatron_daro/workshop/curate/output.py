@@ -6,13 +6,12 @@ input gives the same bytes.
 
 The page of a curation: what was dropped and why, with examples to look at; one file, no network.
 
-Statistics and Decisions -> page.html, by the layout of the run's report (observe/). Text of the
+Statistics and Decisions -> page.html, by the layout of the run's report (workshop/report/). Text of the
 data is escaped; the examples are the same for the same input.
 """
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ from megatron_daro.errors import ConfigError, DataError
 from megatron_daro.observe.escape import safe_text
 from megatron_daro.workshop.curate.decisions import NOTES, REASONS, Decisions, Finding
 from megatron_daro.workshop.curate.rows import Row
-from megatron_daro.workshop.report.page import COLOURS, Page, Plot, Section, render, table_html
+from megatron_daro.workshop.report.page import COLOURS, Page, Plot, Section, Table, render
 
 _EXAMPLES = 12
 _SHOWN = 900
@@ -54,56 +53,45 @@ def render_page(
         Page(
             title="Curated problems",
             subtitle=f"{kept:,} of {read:,} rows kept ({kept / max(1, read):.1%}); the rest is in dropped.parquet",
-            head_html=_warning(statistics) + _cards(statistics) + _tables(statistics),
             sections=[Section("Overview", _plots(statistics, extra))],
-            samples_html="",
-            tail_html=_examples(rows, decisions, known) + _rules(statistics),
+            template="curation.html.j2",
+            values={
+                "decontaminated": statistics["decontaminated"],
+                "cards": _cards(statistics),
+                "tables": _tables(statistics),
+                "examples": _examples(rows, decisions, known),
+                "rules": _rules(statistics),
+            },
         )
     )
 
 
-def _warning(statistics: Mapping[str, Any]) -> str:
-    if statistics["decontaminated"]:
-        return ""
-    return (
-        '<div class="block"><b>Not compared with any evaluation set.</b> Problems of the benchmarks may be among '
-        "these; give the sets with --against.</div>"
-    )
-
-
-def _cards(statistics: Mapping[str, Any]) -> str:
+def _cards(statistics: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     dropped = statistics["dropped"]
     cards = [
         ("rows read", statistics["rows_read"], f"{len(statistics['files'])} files"),
         ("kept", statistics["kept"], ""),
     ]
     cards += [(reason.replace("_", " "), count, REASONS[reason]) for reason, count in dropped.items()]
-    blocks = (
-        f'<div class="card"><span>{html.escape(n)}</span><b>{v:,}</b><span>{html.escape(d)}</span></div>'
-        for n, v, d in cards
-    )
-    return f'<div class="cards">{"".join(blocks)}</div>'
+    return [(name, f"{count:,}", words) for name, count, words in cards]
 
 
-def _tables(statistics: Mapping[str, Any]) -> str:
+def _tables(statistics: Mapping[str, Any]) -> list[tuple[str, Table]]:
     reasons = ["kept", *statistics["dropped"]]
     files = [[_line(name), *(f"{counts.get(r, 0):,}" for r in reasons)] for name, counts in statistics["files"].items()]
-    parts = [
-        _block(
-            "Files", table_html(["file", *(r.replace("_", " ") for r in reasons)], files, number_columns=len(reasons))
-        )
-    ]
+    header = ["file", *(r.replace("_", " ") for r in reasons)]
+    tables = [("Files", Table(header, files, number_columns=len(reasons)))]
     if statistics["held_out"]:
         sets = [
             [_line(name), f"{one['problems']:,}", f"{one['rows_dropped']:,}", f"{one['rows_with_overlap']:,}"]
             for name, one in statistics["held_out"].items()
         ]
         header = ["evaluation set", "problems", "rows dropped as leaks", "kept rows that share a long run of words"]
-        parts.append(_block("Evaluation sets", table_html(header, sets, number_columns=3)))
+        tables.append(("Evaluation sets", Table(header, sets, number_columns=3)))
     if statistics["notes"]:
         notes = [[NOTES[name], f"{count:,}"] for name, count in statistics["notes"].items()]
-        parts.append(_block("Said of kept rows", table_html(["note", "rows"], notes, number_columns=1)))
-    return "".join(parts)
+        tables.append(("Said of kept rows", Table(["note", "rows"], notes, number_columns=1)))
+    return tables
 
 
 def _plots(statistics: Mapping[str, Any], extra: Mapping[int, Mapping[str, Any]]) -> list[Plot]:
@@ -149,7 +137,8 @@ def _bars(title: str, caption: str, names: list[str], heights: list[int], colour
     return Plot(title, caption, [trace], axes)
 
 
-def _examples(rows: Sequence[Row], decisions: Decisions, known: Mapping[str, Row]) -> str:
+def _examples(rows: Sequence[Row], decisions: Decisions, known: Mapping[str, Row]) -> list[tuple[str, list[Any]]]:
+    """Return, for each reason, its heading and some rows."""
     by_reason: dict[str, list[Finding]] = {}
     for finding in (*(decisions.dropped[row] for row in sorted(decisions.dropped)), *decisions.notes_on_kept()):
         by_reason.setdefault(finding.reason, []).append(finding)
@@ -159,37 +148,33 @@ def _examples(rows: Sequence[Row], decisions: Decisions, known: Mapping[str, Row
         found = by_reason[name]
         shown = found[:: max(1, len(found) // _EXAMPLES)][:_EXAMPLES]
         label = f"{name.replace('_', ' ')}: {len(shown)} of {len(found):,} rows"
-        inner = "".join(_example(one, rows[one.row], known.get(one.other)) for one in shown)
-        parts.append(f"<details><summary><b>{html.escape(label)}</b></summary>{inner}</details>")
-    return f"<section><h2>Examples</h2>{''.join(parts)}</section>" if parts else ""
+        parts.append((label, [_example(one, rows[one.row], known.get(one.other)) for one in shown]))
+    return parts
 
 
-def _example(finding: Finding, row: Row, other: Row | None) -> str:
+def _example(finding: Finding, row: Row, other: Row | None) -> dict[str, str]:
     head = " · ".join(part for part in (row.place, finding.detail) if part)
-    body = f"<h4>{html.escape(_line(head, 300))}</h4>{_problem(row)}"
-    if finding.other:
-        body += f"<h4>{html.escape(_line(finding.other, 200))}</h4>{_problem(other) if other else ''}"
-    return f'<div class="sample">{body}</div>'
+    return {
+        "head": _line(head, 300),
+        "problem": _problem(row),
+        "other_head": _line(finding.other, 200) if finding.other else "",
+        "other": _problem(other) if finding.other and other else "",
+    }
 
 
 def _problem(row: Row) -> str:
     answer = " or ".join(row.prompt.answers) if not row.unusable else ""
-    text = f"{row.prompt.statement}\n→ {answer}" if row.prompt.statement else row.unusable
-    return f"<pre>{html.escape(safe_text(text, _SHOWN))}</pre>"
+    return safe_text(f"{row.prompt.statement}\n→ {answer}" if row.prompt.statement else row.unusable, _SHOWN)
 
 
-def _rules(statistics: Mapping[str, Any]) -> str:
+def _rules(statistics: Mapping[str, Any]) -> Table:
     rules = [[name, _line(str(value), 200)] for name, value in statistics["rules"].items()]
     rules += [
         [f"instructions left out of the comparison in {n}", _line(" / ".join(v), 300)]
         for n, v in statistics["instructions"].items()
     ]
     rules.append(["groups of candidates too full to compare every pair", str(statistics["crowded_groups"])])
-    return _block("Rules", table_html(["rule", "value"], rules, number_columns=0))
-
-
-def _block(title: str, inner: str) -> str:
-    return f"<section><h2>{html.escape(title)}</h2>{inner}</section>"
+    return Table(["rule", "value"], rules, number_columns=0)
 
 
 def _line(text: str, limit: int = 120) -> str:

@@ -6,13 +6,12 @@ that share no problem, and evaluations that did not end.
 
 A page about two evaluations: where B won and lost against A, with the answers side by side.
 
-Comparison + the answers of both -> one HTML file (observe/report_html.py), nothing from the
+Comparison + the answers of both -> one HTML file (workshop/report/page.py), nothing from the
 network. Every text of a model, a problem or a path is escaped.
 """
 
 from __future__ import annotations
 
-import html
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from megatron_daro.observe.escape import safe_text
 from megatron_daro.workshop.evaluate import answers, results
 from megatron_daro.workshop.evaluate.metrics import bootstrap_means, interval
 from megatron_daro.workshop.evaluate.results import PROBLEMS_FILE
-from megatron_daro.workshop.report.page import COLOURS, Page, Plot, Section, Trace, table_html, write_page
+from megatron_daro.workshop.report.page import COLOURS, Page, Plot, Section, Table, Trace, write_page
 
 FLIPS = 10_000
 _EXACT = 12
@@ -220,20 +219,18 @@ def _page(comparison: Comparison) -> Page:
     wanted = {(name, pair.a["problem"]) for name, pairs in chosen.items() for pair in pairs}
     shown = [_answers_of(out, wanted) for out in (comparison.a, comparison.b)]
     a, b = (safe_text(one.resolve().name, 80, one_line=True) for one in (comparison.a, comparison.b))
-    remarks = "".join(f"<li>{_text(remark, 400)}</li>" for remark in comparison.remarks)
-    cells = [[safe_text(cell, 80) for cell in line_cells(line)] for line in comparison.lines]
-    words = (
-        "<p>B - A in percentage points, paired by problem: interval by bootstrap over problems, p by a two-sided "
-        "sign-flip permutation test. Won: problems of which B answers more right.</p>"
-    )
-    differs = f"<h3>What else differs</h3><ul>{remarks}</ul>" if remarks else ""
     return Page(
         title=f"A {a} · B {b}",
         subtitle=f"A: {safe_text(comparison.a, 200)} · B: {safe_text(comparison.b, 200)}",
-        head_html=table_html(HEAD, cells, number_columns=8) + words + differs,
         sections=[Section(safe_text(name, 80), _plots(pairs)) for name, pairs in comparison.pairs.items()],
-        samples_html="",
-        tail_html="\n".join(_set_html(name, chosen[name], shown) for name in comparison.pairs),
+        template="comparison.html.j2",
+        values={
+            "lines": Table(HEAD, [[safe_text(cell, 80) for cell in line_cells(line)] for line in comparison.lines], 8),
+            "remarks": comparison.remarks,
+            "sets": [_set_values(name, chosen[name], shown) for name in comparison.pairs],
+            "statement_characters": _STATEMENT,
+            "answer_characters": _ANSWER,
+        },
     )
 
 
@@ -316,7 +313,7 @@ def _level_plot(pairs: Sequence[Pair]) -> list[Plot]:
     bars: list[Trace] = [
         {
             "type": "bar",
-            "x": [_text(name, 40) for name in names],
+            "x": [safe_text(name, 40) for name in names],
             "y": [fmean(_rate(getattr(pair, which)) for pair in levels[name]) for name in names],
             "name": which.upper(),
             "marker": {"color": colour},
@@ -334,49 +331,40 @@ def _level_plot(pairs: Sequence[Pair]) -> list[Plot]:
     ]
 
 
-def _set_html(name: str, pairs: Sequence[Pair], shown: Sequence[Mapping[_Key, Mapping[bool, Any]]]) -> str:
-    won = [pair for pair in pairs if pair.difference > 0]
-    lost = [pair for pair in pairs if pair.difference < 0]
-    parts = [f"<section><h2>{_text(name, 80)}: problems won and lost</h2>"]
-    for title, some in (("Won by B", won), ("Lost by B", lost)):
-        parts.append(f"<h3>{title} ({len(some)} shown, largest difference first)</h3>")
-        parts += [_problem_html(name, pair, shown) for pair in some]
-    return "\n".join([*parts, "</section>"])
+def _set_values(
+    name: str, pairs: Sequence[Pair], shown: Sequence[Mapping[_Key, Mapping[bool, Any]]]
+) -> tuple[str, list[Any], list[Any]]:
+    """Return the set's name, the problems that B won, and those that it lost."""
+    won = [_problem_values(name, pair, shown) for pair in pairs if pair.difference > 0]
+    lost = [_problem_values(name, pair, shown) for pair in pairs if pair.difference < 0]
+    return name, won, lost
 
 
-def _problem_html(name: str, pair: Pair, shown: Sequence[Mapping[_Key, Mapping[bool, Any]]]) -> str:
+def _problem_values(name: str, pair: Pair, shown: Sequence[Mapping[_Key, Mapping[bool, Any]]]) -> dict[str, Any]:
     key = (name, pair.a["problem"])
     # Of the better one a right answer, of the other a wrong one, where they have such.
     wanted = (pair.difference < 0, pair.difference > 0)
-    columns = "".join(
-        _column_html(letter, row, _picked(found.get(key, {}), right))
-        for letter, row, found, right in zip("AB", (pair.a, pair.b), shown, wanted, strict=True)
-    )
-    level = f" · level {_text(pair.a['level'], 40)}" if pair.a["level"] else ""
-    rates = " → ".join(f"{row['correct']}/{row['samples']}" for row in (pair.a, pair.b))
-    return (
-        f'<details class="sample"><summary><b>{rates}</b> ({100 * pair.difference:+.0f}) · '
-        f"{_text(' '.join(str(pair.a['statement']).split()), 120)}{level}</summary>"
-        f"<pre>{_text(pair.a['statement'], _STATEMENT)}</pre>"
-        f"<p>Reference answer: <code>{_text(pair.a['gold'], 300)}</code></p>"
-        f'<div style="display:flex;gap:1em;flex-wrap:wrap">{columns}</div></details>'
-    )
+    return {
+        "rates": " → ".join(f"{row['correct']}/{row['samples']}" for row in (pair.a, pair.b)),
+        "points": f"{100 * pair.difference:+.0f}",
+        "line": " ".join(str(pair.a["statement"]).split()),
+        "level": pair.a["level"],
+        "statement": pair.a["statement"],
+        "gold": pair.a["gold"],
+        "sides": [
+            _side_values(letter, row, _picked(found.get(key, {}), right))
+            for letter, row, found, right in zip("AB", (pair.a, pair.b), shown, wanted, strict=True)
+        ],
+    }
 
 
-def _column_html(letter: str, row: Mapping[str, Any], answer: Mapping[str, Any] | None) -> str:
-    head = f"{letter}: {row['correct']} of {row['samples']} right; majority <code>{_text(row['majority'], 120)}</code>"
-    body = "<p>No answer was kept.</p>"
-    if answer:
-        right = bool(answer["correct"])
-        badge = f'<span class="badge {"right" if right else "wrong"}">{"✓ correct" if right else "✗ incorrect"}</span>'
-        facts = f"verdict {answer['reason']} · {answer['length']} tokens · finish {answer['finish_reason']}"
-        body = f"<p>{badge} <small>{_text(facts, 200)}</small></p><pre>{_text(answer['text'], _ANSWER)}</pre>"
-    return f'<div style="flex:1 1 26em;min-width:0"><h4>{head}</h4>{body}</div>'
+def _side_values(letter: str, row: Mapping[str, Any], answer: Mapping[str, Any] | None) -> dict[str, Any]:
+    facts = (
+        f"verdict {answer['reason']} · {answer['length']} tokens · finish {answer['finish_reason']}" if answer else ""
+    )
+    of_problem = {name: row[name] for name in ("correct", "samples", "majority")}
+    return {"letter": letter, "answer": answer, "facts": facts, **of_problem}
 
 
 def _picked(found: Mapping[bool, Any], right: bool) -> Mapping[str, Any] | None:
     return found.get(right) or found.get(not right)
-
-
-def _text(value: object, limit: int) -> str:
-    return html.escape(safe_text(value, limit), quote=True)

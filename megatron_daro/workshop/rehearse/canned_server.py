@@ -5,7 +5,8 @@
 Every answer has as many samples as were asked for: random ids, then one of the endings. A few different bodies are made
 when the process starts; sending one costs no work per token. It ends when its standard input is closed.
 
-The canned servers of a rehearsal: ports chosen as the real servers' are, one process, and one for the lost node.
+The canned servers of a rehearsal and of benchmarks: ports chosen as the real servers' are, one process, and one for the
+lost node.
 
 Node map -> ports -> processes of canned_server.py -> URLs of engine.sglang.urls.
 """
@@ -45,7 +46,8 @@ class CannedAnswers:
 
     lengths: tokens of each sample of each body, in turn the answer to a prompt. ordinary: first and last token id (not
     included) of answers. endings: token ids, the right one and the wrong one; the last id ends the answer. vocabulary:
-    of the model. model_type: of its config.json. delay_s: until the longest sample is there. ports: to listen on, one
+    of the model. model_type: of its config.json. delay_s: until the longest sample is there, times a random number in
+    spread. concurrency: requests that one server answers at once, the others wait; 0: all. ports: to listen on, one
     server each; 0 for any. version: of the weights at first.
     """
 
@@ -58,6 +60,8 @@ class CannedAnswers:
     dtype: str = "float32"
     tensor_parallel: int = 1
     delay_s: float = 0.0
+    spread: tuple[float, float] = (1.0, 1.0)
+    concurrency: int = 0
     ports: list[int] = field(default_factory=lambda: [0])
     version: str = "0"
 
@@ -111,6 +115,8 @@ class CannedServer:
 
     def __init__(self, canned: CannedAnswers, bodies: Bodies) -> None:
         self._canned, self._bodies, self._version = canned, bodies, canned.version
+        self._room = asyncio.Semaphore(canned.concurrency or sys.maxsize)
+        self._random = random.Random(0)
         facts = {"version": "0.5.23", "max_total_num_tokens": _CACHE_TOKENS, "max_req_input_len": _LONGEST_INPUT}
         facts |= {"device": canned.device, "dtype": canned.dtype, "tp_size": canned.tensor_parallel}
         fixed: dict[str, Callable[[], object]] = {
@@ -133,14 +139,16 @@ class CannedServer:
 
     async def _generate(self, said: dict[str, Any]) -> web.StreamResponse:
         sampling = said["sampling_params"]
+        sampling = sampling[0] if isinstance(sampling, list) else sampling
         if any(int(token) >= self._canned.vocabulary for token in sampling.get("logit_bias", {})):
             text = "logit_bias must has keys in the vocabulary"
             return web.json_response({"error": {"message": text}}, status=400)
         count = sampling.get("max_new_tokens", 1)
         several = isinstance(said["input_ids"][0], list)
         if count > _SHORT and several:
-            wait, body = self._bodies.next(len(said["input_ids"]), self._version)
-            await asyncio.sleep(wait)
+            async with self._room:
+                wait, body = self._bodies.next(len(said["input_ids"]), self._version)
+                await asyncio.sleep(wait * self._random.uniform(*self._canned.spread))
             return web.Response(body=body, content_type="application/json")
         pairs = [[-0.5, token, None] for token in range(3, 3 + count)]
         one = {"meta_info": {"finish_reason": {"type": "length"}, "output_token_logprobs": pairs}}

@@ -14,7 +14,6 @@ or of another shape is skipped and named; the report still comes out.
 
 from __future__ import annotations
 
-import html
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ import pyarrow.parquet as pq
 
 from megatron_daro.observe.escape import safe_text
 from megatron_daro.workshop.report.host_metrics import load_host_run
-from megatron_daro.workshop.report.page import Page, table_html, write_page
+from megatron_daro.workshop.report.page import Page, Table, write_page
 from megatron_daro.workshop.report.run_data import RunData, ends_of, load_run
 from megatron_daro.workshop.report.sections import build_sections
 
@@ -101,20 +100,11 @@ def load_samples(run_dir: Path) -> tuple[list[Samples], list[str]]:
     return samples, notes
 
 
-def samples_html(samples: list[Samples]) -> str:
-    """Return the samples as HTML; every piece of text in it is escaped."""
-    return "\n".join(_file_html(file) for file in samples)
-
-
-def _file_html(file: Samples) -> str:
-    title = f"<h3>Step {file.step}</h3>"
-    if file.skipped:
-        title = (
-            f"<h3>Skipped before step {file.step}</h3><p>Nothing of this batch could be trained: no group had both "
-            "right and wrong answers.</p>"
-        )
-    said = ", ".join(f"{_text(reason, 40)} {count}" for reason, count in Counter(file.verdicts).most_common())
-    return "\n".join([f"{title}<p>Verdicts: {said}</p>", *map(_group_html, file.groups)])
+def _file_values(file: Samples) -> dict[str, Any]:
+    """Return what the template says of one file."""
+    groups = [_group_values(group) for group in file.groups]
+    verdicts = Counter(file.verdicts).most_common()
+    return {"step": file.step, "skipped": file.skipped, "verdicts": verdicts, "groups": groups}
 
 
 def _read(path: Path) -> Iterator[Group]:
@@ -153,20 +143,13 @@ def _shown(group: Group) -> Sequence[Mapping[str, Any]]:
     return group.rollouts[:2]
 
 
-def _group_html(group: Group) -> str:
-    first = group.rollouts[0]
-    rollouts = "".join(_rollout_html(r) for r in _shown(group))
-    return (
-        f'<details class="sample"><summary><b>{_text(first["prompt_id"], 80)}</b> · pass rate '
-        f"{group.correct}/{len(group.rollouts)} · {_text(first['used'], 40)}</summary><h4>Prompt</h4>"
-        f"<pre>{_text(first['prompt'], _PROMPT_CHARACTERS)}</pre>"
-        f"<p>Reference answer: <code>{_text(first['answer'], 300)}</code></p>{rollouts}</details>"
-    )
+def _group_values(group: Group) -> dict[str, Any]:
+    first = {name: group.rollouts[0][name] for name in ("prompt_id", "used", "prompt", "answer")}
+    shown = [_rollout_values(rollout) for rollout in _shown(group)]
+    return first | {"correct": group.correct, "samples": len(group.rollouts), "shown": shown}
 
 
-def _rollout_html(rollout: Mapping[str, Any]) -> str:
-    correct = bool(rollout["correct"])
-    badge = f'<span class="badge {"right" if correct else "wrong"}">{"✓ correct" if correct else "✗ incorrect"}</span>'
+def _rollout_values(rollout: Mapping[str, Any]) -> dict[str, Any]:
     facts = [
         f"verdict {rollout['reason']}",
         f"reward {rollout['reward']}",
@@ -176,12 +159,7 @@ def _rollout_html(rollout: Mapping[str, Any]) -> str:
     ]
     if rollout["logprobs"]:
         facts.append(f"mean log-prob {fmean(rollout['logprobs']):.3f}")
-    words = " · ".join(_text(f, 80) for f in facts)
-    return f"<h4>{badge} <small>{words}</small></h4><pre>{_text(rollout['text'], _ANSWER_CHARACTERS)}</pre>"
-
-
-def _text(value: object, limit: int) -> str:
-    return html.escape(safe_text(value, limit), quote=True)
+    return {"correct": bool(rollout["correct"]), "facts": facts, "text": rollout["text"]}
 
 
 _CONFIG_CHARACTERS = 200_000
@@ -220,10 +198,18 @@ def build_page(run: RunData) -> Page:
     return Page(
         title=title,
         subtitle=_status(run) + (_SKIPPED if any(file.skipped for file in samples) else ""),
-        head_html=_cards(run) + _evaluation_table(run),
         sections=sections,
-        samples_html=samples_html(samples),
-        tail_html=_metrics_table(run) + _config_block(run) + _missing_block(missing),
+        template="report.html.j2",
+        values={
+            "cards": _cards(run),
+            "evaluations": _evaluation_table(run),
+            "samples": [_file_values(file) for file in samples],
+            "metrics": _metrics_table(run),
+            "config_text": None if run.config_text is None else safe_text(run.config_text, _CONFIG_CHARACTERS),
+            "missing": [safe_text(one, 300, one_line=True) for one in missing],
+            "prompt_characters": _PROMPT_CHARACTERS,
+            "answer_characters": _ANSWER_CHARACTERS,
+        },
     )
 
 
@@ -240,7 +226,8 @@ def _status(run: RunData) -> str:
     return words
 
 
-def _cards(run: RunData) -> str:
+def _cards(run: RunData) -> list[tuple[str, str, str]]:
+    """Return heading, number and words of each card."""
     cards: list[tuple[str, str, str]] = []
     accuracy = run.values("accuracy/mean")
     if accuracy:
@@ -269,11 +256,7 @@ def _cards(run: RunData) -> str:
     skipped = max(run.values("rollout/steps_skipped"), default=0)
     if skipped:
         cards.append(("skipped steps", f"{skipped:.0f}", "loss or gradient was not finite"))
-    blocks = (
-        f'<div class="card"><span>{html.escape(n)}</span><b>{html.escape(v)}</b><span>{html.escape(d)}</span></div>'
-        for n, v, d in cards
-    )
-    return f'<div class="cards">{"".join(blocks)}</div>'
+    return cards
 
 
 def _version(run: RunData) -> str:
@@ -293,10 +276,10 @@ def _evaluation_label(key: str) -> str:
     return safe_text(key.removeprefix("eval/").removesuffix("/accuracy"), 80, one_line=True)
 
 
-def _evaluation_table(run: RunData) -> str:
+def _evaluation_table(run: RunData) -> Table | None:
     evaluations = _evaluations(run)
     if not evaluations:
-        return ""
+        return None
     rows = []
     for key, (before, after) in evaluations.items():
         name, _, level = key.removeprefix("eval/").partition("/accuracy")
@@ -309,39 +292,17 @@ def _evaluation_table(run: RunData) -> str:
         ]
         rows.append([safe_text(c, 80, one_line=True) for c in cells])
     steps = [r["step"] for r in run.rows if any(r.get(k) is not None for k in evaluations)]
-    table = table_html(
-        ["evaluation", "difficulty", f"step {steps[0]}", f"step {steps[-1]}", "points"], rows, number_columns=3
-    )
-    return f'<div class="block"><h3>Held-out accuracy before and after</h3>{table}</div>'
+    header = ["evaluation", "difficulty", f"step {steps[0]}", f"step {steps[-1]}", "points"]
+    return Table(header, rows, number_columns=3)
 
 
-def _metrics_table(run: RunData) -> str:
+def _metrics_table(run: RunData) -> Table:
     rows = []
     for key in sorted(run.keys):
         values = run.values(key)
         numbers = [f"{v:,.5g}" for v in (values[0], values[-1], min(values), max(values))]
         rows.append([safe_text(key, 120, one_line=True), *numbers, str(len(values))])
-    if not rows:
-        return ""
-    table = table_html(["metric", "first", "last", "lowest", "highest", "steps"], rows, number_columns=5)
-    return _folded(f"All {len(rows)} metrics", table)
-
-
-def _config_block(run: RunData) -> str:
-    if run.config_text is None:
-        return ""
-    return _folded("Configuration", f"<pre>{html.escape(safe_text(run.config_text, _CONFIG_CHARACTERS))}</pre>")
-
-
-def _missing_block(missing: list[str]) -> str:
-    if not missing:
-        return ""
-    items = "".join(f"<li>{html.escape(safe_text(m, 300, one_line=True))}</li>" for m in missing)
-    return _folded(f"Not recorded, so not shown ({len(missing)})", f"<ul>{items}</ul>")
-
-
-def _folded(title: str, content: str) -> str:
-    return f'<details class="block"><summary><b>{html.escape(title)}</b></summary>{content}</details>'
+    return Table(["metric", "first", "last", "lowest", "highest", "steps"], rows, number_columns=5)
 
 
 def _points(share: float) -> str:

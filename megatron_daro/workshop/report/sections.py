@@ -5,7 +5,7 @@ and named.
 
 The report's pass-rate section: what each bin contributed, weighed and measured, over time and against theory.
 
-`RunData` -> `Plot`s. Theory is docs/loss.md's on-policy L_k, which the run records as
+`RunData` -> `Plot`s. Theory is docs/algorithms.md's on-policy L_k, which the run records as
 `difficulty/predicted_loss/{k}`; nothing is fitted here.
 """
 

@@ -2,5 +2,5 @@
 
 Place in the data flow: `megatron-daro submit` -> script -> sbatch; on the nodes `python -m
 megatron_daro.workshop.slurm.node` checks the node, joins Ray and, on the first one, trains.
-docs/slurm.md. Imports no torch and no Ray.
+docs/cluster.md. Imports no torch and no Ray.
 """

@@ -203,7 +203,7 @@ def _problem(found: dict[str, object], path: Path) -> Problem:
         return Problem("signal_before_s, time", "a pair that cannot be", str(found["msg"]), "correct one of them")
     known = [*ClusterFile.model_fields, *(f"container.{field}" for field in Container.model_fields)]
     if found["type"] == "extra_forbidden":
-        fix = did_you_mean(nearest_paths(name, known), "remove it; docs/slurm.md has every field")
+        fix = did_you_mean(nearest_paths(name, known), "remove it; docs/configuration.md has every field")
         return Problem(name, f"an unknown key with value {show(found['input'])}", ", ".join(known), fix)
     got = "nothing" if found["type"] == "missing" else show(found["input"])
-    return Problem(name, got, str(found["msg"]), "correct it; docs/slurm.md has every field")
+    return Problem(name, got, str(found["msg"]), "correct it; docs/configuration.md has every field")

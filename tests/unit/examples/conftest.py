@@ -4,6 +4,6 @@ import sys
 from pathlib import Path
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
-for folder in (EXAMPLES, EXAMPLES / "quickstart", EXAMPLES / "lab"):
+for folder in (EXAMPLES, EXAMPLES / "quickstart", EXAMPLES / "lab", EXAMPLES / "smollm2"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import findings
 import lab
@@ -222,3 +223,10 @@ def test_what_is_asked_wrongly_is_refused_before_anything_starts(options, words,
     assert words in capsys.readouterr().err
     with pytest.raises(ConfigError):
         lab.parse(["--arms", ","])
+
+
+def test_the_page_of_the_docs_has_the_tables_of_the_results():
+    root = Path(findings.__file__).resolve().parents[2]
+    tables, _, _ = findings.compared_worlds(root / "examples/lab/results")
+    _, _, rest = (root / "docs/lab.md").read_text().partition(findings.MARKS[0] + "\n")
+    assert rest.partition(findings.MARKS[1])[0] == findings.for_docs(tables)

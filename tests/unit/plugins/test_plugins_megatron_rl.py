@@ -129,7 +129,7 @@ class Host:
         return self.training.train_step(None, Iterator(items), None, None)[0]
 
     def reference(self, bins, weights):
-        """The gradient of docs/loss.md, and L_k."""
+        """The gradient of docs/algorithms.md, and L_k."""
         wanted = torch.zeros_like(self.logprobs, dtype=torch.float64)
         tokens, sums = [0] * (K + 1), [0.0] * (K + 1)
         found = []

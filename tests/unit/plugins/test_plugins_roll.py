@@ -146,7 +146,7 @@ def batch(config):
 
 
 def reference(data, logprobs, weights):
-    """The gradient of docs/loss.md."""
+    """The gradient of docs/algorithms.md."""
     prompts = data.batch["prompts"][:, 0].tolist()
     bins = [sum(s for s, p in zip(data.batch["scores"], prompts, strict=True) if p == q) for q in prompts]
     bins, leaf = torch.tensor(bins).long(), logprobs.detach().double().requires_grad_()

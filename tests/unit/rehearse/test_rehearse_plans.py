@@ -154,6 +154,33 @@ def test_a_canned_server_says_of_itself_what_the_engine_asks():
     assert (facts.device, facts.dtype, facts.tensor_parallel) == ("cuda", "bfloat16", 8)
 
 
+async def _most_at_once(canned):
+    """How many of four requests one server works on at a time."""
+    running = most = 0
+
+    class Counted(Bodies):
+        def next(self, samples, version):
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            return super().next(samples, version)
+
+    async def asked():
+        nonlocal running
+        await server._generate({"input_ids": [[1]], "sampling_params": [{"max_new_tokens": 500}]})
+        running -= 1
+
+    server = CannedServer(canned, Counted(canned))
+    await asyncio.gather(*(asked() for _ in range(4)))
+    return most
+
+
+@pytest.mark.parametrize(("concurrency", "most"), [(0, 4), (2, 2)])
+def test_a_canned_server_works_on_as_many_requests_as_it_has_room_for(concurrency, most):
+    canned = CannedAnswers([[4]], (50, 90), [[1, 2]], vocabulary=100, delay_s=0.01, concurrency=concurrency)
+    assert asyncio.run(_most_at_once(canned)) == most
+
+
 def test_a_node_is_lost_in_the_step_that_was_asked_for(tmp_path, monkeypatch):
     async def trained(self, batch, step):
         return step

@@ -233,9 +233,9 @@ def test_options_are_one_word_and_none_that_the_job_sets(tmp_path, option, said)
 
 
 def test_the_page_has_the_classes_of_values():
-    page = (ROOT / "docs" / "slurm.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
     for name, values in CLASSES.items():
-        assert f"| {name} | {len(values)} |" in page, f"docs/slurm.md lacks a row `| {name} | {len(values)} |`"
+        assert f"| {name} | {len(values)} |" in page, f"docs/cluster.md lacks a row `| {name} | {len(values)} |`"
 
 
 def test_there_are_enough_of_them():

@@ -1,10 +1,9 @@
-"""Problems of eleven kinds for a language model of 135 million parameters: short, and from nearly impossible to easy.
+"""Problems of thirteen kinds for a language model of 135 million parameters: short, and from nearly impossible to easy.
 
-    3+4=7
     6+2=8
     5+9=
 
-Two solved problems stand before the question, in the same words: they show what an answer looks like. How often the
+One solved problem stands before the question, in the same words: it shows what an answer looks like. How often the
 model is right before any training differs by kind and by number, from never to always, which is what difficulty
 weighting is about. Each kind has several wordings; one is never trained on, and neither are the numbers of the held-out
 problems.
@@ -21,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-SHOTS = 2
+SHOTS = 1
 NUM_TRAIN, NUM_HELD_OUT = 3000, 200
 Problem = tuple[tuple[int, ...], int]
 """The numbers of a question, and its answer."""
@@ -66,6 +65,16 @@ def _sequence(rng: random.Random) -> Problem:
     return (start, start + step, start + 2 * step), start + 3 * step
 
 
+def _counting(rng: random.Random) -> Problem:
+    a = rng.randint(1, 60)
+    return (a, a + 1, a + 2), a + 3
+
+
+def _repeat(rng: random.Random) -> Problem:
+    a = rng.randint(1, 99)
+    return (a, a), a
+
+
 def _successor(rng: random.Random) -> Problem:
     a = rng.randint(1, 98)
     return (a,), a + 1
@@ -97,6 +106,8 @@ KINDS = (
         "smaller", _smaller, ("smaller of {} and {}: ", "min({}, {}) = ", "{} or {}, the smaller: ", "less, {} or {}: ")
     ),
     Kind("sequence", _sequence, ("{}, {}, {}, ", "{} {} {} ", "{}; {}; {}; ", "next of {}, {}, {}: ")),
+    Kind("counting", _counting, ("{}, {}, {}, ", "{} {} {} ", "{}; {}; {}; ", "count: {}, {}, {}, ")),
+    Kind("repeat", _repeat, ("{}, {}, ", "{} {} ", "{}; {}; ", "again: {}, {}, ")),
     Kind("successor", _successor, ("after {} comes ", "{} then ", "{} and one more: ", "one above {}: ")),
     Kind("metres", _metres, ("{} m in cm: ", "{} metres are, in cm, ", "cm in {} m: ", "{} m is this many cm: ")),
     Kind("last_digit", _last_digit, ("last digit of {}: ", "{} ends in ", "final digit, {}: ", "{}, its last digit: ")),
