@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import time
+from contextlib import suppress
 
 import cli_runs
 import psutil
@@ -45,6 +46,21 @@ def stalled(slurm, tiny, tmp_path_factory):
     ranks = [p for p in job.processes() if any("TrainWorker" in part for part in p.cmdline())]
     assert ranks
     os.kill(ranks[0].pid, signal.SIGSTOP)
+    yield job
+    slurm.run("scancel", job.number, check=False)
+
+
+@pytest.fixture(scope="module")
+def frozen(slurm, tiny, tmp_path_factory):
+    """A job whose second node stands still, as one that hangs or has no power; other tests run until it is missed."""
+    job = submitted(slurm, tiny, tmp_path_factory.mktemp("frozen"))
+    LASTING.add(job.number)
+    job.wait("some steps", lambda: job.steps() >= 3)
+    second = [p for p in job.processes() if p.environ().get("SLURMD_NODENAME") == "node2"]
+    assert second, "nothing of the job runs on the second node"
+    for process in second:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGSTOP)
     yield job
     slurm.run("scancel", job.number, check=False)
 
@@ -96,10 +112,8 @@ def test_a_lost_node_costs_an_attempt_and_nothing_else(slurm, tiny, tmp_path, un
     second = [p for p in job.processes() if p.environ().get("SLURMD_NODENAME") == "node2"]
     assert second, "nothing of the job runs on the second node"
     for process in second:
-        try:
+        with suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGKILL)
-        except psutil.NoSuchProcess:
-            continue
     job.start_again()
     assert "node2" in requeued(job)
     assert job.ended().startswith(f"job {job.number}: run: ")
@@ -125,6 +139,11 @@ def test_the_next_job_of_a_chain_goes_on_where_one_was_ended(slurm, tiny, tmp_pa
     assert trained(job) == unbroken and attempts(job) == {1, 2}
     job.number = third
     assert job.ended() == f"job {third}: the run is finished already"
+
+
+def test_one_node_stands_still(frozen):
+    """What follows of it is below."""
+    assert frozen.state == "RUNNING"
 
 
 def test_one_rank_stands_still(stalled):
@@ -210,6 +229,15 @@ def test_a_job_without_progress_ends_and_says_what_it_did_last(stalled):
     last = stalled.ended()
     assert "no new step in" in last and "last words" in last and stalled.state == "FAILED"
     stalled.wait("all processes gone", lambda: not stalled.processes(), limit_s=30)
+
+
+def test_a_frozen_node_costs_an_attempt_and_nothing_else(frozen, unbroken):
+    """No connection ends and no process. Ray may miss it first; then it gives no answer when its GPUs are asked for."""
+    frozen.start_again()
+    missed = ("node2 was lost: no sign of life for 90 s", "node2 gave no answer within 45 s")
+    assert any(words in requeued(frozen) for words in missed), requeued(frozen)
+    assert frozen.ended().startswith(f"job {frozen.number}: run: ")
+    assert trained(frozen) == unbroken and attempts(frozen) == {1, 2}
 
 
 def test_an_error_of_the_training_is_the_last_line(slurm, tiny, tmp_path, unbroken_run):
