@@ -123,7 +123,8 @@ def _practice(row: Row) -> Practice:
         balanced=bridge,
         gradient_bytes=2 if bridge else 4,
         logprobs_at_once=1 if bridge else _logprob_batch(row),
-        refills=row["staleness"] not in ("", "0"),
+        # NeMo-RL generates for as many steps at once as answers may be old (max_trajectory_age_steps, grpo.py).
+        batches_at_once=int(row["staleness"] or 0),
     )
 
 
@@ -171,8 +172,9 @@ def planned(row: Row, constants: Constants) -> float:
     gpu, workload, layout = GPUS[row["gpu"]], workload_of(row), _layout(row)
     if row["kind"] == "sync":
         gpus = int(row["gpus"]) + int(row["server_gpus"])
-        bucketed = row["repo"] != "verl-project/verl"  # without its checkpoint engine it broadcasts tensor by tensor
-        return sync_s(workload, layout, gpu, constants, near=gpus <= gpu.linked, buckets=bucketed)
+        # verl without its checkpoint engine broadcasts tensor by tensor, and times the pause by itself (param_sync.py).
+        own = row["repo"] != "verl-project/verl"
+        return sync_s(workload, layout, gpu, constants, near=gpus <= gpu.linked, buckets=own, pauses=own)
     servers = int(row["server_gpus"] or 0)
     gpus = int(row["gpus"])
     training = gpus - servers if workload.staleness else gpus
@@ -181,7 +183,8 @@ def planned(row: Row, constants: Constants) -> float:
     if row["kind"] != "rl":
         return workload.tokens / times.total / gpus
     tensor = int(row["server_tensor"])
-    generation = generation_s(workload, tensor, servers // tensor, gpu, constants, refills=practice.refills)
+    at_once = practice.batches_at_once
+    generation = generation_s(workload, tensor, servers // tensor, gpu, constants, batches_at_once=at_once)
     both = times.total + generation if workload.staleness == 0 else max(times.total, generation)
     return both + constants.fixed_s
 

@@ -44,6 +44,10 @@ class SyncError(DaroError):
     """Weights could not be moved from the actor to the engines."""
 
 
+class LostReceiversError(SyncError):
+    """No receiver is left that took the weights; one is being started again, and may take them."""
+
+
 class RewardError(DaroError):
     """The verifier pool itself failed (not: an answer was wrong)."""
 

@@ -33,6 +33,7 @@ class StubServer:
         url: its address. calls: how often each path was asked for; order: the paths in their order.
         bodies: of /generate; said: of every other path. running, most_running: requests at once.
         weight_version: that it names. released: memory that it gave back. checksums: those of its tensors.
+        groups: of weight updates, that it has open. blocked: its GPUs wait in a broadcast that nobody ends.
         answers: path -> coroutine that answers instead. gate: /generate answers only while it is set, or with two
             tokens and "abort" when the request is aborted.
     """
@@ -67,6 +68,8 @@ class StubServer:
         self.running = self.most_running = 0
         self.weight_version = "default"
         self.released: set[str] = set()
+        self.groups: set[str] = set()
+        self.blocked = asyncio.Event()
         self.gate = asyncio.Event()
         self.gate.set()
         self._aborts: dict[str, asyncio.Event] = {}
@@ -98,7 +101,13 @@ class StubServer:
             return web.json_response({"model_type": self._model_type})
         if path == "/generate":
             return await self._generate(body)
+        if path == "/init_weights_update_group":
+            self.groups.add(body["group_name"])
+        if path == "/destroy_weights_update_group":
+            return self._destroy_group(body["group_name"])
         if path == "/weights_checker":
+            if self.blocked.is_set():  # "current_platform.synchronize()": srt/utils/weight_checker.py
+                await never(request, body)
             return web.json_response({"success": True, "ranks": [{"checksums": self.checksums}]})
         if path == "/abort_request":
             self._abort(body)
@@ -111,7 +120,21 @@ class StubServer:
         known = path in self._paths or path == "/health"
         return web.json_response({"success": known}, status=200 if known else 404)
 
+    def _destroy_group(self, name: str) -> web.StreamResponse:
+        # "if group_name in self._model_update_group": srt/model_executor/model_runner_components/weight_updater.py
+        known = name in self.groups
+        self.groups.discard(name)
+        message = "" if known else "The group to be destroyed does not exist."
+        return web.json_response({"success": known, "message": message}, status=200 if known else 400)
+
+    def start_again(self) -> None:
+        """What its process had is gone."""
+        self.groups.clear()
+        self.blocked.clear()
+
     async def _generate(self, body: dict[str, Any]) -> web.StreamResponse:
+        if self.blocked.is_set():
+            await asyncio.Event().wait()
         last = self._vocabulary - 1
         beyond = [token for token in sampling_of(body).get("logit_bias", {}) if int(token) > last]
         if beyond:

@@ -76,7 +76,7 @@ class ClosedRun:
             raise ConfigError(f"gradients: got 'exact' with arm {arm}, allowed is 'sampled': {why}")
         self.optimizer = torch.optim.AdamW(self.policy.parameters, lr=learning_rate, weight_decay=0.0)
         self.waiting = torch.empty(0, dtype=torch.int64)
-        self.answered = 0
+        self.answered = self.generated = 0
 
     def go(self, every: int) -> Run:
         """All steps, with an evaluation before the first, every so many, and after the last."""
@@ -129,6 +129,7 @@ class ClosedRun:
             keep = self.algorithm.keep(bins_N).nonzero()[:, 0]
             kept.append((answers.select(keep), groups_N[keep], bins_N[keep], correct_N[keep]))
             self.answered += len(problem_N)
+            self.generated += int(answers.lengths_N.sum())
             first, found = first + len(prompts), found + len(keep) // dials.rollouts
             if found >= dials.groups:
                 break
@@ -205,6 +206,8 @@ class ClosedRun:
             trained = float(self.policy.pass_rates(self.problems, held_out=False).mean())
         bands = torch.bucketize(self.held_out.first_P, torch.tensor(BANDS[1:-1], dtype=torch.float64))
         record: dict[str, Any] = {"step": step, "answers": self.answered, "accuracy": float(rates_P.mean())}
+        if self.generated:  # exact gradients generate nothing
+            record["tokens"] = self.generated
         record["trained_accuracy"] = trained
         record["bands"] = [_mean(rates_P[bands == band]) for band in range(len(BANDS) - 1)]
         record["pass_at"] = [float((1 - (1 - rates_P) ** k).mean()) for k in PASS_AT]

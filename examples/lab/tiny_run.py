@@ -32,7 +32,7 @@ class TinyDials:
     problems: a seed is the order of the problems and the noise of the answers."""
 
     steps: int = 30
-    every: int = 15
+    every: int = 5
     evaluated: int = 4
     base: chains.ChainSettings = field(default_factory=chains.ChainSettings)
 

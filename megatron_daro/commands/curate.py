@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import typer
 
 if TYPE_CHECKING:
+    from megatron_daro.config.sections import EvalTemplate
     from megatron_daro.workshop.curate.decisions import Decisions
     from megatron_daro.workshop.curate.offline import Rules
     from megatron_daro.workshop.curate.pass_rates import Sampling
@@ -171,7 +172,7 @@ def _sampling(
     samples: int,
     temperature: float,
     top_p: float,
-    template: str,
+    template: EvalTemplate,
     verifier: str,
     overrides: tuple[str, ...],
     pass_rate: str,

@@ -88,10 +88,11 @@ def evaluate(
         chosen = _chosen_sets(base, suite, suite_dir, sets or [])
         chosen = [_changed(one, samples or [], temperature, top_p, template) for one in chosen]
         _check_samples(samples or [], chosen)
-        config = _configured(base, model, chosen, overrides, target)
 
-        from megatron_daro.workshop.evaluate.measuring import Plan, measure
+        from megatron_daro.workshop.evaluate.measuring import Plan, configuration, measure
 
+        given = base.model_dump(mode="json") if base else {}
+        config = configuration(model, chosen, target, base=given, overrides=overrides, source="eval")
         ks = tuple(sorted(set(k or [min(one.rollouts_per_prompt for one in chosen)])))
         summary = measure(Plan(config, model.weights, ks), notices)
     typer.echo(summary_text(summary))
@@ -219,43 +220,6 @@ def _check_samples(samples: Sequence[str], chosen: Sequence[EvalSet]) -> None:
         name, equals, _ = text.rpartition("=")
         if equals and name not in names:
             raise ConfigError(f"--samples: got {text!r}; allowed: the sets {', '.join(names)}; fix: name one of them")
-
-
-def _configured(
-    base: Config | None, model: MeasuredModel, sets: Sequence[EvalSet], overrides: Sequence[str], out: Path
-) -> Config:
-    """Return the configuration with this model, these sets and this directory."""
-    from megatron_daro.config import detect, resolve_tree
-
-    if base is None:
-        kind = "sglang" if model.urls or detect().kind == "gpu" else "embedded"
-        # An evaluation trains on nothing; the section wants a file.
-        tree = {
-            "model": {"path": str(model.path)},
-            "data": {"train": [str(one.path) for one in sets], "max_prompt_tokens": 2048},
-            "engine": {"kind": kind},
-        }
-        base = resolve_tree(tree, overrides, source="eval")
-    engine = base.engine
-    if model.urls:
-        sglang = engine.sglang.model_copy(update={"urls": model.urls})
-        engine = engine.model_copy(update={"kind": "sglang", "sglang": sglang})
-    elif engine.kind == "sglang":
-        # Nobody sends weights to these servers, so nothing is to share GPU memory with them.
-        sglang = engine.sglang.model_copy(update={"urls": (), "sync": "distributed"})
-        engine = engine.model_copy(update={"sglang": sglang})
-    actor = base.actor
-    if not any(text.startswith("actor.precision=") for text in overrides):
-        actor = actor.model_copy(update={"precision": model.dtype})
-    return base.model_copy(
-        update={
-            "model": base.model.model_copy(update={"path": model.path}),
-            "data": base.data.model_copy(update={"eval": tuple(sets)}),
-            "engine": engine,
-            "actor": actor,
-            "trainer": base.trainer.model_copy(update={"run_dir": out}),
-        }
-    )
 
 
 def _value(overrides: Sequence[str], name: str) -> str:

@@ -32,6 +32,10 @@ class ModelSection(Section):
     """Allow Python code that lies beside the model to run. Off unless asked for."""
 
 
+EvalTemplate = Literal["data", "chat", "qwen-math", "r1", "none"]
+"""How an evaluation writes its problems."""
+
+
 class EvalSet(Section):
     """One held-out set of problems."""
 
@@ -51,7 +55,7 @@ class EvalSet(Section):
     """Sampling temperature; 0: greedy, else 0.001 to 100."""
     top_p: float = Field(default=1.0, ge=1e-6, le=1)
     """Nucleus sampling, in [1e-6, 1]; 1: off."""
-    template: Literal["data", "chat", "qwen-math", "r1", "none"] = "data"
+    template: EvalTemplate = "data"
     """How a problem is written. data: as data.prompt_template and data.template, like the training data; the others:
     templates that papers evaluate with (docs/evaluate.md has their texts)."""
     rows: int | None = Field(default=None, ge=1)

@@ -18,6 +18,7 @@ Source: sglang/srt/utils/common.py, init_custom_process_group: both ends must de
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import queue
 import socket
@@ -26,7 +27,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -78,7 +78,7 @@ class SendGroup:
         try:
             self._group.broadcast(data, 0).wait(timedelta(seconds=timeout_s))
         except Exception:
-            self.close()
+            self.close(broken=True)
             raise
 
     def break_off(self) -> None:
@@ -87,12 +87,16 @@ class SendGroup:
         if self._backend == "nccl":
             self._group.abort()
 
-    def close(self) -> None:
-        """Leave the group; with NCCL, in a thread, since an abort can wait for a peer that hangs. Again is nothing."""
+    def close(self, *, broken: bool = False) -> None:
+        """Leave the group; with NCCL, in a thread, since that can wait for a peer. Again is nothing.
+
+        Args:
+            broken: something was sent that nobody may ever receive: abort it, or the end waits for it.
+        """
         if not self._left.acquire(blocking=False):
             return
         if self._backend == "nccl":
-            in_thread(self._abort_and_destroy)
+            in_thread(self._abort_and_destroy if broken else lambda: dist.destroy_process_group(self._group))
         else:
             dist.destroy_process_group(self._group)
 
@@ -131,7 +135,7 @@ def in_thread(call: Callable[[], _Result]) -> Future[_Result]:
     return future
 
 
-@contextmanager
+@contextlib.contextmanager
 def _errors_end_no_process(backend: str) -> Iterator[None]:
     """While a group of NCCL is made its errors are left to whoever waits; every other group keeps torch's default."""
     if backend != "nccl":
@@ -150,6 +154,8 @@ def _errors_end_no_process(backend: str) -> Iterator[None]:
 
 # Servers were just asked to open the update, so those that still answer join at once.
 _LONGEST_JOIN_S = 60.0
+# A server that serves leaves a group between two batches; one that hangs is ended by others, with its groups.
+_LONGEST_LEAVE_S = 30.0
 # How long the others have after the first failure: one bucket's worth.
 _AFTER_FAILURE_S = 30.0
 
@@ -179,6 +185,7 @@ class BroadcastSender:
         self._group: SendGroup | None = None
         self._name = ""
         self._joined: tuple[Target, ...] = ()
+        self._groups: dict[str, str] = {}  # address of a server -> the group that it was told to make
 
     def send(self, stream: Iterable[tuple[str, Tensor]], plan: SendPlan) -> SendReport:
         """Send the whole stream; read it to its end whatever happens.
@@ -205,10 +212,27 @@ class BroadcastSender:
         return SendReport(sent.num_bytes, sent.num_buckets, seconds, failures=sent.failures)
 
     def close(self) -> None:
-        """Leaves the group. May be called twice."""
+        """Leaves the group, on this end alone. May be called twice."""
+        self._leave(broken=False)
+
+    def _leave(self, *, broken: bool) -> None:
         group, self._group, self._joined = self._group, None, ()
         if group is not None:
-            group.close()
+            group.close(broken=broken)
+
+    async def _end_groups(self, timeout_s: float) -> None:
+        """Leave the group on both ends at once, as NCCL wants it: each one that a server keeps costs it a communicator
+        (SGLang 0.5.23 forgets one at /destroy_weights_update_group only). Those that do not answer are forgotten: they
+        are being ended, or were started again without it."""
+        groups, self._groups = self._groups, {}
+        self._leave(broken=False)
+
+        async def end(url: str, name: str) -> None:
+            with contextlib.suppress(EngineError):
+                body = {"group_name": name}
+                await self._post(url, "/destroy_weights_update_group", body, min(timeout_s, _LONGEST_LEAVE_S))
+
+        await asyncio.gather(*(end(url, name) for url, name in groups.items()))
 
     async def _send_all(self, mailbox: queue.Queue[WeightBucket | None], plan: SendPlan) -> _Sent:
         """Take buckets out until None comes; after a failure they are only thrown away."""
@@ -229,7 +253,7 @@ class BroadcastSender:
             del bucket
             mailbox.task_done()
         if crash is not None or sent.failures:
-            self.close()
+            self._leave(broken=True)
         if crash is not None:
             raise crash
         return sent
@@ -258,7 +282,7 @@ class BroadcastSender:
         """Make the group of this rank and these servers, unless it is there. Returns failures by server."""
         if self._group is not None and self._joined == plan.targets:
             return {}
-        self.close()
+        await self._end_groups(plan.timeout_s)
         self._name = f"megatron_daro-{uuid.uuid4().hex[:12]}"
         seconds = min(plan.timeout_s, _LONGEST_JOIN_S)
         store, port = listening_store(self._host, plan.world_size, seconds)
@@ -270,6 +294,7 @@ class BroadcastSender:
             "backend": self._backend,
         }
         bodies = {t.name: common | {"rank_offset": t.rank_offset} for t in plan.targets}
+        self._groups = dict.fromkeys((target.url for target in plan.targets), self._name)
         limits = {"join_s": seconds, "broadcast_s": plan.timeout_s}
         own = asyncio.wrap_future(
             in_thread(lambda: SendGroup.join(self._name, plan.world_size, store, backend=self._backend, **limits))

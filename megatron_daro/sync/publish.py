@@ -24,7 +24,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from megatron_daro.errors import SyncError
+from megatron_daro.errors import LostReceiversError, SyncError
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.protocol import Engine, Policy
 from megatron_daro.sync.check import ProbeAnswer, UpdateCheck
@@ -127,9 +127,15 @@ class WeightSync:
         """
         async with self._one_at_a_time, self._policy.hold(version):
             self._published = True
-            update = self._engine.update(version)
-            assert update is not None, "an update of all receivers is one"
-            return await self._run(update)
+            for _ in range(_TRIES - 1):
+                with contextlib.suppress(LostReceiversError):
+                    return await self._to_all(version)
+            return await self._to_all(version)
+
+    async def _to_all(self, version: int) -> Mapping[str, float]:
+        update = self._engine.update(version)
+        assert update is not None, "an update of all receivers is one"
+        return await self._run(update)
 
     async def _catch_up(self, name: str) -> None:
         """Give a receiver that came back the weights as they are now."""

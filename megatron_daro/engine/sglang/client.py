@@ -29,7 +29,11 @@ NEEDED_CALLS = (
     "/update_weight_version",
 )
 SYNC_CALLS = {
-    "distributed": ("/init_weights_update_group", "/update_weights_from_distributed"),
+    "distributed": (
+        "/init_weights_update_group",
+        "/update_weights_from_distributed",
+        "/destroy_weights_update_group",
+    ),
     "disk": ("/update_weights_from_disk",),
     "tensor": ("/update_weights_from_tensor",),
 }

@@ -173,6 +173,7 @@ class SGLangEngine:
 
     def update(self, version: int, only: str | None = None) -> ServerUpdate | None:
         """Return an update of every server that answers, or of the one of this name if it still waits for weights.
+        Where none answers it waits for the first that is back.
 
         Raises:
             SyncError: all servers are being started again. EngineError: all are gone, or the engine does not run.
@@ -182,9 +183,9 @@ class SGLangEngine:
             servers = [server for server in self.fleet.of("joining") if server.name == only]
             return ServerUpdate(self._updates, servers, version) if servers else None
         servers = self.fleet.of("serving", "joining")
-        if not servers:
+        if not servers and not self.fleet.awaits():
             raise SyncError("no SGLang server can take weights: all are being started again")
-        return ServerUpdate(self._updates, servers, version)
+        return ServerUpdate(self._updates, servers, version, awaits_others=True)
 
     def serve_as_loaded(self) -> None:
         """Use servers with the weights that they were started with, now and whenever one comes back: no policy gives

@@ -36,7 +36,8 @@ class Server:
     """One server and what is known of it. Only the fleet and the engine's parts write to it.
 
     version: of its weights now; versions: all that it was given since it started. failures: in a row. released: memory
-    that it gave back, by SGLang's names.
+    that it gave back, by SGLang's names. has_served: ever. unserved_starts: since it served last. is_awaited: it is
+    being started again, and the run may wait for it.
     """
 
     name: str
@@ -53,6 +54,9 @@ class Server:
     reason: str = ""
     given_up: asyncio.Event = field(default_factory=asyncio.Event)
     released: frozenset[str] = frozenset()
+    has_served: bool = False
+    unserved_starts: int = 0
+    is_awaited: bool = False
 
     @property
     def url(self) -> str:
@@ -102,6 +106,7 @@ class Fleet:
         if state == "serving":
             server.given_up.clear()
             server.progressed()
+            server.has_served, server.unserved_starts, server.is_awaited = True, 0, False
         self._notify()
 
     def fence(self, server: Server, reason: str) -> None:
@@ -112,10 +117,27 @@ class Fleet:
         server.given_up.set()
         self.fenced_count += 1
         self.set_state(server, "fenced")
-        if not self.of("serving", "updating", "joining"):
+        self._on_fenced(server)
+        self.end_if_all_gone()
+
+    def end_if_all_gone(self) -> None:
+        """End the fleet where no server answers and none is awaited."""
+        if not self.of("serving", "updating", "joining") and not self.awaits():
             last = "; ".join(f"{s.name}: {s.reason}" for s in self.servers if s.reason)
             self.fail(EngineError(f"all {len(self.servers)} SGLang servers are gone: {last}"))
-        self._on_fenced(server)
+
+    def awaits(self) -> bool:
+        """Whether a server is being started again that the run may wait for."""
+        return any(server.is_awaited for server in self.of("fenced", "starting"))
+
+    async def returned(self) -> list[Server]:
+        """Wait until a server that is awaited can take weights; empty where none is awaited. EngineError: all are
+        gone."""
+        while not (joining := self.of("joining")) and self.awaits():
+            self.check()
+            await self._changed.wait()
+        self.check()
+        return joining
 
     def fail(self, error: EngineError) -> None:
         """End the fleet: everyone who waits, or comes later, gets this error."""
@@ -149,23 +171,26 @@ class Fleet:
 
         Args:
             tokens: what the request will hold, as `estimate` says. One that exceeds a server's limit gets an idle one.
-            timeout_s: longest wait.
+            timeout_s: longest time in which no request of any server ends and no server changes its state: a long line
+                that moves is no reason to give up.
             avoid: taken only where no other has room: one on which the request failed.
 
         Raises:
-            EngineError: all servers are gone, or the fleet was closed. DeadlineError: no room in that time.
+            EngineError: all servers are gone, or the fleet was closed. DeadlineError: nothing moved in that time.
         """
+        async with self._line:
+            while (server := self._with_room(tokens, avoid)) is None:
+                await self._change(timeout_s)
+            server.tokens_in_flight += tokens
+            return server
+
+    async def _change(self, timeout_s: float) -> None:
         try:
-            async with asyncio.timeout(timeout_s):
-                async with self._line:
-                    while (server := self._with_room(tokens, avoid)) is None:
-                        await self._changed.wait()
-                    server.tokens_in_flight += tokens
-                    return server
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
         except TimeoutError:
             states = ", ".join(f"{s.name} {s.state}" for s in self.servers)
             raise DeadlineError(
-                f"deadline 'server': no SGLang server had room within {timeout_s:g} s ({states}); raise "
+                f"deadline 'server': no SGLang server finished a request within {timeout_s:g} s ({states}); raise "
                 "engine.sglang.request_timeout_s if the servers are only slow"
             ) from None
 

@@ -15,6 +15,7 @@ retries or groups that are under way: what a failure means is the engine's to de
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import math
 import struct
@@ -407,6 +408,7 @@ class DirectAnswers:
         """Connect to nothing. Args: decode: token ids -> text."""
         self._decode = decode
         self._clients: dict[str, SGLangClient] = {}
+        self._turn = asyncio.Lock()
 
     async def start(self) -> None:
         """Nothing is needed."""
@@ -414,6 +416,10 @@ class DirectAnswers:
     async def ask(self, question: Question) -> tuple[Rollout, ...]:
         """Return the rollouts of all calls. Raises as `Answers.ask` says."""
         client = self._clients.setdefault(question.url, SGLangClient(question.url))
+        # Groups that wait for the same thing, such as new weights, all go on at once: a thousand connections opened in
+        # one go keep the event loop from everything else for seconds. So each has a turn of the loop for itself.
+        async with self._turn:
+            await asyncio.sleep(0)
         bodies = [call.body for call in question.calls]
         answers = await client.post_all("/generate", bodies, timeout_s=question.timeout_s)
         return tuple(

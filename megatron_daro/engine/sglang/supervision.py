@@ -47,6 +47,8 @@ _CALL_S = 10.0
 _FIRST_TOKEN_S = 60.0
 _RESTART_PAUSE_S = 1.0
 _LONGEST_RESTART_PAUSE_S = 60.0
+# So many starts in a row after which a server served nobody, and the run waits for it no longer.
+_UNSERVED_STARTS = 3
 # How long a process may take to be seen as gone after its connections broke.
 _DEATH_S, _DEATH_POLL_S = 3.0, 0.1
 _SETTLE_POLL_S = 0.05
@@ -59,10 +61,14 @@ def still_starts(error: EngineError) -> bool:
     return "status 503" in str(error)
 
 
+class UnusableServerError(EngineError):
+    """A server is not what the run needs; started again it would be the same."""
+
+
 def unusable(url: str, error: EngineError) -> EngineError:
     """Return why a server of `engine.sglang.urls` cannot be used."""
     if isinstance(error, RefusedError):
-        return EngineError(
+        return UnusableServerError(
             f"engine.sglang.urls: {url} is no SGLang server ({error}); allowed: SGLang 0.5.18 or newer, itself and not "
             "a router in front of it"
         )
@@ -111,23 +117,48 @@ class Supervision:
         self._unsettled: set[str] = set()  # servers whose process is being ended or started
 
     async def start(self) -> None:
-        """Start all servers at once and watch them from then on. Raises EngineError: one of them did not start."""
-        starting = [asyncio.create_task(self._bring_up(server)) for server in self._fleet.servers]
+        """Start all servers at once and watch them from then on. One whose process fails is started again beside the
+        others.
+
+        Raises:
+            EngineError: none started, or one cannot be used: one that runs already, one with another model or without
+                what the run needs, one that shares its GPUs with the trainer.
+        """
+        starting = [asyncio.create_task(self._start(server)) for server in self._fleet.servers]
         try:
-            await asyncio.gather(*starting)
+            failures = await asyncio.gather(*starting)
         except BaseException:
             for task in starting:
                 task.cancel()
             await asyncio.wait(starting)
             raise
+        if all(failures):
+            raise EngineError(str(failures[0]))
+        for server, failure in zip(self._fleet.servers, failures, strict=True):
+            if failure:
+                self._fleet.fence(server, str(failure))
         for server in self._fleet.servers:
             self._run(self._watch(server))
+
+    async def _start(self, server: Server) -> EngineError | None:
+        """Bring a server up for the first time; returns why it must be started again."""
+        try:
+            await self._bring_up(server)
+        except UnusableServerError:
+            raise
+        except EngineError as error:
+            again = self._handles[server.name].restartable and self._options.max_restarts
+            if not again or self._expected.shares_gpus:
+                raise
+            return error
+        return None
 
     def revive(self, server: Server) -> None:
         """Brings a fenced server back, in the background."""
         if self._closing:
             return
         self._warn(f"SGLang {server.name} is given up: {server.reason}")
+        server.is_awaited = self._may_be_awaited(server)
         self._unsettled.add(server.name)
         self._run(self._revive(server))
 
@@ -183,6 +214,17 @@ class Supervision:
             await asyncio.sleep(_DEATH_POLL_S)
         return reason
 
+    def _may_be_awaited(self, server: Server) -> bool:
+        """Whether the run may go on without any other server until this one is back. Not where it waits for the
+        trainer to leave the GPUs, nor where it never served: what kept it from that will be there again."""
+        return (
+            server.has_served
+            and self._handles[server.name].restartable
+            and not self._expected.shares_gpus
+            and server.restarts < self._options.max_restarts
+            and server.unserved_starts < _UNSERVED_STARTS
+        )
+
     def _run(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
@@ -197,6 +239,7 @@ class Supervision:
     async def _bring_up(self, server: Server) -> None:
         """Process, first answer, first token, and whether it is what it must be. Leaves it "joining"."""
         handle = self._handles[server.name]
+        server.unserved_starts += 1
         started = time.monotonic()
         url = await handle.launch()
         await server.client.close()
@@ -269,7 +312,8 @@ class Supervision:
             problems += await self._vocabulary_problems(server, self._expected.vocabulary)
         if problems:
             field_name = "engine.sglang" if self._handles[server.name].restartable else "engine.sglang.urls"
-            raise EngineError(f"{field_name}: {server.name} at {server.url} cannot be used: " + "; ".join(problems))
+            told = f"{field_name}: {server.name} at {server.url} cannot be used: " + "; ".join(problems)
+            raise UnusableServerError(told)
         if facts.newer_than_tested():
             tested = ".".join(map(str, LAST_TESTED))
             self._warn(f"{server.name} is SGLang {facts.version}, newer than {tested}, the newest that was tested")
@@ -322,7 +366,7 @@ class Supervision:
 
     async def _revive(self, server: Server) -> None:
         """End what is left of the process and start another, until one is up or the restarts are used up."""
-        pause = _RESTART_PAUSE_S
+        pause, given_up_for = _RESTART_PAUSE_S, server.reason
         await self._end_process(server)
         while True:
             await self._may_start.wait()
@@ -337,8 +381,10 @@ class Supervision:
                 self._unsettled.discard(server.name)
                 break
             except EngineError as error:
-                server.reason = str(error)
+                server.reason = f"{given_up_for}; then it could not be started again: {error}"
                 self._warn(f"SGLang {server.name} could not be started again: {error}")
+                server.is_awaited = self._may_be_awaited(server)
+                self._fleet.end_if_all_gone()
             await self._end_process(server)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_RESTART_PAUSE_S)

@@ -23,11 +23,13 @@ from megatron_daro.engine.sglang import fp8_blocks
 from megatron_daro.engine.sglang.client import DisconnectedError, ServerFacts, UnreachableError
 from megatron_daro.engine.sglang.fleet import Fleet, Server
 from megatron_daro.engine.sglang.supervision import MemoryTag, resume
-from megatron_daro.errors import EngineError, RefusedError, SyncError
+from megatron_daro.errors import EngineError, LostReceiversError, RefusedError, SyncError
 from megatron_daro.sync.check import ProbeAnswer
 from megatron_daro.sync.plan import Digest, SendPlan, SendReport, Target, is_hashed
 
 _ALIVE_S = 5.0
+# Longest time in which a server does what is still queued on its GPUs, which is at most the loading of one bucket.
+_FREE_S = 30.0
 # Unless set. On a CPU small ones are fast, whose memory is used again at once; elsewhere each costs a round trip.
 _FLUSHES, _FLUSH_PAUSE_S = 20, 0.25
 _FUSED = ("qkv_proj", "gate_up_proj", "down_proj", "embed_tokens", "lm_head", "experts")
@@ -65,9 +67,13 @@ class UpdateContext:
 class ServerUpdate:
     """An update of these servers; its methods are the steps that WeightSync calls."""
 
-    def __init__(self, context: UpdateContext, servers: Sequence[Server], version: int) -> None:
-        """Args: servers: in state serving or joining. version: what the weights are stamped with."""
+    def __init__(
+        self, context: UpdateContext, servers: Sequence[Server], version: int, *, awaits_others: bool = False
+    ) -> None:
+        """Args: servers: in state serving or joining. version: what the weights are stamped with. awaits_others: where
+        no server is left, those take part that are started again."""
         self._context, self._servers, self._version = context, list(servers), version
+        self._awaits_others = awaits_others
         self._fleet, self._options = context.fleet, context.options
         self._report: SendReport | None = None
         self._directory: Path | None = None
@@ -79,10 +85,13 @@ class ServerUpdate:
 
     async def prepare(self) -> SendPlan | None:
         """Pauses the servers and opens the update on them; what is to be sent to whom."""
-        await self._phase("take the memory of the weights", lambda server: self._resume(server, "weights"))
-        await self._phase("pause", self._pause)
-        await self._phase("begin", self._begin)
-        servers = self._taking_part()
+        servers = await self._opened()
+        while not servers and self._awaits_others:
+            returned = await self._fleet.returned()
+            if not returned:
+                break
+            self._take_in(returned)
+            servers = await self._opened()
         if not servers:
             return None
         if self._options.sync == "disk":
@@ -104,18 +113,20 @@ class ServerUpdate:
         )
 
     async def blame(self, report: SendReport) -> None:
-        """Fences those whose fault a failed sending is. All others only saw the group end."""
-        servers = self._taking_part()
-        answering = await asyncio.gather(*(_answers(server) for server in servers))
+        """Fences those whose fault a failed sending is, and those that cannot take part in another. All others only
+        saw the group end."""
 
-        async def judge(server: Server, answers: bool) -> None:
+        async def judge(server: Server) -> None:
             failure = report.failures.get(server.name)
-            if not answers:
+            if not await _answers(server):
                 await self._fence(server, "send", failure or "it does not answer", unreachable=True)
             elif failure and failure.kind == "refused":
                 self._fleet.fence(server, f"weight update, send: {failure} Does it serve the model of model.path?")
+            elif self._options.sync == "distributed" and not await _is_free(server):
+                waits = f"it still waits for the broadcast that broke, after {_FREE_S:g} s"
+                self._fleet.fence(server, f"weight update, send: {waits} ({failure or 'another server failed'})")
 
-        await asyncio.gather(*map(judge, servers, answering))
+        await asyncio.gather(*map(judge, self._taking_part()))
         others = ", ".join(server.name for server in self._taking_part()) or "none"
         all_said = "; ".join(f"{name}: {failure}" for name, failure in report.failures.items())
         again = f"sent again from the beginning to: {others}"
@@ -158,7 +169,8 @@ class ServerUpdate:
                 self._fleet.fence(server, f"weight update, probe: {reason}")
 
     async def accept(self) -> Mapping[str, float]:
-        """Those that are left serve. Returns `sync/*`, `timing/sync_send_s` and `engine/*`. Raises SyncError: none."""
+        """Those that are left serve. Returns `sync/*`, `timing/sync_send_s` and `engine/*`. Raises SyncError: none is,
+        LostReceiversError: but one may come back."""
         report = self._report
         done = self._taking_part() if report else []
         for server in done:
@@ -166,7 +178,9 @@ class ServerUpdate:
             self._fleet.set_state(server, "serving")
         if report is None or not done:
             reasons = "; ".join(f"{server.name}: {server.reason}" for server in self._servers)
-            raise SyncError(f"no SGLang server took the weights of version {self._version} ({reasons})")
+            may_return = self._awaits_others and not self._taking_part() and self._fleet.awaits()
+            kind = LostReceiversError if may_return else SyncError
+            raise kind(f"no SGLang server took the weights of version {self._version} ({reasons})")
         return {
             "sync/bytes": float(report.num_bytes),
             "sync/servers": float(len(done)),
@@ -178,6 +192,20 @@ class ServerUpdate:
         """Fences all: they are paused, and nobody would wake them."""
         for server in self._taking_part():
             self._fleet.fence(server, server.reason or f"weight update: {error}")
+
+    async def _opened(self) -> list[Server]:
+        """Open the update on all that take part; returns those that are left."""
+        await self._phase("take the memory of the weights", lambda server: self._resume(server, "weights"))
+        await self._phase("pause", self._pause)
+        await self._phase("begin", self._begin)
+        return self._taking_part()
+
+    def _take_in(self, servers: Sequence[Server]) -> None:
+        for server in servers:
+            if server not in self._servers:
+                self._servers.append(server)
+            self._joining.add(server.name)
+            self._fleet.set_state(server, "updating")
 
     def _taking_part(self) -> list[Server]:
         """Those that were not fenced since the update began (one that was may be starting again by now)."""
@@ -314,6 +342,26 @@ class ServerUpdate:
 async def _answers(server: Server) -> bool:
     try:
         await server.client.model_info(timeout_s=_ALIVE_S)
+    except UnreachableError:
+        return False
+    except RefusedError:  # an answer, too
+        return True
+    return True
+
+
+async def _is_free(server: Server) -> bool:
+    """Whether what a server's GPUs were given is done. One that waits in a broadcast that nobody ends answers every
+    call that leaves the GPUs alone, also those of a new group, and never gets further (SGLang 0.5.23,
+    model_runner_components/weight_updater.py: it waits on the stream only).
+
+    Hashes nothing: each name contains the empty pattern. But each rank synchronizes its device
+    (srt/utils/weight_checker.py, _compute_checksum), and the answer is gathered from all. One that is too old to tell
+    checksums counts as free."""
+    if not _facts(server).has_checksums:
+        return True
+    body = {"action": "checksum", "skip_tensor_list": [""]}
+    try:
+        await server.client.post("/weights_checker", body, timeout_s=_FREE_S)
     except UnreachableError:
         return False
     except RefusedError:  # an answer, too

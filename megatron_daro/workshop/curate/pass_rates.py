@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_daro.config import Config, detect, resolve_tree
+from megatron_daro.config import Config, EvalSet
+from megatron_daro.config.sections import EvalTemplate
 from megatron_daro.data import formats
 from megatron_daro.errors import ConfigError
 from megatron_daro.rollout.protocol import Notices
@@ -140,7 +141,6 @@ def read_range(text: str) -> tuple[float, float] | None:
 
 
 _SERVED_AS_LOADED = ("default", "")
-_LONGEST_PROMPT = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class Sampling:
     samples: int
     temperature: float
     top_p: float
-    template: str
+    template: EvalTemplate
     verifier: str
     overrides: tuple[str, ...] = ()
 
@@ -167,27 +167,17 @@ def configuration(model: MeasuredModel, problems: Path, out: Path, sampling: Sam
     Args:
         model: who answers. problems: the file. out: where answers go. sampling: how it is asked.
     """
-    one = {
-        "name": "curate",
-        "path": str(problems),
-        "rollouts_per_prompt": sampling.samples,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "template": sampling.template,
-        "drop_unusable": True,
-    }
-    tree = {
-        "model": {"path": str(model.path)},
-        "data": {"train": [str(problems)], "eval": [one], "max_prompt_tokens": _LONGEST_PROMPT},
-        "engine": {
-            "kind": "sglang" if model.urls or detect().kind == "gpu" else "embedded",
-            "sglang": {"urls": list(model.urls)},
-        },
-        "actor": {"precision": model.dtype},
-        "reward": {"verifier": sampling.verifier},
-        "trainer": {"run_dir": str(out)},
-    }
-    return resolve_tree(tree, sampling.overrides, source="curate")
+    one = EvalSet(
+        name="curate",
+        path=problems,
+        rollouts_per_prompt=sampling.samples,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        template=sampling.template,
+        drop_unusable=True,
+    )
+    base = {"reward": {"verifier": sampling.verifier}}
+    return measuring.configuration(model, [one], out, base=base, overrides=sampling.overrides, source="curate")
 
 
 def measure_pass_rates(

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_daro import durable, recovery
-from megatron_daro.config import Config
+from megatron_daro.config import Config, EvalSet, detect, resolve_tree
 from megatron_daro.config.fit import engines_of
 from megatron_daro.config.problems import Problem, config_error
 from megatron_daro.data.template import HeldOut
@@ -179,6 +179,46 @@ async def _told(urls: Sequence[str]) -> dict[str, dict[str, str]]:
                 ) from error
         found[url] = {key: str(info.get(key, "")) for key in ("model_path", "weight_version")}
     return found
+
+
+_LONGEST_PROMPT = 2048
+
+
+def configuration(
+    model: MeasuredModel,
+    sets: Sequence[EvalSet],
+    out: Path,
+    *,
+    base: Mapping[str, Any],
+    overrides: Sequence[str],
+    source: str,
+) -> Config:
+    """Return the configuration of a measurement, validated as that of a run.
+
+    Args:
+        model: who answers. sets: what is asked. out: where answers go.
+        base: values of a configuration file, or a few of them; the rest has defaults that suit a measurement.
+        overrides: texts `a.b=c`; they replace those of base, not what is measured. source: for messages.
+
+    Raises:
+        ConfigError: lists every wrong field.
+    """
+    kind = "sglang" if model.urls or detect().kind == "gpu" else "embedded"
+    # A measurement trains on nothing; the section wants a file.
+    data = {"train": [str(one.path) for one in sets], "max_prompt_tokens": _LONGEST_PROMPT}
+    tree: dict[str, Any] = {"model": {"path": str(model.path)}, "engine": {"kind": kind}, "data": data} | dict(base)
+    tree["actor"] = {**tree.get("actor", {}), "precision": model.dtype}
+    measured = {
+        "model.path": str(model.path),
+        "data.eval": [one.model_dump(mode="json") for one in sets],
+        "trainer.run_dir": str(out),
+        "engine.sglang.urls": list(model.urls),
+        # Nobody sends weights to these servers, so nothing is to share GPU memory with them.
+        "engine.sglang.sync": "distributed",
+    }
+    measured |= {"engine.kind": "sglang"} if model.urls else {}
+    fixed = [f"{path}={json.dumps(value)}" for path, value in measured.items()]
+    return resolve_tree(tree, [*overrides, *fixed], source=source)
 
 
 UNDER_WAY = 256

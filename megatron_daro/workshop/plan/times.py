@@ -48,7 +48,7 @@ class Constants:
     imbalance: how much the slowest data-parallel rank exceeds the mean; routing: the fullest rank's experts.
     max_running: answers of a server at once. fixed_s: a step's verification, recording and waits that nothing hides.
     sync_links: share of a link that a weight sync reaches. sync_start_s: pausing and continuing the servers. tensor_s:
-    a whole tensor gathered and put into a bucket; call_s: sent by itself.
+    a whole tensor gathered and put into a bucket; call_s: a collective for one tensor by itself.
     host_gb_s: between a GPU and its host, in 10^9 bytes a second.
     training_factor, generation_factor, sync_factor: of all that the model finds for these phases; a recorded run sets
     them.
@@ -79,10 +79,10 @@ class Constants:
     routing: float = 0.22
     max_running: int = 1024
     host_gb_s: float = 25.0
-    sync_links: float = 0.7
+    sync_links: float = 0.68
     sync_start_s: float = 0.3
-    tensor_s: float = 2.5e-05
-    call_s: float = 0.0012
+    tensor_s: float = 2.13e-05
+    call_s: float = 0.000593
     fixed_s: float = 3.8
     training_factor: float = 1.0
     generation_factor: float = 1.0
@@ -101,8 +101,9 @@ class Practice:
     once to each of its experts there. overlaps, overlaps_experts: collectives of tensor and data parallelism, and the
     exchange between experts, run beside computation. gathers: weights are gathered for each micro-batch (FSDP).
     balanced: each expert is given equally many tokens, whatever the router says. gradient_bytes: of an element in the
-    reduction. logprobs_at_once: micro-batches that a pass without gradients takes as one. refills: servers start the
-    next batch's answers while the last ones of this batch run.
+    reduction. logprobs_at_once: micro-batches that a pass without gradients takes as one. batches_at_once: whose
+    answers servers make at the same time, the next one's as soon as the first ends; 0: a batch ends before the next
+    begins.
     """
 
     graphs: Literal["none", "partial", "full"] = "none"
@@ -114,7 +115,7 @@ class Practice:
     balanced: bool = False
     gradient_bytes: int = 4
     logprobs_at_once: int = 1
-    refills: bool = False
+    batches_at_once: int = 0
 
 
 OWN = Practice()
@@ -278,21 +279,22 @@ def _data_parallel_s(
 
 
 def generation_s(
-    workload: Workload, tensor: int, servers: int, gpu: Gpu, constants: Constants, *, refills: bool = False
+    workload: Workload, tensor: int, servers: int, gpu: Gpu, constants: Constants, *, batches_at_once: int = 0
 ) -> float:
     """Return the seconds until `servers` servers of `tensor` GPUs have generated a batch.
 
     Answers that run at once on a server end one after another in the order of their lengths; a step of decoding reads
     the weights and the keys and values of those that still run. Where the cache or `max_running` holds fewer than are
-    asked for, the rest comes after them: waves of work at full width, and one tail. refills: there is no tail, since
-    answers of the next batch take the places of those that ended.
+    asked for, the rest comes after them: waves of work at full width, and one tail. With batches_at_once there is no
+    tail, since answers of the next batches take the places of those that ended.
     """
     shape = workload.shape
     memory = server_memory(workload, gpu, tensor)
     kv_token = kv_bytes_per_token(workload, tensor)
     each = max(workload.generated / servers, 1.0)
     mean_context = workload.mean_prompt / 2 + workload.mean_response / 2
-    at_once = min(each, constants.max_running, memory.kv_cache / kv_token / max(mean_context, 1))
+    held = memory.kv_cache / kv_token / max(mean_context, 1)
+    at_once = min(each * max(batches_at_once, 1), constants.max_running, held)
     if at_once < 1:
         return float("inf")
     bandwidth = gpu.memory_gb_s * 1e9 * constants.decoding
@@ -310,8 +312,8 @@ def generation_s(
     talk = _decode_traffic(workload, running, tensor, gpu, constants)
     own = constants.decode_step_s + shape.layers * constants.decode_layer_s
     step = own + np.maximum(weights + cache, arithmetic) + talk
-    tail = 0.0 if refills else float((steps * step).sum())
-    waves = each / at_once - (not refills)
+    tail = 0.0 if batches_at_once else float((steps * step).sum())
+    waves = each / at_once - (not batches_at_once)
     # Waves before the last: at full width all the time, so the mean answer counts and not the longest.
     full = float(step[0]) * workload.mean_response * max(waves, 0.0)
     prefill = _prefill_s(workload, tensor, servers, gpu, constants)
@@ -366,7 +368,14 @@ def step_error(workload: Workload, constants: Constants) -> float:
 
 
 def sync_s(
-    workload: Workload, layout: ModelLayout, gpu: Gpu, constants: Constants, *, near: bool = False, buckets: bool = True
+    workload: Workload,
+    layout: ModelLayout,
+    gpu: Gpu,
+    constants: Constants,
+    *,
+    near: bool = False,
+    buckets: bool = True,
+    pauses: bool = True,
 ) -> float:
     """Return the seconds to bring new weights to all servers.
 
@@ -376,18 +385,25 @@ def sync_s(
     Args:
         workload, layout, gpu, constants: what runs.
         near: servers are joined to the trainers by the fast links, or share their GPUs.
-        buckets: tensors are sent in buckets, each stage for itself; else one by one.
+        buckets: tensors are sent in buckets, each stage for itself; else one by one, with a collective to send each and
+            another to gather it where it is cut.
+        pauses: with the time in which servers pause and continue.
     """
     shape, link, network = workload.shape, gpu.link_gb_s * 1e9, gpu.network_gb_s * 1e9
     rest, experts = _bytes_of(shape, workload.dtype_bytes)
-    number = shape.layers * 9 + (3 * shape.expert_layers * shape.experts.number if shape.experts else 0)
+    number, expert_number = shape.layers * 9, 3 * shape.expert_layers * shape.experts.number if shape.experts else 0
     far = layout.expert > gpu.linked
     gathered = rest * (layout.tensor - 1) / layout.tensor / link
     gathered += experts * (layout.expert - 1) / layout.expert / (network if far else link)
     sent = (rest + experts) / (link if near else network)
-    own = number / layout.pipeline * constants.tensor_s if buckets else number * (constants.tensor_s + constants.call_s)
+    own = (number + expert_number) * constants.tensor_s
+    if buckets:
+        own /= layout.pipeline
+    else:
+        cut = (layout.tensor > 1) * number + (layout.tensor * layout.expert > 1) * expert_number
+        own += (number + expert_number + cut) * constants.call_s
     seconds = (gathered / layout.pipeline + sent) / constants.sync_links + own
-    return constants.sync_factor * (constants.sync_start_s + seconds)
+    return constants.sync_factor * (pauses * constants.sync_start_s + seconds)
 
 
 def _bytes_of(shape: ModelShape, dtype_bytes: int) -> tuple[float, float]:

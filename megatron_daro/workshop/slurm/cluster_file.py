@@ -33,6 +33,10 @@ _OWN_OPTIONS = {
 """Options of sbatch that a job has already, and the field that says them; none where the job cannot do without."""
 
 
+_SCRIPT_NAMES = frozenset({"attempt", "attempt_dir", "with_log", "BASH_ENV", "IFS"})
+"""What the batch script reads after it has set the job's environment, and what changes how bash reads."""
+
+
 def control_characters(text: str, *, but: str = "") -> str:
     """Return the names of the control characters and lone surrogates in a text, but those of `but`; empty if none.
 
@@ -84,6 +88,14 @@ def _option(text: str) -> str:
         why = f"set {_OWN_OPTIONS[name]}" if _OWN_OPTIONS[name] else "remove it: the job sets it, and needs it so"
         raise ValueError(f"an option that stands in the script already; {why}")
     return text
+
+
+def _variable(name: str) -> str:
+    if name in _SCRIPT_NAMES or name.startswith("SLURM_"):
+        raise ValueError(
+            "a name that Slurm, bash or the batch script itself uses; choose another, or set it in `setup`"
+        )
+    return name
 
 
 def _mount(text: str) -> str:
@@ -141,7 +153,9 @@ class ClusterFile(Section):
     """Container. Unset: none."""
     setup: tuple[Annotated[str, AfterValidator(_shell_line)], ...] = ()
     """Shell lines before anything starts, such as `module load cuda` or `source env/bin/activate`."""
-    environment: dict[Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$")], PlainText] = {}
+    environment: dict[
+        Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$"), AfterValidator(_variable)], PlainText
+    ] = {}
     """Environment variables of the job."""
     sbatch: tuple[Annotated[PlainText, Field(pattern="^--[a-z][a-z0-9-]*(=.*)?$"), AfterValidator(_option)], ...] = ()
     """Further options of sbatch, each as --name or --name=value, such as --constraint=h100."""

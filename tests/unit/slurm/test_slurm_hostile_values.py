@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -230,6 +231,18 @@ def test_setup_may_be_several_lines_but_must_be_whole(tmp_path):
 def test_options_are_one_word_and_none_that_the_job_sets(tmp_path, option, said):
     with pytest.raises(ConfigError, match=said):
         site_of({"sbatch": [option]}, tmp_path)
+
+
+def test_a_variable_may_not_be_one_of_the_scripts_own(tmp_path):
+    """`attempt_dir` would send the logs of all nodes elsewhere, and BASH_ENV run a file in each of them."""
+    script = script_of(*rendered(tmp_path, {})[:2])
+    after_the_export = script.split("\n(\n")[1].split("\n) &\n")[0]
+    own = set(re.findall(r"\b([a-z_]+)=", script)) & set(re.findall(r"\$([a-z_]+)", after_the_export))
+    assert own == {"attempt", "attempt_dir", "with_log"}
+    for name in (*own, "SLURM_JOB_ID", "SLURM_PROCID", "BASH_ENV", "IFS"):
+        with pytest.raises(ConfigError, match=rf"environment\.{name}[\s\S]*the batch script itself"):
+            site_of({"environment": {name: "x"}}, tmp_path)
+    assert site_of({"environment": {"MY_ATTEMPT": "x", "PATH": "/bin"}}, tmp_path).environment
 
 
 def test_the_page_has_the_classes_of_values():

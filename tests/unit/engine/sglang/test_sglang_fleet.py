@@ -56,7 +56,7 @@ def test_never_more_than_the_limit_unless_a_single_one():
     async def scenario():
         fleet = fleet_of(count=1)
         await fleet.acquire(6, timeout_s=5)
-        with pytest.raises(DeadlineError, match=r"no SGLang server had room within 0\.05 s .*server 0 serving"):
+        with pytest.raises(DeadlineError, match=r"finished a request within 0\.05 s .*server 0 serving"):
             await fleet.acquire(5, timeout_s=0.05)
         await fleet.acquire(4, timeout_s=5)
         fleet.release(fleet.servers[0], 6)
@@ -212,3 +212,38 @@ def test_estimates_follow_the_lengths_of_answers():
     fleet.learn_lengths(iter([200] * 500))
     assert fleet.estimate(10, 400) == 10 + 299
     assert fleet.estimate(10, 50) == 10 + 50
+
+
+def test_a_line_that_moves_is_waited_in_for_longer_than_any_request_may_take():
+    async def scenario():
+        fleet, limit_s = fleet_of(count=1, limit=1), 1.0
+        await fleet.acquire(1, timeout_s=limit_s)
+        waiting = asyncio.create_task(fleet.acquire(5, timeout_s=limit_s))  # room for nothing else
+        for _ in range(6):
+            await asyncio.sleep(limit_s / 4)
+            fleet.set_state(fleet.servers[0], "serving")  # something moves
+            assert not waiting.done()
+        fleet.release(fleet.servers[0], 1)
+        assert await waiting is fleet.servers[0]
+
+    run(scenario())
+
+
+def test_a_server_that_is_awaited_is_not_gone_until_it_is_awaited_no_longer():
+    async def scenario():
+        fleet = fleet_of(count=1)
+        (server,) = fleet.servers
+        server.is_awaited = True
+        fleet.fence(server, "signal 9")
+        fleet.check()
+        returned = asyncio.create_task(fleet.returned())
+        await asyncio.sleep(0.01)
+        fleet.set_state(server, "joining")
+        assert await returned == [server]
+        fleet.fence(server, "signal 9")
+        server.is_awaited = False
+        fleet.end_if_all_gone()
+        with pytest.raises(EngineError, match="all 1 SGLang servers are gone: server 0: signal 9"):
+            await fleet.returned()
+
+    run(scenario())

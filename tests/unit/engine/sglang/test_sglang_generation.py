@@ -1,5 +1,6 @@
 """GroupRequest -> /generate -> Rollouts: what is asked, and which answers are refused."""
 
+import asyncio
 import base64
 
 import numpy as np
@@ -219,3 +220,34 @@ def test_with_a_seed_each_sample_has_its_own_that_follows_from_the_request_alone
     assert [*seeds((0,), seed=3), *seeds((1,), seed=3)] == both  # however the samples are asked for
     assert not set(seeds((0, 1), seed=4)) & set(both)
     assert len(set(seeds(range(1000), seed=3))) == 1000
+
+
+class CountingClient:
+    """Notes the turn of the event loop in which each request begins."""
+
+    def __init__(self):
+        self.began, self._turn = [], 0
+
+    def next_turn(self):
+        self._turn += 1
+        asyncio.get_running_loop().call_soon(self.next_turn)
+
+    async def post_all(self, path, bodies, *, timeout_s):
+        self.began.append(self._turn)
+        return [[answer([1]), answer([2])] for _ in bodies]
+
+
+def test_groups_that_may_all_go_on_at_once_each_begin_in_a_turn_of_the_loop_of_their_own():
+    """Opening a connection takes the loop's time; between two of them everything else has its turn."""
+
+    async def ask_all():
+        client, answers = CountingClient(), generation.DirectAnswers(str)
+        answers._clients["url"] = client
+        calls = tuple(generation.calls(request_of(), "name", cache_key=""))
+        client.next_turn()
+        question = generation.Question("url", calls, 5, None, 10.0)
+        await asyncio.gather(*(answers.ask(question) for _ in range(100)))
+        return client.began
+
+    began = asyncio.run(ask_all())
+    assert len(began) == len(set(began)) == 100

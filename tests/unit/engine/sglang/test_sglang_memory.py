@@ -29,7 +29,7 @@ def sharing(tmp_path, **options):
 
 def shared(fleet):
     """The engine knows that it shares its GPUs."""
-    fleet.engine._expected = replace(fleet.engine._expected, shares_gpus=True)
+    fleet.engine._expected = fleet.engine._supervision._expected = replace(fleet.engine._expected, shares_gpus=True)
     return list(fleet.engine._supervision._handles.values())
 
 

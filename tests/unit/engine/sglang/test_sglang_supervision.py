@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 from aiohttp import web
-from sglang_pool import collect, engine_of, group, started
+from sglang_pool import collect, engine_of, expected, group, started
 from sglang_stub_fleets import StubHandle, Weights, rig, run
 from stub_server import StubServer, answering, never, reset, times
 
@@ -283,19 +283,110 @@ def test_a_watcher_that_fails_ends_the_fleet(tmp_path):
     run(scenario())
 
 
-def test_a_start_that_fails_ends_the_servers_that_did_start(tmp_path):
+def failing_at_first(starts):
+    """Handles of servers, of which each fails so many starts."""
     handles = []
 
     def handle_of(url):
         handles.append(StubHandle(url))
-        handles[-1].failing = len(handles) == 2
+        handles[-1].failing = starts[len(handles) - 1]
         return handles[-1]
+
+    return handles, handle_of
+
+
+def test_a_server_whose_first_start_fails_is_started_again_beside_the_others(tmp_path):
+    handles, handle_of = failing_at_first([0, 2])
+
+    async def scenario():
+        async with managed(tmp_path, handles=handle_of) as fleet:
+            await fleet.publish(Weights(1), 1)
+            assert fleet.servers[0].state == "serving", "it waits for nobody"
+            await fleet.until(lambda: fleet.states == ["serving", "serving"])
+            assert handles[1].launches == 3
+            assert "SGLang server 1 is given up: no GPU is free" in fleet.warnings
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("starts", "options"),
+    [([1, 1], {}), ([0, 1], {"max_restarts": 0}), ([0, 1], {"shares_gpus": True})],
+    ids=["none starts", "no restarts", "GPUs shared with the trainer"],
+)
+def test_a_start_that_fails_ends_the_servers_that_did_start(tmp_path, starts, options):
+    handles, handle_of = failing_at_first(starts)
+    if options.pop("shares_gpus", False):
+        options = {"expect": expected(tmp_path, shares_gpus=True)}
 
     async def scenario():
         with pytest.raises(EngineError, match="no GPU is free"):
-            async with managed(tmp_path, handles=handle_of):
+            async with managed(tmp_path, handles=handle_of, **options):
                 pass
         assert [handle.stops for handle in handles] == [1, 1]
+
+    run(scenario())
+
+
+def test_a_server_that_is_not_what_the_run_needs_ends_the_start_whoever_else_started(tmp_path):
+    async def scenario():
+        with pytest.raises(EngineError, match="serves a model of type 'llama'"):
+            async with managed(tmp_path, {}, {"model_type": "llama"}):
+                pass
+
+    run(scenario())
+
+
+def test_the_only_server_dies_and_the_run_waits_until_it_is_back(tmp_path):
+    async def scenario():
+        async with managed(tmp_path, count=1, updated=Weights(2)) as fleet:
+            (handle,), (stub,) = handles_of(fleet), fleet.stubs
+            stub.gate.clear()
+            working = asyncio.create_task(collect(fleet.engine, [group(0)]))
+            await fleet.until(lambda: stub.running)
+            handle.dead, handle.failing = "signal 9", 1
+            await fleet.until(lambda: fleet.servers[0].restarts == 2)
+            stub.gate.set()
+            assert len(await working) == 4 and fleet.states == ["serving"]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/pause_generation", "/update_weights_from_distributed", "/flush_cache"])
+def test_an_update_waits_for_the_only_server_where_it_ends_in_it(tmp_path, path):
+    async def scenario():
+        weights = Weights(2)
+        async with managed(tmp_path, count=1, updated=weights) as fleet:
+            (handle,), (stub,) = handles_of(fleet), fleet.stubs
+
+            async def die(request, body):
+                stub.answers = dict.fromkeys((path, "/model_info", "/get_model_info"), reset)
+                handle.dead = "signal 9"
+                launch = handle.launch
+
+                async def again():
+                    stub.answers.clear()
+                    return await launch()
+
+                handle.launch = again
+                return await reset(request, body)
+
+            stub.answers[path] = die
+            metrics = await fleet.publish(weights, 3)
+            assert metrics["sync/servers"] == 1 and fleet.servers[0].version == 3
+            assert fleet.engine.metrics()["engine/restarts"] == 1
+
+    run(scenario())
+
+
+def test_a_server_that_comes_back_and_never_serves_is_not_waited_for_for_ever(tmp_path):
+    async def scenario():
+        weights = Weights(2)
+        async with managed(tmp_path, count=1, updated=weights, max_restarts=1000) as fleet:
+            fleet.stubs[0].answers["/flush_cache"] = answering(500)
+            with pytest.raises(SyncError, match=r"of version 3 .*flush the cache.*status 500"):
+                await fleet.publish(weights, 3)
+            assert handles_of(fleet)[0].launches <= 4
 
     run(scenario())
 

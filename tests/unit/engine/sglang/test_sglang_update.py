@@ -174,7 +174,7 @@ def test_a_server_that_refuses_the_weights_is_fenced_and_the_other_gets_all_agai
             assert [len(plan.targets) for plan in weights.plans] == [2, 1] and weights.plans[1].world_size == 2
             begun = ["/pause_generation", "/begin_weight_update"]
             reopened = [*begun, "/end_weight_update", "/begin_weight_update"]
-            assert well.order == [*begun, WEIGHTS_CALL, "/model_info", *reopened, *ORDER[2:]]
+            assert well.order == [*begun, WEIGHTS_CALL, "/model_info", "/weights_checker", *reopened, *ORDER[2:]]
             assert "sent again from the beginning to: server 1" in " ".join(fleet.warnings)
             assert "/continue_generation" not in sick.order
 
