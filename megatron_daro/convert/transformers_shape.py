@@ -93,7 +93,8 @@ def _readings(shape: ModelShape, resolved: PreTrainedConfig, where: str) -> Iter
         yield keys.width, experts.ffn, theirs(keys.width)
         if isinstance(keys.normalize, str):
             yield keys.normalize, experts.normalize, theirs(keys.normalize)
-        yield "layers without experts", list(experts.dense_layers), _dense_layers(resolved)
+        if "gate_up" in families()[shape.family].tensors:
+            yield "layers without experts", list(experts.dense_layers), _dense_layers(resolved)
 
 
 def _windowed_layers(resolved: PreTrainedConfig) -> list[int]:

@@ -72,7 +72,7 @@ def _received(
 
 
 def bucketize(
-    stream: Iterable[tuple[str, Tensor]], bucket_bytes: int, *, reuse: bool = False
+    stream: Iterable[tuple[str, Tensor]], bucket_bytes: int, *, reuse: bool = False, copy_all: bool = False
 ) -> Iterator[WeightBucket]:
     """Whole tensors, in order, in packed buckets of one dtype and at most `bucket_bytes`; a larger tensor has its own.
 
@@ -82,6 +82,7 @@ def bucketize(
         bucket_bytes: limit of a bucket's data in bytes, at least 1.
         reuse: the buckets take turns in two buffers, which saves the time in which the system clears new pages: when
             a bucket is asked for, the data of the one before the last is overwritten. Else each has its own.
+        copy_all: a larger tensor is copied, too, so that no bucket shares a tensor's storage.
 
     Returns:
         Buckets, whose data lies on the device of their tensors.
@@ -100,7 +101,7 @@ def bucketize(
             yield _bucket(held, dtype_name, data[:used])
             held = []
         if len(bytes_B) > bucket_bytes:
-            yield _bucket([(name, tuple(tensor.shape))], tensor_dtype, bytes_B)
+            yield _bucket([(name, tuple(tensor.shape))], tensor_dtype, bytes_B.clone() if copy_all else bytes_B)
             continue
         if not held:
             data, used, dtype_name = buffers.take(tensor.device), 0, tensor_dtype

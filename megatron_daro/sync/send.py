@@ -256,7 +256,8 @@ def push(stream: Iterable[tuple[str, Tensor]], plan: SendPlan, post: Post) -> Se
     """
     started, num_bytes, num_buckets = time.perf_counter(), 0, 0
     failures: dict[str, SendFailure] = {}
-    for bucket in bucketize(stream, plan.bucket_bytes):
+    # A storage that was handed out is counted by its receivers: a parameter's could not be freed after one was killed.
+    for bucket in bucketize(stream, plan.bucket_bytes, copy_all=True):
         if failures:
             continue  # other ranks gather along
         if not bucket.data.is_cuda:

@@ -11,6 +11,7 @@ import yaml
 from weightless import save_tiny_model
 
 from megatron_daro import cli
+from megatron_daro.errors import ConfigError
 from megatron_daro.workshop.evaluate import measuring
 
 SUMMARY: dict[str, Any] = {"sets": {}, "mean": {}}
@@ -83,6 +84,19 @@ def test_a_configuration_gives_engine_verifier_and_sets(plans, model, problems, 
     config = plans[0].config
     assert (config.data.eval[0].name, config.reward.verifier, config.model.path) == ("held", "exact", model)
     assert config.data.prompt_template == "plain" and config.rollout.max_response_tokens == 5 and plans[0].ks == (1,)
+
+
+def test_servers_are_asked_as_the_last_model_path_of_the_command_line(plans, problems, monkeypatch):
+    asked: list[Any] = []
+
+    def of_servers(urls, path):
+        asked.append((tuple(urls), path))
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(measuring, "of_servers", of_servers)
+    words = ["model.path=/one", "model.path=/two=2", "--urls", "http://127.0.0.1:1", "--set", f"mine={problems}"]
+    assert cli.main(["eval", *words]) == 2
+    assert asked == [(("http://127.0.0.1:1",), Path("/two=2"))] and not plans
 
 
 @pytest.mark.parametrize("given", ["", "checkpoints"])

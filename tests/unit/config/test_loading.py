@@ -356,3 +356,11 @@ def test_former_names_are_refused_with_the_new_ones_and_delayed_with_its_reason(
         "actor.fp8_recipe (command line): got 'delayed'; allowed: one of tensorwise, blockwise, mxfp8 (its scales are "
         "kept in a pickle, which Transformer Engine refuses to load when a run resumes); fix: write one of these names",
     ]
+
+
+@pytest.mark.parametrize("section", ["engine", "engine.sglang", "algorithm.daro"])
+def test_a_section_with_nothing_below_it_means_its_defaults(run_files, section):
+    outer, _, inner = section.partition(".")
+    run_files.write({outer: {inner: None} if inner else None})
+    config = resolve(run_files.file)
+    assert getattr(config, outer) == getattr(resolve(run_files.write({})), outer)

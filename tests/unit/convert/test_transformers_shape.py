@@ -223,6 +223,11 @@ def test_what_only_transformers_knows_is_refused_before_a_conversion(family, key
     assert "transformers" in capsys.readouterr().err
 
 
+def test_a_null_that_the_family_does_not_read_changes_nothing(tmp_path):
+    directory = write(tmp_path / "hf", config_of("mixtral", decoder_sparse_step=None))
+    assert read_compared_shape(directory).experts.dense_layers == ()
+
+
 def test_a_fused_tensor_does_not_fit_a_table():
     llama = families()["llama"]
     fused = {**llama.tensors, "qkv": ("model.layers.{layer}.self_attn.qkv_proj.weight",)}

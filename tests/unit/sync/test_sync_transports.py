@@ -230,6 +230,21 @@ def test_handles_of_host_memory_are_refused_and_the_stream_is_read_to_its_end():
     assert "needs weights on a GPU" in report.failures["a"].text and stream.taken == 10
 
 
+def test_no_handle_is_of_the_storage_of_a_parameter(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    sent, stream = [], [("large", torch.ones(400)), *named(3), ("last", torch.zeros(17))]
+
+    async def push_bucket(bucket, plan, post):
+        sent.append(bucket)
+        return {}
+
+    monkeypatch.setattr(send, "_push_bucket", push_bucket)
+    send.push(stream, plan_of(["a"]), None)
+    assert [name for bucket in sent for name in bucket.names] == [name for name, _ in stream]
+    storages = {tensor.untyped_storage().data_ptr() for _, tensor in stream}
+    assert not storages & {bucket.data.untyped_storage().data_ptr() for bucket in sent}
+
+
 def cuda_handle(value):
     """What torch makes of a tensor on GPU 1, as far as its place goes; each call has a counter of its own."""
     cuda_handle.calls += 1
