@@ -335,6 +335,15 @@ def run(config: Config) -> Iterator[Problem]:
         fix = "set reward.correct_reward=1 and reward.incorrect_reward=0 (or -1)"
         allowed = "above reward.incorrect_reward"
         yield Problem("reward.correct_reward", got, allowed, fix, also=("reward.incorrect_reward",))
+    if reward.options and not reward.is_own:
+        got = f"{', '.join(reward.options)} with reward.verifier {reward.verifier}"
+        yield Problem("reward.options", got, "options of module:Class only", "remove them", also=("reward.verifier",))
+    fresh = type(reward)()
+    unread = [n for n in ("strict", "marker", "refuse_restated") if getattr(reward, n) != getattr(fresh, n)]
+    if unread and reward.is_own:
+        got = f"{', '.join(unread)} with reward.verifier {reward.verifier}, which would not use them"
+        fix = "remove them, or hand them to the class by reward.options"
+        yield Problem("reward.verifier", got, "reward.options only", fix, also=tuple(f"reward.{n}" for n in unread))
     if optimizer.warmup_steps > trainer.steps:
         got = f"{optimizer.warmup_steps}, but the run has {trainer.steps} optimizer steps"
         fix = "lower it or raise trainer.steps"

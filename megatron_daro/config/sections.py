@@ -274,8 +274,11 @@ class EngineSection(Section):
 class RewardSection(Section):
     """The verifier and its worker processes."""
 
-    verifier: Literal["math", "integer", "exact"] = "math"
-    """math: math-verify on the last boxed answer; integer: DAPO's last `Answer:` line; exact: equal text."""
+    verifier: Annotated[str, OneOf(("math", "integer", "exact"))] = "math"
+    """math: math-verify on the last boxed answer; integer: DAPO's last `Answer:` line; exact: equal text;
+    module:Class: a verifier of your own."""
+    options: dict[str, Any] = {}
+    """Options of a verifier of your own: keyword arguments of its constructor."""
     workers: int = Field(default=2, ge=1, le=65536)
     """Worker processes in sum, spread over the Ray nodes with at least one on each; 1 to 65536."""
     timeout_s: float = Field(default=5.0, ge=0.01, le=1e5)
@@ -292,6 +295,11 @@ class RewardSection(Section):
     """Reward of a correct answer; above incorrect_reward, at most 1e6."""
     incorrect_reward: float = Field(default=0.0, ge=-1e6, le=1e6)
     """Reward of a wrong answer (DAPO uses -1), at least -1e6."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether `verifier` is module:Class."""
+        return ":" in self.verifier
 
 
 class TrainerSection(Section):

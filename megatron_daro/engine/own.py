@@ -7,8 +7,6 @@ runs in the driver, and asks servers of its own. What it answers is checked befo
 from __future__ import annotations
 
 import asyncio
-import importlib
-import inspect
 import itertools
 import math
 import shutil
@@ -21,6 +19,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import numpy as np
 
 from megatron_daro.errors import ConfigError, DaroError, EngineError, SyncError
+from megatron_daro.own_class import import_own_class
 from megatron_daro.sync.check import ProbeAnswer
 from megatron_daro.sync.plan import SendPlan, SendReport, Target
 from megatron_daro.types import GroupRequest, Rollout, SamplingParams
@@ -80,37 +79,15 @@ def own_engine_class(name: str, arguments: Mapping[str, Any]) -> type[ServerApi]
     Raises:
         ConfigError: it cannot be imported, lacks a method, or takes other arguments.
     """
-    module, _, attribute = name.partition(":")
-    try:
-        engine = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # a user's module may raise anything
-        raise ConfigError(
-            f"engine.kind: got {name!r}, which cannot be imported ({type(error).__name__}: {error}); allowed are "
-            "embedded, sglang, or module:Class of your own; fix: put the folder of the module into PYTHONPATH"
-        ) from error
-    if not isinstance(engine, type):
-        raise ConfigError(f"engine.kind: got {name!r}, which is no class; allowed: a class that offers ServerApi")
-    for method, count in _METHODS.items():
-        function = getattr(engine, method, None)
-        if not inspect.iscoroutinefunction(function) or not _accepts(function, count + 1):
-            wanted = f"async def {method}{inspect.signature(getattr(ServerApi, method))}"
-            raise ConfigError(f"engine.kind: {name}.{method} does not fit ServerApi; write it as `{wanted}`")
-    try:
-        inspect.signature(engine).bind(**arguments)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"engine.kind: {name}: {error}; its constructor must take {', '.join(arguments)} by keyword; fix: correct "
-            "the class or engine.options"
-        ) from None
-    return engine
-
-
-def _accepts(function: Callable[..., Any], count: int) -> bool:
-    try:
-        inspect.signature(function).bind(*range(count))
-    except TypeError:
-        return False
-    return True
+    return import_own_class(
+        "engine.kind",
+        name,
+        builtin="embedded, sglang",
+        protocol=ServerApi,
+        methods=_METHODS,
+        arguments=arguments,
+        options="engine.options",
+    )
 
 
 class OwnEngine:

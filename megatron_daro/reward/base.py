@@ -6,8 +6,9 @@ evaluates them outside a limited worker process. Refuses unknown verifier names 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from megatron_daro.errors import RewardError
 from megatron_daro.types import Verdict
@@ -24,10 +25,12 @@ class Verifier(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The part of a comparison that may be slow: the extracted answer and the gold, both as they were written."""
+    """The part of a comparison that may be slow: the extracted answer and the gold, both as they were written, and the
+    problem's own text where the verifier reads it."""
 
     answer: str
     gold: str
+    statement: str = ""
 
 
 @runtime_checkable
@@ -66,9 +69,10 @@ class ScreenLimits:
 class VerifierSpec:
     """Everything that decides a verdict; plain data, so that it can be sent to a worker process.
 
-    name: one of VERIFIERS. strict: accept only the agreed answer form (math: `\\boxed`; integer: `Answer:` line;
-    exact: the marker). marker: what stands before the answer, `exact` only. limits: `math` only. refuse_restated:
-    an expression that stands in the statement is no answer (`math` only, needs the statement).
+    name: one of VERIFIERS, or module:Class. strict: accept only the agreed answer form (math: `\\boxed`; integer:
+    `Answer:` line; exact: the marker). marker: what stands before the answer, `exact` only. limits: `math` only.
+    refuse_restated: an expression that stands in the statement is no answer (`math` only, needs the statement).
+    options: keyword arguments of the constructor, module:Class only.
     """
 
     name: str = "math"
@@ -78,11 +82,18 @@ class VerifierSpec:
     marker: str = "####"
     limits: ScreenLimits = field(default_factory=ScreenLimits)
     refuse_restated: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether `name` is module:Class."""
+        return ":" in self.name
 
     def __post_init__(self) -> None:
-        if self.name not in VERIFIERS:
+        if self.name not in VERIFIERS and not self.is_own:
             raise RewardError(
-                f"reward.verifier: got {self.name!r}, allowed {', '.join(VERIFIERS)}; write one of these names"
+                f"reward.verifier: got {self.name!r}, allowed {', '.join(VERIFIERS)}, or module:Class of your own; "
+                "write one of these"
             )
         if not self.marker:
             raise RewardError("reward marker: got an empty string, allowed any non-empty text such as '####'; set one")

@@ -9,8 +9,9 @@ from __future__ import annotations
 from megatron_daro.reward.base import ScreenLimits, Verifier, VerifierSpec
 from megatron_daro.reward.extraction import ExactVerifier, IntegerVerifier
 from megatron_daro.reward.math import MathVerifier
+from megatron_daro.reward.own import OwnVerifier
 
-AnyVerifier = MathVerifier | IntegerVerifier | ExactVerifier
+AnyVerifier = MathVerifier | IntegerVerifier | ExactVerifier | OwnVerifier
 _CLASSES: dict[str, type[AnyVerifier]] = {"math": MathVerifier, "integer": IntegerVerifier, "exact": ExactVerifier}
 
 
@@ -26,7 +27,7 @@ def build_verifier(
     """Return the verifier of that name.
 
     Args:
-        name: `math`, `integer` or `exact`.
+        name: `math`, `integer`, `exact`, or module:Class of a user's own without options.
         strict: accept only the agreed answer form.
         correct_reward, incorrect_reward: what the verdicts carry.
         marker: text before the answer, used by `exact` only.
@@ -42,4 +43,4 @@ def build_verifier(
 
 def verifier_of(spec: VerifierSpec) -> AnyVerifier:
     """Return the verifier a spec describes."""
-    return _CLASSES[spec.name](spec)
+    return OwnVerifier(spec) if spec.is_own else _CLASSES[spec.name](spec)

@@ -19,7 +19,7 @@ import queue
 import threading
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_daro.errors import RewardError
@@ -35,6 +35,7 @@ from megatron_daro.reward.process import (
     WorkerTimeoutError,
     WorkerUnreachedError,
 )
+from megatron_daro.reward.worker import REFUSED
 from megatron_daro.types import Verdict
 
 if TYPE_CHECKING:
@@ -123,6 +124,7 @@ class RewardPool:
             incorrect_reward=section.incorrect_reward,
             marker=section.marker,
             refuse_restated=section.refuse_restated,
+            options=section.options,
         )
         return cls(spec, section.workers, section.timeout_s, section.memory_mib)
 
@@ -197,7 +199,7 @@ class RewardPool:
         self.start()
         screened = [self._screen(*pair) for pair in pairs]
         jobs = list(dict.fromkeys(item for item in screened if isinstance(item, Job)))
-        requests = [{"kind": "judge", "answer": job.answer, "gold": job.gold} for job in jobs]
+        requests = [{"kind": "judge", **asdict(job)} for job in jobs]
         replies = dict(zip(jobs, self._ask_all(requests), strict=True))
         num_jobs = sum(isinstance(item, Job) for item in screened)
         self._count(screened=len(screened) - num_jobs, deduplicated=num_jobs - len(jobs))
@@ -244,7 +246,8 @@ class RewardPool:
         return self._spec.name in _IN_PROCESS
 
     def _verdict(self, reply: dict[str, Any]) -> Verdict:
-        return self._spec.verdict(reply.get("correct") is True, str(reply["reason"]))
+        verdict = self._spec.verdict(reply.get("correct") is True, str(reply["reason"]))
+        return replace(verdict, reward=reply["reward"]) if "reward" in reply else verdict
 
     def _ask_all(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         futures: list[Future[dict[str, Any]]] = [Future() for _ in requests]
@@ -330,6 +333,9 @@ class RewardPool:
                 worker = None
                 continue
             reason = reply["reason"]
+            if reason == REFUSED:
+                self._discard(slot, worker)
+                raise RewardError(str(reply["error"]))
             self._count(
                 judged=1,
                 timeouts=reason == "timeout",

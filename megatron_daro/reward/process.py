@@ -22,7 +22,7 @@ from typing import Any
 
 from megatron_daro.errors import RewardError
 from megatron_daro.reward.base import VerifierSpec
-from megatron_daro.reward.worker import MIB, settings_json
+from megatron_daro.reward.worker import MIB, REFUSED, settings_json
 
 START_TIMEOUT_S = 60.0
 # A worker that got less than this share of its limit as CPU time is waited for up to PATIENCE times the limit: it was
@@ -101,13 +101,15 @@ class WorkerProcess:
             ) from error
         if reply.get("reason") != "ready":
             self.kill()
+            if reply.get("reason") == REFUSED:
+                raise RewardError(str(reply["error"]))
             raise RewardError(f"reward worker: expected the reply 'ready', got {reply!r}; reinstall the package")
 
     def ask(self, request: dict[str, Any], stopping: Callable[[], bool] = lambda: False) -> dict[str, Any]:
         """Send one request and wait for its reply.
 
         Args:
-            request: `{"kind": "judge", "answer", "gold"}` or `{"kind": "gold", "gold"}`.
+            request: `{"kind": "judge", "answer", "gold", "statement"}` or `{"kind": "gold", "gold"}`.
             stopping: asked while waiting; true gives up with WorkerCrashError.
 
         Returns: the reply, with `reason`.

@@ -17,12 +17,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megatron_daro.errors import DaroError, RewardError
 from megatron_daro.reward.base import Job, ScreenLimits, StagedVerifier, VerifierSpec
 from megatron_daro.reward.factory import verifier_of
+from megatron_daro.reward.own import OwnVerifier
 
 MIB = 1024 * 1024
 EXIT_MEMORY = 3
 EXIT_ORPHAN = 4
+REFUSED = "refused"
+"""The reason of a reply that ends the run: a user's class does not do what its Protocol says."""
 _PR_SET_PDEATHSIG = 1
 # One of each grammar form: the parser builds its tables on first use, 20 to 100 ms per form.
 _WARM_UP = (
@@ -82,11 +86,12 @@ def limit_resources(memory_mib: int) -> None:
 
 
 def answer(verifier: StagedVerifier, request: dict[str, Any]) -> dict[str, Any]:
-    """One reply. Outcomes are words; rewards are added from them by the pool."""
+    """One reply. Outcomes are words; rewards are added from them by the pool, but for those of a user's verifier."""
     if request["kind"] == "gold":
         return {"reason": verifier.gold_problem(request["gold"]) or "usable"}
-    verdict = verifier.judge(Job(request["answer"], request["gold"]))
-    return {"correct": verdict.correct, "reason": verdict.reason}
+    verdict = verifier.judge(Job(request["answer"], request["gold"], request["statement"]))
+    reply = {"correct": verdict.correct, "reason": verdict.reason}
+    return reply | {"reward": verdict.reward} if isinstance(verifier, OwnVerifier) else reply
 
 
 def peak_mib() -> float:
@@ -109,6 +114,8 @@ def serve(verifier: StagedVerifier, requests: BinaryIO, replies: BinaryIO, *, ti
             reply = {"correct": False, "reason": "memory"}
         except RecursionError:
             reply = {"correct": False, "reason": "too_complex"}
+        except RewardError as error:  # the class is wrong, not the answer
+            reply = {"reason": REFUSED, "error": str(error)}
         except Exception:  # The border of the process: a fault of the verifier costs one verdict, counted by the pool.
             reply = {"correct": False, "reason": "verifier_failed"}
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -131,6 +138,12 @@ def main(argument: str) -> int:
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     verifier: Any = verifier_of(spec_from(settings["spec"]))
+    if isinstance(verifier, OwnVerifier):
+        try:
+            verifier.load()
+        except DaroError as error:
+            replies.write(json.dumps({"reason": REFUSED, "error": str(error)}).encode() + b"\n")
+            return 1
     if settings["spec"]["name"] == "math":
         from megatron_daro.reward.symbolic import equal, parsed
 

@@ -28,11 +28,14 @@ from megatron_daro.config import Config, to_yaml
 from megatron_daro.config.base import Section, filled
 from megatron_daro.config.hardware import hardware_of
 from megatron_daro.config.model_shape import read_model_shape
+from megatron_daro.config.sections import RewardSection
 from megatron_daro.engine.own import own_engine_class
 from megatron_daro.engine.sglang.environment import check_environments
-from megatron_daro.errors import ConfigError, DataError, RefusedError
+from megatron_daro.errors import ConfigError, DataError, RefusedError, RewardError
 from megatron_daro.observe import logs
 from megatron_daro.observe.progress import Progress
+from megatron_daro.reward.own import own_verifier_class
+from megatron_daro.reward.pool import RewardPool
 from megatron_daro.rollout.protocol import Notices
 from megatron_daro.rollout.replay import ReplaySource
 from megatron_daro.runtime import hf_export, restart_audit
@@ -194,6 +197,8 @@ def check_start(config: Config, *, resume: bool, generates: bool) -> None:
     hf_export.require_replaceable(config.trainer)
     if config.engine.is_own:
         own_engine_class(config.engine.kind, {"model_path": config.model.path, **config.engine.own_arguments})
+    if generates and config.reward.is_own:
+        _make_own_verifier(config.reward)
     if generates and config.engine.kind == "sglang":
         check_environments(config.engine.sglang)
         if config.engine.sglang.urls:
@@ -202,6 +207,16 @@ def check_start(config: Config, *, resume: bool, generates: bool) -> None:
         from megatron_daro.actor.policy import check_megatron_options
 
         check_megatron_options(config.actor, read_model_shape(config.model.path))
+
+
+def _make_own_verifier(section: RewardSection) -> None:
+    """Make the user's verifier once, in a worker process as the run's. Raises ConfigError."""
+    own_verifier_class(section.verifier, section.options)
+    try:
+        with RewardPool.from_section(section.model_copy(update={"workers": 1})):
+            pass
+    except RewardError as error:
+        raise ConfigError(str(error)) from error
 
 
 async def _ask_servers(urls: Sequence[str]) -> None:

@@ -82,7 +82,7 @@ actor.routing_replay actor.megatron
 actor.fp8_recipe actor.fp8_format actor.num_layers_at_start_in_bf16 actor.num_layers_at_end_in_bf16
 engine.seed engine.sglang.pause
 reward.verifier reward.timeout_s reward.memory_mib reward.strict reward.marker reward.correct_reward
-reward.incorrect_reward reward.refuse_restated
+reward.incorrect_reward reward.refuse_restated reward.options
 trainer.steps trainer.on_nonfinite
 """
 # What is trained or measured: in effect from the resumed step on, so the run is not the one that was begun.

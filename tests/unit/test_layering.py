@@ -22,6 +22,7 @@ LEVEL = {
     "ports": 0,
     "temporary": 0,
     "nccl_environment": 0,
+    "own_class": 1,
     "families": 0,
     "config": 1,
     "observe": 1,

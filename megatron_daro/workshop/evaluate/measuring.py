@@ -398,8 +398,7 @@ def _made_of(plan: Plan, stop: Sequence[int]) -> dict[str, Any]:
         "stop_token_ids": list(stop),
         "seed": config.engine.seed,
         "engine": config.engine.kind,
-        "verifier": {
-            name: getattr(config.reward, name) for name in ("verifier", "strict", "marker", "refuse_restated")
-        },
+        "verifier": {name: getattr(config.reward, name) for name in ("verifier", "strict", "marker", "refuse_restated")}
+        | ({"options": dict(config.reward.options)} if config.reward.is_own else {}),
         "notes": {"model": str(config.model.path), "urls": list(config.engine.sglang.urls)},
     }

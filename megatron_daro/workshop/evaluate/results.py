@@ -125,7 +125,7 @@ class Votes:
 
 def answer_reader(section: RewardSection) -> StagedVerifier:
     """Return the verifier, which also says what an answer's final form is."""
-    found = verifier_of(VerifierSpec(section.verifier, section.strict, marker=section.marker))
+    found = verifier_of(VerifierSpec(section.verifier, section.strict, marker=section.marker, options=section.options))
     assert isinstance(found, StagedVerifier)
     return found
 

@@ -78,7 +78,7 @@ def test_the_pool_hands_the_statement_on(pool: RewardPool) -> None:
 
 def test_a_fault_inside_a_worker_is_a_verdict_and_the_worker_goes_on(pool: RewardPool) -> None:
     pids, before = pool.worker_pids, pool.counters["failures"]
-    assert pool._ask_all([{"kind": "judge", "answer": 5, "gold": "5"}]) == [
+    assert pool._ask_all([{"kind": "judge", "answer": 5, "gold": "5", "statement": ""}]) == [
         {"correct": False, "reason": "verifier_failed"}
     ]
     assert pool.counters["failures"] == before + 1

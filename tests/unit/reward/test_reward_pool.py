@@ -132,7 +132,8 @@ def test_a_worker_ends_after_an_answer_that_was_too_large_for_it() -> None:
                 raise MemoryError
             return Verdict(True, 1.0, "match")
 
-    requests = [{"kind": "judge", "answer": answer, "gold": "1"} for answer in ("small", "large", "small")]
+    answers = ("small", "large", "small")
+    requests = [{"kind": "judge", "answer": answer, "gold": "1", "statement": ""} for answer in answers]
     lines, replies = io.BytesIO(b"".join(json.dumps(one).encode() + b"\n" for one in requests)), io.BytesIO()
     status = serve(Hungry(), lines, replies, timeout_s=60, memory_mib=100_000)  # type: ignore[arg-type]
     said = [json.loads(line)["reason"] for line in replies.getvalue().splitlines()]
