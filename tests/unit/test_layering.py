@@ -40,9 +40,10 @@ SIDEWAYS = {
     "rollout": {"data", "algo"},  # the sampler filters by bin and hands groups to the batch
     "engine": {"sync"},  # buckets are read where weights arrive, and SGLang servers are sent theirs by a transport
     "controller": {"recovery", "sync"},  # it owns the one WeightSync
+    "workshop.analyze": {"workshop.report"},  # one look for all pages
     "workshop.curate": {"workshop.evaluate", "workshop.report"},  # pass rates are measured as an evaluation is
     "workshop.doctor": {"workshop.plan"},  # the bytes of the checkpoints that a run keeps
-    "workshop.evaluate": {"workshop.report"},  # one look for all pages
+    "workshop.evaluate": {"workshop.report"},
     "workshop.rehearse": {"workshop.plan"},  # the sizes of a run that is not there
 }
 """Imports within a level, and within the workshop, beside those within a unit; without a cycle."""

@@ -1,16 +1,16 @@
 """Recorded rollouts of several frameworks as rows of four numbers.
 
-A file or folder -> Rows, file by file (a file is a step). Nothing is unpickled: .pt files are
-read with weights only. Refuses a dump whose columns it cannot name, and says which are there.
+A file or folder -> Rows, file by file (a file is a step). Nothing that a .pt file names is
+run (`torch_file`). Refuses a dump whose columns it cannot name, and says which are there.
 
 | format | group | length | right |
 |---|---|---|---|
 | this package, Parquet | group_id | length, in tokens | correct |
 | verl, `STEP.jsonl` of trainer.rollout_data_dir | input | characters of output | acc, else score |
-| slime, .pt of --save-debug-rollout-data | group_index | response_length, in tokens | reward |
+| slime, .pt of --save-debug-rollout-data | group_index | response_length, in tokens | reward, or reward[--reward-key] |
 | NeMo-RL, `train_data_stepN.jsonl` | tokens of the prompt | trained tokens | filtered_rewards, else rewards |
 | ROLL, `rollout_dump_data.step_N.jsonl` | messages, else prompt or id | characters of responses | scores |
-| other JSONL or Parquet | --columns | --columns | --columns |
+| other JSONL or Parquet | --columns | --columns; len(NAME) for a text | --columns |
 
 Lines of JSON that are no rollouts as they stand: those of NeMo-RL and ROLL, made into rollouts.
 
@@ -25,13 +25,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 from megatron_daro.errors import DataError
+from megatron_daro.workshop.analyze import torch_file
 
 NEMO_RL = {"group": "prompt_tokens", "length": "trained_tokens", "right": "reward"}
 ROLL = {"group": "prompt", "length": "responses", "right": "scores"}
@@ -100,6 +102,10 @@ _NO_TRAINING = ("skipped_", "eval_", "val_data_step")
 """How files begin that hold other rollouts: this package's, and NeMo-RL's of its validation."""
 
 
+_TEXTS = ("output", "responses")
+"""Lengths that are given as a text, whose characters count."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One rollout. right: None where the dump has no verdict for it. length: tokens, or characters of a text."""
@@ -111,12 +117,15 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Which columns are read, and above which number an answer is right."""
+    """Which columns are read. is_text: lengths are texts, whose characters count. correct_above: the number above which
+    an answer is right. reward_key: of verdicts that are mappings."""
 
     group: str
     length: str
     right: str
+    is_text: bool = False
     correct_above: float | None = None
+    reward_key: str | None = None
 
     @property
     def names(self) -> list[str]:
@@ -126,7 +135,7 @@ class Columns:
     @property
     def unit(self) -> str:
         """What lengths are counted in, for a reader."""
-        return "characters" if self.length in ("output", "responses") else "tokens"
+        return "characters" if self.is_text else "tokens"
 
 
 def files_of(path: Path) -> list[Path]:
@@ -143,16 +152,25 @@ def files_of(path: Path) -> list[Path]:
     return sorted(found, key=lambda p: ([int(n) for n in re.findall(r"\d+", p.name)], str(p)))
 
 
-def choose_columns(path: Path, given: Mapping[str, str], correct_above: float | None) -> Columns:
-    """Return the columns of a dump, from its first file and what the user says of them.
+def choose_columns(
+    path: Path, given: Mapping[str, str], correct_above: float | None, reward_key: str | None = None
+) -> Columns:
+    """Return the columns of a file, from its first record and what the user says of them.
+
+    Args:
+        given: by what they hold (group, length, right); a length `len(NAME)` counts the characters of a text.
 
     Raises:
         DataError: a column is not there; the message has those that are, and which views would remain.
     """
-    names = set(_first_names(path))
+    names, given = set(_first_names(path)), dict(given)
+    text = re.fullmatch(r"len\((.+)\)", given.get("length", ""))
+    if text:
+        given["length"] = text[1]
     for known in [{**k, **given} for k in _KNOWN]:
         if set(known.values()) <= names:
-            return Columns(**known, correct_above=correct_above)
+            is_text = bool(text) or ("length" not in given and known["length"] in _TEXTS)
+            return Columns(**known, is_text=is_text, correct_above=correct_above, reward_key=reward_key)
     raise DataError(
         f"dump: {path} has the columns {', '.join(sorted(names)) or 'none'}; needed are a group (group_id, input or "
         "group_index), a length (length, output or response_length) and a verdict (correct, acc, score or reward): "
@@ -160,38 +178,84 @@ def choose_columns(path: Path, given: Mapping[str, str], correct_above: float | 
     )
 
 
+def same_unit(files: Sequence[Path], columns: Sequence[Columns]) -> str:
+    """Return what all lengths are counted in. Raises DataError: files of one dump count in different units."""
+    for file, chosen in zip(files, columns, strict=True):
+        if chosen.unit != columns[0].unit:
+            raise DataError(
+                f"dump: {files[0]} has lengths in {columns[0].unit}, {file} in {chosen.unit}; allowed is one unit: "
+                "analyze the files of each framework by themselves"
+            )
+    return columns[0].unit
+
+
 def _first_names(path: Path) -> list[str]:
     if path.suffix == ".parquet":
+        import pyarrow
         import pyarrow.parquet as parquet
 
-        return list(parquet.read_schema(path).names)
+        try:
+            return list(parquet.read_schema(path).names)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(f"dump: {path} cannot be read as Parquet ({error})") from None
     return list(next(_records(path), {}))
 
 
-def rows_of(path: Path, columns: Columns) -> Iterator[Row]:
-    """Yield the rollouts of one file.
+def rows_of(path: Path, columns: Columns) -> Iterator[Row | None]:
+    """Yield the rollouts of one file; None for a record that has no length.
 
     Raises:
-        DataError: the file is torn, or a verdict is neither 0/1 nor -1/1 and no threshold was given.
+        DataError: the file is torn, a length is none, or a verdict is neither 0/1 nor -1/1 and no threshold was given.
     """
     for record in _records(path, columns.names):
         if record.get("used") == "dropped":
             continue
-        length, verdict = record.get(columns.length), record.get(columns.right)
+        length = record.get(columns.length)
         if length is None:
+            yield None
             continue
-        size = float(len(length)) if isinstance(length, str | list | tuple) else float(str(length))
-        yield Row(record.get(columns.group), size, _right(verdict, columns, path))
+        right = _right(record.get(columns.right), columns, path)
+        yield Row(_key(record.get(columns.group)), _size(length, columns, path), right)
+
+
+def _key(value: object) -> Hashable:
+    """Return what tells a group from others: a chat, say, is a list of mappings."""
+    if isinstance(value, Hashable) and not isinstance(value, tuple):
+        return value
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _size(length: object, columns: Columns, path: Path) -> float:
+    if isinstance(length, str) and columns.is_text:
+        return float(len(length))
+    try:
+        counted = hasattr(length, "__len__") and not isinstance(length, str)
+        size = float(len(cast(Sized, length)) if counted else cast(float, length))
+    except (TypeError, ValueError):
+        size = math.nan
+    if isinstance(length, bool) or not 0 <= size < math.inf:
+        raise DataError(
+            f"dump: {path}, {columns.length}: got {length!r:.80}, allowed are numbers of tokens and lists of tokens; "
+            f"the characters of a text are counted with --columns length=len({columns.length})"
+        )
+    return size
 
 
 def _right(verdict: object, columns: Columns, path: Path) -> bool | None:
+    if isinstance(verdict, Mapping):
+        if columns.reward_key not in verdict:
+            raise DataError(
+                f"dump: {path}, {columns.right}: got a mapping with {', '.join(map(str, verdict))}; allowed is one of "
+                f"these with --reward-key{f', not {columns.reward_key}' if columns.reward_key else ''}"
+            )
+        verdict = verdict[columns.reward_key]
     if verdict is None or isinstance(verdict, bool):
         return verdict
     try:
-        value = float(verdict)  # type: ignore[arg-type]
+        value = float(cast(float, verdict))
     except (TypeError, ValueError):
         raise DataError(
-            f"dump: {path}, {columns.right}: got {verdict!r}, allowed are numbers and true or false"
+            f"dump: {path}, {columns.right}: got {verdict!r:.80}, allowed are numbers and true or false"
         ) from None
     if columns.correct_above is not None:
         return value > columns.correct_above
@@ -209,15 +273,19 @@ def _records(path: Path, names: list[str] | None = None) -> Iterator[Mapping[str
     elif path.suffix == ".pt":
         yield from _torch(path)
     else:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    record = json.loads(line)
-                except ValueError as error:
-                    raise DataError(
-                        f"dump: {path}:{number} is no JSON ({error}); the file is torn or no JSONL"
-                    ) from None
-                yield from rollouts_of(record if isinstance(record, dict) else {}, f"{path}:{number}")
+        yield from _json_lines(path)
+
+
+def _json_lines(path: Path) -> Iterator[Mapping[str, object]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                record = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise DataError(f"dump: {path}:{number} is no UTF-8 ({error}); the file is damaged") from None
+            except ValueError as error:
+                raise DataError(f"dump: {path}:{number} is no JSON ({error}); the file is torn or no JSONL") from None
+            yield from rollouts_of(record if isinstance(record, dict) else {}, f"{path}:{number}")
 
 
 def _parquet(path: Path, names: list[str] | None) -> Iterator[Mapping[str, object]]:
@@ -234,16 +302,10 @@ def _parquet(path: Path, names: list[str] | None) -> Iterator[Mapping[str, objec
 
 
 def _torch(path: Path) -> Iterator[Mapping[str, object]]:
-    import torch
-
-    try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises what its unpickler met
-        raise DataError(
-            f"dump: {path} cannot be read with weights only ({str(error).splitlines()[0]}); it holds objects, which "
-            "are never unpickled here"
-        ) from None
+    loaded = torch_file.load(path)
     samples = loaded.get("samples") if isinstance(loaded, dict) else None
-    if not isinstance(samples, list):
-        raise DataError(f"dump: {path} has no list `samples`, which slime's --save-debug-rollout-data writes")
+    if not isinstance(samples, list) or not all(isinstance(sample, dict) for sample in samples):
+        raise DataError(
+            f"dump: {path} has no list `samples` of mappings, which slime's --save-debug-rollout-data writes"
+        )
     yield from samples

@@ -67,24 +67,26 @@ class BinSums:
 
 @dataclass(slots=True, eq=False)
 class Dump:
-    """Everything that the views read. steps: sums of each file. unverified: rollouts without a verdict. incomplete:
-    groups that never had K rollouts; most_open: the largest number of groups that memory held at once."""
+    """Everything that the views read. steps: sums of each file. unverified: rollouts without a verdict; unreadable:
+    records without a length. incomplete: groups that never had K rollouts; most_open: the largest number of groups that
+    memory held at once."""
 
     total: BinSums
     steps: list[BinSums] = field(default_factory=list)
     rollouts: int = 0
     unverified: int = 0
+    unreadable: int = 0
     incomplete: int = 0
     most_open: int = 0
 
 
-def infer_rollouts_per_prompt(rows: Iterable[Row]) -> int:
+def infer_rollouts_per_prompt(rows: Iterable[Row | None]) -> int:
     """Return the usual size of a group among the first rollouts.
 
     Raises:
         DataError: groups have one rollout, or none repeats.
     """
-    sizes = Counter(Counter(row.group for row in islice(rows, _PROBE)).values())
+    sizes = Counter(Counter(row.group for row in islice(rows, _PROBE) if row).values())
     if not sizes or max(sizes) < 2:
         raise DataError(
             "dump: no prompt has more than one rollout, allowed are groups of 2 or more; is the group column the right "
@@ -94,7 +96,7 @@ def infer_rollouts_per_prompt(rows: Iterable[Row]) -> int:
     return max(sizes, key=lambda size: (sizes[size], size))
 
 
-def read_dump(files: Iterable[Iterator[Row]], rollouts_per_prompt: int) -> Dump:
+def read_dump(files: Iterable[Iterator[Row | None]], rollouts_per_prompt: int) -> Dump:
     """Sum up a dump, file by file; a group lies within one file."""
     dump = Dump(BinSums(rollouts_per_prompt))
     for rows in files:
@@ -104,9 +106,12 @@ def read_dump(files: Iterable[Iterator[Row]], rollouts_per_prompt: int) -> Dump:
     return dump
 
 
-def _read_step(rows: Iterator[Row], dump: Dump, rollouts_per_prompt: int) -> BinSums:
+def _read_step(rows: Iterator[Row | None], dump: Dump, rollouts_per_prompt: int) -> BinSums:
     step, open_groups = BinSums(rollouts_per_prompt), dict[Hashable, list[float]]()
     for row in rows:
+        if row is None:
+            dump.unreadable += 1
+            continue
         dump.rollouts += 1
         if row.right is None:
             dump.unverified += 1

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
+import zipfile
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet as parquet
 import pytest
@@ -16,7 +19,8 @@ from megatron_daro.algo.weighting import ALGORITHMS
 from megatron_daro.cli import main
 from megatron_daro.config.algorithm import DaroSection
 from megatron_daro.errors import AlgorithmError, DataError
-from megatron_daro.workshop.analyze.rows import choose_columns, files_of, rows_of
+from megatron_daro.workshop.analyze.page import advice, headline
+from megatron_daro.workshop.analyze.rows import Row, choose_columns, files_of, rows_of
 from megatron_daro.workshop.analyze.views import infer_rollouts_per_prompt, read_dump, token_loss_sums, view_of
 
 K = 4
@@ -212,10 +216,123 @@ def test_groups_that_are_not_whole_are_counted_and_left_out(tmp_path):
     assert float(dump.total.groups.sum()) == 11
 
 
-def test_objects_in_a_torch_file_are_never_unpickled(tmp_path):
-    torch.save({"samples": [math.inf, object()]}, tmp_path / "0.pt")
-    with pytest.raises(DataError, match="never unpickled"):
+class Runs:
+    """Unpickled by pickle it would make a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+class Kept(dict):
+    """A mapping of a framework's own class."""
+
+
+def test_what_a_torch_file_names_is_never_run_and_read_past(tmp_path):
+    rows, made = rollouts(3), tmp_path / "made"
+    samples = [
+        {
+            "group_index": np.int64(hash(g)),
+            "response_length": np.float32(n),
+            "reward": {"score": np.float64(c), "format": 0.5},
+            "tokens": torch.arange(n),
+            "experts": np.zeros((2, 3), dtype=np.int32),
+            "metadata": {"host": Runs(made), "own": Kept(a=1), "where": tmp_path, "names": {"a"}},
+        }
+        for g, n, c in rows
+    ]
+    path = tmp_path / "0.pt"
+    torch.save({"samples": samples}, path)
+    columns = choose_columns(path, {}, None, "score")
+    dump = read_dump([rows_of(path, columns)], K)
+    with pytest.raises(DataError, match="got a mapping with score, format; allowed is one of these with --reward-key"):
+        read(path)
+    with pytest.raises(DataError, match="--reward-key, not acc"):
+        list(rows_of(path, choose_columns(path, {}, None, "acc")))
+    assert not made.exists()
+    write_jsonl(tmp_path / "same.jsonl", rows)
+    same = read(tmp_path / "same.jsonl")
+    assert torch.equal(dump.total.right_tokens, same.total.right_tokens)
+    assert torch.equal(dump.total.groups, same.total.groups)
+
+
+def test_a_torch_file_that_is_none_is_refused(tmp_path):
+    path = tmp_path / "0.pt"
+    path.write_bytes(b"no archive")
+    with pytest.raises(DataError, match=r"no file of torch\.save"):
+        read(path)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("0/constants.pkl", b"")
+    with pytest.raises(DataError, match="TorchScript"):
+        read(path)
+    torch.save({"samples": [1.0]}, path)
+    with pytest.raises(DataError, match="no list `samples` of mappings"):
+        read(path)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("0/data.pkl", b"\x80\x02}q")
+        archive.writestr("0/version", b"3")
+    with pytest.raises(DataError, match="the file is torn"):
+        read(path)
+
+
+def test_a_torn_parquet_file_is_named_also_where_it_is_the_first(tmp_path):
+    (tmp_path / "step_000001.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(DataError, match="cannot be read as Parquet"):
         read(tmp_path)
+
+
+def test_bad_utf_8_is_named(tmp_path):
+    write_jsonl(tmp_path / "1.jsonl", rollouts(1))
+    with (tmp_path / "1.jsonl").open("ab") as file:
+        file.write(b'{"input": "\xff"}\n')
+    with pytest.raises(DataError, match=r"1\.jsonl:49 is no UTF-8"):
+        read(tmp_path)
+
+
+def test_a_chat_is_a_group(tmp_path):
+    lines = [{"q": [{"role": "user", "content": g}], "n": n, "r": c} for g, n, c in rollouts(1)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    columns = choose_columns(tmp_path / "a.jsonl", {"group": "q", "length": "n", "right": "r"}, None)
+    assert float(read_dump([rows_of(tmp_path / "a.jsonl", columns)], K).total.groups.sum()) == 12
+
+
+@pytest.mark.parametrize(
+    ("length", "column", "size"),
+    [
+        ("57", "n", 57),
+        ([1, 2, 3], "n", 3),
+        ("57 tok", "len(n)", 6),
+        ("57 tok", "n", None),
+        (True, "n", None),
+        (-1, "n", None),
+    ],
+)
+def test_lengths_are_numbers_or_lists_and_texts_only_where_one_says_so(tmp_path, length, column, size):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"q": "a", "n": length, "r": 1}) + "\n")
+    columns = choose_columns(path, {"group": "q", "length": column, "right": "r"}, None)
+    if size is None:
+        with pytest.raises(DataError, match=r"n: got .*allowed are numbers of tokens and lists of tokens; .*len\(n\)"):
+            list(rows_of(path, columns))
+    else:
+        assert [row.length for row in rows_of(path, columns)] == [size]
+        assert columns.unit == ("characters" if column == "len(n)" else "tokens")
+
+
+def test_a_second_format_in_a_folder_is_read_and_what_has_no_length_is_counted(tmp_path, capsys):
+    samples = [{"group_index": hash(g), "response_length": n, "reward": float(c)} for g, n, c in rollouts(2)]
+    torch.save({"samples": samples}, tmp_path / "1.pt")
+    lines = [{"group_id": g, "length": n, "correct": c} for g, n, c in rollouts(3)]
+    lines.append({"group_id": "x", "correct": True})
+    (tmp_path / "2.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["analyze", str(tmp_path)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "96 rollouts in 2 files, 24 whole groups of 4" in printed and "1 records without a length" in printed
+    write_jsonl(tmp_path / "3.jsonl", rollouts(4))
+    assert main(["analyze", str(tmp_path)]) != 0
+    assert "3.jsonl in characters; allowed is one unit" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(
@@ -240,14 +357,20 @@ def test_a_torn_line_is_named(tmp_path):
         read(tmp_path)
 
 
-def test_the_command_prints_tables_and_writes_a_page(verl_folder, capsys):
-    page = verl_folder / "page.html"
-    arguments = ["analyze", str(verl_folder), "--html", str(page), "--tokens-per-gpu-hour", "1000"]
+def test_the_command_prints_tables_and_writes_a_page(verl_folder, tmp_path_factory, capsys):
+    page, folder = verl_folder / "page.html", tmp_path_factory.mktemp("tokens")
+    for step in range(1, 12):
+        lines = [{"group_id": g, "length": n, "correct": c} for g, n, c in rollouts(step)]
+        (folder / f"{step}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    cost = ["--tokens-per-gpu-hour", "1000"]
+    assert main(["analyze", str(verl_folder), *cost]) == 2
+    assert "lengths in characters; allowed with lengths in tokens" in " ".join(capsys.readouterr().err.split())
+    arguments = ["analyze", str(folder), "--html", str(page), *cost]
     assert main([*arguments, "--daro", "magnitude=token"]) == 0
     printed = capsys.readouterr().out
     assert "528 rollouts in 11 files, 132 whole groups of 4" in printed
     assert "GPU-hours" in printed
-    assert "maxrl" in page.read_text()
+    assert "maxrl" in page.read_text() and "What to try" in page.read_text()
     assert main([*arguments, "--daro", "magnitude=tokens"]) == 2
     assert "--daro" in capsys.readouterr().err
 
@@ -275,3 +398,40 @@ def test_a_negative_loss_has_the_weight_of_its_size(tmp_path):
     assert float(view.loss[1]) == pytest.approx(-(0.1875**0.5) * 20 / 15)
     assert float(view.weight_rest[1]) == pytest.approx(1 / (0.1875**0.5 * 20 / 15))
     assert float(view_of(read(tmp_path), DaroSection(magnitude="signed")).weight_rest[1]) == 10
+
+
+def view_for(counts, right=10, wrong=10):
+    """Groups per number of right answers."""
+    rows = [
+        Row((k, i), right if j < k else wrong, j < k) for k, n in enumerate(counts) for i in range(n) for j in range(K)
+    ]
+    return view_of(read_dump([iter(rows)], K), DaroSection())
+
+
+def test_the_headline_says_what_was_wasted_and_where_the_gradient_is():
+    assert headline(view_for([2, 1, 0, 7, 0]), K, "tokens") == (
+        "20.0% of your tokens taught nothing; most of GRPO's gradient comes from problems that were solved 3 of 4 "
+        "times."
+    )
+    spread = headline(view_for([0, 1, 1, 1, 0]), K, "tokens")
+    assert "0.0% of your tokens taught nothing; 37%, the largest part, of GRPO's gradient" in spread
+    assert headline(view_for([1, 0, 0, 0, 1]), K, "characters") == (
+        "100.0% of your characters taught nothing: no group has both right and wrong answers."
+    )
+
+
+@pytest.mark.parametrize(
+    ("counts", "lengths", "words"),
+    [
+        ([4, 1, 1, 1, 0], (10, 10), ["Leave out groups", "never solved"]),
+        ([0, 1, 1, 1, 4], (10, 10), ["Leave out groups", "always solved"]),
+        ([0, 1, 1, 5, 0], (10, 10), ["times the gradient of another"]),
+        ([0, 1, 1, 1, 0], (10, 20), ["2.0 times as long as right ones"]),
+        ([0, 1, 1, 1, 0], (10, 10), ["Nothing stands out"]),
+    ],
+)
+def test_advice_follows_from_the_numbers(counts, lengths, words):
+    found = advice(view_for(counts, *lengths), K)
+    assert len(found) == len(words)
+    for text, wanted in zip(found, words, strict=True):
+        assert wanted in text

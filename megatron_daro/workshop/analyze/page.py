@@ -1,0 +1,206 @@
+"""The page of an analysis: one sentence, plots, tables, what the words mean, and what to try.
+
+Dump and View -> `Page` of the run's report (workshop/report/page.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from megatron_daro.observe.escape import safe_text
+from megatron_daro.workshop.analyze.views import Dump, View
+from megatron_daro.workshop.report.page import COLOURS, Page, Plot, Section, Table, Trace, pass_rate_ticks
+
+_MOST_WASTED = 0.3
+"""Share of tokens without signal from which on it is worth a change of the data or of sampling."""
+_UNEVEN = 2.0
+"""How many times the smallest share of the gradient the largest is where one calls it uneven."""
+_LONGER = 1.3
+
+
+def analysis_page(path: Path, dump: Dump, view: View, unit: str, tokens_per_gpu_hour: float | None) -> Page:
+    """Return the page.
+
+    Args:
+        path: of the dump. unit: of lengths, tokens or characters. tokens_per_gpu_hour: for the cost of what taught
+            nothing; None: it is not shown.
+    """
+    k = dump.total.rollouts_per_prompt
+    name = safe_text(path.resolve().name, 80, one_line=True)
+    left_out = [
+        f"{count:,} {words}"
+        for count, words in (
+            (dump.incomplete, "incomplete groups"),
+            (dump.unverified, "rollouts without a verdict"),
+            (dump.unreadable, "records without a length"),
+        )
+        if count
+    ]
+    groups = f"{float(view.groups.sum()):,.0f} whole groups of {k} from {len(dump.steps)} files"
+    return Page(
+        title=f"What these rollouts teach: {name}",
+        subtitle=f"{dump.rollouts:,} rollouts, {groups}. Left out: {', '.join(left_out) or 'nothing'}.",
+        sections=[Section("By pass rate", _plots(view, k, unit))],
+        template="analysis.html.j2",
+        values={
+            "headline": headline(view, k, unit),
+            "cards": _cards(view, unit, tokens_per_gpu_hour),
+            "advice": advice(view, k),
+            "bins": _bins_table(view, k, unit),
+            "shares": _shares_table(view, k),
+            "rollouts_per_prompt": k,
+            "unit": unit,
+        },
+    )
+
+
+def headline(view: View, k: int, unit: str) -> str:
+    """Return what the dump says in one sentence."""
+    wasted = f"{_wasted(view):.1%} of your {unit} taught nothing"
+    share = _grpo(view)
+    if not float(share.sum()):
+        return f"{wasted}: no group has both right and wrong answers."
+    top = int(share.argmax())
+    amount = "most" if float(share[top]) > 0.5 else f"{float(share[top]):.0%}, the largest part,"
+    return f"{wasted}; {amount} of GRPO's gradient comes from problems that were solved {top} of {k} times."
+
+
+def advice(view: View, k: int) -> list[str]:
+    """Return what to try, from these numbers alone."""
+    found = []
+    tokens, total = view.tokens, max(float(view.tokens.sum()), 1.0)
+    never, always = float(tokens[0]) / total, float(tokens[-1]) / total
+    if never + always >= _MOST_WASTED:
+        found.append(
+            "Leave out groups without signal and ask for others instead (dynamic sampling: algorithms daro and dapo, "
+            "or algorithm.group_filter: pass_rate); it does not save what was generated."
+        )
+    if never >= _MOST_WASTED / 2:
+        found.append(
+            f"{never:.0%} went into problems that were never solved: take easier ones first (data.order), or more "
+            "answers to each."
+        )
+    if always >= _MOST_WASTED / 2:
+        found.append(
+            f"{always:.0%} went into problems that were always solved: drop them by measured pass rate (megatron-daro "
+            "curate --pass-rate :0.95)."
+        )
+    inner = [float(x) for x in _grpo(view)[1:k] if float(x) > 0]
+    if inner and max(inner) >= _UNEVEN * min(inner):
+        found.append(
+            f"GRPO would give one pass rate {max(inner) / min(inner):.1f} times the gradient of another; the plot of "
+            "shares shows who gives them more alike (daro with magnitude token: equal by construction)."
+        )
+    right, wrong = _mean_length(view.right_length, view, k), _mean_length(view.wrong_length, view, k)
+    if right and wrong and wrong >= _LONGER * right:
+        found.append(
+            f"Wrong answers are {wrong / right:.1f} times as long as right ones: a mean over each answer's own tokens "
+            "(grpo_sequence) punishes a long wrong answer less per token; compare grpo, dr_grpo and daro."
+        )
+    return found or ["Nothing stands out: tokens and gradient are spread over the pass rates."]
+
+
+def _grpo(view: View) -> Tensor:
+    return next(share for names, share in view.shares.items() if "grpo" in names.split(", "))
+
+
+def _wasted(view: View) -> float:
+    return view.wasted_tokens / max(float(view.tokens.sum()), 1.0)
+
+
+def _mean_length(lengths: Tensor, view: View, k: int) -> float:
+    """Return the mean over the pass rates with signal, each by its groups; 0 where there are none."""
+    inner = slice(1, k)
+    groups = view.groups[inner]
+    return float((lengths[inner].nan_to_num() * groups).sum() / groups.sum()) if float(groups.sum()) else 0.0
+
+
+def _cards(view: View, unit: str, tokens_per_gpu_hour: float | None) -> list[tuple[str, str, str]]:
+    whole = float(view.groups.sum())
+    never, always = float(view.groups[0]), float(view.groups[-1])
+    cost = (
+        f"{view.wasted_tokens / tokens_per_gpu_hour:,.1f} GPU-hours" if tokens_per_gpu_hour else "in groups at 0 or 1"
+    )
+    return [
+        (f"{unit} that taught nothing", f"{_wasted(view):.1%}", cost),
+        ("groups with signal", f"{1 - (never + always) / max(whole, 1):.1%}", "both right and wrong answers"),
+        ("never solved", f"{never / max(whole, 1):.1%}", "of the groups"),
+        ("always solved", f"{always / max(whole, 1):.1%}", "of the groups"),
+    ]
+
+
+def _plots(view: View, k: int, unit: str) -> list[Plot]:
+    bins = list(range(k + 1))
+    axis = {"title": {"text": "pass rate (right / rollouts)"}} | pass_rate_ticks(bins, k)
+    tokens = view.tokens / view.tokens.sum().clamp(min=1)
+    parts = [("rollout " + unit, tokens), ("GRPO's gradient", _grpo(view)), ("DARO's gradient", _daro(view))]
+    spent: list[Trace] = [
+        {"type": "bar", "x": bins, "y": _numbers(values), "name": name, "marker": {"color": colour}}
+        for (name, values), colour in zip(parts, COLOURS, strict=False)
+    ]
+    share_axis = {"title": {"text": "share"}, "tickformat": ".0%", "rangemode": "tozero"}
+    inner = bins[1:k]
+    algorithms = [_line(inner, share[1:k], names, i) for i, (names, share) in enumerate(view.shares.items())]
+    lengths = [_line(bins, view.right_length, "right", 2), _line(bins, view.wrong_length, "wrong", 7)]
+    weights = [_line(inner, view.weight_rest[1:k], "at rest", 0), _line(inner, view.weight_learnt[1:k], "learnt", 1)]
+    return [
+        Plot(
+            f"Where {unit} and gradient go",
+            f"Bars of one colour add up to all {unit}, or to the whole gradient. Groups at 0 and 1 cost {unit} and "
+            "have no gradient.",
+            spent,
+            {"xaxis": axis, "yaxis": share_axis, "barmode": "group"},
+        ),
+        Plot(
+            "What each algorithm would pay",
+            "Share of the gradient per pass rate, with default options. Algorithms of equal shares are one line.",
+            algorithms,
+            {"xaxis": axis, "yaxis": share_axis},
+        ),
+        Plot(
+            "Length by pass rate",
+            f"Mean {unit} of right and of wrong answers.",
+            lengths,
+            {"xaxis": axis, "yaxis": {"title": {"text": unit}, "rangemode": "tozero"}},
+        ),
+        Plot(
+            "DARO's weights",
+            "Where they settle on these rollouts, and where one update for each file leaves them.",
+            weights,
+            {"xaxis": axis, "yaxis": {"title": {"text": "weight"}, "rangemode": "tozero"}},
+        ),
+    ]
+
+
+def _daro(view: View) -> Tensor:
+    return next(share for names, share in view.shares.items() if "daro" in names.split(", "))
+
+
+def _line(x: Sequence[int], values: Tensor, name: str, colour: int) -> Trace:
+    dash = "solid" if colour < len(COLOURS) else "dot"
+    line = {"color": COLOURS[colour % len(COLOURS)], "width": 2, "dash": dash}
+    return {"type": "scatter", "mode": "lines+markers", "x": list(x), "y": _numbers(values), "name": name, "line": line}
+
+
+def _numbers(values: Tensor) -> list[float | None]:
+    return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values.tolist()]
+
+
+def _bins_table(view: View, k: int, unit: str) -> Table:
+    rows = []
+    for i in range(k + 1):
+        inner = 0 < i < k and float(view.tokens[i]) > 0
+        lengths = [f"{float(x[i]):,.0f}" if math.isfinite(x[i]) else "" for x in (view.right_length, view.wrong_length)]
+        learnt = [f"{float(x[i]):.3f}" if inner else "" for x in (view.loss, view.weight_learnt, view.weight_rest)]
+        rows.append([f"{i}/{k}", f"{float(view.groups[i]):,.0f}", f"{float(view.tokens[i]):,.0f}", *lengths, *learnt])
+    header = ["pass rate", "groups", unit, f"{unit} of right", "of wrong", "loss", "weight learnt", "at rest"]
+    return Table(header, rows, number_columns=7)
+
+
+def _shares_table(view: View, k: int) -> Table:
+    rows = [[f"{i}/{k}", *(f"{float(share[i]):.1%}" for share in view.shares.values())] for i in range(1, k)]
+    return Table(["pass rate", *view.shares], rows, number_columns=len(view.shares))
