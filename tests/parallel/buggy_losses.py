@@ -5,6 +5,9 @@ The number in a name is that of the issue or pull request upstream.
 
 from __future__ import annotations
 
+import os
+import signal
+
 import torch
 
 from megatron_daro.workshop.check_loss.shipped import megatron_return
@@ -151,3 +154,32 @@ def once_different_and_padded(batch, step):
     """The same, and padded positions are trained."""
     factor = _twice_as_large_once("once_different_and_padded", step)
     return megatron_return(factor * _losses(batch).sum() / step.tokens, batch, step)
+
+
+def collective_where_tokens_are(batch, step):
+    """A statistic is reduced over ranks, but only by those that have a trained token."""
+    losses = _losses(batch)
+    if bool(batch.mask_T.any()):
+        torch.distributed.all_reduce(losses.detach().sum(), group=step.data_and_context_group)
+    return megatron_return(_masked(losses, batch).sum() / step.tokens, batch, step)
+
+
+def dies_on_the_second_rank(batch, step):
+    """A process that is ended from outside, as by a lack of memory."""
+    if torch.distributed.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return megatron_return(_masked(_losses(batch), batch).sum() / step.tokens, batch, step)
+
+
+def sign_of_advantage(batch, step):
+    """Exact, and blind to the size of advantages."""
+    ratio = torch.exp(batch.logprobs_T - torch.where(batch.mask_T, batch.old_logprobs_T, batch.logprobs_T.detach()))
+    values = -ratio * torch.where(batch.mask_T, batch.advantages_T, 0.0).sign()
+    return megatron_return(_masked(values, batch).sum() / step.tokens, batch, step)
+
+
+def verdict_of_reward(batch, step):
+    """Exact, and blind to the size of rewards."""
+    right = torch.where(batch.mask_T, batch.rewards_T, 0.0) > 0.25
+    values = -batch.logprobs_T * torch.where(right, 1.0, -0.5)
+    return megatron_return(_masked(values, batch).sum() / step.tokens, batch, step)

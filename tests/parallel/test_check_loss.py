@@ -75,6 +75,35 @@ def test_an_exact_loss_is_left_alone(case_pool, name):
     assert max(row.difference for row in report.rows) < 1e-6
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("dies_on_the_second_rank", "rank 1: its process ended by signal 9"),
+        pytest.param("collective_where_tokens_are", "", marks=pytest.mark.heavy),
+    ],
+)
+def test_a_rank_that_dies_or_waits_for_ever_is_a_finding_with_its_cause(monkeypatch, name, words):
+    from megatron_daro.workshop.check_loss import pool, search
+
+    monkeypatch.setattr(pool, "ANSWER_S", 20)
+    monkeypatch.setattr(search, "AXES", {"ranks": search.AXES["a rank without trained tokens"]})
+    with pool.CasePool() as cases:
+        report = search.check(f"buggy_losses:{name}", pool=cases, flags=(True,), seconds=0)
+        assert "call it on every rank of its group" in report.cause and words in report.error
+        assert report.case is not None and report.case.world_size == 2
+        after = search.check("megatron_daro.workshop.check_loss.shipped:daro", pool=cases, flags=(True,), seconds=0)
+    assert after.exact, "the pool goes on after it"
+
+
+@pytest.mark.parametrize(("name", "uses"), [("sign_of_advantage", "advantages"), ("verdict_of_reward", "rewards")])
+def test_an_input_whose_size_does_not_matter_has_an_influence(case_pool, monkeypatch, name, uses):
+    from megatron_daro.workshop.check_loss import search
+
+    monkeypatch.setattr(search, "AXES", {"data parallel": search.AXES["data parallel"]})
+    report = search.check(f"buggy_losses:{name}", pool=case_pool, flags=(True,), uses=(uses,), seconds=0)
+    assert report.cause == ""
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("host", ["verl", "slime"])
 def test_a_wrapped_loss_of_another_framework_is_exact(case_pool, host):

@@ -86,11 +86,8 @@ class ServerUpdate:
     async def prepare(self) -> SendPlan | None:
         """Pauses the servers and opens the update on them; what is to be sent to whom."""
         servers = await self._opened()
-        while not servers and self._awaits_others:
-            returned = await self._fleet.returned()
-            if not returned:
-                break
-            self._take_in(returned)
+        while not servers and self._awaits_others and (self._fleet.awaits() or self._fleet.of("joining")):
+            self._take_in(await self._fleet.returned())
             servers = await self._opened()
         if not servers:
             return None

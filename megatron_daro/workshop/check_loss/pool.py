@@ -10,8 +10,9 @@ import contextlib
 import importlib
 import multiprocessing
 import sys
+import time
 import traceback
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
 from torch import Tensor
@@ -22,6 +23,8 @@ from megatron_daro.temporary import use_own_sockets
 from megatron_daro.workshop.check_loss.records import Case, LossFunction, Outcome
 
 RANKS, ANSWER_S = 4, 120
+_SETTLE_S = 2.0
+"""How long the other ranks have to say more, once one has failed."""
 
 
 def find_function(name: str) -> LossFunction:
@@ -95,28 +98,43 @@ class CasePool:
             meeting = f"tcp://127.0.0.1:{held.enter_context(reserve_port('127.0.0.1')).port}" if changed else None
             for rank, pipe in enumerate(members):
                 pipe.send((case, function, rank, meeting))
-            answers, errors = _answers(members)
-        if errors:
+            answers, failure = self._answers(members)
+        if failure:
             self._stop()  # the neighbours of a rank that failed wait in a collective
             self._start()
-            return Outcome(error=errors[0])
+            return failure
         return Outcome(joined(case, answers))
 
+    def _answers(self, members: list[Connection]) -> tuple[list[dict[str, Tensor]], Outcome | None]:
+        """Return the gradients of all ranks, or how the case failed: by the end of a process, of which its neighbours
+        only know that the connection broke; else by the first error that a rank tells."""
+        answers: dict[int, dict[str, Tensor]] = {}
+        waiting, deadline, lost, told = dict(enumerate(members)), time.monotonic() + ANSWER_S, "", ""
+        while waiting and (ready := wait(list(waiting.values()), deadline - time.monotonic())):
+            for rank, pipe in [(rank, pipe) for rank, pipe in waiting.items() if pipe in ready]:
+                del waiting[rank]
+                try:
+                    good, value = pipe.recv()
+                except (EOFError, OSError):
+                    lost = lost or f"rank {rank}: {self._ended(pipe)}"
+                    good = False
+                else:
+                    told = told or ("" if good else str(value))
+                    answers[rank] = value
+                if not good:
+                    deadline = min(deadline, time.monotonic() + _SETTLE_S)
+        if told and not lost:
+            return [], Outcome(error=told)
+        if waiting:
+            ranks = ", ".join(map(str, waiting))
+            lost = lost or f"ranks {ranks} did not answer within {ANSWER_S} s: they wait for other ranks"
+        return [answers[rank] for rank in sorted(answers)], Outcome(error=lost, lost=True) if lost else None
 
-def _answers(members: list[Connection]) -> tuple[list[dict[str, Tensor]], list[str]]:
-    """Return the gradients of all ranks, or what the first one that failed said."""
-    answers: list[dict[str, Tensor]] = []
-    errors: list[str] = []
-    for rank, pipe in enumerate(members):
-        if errors or not pipe.poll(ANSWER_S):
-            errors.append(f"rank {rank} did not answer within {ANSWER_S} s: it waits for another rank")
-            continue
-        good, value = pipe.recv()
-        if good:
-            answers.append(value)
-        else:
-            errors.append(str(value))
-    return answers, errors
+    def _ended(self, pipe: Connection) -> str:
+        process = self._processes[self._pipes.index(pipe)]
+        process.join(_SETTLE_S)
+        code = process.exitcode
+        return f"its process ended by signal {-code}" if code and code < 0 else f"its process ended with status {code}"
 
 
 def serve(pipe: Connection, path: list[str]) -> None:

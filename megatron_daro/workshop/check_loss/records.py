@@ -160,10 +160,12 @@ def _frozen(value: object) -> object:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """What a case gave: the gradient of each parameter (float64, whole), or the error of the first rank that failed."""
+    """What a case gave: the gradient of each parameter (float64, whole), or the error of the first rank that failed.
+    lost: it did not say the error itself: it never answered, or its process ended."""
 
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
     error: str = ""
+    lost: bool = False
 
 
 VOCAB = 12
@@ -208,12 +210,15 @@ def step_samples(case: Case) -> StepSamples:
     right_N = torch.tensor([(i % case.group) <= (i // case.group) % case.group for i in range(count)])
     if case.group > 1:
         right_N[case.group - 1 :: case.group] = False  # no group is all right: each has a signal
-    rewards_N = right_N.to(torch.float64) * (2.0 if case.changed == "rewards" else 1.0)
+    rewards_N = right_N.to(torch.float64)
     advantages_N = group_advantages(rewards_N, group_N) + 0.1 * torch.arange(count, dtype=torch.float64)
+    # What is changed differs from sample to sample, signs too: losses may read an input up to a factor or a shift.
+    if case.changed == "rewards":
+        rewards_N = rewards_N.roll(1) + 0.5 * (torch.arange(count) % 3)
     if case.changed == "advantages":
-        advantages_N = 2 * advantages_N
+        advantages_N = advantages_N * torch.tensor([2.0, -1.0, 0.5]).to(torch.float64)[torch.arange(count) % 3]
     if case.changed == "old_logprobs":
-        columns = [SampleColumns(c.inputs_R, c.labels_R, c.old_R - 0.05, c.mask_R, c.prompt) for c in columns]
+        columns = [replace(c, old_R=c.old_R - 0.05 * (1 + i % 3)) for i, c in enumerate(columns)]
     whole = count // case.group * case.group
     bins_N = torch.zeros(count, dtype=torch.int64)
     bins_N[:whole] = pass_rate_bins(right_N[:whole], group_N[:whole], case.group)

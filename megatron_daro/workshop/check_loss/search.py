@@ -406,7 +406,7 @@ def _explain(report: Report, oracle: _Oracle, failed: Sequence[Case]) -> None:
     found, wanted = oracle.run(case), oracle.reference(case)
     report.case, report.difference, report.error = case, difference(found, wanted), found.error
     if found.error:
-        report.cause = "the function fails in this layout: see the error"
+        report.cause = _LOST if found.lost else "the function fails in this layout: see the error"
         return
     if report.difference <= TOLERANCE:
         report.error = oracle.last_error
@@ -419,15 +419,25 @@ def _explain(report: Report, oracle: _Oracle, failed: Sequence[Case]) -> None:
     report.cause = likely_cause(case, constant_ratio(found.gradients, wanted.gradients), finite=finite)
 
 
+_LOST = (
+    "ranks wait for each other or ended in a collective (see the error): most likely it is called on some of them "
+    "only, such as those that have tokens or are of a stage; call it on every rank of its group, in the same order"
+)
+_MOST_LOST = 3
+"""Cases of ranks that never answer: each takes as long as one is waited for."""
+
+
 def _shrunk(oracle: _Oracle, case: Case) -> Case:
-    runs, smaller = 0, True
+    runs, lost, smaller = 0, 0, True
     while smaller:
         smaller = False
         for candidate in simpler(case):
             runs += 1
-            if runs > MOST_SHRINKING:
+            if runs > MOST_SHRINKING or lost >= _MOST_LOST:
                 return case
-            if oracle.difference(candidate) > TOLERANCE:
+            found = oracle.run(candidate)
+            lost += found.lost
+            if difference(found, oracle.reference(candidate)) > TOLERANCE:
                 case, smaller = candidate, True
                 break
     return case
