@@ -285,12 +285,18 @@ def token_objective(
         loss_T=loss_T,
         kl_T=kl_T,
         entropy_T=entropies_T,
-        regularizer_T=settings.kl_coefficient * kl_T - settings.entropy_coefficient * entropies_T,
+        regularizer_T=_weighted(settings.kl_coefficient, kl_T) - _weighted(settings.entropy_coefficient, entropies_T),
         segment_losses_M=segment_sums(loss_T, *where),
         segment_sums_M=_measured(loss_T, logprobs_T if gradient_squares else None, advantages_T, where),
         sums={name: _masked_sum(values_T, kept_T) for name, values_T in sums.items()},
         maxima=maxima,
     )
+
+
+def _weighted(coefficient: float, term_T: Tensor) -> Tensor:
+    """Return a term times its coefficient. Without one no gradient goes back, not even zeros: those of the entropy
+    would cost the backward pass of the output layer one more product."""
+    return coefficient * (term_T if coefficient else term_T.detach())
 
 
 def _select(kept_T: Tensor, values_T: Tensor) -> Tensor:

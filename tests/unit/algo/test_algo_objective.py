@@ -396,3 +396,15 @@ def test_refuses_settings_out_of_range(options, field):
 def test_the_ends_of_the_settings_are_allowed():
     ObjectiveSettings(correction_low=0.0, correction_high=1.0, correction_cap=0.5)
     ObjectiveSettings(correction_low=1.0)
+
+
+@pytest.mark.parametrize(("coefficient", "has_gradient"), [(0.0, False), (0.01, True)])
+def test_without_a_coefficient_nothing_goes_back_through_the_entropy(coefficient, has_gradient):
+    """Zeros would cost as much as a gradient: what computes the entropy takes the dearer branch for them."""
+    tokens = Tokens()
+    tokens.entropy = tokens.entropy.clone().requires_grad_()
+    logprobs = tokens.logprobs.clone().requires_grad_()
+    objective = tokens.objective(ObjectiveSettings(entropy_coefficient=coefficient), logprobs=logprobs)
+    (objective.segment_losses_M.sum() + objective.regularizer_T.sum()).backward()
+    assert (tokens.entropy.grad is not None) is has_gradient
+    assert logprobs.grad is not None and bool(logprobs.grad.any())
