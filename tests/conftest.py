@@ -6,8 +6,10 @@ them.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
+import time
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -31,6 +33,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 hypothesis.settings.register_profile("suite", deadline=None)
 hypothesis.settings.load_profile("suite")
 
+_STARTED = time.monotonic()
 HERE = Path(__file__).parent
 FOLDERS = ("unit", "golden", "contract", "plugins", "sglang", "fault", "e2e", "slurm", "parallel", "gpu")
 """In the order in which they run: a wrong formula shows in seconds, before anything slow begins; many short files come
@@ -44,8 +47,19 @@ def folder_of(path: Path) -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """--heavy."""
+    """--heavy, and for how long."""
     parser.addoption("--heavy", action="store_true", help="also run the tests that are marked heavy")
+    parser.addoption(
+        "--heavy-minutes", type=float, default=math.inf, help="heavy tests that would begin later than this are skipped"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a heavy test whose time is over, before its fixtures are made: on a slow machine all the others still run."""
+    minutes = item.config.getoption("--heavy-minutes")
+    if item.get_closest_marker("heavy") and time.monotonic() - _STARTED > 60 * minutes:
+        pytest.skip(f"heavy: the {minutes:g} minutes in which such tests begin are over")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

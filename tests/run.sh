@@ -5,6 +5,7 @@
 #   bash tests/run.sh --quick                  lint, format, types, unit and golden tests: before every commit
 #   bash tests/run.sh --all                    also the heavy proofs: tests marked heavy, tests/parallel under a second
 #                                              Megatron-core, and tests/plugins in the environment of verl
+#                                              (MEGATRON_DARO_HEAVY_MINUTES=N: those that would begin later are skipped)
 #   bash tests/run.sh tests/unit -k packing    arguments go to pytest; lint, format and types run as well
 #
 # Uses the virtual environment that is active, else .venv, which it makes. Packages are installed only when the
@@ -93,6 +94,10 @@ wait_for_sglang() {
 
 # The heavy proofs, each with a results file of its own.
 heavy_proofs() {
+    if [ -n "${MEGATRON_DARO_HEAVY_MINUTES:-}" ] && [ "$SECONDS" -gt $((60 * MEGATRON_DARO_HEAVY_MINUTES)) ]; then
+        printf '\nskipped: second megatron, host verl: %s minutes are over\n' "$MEGATRON_DARO_HEAVY_MINUTES"
+        return
+    fi
     second_results=$(mktemp)
     export MEGATRON_DARO_SECOND=${MEGATRON_DARO_SECOND:-$PWD/.venv-second-megatron}
     PYTEST_ADDOPTS="--junitxml=$second_results" stage "second megatron" bash tests/second_megatron.sh
@@ -145,10 +150,10 @@ summarize() {
 
 # Sets `tier` (quick, default, all or chosen) and `pytest_arguments`.
 choose_tier() {
-    local two_processes=(-n 2 --no-loadscope-reorder)
+    local two_processes=(-n 2 --no-loadscope-reorder) heavy_minutes=${MEGATRON_DARO_HEAVY_MINUTES:-}
     case "${1:-}" in
         '') tier=default pytest_arguments=("${two_processes[@]}") ;;
-        --all) tier=all pytest_arguments=("${two_processes[@]}" --heavy) ;;
+        --all) tier=all pytest_arguments=("${two_processes[@]}" --heavy ${heavy_minutes:+--heavy-minutes "$heavy_minutes"}) ;;
         --quick) tier=quick pytest_arguments=("${two_processes[@]}" tests/unit tests/golden) ;;
         *) tier=chosen pytest_arguments=("$@") ;;
     esac

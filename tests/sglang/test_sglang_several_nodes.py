@@ -20,6 +20,7 @@ CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 def test_a_server_in_two_parts_has_the_policys_weights_and_dies_as_one(tiny, tmp_path, pool):
     pool.down()
     sglang = cpu_servers(env={**SERVER_ENVIRONMENT, **CORES}, sync="distributed", tensor_parallel=2, nodes=2)
+    sglang["max_restarts"] = 0  # else the run would wait until it is back
     changes = {
         "engine": {"kind": "sglang", "replicas": 1, "sglang": sglang},
         "rollout": {"max_refill_rounds": 20},

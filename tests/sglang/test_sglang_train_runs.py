@@ -26,10 +26,10 @@ def config(tiny, tmp_path, pool):
     sglang = cpu_servers(sync="distributed", stall_timeout_s=60, sync_timeout_s=120, request_timeout_s=120)
     pool.down()
 
-    def write(**sections):
+    def write(max_restarts=20, **sections):
         # What servers sample is not the same twice: with few rounds the filter can leave a batch smaller than asked.
         changes = {
-            "engine": {"kind": "sglang", "replicas": 2, "sglang": sglang},
+            "engine": {"kind": "sglang", "replicas": 2, "sglang": sglang | {"max_restarts": max_restarts}},
             "rollout": {"max_refill_rounds": 20},
         }
         return tiny.write_config(tmp_path / "sglang.yaml", changes | sections)
@@ -73,9 +73,10 @@ def test_a_run_outlives_the_kill_of_a_server(config, tmp_path, record_property):
 
 
 @pytest.mark.heavy
-def test_a_stale_run_gets_its_server_back_and_ends_when_all_are_gone(config, tmp_path, record_property):
+def test_a_stale_run_gets_its_servers_back_and_ends_when_none_may_be_started_again(config, tmp_path, record_property):
     began, run_dir = time.monotonic(), tmp_path / "run"
     path = config(
+        max_restarts=1,
         trainer={"steps": 100000, "save_every_steps": 0},
         rollout={"prompts_per_step": 4, "rollouts_per_prompt": 4, "max_response_tokens": 4}
         | {"max_staleness": 1, "keep_surplus": True, "oversampling": 1.5},
@@ -86,6 +87,11 @@ def test_a_stale_run_gets_its_server_back_and_ends_when_all_are_gone(config, tmp
         servers(run)[0].kill()
         run.wait_until(lambda: latest(run_dir)["engine/servers"] == 1, "step with one server")
         run.wait_until(lambda: latest(run_dir)["engine/servers"] == 2, "step with both again", START_LIMIT_S)
+        before = last_step(run_dir)
+        for process in servers(run):
+            process.kill()
+        # The first has used up its restarts; the run waits for the second, and goes on with it.
+        run.wait_until(lambda: last_step(run_dir) > before + 1, "a step after all were gone", START_LIMIT_S)
         for process in servers(run):
             process.kill()
         finished = run.finish()
