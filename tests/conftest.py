@@ -56,7 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a heavy test whose time is over, before its fixtures are made: on a slow machine all the others still run."""
+    """Skip a heavy test whose time is over, before its fixtures are made: on a slow machine the others still run."""
     minutes = item.config.getoption("--heavy-minutes")
     if item.get_closest_marker("heavy") and time.monotonic() - _STARTED > 60 * minutes:
         pytest.skip(f"heavy: the {minutes:g} minutes in which such tests begin are over")
