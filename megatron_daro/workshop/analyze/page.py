@@ -61,7 +61,7 @@ def analysis_page(path: Path, dump: Dump, view: View, unit: str, tokens_per_gpu_
 def headline(view: View, k: int, unit: str) -> str:
     """Return what the dump says in one sentence."""
     wasted = f"{_wasted(view):.1%} of your {unit} taught nothing"
-    share = _grpo(view)
+    share = _share(view, "grpo")
     if not float(share.sum()):
         return f"{wasted}: no group has both right and wrong answers."
     top = int(share.argmax())
@@ -89,7 +89,7 @@ def advice(view: View, k: int) -> list[str]:
             f"{always:.0%} went into problems that were always solved: drop them by measured pass rate (megatron-daro "
             "curate --pass-rate :0.95)."
         )
-    inner = [float(x) for x in _grpo(view)[1:k] if float(x) > 0]
+    inner = [float(x) for x in _share(view, "grpo")[1:k] if float(x) > 0]
     if inner and max(inner) >= _UNEVEN * min(inner):
         found.append(
             f"GRPO would give one pass rate {max(inner) / min(inner):.1f} times the gradient of another; the plot of "
@@ -104,8 +104,8 @@ def advice(view: View, k: int) -> list[str]:
     return found or ["Nothing stands out: tokens and gradient are spread over the pass rates."]
 
 
-def _grpo(view: View) -> Tensor:
-    return next(share for names, share in view.shares.items() if "grpo" in names.split(", "))
+def _share(view: View, algorithm: str) -> Tensor:
+    return next(share for names, share in view.shares.items() if algorithm in names.split(", "))
 
 
 def _wasted(view: View) -> float:
@@ -137,7 +137,11 @@ def _plots(view: View, k: int, unit: str) -> list[Plot]:
     bins = list(range(k + 1))
     axis = {"title": {"text": "pass rate (right / rollouts)"}} | pass_rate_ticks(bins, k)
     tokens = view.tokens / view.tokens.sum().clamp(min=1)
-    parts = [("rollout " + unit, tokens), ("GRPO's gradient", _grpo(view)), ("DARO's gradient", _daro(view))]
+    parts = [
+        ("rollout " + unit, tokens),
+        ("GRPO's gradient", _share(view, "grpo")),
+        ("DARO's gradient", _share(view, "daro")),
+    ]
     spent: list[Trace] = [
         {"type": "bar", "x": bins, "y": _numbers(values), "name": name, "marker": {"color": colour}}
         for (name, values), colour in zip(parts, COLOURS, strict=False)
@@ -174,10 +178,6 @@ def _plots(view: View, k: int, unit: str) -> list[Plot]:
             {"xaxis": axis, "yaxis": {"title": {"text": "weight"}, "rangemode": "tozero"}},
         ),
     ]
-
-
-def _daro(view: View) -> Tensor:
-    return next(share for names, share in view.shares.items() if "daro" in names.split(", "))
 
 
 def _line(x: Sequence[int], values: Tensor, name: str, colour: int) -> Trace:
