@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -209,6 +210,21 @@ def test_importing_the_package_imports_nothing():
     code = f"import sys; before = set(sys.modules); import {NAME}; print(sorted(set(sys.modules) - before))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str([NAME])
+
+
+def test_the_wheel_of_the_plugins_holds_what_its_modules_import(monkeypatch):
+    import setuptools
+
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: None)
+    monkeypatch.chdir(PACKAGE.parent)
+    listed = runpy.run_path(str(PACKAGE.parent / "setup.py"))
+    held = {*listed["ALGO"], *listed["ALGO_MODULES"]}
+    needed = {"__init__"}
+    for path in FILES:
+        if unit_of(path) in held:
+            names = (name for _, name in imported(parsed(path.read_text(encoding="utf-8")), path))
+            needed |= {unit_named(name.removeprefix(f"{NAME}.")) for name in names if under(name, NAME) and name != NAME}
+    assert needed == held | {"__init__"}, "setup.py lists the units of megatron-daro-algo in ALGO and ALGO_MODULES"
 
 
 def test_no_files_import_each_other_in_a_circle():
