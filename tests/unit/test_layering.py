@@ -223,7 +223,9 @@ def test_the_wheel_of_the_plugins_holds_what_its_modules_import(monkeypatch):
     for path in FILES:
         if unit_of(path) in held:
             names = (name for _, name in imported(parsed(path.read_text(encoding="utf-8")), path))
-            needed |= {unit_named(name.removeprefix(f"{NAME}.")) for name in names if under(name, NAME) and name != NAME}
+            needed |= {
+                unit_named(name.removeprefix(f"{NAME}.")) for name in names if under(name, NAME) and name != NAME
+            }
     assert needed == held | {"__init__"}, "setup.py lists the units of megatron-daro-algo in ALGO and ALGO_MODULES"
 
 
