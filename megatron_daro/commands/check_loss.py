@@ -17,8 +17,15 @@ def check_loss(
         typer.Option("--per-token", help="Values of Megatron's calculate_per_token_loss that the loss is written for."),
     ] = "both",
     uses: Annotated[
-        str, typer.Option("--uses", help="Inputs that must have an influence: advantages, rewards, old_logprobs.")
+        str,
+        typer.Option(
+            "--uses", help="Inputs that must have an influence: advantages, rewards, old_logprobs, ref_logprobs."
+        ),
     ] = "advantages",
+    samples: Annotated[
+        Literal["parts", "whole"],
+        typer.Option("--samples", help="What a context-parallel rank sees: its part of a sample, or, as in verl, all."),
+    ] = "parts",
     seconds: Annotated[float, typer.Option("--seconds", min=0, help="Time for random cases.")] = 20.0,
     seed: Annotated[int, typer.Option("--seed", help="Of the random cases.")] = 0,
     script: Annotated[
@@ -40,7 +47,16 @@ def check_loss(
     flags = {"both": (True, False), "on": (True,), "off": (False,)}[per_token]
     wanted = [name for name in uses.split(",") if name]
     with CasePool() as pool:
-        report = check(function, pool=pool, flags=flags, uses=wanted, seconds=seconds, seed=seed, progress=show)
+        report = check(
+            function,
+            pool=pool,
+            flags=flags,
+            uses=wanted,
+            whole=samples == "whole",
+            seconds=seconds,
+            seed=seed,
+            progress=show,
+        )
     if report.exact:
         typer.echo(f"exact: {len(report.rows)} cases in {report.seconds:.0f} s agree with one process to 1e-5")
         return

@@ -20,9 +20,11 @@ from torch import Tensor
 from megatron_daro.errors import AlgorithmError
 from megatron_daro.ports import reserve_port
 from megatron_daro.temporary import use_own_sockets
-from megatron_daro.workshop.check_loss.records import Case, LossFunction, Outcome
+from megatron_daro.workshop.check_loss.records import Case, LossFunction, Outcome, Trace
 
 RANKS, ANSWER_S = 4, 120
+_Answer = tuple[dict[str, Tensor], list[Trace]]
+"""Gradients and traces of a rank."""
 _SETTLE_S = 2.0
 """How long the other ranks have to say more, once one has failed."""
 
@@ -103,12 +105,12 @@ class CasePool:
             self._stop()  # the neighbours of a rank that failed wait in a collective
             self._start()
             return failure
-        return Outcome(joined(case, answers))
+        gradients, traces = zip(*answers, strict=True)
+        return Outcome(joined(case, list(gradients)), [trace for rank in traces for trace in rank])
 
-    def _answers(self, members: list[Connection]) -> tuple[list[dict[str, Tensor]], Outcome | None]:
-        """Return the gradients of all ranks, or how the case failed: by the end of a process, of which its neighbours
-        only know that the connection broke; else by the first error that a rank tells."""
-        answers: dict[int, dict[str, Tensor]] = {}
+    def _answers(self, members: list[Connection]) -> tuple[list[_Answer], Outcome | None]:
+        """Return what all ranks answered, or how the case failed: by the end of a process, of which its neighbours only know that the connection broke; else by the first error that a rank tells."""
+        answers: dict[int, _Answer] = {}
         waiting, deadline, lost, told = dict(enumerate(members)), time.monotonic() + ANSWER_S, "", ""
         while waiting and (ready := wait(list(waiting.values()), deadline - time.monotonic())):
             for rank, pipe in [(rank, pipe) for rank, pipe in waiting.items() if pipe in ready]:
@@ -161,6 +163,7 @@ def serve(pipe: Connection, path: list[str]) -> None:
                 shutdown()
                 join(case, rank, meeting)
                 alone = case.world_size == 1
-            pipe.send((True, run_case(case, function)))
+            traces: list[Trace] = []
+            pipe.send((True, (run_case(case, function, traces), traces)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_daro.actor import device
 from megatron_daro.actor.parallel import Layout, initialize, shutdown
@@ -28,6 +30,7 @@ from megatron_daro.workshop.check_loss.records import (
     LossFunction,
     StepInfo,
     StepSamples,
+    Trace,
     local_positions,
     step_samples,
 )
@@ -128,8 +131,11 @@ def join(case: Case, rank: int = 0, init_method: str | None = None) -> None:
     initialize(layout, rank=rank, init_method=init_method, seed=1, timeout_s=TIMEOUT_S)
 
 
-def run_case(case: Case, function: LossFunction) -> dict[str, Tensor]:
+def run_case(case: Case, function: LossFunction, traces: list[Trace] | None = None) -> dict[str, Tensor]:
     """Return this rank's gradients after forward, backward and Megatron's reduction.
+
+    Args:
+        traces: gets one for each micro-batch, on ranks of the last stage.
 
     Raises:
         AlgorithmError: the function returned something that Megatron's schedules do not take.
@@ -153,8 +159,9 @@ def run_case(case: Case, function: LossFunction) -> dict[str, Tensor]:
     model = DistributedDataParallel(config, ddp, TokenModel(config, case.seed, case.expert))
     model.zero_grad_buffer()
     mine = case.schedule[parallel_state.get_data_parallel_rank()]
+    traced = [] if traces is None else traces
     get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, function, case, samples, _step_info(case, samples)),
+        forward_step_func=partial(_forward_step, function, case, samples, _step_info(case, samples), traced),
         data_iterator=iter(mine),
         model=[model],
         num_microbatches=case.num_micro_batches,
@@ -170,8 +177,14 @@ def run_case(case: Case, function: LossFunction) -> dict[str, Tensor]:
 
 def _step_info(case: Case, samples: StepSamples) -> StepInfo:
     used = [i for rank in case.schedule for micro_batch in rank for i in micro_batch]
+    own = [i for micro_batch in case.schedule[parallel_state.get_data_parallel_rank()] for i in micro_batch]
+    masks = [samples.columns[i].mask_R[_held(case, samples, i)] for i in own]
+    counts, rows = torch.tensor([len(mask) for mask in masks]), torch.tensor(own)
     return StepInfo(
         num_micro_batches=case.num_micro_batches,
+        rank_advantages_T=samples.advantages_N[rows].repeat_interleave(counts),
+        rank_rewards_T=samples.rewards_N[rows].repeat_interleave(counts),
+        rank_mask_T=torch.cat(masks),
         tokens=int(samples.lengths_N[used].sum()),
         samples=len(used),
         tokens_per_bin=token_counts(samples.bins_N[used], samples.lengths_N[used], case.group),
@@ -188,17 +201,27 @@ def _step_info(case: Case, samples: StepSamples) -> StepInfo:
     )
 
 
+def _own_positions(case: Case, samples: StepSamples, sample: int) -> Tensor:
+    """Return the response positions whose log-probs this rank computes."""
+    return local_positions(samples.columns[sample], parallel_state.get_context_parallel_rank(), case.context)
+
+
+def _held(case: Case, samples: StepSamples, sample: int) -> Tensor:
+    """Return the response positions that this rank's batch holds."""
+    return torch.arange(case.responses[sample]) if case.whole else _own_positions(case, samples, sample)
+
+
 def _forward_step(
     function: LossFunction,
     case: Case,
     samples: StepSamples,
     step: StepInfo,
+    traces: list[Trace],
     source: Iterator[tuple[int, ...]],
     model: torch.nn.Module,
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Any, ...]]]:
     micro_batch = next(source)
-    rank, size = parallel_state.get_context_parallel_rank(), case.context
-    places = [local_positions(samples.columns[i], rank, size) for i in micro_batch]
+    places = [_own_positions(case, samples, i) for i in micro_batch]
     extra = max(case.padding, 0 if sum(map(len, places)) else 1)  # a rank without tokens still takes part
     pad = torch.zeros(extra, dtype=torch.int64)
     inputs = [samples.columns[i].inputs_R[p] for i, p in zip(micro_batch, places, strict=True)]
@@ -206,10 +229,97 @@ def _forward_step(
     labels_T = torch.cat([*labels, pad])
 
     def loss(output: Tensor) -> tuple[Any, ...]:
-        losses = vocab_parallel_cross_entropy(output, labels_T[:, None])
-        return _checked(function(_batch(case, samples, micro_batch, places, extra, -losses[:, 0]), step))
+        logprobs_T = -vocab_parallel_cross_entropy(output, labels_T[:, None])[:, 0]
+        trace = _trace(case, samples, micro_batch, places, logprobs_T, len(traces))
+        traces.append(trace)
+        held = places
+        if case.whole:
+            held = [_held(case, samples, i) for i in micro_batch]
+            logprobs_T = _gathered(places, held, logprobs_T)
+        batch = _batch(case, samples, micro_batch, held, len(logprobs_T) - sum(map(len, held)), logprobs_T)
+        with Precision(widen=case.precise) as precision:
+            result = _checked(function(batch, step))
+        trace.types = tuple(sorted(precision.types))
+        trace.returned = float(result[1]) if len(result) == 3 else None
+        return result
 
     return model(torch.cat([*inputs, pad])), loss
+
+
+def _trace(
+    case: Case,
+    samples: StepSamples,
+    micro_batch: tuple[int, ...],
+    places: list[Tensor],
+    logprobs_T: Tensor,
+    number: int,
+) -> Trace:
+    """Return the trace of a micro-batch, whose coefficients come with its way back."""
+    extra = torch.full((len(logprobs_T) - sum(map(len, places)),), -1)
+    columns = [samples.columns[i] for i in micro_batch]
+    old_T = torch.cat([*(c.old_R[p] for c, p in zip(columns, places, strict=True)), extra.double()])
+    masks = [c.mask_R[p] for c, p in zip(columns, places, strict=True)]
+    trace = Trace(
+        data=parallel_state.get_data_parallel_rank(),
+        context=parallel_state.get_context_parallel_rank(),
+        tensor=parallel_state.get_tensor_model_parallel_rank(),
+        micro_batch=number,
+        samples_T=torch.cat([*(torch.full_like(p, i) for i, p in zip(micro_batch, places, strict=True)), extra]),
+        positions_T=torch.cat([*places, extra]),
+        mask_T=torch.cat([*masks, torch.zeros(len(extra), dtype=torch.bool)]),
+        old_T=old_T,
+        ratios_T=torch.ones_like(old_T) if case.on_policy else (logprobs_T.detach() - old_T).exp(),
+        coefficients_T=torch.zeros(len(logprobs_T), dtype=torch.float64),
+    )
+
+    def keep(gradient: Tensor) -> None:
+        trace.coefficients_T = gradient.detach().clone()
+
+    if logprobs_T.requires_grad:
+        logprobs_T.register_hook(keep)
+    return trace
+
+
+def _gathered(places: list[Tensor], held: list[Tensor], logprobs_T: Tensor) -> Tensor:
+    """Return the log-probs of whole samples, of which the own have a gradient. Collective over context parallelism."""
+    starts = torch.tensor([0, *(len(p) for p in held)]).cumsum(0)
+    total = int(starts[-1])
+    index = torch.cat([p + start for p, start in zip(places, starts[:-1], strict=True)])
+    own_T = torch.zeros(max(total, 1), dtype=torch.float64).index_add(0, index, logprobs_T[: len(index)])
+    all_T = own_T.detach().clone()
+    dist.all_reduce(all_T, group=parallel_state.get_context_parallel_group())
+    whole_T = own_T + (all_T - own_T.detach())
+    return torch.cat([whole_T[:total], logprobs_T[len(index) :]])
+
+
+class Precision(TorchDispatchMode):
+    """Notes in which shorter floating types a function computes; widen: and computes in float64 instead."""
+
+    def __init__(self, *, widen: bool) -> None:
+        """Note nothing yet."""
+        super().__init__()
+        self.types: set[str] = set()
+        self._widen = widen
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        """Run one operator."""
+        kwargs = dict(kwargs or {})
+        if self._widen and kwargs.get("dtype") in _SHORTER:
+            kwargs["dtype"] = torch.float64
+        out = func(*args, **kwargs)
+        given = {id(arg) for arg in tree_leaves((args, kwargs)) if isinstance(arg, Tensor)}
+        return tree_map(lambda value: self._noted(value, given), out)
+
+    def _noted(self, value: object, given: set[int]) -> object:
+        if not isinstance(value, Tensor) or value.dtype not in _SHORTER:
+            return value
+        self.types.add(str(value.dtype).removeprefix("torch."))
+        return value.double() if self._widen and id(value) not in given else value
+
+
+_SHORTER = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _batch(
@@ -223,12 +333,16 @@ def _batch(
     counts = torch.tensor([len(p) for p in places])
     mask_T = column([c.mask_R[p] for c, p in zip(columns, places, strict=True)], False)
     old_T = column([c.old_R[p] for c, p in zip(columns, places, strict=True)], -2.0)
+    ref_T = column([c.ref_R[p] for c, p in zip(columns, places, strict=True)], -2.0)
+    if case.on_policy:
+        old_T = logprobs_T.detach().clone()
     if case.poison:
-        old_T = torch.where(mask_T, old_T, torch.nan)
+        old_T, ref_T = torch.where(mask_T, old_T, torch.nan), torch.where(mask_T, ref_T, torch.nan)
     sequence_T = column([torch.arange(len(rows)).repeat_interleave(counts)], 0)
     return LossBatch(
         logprobs_T=logprobs_T,
         old_logprobs_T=old_T,
+        ref_logprobs_T=ref_T,
         advantages_T=samples.advantages_N[rows][sequence_T],
         rewards_T=samples.rewards_N[rows][sequence_T],
         mask_T=mask_T,

@@ -13,7 +13,7 @@ chunks under context parallelism).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -33,14 +33,17 @@ class LossBatch:
     """One micro-batch on one rank, packed: the samples' trained positions end to end.
 
     Under context parallelism a rank holds two chunks of each sample, as Megatron's zigzag splits it; some may be empty.
-    logprobs_T: float64, of the sampled tokens, with gradient, the same on every tensor-parallel rank. old_logprobs_T,
-    advantages_T, rewards_T: float64. mask_T: bool, the trained tokens; the other columns hold values there too, and NaN
-    where the case says so. sequence_T: int64, 0..M-1. lengths_M: int64, trained tokens of the whole sample, over all
-    context-parallel ranks. bins_M: int64, right answers of each sample's group. sample_ids_M: int64, place in the step.
+    Where the case says so it holds whole samples, as verl's Megatron engine gathers them: only its own chunks have a
+    gradient. logprobs_T: float64, of the sampled tokens, with gradient, the same on every tensor-parallel rank.
+    old_logprobs_T, ref_logprobs_T (of the reference policy), advantages_T, rewards_T: float64. mask_T: bool, the
+    trained tokens; the other columns hold values there too, and NaN where the case says so. sequence_T: int64, 0..M-1.
+    lengths_M: int64, trained tokens of the whole sample, over all context-parallel ranks. bins_M: int64, right answers
+    of each sample's group. sample_ids_M: int64, place in the step.
     """
 
     logprobs_T: Tensor
     old_logprobs_T: Tensor
+    ref_logprobs_T: Tensor
     advantages_T: Tensor
     rewards_T: Tensor
     mask_T: Tensor
@@ -57,12 +60,17 @@ class LossBatch:
 class StepInfo:
     """What a host knows of the whole optimizer step before its first micro-batch.
 
-    num_micro_batches: on this rank. tokens, samples: trained tokens and samples of all data-parallel ranks.
-    tokens_per_bin, rollouts_per_bin: int64 [K+1], the same per number of right answers. data_parallel,
-    context_parallel: sizes. data_group, data_and_context_group, context_group, tensor_group: process groups.
+    num_micro_batches: on this rank. rank_advantages_T, rank_rewards_T, rank_mask_T: columns of all its micro-batches,
+    end to end in their order and without padding, as a host has them for statistics before the first one. tokens,
+    samples: trained tokens and samples of all data-parallel ranks. tokens_per_bin, rollouts_per_bin: int64 [K+1], the
+    same per number of right answers. data_parallel, context_parallel: sizes. data_group, data_and_context_group,
+    context_group, tensor_group: process groups.
     """
 
     num_micro_batches: int
+    rank_advantages_T: Tensor
+    rank_rewards_T: Tensor
+    rank_mask_T: Tensor
     tokens: int
     samples: int
     tokens_per_bin: Tensor
@@ -86,6 +94,8 @@ class Case:
     prompts, responses: tokens of each sample. holes: (sample, response position) that are not trained. masked: samples
     without a trained token. group: rollouts per prompt; samples are grouped in order. poison: whether masked positions
     hold NaN. expert: ranks that share the model's experts, of those that share nothing else of a layer; 0: it has none.
+    whole: whether a context-parallel rank sees whole samples. on_policy: old log-probs are the policy's own. precise:
+    what the function computes in a shorter type is computed in float64.
     """
 
     tensor: int
@@ -103,6 +113,9 @@ class Case:
     changed: str = ""
     seed: int = 0
     expert: int = 0
+    whole: bool = False
+    on_policy: bool = False
+    precise: bool = False
 
     @property
     def data(self) -> int:
@@ -123,6 +136,7 @@ class Case:
         """Return the same samples on one process, in one micro-batch, nothing hidden under the mask."""
         everything = tuple(sorted(i for rank in self.schedule for micro_batch in rank for i in micro_batch))
         alone = replace(self, schedule=((everything,),), tensor=1, pipeline=1, context=1, poison=False, padding=0)
+        alone = replace(alone, whole=False)
         return replace(alone, expert=min(self.expert, 1))
 
     def describe(self) -> str:
@@ -137,6 +151,7 @@ class Case:
         extra += [f"{len(self.holes)} holes in masks"] if self.holes else []
         extra += ["NaN under the mask"] if self.poison else []
         extra += [f"{self.padding} padded positions"] if self.padding else []
+        extra += ["whole samples on each rank"] if self.whole and self.context > 1 else []
         parts = [f"{layout}, per-token flag {flag}, samples of each micro-batch: {micro_batches}", *extra]
         used = self.reference().schedule[0][0]
         lengths = ", ".join(f"{i}: {self.responses[i]}" for i in used)
@@ -158,12 +173,37 @@ def _frozen(value: object) -> object:
     return tuple(_frozen(v) for v in value) if isinstance(value, list | tuple) else value
 
 
+@dataclass(slots=True, eq=False)
+class Trace:
+    """One micro-batch on one rank of the last stage: what the loss does to each of its positions.
+
+    data, context, tensor, micro_batch: where. samples_T, positions_T: int64, sample and place in its response, -1 for
+    padding. mask_T: bool. coefficients_T: float64, the derivative of the scheduled loss by each log-prob. old_T,
+    ratios_T: float64, old log-probs and the ratio to them. returned: the number of tokens that the function returned,
+    if any. types: shorter than float64 in which it computed.
+    """
+
+    data: int
+    context: int
+    tensor: int
+    micro_batch: int
+    samples_T: Tensor
+    positions_T: Tensor
+    mask_T: Tensor
+    old_T: Tensor
+    ratios_T: Tensor
+    coefficients_T: Tensor
+    returned: float | None = None
+    types: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """What a case gave: the gradient of each parameter (float64, whole), or the error of the first rank that failed.
-    lost: it did not say the error itself: it never answered, or its process ended."""
+    """What a case gave: the gradient of each parameter (float64, whole) and the traces of all ranks, or the error of
+    the first rank that failed. lost: it did not say the error itself: it never answered, or its process ended."""
 
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
+    traces: Sequence[Trace] = ()
     error: str = ""
     lost: bool = False
 
@@ -173,11 +213,12 @@ VOCAB = 12
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleColumns:
-    """One sample: inputs_R are the tokens before each response token, labels_R those tokens; old, mask per token."""
+    """One sample: inputs_R are the tokens before each response token, labels_R those tokens; the others per token."""
 
     inputs_R: Tensor
     labels_R: Tensor
     old_R: Tensor
+    ref_R: Tensor
     mask_R: Tensor
     prompt: int
 
@@ -200,11 +241,12 @@ def step_samples(case: Case) -> StepSamples:
         generator = torch.Generator().manual_seed(1000 * case.seed + i)
         tokens = torch.randint(0, VOCAB, (prompt + response,), generator=generator)
         old = -2.4 + 0.4 * torch.randn(response, generator=generator, dtype=torch.float64)
+        ref = -2.3 + 0.4 * torch.randn(response, generator=generator, dtype=torch.float64)
         mask = torch.ones(response, dtype=torch.bool)
         mask[[position for sample, position in case.holes if sample == i and position < response]] = False
         if i in case.masked:
             mask[:] = False
-        columns.append(SampleColumns(tokens[prompt - 1 : -1], tokens[prompt:], old, mask, prompt))
+        columns.append(SampleColumns(tokens[prompt - 1 : -1], tokens[prompt:], old, ref, mask, prompt))
     count = len(columns)
     group_N = torch.arange(count) // case.group
     right_N = torch.tensor([(i % case.group) <= (i // case.group) % case.group for i in range(count)])
@@ -219,9 +261,11 @@ def step_samples(case: Case) -> StepSamples:
         advantages_N = advantages_N * torch.tensor([2.0, -1.0, 0.5]).to(torch.float64)[torch.arange(count) % 3]
     if case.changed == "old_logprobs":
         columns = [replace(c, old_R=c.old_R - 0.05 * (1 + i % 3)) for i, c in enumerate(columns)]
-    whole = count // case.group * case.group
+    if case.changed == "ref_logprobs":
+        columns = [replace(c, ref_R=c.ref_R - 0.05 * (1 + i % 3)) for i, c in enumerate(columns)]
+    grouped = count // case.group * case.group
     bins_N = torch.zeros(count, dtype=torch.int64)
-    bins_N[:whole] = pass_rate_bins(right_N[:whole], group_N[:whole], case.group)
+    bins_N[:grouped] = pass_rate_bins(right_N[:grouped], group_N[:grouped], case.group)
     lengths_N = torch.tensor([int(c.mask_R.sum()) for c in columns], dtype=torch.int64)
     return StepSamples(columns, rewards_N, advantages_N, bins_N, lengths_N)
 

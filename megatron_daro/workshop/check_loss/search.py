@@ -1,13 +1,8 @@
-"""The check itself: every axis, random cases while there is time, the smallest case that differs, its cause.
+"""The check itself: every axis, random cases while there is time, the smallest case that differs, its cause (`causes`).
 
 `module:function` -> a Report. Each case is compared with the same samples on one process in one
 micro-batch; nothing else is asked of the loss than that the layout must not show, that what it claims to use has an
 influence, and that it has a gradient at all.
-
-The likely cause of a difference, from what is left of the case when it is as small as it gets.
-
-The smallest failing Case and the ratio of its gradient to the reference -> a sentence. A layout
-that fails alone, and whether the gradient is off by a constant factor, tell the usual mistakes apart.
 
 Which cases are tried: one axis at a time first, then several, then random ones; and what is simpler than a case.
 
@@ -20,124 +15,20 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-from torch import Tensor
-
 from megatron_daro.errors import AlgorithmError
+from megatron_daro.workshop.check_loss.causes import (
+    NOT_REPEATABLE,
+    PRECISION,
+    constant_ratio,
+    likely_cause,
+    lost_tokens_cause,
+    single_process_cause,
+)
 from megatron_daro.workshop.check_loss.pool import CasePool
 from megatron_daro.workshop.check_loss.records import Case, Outcome
-
-_SAME = 1e-4
-
-
-def constant_ratio(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float | None:
-    """Return the factor between two gradients; None where they differ by more than a factor."""
-    got = torch.cat([found[name].flatten() for name in wanted])
-    want = torch.cat([tensor.flatten() for tensor in wanted.values()])
-    if not bool(torch.isfinite(got).all()) or not float(want.norm()):
-        return None
-    ratio = float(got @ want / (want @ want))
-    return ratio if float((got - ratio * want).norm()) < _SAME * float(got.norm()) else None
-
-
-def likely_cause(case: Case, ratio: float | None, *, finite: bool = True) -> str:
-    """Return what most likely makes this case differ.
-
-    Args:
-        case: the smallest that still does.
-        ratio: of its gradient to the reference, if constant.
-        finite: whether its gradient is.
-    """
-    if case.poison or not finite:
-        return (
-            "what the mask leaves out reaches the loss: 0 * NaN is NaN; choose with torch.where before anything is "
-            "multiplied"
-        )
-    if case.padding and case.context == 1 and case.world_size == 1:
-        return "padded positions are counted in a denominator: count the mask, not the positions"
-    sizes = {
-        "micro-batches": case.num_micro_batches,
-        "data": case.data,
-        "context": case.context,
-        "tensor": case.tensor,
-        "pipeline": case.pipeline,
-        "expert": case.expert,
-    }
-    active = {name: size for name, size in sizes.items() if size > 1}
-    if not active:
-        return "the order or the masks of the samples alone change it: something is taken by position, not by sample"
-    name, size = next(iter(active.items()))
-    if len(active) > 1:
-        together = " and ".join(f"{n} {s}" for n, s in active.items())
-        hint = "" if ratio is None else f", by the constant factor {ratio:.4g}"
-        return f"only {together} together fail{hint}: a factor or a denominator of one stands in the place of the other"
-    if ratio is None:
-        return _UNEVEN[name]
-    if abs(ratio - size) < _SAME * size:
-        return _TIMES[name].format(size=size)
-    if abs(ratio * size - 1) < _SAME:
-        return _DIVIDED[name].format(size=size)
-    if name == "micro-batches":
-        return (
-            f"a denominator per micro-batch in a part of the loss (factor {ratio:.4g} with {size} micro-batches): "
-            "divide by the count of the whole step"
-        )
-    return f"the gradient is off by the constant factor {ratio:.4g} under {name} {size}: a count that is not the step's"
-
-
-_UNEVEN = {
-    "micro-batches": (
-        "a mean of means: a denominator (tokens, samples, a subset of them) is taken from the micro-batch; take that "
-        "of the whole step"
-    ),
-    "data": (
-        "a missing all-reduce: a denominator or a statistic is of this data-parallel rank alone; sum it over the "
-        "data-parallel group before the first micro-batch"
-    ),
-    "context": (
-        "a context-parallel rank's part of a sample is taken for the whole: sum what is per sample (lengths, "
-        "denominators, sequence ratios, statistics) over the context-parallel group"
-    ),
-    "tensor": "tensor-parallel ranks do not compute the same loss: something differs or is summed between them",
-    "pipeline": "the loss depends on the pipeline stage: state is shared between stages, or a stage is skipped",
-}
-_TIMES = {
-    "micro-batches": (
-        "a denominator per micro-batch: the term is inflated by exactly the number of micro-batches ({size}); divide "
-        "by the count of the whole step"
-    ),
-    "data": (
-        "gradients of data-parallel ranks are summed where they should be averaged, factor {size}: with "
-        "calculate_per_token_loss Megatron sums and divides by the returned token counts; return those, and no mean"
-    ),
-    "context": (
-        "a context-parallel factor of {size} too much: Megatron multiplies 2-tuples by it already, or token counts of "
-        "whole samples are returned by each context-parallel rank"
-    ),
-    "tensor": "a factor of the tensor-parallel size ({size}): the loss is summed over ranks that all hold the same",
-    "pipeline": "a factor of the pipeline size ({size})",
-}
-_DIVIDED = {
-    "micro-batches": (
-        "divided by the number of micro-batches ({size}) although every denominator is of the whole step: Megatron's "
-        "schedule divides by it too when calculate_per_token_loss is off; multiply by it"
-    ),
-    "data": (
-        "divided by the data-parallel size ({size}): the denominator is global and Megatron averages over ranks as "
-        "well when calculate_per_token_loss is off; multiply by the size"
-    ),
-    "context": (
-        "a context-parallel factor is missing (1/{size}): Megatron averages gradients over DP x CP, or divides by "
-        "token counts that each context-parallel rank returned whole; multiply the loss by the size, or return "
-        "local counts"
-    ),
-    "tensor": "divided by the tensor-parallel size ({size})",
-    "pipeline": "divided by the pipeline size ({size})",
-}
-
 
 PROMPTS, RESPONSES, GROUP = (3, 2, 4, 2, 5, 3, 2, 4), (5, 2, 9, 3, 4, 7, 1, 6), 4
 _BASE = Case(
@@ -181,10 +72,10 @@ def base(*, per_token: bool) -> Case:
     return replace(_BASE, per_token=per_token)
 
 
-def axes(*, per_token: bool) -> Iterator[tuple[str, Case]]:
-    """Return the named cases."""
+def axes(*, per_token: bool, whole: bool = False) -> Iterator[tuple[str, Case]]:
+    """Return the named cases; whole: context-parallel ranks see whole samples."""
     for name, case in AXES.items():
-        yield name, replace(case, per_token=per_token)
+        yield name, replace(case, per_token=per_token, whole=whole)
 
 
 def random_case(seed: int, *, per_token: bool) -> Case:
@@ -256,7 +147,7 @@ def _fewer_samples(case: Case) -> Iterator[Case]:
 
 TOLERANCE = 1e-5
 MOST_SHRINKING = 150
-INPUTS = ("advantages", "rewards", "old_logprobs")
+INPUTS = ("advantages", "rewards", "old_logprobs", "ref_logprobs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +189,7 @@ def check(
     pool: CasePool,
     flags: Sequence[bool] = (True, False),
     uses: Sequence[str] = ("advantages",),
+    whole: bool = False,
     seconds: float = 20.0,
     num_random: int = 0,
     seed: int = 0,
@@ -310,6 +202,7 @@ def check(
         pool: started.
         flags: values of calculate_per_token_loss that the function supports.
         uses: inputs that must have an influence on the gradient, of INPUTS.
+        whole: whether a context-parallel rank sees whole samples, as with verl's Megatron engine.
         seconds: in which random cases begin, counted from the start; the named cases are tried however long they take.
         num_random: random cases that are tried even when `seconds` are over.
         seed: of the random cases.
@@ -329,15 +222,17 @@ def check(
         if report.cause:
             report.seconds = time.monotonic() - started
             return report
-        for name, case in axes(per_token=flag):
+        for name, case in axes(per_token=flag, whole=whole):
             row = Row(name, flag, oracle.difference(case))
             report.rows.append(row)
             progress(row)
             failed += [] if row.exact else [case]
+            if oracle.broken >= _MOST_LOST:
+                break
     number = 0
     while not failed and (number < num_random or time.monotonic() - started < seconds):
         flag = flags[number % len(flags)]
-        case = random_case(seed + number, per_token=flag)
+        case = replace(random_case(seed + number, per_token=flag), whole=whole)
         row = Row(f"random case {seed + number}", flag, oracle.difference(case))
         report.rows.append(row)
         progress(row)
@@ -357,10 +252,19 @@ def _without_layout(oracle: _Oracle, flag: bool, uses: Sequence[str]) -> tuple[s
         return "the function fails on one process with one micro-batch", outcome.error
     if not any(bool(g.any()) for g in outcome.gradients.values()):
         return "the loss has no gradient: it is detached, masked wholly, or its inputs never reach it", ""
+    if difference(oracle.run(plain), outcome) > TOLERANCE:
+        return f"the same case run twice on one process differs: the loss {NOT_REPEATABLE}", ""
     for name in uses:
         changed = oracle.run(replace(plain, changed=name))
         if not changed.error and difference(changed, outcome) <= TOLERANCE:
             return f"{name} have no influence on the gradient: they never reach the loss, which is silently inert", ""
+    masked = replace(plain, holes=_HOLES, masked=(4,))
+    on_policy = replace(plain, on_policy=True)
+    masked_outcome, on_policy_outcome = oracle.run(masked), oracle.run(on_policy)
+    if not masked_outcome.error and (cause := single_process_cause(masked_outcome, masked)):
+        return cause, ""
+    if not on_policy_outcome.error and (cause := lost_tokens_cause(on_policy_outcome, on_policy)):
+        return cause, ""
     return "", ""
 
 
@@ -371,9 +275,12 @@ class _Oracle:
         self._function, self._pool = function, pool
         self._references: dict[Case, Outcome] = {}
         self.last_error = ""
+        self.broken = 0
+        """Cases whose ranks never answered, or whose collectives did not come about."""
 
     def run(self, case: Case) -> Outcome:
         outcome = self._pool.run(case, self._function)
+        self.broken += _hung(outcome)
         self.last_error = outcome.error or self.last_error
         return outcome
 
@@ -406,25 +313,58 @@ def _explain(report: Report, oracle: _Oracle, failed: Sequence[Case]) -> None:
     found, wanted = oracle.run(case), oracle.reference(case)
     report.case, report.difference, report.error = case, difference(found, wanted), found.error
     if found.error:
-        report.cause = _LOST if found.lost else "the function fails in this layout: see the error"
+        report.cause = _LOST if _hung(found) else "the function fails in this layout: see the error"
         return
     if report.difference <= TOLERANCE:
         report.error = oracle.last_error
-        report.cause = (
-            "the same case failed and then did not: it depends on something that is not in its inputs, such as state "
-            "kept from call to call or random numbers" + ("; see the error of the first time" if report.error else "")
+        report.cause = f"the same case failed and then did not: it {NOT_REPEATABLE}" + (
+            "; see the error of the first time" if report.error else ""
         )
         return
-    finite = all(bool(g.isfinite().all()) for g in found.gradients.values())
-    report.cause = likely_cause(case, constant_ratio(found.gradients, wanted.gradients), finite=finite)
+    report.cause = _precision_cause(oracle, again) or _layout_cause(oracle, again, case)
+
+
+def _precision_cause(oracle: _Oracle, case: Case) -> str:
+    """Return that rounding alone makes the difference: computed in float64 there is none."""
+    found = oracle.run(case)
+    types = sorted({name for trace in found.traces for name in trace.types})
+    if not types:
+        return ""
+    precise = replace(case, precise=True)
+    size, left = difference(found, oracle.reference(case)), oracle.difference(precise)
+    if found.error or not left <= TOLERANCE:
+        return ""
+    return PRECISION.format(types=" and ".join(types), size=size)
+
+
+def _layout_cause(oracle: _Oracle, again: Case, smallest: Case) -> str:
+    """Name the cause from the case that was found, which says more, if it has no other axes than the smallest."""
+    case = again if _axes_of(again) == _axes_of(smallest) else smallest
+    found, wanted = oracle.run(case), oracle.reference(case)
+    if found.error or difference(found, wanted) <= TOLERANCE:
+        case, found, wanted = smallest, oracle.run(smallest), oracle.reference(smallest)
+    plain = oracle.run(base(per_token=case.per_token))
+    part = constant_ratio(oracle.run(smallest).gradients, oracle.reference(smallest).gradients)
+    return likely_cause(case, found, wanted, plain=plain.traces, part=part)
+
+
+def _axes_of(case: Case) -> tuple[bool, ...]:
+    sizes = (case.num_micro_batches, case.data, case.context, case.tensor, case.pipeline, case.expert)
+    return (*(size > 1 for size in sizes), case.poison, bool(case.padding))
 
 
 _LOST = (
     "ranks wait for each other or ended in a collective (see the error): most likely it is called on some of them "
     "only, such as those that have tokens or are of a stage; call it on every rank of its group, in the same order"
 )
-_MOST_LOST = 3
+_BROKEN_COLLECTIVE = ("Timed out waiting", "Connection closed by peer", "timed out after", "Connection reset by peer")
+"""What gloo says on a rank whose neighbours do not come to a collective, or are gone."""
+_MOST_LOST = 2
 """Cases of ranks that never answer: each takes as long as one is waited for."""
+
+
+def _hung(outcome: Outcome) -> bool:
+    return outcome.lost or any(words in outcome.error for words in _BROKEN_COLLECTIVE)
 
 
 def _shrunk(oracle: _Oracle, case: Case) -> Case:
@@ -436,7 +376,7 @@ def _shrunk(oracle: _Oracle, case: Case) -> Case:
             if runs > MOST_SHRINKING or lost >= _MOST_LOST:
                 return case
             found = oracle.run(candidate)
-            lost += found.lost
+            lost += _hung(found)
             if difference(found, oracle.reference(candidate)) > TOLERANCE:
                 case, smaller = candidate, True
                 break

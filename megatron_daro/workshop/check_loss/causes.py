@@ -1,0 +1,322 @@
+"""What most likely makes a loss differ, from what it does to each position in the layout that fails.
+
+Case, traces of that layout and of one process -> a sentence. Which positions differ (those at the border of a part,
+those under the mask, those of one micro-batch), and whether by a constant factor, tells the usual mistakes apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_daro.workshop.check_loss.records import Case, Outcome, Trace
+
+_SAME = 1e-4
+Position = tuple[int, int]
+"""Sample and place in its response."""
+
+
+def constant_ratio(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float | None:
+    """Return the factor between two gradients; None where they differ by more than a factor."""
+    got = torch.cat([found[name].flatten() for name in wanted])
+    want = torch.cat([tensor.flatten() for tensor in wanted.values()])
+    if not bool(torch.isfinite(got).all()) or not float(want.norm()):
+        return None
+    ratio = float(got @ want / (want @ want))
+    return ratio if float((got - ratio * want).norm()) < _SAME * float(got.norm()) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one position adds to the step's gradient, per unit of its log-prob's. unit: data-parallel rank, micro-batch,
+    context-parallel rank. border: the first or last of what this rank holds of a sample."""
+
+    coefficient: float
+    old: float
+    ratio: float
+    trained: bool
+    unit: tuple[int, int, int]
+    border: bool
+
+
+def shares(case: Case, outcome: Outcome) -> dict[Position, Share]:
+    """Return the share of each position; padded ones are (-1, number)."""
+    ranks = [trace for trace in outcome.traces if trace.tensor == 0]
+    scale = 1 / (case.data * case.context)
+    if case.per_token:
+        tokens = sum(trace.returned or 0.0 for trace in ranks)
+        scale = 1 / tokens if tokens > 0 else 1.0
+    out: dict[Position, Share] = {}
+    for trace in ranks:
+        unit = (trace.data, trace.micro_batch, trace.context)
+        samples, places = trace.samples_T.tolist(), trace.positions_T.tolist()
+        columns = (trace.coefficients_T, trace.old_T, trace.ratios_T, trace.mask_T)
+        for i, (coefficient, old, ratio, trained) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+            key = (samples[i], places[i]) if samples[i] >= 0 else (-1, len(out))
+            out[key] = Share(scale * coefficient, old, ratio, trained, unit, _at_border(samples, places, i))
+    return out
+
+
+def _at_border(samples: Sequence[int], places: Sequence[int], i: int) -> bool:
+    """Whether the position before or after it is of another sample, or of another part of its own."""
+    for j, gap in ((i - 1, -1), (i + 1, 1)):
+        if not 0 <= j < len(samples) or samples[j] != samples[i] or places[j] != places[i] + gap:
+            return True
+    return False
+
+
+def single_process_cause(masked: Outcome, case: Case) -> str:
+    """Return what is wrong with a loss on one process already: positions that the mask leaves out are trained."""
+    own = shares(case, masked)
+    largest = max((abs(s.coefficient) for s in own.values()), default=0.0)
+    outside = {key for key, s in own.items() if not s.trained and abs(s.coefficient) > _SAME * largest}
+    if not outside:
+        return ""
+    silent = {key for key, s in own.items() if s.trained and abs(s.coefficient) <= _SAME * largest}
+    for gap in (-1, 1):
+        moved = {(sample, place + gap) for sample, place in silent}
+        if silent and all((sample, place - gap) in own for sample, place in outside) and moved & outside:
+            return _SHIFTED.format(where="positions beside the mask's borders are trained, and trained ones are not")
+    return f"{_MASK} ({len(outside)} such positions have a gradient)"
+
+
+def lost_tokens_cause(on_policy: Outcome, case: Case) -> str:
+    """Return a shift by which the first or the last token of every sample has no gradient, at ratios of 1."""
+    own = shares(case, on_policy)
+    largest = max((abs(s.coefficient) for s in own.values()), default=0.0)
+    trained: dict[int, list[int]] = {}
+    for (sample, place), share in own.items():
+        if share.trained:
+            trained.setdefault(sample, []).append(place)
+    several = {sample: sorted(places) for sample, places in trained.items() if len(places) > 1}
+    silent = {key for key in ((s, p) for s, ps in several.items() for p in ps) if not _has(own[key], largest)}
+    for name, which in (("first", 0), ("last", -1)):
+        if several and silent == {(sample, places[which]) for sample, places in several.items()}:
+            return _SHIFTED.format(where=f"the {name} trained token of every sample has no gradient, all others have")
+    return ""
+
+
+def _has(share: Share, largest: float) -> bool:
+    return abs(share.coefficient) > _SAME * largest
+
+
+def likely_cause(
+    case: Case, found: Outcome, wanted: Outcome, *, plain: Sequence[Trace] = (), part: float | None = None
+) -> str:
+    """Return what most likely makes this case differ.
+
+    Args:
+        case: that does, with few axes.
+        found: its outcome.
+        wanted: that of the same samples on one process.
+        plain: traces of all samples on one process.
+        part: the constant factor of a smaller case, where this one has none.
+    """
+    finite = all(bool(g.isfinite().all()) for g in found.gradients.values())
+    if case.poison or not finite:
+        return _MASK + ": 0 * NaN is NaN; choose with torch.where before anything is multiplied"
+    own, reference = shares(case, found), shares(case.reference(), wanted)
+    largest = max((abs(s.coefficient) for s in reference.values()), default=0.0)
+    if any(not s.trained and _has(s, largest) for s in own.values()):
+        return f"{_MASK}: padded positions are trained" if case.padding else _MASK
+    if case.padding and case.context == 1 and case.world_size == 1:
+        return "padded positions are counted in a denominator: count the mask, not the positions"
+    return _by_position(own, reference, largest) or _by_layout(
+        case, constant_ratio(found.gradients, wanted.gradients), plain, part
+    )
+
+
+def _by_position(own: Mapping[Position, Share], reference: Mapping[Position, Share], largest: float) -> str:
+    """Return a cause that shows in which positions differ, and how."""
+    trained = [key for key, share in own.items() if share.trained and key in reference]
+    differ = {k for k in trained if abs(own[k].coefficient - reference[k].coefficient) > _SAME * largest}
+    if not differ:
+        return ""
+    inner = [key for key in trained if not own[key].border]
+    if inner and all(own[key].border for key in differ) and len(differ) < len(trained):
+        return _SHIFTED.format(where="only positions at the border of a part differ, all others are right")
+    if any(_reads_old_of(gap, own, reference, differ, largest) for gap in (-1, 1)):
+        return _SHIFTED.format(where="ratios are to the old log-prob of the position beside")
+    units = {own[key].unit for key in trained}
+    silent = {unit for unit in units if _is_silent(unit, own, reference, largest)}
+    if silent and silent != units and differ == {key for key in trained if own[key].unit in silent} & differ:
+        data, micro_batch, _ = min(silent)
+        return f"micro-batch {micro_batch + 1} of data-parallel rank {data} is not trained: its loss is dropped"
+    if any(not _is_affine(unit, own, reference, largest) for unit in units):
+        return (
+            "values are taken by position and not by sample: tokens differ from each other by no common factor or "
+            "shift; take columns of the same samples, in the order of the micro-batch"
+        )
+    return ""
+
+
+def _reads_old_of(
+    gap: int,
+    own: Mapping[Position, Share],
+    reference: Mapping[Position, Share],
+    differ: set[Position],
+    largest: float,
+) -> bool:
+    """Whether most of the positions that differ do so as the old log-prob of the one `gap` behind would make them."""
+    fits = tried = 0
+    for sample, place in differ:
+        beside = own.get((sample, place + gap))
+        got, want = own[sample, place].coefficient, reference[sample, place].coefficient
+        if beside is None or not _has(reference[sample, place], largest) or got * want <= 0:
+            continue
+        tried += 1
+        fits += abs(math.log(got / want) - (own[sample, place].old - beside.old)) < 1e-3
+    return tried >= 4 and fits > tried / 2
+
+
+def _is_silent(
+    unit: tuple[int, int, int], own: Mapping[Position, Share], reference: Mapping[Position, Share], largest: float
+) -> bool:
+    keys = [key for key, share in own.items() if share.unit == unit and share.trained and key in reference]
+    quiet = all(not _has(own[key], largest) for key in keys)
+    return quiet and any(_has(reference[key], largest) for key in keys)
+
+
+def _is_affine(
+    unit: tuple[int, int, int], own: Mapping[Position, Share], reference: Mapping[Position, Share], largest: float
+) -> bool:
+    """Whether the tokens of a unit got a common factor, or another statistic was subtracted from their advantages."""
+    keys = [key for key, share in own.items() if share.unit == unit and share.trained and key in reference]
+    keys = [key for key in keys if _has(reference[key], largest)]
+    if len({sample for sample, _ in keys}) < 3 or len(keys) < 6:
+        return True
+    samples = [sample for sample, _ in keys]
+    got = torch.tensor([own[key].coefficient for key in keys], dtype=torch.float64)
+    want = torch.tensor([reference[key].coefficient for key in keys], dtype=torch.float64)
+    ratio = torch.tensor([reference[key].ratio for key in keys], dtype=torch.float64)
+    by_sample = {s: torch.tensor([x == s for x in samples]) for s in set(samples)}
+    if all(_residual(got[rows], want[rows, None]) < _SAME * largest for rows in by_sample.values()):
+        factors = [float((got[rows] @ want[rows]) / (want[rows] @ want[rows])) for rows in by_sample.values()]
+        if min(factors) > 0 and max(factors) < 100:  # weights of samples, none of another sign
+            return _residual(got, torch.stack([want, ratio], dim=1)) < _SAME * largest or not _mixed_signs(got, want)
+    return _residual(got, torch.stack([want, ratio], dim=1)) < 0.05 * largest or not _mixed_signs(got, want)
+
+
+def _mixed_signs(got: Tensor, want: Tensor) -> bool:
+    return bool((got * want < 0).any())
+
+
+def _residual(got: Tensor, columns: Tensor) -> float:
+    solution = torch.linalg.lstsq(columns, got[:, None], driver="gelsd").solution
+    return float((got - (columns @ solution)[:, 0]).abs().max())
+
+
+def _by_layout(case: Case, ratio: float | None, plain: Sequence[Trace], part: float | None) -> str:
+    """Return a cause from the axes that the case still has, and the factor of its gradient."""
+    sizes = {
+        "micro-batches": case.num_micro_batches,
+        "data": case.data,
+        "context": case.context,
+        "tensor": case.tensor,
+        "pipeline": case.pipeline,
+        "expert": case.expert,
+    }
+    active = {name: size for name, size in sizes.items() if size > 1}
+    if not active:
+        return "the order or the masks of the samples alone change it: something is taken by position, not by sample"
+    if case.per_token and ratio is not None and (returned := _constant_number(plain)):
+        return (
+            f"the number of tokens that is returned is {returned:g} in each micro-batch, not that of its trained "
+            "tokens: with calculate_per_token_loss Megatron divides by their sum; return batch.mask_T.sum()"
+        )
+    name, size = next(iter(active.items()))
+    if len(active) > 1:
+        together = " and ".join(f"{n} {s}" for n, s in active.items())
+        hint = "" if ratio is None else f", by the constant factor {ratio:.4g}"
+        return f"only {together} together fail{hint}: a factor or a denominator of one stands in the place of the other"
+    if ratio is None and name == "micro-batches" and part is not None:
+        return _PART.format(ratio=part)
+    if ratio is None:
+        return _UNEVEN[name]
+    if abs(ratio - size) < _SAME * size:
+        return _TIMES[name].format(size=size)
+    if abs(ratio * size - 1) < _SAME:
+        return _DIVIDED[name].format(size=size)
+    if name == "micro-batches":
+        return _PART.format(ratio=ratio)
+    return f"the gradient is off by the constant factor {ratio:.4g} under {name} {size}: a count that is not the step's"
+
+
+def _constant_number(plain: Sequence[Trace]) -> float | None:
+    """Return what was returned as the number of tokens on one process, if it is another than that of its tokens."""
+    for trace in plain:
+        if trace.returned is not None and trace.returned != int(trace.mask_T.sum()):
+            return trace.returned
+    return None
+
+
+_PART = (
+    "a denominator per micro-batch in a part of the loss (factor {ratio:.4g} in the smallest case): divide by the "
+    "count of the whole step"
+)
+_MASK = "what the mask leaves out reaches the loss"
+_SHIFTED = (
+    "something is shifted by one position: {where}; align log-probs, old log-probs, mask and advantages per sample, "
+    "before samples are packed or split"
+)
+PRECISION = (
+    "the loss computes in {types}, and what is rounded depends on the layout (up to {size:.2g} of the gradient): in "
+    "float64 it is exact; compute ratios, sums and denominators in float32 or more"
+)
+NOT_REPEATABLE = (
+    "depends on something that is not in its inputs, such as state kept from call to call or random numbers"
+)
+
+_UNEVEN = {
+    "micro-batches": (
+        "a mean of means: a denominator (tokens, samples, a subset of them) is taken from the micro-batch; take that "
+        "of the whole step"
+    ),
+    "data": (
+        "a missing all-reduce: a denominator or a statistic is of this data-parallel rank alone; sum it over the "
+        "data-parallel group before the first micro-batch"
+    ),
+    "context": (
+        "a context-parallel rank's part of a sample is taken for the whole: sum what is per sample (lengths, "
+        "denominators, sequence ratios, statistics) over the context-parallel group"
+    ),
+    "tensor": "tensor-parallel ranks do not compute the same loss: something differs or is summed between them",
+    "pipeline": "the loss depends on the pipeline stage: state is shared between stages, or a stage is skipped",
+}
+_TIMES = {
+    "micro-batches": (
+        "a denominator per micro-batch: the term is inflated by exactly the number of micro-batches ({size}); divide "
+        "by the count of the whole step"
+    ),
+    "data": (
+        "gradients of data-parallel ranks are summed where they should be averaged, factor {size}: with "
+        "calculate_per_token_loss Megatron sums and divides by the returned token counts; return those, and no mean"
+    ),
+    "context": (
+        "a context-parallel factor of {size} too much: Megatron multiplies 2-tuples by it already, or token counts of "
+        "whole samples are returned by each context-parallel rank"
+    ),
+    "tensor": "a factor of the tensor-parallel size ({size}): the loss is summed over ranks that all hold the same",
+    "pipeline": "a factor of the pipeline size ({size})",
+}
+_DIVIDED = {
+    "micro-batches": (
+        "divided by the number of micro-batches ({size}) although every denominator is of the whole step: Megatron's "
+        "schedule divides by it too when calculate_per_token_loss is off; multiply by it"
+    ),
+    "data": (
+        "divided by the data-parallel size ({size}): the denominator is global and Megatron averages over ranks as "
+        "well when calculate_per_token_loss is off; multiply by the size"
+    ),
+    "context": (
+        "a context-parallel factor is missing (1/{size}): Megatron averages gradients over DP x CP, or divides by "
+        "token counts that each context-parallel rank returned whole; multiply the loss by the size, or return "
+        "local counts"
+    ),
+    "tensor": "divided by the tensor-parallel size ({size})",
+    "pipeline": "divided by the pipeline size ({size})",
+}
