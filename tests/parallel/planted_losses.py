@@ -164,7 +164,7 @@ def prime_rl_568(batch, step):
     sums = torch.zeros(len(batch), dtype=torch.bfloat16).index_add(0, batch.sequence_T, gap).double()
     dist.all_reduce(other := sums.detach().clone(), group=step.context_group)
     means = (sums + other - sums.detach()) / batch.lengths_M.clamp(min=1)
-    ratio = torch.exp(means)[batch.sequence_T] * torch.exp(batch.logprobs_T - batch.logprobs_T.detach())
+    ratio = torch.exp(means.detach())[batch.sequence_T] * torch.exp(batch.logprobs_T - batch.logprobs_T.detach())
     return _token_mean(-ratio.clamp(0.5, 2.0) * batch.advantages_T, batch, step)
 
 
@@ -205,10 +205,9 @@ def tensor_sum(batch, step):
 
 
 def bf16_logprobs(batch, step):
-    """Log-probs are cast to bfloat16 and summed in it."""
-    losses = _masked(_losses(batch), batch).bfloat16()
-    weight = (losses.sum().detach() / step.tokens).double()
-    return _token_mean(_losses(batch) * (1 + weight.exp() / 8), batch, step)
+    """Token losses are cast to bfloat16, summed and divided in it."""
+    share = _masked(_losses(batch), batch).bfloat16().sum() / step.tokens
+    return megatron_return(share, batch, step)
 
 
 def sequence_mean_of_a_part(batch, step):

@@ -37,7 +37,7 @@ class Share:
 
     coefficient: float
     old: float
-    ratio: float
+    advantage: float
     trained: bool
     unit: tuple[int, int, int]
     border: bool
@@ -54,10 +54,10 @@ def shares(case: Case, outcome: Outcome) -> dict[Position, Share]:
     for trace in ranks:
         unit = (trace.data, trace.micro_batch, trace.context)
         samples, places = trace.samples_T.tolist(), trace.positions_T.tolist()
-        columns = (trace.coefficients_T, trace.old_T, trace.ratios_T, trace.mask_T)
-        for i, (coefficient, old, ratio, trained) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+        columns = (trace.coefficients_T, trace.old_T, trace.advantages_T, trace.mask_T)
+        for i, (coefficient, old, advantage, trained) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
             key = (samples[i], places[i]) if samples[i] >= 0 else (-1, len(out))
-            out[key] = Share(scale * coefficient, old, ratio, trained, unit, _at_border(samples, places, i))
+            out[key] = Share(scale * coefficient, old, advantage, trained, unit, _at_border(samples, places, i))
     return out
 
 
@@ -146,10 +146,10 @@ def _by_position(own: Mapping[Position, Share], reference: Mapping[Position, Sha
     if silent and silent != units and differ == {key for key in trained if own[key].unit in silent} & differ:
         data, micro_batch, _ = min(silent)
         return f"micro-batch {micro_batch + 1} of data-parallel rank {data} is not trained: its loss is dropped"
-    if any(not _is_affine(unit, own, reference, largest) for unit in units):
+    if _has_others_advantages(own, reference, differ, largest):
         return (
-            "values are taken by position and not by sample: tokens differ from each other by no common factor or "
-            "shift; take columns of the same samples, in the order of the micro-batch"
+            "advantages are taken by position and not by sample: tokens have those of other samples; take columns of "
+            "the same samples, in the order of the micro-batch"
         )
     return ""
 
@@ -181,33 +181,19 @@ def _is_silent(
     return quiet and any(_has(reference[key], largest) for key in keys)
 
 
-def _is_affine(
-    unit: tuple[int, int, int], own: Mapping[Position, Share], reference: Mapping[Position, Share], largest: float
+def _has_others_advantages(
+    own: Mapping[Position, Share], reference: Mapping[Position, Share], differ: set[Position], largest: float
 ) -> bool:
-    """Whether the tokens of a unit got a common factor, or another statistic was subtracted from their advantages."""
-    keys = [key for key, share in own.items() if share.unit == unit and share.trained and key in reference]
-    keys = [key for key in keys if _has(reference[key], largest)]
-    if len({sample for sample, _ in keys}) < 3 or len(keys) < 6:
-        return True
-    samples = [sample for sample, _ in keys]
-    got = torch.tensor([own[key].coefficient for key in keys], dtype=torch.float64)
-    want = torch.tensor([reference[key].coefficient for key in keys], dtype=torch.float64)
-    ratio = torch.tensor([reference[key].ratio for key in keys], dtype=torch.float64)
-    by_sample = {s: torch.tensor([x == s for x in samples]) for s in set(samples)}
-    if all(_residual(got[rows], want[rows, None]) < _SAME * largest for rows in by_sample.values()):
-        factors = [float((got[rows] @ want[rows]) / (want[rows] @ want[rows])) for rows in by_sample.values()]
-        if min(factors) > 0 and max(factors) < 100:  # weights of samples, none of another sign
-            return _residual(got, torch.stack([want, ratio], dim=1)) < _SAME * largest or not _mixed_signs(got, want)
-    return _residual(got, torch.stack([want, ratio], dim=1)) < 0.05 * largest or not _mixed_signs(got, want)
-
-
-def _mixed_signs(got: Tensor, want: Tensor) -> bool:
-    return bool((got * want < 0).any())
-
-
-def _residual(got: Tensor, columns: Tensor) -> float:
-    solution = torch.linalg.lstsq(columns, got[:, None], driver="gelsd").solution
-    return float((got - (columns @ solution)[:, 0]).abs().max())
+    """Whether most of the positions that differ do so as the advantage of another sample would make them."""
+    every = torch.tensor(sorted({share.advantage for key, share in own.items() if key[0] >= 0}), dtype=torch.float64)
+    fits = tried = 0
+    for key in differ:
+        got, want, advantage = own[key].coefficient, reference[key].coefficient, own[key].advantage
+        if not _has(own[key], largest) or not _has(reference[key], largest):
+            continue
+        tried += 1
+        fits += bool(((every - got / want * advantage).abs() < 1e-6).any())
+    return tried >= 4 and fits > 0.6 * tried
 
 
 def _by_layout(case: Case, ratio: float | None, plain: Sequence[Trace], part: float | None) -> str:

@@ -109,7 +109,8 @@ class CasePool:
         return Outcome(joined(case, list(gradients)), [trace for rank in traces for trace in rank])
 
     def _answers(self, members: list[Connection]) -> tuple[list[_Answer], Outcome | None]:
-        """Return what all ranks answered, or how the case failed: by the end of a process, of which its neighbours only know that the connection broke; else by the first error that a rank tells."""
+        """Return what all ranks answered, or how the case failed: by the end of a process, of which its neighbours
+        only know that the connection broke; else by the first error that a rank tells."""
         answers: dict[int, _Answer] = {}
         waiting, deadline, lost, told = dict(enumerate(members)), time.monotonic() + ANSWER_S, "", ""
         while waiting and (ready := wait(list(waiting.values()), deadline - time.monotonic())):

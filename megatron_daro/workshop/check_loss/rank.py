@@ -259,16 +259,17 @@ def _trace(
     columns = [samples.columns[i] for i in micro_batch]
     old_T = torch.cat([*(c.old_R[p] for c, p in zip(columns, places, strict=True)), extra.double()])
     masks = [c.mask_R[p] for c, p in zip(columns, places, strict=True)]
+    pairs = list(zip(micro_batch, places, strict=True))
     trace = Trace(
         data=parallel_state.get_data_parallel_rank(),
         context=parallel_state.get_context_parallel_rank(),
         tensor=parallel_state.get_tensor_model_parallel_rank(),
         micro_batch=number,
-        samples_T=torch.cat([*(torch.full_like(p, i) for i, p in zip(micro_batch, places, strict=True)), extra]),
+        samples_T=torch.cat([*(torch.full_like(p, i) for i, p in pairs), extra]),
         positions_T=torch.cat([*places, extra]),
         mask_T=torch.cat([*masks, torch.zeros(len(extra), dtype=torch.bool)]),
         old_T=old_T,
-        ratios_T=torch.ones_like(old_T) if case.on_policy else (logprobs_T.detach() - old_T).exp(),
+        advantages_T=torch.cat([*(samples.advantages_N[i].expand(len(p)) for i, p in pairs), extra.double()]),
         coefficients_T=torch.zeros(len(logprobs_T), dtype=torch.float64),
     )
 
@@ -302,7 +303,7 @@ class Precision(TorchDispatchMode):
         self._widen = widen
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
         """Run one operator."""
         kwargs = dict(kwargs or {})

@@ -179,8 +179,8 @@ class Trace:
 
     data, context, tensor, micro_batch: where. samples_T, positions_T: int64, sample and place in its response, -1 for
     padding. mask_T: bool. coefficients_T: float64, the derivative of the scheduled loss by each log-prob. old_T,
-    ratios_T: float64, old log-probs and the ratio to them. returned: the number of tokens that the function returned,
-    if any. types: shorter than float64 in which it computed.
+    advantages_T: float64, what the function was handed. returned: the number of tokens that it returned, if any.
+    types: shorter than float64 in which it computed.
     """
 
     data: int
@@ -191,7 +191,7 @@ class Trace:
     positions_T: Tensor
     mask_T: Tensor
     old_T: Tensor
-    ratios_T: Tensor
+    advantages_T: Tensor
     coefficients_T: Tensor
     returned: float | None = None
     types: tuple[str, ...] = ()
