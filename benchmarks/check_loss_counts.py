@@ -60,7 +60,8 @@ def run(losses: Iterable[Wrong | Right]) -> None:
         for loss in losses:
             uses = (loss.uses,) if isinstance(loss, Wrong) else loss.uses
             function = f"{loss.module}:{loss.name}"
-            report = check(function, pool=pool, flags=loss.flags, uses=uses, whole=loss.whole, seconds=0)
+            options = {"flags": loss.flags, "uses": uses, "whole": loss.whole, "to_the_end": isinstance(loss, Right)}
+            report = check(function, pool=pool, seconds=0, **options)
             record = {"loss": key_of(loss), "cause": report.cause, "cases": len(report.rows)}
             print(f"{key_of(loss):26} {report.seconds:4.0f} s  {report.cause[:160]}", flush=True)
             if report.error and not report.cause.startswith("ranks wait"):

@@ -39,7 +39,8 @@ def test_a_mistake_is_found_and_named(case_pool, record_property, monkeypatch, w
 
     monkeypatch.setattr(pool, "ANSWER_S", 40)
     function, uses = f"{wrong.module}:{wrong.name}", (wrong.uses,)
-    report = check(function, pool=case_pool, flags=wrong.flags, uses=uses, whole=wrong.whole, seconds=0)
+    options = {"flags": wrong.flags, "uses": uses, "whole": wrong.whole, "to_the_end": False}
+    report = check(function, pool=case_pool, seconds=0, **options)
     record_property("seconds", report.seconds)
     record_property("cause", report.cause)
     assert re.search(wrong.words, report.cause), report.cause

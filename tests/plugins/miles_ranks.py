@@ -4,7 +4,8 @@ From miles, as it is: its parser, the conversion of samples and their split over
 micro-batches, and of MegatronTrainRayActor `init`, `train` and `save_model`; so `compute_advantages_and_returns`,
 `train_one_step`, `loss_function`, `load_checkpoint`. From Megatron-LM, as it is: its parser, `get_model`, schedule,
 DDP, optimizer, scheduler and checkpoints. Stood in for: packages that nothing here uses (empty), the tokenizer, the
-object store, what passes weights to servers; the model comes by miles' --custom-model-provider-path.
+object store, the fused cross entropy (the plain one), what passes weights to servers; the model comes by miles'
+--custom-model-provider-path.
 
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=... MASTER_PORT=... python miles_ranks.py OUTPUT CP [option of train.py ...]
 
@@ -40,6 +41,8 @@ from megatron_daro.actor import device  # noqa: E402
 
 device.prepare()
 import rollout_batches as batches  # noqa: E402
+from megatron.core.fusions import fused_cross_entropy  # noqa: E402
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # noqa: E402
 from miles.backends.megatron_utils import actor, initialize  # noqa: E402
 from miles.backends.megatron_utils import model as training  # noqa: E402
 from miles.ray.rollout import train_data_conversion as conversion  # noqa: E402
@@ -86,6 +89,10 @@ def on_cpu() -> None:
         for name in ("clear_memory", "print_memory", "available_memory"):
             if hasattr(module, name):
                 setattr(module, name, lambda *given, **named: None)
+    # The fused one rounds its gradient to bf16 (calculate_gradients of fused_cross_entropy.py), 1e-3 of the reference.
+    fused_cross_entropy.fused_vocab_parallel_cross_entropy = lambda logits, target, group: vocab_parallel_cross_entropy(
+        logits, target
+    )
     torch.cuda.set_device = lambda *given: None
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.mem_get_info = lambda *given: (2**34, 2**34)

@@ -229,7 +229,7 @@ def _forward_step(
     labels_T = torch.cat([*labels, pad])
 
     def loss(output: Tensor) -> tuple[Any, ...]:
-        logprobs_T = -vocab_parallel_cross_entropy(output, labels_T[:, None])[:, 0]
+        logprobs_T = -vocab_parallel_cross_entropy(output, labels_T[:, None])[:, 0].double()  # it gives float32
         trace = _trace(case, samples, micro_batch, places, logprobs_T, len(traces))
         traces.append(trace)
         held = places

@@ -190,6 +190,7 @@ def check(
     flags: Sequence[bool] = (True, False),
     uses: Sequence[str] = ("advantages",),
     whole: bool = False,
+    to_the_end: bool = True,
     seconds: float = 20.0,
     num_random: int = 0,
     seed: int = 0,
@@ -203,6 +204,7 @@ def check(
         flags: values of calculate_per_token_loss that the function supports.
         uses: inputs that must have an influence on the gradient, of INPUTS.
         whole: whether a context-parallel rank sees whole samples, as with verl's Megatron engine.
+        to_the_end: whether the named cases after the first that differs are tried as well; the cause is the same.
         seconds: in which random cases begin, counted from the start; the named cases are tried however long they take.
         num_random: random cases that are tried even when `seconds` are over.
         seed: of the random cases.
@@ -227,7 +229,7 @@ def check(
             report.rows.append(row)
             progress(row)
             failed += [] if row.exact else [case]
-            if oracle.broken >= _MOST_LOST:
+            if oracle.broken >= _MOST_LOST or (failed and not to_the_end):
                 break
     number = 0
     while not failed and (number < num_random or time.monotonic() - started < seconds):
