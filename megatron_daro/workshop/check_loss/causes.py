@@ -253,6 +253,10 @@ PRECISION = (
     "the loss computes in {types}, and what is rounded depends on the layout (up to {size:.2g} of the gradient): in "
     "float64 it is exact; compute ratios, sums and denominators in float32 or more"
 )
+ROUNDED = (
+    "the loss computes in {types}: on one process its gradient is already {size:.2g} of its size from that in float64; "
+    "compute ratios, sums and denominators in float32 or more"
+)
 NOT_REPEATABLE = (
     "depends on something that is not in its inputs, such as state kept from call to call or random numbers"
 )

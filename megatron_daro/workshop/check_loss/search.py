@@ -22,6 +22,7 @@ from megatron_daro.errors import AlgorithmError
 from megatron_daro.workshop.check_loss.causes import (
     NOT_REPEATABLE,
     PRECISION,
+    ROUNDED,
     constant_ratio,
     likely_cause,
     lost_tokens_cause,
@@ -256,6 +257,11 @@ def _without_layout(oracle: _Oracle, flag: bool, uses: Sequence[str]) -> tuple[s
         return "the loss has no gradient: it is detached, masked wholly, or its inputs never reach it", ""
     if difference(oracle.run(plain), outcome) > TOLERANCE:
         return f"the same case run twice on one process differs: the loss {NOT_REPEATABLE}", ""
+    if types := _types_of(outcome):
+        precise = oracle.run(replace(plain, precise=True))
+        size = math.inf if precise.error else difference(outcome, precise)
+        if TOLERANCE < size < math.inf:
+            return ROUNDED.format(types=types, size=size), ""
     for name in uses:
         changed = oracle.run(replace(plain, changed=name))
         if not changed.error and difference(changed, outcome) <= TOLERANCE:
@@ -326,17 +332,22 @@ def _explain(report: Report, oracle: _Oracle, failed: Sequence[Case]) -> None:
     report.cause = _precision_cause(oracle, again) or _layout_cause(oracle, again, case)
 
 
+def _types_of(outcome: Outcome) -> str:
+    """Return the types shorter than float64 in which the loss computed."""
+    return " and ".join(sorted({name for trace in outcome.traces for name in trace.types}))
+
+
 def _precision_cause(oracle: _Oracle, case: Case) -> str:
     """Return that rounding alone makes the difference: computed in float64 there is none."""
     found = oracle.run(case)
-    types = sorted({name for trace in found.traces for name in trace.types})
+    types = _types_of(found)
     if not types:
         return ""
     precise = replace(case, precise=True)
     size, left = difference(found, oracle.reference(case)), oracle.difference(precise)
     if found.error or not left <= TOLERANCE:
         return ""
-    return PRECISION.format(types=" and ".join(types), size=size)
+    return PRECISION.format(types=types, size=size)
 
 
 def _layout_cause(oracle: _Oracle, again: Case, smallest: Case) -> str:
