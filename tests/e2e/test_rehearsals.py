@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import pytest
 from weightless import SHARED, save_recipe_model
 
 from megatron_daro.cli import main
-from megatron_daro.workshop.rehearse import loop
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("rollout.prompts_per_step=32", "rollout.max_response_tokens=512", "trainer.updates_per_batch=1")
@@ -94,21 +92,3 @@ def test_1024_ranks(place):
     found = rehearsed(recipe, place, "--nodes", "144", "--steps", "2", *options)
     assert found["world"].startswith("1024 ranks") and found["status"] == "finished"
     assert found["driver"]["rank_calls"][1] >= 1024 and found["planned"]["checkpoint"]["files"] == 1024
-
-
-@pytest.mark.heavy
-@pytest.mark.timeout(300)
-def test_a_wait_without_an_end_is_found_in_seconds_and_named(place, monkeypatch, capsys):
-    """An optimizer step that never ends: in a run its limit is four hours."""
-
-    async def endless(self, batch, step):
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(loop.ThinPolicyGroup, "train", endless)
-    monkeypatch.setattr(loop, "LEAST_WAIT_S", 30.0)
-    monkeypatch.setattr(loop, "MOST_WAIT_S", 30.0)
-    recipe = recipe_of("qwen2.5-32b", place)
-    options = ["--nodes", "16", "--steps", "1", "--mean-response", "100", *SMALL, SMALLER_PENALTY]
-    assert main(["rehearse", str(recipe), *options]) == 1
-    said = capsys.readouterr()
-    assert "verdict: does not hold" in said.out and "deadline 'train' (" in " ".join(said.err.split())
