@@ -44,7 +44,7 @@ _FIRST = [
     ("masked_by_multiplication", ON, "mask leaves out"),
     ("verl_horizon", ON, "mean of means", "verl-project/verl#3741"),
     ("miles_3231", ON, "number of tokens that is returned", "radixark/miles#3231"),
-    ("areal_1273", OFF, "divided by the number of micro-batches", "inclusionAI/AReaL#1273"),
+    ("areal_1273", OFF, "divided by the number of micro-batches", "areal-project/AReaL#1273"),
 ]
 _MORE = [
     ("verl_5641", OFF, "mean of means", "verl-project/verl#5641"),
@@ -72,7 +72,7 @@ _MORE = [
     ("dropped_micro_batch", ON, "micro-batch.*is not trained"),
     ("random_tokens", ON, "random numbers"),
     ("tensor_sum", ON, "tensor-parallel size"),
-    ("bf16_logprobs", ON, "bfloat16"),
+    ("bf16_logprobs", ON, ""),
     ("sequence_mean_of_a_part", ON, "part of a sample"),
     ("kl_of_a_micro_batch", ON, "denominator per micro-batch|mean of means", "by hand", "ref_logprobs"),
     ("group_of_a_micro_batch", ON, "mean of means|statistic", "by hand", "rewards"),

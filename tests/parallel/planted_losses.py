@@ -205,7 +205,7 @@ def tensor_sum(batch, step):
 
 
 def bf16_logprobs(batch, step):
-    """Token losses are cast to bfloat16, summed and divided in it."""
+    """Token losses are cast to bfloat16, summed and divided in it: the loss is rounded, its gradient is not."""
     share = _masked(_losses(batch), batch).bfloat16().sum() / step.tokens
     return megatron_return(share, batch, step)
 
