@@ -3,14 +3,14 @@
 The policy leaves and comes back, kind by kind; in between its tensors are there, without
 memory: their storages are resized to 0 and filled again, so every view of them (buckets of gradients, shards of the
 optimizer) stays valid. On a GPU the host's memory is pinned and kept for the next time; on a CPU the same code runs
-with ordinary memory. Gradients are not kept: a step begins with zeros. It refuses nothing: who computes meanwhile is
-refused by the policy.
+with ordinary memory. Gradients and the 8-bit copies of fp8 layers are not kept: a step begins with zeros, and a pass
+makes copies again. It refuses nothing: who computes meanwhile is refused by the policy.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +53,7 @@ class HostMemory:
         started, moved, others = time.perf_counter(), 0, self._of_others()
         if "gradients" in kinds:
             self._trainee.optimizer.zero_grad()  # main gradients that are tensors of their own go for good
+        drop_fp8_weights(self._trainee.chunks)
         for kind in KINDS_OF_MEMORY:
             if kind in kinds and kind not in self._away:
                 moved += self._take(kind)
@@ -147,6 +148,19 @@ class HostMemory:
     def _synchronize(self) -> None:
         if self._where.type == "cuda":
             torch.cuda.synchronize()
+
+
+def drop_fp8_weights(chunks: Iterable[torch.nn.Module]) -> None:
+    """Free the 8-bit copies of the weights that Transformer Engine's layers keep from one micro-batch to the next.
+
+    The next pass makes them again. Source: `_fp8_workspaces` and `quantize_weight` of
+    transformer_engine/pytorch/module/base.py, 2.20.2, where an absent copy is a cache miss; upstream clears them too.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            workspaces = getattr(module, "_fp8_workspaces", None)
+            if workspaces:
+                workspaces.clear()
 
 
 def _pieces(storages: Sequence[UntypedStorage], blocks: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

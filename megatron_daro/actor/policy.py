@@ -33,6 +33,7 @@ from megatron_daro.actor.optimizer import (
     build_scheduler,
     fp8_options,
     optimizer_config,
+    refuse_unsaveable_experts,
     remarks,
     uses_transformer_engine,
 )
@@ -104,6 +105,7 @@ def check_megatron_options(actor: ActorSection, shape: ModelShape) -> None:
 
 
 def _transformer_config(shape: ModelShape, actor: ActorSection, options: Mapping[str, Any]) -> TransformerConfig:
+    refuse_unsaveable_experts(actor, shape)
     return transformer_config(
         shape,
         layout_of(actor),

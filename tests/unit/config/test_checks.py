@@ -225,6 +225,14 @@ def test_fp8_is_accepted_where_gpus_and_libraries_have_it(run_files, monkeypatch
     monkeypatch.setattr(precision, "_version", {"transformer_engine": (2, 20, 2)}.get)
     assert not problems(run_files, fp8, hardware=GPUS)
     assert "capability 8.6" in problems(run_files, fp8, hardware=Hardware("gpu", 8, capability=8.6))[0]
+    both = {"transformer_engine": (2, 20, 2), "megatron-core": (0, 18, 2)}
+    monkeypatch.setattr(precision, "_version", both.get)
+    assert not problems(run_files, fp8, hardware=GPUS)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    run_files.set_shape(model_type="qwen3_moe", **experts)
+    (line,) = problems(run_files, fp8, hardware=GPUS)
+    assert "Megatron-core 0.18.2 with Transformer Engine 2.20.2 cannot save them" in line
+    run_files.set_shape()
     monkeypatch.setattr(precision, "_version", lambda name: None)
     (line,) = problems(run_files, fp8, hardware=GPUS)
     assert "Transformer Engine is not installed" in line and "fix: install it (docs/gpu.md), or set" in line
