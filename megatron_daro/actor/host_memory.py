@@ -107,11 +107,7 @@ class HostMemory:
     def _host_blocks(self, kind: MemoryKind, size: int) -> list[Tensor]:
         """Return host memory for so many bytes: that of the last time where it was pinned, which takes long."""
         pinned = self._where.type == "cuda"
-        blocks = self._blocks.setdefault(kind, []) if pinned else []
-        while (lacking := size - sum(len(block) for block in blocks)) > 0:
-            length = _BLOCK_BYTES if pinned else min(lacking, _BLOCK_BYTES)
-            blocks.append(torch.empty(length, dtype=torch.uint8, pin_memory=pinned))
-        return blocks
+        return _extended(self._blocks.setdefault(kind, []) if pinned else [], size, pinned=pinned)
 
     def _storages(self, kind: MemoryKind) -> list[UntypedStorage]:
         """Return the storages of a kind, each once. One that two kinds share belongs to the first of them: the fp32
@@ -148,6 +144,46 @@ class HostMemory:
     def _synchronize(self) -> None:
         if self._where.type == "cuda":
             torch.cuda.synchronize()
+
+
+class HostCopy:
+    """Copies of tensors on the host, in the same blocks: pinned one by one they would take up to twice their bytes."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        """Copy. Args: tensors: contiguous, on one device."""
+        self._like = [torch.empty_like(tensor, device="meta", requires_grad=False) for tensor in tensors]
+        self._device, pinned = tensors[0].device, tensors[0].device.type == "cuda"
+        self._blocks = _extended([], sum(tensor.nbytes for tensor in tensors), pinned=pinned)
+        own = [
+            tensor.detach().clone().untyped_storage() if _is_part(tensor) else tensor.untyped_storage()
+            for tensor in tensors
+        ]
+        for piece, held in _pieces(own, self._blocks):
+            held.copy_(piece)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the host's memory that it holds."""
+        return sum(len(block) for block in self._blocks)
+
+    def on_device(self) -> list[Tensor]:
+        """Return new tensors of the same values on the device where they came from; the copies may still run there."""
+        made = [torch.empty_like(tensor, device=self._device) for tensor in self._like]
+        for piece, held in _pieces([tensor.untyped_storage() for tensor in made], self._blocks):
+            piece.copy_(held, non_blocking=True)
+        return made
+
+
+def _is_part(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() != tensor.nbytes
+
+
+def _extended(blocks: list[Tensor], size: int, *, pinned: bool) -> list[Tensor]:
+    """Add blocks of host memory to the list until it has so many bytes."""
+    while (lacking := size - sum(len(block) for block in blocks)) > 0:
+        length = _BLOCK_BYTES if pinned else min(lacking, _BLOCK_BYTES)
+        blocks.append(torch.empty(length, dtype=torch.uint8, pin_memory=pinned))
+    return blocks
 
 
 def drop_fp8_weights(chunks: Iterable[torch.nn.Module]) -> None:

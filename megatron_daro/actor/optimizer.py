@@ -123,7 +123,7 @@ def build_optimizer(
     config = optimizer_config(section, dtype=dtype, options=options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return get_megatron_optimizer(config, list(chunks))
+        return get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
 
 
 def optimizer_config(section: OptimizerSection, *, dtype: str, options: Mapping[str, Any]) -> OptimizerConfig:

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import torch
 
+from megatron_daro.actor import host_memory
 from megatron_daro.actor.compat import allocate_optimizer_state
-from megatron_daro.actor.host_memory import HostMemory
+from megatron_daro.actor.host_memory import HostCopy, HostMemory
 
 
 class LikeFusedAdam(torch.optim.Optimizer):
@@ -43,3 +44,18 @@ def test_the_8_bit_copies_of_the_weights_leave_with_the_first_thing_that_leaves(
     optimizer = SimpleNamespace(zero_grad=lambda: None, param_groups=[], state={})
     HostMemory(SimpleNamespace(chunks=[chunk], optimizer=optimizer)).offload(["gradients"])
     assert layer._fp8_workspaces == {}
+
+
+def test_a_copy_on_the_host_takes_whole_blocks_and_gives_the_values_back(monkeypatch):
+    """Not each tensor's bytes rounded up to a power of two, as torch does with pinned memory."""
+    monkeypatch.setattr(host_memory, "_BLOCK_BYTES", 64)
+    shared = torch.arange(40.0)
+    tensors = [torch.arange(33.0).view(3, 11).bfloat16(), shared[5:12], torch.tensor([1.5]), torch.randn(9, 5)]
+    copy = HostCopy(tensors)
+    wanted = [tensor.clone() for tensor in tensors]
+    assert copy.num_bytes == sum(tensor.nbytes for tensor in tensors)
+    for tensor in tensors:
+        tensor.zero_()
+    for _ in range(2):
+        for got, want in zip(copy.on_device(), wanted, strict=True):
+            assert got.dtype == want.dtype and torch.equal(got, want)

@@ -197,6 +197,20 @@ def test_the_section_cluster_stands_for_machines_that_are_not_here(run_files):
     assert "fix: set actor.fp8_recipe=" in line
 
 
+def test_servers_that_share_gpus_may_be_on_many_nodes_with_weights_by_handles(run_files):
+    turns = [*SERVERS, "engine.colocate=true", "rollout.max_staleness=0", "engine.sglang.sync=tensor"]
+    nodes = ["cluster.nodes=4", "cluster.gpus_per_node=8", "cluster.gpu=H100"]
+    sizes = [
+        "actor.tensor_parallel=4",
+        "actor.data_parallel=8",
+        "engine.replicas=16",
+        "engine.sglang.tensor_parallel=2",
+    ]
+    assert not [line for line in problems(run_files, *turns, *nodes, *sizes) if "node" in line]
+    apart = [word for word in turns if "colocate" not in word]
+    assert "all of them on one node" in " ".join(problems(run_files, *apart, *nodes, *sizes))
+
+
 def test_three_hundred_engines_do_not_fit_into_this_machine(run_files):
     small = Hardware("cpu", 4, memory_bytes=64 * 2**30)
     (line,) = problems(run_files, "engine.replicas=300", hardware=small)
