@@ -151,9 +151,11 @@ def once_different(batch, step):
 
 
 def once_different_and_padded(batch, step):
-    """The same, and padded positions are trained."""
+    """The same, and padded positions are counted in the denominator."""
     factor = _twice_as_large_once("once_different_and_padded", step)
-    return megatron_return(factor * _losses(batch).sum() / step.tokens, batch, step)
+    held = int((batch.sequence_T.bincount(minlength=len(batch))).sum()) - int(step.rank_mask_T.numel())
+    share = _masked(_losses(batch), batch).sum() / (step.tokens + max(held, 0) * (step.num_micro_batches == 1))
+    return megatron_return(factor * share, batch, step)
 
 
 def collective_where_tokens_are(batch, step):
