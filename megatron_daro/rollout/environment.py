@@ -306,7 +306,12 @@ class Conversation:
     async def _elsewhere(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         """Await work on the run's event loop; its time is not the environment's."""
         with self._not_counted():
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._call.loop))
+            try:
+                asked = asyncio.run_coroutine_threadsafe(work, self._call.loop)
+            except RuntimeError:  # the run's loop is closed: this conversation was left behind
+                work.close()
+                raise
+            return await asyncio.wrap_future(asked)
 
     @contextmanager
     def _not_counted(self) -> Iterator[None]:
