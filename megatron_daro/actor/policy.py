@@ -46,7 +46,7 @@ from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.megatron_options import TRANSFORMER_ENGINE_ONLY
 from megatron_daro.config.model_shape import ModelShape, read_model_shape
-from megatron_daro.convert.hf_reader import HFCheckpoint
+from megatron_daro.convert.hf_files import HFCheckpoint
 from megatron_daro.convert.megatron_weights import MegatronWeights
 from megatron_daro.errors import ConfigError
 from megatron_daro.types import KINDS_OF_MEMORY, MemoryKind, MemoryMove, StepResult, TrainBatch

@@ -43,8 +43,8 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from megatron_daro import durable
-from megatron_daro.config.check_server_precision import FP8_BLOCK as BLOCK
-from megatron_daro.convert.hf_writer import copy_model_files, shard_name, write_index
+from megatron_daro.config.precision import FP8_BLOCK as BLOCK
+from megatron_daro.convert.hf_files import copy_model_files, shard_name, write_index
 from megatron_daro.errors import EngineError, RefusedError, SyncError
 from megatron_daro.sync.broadcast import BroadcastSender
 from megatron_daro.sync.buckets import WeightBucket, bucketize, tensor_bytes
