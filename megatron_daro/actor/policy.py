@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_daro.actor import checkpoint, device
+from megatron_daro.actor import checkpoint
 from megatron_daro.actor.forward import MicroBatches, OutputSettings, response_logprobs
-from megatron_daro.actor.host_memory import HostMemory
+from megatron_daro.actor.host_memory import HostCopy, HostMemory
 from megatron_daro.actor.model import (
     TransformerConfig,
     build_model,
@@ -33,6 +33,7 @@ from megatron_daro.actor.optimizer import (
     build_scheduler,
     fp8_options,
     optimizer_config,
+    refuse_unsaveable_experts,
     remarks,
     uses_transformer_engine,
 )
@@ -104,6 +105,7 @@ def check_megatron_options(actor: ActorSection, shape: ModelShape) -> None:
 
 
 def _transformer_config(shape: ModelShape, actor: ActorSection, options: Mapping[str, Any]) -> TransformerConfig:
+    refuse_unsaveable_experts(actor, shape)
     return transformer_config(
         shape,
         layout_of(actor),
@@ -136,7 +138,7 @@ class MegatronPolicy:
         self.chunks = build_model(self.shape, config, transformer_engine=transformer_engine)
         with self._first_weights(settings) as tensors:
             load_hf_weights(self.chunks, self.shape, tensors)
-        self._reference = self._copied_weights() if algorithm.needs_reference else None
+        self._reference = HostCopy(self._parameters()) if algorithm.needs_reference else None
         wrapped = wrap_data_parallel(
             self.chunks, config, distributed_optimizer=actor.optimizer.distributed, options=options["ddp"]
         )
@@ -256,11 +258,6 @@ class MegatronPolicy:
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
 
-    def _copied_weights(self) -> list[Tensor]:
-        """Return host copies, pinned where a GPU will read them again."""
-        copies = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()]
-        return [copy.pin_memory() for copy in copies] if device.prepare().type == "cuda" else copies
-
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:
         """Compute with the reference weights: they are copied to the GPU once, and the current ones stay where they
@@ -270,8 +267,8 @@ class MegatronPolicy:
         parameters = self._parameters()
         current = [parameter.data for parameter in parameters]
         try:
-            for parameter, value in zip(parameters, self._reference, strict=True):
-                parameter.data = value.to(parameter.device, non_blocking=True)
+            for parameter, value in zip(parameters, self._reference.on_device(), strict=True):
+                parameter.data = value
             yield
         finally:
             for parameter, value in zip(parameters, current, strict=True):

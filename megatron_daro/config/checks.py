@@ -307,10 +307,12 @@ def _precision_problems(context: _Context) -> Iterator[Problem]:
     actor = context.config.actor
     if actor.precision != "fp8":
         return
-    found = precision.problem(actor.fp8_recipe, _surroundings(context))
-    if found is not None:
+    surroundings = _surroundings(context)
+    if found := precision.problem(actor.fp8_recipe, surroundings):
         yield found
     if context.shape:
+        if found := precision.experts_problem(context.shape, surroundings):
+            yield found
         yield from precision.shape_problems(actor, context.shape)
 
 

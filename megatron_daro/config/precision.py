@@ -28,13 +28,15 @@ from megatron_daro.config.sections import Config
 class Surroundings:
     """What a recipe would run on. None: not known. capability: the least of the GPUs, 0 on a CPU.
 
-    cuda: that torch was built for. transformer_engine: its version, () where it is not installed.
+    cuda: that torch was built for. transformer_engine: its version, () where it is not installed. megatron: of
+    Megatron-core.
     """
 
     capability: float | None = None
     cuda: Version | None = None
     transformer_engine: Version | None = None
     cudnn: Version | None = None
+    megatron: Version | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ class _Needs:
 
 
 _CUDNN: Version = (9, 12)
+_STATELESS_FP8: Version = (2, 16)
+_SPLITS_NO_STATE: Version = (0, 19)
 NEEDS: dict[Fp8Recipe, _Needs] = {
     "tensorwise": _Needs(8.9, (12, 1), (2, 2), 16, 32, ()),
     "blockwise": _Needs(9.0, (12, 9), (2, 3), 16, 128, ("mxfp8", "tensorwise")),
@@ -105,6 +109,25 @@ def problem(recipe: Fp8Recipe, found: Surroundings) -> Problem | None:
     return Problem("actor.fp8_recipe", f"{recipe}, but {why}", " or ".join(running), fix, also=("actor.precision",))
 
 
+def experts_problem(shape: ModelShape, found: Surroundings) -> Problem | None:
+    """Return why experts in fp8 could not be saved there: found at the first checkpoint, hours after the start.
+
+    Source: Transformer Engine from 2.16 on saves no state of these recipes (`is_stateless_recipe`, module/base.py), and
+    Megatron-core below 0.19 reads `extra_fp8_variables` of it for each expert (`_split_extra_state`).
+    """
+    core, engine = found.megatron, found.transformer_engine
+    if not shape.experts or not core or not engine or core >= _SPLITS_NO_STATE or engine < _STATELESS_FP8:
+        return None
+    pair = f"Megatron-core {_text(core)} with Transformer Engine {_text(engine)}"
+    return Problem(
+        "actor.precision",
+        f"fp8 of a model with experts, but {pair} cannot save them",
+        f"Megatron-core {_text(_SPLITS_NO_STATE)} or newer, or Transformer Engine below {_text(_STATELESS_FP8)}",
+        "install one of these (docs/gpu.md), or set actor.precision=bf16",
+        also=("model.path",),
+    )
+
+
 def shape_problems(actor: ActorSection, shape: ModelShape) -> Iterator[Problem]:
     """Return what of the model the recipe cannot multiply, and layers in bf16 that leave none for fp8."""
     width = NEEDS[actor.fp8_recipe].width
@@ -152,7 +175,8 @@ def installed(*, here: bool) -> Surroundings:
     """
     engine = _version("transformer_engine")
     cudnn = next((v for v in map(_version, ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")) if v), None)
-    return Surroundings(None, torch_cuda(), (() if here else None) if engine is None else engine, cudnn)
+    engine = (() if here else None) if engine is None else engine
+    return Surroundings(None, torch_cuda(), engine, cudnn, _version("megatron-core"))
 
 
 def _version(package: str) -> Version | None:

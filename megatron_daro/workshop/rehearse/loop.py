@@ -308,6 +308,8 @@ START_WAIT_S = 300.0
 LEAST_WAIT_S, MOST_WAIT_S, BATCHES_WAITED = 60.0, 120.0, 20
 """A wait may take --pace of its limit in a run: at least this, for this machine does real work too; at most this, or so
 many batches where those are longer."""
+_OUTER, OUTER_SHARE = ("engine_free", "turn", "batch"), 1.5
+"""Waits for what has a limit of its own: longer, so that the error names the wait that hangs."""
 ANSWER_S = 0.01
 """What the work of an answer adds to the most: it is made, parsed, verified and recorded here, on a machine that may be
 busy with other things."""
@@ -411,6 +413,7 @@ def paced(own: Deadlines, pace: float, batch_s: float, answers: int) -> Deadline
         limit.name: min(getattr(own, limit.name), most, max(LEAST_WAIT_S, pace * getattr(own, limit.name)))
         for limit in dataclasses.fields(own)
     }
+    limits |= {name: min(getattr(own, name), OUTER_SHARE * limits[name]) for name in _OUTER}
     limits |= {name: min(getattr(own, name), START_WAIT_S) for name in _STARTS}  # real processes, at no pace
     return Deadlines(**limits)
 

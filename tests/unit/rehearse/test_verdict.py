@@ -75,10 +75,13 @@ def test_waits_end_at_the_pace_of_the_rehearsal():
     """A run's wait for a batch is 8 hours: one that is endless must show here in minutes."""
     own = Deadlines()
     limits = loop.paced(own, pace=0.01, batch_s=0.8, answers=1536)
-    assert limits.batch == limits.train == pytest.approx(loop.MOST_WAIT_S + 15.36)
+    assert limits.train == pytest.approx(loop.MOST_WAIT_S + 15.36)
+    # What waits for training or generation must not be named for them.
+    assert limits.turn == limits.batch == limits.engine_free == pytest.approx(1.5 * limits.train)
     assert limits.abort == own.abort == 60 and limits.score == loop.LEAST_WAIT_S
     assert limits.policy_start == loop.START_WAIT_S and limits.placement == loop.START_WAIT_S
     # A batch of many answers, or a slow pace, takes longer; never longer than in the run.
-    assert loop.paced(own, pace=0.01, batch_s=0.8, answers=12288).batch == pytest.approx(120 + 122.88)
-    assert loop.paced(own, pace=0.2, batch_s=20, answers=0).batch == 400
+    assert loop.paced(own, pace=0.01, batch_s=0.8, answers=12288).logprob == pytest.approx(144)
+    assert loop.paced(own, pace=0.1, batch_s=0.8, answers=12288).train == pytest.approx(120 + 122.88)
+    assert loop.paced(own, pace=0.2, batch_s=20, answers=0).train == 400
     assert loop.paced(own, pace=1, batch_s=5000, answers=0).train == own.train
