@@ -1,20 +1,17 @@
-"""Saving and loading what training changes: model, optimizer, schedule, DARO's weights.
+"""Checkpoints of what training changes: model, optimizer, schedule and what the algorithm has learned.
 
-Called by the policy with a directory that recovery.py prepared, sealed and verified. Uses
-Megatron's sharded state dicts, so that a checkpoint of one layout loads into another.
-Refuses: a checkpoint of another model, algorithm or K.
+The policy calls this with a directory that recovery.py prepares, seals and verifies. Each rank writes one safetensors
+file with the tensors it is the main replica of; rank 0 adds the JSON index and what is not sharded. Loading reads
+only the slices that overlap what a rank asks for, so a checkpoint of one layout loads into another. Nothing in these
+files can run code.
 
-How Megatron's sharded state dicts are stored: safetensors files and one JSON index, nothing that runs code.
+Of Megatron only the vocabulary of sharding is used: which box of which global tensor a rank holds, and the check that
+every box has exactly one main replica. That is the same in 0.16.1 to 0.19.x. Megatron's own save and load are not
+used: those of 0.19 take no other storage than "torch_dist", whose reader unpickles `.metadata` and whose writer
+processes take seconds even for a few megabytes.
 
-Actor/checkpoint.py hands over the sharded state dict of each rank; each rank writes one file
-with the tensors it is the main replica of; rank 0 writes the index, and what is not sharded. Loading reads only the
-slices that overlap what this rank asks for, so the layout may differ from the one that saved.
-
-Of Megatron only the vocabulary of sharding is used (which box of which global tensor a rank holds, and the check that
-every box has exactly one main replica), which is the same in 0.16.1 to 0.19.x. Its own entry points are not: those of
-0.19 take no other storage than "torch_dist", whose reader unpickles `.metadata`, which runs code from the file, and
-whose writer processes take seconds even for a few megabytes.
-Refuses: sharded objects that are neither tensors nor bytes; a request that the files do not cover completely.
+Rejected: a checkpoint of another model, algorithm or K; sharded objects that are neither tensors nor bytes; a request
+that the files do not cover completely.
 """
 
 from __future__ import annotations

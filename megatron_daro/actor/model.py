@@ -1,12 +1,9 @@
-"""The Megatron model of a Hugging Face `config.json`: the shapes of the families that families/ has.
+"""Builds the Megatron model of a Hugging Face `config.json`.
 
-Built once per worker, filled by actor/weights.py, trained by actor/step.py.
-Refuses: options that Megatron does not know (nearest name given) and those this package sets itself.
-
-The layers of the policy: Transformer Engine's where it can run, else Megatron's local ones with two of our own.
-
-Ours are an RMSNorm that works under sequence parallelism (Megatron's local one refuses it) and a core attention on
-torch's scaled_dot_product_attention that takes packed sequences and context parallelism.
+Layers are Transformer Engine's where it can run, else Megatron's local ones with two of ours: an RMSNorm that works
+under sequence parallelism, and a core attention on torch's scaled_dot_product_attention that takes packed sequences
+and context parallelism. Rejects options that Megatron does not know (and suggests the nearest name) and those that
+this package sets itself.
 
 Legend: T packed tokens of this rank, H query heads, G key-value heads, D head size, B sequences, S longest sequence.
 """

@@ -1,13 +1,11 @@
-"""Megatron's optimizer and learning-rate schedule, and a step that can be refused.
+"""Megatron's optimizer and learning-rate schedule, with a step that can be refused, and the precision of a rank.
 
-Gradients (already summed over ranks) -> finite? -> clip -> update. The schedule advances
-before the update, so the first update of a warm-up does not run at learning rate 0.
-Refuses: an update with a non-finite gradient norm; the caller decides what happens then.
+A step reduces, checks and clips gradients before it updates; with a non-finite norm nothing is updated and the caller
+decides. The schedule advances before the update, so that the first step of a warm-up does not run at learning rate 0.
 
-The precision of a rank: whose layers it uses, Megatron's options for fp8, and what it cannot do.
-
-Read once when a policy is built, before weights are. What could be known earlier was looked at
-by config/precision.py; here GPU and libraries are those that will compute. Refuses fp8 that would not be fp8.
+The precision of a rank is settled once, when the policy is built: whose layers, which of Megatron's fp8 options.
+config/precision.py has checked what is known before the start; here the GPU and the libraries are those that compute,
+and fp8 that would silently be something else is rejected.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Process groups and seeds of one training process: which rank is what.
+"""Process groups and seeds of one training process, and the settings that a rank takes from the rest of the run.
 
-First thing a worker does; everything else in actor/ asks Megatron's parallel state afterwards.
-Refuses: a world that is not TP x PP x CP x DP, and expert-parallel sizes that do not fit into it.
-
-What the policy needs of the run beside its own sections; imports nothing heavy, so that a driver can make one.
+A worker initializes these first; everything else in actor/ asks Megatron's parallel state. Rejects a world that is
+not TP x PP x CP x DP, and expert-parallel sizes that do not fit into it.
 """
 
 from __future__ import annotations

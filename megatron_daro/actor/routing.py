@@ -1,13 +1,10 @@
-"""Routing replay (R3): tokens meet the experts in training that the rollout engine chose for them.
+"""Routing replay (R3): in training, tokens go to the experts that the rollout engine chose for them.
 
-TrainBatch.routed_experts_TLK -> packed micro-batches -> before each forward pass of a part of
-the model, the routers of its layers are told what the tokens of this rank meet. An engine and a trainer round
-differently, so that a router's choice flips now and then; a token then gets another log-prob by far.
-Refuses: experts of another model, by the numbers of layers, of experts, and of those chosen for a token.
-
-The weights of the experts are this router's own, taken over the given experts as over its own choice, and its gradients
-flow as ever. Megatron's RouterReplay (0.16.1, moe/router_replay.py) has no tokens without known experts, such as
-padding, and one list for all pipeline stages; here its place in a router is taken by `RouterReplay`.
+An engine and a trainer round differently, so a router's choice flips now and then, and such a token gets a very
+different log-prob. Before each forward pass the routers are given the recorded experts of this rank's tokens; the
+experts' weights are still this router's own, normalized over the given experts, and gradients flow as usual.
+Megatron's own RouterReplay (0.16.1, moe/router_replay.py) has no tokens without known experts, such as padding, and
+one list for all pipeline stages, so `RouterReplay` here takes its place. Rejects recordings of another model.
 
 Legend: T packed tokens of this rank, L layers of the model, K experts of a token, E experts.
 """

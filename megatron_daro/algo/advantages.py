@@ -1,16 +1,11 @@
-"""Advantages: one number per rollout, from the rewards of its group.
+"""Advantages, one number per rollout, from the rewards of its group; penalties and masks for overlong answers.
 
-After the verdicts of all K rollouts of every group of the step, before the loss.
-Refuses non-finite rewards. Knows nothing of tokens: the advantage is broadcast over the tokens of its rollout later.
+Runs once all K rollouts of every group of the step have verdicts. An advantage is later broadcast over the tokens of
+its rollout. DAPO's soft length penalty and the overlong filter change rewards and masks, never verdicts: a penalized
+or masked rollout still counts in its group's pass rate. Rejects non-finite rewards.
 
-Shape letters: N samples of the whole optimizer step, G groups among them.
-
-Overlong answers: DAPO's soft length penalty, and taking truncated rollouts out of the loss.
-
-Rollouts and verdicts -> shaped rewards and loss masks -> advantages and batch.
-Refuses to touch verdicts: a penalised or filtered rollout still counts in its group's pass rate.
-
-Shape letters: N samples, R response tokens of all samples end to end.
+Shape letters: N samples of the whole optimizer step, G groups among them, R response tokens of all samples end to
+end.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
 """DARO's learnable weight per pass rate: what is measured, how the weights follow it, and what is saved.
 
-Tokens per cell of the step, summed over all ranks -> coefficients of the token losses; after
-the backward pass the sums per cell, summed over all ranks, -> new weights, the same on every rank.
-A cell is a bin (0..K right answers), or a bin and a class of lengths. Formulas and rest points: docs/algorithms.md.
+Tokens per cell, summed over all ranks before the forward pass, give the coefficients of the token losses; loss sums
+per cell, reduced after the backward pass, give the new weights, the same on every rank. A cell is a bin (0..K correct
+answers), or a bin and a class of lengths. Formulas and rest points: docs/algorithms.md.
 
-Shape letters: K rollouts per prompt, L classes of lengths, C = (K+1) L cells, bin by bin; P numbers that are learnt
-(one per cell, or one per kernel and class). Cells of bins 0 and K carry no signal.
+The weights move by an Adam in float64 on the CPU in which every entry has a step count of its own. A bin that is
+absent from a step keeps its moments and its count, so its first step after a pause is as large as it would have been.
 
-Adam on a few numbers, each with a step count of its own, in float64 on the CPU: equal gradients, equal moves.
-
-Gradients of what an algorithm learns -> moves. An entry that is absent from a step keeps its
-moments and its count, so its first step after a pause is as large as it would have been. Refuses torn states.
+Shape letters: K rollouts per prompt, L classes of lengths, C = (K+1) L cells, bin by bin; P learned numbers (one per
+cell, or one per kernel and class). Cells of bins 0 and K carry no signal.
 """
 
 from __future__ import annotations

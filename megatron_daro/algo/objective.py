@@ -1,26 +1,16 @@
-"""The objective of the tokens of one micro-batch: surrogate, correction, KL and entropy terms, and what is reported.
+"""The token objective of one micro-batch: surrogate, off-policy correction, KL and entropy terms, and what is
+reported.
 
-Log-probs (current, old, rollout, reference) of packed tokens -> token losses and sums; the
-actor multiplies the per-sample sums by the coefficients of `weighting`. Refuses to average: everything reported is a
-sum (or a maximum), so micro-batches and ranks add up exactly. What the mask leaves out may be NaN; it reaches nothing.
+Log-probs of packed tokens (current, old, rollout, reference) become token losses and sums; the actor multiplies the
+sums per sample by the coefficients of `weighting`. Everything reported is a sum or a maximum, never a mean, so that
+micro-batches and ranks add up exactly. Masked positions may be NaN without effect.
 
-Shape letters: T packed tokens, M segments (samples of this micro-batch).
+Trust regions: PPO's clip (surrogate.py), GSPO (the same clip with a sequence's ratio, corrections.py), CISPO's
+clipped weight and SAPO's soft gate. The latter two are shifted so that at ratio 1 the loss is -A, as PPO's is, while
+the gradients are the papers'; so sums of token losses mean the same under each. The KL to a reference has three
+estimators and coefficient 0 by default, as in DAPO and Dr. GRPO.
 
-Trust regions beside PPO's clip: CISPO's clipped weight and SAPO's soft gate.
-
-Importance ratios and advantages -> token losses, in the place of
-`surrogate.clipped_ratio_loss`. (GSPO is that clip with a sequence's ratio: `corrections.sequence_log_ratio`.)
-Their values are shifted so that at ratio 1 the loss is -A, as PPO's; gradients are the papers'. So sums of token losses
-mean the same under every trust region.
-
-Shapes: "..." is any common (broadcastable) shape.
-
-KL to a reference policy, and its three estimators. Default coefficient 0: DAPO and Dr. GRPO drop it.
-
-Current and reference log-probs -> a KL term per token for the objective.
-Refuses unknown estimators. Does not reduce.
-
-Shapes: "..." is any common (broadcastable) shape.
+Shape letters: T packed tokens, M segments (samples of this micro-batch); "..." is any broadcastable shape.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""What spans sections, files and hardware: everything that can be known to fail before anything starts.
+"""Checks that span sections, files and hardware: whatever can be known to fail before anything starts.
 
-After validation, before placement. Each check looks at one subject and returns what it found;
-all are run, and all problems are reported together. Warnings do not stop a run.
-
-Servers and ranks on the same GPUs in turns (engine.colocate): what has to hold for it.
-
-Called by checks.py. Refuses what would have both compute at once, transports that cannot join
-two processes of one GPU, and pieces whose GPUs would not match.
+They run after validation and before placement. Each looks at one subject; all are run and all problems reported
+together. Warnings do not stop a run. Among them are the rules of `engine.colocate`, where servers and ranks take
+turns on the same GPUs: nothing may have both compute at once, transports must be able to join two processes of one
+GPU, and the pieces of both must cover the same GPUs.
 """
 
 from __future__ import annotations

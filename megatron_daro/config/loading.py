@@ -1,14 +1,9 @@
-"""A YAML file and overrides -> one validated, fully resolved Config.
+"""A YAML file and overrides become one validated, fully resolved Config.
 
-Command line -> here -> composition root. Every wrong value is reported, not the first one.
-Values left open because they depend on other sections (the run directory, the engine's seed, ...) are filled in here,
-so the resolved file shows them. Refuses what yaml_text refuses, unknown keys, and values of another type ("3" is not
-a number).
-
-The sections in words: which paths exist, and what a field allows.
-
-Read by loading for messages and by tools/config_reference.py for the documentation.
-Everything comes from the annotations, so no text can disagree with what is checked.
+Reports every wrong value, not only the first. Values that depend on other sections (the run directory, the engine's
+seed, ...) are filled in here, so that the resolved file shows them. Rejects what yaml_text rejects, unknown keys, and
+values of another type ("3" is not a number). Messages and the configuration reference (tools/config_reference.py)
+describe fields from their annotations, so no text can disagree with what is checked.
 """
 
 from __future__ import annotations

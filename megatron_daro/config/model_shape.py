@@ -1,15 +1,9 @@
-"""The shape of a model, read from its Hugging Face `config.json`, with the table of its family (families/).
+"""The shape of a model, read from its Hugging Face `config.json` by the table of its family (families/).
 
-Config.json -> ModelShape -> actor (Megatron configuration), convert.mapping, plan.
-Refuses every field that would change the mathematics and that the actor does not implement: silently ignoring one would
-train a model that its checkpoint does not describe.
-
-Typed values out of a model's config.json, each with an error that names the file, the key and what is allowed.
-
-Rotary position embeddings as a model's config.json describes them: plain, Llama 3's scaling, YaRN.
-
-Keys of transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`) are both understood. Refuses every other
-scaling: the checkpoint was trained with it, and its log-probabilities would be wrong without.
+The actor, conversion and the planner all read models through `ModelShape`. Rotary embeddings may be plain, Llama 3's
+or YaRN, in the keys of transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`). Every field that would
+change the mathematics and that the actor does not implement is rejected: ignoring one silently would train a model
+that its checkpoint does not describe.
 """
 
 from __future__ import annotations

@@ -1,20 +1,11 @@
-"""A whole conversion: the plan's files written by several processes, then index, check and card, then one rename.
+"""A whole conversion: files written by several processes, then index, verification and card, then one rename.
 
-`megatron-daro convert` calls `convert`; the files are written by `convert.jobs`. A target
-appears whole or not at all; what an interrupted run wrote is kept beside it and taken up by the next run of the same
-plan, which compares the files that it finds with the source before it trusts them.
-
-What is already done of a conversion: a folder beside the target that a second run finds and goes on from.
-
-`convert.conversion` makes it, worker results are noted in it, and it becomes the target by one
-rename at the very end; so a directory with the target's name is always whole. Refuses a target that holds something or
-that a rename cannot replace, and a second conversion into the same target at the same time.
-
-Written and source compared byte by byte: every HF tensor read back from both sides, by way of the files.
-
-`convert --verify`, and files that an earlier, interrupted run left. A Megatron checkpoint is
-read as HF tensors by the same code that starts a run from it; so a wrong slice, name, cast or byte shows, whoever made
-it.
+`megatron-daro convert` calls `convert`; convert/jobs.py writes the files. The target appears whole or not at all. An
+interrupted run leaves its folder beside the target; the next run of the same plan compares the files in it with the
+source before it trusts them, and continues. `--verify` reads every HF tensor back from both sides and compares bytes;
+a Megatron checkpoint is read by the same code that starts a run from it, so a wrong slice, name or cast shows,
+whoever wrote it. Rejects a target that is not empty or cannot be replaced by a rename, and a second conversion into
+the same target.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
 """Which Hugging Face tensors make up which Megatron-core parameter, and how tensor parallelism slices them.
 
-ModelShape -> rules; HF tensors -> `shard` -> actor; its shards -> `merge` -> HF tensors.
-A rule names a parameter by its GLOBAL layer and expert: a rank translates with `global_name`. Only moves numbers:
-never changes a dtype or a value. Refuses tensors of the wrong shape and tensor-parallel sizes that do not divide.
+`shard` cuts HF tensors for a rank and `merge` is its inverse. A table of the decoder's parameters (the same for every
+family) is joined with the family's names (families/table.py) by role. A rule names a parameter by its GLOBAL layer
+and expert; a rank translates with `global_name`. Values and dtypes never change. Rejects tensors of the wrong shape
+and tensor-parallel sizes that do not divide.
 
-Layouts (Megatron-core 0.16.1): linear_qkv holds, for each key/value group, [its query heads | key | value], and tensor
-parallelism cuts these rows into equal runs, also where there are fewer groups than ranks (transformer/attention.py,
-`get_query_key_value_tensors`); linear_fc1 holds [gate rows; up rows] per rank (transformer/mlp.py, `glu`); linear_proj
-and linear_fc2 are cut along their columns. Experts are cut over the expert-tensor-parallel ranks.
+Names are Megatron-core 0.16.1's: those of its local layers, and those under Transformer Engine, whose linear layers
+hold the weight of the norm before them and which keeps a rank's experts as numbered weights of one grouped linear
+layer.
 
-The parameters of a Megatron-core decoder: names, how tensor parallelism cuts them, sizes. For every family the same.
-
-Convert/mapping.py joins this table with a family's (families/table.py) by role.
-Names are Megatron-core 0.16.1's: of its local layers; and of Transformer Engine's, whose linear layers hold the weight
-of the norm before them, and which keep the experts of a rank as numbered weights of one grouped linear layer.
+Layouts (Megatron-core 0.16.1): linear_qkv holds, for each key/value group, [its query heads | key | value], and
+tensor parallelism cuts these rows into equal runs, also where there are fewer groups than ranks
+(transformer/attention.py, `get_query_key_value_tensors`); linear_fc1 holds [gate rows; up rows] per rank
+(transformer/mlp.py, `glu`); linear_proj and linear_fc2 are cut along their columns. Experts are cut over the
+expert-tensor-parallel ranks.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
-"""Boxes of tensors in files: which bytes they are, and reading any other box of the same tensor out of them.
+"""Boxes of tensors in files: where their bytes lie, and how any other box of the same tensor is read from them.
 
-An HF checkpoint and both formats of Megatron checkpoints are lists of `Piece`; a rank that
-loads, the converter and its check ask for boxes. Only the bytes of a box are read, with plain reads and not through a
-mapped file: mapped pages count as memory of the process, so that a conversion would seem to hold the whole model.
-Refuses a box that the pieces do not cover.
-
-Which rows and columns of which HF tensors make up a Megatron parameter, as runs that can be read and written.
-
-A rule's pieces -> `shard_runs` (what one tensor-parallel rank holds) -> reads of those bytes
-only; `hf_runs` is the way back. Layouts are known to `convert.mapping` alone.
+An HF checkpoint and both Megatron formats are lists of `Piece`; a rank that loads, the converter and its verification
+ask for boxes. `shard_runs` says which rows and columns of which HF tensors make up what one tensor-parallel rank
+holds, `hf_runs` is the inverse; the layouts themselves are known to convert/mapping.py alone. Only the bytes of a box
+are read, by plain reads: pages of a mapped file count as memory of the process, and a conversion would seem to hold
+the whole model. Rejects a box that the pieces do not cover.
 """
 
 from __future__ import annotations

@@ -1,17 +1,12 @@
-"""Megatron's `torch_dist` checkpoints: what Megatron-LM, Megatron-Bridge and slime read and write.
+"""Megatron's `torch_dist` checkpoints, as Megatron-LM, Megatron-Bridge and slime read and write them.
 
-`convert --format torch_dist` writes them, `TorchDistPieces` reads them, ours or trained by
-others. A directory holds `.metadata` (a pickle: which tensors, in which chunks, at which bytes), `*.distcp` (chunk
-after chunk, each as torch.save writes it), `common.pt` and `metadata.json`; the directory above, for Megatron-LM's
-`--load`, `latest_checkpointed_iteration.txt`. Tensors are read as bytes: neither torch.load nor pickle.load is called.
+A directory holds `.metadata` (a pickle: which tensors, in which chunks, at which bytes), `*.distcp` (chunk after
+chunk, each as torch.save writes it), `common.pt` and `metadata.json`; the directory above holds Megatron-LM's
+`latest_checkpointed_iteration.txt`. Tensors are read as bytes: neither torch.load nor pickle.load is called.
+`.metadata` is decoded with a list of the classes that torch and Megatron put into one; each stands for a plain
+record, no constructor runs, and any other name is an error that tells it.
+
 Source: torch/distributed/checkpoint/filesystem.py, megatron/core/dist_checkpointing/strategies/torch.py.
-
-The pickled `.metadata` of torch.distributed checkpoints, read without running anything that is in the file.
-
-`convert.torch_dist` reads which tensors a checkpoint has, and where. The file is a pickle by
-definition of the format. Here it is decoded with a list of the classes that torch and Megatron put into one; each
-stands for a plain record, no constructor of theirs runs, and every other name ends the reading with an error that says
-it.
 """
 
 from __future__ import annotations

@@ -1,22 +1,14 @@
-"""File formats: the problem and the gold answers in a row of a problem file.
+r"""Problem files: their bytes become rows, and each row a problem with its gold answers.
 
-A row of containers -> ParsedRow -> prompts.
-Layouts are recognised by their fields: DAPO (`prompt` is a list of chat messages, gold in `reward_model.ground_truth`),
-GSM8K (gold after `####`), and plain rows (`problem`, `question`, `prompt` or `messages`; gold in `answer`,
-`final_answer`, `ground_truth`, or the last oxed{} of `solution`). A gold may be a list of alternatives.
-A row that cannot be used is a RowProblem: the caller counts it.
+A container is recognized by content, never by name: Parquet, a JSON array or JSON lines, each also inside gzip or
+zstd. Other containers (zip, xz, bzip2, Arrow, UTF-16, ...) and files that are missing, empty or torn raise DataError
+with what to do.
 
-Containers: the bytes of a problem file become rows, plain Python values as the file holds them.
-
-A file -> (row number, row) -> formats -> prompts.
-A container is recognised by its content, never by its name: Parquet, a JSON array or JSON lines, each also inside gzip
-or zstd. Refuses, by name and with what to do, what else people give: zip, xz, bzip2, Arrow, UTF-16, other binary files,
-and files that are missing, empty or torn (DataError). A single bad line is a RowProblem: the caller counts it.
-
-Pass rates that a file stores beside its problems, and of which model they are.
-
-A row of a file -> PassRate -> the order of training (orders.py). `megatron-daro curate` writes
-these fields; a file of somebody else with a field `pass_rate` from 0 to 1 can be used too.
+A row's layout is recognized by its fields: DAPO (`prompt` is a list of chat messages, gold in
+`reward_model.ground_truth`), GSM8K (gold after `####`), and plain rows (`problem`, `question`, `prompt` or
+`messages`; gold in `answer`, `final_answer`, `ground_truth`, or the last \boxed{} of `solution`). A gold may be a
+list of alternatives. A pass rate with the name of its model, as `megatron-daro curate` writes them, or a plain
+`pass_rate` from 0 to 1 is read too. A line or row that cannot be used is a RowProblem, which the caller counts.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
-"""Orders of training that look at difficulty: easy to hard, and by how often the run failed lately.
+"""Orders of the training prompts: shuffled epochs, easy to hard, and by how often the run failed lately.
 
-Prompts with tokens -> `next(n)` -> sampler; groups that ended -> `observe`; the state goes into
-the checkpoint. Every draw is a function of (seed, number of the draw, state) in integers, so a resumed run draws what
-the unbroken one would have. Refuses to resume on other data or with other settings.
-
-Cursor: an endless order of prompts that can stop anywhere and go on exactly there.
-
-Prompts with tokens -> `next(n)` -> sampler; its state goes into the checkpoint.
-The order of an epoch is a function of (seed, epoch) alone, so the state is a few numbers. Refuses to resume on other
-data: the same position would mean other prompts.
+`next(n)` hands prompts to the sampler, `observe` takes the outcomes of finished groups, and the state goes into the
+checkpoint. Every draw is a function of (seed, number of the draw, state) in integers, so a resumed run draws what the
+unbroken one would have. Rejects resuming on other data or with other settings: the same position would mean other
+prompts.
 """
 
 from __future__ import annotations

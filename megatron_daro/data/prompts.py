@@ -1,14 +1,9 @@
-"""Prompts: problem files become a list of Prompt and a report of what was left out and why.
+"""Problem files become a list of Prompt, and a report of what was left out and why.
 
-Files -> Prompt (without tokens) + LoadReport -> template -> cursor.
-Refuses files without one usable row. A single bad row is dropped and counted with its line number, or, with `strict`,
-refused. Nothing is dropped without standing in the report.
-
-Contamination: problems of a training set that also stand in an evaluation set, by exact match.
-
-Prompts as loaded -> counts per evaluation set, for the load report.
-Compares normalised text only (Unicode form, case, white space): a paraphrase is not found, and that is said in the
-report.
+A bad row is dropped and counted with its line number, or rejected with `strict`; files without one usable row are
+rejected. Nothing is dropped without standing in the report. The report also counts problems that stand in an
+evaluation set, by exact match of normalized text (Unicode form, case, white space): it does not find paraphrases, and
+says so.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
-"""Templates: a prompt's text or messages become the token ids the engine receives.
+"""Templates: a prompt's text or messages become the token ids that the engine receives.
 
-Prompt without tokens + tokenizer -> Prompt with tokens + TokenizeReport -> cursor.
-Refuses a template without {prompt} or with several, and a set of which nothing is left. Prompts that are too long,
-empty, or not fit for the template are dropped and stand in the report; nothing is ever cut off a prompt.
-
-Prompt templates by name: the exact texts that papers evaluate with, what ends an answer, where the answer stands.
-
-Name -> how data/template.py writes a problem, which of an answer's text counts, and what is
-handed to the verifier. docs/evaluate.md shows the texts with their sources; a test compares them. Refuses a template
-whose special tokens the tokenizer does not have.
+Named templates are the exact texts that papers evaluate with, together with what ends an answer and where the answer
+stands; docs/evaluate.md shows them with their sources, and a test compares them. Prompts that are too long, empty or
+unfit for the template are dropped and reported; a prompt is never cut. Rejects a template without exactly one
+{prompt}, one whose special tokens the tokenizer does not have, and a set of which nothing is left.
 """
 
 from __future__ import annotations

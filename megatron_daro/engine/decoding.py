@@ -1,23 +1,14 @@
-"""The state of one batch while transformers' `generate` decodes it: chooses, records, stops.
+"""The state of one batch while transformers' `generate` decodes it: choosing tokens, recording them, stopping.
 
-Rows -> Decoding (behind a LogitsProcessor and a StoppingCriteria) -> tokens and log-probs.
-The processor leaves `generate` only the chosen token to pick, so no scores are kept. Once a quarter of the rows
-have finished, the criterion ends the call: the caller drops their caches and calls again with the rest.
+`Decoding` stands behind a LogitsProcessor, which leaves `generate` only the chosen token to pick, so no scores are
+kept, and a StoppingCriteria. Once a quarter of the rows have finished, the criterion ends the call, and the caller
+drops their caches and calls again with the rest. An `AbortSignal` from the event loop is looked at between two steps.
+
+Every row draws its own uniform numbers from a counter-based generator keyed by (seed, group, attempt, index), one per
+step, and inverts its cumulative distribution with them, so its tokens do not depend on its neighbours. There is no
+top-k and there are no penalties: the training loss could not account for them.
 
 Shape letters: N rows of the whole batch, B rows in the call, V vocabulary, M most new tokens, P distinct stop sets.
-
-A thread-safe request to stop generating, looked at between two decoding steps.
-
-Engine.abort (event loop) -> AbortSignal -> decoding (worker thread).
-
-Choosing tokens: temperature, nucleus (top-p), and randomness that belongs to the row and not to the batch.
-
-Logits of one decoding step -> `choose_tokens` -> token and log-prob of every row.
-Every row draws its own uniform numbers from a counter-based generator keyed by (seed, group, attempt, index), one per
-step, and inverts its cumulative distribution with them. So what a row says does not depend on its neighbours.
-Offers no top-k, no penalties: the training loss could not account for them.
-
-Shape letters: B rows of the batch, V vocabulary, M most new tokens.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
-"""Rollouts from transformers' own `generate`, in this process, synchronously.
+"""Rollouts from transformers' own `generate`, in this process, synchronously; EmbeddedEngine runs it in a thread.
 
-GroupRequest -> rows -> batches -> `generate` -> Rollout. EmbeddedEngine runs it in a thread.
-Greedy search, sampling and nucleus only. Never loads remote code or pickles, and never goes to the network.
+Greedy search, sampling and nucleus only. Never loads remote code or pickles, never goes to the network. Its key/value
+cache grows in place: transformers' DynamicCache concatenates at every step, which took four fifths of the time of
+`generate` with 256 rows on a CPU. Full attention only.
 
 Shape letters: N rows of a batch, Q distinct prompts of a batch, S longest prompt of a batch, B rows of one call.
-
-A key/value cache for transformers' `generate` that grows in place.
-
-Inside one batch of the embedded engine. transformers' own DynamicCache concatenates at every
-step: with 256 rows on a CPU that was four fifths of the time of `generate`. Full attention only.
 """
 
 from __future__ import annotations

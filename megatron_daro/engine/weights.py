@@ -1,10 +1,8 @@
-"""Replacing a model's weights from buckets: everything arrives and fits, or nothing changes.
+"""Replaces a model's weights from buckets: everything arrives and fits, or nothing changes.
 
-WeightBucket stream -> `WeightStage` (a second copy of the weights) -> the engine's model.
+`WeightStage` collects a second copy before the model is touched. `checkpoint_places` says where a checkpoint's tensor
+stands in transformers' model, which keeps all experts of a layer in one parameter.
 
-Where the tensors of a checkpoint stand in transformers' model: it keeps all experts of a layer in one parameter.
-
-Names of a weight update -> `checkpoint_places` -> engine/weights.py.
 Source: transformers 5, `conversion_mapping.py`; the names in the checkpoint are those of families/.
 """
 

@@ -1,14 +1,8 @@
-"""metrics.jsonl, TensorBoard events and (optionally) Weights & Biases: one record per optimizer step.
+"""One record of metrics per optimizer step: metrics.jsonl, and TensorBoard and Weights & Biases as views of it.
 
-Controller -> `MetricsLog.write` -> RUN/metrics.jsonl; the report, tests and `comparable` read
-it back with `read_metrics`. Key names and units: docs/metrics.md. Everything that depends on the clock lives under
-`timing/` and `throughput/`, so the rest of two runs of one seed can be compared exactly. It refuses values that are
-no numbers, steps that do not increase, and files damaged anywhere but in their last line.
-
-Where metrics go besides metrics.jsonl: TensorBoard event files and Weights & Biases.
-
-`MetricsLog` hands every step to its sinks. metrics.jsonl is the record; sinks are views of
-it. TensorBoard's own writer is used, which needs neither torch nor TensorFlow. Only finite numbers arrive here.
+Key names and units: docs/metrics.md. Everything that depends on the clock lives under `timing/` and `throughput/`, so
+the rest of two runs of one seed can be compared exactly (`comparable`). Rejects values that are no numbers, steps
+that do not increase, and files damaged anywhere but in their last line.
 """
 
 from __future__ import annotations

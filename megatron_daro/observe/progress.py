@@ -1,14 +1,9 @@
 """What a person sees in the terminal while a run goes on.
 
-The controller calls `step(step, metrics)` once per optimizer step and `notice`/`warn` for
-messages. On a terminal it draws a live panel; elsewhere (CI, a log file) it prints one plain line per step; off, it
-prints nothing. Messages and steps also go to the run's log (logs.py). Text it is given may hold model output: control
-characters are made visible and nothing is read as markup. It computes no metric and never raises where one is missing.
-
-How progress looks: the numbers kept for drawing, the live panel, and the one-line form.
-
-`Progress` feeds `ProgressState`; `ProgressView` is what rich draws from it. It prints
-nothing.
+The controller calls `step(step, metrics)` once per optimizer step and `notice`/`warn` for messages. On a terminal a
+live panel is drawn (`ProgressView`, by rich); elsewhere (CI, a log file) each step is one plain line. Messages and
+steps also go to the run's log. Text may hold model output: control characters are made visible and nothing is read as
+markup. Missing metrics are left out, never an error.
 """
 
 from __future__ import annotations

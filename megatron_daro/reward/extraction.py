@@ -1,18 +1,10 @@
-"""Finds the final answer inside a model's text: last box, last `Answer:` line, text after a marker, trailing number.
+"""Finds the final answer in a model's text, and the two verifiers that compare it as plain text.
 
-Rollout text -> (this) -> answer string -> comparison. Every function is linear in the length
-of the text and never raises on any text. Refuses to guess: None means that the form is not there.
-
-Literal answers behind a marker (`####` as in GSM8K, or any other text).
-
-Rollout text -> Verdict, in process: the work is linear in the text.
-Refuses text that is not text; compares characters, not mathematics: `18` is not `18.0`.
-
-Integer answers by DAPO's rule: the last `Answer:` line, normalised as text, compared as an integer.
-
-Rollout text -> Verdict, in process: the work is linear in the text, no sympy.
-Refuses golds that are not integers (reason `gold_unparsed`). Source of the rule: DAPO, arXiv 2503.14476; rewards +1
-and -1 there, here `correct_reward` and `incorrect_reward`.
+Forms: the last box, the last `Answer:` line, text after a marker, a trailing number. Every function is linear in the
+length of the text and never raises; None means that the form is not there, nothing is guessed. `ExactVerifier`
+compares characters behind a marker (`####` as in GSM8K): `18` is not `18.0`. `IntegerVerifier` follows DAPO's rule
+(arXiv 2503.14476): the last `Answer:` line, normalized and compared as an integer; golds that are not integers are
+rejected (`gold_unparsed`).
 """
 
 from __future__ import annotations

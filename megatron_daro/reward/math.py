@@ -1,20 +1,13 @@
 """Mathematical answers: extraction, pre-filter, outer shape, then math-verify for the leaves.
 
-Rollout text -> `screen` (calling process: cheap, bounded) -> Verdict, or Job -> `judge` (worker
-process) -> Verdict. math-verify and sympy are imported by `judge` only.
-Refuses: golds that are empty or not text (reasons `gold_empty`, `gold_not_text`); a gold the grammar does not take is
+`screen` runs in the calling process, cheap and bounded, and yields a Verdict or a Job; `judge` decides the job in a
+worker process, the only place where math-verify and sympy are imported. Units and words behind a value are cut off
+where they are only that; words that hedge (`maybe not`), join (`or six`) or scale (`million`) make another value, or
+none. An answer that merely restates the problem, such as the unevaluated sum it asks for, is refused before any
+comparison, since an algebra system would do the missing work; what the gold itself contains is never refused.
+
+Rejects golds that are empty or not text (`gold_empty`, `gold_not_text`). A gold that the grammar does not take is
 matched literally, and a mismatch then says `gold_unparsed`.
-
-Units and words behind a value: cut off where they are only that, refused where they change what is said.
-
-Canonical text of a leaf -> (this) -> value without unit. Pure text, linear. Refuses words that
-hedge (`maybe not`), join (`or six`) or scale (`million`): with them the value is another one, or none.
-
-Answers that only restate the problem: operators nobody evaluated, expressions copied from the statement.
-
-Extracted answer, gold, statement -> (this) -> refusal or nothing, before any comparison. An
-algebra system would do the missing work: the sum of k from 1 to 100 equals 5050, whoever evaluates it. Pure text,
-linear. Refuses nothing that the gold itself contains.
 """
 
 from __future__ import annotations

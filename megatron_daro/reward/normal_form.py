@@ -1,12 +1,7 @@
 """Rewrites golds and answers into one notation before they are compared or parsed.
 
-Extracted answer, gold -> (this) -> structure and leaves. Both sides pass through the same
-rewriting, so it cannot favour one of them. Pure text, linear, no sympy.
-
-Answers written as equations and inequalities: chains, named values, alternatives.
-
-Canonical text -> (this) -> comparison by shape. Pure text, linear. What is
-not of one of these forms is left as it is.
+Both sides pass through the same rewriting, so it cannot favour one of them. Equations and inequalities are split into
+chains, named values and alternatives; what has none of these forms is left as it is. Pure text, linear, no sympy.
 """
 
 from __future__ import annotations

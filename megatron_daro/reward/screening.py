@@ -1,12 +1,8 @@
 """The cheap pre-filter: refuses answers that would keep a computer algebra system busy for minutes.
 
-Extracted answer -> (this) -> normal form -> comparison. Runs in the calling process, linear in
-the text, parses nothing. It is a courtesy to throughput, not the guard: the worker's hard limits are the guard.
-
-The outer shape of an answer: tuple, interval, set, list, column vector, or a leaf.
-
-Canonical text -> (this) -> comparison of leaves. Brackets carry meaning that the algebra system
-drops: (6,5) is not [6,5], and (1,3) is not 1,3. Pure text, linear. What it cannot split is a leaf.
+Runs in the calling process, linear in the text, and parses nothing. It only saves throughput; the guard is the hard
+limits of the worker. The outer shape of an answer (tuple, interval, set, list, column vector, or a leaf) is split
+here too, because brackets carry meaning that the algebra system drops: (6,5) is not [6,5], and (1,3) is not 1,3.
 """
 
 from __future__ import annotations

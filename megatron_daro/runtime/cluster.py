@@ -1,17 +1,10 @@
 """The Ray cluster of a run: a private one on this machine, or the one that RAY_ADDRESS names.
 
-Started before any worker, shut down after the last. A private cluster listens on loopback
-only, has no dashboard, and dies with this process even if this process is killed.
-
-What keeps a Ray cluster from starting, found before Ray meets it or said in a sentence afterwards.
-
-Asked by cluster.py. Ray waits a quarter of an hour for an address where nobody listens, and
-ends with tracebacks where a file cannot be written or a limit is too low.
-
-What the nodes of a Ray cluster have, asked without joining it.
-
-RAY_ADDRESS -> (this) -> the configuration's checks, which then judge a layout by the machines
-that will run it and not by the one that the command was typed on. Refuses an address where no cluster answers.
+Started before any worker, shut down after the last. A private cluster listens on loopback only, has no dashboard, and
+dies with this process, however it dies. What keeps Ray from starting is found beforehand or told in a sentence: Ray
+itself waits a quarter of an hour for an address where nobody listens, and ends with a traceback where a file cannot
+be written or a limit is too low. The nodes of a named cluster are inspected without joining it, so that a layout is
+judged by the machines that will run it.
 """
 
 from __future__ import annotations

@@ -1,17 +1,9 @@
-"""What a run that generates reads from files: shape of the model, tokenizer, stop tokens, problems.
+"""What a run reads from files before it generates: model shape, tokenizer, stop tokens, and the problems in their
+order.
 
-Configuration -> (this) -> engine, sampler and evaluator. A start and its rehearsal both read
-here, before any process; so it imports neither Ray nor torch.
-
-The order in which a run takes its problems, and whose pass rates it goes by.
-
-Tokenised prompts and the pass rates of their files -> the prompt source of the sampler. Says at
-the start when the pass rates were measured with another model than the one that is trained.
-
-The prompts of a run: files to problems to token ids, with everything that was dropped said aloud.
-
-Data/ does the work; this puts its parts together for a configuration. Refuses an evaluation
-set of which something would be missing, unless that was asked for.
+A start and its dry run both read here, before any process; so neither Ray nor torch is imported. Everything that was
+dropped from the data is reported, and so are pass rates that were measured with another model than the one that is
+trained. Rejects an evaluation set of which something would be missing, unless that was asked for.
 """
 
 from __future__ import annotations

@@ -214,9 +214,9 @@ def _finished_before(run: _Run, start: Start) -> RunOutcome:
 async def _export(config: Config, start: Start, progress: Progress) -> None:
     """Write the model of a finished run's last checkpoint."""
     assert start.checkpoint, "a run has its steps from a checkpoint"
+    recovery.check_fits(start.checkpoint, start.state, _identity(config))
     placement, limits = parts.placement(config, engines=False), parts.deadlines(config)
     policy = parts.policy_group(config, placement)
-    recovery.check_fits(start.checkpoint, start.state, _identity(config))
     try:
         await parts.start_all(placement, policy, None, progress)
         await limits.within("load", policy.load(start.checkpoint), what=str(start.checkpoint))

@@ -1,22 +1,13 @@
-"""Equal Ray actors spread over the nodes: a call goes to the least busy one, and one that is lost is started again.
+"""Equal Ray actors spread over the nodes: servers, answer workers and verifier pools.
 
-Requests to servers (sglang_group.py) and verifier pools each have one set.
-Unlike the policy's ranks they hold nothing that a run needs, so a run outlives them: whoever called a lost one is told
-(WorkerDiedError) and calls again. It refuses to start one more often than `MAX_RESTARTS` times, and to wait without a
-deadline.
+A call goes to the least busy worker of a set. Unlike the policy's ranks they hold nothing that a run needs, so the
+run outlives them: the caller of a lost one gets WorkerDiedError and calls again, while another is started, at most
+`MAX_RESTARTS` times. The actors are thin shells over engine/sglang/ and reward/, apart from workers.py because a
+process that imports no torch starts in a fifth of the time and takes a quarter of the memory.
 
-The Ray actors that need no torch: one SGLang server, one process that asks servers, one pool of verifiers.
-
-sglang_group.py and the pools below call them; all work is done by engine/sglang/
-and reward/. Thin shells, apart from workers.py because a process that imports no torch starts in a fifth of the time
-and takes a quarter of the memory. A run outlives each of them: whoever calls one sees that it is gone.
-
-Verdicts from all nodes: one pool of killable verifier processes on each, behind the Scorer Protocol.
-
-Answers of a group -> the pool with the fewest calls under way -> verdicts. Where the cluster is
-one machine and the engine an embedded one, the pool belongs to the driver: it has time, and a run starts one process
-fewer. A pool whose actor is lost is started again, and its answers are verified elsewhere: a verdict depends on
-the answer alone, so nothing changes by that. Refuses to score after close.
+Verifier pools stand behind the Scorer Protocol: a group's answers go to the pool with the fewest calls under way. On
+one machine with the embedded engine the pool belongs to the driver, which saves a process. A lost pool's answers are
+verified elsewhere; a verdict depends on the answer alone, so nothing changes.
 """
 
 from __future__ import annotations

@@ -1,15 +1,8 @@
 """The policy as the controller sees it: Megatron ranks as Ray actors behind the Policy Protocol.
 
-TrainBatch -> schedule -> one shard per data-parallel rank -> ranks; WeightSync -> `export` ->
-ranks -> receivers, so that the bytes of weights never pass through the driver.
-Refuses to repeat a collective call: after a failure of one rank the group is not usable.
-
-How a batch reaches the ranks of the policy: its split, and one put of each part into the object store.
-
-TrainBatch -> schedule -> one Shard per data-parallel rank -> ranks; what ranks answer for their
-shards -> a column of the batch, in its own order. Token lists cross the driver once a step: columns of log-probs that a
-rank computes later stay where they are, and travel as references.
-A batch that does not split is refused by the schedule.
+A batch is split into one shard per data-parallel rank, and each shard is put into the object store once a step.
+Log-probs that ranks compute stay there too and travel as references. Weights go from ranks to receivers, never
+through the driver. After one rank has failed the group is not usable: no collective call is repeated.
 """
 
 from __future__ import annotations

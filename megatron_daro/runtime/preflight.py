@@ -1,15 +1,9 @@
-"""What happens before the first process of a run: a start or a resume prepared, and everything that can fail tried.
+"""Everything before the first process of a run: a start or a resume prepared, and all that can fail tried.
 
-Where a run starts: at step 0, or at the newest whole checkpoint if the restart audit allows it.
-
-Before any process. Writes RUN/config.yaml and RUN/restarts.txt. Refuses a configuration, a
-model or data that the checkpoint does not belong to; then config.yaml stays as it was.
-
-A start as far as it needs no process: what `train --dry-run` does beyond the configuration's own checks.
-
-Checked configuration -> (this) -> what was found, or the error that the start itself would end
-with, since both call the same functions. Of training files it reads the first and the last rows only. Starts nothing,
-writes nothing.
+A run starts at step 0, or at the newest whole checkpoint that the restart audit accepts. A configuration, model or
+data that the checkpoint does not belong to is rejected, and config.yaml stays as it was; otherwise RUN/config.yaml
+and RUN/restarts.txt are written. `train --dry-run` calls the same functions as a start, reads only the first and last
+rows of training files, starts nothing and writes nothing.
 """
 
 from __future__ import annotations

@@ -1,15 +1,9 @@
 """What a restart changed: the run as it is now against the one that its checkpoint was made with.
 
-`provenance` describes a run (configuration, model, data, packages, machine); each checkpoint
-holds that description. On --resume `audit` compares the two before any process starts. Each difference is named and
-either takes effect or is refused; runtime/restart_audit.py says which. It starts nothing and changes no file but
-RUN/restarts.txt.
-
-What a changed option means for a run that is resumed: one class for every field of the configuration.
-
-Read by the restart audit (runtime/restart_audit.py), which compares the configuration of a
-resumed run with the one its checkpoint was made with. Holds names only. A field without a class makes a test red: an
-option that is taken, ignored or refused by accident is the fault that the audit exists for.
+`provenance` describes a run (configuration, model, data, packages, machine), and each checkpoint holds that
+description. On --resume `audit` compares the two before any process starts; each difference is named and either takes
+effect or is rejected. Every field of the configuration has a class here that says which; a field without one makes a
+test red, because an option that is applied, ignored or rejected by accident is what the audit exists to prevent.
 """
 
 from __future__ import annotations

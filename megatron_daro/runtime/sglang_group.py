@@ -1,13 +1,9 @@
-"""SGLang servers as Ray actors, made into one engine; what can be known to fail is looked at before any starts.
+"""SGLang servers and answer workers as Ray actors, made into one engine.
 
-The composition root builds the engine here; Ray places each server with its GPUs. Refuses
-interpreters, argument names and models that cannot work, with the field that is wrong.
-
-The answer workers of a run: Ray actors that ask SGLang servers, parse, check and decode, near the servers.
-
-SGLangEngine -> Question -> an answer worker -> server -> rollouts, whose arrays the driver maps
-from Ray's object store without a copy. A worker that dies loses no group: its requests fail as
-LostWorkerError, and the engine makes them again.
+Ray places each server with its GPUs. Before any starts, interpreters, argument names and models that cannot work are
+rejected with the field that is wrong. Answer workers send requests to servers, parse, check and decode close to them;
+the driver maps their arrays from Ray's object store without a copy. A worker that dies loses no group: its requests
+fail as LostWorkerError and the engine makes them again.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Ends the run when a worker process dies, with the cause, within seconds and wherever the loop happens to wait.
 
-Beside the controller. Every worker has one call that never returns; its failure is the news,
-unless the worker's group was dismissed.
-
-A set of worker processes that belong together: Ray actor handles by name, ended together.
-
-Policy_group.py and engine_group.py each own one; the supervisor watches them.
+Every worker has one call that never returns; when it fails the worker is gone, unless its group was dismissed. A
+group is a set of worker processes that belong together, Ray actor handles by name, ended together; policy_group.py
+and engine_group.py own one each.
 """
 
 from __future__ import annotations

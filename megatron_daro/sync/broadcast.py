@@ -1,17 +1,13 @@
 """The sending end of a broadcast of weights to SGLang servers: one exporting rank, one process group, packed buckets.
 
-(HF name, tensor) stream of this rank -> buckets -> group of this rank and every rank of every
-server. While one bucket is sent the next is gathered, so at most two exist. The group is kept for the next update as
-long as the same servers take part.
-A failure never leaves the stream half read: other ranks gather along with it and would wait for ever. The first server
-that fails breaks the broadcast off, so that a death costs seconds and not the limit of a call.
-It does not give servers up: it reports what each of them did, as far as this end can tell.
+While one bucket is sent the next is gathered, so at most two exist. The group, of this rank and every rank of every
+server, is kept for the next update as long as the same servers take part. The stream is always read to its end, since
+other ranks gather along and would wait forever. The first server that fails breaks the broadcast off, so that a death
+costs seconds and not the limit of a call. Servers are not fenced here: what each of them did is reported.
 
-The process group of one sender and the ranks of its servers: made as servers make theirs, ended without harm here.
+A peer that died or hangs must cost this process a group and nothing else. By default torch ends the process when an
+NCCL collective fails (ProcessGroupNCCL.hpp, ErrorHandlingMode), so for this group alone its watchdog only looks on.
 
-Sync/broadcast.py makes one, sends buckets through it, and gives it up after any failure. A
-peer that died or hangs must cost this process a group and nothing else: torch's default for NCCL is to end the process
-when a collective fails (ProcessGroupNCCL.hpp, ErrorHandlingMode), so for this group alone its watchdog only looks on.
 Source: sglang/srt/utils/common.py, init_custom_process_group: both ends must derive the same store keys.
 """
 

@@ -1,16 +1,13 @@
-"""The one way for weights: WeightSync.publish has the policy export and an engine receive, step by step.
+"""Weight sync, step by step: the policy exports, an engine receives, and both are compared.
 
-The controller publishes after every batch; an engine asks for a server that came back. The
-policy exports what a plan says and scores probes; the engine prepares its receivers, installs what arrived and answers
-probes; what only both together show, whether a receiver really has the new weights, is judged here.
-It refuses to let a receiver generate whose weights are not known to be those of its version.
+The controller publishes after every batch; an engine asks for it when a server comes back. The policy exports what a
+plan says and scores probes, the engine prepares receivers, installs what arrives and answers probes; whether a
+receiver really has the new weights is judged here. A receiver whose weights are not known to be those of its version
+does not generate.
 
-Whose turn it is on GPUs that the policy and the engine share, and what each leaves behind there.
-
-The controller calls `to_policy` when a batch is complete, and publishes the weights through
-`publish`. The engine takes its memory with the weights (its updates do that themselves). So the two are there together
-only while weights are sent and checked, and then the policy has its weights only. Who computes out of turn is refused
-where it computes.
+On GPUs that the policy and the engine share this module also decides whose turn it is. The controller calls
+`to_policy` when a batch is complete; the engine takes its memory as part of an update. Both are there together only
+while weights are sent and checked, and then the policy holds its weights only.
 """
 
 from __future__ import annotations

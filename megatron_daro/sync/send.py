@@ -1,34 +1,23 @@
-"""The sending end of a weight update on a rank: its export, by the transport that the plan names, to the receivers.
+"""The sending end of a weight update on a rank: its exported tensors go by the plan's transport to the receivers.
 
-Matrices as fp8 blocks: e4m3 numbers, and one fp32 scale for each 128 x 128 of them, in a checkpoint's own names.
+`Sender` takes digests of some tensors on the way, reads every stream to its end (other ranks gather along) and keeps
+a broadcast's group for the next update. Transports are the broadcast (broadcast.py), actors, files and handles.
 
-A rank's export -> (this, where the plan names matrices) -> buckets. The layout is that of
-DeepSeek-V3, which SGLang loads (`quant_method: fp8` with `weight_block_size: [128, 128]`): beside NAME.weight stands
-NAME.weight_scale_inv, by which its numbers are multiplied. Knows nothing of models: which names, the plan says.
-Source: sglang/srt/layers/quantization/fp8.py and fp8_utils.py (0.5.23), block_quant_dequant.
+Files: exporting ranks write shards of an HF checkpoint beside the final directory, and whoever drives them writes the
+index and renames. Servers read it (`sync: disk`), or it is the result of a run. Nothing half written stands under the
+final name, and no code (`*.py`) is copied with the tokenizer.
+
+Handles of GPU memory (CUDA IPC), for servers of the same host: each rank of a server maps the memory and loads from
+it before it answers, so that the bucket may be freed then. Every rank of every server gets handles of its own, since
+torch counts who still holds the memory, and they name the GPU by UUID, since its number differs in a process that
+sees other GPUs. Host memory is rejected: it kills SGLang's server. Source: sglang/srt/utils/common.py,
+MultiprocessingSerializer, and patch_torch.py.
+
+Where the plan asks for it, matrices travel as fp8 blocks: e4m3 numbers, and beside NAME.weight one fp32
+NAME.weight_scale_inv for each 128 x 128 of them, as DeepSeek-V3 has them. Source:
+sglang/srt/layers/quantization/fp8.py and fp8_utils.py (0.5.23), block_quant_dequant.
 
 Legend: N rows, K columns of a matrix; n, k rows and columns of blocks.
-
-Weights as files: an HF checkpoint that several ranks write together and that appears at once.
-
-Exporting ranks write their shards into a directory beside the final one; whoever drives them
-then writes the index and renames. Servers read it (`sync: disk`), or it is the result of a run (runtime/hf_export.py).
-Refuses to leave anything half written under the final name; copies no code (`*.py`) with the tokenizer.
-
-Weights to servers of the same host as handles of GPU memory (CUDA IPC): nothing is copied between processes.
-
-An exporting rank packs buckets on its GPU and posts their handles; each rank of a server maps
-the memory and loads from it before it answers, so the bucket may be freed then. Every rank of every server gets handles
-of its own: torch counts for each one who still holds the memory. They name the GPU by its UUID, since its number is
-another one in a process that sees other GPUs. Refuses host memory: there SGLang's server dies of a sharing strategy
-that it does not know.
-Source: sglang/srt/utils/common.py, MultiprocessingSerializer: base64 of torch.multiprocessing's ForkingPickler;
-sglang/srt/utils/patch_torch.py: what a server makes of a UUID.
-
-What an exporting rank does with its weights: one stream of tensors, by whatever transport the plan names.
-
-A rank's export -> Sender -> servers, files, or actors. It takes the digests of some tensors on
-the way, reads every stream to its end (other ranks gather along), and keeps the group of a broadcast for the next time.
 """
 
 from __future__ import annotations

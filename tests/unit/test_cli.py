@@ -214,6 +214,22 @@ def test_wrong_usage_exits_with_2_and_says_what(arguments, words, capsys):
     assert words in capsys.readouterr().err
 
 
+def test_without_a_command_the_help_is_shown(capsys):
+    assert cli.main([]) == 2
+    shown = capsys.readouterr()
+    assert "rehearse" in shown.out + shown.err and "Missing command" not in shown.err
+
+
+def test_a_job_is_checked_against_the_gpus_of_all_its_nodes(config_file, tmp_path, capsys):
+    site = tmp_path / "cluster.yaml"
+    site.write_text("{partition: gpu, gpus_per_node: 2, nodes: 2, gpu_option: gres}")
+    command = ["submit", str(config_file), "--cluster", str(site), "--dry-run"]
+    assert cli.main([*command, "actor.data_parallel=3", "engine.replicas=1"]) == 0
+    assert "--nodes=2" in capsys.readouterr().out
+    assert cli.main([*command, "actor.data_parallel=8", "engine.replicas=1"]) == 2
+    assert "at least 4, since the recipe needs 8 GPUs" in capsys.readouterr().err
+
+
 def test_report_of_a_directory_without_a_run_is_an_error_of_its_own(tmp_path, capsys):
     pytest.importorskip("megatron_daro.workshop.report.report")
     assert cli.main(["report", str(tmp_path)]) == 1

@@ -1,14 +1,9 @@
 """SGLang servers as one rollout engine.
 
-Sampler -> SGLangEngine -> servers -> rollouts; WeightSync -> `update` -> servers. Each group
-is one HTTP request to the server with the fewest tokens in flight; it is decided here, and made and parsed by whoever
-stands behind `Answers`, so no token passes through this process. A request that fails is made again, elsewhere if
-possible; one that a weight update cut short goes on from the tokens it has. It refuses answers of weights that a
-server was never given, and lets nobody wait without a deadline.
-
-A group while servers generate it: what is there already, what is still to be asked for, and where it is asked.
-
-Engine.py keeps one for each group under way. It asks nobody itself.
+Each group is one HTTP request to the server with the fewest tokens in flight. The request is routed here, but made
+and parsed by whoever stands behind `Answers`, so no token passes through this process. A failed request is retried,
+elsewhere if possible; one that a weight update cut short continues from the tokens it has. Answers of weights that a
+server was never given are rejected, and every wait has a deadline.
 """
 
 from __future__ import annotations

@@ -1,19 +1,12 @@
-"""What the interpreter of the servers has installed, found out before anything is started.
+"""The interpreter and the environment variables of the servers.
 
-`engine.sglang.python` -> (this) -> version and argument names, which argument_problems compares
-the user's arguments with.
+`engine.sglang.python` is inspected before anything starts: its SGLang version and argument names, with which the
+user's arguments are compared. Rejects interpreters that are missing, cannot run, or have no sglang or one that is too
+old; a version newer than those tested is not an error here.
 
-Refuses interpreters that are missing, cannot run, or have no sglang or one that is too old. A version newer than
-those tested is no error here.
-
-The environment variables a server process is started with.
-
-The fleet's section `engine.sglang.env` -> (this) -> ManagedProcess and the inspection of an
-interpreter. A server is started from inside a Ray worker of the trainer, with another interpreter; what the trainer
-needs is often wrong for it.
-
-Kept on purpose: CUDA_VISIBLE_DEVICES as Ray set it (it is how the server learns its GPUs), NCCL_*, SGLANG_*, OMP_*,
-LD_LIBRARY_PATH, HF_HOME. The user's mapping wins over every rule here.
+A server starts from inside a Ray worker of the trainer with another interpreter, so much of the trainer's environment
+is wrong for it and is left out. Kept are CUDA_VISIBLE_DEVICES as Ray set it (this is how the server learns its GPUs),
+NCCL_*, SGLANG_*, OMP_*, LD_LIBRARY_PATH and HF_HOME; `engine.sglang.env` wins over every rule.
 """
 
 from __future__ import annotations

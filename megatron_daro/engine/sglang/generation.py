@@ -1,16 +1,11 @@
-"""GroupRequest -> the body of /generate -> Rollouts. Pure functions.
+"""Generation requests: a group becomes the body of /generate, and SGLang's reply becomes rollouts.
 
-Between the Engine Protocol's records and SGLang's JSON. The engine splits a group into calls,
-which costs nothing per token; bodies and rollouts are made where the server is asked (below). One HTTP request
-carries all samples of a group (a batch of inputs), so that they share the prompt's cache and come back together.
-Sampled tokens are taken as ids and never through text. It refuses answers that do not fit what was asked.
+One HTTP request carries all samples of a group, so that they share the prompt's cache and come back together. Sampled
+tokens are taken as ids, never through text. Replies that do not fit the request are rejected.
 
-Asks a server for the samples of a group: request, parsing, checks and text, wherever there is room for the work.
-
-Engine.py puts a Question for each group; whoever answers posts it, and hands back rollouts as
-arrays. `DirectAnswers` does the work in its own process: in each of the run's answer workers (runtime/node_workers.py),
-or in the engine's process where there are none. It refuses answers that do not fit, and knows nothing of fleets,
-retries or groups that are under way: what a failure means is the engine's to decide.
+`DirectAnswers` posts requests and parses replies in its own process: in each of the run's answer workers
+(runtime/node_workers.py), or in the engine's process where there are none. It knows nothing of fleets, retries or
+other groups; what a failure means is for the engine to decide.
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
-"""Where servers come from: processes of this machine, or servers that run already, behind one small Protocol.
+"""Server processes: started on this machine, or running already, behind one small Protocol.
 
-The engine launches, asks for deaths and stops through it; runtime/ has a third kind, processes
-that Ray placed on some node. What a server is, is looked at by supervision.py.
-
-One server process as its owner sees it: start, ask whether it lives, read its log, end it.
-
-Fleet -> (this) -> watchdog -> server. The watchdog, a small process in between, sees to it that
-nothing outlives the owner, not even when the owner is killed. Plain Python: used inside Ray workers, needs none.
-
-Every call ends within a bounded time. Refuses to be started twice: a restart is a new object.
+The engine launches servers, watches for deaths and stops them through it; runtime/ adds servers that Ray placed on
+some node. A process started here runs under a watchdog (watchdog.py), so that nothing outlives its owner, even one
+that is killed. Every call ends within a bounded time. An object starts one process once; a restart is a new object.
 """
 
 from __future__ import annotations

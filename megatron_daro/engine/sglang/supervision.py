@@ -1,16 +1,12 @@
-"""Starts servers, watches that they make progress, and brings those back that were given up.
+"""Supervision of the servers: starts them, watches their progress, restarts those that are fenced; lends their GPUs.
 
-Beside the engine; one watcher per server. Whoever fences a server (a watcher, a failed request,
-a failed weight update), its process is ended and started again here, and it comes back as "joining": it gets no request
-until it was given the policy's weights. Progress is a token that came out, not an open port: a server that is idle is
-asked for one.
+One watcher per server, beside the engine. When a server is fenced (by a watcher, a failed request or a failed weight
+update), its process is ended and started again, and it returns as "joining": it gets no request until it has the
+policy's weights. Progress means that a token came out, not that a port is open; an idle server is asked for one.
 
-The servers' side of GPUs that they share with the trainer: giving their memory back, and taking it again.
-
-The loop calls `release` when a batch is complete; the next weight update has every server take
-the memory of its weights before they come, and that of its cache before it serves (update.py, by `resume`). In between
-a server is "joining": it answers, and gets no request. SGLang asserts that it is idle when it gives memory back, and
-that what is taken was given: an assertion there is the server's end, so both are made sure of here.
+With `engine.colocate` the loop calls `release` when a batch is complete; at the next weight update each server takes
+memory for its weights before they arrive, and for its cache before it serves. SGLang asserts that it is idle when it
+gives memory back and that what it takes was given; a failed assertion ends the server, so both are ensured here.
 """
 
 from __future__ import annotations

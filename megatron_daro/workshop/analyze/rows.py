@@ -1,7 +1,7 @@
 """Recorded rollouts of several frameworks as rows of four numbers.
 
-A file or folder -> Rows, file by file (a file is a step). Nothing that a .pt file names is
-run (`torch_file`). Refuses a dump whose columns it cannot name, and says which are there.
+A file or folder becomes Rows, file by file (a file is a step). Nothing that a .pt file names is run (`torch_file`).
+Rejects a dump whose columns it cannot name, and says which are there.
 
 | format | group | length | right |
 |---|---|---|---|
@@ -12,13 +12,9 @@ run (`torch_file`). Refuses a dump whose columns it cannot name, and says which 
 | ROLL, `rollout_dump_data.step_N.jsonl` | messages, else prompt or id | characters of responses | scores |
 | other JSONL or Parquet | --columns | --columns; len(NAME) for a text | --columns |
 
-Lines of JSON that are no rollouts as they stand: those of NeMo-RL and ROLL, made into rollouts.
-
-One JSON object of a dump -> its rollouts, as records with columns that rows.py knows.
-
-* NeMo-RL (`train_data_stepN.jsonl` in its log directory): each value is a list of one, and the prompt stands only among
-  the token ids, in front of the first token that is trained.
-* ROLL (`rollout_dump_data.step_N.jsonl` in rollout_dump_dir): one line for a step, a list for each column.
+In NeMo-RL's lines (in its log directory) each value is a list of one, and the prompt stands only among the token ids,
+in front of the first token that is trained. ROLL's (in rollout_dump_dir) hold a step each, with a list for each
+column.
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
-"""What the sums per pass rate say: losses, weights that DARO would learn, shares of the gradient, tokens for nothing.
+"""What a dump's sums per pass rate say: losses, DARO's weights, shares of the gradient, tokens that taught nothing.
 
-Dump -> rows of a table. On-policy (ratio 1) a bin's loss follows from its lengths alone, so the
-numbers are those of a first update on these rollouts; nothing is estimated.
+Rollouts are streamed; a group is forgotten once its K rollouts have been seen, and groups that stay incomplete are
+counted and left out, as in training. On-policy (ratio 1) a bin's loss follows from its lengths alone, so the numbers
+are those of a first update on these rollouts; nothing is estimated.
 
-Mass of a bin: the sum over its tokens of coefficient * |advantage|, which is the size of its gradient if all tokens'
-log-probability gradients were of one size. Advantage and coefficient are those of each algorithm itself, with its
-default options, as it starts; DARO's weights are at rest on the dump.
-
-Sums per pass rate, from a stream of rollouts: exact for every view, and a few numbers per bin.
-
-Rows -> groups of K -> [K+1] sums, per step and over all. A group is forgotten as soon as it has
-K rollouts; those that never do are counted and left out, as in training.
+The mass of a bin is the sum over its tokens of coefficient * |advantage|: the size of its gradient if all tokens'
+log-probability gradients were of one size. Advantage and coefficient are those of each algorithm with its default
+options at its start; DARO's weights are at rest on the dump.
 
 Shape letters: K rollouts per prompt, [K+1] one entry per bin 0..K.
 """

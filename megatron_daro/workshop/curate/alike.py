@@ -1,13 +1,9 @@
-"""Whether two statements are one problem, and whether one stands in the other.
+"""Whether two statements are one problem, and whether one stands in the other; and the pairs worth asking about.
 
-A pair of candidates that hashing found -> yes or no, for duplicates and leaks. A few words may
-differ; a number, an operator, a symbol, a negation or a word that turns the problem into another one (odd for even)
-may not. So a problem with one number changed is another problem.
-
-Tokens as numbers: n-grams, MinHash signatures and the pairs that are worth a closer look, with numpy.
-
-Statements -> candidates -> alike. Everything is a function of the texts alone, so two runs
-find the same. Not datasketch, whose index cannot be asked for equal numbers (docs/benchmarks.md compares both).
+A few words may differ; a number, an operator, a symbol, a negation or a word that makes another problem (odd for
+even) may not. Candidates come from n-grams and MinHash signatures of the tokens, computed with numpy as a function of
+the texts alone, so two runs find the same. Not datasketch, whose index cannot be asked for equal numbers
+(docs/benchmarks.md compares both).
 
 Shapes: D statements, T their tokens end to end, H hash functions, P pairs.
 """

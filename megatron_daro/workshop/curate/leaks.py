@@ -1,17 +1,13 @@
-"""Leaks: training problems that stand in an evaluation set.
+"""Problems that stand in an evaluation set, and problems that stand twice in the training set.
 
-Rows that are still there, evaluation sets -> Decisions. Two rules. *Leak*: a problem of the
-set stands in the row up to a few words, numbers and symbols unchanged (alike); it is dropped. This works for short
-statements, which no run of 13 words can find. *Overlap*: a run of n tokens in common, the rule of GPT-3 (arXiv
-2005.14165, appendix C), without the runs that stand in more than ten rows, as there; on mathematics it also meets
-problems that only begin alike, so it is a note unless asked for.
+A leak is a row in which a problem of an evaluation set stands up to a few words, with numbers and symbols unchanged;
+it is dropped. This works for short statements, which no run of 13 words can find. An overlap is a run of n tokens in
+common: GPT-3's rule (arXiv 2005.14165, appendix C), without runs that stand in more than ten rows, as there. On
+mathematics it also meets problems that only begin alike, so it is a note unless asked for.
 
-Duplicates: equal and nearly equal problems, and those that disagree about the answer.
-
-Rows that are still there -> Decisions. Of each set of equal problems the first row stays. Two
-problems that differ in a few words are one where numbers, symbols and answers agree (alike); where the answers differ
-both stay, with a note: one of them is wrong, or the words make another problem. Two that ask for their answers in
-different forms can have different answers.
+Of equal problems the first row stays. Two problems that differ in a few words are one where numbers, symbols and
+answers agree; where the answers differ both stay, with a note: one of them is wrong, or the words make another
+problem. Two that ask for their answers in different forms can have different answers.
 """
 
 from __future__ import annotations

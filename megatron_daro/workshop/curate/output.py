@@ -1,13 +1,8 @@
 """What a curation leaves behind: the curated set, a record of each dropped row, notes, statistics and a page.
 
-Rows and Decisions -> OUT. Everything is written beside its place (OUT.partial) and renamed when
-it is whole and was read back, so OUT is finished or not there. No time and no path of a machine is written: the same
-input gives the same bytes.
-
-The page of a curation: what was dropped and why, with examples to look at; one file, no network.
-
-Statistics and Decisions -> page.html, by the layout of the run's report (workshop/report/). Text of the
-data is escaped; the examples are the same for the same input.
+Everything is written to OUT.partial and renamed once it is complete and was read back, so OUT is finished or absent.
+No time and no path of the machine is written: the same input gives the same bytes. The page (page.html, one file, no
+network) shows what was dropped and why, with examples; text of the data is escaped.
 """
 
 from __future__ import annotations

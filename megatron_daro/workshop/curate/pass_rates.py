@@ -1,12 +1,8 @@
-"""Pass rates of the kept rows: the problems that are asked, what came back, and which rows stay for it.
+"""Pass rates of the kept rows: which problems are asked, the answers of a model, and which rows stay for it.
 
-Rows that are left -> a file of problems -> (workshop/curate/pass_rates.py asks a model) -> right
-answers of each -> Decisions and the pass-rate fields of the curated set. Asks nobody itself.
-
-Pass rates by asking a model: K answers to each problem of a file, kept as they come.
-
-Curate/sampled.py writes the problems; this asks them as an evaluation does (measuring.py) and
-counts the right answers. A killed measurement goes on with the same command.
+The remaining rows become a file of problems; K answers to each are sampled as an evaluation samples them
+(workshop/evaluate/measuring.py) and kept as they come, so that a killed measurement continues with the same command.
+The counts of correct answers give Decisions and the pass-rate fields of the curated set.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""Statements: a problem's text becomes tokens that are the same for every spelling of the same problem.
+"""A problem's text as tokens that are the same for every spelling of the same problem.
 
-The text of a Row -> Statement -> hashing, alike. White space, LaTeX spelling, punctuation,
-capitals, thousands separators and number words do not count; numbers, operators, symbols and brackets do. The
-normal form is for comparison only: nobody trains on it. Pure text, linear in its length.
-
-Words that change a problem, and words that say the same: what two statements may differ in.
-
-Statements writes number words and synonyms in one way by these tables; alike asks whether the
-words in which two statements differ make another problem.
+White space, LaTeX spelling, punctuation, capitals, thousands separators and number words do not count; numbers,
+operators, symbols and brackets do. Tables of words say which synonyms are written in one way, and which words change
+a problem when two statements differ in them. The normal form is for comparison only; nobody trains on it. Pure text,
+linear in its length.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
-"""Asks an engine for answers, has each verified, and keeps it: the loop of an evaluation.
+"""The loop of an evaluation: asks an engine for answers, has each verified, and keeps it; and the sets that are asked.
 
-Requests -> Engine -> rollouts -> the part that counts -> Scorer -> AnswerStore. Any engine and
-any scorer of rollout/protocol.py. Answers are verified and written while others are generated. It refuses to wait
-without a limit, and to keep an answer that was cut off by an abort.
-
-Suites of published problem sets, and sets named on the command line, as evaluation sets of the configuration.
-
-`--suite math6 --suite-dir DIR --set name=path` -> EvalSet records. tools/fetch_eval_suite.py
-writes the files; the rows that each must have stand here. Refuses files that are not there, that could be two, and
-sets that share a name.
+Works with any engine and scorer of rollout/protocol.py. Answers are verified and written while others are generated;
+no wait is without a limit, and an answer that an abort cut off is not kept. Evaluation sets come from suites of
+published problem sets (`--suite math6 --suite-dir DIR`; tools/fetch_eval_suite.py writes their files, and the number
+of rows that each must have stands here) and from `--set name=path`. Rejects missing files, files that could be two
+sets, and sets that share a name.
 """
 
 from __future__ import annotations

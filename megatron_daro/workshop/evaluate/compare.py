@@ -1,13 +1,8 @@
-"""Two evaluations of the same problems: the difference of each problem, its mean, an interval and a test.
+"""Two evaluations of the same problems: the difference of each problem, its mean, an interval, a test, and a page.
 
-OUT of two evaluations -> pairs of problems -> Comparison -> a table and a page
-(below). Everything is paired by problem, since problems differ far more than models do. Refuses directories
-that share no problem, and evaluations that did not end.
-
-A page about two evaluations: where B won and lost against A, with the answers side by side.
-
-Comparison + the answers of both -> one HTML file (workshop/report/page.py), nothing from the
-network. Every text of a model, a problem or a path is escaped.
+Everything is paired by problem, since problems differ far more than models do. The page shows where B won and lost
+against A with the answers side by side; it is one file without network, and all text of models, problems and paths is
+escaped. Rejects directories that share no problem, and evaluations that did not end.
 """
 
 from __future__ import annotations

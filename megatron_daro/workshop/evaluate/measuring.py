@@ -1,13 +1,9 @@
-"""The model that an evaluation asks: a Hugging Face directory, a checkpoint made into one, or servers that run.
+"""`megatron-daro eval`: the model that is measured, engine and verifiers started, asked and ended; then the scores.
 
---hf, --checkpoint or --urls -> MeasuredModel -> configuration of the evaluation. Refuses torn
-checkpoints, directories without a model, and servers that serve different models or say nothing of their own.
-
-`megatron-daro eval`: engine and verifiers for an evaluation, started, asked and ended; then the scores.
-
-The command hands over a Plan; evaluate/ asks, keeps and scores. A composition root beside
-launch.py, without a policy: engines have the weights that they were started with. Nothing is started where every answer
-is kept already.
+The model is a Hugging Face directory, a checkpoint made into one, or servers that run (--hf, --checkpoint, --urls).
+This is a composition root beside runtime/launch.py, without a policy: engines keep the weights they started with.
+Nothing is started where every answer is kept already. Rejects torn checkpoints, directories without a model, and
+servers that serve different models or do not say which.
 """
 
 from __future__ import annotations

@@ -1,19 +1,11 @@
-r"""From kept answers to scores: one row a problem, one summary a set, one table for people.
+r"""From kept answers to scores: one row per problem, one summary per set, and the table that is printed.
 
-Questions + answers on disk -> ProblemScore -> OUT/problems.parquet, OUT/summary.json and the
-text that is printed. Refuses an evaluation of which answers are missing, and k larger than the samples.
-
-What an evaluation is made of, written beside its answers: only the same evaluation goes on in a directory.
-
-Configuration, files and weights -> OUT/evaluation.json -> compared at the next start. More
-samples or other sets may be asked for later; anything that would mix answers of two models, two ways of asking or two
-verifiers in one directory is refused by name.
-
-Votes: the answers of a problem's samples put into classes of equal answers, for maj@k.
-
-Texts and verdicts of a problem -> a class for each sample. Right answers are one class: each
-was verified against a gold. The others are equal where their normal form is, or where the verifier calls one right with
-the other as gold (`\frac12` and `0.5`). That is asked for the most frequent forms of a problem only.
+OUT/evaluation.json says what an evaluation is made of (configuration, files, weights), and only the same evaluation
+continues in a directory. More samples or other sets may be asked for later; what would mix answers of two models, two
+ways of asking or two verifiers is rejected by name. For maj@k a problem's answers are put into classes: correct ones
+are one class, since each was verified against a gold; others are equal where their normal form is, or where the
+verifier accepts one with the other as gold (`\frac12` and `0.5`), which is asked for the most frequent forms only.
+Rejects an evaluation of which answers are missing, and k larger than the samples.
 """
 
 from __future__ import annotations

@@ -1,15 +1,10 @@
 """`megatron-daro report RUN`: one self-contained HTML page about a run, finished or not.
 
-Reads metrics.jsonl, config.yaml and rollouts/ of a run directory, or the metric files of a host
-(`host_metrics`); writes report.html. It
-needs no network, no torch and no running job, leaves everything else in the directory alone, and drops (and names)
-what was not recorded.
-
-Sample rollouts for the report: some groups of the first, middle and last recorded step and of skipped batches.
-
-RUN/rollouts/*.parquet -> `Sample`s -> HTML. What is in the files was written by a model: it is
-data, cut to a length and escaped. Of a long file only the beginning is read. A file that is torn, of the older format
-or of another shape is skipped and named; the report still comes out.
+Reads metrics.jsonl, config.yaml and rollouts/ of a run directory, or the metric files of a host (`host_metrics`), and
+writes report.html. Needs no network, no torch and no running job, leaves everything else in the directory alone, and
+names what was not recorded. It shows some groups of the first, middle and last recorded step and of skipped batches:
+text written by a model, so it is cut to a length and escaped. A rollout file that is torn, older or of another shape
+is skipped and named.
 """
 
 from __future__ import annotations

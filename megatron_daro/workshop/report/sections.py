@@ -1,11 +1,7 @@
 """The report's plots over time: which sections there are, what each shows and how to read it.
 
-`RunData` -> `Section`s in page order. A plot none of whose metrics was recorded is left out
-and named.
-
-The report's pass-rate section: what each bin contributed, weighed and measured, over time and against theory.
-
-`RunData` -> `Plot`s. Theory is docs/algorithms.md's on-policy L_k, which the run records as
+A plot none of whose metrics was recorded is left out and named. The pass-rate section shows what each bin
+contributed, weighed and measured, against docs/algorithms.md's on-policy L_k, which the run records as
 `difficulty/predicted_loss/{k}`; nothing is fitted here.
 """
 

@@ -13,6 +13,7 @@ import pytest
 from megatron_daro.actor import model, world_check
 from megatron_daro.actor.parallel import Layout
 from megatron_daro.actor.world_check import check_world
+from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.errors import ModelError
 
@@ -129,6 +130,25 @@ def test_the_command_prints_each_rank(tmp_path):
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert len(report["ranks"]) == 8 and report["layout"]["data"] == 4
+
+
+def test_the_bar_is_not_part_of_the_answer(tmp_path, monkeypatch):
+    import rich.progress
+
+    from megatron_daro.commands import check_layout
+
+    consoles = []
+
+    class Bar(rich.progress.Progress):
+        def __init__(self, **options):
+            consoles.append(options["console"])
+            super().__init__(**options)
+
+    monkeypatch.setattr(rich.progress, "Progress", Bar)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(DENSE))
+    report = check_layout._checked(ActorSection(tensor_parallel=2), file)
+    assert len(report.ranks) == 2 and [console.stderr for console in consoles] == [True]
 
 
 def test_the_command_names_every_problem_of_the_layout(tmp_path):

@@ -55,6 +55,12 @@ def test_what_else_fp8_servers_need_is_asked_for(run_files, overrides, hardware,
     assert words in line
 
 
+def test_files_for_servers_that_quantize_name_the_arguments_too(run_files):
+    servers = ["engine.kind=sglang", "engine.sglang.python=/usr/bin/python3", FP8, "engine.sglang.sync=disk"]
+    problems = [p for p in check(resolve(run_files.file, servers), HOPPER).problems if p.field == "engine.sglang.sync"]
+    assert [problem.also for problem in problems] == [("engine.sglang.arguments",)]
+
+
 def test_a_family_that_sglang_does_not_requantize_is_refused(run_files):
     path = run_files.model / "config.json"
     config = json.loads(path.read_text())

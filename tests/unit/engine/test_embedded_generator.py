@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 import megatron_daro.engine.generator as generator_module
 from megatron_daro.engine.decoding import AbortSignal
+from megatron_daro.engine.embedded import EmbeddedEngine
 from megatron_daro.engine.generator import EmbeddedGenerator, growing_cache
 from megatron_daro.errors import EngineError, ModelError
 from megatron_daro.sync.buckets import bucketize
@@ -375,3 +378,16 @@ def test_the_growing_cache_holds_what_dynamic_cache_holds():
             own.batch_select_indices(torch.tensor(select))
             theirs.batch_select_indices(torch.tensor(select))
         assert own.get_seq_length() == theirs.get_seq_length()
+
+
+def test_an_engine_forgets_the_calls_that_ended(small_models):
+    async def scenario():
+        engine = EmbeddedEngine(small_models["qwen2"], seed=0, batch_size=8, threads=1, decode=str)
+        await engine.start()
+        try:
+            during = [len(engine._live) async for _ in engine.generate(requests(2))]
+            return during, len(engine._live)
+        finally:
+            await engine.close()
+
+    assert asyncio.run(scenario()) == ([1, 1], 0)

@@ -90,3 +90,17 @@ def test_an_update_waits_for_answers_on_their_way_and_holds_new_ones_back(tmp_pa
         return (await before)[0][0].weight_version, (await after)[0][0].weight_version
 
     assert asyncio.run(asyncio.wait_for(scenario(), 10)) == (0, 4)
+
+
+def test_answers_that_nobody_waits_for_any_more_are_cancelled(tmp_path):
+    async def scenario():
+        engine = engine_of(tmp_path)
+        engine._api.ready.clear()
+        asked = asyncio.create_task(rollouts_of(engine))
+        while engine._api.calls < 2:
+            await asyncio.sleep(0)
+        asked.cancel()
+        await asyncio.wait({asked}, timeout=5)
+        return asked.done() and asked.cancelled(), asyncio.all_tasks() - {asyncio.current_task()}
+
+    assert asyncio.run(scenario()) == (True, set())

@@ -8,9 +8,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from megatron_daro.config import Config
 from megatron_daro.config.sections import TrainerSection
-from megatron_daro.errors import ConfigError, SyncError
-from megatron_daro.runtime import hf_export
+from megatron_daro.errors import CheckpointError, ConfigError, SyncError
+from megatron_daro.recovery import STATE_FORMAT
+from megatron_daro.runtime import hf_export, launch
+from megatron_daro.runtime.preflight import Start
 from megatron_daro.sync.plan import ORIGIN_FILE, SendReport
 
 
@@ -83,3 +86,12 @@ def test_the_rest_of_an_export_that_did_not_end_goes_and_nothing_else(section, t
         (tmp_path / name).mkdir()
     hf_export.remove_rest(section)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "hf"]
+
+
+def test_a_finished_run_is_not_exported_from_the_checkpoint_of_another(tmp_path):
+    sections = {"model": {"path": "x"}, "data": {"train": ("x",)}, "trainer": {"run_dir": tmp_path}}
+    config = Config.model_validate(sections)
+    state = {"format": STATE_FORMAT, "identity": launch._identity(config) | {"seed": config.trainer.seed + 1}}
+    start = Start({}, tmp_path / "step_3", state)
+    with pytest.raises(CheckpointError, match="seed was"):
+        asyncio.run(launch._export(config, start, Notices()))

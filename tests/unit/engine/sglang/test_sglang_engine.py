@@ -352,3 +352,12 @@ def test_an_engine_that_was_not_started_says_so(tmp_path):
             assert stub.calls.total() == 0
 
     run(scenario())
+
+
+def test_nothing_goes_on_waiting_behind_a_request_that_a_stop_could_have_ended():
+    async def scenario():
+        assert await engine_module._stoppable(asyncio.sleep(0, "answer"), asyncio.Event()) == "answer"
+        await asyncio.sleep(0)
+        return asyncio.all_tasks() - {asyncio.current_task()}
+
+    assert asyncio.run(scenario()) == set()
