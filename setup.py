@@ -59,7 +59,11 @@ whole = {
     "package_data": {"megatron_daro": ["py.typed", "workshop/report/assets/*"]},
     "install_requires": read_requirements(),
     "extras_require": {
-        "gpu": ["transformer_engine[pytorch]>=2.4"],
+        # By the Megatron-core that pip takes: 0.16.1 with Python 3.11, whose own metadata has this range; else 0.19.
+        "gpu": [
+            'transformer_engine[pytorch]>=2.9,<2.12; python_version < "3.12"',
+            'transformer_engine[pytorch]>=2.9,<2.21; python_version >= "3.12"',
+        ],
         "dev": [
             "pytest>=9,<10",
             "pytest-timeout>=2.4,<3",

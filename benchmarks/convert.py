@@ -36,7 +36,7 @@ from rich.table import Table
 
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.convert import conversion, plan
-from megatron_daro.convert.hf_writer import write_hf_checkpoint
+from megatron_daro.convert.hf_files import write_hf_checkpoint
 from megatron_daro.convert.mapping import hf_tensor_shapes
 
 RESULTS = Path(__file__).parent / "results"

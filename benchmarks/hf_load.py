@@ -39,7 +39,7 @@ def load(variant: str, directory: Path, packages: Path, chunks: Any, config: Any
     if variant == "ours":
         from megatron_daro.actor.weights import load_hf_weights
         from megatron_daro.config.model_shape import read_model_shape
-        from megatron_daro.convert.hf_reader import HFCheckpoint
+        from megatron_daro.convert.hf_files import HFCheckpoint
 
         with HFCheckpoint(directory) as tensors:
             load_hf_weights(chunks, read_model_shape(directory), tensors)

@@ -129,7 +129,9 @@ def _practice(row: Row) -> Practice:
 
 
 def _logprob_batch(row: Row) -> int:
-    """policy.logprob_batch_size of NeMo-RL's recipes (examples/configs/recipes/llm/performance)."""
+    """policy.logprob_batch_size of NeMo-RL's recipes (examples/configs/recipes/llm/performance), up to 0.6."""
+    if row["logprob_batch"]:
+        return int(row["logprob_batch"])
     if row["model"] == "qwen3-30b-a3b":
         return 2 if row["gpu"].startswith("gb") else 4
     return {"llama-3.1-8b": 2, "qwen3-32b": 4, "qwen3-235b-a22b": 1}[row["model"]]
@@ -151,7 +153,8 @@ def workload_of(row: Row) -> Workload:
         generated=samples,
         updates=samples // int(row["update_batch"]) if rl else 1,
         staleness=int(row["staleness"] or 0),
-        extra_passes=2 * rl,
+        # From 0.7 on NeMo-RL's recipes leave out the policy's pass where an update is a batch (force_on_policy_ratio).
+        extra_passes=int(row["logprob_passes"] or 2) if rl else 0,
         mean_prompt=float(PROMPT_TOKENS if rl else 0),
         longest=longest,
         response_Q=lengths,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_daro.config.check_server_precision import FP8_BLOCK as BLOCK
+from megatron_daro.config.precision import FP8_BLOCK as BLOCK
 
 
 def restored(narrow_NK: Tensor, scale_nk: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,8 +1,9 @@
-"""Run every check that needs a GPU on this machine, measure its speed, and write docs/gpu_check.md and .json.
+"""Run every check that needs a GPU on this machine, measure its speed, and write docs/gpu_check.html and .json.
 
 Place in the data flow: none; run by people on a machine with an NVIDIA GPU. The checks are those of tests/gpu.
 
     python tools/gpu_check.py                  # exit code 0: all passed, 1: a check failed, 2: there is no GPU
+    python tools/gpu_check.py --resume         # what passed before on the same GPU and packages is not run again
     python tools/gpu_check.py --no-speed
     python tools/gpu_check.py --rehearse       # on a CPU, small sizes; writes no report and proves nothing about a GPU
 """
@@ -12,13 +13,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import html
 import json
 import platform
 import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -26,7 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests" / "gpu"), str(ROOT / "benchmarks")]
 
-REPORT = ROOT / "docs" / "gpu_check.md"
+REPORT = ROOT / "docs" / "gpu_check.html"
 NO_GPU = (
     "gpu_check: no GPU is visible to torch here, so nothing was checked. Run it on a machine with an NVIDIA GPU and a "
     "CUDA build of torch (python -c 'import torch; print(torch.version.cuda)'), and look at CUDA_VISIBLE_DEVICES."
@@ -67,6 +71,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--no-speed", action="store_true", help="checks only")
     parser.add_argument("--only", default="", help="only checks whose name contains this")
     parser.add_argument("--report", type=Path, default=REPORT)
+    parser.add_argument("--resume", action="store_true", help="keep what passed before on the same GPU and packages")
     parser.add_argument("--rehearse", action="store_true", help="run on the CPU, to try the tool itself")
     return parser.parse_args()
 
@@ -86,32 +91,56 @@ def main() -> int:
 
     device = devices.prepare()
     parallel.initialize(parallel.Layout(), seed=1, timeout_s=300)
+    known, speeds, rows = facts(device), list[list[str]](), list[Row]()
+    before = passed_before(arguments.report, known) if arguments.resume else {}
     try:
-        rows = run_checks(device, arguments.only)
+        for rows in run_checks(device, arguments.only, before):
+            if (
+                not arguments.rehearse
+            ):  # each row is on the disk before the next check, which may take the machine along
+                write(arguments.report, rows, [], known)
         speeds = [] if arguments.no_speed else run_speed(device, small=arguments.rehearse)
     finally:
         parallel.shutdown()
-    show(rows, speeds, facts(device))
+    show(rows, speeds, known)
     if arguments.rehearse:
         print("A rehearsal on the CPU: no report was written.")
     else:
-        arguments.report.write_text(markdown(rows, speeds, facts(device)), encoding="utf-8")
-        as_data = arguments.report.with_suffix(".json")
-        as_data.write_text(as_json(rows, speeds, facts(device)), encoding="utf-8")
-        print(f"written: {arguments.report}, {as_data}")
-    return 1 if any(row.result in ("FAILED", "ERROR") for row in rows) or any("ERROR" in s for s in speeds) else 0
+        write(arguments.report, rows, speeds, known)
+        print(f"written: {arguments.report}, {arguments.report.with_suffix('.json')}")
+    failed = (
+        [row.result for row in rows] + [line[-1].partition(":")[0] for line in speeds] + [line[1] for line in speeds]
+    )
+    return 1 if {"FAILED", "ERROR"} & set(failed) else 0
 
 
-def run_checks(device: Any, only: str) -> list[Row]:
-    """Every check, one after the other; what one raises is its result."""
+def write(report: Path, rows: list[Row], speeds: list[list[str]], known: dict[str, str]) -> None:
+    """Write the page, and the data beside it."""
+    report.write_text(page(rows, speeds, known), encoding="utf-8")
+    report.with_suffix(".json").write_text(as_json(rows, speeds, known), encoding="utf-8")
+
+
+def passed_before(report: Path, known: dict[str, str]) -> dict[str, Row]:
+    """Return what an earlier run found to pass on the same GPU and packages, by name; the date may be another."""
+    data = report.with_suffix(".json")
+    if not data.exists():
+        return {}
+    earlier = json.loads(data.read_text(encoding="utf-8"))
+    if {**earlier["facts"], "date": ""} != {**known, "date": ""}:
+        return {}
+    return {row["name"]: Row(**row) for row in earlier["checks"] if row["result"] == "passed"}
+
+
+def run_checks(device: Any, only: str, before: Mapping[str, Row]) -> Iterator[list[Row]]:
+    """Run every check but those of `before`; what one raises is its result. Yields all rows so far after each."""
     from gpu_checks import CHECKS
 
-    rows = []
+    rows: list[Row] = []
     for name, check in CHECKS.items():
         if only in name:
-            rows.append(run_check(name, check, device))
+            rows.append(before[name] if name in before else run_check(name, check, device))
             print("  ".join(rows[-1].cells()), flush=True)
-    return rows
+            yield rows
 
 
 def run_check(name: str, check: Any, device: Any) -> Row:
@@ -139,7 +168,11 @@ def run_check(name: str, check: Any, device: Any) -> Row:
 
 
 SPEEDS = ("log-probs fp32", "log-probs bf16", "train step bf16", "layers of 7B bf16", "layers of 7B fp8")
-SPEED_COLUMNS = ("measured", "median, ms", "tokens/s", "extra peak memory, GiB", "of the GPU's peak")
+SPEED_COLUMNS = ("measured", "median, ms", "tokens/s", "extra peak memory, GiB", "of the GPU's peak", "goal")
+GOALS = {"train step bf16": 0.30, "layers of 7B bf16": 0.45, "layers of 7B fp8": 0.45}
+"""Part of the GPU's bf16 peak that a measurement must reach, or the tool fails. fp8 has twice the peak."""
+LOGPROB_GOAL = 3.0
+"""Log-probs with entropy may take this many times the bare products."""
 
 
 def run_speed(device: Any, *, small: bool) -> list[list[str]]:
@@ -147,11 +180,40 @@ def run_speed(device: Any, *, small: bool) -> list[list[str]]:
     lines: list[list[str]] = []
     for name in SPEEDS:
         try:
-            lines += [_speed_line(speed, device) for speed in _measured(name, device, small)]
+            measured = _measured(name, device, small)
+            goals = logprob_goals(measured) if name.startswith("log-probs") else [_mfu_goal(name, measured[0], device)]
+            lines += [
+                [*_speed_line(speed, device), goal if device.type == "cuda" else "no goal on a CPU"]
+                for speed, goal in zip(measured, goals, strict=True)
+            ]
         except Exception as error:  # as above: say it in the report and go on
             not_here = type(error).__name__ == "NotHereError"
-            lines.append([name, "not here" if not_here else "ERROR", f"{type(error).__name__}: {error}"[:300], "", ""])
+            lines.append(
+                [name, "not here" if not_here else "ERROR", f"{type(error).__name__}: {error}"[:300], "", "", ""]
+            )
     return lines
+
+
+def logprob_goals(measured: Sequence[Any]) -> list[str]:
+    """Whether ours is near enough to the bare products; of (ours, plain, bare products), by their seconds."""
+    ours, _, bare = (speed.seconds for speed in measured)
+    return [
+        verdict(ours / bare <= LOGPROB_GOAL, f"{ours / bare:.1f} of at most {LOGPROB_GOAL:g} bare products"),
+        "",
+        "",
+    ]
+
+
+def verdict(reached: bool, text: str) -> str:
+    """The last cell of a measurement; `main` fails for one that begins with FAILED."""
+    return f"{'reached' if reached else 'FAILED'}: {text}"
+
+
+def _mfu_goal(name: str, speed: Any, device: Any) -> str:
+    share = mfu(speed, device)
+    if share is None:
+        return "no goal: the peak of this GPU is not known"
+    return verdict(share >= GOALS[name], f"{share:.0%} of the peak, at least {GOALS[name]:.0%}")
 
 
 def _measured(name: str, device: Any, small: bool) -> list[Any]:
@@ -177,16 +239,21 @@ def _speed_line(speed: Any, device: Any) -> list[str]:
 
 
 def _share_of_peak(speed: Any, device: Any) -> str:
-    """MFU in bf16 operations, where the GPU is one of those that `megatron-daro plan` knows."""
+    share = mfu(speed, device)
+    return "" if share is None else f"{share:.0%}"
+
+
+def mfu(speed: Any, device: Any) -> float | None:
+    """MFU in bf16 operations; None where the GPU is none of those that `megatron-daro plan` knows."""
     import torch
 
     from megatron_daro.workshop.plan.gpus import GPUS
 
     if device.type != "cuda" or not speed.operations:
-        return ""
+        return None
     name = torch.cuda.get_device_name(device).upper()
     known = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0].upper() in name.split()]
-    return f"{speed.mfu(known[0].bf16_tflops):.0%}" if known else ""
+    return speed.mfu(known[0].bf16_tflops) if known else None
 
 
 def nothing_run(only: str) -> tuple[list[Row], list[list[str]]]:
@@ -195,7 +262,7 @@ def nothing_run(only: str) -> tuple[list[Row], list[list[str]]]:
 
     why = "no GPU is visible to torch"
     rows = [Row(name, "not here", "", why, 0.0, None) for name in CHECKS if only in name]
-    return rows, [[name, "not here", why, "", ""] for name in SPEEDS]
+    return rows, [[name, "not here", why, "", "", ""] for name in SPEEDS]
 
 
 def facts(device: Any) -> dict[str, str]:
@@ -236,25 +303,50 @@ def show(rows: list[Row], speeds: list[list[str]], known: dict[str, str]) -> Non
         console.print(table)
 
 
-def markdown(rows: list[Row], speeds: list[list[str]], known: dict[str, str]) -> str:
-    """The report."""
+STYLE = (
+    "body{font:15px system-ui,sans-serif;margin:2em;max-width:90em}table{border-collapse:collapse;margin:1em 0}"
+    "td,th{border:1px solid #bbb;padding:.3em .6em;text-align:left;vertical-align:top}"
+    ".passed{background:#dfd}.FAILED,.ERROR{background:#fcc}"
+)
+
+
+def page(rows: list[Row], speeds: list[list[str]], known: dict[str, str]) -> str:
+    """The report: every check with what it compares, and the speed with its goals."""
     failed = sum(row.result in ("FAILED", "ERROR") for row in rows)
     missing = sum(row.result == "not here" for row in rows)
-    lines = [
-        "# Checked on a GPU",
-        "",
-        "Written by `python tools/gpu_check.py`; run it again to repeat every number.",
-        "",
-        *(f"- {name}: {value}" for name, value in known.items()),
-        "",
-        f"{len(rows) - failed - missing} of {len(rows)} checks passed, {failed} failed, "
-        f"{missing} could not be run here.",
-        "",
-        *_markdown_table(COLUMNS, [row.cells() for row in rows]),
+    compared = what_each_compares()
+    table = [(row.result, [*row.cells(), compared.get(row.name, "")]) for row in rows]
+    parts = [
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Checked on a GPU</title>',
+        f"<style>{STYLE}</style><h1>Checked on a GPU</h1>",
+        "<p>Written by <code>python tools/gpu_check.py</code>; run it again to repeat every number.</p>",
+        "<ul>" + "".join(f"<li>{html.escape(f'{name}: {value}')}</li>" for name, value in known.items()) + "</ul>",
+        f"<p>{len(rows) - failed - missing} of {len(rows)} checks passed, {failed} failed, "
+        f"{missing} could not be run here.</p>",
+        _table([*COLUMNS, "compares"], table),
     ]
     if speeds:
-        lines += ["", "## Speed", "", *_markdown_table(SPEED_COLUMNS, speeds)]
-    return "\n".join(lines) + "\n"
+        results = [line[1] if line[1] == "ERROR" else line[-1].partition(":")[0] for line in speeds]
+        parts += ["<h2>Speed</h2>", _table(SPEED_COLUMNS, list(zip(results, speeds, strict=True)))]
+    return "\n".join(parts) + "\n"
+
+
+def what_each_compares() -> dict[str, str]:
+    """Name of a check -> what its function says of itself."""
+    from gpu_checks import CHECKS
+
+    functions = {name: check.func if isinstance(check, partial) else check for name, check in CHECKS.items()}
+    return {name: " ".join((function.__doc__ or "").split()) for name, function in functions.items()}
+
+
+def _table(columns: Iterable[str], lines: Iterable[tuple[str, Sequence[str]]]) -> str:
+    """Lines of (class, cells)."""
+    head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
+    body = "".join(
+        f'<tr class="{html.escape(kind)}">' + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
+        for kind, cells in lines
+    )
+    return f"<table><tr>{head}</tr>{body}</table>"
 
 
 def as_json(rows: list[Row], speeds: list[list[str]], known: dict[str, str]) -> str:
@@ -262,13 +354,6 @@ def as_json(rows: list[Row], speeds: list[list[str]], known: dict[str, str]) -> 
     checks = [dataclasses.asdict(row) for row in rows]
     speed = [dict(zip(SPEED_COLUMNS, line, strict=True)) for line in speeds]
     return json.dumps({"facts": known, "checks": checks, "speed": speed}, indent=1) + "\n"
-
-
-def _markdown_table(columns: tuple[str, ...], lines: list[list[str]]) -> list[str]:
-    def line(cells: Any) -> str:
-        return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
-
-    return [line(columns), line("---" for _ in columns), *(line(cells) for cells in lines)]
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """Record what Transformer Engine's layers of our models are called and shaped, and that a checkpoint of them loads.
 
-    python tools/record_te_facts.py            # writes tests/contract/transformer_engine.json
+    python tools/record_te_facts.py    # writes tests/contract/facts_of_transformer_engine/megatron_core_VERSION.json
 
-Place in the data flow: none; run by people, in an environment with Transformer Engine (docs/gpu.md; no GPU is needed).
-Only the question "is there a GPU" is answered falsely: everything else is Transformer Engine's and Megatron's own code.
-Layers are built, saved and loaded; nothing runs forward. CI compares our tables with what this wrote
-(tests/contract/test_transformer_engine.py).
+Place in the data flow: none; run by people, in an environment with Transformer Engine (docs/gpu.md; no GPU is needed),
+once for each Megatron-core: the oldest that requirements.txt takes, and the pinned one.
+Only the question "is there a GPU" is answered falsely, and tensors stay on the CPU: everything else is Transformer
+Engine's and Megatron's own code. Layers and optimizers are built, saved and loaded; nothing runs forward. CI compares
+our tables with what this wrote (tests/contract/test_transformer_engine.py).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
-FACTS = ROOT / "tests" / "contract" / "transformer_engine.json"
+FACTS = ROOT / "tests" / "contract" / "facts_of_transformer_engine"
 sys.path.insert(0, str(ROOT))
 
 _COMMON = {
@@ -61,40 +62,41 @@ class _Pretended:
 
 def _pretend() -> None:
     """Answer as a machine with one GPU would; tensors stay on the CPU."""
+    from megatron_daro.actor import cpu, device
+
+    cpu.install()
+    device.prepare = lambda: torch.device("cpu")
     cuda: Any = torch.cuda
     cuda.is_available = lambda: True
     cuda.device_count = lambda: 1
-    cuda.set_device = lambda *_: None
-    cuda.current_device = lambda: "cpu"
     cuda.get_device_properties = lambda *_, **__: _Pretended
     cuda.get_device_capability = lambda *_, **__: (9, 0)
-    cuda.Stream = lambda *_, **__: None
+    cuda.current_device = lambda: "cpu"
 
 
-def _build(config: dict[str, Any]) -> Any:
-    from megatron_daro.actor.model import bare_model, transformer_config
+def _built(config: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Shape, Megatron's options and the model, its weights drawn at random."""
+    from megatron_daro.actor.model import build_model, transformer_config
     from megatron_daro.actor.parallel import Layout
     from megatron_daro.config.model_shape import read_model_shape
 
-    with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(config))
-        shape = read_model_shape(Path(directory))
+    shape = read_model_shape(config)
     options = transformer_config(shape, Layout(), dtype="bf16", transformer_engine=True)
-    (model,) = bare_model(shape, options, transformer_engine=True)
-    return model
+    (model,) = build_model(shape, options, transformer_engine=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    return shape, options, model
 
 
 def _round_trip(model: Any) -> int:
     """Save, overwrite and load the model through our checkpoint files. Returns the number of extra states."""
     from megatron_daro.actor.checkpoint import load_sharded, save_sharded
 
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     sharded = model.sharded_state_dict()
     with tempfile.TemporaryDirectory() as directory:
-        save_sharded({"model": sharded}, Path(directory))()
+        save_sharded({"model": sharded}, Path(directory)).write()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
@@ -106,13 +108,65 @@ def _round_trip(model: Any) -> int:
     return sum(type(x).__name__ == "ShardedObject" and isinstance(x.data, torch.Tensor) for x in sharded.values())
 
 
+def _optimizer_round_trip(config: dict[str, Any], *, distributed: bool) -> bool:
+    """Save a policy that has made no update yet, as a run does that stops early; load it into another one.
+
+    Returns:
+        Whether weights and moments came back; the moments are zeros.
+    """
+    from megatron_daro.actor import checkpoint
+    from megatron_daro.actor.compat import optimizer_parts
+
+    first, second = (_train_state(config, distributed=distributed) for _ in range(2))
+    with tempfile.TemporaryDirectory() as directory:
+        pending = checkpoint.start_save(first, Path(directory))
+        pending.finish()
+        checkpoint.load(second, Path(directory))
+    states = [state for part in optimizer_parts(second.optimizer) for state in part.optimizer.state.values()]
+    moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+    pairs = zip(first.chunks[0].module.parameters(), second.chunks[0].module.parameters(), strict=True)
+    return bool(moments) and not any(m.any() for m in moments) and all(torch.equal(a, b) for a, b in pairs)
+
+
+def _train_state(config: dict[str, Any], *, distributed: bool) -> Any:
+    from megatron_daro.actor.model import wrap_data_parallel
+    from megatron_daro.actor.optimizer import build_optimizer, build_scheduler
+    from megatron_daro.actor.step import TrainState
+    from megatron_daro.algo.weighting import make_algorithm
+    from megatron_daro.config.actor import OptimizerSection
+    from megatron_daro.config.algorithm import AlgorithmSection
+
+    _, options, model = _built(config)
+    chunks = wrap_data_parallel([model], options, distributed_optimizer=distributed, options={})
+    section = OptimizerSection(distributed=distributed)
+    optimizer = build_optimizer(chunks, section, dtype="bf16", options={})
+    algorithm = make_algorithm(**AlgorithmSection().arguments(rollouts_per_prompt=4, max_response_tokens=8))
+    return TrainState(chunks, optimizer, build_scheduler(optimizer, section, total_steps=3), algorithm)
+
+
+def _experts_in_fp8_saved() -> str:
+    """Whether the experts' layers can be saved as they are after a step in fp8: "" or why not."""
+    from transformer_engine.common.recipe import Float8CurrentScaling
+
+    _, _, model = _built(MODELS["qwen3_moe"])
+    for module in model.modules():
+        if hasattr(module, "fp8_meta"):
+            module.fp8 = True
+            module.fp8_meta["recipe"] = Float8CurrentScaling()
+    try:
+        model.sharded_state_dict()
+    except TypeError as error:
+        return f"TypeError: {error}"
+    return ""
+
+
 def _fusing(model: Any) -> list[tuple[str, Any]]:
     """Layers that can add their weight gradients in the matrix product's kernel."""
     return [(name, module) for name, module in model.named_modules() if hasattr(module, "fuse_wgrad_accumulation")]
 
 
 def _facts(config: dict[str, Any]) -> dict[str, Any]:
-    model = _build(config)
+    _, _, model = _built(config)
     states = model.state_dict()
     extra = {name: value for name, value in states.items() if name.endswith("_extra_state") and value is not None}
     fused = {name: module.fuse_wgrad_accumulation for name, module in _fusing(model)}
@@ -121,6 +175,10 @@ def _facts(config: dict[str, Any]) -> dict[str, Any]:
         "parameters": {name: list(parameter.shape) for name, parameter in model.named_parameters()},
         "extra_states": {n: [str(v.dtype).removeprefix("torch."), list(v.shape)] for n, v in extra.items()},
         "extra_states_saved_and_loaded": _round_trip(model),
+        "with_fp8_workspaces": sorted({type(m).__name__ for m in model.modules() if hasattr(m, "_fp8_workspaces")}),
+        "loads_what_was_saved_before_an_update": {
+            name: _optimizer_round_trip(config, distributed=name == "distributed") for name in ("distributed", "plain")
+        },
     }
 
 
@@ -181,9 +239,11 @@ def main() -> None:
     tracker.fork = lambda *_, **__: contextlib.nullcontext()
     versions = {name: version(name) for name in ("transformer_engine", "megatron-core", "torch")}
     facts = {"versions": versions, "models": {name: _facts(config) for name, config in MODELS.items()}}
-    facts |= {"recipes": _recipes(), "supported": _supported()}
-    FACTS.write_text(json.dumps(facts, indent=1) + "\n")
-    print(f"written: {FACTS}")
+    facts |= {"experts_in_fp8_saved": _experts_in_fp8_saved(), "recipes": _recipes(), "supported": _supported()}
+    FACTS.mkdir(exist_ok=True)
+    path = FACTS / f"megatron_core_{versions['megatron-core']}.json"
+    path.write_text(json.dumps(facts, indent=1) + "\n")
+    print(f"written: {path}")
 
 
 if __name__ == "__main__":

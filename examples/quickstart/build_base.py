@@ -153,7 +153,7 @@ def pretrain(rank: int, processes: int, address: str, start: Path, target: Path,
     from megatron_daro.actor.policy import MegatronPolicy
     from megatron_daro.config import AlgorithmSection
     from megatron_daro.config.actor import ActorSection
-    from megatron_daro.convert.hf_writer import write_hf_checkpoint
+    from megatron_daro.convert.hf_files import write_hf_checkpoint
 
     layout = parallel.Layout(data=processes)
     parallel.initialize(layout, rank=rank, init_method=address, seed=settings.seed, timeout_s=120)

@@ -126,19 +126,21 @@ def finalize_summed_grads(
 
 
 def allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
-    """Adam moments and step counts of 0 where an optimizer has not stepped yet; nothing where it has.
+    """Adam moments (and torch's step counts) of 0 where an optimizer has not stepped yet; nothing where it has.
 
-    Upstream: 0.16.1 to 0.19.2. Reason: without Transformer Engine or Apex, DistributedOptimizer.state_dict reads the
-    step count from the parameters' states and fails when there are none, and it is called to load a checkpoint as well.
-    Can go: when upstream accepts a torch optimizer that has not stepped.
+    Upstream: 0.16.1 to 0.19.2. Reason: DistributedOptimizer.state_dict reads the step count from the states of torch's
+    Adam and fails when there are none, and it is called to load a checkpoint as well; Transformer Engine's FusedAdam is
+    saved without moments before its first update, and then asked for them when that checkpoint is loaded.
+    Can go: when upstream accepts an optimizer that has not stepped.
     """
-    for inner in _torch_adams(optimizer):
-        if inner.state:
+    for part in optimizer_parts(optimizer):
+        inner: torch.optim.Optimizer | None = getattr(part, "optimizer", None)
+        if inner is None or inner.state:
             continue
-        for group in inner.param_groups:
-            for parameter in group["params"]:
-                moments = {name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")}
-                inner.state[parameter] = {"step": torch.zeros(()), **moments}
+        for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
+            moments = {name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")}
+            step = {"step": torch.zeros(())} if isinstance(inner, torch.optim.Adam) else {}
+            inner.state[parameter] = {**step, **moments}
 
 
 def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any], fill: Callable[[], None]) -> None:

@@ -19,7 +19,7 @@ from megatron_daro.actor.compat import HiddenStateGPTModel, quiet
 from megatron_daro.actor.model import build_model, transformer_config
 from megatron_daro.actor.weights import load_hf_weights
 from megatron_daro.config.model_shape import ModelShape, read_model_shape
-from megatron_daro.convert.hf_reader import HFCheckpoint
+from megatron_daro.convert.hf_files import HFCheckpoint
 from megatron_daro.convert.megatron_weights import MegatronWeights
 from megatron_daro.errors import CheckpointError
 

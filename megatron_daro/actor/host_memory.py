@@ -3,14 +3,14 @@
 The policy leaves and comes back, kind by kind; in between its tensors are there, without
 memory: their storages are resized to 0 and filled again, so every view of them (buckets of gradients, shards of the
 optimizer) stays valid. On a GPU the host's memory is pinned and kept for the next time; on a CPU the same code runs
-with ordinary memory. Gradients are not kept: a step begins with zeros. It refuses nothing: who computes meanwhile is
-refused by the policy.
+with ordinary memory. Gradients and the 8-bit copies of fp8 layers are not kept: a step begins with zeros, and a pass
+makes copies again. It refuses nothing: who computes meanwhile is refused by the policy.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +53,7 @@ class HostMemory:
         started, moved, others = time.perf_counter(), 0, self._of_others()
         if "gradients" in kinds:
             self._trainee.optimizer.zero_grad()  # main gradients that are tensors of their own go for good
+        drop_fp8_weights(self._trainee.chunks)
         for kind in KINDS_OF_MEMORY:
             if kind in kinds and kind not in self._away:
                 moved += self._take(kind)
@@ -106,11 +107,7 @@ class HostMemory:
     def _host_blocks(self, kind: MemoryKind, size: int) -> list[Tensor]:
         """Return host memory for so many bytes: that of the last time where it was pinned, which takes long."""
         pinned = self._where.type == "cuda"
-        blocks = self._blocks.setdefault(kind, []) if pinned else []
-        while (lacking := size - sum(len(block) for block in blocks)) > 0:
-            length = _BLOCK_BYTES if pinned else min(lacking, _BLOCK_BYTES)
-            blocks.append(torch.empty(length, dtype=torch.uint8, pin_memory=pinned))
-        return blocks
+        return _extended(self._blocks.setdefault(kind, []) if pinned else [], size, pinned=pinned)
 
     def _storages(self, kind: MemoryKind) -> list[UntypedStorage]:
         """Return the storages of a kind, each once. One that two kinds share belongs to the first of them: the fp32
@@ -147,6 +144,59 @@ class HostMemory:
     def _synchronize(self) -> None:
         if self._where.type == "cuda":
             torch.cuda.synchronize()
+
+
+class HostCopy:
+    """Copies of tensors on the host, in the same blocks: pinned one by one they would take up to twice their bytes."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        """Copy. Args: tensors: contiguous, on one device."""
+        self._like = [torch.empty_like(tensor, device="meta", requires_grad=False) for tensor in tensors]
+        self._device, pinned = tensors[0].device, tensors[0].device.type == "cuda"
+        self._blocks = _extended([], sum(tensor.nbytes for tensor in tensors), pinned=pinned)
+        own = [
+            tensor.detach().clone().untyped_storage() if _is_part(tensor) else tensor.untyped_storage()
+            for tensor in tensors
+        ]
+        for piece, held in _pieces(own, self._blocks):
+            held.copy_(piece)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the host's memory that it holds."""
+        return sum(len(block) for block in self._blocks)
+
+    def on_device(self) -> list[Tensor]:
+        """Return new tensors of the same values on the device where they came from; the copies may still run there."""
+        made = [torch.empty_like(tensor, device=self._device) for tensor in self._like]
+        for piece, held in _pieces([tensor.untyped_storage() for tensor in made], self._blocks):
+            piece.copy_(held, non_blocking=True)
+        return made
+
+
+def _is_part(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() != tensor.nbytes
+
+
+def _extended(blocks: list[Tensor], size: int, *, pinned: bool) -> list[Tensor]:
+    """Add blocks of host memory to the list until it has so many bytes."""
+    while (lacking := size - sum(len(block) for block in blocks)) > 0:
+        length = _BLOCK_BYTES if pinned else min(lacking, _BLOCK_BYTES)
+        blocks.append(torch.empty(length, dtype=torch.uint8, pin_memory=pinned))
+    return blocks
+
+
+def drop_fp8_weights(chunks: Iterable[torch.nn.Module]) -> None:
+    """Free the 8-bit copies of the weights that Transformer Engine's layers keep from one micro-batch to the next.
+
+    The next pass makes them again. Source: `_fp8_workspaces` and `quantize_weight` of
+    transformer_engine/pytorch/module/base.py, 2.20.2, where an absent copy is a cache miss; upstream clears them too.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            workspaces = getattr(module, "_fp8_workspaces", None)
+            if workspaces:
+                workspaces.clear()
 
 
 def _pieces(storages: Sequence[UntypedStorage], blocks: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -24,6 +24,7 @@ from megatron_daro.actor.model import DTYPES
 from megatron_daro.config import precision
 from megatron_daro.config.actor import ActorSection, OptimizerSection
 from megatron_daro.config.hardware import version_of
+from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.errors import ConfigError
 
 
@@ -46,6 +47,12 @@ def uses_transformer_engine(actor: ActorSection) -> bool:
                 "actor.precision=bf16"
             )
     return found
+
+
+def refuse_unsaveable_experts(actor: ActorSection, shape: ModelShape) -> None:
+    """Raise ConfigError where this rank's libraries would compute experts in fp8 that they cannot save."""
+    if actor.precision == "fp8" and (why := precision.experts_problem(shape, surroundings())):
+        raise ConfigError(str(why))
 
 
 def surroundings() -> precision.Surroundings:
@@ -114,7 +121,7 @@ def build_optimizer(
     config = optimizer_config(section, dtype=dtype, options=options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return get_megatron_optimizer(config, list(chunks))
+        return get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
 
 
 def optimizer_config(section: OptimizerSection, *, dtype: str, options: Mapping[str, Any]) -> OptimizerConfig:

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_daro.actor import checkpoint, device
+from megatron_daro.actor import checkpoint
 from megatron_daro.actor.forward import MicroBatches, OutputSettings, response_logprobs
-from megatron_daro.actor.host_memory import HostMemory
+from megatron_daro.actor.host_memory import HostCopy, HostMemory
 from megatron_daro.actor.model import (
     TransformerConfig,
     build_model,
@@ -33,6 +33,7 @@ from megatron_daro.actor.optimizer import (
     build_scheduler,
     fp8_options,
     optimizer_config,
+    refuse_unsaveable_experts,
     remarks,
     uses_transformer_engine,
 )
@@ -46,7 +47,7 @@ from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.megatron_options import TRANSFORMER_ENGINE_ONLY
 from megatron_daro.config.model_shape import ModelShape, read_model_shape
-from megatron_daro.convert.hf_reader import HFCheckpoint
+from megatron_daro.convert.hf_files import HFCheckpoint
 from megatron_daro.convert.megatron_weights import MegatronWeights
 from megatron_daro.errors import ConfigError
 from megatron_daro.types import KINDS_OF_MEMORY, MemoryKind, MemoryMove, StepResult, TrainBatch
@@ -104,6 +105,7 @@ def check_megatron_options(actor: ActorSection, shape: ModelShape) -> None:
 
 
 def _transformer_config(shape: ModelShape, actor: ActorSection, options: Mapping[str, Any]) -> TransformerConfig:
+    refuse_unsaveable_experts(actor, shape)
     return transformer_config(
         shape,
         layout_of(actor),
@@ -143,7 +145,7 @@ class MegatronPolicy:
             )
         )
         passes = algorithm.passes(own.token_columns or ())
-        self._reference = self._copied_weights() if "ref_logprobs" in passes else None
+        self._reference = HostCopy(self._parameters()) if "ref_logprobs" in passes else None
         wrapped = wrap_data_parallel(
             self.chunks, config, distributed_optimizer=actor.optimizer.distributed, options=options["ddp"]
         )
@@ -264,11 +266,6 @@ class MegatronPolicy:
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
 
-    def _copied_weights(self) -> list[Tensor]:
-        """Return host copies, pinned where a GPU will read them again."""
-        copies = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()]
-        return [copy.pin_memory() for copy in copies] if device.prepare().type == "cuda" else copies
-
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:
         """Compute with the reference weights: they are copied to the GPU once, and the current ones stay where they
@@ -280,8 +277,8 @@ class MegatronPolicy:
         parameters = self._parameters()
         current = [parameter.data for parameter in parameters]
         try:
-            for parameter, value in zip(parameters, self._reference, strict=True):
-                parameter.data = value.to(parameter.device, non_blocking=True)
+            for parameter, value in zip(parameters, self._reference.on_device(), strict=True):
+                parameter.data = value
             yield
         finally:
             for parameter, value in zip(parameters, current, strict=True):

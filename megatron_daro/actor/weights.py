@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_daro.actor import device
 from megatron_daro.actor.model import Chunks, LocalParameter, local_parameters, padded_vocabulary
 from megatron_daro.config.model_shape import ModelShape
-from megatron_daro.convert.hf_reader import HFCheckpoint
+from megatron_daro.convert.hf_files import HFCheckpoint
 from megatron_daro.convert.mapping import TensorRule, merge
 from megatron_daro.convert.pieces import RowReader, read_shard
 from megatron_daro.convert.plan import check_tied

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain, tee
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -45,21 +46,24 @@ def analyze(
 
     from megatron_daro.errors import ConfigError
     from megatron_daro.plugins.options import read_options
-    from megatron_daro.workshop.analyze.rows import choose_columns, files_of, rows_of, same_unit
+    from megatron_daro.workshop.analyze.rows import files_of, open_dump
     from megatron_daro.workshop.analyze.views import infer_rollouts_per_prompt, read_dump, view_of
 
     daro = read_options(" ".join(f"daro.{word}" for word in options.split()), source="--daro").daro
     files = files_of(dump)
     given = dict(part.split("=", 1) for part in columns.split(",") if "=" in part)
-    chosen = [choose_columns(path, given, correct_above, reward_key) for path in files]
-    unit = same_unit(files, chosen)
+    opened = open_dump(files, given, correct_above, reward_key)
+    columns_of_first, rows = next(opened)
+    unit = columns_of_first.unit
     if tokens_per_gpu_hour and unit != "tokens":
         raise ConfigError(
             f"--tokens-per-gpu-hour: got {tokens_per_gpu_hour:g} for a dump with lengths in {unit}; allowed with "
             "lengths in tokens; fix: leave it out, or name a column of token counts with --columns length=..."
         )
-    k = rollouts_per_prompt or infer_rollouts_per_prompt(rows_of(files[0], chosen[0]))
-    found = read_dump((rows_of(path, one) for path, one in zip(files, chosen, strict=True)), k)
+    probe, rows = tee(rows)
+    k = rollouts_per_prompt or infer_rollouts_per_prompt(probe)
+    del probe
+    found = read_dump(chain([rows], (rest for _, rest in opened)), k)
     view = view_of(found, daro)
     _print(Console(width=max(Console().width, 150), highlight=False), found, view, unit, tokens_per_gpu_hour)
     if html is not None:

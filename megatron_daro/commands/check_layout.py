@@ -35,7 +35,7 @@ def check_layout(
 ) -> None:
     """Build every rank of a world without memory; prove that the checkpoint fills each parameter exactly once."""
     from megatron_daro.config.actor import ActorSection
-    from megatron_daro.config.check_division import FIRST_STAGE, LAST_STAGE, division_problems
+    from megatron_daro.config.check_training import FIRST_STAGE, LAST_STAGE, division_problems
     from megatron_daro.config.model_shape import read_model_shape
     from megatron_daro.config.problems import config_error
     from megatron_daro.errors import ConfigError

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from megatron_daro import nccl_environment
-from megatron_daro.config import check_division, check_training, megatron_options, precision
+from megatron_daro.config import check_training, megatron_options, precision
 from megatron_daro.config.actor import ActorSection
-from megatron_daro.config.check_server_precision import server_precision
 from megatron_daro.config.fit import demand_of, misfit
 from megatron_daro.config.hardware import THIS_MACHINE, Hardware, detect, hardware_of
 from megatron_daro.config.model_files import ModelFiles, megatron_problems, read_model
 from megatron_daro.config.model_shape import ModelShape
+from megatron_daro.config.precision import server_precision
 from megatron_daro.config.problems import Problem, config_error, show
 from megatron_daro.config.sections import Config
 
@@ -229,7 +229,7 @@ def _process_text(context: _Context) -> str:
 def _division_problems(context: _Context) -> Iterator[Problem]:
     actor, shape = context.config.actor, context.shape
     if shape:
-        yield from check_division.division_problems(actor, shape)
+        yield from check_training.division_problems(actor, shape)
     if actor.sequence_parallel and actor.tensor_parallel == 1:
         fix = "leave it unset: it follows tensor_parallel"
         yield Problem(
@@ -307,10 +307,12 @@ def _precision_problems(context: _Context) -> Iterator[Problem]:
     actor = context.config.actor
     if actor.precision != "fp8":
         return
-    found = precision.problem(actor.fp8_recipe, _surroundings(context))
-    if found is not None:
+    surroundings = _surroundings(context)
+    if found := precision.problem(actor.fp8_recipe, surroundings):
         yield found
     if context.shape:
+        if found := precision.experts_problem(context.shape, surroundings):
+            yield found
         yield from precision.shape_problems(actor, context.shape)
 
 

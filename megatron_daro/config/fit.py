@@ -87,8 +87,9 @@ def demand_of(config: Config, *, engines: bool = True) -> Demand:
     actor, demand = config.actor, engines_of(config)
     groups = actor.world_size // actor.tensor_parallel
     servers = demand.servers if engines else 0
-    together = servers > 0 and config.engine.kind == "sglang" and config.engine.sglang.sync == "tensor"
     shared = servers > 0 and config.engine.colocate
+    # Servers that share the GPUs of ranks are on a node with these, and get their weights there.
+    together = servers > 0 and not shared and config.engine.kind == "sglang" and config.engine.sglang.sync == "tensor"
     return replace(
         demand, groups=groups, group_size=actor.tensor_parallel, servers=servers, together=together, shared=shared
     )

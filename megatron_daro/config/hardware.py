@@ -19,7 +19,7 @@ from typing import Literal
 
 from megatron_daro.config.sections import ClusterSection
 
-_NVIDIA_SMI_TIMEOUT_S = 20
+_SMI_TIMEOUT_S = 20
 _FP8_CAPABILITY = 8.9
 _CAPABILITIES = {
     **dict.fromkeys(("V100",), 7.0),
@@ -102,6 +102,8 @@ def detect() -> Hardware:
     """Return the hardware of this machine, as torch would use it (CUDA_VISIBLE_DEVICES respected)."""
     capabilities = _gpu_capabilities() if torch_cuda() is not None else []
     if not capabilities:
+        if torch_hip() is not None and (amd := _amd_gpus()):
+            return Hardware("gpu", amd, capability=None, memory_bytes=_memory_bytes())
         return Hardware("cpu", len(os.sched_getaffinity(0)), memory_bytes=_memory_bytes())
     return Hardware("gpu", len(capabilities), capability=min(capabilities), memory_bytes=_memory_bytes())
 
@@ -118,11 +120,20 @@ def _memory_bytes() -> int:
 def torch_cuda() -> Version | None:
     """Return the CUDA that the installed torch was built for, read from its version file because importing it takes
     seconds; None: none."""
+    return _torch_built_for("cuda")
+
+
+def torch_hip() -> Version | None:
+    """Return the ROCm that the installed torch was built for, read likewise; None: none."""
+    return _torch_built_for("hip")
+
+
+def _torch_built_for(platform: str) -> Version | None:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
     text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
-    found = re.search(r"^cuda\b.*=\s*['\"](.+)['\"]", text, re.MULTILINE)
+    found = re.search(rf"^{platform}\b.*=\s*['\"](.+)['\"]", text, re.MULTILINE)
     return version_of(found.group(1)) if found else None
 
 
@@ -142,10 +153,34 @@ def _gpu_rows() -> list[list[str]]:
     """[index, uuid, capability] of each GPU of this machine; empty without a working nvidia-smi."""
     command = ["nvidia-smi", "--query-gpu=index,uuid,compute_cap", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
     return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.count(",") == 2]
+
+
+def rocm_rows(timeout_s: float) -> list[list[str]]:
+    """Return [card, total bytes, used bytes] of each AMD GPU of this machine.
+
+    They are lines such as `card0,206141652992,297795584`.
+
+    Raises:
+        FileNotFoundError: no rocm-smi. subprocess.SubprocessError: it failed, or gave no answer in time.
+    """
+    command = ["rocm-smi", "--showmeminfo", "vram", "--csv"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True)
+    return [line.split(",") for line in done.stdout.split() if re.match(r"card\d+,\d+,\d+$", line)]
+
+
+def _amd_gpus() -> int:
+    """Return how many AMD GPUs are visible; 0 without a working rocm-smi."""
+    try:
+        rows = rocm_rows(_SMI_TIMEOUT_S)
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    numbered = [[card.removeprefix("card"), ""] for card, _, _ in rows]
+    visible = os.environ.get("HIP_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return len(visible_rows(numbered, visible))
 
 
 def visible_rows(rows: list[list[str]], visible: str | None) -> list[list[str]]:

@@ -1,9 +1,14 @@
-"""Which precision can run where: what each fp8 recipe asks of GPU, CUDA, Transformer Engine, cuDNN and the model.
+"""Which precision can run where: fp8 recipes of the actor, and servers that compute in fp8.
 
-The configuration's checks ask before anything starts, with what is known of the machines by
-then; each rank asks again with what it sees (actor/optimizer.py). Versions are read from what is installed, because
-importing torch takes seconds. The numbers are those of Transformer Engine 2.20.2 and Megatron-core 0.16.1 to 0.19.2.
-Refuses to guess: what is not known refuses nothing.
+The configuration's checks ask before anything starts, with what is known of the machines by then; each rank asks
+again with what it sees (actor/optimizer.py). Versions are read from what is installed, because importing torch takes
+seconds. What is not known rejects nothing. The numbers are those of Transformer Engine 2.20.2 and Megatron-core
+0.16.1 to 0.19.2.
+
+SGLang 0.5.23 has two ways to compute the policy's weights in fp8. With `load_format: flash_rl` it casts the bf16
+weights of every update, for dense Qwen2 and Qwen3 models only; without that, parameters that it quantized at its
+start have lost what loads them, and the first update fails. With `fp8_blocks` the policy sends blocks with their
+scales, of any family. Quantized servers that could not follow the policy are rejected.
 """
 
 from __future__ import annotations
@@ -13,22 +18,25 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from megatron_daro.config.actor import ActorSection, Fp8Recipe
-from megatron_daro.config.hardware import Version, torch_cuda, version_of
+from megatron_daro.config.hardware import Hardware, Version, torch_cuda, version_of
 from megatron_daro.config.model_shape import ModelShape
-from megatron_daro.config.problems import Problem
+from megatron_daro.config.problems import Problem, show
+from megatron_daro.config.sections import Config
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """What a recipe would run on. None: not known. capability: the least of the GPUs, 0 on a CPU.
 
-    cuda: that torch was built for. transformer_engine: its version, () where it is not installed.
+    cuda: that torch was built for. transformer_engine: its version, () where it is not installed. megatron: of
+    Megatron-core.
     """
 
     capability: float | None = None
     cuda: Version | None = None
     transformer_engine: Version | None = None
     cudnn: Version | None = None
+    megatron: Version | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +56,8 @@ class _Needs:
 
 
 _CUDNN: Version = (9, 12)
+_STATELESS_FP8: Version = (2, 16)
+_SPLITS_NO_STATE: Version = (0, 19)
 NEEDS: dict[Fp8Recipe, _Needs] = {
     "tensorwise": _Needs(8.9, (12, 1), (2, 2), 16, 32, ()),
     "blockwise": _Needs(9.0, (12, 9), (2, 3), 16, 128, ("mxfp8", "tensorwise")),
@@ -99,6 +109,25 @@ def problem(recipe: Fp8Recipe, found: Surroundings) -> Problem | None:
     return Problem("actor.fp8_recipe", f"{recipe}, but {why}", " or ".join(running), fix, also=("actor.precision",))
 
 
+def experts_problem(shape: ModelShape, found: Surroundings) -> Problem | None:
+    """Return why experts in fp8 could not be saved there: found at the first checkpoint, hours after the start.
+
+    Source: Transformer Engine from 2.16 on saves no state of these recipes (`is_stateless_recipe`, module/base.py), and
+    Megatron-core below 0.19 reads `extra_fp8_variables` of it for each expert (`_split_extra_state`).
+    """
+    core, engine = found.megatron, found.transformer_engine
+    if not shape.experts or not core or not engine or core >= _SPLITS_NO_STATE or engine < _STATELESS_FP8:
+        return None
+    pair = f"Megatron-core {_text(core)} with Transformer Engine {_text(engine)}"
+    return Problem(
+        "actor.precision",
+        f"fp8 of a model with experts, but {pair} cannot save them",
+        f"Megatron-core {_text(_SPLITS_NO_STATE)} or newer, or Transformer Engine below {_text(_STATELESS_FP8)}",
+        "install one of these (docs/gpu.md), or set actor.precision=bf16",
+        also=("model.path",),
+    )
+
+
 def shape_problems(actor: ActorSection, shape: ModelShape) -> Iterator[Problem]:
     """Return what of the model the recipe cannot multiply, and layers in bf16 that leave none for fp8."""
     width = NEEDS[actor.fp8_recipe].width
@@ -146,7 +175,8 @@ def installed(*, here: bool) -> Surroundings:
     """
     engine = _version("transformer_engine")
     cudnn = next((v for v in map(_version, ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")) if v), None)
-    return Surroundings(None, torch_cuda(), (() if here else None) if engine is None else engine, cudnn)
+    engine = (() if here else None) if engine is None else engine
+    return Surroundings(None, torch_cuda(), engine, cudnn, _version("megatron-core"))
 
 
 def _version(package: str) -> Version | None:
@@ -167,3 +197,89 @@ def precision_text(actor: ActorSection) -> str:
     start, end = actor.num_layers_at_start_in_bf16, actor.num_layers_at_end_in_bf16
     some = f", first {start} and last {end} layers in bf16" if start or end else ""
     return f"fp8 ({actor.fp8_recipe}, {actor.fp8_format}{some})"
+
+
+FP8_BLOCK = 128
+"""Rows and columns of the blocks that share a scale."""
+_ARGUMENTS, _BLOCKS = "engine.sglang.arguments", "engine.sglang.fp8_blocks"
+_BOTH = "{quantization: fp8, load_format: flash_rl}"
+_FAMILIES = ("qwen2", "qwen3")
+_OWNED = ("quantization", "load_format", "json_model_override_args")
+# From there on SGLang rounds the scales to powers of two and packs them; the next update does not fit any more.
+_PACKS_SCALES = 10.0
+
+
+def server_precision(config: Config, shape: ModelShape | None, hardware: Hardware) -> Iterator[Problem]:
+    """Return what keeps servers that quantize from taking the policy's weights."""
+    if config.engine.kind != "sglang":
+        return iter(())
+    if config.engine.sglang.fp8_blocks:
+        return _fp8_blocks(config, shape, hardware)
+    return _quantized_updates(config, shape, hardware)
+
+
+def _fp8_blocks(config: Config, shape: ModelShape | None, hardware: Hardware) -> Iterator[Problem]:
+    """With engine.sglang.fp8_blocks."""
+    sglang = config.engine.sglang
+    off = f"set {_BLOCKS}=false"
+    given = [name for name in _OWNED if name in sglang.named_arguments]
+    if given:
+        allowed = f"without {' and '.join(given)} in {_ARGUMENTS}: servers are started for blocks"
+        yield Problem(_BLOCKS, "true", allowed, f"remove {' and '.join(given)}, or {off}", also=(_ARGUMENTS,))
+    if sglang.sync == "disk":
+        allowed = "distributed or tensor: files are written in bf16"
+        yield Problem("engine.sglang.sync", f"disk with {_BLOCKS}", allowed, off, also=(_BLOCKS,))
+    if config.actor.precision == "fp32":
+        fix = f"set actor.precision=bf16, or {off}"
+        yield Problem(_BLOCKS, "true with actor.precision fp32", "actor.precision bf16 or fp8", fix)
+    capability = hardware.capability
+    if hardware.fp8 is False or (capability is not None and capability >= _PACKS_SCALES):
+        allowed = "GPUs of compute capability 8.9 or 9.0; from 10 on SGLang 0.5.23 packs the scales and takes no update"
+        yield Problem(_BLOCKS, f"true on {_found(hardware)}", allowed, off)
+    yield from _uneven(shape, sglang.tensor_parallel) if shape else ()
+
+
+def _uneven(shape: ModelShape, ranks: int) -> Iterator[Problem]:
+    """Yield the widths that SGLang cannot cut into blocks."""
+    heads = {"query heads x head_dim": shape.heads, "key/value heads x head_dim": max(shape.kv_heads, ranks)}
+    widths = {what: number * shape.head_dim / ranks for what, number in heads.items()}
+    dense = not shape.experts or len(shape.experts.dense_layers) > 0
+    widths |= {"hidden_size": float(shape.hidden)} | ({"intermediate_size": shape.ffn / ranks} if dense else {})
+    if shape.experts:
+        widths["width of an expert"] = shape.experts.ffn / ranks
+    bad = [f"{what} {width:g}" for what, width in widths.items() if width % FP8_BLOCK]
+    if bad:
+        got = f"true with {', '.join(bad)} on each of {ranks} ranks"
+        fix = f"set {_BLOCKS}=false, or a smaller engine.sglang.tensor_parallel"
+        also = ("engine.sglang.tensor_parallel", "model.path")
+        yield Problem(_BLOCKS, got, f"multiples of {FP8_BLOCK}", fix, also=also)
+
+
+def _found(hardware: Hardware) -> str:
+    return "no GPU" if hardware.kind == "cpu" else f"a GPU of compute capability {hardware.capability:g}"
+
+
+def _quantized_updates(config: Config, shape: ModelShape | None, hardware: Hardware) -> Iterator[Problem]:
+    """With servers that quantize each update themselves."""
+    sglang = config.engine.sglang
+    quantization, load_format = (sglang.named_arguments.get(name) for name in ("quantization", "load_format"))
+    if quantization is None and load_format != "flash_rl":
+        return
+    if (quantization, load_format) != ("fp8", "flash_rl"):
+        got = f"quantization {show(quantization)} with load_format {show(load_format)}"
+        allowed = f"{_BOTH}, or neither: servers that quantize in another way cannot take the policy's weights"
+        yield Problem(_ARGUMENTS, got, allowed, f"set {_ARGUMENTS}={_BOTH}, or remove both")
+        return
+    if shape and shape.family not in _FAMILIES:
+        got = f"{_BOTH} with a model of type {shape.family}"
+        allowed = f"models of type {' or '.join(_FAMILIES)}: SGLang quantizes the updates of no other"
+        yield Problem(_ARGUMENTS, got, allowed, "remove both: servers then compute in bf16", also=("model.path",))
+    if sglang.sync == "disk":
+        allowed = f"distributed or tensor with {_BOTH}: weights from files would be quantized twice"
+        yield Problem("engine.sglang.sync", "disk", allowed, "set engine.sglang.sync=distributed", also=(_ARGUMENTS,))
+    if config.actor.precision == "fp32":
+        fix = "set actor.precision=bf16, or remove both arguments"
+        yield Problem(_ARGUMENTS, f"{_BOTH} with actor.precision fp32", "actor.precision bf16 or fp8", fix)
+    if hardware.fp8 is False:
+        got, allowed = f"{_BOTH} on {_found(hardware)}", "GPUs of compute capability 8.9 or newer"
+        yield Problem(_ARGUMENTS, got, allowed, "remove both: servers then compute in bf16")

@@ -205,7 +205,8 @@ class SGLangSection(Section):
     large for the GPUs of a node. >= 1."""
     sync: Literal["distributed", "disk", "tensor"] = "distributed"
     """How weights reach the servers. distributed: broadcast in a process group (NCCL, or gloo on CPU); disk: files in
-    sync_dir, which trainer and servers must both see; tensor: CUDA IPC between GPUs of one host."""
+    sync_dir, which trainer and servers must both see; tensor: CUDA IPC, to each server from a rank of
+    its host."""
     fp8_blocks: bool = False
     """Matrices of the layers are sent as fp8 blocks of 128 x 128 with their scales, and servers compute with these.
     Needs GPUs of compute capability 8.9 or 9.0, and SGLang 0.5.23."""

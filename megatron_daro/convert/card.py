@@ -14,8 +14,7 @@ from pathlib import Path
 
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.convert.jobs import FileRecord, TensorRecord, box_name
-from megatron_daro.convert.mapping import hf_to_megatron
-from megatron_daro.convert.megatron_names import global_boxes, possible_boxes
+from megatron_daro.convert.mapping import global_boxes, hf_to_megatron, possible_boxes
 from megatron_daro.convert.plan import Plan
 from megatron_daro.errors import CheckpointError
 

@@ -34,8 +34,7 @@ from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.convert import daro_format, torch_dist
 from megatron_daro.convert.card import CARD_FILE, Card, make_card
 from megatron_daro.convert.daro_format import StoredShard
-from megatron_daro.convert.hf_reader import HFCheckpoint
-from megatron_daro.convert.hf_writer import copy_model_files, write_index
+from megatron_daro.convert.hf_files import HFCheckpoint, copy_model_files, write_index
 from megatron_daro.convert.jobs import FileRecord, StopFlag, StoppedError, TensorRecord, joined, windows, write_file
 from megatron_daro.convert.megatron_weights import MegatronWeights
 from megatron_daro.convert.pieces import RowReader

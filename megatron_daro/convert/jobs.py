@@ -22,8 +22,7 @@ from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.convert import torch_dist
 from megatron_daro.convert.daro_format import StoredShard
 from megatron_daro.convert.direct_file import DirectFile
-from megatron_daro.convert.mapping import TensorRule
-from megatron_daro.convert.megatron_names import other_name
+from megatron_daro.convert.mapping import TensorRule, other_name
 from megatron_daro.convert.megatron_weights import MegatronWeights
 from megatron_daro.convert.pieces import PADDING, RowReader, Run, hf_runs, shard_runs
 from megatron_daro.convert.plan import HFTensor, Job, Parameter, Plan, torch_dtype

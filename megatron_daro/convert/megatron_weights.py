@@ -18,8 +18,7 @@ from torch import Tensor
 
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.convert import daro_format, torch_dist
-from megatron_daro.convert.mapping import TensorRule, hf_to_megatron
-from megatron_daro.convert.megatron_names import GlobalBox, global_boxes, possible_boxes
+from megatron_daro.convert.mapping import GlobalBox, TensorRule, global_boxes, hf_to_megatron, possible_boxes
 from megatron_daro.convert.pieces import PieceStore, Run, hf_runs
 from megatron_daro.errors import CheckpointError
 

@@ -16,10 +16,8 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from megatron_daro.config.model_shape import ModelShape
-from megatron_daro.convert.hf_reader import HFCheckpoint
-from megatron_daro.convert.hf_writer import shard_name
-from megatron_daro.convert.mapping import TensorRule, hf_to_megatron, padded_vocab_size
-from megatron_daro.convert.megatron_names import GlobalBox, global_boxes
+from megatron_daro.convert.hf_files import HFCheckpoint, shard_name
+from megatron_daro.convert.mapping import GlobalBox, TensorRule, global_boxes, hf_to_megatron, padded_vocab_size
 from megatron_daro.convert.megatron_weights import MegatronWeights
 from megatron_daro.convert.pieces import common_dtype, source_dtypes
 from megatron_daro.convert.transformers_shape import read_compared_shape

@@ -26,7 +26,7 @@ from megatron_daro.plugins.options import PluginSection
 
 logger = logging.getLogger(__name__)
 
-HOST = Host("Megatron-LM", "megatron.core", ("main at d98e8a64d", "core_v0.19.0 against its contract"))
+HOST = Host("Megatron-LM", "megatron.core", ("0.19.0", "main at d98e8a64d"))
 TESTED = " and ".join(HOST.tested)
 """The versions of Megatron-LM whose functions the tests run."""
 _PROBE_TOLERANCE = 1e-3

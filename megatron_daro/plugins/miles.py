@@ -38,7 +38,7 @@ _FREE = """
     control_server_port debug_exit_after_rollout debug_train_only load_debug_rollout_data chat_template_path
     save_trigger_sentinel custom_megatron_post_save_hook_path observe_training_entropy use_indexer_replay
     use_rollout_indexer_replay use_mlflow use_prometheus use_miles_dashboard use_miles_router use_session_server
-    tito_model prefill_num_servers env_report
+    tito_model prefill_num_servers env_report ft_components critic_load critic_save critic_lr
 """
 _FREE_PREFIXES = (
     *("async_", "dashboard_", "extra_high_precision_layers_", "miles_router_", "mlflow_", "prometheus_"),

@@ -1,15 +1,121 @@
-"""Makes verifiers by name.
+"""Makes verifiers by name: those of this package, and a user's own (`reward.verifier: module:Class`).
 
-Spec -> (this) -> verifier. The one file of this package that knows all verifiers; it loads no
-algebra system. Refuses unknown names (VerifierSpec does).
+This is the one file that knows all verifiers; it loads no algebra system. The object of a user's class exists in
+worker processes only, under their limits of time and memory, and what it returns is checked; other processes import
+its class only to look at it. Unknown names are rejected by VerifierSpec.
 """
 
 from __future__ import annotations
 
-from megatron_daro.reward.base import ScreenLimits, Verifier, VerifierSpec
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from megatron_daro.errors import RewardError
+from megatron_daro.own_class import import_own_class
+from megatron_daro.reward.base import Job, ScreenLimits, Verifier, VerifierSpec
 from megatron_daro.reward.extraction import ExactVerifier, IntegerVerifier
 from megatron_daro.reward.math import MathVerifier
-from megatron_daro.reward.own import OwnVerifier
+from megatron_daro.types import Verdict
+
+_MOST_REASON = 40
+
+
+class AnswerVerifier(Protocol):
+    """What the class of `reward.verifier: module:Class` must offer.
+
+    Its constructor takes the keyword arguments of `reward.options`. One object is made in each worker process, on every
+    node. Verdicts must depend on the arguments alone: equal answers of a group are verified once.
+    """
+
+    def verify(self, answer_text: str, gold: str, statement: str, /) -> Verdict:
+        """Judge one answer. What it raises costs this one verdict (`verifier_failed`).
+
+        Args:
+            answer_text: the whole response. gold: one right answer. statement: the problem's own text.
+
+        Returns: `correct` decides the pass rate; `reward`, any finite number, the advantage; `reason` a short word.
+        """
+        ...
+
+
+def own_verifier_class(name: str, options: Mapping[str, Any]) -> type[AnswerVerifier]:
+    """Import the class that `reward.verifier` names. Raises ConfigError: it does not fit `AnswerVerifier`."""
+    return import_own_class(
+        "reward.verifier",
+        name,
+        builtin="math, integer, exact",
+        protocol=AnswerVerifier,
+        methods={"verify": 3},
+        arguments=options,
+        options="reward.options",
+    )
+
+
+class OwnVerifier:
+    """The stages of a user's verifier: nothing is screened, all is judged in a worker."""
+
+    def __init__(self, spec: VerifierSpec) -> None:
+        """Make nothing of the user's yet."""
+        self._spec = spec
+        self._verifier: AnswerVerifier | None = None
+
+    def load(self) -> None:
+        """Make the user's object, in a worker. Raises RewardError: its constructor raised; ConfigError."""
+        own = own_verifier_class(self._spec.name, self._spec.options)
+        try:
+            self._verifier = own(**self._spec.options)
+        except Exception as error:  # a user's constructor may raise anything
+            raise RewardError(
+                f"reward.verifier: {self._spec.name} cannot be made ({type(error).__name__}: {error}); fix: correct "
+                "the class or reward.options"
+            ) from error
+
+    def verify(self, answer_text: str, gold: str, statement: str = "") -> Verdict:
+        """Judge in this process. Raises RewardError: the class returned no usable Verdict."""
+        if self._verifier is None:
+            self.load()
+        assert self._verifier is not None
+        return self._checked(self._verifier.verify(answer_text, gold, statement))
+
+    def screen(self, answer_text: object, gold: object, statement: str = "") -> Verdict | Job:
+        """Refuse what is not text, as every verifier does; the rest is a job."""
+        if not isinstance(gold, str):
+            return self._spec.verdict(False, "gold_not_text")
+        if not isinstance(answer_text, str):
+            return self._spec.verdict(False, "not_text")
+        return Job(answer_text, gold, statement)
+
+    def judge(self, job: Job) -> Verdict:
+        """Judge in this process, a worker."""
+        return self.verify(job.answer, job.gold, job.statement)
+
+    def gold_problem(self, gold: object) -> str | None:
+        """`gold_not_text`, or None: what else a gold may be is the user's to say."""
+        return None if isinstance(gold, str) else "gold_not_text"
+
+    def answer_of(self, answer_text: str) -> str | None:
+        """Return the whole text: only the user's class knows what the final answer is."""
+        return answer_text.strip() or None
+
+    def _checked(self, verdict: object) -> Verdict:
+        if not isinstance(verdict, Verdict):
+            raise self._wrong(f"a {type(verdict).__name__}", "megatron_daro.types.Verdict")
+        if not isinstance(verdict.correct, bool):
+            raise self._wrong(f"correct {verdict.correct!r:.80}", "True or False")
+        if isinstance(verdict.reward, bool) or not isinstance(verdict.reward, int | float):
+            raise self._wrong(f"reward {verdict.reward!r:.80}", "a number")
+        if not math.isfinite(verdict.reward):
+            raise self._wrong(f"reward {verdict.reward!r}", "a finite number")
+        if not isinstance(verdict.reason, str) or not 1 <= len(verdict.reason) <= _MOST_REASON:
+            raise self._wrong(f"reason {verdict.reason!r:.80}", f"a word of 1 to {_MOST_REASON} characters")
+        return Verdict(verdict.correct, float(verdict.reward), verdict.reason)
+
+    def _wrong(self, got: str, allowed: str) -> RewardError:
+        return RewardError(
+            f"reward.verifier: {self._spec.name}.verify returned {got}; allowed: {allowed}; fix: correct the class"
+        )
+
 
 AnyVerifier = MathVerifier | IntegerVerifier | ExactVerifier | OwnVerifier
 _CLASSES: dict[str, type[AnyVerifier]] = {"math": MathVerifier, "integer": IntegerVerifier, "exact": ExactVerifier}

@@ -19,8 +19,7 @@ from typing import Any, BinaryIO
 
 from megatron_daro.errors import DaroError, RewardError
 from megatron_daro.reward.base import Job, ScreenLimits, StagedVerifier, VerifierSpec
-from megatron_daro.reward.factory import verifier_of
-from megatron_daro.reward.own import OwnVerifier
+from megatron_daro.reward.factory import OwnVerifier, verifier_of
 
 MIB = 1024 * 1024
 EXIT_MEMORY = 3

@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 import shutil
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +30,7 @@ from megatron_daro.runtime.calls import gather, unhurried
 from megatron_daro.runtime.placement import Placement
 from megatron_daro.runtime.supervisor import WorkerGroup
 from megatron_daro.runtime.workers import Place, TrainWorker
-from megatron_daro.sync import send
+from megatron_daro.sync import relay, send
 from megatron_daro.sync.plan import SendPlan, SendReport
 from megatron_daro.types import MemoryKind, MemoryMove, Rollout, StepResult, TrainBatch
 
@@ -140,6 +140,7 @@ class PolicyGroup:
         self._places: list[Place] = []
         self._address = ""
         self._version = 0
+        self._relayed: set[tuple[int, ...]] = set()  # groups of ranks that buckets go to other hosts in
         # One collective call at a time on all ranks, and no change of weights while they are being sent.
         self._busy = asyncio.Lock()
 
@@ -230,7 +231,7 @@ class PolicyGroup:
             plan = dataclasses.replace(plan, directory=directory)
             await asyncio.to_thread(send.prepare, plan)
         for stage in self._stages():
-            report = report.joined(await self._stage(stage, lambda worker: worker.export.remote(plan)))
+            report = report.joined(await self._export_stage(stage, plan))
             if report.failures:
                 return report
         if directory:
@@ -305,12 +306,32 @@ class PolicyGroup:
     def _stages(self) -> list[int]:
         return sorted({place.stage for place in self._places})
 
-    async def _stage(self, stage: int, call: Callable[[Any], Awaitable[SendReport]]) -> SendReport:
-        """`call(worker)` on the exporting ranks of a stage; the result of the one that sends."""
-        placed = list(zip(self.workers.items(), self._places, strict=True))
-        ranks = [(name, worker, p) for (name, worker), p in placed if p.exports and p.stage == stage]
-        results = await gather({name: call(worker) async for name, worker, _ in unhurried(ranks)})
-        return next(result for result, (_, _, p) in zip(results, ranks, strict=True) if p.sends)
+    async def _export_stage(self, stage: int, plan: SendPlan) -> SendReport:
+        """Have the exporting ranks of a stage export, and those that have servers of the plan on their host send."""
+        routes = relay.routes(plan, self._standings(stage))
+        members = routes.members
+        if members and members not in self._relayed:
+            self._relayed.add(members)
+            await self._all(lambda worker: worker.join_relays.remote([members]))
+        calls, senders = dict[str, Any](), dict[str, int]()
+        async for rank, ((name, worker), place) in unhurried(
+            enumerate(zip(self.workers.items(), self._places, strict=True))
+        ):
+            if rank in routes.relays:
+                calls[name] = worker.relay.remote(routes.relays[rank], members)
+            elif place.exports and place.stage == stage:
+                calls[name] = worker.export.remote(routes.plans.get(rank), members if rank == routes.sender else ())
+            if rank in routes.relays or rank in routes.plans:
+                senders[name] = rank
+        results = dict(zip(calls, await gather(calls), strict=True))
+        return relay.joined(routes, {rank: results[name] for name, rank in senders.items()})
+
+    def _standings(self, stage: int) -> dict[int, relay.Standing]:
+        """Where each rank is, seen from the export of a stage."""
+        return {
+            rank: relay.Standing(p.host, p.exports and p.stage == stage, p.sends and p.stage == stage)
+            for rank, p in enumerate(self._places)
+        }
 
     async def _calls(self, shards: Sequence[Shard], call: Callable[[Any, Shard], Any]) -> dict[str, Any]:
         """`call(worker, shard)` on every rank with the shard of its data-parallel rank: references by rank's name."""

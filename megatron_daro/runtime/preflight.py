@@ -28,7 +28,7 @@ from megatron_daro.engine.sglang.environment import check_environments
 from megatron_daro.errors import ConfigError, DataError, RefusedError, RewardError
 from megatron_daro.observe import logs
 from megatron_daro.observe.progress import Progress
-from megatron_daro.reward.own import own_verifier_class
+from megatron_daro.reward.factory import own_verifier_class
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.rollout.protocol import Notices
 from megatron_daro.rollout.replay import ReplaySource

@@ -46,7 +46,7 @@ _GROUPS = {"work": 1, "watch": 1, "save": 1}
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A rank's part. exports: it takes part in exports; sends: it hands on its stage's.
+    """A rank's part. exports: it takes part in exports; sends: it hands on its stage's. host: address of its node.
 
     answers: what its tensor and context group computed for a shard comes from this rank, one per data-parallel rank.
     device: "cuda" or "cpu". remarks: what a person should know about how it computes.
@@ -58,6 +58,7 @@ class Place:
     sends: bool
     answers: bool
     device: str = "cpu"
+    host: str = ""
     remarks: tuple[str, ...] = ()
 
 
@@ -87,6 +88,7 @@ class TrainWorker:
         self._policy: Any = None
         self._sender: Any = None
         self._reserved: Reservation | None = None
+        self._relays: dict[tuple[int, ...], Any] = {}
 
     @ray.method(concurrency_group="watch")
     def sentinel(self) -> None:
@@ -143,6 +145,7 @@ class TrainWorker:
             sends=sends_for_stage(),
             answers=parallel.answers_for_shard(),
             device=device.prepare().type,
+            host=ray.util.get_node_ip_address(),
             remarks=self._policy.remarks,
         )
 
@@ -183,21 +186,40 @@ class TrainWorker:
 
     @ray.method(concurrency_group="work")
     @logs.failures_logged
-    def export(self, plan: SendPlan) -> SendReport | None:
-        """Send this stage's weights as the plan says; collective over its tensor-parallel ranks, of which one sends and
-        reports."""
+    def join_relays(self, members: Sequence[tuple[int, ...]]) -> None:
+        """Make the groups in which buckets go to ranks of other hosts. Collective over all ranks."""
+        from megatron_daro.sync.relay import groups_of
+
+        self._relays |= groups_of(members)
+
+    @ray.method(concurrency_group="work")
+    @logs.failures_logged
+    def relay(self, plan: SendPlan, members: tuple[int, ...]) -> SendReport:
+        """Hand the buckets that another rank exports to this host's servers. Args: members: of a group that was
+        joined."""
+        from megatron_daro.actor import device
+        from megatron_daro.sync.relay import received
+        from megatron_daro.sync.send import push_buckets
+
+        return push_buckets(received(self._relays[members], device.prepare()), plan, post_to)
+
+    @ray.method(concurrency_group="work")
+    @logs.failures_logged
+    def export(self, plan: SendPlan | None, members: tuple[int, ...] = ()) -> SendReport | None:
+        """Send this stage's weights as the plan says; collective over its exporting ranks, of which those with a plan
+        send and report. Args: members: of a group that was joined, whose other ranks get every bucket."""
         from megatron_daro.actor import device, parallel
-        from megatron_daro.actor.weights import sends_for_stage
         from megatron_daro.sync.send import Sender
 
-        if not sends_for_stage():
+        if plan is None:
             for _ in self._policy.export():  # the others gather along
                 pass
             return None
         if self._sender is None:
             backend = "nccl" if device.prepare().type == "cuda" else "gloo"
             self._sender = Sender(ray.util.get_node_ip_address(), backend, post_to, _hand_over)
-        return self._sender.send(self._policy.export(), plan, label=f"stage{parallel.pipeline_parallel_rank()}")
+        label = f"stage{parallel.pipeline_parallel_rank()}"
+        return self._sender.send(self._policy.export(), plan, label=label, group=self._relays.get(members))
 
     @ray.method(concurrency_group="work")
     @logs.failures_logged

@@ -37,15 +37,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.multiprocessing import reductions
 
 from megatron_daro import durable
-from megatron_daro.config.check_server_precision import FP8_BLOCK as BLOCK
-from megatron_daro.convert.hf_writer import copy_model_files, shard_name, write_index
+from megatron_daro.config.precision import FP8_BLOCK as BLOCK
+from megatron_daro.convert.hf_files import copy_model_files, shard_name, write_index
 from megatron_daro.errors import EngineError, RefusedError, SyncError
+from megatron_daro.sync import relay
 from megatron_daro.sync.broadcast import BroadcastSender
 from megatron_daro.sync.buckets import WeightBucket, bucketize, tensor_bytes
 from megatron_daro.sync.plan import ORIGIN_FILE, Digest, Post, SendFailure, SendPlan, SendReport, is_hashed
@@ -232,21 +234,36 @@ def _write_shard(partial: Path, file: str, bucket: WeightBucket) -> dict[str, tu
 _DEVICE_ARGUMENT = 6
 
 
-def push(stream: Iterable[tuple[str, Tensor]], plan: SendPlan, post: Post) -> SendReport:
+def push(
+    stream: Iterable[tuple[str, Tensor]], plan: SendPlan, post: Post, group: dist.ProcessGroup | None = None
+) -> SendReport:
     """Hands out the whole stream; reads it to its end whatever happens.
 
     Args:
         stream: (HF name, tensor on a GPU); each item may be a collective of other ranks.
         plan: to which servers, in buckets of which size.
-        post: calls a server.
+        post: calls a server. group: of this rank and those of other hosts that hand out the same buckets there.
+
+    Returns:
+        The report; failures by server.
+    """
+    # A storage that was handed out is counted by its receivers: a parameter's could not be freed after one was killed.
+    buckets = bucketize(stream, plan.bucket_bytes, copy_all=True)
+    return push_buckets(buckets if group is None else relay.passed_on(buckets, group), plan, post)
+
+
+def push_buckets(buckets: Iterable[WeightBucket], plan: SendPlan, post: Post) -> SendReport:
+    """Hands out buckets on a GPU that have memory of their own; reads them to their end whatever happens.
+
+    Args:
+        buckets: asking for one may be a collective of other ranks. plan: to which servers. post: calls a server.
 
     Returns:
         The report; failures by server.
     """
     started, num_bytes, num_buckets = time.perf_counter(), 0, 0
     failures: dict[str, SendFailure] = {}
-    # A storage that was handed out is counted by its receivers: a parameter's could not be freed after one was killed.
-    for bucket in bucketize(stream, plan.bucket_bytes, copy_all=True):
+    for bucket in buckets:
         if failures:
             continue  # other ranks gather along
         if not bucket.data.is_cuda:
@@ -310,12 +327,12 @@ class Sender:
         self._broadcast = BroadcastSender(host, backend, post)
         self._post, self._hand_over = post, hand_over
 
-    def send(self, stream: Stream, plan: SendPlan, *, label: str) -> SendReport:
+    def send(self, stream: Stream, plan: SendPlan, *, label: str, group: dist.ProcessGroup | None = None) -> SendReport:
         """Send the whole stream; read it to its end whatever happens.
 
         Args:
             stream: (HF name, tensor); each item may be a collective of other ranks.
-            plan: what is to be sent how. label: of this rank, in the names of files.
+            plan: what is to be sent how. label: of this rank, in the names of files. group: see `push`.
 
         Returns:
             The report. Raises SyncError where files cannot be written.
@@ -326,17 +343,17 @@ class Sender:
         blocks: list[str] = []
         if plan.fp8_blocks:
             stream = as_blocks(stream, plan.fp8_blocks, plan.bucket_bytes, blocks)
-        return replace(self._sent(stream, plan, label), digests=digests, fp8_blocks=tuple(blocks))
+        return replace(self._sent(stream, plan, label, group), digests=digests, fp8_blocks=tuple(blocks))
 
     def close(self) -> None:
         """Leaves the group of broadcasts. May be called twice."""
         self._broadcast.close()
 
-    def _sent(self, stream: Stream, plan: SendPlan, label: str) -> SendReport:
+    def _sent(self, stream: Stream, plan: SendPlan, label: str, group: dist.ProcessGroup | None) -> SendReport:
         if plan.transport == "distributed":
             return self._broadcast.send(stream, plan)
         if plan.transport == "tensor":
-            return push(stream, plan, self._post)
+            return push(stream, plan, self._post, group)
         if plan.transport == "actor":
             assert self._hand_over is not None, "this process has no actors to hand buckets to"
             return self._hand_over(stream, plan)

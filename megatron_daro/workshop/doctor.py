@@ -24,6 +24,7 @@ from packaging.requirements import Requirement
 from megatron_daro.config import Config, detect, precision, resolve
 from megatron_daro.config.base import filled
 from megatron_daro.config.checks import check
+from megatron_daro.config.hardware import torch_hip
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.engine.sglang.environment import check_environments, inspect_environment
 from megatron_daro.errors import DaroError
@@ -158,22 +159,18 @@ def _package(package: _Package) -> Finding:
     return Finding("absent" if absent else "broken", package.name, said[-1][:200], package.fix)
 
 
-def torch_hip() -> str | None:
-    """Return the ROCm version of torch; None for a torch of CUDA or the CPU."""
-    import torch
-
-    return torch.version.hip
-
-
 def _gpus(config: Config | None) -> Finding:
     hardware = detect()
-    if hardware.kind == "gpu" and torch_hip():
-        return Finding("ok", "GPUs", f"{hardware.count} of AMD (ROCm {torch_hip()}); no run was ever made on one", "")
+    if hardware.kind == "gpu" and (hip := torch_hip()):
+        version = ".".join(map(str, hip))
+        return Finding("ok", "GPUs", f"{hardware.count} of AMD (ROCm {version}); no run was ever made on one")
     if hardware.kind == "gpu":
         found = replace(precision.installed(here=True), capability=hardware.capability)
         recipes = [name for name in precision.NEEDS if not precision.why_not(name, found)]
         fp8 = f"fp8 recipes {', '.join(recipes)}" if recipes else f"no fp8: {precision.why_not('tensorwise', found)}"
         return Finding("ok", "GPUs", f"{hardware.count}, {fp8}")
+    if shutil.which("rocm-smi") and not torch_hip():
+        return Finding("broken", "GPUs", "rocm-smi is here, and torch is not built for ROCm", "install torch for ROCm")
     fix = "runs of small models work on the CPU; on a GPU machine look at nvidia-smi and torch's build"
     if config and config.cluster.gpus_per_node:
         fix = f"the recipe's cluster has {config.cluster.gpus_per_node} on each node: start it there"

@@ -1,8 +1,10 @@
-"""Our tables against what Transformer Engine's layers are called: facts that tools/record_te_facts.py took from it."""
+"""Our tables against what Transformer Engine's layers are called and do: facts that tools/record_te_facts.py took from
+it, with the oldest Megatron-core that the package takes and with the pinned one."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,21 +13,28 @@ import pytest
 
 from megatron_daro.config.hardware import version_of
 from megatron_daro.config.model_shape import read_model_shape
-from megatron_daro.config.precision import NEEDS, Surroundings, why_not
+from megatron_daro.config.precision import NEEDS, Surroundings, experts_problem, why_not
 from megatron_daro.convert.mapping import hf_to_megatron, output_rule
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tools"))
 from record_te_facts import FACTS, GPUS, MODELS  # noqa: E402  (found through the line above)
 
-RECORDED = json.loads(FACTS.read_text())
+RECORDED = {path.stem.removeprefix("megatron_core_"): json.loads(path.read_text()) for path in FACTS.glob("*.json")}
+TORCH = "2.11.0"
+"""With which the facts were taken, where the pin says 2.13.0: for this one a compiled Transformer Engine was there."""
+
+
+@pytest.fixture(params=sorted(RECORDED))
+def recorded(request):
+    """What was recorded with one Megatron-core."""
+    return RECORDED[request.param]
 
 
 @pytest.fixture(params=MODELS)
-def model(request, tmp_path):
+def model(request, recorded):
     """Name, shape, and what was recorded."""
-    (tmp_path / "config.json").write_text(json.dumps(MODELS[request.param]))
-    return request.param, read_model_shape(tmp_path), RECORDED["models"][request.param]
+    return request.param, read_model_shape(MODELS[request.param]), recorded["models"][request.param]
 
 
 def test_every_parameter_has_a_rule_of_its_shape(model):
@@ -54,9 +63,9 @@ def test_layers_add_their_weight_gradients_themselves_and_the_output_layer_does_
     assert layers == fused.keys()
 
 
-def test_a_recipe_is_refused_where_transformer_engine_refuses_it_and_nowhere_else():
+def test_a_recipe_is_refused_where_transformer_engine_refuses_it_and_nowhere_else(recorded):
     """Upstream leaves mxfp8 and CUDA to the driver; we ask for the CUDA that knows these GPUs, which is stricter."""
-    for recipe, by_cuda in RECORDED["supported"].items():
+    for recipe, by_cuda in recorded["supported"].items():
         for cuda, gpus in by_cuda.items():
             found = Surroundings(cuda=version_of(cuda))
             ours = [g for g, (a, b) in GPUS.items() if not why_not(recipe, replace(found, capability=a + b / 10))]
@@ -64,13 +73,44 @@ def test_a_recipe_is_refused_where_transformer_engine_refuses_it_and_nowhere_els
             assert ours == (gpus if knows_them else []), (recipe, cuda)
 
 
-def test_megatron_makes_the_recipe_and_the_format_that_are_named():
+def test_megatron_makes_the_recipe_and_the_format_that_are_named(recorded):
     names = {"tensorwise": "Float8CurrentScaling", "blockwise": "Float8BlockScaling", "mxfp8": "MXFP8BlockScaling"}
-    for recipe, formats in RECORDED["recipes"].items():
+    for recipe, formats in recorded["recipes"].items():
         assert formats == {"hybrid": f"{names[recipe]} HYBRID", "e4m3": f"{names[recipe]} E4M3"}
-    assert RECORDED["recipes"].keys() == names.keys() == NEEDS.keys()
+    assert recorded["recipes"].keys() == names.keys() == NEEDS.keys()
+
+
+def test_a_checkpoint_from_before_the_first_update_loads(model):
+    _, _, facts = model
+    assert facts["loads_what_was_saved_before_an_update"] == {"distributed": True, "plain": True}
+
+
+def test_layers_that_keep_8_bit_weights_have_them_where_the_policy_drops_them(model):
+    """`_fp8_workspaces`, by which actor/host_memory.py finds them: every layer with a matrix of its own has it."""
+    _, _, facts = model
+    assert {"TELayerNormColumnParallelLinear", "TERowParallelLinear"} <= set(facts["with_fp8_workspaces"])
+
+
+def test_experts_in_fp8_are_refused_where_saving_them_raises_and_nowhere_else(recorded):
+    versions = {name: version_of(text) for name, text in recorded["versions"].items()}
+    found = Surroundings(9.0, (13, 0), versions["transformer_engine"], megatron=versions["megatron-core"])
+    problem = experts_problem(read_model_shape(MODELS["qwen3_moe"]), found)
+    assert bool(problem) == bool(recorded["experts_in_fp8_saved"])
 
 
 def test_the_facts_are_of_the_pinned_versions():
-    pins = (ROOT / "tools" / "environments" / "trainer.txt").read_text()
-    assert f"transformer_engine=={RECORDED['versions']['transformer_engine']}" in pins
+    """And of the oldest Megatron-core that requirements.txt takes."""
+    pins = dict(line.split("==") for line in _lines("tools/environments/trainer.txt"))
+    (oldest,) = re.findall(r"megatron-core>=([\d.]+)", (ROOT / "requirements.txt").read_text())
+    assert RECORDED.keys() == {oldest, pins["megatron-core"]}
+    for core, facts in RECORDED.items():
+        assert facts["versions"] == {
+            "transformer_engine": pins["transformer_engine"],
+            "megatron-core": core,
+            "torch": TORCH,
+        }
+    assert version_of(TORCH) <= version_of(pins["torch"])
+
+
+def _lines(path):
+    return [line for line in (ROOT / path).read_text().splitlines() if line and line[0] != "#"]

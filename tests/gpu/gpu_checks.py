@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,38 @@ def fp8_blocks(device: torch.device, _: Path) -> Outcome:
 
 
 # --- the policy ---
+
+
+def layers_are_transformer_engines(device: torch.device, directory: Path) -> Outcome:
+    """Layers of a bf16 policy that are not Transformer Engine's, and whether its attention ran unfused: sequences are
+    packed, query heads share keys. Without it a machine with a GPU fails: every other row would pass, and be slow."""
+    from small_models import random_batch, save_model
+
+    from megatron_daro.actor.device import has_transformer_engine
+
+    if device.type != "cuda":
+        raise NotHereError(NO_TRANSFORMER_ENGINE)
+    if not has_transformer_engine():
+        raise RuntimeError("Transformer Engine cannot be imported here, and there is a GPU; docs/gpu.md installs it")
+    save_model("qwen2", directory)
+    policy, batch = build_policy(directory, precision="bf16"), random_batch()
+    policy.logprobs(batch, _thirds(len(batch)))
+    from transformer_engine.pytorch.attention import dot_product_attention
+
+    return Outcome(float(own_layers(policy.chunks) + unfused(dot_product_attention._attention_backends)), 0.0, "layers")
+
+
+def own_layers(chunks: Iterable[torch.nn.Module]) -> int:
+    """How many of the layers with attention or matrices are not Transformer Engine's, by the names of their classes."""
+    names = ("core_attention", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+    found = [m for chunk in chunks for name, m in chunk.named_modules() if name.rpartition(".")[2] in names]
+    return sum(not type(module).__name__.startswith("TE") for module in found) if found else 1
+
+
+def unfused(backends: Mapping[str, Any]) -> bool:
+    """Whether the last attention took neither cuDNN's fused kernel nor FlashAttention. Source: what
+    transformer_engine 2.20.2 keeps in pytorch/attention/dot_product_attention/dot_product_attention.py."""
+    return not (backends["use_fused_attention"] or backends["use_flash_attention"])
 
 
 def policy_logprobs_fp32(device: torch.device, directory: Path, family: str = "qwen2") -> Outcome:
@@ -270,27 +303,28 @@ def check_fp8(device: torch.device, recipe: Any = "tensorwise") -> None:
 CHECKS: dict[str, Check] = {
     "fp8 blocks": fp8_blocks,
     "packed attention, fp32": packed_attention,
-    "packed attention, bf16": lambda device, path: packed_attention(device, path, torch.bfloat16),
+    "packed attention, bf16": partial(packed_attention, dtype=torch.bfloat16),
     "chunked log-probs, fp32": chunked_logprobs,
-    "chunked log-probs, bf16": lambda device, path: chunked_logprobs(device, path, torch.bfloat16),
+    "chunked log-probs, bf16": partial(chunked_logprobs, dtype=torch.bfloat16),
+    "layers and attention are Transformer Engine's": layers_are_transformer_engines,
     "policy log-probs, qwen2 fp32": policy_logprobs_fp32,
-    "policy log-probs, qwen3 fp32": lambda device, path: policy_logprobs_fp32(device, path, "qwen3"),
-    "policy log-probs, llama fp32": lambda device, path: policy_logprobs_fp32(device, path, "llama"),
+    "policy log-probs, qwen3 fp32": partial(policy_logprobs_fp32, family="qwen3"),
+    "policy log-probs, llama fp32": partial(policy_logprobs_fp32, family="llama"),
     "policy log-probs, qwen2 bf16": policy_logprobs_bf16,
     "policy gradients, fp32": policy_gradients_fp32,
     "weight gradients fused, bf16": gradients_fused,
     "policy steps, bf16": policy_steps,
     "policy steps, fp8": policy_fp8,
-    "policy steps, fp8 blockwise": lambda device, path: policy_fp8(device, path, "blockwise"),
-    "policy steps, fp8 mxfp8": lambda device, path: policy_fp8(device, path, "mxfp8"),
+    "policy steps, fp8 blockwise": partial(policy_fp8, recipe="blockwise"),
+    "policy steps, fp8 mxfp8": partial(policy_fp8, recipe="mxfp8"),
     "fp8 against bf16, 50 steps": policy_fp8_against_bf16,
     "checkpoint, bf16": policy_checkpoint,
-    "checkpoint, fp8": lambda device, path: policy_checkpoint(device, path, precision="fp8"),
+    "checkpoint, fp8": partial(policy_checkpoint, precision="fp8"),
     "memory released": memory_released,
     "memory to the host and back": memory_in_turns,
     "weights by handles to a second process": gpu_processes.handles_to_a_second_process,
-    "tensor parallel 2, NCCL": lambda device, path: gpu_processes.two_ranks(device, path, tensor=2),
-    "context parallel 2, NCCL": lambda device, path: gpu_processes.two_ranks(device, path, context=2),
+    "tensor parallel 2, NCCL": partial(gpu_processes.two_ranks, tensor=2),
+    "context parallel 2, NCCL": partial(gpu_processes.two_ranks, context=2),
 }
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +69,20 @@ def two_ranks(device: torch.device, directory: Path, **layout: int) -> Outcome:
     return Outcome(float(np.nanmax(np.abs(two - one))), 0.1, "nats")
 
 
+def gpu_of(rank: int, environment: Mapping[str, str]) -> str:
+    """Return the GPU of a rank as CUDA_VISIBLE_DEVICES names it: of those that this process was given."""
+    given = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return given[rank].strip() if given else str(rank)
+
+
 def _ranks(directory: Path, world: int, layout: dict[str, int]) -> np.ndarray:
     """Run this file once for each rank, each with a GPU; return the log-probs of rank 0."""
     meeting = directory / f"ranks{world}{''.join(layout)}"
     processes = []
     for rank in range(world):
         words = [directory, meeting, str(rank), json.dumps(layout)]
-        command, env = [sys.executable, __file__, *map(str, words)], {**os.environ, "CUDA_VISIBLE_DEVICES": str(rank)}
+        command = [sys.executable, __file__, *map(str, words)]
+        env = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu_of(rank, os.environ)}
         processes.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
     try:
         said = [process.communicate(timeout=LIMIT_S)[1] for process in processes]

@@ -79,7 +79,7 @@ def bytes_read(path: Path, layout: Any) -> tuple[int, int]:
     from megatron_daro.actor.model import build_model, transformer_config
     from megatron_daro.actor.weights import load_hf_weights
     from megatron_daro.config.model_shape import read_model_shape
-    from megatron_daro.convert.hf_reader import HFCheckpoint
+    from megatron_daro.convert.hf_files import HFCheckpoint
 
     shape = read_model_shape(path)
     chunks = build_model(shape, transformer_config(shape, layout, dtype="fp32"))

@@ -7,8 +7,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from test_gradients_exact import layouts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,6 +20,7 @@ from gpu_checks import CHECKS, NO_TRANSFORMER_ENGINE  # noqa: E402  (found throu
 
 NOT_ON_A_CPU = {
     "weight gradients fused, bf16": NO_TRANSFORMER_ENGINE,
+    "layers and attention are Transformer Engine's": NO_TRANSFORMER_ENGINE,
     "policy steps, fp8": NO_TRANSFORMER_ENGINE,
     "policy steps, fp8 blockwise": NO_TRANSFORMER_ENGINE,
     "policy steps, fp8 mxfp8": NO_TRANSFORMER_ENGINE,
@@ -72,7 +75,7 @@ def run_tool(*arguments):
 
 
 def test_without_a_gpu_every_item_is_listed_as_not_run(tmp_path):
-    report = tmp_path / "report.md"
+    report = tmp_path / "report.html"
     done = run_tool("--report", str(report))
     assert done.returncode == 2
     assert done.stderr.startswith("gpu_check: no GPU is visible to torch here, so nothing was checked.")
@@ -89,7 +92,7 @@ def gpu_check():
 
 
 def test_the_rehearsal_shows_checks_and_speed_and_writes_nothing(tmp_path):
-    report = tmp_path / "report.md"
+    report = tmp_path / "report.html"
     done = run_tool("--rehearse", "--only", "log-probs, fp32", "--report", str(report))
     assert done.returncode == 0, done.stderr
     assert "passed" in done.stdout
@@ -98,20 +101,62 @@ def test_the_rehearsal_shows_checks_and_speed_and_writes_nothing(tmp_path):
     assert not report.exists()
 
 
+ROWS = (
+    ("good", "passed", "1e-06", "1e-04 (nats)", 1.0, 0.5),
+    ("bad", "ERROR", "", "RuntimeError: a < b\nc", 1.0, None),
+    ("absent", "not here", "", "no fp8", 0.0, None),
+)
+
+
 def test_the_report_names_what_failed():
     tool = gpu_check()
-    rows = [
-        tool.Row("good", "passed", "1e-06", "1e-04 (nats)", 1.0, 0.5),
-        tool.Row("bad", "ERROR", "", "RuntimeError: a | b\nc", 1.0, None),
-        tool.Row("absent", "not here", "", "no fp8", 0.0, None),
-    ]
-    text = tool.markdown(rows, [["train step", "10.0", "1,000", "2.00", ""]], {"GPU": "a GPU"})
+    rows = [tool.Row(*row) for row in ROWS]
+    speed = ["train step", "10.0", "1,000", "2.00", "20 %", "FAILED: 20% of the peak, at least 30%"]
+    text = tool.page(rows, [speed], {"GPU": "a GPU"})
     assert "1 of 3 checks passed, 1 failed, 1 could not be run here." in text
-    assert "| bad | ERROR |  | RuntimeError: a \\| b c | 1.0 |  |" in text
-    assert "| train step | 10.0 | 1,000 | 2.00 |" in text
-    written = json.loads(tool.as_json(rows, [["train step", "10.0", "1,000", "2.00", "45 %"]], {"GPU": "a GPU"}))
+    assert '<tr class="ERROR"><td>bad</td><td>ERROR</td><td></td><td>RuntimeError: a &lt; b\nc</td>' in text
+    assert '<tr class="FAILED"><td>train step</td><td>10.0</td>' in text
+    written = json.loads(tool.as_json(rows, [speed], {"GPU": "a GPU"}))
     assert [row["result"] for row in written["checks"]] == ["passed", "ERROR", "not here"]
-    assert written["speed"] == [
-        dict(zip(tool.SPEED_COLUMNS, ["train step", "10.0", "1,000", "2.00", "45 %"], strict=True))
-    ]
+    assert written["speed"] == [dict(zip(tool.SPEED_COLUMNS, speed, strict=True))]
     assert written["facts"] == {"GPU": "a GPU"}
+
+
+def test_the_page_says_what_each_check_compares():
+    said = gpu_check().what_each_compares()
+    assert said.keys() == CHECKS.keys() and all(said.values())
+    assert "against transformers" in said["policy log-probs, qwen3 fp32"]
+
+
+def test_what_passed_on_the_same_machine_is_not_run_again(tmp_path):
+    tool, report, known = gpu_check(), tmp_path / "report.html", {"date": "2026-01-01", "GPU": "a GPU", "torch": "2.13"}
+    assert tool.passed_before(report, known) == {}
+    tool.write(report, [tool.Row(*row) for row in ROWS], [], known)
+    assert tool.passed_before(report, {**known, "date": "2026-01-02"}) == {"good": tool.Row(*ROWS[0])}
+    assert tool.passed_before(report, {**known, "torch": "2.14"}) == {}
+
+
+def test_a_speed_below_its_goal_fails():
+    tool = gpu_check()
+    ours, plain, bare = (SimpleNamespace(seconds=s) for s in (2.0, 9.0, 1.0))
+    assert tool.logprob_goals([ours, plain, bare])[0].startswith("reached: 2.0 of at most 3")
+    assert tool.logprob_goals([plain, ours, bare])[0].startswith("FAILED: 9.0 of at most 3")
+    assert tool.GOALS.keys() <= set(tool.SPEEDS)
+
+
+def test_layers_that_are_not_transformer_engines_are_counted():
+    from gpu_checks import own_layers, unfused
+
+    fused = type("TELinear", (torch.nn.Linear,), {})(2, 2)
+    layers = torch.nn.ModuleDict({"linear_qkv": torch.nn.Linear(2, 2), "linear_proj": fused})
+    assert own_layers([torch.nn.ModuleDict({"layer": layers})]) == 1
+    assert own_layers([torch.nn.Linear(2, 2)]) == 1, "a model without layers proves nothing"
+    assert unfused({"use_fused_attention": False, "use_flash_attention": False})
+    assert not unfused({"use_fused_attention": True, "use_flash_attention": False})
+
+
+def test_ranks_take_the_gpus_that_they_were_given():
+    from gpu_processes import gpu_of
+
+    assert [gpu_of(rank, {"CUDA_VISIBLE_DEVICES": "5, GPU-ab"}) for rank in range(2)] == ["5", "GPU-ab"]
+    assert [gpu_of(rank, {}) for rank in range(2)] == ["0", "1"]

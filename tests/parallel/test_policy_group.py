@@ -18,6 +18,7 @@ from megatron_daro.runtime import policy_group
 from megatron_daro.runtime.calls import gather
 from megatron_daro.runtime.cluster import cluster
 from megatron_daro.runtime.placement import Placement
+from megatron_daro.sync.plan import SendPlan, Target
 
 ALGORITHM = AlgorithmSection(name="grpo", old_logprobs="recompute", kl={"coefficient": 0.1})
 
@@ -79,6 +80,34 @@ def test_a_shard_is_put_once_a_step_and_one_rank_answers_for_it(tmp_path, put):
     assert found["last"]["policy/kl_reference"] > 1e-4
     assert found["puts of a batch nobody prepared"] == 1
     assert all(np.isfinite(value) for value in found["last"].values())
+
+
+def test_servers_of_another_host_get_their_weights_from_a_rank_there(tmp_path):
+    """Of two replicas the second is said to be on another host. Both ends refuse what is not on a GPU, each for its own
+    server, and the second time they meet in the group that is there."""
+    save_model("qwen2", tmp_path)
+    actor = ActorSection(data_parallel=2, precision="fp32", micro_batch_tokens=64)
+    settings = PolicySettings(tmp_path, ROLLOUTS, 32, 1.0, total_steps=10)
+    placement = Placement.of_actor(actor)
+    targets = (Target("s0", "http://10.0.0.1:1"), Target("s1", "http://10.0.0.2:1"))
+    plan = SendPlan(transport="tensor", targets=targets, bucket_bytes=1 << 16, timeout_s=5.0)
+
+    async def export_twice(policy):
+        await placement.start()
+        await policy.start()
+        hosts = ("10.0.0.1", "10.0.0.2")
+        policy._places = [dataclasses.replace(p, host=h) for p, h in zip(policy._places, hosts, strict=True)]
+        reports = [await policy.export(plan) for _ in range(2)]
+        await policy.close()
+        return reports, policy._relayed
+
+    with cluster(2):
+        policy = policy_group.PolicyGroup(settings, actor, ALGORITHM, seed=1, updates_per_batch=1, placement=placement)
+        reports, groups = asyncio.run(export_twice(policy))
+    assert groups == {(0, 1)}
+    for report in reports:
+        assert report.failures.keys() == {"s0", "s1"}
+        assert all("needs weights on a GPU" in failure.text for failure in report.failures.values())
 
 
 def test_ranks_that_disagree_end_the_run():

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+import rollout_batches as batches
 import torch
 
 from megatron_daro.ports import reserve_port
@@ -52,3 +54,28 @@ def _logs(script: str, size: int, out: Path, arguments: tuple[object, ...], envi
 def unlike(got: torch.Tensor, wanted: torch.Tensor) -> float:
     """The largest difference, relative to the largest entry of what is wanted; as it is where nothing is wanted."""
     return float((got.double() - wanted.double()).abs().max() / (float(wanted.abs().max()) or 1.0))
+
+
+def check_steps(ranks: list[Any], first: int = 0) -> list[dict[str, float]]:
+    """Hold the gradient and the losses of every step against the loss written out, in float64; metrics per step.
+
+    Args:
+        ranks: what slime_ranks.py or miles_ranks.py kept. first: step of the whole run that they begin with.
+    """
+    logged = [metrics for metrics in ranks[0]["logged"] if "difficulty/weight/1" in metrics]
+    assert len(logged) == len(ranks[0]["gradients"])
+    for step, metrics in enumerate(logged, start=first):
+        whole = batches.samples(step // batches.STEPS)
+        size = len(whole) // batches.STEPS
+        part = whole[step % batches.STEPS * size :][:size]
+        weights = [1.0, *(metrics.get(f"difficulty/weight/{k}", 1.0) for k in range(1, batches.K)), 1.0]
+        table = ranks[0]["tables"][step - first].double().requires_grad_()
+        losses = batches.reference(table, part, whole, weights)
+        # Megatron's distributed optimizer has each rank's part of the gradient.
+        worst = unlike(sum(found["gradients"][step - first] for found in ranks), table.grad)
+        print(f"step {step}: largest error {worst:.1e}")
+        assert worst < 1e-5
+        for k in range(batches.K + 1):
+            if metrics[f"difficulty/tokens/{k}"]:
+                assert metrics[f"difficulty/loss/{k}"] == pytest.approx(losses[k], rel=1e-4, abs=1e-6)
+    return logged

@@ -88,6 +88,7 @@ def arguments() -> Namespace:
         fp16=False,
         cuda_graph_impl="none",
         data_parallel_size=mpu.get_data_parallel_world_size(),
+        context_parallel_size=1,
         gtp_weight_remat_size=1,
         empty_unused_memory_level=0,
     )
@@ -214,6 +215,9 @@ def collection(seed: int) -> list[list[Rollout]]:
     """Groups of rollouts."""
     groups: list[list[Rollout]] = [[] for _ in range(batches.GROUPS)]
     for sample in batches.samples(seed):
+        if PER_TURN and not any(sample.mask):
+            # core_v0.19.0 packs no rollout without a generated token: pack_inference_logprobs starts it at -1
+            sample.mask[-1] = 1
         group = groups[sample.group]
         group.append(Rollout(sample, failed=sample.group == FAILED and len(group) == 1))
     return groups

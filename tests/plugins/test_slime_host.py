@@ -12,7 +12,7 @@ import os
 
 import pytest
 import rollout_batches as batches
-from host_ranks import run_ranks, unlike
+from host_ranks import check_steps, run_ranks
 
 K = batches.K
 MEGATRON_LM = os.environ.get("MEGATRON_DARO_MEGATRON_LM_OF_SLIME")
@@ -25,25 +25,6 @@ pytestmark = pytest.mark.skipif(
 def train(out, size, cp, *options):
     options = (*options, "--no-save-optim")
     return run_ranks("slime_ranks.py", size, out, cp, *options, MEGATRON_DARO_MEGATRON_LM=MEGATRON_LM)
-
-
-def check_steps(ranks, first=0):
-    """Hold the gradient and the losses of every step against the loss written out, in float64."""
-    logged = [metrics for metrics in ranks[0]["logged"] if "difficulty/weight/1" in metrics]
-    assert len(logged) == len(ranks[0]["gradients"])
-    for step, metrics in enumerate(logged, start=first):
-        whole = batches.samples(step // batches.STEPS)
-        size = len(whole) // batches.STEPS
-        part = whole[step % batches.STEPS * size :][:size]
-        weights = [1.0, *(metrics.get(f"difficulty/weight/{k}", 1.0) for k in range(1, K)), 1.0]
-        table = ranks[0]["tables"][step - first].double().requires_grad_()
-        losses = batches.reference(table, part, whole, weights)
-        # Megatron's distributed optimizer has each rank's part of the gradient.
-        assert unlike(sum(found["gradients"][step - first] for found in ranks), table.grad) < 1e-5
-        for k in range(K + 1):
-            if metrics[f"difficulty/tokens/{k}"]:
-                assert metrics[f"difficulty/loss/{k}"] == pytest.approx(losses[k], rel=1e-4, abs=1e-6)
-    return logged
 
 
 @pytest.mark.parametrize(("dp", "cp", "per_token"), [(1, 1, False), (2, 1, True), (1, 2, True), (2, 2, False)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -34,6 +35,28 @@ def test_both_environments_have_one_nccl():
 def test_the_parts_of_transformer_engine_are_of_one_version():
     parts = pins("trainer.txt") | pins("trainer-no-deps.txt")
     assert len({version for name, version in parts.items() if name.startswith("transformer-engine")}) == 1
+
+
+def test_the_extra_takes_a_transformer_engine_that_the_megatron_of_its_python_was_made_for():
+    """Python 3.11 gets Megatron-core 0.16.1, whose metadata says >=2.9.0a0,<2.12.0; 3.12 gets what is pinned."""
+    extra = list(
+        map(Requirement, re.findall(r"'(transformer_engine\[pytorch\][^']+)'", (ROOT / "setup.py").read_text()))
+    )
+    pinned = pins("trainer.txt")["transformer-engine"]
+    by_python = {
+        python: [r.specifier for r in extra if r.marker.evaluate({"python_version": python})]
+        for python in ("3.11", "3.12", "3.13")
+    }
+    assert all(len(found) == 1 for found in by_python.values())
+    old, new = by_python["3.11"][0], by_python["3.12"][0]
+    assert [old.contains(version) for version in ("2.8", "2.9", "2.11.1", "2.12", pinned)] == [
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert new.contains(pinned) and by_python["3.13"] == [new]
 
 
 def test_the_servers_are_new_enough():

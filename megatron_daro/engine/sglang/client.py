@@ -42,6 +42,7 @@ _CONNECT_S = 10.0
 # Shorter than the server's own 5 s, so that it does not close a connection at the moment it is used again.
 _KEEPALIVE_S = 2.0
 _LONGEST_BODY = 300
+_ABORTS_AT_ONCE = 4
 
 
 class UnreachableError(EngineError):
@@ -147,12 +148,24 @@ class SGLangClient:
             info = await self.get("/get_model_info", timeout_s=timeout_s)  # its name before 0.5.19
         return info if isinstance(info, dict) else {}
 
-    async def abort(self, request_ids: tuple[str, ...], *, timeout_s: float) -> None:
-        """Asks to end these requests; those the server does not know are ignored by it."""
-        calls = (self.post("/abort_request", {"rid": rid}, timeout_s=timeout_s) for rid in request_ids)
-        for outcome in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(outcome, BaseException) and not isinstance(outcome, EngineError):
-                raise outcome
+    async def abort(self, request_ids: Sequence[str], *, timeout_s: float) -> None:
+        """Ask to end these requests, each within `timeout_s`; those the server does not know are ignored by it.
+
+        A few are sent at a time, on connections that are used again: thousands that are opened at once keep the event
+        loop from everything else for seconds. After one without an answer the server is left alone.
+        """
+        left = iter(request_ids)
+
+        async def send() -> None:
+            for rid in left:
+                try:
+                    await self.post("/abort_request", {"rid": rid}, timeout_s=timeout_s)
+                except (RefusedError, DisconnectedError):
+                    continue
+                except UnreachableError:
+                    return
+
+        await asyncio.gather(*(send() for _ in request_ids[:_ABORTS_AT_ONCE]))
 
     async def healthy(self, *, timeout_s: float) -> bool:
         """Whether the server produced a token since the call began; it makes one itself if it is idle."""

@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import random
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -344,7 +345,17 @@ class SGLangEngine:
 
     async def _abort_on_servers(self, runs: Sequence[Running]) -> None:
         """End requests where they run."""
-        await asyncio.gather(*(run.server.client.abort(run.ids, timeout_s=_ABORT_S) for run in runs if run.server))
+        ids: dict[SGLangClient, list[str]] = defaultdict(list)
+        for run in runs:
+            if run.server:
+                ids[run.server.client] += run.ids
+
+        async def abort(client: SGLangClient) -> None:
+            async with self._begins:  # as groups do: hundreds of servers take turns
+                await asyncio.sleep(0)
+            await client.abort(ids[client], timeout_s=_ABORT_S)
+
+        await asyncio.gather(*map(abort, ids))
 
     async def _probe(self, server: Server, verified: bool) -> ProbeAnswer:
         """Return what a server that serves nobody else yet makes of the fixed text."""

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megatron_daro.config.check_server_precision import FP8_BLOCK
+from megatron_daro.config.precision import FP8_BLOCK
 from megatron_daro.families import families
 
 OLDEST_SGLANG = (0, 5, 23)

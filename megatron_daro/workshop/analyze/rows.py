@@ -23,8 +23,9 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import cast
 
@@ -159,7 +160,13 @@ def choose_columns(
     Raises:
         DataError: a column is not there; the message has those that are, and which views would remain.
     """
-    names, given = set(_first_names(path)), dict(given)
+    return _columns_named(path, set(_first_names(path)), given, correct_above, reward_key)
+
+
+def _columns_named(
+    path: Path, names: set[str], given: Mapping[str, str], correct_above: float | None, reward_key: str | None
+) -> Columns:
+    given = dict(given)
     text = re.fullmatch(r"len\((.+)\)", given.get("length", ""))
     if text:
         given["length"] = text[1]
@@ -174,15 +181,37 @@ def choose_columns(
     )
 
 
-def same_unit(files: Sequence[Path], columns: Sequence[Columns]) -> str:
-    """Return what all lengths are counted in. Raises DataError: files of one dump count in different units."""
-    for file, chosen in zip(files, columns, strict=True):
-        if chosen.unit != columns[0].unit:
+def open_dump(
+    files: Sequence[Path],
+    given: Mapping[str, str],
+    correct_above: float | None = None,
+    reward_key: str | None = None,
+) -> Iterator[tuple[Columns, Iterator[Row | None]]]:
+    """Yield the columns and the rollouts of each file, which is opened when its turn comes, and read once.
+
+    Args:
+        given: as `choose_columns` takes it, of every file.
+
+    Raises:
+        DataError: as `choose_columns` and `rows_of` do, or files of one dump count in different units.
+    """
+    first: Columns | None = None
+    for path in files:
+        if path.suffix == ".parquet":  # its names stand in a part of their own
+            columns = choose_columns(path, given, correct_above, reward_key)
+            rows = rows_of(path, columns)
+        else:
+            records = _records(path)
+            head = list(islice(records, 1))
+            columns = _columns_named(path, set(head[0]) if head else set(), given, correct_above, reward_key)
+            rows = _rows(path, chain(head, records), columns)
+        first = first or columns
+        if columns.unit != first.unit:
             raise DataError(
-                f"dump: {files[0]} has lengths in {columns[0].unit}, {file} in {chosen.unit}; allowed is one unit: "
+                f"dump: {files[0]} has lengths in {first.unit}, {path} in {columns.unit}; allowed is one unit: "
                 "analyze the files of each framework by themselves"
             )
-    return columns[0].unit
+        yield columns, rows
 
 
 def _first_names(path: Path) -> list[str]:
@@ -203,7 +232,11 @@ def rows_of(path: Path, columns: Columns) -> Iterator[Row | None]:
     Raises:
         DataError: the file is torn, a length is none, or a verdict is neither 0/1 nor -1/1 and no threshold was given.
     """
-    for record in _records(path, columns.names):
+    yield from _rows(path, _records(path, columns.names), columns)
+
+
+def _rows(path: Path, records: Iterable[Mapping[str, object]], columns: Columns) -> Iterator[Row | None]:
+    for record in records:
         if record.get("used") == "dropped":
             continue
         length = record.get(columns.length)

@@ -56,39 +56,39 @@ class Constants:
     dense models and of mixtures of experts; run_error: the largest error of benchmarks/plan_held_out.py.
     """
 
-    matrices: float = 0.515
-    matrices_fp8: float = 0.494
-    attention: float = 0.518
-    passes: float = 7.39
-    passes_fp8: float = 3.39
+    matrices: float = 0.481
+    matrices_fp8: float = 0.49
+    attention: float = 0.646
+    passes: float = 8.33
+    passes_fp8: float = 4.58
     prefill: float = 0.5
-    decoding: float = 0.748
-    expert_decoding: float = 0.494
+    decoding: float = 0.766
+    expert_decoding: float = 0.523
     links: float = 0.7
-    expert_links: float = 0.523
+    expert_links: float = 0.585
     hidden: float = 0.95
     layer_s: float = 5e-4
     expert_layer_s: float = 0.0182
-    fused: float = 0.5
-    schedule: float = 0.763
+    fused: float = 0.515
+    schedule: float = 0.704
     decode_step_s: float = 3e-3
-    decode_layer_s: float = 0.000117
+    decode_layer_s: float = 0.000116
     link_latency_s: float = 1e-5
-    network_latency_s: float = 3.4e-05
+    network_latency_s: float = 2.33e-05
     imbalance: float = 0.05
-    routing: float = 0.22
+    routing: float = 0.251
     max_running: int = 1024
     host_gb_s: float = 25.0
     sync_links: float = 0.68
     sync_start_s: float = 0.3
     tensor_s: float = 2.13e-05
     call_s: float = 0.000593
-    fixed_s: float = 3.8
+    fixed_s: float = 5.06
     training_factor: float = 1.0
     generation_factor: float = 1.0
     sync_factor: float = 1.0
-    step_error: float = 1.27
-    expert_step_error: float = 1.49
+    step_error: float = 1.23
+    expert_step_error: float = 1.52
     run_error: float = 1.2
 
 

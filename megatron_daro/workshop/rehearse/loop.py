@@ -308,6 +308,11 @@ START_WAIT_S = 300.0
 LEAST_WAIT_S, MOST_WAIT_S, BATCHES_WAITED = 60.0, 120.0, 20
 """A wait may take --pace of its limit in a run: at least this, for this machine does real work too; at most this, or so
 many batches where those are longer."""
+_OUTER, OUTER_SHARE = ("engine_free", "turn", "batch"), 1.5
+"""Waits for what has a limit of its own: longer, so that the error names the wait that hangs."""
+ANSWER_S = 0.01
+"""What the work of an answer adds to the most: it is made, parsed, verified and recorded here, on a machine that may be
+busy with other things."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,6 +402,22 @@ def _require_loss(setting: Setting, loss: Loss | None) -> list[int]:
     return nodes.servers_of(loss.node)
 
 
+def paced(own: Deadlines, pace: float, batch_s: float, answers: int) -> Deadlines:
+    """Return the limits of a run's waits at the pace of a rehearsal, as far as this machine allows.
+
+    Args:
+        own: of the run. pace: of the rehearsal. batch_s: planned seconds of a batch at that pace. answers: of a batch.
+    """
+    most = max(MOST_WAIT_S, BATCHES_WAITED * batch_s) + ANSWER_S * answers
+    limits = {
+        limit.name: min(getattr(own, limit.name), most, max(LEAST_WAIT_S, pace * getattr(own, limit.name)))
+        for limit in dataclasses.fields(own)
+    }
+    limits |= {name: min(getattr(own, name), OUTER_SHARE * limits[name]) for name in _OUTER}
+    limits |= {name: min(getattr(own, name), START_WAIT_S) for name in _STARTS}  # real processes, at no pace
+    return Deadlines(**limits)
+
+
 class _Rehearsal:
     """One rehearsal with everything it needs."""
 
@@ -483,18 +504,13 @@ class _Rehearsal:
                 self._store = StoreUse(now.objects - before.objects, now.num_bytes - before.num_bytes)
 
     def _limits(self) -> Deadlines:
-        """Return the limits of waits here: the run's own at the rehearsal's pace, as far as this machine allows."""
-        own, asked = parts.deadlines(self._config), self._setting.asked
-        batch_s = asked.pace * self._setting.times.step(self._setting.workload.staleness)
-        most = max(MOST_WAIT_S, BATCHES_WAITED * batch_s)
-        limits = {
-            limit.name: min(getattr(own, limit.name), most, max(LEAST_WAIT_S, asked.pace * getattr(own, limit.name)))
-            for limit in dataclasses.fields(own)
-        }
-        limits |= {name: min(getattr(own, name), START_WAIT_S) for name in _STARTS}  # real processes, at no pace
-        if self._loss and self._loss.how == "silent":
-            limits["train"] = SILENT_S
-        return Deadlines(**limits)
+        """Return the limits of waits here."""
+        setting = self._setting
+        pace, workload = setting.asked.pace, setting.workload
+        batch_s = pace * setting.times.step(workload.staleness)
+        limits = paced(parts.deadlines(self._config), pace, batch_s, workload.generated)
+        silent = self._loss is not None and self._loss.how == "silent"
+        return dataclasses.replace(limits, train=SILENT_S) if silent else limits
 
     def _script(self, places: list[Place]) -> Script:
         pace, times = self._setting.asked.pace, self._setting.times

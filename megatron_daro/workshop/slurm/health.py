@@ -7,18 +7,17 @@ job, so it names what was found and what was asked for. Writes one small file, a
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_daro.config.hardware import rocm_rows
 from megatron_daro.errors import disk_fault
 
 _ECC = "ecc.errors.uncorrected.volatile.total"
 _NVIDIA_SMI = ["nvidia-smi", f"--query-gpu=index,memory.total,memory.used,{_ECC}", "--format=csv,noheader,nounits"]
-_ROCM_SMI = ["rocm-smi", "--showmeminfo", "vram", "--csv"]
 _TIMEOUT_S = 30
 MOST_USED_SHARE = 0.1
 """Share of a GPU's memory that may be in use before the job starts."""
@@ -67,7 +66,7 @@ def gpu_problems(count: int, *, used: bool = False) -> list[str]:
     if not count:
         return []
     rocm = not shutil.which("nvidia-smi") and shutil.which("rocm-smi") is not None
-    tool = (_ROCM_SMI if rocm else _NVIDIA_SMI)[0]
+    tool = "rocm-smi" if rocm else _NVIDIA_SMI[0]
     try:
         gpus = _rocm_gpus() if rocm else _nvidia_gpus()
     except FileNotFoundError:
@@ -91,8 +90,7 @@ def _nvidia_gpus() -> list[_Gpu]:
 
 
 def _rocm_gpus() -> list[_Gpu]:
-    """Read lines such as `card0,206141652992,297795584`: bytes, total and used (rocm-smi --showmeminfo vram --csv)."""
-    rows = [line.split(",") for line in _printed(_ROCM_SMI) if re.match(r"card\d+,\d+,\d+$", line)]
+    rows = rocm_rows(_TIMEOUT_S)
     return [_Gpu(card.removeprefix("card"), int(total) >> 20, int(used) >> 20) for card, total, used in rows]
 
 

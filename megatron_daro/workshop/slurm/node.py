@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_daro.errors import DaroError, DeadlineError, WorkerError
+from megatron_daro.ports import reserve_port
 from megatron_daro.workshop.slurm.health import Wanted, gpu_problems, problems
 from megatron_daro.workshop.slurm.processes import (
     RAY_START_S,
@@ -252,20 +253,20 @@ async def _ray_head(
 ) -> tuple[Process, int]:
     """Return Ray on the first node and its port; tries another port where a program was faster."""
     for left in reversed(range(PORTS_TRIED)):
-        port = _free_port(place.address)
+        with reserve_port(place.address) as reserved:
 
-        async def start(port: int = port) -> Process:
-            return await start_ray(
-                head=True, address=place.address, port=port, gpus=options.gpus, cpus=_places(options),
-                temporary=temporary, environment=environment,
-            )  # fmt: skip
+            async def start(port: int = reserved.port) -> Process:
+                return await start_ray(
+                    head=True, address=place.address, port=port, gpus=options.gpus, cpus=_places(options),
+                    temporary=temporary, environment=environment,
+                )  # fmt: skip
 
-        try:
-            return await _again_if_slow(start, place.node), port
-        except PortTakenError as error:
-            if not left:
-                raise
-            print(f"{place.node}: port {port} was taken meanwhile, trying another: {error}", flush=True)
+            try:
+                return await _again_if_slow(start, place.node), reserved.port
+            except PortTakenError as error:
+                if not left:
+                    raise
+                print(f"{place.node}: port {reserved.port} was taken meanwhile, trying another: {error}", flush=True)
     raise AssertionError("the last try raises")
 
 
@@ -287,12 +288,6 @@ def _ray_ended(ray: Process, node: str) -> asyncio.Future[str]:
         return f"{node}: Ray ended with code {code}: {ray.last_line}"
 
     return asyncio.ensure_future(say())
-
-
-def _free_port(address: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
 
 
 async def _other(place: Place, options: argparse.Namespace, stops: Stops) -> Ending:

@@ -178,11 +178,23 @@ give_up() {
     exit 1
 }
 
-# leave_out NODES: the job will not run on them again. Slurm takes this only for a job that waits.
-leave_out() {
+# left_out NODES: these and those that the job has left out before.
+left_out() {
     known=$(scontrol show job --oneliner "$SLURM_JOB_ID" | sed -n 's/.* ExcNodeList=\\([^ ]*\\).*/\\1/p')
     [ "$known" != "(null)" ] || known=''
-    scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="${known:+$known,}$1" ||
+    echo "${known:+$known,}$1"
+}
+
+# enough_without NODES: whether the partition has nodes for this job beside those; else it would wait for ever.
+enough_without() {
+    out=$(scontrol show hostnames "$(left_out "$1")")
+    all=$(sinfo --noheader --Node --partition="$SLURM_JOB_PARTITION" --format=%N | sort -u)
+    [ -z "$all" ] || [ "$(echo "$all" | grep -cvxF "$out")" -ge "$SLURM_JOB_NUM_NODES" ]
+}
+
+# leave_out NODES: the job will not run on them again. Slurm takes this only for a job that waits.
+leave_out() {
+    scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$(left_out "$1")" ||
         echo "job $SLURM_JOB_ID: Slurm refused to leave out $1"
 }
 
@@ -273,6 +285,7 @@ case "$kind" in
     saved | stopped | node_lost | unstarted | gpu_fault) requeue "$cause" ;;
     bad_nodes)
         [ -n "@{exclude}" ] || give_up "$cause"
+        enough_without "$nodes" || give_up "$cause; without $nodes $SLURM_JOB_PARTITION has too few nodes for this job"
         requeue "$cause; left out from now on: $nodes" "$nodes"
         ;;
     failed) give_up "$cause" ;;

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_daro.actor import device, optimizer
+from megatron_daro.actor import device, optimizer, policy
 from megatron_daro.actor.compat import gradient_fusion_of_layers
 from megatron_daro.actor.model import transformer_config
 from megatron_daro.actor.parallel import Layout
@@ -43,6 +44,17 @@ def test_a_rank_sees_its_own_gpu_and_libraries(monkeypatch):
     found = optimizer.surroundings()
     assert (found.capability, found.cuda, found.cudnn) == (10.3, (13, 0), (9, 19, 0))
     assert found.transformer_engine == ()  # it is not installed where tests run
+
+
+def test_a_rank_refuses_experts_in_fp8_that_its_libraries_cannot_save(monkeypatch):
+    experts = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 16, "num_experts": 4}
+    experts |= {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    shape = read_model_shape({**SHAPE, **experts})
+    monkeypatch.setattr(optimizer, "surroundings", lambda: replace(HOPPER, megatron=(0, 18, 2)))
+    monkeypatch.setattr(device, "has_transformer_engine", lambda: True)
+    with pytest.raises(ConfigError, match=r"Megatron-core 0\.18\.2 with Transformer Engine 2\.20\.2 cannot save them"):
+        policy.check_megatron_options(ActorSection(precision="fp8"), shape)
+    optimizer.refuse_unsaveable_experts(ActorSection(precision="bf16"), shape)
 
 
 def test_a_gpu_without_transformer_engine_is_said_aloud(monkeypatch):

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_daro.config.actor import ActorSection
-from megatron_daro.config.check_division import division_problems, part_layers, stage_layers
+from megatron_daro.config.check_training import division_problems, part_layers, stage_layers
 from megatron_daro.config.model_shape import read_model_shape
 
 DENSE = {

@@ -197,6 +197,20 @@ def test_the_section_cluster_stands_for_machines_that_are_not_here(run_files):
     assert "fix: set actor.fp8_recipe=" in line
 
 
+def test_servers_that_share_gpus_may_be_on_many_nodes_with_weights_by_handles(run_files):
+    turns = [*SERVERS, "engine.colocate=true", "rollout.max_staleness=0", "engine.sglang.sync=tensor"]
+    nodes = ["cluster.nodes=4", "cluster.gpus_per_node=8", "cluster.gpu=H100"]
+    sizes = [
+        "actor.tensor_parallel=4",
+        "actor.data_parallel=8",
+        "engine.replicas=16",
+        "engine.sglang.tensor_parallel=2",
+    ]
+    assert not [line for line in problems(run_files, *turns, *nodes, *sizes) if "node" in line]
+    apart = [word for word in turns if "colocate" not in word]
+    assert "all of them on one node" in " ".join(problems(run_files, *apart, *nodes, *sizes))
+
+
 def test_three_hundred_engines_do_not_fit_into_this_machine(run_files):
     small = Hardware("cpu", 4, memory_bytes=64 * 2**30)
     (line,) = problems(run_files, "engine.replicas=300", hardware=small)
@@ -225,6 +239,14 @@ def test_fp8_is_accepted_where_gpus_and_libraries_have_it(run_files, monkeypatch
     monkeypatch.setattr(precision, "_version", {"transformer_engine": (2, 20, 2)}.get)
     assert not problems(run_files, fp8, hardware=GPUS)
     assert "capability 8.6" in problems(run_files, fp8, hardware=Hardware("gpu", 8, capability=8.6))[0]
+    both = {"transformer_engine": (2, 20, 2), "megatron-core": (0, 18, 2)}
+    monkeypatch.setattr(precision, "_version", both.get)
+    assert not problems(run_files, fp8, hardware=GPUS)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    run_files.set_shape(model_type="qwen3_moe", **experts)
+    (line,) = problems(run_files, fp8, hardware=GPUS)
+    assert "Megatron-core 0.18.2 with Transformer Engine 2.20.2 cannot save them" in line
+    run_files.set_shape()
     monkeypatch.setattr(precision, "_version", lambda name: None)
     (line,) = problems(run_files, fp8, hardware=GPUS)
     assert "Transformer Engine is not installed" in line and "fix: install it (docs/gpu.md), or set" in line

@@ -76,6 +76,30 @@ def test_the_model_must_fit_the_recipe(options, fields, words):
     assert not found if words is None else words in found[0]
 
 
+EXPERTS = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 16, "num_experts": 4}
+EXPERTS |= {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+
+
+@pytest.mark.parametrize(
+    ("core", "engine", "fields", "refused"),
+    [
+        ((0, 16, 1), (2, 20, 2), EXPERTS, True),
+        ((0, 18, 2), (2, 16), EXPERTS, True),
+        ((0, 18, 2), (2, 15), EXPERTS, False),
+        ((0, 19, 2), (2, 20, 2), EXPERTS, False),
+        ((0, 16, 1), (2, 20, 2), {}, False),
+        ((0, 16, 1), (), EXPERTS, False),  # refused for the missing Transformer Engine
+        (None, (2, 20, 2), EXPERTS, False),
+    ],
+)
+def test_experts_in_fp8_that_could_not_be_saved_are_refused_by_the_names_of_the_pair(core, engine, fields, refused):
+    found = precision.experts_problem(shape(**fields), replace(HOPPER, transformer_engine=engine, megatron=core))
+    assert bool(found) == refused
+    if found:
+        assert "Megatron-core 0.1" in found.got and "Transformer Engine 2." in found.got
+        assert "Megatron-core 0.19 or newer, or Transformer Engine below 2.16" in found.allowed
+
+
 def test_gpus_by_name_and_versions_by_text():
     names = {"H100": 9.0, "A100-80G": 8.0, "A10G": 8.6, "L40S": 8.9, "b200": 10.0, "X1": None, None: None}
     assert {name: capability_of(name) for name in names} == names

@@ -23,7 +23,7 @@ from megatron_daro import durable
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.convert import conversion, pieces, plan
 from megatron_daro.convert.card import CARD_FILE
-from megatron_daro.convert.hf_reader import HFCheckpoint
+from megatron_daro.convert.hf_files import HFCheckpoint
 from megatron_daro.convert.jobs import box_name
 from megatron_daro.convert.megatron_weights import MegatronWeights
 from megatron_daro.errors import ModelError

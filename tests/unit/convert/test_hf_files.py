@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-import megatron_daro.convert.hf_writer as hf_writer
-from megatron_daro.convert.hf_reader import HFCheckpoint
-from megatron_daro.convert.hf_writer import write_hf_checkpoint
+from megatron_daro.convert import hf_files
+from megatron_daro.convert.hf_files import HFCheckpoint, write_hf_checkpoint
 from megatron_daro.errors import ModelError
 
 CONFIG = Qwen2Config(
@@ -95,8 +94,8 @@ def test_tokenizer_files_come_along_but_no_code(tmp_path):
 
 def test_only_one_file_of_tensors_is_alive_while_writing(tmp_path, monkeypatch):
     alive, written = [], []
-    original = hf_writer.save_file
-    monkeypatch.setattr(hf_writer, "save_file", lambda t, p, **k: (written.append(len(t)), original(t, p, **k)))
+    original = hf_files.save_file
+    monkeypatch.setattr(hf_files, "save_file", lambda t, p, **k: (written.append(len(t)), original(t, p, **k)))
 
     def stream():
         for i in range(9):
@@ -120,7 +119,7 @@ def test_nothing_is_left_when_the_stream_breaks(error, tmp_path):
 
 
 def test_a_full_disk_is_a_clear_error_and_leaves_nothing(tmp_path, monkeypatch):
-    original, calls = hf_writer.save_file, []
+    original, calls = hf_files.save_file, []
 
     def full_at_the_second_file(tensors, path, **options):
         calls.append(path)
@@ -128,7 +127,7 @@ def test_a_full_disk_is_a_clear_error_and_leaves_nothing(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         original(tensors, path, **options)
 
-    monkeypatch.setattr(hf_writer, "save_file", full_at_the_second_file)
+    monkeypatch.setattr(hf_files, "save_file", full_at_the_second_file)
     with pytest.raises(ModelError, match="No space left"):
         write_hf_checkpoint(tmp_path / "c", [(f"t{i}", torch.ones(4)) for i in range(3)], {}, max_shard_bytes=16)
     assert len(calls) == 2

@@ -54,7 +54,7 @@ def test_two_rows_are_known_to_be_beyond_a_factor_of_1_6(published):
 def test_batches_that_are_made_at_once_share_the_reads_of_weights(published):
     """Eight times the answers on a server read the weights no more often, so they are done sooner than eight batches
     in turn, and no sooner than the cache and the arithmetic allow."""
-    (row,) = [row for row in published.read_rows() if row["staleness"] == "8"]
+    row, *_ = (row for row in published.read_rows() if row["staleness"] == "8")
     ours = published.workload_of(row), 2, 32, published.GPUS[row["gpu"]], Constants()
     one, eight = (published.generation_s(*ours, batches_at_once=number) for number in (1, 8))
     assert one / 8 < eight < one / 2

@@ -32,6 +32,8 @@ def provider():
     def add(parser):
         parser.add_argument("--n-samples-per-prompt", type=int, required=True)
         parser.add_argument("--indep-dp", action="store_true")
+        for option in ("--critic-load", "--critic-save", "--critic-lr", "--ft-components"):
+            parser.add_argument(option)
         for option in slime.HOOKS:
             parser.add_argument(f"--{option.replace('_', '-')}")
         return parser
@@ -56,7 +58,9 @@ def compute_advantages_and_returns(args, rollout_data):
 def arguments(**changes):
     hooks = {option: f"{miles.MODULE}.{name}" for option, name in slime.HOOKS.items()}
     base = {"loss_type": "custom_loss", "advantage_estimator": "grpo", "kl_coef": 0, "qkv_format": "thd"}
-    return Namespace(**{"n_samples_per_prompt": K, "indep_dp": False, **base, **hooks, **changes})
+    # miles_validate_args fills the last four, also where there is no critic and nothing is fault tolerant
+    filled = {"critic_load": "checkpoints", "critic_save": "checkpoints_critic", "critic_lr": 1e-6, "ft_components": []}
+    return Namespace(**{"n_samples_per_prompt": K, "indep_dp": False, **base, **filled, **hooks, **changes})
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from megatron_daro.actor.parallel import Layout, PolicySettings
 from megatron_daro.actor.weights import exports_weights, sends_for_stage
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
-from megatron_daro.config.check_division import part_layers
+from megatron_daro.config.check_training import part_layers
 from megatron_daro.config.fit import Demand
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.engine.sglang.client import _facts

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.workshop.rehearse import loop
 from megatron_daro.workshop.rehearse.loop import Watch
 from megatron_daro.workshop.rehearse.report import verdict
@@ -68,3 +69,19 @@ def test_a_loop_that_works_is_told_from_one_that_waits_and_the_place_is_named(mo
     assert found["busiest_ms"] >= 390 and " work" in found["busiest_in"]
     slept = asyncio.run(scene(lambda: time.sleep(0.5)))
     assert slept["latest_ms"] >= 490 and slept["busiest_ms"] < 390
+
+
+def test_waits_end_at_the_pace_of_the_rehearsal():
+    """A run's wait for a batch is 8 hours: one that is endless must show here in minutes."""
+    own = Deadlines()
+    limits = loop.paced(own, pace=0.01, batch_s=0.8, answers=1536)
+    assert limits.train == pytest.approx(loop.MOST_WAIT_S + 15.36)
+    # What waits for training or generation must not be named for them.
+    assert limits.turn == limits.batch == limits.engine_free == pytest.approx(1.5 * limits.train)
+    assert limits.abort == own.abort == 60 and limits.score == loop.LEAST_WAIT_S
+    assert limits.policy_start == loop.START_WAIT_S and limits.placement == loop.START_WAIT_S
+    # A batch of many answers, or a slow pace, takes longer; never longer than in the run.
+    assert loop.paced(own, pace=0.01, batch_s=0.8, answers=12288).logprob == pytest.approx(144)
+    assert loop.paced(own, pace=0.1, batch_s=0.8, answers=12288).train == pytest.approx(120 + 122.88)
+    assert loop.paced(own, pace=0.2, batch_s=20, answers=0).train == 400
+    assert loop.paced(own, pace=1, batch_s=5000, answers=0).train == own.train

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_daro.errors import ConfigError, RewardError
 from megatron_daro.reward.base import VerifierSpec
-from megatron_daro.reward.own import own_verifier_class
+from megatron_daro.reward.factory import own_verifier_class
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.types import Verdict
 

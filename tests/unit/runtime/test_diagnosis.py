@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 
 from megatron_daro.cli import main
-from megatron_daro.config import Config, Hardware, precision
+from megatron_daro.config import Config, Hardware, hardware, precision
 from megatron_daro.engine.sglang import environment
 from megatron_daro.workshop import doctor
 from megatron_daro.workshop.doctor import _Package, _package
@@ -138,3 +139,38 @@ def test_a_missing_package_of_the_command_line_is_a_sentence(tmp_path):
         ended.stderr.startswith("megatron-daro: the package 'typer' is not installed in ")
         and "fix: pip" in ended.stderr
     )
+
+
+@pytest.fixture
+def amd_machine(tmp_path, monkeypatch):
+    """rocm-smi that shows four GPUs (as in slurm's test of it), a torch built for ROCm or not, and no nvidia-smi."""
+    tool = tmp_path / "rocm-smi"
+    rows = "".join(f"card{i},206141652992,297795584\n" for i in range(4))
+    tool.write_text(
+        f"#!/bin/bash\n/bin/cat <<END\ndevice,VRAM Total Memory (B),VRAM Total Used Memory (B)\n{rows}END\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+
+    def torch(hip: str) -> None:
+        (tmp_path / "version.py").write_text(f"cuda: Optional[str] = None\nhip: Optional[str] = {hip}\n")
+
+    spec = types.SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda name: spec)
+    return torch
+
+
+def test_gpus_of_amd_are_found_and_said_to_be_untried(amd_machine, monkeypatch):
+    amd_machine("'6.4.43482-0f2d60242'")
+    assert doctor._gpus(None).found == "4 of AMD (ROCm 6.4.43482); no run was ever made on one"
+    assert hardware.detect().fp8 is None
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "1,2")
+    assert hardware.detect().count == 2
+
+
+def test_gpus_of_amd_without_a_torch_for_them_are_broken(amd_machine):
+    amd_machine("None")
+    found = doctor._gpus(None)
+    assert (found.state, found.fix) == ("broken", "install torch for ROCm") and hardware.detect().kind == "cpu"

@@ -59,6 +59,7 @@ def test_a_node_with_more_room_holds_a_whole_replica_first():
         (Demand(1, 4, servers=1, server_size=4), [4, 4], True),
         (Demand(1, 4, servers=1, server_size=4, together=True), [4, 4], False),  # one maps the memory of the other
         (Demand(1, 4, servers=1, server_size=4, together=True), [4, 8], True),
+        (Demand(4, 4, servers=2, server_size=8, shared=True), [8, 8], True),  # each with the ranks of its GPUs
     ],
 )
 def test_pieces_fit_whole_or_not(demand, nodes, fits):

@@ -24,7 +24,9 @@ STAND_INS = {
     "srun": 'printf "%s\\n" "$@" >arguments\n'
     "touch srun; while [ ! -e go ]; do /bin/sleep 0.05; done; cp answer slurm/attempt_001/result; exit 1",
     "squeue": "cat state",
-    "scontrol": 'echo "$*" >>scontrol',
+    "scontrol": 'echo "$*" >>scontrol\n'
+    'case "$1 $2" in "show hostnames") echo "$3" | tr , "\\n" ;; "show job") cat job_line 2>/dev/null ;; esac',
+    "sinfo": "cat partition_nodes 2>/dev/null",
     "sleep": "touch waits; exit 0",
     "find": "if [ -e slow_start ]; then touch first_lines; while [ ! -e go ]; do /bin/sleep 0.05; done; fi\n"
     '/usr/bin/find "$@"',
@@ -52,6 +54,7 @@ class Script:
         file = self.place / "script"
         file.write_text(self.text)
         environment = {"PATH": self.path, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1", "HOME": str(self.place)}
+        environment |= {"SLURM_JOB_PARTITION": "main", "SLURM_JOB_NUM_NODES": "1"}
         self.process = subprocess.Popen(
             ["bash", str(file)], env=environment, stdout=(self.place / "log").open("w"), stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -169,6 +172,29 @@ def test_without_a_signal_the_node_decides(tmp_path, kind, requeued):
     script.start(answer=f"{kind}\nits cause\nnode1\n", go="")
     assert script.end() == (f"job 7: its cause{'; requeued' if requeued else ''}", requeued)
     assert (tmp_path / "slurm" / "finished").exists() == (kind == "finished")
+
+
+@pytest.mark.parametrize(
+    ("left_out", "nodes", "enough"),
+    [("(null)", ("node1", "node2"), True), ("(null)", ("node1",), False), ("node2", ("node1", "node2"), False),
+     ("node2", ("node1", "node2", "node10"), True), ("(null)", (), True)],
+)  # fmt: skip
+def test_bad_nodes_are_left_out_unless_the_job_would_wait_for_ever(tmp_path, left_out, nodes, enough):
+    """The job needs one node; a Slurm that does not name any is no reason to end."""
+    script = Script(tmp_path, exclude_bad_nodes=True)
+    files = {
+        "job_line": f"JobId=7 ExcNodeList={left_out} Nice=0\n",
+        "partition_nodes": "".join(f"{n}\n" for n in nodes),
+    }
+    script.start(answer="bad_nodes\nits cause\nnode1\n", go="", **files)
+    line, requeued = script.end()
+    if enough:
+        assert requeued and line == "job 7: its cause; left out from now on: node1; requeued"
+        every = "node1" if left_out == "(null)" else f"{left_out},node1"
+        assert f"update JobId=7 ExcNodeList={every}" in (tmp_path / "scontrol").read_text().splitlines()
+    else:
+        assert not requeued
+        assert line == "job 7: its cause; without node1 main has too few nodes for this job"
 
 
 def test_a_setup_that_ends_the_script_ends_the_job_with_its_code(tmp_path):

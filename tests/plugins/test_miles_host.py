@@ -1,0 +1,51 @@
+"""The adapter inside miles' own train loop, over data- and context-parallel ranks.
+
+Needs checkouts of miles and of the Megatron-LM that slime's Docker file names (miles' own is a branch of it), in
+MEGATRON_DARO_MILES and MEGATRON_DARO_MEGATRON_LM_OF_SLIME, and triton (no GPU is needed); skipped without.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+
+import pytest
+import rollout_batches as batches
+from host_ranks import check_steps, run_ranks
+
+MEGATRON_LM = os.environ.get("MEGATRON_DARO_MEGATRON_LM_OF_SLIME")
+pytestmark = pytest.mark.skipif(
+    not os.environ.get("MEGATRON_DARO_MILES") or not MEGATRON_LM or importlib.util.find_spec("triton") is None,
+    reason="needs checkouts named by MEGATRON_DARO_MILES and MEGATRON_DARO_MEGATRON_LM_OF_SLIME, and triton",
+)
+
+
+def train(out, size, cp, *options):
+    options = ("--use-rollout-logprobs", *options, "--no-save-optim")
+    return run_ranks("miles_ranks.py", size, out, cp, *options, MEGATRON_DARO_MEGATRON_LM=MEGATRON_LM)
+
+
+@pytest.mark.parametrize(("dp", "cp", "per_token"), [(1, 1, False), (2, 1, True), (1, 2, True), (2, 2, False)])
+def test_every_step_of_miles_has_the_reference_gradient(tmp_path, dp, cp, per_token):
+    """Three rollouts of two optimizer steps, each with the weights that the steps before it left."""
+    ranks = train(tmp_path, dp * cp, cp, *["--calculate-per-token-loss"] * per_token)
+    logged = check_steps(ranks)
+    assert len(logged) == 3 * batches.STEPS
+    assert logged[-1]["difficulty/weight/2"] != 1
+    for found in ranks:
+        assert found["state"] == ranks[0]["state"]
+
+
+def test_the_weights_of_miles_outlive_a_start_without_the_optimizers_state(tmp_path):
+    """Nothing of the optimizer is saved or loaded: DARO's weights go on where they were."""
+    whole = train(tmp_path, 1, 1)[0]
+    saved = tmp_path / "saved"
+    (saved / "latest_checkpointed_iteration.txt").write_text("1")
+    resumed = train(tmp_path, 1, 1, "--load", saved, "--no-load-optim")
+    assert resumed[0]["first"] == 2
+    assert resumed[0]["begins"]["steps"] == 2 * batches.STEPS
+    assert resumed[0]["begins"] == json.loads((saved / "iter_0000001" / "daro.json").read_text())
+    last = check_steps(resumed, first=2 * batches.STEPS)[0]
+    before = [metrics for metrics in whole["logged"] if "difficulty/weight/1" in metrics][2 * batches.STEPS]
+    assert last["difficulty/weight/2"] == before["difficulty/weight/2"] != 1
