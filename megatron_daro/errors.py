@@ -36,6 +36,10 @@ class EngineError(DaroError):
     """A rollout engine failed, died or missed its deadline."""
 
 
+class RolloutError(DaroError):
+    """An environment returned what cannot be trained on, or failed again and again."""
+
+
 class RefusedError(EngineError):
     """A server answered that it will not do this (4xx). The same request fails again."""
 

@@ -95,6 +95,9 @@ class Rollout:
     it, or may have read its prompt. version_spans: (weight_version, number of response tokens) in order; empty means
     one span. routed_experts: int16 [prompt_length + R, layers, experts of a token], which experts the engine chose for
     each token that it read; -1 in the row of the last, which it did not read. None where it was not asked.
+    turns: of a conversation, (observed, generated) response tokens of each turn in order; empty where the whole
+    response is one answer of the model. Observed tokens are the environment's: loss_mask and log-prob are 0.
+    verdict: what the environment said; None where a verifier judges. The group keeps it, a record with the group.
     """
 
     prompt_id: str
@@ -110,11 +113,18 @@ class Rollout:
     text: str = ""
     version_spans: tuple[tuple[int, int], ...] = ()
     routed_experts: np.ndarray | None = None
+    turns: tuple[tuple[int, int], ...] = ()
+    verdict: Verdict | None = None
 
     @property
     def response_length(self) -> int:
-        """Number of response tokens."""
+        """Number of response tokens, observed ones included."""
         return len(self.tokens) - self.prompt_length
+
+    @property
+    def generated_length(self) -> int:
+        """Number of response tokens that the model generated."""
+        return self.response_length - sum(observed for observed, _ in self.turns)
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:

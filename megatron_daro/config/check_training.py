@@ -20,7 +20,7 @@ from megatron_daro.config.hardware import Hardware
 from megatron_daro.config.model_files import ModelFiles
 from megatron_daro.config.model_shape import ExpertShape, ModelShape
 from megatron_daro.config.problems import Problem, show
-from megatron_daro.config.sections import Config
+from megatron_daro.config.sections import Config, EnvironmentSection
 
 _PARQUET_MAGIC = b"PAR1"
 _NUMPY_SEEDS = 2**32
@@ -348,6 +348,7 @@ def run(config: Config) -> Iterator[Problem]:
         got = f"{', '.join(unread)} with reward.verifier {reward.verifier}, which would not use them"
         fix = "remove them, or hand them to the class by reward.options"
         yield Problem("reward.verifier", got, "reward.options only", fix, also=tuple(f"reward.{n}" for n in unread))
+    yield from _environment(config.environment)
     if optimizer.warmup_steps > trainer.steps:
         got = f"{optimizer.warmup_steps}, but the run has {trainer.steps} optimizer steps"
         fix = "lower it or raise trainer.steps"
@@ -359,6 +360,16 @@ def run(config: Config) -> Iterator[Problem]:
     if config.observe.wandb.enabled and importlib.util.find_spec("wandb") is None:
         fix = 'run pip install "megatron_daro[wandb]", or set observe.wandb.enabled=false'
         yield Problem("observe.wandb.enabled", "true without the package wandb", "true where it is installed", fix)
+
+
+def _environment(section: EnvironmentSection) -> Iterator[Problem]:
+    """Options belong to a class of the user's own, which is given the tokenizer by the run."""
+    if section.options and not section.is_own:
+        got = f"{', '.join(section.options)} with environment.kind {section.kind}"
+        also = ("environment.kind",)
+        yield Problem("environment.options", got, "options of module:Class only", "remove them", also=also)
+    if "tokenizer" in section.options:
+        yield Problem("environment.options", "tokenizer", "other names: the run fills this in", "remove it")
 
 
 FIRST_STAGE, LAST_STAGE = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"

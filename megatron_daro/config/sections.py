@@ -303,6 +303,24 @@ class RewardSection(Section):
         return ":" in self.verifier
 
 
+class EnvironmentSection(Section):
+    """What happens between a prompt and its verdict."""
+
+    kind: Annotated[str, OneOf(("single_turn",))] = "single_turn"
+    """single_turn: one answer, judged by reward.verifier; module:Class: an environment of your own, which asks the
+    model as often as it wants, shows it tokens in between and judges."""
+    options: dict[str, Any] = {}
+    """Options of an environment of your own: keyword arguments of its constructor."""
+    timeout_s: float = Field(default=300.0, ge=0.01, le=1e6)
+    """Longest time that one conversation may spend outside the engine and the verifiers, in seconds, 0.01 to 1e6; then
+    it is ended, counted and begun again."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether `kind` is module:Class."""
+        return ":" in self.kind
+
+
 class TrainerSection(Section):
     """The run."""
 
@@ -387,6 +405,8 @@ class Config(Section):
     """The policy under training."""
     engine: EngineSection = EngineSection()
     """The rollout engine."""
+    environment: EnvironmentSection = EnvironmentSection()
+    """What happens between a prompt and its verdict."""
     reward: RewardSection = RewardSection()
     """The verifier."""
     trainer: TrainerSection = TrainerSection()

@@ -35,7 +35,7 @@ from megatron_daro.config.sections import RolloutSection
 from megatron_daro.errors import DaroError
 from megatron_daro.rollout.deadlines import Deadlines, first_cause
 from megatron_daro.rollout.ledger import Ledger
-from megatron_daro.rollout.protocol import Engine, Notices, PromptSource
+from megatron_daro.rollout.protocol import Notices, PromptSource, Rollouter
 from megatron_daro.rollout.rollouter import PartialGroup, Pending, RolloutCollector, admit
 from megatron_daro.types import Group, GroupRequest, Rollout
 
@@ -104,13 +104,13 @@ class PartialBatch:
 class RolloutContext:
     """What groups are made of.
 
-    section: the configuration's rollout section. engine: generates. source: gives prompts. ledger: the books.
-    collector: takes answers in and has them verified. notices: told about dropped groups. max_attempts: times that a
-    group's missing rollouts are requested before the group is dropped.
+    section: the configuration's rollout section. rollouter: generates and scores. source: gives prompts.
+    ledger: the books. collector: takes answers in and has them scored. notices: told about dropped groups.
+    max_attempts: times that a group's missing rollouts are requested before the group is dropped.
     """
 
     section: RolloutSection
-    engine: Engine
+    rollouter: Rollouter
     source: PromptSource
     ledger: Ledger
     collector: RolloutCollector
@@ -197,7 +197,7 @@ class Rounds:
 
     async def _generate(self, requests: Sequence[GroupRequest], pending: Mapping[int, Pending]) -> None:
         """One pass of the engine; answers are verified while others are still being generated."""
-        iterator = self._context.engine.generate(requests)
+        iterator = self._context.rollouter.generate(requests)
         try:
             async with asyncio.TaskGroup() as scoring:
                 while (rollouts := await self._next(iterator, len(requests))) is not None:
@@ -307,7 +307,7 @@ class EarlyFill:
                 return
             if attempt > 0:
                 self._context.ledger.retry(group_id)
-            iterator = self._context.engine.generate([self._context.collector.request(group_id, entry)])
+            iterator = self._context.rollouter.generate([self._context.collector.request(group_id, entry)])
             try:
                 # No deadline of its own: it may wait behind others. `_next_end` waits for the next of them all.
                 async for rollouts in iterator:
@@ -341,7 +341,7 @@ class EarlyFill:
         """Abort what is in flight, since the batch is full. Groups that were about to end are surplus."""
         flight.stopping = True
         what = f"{len(flight.tasks)} unfinished groups"
-        await self._context.deadlines.within("abort", self._context.engine.abort(sorted(flight.entries)), what=what)
+        await self._context.deadlines.within("abort", self._context.rollouter.abort(sorted(flight.entries)), what=what)
         _, late = await asyncio.wait(flight.tasks, timeout=self._context.deadlines.abort)
         scoring = {task for task in late if flight.entries[flight.tasks[task]].unscored}
         if scoring:  # All that is left of it is verification, which has its own deadline.
@@ -366,7 +366,7 @@ class EarlyFill:
         flight.stopping = True
         ids = sorted(flight.entries)
         try:
-            await self._context.deadlines.within("abort", self._context.engine.abort(ids), what=f"{len(ids)} groups")
+            await self._context.deadlines.within("abort", self._context.rollouter.abort(ids), what=f"{len(ids)} groups")
         except DaroError as error:
             self._context.notices.warn(f"{len(ids)} groups could not be aborted: {error}")
         finally:

@@ -32,8 +32,9 @@ def _list(kind: pa.DataType) -> pa.DataType:
 
 
 _SPAN = pa.struct([pa.field("weight_version", pa.int64(), False), pa.field("tokens", pa.int64(), False)])
+_TURN = pa.struct([pa.field("observed", pa.int64(), False), pa.field("generated", pa.int64(), False)])
 _RESPONSE_LISTS = ("tokens", "logprobs", "loss_mask")
-LATER = ("routed_experts", "routed_layers")
+LATER = ("routed_experts", "routed_layers", "turns")
 """Columns that older files do not have; there they are null."""
 _REPEATED = (
     *("used", "prompt_id", "source", "category", "prompt", "messages", "answer", "alternatives"),
@@ -67,6 +68,7 @@ SCHEMA = pa.schema(
         pa.field("lone_surrogates", pa.string()),
         pa.field("routed_experts", _list(pa.int16())),
         pa.field("routed_layers", pa.int32()),
+        pa.field("turns", _list(_TURN)),
     ]
 )
 """The columns; docs/data.md says what each holds."""
@@ -136,6 +138,10 @@ def encode(groups: Sequence[RecordedGroup]) -> pa.RecordBatch:
         "weight_version": _of(rollouts, lambda r: r.weight_version),
         "version_spans": [
             [{"weight_version": version, "tokens": count} for version, count in (r.version_spans if r else ())]
+            for r in rollouts
+        ],
+        "turns": [
+            [{"observed": seen, "generated": made} for seen, made in r.turns] if r and r.turns else None
             for r in rollouts
         ],
         "correct": _of(verdicts, lambda v: v.correct),
@@ -235,6 +241,9 @@ def _rollout(row: dict[str, Any], prompt: Prompt, prefix: np.ndarray) -> Rollout
         raise ValueError(f"rollout {row['index']}: tokens, logprobs or loss_mask are not {length} long")
     if row["finish_reason"] not in get_args(FinishReason):
         raise ValueError(f"finish_reason is {row['finish_reason']!r}; allowed: {', '.join(get_args(FinishReason))}")
+    turns = tuple((turn["observed"], turn["generated"]) for turn in row["turns"] or ())
+    if turns and sum(map(sum, turns)) != length:
+        raise ValueError(f"rollout {row['index']}: the turns {turns} are not {length} tokens long")
     return Rollout(
         prompt_id=prompt.id,
         group_id=row["group_id"],
@@ -249,6 +258,7 @@ def _rollout(row: dict[str, Any], prompt: Prompt, prefix: np.ndarray) -> Rollout
         text=row["text"],
         version_spans=tuple((span["weight_version"], span["tokens"]) for span in row["version_spans"]),
         routed_experts=_experts(row, len(prefix) + length),
+        turns=turns,
     )
 
 

@@ -46,6 +46,44 @@ class Engine(Protocol):
         ...
 
 
+class Rollouter(Protocol):
+    """Takes groups from their prompts to scored rollouts; `SingleTurn` and `Conversations` do.
+
+    continues_partial: whether rollouts go on from `partial` of a request; else what an abort left is thrown away.
+    """
+
+    continues_partial: bool
+
+    def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
+        """As `Engine.generate`, where a rollout may be a whole conversation. Raises EngineError, RolloutError."""
+        ...
+
+    async def abort(self, group_ids: Collection[int] | None = None) -> None:
+        """As `Engine.abort`."""
+        ...
+
+    async def score(self, rollouts: Sequence[tuple[Rollout, Prompt]]) -> list[Verdict]:
+        """Return one verdict per finished rollout, in order. Raises RewardError."""
+        ...
+
+    @property
+    def failed_verifier_starts(self) -> int:
+        """Starts of verifier processes that failed and were tried again."""
+        ...
+
+    def counters(self) -> dict[str, int]:
+        """Return metric key -> count since the run began; empty where nothing beside the engine can fail."""
+        ...
+
+    def load_counters(self, counters: Mapping[str, int]) -> None:
+        """Go on from counts of a checkpoint; keys of others are among them."""
+        ...
+
+    async def close(self) -> None:
+        """Release what it has beside the engine and the verifiers. May be called twice."""
+        ...
+
+
 class Scorer(Protocol):
     """Verifies answers; the reward pool is one."""
 

@@ -1,4 +1,4 @@
-"""From prompt to scored group: groups under way, what counts of an engine's answers, and their verdicts.
+"""From prompt to scored group: one turn each, groups under way, what counts of the answers, and their verdicts.
 
 Holds no books: the ledger does.
 
@@ -23,7 +23,7 @@ come late or twice, and those whose columns do not fit; it decides nothing about
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,7 +32,7 @@ from megatron_daro.errors import DataError, DeadlineError, EngineError, RewardEr
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.group_columns import RecordedGroup
 from megatron_daro.rollout.ledger import Ledger
-from megatron_daro.rollout.protocol import Notices, PhaseTimer, PromptSource, Scorer
+from megatron_daro.rollout.protocol import Engine, Notices, PhaseTimer, PromptSource, Rollouter, Scorer
 from megatron_daro.types import Group, GroupRequest, Prompt, Rollout, SamplingParams, Verdict
 
 
@@ -51,6 +51,43 @@ async def judge(scorer: Scorer, answers: Sequence[tuple[str, Prompt]]) -> list[V
     found = iter(verdicts)
     each = [[next(found) for _ in prompt.answers] for _, prompt in answers]
     return [next((one for one in of_golds if one.correct), of_golds[0]) for of_golds in each]
+
+
+class SingleTurn:
+    """The Rollouter of one answer a rollout, which the verifiers judge."""
+
+    continues_partial = True
+
+    def __init__(self, engine: Engine, scorer: Scorer) -> None:
+        """Start nothing."""
+        self._engine, self._scorer = engine, scorer
+
+    def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
+        """Return the engine's own iterator."""
+        return self._engine.generate(requests)
+
+    async def abort(self, group_ids: Collection[int] | None = None) -> None:
+        """Stop these groups (None: all)."""
+        await self._engine.abort(group_ids)
+
+    async def score(self, rollouts: Sequence[tuple[Rollout, Prompt]]) -> list[Verdict]:
+        """Have the texts verified. Raises RewardError: a verdict is missing."""
+        return await judge(self._scorer, [(rollout.text, prompt) for rollout, prompt in rollouts])
+
+    @property
+    def failed_verifier_starts(self) -> int:
+        """Starts of verifier processes that failed and were tried again."""
+        return self._scorer.failed_starts
+
+    def counters(self) -> dict[str, int]:
+        """Count nothing: there is nothing between engine and verifiers that fails."""
+        return {}
+
+    def load_counters(self, counters: Mapping[str, int]) -> None:
+        """Take nothing over."""
+
+    async def close(self) -> None:
+        """End nothing: engine and scorer belong to the run."""
 
 
 @dataclass(slots=True)
@@ -112,8 +149,8 @@ class PartialGroup:
 
     @property
     def response_tokens(self) -> int:
-        """Response tokens so far."""
-        return sum(r.response_length for r in (*self.finished.rollouts, *self.unfinished))
+        """Generated tokens so far."""
+        return sum(r.generated_length for r in (*self.finished.rollouts, *self.unfinished))
 
     def pending(self) -> Pending:
         """Return the same, to be completed."""
@@ -168,7 +205,7 @@ class RolloutCollector:
         self,
         ledger: Ledger,
         *,
-        scorer: Scorer,
+        rollouter: Rollouter,
         sampling: SamplingParams,
         rollouts_per_prompt: int,
         deadlines: Deadlines,
@@ -182,7 +219,7 @@ class RolloutCollector:
         self.groups_aborted = 0
         self.groups_resumed = 0
         self._ledger = ledger
-        self._scorer = scorer
+        self._rollouter = rollouter
         self._sampling = sampling
         self._deadlines = deadlines
         self._phases = phases
@@ -191,7 +228,7 @@ class RolloutCollector:
     @property
     def failed_verifier_starts(self) -> int:
         """Starts of verifier processes that failed and were tried again."""
-        return self._scorer.failed_starts
+        return self._rollouter.failed_verifier_starts
 
     def request(self, group_id: int, entry: Pending) -> GroupRequest:
         """Return a request for all that is missing of a group, at its current attempt, with what is there in part."""
@@ -222,7 +259,7 @@ class RolloutCollector:
                 continue
             if rollout.group_id not in prompts:
                 prompts[rollout.group_id] = np.array(entry.prompt.tokens, dtype=np.int32)
-            _check_shape(rollout, prompts[rollout.group_id])
+            check_shape(rollout, prompts[rollout.group_id])
             if aborted:
                 self._hold(rollout, entry)
             else:
@@ -233,10 +270,10 @@ class RolloutCollector:
 
     async def score(self, rollouts: Sequence[Rollout], pending: Mapping[int, Pending]) -> None:
         """Verify finished rollouts of one group. Raises RewardError if a verdict is missing, DeadlineError."""
-        answers = [(rollout.text, pending[rollout.group_id].prompt) for rollout in rollouts]
+        answers = [(rollout, pending[rollout.group_id].prompt) for rollout in rollouts]
         with self._phases.measure("reward"):
             verdicts = await self._deadlines.within(
-                "score", judge(self._scorer, answers), what=f"group {rollouts[0].group_id}"
+                "score", self._rollouter.score(answers), what=f"group {rollouts[0].group_id}"
             )
         for rollout, verdict in zip(rollouts, verdicts, strict=True):
             pending[rollout.group_id].verdicts[rollout.index] = verdict
@@ -259,14 +296,15 @@ class RolloutCollector:
         """Keep what an abort left, if one can go on from there."""
         earlier = entry.partial.pop(rollout.index, None)
         self._count(rollout, earlier)
-        if 0 < rollout.response_length < self._sampling.max_new_tokens:
+        room = self._sampling.max_new_tokens - rollout.response_length
+        if self._rollouter.continues_partial and rollout.response_length and room > 0:
             entry.partial[rollout.index] = rollout
         else:
-            self.aborted_tokens += rollout.response_length
+            self.aborted_tokens += rollout.generated_length
 
     def _count(self, rollout: Rollout, earlier: Rollout | None) -> None:
         """Count a rollout: one that goes on from an earlier part counts it once, one that began anew throws it away."""
-        self.fresh_tokens += rollout.response_length
+        self.fresh_tokens += rollout.generated_length
         if earlier is None:
             return
         if rollout.continues(earlier):
@@ -275,8 +313,12 @@ class RolloutCollector:
             self.aborted_tokens += earlier.response_length
 
 
-def _check_shape(rollout: Rollout, prompt: np.ndarray) -> None:
-    """Return an engine that cuts or shifts its answers would train the wrong tokens without a sound."""
+def check_shape(rollout: Rollout, prompt: np.ndarray) -> None:
+    """Reject columns that are not aligned: an engine that cuts or shifts its answers would train the wrong tokens.
+
+    Raises:
+        EngineError: the first tokens are not the prompt, or a column has another length than the response.
+    """
     lengths = {"logprobs": len(rollout.logprobs), "loss_mask": len(rollout.loss_mask)}
     wrong = [f"{name} has {n}" for name, n in lengths.items() if n != rollout.response_length]
     if rollout.routed_experts is not None and len(rollout.routed_experts) != len(rollout.tokens):

@@ -58,6 +58,7 @@ class Sampler:
         self._source = context.source
         self._notices = context.notices
         self._collector = context.collector
+        self._rollouter = context.rollouter
         self._filler = filler
         self._kept_bins = kept_bins
         self._max_lag = context.section.max_staleness * updates_per_batch
@@ -104,6 +105,7 @@ class Sampler:
         self._collector.aborted_tokens = int(counters.get(_ABORTED_TOKENS, 0))
         self._collector.groups_aborted = int(counters.get(_ABORTED, 0))
         self._collector.groups_resumed = int(counters.get(_RESUMED, 0))
+        self._rollouter.load_counters(counters)
 
     def stale(self, groups: Sequence[Group], version: int) -> tuple[Group, ...]:
         """Those whose weights are more than `max_staleness` batches behind this weight version."""
@@ -222,4 +224,5 @@ class Sampler:
             _ABORTED: self._collector.groups_aborted,
             _RESUMED: self._collector.groups_resumed,
             _ABORTED_TOKENS: self._collector.aborted_tokens,
+            **self._rollouter.counters(),
         }

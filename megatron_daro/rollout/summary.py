@@ -38,7 +38,7 @@ def update_metrics(
 
 
 def sample_metrics(batch: SampledBatch, rollouts_per_prompt: int) -> dict[str, float]:
-    """Accuracy, reward and response lengths over every complete group that was sampled for the batch.
+    """Accuracy, reward and generated tokens over every complete group that was sampled for the batch.
 
     Filtered groups count: without them, dynamic sampling would push the accuracy towards one half.
 
@@ -53,7 +53,7 @@ def sample_metrics(batch: SampledBatch, rollouts_per_prompt: int) -> dict[str, f
     seen = [g for g in (*batch.groups, *batch.filtered, *batch.dropped) if len(g.rollouts) == rollouts_per_prompt]
     rollouts = [rollout for group in seen for rollout in group.rollouts]
     verdicts = [verdict for group in seen for verdict in group.verdicts]
-    lengths = [rollout.response_length for rollout in rollouts]
+    lengths = [rollout.generated_length for rollout in rollouts]
     metrics = {
         "accuracy/mean": _mean(verdict.correct for verdict in verdicts),
         "reward/mean": _mean(verdict.reward for verdict in verdicts),

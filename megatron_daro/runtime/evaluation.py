@@ -1,6 +1,6 @@
-"""Accuracy on held-out problems while a run trains: the engine answers, the verifiers judge, metrics come back.
+"""Accuracy on held-out problems while a run trains: answered and judged as in training, metrics come back.
 
-Called by the controller; uses the run's own engine and scorer. It trains nothing and writes
+Called by the controller; uses the run's own rollouter. It trains nothing and writes
 nothing. `megatron-daro eval` measures more, and keeps what it measures: workshop/evaluate/measuring.py.
 """
 
@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_daro.data.template import HeldOut
-from megatron_daro.rollout.protocol import Engine, Scorer
-from megatron_daro.rollout.rollouter import judge
+from megatron_daro.rollout.protocol import Rollouter
 from megatron_daro.rollout.summary import pass_at_k
 from megatron_daro.types import GroupRequest, Rollout, SamplingParams
 
@@ -26,8 +25,7 @@ class Evaluator:
     def __init__(
         self,
         sets: Sequence[HeldOut],
-        engine: Engine,
-        scorer: Scorer,
+        rollouter: Rollouter,
         *,
         max_response_tokens: int,
         stop_token_ids: tuple[int, ...],
@@ -37,7 +35,7 @@ class Evaluator:
         """Args: beside: answers asked for at once, for an evaluation beside generation; 0: it has the engine for
         itself. warn: tells a person."""
         self._beside, self._warn = beside, warn
-        self._sets, self._engine, self._scorer = sets, engine, scorer
+        self._sets, self._rollouter = sets, rollouter
         self._max_tokens, self._stop = max_response_tokens, stop_token_ids
 
     async def evaluate(self, step: int) -> Mapping[str, float]:
@@ -60,16 +58,17 @@ class Evaluator:
         prompts = {first_id - len(self._sets) * i: prompt for i, prompt in enumerate(held_out.prompts)}
         indices = tuple(range(section.rollouts_per_prompt))
         requests = [GroupRequest(i, 0, prompt, indices, sampling) for i, prompt in prompts.items()]
-        rollouts = await (self._of_version(requests, step) if self._beside else self._all(requests))
+        rollouts = await (self._of_version(requests, step) if self._beside else self._finished(requests))
         if not rollouts:
+            why = "servers were started again and have newer weights; " if self._beside else ""
             self._warn(
-                f"evaluation of {section.name} after step {step}: servers were started again and have newer weights; "
-                f"some answers of that version are missing after {_ROUNDS} tries, so its metrics are left out"
+                f"evaluation of {section.name} after step {step}: {why}some answers of that version are missing after "
+                f"{_ROUNDS} tries, so its metrics are left out"
             )
             return {}
         rollouts.sort(key=lambda rollout: (-rollout.group_id, rollout.index))
-        texts = [(held_out.verified_text(r.text), prompts[r.group_id]) for r in rollouts]
-        verdicts = await judge(self._scorer, texts)
+        asked = [(replace(r, text=held_out.verified_text(r.text)), prompts[r.group_id]) for r in rollouts]
+        verdicts = await self._rollouter.score(asked)
         right: dict[int, int] = defaultdict(int)
         for rollout, verdict in zip(rollouts, verdicts, strict=True):
             right[rollout.group_id] += verdict.correct
@@ -83,9 +82,24 @@ class Evaluator:
 
     async def _all(self, requests: Sequence[GroupRequest]) -> list[Rollout]:
         rollouts: list[Rollout] = []
-        async for finished in self._engine.generate(requests):
+        async for finished in self._rollouter.generate(requests):
             rollouts += finished
         return rollouts
+
+    async def _finished(self, requests: Sequence[GroupRequest]) -> list[Rollout]:
+        """Return every answer; a conversation that failed is begun again. Nothing where one fails each time."""
+        rollouts: list[Rollout] = []
+        for attempt in range(_ROUNDS):
+            there = {(one.group_id, one.index) for one in rollouts}
+            left = [
+                replace(r, attempt=attempt, indices=tuple(i for i in r.indices if (r.group_id, i) not in there))
+                for r in requests
+            ]
+            left = [request for request in left if request.indices]
+            if not left:
+                break
+            rollouts += [one for one in await self._all(left) if one.finish_reason != "abort"]
+        return rollouts if len(rollouts) == sum(len(request.indices) for request in requests) else []
 
     async def _of_version(self, requests: Sequence[GroupRequest], version: int) -> list[Rollout]:
         """Return answers of this version of the weights, asked for a few at a time so that generation keeps its share

@@ -166,7 +166,7 @@ async def drive(config: Config, algorithm: Algorithm, driven: Driven, observers:
             recorder=parts.recorder(config),
             evaluations=_evaluations(config, made, observers, placement.deadlines),
             export=hf_export.writer(config.trainer, policy, observers.progress),
-            closers={"verifiers": made.scorer.close} if made else {},
+            closers={"verifiers": made.scorer.close, "environment": made.rollouter.close} if made else {},
             identity=_identity(config),
             deadlines=placement.deadlines,
             colocation=parts.colocation(policy, made, placement, observers.progress),

@@ -29,11 +29,13 @@ from megatron_daro.observe import logs
 from megatron_daro.observe.progress import Progress
 from megatron_daro.observe.trace import Phases
 from megatron_daro.rollout.batch_filler import EarlyFill, RolloutContext, Rounds
+from megatron_daro.rollout.conversations import Conversations
 from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.rollout.environment import make_environment
 from megatron_daro.rollout.ledger import Ledger
-from megatron_daro.rollout.protocol import Notices
+from megatron_daro.rollout.protocol import Notices, Rollouter
 from megatron_daro.rollout.recorder import Recorder
-from megatron_daro.rollout.rollouter import RolloutCollector
+from megatron_daro.rollout.rollouter import RolloutCollector, SingleTurn
 from megatron_daro.rollout.sampler import Sampler
 from megatron_daro.runtime.engine_group import EngineGroup
 from megatron_daro.runtime.evaluation import Evaluator
@@ -66,6 +68,7 @@ class Generation:
 
     engine: RunEngine
     scorer: Verdicts
+    rollouter: Rollouter
     sampler: Sampler
     evaluator: Evaluator | None
 
@@ -142,9 +145,10 @@ def generation_with(
 ) -> Generation:
     """Return the same, with an engine and a scorer that are there. limits: of every wait."""
     rollout, ledger = config.rollout, Ledger()
+    rollouter = rollouter_of(config, inputs.tokenizer, engine, scorer, progress)
     collector = RolloutCollector(
         ledger,
-        scorer=scorer,
+        rollouter=rollouter,
         sampling=_sampling(config, inputs),
         rollouts_per_prompt=rollout.rollouts_per_prompt,
         deadlines=limits,
@@ -153,7 +157,7 @@ def generation_with(
     )
     context = RolloutContext(
         section=rollout,
-        engine=engine,
+        rollouter=rollouter,
         source=inputs.prompts,
         ledger=ledger,
         collector=collector,
@@ -169,14 +173,32 @@ def generation_with(
     )
     evaluator = Evaluator(
         inputs.held_out,
-        engine,
-        scorer,
+        rollouter,
         max_response_tokens=rollout.max_response_tokens,
         stop_token_ids=inputs.stop,
         beside=_BESIDE_OF_SERVER * _servers(config.engine) if evaluates_beside(config) else 0,
         warn=progress.warn,
     )
-    return Generation(engine, scorer, sampler, evaluator if inputs.held_out else None)
+    return Generation(engine, scorer, rollouter, sampler, evaluator if inputs.held_out else None)
+
+
+def rollouter_of(
+    config: Config, tokenizer: PreTrainedTokenizerBase, engine: RunEngine, scorer: Verdicts, notices: Notices
+) -> Rollouter:
+    """Return what takes groups from prompts to scored rollouts. Raises ConfigError: the environment cannot be made."""
+    if not config.environment.is_own:
+        return SingleTurn(engine, scorer)
+    return Conversations(
+        config.environment,
+        make_environment(config.environment, tokenizer),
+        engine,
+        scorer,
+        reward=config.reward,
+        decode=response_decoder(tokenizer),
+        vocabulary=read_model_shape(config.model.path).vocab,
+        together=config.engine.kind == "embedded",
+        notices=notices,
+    )
 
 
 def evaluates_beside(config: Config) -> bool:

@@ -30,6 +30,7 @@ from megatron_daro.observe import logs
 from megatron_daro.observe.progress import Progress
 from megatron_daro.reward.factory import own_verifier_class
 from megatron_daro.reward.pool import RewardPool
+from megatron_daro.rollout.environment import environment_class
 from megatron_daro.rollout.protocol import Notices
 from megatron_daro.rollout.replay import ReplaySource
 from megatron_daro.runtime import hf_export, restart_audit
@@ -193,6 +194,8 @@ def check_start(config: Config, *, resume: bool, generates: bool) -> None:
         own_engine_class(config.engine.kind, {"model_path": config.model.path, **config.engine.own_arguments})
     if generates and config.reward.is_own:
         _make_own_verifier(config.reward)
+    if generates and config.environment.is_own:
+        environment_class(config.environment)
     if generates and config.engine.kind == "sglang":
         check_environments(config.engine.sglang)
         if config.engine.sglang.urls:

@@ -77,6 +77,7 @@ actor.fp8_recipe actor.fp8_format actor.num_layers_at_start_in_bf16 actor.num_la
 engine.seed engine.sglang.pause
 reward.verifier reward.timeout_s reward.memory_mib reward.strict reward.marker reward.correct_reward
 reward.incorrect_reward reward.refuse_restated reward.options
+environment.kind environment.options environment.timeout_s
 trainer.steps trainer.on_nonfinite
 """
 # What is trained or measured: in effect from the resumed step on, so the run is not the one that was begun.

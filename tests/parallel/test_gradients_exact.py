@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import megatron_tasks
 import numpy as np
 import pytest
@@ -232,3 +234,43 @@ def test_gradients_of_other_forms_of_daro(rank_pool, model, form, layout):
     )
     assert relative_difference(merged(results), want) < 1e-5
     assert all(result["policy_loss"] == pytest.approx(loss, rel=1e-5, abs=1e-7) for result in results)
+
+
+def batch_of_conversations():
+    """random_batch with an observation in the middle of each response that has room for one: three tokens that are not
+    trained and have no log-prob, as megatron_daro.rollout.environment makes them."""
+    batch = random_batch()
+    mask, old = np.ones_like(batch.loss_mask_R), batch.old_logprobs_R.copy()
+    ends = np.cumsum(batch.response_lengths_N)
+    for end, length in zip(ends, batch.response_lengths_N, strict=True):
+        if length >= 5:
+            observed = slice(end - length + length // 2 - 1, end - length + length // 2 + 2)
+            mask[observed], old[observed] = 0, 0.0
+    assert 0.7 < mask.mean() < 0.9
+    return replace(batch, loss_mask_R=mask, old_logprobs_R=old, rollout_logprobs_R=old * mask)
+
+
+TURN_CASES = [
+    *(("tp2_pp2", "daro"), ("cp2_dp2", "daro"), ("tp2_cp2", "grpo")),
+    *(
+        pytest.param(layout, "daro", marks=pytest.mark.heavy)
+        for layout in LAYOUTS
+        if layout not in ("tp2_pp2", "cp2_dp2")
+    ),
+]
+
+
+@pytest.mark.parametrize(("layout", "algorithm"), TURN_CASES)
+def test_gradients_with_observations_between_turns_are_exact(rank_pool, model, layout, algorithm):
+    directory, hf = model
+    batch = batch_of_conversations()
+    _, _, want = reference_gradients(hf, batch, algorithm)
+    results = rank_pool.run(
+        megatron_tasks.gradients,
+        layouts()[layout],
+        path=directory,
+        batch=batch,
+        num_micro_batches=4,
+        algorithm={"name": algorithm},
+    )
+    assert relative_difference(merged(results), want) < 1e-5

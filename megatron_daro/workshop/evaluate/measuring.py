@@ -214,7 +214,14 @@ def configuration(
     }
     measured |= {"engine.kind": "sglang"} if model.urls else {}
     fixed = [f"{path}={json.dumps(value)}" for path, value in measured.items()]
-    return resolve_tree(tree, [*overrides, *fixed], source=source)
+    config = resolve_tree(tree, [*overrides, *fixed], source=source)
+    if config.environment.is_own:
+        raise ConfigError(
+            f"environment.kind: got {config.environment.kind}; allowed: single_turn, since {source} measures single "
+            "answers; fix: evaluate in the run, with data.eval and trainer.eval_every_steps, or set "
+            "environment.kind=single_turn to measure single answers"
+        )
+    return config
 
 
 UNDER_WAY = 256

@@ -131,6 +131,10 @@ def test_a_run_is_no_checkpoint_and_names_its_own(plans, tmp_path, capsys, given
             "--samples: got 2 for mine at temperature 0, which would all be equal",
         ),
         (["--urls", "http://127.0.0.1:1", "--set", "mine={problems}"], "--urls: http://127.0.0.1:1 does not answer"),
+        (
+            ["environment.kind=my:Game", "--hf", "{model}", "--set", "mine={problems}"],
+            "environment.kind: got my:Game; allowed: single_turn, since eval measures single answers",
+        ),
         (["rollout.max_tokens=3", "--hf", "{model}", "--set", "mine={problems}"], "rollout.max_tokens"),
     ],
 )

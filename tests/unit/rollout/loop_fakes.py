@@ -31,7 +31,7 @@ from megatron_daro.rollout.batch_filler import EarlyFill, RolloutContext, Rounds
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.ledger import Ledger
 from megatron_daro.rollout.recorder import Recorder
-from megatron_daro.rollout.rollouter import RolloutCollector
+from megatron_daro.rollout.rollouter import RolloutCollector, SingleTurn
 from megatron_daro.rollout.sampler import Sampler
 from megatron_daro.sync.plan import SendReport
 from megatron_daro.types import Prompt, Rollout, SamplingParams, StepResult, Verdict
@@ -332,11 +332,12 @@ def make_sampler(engine, source, progress, phases, *, rollout=None, order_seed=0
     filling_class = EarlyFill if options.pop("finish_early", False) else Rounds
     shared = {"deadlines": options.pop("deadlines", FAST), "notices": progress}
     scorer, size = options.pop("scorer", None) or FakeScorer(order_seed), section.rollouts_per_prompt
+    rollouter = options.pop("rollouter", None) or SingleTurn(engine, scorer)
     collector = RolloutCollector(
-        ledger, scorer=scorer, sampling=SamplingParams(), rollouts_per_prompt=size, phases=phases, **shared
+        ledger, rollouter=rollouter, sampling=SamplingParams(), rollouts_per_prompt=size, phases=phases, **shared
     )
     context = RolloutContext(
-        section=section, engine=engine, source=source, ledger=ledger, collector=collector, **shared
+        section=section, rollouter=rollouter, source=source, ledger=ledger, collector=collector, **shared
     )
     return Sampler(context, filling_class(context), kept_bins=kept_bins, updates_per_batch=updates, **options)
 

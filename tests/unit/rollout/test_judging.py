@@ -19,7 +19,7 @@ from megatron_daro.reward.base import VerifierSpec
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.ledger import Ledger
-from megatron_daro.rollout.rollouter import Pending, RolloutCollector, judge
+from megatron_daro.rollout.rollouter import Pending, RolloutCollector, SingleTurn, judge
 from megatron_daro.runtime.evaluation import Evaluator, HeldOut
 from megatron_daro.types import Prompt, SamplingParams
 
@@ -60,7 +60,7 @@ def test_training_takes_any_of_the_golds():
     with RewardPool("exact", workers=0) as pool:
         collector = RolloutCollector(
             Ledger(),
-            scorer=pool,
+            rollouter=SingleTurn(None, pool),
             sampling=SamplingParams(),
             rollouts_per_prompt=2,
             deadlines=Deadlines(),
@@ -81,7 +81,7 @@ def test_evaluation_takes_any_of_the_golds():
 
     sets = [HeldOut(EvalSet(name="digits", path=Path("x")), (prompt("1", "2"), prompt("2"), prompt("1", "3")))]
     with RewardPool("exact", workers=0) as pool:
-        evaluator = Evaluator(sets, Engine(), pool, max_response_tokens=8, stop_token_ids=(1,))
+        evaluator = Evaluator(sets, SingleTurn(Engine(), pool), max_response_tokens=8, stop_token_ids=(1,))
         assert asyncio.run(evaluator.evaluate(0)) == {"eval/digits/accuracy": 2 / 3}
 
 
@@ -98,5 +98,7 @@ def test_several_answers_to_a_problem_give_pass_at_k():
 
     sets = [HeldOut(EvalSet(name="d", path=Path("x"), rollouts_per_prompt=4), (prompt("2"), prompt("3"), prompt("4")))]
     with RewardPool("exact", workers=0) as pool:
-        found = asyncio.run(Evaluator(sets, Engine(), pool, max_response_tokens=8, stop_token_ids=(1,)).evaluate(0))
+        found = asyncio.run(
+            Evaluator(sets, SingleTurn(Engine(), pool), max_response_tokens=8, stop_token_ids=(1,)).evaluate(0)
+        )
     assert found == pytest.approx({"eval/d/accuracy": 5 / 12, "eval/d/pass_at/2": 0.5, "eval/d/pass_at/4": 2 / 3})

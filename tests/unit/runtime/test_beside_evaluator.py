@@ -11,6 +11,7 @@ import numpy as np
 from megatron_daro.config.sections import EvalSet
 from megatron_daro.data.template import HeldOut
 from megatron_daro.reward.pool import RewardPool
+from megatron_daro.rollout.rollouter import SingleTurn
 from megatron_daro.runtime.evaluation import Evaluator
 from megatron_daro.types import Prompt, Rollout
 
@@ -40,7 +41,9 @@ def evaluated(servers: Servers, said: list[str]) -> dict[str, float]:
     prompts = tuple(Prompt(str(d), str(d), "", text="x", tokens=(1,)) for d in range(10))
     sets = [HeldOut(EvalSet(name="digits", path=Path("x"), rollouts_per_prompt=2, temperature=1.0), prompts)]
     with RewardPool("exact", workers=0) as pool:
-        one = Evaluator(sets, servers, pool, max_response_tokens=8, stop_token_ids=(1,), beside=6, warn=said.append)
+        one = Evaluator(
+            sets, SingleTurn(servers, pool), max_response_tokens=8, stop_token_ids=(1,), beside=6, warn=said.append
+        )
         return dict(asyncio.run(one.evaluate(3)))
 
 

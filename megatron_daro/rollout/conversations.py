@@ -1,0 +1,371 @@
+"""Many conversations at once: the Rollouter of an environment of a user's own.
+
+GroupRequest -> one `Conversation` for each rollout -> Rollout with its verdict. The user's coroutines run on an event
+loop in a thread of their own, so that one which blocks holds up neither the engine nor the loop of the run. Failed
+conversations are counted and come back as "abort". It refuses to wait for an environment without a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from megatron_daro.config.sections import EnvironmentSection, RewardSection
+from megatron_daro.errors import DaroError, EngineError, RolloutError
+from megatron_daro.rollout.environment import Conversation, Environment, OutOfRoomError, Surroundings, nothing_said
+from megatron_daro.rollout.protocol import Engine, Notices, Scorer
+from megatron_daro.rollout.rollouter import check_shape, judge
+from megatron_daro.types import GroupRequest, Prompt, Rollout, Verdict
+
+_GRACE_S = 5.0
+"""Time that an environment has to end once it is cancelled."""
+_MOST_FAILURES = 64
+"""Conversations that may fail one after the other; then the environment is broken, and not some of its tasks."""
+_RESTARTED, _FAILED, _TIMEOUTS = "environment/restarted", "environment/failed", "environment/timeouts"
+
+
+class _Call:
+    """The conversations of one `generate`, and what they ask of the engine. On the run's event loop.
+
+    together: whether the engine is asked once for all conversations that go on, each time all of them wait for it: an
+    engine that works on one batch at a time then gets whole ones, and the same ones each time.
+    """
+
+    def __init__(self, engine: Engine, scorer: Scorer, requests: Sequence[GroupRequest], *, together: bool) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.running: dict[Conversation, _Running] = {}
+        self.failure: asyncio.Future[None] = self.loop.create_future()
+        self.given_up: set[int] = set()
+        self.closing = False
+        self.group_ids = {request.group_id for request in requests}
+        self._engine, self._scorer, self._together = engine, scorer, together
+        self._live = sum(len(request.indices) for request in requests)
+        self._waiting: list[tuple[GroupRequest, asyncio.Future[Rollout]]] = []
+        self._asking: set[asyncio.Task[None]] = set()
+
+    async def ask(self, request: GroupRequest) -> Rollout:
+        """Return the engine's answer, finish reason "abort" where there is none."""
+        answer: asyncio.Future[Rollout] = self.loop.create_future()
+        self._waiting.append((request, answer))
+        if not self._together:
+            self._begin()
+        else:
+            self._begin_if_all_wait()
+        return await answer
+
+    async def verify(self, text: str, prompt: Prompt) -> Verdict:
+        """Return one verdict. What the verifiers raise ends the run."""
+        try:
+            return (await judge(self._scorer, [(text, prompt)]))[0]
+        except DaroError as error:
+            self.fail(error)
+            raise
+
+    def one_ended(self) -> None:
+        """Let the others wait for one conversation fewer."""
+        self._live -= 1
+        if self._together and not self.closing:
+            self._begin_if_all_wait()
+
+    def fail(self, error: Exception) -> None:
+        """End all conversations with this error, whatever they do with it."""
+        if not self.failure.done():
+            self.failure.set_exception(error)
+
+    async def close(self) -> None:
+        """End what is asked of the engine."""
+        for task in self._asking:
+            task.cancel()
+        await asyncio.gather(*self._asking, return_exceptions=True)
+        for _, answer in self._waiting:
+            answer.cancel()
+        if self.failure.done():
+            self.failure.exception()  # marks it as seen
+
+    def _begin_if_all_wait(self) -> None:
+        waiting = sum(not answer.done() for _, answer in self._waiting)
+        if waiting and waiting >= self._live:
+            self._begin()
+
+    def _begin(self) -> None:
+        asked = [(request, answer) for request, answer in self._waiting if not answer.done()]
+        self._waiting = []
+        task = asyncio.ensure_future(self._answer(asked))
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
+
+    async def _answer(self, asked: Sequence[tuple[GroupRequest, asyncio.Future[Rollout]]]) -> None:
+        asked = sorted(asked, key=lambda one: (one[0].group_id, one[0].attempt, one[0].indices))
+        answers = {(r.group_id, r.attempt, r.indices[0]): (r, answer) for r, answer in asked}
+        try:
+            async for rollouts in self._engine.generate(_merged([request for request, _ in asked])):
+                for one in rollouts:
+                    key = one.group_id, one.attempt, one.index
+                    if key not in answers:
+                        raise EngineError(f"engine answered group, attempt and rollout {key}, which was not asked for")
+                    request, answer = answers[key]
+                    check_shape(one, np.array(request.prompt.tokens, dtype=np.int32))
+                    if not answer.done():
+                        answer.set_result(one)
+        except Exception as error:  # whatever it is, all conversations end with it
+            self.fail(error)
+        for request, answer in asked:
+            if not answer.done():
+                answer.set_result(nothing_said(request))
+
+
+def _merged(requests: Sequence[GroupRequest]) -> list[GroupRequest]:
+    """Return the same with rollouts of one group that go on from equal tokens in one request."""
+    merged: dict[Any, list[GroupRequest]] = {}
+    for one in requests:
+        merged.setdefault((one.group_id, one.attempt, one.prompt.tokens, one.sampling), []).append(one)
+    return [replace(some[0], indices=tuple(one.indices[0] for one in some)) for some in merged.values()]
+
+
+class _EnvironmentThread:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, name="environments", daemon=True).start()
+
+    def close(self) -> None:
+        """Cancel what is left and end the loop, as soon as what it does lets it."""
+        self.loop.call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+        self.loop.call_soon(self.loop.stop)  # after the cancelled tasks had their turn
+
+
+class _Running:
+    """A coroutine on the environment's loop, seen from the run's. ended: its result, or what it raised."""
+
+    def __init__(self, thread: _EnvironmentThread, work: Callable[[], Coroutine[Any, Any, Rollout]], name: str) -> None:
+        self._loop, self._thread, self._name = asyncio.get_running_loop(), thread, name
+        self.ended: asyncio.Future[Rollout] = self._loop.create_future()
+        self._task: asyncio.Task[Rollout] | None = None
+        self._cancelled = False
+        thread.loop.call_soon_threadsafe(self._start, work)
+
+    def cancel(self) -> None:
+        """Cancel it. Where it does not end soon, `ended` is a RolloutError."""
+        if not self._cancelled and not self.ended.done():
+            self._cancelled = True
+            self._thread.loop.call_soon_threadsafe(self._cancel)
+            self._loop.call_later(_GRACE_S, self._give_up)
+
+    def _start(self, work: Callable[[], Coroutine[Any, Any, Rollout]]) -> None:
+        async def guarded() -> Rollout:
+            try:
+                return await work()
+            except (KeyboardInterrupt, SystemExit) as error:  # would end the thread for all
+                raise RuntimeError(f"{type(error).__name__} was raised") from error
+
+        if not self._cancelled:
+            self._task = self._thread.loop.create_task(guarded())
+            self._task.add_done_callback(self._report)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        else:  # it has not begun, and will not
+            self._loop.call_soon_threadsafe(self.ended.cancel)
+
+    def _report(self, task: asyncio.Task[Rollout]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._end, task)
+        except RuntimeError:  # the run's loop is closed: nobody asks any more
+            return
+
+    def _end(self, task: asyncio.Task[Rollout]) -> None:
+        if self.ended.done():
+            return
+        if task.cancelled():
+            self.ended.cancel()
+        elif error := task.exception():
+            self.ended.set_exception(error)
+            self.ended.exception()  # marks it as seen: nobody may be waiting any more
+        else:
+            self.ended.set_result(task.result())
+
+    def _give_up(self) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(
+                RolloutError(
+                    f"environment.kind: {self._name}: a conversation does not end {_GRACE_S:g} s after it was "
+                    "cancelled: it blocks its event loop, or catches CancelledError; fix: await what takes long, "
+                    "and let the error pass"
+                )
+            )
+            self.ended.exception()
+
+
+class Conversations:
+    """The Rollouter of an environment of the user's own."""
+
+    continues_partial = False
+
+    def __init__(
+        self,
+        section: EnvironmentSection,
+        environment: Environment,
+        engine: Engine,
+        scorer: Scorer,
+        *,
+        reward: RewardSection,
+        decode: Callable[[Sequence[int]], str],
+        vocabulary: int,
+        together: bool,
+        notices: Notices,
+    ) -> None:
+        """Start nothing.
+
+        Args:
+            section: the configuration's environment section. environment: of its class. engine: generates each turn.
+            scorer: of `Conversation.verify`. reward: what `Conversation.verdict` gives. decode: token ids -> text.
+            vocabulary: token ids are below it. together: whether the engine gets the turns of all conversations in
+            one call, as fits one that works on one batch at a time. notices: told about failures.
+        """
+        self._section, self._environment, self._engine, self._scorer = section, environment, engine, scorer
+        self._shared = Surroundings(section.kind, decode, vocabulary, reward)
+        self._together, self._notices = together, notices
+        self._thread: _EnvironmentThread | None = None
+        self._calls: set[_Call] = set()
+        self._counts = dict.fromkeys((_RESTARTED, _FAILED, _TIMEOUTS), 0)
+        self._failures_in_a_row = 0
+
+    async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
+        """Yield the conversations of each request once all have ended; those to be begun again are "abort".
+
+        Raises:
+            RolloutError: the environment returned what cannot be trained on, does not end, or failed 64 times in a
+            row. EngineError, RewardError.
+        """
+        self._thread = self._thread or _EnvironmentThread()
+        call = _Call(self._engine, self._scorer, requests, together=self._together)
+        self._calls.add(call)
+        tasks = {asyncio.create_task(self._group(call, request)) for request in requests}
+        waiting: set[asyncio.Future[Any]] = {*tasks, call.failure}
+        try:
+            while waiting != {call.failure}:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if call.failure in done:
+                    call.failure.result()
+                for task in done:
+                    yield task.result()
+        finally:
+            call.closing = True
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._calls.discard(call)
+            await call.close()
+
+    async def abort(self, group_ids: Collection[int] | None = None) -> None:
+        """End the conversations of these groups (None: all); they come back as "abort"."""
+        for call in self._calls:
+            call.given_up |= call.group_ids if group_ids is None else set(group_ids)
+            for conversation, running in list(call.running.items()):
+                if conversation.group_id in call.given_up:
+                    conversation.aborted = True
+                    running.cancel()
+        await self._engine.abort(group_ids)
+
+    async def score(self, rollouts: Sequence[tuple[Rollout, Prompt]]) -> list[Verdict]:
+        """Return what the environment said."""
+        verdicts = [rollout.verdict for rollout, _ in rollouts if rollout.verdict is not None]
+        assert len(verdicts) == len(rollouts), "every finished conversation has a verdict"
+        return verdicts
+
+    @property
+    def failed_verifier_starts(self) -> int:
+        """Starts of verifier processes that failed and were tried again."""
+        return self._scorer.failed_starts
+
+    def counters(self) -> dict[str, int]:
+        """Conversations that were begun again since the run began: all, those that failed, those that took too long."""
+        return dict(self._counts)
+
+    def load_counters(self, counters: Mapping[str, int]) -> None:
+        """Go on from the counts of a checkpoint."""
+        self._counts = {name: int(counters.get(name, 0)) for name in self._counts}
+
+    async def close(self) -> None:
+        """End the environments' thread. May be called twice."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.close()
+
+    async def _group(self, call: _Call, request: GroupRequest) -> tuple[Rollout, ...]:
+        tasks = [asyncio.ensure_future(self._converse(call, request, index)) for index in request.indices]
+        try:
+            return tuple(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _converse(self, call: _Call, request: GroupRequest, index: int) -> Rollout:
+        """Hold one conversation under its time limit."""
+        assert self._thread is not None
+        conversation = Conversation(request, index, call, self._shared)
+        if request.group_id in call.given_up:
+            call.one_ended()
+            return conversation.ended("abort")
+        running = _Running(self._thread, lambda: conversation.hold(self._environment), self._section.kind)
+        call.running[conversation] = running
+        try:
+            await self._until_end(conversation, running)
+        finally:
+            running.cancel()
+            await asyncio.wait({running.ended}, timeout=_GRACE_S)
+            call.running.pop(conversation, None)
+            call.one_ended()
+        return conversation.ended("abort") if call.failure.done() else self._outcome(conversation, running)
+
+    async def _until_end(self, conversation: Conversation, running: _Running) -> None:
+        while not running.ended.done():
+            left = self._section.timeout_s - conversation.own_s
+            if left <= 0 and not conversation.aborted:
+                conversation.timed_out = conversation.aborted = True
+                running.cancel()
+            await asyncio.wait({running.ended}, timeout=max(left, 0.05))
+
+    def _outcome(self, conversation: Conversation, running: _Running) -> Rollout:
+        """Return the finished rollout, or what there is of one that is to be begun again."""
+        if conversation.fault is not None:
+            raise conversation.fault
+        error = None if running.ended.cancelled() else running.ended.exception()
+        if isinstance(error, DaroError) and not isinstance(error, OutOfRoomError):
+            raise error
+        if not running.ended.cancelled() and error is None and not conversation.aborted:
+            self._failures_in_a_row = 0
+            return running.ended.result()
+        self._counts[_RESTARTED] += 1
+        if conversation.timed_out:
+            self._failed(_TIMEOUTS, f"took more than environment.timeout_s={self._section.timeout_s:g} s of its own")
+        elif not conversation.aborted:
+            text = f"{type(error).__name__}: {error}" if error else "CancelledError"
+            self._failed(_FAILED, f"raised {text}")
+        return conversation.ended("abort")
+
+    def _failed(self, counter: str, what: str) -> None:
+        """Count; tell a person of the 1st, 2nd, 4th... Raises RolloutError: too many, one after the other."""
+        self._counts[counter] += 1
+        self._failures_in_a_row += 1
+        count = self._counts[counter]
+        text = f"environment.kind: {self._section.kind}: a conversation {what}"
+        if self._failures_in_a_row >= _MOST_FAILURES:
+            raise RolloutError(
+                f"{text}; {self._failures_in_a_row} failed one after the other, so none will succeed; fix: correct the "
+                "class, or raise environment.timeout_s"
+            )
+        if count.bit_count() == 1:
+            self._notices.warn(f"{text}; it is begun again. {counter} is {count}; said again at {2 * count}")

@@ -1,0 +1,352 @@
+"""An environment of a user's own: `environment.kind: module:Class` names a class that offers what `Environment` says.
+
+Prompt -> `Conversation`, in which the user's class asks the model and shows it tokens -> checked -> Rollout with its
+verdict. Tokens go in and out as ids, and a conversation holds all columns itself, so that they cannot be misaligned.
+conversations.py holds many at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import operator
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from megatron_daro.config.sections import EnvironmentSection, RewardSection
+from megatron_daro.errors import ConfigError, RolloutError
+from megatron_daro.own_class import import_own_class
+from megatron_daro.types import FinishReason, GroupRequest, Prompt, Rollout, Verdict
+
+TURN = 2**32
+"""Turn t of attempt a is asked of the engine as attempt a + t * TURN: each turn has random numbers of its own."""
+_MOST_REASON = 40
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the model said in one turn.
+
+    tokens: ids, a stop token that was sampled included. text: decoded, for reading only. finish_reason: "length" where
+    the turn was cut.
+    """
+
+    tokens: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+
+
+class OutOfRoomError(RolloutError):
+    """What was to be added does not fit into rollout.max_response_tokens.
+
+    Where an environment lets it pass, the conversation ends as truncated, with the verdict wrong, "out_of_room".
+    """
+
+
+class Environment(Protocol):
+    """What the class of `environment.kind: module:Class` must offer.
+
+    Its constructor takes the keyword argument `tokenizer` (transformers', of the model) and those of
+    `environment.options`. One object serves all conversations, many at once on one event loop.
+    """
+
+    async def rollout(self, prompt: Prompt, conversation: Conversation, /) -> Verdict:
+        """Hold one conversation and judge it.
+
+        For a run that repeats exactly, what it does must depend on its arguments alone. It may be cancelled at any
+        `await`. Where it raises or takes too long, the conversation is thrown away, counted and begun again.
+
+        Args:
+            prompt: the problem; its tokens are the first of the conversation. conversation: nothing said yet.
+
+        Returns: `correct` decides the pass rate; `reward`, any finite number, the advantage; `reason` a short word.
+        """
+        ...
+
+
+def environment_class(section: EnvironmentSection) -> type[Environment]:
+    """Import the class that `environment.kind` names. Raises ConfigError: it does not fit `Environment`."""
+    return import_own_class(
+        "environment.kind",
+        section.kind,
+        builtin="single_turn",
+        protocol=Environment,
+        methods={"rollout": 2},
+        arguments={"tokenizer": None, **section.options},
+        options="environment.options",
+    )
+
+
+def make_environment(section: EnvironmentSection, tokenizer: object) -> Environment:
+    """Return the user's object. Raises ConfigError: its class does not fit, or its constructor raised."""
+    own = environment_class(section)
+    arguments: dict[str, Any] = {"tokenizer": tokenizer, **section.options}
+    try:
+        return own(**arguments)
+    except Exception as error:  # a user's constructor may raise anything
+        raise ConfigError(
+            f"environment.kind: {section.kind} cannot be made ({type(error).__name__}: {error}); fix: correct the "
+            "class or environment.options"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What every conversation of a run shares. decode: ids -> text. vocabulary: token ids are below it."""
+
+    name: str
+    decode: Callable[[Sequence[int]], str]
+    vocabulary: int
+    reward: RewardSection
+
+
+class Asking(Protocol):
+    """What a conversation asks; both are called on `loop`."""
+
+    loop: asyncio.AbstractEventLoop
+
+    async def ask(self, request: GroupRequest) -> Rollout:
+        """Return the engine's answer to a request for one rollout, finish reason "abort" where there is none."""
+        ...
+
+    async def verify(self, text: str, prompt: Prompt) -> Verdict:
+        """Return the verifier's verdict."""
+        ...
+
+
+class Conversation:
+    """One rollout in the making, from its prompt on. Its methods are called on the environment's event loop."""
+
+    def __init__(self, request: GroupRequest, index: int, call: Asking, shared: Surroundings) -> None:
+        """Say nothing yet. Made by `Conversations`."""
+        self._request, self._index, self._call, self._shared = request, index, call, shared
+        self._tokens = list(request.prompt.tokens)
+        self._rollout: Rollout | None = None
+        self._observed: list[int] = []
+        self._turns: list[tuple[int, int]] = []
+        self._asked = 0
+        self._busy = self._closed = False
+        self._own_s, self._since = 0.0, 0.0
+        self.fault: RolloutError | None = None
+        self.aborted = self.timed_out = False
+        self._cut = False
+
+    @property
+    def group_id(self) -> int:
+        """The group that it belongs to."""
+        return self._request.group_id
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The prompt's token ids and all since."""
+        return tuple(self._tokens)
+
+    @property
+    def room(self) -> int:
+        """Tokens that still fit: rollout.max_response_tokens less those generated and observed."""
+        prompt = len(self._request.prompt.tokens)
+        return self._request.sampling.max_new_tokens - (len(self._tokens) - prompt)
+
+    async def generate(self, max_tokens: int | None = None) -> Completion:
+        """Let the model go on from all tokens so far.
+
+        Args:
+            max_tokens: of this turn, at least 1; None: what there is room for.
+
+        Raises:
+            OutOfRoomError: there is no room for a token.
+        """
+        if self._busy or self._closed:
+            raise self._broken("generate was called", "one call at a time, before rollout returns")
+        if max_tokens is not None and max_tokens < 1:
+            raise self._broken(f"generate got max_tokens {max_tokens}", "at least 1")
+        if self.room < 1:
+            self._cut = True
+            raise OutOfRoomError(f"no room for an answer: {self._limit()}")
+        most = self.room if max_tokens is None else min(max_tokens, self.room)
+        request = replace(
+            self._request,
+            attempt=self._request.attempt + self._asked * TURN,
+            prompt=replace(self._request.prompt, tokens=self.tokens),
+            indices=(self._index,),
+            sampling=replace(self._request.sampling, max_new_tokens=most),
+            partial={},
+        )
+        self._asked += 1
+        self._busy = True
+        try:
+            answer = await self._elsewhere(self._call.ask(request))
+        finally:
+            self._busy = False
+        self._take(answer)
+        if answer.finish_reason == "abort" or self.aborted:
+            self.aborted = True
+            raise asyncio.CancelledError("the engine gave this conversation up")
+        self._cut = answer.finish_reason == "length" and self.room < 1
+        ids = answer.tokens[answer.prompt_length :].tolist()
+        return Completion(tuple(ids), answer.text, answer.finish_reason)
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Show the model tokens of the environment. They are not trained; the next `generate` goes on after them.
+
+        Raises:
+            OutOfRoomError: more than `room`; nothing was added.
+            RolloutError: they are no token ids of the model; this ends the run.
+        """
+        try:
+            ids = [operator.index(token) for token in tokens]
+        except TypeError:
+            raise self._broken(f"observe got {tokens!r:.80}", "token ids") from None
+        wrong = [token for token in ids if not 0 <= token < self._shared.vocabulary]
+        if wrong:
+            raise self._broken(f"observe got the token {wrong[0]}", f"ids from 0 to {self._shared.vocabulary - 1}")
+        if self._busy or self._closed:
+            raise self._broken("observe was called", "calls between two turns, before rollout returns")
+        if len(ids) > self.room:
+            self._cut = True
+            raise OutOfRoomError(f"no room for {len(ids)} observed tokens: {self._limit()}")
+        self._tokens += ids
+        self._observed += ids
+
+    async def verify(self, text: str) -> Verdict:
+        """Return what `reward.verifier` says of an answer to the prompt, in its limited worker processes."""
+        return await self._elsewhere(self._call.verify(text, self._request.prompt))
+
+    def verdict(self, correct: bool, reason: str, reward: float | None = None) -> Verdict:
+        """Return a verdict. reward: None: `reward.correct_reward` or `reward.incorrect_reward`."""
+        section = self._shared.reward
+        own = section.correct_reward if correct else section.incorrect_reward
+        return Verdict(correct, own if reward is None else reward, reason)
+
+    @property
+    def own_s(self) -> float:
+        """Seconds spent in the environment so far."""
+        since = self._since
+        return self._own_s + (time.monotonic() - since if since else 0.0)
+
+    async def hold(self, environment: Environment) -> Rollout:
+        """Return the rollout of the whole conversation. Raises what the environment raises; RolloutError."""
+        self._since = time.monotonic()
+        try:
+            verdict = await environment.rollout(self._request.prompt, self)
+        except OutOfRoomError:
+            if not self.generated:
+                raise
+            verdict = self.verdict(False, "out_of_room")
+        finally:
+            self._closed = True
+        if self.fault is not None:
+            raise self.fault
+        self._check(verdict)
+        if not self.generated:
+            raise self._broken("rollout returned without an answer of the model", "at least one generated token")
+        return self.ended("length" if self._cut else "stop", verdict)
+
+    @property
+    def generated(self) -> int:
+        """Tokens that the model generated so far."""
+        return sum(made for _, made in self._turns)
+
+    def ended(self, reason: FinishReason, verdict: Verdict | None = None) -> Rollout:
+        """Return all of it as one rollout."""
+        if self._rollout is None:  # nothing was generated
+            return replace(nothing_said(self._request), index=self._index)
+        whole, turns, count = self._rollout, list(self._turns), len(self._observed)
+        if count:  # after the last answer: of the same weights, since none else read them
+            spans = [*whole.spans[:-1], (whole.spans[-1][0], whole.spans[-1][1] + count)]
+            experts = whole.routed_experts
+            if experts is not None:
+                experts = np.concatenate([experts, np.full((count, *experts.shape[1:]), -1, experts.dtype)])
+            whole = replace(
+                whole,
+                tokens=np.concatenate([whole.tokens, np.array(self._observed, dtype=np.int32)]),
+                loss_mask=np.concatenate([whole.loss_mask, np.zeros(count, dtype=np.uint8)]),
+                logprobs=np.concatenate([whole.logprobs, np.zeros(count, dtype=np.float32)]),
+                version_spans=tuple(spans),
+                routed_experts=experts,
+            )
+            turns.append((count, 0))
+        spans_of_all = whole.spans if len(whole.spans) > 1 else ()
+        text = self._shared.decode(whole.tokens[whole.prompt_length :].tolist())
+        return replace(
+            whole,
+            attempt=self._request.attempt,
+            finish_reason=reason,
+            text=text,
+            version_spans=spans_of_all,
+            turns=tuple(turns),
+            verdict=verdict,
+        )
+
+    def _take(self, answer: Rollout) -> None:
+        """Add an answer, with the tokens that were observed before it as its untrained beginning."""
+        made, count = answer.response_length, len(self._observed)
+        if not made:
+            return
+        version, first = answer.spans[0]
+        spans = ((version, first + count), *answer.spans[1:])
+        later = replace(
+            answer,
+            prompt_length=answer.prompt_length - count,
+            loss_mask=np.concatenate([np.zeros(count, dtype=np.uint8), answer.loss_mask]),
+            logprobs=np.concatenate([np.zeros(count, dtype=np.float32), answer.logprobs]),
+            version_spans=spans,
+        )
+        self._rollout = later if self._rollout is None else self._rollout.extended(later, "")
+        self._tokens += answer.tokens[answer.prompt_length :].tolist()
+        self._turns.append((count, made))
+        self._observed = []
+
+    async def _elsewhere(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """Await work on the run's event loop; its time is not the environment's."""
+        with self._not_counted():
+            try:
+                asked = asyncio.run_coroutine_threadsafe(work, self._call.loop)
+            except RuntimeError:  # the run's loop is closed: this conversation was left behind
+                work.close()
+                raise
+            return await asyncio.wrap_future(asked)
+
+    @contextmanager
+    def _not_counted(self) -> Iterator[None]:
+        self._own_s, self._since = self.own_s, 0.0
+        try:
+            yield
+        finally:
+            self._since = time.monotonic()
+
+    def _limit(self) -> str:
+        most, left = self._request.sampling.max_new_tokens, self.room
+        return f"{left} of rollout.max_response_tokens={most} are left; raise it, or end the conversation before"
+
+    def _broken(self, got: str, allowed: str) -> RolloutError:
+        """Return an error that ends the run, also where the environment catches it."""
+        self.fault = self.fault or RolloutError(
+            f"environment.kind: {self._shared.name}: {got} (group {self._request.group_id} rollout {self._index}); "
+            f"allowed: {allowed}; fix: correct the class"
+        )
+        return self.fault
+
+    def _check(self, verdict: object) -> None:
+        if not isinstance(verdict, Verdict):
+            raise self._broken(f"rollout returned a {type(verdict).__name__}", "megatron_daro.types.Verdict")
+        if not isinstance(verdict.correct, bool):
+            raise self._broken(f"correct is {verdict.correct!r:.80}", "True or False")
+        number = isinstance(verdict.reward, int | float) and not isinstance(verdict.reward, bool)
+        if not number or not math.isfinite(verdict.reward):
+            raise self._broken(f"reward is {verdict.reward!r:.80}", "a finite number")
+        if not isinstance(verdict.reason, str) or not 1 <= len(verdict.reason) <= _MOST_REASON:
+            raise self._broken(f"reason is {verdict.reason!r:.80}", f"a word of 1 to {_MOST_REASON} characters")
+
+
+def nothing_said(request: GroupRequest) -> Rollout:
+    """Return what an engine leaves out: an answer that an abort cut before its first token."""
+    tokens, none = np.array(request.prompt.tokens, dtype=np.int32), np.zeros(0, dtype=np.float32)
+    place = request.prompt.id, request.group_id, request.attempt, request.indices[0]
+    return Rollout(*place, tokens, len(tokens), none.astype(np.uint8), none, "abort", 0)

@@ -1,0 +1,295 @@
+"""Conversations: aligned columns, random numbers of each turn, failures counted, what is broken refused by name."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import toy_environment
+from group_forms import plain_group, through_parquet
+from loop_fakes import FakeProgress, digest
+
+from megatron_daro.config import EnvironmentSection, RewardSection
+from megatron_daro.errors import EngineError, RewardError, RolloutError
+from megatron_daro.reward.pool import RewardPool
+from megatron_daro.rollout import conversations
+from megatron_daro.rollout.conversations import Conversations
+from megatron_daro.rollout.environment import TURN
+from megatron_daro.rollout.group_columns import RecordedGroup
+from megatron_daro.types import Group, GroupRequest, Prompt, Rollout, SamplingParams
+
+SAMPLING = SamplingParams(max_new_tokens=12)
+LAYERS = 2
+
+
+class Engine:
+    """Answers of 1 to 3 digits that depend on (group, attempt, index); routed experts that depend on the place."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[GroupRequest]] = []
+        self.versions: dict[int, int] = {}  # turn -> weight version
+        self.cut: set[tuple[int, int, int]] = set()
+        self.left_out: set[tuple[int, int, int]] = set()
+        self.raises: Exception | None = None
+        self.wrong = ""
+        self.gate: asyncio.Event | None = None
+        self.aborted: list = []
+
+    async def generate(self, requests):
+        self.calls.append(list(requests))
+        if self.raises:
+            raise self.raises
+        if self.gate:
+            await self.gate.wait()
+        for request in requests:
+            await asyncio.sleep(0)
+            answers = [self.answer(request, index) for index in request.indices]
+            yield tuple(one for one in answers if (one.group_id, one.attempt, one.index) not in self.left_out)
+
+    def answer(self, request: GroupRequest, index: int) -> Rollout:
+        key = request.group_id, request.attempt, index
+        made = min(1 + digest(key) % 3, request.sampling.max_new_tokens)
+        prompt = request.prompt.tokens
+        tokens = np.array([*prompt, *(3 + digest(key, i) % 10 for i in range(made))], np.int32)
+        version = self.versions.get(request.attempt // TURN, 5)
+        return Rollout(
+            request.prompt.id,
+            *key,
+            tokens,
+            len(prompt) - (self.wrong == "prompt"),
+            np.ones(made, np.uint8),
+            -np.arange(1, made + 1, dtype=np.float32) - request.attempt // TURN,
+            "abort" if key in self.cut else "stop",
+            version,
+            "".join(str(t - 3) for t in tokens[len(prompt) :]),
+            routed_experts=np.repeat(np.arange(len(tokens), dtype=np.int16), LAYERS).reshape(-1, LAYERS, 1),
+        )
+
+    async def abort(self, group_ids=None) -> None:
+        self.aborted.append(group_ids)
+
+
+class Tokenizer:
+    def encode(self, text, add_special_tokens):
+        return [3 + int(text[0]), 13]
+
+
+class Pool:
+    failed_starts = 0
+
+    def __init__(self, error=None) -> None:
+        self.error = error
+
+    async def score_async(self, pairs):
+        if self.error:
+            raise self.error
+        with RewardPool("exact", workers=0) as pool:
+            return await pool.score_async([(f"#### {text[-1:]}", gold, said) for text, gold, said in pairs])
+
+
+def requests(groups=3, size=4):
+    """The gold answer of each is what the model says last in the first turn of rollout 0."""
+    prompts = []
+    for g in range(groups):
+        last = digest((g, 0, 0)) % 3
+        prompts.append(Prompt(f"p{g}", str(digest((g, 0, 0), last) % 10), "s", text=f"{g}=", tokens=(1, 3 + g, 13)))
+    return [GroupRequest(g, 0, prompt, tuple(range(size)), SAMPLING) for g, prompt in enumerate(prompts)]
+
+
+def talks(engine, *, together=True, timeout_s=60.0, pool=None, progress=None, **options):
+    section = EnvironmentSection(kind="toy_environment:SecondTry", options=options, timeout_s=timeout_s)
+    return Conversations(
+        section,
+        toy_environment.SecondTry(tokenizer=Tokenizer(), **options),
+        engine,
+        pool or Pool(),
+        reward=RewardSection(incorrect_reward=-1.0),
+        decode=lambda ids: " ".join(map(str, ids)),
+        vocabulary=20,
+        together=together,
+        notices=progress or FakeProgress(),
+    )
+
+
+async def collected(rollouter, asked):
+    try:
+        return [one async for some in rollouter.generate(asked) for one in some]
+    finally:
+        await rollouter.close()
+
+
+def held(engine, asked=None, **options):
+    return asyncio.run(collected(talks(engine, **options), asked or requests()))
+
+
+def test_columns_hold_every_turn():
+    engine = Engine()
+    engine.versions = {0: 7, 1: 6}
+    rollouts = held(engine)
+    assert len(rollouts) == 12 and {len(r.turns) for r in rollouts} == {1, 2}
+    for one in rollouts:
+        prompt = requests()[one.group_id].prompt.tokens
+        turns = [
+            engine.answer(
+                GroupRequest(
+                    one.group_id, t * TURN, Prompt("", "", "", tokens=(1,)), (0,), replace(SAMPLING, max_new_tokens=3)
+                ),
+                one.index,
+            )
+            for t in range(len(one.turns))
+        ]
+        said = [turn.tokens[1:].tolist() for turn in turns]
+        shown = [[], [3 + one.group_id, 13]][: len(turns)]
+        assert one.tokens.tolist() == [
+            *prompt,
+            *(t for pair in zip(shown, said, strict=True) for part in pair for t in part),
+        ]
+        assert one.turns == tuple((len(a), len(b)) for a, b in zip(shown, said, strict=True))
+        mask = [m for a, b in one.turns for m in [0] * a + [1] * b]
+        assert one.loss_mask.tolist() == mask and one.loss_mask.dtype == np.uint8
+        logprobs = [x for a, turn in zip(shown, turns, strict=True) for x in [0.0] * len(a) + turn.logprobs.tolist()]
+        assert one.logprobs.tolist() == logprobs and one.logprobs.dtype == np.float32
+        first, *later = [a + b for a, b in one.turns]
+        assert one.version_spans == (((7, first), (6, later[0])) if later else ())
+        assert (one.weight_version, one.attempt) == (6 if later else 7, 0)
+        assert one.routed_experts[:, 0, 0].tolist() == list(range(len(one.tokens)))
+        assert one.generated_length == sum(mask) and one.text == " ".join(map(str, one.tokens[one.prompt_length :]))
+        assert one.verdict.correct == (str(said[-1][-1] - 3) == requests()[one.group_id].prompt.answer)
+
+
+def test_one_call_of_the_engine_serves_a_turn_of_all():
+    engine = Engine()
+    first = held(engine)
+    assert len(engine.calls) == 2
+    assert [request.indices for request in engine.calls[0]] == [(0, 1, 2, 3)] * 3  # equal prompts are read once
+    assert {request.attempt for request in engine.calls[1]} == {TURN}
+    eager = held(Engine(), together=False)
+    one_by_one = {(o.group_id, o.index): o.tokens.tolist() for o in eager}
+    assert {(o.group_id, o.index): o.tokens.tolist() for o in first} == one_by_one
+
+
+def test_a_record_gives_the_turns_back():
+    rollouts = sorted(held(Engine()), key=lambda one: (one.group_id, one.index))[:4]
+    group = Group(0, requests()[0].prompt, tuple(rollouts), tuple(one.verdict for one in rollouts))
+    (back,) = through_parquet([RecordedGroup(group, "trained")])
+    without = replace(group, rollouts=tuple(replace(one, verdict=None) for one in rollouts))
+    assert plain_group(back.group) == plain_group(without) and {len(r.turns) for r in rollouts} == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("type", "rollout returned a float.*allowed: megatron_daro.types.Verdict"),
+        ("reward", "reward is nan.*allowed: a finite number"),
+        ("nothing_said", "rollout returned without an answer of the model.*at least one generated token"),
+        ("text", "observe got 'd='.*allowed: token ids"),
+        ("vocabulary", "observe got the token 1000000.*allowed: ids from 0 to 19"),
+        ("two_at_once", "generate was called.*allowed: one call at a time"),
+    ],
+)
+def test_what_cannot_be_trained_on_ends_the_run_by_name(wrong, words):
+    with pytest.raises(RolloutError, match=f"environment.kind: toy_environment:SecondTry: {words}"):
+        held(Engine(), wrong=wrong)
+
+
+def test_no_room_ends_a_conversation_as_truncated():
+    rollouts = held(Engine(), wrong="room")
+    assert {(r.finish_reason, r.verdict.reason, r.verdict.reward) for r in rollouts} == {
+        ("length", "out_of_room", -1.0)
+    }
+    caught = held(Engine(), wrong="caught_room")
+    assert {(r.finish_reason, r.verdict.reason) for r in caught} == {("length", "gave_up")}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "timeout_s", "counter", "words"),
+    [
+        ("sometimes", 60.0, "environment/failed", "raised ValueError: no such move; it is begun again"),
+        ("hangs_sometimes", 3.0, "environment/timeouts", "took more than environment.timeout_s=3 s of its own"),
+    ],
+)
+def test_a_failed_conversation_comes_back_as_abort_and_is_counted(wrong, timeout_s, counter, words):
+    progress = FakeProgress()
+    rollouter = talks(Engine(), wrong=wrong, timeout_s=timeout_s, progress=progress)
+    rollouts = asyncio.run(collected(rollouter, requests()))
+    failed = [one for one in rollouts if one.finish_reason == "abort"]
+    assert len(rollouts) == 12 and len(failed) == 2
+    assert rollouter.counters()[counter] == rollouter.counters()["environment/restarted"] == 2
+    assert any(words in message for message in progress.messages)
+    other = talks(Engine())
+    other.load_counters(rollouter.counters() | {"rollout/batches_empty": 3})
+    assert other.counters() == rollouter.counters()
+
+
+@pytest.mark.parametrize(("wrong", "words"), [("raises", "no such move"), ("exits", "SystemExit was raised")])
+def test_an_environment_that_never_works_is_refused(wrong, words):
+    with pytest.raises(RolloutError, match=rf"{words}.*; [67][0-9] failed one after the other"):
+        held(Engine(), requests(groups=10, size=8), wrong=wrong)
+
+
+@pytest.mark.parametrize("wrong", ["blocks", "ignores_cancel"])
+def test_an_environment_that_does_not_end_is_left_behind(wrong, monkeypatch):
+    monkeypatch.setattr(conversations, "_GRACE_S", 0.5)
+    monkeypatch.setattr(time, "sleep", lambda seconds, sleep=time.sleep: sleep(min(seconds, 4)))
+    started = time.monotonic()
+    with pytest.raises(RolloutError, match=r"does not end 0\.5 s after it was cancelled: it blocks its event loop"):
+        held(Engine(), requests(groups=1, size=2), wrong=wrong, timeout_s=0.2)
+    assert time.monotonic() - started < 4
+
+
+def test_time_in_the_engine_is_not_the_environments():
+    engine = Engine()
+
+    async def run():
+        engine.gate = asyncio.Event()
+        asyncio.get_running_loop().call_later(1.0, engine.gate.set)
+        return await collected(talks(engine, timeout_s=0.4), requests(groups=1))
+
+    assert {one.finish_reason for one in asyncio.run(run())} == {"stop"}
+
+
+def test_an_answer_cut_or_left_out_by_the_engine_begins_again():
+    engine = Engine()
+    engine.cut, engine.left_out = {(0, 0, 1)}, {(1, 0, 2)}
+    rollouter = talks(engine)
+    rollouts = asyncio.run(collected(rollouter, requests()))
+    assert {(r.group_id, r.index) for r in rollouts if r.finish_reason == "abort"} == {(0, 1), (1, 2)}
+    assert rollouter.counters() == {
+        "environment/restarted": 2,
+        "environment/failed": 0,
+        "environment/timeouts": 0,
+    }
+
+
+def test_an_abort_ends_the_conversations_of_its_groups():
+    engine = Engine()
+
+    async def run():
+        rollouter = talks(engine, together=False)
+        engine.gate = asyncio.Event()
+        task = asyncio.ensure_future(collected(rollouter, requests()))
+        while len(engine.calls) < 12:
+            await asyncio.sleep(0.01)
+        await rollouter.abort([1])
+        engine.gate.set()
+        return await task
+
+    rollouts = asyncio.run(run())
+    assert {r.group_id for r in rollouts if r.finish_reason == "abort"} == {1} and engine.aborted == [[1]]
+    assert len(rollouts) == 12
+
+
+def test_what_engine_and_verifiers_raise_ends_the_run():
+    engine = Engine()
+    engine.raises = EngineError("server is gone")
+    with pytest.raises(EngineError, match="server is gone"):
+        held(engine)
+    with pytest.raises(RewardError, match="pool is gone"):
+        held(Engine(), pool=Pool(RewardError("pool is gone")))
+    shifted = Engine()
+    shifted.wrong = "prompt"
+    with pytest.raises(EngineError, match="allowed: the prompt, then one log-prob"):
+        held(shifted)
