@@ -65,9 +65,7 @@ SYMBOLS = ["<pad>", "<bos>", "<eos>", RIGHT, WRONG, *"0123456789 pq", *WORDS]
 class Rank:
     """A rank without a model: it reads its shard as a rank does, and gives log-probs of the right shape."""
 
-    def logprobs(
-        self, batch: TrainBatch, micro_batches: Any, reference: bool, temperature: float | None = None
-    ) -> np.ndarray:
+    def run_pass(self, name: str, batch: TrainBatch, micro_batches: Any) -> np.ndarray:
         return batch.rollout_logprobs_R * np.float32(0.5)
 
     def train(self, batch: TrainBatch, micro_batches: Any, step: int, **columns: np.ndarray) -> StepResult:

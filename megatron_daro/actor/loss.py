@@ -159,7 +159,7 @@ class StepLoss:
             old_logprobs_T=_at(packed.old_logprobs_T, positions_J),
             rollout_logprobs_T=packed.rollout_logprobs_T[positions_J],
             ref_logprobs_T=_at(packed.ref_logprobs_T, positions_J),
-            advantages_T=packed.per_token(packed.advantages_M)[positions_J],
+            advantages_T=packed.advantages_T[positions_J],
             mask_T=packed.mask_T[positions_J],
             segment_T=packed.segment_T[positions_J],
             num_segments=len(packed),

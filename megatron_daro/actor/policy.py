@@ -138,7 +138,14 @@ class MegatronPolicy:
         self.chunks = build_model(self.shape, config, transformer_engine=transformer_engine)
         with self._first_weights(settings) as tensors:
             load_hf_weights(self.chunks, self.shape, tensors)
-        self._reference = HostCopy(self._parameters()) if algorithm.needs_reference else None
+        own = make_algorithm(
+            **algorithm.arguments(
+                rollouts_per_prompt=settings.rollouts_per_prompt,
+                max_response_tokens=settings.max_response_tokens,
+            )
+        )
+        passes = algorithm.passes(own.token_columns or ())
+        self._reference = HostCopy(self._parameters()) if "ref_logprobs" in passes else None
         wrapped = wrap_data_parallel(
             self.chunks, config, distributed_optimizer=actor.optimizer.distributed, options=options["ddp"]
         )
@@ -147,12 +154,7 @@ class MegatronPolicy:
             chunks=wrapped,
             optimizer=optimizer,
             scheduler=build_scheduler(optimizer, actor.optimizer, total_steps=settings.total_steps),
-            algorithm=make_algorithm(
-                **algorithm.arguments(
-                    rollouts_per_prompt=settings.rollouts_per_prompt,
-                    max_response_tokens=settings.max_response_tokens,
-                )
-            ),
+            algorithm=own,
         )
         self._memory = HostMemory(self.train_state)
 
@@ -184,6 +186,12 @@ class MegatronPolicy:
             before_update=self._keep_what_is_saved,
         )
 
+    def run_pass(self, name: str, batch: TrainBatch, micro_batches: MicroBatches) -> np.ndarray | None:
+        """Compute the column `name` of `AlgorithmSection.passes`, float32 [R] of the shard's response tokens; None
+        before the last stage. Collective over the ranks that share the shard."""
+        passes = {"old_logprobs": self.logprobs, "ref_logprobs": self.reference_logprobs}
+        return passes[name](batch, micro_batches)
+
     def logprobs(
         self, batch: TrainBatch, micro_batches: MicroBatches, *, temperature: float | None = None
     ) -> np.ndarray | None:
@@ -198,7 +206,7 @@ class MegatronPolicy:
         return response_logprobs(self.train_state.chunks, batch, micro_batches, output)
 
     def reference_logprobs(self, batch: TrainBatch, micro_batches: MicroBatches) -> np.ndarray | None:
-        """Return the same under the weights that the run started from. Needs algorithm.kl.coefficient > 0."""
+        """Return the same under the weights that the run started from, where `AlgorithmSection.passes` has them."""
         self._needs("weights")
         batch = self._routed(batch)
         with self._reference_weights():
@@ -263,7 +271,9 @@ class MegatronPolicy:
         """Compute with the reference weights: they are copied to the GPU once, and the current ones stay where they
         are. No activations are kept meanwhile, so there is room."""
         if self._reference is None:
-            raise RuntimeError("reference log-probs were asked for, but algorithm.kl.coefficient is 0")
+            raise RuntimeError(
+                "reference log-probs were asked for, but neither algorithm.kl.coefficient nor token_columns do"
+            )
         parameters = self._parameters()
         current = [parameter.data for parameter in parameters]
         try:

@@ -1,8 +1,8 @@
-"""One optimizer step: forward and backward over the micro-batches, the update, DARO's weights, the metrics.
+"""One optimizer step: advantages per token, forward and backward over the micro-batches, the update, the metrics.
 
 TrainBatch shard + micro-batches -> StepResult, the same on every rank.
-Refuses to update from a loss or gradient that is not finite: model, optimizer, schedule and weights stay as they were
-and the result says so.
+Refuses to update from an advantage, loss or gradient that is not finite: model, optimizer, schedule and weights stay as
+they were and the result says so.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_daro.actor import device
@@ -20,12 +23,14 @@ from megatron_daro.actor.forward import MicroBatches, OutputSettings, packed_mic
 from megatron_daro.actor.loss import StepLoss, StepSums
 from megatron_daro.actor.optimizer import UpdateReport, update
 from megatron_daro.algo.objective import ObjectiveSettings
-from megatron_daro.algo.weighting import Algorithm
+from megatron_daro.algo.weighting import Algorithm, TokenColumns
+from megatron_daro.errors import AlgorithmError, NonFiniteError
 from megatron_daro.types import StepResult, TrainBatch
 
 device.prepare()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -49,7 +54,14 @@ def compute_gradients(
     settings: ObjectiveSettings,
     output: OutputSettings,
 ) -> StepSums:
-    """Forward and backward of a whole step; gradients end up summed over all ranks, in the main gradient buffers."""
+    """Forward and backward of a whole step; gradients end up summed over all ranks, in the main gradient buffers.
+
+    Raises:
+        AlgorithmError: advantages per token that do not fit the batch. NonFiniteError: some are not finite; on every
+            rank.
+    """
+    if train_state.algorithm.token_columns is not None:
+        batch = with_token_advantages(train_state.algorithm, batch)
     chunks, last = train_state.chunks, train_state.chunks[-1].module
     for chunk in chunks:
         chunk.train()
@@ -59,6 +71,69 @@ def compute_gradients(
     loss = StepLoss(train_state.algorithm, settings, output, batch)
     run_schedule(chunks, packs, partial(loss.micro_batch, last), forward_only=False)
     return loss.reduce()
+
+
+def with_token_advantages(algorithm: Algorithm, batch: TrainBatch) -> TrainBatch:
+    """Return this rank's shard with the algorithm's advantages per token. Collective over the data-parallel group.
+
+    Raises:
+        AlgorithmError: a column was not computed, or what came back is no floating tensor [R]. NonFiniteError: trained
+            tokens have advantages that are not finite; on every rank, also where they are another rank's.
+    """
+    tokens = _token_columns(algorithm, batch)
+    try:
+        values_R: object = algorithm.token_advantages(tokens)
+    except Exception as error:  # a user's class may raise anything
+        raise AlgorithmError(
+            f"algorithm {algorithm.name}, token_advantages: {type(error).__name__}: {error}; fix the class"
+        ) from error
+    if not isinstance(values_R, Tensor) or not values_R.is_floating_point() or values_R.shape != tokens.mask_R.shape:
+        got = f"{values_R.dtype} {list(values_R.shape)}" if isinstance(values_R, Tensor) else type(values_R).__name__
+        raise AlgorithmError(
+            f"algorithm {algorithm.name}, token_advantages: got {got}, allowed is a floating tensor "
+            f"[{len(tokens.mask_R)}], one number for each response token of these {len(batch)} samples"
+        )
+    kept_R = torch.where(tokens.mask_R, values_R.detach().cpu().float(), 0.0)
+    wrong_R = ~kept_R.isfinite()
+    total = int(_sum_over_data_parallel(wrong_R.sum().double()))
+    if total:
+        raise NonFiniteError(
+            f"algorithm {algorithm.name}, token_advantages: {total} of the step's trained tokens have an advantage "
+            f"that is not finite, {int(wrong_R.sum())} of them on this rank"
+        )
+    return replace(batch, token_advantages_R=kept_R.numpy())
+
+
+def _token_columns(algorithm: Algorithm, batch: TrainBatch) -> TokenColumns:
+    mask_R = torch.from_numpy(batch.loss_mask_R.astype(bool))
+
+    def column(name: str) -> Tensor:
+        values_R: np.ndarray | None = getattr(batch, f"{name}_R")
+        if values_R is None:
+            raise AlgorithmError(
+                f"algorithm {algorithm.name}, token_columns: got {name!r}, which was not computed for this batch; "
+                "let `Policy.prepare` see the batch before it is trained"
+            )
+        return torch.where(mask_R, torch.from_numpy(values_R).double(), 0.0)
+
+    return TokenColumns(
+        mask_R=mask_R,
+        columns={name: column(name) for name in algorithm.token_columns or ()},
+        lengths_N=torch.from_numpy(batch.response_lengths_N),
+        rewards_N=torch.from_numpy(batch.rewards_N).double(),
+        advantages_N=torch.from_numpy(batch.advantages_N).double(),
+        bins_N=torch.from_numpy(batch.bins_N),
+        group_ids_N=torch.from_numpy(batch.group_ids_N),
+        truncated_N=torch.from_numpy(batch.truncated_N.astype(bool)),
+        sum_over_step=_sum_over_data_parallel,
+    )
+
+
+def _sum_over_data_parallel(values: Tensor) -> Tensor:
+    """Context-parallel ranks hold the same samples, so the sum does not run over them."""
+    total = values.detach().to(device.prepare(), torch.float64, copy=True)
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    return total.cpu()
 
 
 def train_step(
@@ -76,10 +151,13 @@ def train_step(
     `before_update` is called when the gradients are there and before anything changes.
 
     Returns:
-        Metrics of the whole step. `skipped` with a reason if the loss or the gradient was not finite.
+        Metrics of the whole step. `skipped` with a reason if an advantage, the loss or the gradient was not finite.
     """
     started = time.perf_counter()
-    sums = compute_gradients(train_state, batch, micro_batches, settings, output)
+    try:
+        sums = compute_gradients(train_state, batch, micro_batches, settings, output)
+    except NonFiniteError as error:  # on every rank, before anything was done
+        return StepResult(step=step, metrics={}, skipped=True, reason=str(error))
     forward_backward_s = time.perf_counter() - started
     weights_before = train_state.algorithm.cell_weights
     extra_loss = train_state.algorithm.extra_loss(sums.totals)

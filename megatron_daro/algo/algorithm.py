@@ -22,6 +22,7 @@ from typing_extensions import Required, TypedDict  # noqa: UP035 - Python 3.10, 
 
 from megatron_daro.algo.advantages import AdvantageStd, group_advantages
 from megatron_daro.algo.difficulty import bin_sums, token_counts
+from megatron_daro.algo.token_columns import TokenColumns
 from megatron_daro.errors import AlgorithmError, CheckpointError
 
 GroupFilter = Literal["auto", "none", "pass_rate"]
@@ -143,7 +144,8 @@ class Algorithm(ABC):
 
     A subclass says its name, and overrides what differs: `advantage_std` or `advantages`, `dynamic_filter` or
     `own_filter`, `sample_coefficients` (or `coefficients`, where bin and length are not enough), and `update` (or
-    `learn`) with the state where it learns. Keyword arguments of its own constructor are its options.
+    `learn`) with the state where it learns; `token_columns` and `token_advantages`, where tokens of one rollout have
+    different advantages. Keyword arguments of its own constructor are its options.
     """
 
     name: ClassVar[str]
@@ -155,6 +157,9 @@ class Algorithm(ABC):
     """Whether another divisor makes it another algorithm than the published one."""
     needs_group_lengths: ClassVar[bool] = False
     """Whether `Samples.group_lengths_NK` must be there."""
+    token_columns: ClassVar[tuple[str, ...] | None] = None
+    """Columns that `token_advantages` reads, of `token_columns.COLUMN_NAMES`; the ranks compute those that take a pass
+    before the first update of a batch. None: one advantage for all tokens of a rollout."""
     length_edges: tuple[int, ...] = ()
     """Trained tokens at which a new class of lengths begins, rising; totals and step_stats are per class then."""
 
@@ -207,6 +212,18 @@ class Algorithm(ABC):
             Floating [N].
         """
         return group_advantages(rewards_N, group_ids_N, std=self.std)
+
+    def token_advantages(self, tokens: TokenColumns) -> Tensor:
+        """Return an advantage for each response token, where `token_columns` is set. Called on every rank at every
+        optimizer step, before its forward pass.
+
+        Args:
+            tokens: this data-parallel rank's samples, whole. The driver made `tokens.advantages_N` of all of them.
+
+        Returns:
+            Floating [R], finite where `tokens.mask_R` is set; elsewhere it is not read.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has one advantage for all tokens of a rollout")
 
     def keep(self, bins_N: Tensor) -> Tensor:
         """bool [N]: whose groups are trained, after `group_filter`. The others are replaced by further prompts."""

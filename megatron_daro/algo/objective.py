@@ -233,7 +233,7 @@ def token_objective(
         old_logprobs_T: [T], or None for an on-policy step: the current ones, detached; the ratio is exactly 1.
         rollout_logprobs_T: [T] of the engine; None is allowed for correction "none".
         ref_logprobs_T: [T]; None is allowed for kl_coefficient 0.
-        advantages_T: [T], each sample's advantage on its tokens.
+        advantages_T: [T], each token's own advantage, or its sample's.
         mask_T: [T], true (or 1) where the token is trained.
         segment_T: int64 [T], sample of the token, 0..M-1 (anything where the mask is not set).
         num_segments: M.

@@ -35,6 +35,7 @@ from megatron_daro.algo.difficulty_weights import DifficultyWeights
 from megatron_daro.algo.histories import Fade, HaDw
 from megatron_daro.algo.lengths import LambdaGrpo
 from megatron_daro.algo.pass_rate_rules import PASS_RATE_RULES, Dgpo
+from megatron_daro.algo.token_columns import COLUMN_NAMES, TokenColumns
 from megatron_daro.errors import AlgorithmError, CheckpointError
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "SampleAlgorithm",
     "Samples",
     "StepStats",
+    "TokenColumns",
     "make_algorithm",
 ]
 
@@ -244,4 +246,30 @@ def _imported(name: str) -> type[Algorithm]:
         raise AlgorithmError(f"name: got {name!r}, which is no subclass of Algorithm with all its methods, {allowed}")
     if not isinstance(getattr(found, "name", None), str):
         raise AlgorithmError(f"name: {name!r} has no attribute `name`, which stands in its checkpoints; give it one")
+    _check_token_columns(name, found)
     return found
+
+
+def _check_token_columns(name: str, cls: type[Algorithm]) -> None:
+    """Refuse advantages per token that would never be called, or of columns that nobody computes."""
+    wanted, own = cls.token_columns, cls.token_advantages is not Algorithm.token_advantages
+    if (wanted is not None) != own:
+        lacking, there = ("token_columns", "token_advantages") if own else ("token_advantages", "token_columns")
+        raise AlgorithmError(
+            f"name: {name} has {there} but no {lacking}; allowed are both or neither: {lacking} must be there for "
+            "advantages per token"
+        )
+    if wanted is None:
+        return
+    unknown = [column for column in wanted if column not in COLUMN_NAMES] if isinstance(wanted, tuple) else [wanted]
+    if unknown:
+        raise AlgorithmError(
+            f"name: {name}.token_columns: got {', '.join(map(repr, unknown))}, allowed is a tuple of some of "
+            f"{', '.join(COLUMN_NAMES)}"
+        )
+    try:
+        inspect.signature(cls.token_advantages).bind(None, None)
+    except TypeError as error:
+        raise AlgorithmError(
+            f"name: {name}.token_advantages: {error}; write it as `def token_advantages(self, tokens)`"
+        ) from None

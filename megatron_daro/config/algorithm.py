@@ -6,6 +6,7 @@ mathematics is in megatron_daro.algo, which this file cannot import because it i
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -216,10 +217,16 @@ class AlgorithmSection(Section):
     lambda_grpo: LambdaGrpoSection = LambdaGrpoSection()
     """lambda-GRPO; read when name is lambda_grpo."""
 
-    @property
-    def needs_reference(self) -> bool:
-        """Whether reference log-probabilities are used."""
-        return self.kl.coefficient > 0
+    def passes(self, columns: Collection[str] = ()) -> tuple[str, ...]:
+        """Return the passes that the ranks make over a batch before its first update, in order. Each yields the column
+        of the response tokens that it is named after.
+
+        Args:
+            columns: what the algorithm makes advantages of, per token.
+        """
+        old = self.old_logprobs != "rollout" and (self.old_logprobs == "recompute" or "old_logprobs" in columns)
+        reference = self.kl.coefficient > 0 or "ref_logprobs" in columns
+        return ("old_logprobs",) * old + ("ref_logprobs",) * reference
 
     def arguments(self, *, rollouts_per_prompt: int, max_response_tokens: int) -> dict[str, Any]:
         """Return the keyword arguments of megatron_daro.algo.weighting.make_algorithm for this run.

@@ -34,11 +34,12 @@ class PackedMicroBatch:
     every segment. mask_T float32, 1 where the label is a trained response token. segment_T int64, index into
     sample_indices, -1 on padding. cu_seqlens int32 [G + 1], boundaries of the whole (unsliced) pack with padding
     included; max_seqlen the longest segment. sample_indices int64 [M], rows of the batch. advantages_M float32, bins_M
-    int64, trained_tokens_M int64: the batch's, per sample. rollout_logprobs_T, old_logprobs_T, ref_logprobs_T float32,
-    0 outside responses; None where the batch has none. response_slots_P int64: where in T the response tokens are
-    predicted; batch_slots_P int64: where they stand in the batch's R. trained_slots_J int64: where mask_T is set, found
-    on the CPU, since a GPU would have to be waited for. routed_experts_TLK int16 [T, layers, experts of a token], -1 on
-    padding and where the batch does not know. context_parallel_rank and _size say which slice the T columns are.
+    int64, trained_tokens_M int64: the batch's, per sample. rollout_logprobs_T, old_logprobs_T, ref_logprobs_T,
+    token_advantages_T float32, 0 outside responses; None where the batch has none. response_slots_P int64: where in T
+    the response tokens are predicted; batch_slots_P int64: where they stand in the batch's R. trained_slots_J int64:
+    where mask_T is set, found on the CPU, since a GPU would have to be waited for. routed_experts_TLK int16 [T, layers,
+    experts of a token], -1 on padding and where the batch does not know. context_parallel_rank and _size say which
+    slice the T columns are.
     """
 
     tokens_T: Tensor
@@ -55,6 +56,7 @@ class PackedMicroBatch:
     rollout_logprobs_T: Tensor
     old_logprobs_T: Tensor | None
     ref_logprobs_T: Tensor | None
+    token_advantages_T: Tensor | None
     response_slots_P: Tensor
     batch_slots_P: Tensor
     trained_slots_J: Tensor
@@ -75,6 +77,12 @@ class PackedMicroBatch:
             Same dtype, [T].
         """
         return torch.where(self.segment_T >= 0, values_M[self.segment_T.clamp(min=0)], values_M.new_zeros(()))
+
+    @property
+    def advantages_T(self) -> Tensor:
+        """float32 [T]: each token's own advantage where the batch has them, else its sample's."""
+        own_T = self.token_advantages_T
+        return self.per_token(self.advantages_M) if own_T is None else own_T
 
     def silent(self) -> PackedMicroBatch:
         """Return the same tokens with nothing to train or to report: a schedule is filled up with it."""
@@ -100,6 +108,7 @@ _TOKEN_COLUMNS = (
     "rollout_logprobs_T",
     "old_logprobs_T",
     "ref_logprobs_T",
+    "token_advantages_T",
     "routed_experts_TLK",
 )
 
@@ -186,6 +195,7 @@ def pack(
         rollout_logprobs_T=rollout_logprobs_T,
         old_logprobs_T=column(batch.old_logprobs_R),
         ref_logprobs_T=column(batch.ref_logprobs_R),
+        token_advantages_T=column(batch.token_advantages_R),
         response_slots_P=torch.from_numpy(response_slots_P),
         batch_slots_P=torch.from_numpy(batch_slots_P),
         trained_slots_J=_trained_slots(mask_T),

@@ -257,6 +257,7 @@ def policy_group(config: Config, placement: Placement, kind: type[PolicyGroup] =
         seed=config.trainer.seed,
         updates_per_batch=config.trainer.updates_per_batch,
         placement=placement,
+        token_columns=algorithm_of(config).token_columns or (),
         logs=log_folder(config),
     )
 

@@ -121,16 +121,17 @@ class PolicyGroup:
         seed: int,
         updates_per_batch: int,
         placement: Placement,
+        token_columns: Sequence[str] = (),
         logs: Path | None = None,
         collective_timeout_s: float = 1800.0,
     ) -> None:
         """Start nothing; `start` does. Args: placement: where each rank goes, started before.
-        logs: folder for the logs of the ranks."""
+        token_columns: of the algorithm. logs: folder for the logs of the ranks."""
         self._logs = logs
         self._settings, self._actor, self._algorithm, self._seed = settings, actor, algorithm, seed
         self._timeout_s = collective_timeout_s
         self._placement = placement
-        self._recompute = algorithm.old_logprobs == "recompute"
+        self._passes = algorithm.passes(token_columns)
         self._cost = CostModel.of_model(read_model_shape(settings.model_path))
         # Batches whose shards are in the object store since `prepare`, oldest first: id -> (batch, shards).
         self._prepared: dict[int, tuple[TrainBatch, list[Shard]]] = {}
@@ -182,21 +183,18 @@ class PolicyGroup:
         ]
 
     async def prepare(self, batch: TrainBatch) -> TrainBatch:
-        """Return the batch with the log-probabilities that the loss needs beside its own pass, under the current
-        weights."""
+        """Return the batch with the columns of `AlgorithmSection.passes`, computed under the current weights."""
         async with self._busy:
             return await self._prepare(batch)
 
     async def _prepare(self, batch: TrainBatch) -> TrainBatch:
         if self._algorithm.old_logprobs == "rollout":
             batch = dataclasses.replace(batch, old_logprobs_R=batch.rollout_logprobs_R)
-        if not (self._recompute or self._algorithm.needs_reference):
+        if not self._passes:
             return batch
         shards, columns = await asyncio.to_thread(self._shards, batch), dict[str, Any]()
-        if self._recompute:
-            columns["old_logprobs_R"] = await self._logprobs(batch, shards, reference=False)
-        if self._algorithm.needs_reference:
-            columns["ref_logprobs_R"] = await self._logprobs(batch, shards, reference=True)
+        for name in self._passes:
+            columns[f"{name}_R"] = await self._run_pass(name, batch, shards)
         prepared = dataclasses.replace(batch, **columns)
         self._prepared[id(prepared)] = prepared, shards
         while len(self._prepared) > self._most_prepared:
@@ -246,7 +244,10 @@ class PolicyGroup:
         """float32 [R] log-probs of each rollout's response, of logits divided by `temperature`."""
         batch = _scored_batch(rollouts, at_least=self._actor.data_parallel)
         shards = await asyncio.to_thread(self._shards, batch)
-        column = await self._logprobs(batch, shards, reference=False, temperature=temperature)
+        calls = await self._calls(
+            shards, lambda worker, s: worker.score.remote(s.reference, s.micro_batches, temperature)
+        )
+        column = await self._joined(batch, shards, calls)
         ends = np.cumsum(batch.response_lengths_N)[: len(rollouts)]
         return np.split(column[: ends[-1]], ends[:-1])
 
@@ -286,19 +287,20 @@ class PolicyGroup:
     def _shards(self, batch: TrainBatch) -> list[Shard]:
         return shards_of(batch, self._actor, self._cost)
 
-    async def _logprobs(
-        self, batch: TrainBatch, shards: Sequence[Shard], *, reference: bool, temperature: float | None = None
-    ) -> np.ndarray:
+    async def _run_pass(self, name: str, batch: TrainBatch, shards: Sequence[Shard]) -> np.ndarray:
         """float32 [R] of the whole batch; the shards keep references to their parts."""
-        calls = await self._calls(
-            shards, lambda worker, s: worker.logprobs.remote(s.reference, s.micro_batches, reference, temperature)
-        )
-        answers = await gather(calls)
-        parts: dict[int, np.ndarray] = {}
-        for place, call, answer in zip(self._places, calls.values(), answers, strict=True):
+        calls = await self._calls(shards, lambda worker, s: worker.run_pass.remote(name, s.reference, s.micro_batches))
+        for place, call in zip(self._places, calls.values(), strict=True):
             if place.answers:
-                parts[place.data_parallel] = answer
-                shards[place.data_parallel].columns["ref_logprobs_R" if reference else "old_logprobs_R"] = call
+                shards[place.data_parallel].columns[f"{name}_R"] = call
+        return await self._joined(batch, shards, calls)
+
+    async def _joined(self, batch: TrainBatch, shards: Sequence[Shard], calls: Mapping[str, Any]) -> np.ndarray:
+        """float32 [R] of the whole batch, of what the ranks answer for their shards."""
+        answers = await gather(calls)
+        parts = {
+            place.data_parallel: answer for place, answer in zip(self._places, answers, strict=True) if place.answers
+        }
         return await asyncio.to_thread(joined_column, batch, shards, parts)
 
     def _stages(self) -> list[int]:

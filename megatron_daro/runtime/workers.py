@@ -161,20 +161,23 @@ class TrainWorker:
 
     @ray.method(concurrency_group="work")
     @logs.failures_logged
-    def logprobs(
+    def run_pass(
         self,
+        name: str,
         batch: TrainBatch,
         micro_batches: Sequence[Sequence[int]],
-        reference: bool,
-        temperature: float | None = None,
     ) -> np.ndarray | None:
-        """float32 [R] of the shard under the current (or the reference) weights; None where another rank answers.
-        temperature: of the rollouts, where it is not the configured one; for the current weights only."""
-        if reference:
-            found = self._policy.reference_logprobs(batch, micro_batches)
-        else:
-            found = self._policy.logprobs(batch, micro_batches, temperature=temperature)
-        return found if self._answers() else None
+        """float32 [R], the shard's column `name` of `AlgorithmSection.passes`; None where another rank answers."""
+        column_R = self._policy.run_pass(name, batch, micro_batches)
+        return column_R if self._answers() else None
+
+    @ray.method(concurrency_group="work")
+    @logs.failures_logged
+    def score(self, batch: TrainBatch, micro_batches: Sequence[Sequence[int]], temperature: float) -> np.ndarray | None:
+        """float32 [R] of the shard under the current weights, logits divided by the rollouts' temperature; None where
+        another rank answers."""
+        column_R = self._policy.logprobs(batch, micro_batches, temperature=temperature)
+        return column_R if self._answers() else None
 
     def _answers(self) -> bool:
         from megatron_daro.actor import parallel

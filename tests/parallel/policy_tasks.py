@@ -90,6 +90,69 @@ def collect_gradients(policy: Any) -> dict[str, np.ndarray]:
     return found
 
 
+def _with_columns(policy: Any, layout: Any, batch: TrainBatch, num_micro_batches: int) -> Any:
+    """This rank's shard, an uneven split of it, and the columns of the algorithm's passes: the last stage has them, and
+    gives them to the others as Ray's references do."""
+    from megatron.core import parallel_state
+
+    mine = batch.select(my_rows(len(batch), layout))
+    micro_batches = uneven_split(len(mine), num_micro_batches)
+    found = [policy.run_pass("ref_logprobs", mine, micro_batches)]
+    torch.distributed.broadcast_object_list(
+        found,
+        src=parallel_state.get_pipeline_model_parallel_last_rank(),
+        group=parallel_state.get_pipeline_model_parallel_group(),
+    )
+    return replace(mine, ref_logprobs_R=found[0]), micro_batches
+
+
+def token_gradients(
+    path: Path, layout: Any, batch: TrainBatch, num_micro_batches: int, algorithm: dict[str, Any]
+) -> dict[str, Any]:
+    """Summed gradients of advantages per token, and the loss; the columns are computed by a pass."""
+    from megatron_daro.actor.step import compute_gradients
+
+    policy = build_policy(path, layout, algorithm, optimizer={"distributed": False})
+    mine, micro_batches = _with_columns(policy, layout, batch, num_micro_batches)
+    sums = compute_gradients(policy.train_state, mine, micro_batches, policy._objective, policy._output)
+    return {"gradients": collect_gradients(policy), "policy_loss": sums.policy_loss}
+
+
+def token_epochs(
+    path: Path, layout: Any, batch: TrainBatch, splits: Sequence[int], algorithm: dict[str, Any]
+) -> list[dict[str, float]]:
+    """Metrics of optimizer steps on one batch, each split into so many micro-batches; columns of before the first."""
+    policy = build_policy(path, layout, algorithm, optimizer={"learning_rate": 1e-3})
+    mine, _ = _with_columns(policy, layout, batch, 3)
+    return [
+        dict(policy.train_step(mine, uneven_split(len(mine), number), step=step).metrics)
+        for step, number in enumerate(splits, 1)
+    ]
+
+
+def token_refusal(path: Path, layout: Any, batch: TrainBatch, fault: str, columns: bool = True) -> str:
+    """The error of a step with a faulty algorithm."""
+    policy = build_policy(path, layout, {"name": "toy_algorithm:Faulty", "options": {"fault": fault}})
+    if columns:
+        batch = replace(batch, ref_logprobs_R=batch.rollout_logprobs_R)
+    try:
+        policy.train_step(batch, [list(range(len(batch)))], step=1)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def token_skip(path: Path, layout: Any, batch: TrainBatch, algorithm: dict[str, Any]) -> dict[str, Any]:
+    """What a step says, and whether it changed anything."""
+    policy = build_policy(path, layout, algorithm)
+    before = everything(policy)
+    mine, micro_batches = _with_columns(policy, layout, batch, 2)
+    result = policy.train_step(mine, micro_batches, step=1)
+    after = everything(policy)
+    changed = [name for name, value in after.items() if name not in before or not _same(value, before[name])]
+    return {"skipped": result.skipped, "reason": result.reason, "changed": changed}
+
+
 def logprobs_and_weights(
     path: Path, layout: Any, batch: TrainBatch, num_micro_batches: int, temperature: float = 1.0, **options: Any
 ) -> dict[str, Any]:

@@ -41,7 +41,9 @@ async def two_steps(policy, batch, put):
     # The same columns by the other way: a batch that `prepare` did not give travels whole.
     again = await policy.prepare(batch)
     kept = policy._prepared[id(again)][1]
-    calls = await policy._calls(kept, lambda worker, s: worker.logprobs.remote(s.reference, s.micro_batches, False))
+    calls = await policy._calls(
+        kept, lambda worker, s: worker.run_pass.remote("old_logprobs", s.reference, s.micro_batches)
+    )
     found["answers"] = [answer is not None for answer in await gather(calls)]
     results = await policy._calls(
         kept, lambda worker, s: worker.train.remote(s.reference, s.micro_batches, 2, **s.columns)

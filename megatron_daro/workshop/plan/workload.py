@@ -139,7 +139,7 @@ def workload_of(
         generated=rollout.prompts_requested * rollout.rollouts_per_prompt,
         updates=config.trainer.updates_per_batch,
         staleness=rollout.max_staleness,
-        extra_passes=(algorithm.old_logprobs == "recompute") + algorithm.needs_reference,
+        extra_passes=len(algorithm.passes()),
         mean_prompt=float(prompt),
         longest=config.data.max_prompt_tokens + longest,
         response_Q=quantiles(mean, spread, longest) if response_Q is None else response_Q,

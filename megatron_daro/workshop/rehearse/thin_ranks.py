@@ -90,21 +90,20 @@ class ThinRanks:
             os._exit(1)
         await asyncio.Event().wait()
 
-    async def logprobs(
-        self,
-        rank: int,
-        batch: TrainBatch,
-        micro_batches: Sequence[Sequence[int]],
-        reference: bool,
-        temperature: float | None = None,
+    async def run_pass(
+        self, rank: int, name: str, batch: TrainBatch, micro_batches: Sequence[Sequence[int]]
     ) -> np.ndarray | None:
-        """float32 [R] of the shard; None where another rank answers. Of a probe: the constant of canned servers."""
+        """float32 [R] of the shard; None where another rank answers."""
         if rank not in self._script.answering:
             return None
-        if temperature is not None:
-            return np.full_like(batch.rollout_logprobs_R, PROBED)
         await asyncio.sleep(self._script.logprobs_s)
         return batch.rollout_logprobs_R * np.float32(0.999)
+
+    async def score(
+        self, rank: int, batch: TrainBatch, micro_batches: Sequence[Sequence[int]], temperature: float
+    ) -> np.ndarray | None:
+        """Return the constant of canned servers for a probe; None where another rank answers."""
+        return np.full_like(batch.rollout_logprobs_R, PROBED) if rank in self._script.answering else None
 
     async def export(self, rank: int, plan: SendPlan) -> SendReport | None:
         """Report what the stage would have sent."""
