@@ -218,7 +218,7 @@ def test_skipping_for_ever_is_an_error(tmp_path):
     [
         ("generate", lambda s: setattr(s.engine, "hang_after", 9)),
         ("train", lambda s: setattr(s.policy, "hang", True)),
-        ("score", lambda s: setattr(s.sampler._collector._scorer, "hang", True)),
+        ("score", lambda s: setattr(s.sampler._rollouter._scorer, "hang", True)),
     ],
 )
 def test_what_hangs_is_named_and_everything_is_closed(tmp_path, name, break_it):
