@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ TOOL = Path(__file__).parents[2] / "tools/mutation"
 sys.path.insert(0, str(TOOL))
 import mutation  # noqa: E402
 from mutants import changed_lines, find_mutants  # noqa: E402
+from mutation_runs import Score, Survivor  # noqa: E402
 
 TINY = """
 def join(first: int | None, second):
@@ -177,3 +179,31 @@ def test_a_draw_repeats_takes_no_line_twice_and_knows_the_tests_of_a_package():
     tests = [Path(test).stem for test in mutation.package_tests(root, modules[1])]
     assert tests.index("test_ledger") < tests.index("test_deadlines"), "what names the module comes first"
     assert not [name for name in mutation.code_modules(root) if "/report/" in name]
+
+
+def test_workers_that_a_test_spawns_do_not_import_the_runner_again(tree, tmp_path):
+    (tree / "test_tiny.py").write_text(
+        "import multiprocessing, os\nimport tiny\n\n"
+        "def test_spawned():\n"
+        "    worker = multiprocessing.get_context('spawn').Process(target=os.getpid)\n"
+        "    worker.start(), worker.join(60)\n"
+        "    assert worker.exitcode == 0\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import pathlib, mutation\n"
+        "if __name__ == '__main__':\n"
+        f"    mutation.run(pathlib.Path({str(tree)!r}), {{'tiny.py': ['test_tiny.py']}}, equivalent={{}}, sample=1)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(TOOL)}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_only_a_broken_test_killed_counts_as_survived():
+    score = Score("algo", verdicts={"killed": 2, "hung": 0, "survived": 0})
+    by_both, by_broken = Survivor("a.py:1", "x", "y"), Survivor("a.py:2", "x", "y")
+    score.killers = {"test_broken": [by_both, by_broken], "test_sound": [by_both]}
+    mutation.withdraw([score], {"test_broken"})
+    assert score.verdicts == {"killed": 1, "hung": 0, "survived": 1} and score.survivors == [by_broken]

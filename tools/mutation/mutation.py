@@ -25,7 +25,7 @@ import signal
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -318,8 +318,9 @@ def run_drawn(root: Path, drawn: Sequence[Drawn], *, jobs: int, limit_s: float) 
                 if not one.equivalent:
                     runner.submit(score, one.mutant, one.source, one.changed, limit_s, module=one.module)
             runner.drain()
-            if killers := sorted({test for score in scores.values() for test in score.killers}):
-                print(f"the {len(killers)} tests that killed pass without a mutant: {runner.seconds_of(killers):.0f} s")
+            withdraw(
+                scores.values(), runner.failing(sorted({test for score in scores.values() for test in score.killers}))
+            )
         except MutationError as error:
             print(f"error: {error}")
         except KeyboardInterrupt:
@@ -327,6 +328,19 @@ def run_drawn(root: Path, drawn: Sequence[Drawn], *, jobs: int, limit_s: float) 
         finally:
             runner.close()
     return list(scores.values())
+
+
+def withdraw(scores: Iterable[Score], failing: set[str]) -> None:
+    """Count as survivors the mutants that only tests killed which fail without a mutant, too."""
+    for score in scores:
+        sound = {mutant for test, mutants in score.killers.items() if test not in failing for mutant in mutants}
+        for test in sorted(failing & score.killers.keys()):
+            for mutant in score.killers[test]:
+                if mutant not in sound and mutant not in score.survivors:
+                    print(f"survived, since {test} fails without it, too: {mutant}")
+                    score.survivors.append(mutant)
+                    score.verdicts["killed"] -= 1
+                    score.verdicts["survived"] += 1
 
 
 def table(scores: Sequence[Score]) -> str:

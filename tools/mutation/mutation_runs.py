@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
 from mutants import Mutant, changed_lines
@@ -62,14 +63,14 @@ class Survivor:
 @dataclass(slots=True)
 class Score:
     """What became of the mutants of one module or package. mutants: all that there are; the rest: of those that were
-    looked at. killers: tests that failed first."""
+    looked at. killers: mutants that each test killed."""
 
     module: str
     mutants: int = 0
     verdicts: dict[Verdict, int] = field(default_factory=lambda: {"killed": 0, "hung": 0, "survived": 0})
     equivalent: int = 0
     survivors: list[Survivor] = field(default_factory=list)
-    killers: set[str] = field(default_factory=set)
+    killers: dict[str, list[Survivor]] = field(default_factory=dict)
     seconds: float = 0.0
 
     @property
@@ -131,8 +132,9 @@ class Copy:
         for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
             compiled.unlink()
 
-    def start(self, module: str, tests: Sequence[str]) -> int:
-        """Starts the tests in a fork of this process, which leads a process group; returns its id."""
+    def start(self, module: str, tests: Sequence[str], *, stop: bool = True) -> int:
+        """Starts the tests in a fork of this process, which leads a process group; returns its id. stop: at the first
+        that fails."""
         shutil.rmtree(self._folder / "tmp", ignore_errors=True)
         sys.stdout.flush()
         child = os.fork()
@@ -143,7 +145,7 @@ class Copy:
             output = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(output, 1), os.dup2(output, 2), os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
-            code = self._pytest(module, tests)
+            code = self._pytest(module, tests, stop=stop)
         except SystemExit as error:  # the changed module ends the process that imports it
             print(f"FAILED: SystemExit: {error}", flush=True)
             code = 1
@@ -152,7 +154,7 @@ class Copy:
             code = _FAILED_TO_START
         os._exit(code)
 
-    def _pytest(self, module: str, tests: Sequence[str]) -> int:
+    def _pytest(self, module: str, tests: Sequence[str], *, stop: bool) -> int:
         import pytest
 
         os.chdir(self.tree)
@@ -162,7 +164,18 @@ class Copy:
         sys.path[:] = [*own, *(p for p in sys.path if Path(p or ".").resolve() not in _CHECKOUT)]
         for name in ("mutants", "mutation", "mutation_runs"):
             sys.modules.pop(name, None)
-        quiet = ["-q", "-x", "--tb=short", "-p", "pytest_timeout", "-p", _HYPOTHESIS, "--hypothesis-seed=0"]
+        # Workers that a test spawns import the main module again, and this one is not on their path.
+        sys.modules["__main__"] = ModuleType("__main__")
+        quiet = [
+            "-q",
+            *(["-x"] if stop else []),
+            "--tb=short",
+            "-p",
+            "pytest_timeout",
+            "-p",
+            _HYPOTHESIS,
+            "--hypothesis-seed=0",
+        ]
         code = int(pytest.main([*quiet, f"--basetemp={self._folder / 'tmp'}", *tests]))
         sys.stdout.flush()
         loaded = sys.modules.get(module.removesuffix(".py").replace("/", "."))
@@ -212,6 +225,17 @@ class Runner:
             raise MutationError(f"{what}: its tests do not pass without a mutant ({why}):\n{copy.last_words()}")
         return time.monotonic() - started
 
+    def failing(self, tests: Sequence[str]) -> set[str]:
+        """Which of these tests fail without a mutant: what they killed says nothing."""
+        if not tests:
+            return set()
+        copy = self._free_copy()
+        child = copy.start("", tests, stop=False)
+        os.waitpid(child, 0)
+        _end(child, reaped=True)
+        self._free.append(copy)
+        return copy.failed_tests()
+
     def submit(self, score: Score, mutant: Mutant, source: str, changed: str, limit_s: float, module: str = "") -> None:
         """Waits for a free copy and starts the mutant's tests in it. module: where the score is not of one module."""
         copy, module = self._free_copy(), module or score.module
@@ -254,14 +278,15 @@ class Runner:
             verdict: Verdict = "hung"
         else:
             verdict = "killed" if status else "survived"
-            score.killers |= running.copy.failed_tests()
         score.verdicts[verdict] += 1
         score.seconds += time.monotonic() - running.started
+        tested = Survivor(place, *changed_lines(running.source, running.changed))
+        for test in running.copy.failed_tests() if verdict == "killed" else ():
+            score.killers.setdefault(test, []).append(tested)
         if verdict != "killed" or running.module != score.module:
-            found = Survivor(place, *changed_lines(running.source, running.changed))
-            print(f"{verdict}: {found}", flush=True)
-            if verdict == "survived":
-                score.survivors.append(found)
+            print(f"{verdict}: {tested}", flush=True)
+        if verdict == "survived":
+            score.survivors.append(tested)
         running.copy.write(running.module, running.source)
 
 
