@@ -116,7 +116,7 @@ def similar_pairs(signatures_DH: np.ndarray, keys_D: np.ndarray) -> tuple[np.nda
     pairs: list[np.ndarray] = []
     crowded = 0
     for band in range(BANDS):
-        mixed = keys_D.copy()
+        mixed = keys_D
         for h in range(band * BAND_ROWS, (band + 1) * BAND_ROWS):
             mixed = (mixed ^ signatures_DH[:, h].astype(np.uint64)) * _MIX
             mixed ^= mixed >> np.uint64(31)

@@ -38,6 +38,12 @@ def test_sapo_by_hand(ratio, advantage, tau):
     assert value_and_slope(sapo_loss, ratio, advantage, **options) == pytest.approx((value, slope), rel=1e-12)
 
 
+def test_temperatures_of_sapo_are_the_papers():
+    # arXiv 2511.20347, section 4: tau 1.0 where the advantage is positive and 1.05 where it is negative
+    settings = ObjectiveSettings(trust_region="sapo")
+    assert (settings.sapo_positive, settings.sapo_negative) == (1.0, 1.05)
+
+
 @pytest.mark.parametrize("loss", [cispo_loss, sapo_loss])
 def test_at_ratio_one_both_are_plain_policy_gradients(loss):
     assert value_and_slope(loss, 1.0, -1.5) == pytest.approx((1.5, 1.5), abs=1e-12)

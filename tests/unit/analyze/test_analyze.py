@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 import zipfile
 
 import numpy as np
@@ -448,3 +449,23 @@ def test_advice_follows_from_the_numbers(counts, lengths, words):
     assert len(found) == len(words)
     for text, wanted in zip(found, words, strict=True):
         assert wanted in text
+
+
+def test_a_line_of_nemo_rl_without_tokens_has_no_length(tmp_path):
+    *first, last = nemo_rl_lines(rollouts(1))
+    (tmp_path / "train_data_step1.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in (*first, last | {"token_ids": [None]}))
+    )
+    assert read(tmp_path).unreadable == 1
+
+
+def test_pass_rates_that_teach_nothing_have_no_loss_and_no_weight(tmp_path, capsys):
+    lines = [{"g": f"{k}{group}", "n": 7, "c": i < k} for k in range(3) for group in range(3) for i in range(2)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["analyze", str(tmp_path), "--columns", "group=g,length=n,right=c"]) == 0
+    printed = [re.findall(r"[^\s│┃]+", line) for line in capsys.readouterr().out.splitlines()]
+    cells = {words[0]: len(words) for words in printed if words and re.fullmatch(r"\d/2", words[0]) and len(words) > 2}
+    of_one_length, of_both_lengths, learnt = 4, 5, 3  # pass rate, groups, tokens, and the lengths there are
+    assert {rate: cells.get(rate) for rate in ("0/2", "2/2")} == dict.fromkeys(("0/2", "2/2"), of_one_length), printed
+    first_tables = next(words for words in printed if words and words[0] == "1/2")
+    assert len(first_tables) == of_both_lengths + learnt

@@ -322,6 +322,7 @@ def _pickled(run_files):
         (_pickled, "(only *.bin); allowed: model.safetensors"),
         (_torn, "model.safetensors: torn: "),
         (lambda r: (r.model / "model.safetensors").write_bytes(b"abc"), "too few for its header"),
+        (lambda r: (r.model / "model.safetensors").write_bytes(b"\xff" * 7 + b"\0{}"), "10 bytes are too few for its"),
         (_shard_missing, "model-2.safetensors: missing"),
         (_shard_unnamed, "model-00002-of-00002.safetensors, which model.safetensors.index.json does not name"),
         (_tensor_unnamed, "model-00002-of-00002.safetensors with w, which model.safetensors.index.json does not name"),

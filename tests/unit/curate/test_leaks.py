@@ -83,3 +83,9 @@ def test_sets_without_long_statements(rows_of):
     decisions = Decisions(2)
     drop_leaks(rows_of(("1+1", "2"), ("2+2", "4")), {"exam": rows_of(("1+1", "2"))}, decisions)
     assert decisions.kept() == [1]
+
+
+def test_a_problem_shorter_than_any_run_is_a_leak_where_it_is_the_whole_statement(rows_of):
+    decisions = Decisions(2)
+    drop_leaks(rows_of(("Solve it.", "3"), ("Solve this.", "3")), {"exam": rows_of(("Solve it", "4"))}, decisions)
+    assert {row: (one.reason, one.other) for row, one in decisions.dropped.items()} == {0: ("leak", "exam:1")}

@@ -21,7 +21,7 @@ from megatron_daro.workshop.plan.memory import (
     server_memory,
     trainer_memory,
 )
-from megatron_daro.workshop.plan.search import search, splits
+from megatron_daro.workshop.plan.search import Refusals, _Fleets, search, splits
 from megatron_daro.workshop.plan.tables import options_of
 from megatron_daro.workshop.plan.times import Constants, generation_s, micro_batches_of, sync_s, train_times
 from megatron_daro.workshop.plan.workload import quantiles, workload_of
@@ -297,3 +297,12 @@ def test_a_sync_gathers_before_it_sends_and_every_server_takes_all_of_it_in():
     cut = sync_s(asked, ModelLayout(8, 1, 1, "full", 9216), H100, known)
     assert cut - alone == pytest.approx(2 * asked.shape.num_parameters * 7 / 8 / (450e9 * known.sync_links), rel=0.01)
     assert sync_s(asked, ModelLayout(1, 1, 1, "full", 9216), H100, known, near=True) < alone / 3
+
+
+def test_servers_that_share_gpus_divide_them_evenly_and_others_may_leave_some():
+    sizes = {}
+    for colocate in (True, False):
+        fleets = _Fleets(with_engine(colocate=colocate), H100, Constants(), Refusals())
+        sizes[colocate] = [servers.tensor for gpus in (12, 20) if (servers := fleets.best(gpus))]
+    assert sizes[True] and all(gpus % tensor == 0 for gpus, tensor in zip((12, 20), sizes[True], strict=True)), sizes
+    assert any(gpus % tensor for gpus, tensor in zip((12, 20), sizes[False], strict=True)), sizes

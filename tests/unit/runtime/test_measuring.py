@@ -51,3 +51,19 @@ def test_without_a_whole_note_of_what_was_converted_it_is_converted_again(tmp_pa
     assert measuring._read_note(note) is None
     note.write_text('{"files": {}}')
     assert measuring._read_note(note) == {"files": {}}
+
+
+@pytest.mark.parametrize("has_config", [True, False])
+def test_a_model_that_servers_have_elsewhere_is_refused(monkeypatch, tmp_path, has_config):
+    async def told(urls):
+        return {url: {"model_path": str(tmp_path), "weight_version": "3"} for url in urls}
+
+    monkeypatch.setattr(measuring, "_told", told)
+    urls = ("http://127.0.0.1:1", "http://127.0.0.1:2")
+    if has_config:
+        (tmp_path / "config.json").write_text("{}")
+        model = measuring.of_servers(urls, None)
+        assert (model.path, model.urls, model.weights["served"]["weight_version"]) == (tmp_path, urls, "3")
+    else:
+        with pytest.raises(ConfigError, match=r"which is not on this machine; .* fix: model\.path=DIR"):
+            measuring.of_servers(urls, None)

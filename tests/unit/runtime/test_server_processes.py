@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +11,11 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorDiedError
 
+from megatron_daro.config import Config
 from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang.servers import LaunchOptions
 from megatron_daro.errors import EngineError
-from megatron_daro.runtime.sglang_group import RayServer, _parts, _sharing
+from megatron_daro.runtime.sglang_group import RayServer, _handles, _parts, _sharing
 
 
 def options(**arguments):
@@ -70,3 +72,17 @@ def test_what_ray_says_of_a_lost_actor_is_an_error_of_the_server():
 
     with pytest.raises(EngineError, match="the Ray actor of a server died"):
         asyncio.run(RayServer._call(None, lost(), 5.0))
+
+
+def test_every_part_of_every_server_runs_the_interpreter_of_the_configuration():
+    config = Config.model_validate(
+        {
+            "model": {"path": "m"},
+            "data": {"train": ("t",)},
+            "engine": {"kind": "sglang", "seed": 1, "replicas": 2, "sglang": {"python": sys.executable}},
+        }
+    )
+    placement = SimpleNamespace(server=dict, gpus_of_server=str)
+    servers = _handles(config.engine, config, Path("run"), placement)
+    parts = [part for server in servers.values() for part in server._parts]
+    assert [part.python for part in parts] == [Path(sys.executable)] * 2
