@@ -35,9 +35,10 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_daro.config.model_shape import read_model_shape
-from megatron_daro.convert import conversion, plan
+from megatron_daro.convert import plan
 from megatron_daro.convert.hf_files import write_hf_checkpoint
 from megatron_daro.convert.mapping import hf_tensor_shapes
+from megatron_daro.workshop.convert import conversion
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 1024**3

@@ -10,8 +10,8 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from megatron_daro.actor.world_check import WorldReport
     from megatron_daro.config.actor import ActorSection
+    from megatron_daro.workshop.check_layout import WorldReport
 
 ModelConfig = Annotated[
     Path, typer.Argument(metavar="MODEL_CONFIG", help="config.json of the model, or its directory.", show_default=False)
@@ -70,8 +70,8 @@ def _checked(actor: ActorSection, model_config: Path) -> WorldReport:
     from rich.progress import Progress
 
     from megatron_daro.actor.policy import layout_of
-    from megatron_daro.actor.world_check import check_world
     from megatron_daro.config.model_shape import read_model_shape
+    from megatron_daro.workshop.check_layout import check_world
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("ranks", total=actor.world_size)

@@ -19,8 +19,8 @@ from megatron_daro.errors import ConfigError
 from megatron_daro.temporary import use_own_sockets
 
 if TYPE_CHECKING:
-    from megatron_daro.convert.card import Card
     from megatron_daro.convert.plan import Plan
+    from megatron_daro.workshop.convert.jobs import Card
 
 _MOST_PROCESSES = 4
 _WIDTH_IN_FILES = 150
@@ -81,7 +81,7 @@ def convert(
         per_layer_keys=per_layer_keys,
     )
     if dry_run:
-        from megatron_daro.convert.conversion import replaceable
+        from megatron_daro.workshop.convert.conversion import replaceable
 
         replaceable(out)
         typer.echo(_announcement(plan, out))
@@ -91,7 +91,7 @@ def convert(
 
 def _carry_out(plan: Plan, out: Path, *, processes: int, verify: bool) -> None:
     """Write the target; print the card and what the forward pass said."""
-    from megatron_daro.convert.conversion import convert as carry_out
+    from megatron_daro.workshop.convert.conversion import convert as carry_out
 
     forward_checks: list[str] = []
 
@@ -114,7 +114,7 @@ def _start_workers_early(number: int) -> int:
     number."""
     if number > 1:
         use_own_sockets()
-        multiprocessing.set_forkserver_preload(["megatron_daro.convert.conversion"])
+        multiprocessing.set_forkserver_preload(["megatron_daro.workshop.convert.conversion"])
         forkserver.ensure_running()
     return number
 
@@ -155,7 +155,7 @@ def make_plan(
         return plan.plan_to_megatron(hf, _megatron_format(format_), dtype, per_layer_keys=per_layer_keys)
     if megatron is None:
         raise AssertionError
-    from megatron_daro.convert.model_config import find_config
+    from megatron_daro.workshop.convert.model_config import find_config
 
     config = hf_config or find_config(megatron)
     if format_ in plan.FORMATS:
@@ -243,7 +243,7 @@ def _forward_check(plan: Plan, written: Path) -> str:
     """Run the HF model and the Megatron model of the two checkpoints on the same tokens, if both fit into memory."""
     if plan.format != "hf" and plan.source_format != "hf":
         return "forward pass not compared: both are Megatron checkpoints, and every tensor is the same"
-    from megatron_daro.actor.forward_check import compare_logits
+    from megatron_daro.workshop.convert.forward_check import compare_logits
 
     hf, megatron = (written, plan.source) if plan.format == "hf" else (plan.source, written)
     return compare_logits(hf, megatron, plan.cast)

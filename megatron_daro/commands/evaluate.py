@@ -150,7 +150,7 @@ def _model_and_base(
 ) -> tuple[MeasuredModel, Config | None]:
     """Return the model that is asked, and the configuration that was given or that a checkpoint's run has."""
     from megatron_daro.config import resolve
-    from megatron_daro.convert.model_config import find_config_folder
+    from megatron_daro.workshop.convert.model_config import find_config_folder
     from megatron_daro.workshop.evaluate import measuring
 
     if sum(map(bool, (hf, checkpoint, urls))) != 1:

@@ -11,7 +11,7 @@ from small_models import save_model
 from test_gradients_exact import layouts
 
 from megatron_daro.convert import plan
-from megatron_daro.convert.conversion import convert
+from megatron_daro.workshop.convert.conversion import convert
 
 MODELS = ["qwen2_tied", "qwen3", "qwen3_moe", "qwen3_moe_mixed"]
 

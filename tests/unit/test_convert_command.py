@@ -19,8 +19,8 @@ from megatron_daro.commands.convert import parse_size
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.convert import plan
 from megatron_daro.convert.mapping import hf_tensor_shapes
-from megatron_daro.convert.model_config import find_config
 from megatron_daro.errors import ConfigError, ModelError
+from megatron_daro.workshop.convert.model_config import find_config
 
 CONFIG = {"model_type": "qwen2", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 CONFIG |= {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 70, "max_position_embeddings": 128}
@@ -58,7 +58,7 @@ def test_there_and_back_with_a_forward_pass_on_the_way(hf, tmp_path, capsys, for
 
 
 def test_a_forward_pass_that_differs_fails(hf, tmp_path, capsys, monkeypatch):
-    from megatron_daro.actor import forward_check
+    from megatron_daro.workshop.convert import forward_check
 
     real = forward_check._transformers_logits
     monkeypatch.setattr(forward_check, "_transformers_logits", lambda *given: real(*given) * 1.01)
@@ -137,7 +137,7 @@ def test_dry_run_refuses_a_target_that_cannot_be(hf, tmp_path, capsys, monkeypat
 
 
 def test_a_model_that_does_not_fit_is_not_run(hf, tmp_path, capsys, monkeypatch):
-    from megatron_daro.actor import forward_check
+    from megatron_daro.workshop.convert import forward_check
 
     monkeypatch.setattr(forward_check, "_BYTES_PER_PARAMETER", 10**12)
     assert convert("--hf", hf, "--out", tmp_path / "m", "--verify") == 0

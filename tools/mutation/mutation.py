@@ -125,6 +125,8 @@ _FURTHER: dict[str, tuple[str, ...]] = {
     "controller.py": ("tests/unit/rollout", "tests/unit/test_background_save.py"),
     "convert/": ("tests/unit/test_convert_command.py", f"{_PARALLEL}converted_checkpoints.py"),
     "engine/": ("tests/contract/test_engine_contract.py", "tests/unit/sync"),
+    "workshop/check_layout.py": ("tests/unit/actor/test_world_check.py",),
+    "workshop/convert/": ("tests/unit/convert", "tests/unit/test_convert_command.py"),
     "workshop/evaluate/": ("tests/unit/commands/test_evaluate_command.py",),
     "families/": ("tests/unit/convert/test_model_shape.py", "tests/unit/config"),
     "workshop/plan/": ("tests/unit/commands/test_plan_command.py",),

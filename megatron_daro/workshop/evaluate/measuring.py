@@ -99,8 +99,8 @@ def of_checkpoint(checkpoint: Path, config: Path, out: Path, notices: Notices) -
     else:
         weights = {"files": {p.name: restart_audit.digest(p) for p in sorted(checkpoint.glob("*")) if p.is_file()}}
     if _read_note(note) != weights:
-        from megatron_daro.convert.conversion import convert
         from megatron_daro.convert.plan import plan_to_hf
+        from megatron_daro.workshop.convert.conversion import convert
 
         notices.notice(f"{checkpoint} is written as a Hugging Face directory to {target}")
         if target.is_dir():

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_daro.actor import model, world_check
+from megatron_daro.actor import model
 from megatron_daro.actor.parallel import Layout
-from megatron_daro.actor.world_check import check_world
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.errors import ModelError
+from megatron_daro.workshop import check_layout
+from megatron_daro.workshop.check_layout import check_world
 
 SHARED_CONFIGS = Path(__file__).parents[4] / "shared" / "data" / "configs"
 DENSE = {
@@ -98,15 +99,15 @@ def uncut(parameters):
     ],
 )
 def test_a_mistake_is_found_by_name(monkeypatch, spoil, words):
-    found = world_check.local_parameters
-    monkeypatch.setattr(world_check, "local_parameters", lambda *arguments: spoil(found(*arguments)))
+    found = check_layout.local_parameters
+    monkeypatch.setattr(check_layout, "local_parameters", lambda *arguments: spoil(found(*arguments)))
     with pytest.raises(ModelError, match=words):
         check_world(read_model_shape(EXPERTS), WORLD)
 
 
 def test_ranks_that_all_take_the_first_slice_are_found(monkeypatch):
-    place = world_check.tensor_parallel_place
-    monkeypatch.setattr(world_check, "tensor_parallel_place", lambda rule: (0, place(rule)[1]))
+    place = check_layout.tensor_parallel_place
+    monkeypatch.setattr(check_layout, "tensor_parallel_place", lambda rule: (0, place(rule)[1]))
     with pytest.raises(ModelError, match="are held by no rank"):
         check_world(read_model_shape(DENSE), Layout(tensor=2))
 

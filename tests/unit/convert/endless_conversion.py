@@ -10,7 +10,7 @@ import threading
 import time
 from multiprocessing import forkserver
 
-from megatron_daro.convert import conversion
+from megatron_daro.workshop.convert import conversion
 
 
 def task(*_: object) -> None:

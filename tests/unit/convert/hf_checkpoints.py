@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 from test_mapping import EXPERTS, random_tensors
 
 from megatron_daro.config.model_shape import read_model_shape
-from megatron_daro.convert import conversion, plan
+from megatron_daro.convert import plan
 from megatron_daro.convert.hf_files import write_hf_checkpoint
+from megatron_daro.workshop.convert import conversion
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"head_dim": 8, "intermediate_size": 24, "vocab_size": 61, "max_position_embeddings": 64}

@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 
 from megatron_daro import durable
 from megatron_daro.config.model_shape import read_model_shape
-from megatron_daro.convert import conversion, pieces, plan
-from megatron_daro.convert.card import CARD_FILE
+from megatron_daro.convert import pieces, plan
 from megatron_daro.convert.hf_files import HFCheckpoint
-from megatron_daro.convert.jobs import box_name
 from megatron_daro.convert.megatron_weights import MegatronWeights
 from megatron_daro.errors import ModelError
+from megatron_daro.workshop.convert import conversion
+from megatron_daro.workshop.convert.jobs import CARD_FILE, box_name
 
 FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe")
 
@@ -320,7 +320,7 @@ def test_other_options_begin_again(tmp_path, monkeypatch):
 def test_two_conversions_into_one_directory_are_refused(tmp_path):
     make_hf(tmp_path / "hf", config_of())
     made = plan.plan_to_megatron(tmp_path / "hf", "daro", None)
-    from megatron_daro.convert.conversion import Partial
+    from megatron_daro.workshop.convert.conversion import Partial
 
     with Partial(tmp_path / "out", made), pytest.raises(ModelError, match="another conversion is writing"):
         to_megatron(tmp_path / "hf", tmp_path / "out")
@@ -360,7 +360,7 @@ def test_a_published_target_is_on_disk_under_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(
         durable, "sync", lambda path: synced.append((path, out.is_dir(), (tmp_path / ".out.partial").is_dir()))
     )
-    from megatron_daro.convert.conversion import Partial
+    from megatron_daro.workshop.convert.conversion import Partial
 
     with Partial(out, plan.plan_to_megatron(tmp_path / "hf", "daro", None)) as partial:
         (partial.folder / "inner").mkdir()

@@ -13,10 +13,11 @@ from hf_checkpoints import assert_equal, config_of, make_hf, replace_tensor, ten
 from safetensors.torch import save_file
 
 from megatron_daro.config.model_files import read_model
-from megatron_daro.convert import conversion, jobs, torch_dist
-from megatron_daro.convert.card import CARD_FILE
+from megatron_daro.convert import torch_dist
 from megatron_daro.convert.megatron_weights import checkpoint_directory, open_pieces
 from megatron_daro.errors import CheckpointError, DaroError, ModelError
+from megatron_daro.workshop.convert import conversion, jobs
+from megatron_daro.workshop.convert.jobs import CARD_FILE
 
 GATE = "model.layers.1.mlp.gate_proj.weight"
 

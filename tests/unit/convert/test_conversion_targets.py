@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from hf_checkpoints import config_of, make_hf, to_megatron
 
-from megatron_daro.convert import conversion, jobs
-from megatron_daro.convert.card import CARD_FILE
 from megatron_daro.errors import ModelError
+from megatron_daro.workshop.convert import conversion, jobs
+from megatron_daro.workshop.convert.jobs import CARD_FILE
 
 
 @pytest.fixture

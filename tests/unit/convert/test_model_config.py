@@ -15,8 +15,8 @@ import torch
 from hf_checkpoints import assert_equal, config_of, make_hf, tensors_of, to_hf, to_megatron
 
 from megatron_daro.config.model_shape import read_model_shape
-from megatron_daro.convert.model_config import find_config, read_arguments
 from megatron_daro.errors import CheckpointError, ModelError
+from megatron_daro.workshop.convert.model_config import find_config, read_arguments
 
 
 class Backend(enum.Enum):

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_daro import cli
-from megatron_daro.actor.forward_check import compare_logits
 from megatron_daro.actor.weights import load_hf_weights
 from megatron_daro.config import model_shape
 from megatron_daro.config.model_shape import YarnScaling, read_model_shape
@@ -26,6 +25,7 @@ from megatron_daro.convert.hf_files import HFCheckpoint
 from megatron_daro.convert.transformers_shape import read_compared_shape
 from megatron_daro.errors import ModelError
 from megatron_daro.families import families
+from megatron_daro.workshop.convert.forward_check import compare_logits
 
 SIZES = {
     "hidden_size": 32,

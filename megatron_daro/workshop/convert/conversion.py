@@ -1,6 +1,6 @@
 """A whole conversion: files written by several processes, then index, verification and card, then one rename.
 
-`megatron-daro convert` calls `convert`; convert/jobs.py writes the files. The target appears whole or not at all. An
+`megatron-daro convert` calls `convert`; `jobs` writes the files. The target appears whole or not at all. An
 interrupted run leaves its folder beside the target; the next run of the same plan compares the files in it with the
 source before it trusts them, and continues. `--verify` reads every HF tensor back from both sides and compares bytes;
 a Megatron checkpoint is read by the same code that starts a run from it, so a wrong slice, name or cast shows,
@@ -32,16 +32,26 @@ import torch
 from megatron_daro import durable
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.convert import daro_format, torch_dist
-from megatron_daro.convert.card import CARD_FILE, Card, make_card
 from megatron_daro.convert.daro_format import StoredShard
 from megatron_daro.convert.hf_files import HFCheckpoint, copy_model_files, write_index
-from megatron_daro.convert.jobs import FileRecord, StopFlag, StoppedError, TensorRecord, joined, windows, write_file
 from megatron_daro.convert.megatron_weights import MegatronWeights
 from megatron_daro.convert.pieces import RowReader
 from megatron_daro.convert.plan import PART_BYTES, Job, Parameter, Plan
 from megatron_daro.convert.torch_dist import WrittenBlob
 from megatron_daro.errors import CheckpointError, ModelError, disk_fault
 from megatron_daro.temporary import use_own_sockets
+from megatron_daro.workshop.convert.jobs import (
+    CARD_FILE,
+    Card,
+    FileRecord,
+    StopFlag,
+    StoppedError,
+    TensorRecord,
+    joined,
+    make_card,
+    windows,
+    write_file,
+)
 
 _PLAN, _DONE, _LOCK = "plan.json", "done", "lock"
 

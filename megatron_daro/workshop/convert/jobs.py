@@ -1,17 +1,22 @@
-"""One file of a conversion: read the rows it needs, write them, and take the hashes of both sides on the way.
+"""One file of a conversion, written by a worker process, and the card that lists what all of them wrote.
 
-A worker process calls `write_file` with a job of the plan; what it returns goes into the card
-and the index. Holds one piece of a tensor at a time (`Plan.piece_bytes`), whatever the size of the model.
+`write_file` reads the rows that a job of the plan needs, writes them, and hashes both sides on the way. It holds one
+piece of a tensor at a time (`Plan.piece_bytes`), whatever the size of the model.
+
+The records become a `Card`: every tensor with shape, dtype and the hash of both sides, and how it was checked, as
+`conversion.json` in the target and as the table that the command prints. A later conversion of that target compares
+hashes with it, so that a flipped byte is found and named.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -22,12 +27,12 @@ from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.convert import torch_dist
 from megatron_daro.convert.daro_format import StoredShard
 from megatron_daro.convert.direct_file import DirectFile
-from megatron_daro.convert.mapping import TensorRule, other_name
+from megatron_daro.convert.mapping import TensorRule, global_boxes, hf_to_megatron, other_name, possible_boxes
 from megatron_daro.convert.megatron_weights import MegatronWeights
 from megatron_daro.convert.pieces import PADDING, RowReader, Run, hf_runs, shard_runs
 from megatron_daro.convert.plan import HFTensor, Job, Parameter, Plan, torch_dtype
 from megatron_daro.convert.safetensors_file import FileWriter, bytes_of
-from megatron_daro.errors import ModelError
+from megatron_daro.errors import CheckpointError, ModelError
 
 
 class StopFlag(Protocol):
@@ -379,3 +384,105 @@ def _finished(record: FileRecord, path: Path) -> FileRecord:
 def _check(stop: StopFlag | None) -> None:
     if stop is not None and stop.is_set():
         raise StoppedError
+
+
+CARD_FILE = "conversion.json"
+_FORMAT = "megatron-daro conversion 1"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One Megatron parameter and the HF tensors that it is made of.
+
+    change: "same bytes", "rows rearranged", "padded", "cast"; check: how it was checked.
+    """
+
+    megatron: TensorRecord
+    hf: tuple[TensorRecord, ...]
+    change: str
+    check: str
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A conversion that was carried out. ignored: what the source had and the target has not."""
+
+    source: str
+    format: str
+    num_bytes: int
+    rows: tuple[Row, ...]
+    ignored: tuple[str, ...]
+
+    def as_json(self) -> dict[str, object]:
+        """Return it as plain values for JSON."""
+        return {"kind": _FORMAT, **asdict(self)}
+
+    def summary(self) -> list[tuple[str, int, str, str, str, str]]:
+        """Return a line for each kind of parameter: (key, how many, shape, dtype, change, check)."""
+        found: dict[tuple[str, str, str, str, str], int] = {}
+        for row in self.rows:
+            shape = " x ".join(map(str, row.megatron.shape))
+            line = (row.megatron.name.split("[")[0], shape, row.megatron.dtype, row.change, row.check)
+            found[line] = found.get(line, 0) + 1
+        return [(key, count, *rest) for (key, *rest), count in found.items()]  # type: ignore[misc]
+
+
+def make_card(plan: Plan, records: Iterable[FileRecord], *, verified: Sequence[str]) -> Card:
+    """Return the card of a plan whose files are written.
+
+    Args:
+        plan: that was carried out. records: of all its files. verified: files that were read again and compared.
+
+    Raises:
+        CheckpointError: the source's tensors have other hashes than the card of the conversion that wrote it.
+    """
+    records = list(records)
+    known = {tensor.name: (tensor, record.file) for record in records for tensor in (*record.hf, *record.megatron)}
+    _compare_with_source(plan, {name: tensor for name, (tensor, _) in known.items()})
+    rules = hf_to_megatron(read_model_shape(plan.config), fused_norms=True)
+    rows = []
+    for rule, box in zip(rules, global_boxes(rules), strict=True):
+        names = [box_name(found.key, found.index) for found in possible_boxes(box)]
+        name = next(name for name in names if name in known)
+        megatron, hf = known[name][0], tuple(known[hf_name][0] for hf_name in rule.hf_names)
+        files = {known[n][1] for n in (name, *rule.hf_names)}
+        check = "hashed; read back and compared" if files <= set(verified) else "hashed"
+        rows.append(Row(megatron, hf, _change(megatron, hf), check))
+    return Card(str(plan.source), plan.format, plan.num_bytes, tuple(rows), plan.ignored)
+
+
+def read_hashes(folder: Path) -> dict[str, TensorRecord]:
+    """Return the HF tensors that a converted checkpoint's card describes, by name; none where there is no card.
+
+    Raises:
+        CheckpointError: the card cannot be read.
+    """
+    path = folder / CARD_FILE
+    if not path.is_file():
+        return {}
+    try:
+        card = json.loads(path.read_text())
+        rows = [tensor for row in card["rows"] for tensor in row["hf"]] if card["kind"] == _FORMAT else []
+        return {r["name"]: TensorRecord(r["name"], tuple(r["shape"]), r["dtype"], r["sha256"]) for r in rows}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; remove it to convert without its hashes") from None
+
+
+def _compare_with_source(plan: Plan, found: dict[str, TensorRecord]) -> None:
+    folders = (plan.source, plan.source.parent) if plan.source_format == "megatron" else (plan.source,)
+    known = next((hashes for hashes in map(read_hashes, folders) if hashes), {})
+    for name, record in known.items():
+        own = found.get(name)
+        if own is not None and (own.dtype, own.shape) == (record.dtype, record.shape) and own.sha256 != record.sha256:
+            raise CheckpointError(
+                f"{name} in {plan.source} is not what {CARD_FILE} says was written there: a byte was changed or "
+                "damaged. Copy the checkpoint again; remove that file if the change was meant"
+            )
+
+
+def _change(megatron: TensorRecord, hf: tuple[TensorRecord, ...]) -> str:
+    if any(tensor.dtype != megatron.dtype for tensor in hf):
+        return "cast"
+    if megatron.sha256 == hf[0].sha256:
+        return "same bytes"
+    return "rows rearranged" if len(hf) > 1 else "padded"

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_daro.config.model_shape import read_model_shape
-from megatron_daro.convert.conversion import HF_FOLDER
 from megatron_daro.convert.megatron_weights import checkpoint_directory
 from megatron_daro.convert.plan import ModelConfig
 from megatron_daro.convert.torch_dist import COMMON_FILE, Record, RestrictedUnpickler
 from megatron_daro.errors import CheckpointError, ModelError
 from megatron_daro.families import families
+from megatron_daro.workshop.convert.conversion import HF_FOLDER
 
 _VERL_FOLDER = "huggingface"
 _GIVE = "Name a folder with its config.json with --hf-config"
