@@ -37,18 +37,17 @@ from rich.table import Table
 from tiny_task import save_tokenizer
 
 from megatron_daro.config import resolve
-from megatron_daro.config.fit import demand_of
+from megatron_daro.config.hardware import demand_of
 from megatron_daro.controller import Controller, Parts
 from megatron_daro.engine.sglang.fleet import Fleet
-from megatron_daro.observe.metrics import MetricsLog
+from megatron_daro.observe.metrics import MetricsLog, Phases
 from megatron_daro.observe.progress import Progress
-from megatron_daro.observe.trace import Phases
 from megatron_daro.rollout.recorder import Recorder
 from megatron_daro.runtime import parts
-from megatron_daro.runtime.calls import gather
 from megatron_daro.runtime.cluster import cluster
 from megatron_daro.runtime.inputs import read_inputs
 from megatron_daro.runtime.policy_group import PolicyGroup
+from megatron_daro.runtime.supervisor import gather
 from megatron_daro.runtime.workers import Place
 from megatron_daro.types import StepResult, TrainBatch
 from megatron_daro.workshop.rehearse.canned_server import CannedAnswers, canned_fleet

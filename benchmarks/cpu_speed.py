@@ -55,7 +55,7 @@ def generation(given: argparse.Namespace, tokens_NS: Any) -> tuple[list[float], 
     """Seconds of both, a round each; every row gets the same number of tokens."""
     import torch
 
-    from megatron_daro.engine.generator import EmbeddedGenerator
+    from megatron_daro.engine.embedded import EmbeddedGenerator
     from megatron_daro.types import GroupRequest, Prompt, SamplingParams
 
     embedded = EmbeddedGenerator(

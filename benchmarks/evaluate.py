@@ -33,7 +33,7 @@ from sglang_pool import engine_of, section  # noqa: E402
 from verifiers import FILES, golds_of, load  # noqa: E402
 
 from megatron_daro.config.sections import EvalSet  # noqa: E402
-from megatron_daro.data.template import HeldOut  # noqa: E402
+from megatron_daro.data.tokenizer import HeldOut  # noqa: E402
 from megatron_daro.engine.sglang.generation import calls  # noqa: E402
 from megatron_daro.reward.pool import RewardPool  # noqa: E402
 from megatron_daro.types import Prompt  # noqa: E402

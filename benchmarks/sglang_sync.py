@@ -44,8 +44,7 @@ from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.engine.sglang.generation import DirectAnswers, probe_text
 from megatron_daro.engine.sglang.supervision import Expected
 from megatron_daro.engine.sglang.update import CPU_BUCKET_MIB, ServerUpdate
-from megatron_daro.runtime.cluster import cluster
-from megatron_daro.runtime.placement import Placement
+from megatron_daro.runtime.cluster import Placement, cluster
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.sync.publish import WeightSync
 

@@ -20,10 +20,10 @@ from typing import Any, Literal
 
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.errors import DataError, NonFiniteError
-from megatron_daro.observe.drift import DriftWatch
+from megatron_daro.observe.metrics import DriftWatch
 from megatron_daro.recovery import STATE_FORMAT, BackgroundSave, check_fits
-from megatron_daro.rollout.async_eval import Evaluations
 from megatron_daro.rollout.deadlines import Deadlines, first_cause
+from megatron_daro.rollout.evaluation import Evaluations
 from megatron_daro.rollout.ledger import Outcome
 from megatron_daro.rollout.protocol import CheckpointStore, MetricsSink, Phases, Progress
 from megatron_daro.rollout.recorder import Recorder, read_waiting, write_waiting

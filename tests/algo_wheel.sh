@@ -63,7 +63,7 @@ for version in 3.10 3.12; do
     fi
     site=$("$bin" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     "$bin" -m compileall -q -f "$site/megatron_daro"
-    (cd "$place" && "$bin" -c 'import megatron_daro.config, megatron_daro.config.overrides, megatron_daro.errors')
+    (cd "$place" && "$bin" -c 'import megatron_daro.config, megatron_daro.config.yaml_text, megatron_daro.errors')
     echo "Python $version: installed, compiled, imported"
 done
 

@@ -25,8 +25,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from megatron_daro.config.sections import SGLangSection
-from megatron_daro.engine.sglang.arguments import server_command
 from megatron_daro.engine.sglang.client import post_to
+from megatron_daro.engine.sglang.command import server_command
 from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.engine.sglang.generation import DirectAnswers
 from megatron_daro.engine.sglang.servers import ExternalServer, ManagedProcess

@@ -62,9 +62,9 @@ class _Pretended:
 
 def _pretend() -> None:
     """Answer as a machine with one GPU would; tensors stay on the CPU."""
-    from megatron_daro.actor import cpu, device
+    from megatron_daro.actor import device
 
-    cpu.install()
+    device.install()
     device.prepare = lambda: torch.device("cpu")
     cuda: Any = torch.cuda
     cuda.is_available = lambda: True

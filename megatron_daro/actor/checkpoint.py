@@ -35,8 +35,7 @@ from torch import Tensor
 from megatron_daro.actor import device
 from megatron_daro.actor.compat import allocate_optimizer_state, load_optimizer_state, quiet
 from megatron_daro.actor.optimizer import group_options, set_group_options
-from megatron_daro.actor.optimizer_shards import common_state, is_distributed, load_own_boxes, own_boxes
-from megatron_daro.actor.shard_file import OwnBox, ShardFile
+from megatron_daro.actor.shards import OwnBox, ShardFile, common_state, is_distributed, load_own_boxes, own_boxes
 from megatron_daro.actor.step import TrainState
 from megatron_daro.algo.weighting import Algorithm
 from megatron_daro.convert.daro_format import (

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_daro import nccl_environment
 from megatron_daro.actor import device
+from megatron_daro.config import hardware
 from megatron_daro.config.actor import resolved_expert_tensor
 from megatron_daro.errors import ConfigError
 
@@ -87,7 +87,7 @@ def initialize(layout: Layout, *, rank: int = 0, init_method: str | None = None,
         seed: base seed; Megatron offsets it per TP and PP rank.
         timeout_s: limit of every collective, in seconds.
     """
-    os.environ.update(nccl_environment.for_rank(os.environ))
+    os.environ.update(hardware.nccl_of_rank(os.environ))
     target = device.prepare()
     backend = "nccl" if target.type == "cuda" else "gloo"
     dist.init_process_group(

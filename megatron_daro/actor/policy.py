@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_daro.actor import checkpoint
-from megatron_daro.actor.forward import MicroBatches, OutputSettings, response_logprobs
+from megatron_daro.actor.forward import MicroBatches, OutputSettings, check_routed_experts, response_logprobs
 from megatron_daro.actor.host_memory import HostCopy, HostMemory
 from megatron_daro.actor.model import (
     TransformerConfig,
@@ -38,7 +38,6 @@ from megatron_daro.actor.optimizer import (
     uses_transformer_engine,
 )
 from megatron_daro.actor.parallel import Layout, PolicySettings
-from megatron_daro.actor.routing import check_routed_experts
 from megatron_daro.actor.step import TrainState, train_step
 from megatron_daro.actor.weights import export_hf_weights, load_hf_weights
 from megatron_daro.algo.objective import ObjectiveSettings

@@ -25,7 +25,6 @@ from megatron_daro.config import yaml_text
 from megatron_daro.config.base import OUT_OF_RANGE, OneOf, Section
 from megatron_daro.config.checks import CheckReport, check
 from megatron_daro.config.hardware import Hardware
-from megatron_daro.config.overrides import apply_overrides
 from megatron_daro.config.problems import (
     Problem,
     concerns,
@@ -35,6 +34,7 @@ from megatron_daro.config.problems import (
     show,
 )
 from megatron_daro.config.sections import Config
+from megatron_daro.config.yaml_text import apply_overrides
 
 ITEM = "*"
 """Stands for the position in a list in a dotted path, as in `data.eval.*.name`."""

@@ -35,8 +35,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_daro.convert.direct_file import DirectFile
 from megatron_daro.convert.pieces import Piece, PieceStore
+from megatron_daro.convert.safetensors_file import DirectFile
 from megatron_daro.errors import CheckpointError
 
 _DCP = "torch.distributed.checkpoint."

@@ -4,9 +4,8 @@ Place in the data flow: the controller hands each step's metrics to `MetricsLog`
 reads model output as data: whatever it prints is escaped first. The HTML report is megatron_daro/workshop/report.
 """
 
-from megatron_daro.observe.escape import safe_text
-from megatron_daro.observe.metrics import MetricsLog, comparable, read_metrics
+from megatron_daro.observe.logs import safe_text
+from megatron_daro.observe.metrics import MetricsLog, Phases, comparable, read_metrics
 from megatron_daro.observe.progress import Progress
-from megatron_daro.observe.trace import Phases
 
 __all__ = ["MetricsLog", "Phases", "Progress", "comparable", "read_metrics", "safe_text"]

@@ -31,8 +31,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megatron_daro.observe.escape import safe_text
-from megatron_daro.observe.trace import Phases
+from megatron_daro.observe.logs import safe_text
+from megatron_daro.observe.metrics import Phases
 
 _HISTORY_STEPS = 512
 _ETA_STEPS = 20

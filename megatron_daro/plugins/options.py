@@ -18,8 +18,8 @@ from torch import Tensor
 from megatron_daro.algo.weighting import Algorithm, make_algorithm
 from megatron_daro.config.algorithm import AlgorithmSection, DaroSection
 from megatron_daro.config.base import Section
-from megatron_daro.config.overrides import apply_overrides
 from megatron_daro.config.problems import Problem, config_error, show
+from megatron_daro.config.yaml_text import apply_overrides
 from megatron_daro.errors import AlgorithmError
 
 VARIABLE = "MEGATRON_DARO_OPTIONS"

@@ -22,7 +22,7 @@ import numpy as np
 
 from megatron_daro.algo.difficulty import predicted_bin_loss
 from megatron_daro.errors import DataError
-from megatron_daro.observe.escape import safe_text
+from megatron_daro.observe.logs import safe_text
 from megatron_daro.rollout.sampled_batch import SampledBatch, Update
 from megatron_daro.types import Group, TrainBatch, Verdict
 

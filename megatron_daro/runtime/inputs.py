@@ -21,8 +21,14 @@ from megatron_daro.convert.transformers_shape import read_compared_shape
 from megatron_daro.data.formats import PassRate
 from megatron_daro.data.orders import Curriculum, Prioritised, PromptSource
 from megatron_daro.data.prompts import load_problems
-from megatron_daro.data.template import TEMPLATES, HeldOut, check_tokenizer, tokenize_prompts
-from megatron_daro.data.tokenizer import load_tokenizer, stop_token_ids
+from megatron_daro.data.tokenizer import (
+    TEMPLATES,
+    HeldOut,
+    check_tokenizer,
+    load_tokenizer,
+    stop_token_ids,
+    tokenize_prompts,
+)
 from megatron_daro.errors import DataError
 from megatron_daro.rollout import protocol
 from megatron_daro.rollout.protocol import Notices

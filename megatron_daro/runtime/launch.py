@@ -17,23 +17,20 @@ from typing import Any, TypeVar
 from megatron_daro import recovery
 from megatron_daro.algo.weighting import Algorithm
 from megatron_daro.config import Config
-from megatron_daro.config.fit import demand_of
+from megatron_daro.config.hardware import demand_of
 from megatron_daro.controller import Controller, Parts, RunOutcome
 from megatron_daro.errors import WorkerError
-from megatron_daro.observe.drift import DriftWatch
 from megatron_daro.observe.logs import driver_log
-from megatron_daro.observe.metrics import MetricsLog
+from megatron_daro.observe.metrics import DriftWatch, MetricsLog, Phases
 from megatron_daro.observe.progress import Progress
-from megatron_daro.observe.trace import Phases
-from megatron_daro.rollout.async_eval import Evaluations
 from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.rollout.evaluation import Evaluations
 from megatron_daro.rollout.replay import ReplaySource
 from megatron_daro.rollout.sampled_batch import BatchSource
-from megatron_daro.runtime import hf_export, parts
-from megatron_daro.runtime.cluster import cluster
+from megatron_daro.runtime import parts, run_directory
+from megatron_daro.runtime.cluster import Placement, cluster
 from megatron_daro.runtime.inputs import Inputs, read_inputs
 from megatron_daro.runtime.interrupts import Interrupts, interruptible, stop_on_signals
-from megatron_daro.runtime.placement import Placement
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.runtime.preflight import Start, begin, check_start, taken_back_if_it_fails
 from megatron_daro.runtime.run_directory import owned
@@ -85,7 +82,7 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
         progress = _progress(config, run_dir, phases)
         stack.enter_context(progress)
         stack.enter_context(driver_log(parts.log_folder(config), terminal=progress.mode != "off"))
-        stack.callback(hf_export.remove_rest, config.trainer)
+        stack.callback(run_directory.remove_unfinished_export, config.trainer)
         for remark in parts.algorithm_remarks(config, algorithm):
             progress.warn(remark)
         # Before any process is started: data that is wrong costs no time.
@@ -165,7 +162,7 @@ async def drive(config: Config, algorithm: Algorithm, driven: Driven, observers:
             checkpoints=_checkpoints(config, start),
             recorder=parts.recorder(config),
             evaluations=_evaluations(config, made, observers, placement.deadlines),
-            export=hf_export.writer(config.trainer, policy, observers.progress),
+            export=run_directory.export_writer(config.trainer, policy, observers.progress),
             closers={"verifiers": made.scorer.close, "environment": made.rollouter.close} if made else {},
             identity=_identity(config),
             deadlines=placement.deadlines,
@@ -203,7 +200,7 @@ def _evaluations(config: Config, made: parts.Generation | None, observers: Obser
 def _finished_before(run: _Run, start: Start) -> RunOutcome:
     """Do what is left of a run that has all of its steps: at most its export."""
     section, run_dir = run.config.trainer, parts.run_directory(run.config)
-    due = hf_export.is_due(section, start.step)
+    due = run_directory.export_is_due(section, start.step)
     left = f"Only {section.hf_dir} is left to be written (trainer.export_hf)" if due else "Nothing to do"
     run.progress.notice(f"{run_dir} has all of its {start.step} steps; raise trainer.steps to go on. {left}")
     if due:
@@ -220,7 +217,7 @@ async def _export(config: Config, start: Start, progress: Progress) -> None:
     try:
         await parts.start_all(placement, policy, None, progress)
         await limits.within("load", policy.load(start.checkpoint), what=str(start.checkpoint))
-        export = hf_export.writer(config.trainer, policy, progress)
+        export = run_directory.export_writer(config.trainer, policy, progress)
         assert export, "it is due"
         await limits.within("export", export(start.step), what=str(config.trainer.hf_dir))
     finally:

@@ -31,7 +31,7 @@ from megatron_daro.errors import DeadlineError, WorkerError
 from megatron_daro.observe import logs
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.rollout.deadlines import Deadlines
-from megatron_daro.runtime.calls import WorkerDiedError, gather, translated
+from megatron_daro.runtime.supervisor import WorkerDiedError, gather, translated
 from megatron_daro.types import Rollout, Verdict
 
 _actor: Any = ray.remote  # Ray's stubs do not know what a decorated class becomes

@@ -17,7 +17,7 @@ from megatron_daro.actor.parallel import PolicySettings
 from megatron_daro.algo.weighting import Algorithm, make_algorithm
 from megatron_daro.config import Config
 from megatron_daro.config.base import filled
-from megatron_daro.config.fit import demand_of
+from megatron_daro.config.hardware import demand_of
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.config.sections import EngineSection
 from megatron_daro.controller import BuildBatch
@@ -26,24 +26,23 @@ from megatron_daro.data.tokenizer import response_decoder
 from megatron_daro.engine.own import OwnEngine
 from megatron_daro.errors import AlgorithmError, ConfigError
 from megatron_daro.observe import logs
+from megatron_daro.observe.metrics import Phases
 from megatron_daro.observe.progress import Progress
-from megatron_daro.observe.trace import Phases
 from megatron_daro.rollout.batch_filler import EarlyFill, RolloutContext, Rounds
 from megatron_daro.rollout.conversations import Conversations
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.environment import make_environment
+from megatron_daro.rollout.evaluation import Evaluator
 from megatron_daro.rollout.ledger import Ledger
 from megatron_daro.rollout.protocol import Notices, Rollouter
 from megatron_daro.rollout.recorder import Recorder
 from megatron_daro.rollout.rollouter import RolloutCollector, SingleTurn
 from megatron_daro.rollout.sampler import Sampler
-from megatron_daro.runtime.engine_group import EngineGroup
-from megatron_daro.runtime.evaluation import Evaluator
+from megatron_daro.runtime.cluster import Placement
+from megatron_daro.runtime.engine_groups import EngineGroup, SGLangGroup, Text, routed_experts
 from megatron_daro.runtime.inputs import Inputs
 from megatron_daro.runtime.node_workers import Verdicts
-from megatron_daro.runtime.placement import Placement
 from megatron_daro.runtime.policy_group import PolicyGroup
-from megatron_daro.runtime.sglang_group import SGLangGroup, Text, routed_experts
 from megatron_daro.runtime.supervisor import WorkerGroup
 from megatron_daro.sync.publish import Colocation, ReceivingEngine, SharingEngine
 from megatron_daro.types import SamplingParams

@@ -26,11 +26,10 @@ from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.data.schedule import CostModel, schedule
 from megatron_daro.errors import WorkerError
-from megatron_daro.runtime.calls import gather, unhurried
-from megatron_daro.runtime.placement import Placement
-from megatron_daro.runtime.supervisor import WorkerGroup
+from megatron_daro.runtime.cluster import Placement
+from megatron_daro.runtime.supervisor import WorkerGroup, gather, unhurried
 from megatron_daro.runtime.workers import Place, TrainWorker
-from megatron_daro.sync import relay, send
+from megatron_daro.sync import send
 from megatron_daro.sync.plan import SendPlan, SendReport
 from megatron_daro.types import MemoryKind, MemoryMove, Rollout, StepResult, TrainBatch
 
@@ -308,7 +307,7 @@ class PolicyGroup:
 
     async def _export_stage(self, stage: int, plan: SendPlan) -> SendReport:
         """Have the exporting ranks of a stage export, and those that have servers of the plan on their host send."""
-        routes = relay.routes(plan, self._standings(stage))
+        routes = send.routes(plan, self._standings(stage))
         members = routes.members
         if members and members not in self._relayed:
             self._relayed.add(members)
@@ -324,12 +323,12 @@ class PolicyGroup:
             if rank in routes.relays or rank in routes.plans:
                 senders[name] = rank
         results = dict(zip(calls, await gather(calls), strict=True))
-        return relay.joined(routes, {rank: results[name] for name, rank in senders.items()})
+        return send.joined(routes, {rank: results[name] for name, rank in senders.items()})
 
-    def _standings(self, stage: int) -> dict[int, relay.Standing]:
+    def _standings(self, stage: int) -> dict[int, send.Standing]:
         """Where each rank is, seen from the export of a stage."""
         return {
-            rank: relay.Standing(p.host, p.exports and p.stage == stage, p.sends and p.stage == stage)
+            rank: send.Standing(p.host, p.exports and p.stage == stage, p.sends and p.stage == stage)
             for rank, p in enumerate(self._places)
         }
 

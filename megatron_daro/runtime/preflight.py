@@ -24,7 +24,7 @@ from megatron_daro.config.hardware import hardware_of
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.config.sections import RewardSection
 from megatron_daro.engine.own import own_engine_class
-from megatron_daro.engine.sglang.environment import check_environments
+from megatron_daro.engine.sglang.command import check_environments
 from megatron_daro.errors import ConfigError, DataError, RefusedError, RewardError
 from megatron_daro.observe import logs
 from megatron_daro.observe.progress import Progress
@@ -33,7 +33,7 @@ from megatron_daro.reward.pool import RewardPool
 from megatron_daro.rollout.environment import environment_class
 from megatron_daro.rollout.protocol import Notices
 from megatron_daro.rollout.replay import ReplaySource
-from megatron_daro.runtime import hf_export, restart_audit
+from megatron_daro.runtime import restart_audit, run_directory
 from megatron_daro.runtime.inputs import read_inputs
 from megatron_daro.runtime.restart_audit import provenance
 from megatron_daro.runtime.run_directory import LOCK_FILE, require_usable
@@ -189,7 +189,7 @@ def check_start(config: Config, *, resume: bool, generates: bool) -> None:
         EngineError: a server that runs already does not answer.
     """
     require_usable(filled(config.trainer.run_dir), resume=resume)
-    hf_export.require_replaceable(config.trainer)
+    run_directory.require_replaceable_export(config.trainer)
     if config.engine.is_own:
         own_engine_class(config.engine.kind, {"model_path": config.model.path, **config.engine.own_arguments})
     if generates and config.reward.is_own:

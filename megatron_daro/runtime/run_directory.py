@@ -1,7 +1,11 @@
-"""The run directory of a run that starts: one owner at a time, and never written over.
+"""The run directory: one owner at a time, never written over; and RUN/hf in it, the trained policy for others to load.
 
-The first thing that a start does; held until the end. Refuses a directory that holds a run
-(without --resume), one that another process uses, and one that cannot be written.
+`owned` is the first thing that a start does; held until the end. Refuses a directory that holds a run (without
+--resume), one that another process uses, and one that cannot be written.
+
+RUN/hf is a Hugging Face directory that transformers, vLLM and SGLang load. A finished run, or the resume of one ->
+`PolicyGroup.export` (the writer of `sync: disk`) -> RUN/hf, whole or not at all. `ORIGIN_FILE` in it says of which step
+it is. What an export did not write is never replaced.
 """
 
 from __future__ import annotations
@@ -9,18 +13,27 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import psutil
 
 from megatron_daro import recovery
-from megatron_daro.errors import CheckpointError, ConfigError
+from megatron_daro.config.sections import TrainerSection
+from megatron_daro.errors import CheckpointError, ConfigError, SyncError
+from megatron_daro.rollout.protocol import Notices
+from megatron_daro.sync.plan import ORIGIN_FILE, SendPlan
+
+if TYPE_CHECKING:
+    from megatron_daro.runtime.policy_group import PolicyGroup
+
 
 LOCK_FILE = "run.lock"
 _JOB = "SLURM_JOB_ID"
@@ -157,3 +170,77 @@ def _is_over(job: str) -> bool:
     if done.returncode:
         return "Invalid job id" in done.stderr  # forgotten: it ended long ago
     return not any(word in done.stdout for word in ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING"))
+
+
+_FILE_BYTES = 2 * 1000**3
+"""Limit of a file. A rank holds two of them in host memory while it writes."""
+_UNKNOWN = -1
+
+
+def export_writer(
+    section: TrainerSection, policy: PolicyGroup, notices: Notices
+) -> Callable[[int], Coroutine[Any, Any, None]] | None:
+    """Return what exports the policy at the end of a run, given its number of steps; None where it is not asked for."""
+    return partial(write_export, policy, section.hf_dir, notices) if section.export_hf else None
+
+
+async def write_export(policy: PolicyGroup, directory: Path, notices: Notices, step: int) -> None:
+    """Write the policy's weights as they are now, unless the directory has those of this step.
+
+    Args:
+        policy: all of its ranks are there. directory: RUN/hf. notices: told when it is written.
+        step: optimizer steps that the weights have.
+
+    Raises:
+        SyncError: the disk refused, or something else has that name; the directory is as it was.
+    """
+    found = exported_step(directory)
+    if found == step:
+        return
+    if found == _UNKNOWN:
+        raise SyncError(_no_export(directory))
+    plan = SendPlan(
+        transport="disk",
+        targets=(),
+        bucket_bytes=_FILE_BYTES,
+        timeout_s=0.0,  # nobody is called
+        directory=directory,
+        remedy="the run is finished and its checkpoint is whole: free space, or make the directory writable; then "
+        "--resume with the same options writes the model",
+        step=step,
+    )
+    async with policy.hold():
+        report = await policy.export(plan)
+    notices.notice(f"wrote the model of step {step} to {directory}: {report.num_bytes / 1e6:,.1f} MB")
+
+
+def export_is_due(section: TrainerSection, step: int) -> bool:
+    """Whether a run that has all of its steps still lacks its export."""
+    return section.export_hf and exported_step(section.hf_dir) != step
+
+
+def exported_step(directory: Path) -> int | None:
+    """Return the step that an export is of; None where there is none, -1 for something else of that name."""
+    try:
+        return int(json.loads((directory / ORIGIN_FILE).read_text())["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return _UNKNOWN if directory.exists() else None
+
+
+def require_replaceable_export(section: TrainerSection) -> None:
+    """Raise ConfigError where the export would replace something that is no export."""
+    if section.export_hf and exported_step(section.hf_dir) == _UNKNOWN:
+        raise ConfigError(_no_export(section.hf_dir))
+
+
+def remove_unfinished_export(section: TrainerSection) -> None:
+    """Remove what an export that did not come to its end has left; call when nobody writes any more."""
+    for name in ("partial", "replaced"):
+        shutil.rmtree(section.hf_dir.with_name(f".{section.hf_dir.name}.{name}"), ignore_errors=True)
+
+
+def _no_export(directory: Path) -> str:
+    return (
+        f"trainer.export_hf: got true, but {directory} is there and is no export of a run (it has no {ORIGIN_FILE}); "
+        "allowed: nothing, or an earlier export; fix: move it away, or set trainer.export_hf=false"
+    )

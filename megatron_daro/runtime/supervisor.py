@@ -1,20 +1,129 @@
-"""Ends the run when a worker process dies, with the cause, within seconds and wherever the loop happens to wait.
+"""What becomes of calls to Ray workers: all awaited, the first failure as an error of this package, a death as its end.
 
-Every worker has one call that never returns; when it fails the worker is gone, unless its group was dismissed. A
-group is a set of worker processes that belong together, Ray actor handles by name, ended together; policy_group.py
-and engine_group.py own one each.
+Between the groups of workers and their callers. A group is a set of worker processes that belong together, Ray actor
+handles by name, ended together; policy_group.py and engine_groups.py own one each. Every worker has one call that never
+returns; when it fails the worker is gone, unless its group was dismissed, and the run ends within seconds, wherever the
+loop happens to wait. The message names the worker and Ray's cause.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import UserDict
-from collections.abc import Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import ray
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from megatron_daro.runtime.calls import translated, unhurried
+from megatron_daro.errors import DaroError, WorkerError
+from megatron_daro.runtime.cluster import plain
+
+_Result = TypeVar("_Result")
+_Item = TypeVar("_Item")
+_IN_ONE_GO = 32
+# What one worker says of a lost peer comes before Ray's own news of the death: at once where the peer's node lives,
+# after its health checks where the node is gone.
+_NEWS_S, _NEWS_OF_A_NODE_S = 3.0, 40.0
+
+
+async def unhurried(items: Iterable[_Item]) -> AsyncIterator[_Item]:
+    """Yield the items, and let the event loop see to everything else after every few.
+
+    A call to an actor costs its caller a few tenths of a millisecond: thousands of them in one go would keep answers of
+    servers, signals and deaths of workers waiting for seconds.
+    """
+    for number, item in enumerate(items, 1):
+        yield item
+        if number % _IN_ONE_GO == 0:
+            await asyncio.sleep(0)
+
+
+async def gather(calls: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
+    """Results of calls that belong together; the first failure ends the wait for the others.
+
+    Args:
+        calls: Ray references, by worker name where a mapping.
+
+    Raises:
+        DaroError: what a worker raised on purpose. WorkerError: a worker died or failed otherwise.
+    """
+    named = calls if isinstance(calls, Mapping) else {f"worker {i}": call for i, call in enumerate(calls)}
+    tasks: dict[asyncio.Task[Any], str] = {}
+    try:
+        async for name, call in unhurried(named.items()):
+            tasks[asyncio.ensure_future(_one(name, call))] = name
+        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        done |= await _news(done, pending)
+        for failed in _worst_first(task.exception() for task in done):
+            raise failed
+        return [task.result() for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _news(done: set[asyncio.Task[_Result]], pending: set[asyncio.Task[_Result]]) -> set[asyncio.Task[_Result]]:
+    """Return the calls that fail soon after the first: one of them may say that a process died, which is the cause."""
+    if not any(type(task.exception()) is WorkerError for task in done) or any(map(_died, done)):
+        return set()
+    loop, later = asyncio.get_running_loop(), set[asyncio.Task[_Result]]()
+    nodes = sum(node["Alive"] for node in ray.nodes()) if ray.is_initialized() else 1
+    end = loop.time() + (_NEWS_S if nodes < 2 else _NEWS_OF_A_NODE_S)
+    while pending and not any(map(_died, later)) and (left := end - loop.time()) > 0:
+        ended, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_EXCEPTION)
+        later |= ended
+    return later
+
+
+def _died(task: asyncio.Task[_Result]) -> bool:
+    return getattr(task.exception(), "died", False)
+
+
+async def _one(name: str, call: Awaitable[_Result]) -> _Result:
+    try:
+        return await call
+    except (RayError, GetTimeoutError) as error:
+        raise translated(name, error) from None
+
+
+def _worst_first(errors: Iterable[BaseException | None]) -> list[BaseException]:
+    """Return a worker's death before what the others say of it (a lost peer, a collective that timed out)."""
+    return sorted((e for e in errors if e is not None), key=lambda e: not getattr(e, "died", False))
+
+
+class WorkerDiedError(WorkerError):
+    """The process of a worker is gone."""
+
+    died = True
+
+
+def _how(text: str) -> str:
+    """Ray's account of a death without its class names, addresses and advice: process, and what ended it."""
+    line = " ".join(text.split())
+    pid = re.search(r"\bpid: (\d+)", line)
+    detail = re.search(r"Worker exit detail: (.*)", line)
+    said = plain(". ".join(detail.group(1).split(". ")[:2]) if detail else line)  # then come guesses at the cause
+    return (f"process {pid.group(1)}: " if pid else "") + said.rstrip(". ")
+
+
+def translated(name: str, error: BaseException) -> DaroError:
+    """Ray's error as one of this package: the worker's own DaroError where it raised one."""
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        if isinstance(cause, DaroError):
+            return cause
+        # Its traceback is in the worker's own log.
+        return WorkerError(f"{name} failed: {type(cause).__name__}: {plain(str(cause))}")
+    if isinstance(error, RayActorError):
+        lost = "Ray lost the connection to its process; its node may be gone"
+        how = lost if isinstance(error, ActorUnavailableError) else _how(str(error))
+        return WorkerDiedError(
+            f"{name} died: {how}. If it was not killed on purpose, look for `oom-kill` in the kernel log; "
+            "--resume goes on from the newest checkpoint"
+        )
+    return WorkerError(f"{name}: {type(error).__name__}: {error}")
 
 
 class WorkerGroup(UserDict[str, Any]):

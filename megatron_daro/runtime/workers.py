@@ -1,6 +1,6 @@
 """The Ray actors that hold the model: one rank of the Megatron policy, one replica of the embedded engine.
 
-Policy_group.py and engine_group.py call them; all work is done by actor/, engine/ and sync/.
+Policy_group.py and engine_groups.py call them; all work is done by actor/, engine/ and sync/.
 Thin shells. Both have a `sentinel` call that never returns: its failure tells the supervisor that the process died. The
 actors that a run outlives are in node_workers.py.
 """
@@ -31,7 +31,7 @@ from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.engine.sglang.client import post_to
 from megatron_daro.observe import logs
 from megatron_daro.ports import Reservation, reserve_port
-from megatron_daro.runtime.calls import translated
+from megatron_daro.runtime.supervisor import translated
 from megatron_daro.sync.buckets import WeightBucket, bucketize
 from megatron_daro.sync.plan import SendFailure, SendPlan, SendReport
 from megatron_daro.types import GroupRequest, MemoryKind, MemoryMove, Rollout, StepResult, TrainBatch
@@ -188,7 +188,7 @@ class TrainWorker:
     @logs.failures_logged
     def join_relays(self, members: Sequence[tuple[int, ...]]) -> None:
         """Make the groups in which buckets go to ranks of other hosts. Collective over all ranks."""
-        from megatron_daro.sync.relay import groups_of
+        from megatron_daro.sync.send import groups_of
 
         self._relays |= groups_of(members)
 
@@ -198,8 +198,7 @@ class TrainWorker:
         """Hand the buckets that another rank exports to this host's servers. Args: members: of a group that was
         joined."""
         from megatron_daro.actor import device
-        from megatron_daro.sync.relay import received
-        from megatron_daro.sync.send import push_buckets
+        from megatron_daro.sync.send import push_buckets, received
 
         return push_buckets(received(self._relays[members], device.prepare()), plan, post_to)
 

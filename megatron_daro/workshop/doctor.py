@@ -26,7 +26,7 @@ from megatron_daro.config.base import filled
 from megatron_daro.config.checks import check
 from megatron_daro.config.hardware import torch_hip
 from megatron_daro.config.model_shape import read_model_shape
-from megatron_daro.engine.sglang.environment import check_environments, inspect_environment
+from megatron_daro.engine.sglang.command import check_environments, inspect_environment
 from megatron_daro.errors import DaroError
 from megatron_daro.workshop.plan.parameters import checkpoint_bytes
 

@@ -13,11 +13,11 @@ from ray._private import ray_constants
 from ray.cluster_utils import Cluster
 
 from megatron_daro.config.actor import ActorSection
-from megatron_daro.config.fit import Demand
+from megatron_daro.config.hardware import Demand
 from megatron_daro.errors import ConfigError, DeadlineError
 from megatron_daro.observe.metrics import read_metrics
 from megatron_daro.rollout.deadlines import Deadlines
-from megatron_daro.runtime.placement import Placement
+from megatron_daro.runtime.cluster import Placement
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

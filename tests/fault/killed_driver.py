@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megatron_daro import cli, recovery
 from megatron_daro.controller import Controller
-from megatron_daro.observe.trace import Phases
+from megatron_daro.observe.metrics import Phases
 
 
 @dataclass

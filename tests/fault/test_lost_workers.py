@@ -26,9 +26,9 @@ from megatron_daro.engine.sglang.generation import DirectAnswers
 from megatron_daro.errors import ModelError, WorkerError
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.runtime import node_workers
-from megatron_daro.runtime.calls import WorkerDiedError
+from megatron_daro.runtime.engine_groups import AnswerWorkers
 from megatron_daro.runtime.node_workers import Verdicts, shares
-from megatron_daro.runtime.sglang_group import AnswerWorkers
+from megatron_daro.runtime.supervisor import WorkerDiedError
 
 LIMIT_S = 200
 OPTIONS = section(max_tokens_in_flight=1_000_000)

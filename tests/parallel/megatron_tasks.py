@@ -221,13 +221,13 @@ def save_and_leave(path: Path, layout: Any, batch: TrainBatch, directory: Path, 
     """
     import torch.distributed as dist
 
-    from megatron_daro.actor import shard_file
+    from megatron_daro.actor import shards
 
     policy = _trainee(path, layout, {"name": "daro"}, precision="bf16", **options)
     mine, micro_batches = _shard(batch, layout, 2)
     policy.train_step(mine, micro_batches, step=1)
     before = {n: t.clone().float().numpy() for n, t in policy.export()}
-    written, told, pieces = [], threading.Event(), shard_file.ShardFile._pieces
+    written, told, pieces = [], threading.Event(), shards.ShardFile._pieces
 
     def slowly(self: Any, number: int) -> Any:
         told.wait(timeout=60)
@@ -236,7 +236,7 @@ def save_and_leave(path: Path, layout: Any, batch: TrainBatch, directory: Path, 
             written.append(number)
             yield piece
 
-    shard_file.ShardFile._pieces = slowly
+    shards.ShardFile._pieces = slowly
     try:
         policy.start_save(directory)
         told.set()
@@ -244,7 +244,7 @@ def save_and_leave(path: Path, layout: Any, batch: TrainBatch, directory: Path, 
         at_end = len(written)
         policy.finish_save()
     finally:
-        shard_file.ShardFile._pieces = pieces
+        shards.ShardFile._pieces = pieces
     dist.barrier()  # a rank with nothing to write would read what another one still writes
     policy.onload(_ALL)
     policy.load(directory)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_daro import nccl_environment
+from megatron_daro.config import hardware
 from megatron_daro.types import TrainBatch
 
 VOCAB = 50
@@ -27,7 +27,7 @@ WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_uniq
 
 def rank_environment(layout: Any) -> dict[str, str | None]:
     """What torch and NCCL read in a rank."""
-    return {name: os.environ.get(name) for name in nccl_environment.for_rank({})}
+    return {name: os.environ.get(name) for name in hardware.nccl_of_rank({})}
 
 
 def build_policy(
@@ -199,7 +199,7 @@ def loss_terms(
 @contextmanager
 def _sabotaged(kind: str) -> Iterator[None]:
     """The bug the exactness tests exist for: "denominator" takes totals from the micro-batch, not from the step."""
-    from megatron_daro.actor import loss as module
+    from megatron_daro.actor import step as module
     from megatron_daro.algo.weighting import BatchTotals
 
     original = module.StepLoss.micro_batch
@@ -255,7 +255,7 @@ def values_read_by_the_host(path: Path, layout: Any, batch: TrainBatch, algorith
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from megatron_daro.actor.forward import packed_micro_batches
-    from megatron_daro.actor.loss import StepLoss
+    from megatron_daro.actor.step import StepLoss
 
     policy = build_policy(path, layout, algorithm)
     packs = packed_micro_batches(policy.chunks[0].config, batch, uneven_split(len(batch), 2), vocab_size=VOCAB)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_daro.sync import relay, send
+from megatron_daro.sync import send
 from megatron_daro.sync.buckets import WeightBucket, bucketize
 from megatron_daro.sync.plan import SendFailure, SendPlan, Target
 
@@ -27,7 +27,7 @@ def hand_out(layout: Any, *, fails_on: int | None) -> dict[str, Any]:
     whose server refuses the second bucket.
     """
     rank, given = dist.get_rank(), list[tuple[str, torch.Tensor]]()
-    groups = relay.groups_of([(0, 1, 2), (1, 0)])
+    groups = send.groups_of([(0, 1, 2), (1, 0)])
     assert groups.keys() == ({(0, 1, 2), (1, 0)} if rank < 2 else {(0, 1, 2)})
     plan = SendPlan(transport="tensor", targets=(Target(f"s{rank}"),), bucket_bytes=100, timeout_s=5.0)
     calls = 0
@@ -43,9 +43,9 @@ def hand_out(layout: Any, *, fails_on: int | None) -> dict[str, Any]:
     original, send._push_bucket = send._push_bucket, push_bucket  # type: ignore[assignment]
     try:
         if rank == 0:
-            buckets = relay.passed_on(bucketize(TENSORS, plan.bucket_bytes, copy_all=True), groups[(0, 1, 2)])
+            buckets = send.passed_on(bucketize(TENSORS, plan.bucket_bytes, copy_all=True), groups[(0, 1, 2)])
         else:
-            buckets = relay.received(groups[(0, 1, 2)], torch.device("cpu"))
+            buckets = send.received(groups[(0, 1, 2)], torch.device("cpu"))
         report = send.push_buckets(map(_as_on_gpu, buckets), plan, None)  # type: ignore[arg-type]
     finally:
         send._push_bucket = original

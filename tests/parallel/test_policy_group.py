@@ -15,9 +15,8 @@ from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.errors import WorkerError
 from megatron_daro.runtime import policy_group
-from megatron_daro.runtime.calls import gather
-from megatron_daro.runtime.cluster import cluster
-from megatron_daro.runtime.placement import Placement
+from megatron_daro.runtime.cluster import Placement, cluster
+from megatron_daro.runtime.supervisor import gather
 from megatron_daro.sync.plan import SendPlan, Target
 
 ALGORITHM = AlgorithmSection(name="grpo", old_logprobs="recompute", kl={"coefficient": 0.1})

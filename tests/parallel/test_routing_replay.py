@@ -146,7 +146,7 @@ def test_a_scrambled_alignment_is_seen(rank_pool, models, scrambled):
     ],
 )
 def test_experts_of_another_model_are_refused(models, change, words):
-    from megatron_daro.actor.routing import check_routed_experts
+    from megatron_daro.actor.forward import check_routed_experts
     from megatron_daro.config.model_shape import read_model_shape
     from megatron_daro.errors import DataError
 

@@ -10,7 +10,7 @@ from small_models import random_batch, save_model
 from test_gradients_exact import layouts
 from test_loss_terms import TERMS, batch_with_reference
 
-from megatron_daro import nccl_environment
+from megatron_daro.config import hardware
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def path(tmp_path_factory):
 
 def test_ranks_have_the_environment_of_a_communicator_with_servers_before_they_join(rank_pool):
     for found in rank_pool.run(policy_tasks.rank_environment, layouts()["dp2"]):
-        assert found == nccl_environment.for_rank(os.environ)
+        assert found == hardware.nccl_of_rank(os.environ)
         assert None not in found.values()
 
 

@@ -14,8 +14,7 @@ from sglang_pool import PooledServer, collect, engine_of, expected, group, save_
 from megatron_daro.actor.parallel import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
-from megatron_daro.runtime.cluster import cluster
-from megatron_daro.runtime.placement import Placement
+from megatron_daro.runtime.cluster import Placement, cluster
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.sync.publish import WeightSync
 from megatron_daro.types import TrainBatch

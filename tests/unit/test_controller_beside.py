@@ -17,7 +17,7 @@ from megatron_daro.config.sections import TrainerSection
 from megatron_daro.errors import EngineError
 from megatron_daro.observe.metrics import comparable, read_metrics
 from megatron_daro.recovery import find_latest_valid
-from megatron_daro.rollout.async_eval import Evaluations
+from megatron_daro.rollout.evaluation import Evaluations
 
 EVALUATE = {"eval_every_steps": 2, "save_every_steps": 3}
 KEY = "eval/held_out/accuracy"

@@ -8,7 +8,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from megatron_daro.engine.sglang.environment import OLDEST_SGLANG, version_numbers
+from megatron_daro.engine.sglang.command import OLDEST_SGLANG, version_numbers
 
 ROOT = Path(__file__).resolve().parents[2]
 

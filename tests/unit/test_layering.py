@@ -22,7 +22,6 @@ LEVEL = {
     "durable": 0,
     "ports": 0,
     "temporary": 0,
-    "nccl_environment": 0,
     "own_class": 1,
     "families": 0,
     "config": 1,

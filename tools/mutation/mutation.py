@@ -74,7 +74,7 @@ _TABLE: dict[str, tuple[str, ...]] = {
     ),
     "algo/surrogate.py": (_GOLDEN, f"{_ALGO}surrogate.py", f"{_ALGO}objective.py"),
     "algo/weighting.py": (_GOLDEN, f"{_ALGO}weighting.py", f"{_ALGO}learning.py"),
-    "actor/loss.py": (
+    "actor/step.py": (
         f"{_LOSS}test_terms_equal_the_reference[cp2_dp2-all]",
         f"{_LOSS}test_terms_equal_the_reference[cp2_dp2-gspo]",
         f"{_LOSS}test_terms_equal_the_reference[pp2-all_gspo]",
@@ -137,7 +137,7 @@ _FURTHER: dict[str, tuple[str, ...]] = {
     "rollout/": ("tests/unit/test_controller.py",),
     "runtime/": ("tests/unit/test_run_directory.py", "tests/unit/test_interrupts.py", "tests/e2e/test_train_runs.py"),
     "runtime/policy_group.py": (f"{_PARALLEL}policy_group.py",),
-    "runtime/sglang_group.py": ("tests/sglang/test_sglang_train_runs.py",),
+    "runtime/engine_groups.py": ("tests/sglang/test_sglang_train_runs.py",),
     "workshop/curate/pass_rates.py": ("tests/unit/curate/test_sampled.py",),
     "sync/": ("tests/unit/engine/sglang/test_sglang_update.py", "tests/unit/test_controller.py"),
 }

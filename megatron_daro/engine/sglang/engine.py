@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_daro.config.sections import SGLangSection
-from megatron_daro.engine.sglang import fp8_blocks, generation
+from megatron_daro.engine.sglang import generation, supervision
 from megatron_daro.engine.sglang.client import SGLangClient, UnreachableError
 from megatron_daro.engine.sglang.fleet import Fleet, Server
 from megatron_daro.engine.sglang.generation import Answers, BadAnswerError, LostWorkerError, Question
@@ -113,7 +113,7 @@ class SGLangEngine:
         )
         self._supervision = Supervision(self.fleet, handles, options, expected, warn=warn, join=self._join)
         sync_dir = options.sync_dir or run_dir / "sync"
-        blocks = fp8_blocks.matrices(expected.model_type) if options.fp8_blocks else ()
+        blocks = supervision.fp8_matrices(expected.model_type) if options.fp8_blocks else ()
         death_of = self._supervision.death_of
         self._updates = UpdateContext(self.fleet, options, blocks, sync_dir, self._probe, death_of, self.metrics, warn)
         self._memory = SharedMemory(self.fleet, self._supervision, options)

@@ -21,8 +21,7 @@ from typing import IO, Any, Protocol
 
 from megatron_daro.config.hardware import gpus_with_own_first
 from megatron_daro.engine.sglang import watchdog
-from megatron_daro.engine.sglang.arguments import ServerPart, server_command
-from megatron_daro.engine.sglang.environment import CPU_SERVER, server_environment
+from megatron_daro.engine.sglang.command import CPU_SERVER, ServerPart, server_command, server_environment
 from megatron_daro.errors import EngineError
 from megatron_daro.ports import Reservation, reserve_port
 

@@ -7,21 +7,29 @@ policy's weights. Progress means that a token came out, not that a port is open;
 With `engine.colocate` the loop calls `release` when a batch is complete; at the next weight update each server takes
 memory for its weights before they arrive, and for its cache before it serves. SGLang asserts that it is idle when it
 gives memory back and that what it takes was given; a failed assertion ends the server, so both are ensured here.
+
+Servers that are sent fp8 blocks are started with `fp8_arguments`; `fp8_matrices` says which these are, and at the first
+update of each server what was sent as blocks is compared with what it has as blocks: a matrix that one end leaves in
+bf16 would be read as other numbers.
+Source: sglang 0.5.23: srt/utils/weight_checker.py: a checksum's answer names quantized matrices always, others unless
+they are skipped, so that a skip of everything leaves the quantized ones; srt/models: which projections are fused.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import json
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_daro.config.precision import FP8_BLOCK
 from megatron_daro.config.sections import SGLangSection
-from megatron_daro.engine.sglang import fp8_blocks
 from megatron_daro.engine.sglang.client import (
     FIRST_VERSION,
     LAST_TESTED,
@@ -36,6 +44,69 @@ from megatron_daro.engine.sglang.client import (
 from megatron_daro.engine.sglang.fleet import Fleet, Server
 from megatron_daro.engine.sglang.servers import ServerHandle
 from megatron_daro.errors import EngineError, RefusedError
+from megatron_daro.families import families
+
+_FP8_OLDEST_SGLANG = (0, 5, 23)
+"""The first version that is known to tell which of its matrices are blocks."""
+FP8_MANIFEST_CALL: Mapping[str, Any] = {"action": "checksum", "skip_tensor_list": ["."]}
+"""Body of /weights_checker whose answer names the quantized matrices alone."""
+_ROLES = ("qkv", "attention_output", "gate_up", "down", "expert_gate_up", "expert_down")
+_FUSED = (
+    (re.compile(r"\.experts\.\d+\.(gate_proj|up_proj|w1|w3)\.weight$"), ".experts.w13_weight"),
+    (re.compile(r"\.experts\.\d+\.(down_proj|w2)\.weight$"), ".experts.w2_weight"),
+    (re.compile(r"\.[qkv]_proj\.weight$"), ".qkv_proj.weight"),
+    (re.compile(r"\.(gate|up)_proj\.weight$"), ".gate_up_proj.weight"),
+)
+
+
+def fp8_arguments() -> dict[str, Any]:
+    """Arguments of a server that expects blocks. Its first weights are random: the files have none that fit."""
+    blocks = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+    }
+    overrides = json.dumps({"quantization_config": blocks})
+    return {"quantization": "fp8", "load_format": "dummy", "json_model_override_args": overrides}
+
+
+def fp8_matrices(model_type: str) -> tuple[str, ...]:
+    """Return the names of a family's matrices that are sent as blocks, with `{layer}` and `{expert}` for numbers."""
+    tensors = families()[model_type].tensors
+    return tuple(name for role in _ROLES for name in tensors.get(role, ()))
+
+
+def fp8_disagreement(sent: Iterable[str], told: Iterable[str]) -> str:
+    """Why a server cannot read what was sent to it; empty where both ends mean the same matrices.
+
+    Args:
+        sent: HF names of the matrices that were sent as blocks. told: those that the server has so, in its names.
+    """
+    ours, theirs = {_server_name(name) for name in sent}, set(told)
+    if _manifest(ours) == _manifest(theirs):
+        return ""
+    unread, unsent = sorted(ours - theirs), sorted(theirs - ours)
+    parts = [f"manifest {_manifest(theirs)} of {len(theirs)} matrices, sent was {_manifest(ours)} of {len(ours)}"]
+    if unread:
+        parts.append(f"it does not keep {len(unread)} of them as blocks, the first: {unread[0]}")
+    if unsent:
+        parts.append(f"it keeps {len(unsent)} as blocks that are sent otherwise, the first: {unsent[0]}")
+    return "fp8 blocks: " + "; ".join(parts)
+
+
+def _manifest(names: Iterable[str]) -> str:
+    """Return the first 12 hex digits of sha256 of the sorted names and the block's size."""
+    lines = [*sorted(names), f"e4m3 {FP8_BLOCK}x{FP8_BLOCK}"]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+
+
+def _server_name(name: str) -> str:
+    for pattern, fused in _FUSED:
+        if pattern.search(name):
+            return pattern.sub(fused, name)
+    return name
+
 
 _POLL_S = 0.5
 _WATCH_S = 2.0
@@ -407,12 +478,12 @@ def _version_problems(facts: ServerFacts, calls_of_options: Sequence[str]) -> li
 
 
 def _block_problems(facts: ServerFacts) -> list[str]:
-    oldest = ".".join(map(str, fp8_blocks.OLDEST_SGLANG))
-    if version_number(facts.version) < fp8_blocks.OLDEST_SGLANG or not facts.has_checksums:
+    oldest = ".".join(map(str, _FP8_OLDEST_SGLANG))
+    if version_number(facts.version) < _FP8_OLDEST_SGLANG or not facts.has_checksums:
         told = f"SGLang {facts.version} cannot tell which of its matrices are fp8 blocks"
         return [f"{told}; allowed with engine.sglang.fp8_blocks: {oldest} or newer, with /weights_checker"]
     if facts.quantization != "fp8":
-        arguments = " ".join(f"--{name.replace('_', '-')} '{v}'" for name, v in fp8_blocks.server_arguments().items())
+        arguments = " ".join(f"--{name.replace('_', '-')} '{v}'" for name, v in fp8_arguments().items())
         return [f"it does not wait for fp8 blocks; allowed: a server started with {arguments}"]
     return []
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_daro.config.sections import CPU_BUCKET_MIB, GPU_BUCKET_MIB, SGLangSection
-from megatron_daro.engine.sglang import fp8_blocks
+from megatron_daro.engine.sglang import supervision
 from megatron_daro.engine.sglang.client import DisconnectedError, ServerFacts, UnreachableError
 from megatron_daro.engine.sglang.fleet import Fleet, Server
 from megatron_daro.engine.sglang.supervision import MemoryTag, resume
@@ -318,8 +318,10 @@ class ServerUpdate:
         """Check, of a server that was started since its last update, that it has as blocks what was sent as blocks."""
         if server.name not in self._joining:
             return
-        for told in _told_checksums(server, await self._post(server, "/weights_checker", fp8_blocks.MANIFEST_CALL)):
-            problem = fp8_blocks.disagreement(sent, told)
+        for told in _told_checksums(
+            server, await self._post(server, "/weights_checker", supervision.FP8_MANIFEST_CALL)
+        ):
+            problem = supervision.fp8_disagreement(sent, told)
             if problem:
                 raise EngineError(problem)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron_daro.observe.escape import safe_text
+from megatron_daro.observe.logs import safe_text
 from megatron_daro.workshop.analyze.views import Dump, View
 from megatron_daro.workshop.report.page import COLOURS, Page, Plot, Section, Table, Trace, pass_rate_ticks
 

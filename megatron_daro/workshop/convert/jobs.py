@@ -26,12 +26,11 @@ from torch import Tensor
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.convert import torch_dist
 from megatron_daro.convert.daro_format import StoredShard
-from megatron_daro.convert.direct_file import DirectFile
 from megatron_daro.convert.mapping import TensorRule, global_boxes, hf_to_megatron, other_name, possible_boxes
 from megatron_daro.convert.megatron_weights import MegatronWeights
 from megatron_daro.convert.pieces import PADDING, RowReader, Run, hf_runs, shard_runs
 from megatron_daro.convert.plan import HFTensor, Job, Parameter, Plan, torch_dtype
-from megatron_daro.convert.safetensors_file import FileWriter, bytes_of
+from megatron_daro.convert.safetensors_file import DirectFile, FileWriter, bytes_of
 from megatron_daro.errors import CheckpointError, ModelError
 
 

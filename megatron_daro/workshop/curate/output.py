@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from megatron_daro import durable
 from megatron_daro.data.prompts import load_problems
 from megatron_daro.errors import ConfigError, DataError
-from megatron_daro.observe.escape import safe_text
+from megatron_daro.observe.logs import safe_text
 from megatron_daro.workshop.curate.decisions import NOTES, REASONS, Decisions, Finding
 from megatron_daro.workshop.curate.rows import Row
 from megatron_daro.workshop.report.page import COLOURS, Page, Plot, Section, Table, render

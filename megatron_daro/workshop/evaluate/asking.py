@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megatron_daro.config.problems import did_you_mean, nearest_paths
 from megatron_daro.config.sections import EvalSet
-from megatron_daro.data.template import tokens_until_stop
+from megatron_daro.data.tokenizer import tokens_until_stop
 from megatron_daro.errors import ConfigError, DeadlineError
 from megatron_daro.rollout.deadlines import first_cause
 from megatron_daro.rollout.protocol import Engine, Scorer

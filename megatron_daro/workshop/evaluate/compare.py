@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_daro.errors import DataError
-from megatron_daro.observe.escape import safe_text
+from megatron_daro.observe.logs import safe_text
 from megatron_daro.workshop.evaluate import answers, results
 from megatron_daro.workshop.evaluate.metrics import bootstrap_means, interval
 from megatron_daro.workshop.evaluate.results import PROBLEMS_FILE

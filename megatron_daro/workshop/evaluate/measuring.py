@@ -22,20 +22,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_daro import durable, recovery
 from megatron_daro.config import Config, EvalSet, detect, resolve_tree
-from megatron_daro.config.fit import engines_of
+from megatron_daro.config.hardware import engines_of
 from megatron_daro.config.problems import Problem, config_error
-from megatron_daro.data.template import HeldOut
-from megatron_daro.data.tokenizer import load_tokenizer, response_decoder, stop_token_ids
+from megatron_daro.data.tokenizer import HeldOut, load_tokenizer, response_decoder, stop_token_ids
 from megatron_daro.engine.sglang.client import SGLangClient
 from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.errors import ConfigError, DaroError, EngineError, ModelError
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.rollout.protocol import Notices
 from megatron_daro.runtime import parts, restart_audit
-from megatron_daro.runtime.cluster import cluster
+from megatron_daro.runtime.cluster import Placement, cluster
 from megatron_daro.runtime.inputs import held_out_sets
 from megatron_daro.runtime.node_workers import Verdicts
-from megatron_daro.runtime.placement import Placement
 from megatron_daro.runtime.run_directory import owned
 from megatron_daro.workshop.evaluate import answers, asking, results
 from megatron_daro.workshop.evaluate.answers import AnswerStore

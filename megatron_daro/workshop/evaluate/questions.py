@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_daro.data.template import HeldOut
+from megatron_daro.data.tokenizer import HeldOut
 from megatron_daro.types import GroupRequest, Prompt, SamplingParams
 from megatron_daro.workshop.evaluate.answers import Key
 

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 from megatron_daro import durable
 from megatron_daro.config.sections import EvalSet, RewardSection
-from megatron_daro.data.template import HeldOut
+from megatron_daro.data.tokenizer import HeldOut
 from megatron_daro.errors import DataError
 from megatron_daro.reward.base import StagedVerifier, VerifierSpec
 from megatron_daro.reward.factory import verifier_of

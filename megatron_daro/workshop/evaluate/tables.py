@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_daro.observe.escape import safe_text
+from megatron_daro.observe.logs import safe_text
 
 _WIDTH = 160
 

@@ -37,18 +37,16 @@ from ray._private import internal_api
 from megatron_daro.actor.parallel import Layout
 from megatron_daro.actor.policy import layout_of
 from megatron_daro.config import Config
-from megatron_daro.config.fit import demand_of
+from megatron_daro.config.hardware import demand_of
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.convert.mapping import hf_to_megatron
 from megatron_daro.errors import ConfigError, DaroError
-from megatron_daro.observe.metrics import MetricsLog
+from megatron_daro.observe.metrics import MetricsLog, Phases
 from megatron_daro.observe.progress import Progress
-from megatron_daro.observe.trace import Phases
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.runtime import launch, parts
-from megatron_daro.runtime.cluster import cluster
+from megatron_daro.runtime.cluster import Placement, cluster
 from megatron_daro.runtime.inputs import Inputs, read_inputs
-from megatron_daro.runtime.placement import Placement
 from megatron_daro.runtime.preflight import begin, check_start
 from megatron_daro.runtime.workers import Place
 from megatron_daro.sync.buckets import bucketize

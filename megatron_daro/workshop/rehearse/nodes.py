@@ -1,8 +1,8 @@
 """Which node each rank and each server of a run would be on, by the rules of the real placement.
 
 Demand and nodes -> NodeMap -> thin ranks, canned servers, report. Ray packs bundles in order;
-here each goes to the first node with room, and runtime/placement.py's own functions give the ranks their bundles.
-Refuses what runtime/placement.py refuses.
+here each goes to the first node with room, and runtime/cluster.py's own functions give the ranks their bundles.
+Refuses what runtime/cluster.py refuses.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_daro.config.actor import ActorSection
-from megatron_daro.config.fit import Demand, misfit
+from megatron_daro.config.hardware import Demand, misfit
 from megatron_daro.errors import ConfigError
-from megatron_daro.runtime.placement import assigned, group_order
+from megatron_daro.runtime.cluster import assigned, group_order
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import numpy as np
 from megatron_daro.actor.policy import layout_of
 from megatron_daro.config import Config, resolve_and_check, yaml_text
 from megatron_daro.config.check_training import part_layers
-from megatron_daro.config.fit import demand_of
+from megatron_daro.config.hardware import demand_of
 from megatron_daro.config.model_shape import ModelShape, read_model_shape
 from megatron_daro.config.sections import GPU_BUCKET_MIB
 from megatron_daro.errors import ConfigError

@@ -25,9 +25,8 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
-from megatron_daro.runtime.calls import gather
 from megatron_daro.runtime.policy_group import PolicyGroup
-from megatron_daro.runtime.supervisor import WorkerGroup
+from megatron_daro.runtime.supervisor import WorkerGroup, gather
 from megatron_daro.runtime.workers import Place
 from megatron_daro.sync.plan import SendPlan, SendReport
 from megatron_daro.types import StepResult, TrainBatch

@@ -20,7 +20,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from megatron_daro.errors import DataError
-from megatron_daro.observe.escape import safe_text, script_json
+from megatron_daro.observe.logs import safe_text, script_json
 from megatron_daro.workshop.report.run_data import RunData, smooth
 
 _ASSETS = Path(__file__).parent / "assets"

@@ -21,7 +21,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megatron_daro.observe.escape import safe_text
+from megatron_daro.observe.logs import safe_text
 from megatron_daro.workshop.report.host_metrics import load_host_run
 from megatron_daro.workshop.report.page import Page, Table, write_page
 from megatron_daro.workshop.report.run_data import RunData, ends_of, load_run

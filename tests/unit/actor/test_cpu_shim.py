@@ -25,7 +25,7 @@ def run(code: str) -> str:
 def test_refused_where_a_gpu_is_and_nothing_changed():
     out = run("""
         import torch
-        from megatron_daro.actor import cpu
+        from megatron_daro.actor import device as cpu
         from megatron_daro.errors import ModelError
         torch.cuda.is_available = lambda: True
         before = (torch.zeros, torch.Tensor.cuda, torch.Tensor.type, torch.cuda.current_device)
@@ -44,7 +44,7 @@ def test_importing_the_module_alone_changes_nothing():
     out = run("""
         import torch
         before = (torch.zeros, torch.Tensor.cuda, torch.Tensor.type)
-        from megatron_daro.actor import cpu
+        from megatron_daro.actor import device as cpu
         print(before == (torch.zeros, torch.Tensor.cuda, torch.Tensor.type))
     """)
     assert out.strip() == "True"
@@ -63,9 +63,9 @@ def test_nothing_in_the_package_imports_it_where_a_gpu_is():
         from megatron_daro.actor import device
         hosts = "megatron_daro.plugins."  # need the frameworks that they plug into
         for module in pkgutil.walk_packages(megatron_daro.__path__, "megatron_daro."):
-            if module.name not in ("megatron_daro.actor.cpu", "megatron_daro.__main__") and hosts not in module.name:
+            if module.name not in ("megatron_daro.actor.device", "megatron_daro.__main__") and hosts not in module.name:
                 importlib.import_module(module.name)
-        print(device.prepare(), set(chosen), "megatron_daro.actor.cpu" in sys.modules)
+        print(device.prepare(), set(chosen), "megatron_daro.actor.device" in sys.modules)
     """)
     assert out.strip() == "cuda:3 {3} False"
 
@@ -73,7 +73,7 @@ def test_nothing_in_the_package_imports_it_where_a_gpu_is():
 def test_every_kind_of_call_lands_on_the_cpu():
     out = run("""
         import torch
-        from megatron_daro.actor import cpu
+        from megatron_daro.actor import device as cpu
         cpu.install()
         cpu.install()  # a second call does nothing
         like = torch.ones(2)
@@ -112,7 +112,7 @@ def test_every_kind_of_call_lands_on_the_cpu():
 def test_type_strings_and_conversions():
     out = run("""
         import torch
-        from megatron_daro.actor import cpu
+        from megatron_daro.actor import device as cpu
         cpu.install()
         x = torch.ones(2)
         print(x.type(), x.bfloat16().type(), x.half().type())
@@ -130,7 +130,7 @@ def test_type_strings_and_conversions():
 def test_random_state_is_the_generator_of_the_cpu():
     out = run("""
         import torch
-        from megatron_daro.actor import cpu
+        from megatron_daro.actor import device as cpu
         cpu.install()
         import megatron.core.tensor_parallel.random as tp_random
         torch.cuda.manual_seed(3)
@@ -149,7 +149,7 @@ def test_random_state_is_the_generator_of_the_cpu():
 def test_the_compiler_is_not_loaded_and_fused_functions_still_compute():
     out = run("""
         import sys, torch
-        from megatron_daro.actor import cpu
+        from megatron_daro.actor import device as cpu
         cpu.install()
         import megatron_daro.actor.model
         from megatron.core.fusions.fused_bias_swiglu import swiglu

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_daro.config import Hardware, check, resolve
-from megatron_daro.config.fit import Demand, demand_of, misfit
+from megatron_daro.config.hardware import Demand, demand_of, misfit
 
 NODE = Hardware("gpu", 8, capability=9.0)
 RIGHT = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_daro.config import Hardware, check, resolve
-from megatron_daro.config.fit import demand_of
+from megatron_daro.config.hardware import demand_of
 
 CLUSTER = Hardware("gpu", 24, capability=9.0, nodes=(8, 8, 8), place="the cluster")
 RIGHT = (

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_daro.convert import direct_file
-from megatron_daro.convert.direct_file import DirectFile
+from megatron_daro.convert import safetensors_file
+from megatron_daro.convert.safetensors_file import DirectFile
 
 BUFFER = 8192
 CONTENT = np.random.default_rng(0).integers(0, 256, 100_000, dtype=np.uint8).tobytes()
@@ -25,7 +25,7 @@ def refuse_direct(monkeypatch):
             raise OSError(errno.EINVAL, "Invalid argument")
         return real(descriptor, data, at)
 
-    monkeypatch.setattr(direct_file.os, "pwrite", pwrite)
+    monkeypatch.setattr(safetensors_file.os, "pwrite", pwrite)
 
 
 def is_direct(descriptor):
@@ -40,7 +40,7 @@ def test_the_file_has_the_bytes_that_were_given(tmp_path, monkeypatch, kind, siz
     if kind == "refused when written":
         refuse_direct(monkeypatch)
     elif kind == "refused when opened":
-        monkeypatch.setattr(direct_file, "_open_direct", lambda path: None)
+        monkeypatch.setattr(safetensors_file, "_open_direct", lambda path: None)
     file, rng = DirectFile(tmp_path / "file", buffer_bytes=BUFFER), np.random.default_rng(size)
     at = 0
     while at < size:
@@ -82,7 +82,7 @@ def test_whole_blocks_go_past_the_cache_where_the_file_system_lets_them(tmp_path
         direct.append(count if is_direct(descriptor) else 0)
         return count
 
-    monkeypatch.setattr(direct_file.os, "pwrite", pwrite)
+    monkeypatch.setattr(safetensors_file.os, "pwrite", pwrite)
     file.write(CONTENT)
     file.finish()
     if not any(direct):
@@ -98,7 +98,7 @@ def test_a_full_disk_is_its_error_and_the_file_is_closed(tmp_path, monkeypatch, 
     def pwrite(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(direct_file.os, "pwrite", pwrite)
+    monkeypatch.setattr(safetensors_file.os, "pwrite", pwrite)
     with pytest.raises(OSError, match="No space"):
         try:
             file.write(CONTENT[:size])

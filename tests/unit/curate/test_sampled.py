@@ -11,7 +11,7 @@ from weightless import save_tiny_model
 from megatron_daro.cli import main
 from megatron_daro.data.formats import PassRate, pass_rate_of
 from megatron_daro.data.prompts import load_problems
-from megatron_daro.data.template import HeldOut
+from megatron_daro.data.tokenizer import HeldOut
 from megatron_daro.errors import ConfigError
 from megatron_daro.types import Prompt, Rollout, Verdict
 from megatron_daro.workshop.curate.decisions import Decisions

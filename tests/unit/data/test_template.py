@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from megatron_daro.data.template import tokenize_prompts
-from megatron_daro.data.tokenizer import load_tokenizer, stop_token_ids
+from megatron_daro.data.tokenizer import load_tokenizer, stop_token_ids, tokenize_prompts
 from megatron_daro.errors import DataError, ModelError
 from megatron_daro.types import Prompt
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_daro.config.sections import EvalSet
-from megatron_daro.data.template import HeldOut
+from megatron_daro.data.tokenizer import HeldOut
 from megatron_daro.errors import EngineError
 from megatron_daro.types import GroupRequest, Prompt, Rollout
 

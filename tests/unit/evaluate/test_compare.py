@@ -14,7 +14,7 @@ import pytest
 from answering import SeededEngine, digits, text_of
 
 from megatron_daro.config.sections import RewardSection
-from megatron_daro.data.template import HeldOut
+from megatron_daro.data.tokenizer import HeldOut
 from megatron_daro.errors import DataError
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.workshop.evaluate import results

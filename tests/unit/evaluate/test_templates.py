@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_daro.data.template import TEMPLATES, check_tokenizer, tokens_until_stop
+from megatron_daro.data.tokenizer import TEMPLATES, check_tokenizer, tokens_until_stop
 from megatron_daro.errors import ModelError
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "evaluate.md"

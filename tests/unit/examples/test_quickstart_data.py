@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_daro.data.prompts import load_problems
-from megatron_daro.data.template import tokenize_prompts
-from megatron_daro.data.tokenizer import load_tokenizer, stop_token_ids
+from megatron_daro.data.tokenizer import load_tokenizer, stop_token_ids, tokenize_prompts
 from megatron_daro.reward import build_verifier
 
 numbers = st.integers(0, 99_999)

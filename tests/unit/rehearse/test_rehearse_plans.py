@@ -20,11 +20,11 @@ from megatron_daro.actor.weights import exports_weights, sends_for_stage
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.check_training import part_layers
-from megatron_daro.config.fit import Demand
+from megatron_daro.config.hardware import Demand
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.engine.sglang.client import _facts
 from megatron_daro.errors import ConfigError
-from megatron_daro.runtime.placement import Placement
+from megatron_daro.runtime.cluster import Placement
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.workshop.rehearse.canned_server import Bodies, CannedAnswers, CannedServer
 from megatron_daro.workshop.rehearse.loop import _part_tensors, checkpoint_plan, place_of, stage_plans

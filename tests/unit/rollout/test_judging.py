@@ -13,14 +13,14 @@ from loop_fakes import make_rollout
 
 from megatron_daro.config import EvalSet
 from megatron_daro.errors import RewardError
+from megatron_daro.observe.metrics import Phases
 from megatron_daro.observe.progress import Progress
-from megatron_daro.observe.trace import Phases
 from megatron_daro.reward.base import VerifierSpec
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.rollout.evaluation import Evaluator, HeldOut
 from megatron_daro.rollout.ledger import Ledger
 from megatron_daro.rollout.rollouter import Pending, RolloutCollector, SingleTurn, judge
-from megatron_daro.runtime.evaluation import Evaluator, HeldOut
 from megatron_daro.types import Prompt, SamplingParams
 
 

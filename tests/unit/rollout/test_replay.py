@@ -14,7 +14,7 @@ from megatron_daro.controller import Controller
 from megatron_daro.errors import CheckpointError, DataError
 from megatron_daro.observe.metrics import MetricsLog, read_metrics
 from megatron_daro.recovery import find_latest_valid
-from megatron_daro.rollout.async_eval import Evaluations
+from megatron_daro.rollout.evaluation import Evaluations
 from megatron_daro.rollout.recorder import Recorder, read_step
 from megatron_daro.rollout.replay import ReplaySource
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from megatron_daro.config.sections import EvalSet
-from megatron_daro.data.template import HeldOut
+from megatron_daro.data.tokenizer import HeldOut
 from megatron_daro.reward.pool import RewardPool
+from megatron_daro.rollout.evaluation import Evaluator
 from megatron_daro.rollout.rollouter import SingleTurn
-from megatron_daro.runtime.evaluation import Evaluator
 from megatron_daro.types import Prompt, Rollout
 
 

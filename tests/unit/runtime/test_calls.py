@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from megatron_daro.runtime.calls import gather, unhurried
+from megatron_daro.runtime.supervisor import gather, unhurried
 
 
 async def turns_during(work) -> int:

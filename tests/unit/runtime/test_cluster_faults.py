@@ -17,7 +17,6 @@ from ray.exceptions import ActorDiedError
 
 from megatron_daro.errors import ConfigError, WorkerError
 from megatron_daro.runtime import cluster
-from megatron_daro.runtime.calls import WorkerDiedError, _how, _worst_first, gather
 from megatron_daro.runtime.cluster import (
     LEAST_OPEN_FILES,
     check_address,
@@ -26,6 +25,7 @@ from megatron_daro.runtime.cluster import (
     own_directory,
     plain,
 )
+from megatron_daro.runtime.supervisor import WorkerDiedError, _how, _worst_first, gather
 
 
 @pytest.fixture

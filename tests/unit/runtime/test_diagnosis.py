@@ -11,7 +11,7 @@ import pytest
 
 from megatron_daro.cli import main
 from megatron_daro.config import Config, Hardware, hardware, precision
-from megatron_daro.engine.sglang import environment
+from megatron_daro.engine.sglang import command
 from megatron_daro.workshop import doctor
 from megatron_daro.workshop.doctor import _Package, _package
 
@@ -108,7 +108,7 @@ def test_versions_are_those_that_were_tested_together(monkeypatch):
 def test_an_sglang_that_is_too_old_is_broken_and_none_is_absent(monkeypatch):
     for version, state in (("0.4.1", "broken"), ("0.5.23", "ok"), (None, "absent")):
         inspected = {"version": version, "names": [], "python": "3.11"}
-        monkeypatch.setattr(environment, "_run", lambda *_, inspected=inspected: inspected)
+        monkeypatch.setattr(command, "_run", lambda *_, inspected=inspected: inspected)
         found = doctor._sglang(None)
         assert found.state == state, found
         assert version is None or version in found.found

@@ -12,7 +12,7 @@ from megatron_daro.config import Config
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.errors import CheckpointError, ConfigError, SyncError
 from megatron_daro.recovery import STATE_FORMAT
-from megatron_daro.runtime import hf_export, launch
+from megatron_daro.runtime import launch, run_directory
 from megatron_daro.runtime.preflight import Start
 from megatron_daro.sync.plan import ORIGIN_FILE, SendReport
 
@@ -50,8 +50,8 @@ def exported(section, step):
 
 
 def test_only_a_run_that_asks_for_it_has_a_writer(section):
-    assert hf_export.writer(section, Policy(), Notices()) is not None
-    assert hf_export.writer(section.model_copy(update={"export_hf": False}), Policy(), Notices()) is None
+    assert run_directory.export_writer(section, Policy(), Notices()) is not None
+    assert run_directory.export_writer(section.model_copy(update={"export_hf": False}), Policy(), Notices()) is None
 
 
 @pytest.mark.parametrize(("there", "due"), [(None, True), (4, True), (8, False)])
@@ -59,11 +59,11 @@ def test_it_is_written_unless_it_is_there_from_this_step(section, there, due):
     if there is not None:
         exported(section, there)
     policy, notices = Policy(), Notices()
-    assert hf_export.is_due(section, 8) is due
-    asyncio.run(hf_export.writer(section, policy, notices)(8))
+    assert run_directory.export_is_due(section, 8) is due
+    asyncio.run(run_directory.export_writer(section, policy, notices)(8))
     assert [(plan.directory, plan.transport, plan.step) for plan in policy.plans] == [(section.hf_dir, "disk", 8)] * due
     assert notices == [f"wrote the model of step 8 to {section.hf_dir}: 2.0 MB"] * due
-    assert not hf_export.is_due(section.model_copy(update={"export_hf": False}), 8)
+    assert not run_directory.export_is_due(section.model_copy(update={"export_hf": False}), 8)
 
 
 @pytest.mark.parametrize("content", [None, "", "[]", '{"step": "x"}'])
@@ -72,19 +72,19 @@ def test_what_is_no_export_is_never_replaced(section, content):
     if content is not None:
         (section.hf_dir / ORIGIN_FILE).write_text(content)
     with pytest.raises(ConfigError, match=r"trainer\.export_hf: got true, but .*hf is there.*; fix: move it away"):
-        hf_export.require_replaceable(section)
+        run_directory.require_replaceable_export(section)
     policy = Policy()
     with pytest.raises(SyncError, match="is there and is no export"):
-        asyncio.run(hf_export.writer(section, policy, Notices())(8))
+        asyncio.run(run_directory.export_writer(section, policy, Notices())(8))
     assert policy.plans == []
-    hf_export.require_replaceable(section.model_copy(update={"export_hf": False}))
+    run_directory.require_replaceable_export(section.model_copy(update={"export_hf": False}))
 
 
 def test_the_rest_of_an_export_that_did_not_end_goes_and_nothing_else(section, tmp_path):
     exported(section, 8)
     for name in (".hf.partial", ".hf.replaced", "checkpoints"):
         (tmp_path / name).mkdir()
-    hf_export.remove_rest(section)
+    run_directory.remove_unfinished_export(section)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "hf"]
 
 

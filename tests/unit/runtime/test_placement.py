@@ -7,9 +7,9 @@ import random
 import pytest
 
 from megatron_daro.config.actor import ActorSection
-from megatron_daro.config.fit import Demand, misfit
+from megatron_daro.config.hardware import Demand, misfit
 from megatron_daro.rollout.deadlines import Deadlines
-from megatron_daro.runtime.placement import Placement, assigned, group_order
+from megatron_daro.runtime.cluster import Placement, assigned, group_order
 
 
 def test_the_groups_of_a_replica_follow_each_other():

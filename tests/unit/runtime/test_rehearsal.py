@@ -23,8 +23,8 @@ from megatron_daro import recovery
 from megatron_daro.config import Config, loading, resolve
 from megatron_daro.config.loading import ITEM
 from megatron_daro.errors import CheckpointError, ConfigError, DaroError
+from megatron_daro.observe.metrics import Phases
 from megatron_daro.observe.progress import Progress
-from megatron_daro.observe.trace import Phases
 from megatron_daro.runtime.inputs import read_inputs
 from megatron_daro.runtime.preflight import ENDS, rehearse, taken_back_if_it_fails
 from megatron_daro.runtime.restart_audit import provenance

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_daro.errors import SyncError
 from megatron_daro.sync.plan import Digest, SendFailure, SendPlan, SendReport, Target
-from megatron_daro.sync.relay import Standing, joined, routes
+from megatron_daro.sync.send import Standing, joined, routes
 
 PLAN = SendPlan(
     transport="tensor",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_daro.engine.sglang.arguments import OWNED_ARGUMENTS, ServerPart, argument_problems, server_command
+from megatron_daro.engine.sglang.command import OWNED_ARGUMENTS, ServerPart, argument_problems, server_command
 from megatron_daro.errors import ConfigError
 
 PYTHON = Path("/env/bin/python")

@@ -9,7 +9,7 @@ import pytest
 from sglang_stub_fleets import StubHandle, rig, run
 
 from megatron_daro.config.sections import EvalSet
-from megatron_daro.data.template import HeldOut
+from megatron_daro.data.tokenizer import HeldOut
 from megatron_daro.errors import EngineError
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.types import Prompt

@@ -7,7 +7,7 @@ import json
 import pytest
 from sglang_stub_fleets import StubHandle, rig, run
 
-from megatron_daro.engine.sglang import fp8_blocks
+from megatron_daro.engine.sglang import supervision
 from megatron_daro.errors import EngineError, SyncError
 from megatron_daro.families import families
 from megatron_daro.sync.plan import SendReport
@@ -19,7 +19,7 @@ BLOCKS = {"version": "0.5.23", "quantization": "fp8"}
 def sent_of(model_type, layers=2, experts=3):
     """HF names as an export of the family has them."""
     found = []
-    for template in fp8_blocks.matrices(model_type):
+    for template in supervision.fp8_matrices(model_type):
         numbers = range(experts if "{expert}" in template else 1)
         found += [template.format(layer=i, expert=e) for i in range(layers) for e in numbers]
     return found
@@ -32,7 +32,7 @@ def told_of(*modules, layers=2):
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
 def test_the_matrices_of_dense_families_are_those_that_sglang_fuses(model_type):
     told = told_of(*(f"{module}.weight" for module in DENSE))
-    assert fp8_blocks.disagreement(sent_of(model_type), told) == ""
+    assert supervision.fp8_disagreement(sent_of(model_type), told) == ""
 
 
 @pytest.mark.parametrize(("model_type", "mlp"), [("qwen3_moe", "mlp"), ("mixtral", "block_sparse_moe")])
@@ -42,17 +42,17 @@ def test_experts_are_two_matrices_of_a_layer(model_type, mlp):
     )
     sent = [name for name in sent_of(model_type) if ".mlp.down_proj" not in name and ".mlp.gate_proj" not in name]
     sent = [name for name in sent if ".mlp.up_proj" not in name]  # those of layers without experts
-    assert fp8_blocks.disagreement(sent, told) == ""
+    assert supervision.fp8_disagreement(sent, told) == ""
     assert not any("router" in name or ".gate.weight" in name or "norm" in name for name in sent)
 
 
 def test_every_family_has_matrices():
-    assert all(len(fp8_blocks.matrices(name)) >= 5 for name in families())
+    assert all(len(supervision.fp8_matrices(name)) >= 5 for name in families())
 
 
 def test_a_difference_is_named_from_both_sides():
     told = told_of(*(f"{module}.weight" for module in DENSE[1:]), "mlp.shared.weight")
-    said = fp8_blocks.disagreement(sent_of("qwen2"), told)
+    said = supervision.fp8_disagreement(sent_of("qwen2"), told)
     assert "it does not keep 2 of them as blocks, the first: model.layers.0.self_attn.qkv_proj.weight" in said
     assert "it keeps 2 as blocks that are sent otherwise, the first: model.layers.0.mlp.shared.weight" in said
     hashes = [word for word in said.replace(",", "").split() if len(word) == 12 and not word.isalpha()]
@@ -60,7 +60,7 @@ def test_a_difference_is_named_from_both_sides():
 
 
 def test_servers_are_started_for_blocks_of_128():
-    arguments = fp8_blocks.server_arguments()
+    arguments = supervision.fp8_arguments()
     config = json.loads(arguments["json_model_override_args"])["quantization_config"]
     assert (config["quant_method"], config["weight_block_size"]) == ("fp8", [128, 128])
     assert (arguments["quantization"], arguments["load_format"]) == ("fp8", "dummy")
@@ -71,7 +71,7 @@ def sending(weights, names):
     export = weights.export
 
     async def told(plan):
-        assert plan.fp8_blocks == fp8_blocks.matrices("qwen2")
+        assert plan.fp8_blocks == supervision.fp8_matrices("qwen2")
         report = await export(plan)
         return SendReport(report.num_bytes, 1, 0.5, failures=report.failures, fp8_blocks=tuple(names))
 
@@ -101,7 +101,7 @@ def test_a_server_is_asked_once_for_each_of_its_starts(tmp_path, weights):
             handles.append(StubHandle(url))
             return handles[-1]
 
-        asked = lambda stub: stub.said["/weights_checker"].count(fp8_blocks.MANIFEST_CALL)
+        asked = lambda stub: stub.said["/weights_checker"].count(supervision.FP8_MANIFEST_CALL)
         options = {"handles": handle, "max_restarts": 1, "fp8_blocks": True, "stall_timeout_s": 0.5}
         async with rig(tmp_path, {"info": BLOCKS}, **options) as fleet:
             sending(weights, sent_of("qwen2"))

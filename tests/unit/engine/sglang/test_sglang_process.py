@@ -14,7 +14,7 @@ import pytest
 from sglang_process_trees import SLEEP, alive, eventually, python, read_pids, state, tree
 
 from megatron_daro.engine.sglang import servers as servers_module
-from megatron_daro.engine.sglang.environment import is_loopback, server_environment
+from megatron_daro.engine.sglang.command import is_loopback, server_environment
 from megatron_daro.engine.sglang.servers import LaunchOptions, ManagedProcess, ServerProcess
 from megatron_daro.errors import EngineError
 

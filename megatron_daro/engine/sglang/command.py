@@ -1,4 +1,7 @@
-"""The interpreter and the environment variables of the servers.
+"""How an SGLang server is started: its command line, its interpreter and its environment variables.
+
+`engine.sglang.arguments` keep upstream's names -> `argument_problems` (before anything starts) -> `server_command` ->
+ManagedProcess. Refuses arguments that this package owns, and values that a command line cannot carry.
 
 `engine.sglang.python` is inspected before anything starts: its SGLang version and argument names, with which the
 user's arguments are compared. Rejects interpreters that are missing, cannot run, or have no sglang or one that is too
@@ -13,20 +16,190 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import math
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_daro import nccl_environment
-from megatron_daro.config.problems import Problem, config_error
+from megatron_daro.config import hardware
+from megatron_daro.config.problems import Problem, check_passthrough, config_error, show
 from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang import upstream_names
-from megatron_daro.engine.sglang.arguments import argument_problems
+
+SECTION = "engine.sglang.arguments"
+
+_ONE_SERVER = (
+    "one process group of tensor_parallel ranks is one server; set engine.replicas and engine.sglang.tensor_parallel"
+)
+_REPLICAS = "set engine.replicas: several servers, each ended and updated by itself"
+_PLACEMENT = "remove it: GPUs are chosen by placement (CUDA_VISIBLE_DEVICES)"
+_NODES = "set engine.sglang.nodes: where its parts are and meet follows from their placement"
+_HTTP_ONLY = "remove it: servers are asked over plain HTTP"
+_NO_KEY = "remove it: requests carry no key"
+
+OWNED_ARGUMENTS: Mapping[str, str] = {
+    "model_path": "set model.path",
+    "model": "set model.path",
+    "config": "write its content under engine.sglang.arguments, where it is checked",
+    "host": "remove it: it follows from where servers run",
+    "port": "remove it: a free port is reserved for each server",
+    "nccl_port": "remove it: a free port is reserved for each server",
+    "random_seed": "set engine.seed",
+    "weight_version": "remove it: it counts the weight updates",
+    **dict.fromkeys(("tp_size", "tensor_parallel_size", "tp"), "set engine.sglang.tensor_parallel"),
+    **dict.fromkeys(("dp_size", "data_parallel_size", "dp"), _REPLICAS),
+    **dict.fromkeys(("attn_dp_size", "attention_data_parallel_size", "enable_dp_attention"), _REPLICAS),
+    **dict.fromkeys(("pp_size", "pipeline_parallel_size", "pp"), _ONE_SERVER),
+    **dict.fromkeys(("dist_init_addr", "nccl_init_addr", "nnodes", "node_rank", "use_ray"), _NODES),
+    **dict.fromkeys(("base_gpu_id", "gpu_id_step"), _PLACEMENT),
+    **dict.fromkeys(("grpc_mode", "smg_grpc_mode", "encoder_only", "ssl_keyfile", "ssl_certfile"), _HTTP_ONLY),
+    **dict.fromkeys(("disaggregation_mode", "fastapi_root_path"), _HTTP_ONLY),
+    **dict.fromkeys(("api_key", "admin_api_key"), _NO_KEY),
+}
+"""Names (with underscores) that are not the user's to give, and what to do instead."""
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerPart:
+    """Which part of a server a process is, of how many, and where all of them meet: host:port of the first one's."""
+
+    number: int
+    parts: int
+    meeting: str
+
+
+def server_command(
+    python: Path,
+    *,
+    model_path: Path,
+    host: str,
+    port: int,
+    nccl_port: int,
+    tensor_parallel: int,
+    seed: int,
+    arguments: Mapping[str, Any],
+    part: ServerPart | None = None,
+) -> list[str]:
+    """Return the command that starts a server, or a part of one.
+
+    Args:
+        python: interpreter that has sglang.
+        model_path: a local Hugging Face directory.
+        host: address to listen on.
+        port: HTTP port, reserved.
+        nccl_port: port of the server's own process group, reserved (see megatron_daro/ports.py for why it is given).
+        tensor_parallel: ranks.
+        seed: of sampling.
+        arguments: further arguments under upstream's names, with hyphens or underscores. True is a flag by itself;
+            False and None leave upstream's default; a list is several values; a dict is JSON text.
+        part: of a server that is spread over nodes; None: all of it.
+
+    Raises:
+        ConfigError: with every argument that is owned or cannot be written.
+    """
+    problems = argument_problems(arguments)
+    if problems:
+        raise config_error("SGLang servers", problems)
+    own = {
+        "model-path": str(model_path),
+        "host": host,
+        "port": port,
+        "nccl-port": nccl_port,
+        "tp-size": tensor_parallel,
+        "random-seed": seed,
+    }
+    if part is not None:
+        own |= {"nnodes": part.parts, "node-rank": part.number, "dist-init-addr": part.meeting}
+    words = [word for name, value in {**own, **arguments}.items() for word in _words(name, value)]
+    return [str(python), "-m", "sglang.launch_server", *words]
+
+
+def argument_problems(arguments: Mapping[str, Any], known: Iterable[str] = ()) -> list[Problem]:
+    """Everything wrong with the user's arguments; empty if nothing is.
+
+    Args:
+        arguments: `engine.sglang.arguments`.
+        known: names that the installed SGLang has, with underscores (ServerEnvironment.argument_names). Empty: names
+            are not compared.
+    """
+    problems, spelled, unowned = [], dict[str, str](), dict[str, Any]()
+    for name, value in arguments.items():
+        key = str(name).replace("-", "_")
+        first = spelled.setdefault(key, str(name))
+        if first != name:
+            problems.append(
+                Problem(f"{SECTION}.{name}", f"{first} as well", "each argument once", f"keep {first} or {name}")
+            )
+        elif key in OWNED_ARGUMENTS:
+            allowed = "arguments that no other option sets"
+            problems.append(Problem(f"{SECTION}.{name}", show(value), allowed, OWNED_ARGUMENTS[key]))
+        elif not _NAME.match(str(name)):
+            allowed = "a name of letters, digits, underscores and hyphens, without leading hyphens"
+            problems.append(Problem(f"{SECTION}.{name}", show(name), allowed, "write the name as upstream does"))
+        else:
+            unowned[key] = value
+            problems += _value_problems(f"{SECTION}.{name}", value)
+    names = frozenset(known) - frozenset(OWNED_ARGUMENTS)
+    problems += [
+        Problem(f"{SECTION}.{key}", "false, which leaves upstream's default", "true", f"write no_{key}: true")
+        for key, value in unowned.items()
+        if value is False and f"no_{key}" in names
+    ]
+    return problems + (check_passthrough(SECTION, unowned, names) if names else [])
+
+
+def _words(name: str, value: object) -> list[str]:
+    """One argument as words of a command line."""
+    flag = "--" + name.replace("_", "-")
+    if value is None or value is False:
+        return []
+    if value is True:
+        return [flag]
+    if isinstance(value, (list, tuple)):
+        return [flag, *(_text(item) for item in value)]
+    text = _text(value)
+    return [f"{flag}={text}"] if text.startswith("-") else [flag, text]
+
+
+def _text(value: object) -> str:
+    return json.dumps(value) if isinstance(value, (dict, bool)) else str(value)
+
+
+def _value_problems(field: str, value: object) -> list[Problem]:
+    """At most one problem: what a command line cannot carry, or would read as something else."""
+    items = list(value) if isinstance(value, (list, tuple)) else [value]
+    allowed = "true, false, null, a number, text, a mapping, or a list of numbers and texts"
+    if not items:
+        return [Problem(field, "an empty list", allowed, "remove the argument or fill the list")]
+    for item in items:
+        if not isinstance(item, (bool, int, float, str, dict, type(None))) or (item is not value and item is None):
+            return [Problem(field, show(value), allowed, "write the value as on SGLang's command line")]
+        if isinstance(item, float) and not math.isfinite(item):
+            return [Problem(field, show(value), "finite numbers", "write a number")]
+        if isinstance(item, str) and "\0" in item:
+            return [Problem(field, show(value), "text without a null character", "remove the character")]
+        if item is not value and isinstance(item, str) and item.startswith("-"):
+            fix = "give the value as one text, as upstream's flag with `=` takes it"
+            return [Problem(field, show(value), "texts in a list begin with no hyphen", fix)]
+        if isinstance(item, dict) and not _is_json(item):
+            return [Problem(field, show(value), "a mapping that JSON can hold", "use texts, numbers, lists, mappings")]
+    return []
+
+
+def _is_json(value: object) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return False
+    return True
+
 
 _DROPPED_PREFIXES = ("PYTHON", "RAY_", "TORCHELASTIC_")
 """PYTHONPATH and PYTHONHOME point into the trainer's environment; PYTHONDONTWRITEBYTECODE makes every start of a
@@ -82,7 +255,7 @@ def server_environment(
         for name, value in inherited.items()
         if name not in _DROPPED and not name.startswith(_DROPPED_PREFIXES)
     }
-    kept |= _ADDED | nccl_environment.for_both_ends(inherited)
+    kept |= _ADDED | hardware.nccl_of_both_ends(inherited)
     kept["PATH"] = os.pathsep.join(part for part in (str(python.parent), inherited.get("PATH", os.defpath)) if part)
     if is_loopback(host):
         kept["GLOO_SOCKET_IFNAME"] = "lo"
