@@ -37,9 +37,13 @@ from megatron_daro.data.tokenizer import HeldOut  # noqa: E402
 from megatron_daro.engine.sglang.generation import calls  # noqa: E402
 from megatron_daro.reward.pool import RewardPool  # noqa: E402
 from megatron_daro.types import Prompt  # noqa: E402
-from megatron_daro.workshop.evaluate.answers import AnswerStore  # noqa: E402
+from megatron_daro.workshop.evaluate.answers import (  # noqa: E402
+    AnswerStore,
+    Question,
+    questions_of,
+    requests,
+)
 from megatron_daro.workshop.evaluate.asking import Parts, ask  # noqa: E402
-from megatron_daro.workshop.evaluate.questions import Question, questions_of, requests  # noqa: E402
 from megatron_daro.workshop.rehearse.canned_server import CannedAnswers, canned_fleet  # noqa: E402
 
 SERVERS, DISTINCT, LIMIT_S = 2, 4, 60.0

@@ -34,8 +34,7 @@ def check_loss(
 ) -> None:
     """Compare a loss under many layouts with one process; find the smallest case that differs, and its likely cause."""
     from megatron_daro.workshop.check_loss.pool import CasePool, find_function
-    from megatron_daro.workshop.check_loss.script import write_script
-    from megatron_daro.workshop.check_loss.search import Row, check
+    from megatron_daro.workshop.check_loss.search import Row, check, write_script
 
     find_function(function)  # an error of the import is told here, once
 

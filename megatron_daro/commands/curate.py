@@ -11,10 +11,9 @@ import typer
 
 if TYPE_CHECKING:
     from megatron_daro.config.sections import EvalTemplate
-    from megatron_daro.workshop.curate.decisions import Decisions
     from megatron_daro.workshop.curate.offline import Rules
     from megatron_daro.workshop.curate.pass_rates import Sampling
-    from megatron_daro.workshop.curate.rows import Row
+    from megatron_daro.workshop.curate.rows import Decisions, Row
 
 _Name = TypeVar("_Name", bound=str)
 SUITE_DIR = Path("eval_data")
@@ -99,8 +98,7 @@ def curate(
 ) -> None:
     """Deduplicate, decontaminate, check and, with a model, sample problems; nothing is dropped without a record."""
     from megatron_daro.workshop.curate import output
-    from megatron_daro.workshop.curate.golds import GUESSES
-    from megatron_daro.workshop.curate.offline import Rules
+    from megatron_daro.workshop.curate.offline import GUESSES, Rules
     from megatron_daro.workshop.curate.rows import Fields, read_all
 
     output.check_free(out)
@@ -148,7 +146,7 @@ class _Work:
 def _curate(work: _Work, rows: Sequence[Row], shared: Mapping[str, Sequence[str]]) -> None:
     from megatron_daro.workshop.curate import output
     from megatron_daro.workshop.curate.offline import decide
-    from megatron_daro.workshop.curate.statistics import collect
+    from megatron_daro.workshop.curate.output import collect
 
     decisions, crowded = decide(rows, work.sets, work.rules, typer.echo)
     extra, measured = _sample(work.model, rows, decisions, work.out) if work.model else ({}, {})
@@ -289,7 +287,7 @@ def _print(out: Path, statistics: Mapping[str, Any], formats: Sequence[str]) -> 
     from rich.console import Console
     from rich.table import Table
 
-    from megatron_daro.workshop.curate.decisions import NOTES, REASONS
+    from megatron_daro.workshop.curate.rows import NOTES, REASONS
 
     table = Table("", "rows", "", highlight=False)
     table.add_row("kept", f"{statistics['kept']:,}", "")

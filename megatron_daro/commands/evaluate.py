@@ -77,7 +77,7 @@ def evaluate(
         _compare(*compare, out)
         return
     from megatron_daro.runtime.interrupts import interruptible
-    from megatron_daro.workshop.evaluate.tables import summary_text
+    from megatron_daro.workshop.evaluate.results import summary_text
 
     config_file, overrides = _split(arguments or [])
     servers = [url for text in urls or () for url in text.split(",") if url]
@@ -102,7 +102,7 @@ def evaluate(
 def _compare(a: Path, b: Path, out: Path | None) -> None:
     from megatron_daro.workshop.evaluate import compare as comparing
     from megatron_daro.workshop.evaluate.compare import HEAD, line_cells, write_comparison
-    from megatron_daro.workshop.evaluate.tables import table_text
+    from megatron_daro.workshop.evaluate.results import table_text
 
     target = out or b / "compare.html"
     found = comparing.compare(a, b)

@@ -55,9 +55,8 @@ def plan(
     from megatron_daro.config import resolve
     from megatron_daro.config.model_shape import read_model_shape
     from megatron_daro.workshop.plan.gpus import find_gpu
-    from megatron_daro.workshop.plan.recipe_file import write_options
     from megatron_daro.workshop.plan.search import search
-    from megatron_daro.workshop.plan.tables import Bill, options_of
+    from megatron_daro.workshop.plan.tables import Bill, options_of, write_options
     from megatron_daro.workshop.plan.workload import workload_of
 
     config = resolve(recipe, overrides or ())

@@ -90,8 +90,7 @@ def _signal_before_s(config: Config, site: ClusterFile, nodes: int) -> tuple[int
     from megatron_daro.config.model_shape import read_model_shape
     from megatron_daro.errors import ConfigError
     from megatron_daro.workshop.plan.gpus import find_gpu
-    from megatron_daro.workshop.plan.layout import ModelLayout
-    from megatron_daro.workshop.plan.parameters import checkpoint_bytes
+    from megatron_daro.workshop.plan.layout import ModelLayout, checkpoint_bytes
     from megatron_daro.workshop.plan.times import Constants, generation_s, train_times
     from megatron_daro.workshop.plan.workload import workload_of
 

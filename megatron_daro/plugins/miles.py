@@ -21,8 +21,7 @@ from megatron_daro.plugins import slime
 from megatron_daro.plugins.host import Host
 from megatron_daro.plugins.megatron_host import defaults_of
 from megatron_daro.plugins.options import read_options
-from megatron_daro.plugins.slime import before_train_step, loss
-from megatron_daro.plugins.slime_rollouts import Arguments, RolloutData, reward_post_process
+from megatron_daro.plugins.slime import Arguments, RolloutData, before_train_step, loss, reward_post_process
 
 __all__ = ["before_train_step", "loss", "megatron_init", "reward_post_process", "rollout_data_postprocess"]
 

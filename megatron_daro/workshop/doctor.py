@@ -28,7 +28,7 @@ from megatron_daro.config.hardware import torch_hip
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.engine.sglang.command import check_environments, inspect_environment
 from megatron_daro.errors import DaroError
-from megatron_daro.workshop.plan.parameters import checkpoint_bytes
+from megatron_daro.workshop.plan.layout import checkpoint_bytes
 
 _IMPORT_LIMIT_S = 180
 _LEAST_OPEN_FILES = 4096

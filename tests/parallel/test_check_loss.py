@@ -114,8 +114,7 @@ def test_random_cases_are_exact_for_daro(case_pool):
 @pytest.mark.heavy
 def test_a_case_survives_json_and_runs_under_torchrun(case_pool, tmp_path):
     from megatron_daro.workshop.check_loss.records import as_json, from_json
-    from megatron_daro.workshop.check_loss.script import write_script
-    from megatron_daro.workshop.check_loss.search import check
+    from megatron_daro.workshop.check_loss.search import check, write_script
 
     report = check("buggy_losses:megatron_lm_906", pool=case_pool, flags=(False,), seconds=0)
     assert from_json(json.loads(json.dumps(as_json(report.case)))) == report.case

@@ -1,6 +1,6 @@
 """Recorded rollouts of several frameworks as rows of four numbers.
 
-A file or folder becomes Rows, file by file (a file is a step). Nothing that a .pt file names is run (`torch_file`).
+A file or folder becomes Rows, file by file (a file is a step). Nothing that a .pt file names is run.
 Rejects a dump whose columns it cannot name, and says which are there.
 
 | format | group | length | right |
@@ -15,6 +15,9 @@ Rejects a dump whose columns it cannot name, and says which are there.
 In NeMo-RL's lines (in its log directory) each value is a list of one, and the prompt stands only among the token ids,
 in front of the first token that is trained. ROLL's (in rollout_dump_dir) hold a step each, with a list for each
 column.
+
+Files of `torch.save` from other programs are read without running anything that they name: classes stand for inert
+records.
 """
 
 from __future__ import annotations
@@ -22,7 +25,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import pickle
 import re
+import types
+import zipfile
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -30,7 +37,80 @@ from pathlib import Path
 from typing import cast
 
 from megatron_daro.errors import DataError
-from megatron_daro.workshop.analyze import torch_file
+
+_TORCH = {("torch._utils", "_rebuild_tensor_v2"), ("torch", "Size")}
+_NUMPY = {
+    *(("numpy.core.multiarray", name) for name in ("scalar", "_reconstruct")),
+    *(("numpy._core.multiarray", name) for name in ("scalar", "_reconstruct")),
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+    ("_codecs", "encode"),  # numpy's bytes in protocol 2
+}
+_BUILT_IN: dict[tuple[str, str], object] = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("builtins", "set"): set,
+    ("builtins", "frozenset"): frozenset,
+    ("builtins", "bytearray"): bytearray,
+    ("builtins", "complex"): complex,
+}
+
+
+class Placeholder:
+    """Stands for an object of a class that was not loaded."""
+
+    def __new__(cls, *args: object, **options: object) -> Placeholder:
+        """Ignore what it would be made of."""
+        return super().__new__(cls)
+
+    def __init__(self, *args: object, **options: object) -> None:
+        """Ignore what it would be made of."""
+
+    def __setstate__(self, state: object) -> None:
+        """Ignore its state."""
+
+    def __setitem__(self, key: object, value: object) -> None:
+        """Ignore an entry, where the class is a kind of dict."""
+
+    def append(self, value: object) -> None:
+        """Ignore an element, where the class is a kind of list."""
+
+    def extend(self, values: object) -> None:
+        """Ignore elements, where the class is a kind of list."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> object:
+        if (module, name) in _BUILT_IN:
+            return _BUILT_IN[module, name]
+        if (module, name) in _TORCH | _NUMPY:
+            return super().find_class(module, name)
+        return type(name.rpartition(".")[2] or "Placeholder", (Placeholder,), {})
+
+
+def load_torch_file(path: Path) -> object:
+    """Return what a file of `torch.save` holds, tensors on the CPU.
+
+    Raises:
+        DataError: it is no such file, or damaged.
+    """
+    import torch
+
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except (zipfile.BadZipFile, OSError) as error:
+        raise DataError(
+            f"dump: {path} is no file of torch.save ({error}); allowed is its zip format, of torch 1.6 and newer"
+        ) from None
+    if any(name.rpartition("/")[2] == "constants.pkl" for name in names):
+        raise DataError(f"dump: {path} is a TorchScript program, which is not run; allowed is a file of torch.save")
+    reader = types.SimpleNamespace(Unpickler=_Unpickler, __name__="pickle")
+    try:
+        return torch.load(path, map_location="cpu", pickle_module=reader, weights_only=False)
+    except Exception as error:  # a damaged pickle raises anything
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"dump: {path} cannot be read ({type(error).__name__}: {first}); the file is torn") from None
+
 
 NEMO_RL = {"group": "prompt_tokens", "length": "trained_tokens", "right": "reward"}
 ROLL = {"group": "prompt", "length": "responses", "right": "scores"}
@@ -331,7 +411,7 @@ def _parquet(path: Path, names: list[str] | None) -> Iterator[Mapping[str, objec
 
 
 def _torch(path: Path) -> Iterator[Mapping[str, object]]:
-    loaded = torch_file.load(path)
+    loaded = load_torch_file(path)
     samples = loaded.get("samples") if isinstance(loaded, dict) else None
     if not isinstance(samples, list) or not all(isinstance(sample, dict) for sample in samples):
         raise DataError(

@@ -7,16 +7,20 @@ influence, and that it has a gradient at all.
 Which cases are tried: one axis at a time first, then several, then random ones; and what is simpler than a case.
 
 Names of axes and Cases -> `search`. An axis that fails alone names the cause.
+
+The smallest failing case is written as one script for torchrun, which somebody runs, changes and runs again.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from megatron_daro.errors import AlgorithmError
 from megatron_daro.workshop.check_loss.causes import (
@@ -29,7 +33,7 @@ from megatron_daro.workshop.check_loss.causes import (
     single_process_cause,
 )
 from megatron_daro.workshop.check_loss.pool import CasePool
-from megatron_daro.workshop.check_loss.records import Case, Outcome
+from megatron_daro.workshop.check_loss.records import Case, Outcome, as_json
 
 PROMPTS, RESPONSES, GROUP = (3, 2, 4, 2, 5, 3, 2, 4), (5, 2, 9, 3, 4, 7, 1, 6), 4
 _BASE = Case(
@@ -394,3 +398,43 @@ def _shrunk(oracle: _Oracle, case: Case) -> Case:
                 case, smaller = candidate, True
                 break
     return case
+
+
+_TEXT = '''"""{title}
+
+{cause}
+
+    torchrun --nproc-per-node {processes} {name}
+"""
+
+import json
+import sys
+
+sys.path.insert(0, "")
+
+from megatron_daro.workshop.check_loss.pool import find_function
+from megatron_daro.workshop.check_loss.rank import under_torchrun
+from megatron_daro.workshop.check_loss.records import from_json
+
+CASE = json.loads(
+    """
+{case}
+"""
+)
+
+if __name__ == "__main__":
+    under_torchrun(from_json(CASE), find_function("{function}"))
+'''
+
+
+def write_script(path: Path, function: str, case: Case, cause: str) -> None:
+    """Write the script. Raises OSError."""
+    text = _TEXT.format(
+        title=f"{function} differs from one process: {case.describe()}.",
+        cause=f"Likely cause: {cause}.",
+        processes=case.world_size,
+        name=path.name,
+        case=json.dumps(as_json(case), indent=1),
+        function=function,
+    )
+    path.write_text(text, encoding="utf-8")

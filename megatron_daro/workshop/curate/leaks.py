@@ -32,8 +32,7 @@ from megatron_daro.workshop.curate.alike import (
     signatures,
     similar_pairs,
 )
-from megatron_daro.workshop.curate.decisions import Decisions
-from megatron_daro.workshop.curate.rows import Row
+from megatron_daro.workshop.curate.rows import Decisions, Row
 from megatron_daro.workshop.curate.statements import Statement, statement_of, without_figures
 
 _MOST_DIGITS = 100

@@ -1,19 +1,92 @@
 """The stages that need no model, in order: what cannot be read, checked or trained on goes.
 
-Files -> rows -> Decisions. Answers that no verifier can check and problems of evaluation sets
-go before repeats are looked for, so that of several copies one stays that can be used.
+Files -> rows -> Decisions. Answers that no verifier can check and problems of evaluation sets go before repeats are
+looked for, so that of several copies one stays that can be used.
+
+A gold is usable if the verifier reads it as an answer and finds it equal to itself, within its limits of time and
+memory; the verifier is the one that training will use. Golds that a guess hits are noted.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+from megatron_daro.reward.normal_form import canonical
 from megatron_daro.reward.pool import RewardPool
-from megatron_daro.workshop.curate.decisions import Decisions
-from megatron_daro.workshop.curate.golds import Guess, drop_guessable, drop_unverifiable
 from megatron_daro.workshop.curate.leaks import Conflicts, drop_equal, drop_leaks, drop_near
-from megatron_daro.workshop.curate.rows import Row
+from megatron_daro.workshop.curate.rows import Decisions, Row
+
+Guess = Literal["choice", "yes_no", "true_false", "small_integer"]
+GUESSES: tuple[Guess, ...] = ("choice", "yes_no", "true_false", "small_integer")
+
+_WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|rm|bf)\s*|[{}()\s.:*]|\\[()\[\]]")
+_CHOICE = re.compile(r"[A-Ja-j]")
+_OPTIONS = re.compile(r"\(\s*A\s*\).*\(\s*B\s*\)|\bA\s*[.):].*\bB\s*[.):]|\\text(?:bf)?\s*\{\s*\(?A\)?", re.DOTALL)
+_WHOLE = re.compile(r"[-+]?\d+")
+
+
+def drop_unverifiable(rows: Sequence[Row], decisions: Decisions, pool: RewardPool, form: str) -> None:
+    r"""Drop rows whose gold the verifier cannot read, or does not find equal to itself.
+
+    Args:
+        rows: every row that was read.
+        decisions: what was dropped so far; written to.
+        pool: the verifier.
+        form: how an answer is written for it, with {answer} in it: \boxed{...} for math.
+    """
+    kept = decisions.kept()
+    answers = [(row, answer) for row in kept for answer in rows[row].prompt.answers]
+    distinct = list(dict.fromkeys(answer for _, answer in answers))
+    problems = {distinct[i]: reason for i, reason in pool.check_golds(distinct).items()}
+    usable = [gold for gold in distinct if gold not in problems]
+    verdicts = pool.score([(form.replace("{answer}", gold), gold) for gold in usable])
+    problems |= {gold: v.reason for gold, v in zip(usable, verdicts, strict=True) if not v.correct}
+    for row in kept:
+        found = [(answer, problems[answer]) for answer in rows[row].prompt.answers if answer in problems]
+        if found:
+            decisions.drop(row, "unverifiable", f"{found[0][1]}: {found[0][0]}")
+
+
+def drop_guessable(rows: Sequence[Row], decisions: Decisions, kinds: Sequence[Guess], largest_integer: int) -> None:
+    """Drop rows whose gold is one of a few that anybody would try.
+
+    Args:
+        rows: every row that was read.
+        decisions: what was dropped so far; written to.
+        kinds: which answers count.
+        largest_integer: small_integer: whole numbers from its negative to it.
+    """
+    for row in decisions.kept():
+        prompt = rows[row].prompt
+        for answer in prompt.answers:
+            kind = guess_of(answer, prompt.statement, largest_integer)
+            if kind in kinds:
+                decisions.drop(row, "guessable", f"{kind}: {answer}")
+                break
+
+
+def guess_of(answer: str, statement: str, largest_integer: int) -> Guess | None:
+    """Return what kind of guess hits an answer; None: none does.
+
+    A letter is a choice where it stands in brackets or a text wrapper, or the statement lists options: elsewhere it is
+    a symbol.
+    """
+    text = canonical(answer)
+    plain = _WRAPPER.sub("", text)
+    word = plain.lower()
+    if word in ("yes", "no"):
+        return "yes_no"
+    if word in ("true", "false"):
+        return "true_false"
+    if _CHOICE.fullmatch(plain) and (plain != text or (plain.isupper() and _OPTIONS.search(statement))):
+        return "choice"
+    if _WHOLE.fullmatch(text) and abs(int(text[:20])) <= largest_integer:
+        return "small_integer"
+    return None
+
 
 ANSWER_FORMS = {"math": "\\boxed{{answer}}", "integer": "Answer: {answer}", "exact": "#### {answer}"}
 """Verifier -> how an answer is written for it."""

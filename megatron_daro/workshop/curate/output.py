@@ -3,11 +3,14 @@
 Everything is written to OUT.partial and renamed once it is complete and was read back, so OUT is finished or absent.
 No time and no path of the machine is written: the same input gives the same bytes. The page (page.html, one file, no
 network) shows what was dropped and why, with examples; text of the data is escaped.
+
+Statistics are plain values: what was read, what happened to it, and what is left.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +22,99 @@ from megatron_daro import durable
 from megatron_daro.data.prompts import load_problems
 from megatron_daro.errors import ConfigError, DataError
 from megatron_daro.observe.logs import safe_text
-from megatron_daro.workshop.curate.decisions import NOTES, REASONS, Decisions, Finding
-from megatron_daro.workshop.curate.rows import Row
+from megatron_daro.reward.normal_form import canonical, number
+from megatron_daro.workshop.curate.offline import guess_of
+from megatron_daro.workshop.curate.rows import NOTES, REASONS, Decisions, Finding, Row
 from megatron_daro.workshop.report.page import COLOURS, Page, Plot, Section, Table, render
+
+_LENGTHS = (8, 16, 32, 64, 128, 256, 512)
+
+
+def collect(
+    rows: Sequence[Row],
+    decisions: Decisions,
+    *,
+    sets: Mapping[str, Sequence[Row]],
+    rules: Mapping[str, Any],
+    shared: Mapping[str, Sequence[str]],
+    crowded: int,
+) -> dict[str, Any]:
+    """Return the statistics.
+
+    Args:
+        rows: every row that was read. decisions: what happened to them.
+        sets: evaluation sets by name.
+        rules: the settings of the curation, as plain values.
+        shared: file -> lines shared by its problems, which are not compared.
+        crowded: groups of candidates that were too full to compare all of their pairs.
+
+    Raises:
+        ValueError: kept and dropped rows do not add up to the rows that were read.
+    """
+    kept = decisions.kept()
+    counts = decisions.counts()
+    if len(kept) + sum(counts.values()) != len(rows):
+        raise ValueError(f"{len(kept)} kept and {sum(counts.values())} dropped rows are not the {len(rows)} read")
+    by_file: dict[str, Counter[str]] = {}
+    for index, row in enumerate(rows):
+        name = row.place.rsplit(":", 1)[0]
+        finding = decisions.dropped.get(index)
+        by_file.setdefault(name, Counter())[finding.reason if finding else "kept"] += 1
+    return {
+        "rows_read": len(rows),
+        "kept": len(kept),
+        "dropped": counts,
+        "notes": decisions.note_counts(),
+        "files": {name: dict(sorted(counter.items())) for name, counter in by_file.items()},
+        "held_out": _held_out(decisions, sets),
+        "decontaminated": bool(sets),
+        "sources": dict(sorted(Counter(rows[row].prompt.source for row in kept).items())),
+        "categories": dict(sorted(Counter(filter(None, (rows[row].prompt.category for row in kept))).items())),
+        "answers": dict(sorted(Counter(_kind(rows[row]) for row in kept).items())),
+        "statement_tokens": _lengths([len(rows[row].statement.tokens) for row in kept]),
+        "instructions": {name: list(lines) for name, lines in shared.items()},
+        "crowded_groups": crowded,
+        "rules": dict(rules),
+        "reasons": dict(REASONS),
+    }
+
+
+def _held_out(decisions: Decisions, sets: Mapping[str, Sequence[Row]]) -> dict[str, dict[str, int]]:
+    leaks = Counter(f.other.rsplit(":", 1)[0] for f in decisions.dropped.values() if f.reason == "leak")
+    overlaps = Counter(n.other.rsplit(":", 1)[0] for n in decisions.notes_on_kept() if n.reason == "overlap")
+    return {
+        name: {
+            "problems": sum(not row.unusable for row in rows),
+            "rows_dropped": leaks[name],
+            "rows_with_overlap": overlaps[name],
+        }
+        for name, rows in sets.items()
+    }
+
+
+def _kind(row: Row) -> str:
+    """Return what sort of answer it is, in a word."""
+    if len(row.prompt.answers) > 1:
+        return "several alternatives"
+    guess = guess_of(row.prompt.answer, row.prompt.statement, 0)
+    if guess not in (None, "small_integer"):
+        return {"choice": "choice letter", "yes_no": "yes or no", "true_false": "true or false"}[str(guess)]
+    text = canonical(row.prompt.answer)
+    value = number(text)
+    if value is None:
+        return "expression or text"
+    return "integer" if text.lstrip("+-").isdigit() else "other number"
+
+
+def _lengths(lengths: Sequence[int]) -> dict[str, int]:
+    """Return how many statements have up to so many tokens."""
+    counts: Counter[str] = Counter()
+    for length in lengths:
+        limit = next((limit for limit in _LENGTHS if length <= limit), None)
+        counts[f"up to {limit}" if limit else f"above {_LENGTHS[-1]}"] += 1
+    order = [*(f"up to {limit}" for limit in _LENGTHS), f"above {_LENGTHS[-1]}"]
+    return {name: counts[name] for name in order if counts[name]}
+
 
 _EXAMPLES = 12
 _SHOWN = 900

@@ -22,8 +22,7 @@ from megatron_daro.rollout.protocol import Notices
 from megatron_daro.runtime.inputs import weights_digest
 from megatron_daro.runtime.run_directory import owned
 from megatron_daro.types import Prompt
-from megatron_daro.workshop.curate.decisions import Decisions
-from megatron_daro.workshop.curate.rows import Row
+from megatron_daro.workshop.curate.rows import Decisions, Row
 from megatron_daro.workshop.evaluate import answers, measuring
 from megatron_daro.workshop.evaluate.measuring import MeasuredModel
 

@@ -24,8 +24,7 @@ from megatron_daro.rollout.deadlines import first_cause
 from megatron_daro.rollout.protocol import Engine, Scorer
 from megatron_daro.rollout.rollouter import judge
 from megatron_daro.types import GroupRequest, Rollout
-from megatron_daro.workshop.evaluate.answers import Answer, AnswerStore
-from megatron_daro.workshop.evaluate.questions import Question
+from megatron_daro.workshop.evaluate.answers import Answer, AnswerStore, Question
 
 _VERIFIED_TOGETHER = 256
 _WATCH_S = 1.0

@@ -22,8 +22,7 @@ import pyarrow.parquet as pq
 from megatron_daro.errors import DataError
 from megatron_daro.observe.logs import safe_text
 from megatron_daro.workshop.evaluate import answers, results
-from megatron_daro.workshop.evaluate.metrics import bootstrap_means, interval
-from megatron_daro.workshop.evaluate.results import PROBLEMS_FILE
+from megatron_daro.workshop.evaluate.results import PROBLEMS_FILE, bootstrap_means, interval
 from megatron_daro.workshop.report.page import COLOURS, Page, Plot, Section, Table, Trace, write_page
 
 FLIPS = 10_000

@@ -36,9 +36,8 @@ from megatron_daro.runtime.inputs import held_out_sets
 from megatron_daro.runtime.node_workers import Verdicts
 from megatron_daro.runtime.run_directory import owned
 from megatron_daro.workshop.evaluate import answers, asking, results
-from megatron_daro.workshop.evaluate.answers import AnswerStore
+from megatron_daro.workshop.evaluate.answers import AnswerStore, Question, questions_of, requests
 from megatron_daro.workshop.evaluate.asking import Parts, ask
-from megatron_daro.workshop.evaluate.questions import Question, questions_of, requests
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

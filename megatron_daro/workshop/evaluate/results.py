@@ -1,4 +1,4 @@
-r"""From kept answers to scores: one row per problem, one summary per set, and the table that is printed.
+"""From kept answers to scores: one row per problem, one summary per set, and the table that is printed.
 
 OUT/evaluation.json says what an evaluation is made of (configuration, files, weights), and only the same evaluation
 continues in a directory. More samples or other sets may be asked for later; what would mix answers of two models, two
@@ -6,11 +6,16 @@ ways of asking or two verifiers is rejected by name. For maj@k a problem's answe
 are one class, since each was verified against a gold; others are equal where their normal form is, or where the
 verifier accepts one with the other as gold (`\frac12` and `0.5`), which is asked for the most frequent forms only.
 Rejects an evaluation of which answers are missing, and k larger than the samples.
+
+Scores are avg@k, pass@k and maj@k, with intervals by bootstrap over problems.
+Shape letters: P problems, n samples of a problem, D draws, B bootstrap resamples.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -19,19 +24,108 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from megatron_daro import durable
 from megatron_daro.config.sections import EvalSet, RewardSection
 from megatron_daro.data.tokenizer import HeldOut
 from megatron_daro.errors import DataError
+from megatron_daro.observe.logs import safe_text
 from megatron_daro.reward.base import StagedVerifier, VerifierSpec
 from megatron_daro.reward.factory import verifier_of
 from megatron_daro.rollout.protocol import Scorer
 from megatron_daro.rollout.summary import pass_at_k
-from megatron_daro.workshop.evaluate import answers, metrics
-from megatron_daro.workshop.evaluate.questions import Question
+from megatron_daro.workshop.evaluate import answers
+from megatron_daro.workshop.evaluate.answers import Question
+
+RESAMPLES = 10_000
+DRAWS = 400
+LEVEL = 0.95
+_AT_ONCE = 2_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over problems with its interval, both in [0, 1] for scores."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def majority_at_k(votes: Sequence[int], right: int | None, k: int, *, seed: int, draws: int = DRAWS) -> float:
+    """Return the probability that the most frequent answer among k of the samples is the right one.
+
+    With all samples it is exact; for fewer, the mean over `draws` random subsets (seeded). Answers that tie share the
+    vote: a right one among t tied ones counts 1 / t, the expectation of breaking the tie by lot. Samples without an
+    answer have no vote; where nobody votes it is 0.
+
+    Args:
+        votes: the class of each sample's answer, -1 where there is none.
+        right: the class of the right answers; None where no sample is right.
+        k: how many vote.
+
+    Raises:
+        DataError: k is not between 1 and the number of votes.
+    """
+    n = len(votes)
+    if not 1 <= k <= n:
+        raise DataError(f"maj@{k}: got {n} samples of a problem; allowed: 1 to {n}; ask for more samples")
+    if right is None:
+        return 0.0
+    votes_n = np.asarray(votes, dtype=np.int64)
+    if k == n:
+        drawn_Dk = votes_n[None]
+    else:
+        order_Dn = np.random.default_rng(seed).random((draws, n)).argsort(axis=1)
+        drawn_Dk = votes_n[order_Dn[:, :k]]
+    counts_DC = (drawn_Dk[:, :, None] == np.arange(votes_n.max() + 1)).sum(axis=1)
+    most_D = counts_DC.max(axis=1)
+    tied_D = (counts_DC == most_D[:, None]).sum(axis=1)
+    wins_D = (counts_DC[:, right] == most_D) & (most_D > 0)
+    return float((wins_D / tied_D).mean())
+
+
+def bootstrap_means(values_P: np.ndarray, *, seed: int, name: str, resamples: int = RESAMPLES) -> np.ndarray:
+    """Return the means of resampled problems, float64 [B]: the same for the same seed, name and values.
+
+    Args:
+        values_P: one number a problem. name: of the set, so that sets are resampled independently.
+    """
+    rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+    size, means = len(values_P), []
+    step = max(1, _AT_ONCE // size)
+    for start in range(0, resamples, step):
+        chosen = rng.integers(0, size, (min(step, resamples - start), size))
+        means.append(values_P[chosen].mean(axis=1))
+    return np.concatenate(means)
+
+
+def interval(means_B: np.ndarray) -> tuple[float, float]:
+    """Return the ends of the central 95 % of resampled means (percentile bootstrap)."""
+    tail = 100 * (1 - LEVEL) / 2
+    low, high = np.percentile(means_B, [tail, 100 - tail])
+    return float(low), float(high)
+
+
+def estimate(values_P: Sequence[float], *, seed: int, name: str) -> Estimate:
+    """Return the mean over problems and its 95 % interval."""
+    values = np.asarray(values_P, dtype=np.float64)
+    return Estimate(float(values.mean()), *interval(bootstrap_means(values, seed=seed, name=name)))
+
+
+def estimate_of_sets(values_of_sets: dict[str, Sequence[float]], *, seed: int) -> Estimate:
+    """Return the mean of the sets' means, each set counting the same, resampled within each set."""
+    arrays = {name: np.asarray(values, dtype=np.float64) for name, values in values_of_sets.items()}
+    means_B = np.mean([bootstrap_means(array, seed=seed, name=name) for name, array in arrays.items()], axis=0)
+    return Estimate(float(np.mean([array.mean() for array in arrays.values()])), *interval(means_B))
+
 
 FILE = "evaluation.json"
 _FORMAT = 1
@@ -266,7 +360,7 @@ def summarise(scored: Sequence[Scored], sets: Sequence[HeldOut], ks: Sequence[in
     summary: dict[str, Any] = {"sets": {}, "mean": {}}
     for held_out in sets:
         name, rows = held_out.section.name, [one.score for one in of_set[held_out.section.name]]
-        estimates = {metric: metrics.estimate(v, seed=seed, name=name) for metric, v in values[name].items()}
+        estimates = {metric: estimate(v, seed=seed, name=name) for metric, v in values[name].items()}
         summary["sets"][name] = {
             "problems": len(rows),
             "samples": held_out.section.rollouts_per_prompt,
@@ -279,7 +373,7 @@ def summarise(scored: Sequence[Scored], sets: Sequence[HeldOut], ks: Sequence[in
     common = [metric for metric in next(iter(values.values())) if all(metric in one for one in values.values())]
     if len(sets) > 1:
         for metric in common:
-            of_sets = metrics.estimate_of_sets({name: v[metric] for name, v in values.items()}, seed=seed)
+            of_sets = estimate_of_sets({name: v[metric] for name, v in values.items()}, seed=seed)
             summary["mean"][metric] = _plain(of_sets)
     return summary
 
@@ -333,7 +427,7 @@ def _scored(question: Question, rows: Sequence[Mapping[str, Any]], votes: Votes)
         samples=len(rows),
         correct=len(right),
         majority=most,
-        majority_right=metrics.majority_at_k(votes.classes, votes.right, len(rows), seed=0),
+        majority_right=majority_at_k(votes.classes, votes.right, len(rows), seed=0),
         length=fmean(row["length"] for row in rows),
         length_right=_mean(right),
         length_wrong=_mean(wrong),
@@ -352,8 +446,7 @@ def _values(scored: Sequence[Scored], ks: Sequence[int], seed: int) -> dict[str,
     for k in ks:
         if k > 1:
             found[f"maj@{k}"] = [
-                metrics.majority_at_k(one.votes.classes, one.votes.right, k, seed=seed + i)
-                for i, one in enumerate(scored)
+                majority_at_k(one.votes.classes, one.votes.right, k, seed=seed + i) for i, one in enumerate(scored)
             ]
     return found
 
@@ -367,7 +460,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return fmean(found) if found else None
 
 
-def _plain(one: metrics.Estimate) -> dict[str, float]:
+def _plain(one: Estimate) -> dict[str, float]:
     return {"mean": one.mean, "low": one.low, "high": one.high}
 
 
@@ -376,3 +469,48 @@ def _column(values: list[Any]) -> pa.Array:
         return pa.array(values)
     except UnicodeEncodeError:  # half a character, which no file takes
         return pa.array([str(value).encode("utf-8", "replace").decode() for value in values])
+
+
+_WIDTH = 160
+
+
+def summary_text(summary: Mapping[str, Any]) -> str:
+    """Return two tables: metrics with intervals by set, then accuracy and length by difficulty."""
+    sets: Mapping[str, Any] = summary["sets"]
+    names = list(dict.fromkeys(metric for one in sets.values() for metric in one["metrics"]))
+    rows = []
+    for name, one in sets.items():
+        numbers = [_estimate(one["metrics"].get(metric)) for metric in names]
+        shares = [f"{one['length']:.0f}", f"{one['truncated']:.1%}", f"{one['no_answer']:.1%}"]
+        rows.append([name, str(one["problems"]), *numbers, *shares])
+    if summary["mean"]:
+        rows.append(["mean of sets", "", *(_estimate(summary["mean"].get(metric)) for metric in names), "", "", ""])
+    head = ["set", "problems", *names, "tokens", "cut off", "no answer"]
+    levels = []
+    for name, one in sets.items():
+        for row in one["by_level"]:
+            lengths = [_tokens(row[key]) for key in ("length", "length_right", "length_wrong")]
+            what = f"{row['by']} {row['level']}"
+            levels.append([name, what, str(row["problems"]), f"{row['accuracy']:.1%}", *lengths])
+    level_head = ["set", "difficulty", "problems", "accuracy", "tokens", "tokens, right", "tokens, wrong"]
+    return f"{table_text(head, rows, left=1)}\n{table_text(level_head, levels, left=2)}"
+
+
+def table_text(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> str:
+    """Return a table as text. Args: left: columns, from the left, that are not numbers."""
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for number, name in enumerate(head):
+        table.add_column(Text(name), justify="left" if number < left else "right")
+    for row in rows:
+        table.add_row(*(Text(safe_text(cell, 60, one_line=True)) for cell in row))
+    text = io.StringIO()
+    Console(file=text, width=_WIDTH, color_system=None).print(table)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip())
+
+
+def _estimate(one: Mapping[str, float] | None) -> str:
+    return f"{one['mean']:.1%} [{one['low']:.1%}, {one['high']:.1%}]" if one else ""
+
+
+def _tokens(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}"

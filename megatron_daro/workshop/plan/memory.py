@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from megatron_daro.workshop.plan import parameters
 from megatron_daro.workshop.plan.gpus import Gpu
-from megatron_daro.workshop.plan.layout import ModelLayout
+from megatron_daro.workshop.plan.layout import Cut, ModelLayout, buffer_elements, counts, padded_vocabulary
 from megatron_daro.workshop.plan.workload import Workload
 
 RESERVE_BYTES = 2 * 2**30
@@ -135,7 +134,7 @@ def logits(workload: Workload, layout: ModelLayout, *, tile_columns: int = TILE_
     """Return the bytes of the last stage while log-probs are taken: tiles of logits, gathered hidden states and their
     fp32 gradient, the gradient of the output layer."""
     shape, tokens = workload.shape, layout.tokens_per_rank
-    rows = parameters.padded_vocabulary(shape.vocab, layout.tensor) // layout.tensor
+    rows = padded_vocabulary(shape.vocab, layout.tensor) // layout.tensor
     chunk = min(workload.chunk_tokens, tokens)
     tile = chunk * min(tile_columns, rows) * 4
     hidden = tokens * shape.hidden * (2 * workload.dtype_bytes + 4)
@@ -145,7 +144,7 @@ def logits(workload: Workload, layout: ModelLayout, *, tile_columns: int = TILE_
 
 
 def static_bytes(
-    workload: Workload, cut: parameters.Cut, stage: int, shards: int, expert_shards: int = 1
+    workload: Workload, cut: Cut, stage: int, shards: int, expert_shards: int = 1
 ) -> tuple[float, float, float, int]:
     """Return weights, gradients and optimizer of a rank in bytes, and its elements.
 
@@ -154,8 +153,8 @@ def static_bytes(
     """
     shape, distributed = workload.shape, workload.distributed_optimizer
     shared = shards if distributed else 0
-    buffer = parameters.buffer_elements(shape, cut, stage, shards=shared, expert_shards=expert_shards)
-    rest, experts = parameters.counts(shape, cut, stage)
+    buffer = buffer_elements(shape, cut, stage, shards=shared, expert_shards=expert_shards)
+    rest, experts = counts(shape, cut, stage)
     elements = rest + experts
     # fp32 moments; with bf16 also an fp32 copy of the weights. The parameters lie in a buffer of their own.
     own = rest / shards + experts / expert_shards if distributed else elements

@@ -1,16 +1,17 @@
-"""A plan for people and programs: tables, JSON, and the options that a choice puts into a recipe.
-
-Plan -> terminal, JSON, recipe. Computes nothing but unit conversions.
-"""
+"""A plan for people and programs: tables, JSON, and a choice put into a recipe, whose comments and order stay."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.table import Table
+from ruamel.yaml import YAML
 
+from megatron_daro.errors import ConfigError
 from megatron_daro.workshop.plan.gpus import Gpu
 from megatron_daro.workshop.plan.memory import Memory
 from megatron_daro.workshop.plan.search import Choice, Plan
@@ -158,3 +159,33 @@ def _refusal_lines(counts: Mapping[str, int], plan: Plan) -> Iterator[str]:
     yield f"{plan.looked_at} layouts were looked at; out are:"
     for reason, count in sorted(counts.items(), key=lambda item: -item[1]):
         yield f"  {count}: {reason} (nearest: {plan.refusals.nearest[reason][1]})"
+
+
+def write_options(recipe: Path, options: Mapping[str, object]) -> None:
+    """Set dotted options in a YAML file; sections that are missing are added at its end.
+
+    Raises:
+        ConfigError: a section of an option is no mapping in the file.
+    """
+    yaml = YAML()
+    yaml.preserve_quotes = True
+    yaml.width = 4096
+    yaml.indent(mapping=2, sequence=4, offset=2)
+    tree = yaml.load(recipe.read_text(encoding="utf-8"))
+    for path, value in options.items():
+        *sections, leaf = path.split(".")
+        place = tree
+        for name in sections:
+            if place.get(name) is None:
+                place[name] = {}
+            place = place[name]
+            if not isinstance(place, dict):
+                raise ConfigError(
+                    f"{recipe}: got {name}: {place!r}; allowed: options below {name}; fix: {path}={value}"
+                )
+        place[leaf] = value
+    text = io.StringIO()
+    yaml.dump(tree, text)
+    beside = recipe.with_name(recipe.name + ".new")
+    beside.write_text(text.getvalue(), encoding="utf-8")
+    beside.replace(recipe)

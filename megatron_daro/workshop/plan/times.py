@@ -16,7 +16,7 @@ import numpy as np
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.data.schedule import CostModel, interleaved_group
 from megatron_daro.workshop.plan.gpus import Gpu
-from megatron_daro.workshop.plan.layout import ModelLayout
+from megatron_daro.workshop.plan.layout import ModelLayout, active_parameters, counts
 from megatron_daro.workshop.plan.memory import (
     ENGINE,
     Memory,
@@ -25,7 +25,6 @@ from megatron_daro.workshop.plan.memory import (
     server_memory,
     server_weight_bytes,
 )
-from megatron_daro.workshop.plan.parameters import active_parameters, counts
 from megatron_daro.workshop.plan.workload import Workload
 
 

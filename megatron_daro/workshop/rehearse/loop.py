@@ -50,7 +50,7 @@ from megatron_daro.runtime.inputs import Inputs, read_inputs
 from megatron_daro.runtime.preflight import begin, check_start
 from megatron_daro.runtime.workers import Place
 from megatron_daro.sync.buckets import bucketize
-from megatron_daro.workshop.plan.parameters import Cut, counts
+from megatron_daro.workshop.plan.memory import Cut, counts
 from megatron_daro.workshop.rehearse.canned_server import CannedFleet, canned_fleet
 from megatron_daro.workshop.rehearse.setting import Setting, with_one_answer
 from megatron_daro.workshop.rehearse.thin_ranks import Loss, Script, ThinPolicyGroup, Unanswered

@@ -1,7 +1,10 @@
-"""The recipe as it is rehearsed: checked as it is, then changed where this machine must stand for a cluster.
+"""The recipe as it is rehearsed, and the node that each rank and server of it would be on.
 
-Recipe, nodes -> Setting -> loop.py. Every change is listed for the report. Refuses what
-`train --dry-run` refuses, and engines that are not SGLang servers.
+Recipe, nodes -> Setting -> loop.py: checked as it is, then changed where this machine must stand for a cluster; every
+change is listed for the report. Refuses what `train --dry-run` refuses, and engines that are not SGLang servers.
+
+Demand and nodes -> NodeMap -> thin ranks, canned servers, report. Ray packs bundles in order; here each goes to the
+first node with room, and runtime/cluster.py's own functions give the ranks their bundles. Refuses what these refuse.
 """
 
 from __future__ import annotations
@@ -17,12 +20,14 @@ import numpy as np
 
 from megatron_daro.actor.policy import layout_of
 from megatron_daro.config import Config, resolve_and_check, yaml_text
+from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.check_training import part_layers
-from megatron_daro.config.hardware import demand_of
+from megatron_daro.config.hardware import Demand, demand_of, misfit
 from megatron_daro.config.model_shape import ModelShape, read_model_shape
 from megatron_daro.config.sections import GPU_BUCKET_MIB
 from megatron_daro.errors import ConfigError
 from megatron_daro.rollout.protocol import PromptSource
+from megatron_daro.runtime.cluster import assigned, group_order
 from megatron_daro.runtime.inputs import Inputs
 from megatron_daro.types import Group, Prompt
 from megatron_daro.workshop.plan.gpus import Gpu, find_gpu
@@ -30,7 +35,6 @@ from megatron_daro.workshop.plan.layout import ModelLayout
 from megatron_daro.workshop.plan.times import Constants, generation_s, sync_s, train_times
 from megatron_daro.workshop.plan.workload import Workload, workload_of
 from megatron_daro.workshop.rehearse.canned_server import CannedAnswers
-from megatron_daro.workshop.rehearse.nodes import NodeMap, node_map
 
 ANSWER = "7"
 _BODIES = 8
@@ -238,3 +242,58 @@ def world(config: Config) -> str:
         f"{layout.world_size} ranks (TP {layout.tensor}, PP {layout.pipeline}{virtual}, CP {layout.context}, "
         f"DP {layout.data}, EP {layout.expert})"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class NodeMap:
+    """ranks: the number of the node of each. servers: that of each part of each. nodes: how many there are."""
+
+    nodes: int
+    ranks: tuple[int, ...]
+    servers: tuple[tuple[int, ...], ...]
+
+    def ranks_of(self, node: int) -> list[int]:
+        """Return the ranks on a node, ascending."""
+        return [rank for rank, place in enumerate(self.ranks) if place == node]
+
+    def servers_of(self, node: int) -> list[int]:
+        """Return the servers of which some part is on a node, ascending."""
+        return [server for server, places in enumerate(self.servers) if node in places]
+
+    @property
+    def used(self) -> list[int]:
+        """Nodes that something is on, ascending."""
+        return sorted({*self.ranks, *(place for places in self.servers for place in places)})
+
+    @property
+    def idle(self) -> int:
+        """Nodes that nothing is on."""
+        return self.nodes - len(self.used)
+
+
+def node_map(demand: Demand, actor: ActorSection, nodes: int, gpus_per_node: int) -> NodeMap:
+    """Return where everything goes.
+
+    Raises:
+        ConfigError: it does not fit.
+    """
+    if why := misfit(demand, [gpus_per_node] * nodes):
+        raise ConfigError(f"the run does not fit the nodes: {why}; fix: raise --nodes, or lower actor.*_parallel")
+    places = _first_fit(demand.sizes(gpus=True), nodes, gpus_per_node)
+    bundle_of = assigned(group_order(actor), [str(place) for place in places[: demand.groups]])
+    size = demand.group_size
+    ranks = tuple(places[bundle_of[rank // size]] for rank in range(demand.groups * size))
+    parts, each = places[demand.groups :], demand.server_nodes
+    return NodeMap(nodes, ranks, tuple(tuple(parts[i : i + each]) for i in range(0, len(parts), each)))
+
+
+def _first_fit(sizes: Sequence[int], nodes: int, each: int) -> list[int]:
+    """Return the node of each piece: the first with room. Pieces whose sizes divide one another always find one."""
+    free, found = [each] * nodes, []
+    for size in sizes:
+        place = next((node for node, left in enumerate(free) if left >= size), None)
+        if place is None:
+            raise ConfigError(f"{nodes} nodes of {each} GPUs have no room for a piece of {size}; fix: raise --nodes")
+        free[place] -= size
+        found.append(place)
+    return found

@@ -30,7 +30,7 @@ from megatron_daro.runtime.supervisor import WorkerGroup, gather
 from megatron_daro.runtime.workers import Place
 from megatron_daro.sync.plan import SendPlan, SendReport
 from megatron_daro.types import StepResult, TrainBatch
-from megatron_daro.workshop.rehearse.nodes import NodeMap
+from megatron_daro.workshop.rehearse.setting import NodeMap
 
 _actor: Any = ray.remote  # Ray's stubs do not know what a decorated class becomes
 MANY_CALLS = 100_000

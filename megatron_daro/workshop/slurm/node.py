@@ -25,17 +25,30 @@ from typing import Any, TypeVar
 
 from megatron_daro.errors import DaroError, DeadlineError, WorkerError
 from megatron_daro.ports import reserve_port
-from megatron_daro.workshop.slurm.health import Wanted, gpu_problems, problems
-from megatron_daro.workshop.slurm.processes import (
+from megatron_daro.workshop.slurm.rendezvous import (
+    Greeter,
+    Line,
+    Message,
+    Wanted,
+    gpu_problems,
+    own_address,
+    problems,
+    reach_head,
+    write_private,
+)
+from megatron_daro.workshop.slurm.training import (
     RAY_START_S,
+    EndedError,
+    Ending,
     PortTakenError,
     Process,
     SlowStartError,
+    StoppedError,
+    Stops,
     kill_descendants,
     start_ray,
+    train,
 )
-from megatron_daro.workshop.slurm.rendezvous import Greeter, Line, Message, own_address, reach_head, write_private
-from megatron_daro.workshop.slurm.training import EndedError, Ending, StoppedError, Stops, train
 
 T = TypeVar("T")
 PORTS_TRIED = 5

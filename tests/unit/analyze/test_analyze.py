@@ -351,13 +351,13 @@ def test_a_dump_that_cannot_be_read_is_refused(tmp_path, lines, match):
 
 
 def test_each_torch_file_is_loaded_once(tmp_path, capsys, monkeypatch):
-    from megatron_daro.workshop.analyze import torch_file
+    from megatron_daro.workshop.analyze import rows
 
     for step in range(2):
         samples = [{"group_index": i // K, "response_length": 10, "reward": float(i % 2)} for i in range(4 * K)]
         torch.save({"samples": samples}, tmp_path / f"{step}.pt")
-    loaded, load = [], torch_file.load
-    monkeypatch.setattr(torch_file, "load", lambda path: loaded.append(path.name) or load(path))
+    loaded, load = [], rows.load_torch_file
+    monkeypatch.setattr(rows, "load_torch_file", lambda path: loaded.append(path.name) or load(path))
     assert main(["analyze", str(tmp_path)]) == 0
     assert "8 whole groups" in capsys.readouterr().out
     assert loaded == ["0.pt", "1.pt"]

@@ -9,7 +9,7 @@ import pytest
 from megatron_daro.cli import main
 from megatron_daro.config import resolve
 from megatron_daro.errors import ConfigError
-from megatron_daro.workshop.plan.recipe_file import write_options
+from megatron_daro.workshop.plan.tables import write_options
 
 MODEL = {
     "model_type": "llama",

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_daro.workshop.curate.decisions import Decisions
 from megatron_daro.workshop.curate.leaks import drop_equal, drop_near, same_answers
+from megatron_daro.workshop.curate.rows import Decisions
 
 LONG = "A bag holds 12 red marbles and 5 blue ones. How many marbles does the bag hold in total?"
 FORM = " The answer is in the form m/n. Please give m + n."

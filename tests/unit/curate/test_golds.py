@@ -3,9 +3,8 @@
 import pytest
 
 from megatron_daro.reward.pool import RewardPool
-from megatron_daro.workshop.curate.decisions import Decisions
-from megatron_daro.workshop.curate.golds import drop_guessable, drop_unverifiable, guess_of
-from megatron_daro.workshop.curate.offline import ANSWER_FORMS
+from megatron_daro.workshop.curate.offline import ANSWER_FORMS, drop_guessable, drop_unverifiable, guess_of
+from megatron_daro.workshop.curate.rows import Decisions
 
 
 def test_the_math_verifier_must_read_the_answer_and_find_it_equal(rows_of):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_daro.workshop.curate.decisions import Decisions
 from megatron_daro.workshop.curate.leaks import drop_leaks
+from megatron_daro.workshop.curate.rows import Decisions
 
 HELD_OUT = [
     ("A train leaves the station at noon and travels 60 km per hour for 3 hours. How far does it go in total?", "180"),

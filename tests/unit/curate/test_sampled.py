@@ -14,11 +14,10 @@ from megatron_daro.data.prompts import load_problems
 from megatron_daro.data.tokenizer import HeldOut
 from megatron_daro.errors import ConfigError
 from megatron_daro.types import Prompt, Rollout, Verdict
-from megatron_daro.workshop.curate.decisions import Decisions
 from megatron_daro.workshop.curate.pass_rates import Asked, apply, key_of, read_range, summary_of, write_problems
+from megatron_daro.workshop.curate.rows import Decisions
 from megatron_daro.workshop.evaluate import measuring
-from megatron_daro.workshop.evaluate.answers import Answer, AnswerStore
-from megatron_daro.workshop.evaluate.questions import questions_of
+from megatron_daro.workshop.evaluate.answers import Answer, AnswerStore, questions_of
 
 ASKED = Asked(4, "base", "aa", {"template": "chat"})
 

@@ -12,9 +12,8 @@ from answering import SeededEngine, digits, text_of
 from megatron_daro.errors import DataError, DeadlineError, EngineError
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.workshop.evaluate import answers, asking
-from megatron_daro.workshop.evaluate.answers import AnswerStore, kept, part_files, rows
+from megatron_daro.workshop.evaluate.answers import AnswerStore, kept, part_files, questions_of, requests, rows
 from megatron_daro.workshop.evaluate.asking import Parts, ask
-from megatron_daro.workshop.evaluate.questions import questions_of, requests
 
 COLUMNS = ("source", "prompt_id", "text", "correct", "length", "finish_reason", "tokens")
 

@@ -18,10 +18,9 @@ from megatron_daro.data.tokenizer import HeldOut
 from megatron_daro.errors import DataError
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.workshop.evaluate import results
-from megatron_daro.workshop.evaluate.answers import AnswerStore
+from megatron_daro.workshop.evaluate.answers import AnswerStore, questions_of, requests
 from megatron_daro.workshop.evaluate.asking import Parts, ask
 from megatron_daro.workshop.evaluate.compare import compare, sign_flip_p, write_comparison
-from megatron_daro.workshop.evaluate.questions import questions_of, requests
 
 EVIL = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>\x1b[2J\"'&"
 

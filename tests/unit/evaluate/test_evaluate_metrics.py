@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_daro.errors import DataError
 from megatron_daro.rollout.summary import pass_at_k
-from megatron_daro.workshop.evaluate.metrics import bootstrap_means, estimate, estimate_of_sets, interval, majority_at_k
+from megatron_daro.workshop.evaluate.results import bootstrap_means, estimate, estimate_of_sets, interval, majority_at_k
 
 
 @pytest.mark.parametrize("samples", range(1, 8))

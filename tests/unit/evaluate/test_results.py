@@ -15,11 +15,9 @@ from megatron_daro.errors import DataError
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.types import Verdict
 from megatron_daro.workshop.evaluate import results
-from megatron_daro.workshop.evaluate.answers import AnswerStore
+from megatron_daro.workshop.evaluate.answers import AnswerStore, questions_of, requests
 from megatron_daro.workshop.evaluate.asking import Parts, ask
-from megatron_daro.workshop.evaluate.questions import questions_of, requests
-from megatron_daro.workshop.evaluate.results import Sample, votes_of
-from megatron_daro.workshop.evaluate.tables import summary_text
+from megatron_daro.workshop.evaluate.results import Sample, summary_text, votes_of
 
 REWARD = RewardSection(verifier="exact", workers=1)
 

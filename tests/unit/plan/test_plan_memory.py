@@ -14,8 +14,7 @@ from megatron_daro.config import Config
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.workshop.plan import memory
 from megatron_daro.workshop.plan.gpus import GPUS
-from megatron_daro.workshop.plan.layout import ModelLayout
-from megatron_daro.workshop.plan.parameters import Cut, counts
+from megatron_daro.workshop.plan.layout import Cut, ModelLayout, counts
 from megatron_daro.workshop.plan.workload import workload_of
 
 CONFIGS = Path(__file__).resolve().parents[4] / "shared" / "data" / "configs"

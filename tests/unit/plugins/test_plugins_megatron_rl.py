@@ -9,7 +9,7 @@ import torch
 
 from megatron_daro.errors import AlgorithmError, CheckpointError, ConfigError
 from megatron_daro.plugins import megatron_rl as adapter
-from megatron_daro.plugins import megatron_rl_session as session_module
+from megatron_daro.plugins import megatron_rl as session_module
 
 K, LONG = 4, 12
 REWARDS = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0], [0.0, 1.0, 0.0, 1.0]]

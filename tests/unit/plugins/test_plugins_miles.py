@@ -12,7 +12,7 @@ import torch
 
 from megatron_daro.errors import AlgorithmError, ConfigError
 from megatron_daro.plugins import miles, slime
-from megatron_daro.plugins.slime_rollouts import bins_and_advantages
+from megatron_daro.plugins.slime import bins_and_advantages
 
 K = 4
 REWARDS = [1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0]

@@ -13,7 +13,7 @@ import torch
 from megatron_daro.errors import AlgorithmError, ConfigError
 from megatron_daro.plugins import slime
 from megatron_daro.plugins.options import read_options
-from megatron_daro.plugins.slime_rollouts import bins_and_advantages, plans_of
+from megatron_daro.plugins.slime import bins_and_advantages, plans_of
 
 K = 4
 ARGUMENTS = Namespace(n_samples_per_prompt=K)

@@ -28,7 +28,7 @@ from megatron_daro.runtime.cluster import Placement
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.workshop.rehearse.canned_server import Bodies, CannedAnswers, CannedServer
 from megatron_daro.workshop.rehearse.loop import _part_tensors, checkpoint_plan, place_of, stage_plans
-from megatron_daro.workshop.rehearse.nodes import _first_fit, node_map
+from megatron_daro.workshop.rehearse.setting import _first_fit, node_map
 from megatron_daro.workshop.rehearse.thin_ranks import Loss, ThinPolicyGroup
 
 CONFIGS = Path(__file__).resolve().parents[4] / "shared" / "data" / "configs"

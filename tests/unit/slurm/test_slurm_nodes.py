@@ -16,9 +16,9 @@ import pytest
 import ray
 
 from megatron_daro.errors import DeadlineError, WorkerError
-from megatron_daro.workshop.slurm import health, node, processes, rendezvous
-from megatron_daro.workshop.slurm.processes import SlowStartError
+from megatron_daro.workshop.slurm import node, rendezvous, training
 from megatron_daro.workshop.slurm.rendezvous import HEAD_FILE, Greeter, Message, own_address, reach_head, write_private
+from megatron_daro.workshop.slurm.training import SlowStartError
 
 
 def fake_nvidia_smi(directory: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -44,7 +44,7 @@ def fake_nvidia_smi(directory: Path, monkeypatch: pytest.MonkeyPatch, script: st
 )
 def test_gpus_are_counted_and_must_be_empty(tmp_path, monkeypatch, script, said):
     fake_nvidia_smi(tmp_path, monkeypatch, script)
-    assert health.problems(health.Wanted(2, 0, tmp_path)) == said
+    assert rendezvous.problems(rendezvous.Wanted(2, 0, tmp_path)) == said
 
 
 def test_gpus_of_amd_are_counted_and_must_be_empty(tmp_path, monkeypatch):
@@ -55,30 +55,30 @@ def test_gpus_of_amd_are_counted_and_must_be_empty(tmp_path, monkeypatch):
     )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert health.gpu_problems(3) == [
+    assert rendezvous.gpu_problems(3) == [
         "3 GPUs were asked for, and rocm-smi shows 2",
         "GPU 1 has 190734 of 196592 MiB in use before the job began",
     ]
-    assert health.gpu_problems(2, used=True) == []
+    assert rendezvous.gpu_problems(2, used=True) == []
 
 
 def test_no_nvidia_smi_is_said(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert health.problems(health.Wanted(8, 0, tmp_path)) == [
+    assert rendezvous.problems(rendezvous.Wanted(8, 0, tmp_path)) == [
         "8 GPUs were asked for, and there is neither nvidia-smi nor rocm-smi"
     ]
-    assert health.problems(health.Wanted(0, 0, tmp_path)) == []
+    assert rendezvous.problems(rendezvous.Wanted(0, 0, tmp_path)) == []
 
 
 def test_the_disk_must_have_room_and_be_there(tmp_path):
-    (full,) = health.problems(health.Wanted(0, 1e9, tmp_path))
+    (full,) = rendezvous.problems(rendezvous.Wanted(0, 1e9, tmp_path))
     assert "GiB free; free_disk_gib asks for 1e+09" in full
-    (gone,) = health.problems(health.Wanted(0, 0, tmp_path / "gone"))
+    (gone,) = rendezvous.problems(rendezvous.Wanted(0, 0, tmp_path / "gone"))
     assert "is gone" in gone and list(tmp_path.iterdir()) == []
 
 
 def test_clocks_far_apart_are_a_problem():
-    assert health.clock_problems(1.0) == [] and "-60 s off" in health.clock_problems(-60.0)[0]
+    assert rendezvous.clock_problems(1.0) == [] and "-60 s off" in rendezvous.clock_problems(-60.0)[0]
 
 
 def test_addresses_come_from_the_file_the_card_or_the_host():
@@ -242,7 +242,7 @@ def test_a_line_that_came_before_it_was_waited_for_counts():
     """What a process prints while it is started can be there before anybody asks."""
 
     async def ask() -> None:
-        process = await processes.Process.start(["/bin/sh", "-c", "echo 'Ray runtime started.'; exec sleep 60"], {})
+        process = await training.Process.start(["/bin/sh", "-c", "echo 'Ray runtime started.'; exec sleep 60"], {})
         while not process.lines:
             await asyncio.sleep(0.01)
         await asyncio.wait_for(process.says(b"Ray runtime started"), 10)
@@ -261,7 +261,7 @@ def test_a_start_of_ray_that_takes_too_long_is_ended_and_tried_again(tmp_path, m
     )
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
-    monkeypatch.setattr(processes.start_ray, "__kwdefaults__", {"joins": "", "limit_s": 3.0})
+    monkeypatch.setattr(training.start_ray, "__kwdefaults__", {"joins": "", "limit_s": 3.0})
     place, options = node.Place("node1", True, 1, "127.0.0.1"), argparse.Namespace(gpus=0, cores=3)
 
     async def scene() -> None:

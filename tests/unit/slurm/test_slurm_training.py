@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_daro.workshop.slurm import training
-from megatron_daro.workshop.slurm.processes import Process
-from megatron_daro.workshop.slurm.training import EndedError, Ending, StoppedError, Stops, train
+from megatron_daro.workshop.slurm.training import EndedError, Ending, Process, StoppedError, Stops, train
 
 START = Process.start
 
