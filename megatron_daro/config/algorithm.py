@@ -36,9 +36,20 @@ class KlSection(Section):
     """KL term towards the initial policy."""
 
     coefficient: float = Field(default=0.0, ge=0, le=1000)
-    """Factor of the KL term in the loss, 0 to 1000. 0: no term, and no reference log-probabilities are computed."""
+    """Factor of the KL term, 0 to 1000. 0: no term, and no reference log-probabilities are computed."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL per token: k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r."""
+    place: Literal["loss", "reward"] = "loss"
+    """loss: a term beside the policy loss; reward: the sum over an answer's trained tokens is taken from its reward,
+    under the weights that the batch began with, before advantages are made."""
+    mean: Literal["tokens", "rollouts"] = "tokens"
+    """Place loss: the mean over all trained tokens of the step, or over rollouts of the mean over their tokens
+    (DeepSeekMath's eq. 3)."""
+
+    @property
+    def in_reward(self) -> bool:
+        """Whether rewards are reduced by it."""
+        return self.coefficient > 0 and self.place == "reward"
 
 
 class CorrectionSection(Section):
@@ -128,6 +139,9 @@ class DgpoSection(Section):
 
     temperature: float = Field(default=2.0, ge=1e-2, le=1e3)
     """Of the softmax over minus the pass rates, 0.01 to 1000: the larger, the more alike are the questions' weights."""
+    deviation: Literal["verdicts", "rewards"] = "verdicts"
+    """Whose mean absolute deviation divides: that of the verdicts, or that of the rewards (the paper's). With rewards
+    of 0 and 1 and no penalty both are the same."""
 
 
 class HaDwSection(Section):
@@ -139,6 +153,9 @@ class HaDwSection(Section):
     """How fast the expected pass rate follows the steps', in units of its own standard deviation, 0.001 to 1000."""
     window: int = Field(default=10, ge=2, le=100_000)
     """Number of steps over which that standard deviation is taken, and after which it is used first; 2 to 100000."""
+    every: Literal["step", "batch"] = "step"
+    """What moves the expected pass rate: each optimizer step, or each batch of trainer.updates_per_batch of them (the
+    paper's). With one update per batch both are the same but for the step at which it moves."""
 
 
 class FadeSection(Section):
@@ -178,9 +195,10 @@ class AlgorithmSection(Section):
     auto: as the algorithm defines it."""
     filter: Literal["auto", "none", "pass_rate"] = "auto"
     """pass_rate: keep groups with 0 < pass rate < 1 and refill the batch; auto: as the algorithm defines it."""
-    trust_region: Literal["clip", "gspo", "cispo", "sapo"] = "clip"
+    trust_region: Literal["clip", "gspo", "cispo", "sapo", "reinforce"] = "clip"
     """What keeps an update near the old policy. clip: PPO's clipped ratio; gspo: the same with one ratio per sequence;
-    cispo: the ratio as a constant weight, at most 1 + clip_high; sapo: a soft gate."""
+    cispo: the ratio as a constant weight, at most 1 + clip_high; sapo: a soft gate; reinforce: nothing, the gradient is
+    that of the log-probabilities, without a ratio."""
     sapo: SapoSection = SapoSection()
     """SAPO; read when trust_region is sapo."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
@@ -224,7 +242,8 @@ class AlgorithmSection(Section):
         Args:
             columns: what the algorithm makes advantages of, per token.
         """
-        old = self.old_logprobs != "rollout" and (self.old_logprobs == "recompute" or "old_logprobs" in columns)
+        wanted = "old_logprobs" in columns or self.kl.in_reward
+        old = self.old_logprobs != "rollout" and (self.old_logprobs == "recompute" or wanted)
         reference = self.kl.coefficient > 0 or "ref_logprobs" in columns
         return ("old_logprobs",) * old + ("ref_logprobs",) * reference
 
