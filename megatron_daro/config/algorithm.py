@@ -137,7 +137,7 @@ class DgpoSection(Section):
     temperature: float = Field(default=2.0, ge=1e-2, le=1e3)
     """Of the softmax over minus the pass rates; larger: more equal weights."""
     deviation: Literal["verdicts", "rewards"] = "verdicts"
-    """Whose mean absolute deviation divides; rewards: the paper's. The same for rewards of 0 and 1 without a penalty."""
+    """Whose mean absolute deviation divides; rewards: the paper's, the same with 0 and 1 and no penalty."""
 
 
 class HaDwSection(Section):
