@@ -1,7 +1,7 @@
 """Write docs/configuration.md from the sections of megatron_daro.config and the fields of Slurm's cluster file; with
 --check, say whether it is up to date.
 
-Place in the data flow: none; run by people after a change of the sections, and by a test. Every word of the tables
+Place in the data flow: none; run by people after a change of the sections, and by a test. Every word of the lists
 comes from the field docstrings, annotations and defaults.
 
     python tools/config_reference.py [--check]
@@ -29,7 +29,8 @@ HEAD = """\
 
 <!-- Written by tools/config_reference.py from megatron_daro/config. Change the docstrings there, then run it again. -->
 
-One YAML file with the sections below; only `model.path` and `data.train` are required. Ranges include both ends.
+One YAML file with the sections below; only `model.path` and `data.train` are required. Each
+entry is `option` (default; allowed values): meaning. Ranges include both ends.
 
 * Options on the command line replace those of the file: `megatron-daro train run.yaml trainer.steps=5
   data.train=[a.jsonl,b.jsonl]`. Values are read as YAML; a mapping is merged key by key, anything else replaces;
@@ -59,7 +60,7 @@ _SHORTER = (
     (r"text, not empty", "text"),
     (r"text that matches (\S+)", r"text matching `\1`"),
 )
-"""What error messages say of a field's range, and how the table says it."""
+"""What error messages say of a field's range, and how the page says it."""
 
 CLUSTER_FILE = """A file of its own, for `megatron-daro submit --cluster FILE` ([Slurm](cluster.md#slurm)); only
 `partition` is required. Example: `examples/slurm/cluster.yaml`."""
@@ -71,33 +72,23 @@ def reference() -> str:
     for name, field in Config.model_fields.items():
         if (section := section_of(field.annotation)) is not None:
             parts.append(
-                "\n".join([f"## {name}", "", (section.__doc__ or "").strip(), "", *_table(f"{name}.", section)])
+                "\n".join([f"## {name}", "", (section.__doc__ or "").strip(), "", *_list(f"{name}.", section)])
             )
-    parts.append("\n".join(["## The cluster file", "", CLUSTER_FILE, "", *_table("", ClusterFile)]))
+    parts.append("\n".join(["## The cluster file", "", CLUSTER_FILE, "", *_list("", ClusterFile)]))
     return "\n\n".join([part.rstrip("\n") for part in parts]) + "\n"
 
 
-def _table(prefix: str, section: type[Section]) -> Iterator[str]:
-    yield "| option | default; allowed | meaning |"
-    yield "|---|---|---|"
-    yield from _rows(prefix, section)
-
-
-def _rows(prefix: str, section: type[Section]) -> Iterator[str]:
-    """The section's own options, then each of its sections: a row that names it, and its options."""
+def _list(prefix: str, section: type[Section]) -> Iterator[str]:
+    """The section's own options, then each of its sections: a line that names it, and its options."""
     for name, field in section.model_fields.items():
         if not is_section(strip(field.annotation)[0]):
             description = " ".join((field.description or "").split())
-            yield _row(f"`{prefix}{name}`", f"{_default(field)}; {_allowed(field)}", description)
+            yield f"* `{prefix}{name}` ({_default(field)}; {_allowed(field)}): {description}"
     for name, field in section.model_fields.items():
         if (inner := section_of(field.annotation)) is not None:
             path = f"{prefix}{name}" if is_section(strip(field.annotation)[0]) else f"{prefix}{name}.{ITEM}"
-            yield _row(f"**{path}**", "", " ".join((inner.__doc__ or "").split()))
-            yield from _rows(f"{path}.", inner)
-
-
-def _row(*cells: str) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+            yield from ("", f"**{path.replace('*', chr(92) + '*')}**: {' '.join((inner.__doc__ or '').split())}", "")
+            yield from _list(f"{path}.", inner)
 
 
 def _default(field: FieldInfo) -> str:
@@ -107,7 +98,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _allowed(field: FieldInfo) -> str:
-    """What a field allows, shorter than error messages say it; the default column shows where null is allowed."""
+    """What a field allows, shorter than error messages say it; a default of null shows that null is allowed."""
     if section_of(field.annotation) is not None:
         return "list of the mappings below"
     text = field_allowed(field).removesuffix(", or null").removeprefix("one of ")

@@ -200,7 +200,7 @@ class SGLangSection(Section):
     tensor_parallel: int = Field(default=1, ge=1)
     """GPUs (on a CPU: ranks) per server."""
     nodes: int = Field(default=1, ge=1)
-    """Nodes that each server is spread over, with an equal part of its GPUs on each."""
+    """Places that each server is spread over, each on one node with an equal part of its GPUs."""
     sync: Literal["distributed", "disk", "tensor"] = "distributed"
     """How weights reach the servers. distributed: broadcast (NCCL, or gloo on CPU); disk: files in sync_dir, which
     trainer and servers both see; tensor: CUDA IPC from a rank on the server's host."""
