@@ -13,9 +13,17 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from megatron_daro.config import check_training, hardware, megatron_options, precision
+from megatron_daro.config import check_training, megatron_options, precision
 from megatron_daro.config.actor import ActorSection
-from megatron_daro.config.hardware import THIS_MACHINE, Hardware, demand_of, detect, hardware_of, misfit
+from megatron_daro.config.hardware import (
+    THIS_MACHINE,
+    Hardware,
+    demand_of,
+    detect,
+    hardware_of,
+    misfit,
+    nccl_of_both_ends,
+)
 from megatron_daro.config.model_files import ModelFiles, megatron_problems, read_model
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.config.precision import server_precision
@@ -52,11 +60,11 @@ def communication(config: Config) -> Iterator[Problem]:
     sglang, name = config.engine.sglang, "NCCL_CUMEM_ENABLE"
     if config.engine.kind != "sglang" or sglang.urls or sglang.sync != "distributed":
         return
-    if name in sglang.env and sglang.env[name] != hardware.nccl_of_both_ends(os.environ)[name]:
+    if name in sglang.env and sglang.env[name] != nccl_of_both_ends(os.environ)[name]:
         allowed = "unset: both ends of a broadcast need the same, so it is a matter of the whole job"
         fix = f"remove it, and set {name}={sglang.env[name]} in the environment of the job"
         yield Problem("engine.sglang.env", f"{name}: {sglang.env[name]!r}", allowed, fix)
-    if sglang.named_arguments.get("enable_symm_mem") and hardware.nccl_of_both_ends(os.environ)[name] != "1":
+    if sglang.named_arguments.get("enable_symm_mem") and nccl_of_both_ends(os.environ)[name] != "1":
         allowed = f"unset, or {name}=1 for the whole job: with it SGLang sets {name}=1 in the servers"
         fix = f"remove it, or set {name}=1 in the environment of the job"
         yield Problem("engine.sglang.arguments", "enable_symm_mem with sync distributed", allowed, fix)
