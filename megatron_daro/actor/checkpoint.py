@@ -132,7 +132,7 @@ def collect_shards(sharded: object, directory: Path, own: Sequence[OwnBox] = ())
     return ShardFile(path, [(shard.name, box) for shard, box in zip(shards, boxes, strict=True)])
 
 
-def read_shards(sharded: object, directory: Path) -> Any:
+def read_shards(sharded: object, directory: Path) -> object:
     """Every sharded tensor and object replaced by its value. Raises CheckpointError if a piece is missing."""
     return dict_list_map_inplace(_ShardReader(directory).value_of, sharded)
 
@@ -153,7 +153,7 @@ class _ShardReader:
             self._shards.setdefault(shard.key, []).append(shard)
         self._open: dict[str, Any] = {}
 
-    def value_of(self, item: object) -> Any:
+    def value_of(self, item: object) -> object:
         """Return the value of one sharded tensor (a new CPU tensor) or object (of the type it has in the model)."""
         if isinstance(item, ShardedObject):
             stored_B = self._slice(self._shards_of(item.unique_key)[0], [slice(None)])

@@ -149,42 +149,55 @@ def _redirect_factories() -> None:
 
 
 def _redirect_cuda_module() -> None:
-    cuda: Any = torch.cuda
     cpu_device = torch.device("cpu")
-    cuda.current_device = lambda: cpu_device
-    cuda.synchronize = lambda *args, **kwargs: None
-    cuda.Stream = cuda.Event = _NoStream
-    cuda.current_stream = cuda.default_stream = lambda *args: _NoStream()
-    cuda.stream = lambda stream: contextlib.nullcontext()
-    cuda.set_device = cuda.empty_cache = lambda *args: None
-    cuda.manual_seed = torch.manual_seed
-    cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    _replace(
+        torch.cuda,
+        current_device=lambda: cpu_device,
+        synchronize=lambda *args, **kwargs: None,
+        Stream=_NoStream,
+        Event=_NoStream,
+        current_stream=lambda *args: _NoStream(),
+        default_stream=lambda *args: _NoStream(),
+        stream=lambda stream: contextlib.nullcontext(),
+        set_device=lambda *args: None,
+        empty_cache=lambda *args: None,
+        manual_seed=torch.manual_seed,
+        get_rng_state=lambda *args, **kwargs: torch.get_rng_state(),
+        set_rng_state=lambda state, *args, **kwargs: torch.set_rng_state(state),
+    )
+
+
+def _replace(owner: object, **attributes: object) -> None:
+    for name, value in attributes.items():
+        setattr(owner, name, value)
 
 
 def _redirect_tensor_methods() -> None:
-    tensor: Any = torch.Tensor
-    module: Any = torch.nn.Module
-    tensor.cuda = lambda self, *args, **kwargs: self
-    module.cuda = lambda self, *args, **kwargs: self
-    tensor.record_stream = lambda self, stream: None
-    original_type = tensor.type
+    original_type: Callable[..., object] = torch.Tensor.type
 
     @functools.wraps(original_type)
     def type_with_cuda_name(self: torch.Tensor, *args: object, **kwargs: object) -> object:
         out = original_type(self, *args, **kwargs)
         return out.replace("torch.", "torch.cuda.", 1) if isinstance(out, str) else out
 
-    tensor.type = type_with_cuda_name
+    _replace(torch.nn.Module, cuda=lambda self, *args, **kwargs: self)
+    _replace(
+        torch.Tensor,
+        cuda=lambda self, *args, **kwargs: self,
+        record_stream=lambda self, stream: None,
+        type=type_with_cuda_name,
+    )
 
 
 def _redirect_random_state() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import megatron.core.tensor_parallel.random as tp_random
-    module: Any = tp_random
-    module._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
-    module._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    _replace(
+        tp_random,
+        _get_cuda_rng_state=lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state(),
+        _set_cuda_rng_state=lambda state, device=-1, graph_safe=False: torch.set_rng_state(state),
+    )
 
 
 def _redirect_sends() -> None:
@@ -195,15 +208,14 @@ def _redirect_sends() -> None:
     """
     import torch.distributed.distributed_c10d as c10d
 
-    modules: tuple[Any, Any] = (torch.distributed, c10d)  # the second knows by it what may be in a batch
     original: Callable[..., object] = c10d.isend
 
     @functools.wraps(original)
     def call(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
         return original(tensor.detach(), *args, **kwargs)  # another tensor of the same storage
 
-    for module in modules:
-        module.isend = call
+    for module in (torch.distributed, c10d):  # the second knows by it what may be in a batch
+        _replace(module, isend=call)
 
 
 def _redirect_experts() -> None:
@@ -217,13 +229,14 @@ def _redirect_experts() -> None:
         warnings.simplefilter("ignore")
         import megatron.core.transformer.moe.moe_utils as moe_utils
         import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
-    dispatcher, utils = cast(Any, token_dispatcher), cast(Any, moe_utils)
-    dispatcher.maybe_move_tensor_to_cpu = _on_host
-    if not hasattr(utils, "te_general_gemm"):
-        utils.te_general_gemm = None
-    distributed: Any = torch.distributed
-    distributed.all_gather = _uneven_all_gather(distributed.all_gather)
-    distributed.reduce_scatter = _uneven_reduce_scatter(distributed.reduce_scatter)
+    _replace(token_dispatcher, maybe_move_tensor_to_cpu=_on_host)
+    if not hasattr(moe_utils, "te_general_gemm"):
+        _replace(moe_utils, te_general_gemm=None)
+    _replace(
+        torch.distributed,
+        all_gather=_uneven_all_gather(torch.distributed.all_gather),
+        reduce_scatter=_uneven_reduce_scatter(torch.distributed.reduce_scatter),
+    )
 
 
 def _on_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:

@@ -48,7 +48,7 @@ class _Plan:
     chunk_tokens: int
     chunk_vocab: int
     with_entropy: bool
-    group: Any
+    group: dist.ProcessGroup | None
 
     def column_tiles(self) -> Iterator[slice]:
         for start in range(0, self.num_columns, self.chunk_vocab):

@@ -230,11 +230,10 @@ def known_paths() -> tuple[str, ...]:
 def _read(path: Path, overrides: Sequence[str]) -> tuple[Config | None, list[Problem], set[str]]:
     """Return the Config (as far as it could be made), the problems so far, and the fields they concern."""
     document = _read_file(path)
-    tree, problems = document.value, document.problems
-    if problems:
-        return None, problems, set()
+    if document.problems or not isinstance(document.value, dict):
+        return None, document.problems, set()
     places = {field: f"{path.name}:{line}" for field, line in document.lines.items()}
-    return _from_tree(tree, overrides, places, path)
+    return _from_tree(document.value, overrides, places, path)
 
 
 def _from_tree(

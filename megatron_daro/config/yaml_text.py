@@ -71,7 +71,7 @@ for _name, _pattern, _first in _SCALARS:
 class Document:
     """What a text says: plain values, the line (from 1) of each dotted path, and what is wrong with it."""
 
-    value: Any = None
+    value: object = None
     lines: dict[str, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 

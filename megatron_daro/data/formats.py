@@ -404,10 +404,10 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def _field(row: Mapping[str, Any], dotted: str) -> Any:
+def _field(row: Mapping[str, Any], dotted: str) -> object:
     if dotted in row:
         return row[dotted]
-    value: Any = row
+    value: object = row
     for name in dotted.split("."):
         if not isinstance(value, Mapping) or name not in value:
             return None

@@ -38,7 +38,7 @@ from megatron_daro.observe import logs
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.runtime.cluster import Placement
 from megatron_daro.runtime.node_workers import AnswerWorker, NodeWorkers, ServerWorker, alive_nodes
-from megatron_daro.runtime.supervisor import WorkerDiedError, WorkerGroup, gather, translated
+from megatron_daro.runtime.supervisor import WorkerDiedError, WorkerGroup, actor_class, gather, translated
 from megatron_daro.runtime.workers import EngineWorker
 from megatron_daro.sync.check import ProbeAnswer
 from megatron_daro.sync.plan import SendPlan, SendReport, Target
@@ -79,12 +79,11 @@ class EngineGroup:
         """Start the processes and load the model in each; again is nothing. Raises ModelError, WorkerError."""
         if self.workers:
             return
-        make: Any = EngineWorker
         self.workers.update(
             {
-                f"engine {i}": make.options(**self._placement.server(i)).remote(
-                    i, self._path, self._trust, self._options, self._logs
-                )
+                f"engine {i}": actor_class(EngineWorker)
+                .options(**self._placement.server(i))
+                .remote(i, self._path, self._trust, self._options, self._logs)
                 for i in range(self._section.replicas)
             }
         )
@@ -225,9 +224,8 @@ class AnswerWorkers:
         logs: folder for their logs."""
         self._count = count
 
-        def make(options: dict[str, Any], number: int) -> Any:
-            placed: Any = AnswerWorker.options(**options)  # type: ignore[attr-defined]
-            return placed.remote(number, model_path, trust_remote_code, logs)
+        def make(options: dict[str, Any], number: int) -> ActorHandle:
+            return actor_class(AnswerWorker).options(**options).remote(number, model_path, trust_remote_code, logs)
 
         self.workers = NodeWorkers("answer worker", make, warn=warn, deadlines=deadlines)
         self._started = False
@@ -293,9 +291,9 @@ class RayServer:
     async def launch(self) -> str:
         """Start actors and processes. Raises EngineError."""
         await self.stop()
-        make: Any = ServerWorker
         self._workers = [
-            make.options(**self._place(part.part)).remote(_sharing(part, self._gpus())) for part in self._parts
+            actor_class(ServerWorker).options(**self._place(part.part)).remote(_sharing(part, self._gpus()))
+            for part in self._parts
         ]
         first, *others = self._workers
         launched: tuple[str, str] = await self._call(first.launch.remote(), _LAUNCH_S)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -31,15 +32,14 @@ from megatron_daro.errors import DeadlineError, WorkerError
 from megatron_daro.observe import logs
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.rollout.deadlines import Deadlines
-from megatron_daro.runtime.supervisor import WorkerDiedError, gather, translated
+from megatron_daro.runtime.supervisor import WorkerDiedError, actor_class, gather, remote_class, translated
 from megatron_daro.types import Rollout, Verdict
 
-_actor: Any = ray.remote  # Ray's stubs do not know what a decorated class becomes
 # Calls that an asynchronous actor has under way at most: all groups of a large batch wait in it for their servers.
 _MANY_CALLS = 100_000
 
 
-@_actor(max_restarts=0, max_task_retries=0)
+@remote_class(max_restarts=0, max_task_retries=0)
 class ServerWorker:
     """One SGLang server process, or one of several of a server that is spread over nodes, on the node and with the GPUs
     that Ray gave this actor; it ends with the actor."""
@@ -60,7 +60,7 @@ class ServerWorker:
         self._server.stop()
 
 
-@_actor(max_restarts=0, max_task_retries=0, max_concurrency=_MANY_CALLS)
+@remote_class(max_restarts=0, max_task_retries=0, max_concurrency=_MANY_CALLS)
 class AnswerWorker:
     """Asks SGLang servers and makes rollouts of their answers, many at once on Ray's event loop."""
 
@@ -81,7 +81,7 @@ class AnswerWorker:
         return await self._answers.ask(question)
 
 
-@_actor(max_restarts=0, max_task_retries=0, max_concurrency=_MANY_CALLS)
+@remote_class(max_restarts=0, max_task_retries=0, max_concurrency=_MANY_CALLS)
 class VerdictWorker:
     """A pool of verifier processes on this node; they end with this process, however it ends."""
 
@@ -317,9 +317,8 @@ class Verdicts:
         self._section, self._beside_driver = section, beside_driver
         self._shares: list[int] = []
 
-        def make(options: dict[str, Any], number: int) -> Any:
-            placed: Any = VerdictWorker.options(**options)  # type: ignore[attr-defined]
-            return placed.remote(number, section, self._shares[number], logs)
+        def make(options: dict[str, Any], number: int) -> ActorHandle:
+            return actor_class(VerdictWorker).options(**options).remote(number, section, self._shares[number], logs)
 
         self.workers = NodeWorkers("verifier pool", make, warn=warn, deadlines=deadlines)
         self.pool: RewardPool | None = None

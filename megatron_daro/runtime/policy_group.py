@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import ray
+from ray import ObjectRef
 
 from megatron_daro.actor.parallel import PolicySettings
 from megatron_daro.config.actor import ActorSection
@@ -27,7 +28,7 @@ from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.data.schedule import CostModel, schedule
 from megatron_daro.errors import WorkerError
 from megatron_daro.runtime.cluster import Placement
-from megatron_daro.runtime.supervisor import WorkerGroup, gather, unhurried
+from megatron_daro.runtime.supervisor import WorkerGroup, actor_class, gather, unhurried
 from megatron_daro.runtime.workers import Place, TrainWorker
 from megatron_daro.sync import send
 from megatron_daro.sync.plan import SendPlan, SendReport
@@ -43,7 +44,7 @@ class Shard:
     """
 
     rows: tuple[int, ...]
-    reference: Any
+    reference: ObjectRef[TrainBatch]
     micro_batches: tuple[tuple[int, ...], ...]
     columns: dict[str, Any] = field(default_factory=dict)
 
@@ -150,10 +151,11 @@ class PolicyGroup:
 
     async def start_processes(self) -> None:
         """Start the processes, and tell the placement their GPUs. They use none before `build`. Raises WorkerError."""
-        make: Any = TrainWorker
         self.workers.update(
             {
-                f"actor rank {rank}": make.options(**self._placement.rank(rank)).remote(rank, self._logs)
+                f"actor rank {rank}": actor_class(TrainWorker)
+                .options(**self._placement.rank(rank))
+                .remote(rank, self._logs)
                 for rank in range(self._actor.world_size)
             }
         )

@@ -139,7 +139,7 @@ _NOTES = ("transformers_version", "_name_or_path", "use_cache")  # keys of confi
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 20
 _WIDEST_VALUE = 48
 _ABSENT = "(absent)"
-_UNKNOWN: Any = object()
+_UNKNOWN = object()
 _EFFECT = {"runs": "in effect", "trains": "in effect: trains differently from here"}
 
 

@@ -11,21 +11,39 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import UserDict
-from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import ray
+from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from megatron_daro.errors import DaroError, WorkerError
 from megatron_daro.runtime.cluster import plain
 
+remote_class = cast(Callable[..., Callable[[type], type]], ray.remote)
+"""`ray.remote` with options: its stubs know neither concurrency groups nor the limits of restarts."""
 _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
 _IN_ONE_GO = 32
 # What one worker says of a lost peer comes before Ray's own news of the death: at once where the peer's node lives,
 # after its health checks where the node is gone.
 _NEWS_S, _NEWS_OF_A_NODE_S = 3.0, 40.0
+
+
+class ActorClass(Protocol):
+    """What Ray makes of a decorated class."""
+
+    def options(self, **options: object) -> ActorClass:
+        """Return the class with options of placement, resources and restarts."""
+
+    def remote(self, *arguments: object) -> ActorHandle:
+        """Start an actor with these arguments of its constructor."""
+
+
+def actor_class(decorated: type) -> ActorClass:
+    """Return a class under `remote_class` as what it is: a type checker sees the class as it is written."""
+    return cast(ActorClass, decorated)
 
 
 async def unhurried(items: Iterable[_Item]) -> AsyncIterator[_Item]:

@@ -18,7 +18,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import ray
@@ -31,13 +31,13 @@ from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.engine.sglang.client import post_to
 from megatron_daro.observe import logs
 from megatron_daro.ports import Reservation, reserve_port
-from megatron_daro.runtime.supervisor import translated
+from megatron_daro.runtime.supervisor import remote_class, translated
 from megatron_daro.sync.buckets import WeightBucket, bucketize
-from megatron_daro.sync.plan import SendFailure, SendPlan, SendReport
+from megatron_daro.sync.plan import ReceivingActor, SendFailure, SendPlan, SendReport
 from megatron_daro.types import GroupRequest, MemoryKind, MemoryMove, Rollout, StepResult, TrainBatch
 
-# Ray's stubs know neither concurrency groups nor what a decorated class becomes.
-_actor: Any = ray.remote
+if TYPE_CHECKING:
+    from megatron_daro.sync.send import Sender
 
 # Methods of the "work" group run one after the other on one thread; "watch" stays free for the sentinel,
 # "save" waits for a checkpoint beside the work.
@@ -74,11 +74,12 @@ def meeting_place(address: str, folder: Callable[[], Path]) -> tuple[str, Reserv
 
 def _session_folder() -> Path:
     """Return a folder of this node that goes with the cluster."""
-    node: Any = ray._private.worker.global_worker.node
+    node = ray._private.worker.global_worker.node
+    assert node is not None, "an actor runs on a node"
     return Path(node.get_session_dir_path())
 
 
-@_actor(concurrency_groups=_GROUPS, max_restarts=0, max_task_retries=0)
+@remote_class(concurrency_groups=_GROUPS, max_restarts=0, max_task_retries=0)
 class TrainWorker:
     """One rank of the policy. `setup` must be called on all ranks at once."""
 
@@ -86,7 +87,7 @@ class TrainWorker:
         logs.take_over(log_folder, f"actor rank {rank}")
         self._rank = rank
         self._policy: Any = None
-        self._sender: Any = None
+        self._sender: Sender | None = None
         self._reserved: Reservation | None = None
         self._relays: dict[tuple[int, ...], Any] = {}
 
@@ -245,7 +246,7 @@ class TrainWorker:
         self._policy.load(directory)
 
 
-@_actor(max_restarts=0, max_task_retries=0)
+@remote_class(max_restarts=0, max_task_retries=0)
 class EngineWorker:
     """One replica of the embedded engine: its methods are those of the Engine Protocol, on Ray's event loop."""
 
@@ -306,7 +307,7 @@ def _hand_over(stream: Iterable[tuple[str, Tensor]], plan: SendPlan) -> SendRepo
         if failures:
             continue  # other ranks gather along
         reference = ray.put(bucket)
-        before = {target.name: target.actor.receive.remote(reference) for target in plan.targets}
+        before = {target.name: cast(ReceivingActor, target.actor).receive.remote(reference) for target in plan.targets}
         num_bytes, num_buckets = num_bytes + bucket.data.nbytes, num_buckets + 1
     failures |= _taken(before, plan.timeout_s)
     return SendReport(num_bytes, num_buckets, time.perf_counter() - started, failures=failures)

@@ -62,7 +62,7 @@ class SendGroup:
         """
         limit = broadcast_s + _NCCL_MARGIN_S if backend == "nccl" else join_s
         options: dict[str, Any] = {"group_name": name, "timeout": timedelta(seconds=limit)}
-        helper: Any = c10d._new_process_group_helper
+        helper: Callable[..., tuple[dist.ProcessGroup, object]] = c10d._new_process_group_helper
         with _errors_end_no_process(backend):
             group, _ = helper(world_size, 0, [], dist.Backend(backend), c10d.PrefixStore(name, store), **options)
         c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}

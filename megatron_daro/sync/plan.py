@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 Post = Callable[[str, str, Mapping[str, Any], float], Awaitable[Any]]
 """(url, path, JSON body, deadline in seconds) -> JSON answer. Raises EngineError."""
@@ -25,16 +25,28 @@ ORIGIN_FILE = "megatron_daro.json"
 _HASHED = ("norm.weight", "o_proj.weight")
 
 
+class _Remote(Protocol):
+    def remote(self, *arguments: object) -> object: ...
+
+
+class ReceivingActor(Protocol):
+    """A Ray actor that takes buckets: `receive(bucket)`."""
+
+    @property
+    def receive(self) -> _Remote:
+        """The method as Ray calls it, with a reference to a bucket."""
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A receiver: its name; address of a server; its first rank in the group, and its number of ranks; actor: a Ray
-    actor with `receive(bucket)`."""
+    """A receiver: its name; address of a server; its first rank in the group, and its number of ranks; actor: for the
+    transport to actors."""
 
     name: str
     url: str = ""
     rank_offset: int = 1
     ranks: int = 1
-    actor: Any = None
+    actor: ReceivingActor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -405,7 +405,7 @@ def handles_of(tensors: list[tuple[str, Tensor]]) -> bytes:
 
 
 class _HandlePickler(ForkingPickler):
-    def reducer_override(self, value: object) -> Any:
+    def reducer_override(self, value: object) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
         if not isinstance(value, Tensor):
             return NotImplemented
         reduced: tuple[Callable[..., Tensor], tuple[Any, ...]] = reductions.reduce_tensor(value)

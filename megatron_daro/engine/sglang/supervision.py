@@ -26,7 +26,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from megatron_daro.config.precision import FP8_BLOCK
 from megatron_daro.config.sections import SGLangSection
@@ -388,8 +388,8 @@ class Supervision:
     async def _tokenizer_problems(self, server: Server, encode: Callable[[str], list[int]]) -> list[str]:
         text = "If 3x + 4 = 10, then x = 2."
         try:
-            answer: Any = await server.client.post("/tokenize", {"prompt": text}, timeout_s=_CALL_S)
-            ids = list(answer["tokens"])
+            answer = await server.client.post("/tokenize", {"prompt": text}, timeout_s=_CALL_S)
+            ids = list(cast(Mapping[str, list[int]], answer)["tokens"])
         except (EngineError, KeyError, TypeError):
             return []
         expected = encode(text)

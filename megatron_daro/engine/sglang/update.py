@@ -13,10 +13,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import shutil
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from megatron_daro.config.sections import CPU_BUCKET_MIB, GPU_BUCKET_MIB, SGLangSection
 from megatron_daro.engine.sglang import supervision
@@ -59,7 +59,7 @@ class UpdateContext:
     death_of: Callable[[Server], Awaitable[str]]
     metrics: Callable[[], Mapping[str, float]]
     warn: Callable[[str], None]
-    files: Any = field(default_factory=itertools.count)
+    files: Iterator[int] = field(default_factory=itertools.count)
     written: list[Path] = field(default_factory=list)
     checksums: dict[str, tuple[Mapping[str, Digest], Mapping[tuple[int, str], str]]] = field(default_factory=dict)
 
@@ -370,9 +370,9 @@ async def _is_free(server: Server) -> bool:
 
 def _told_checksums(server: Server, answer: object) -> list[dict[str, str]]:
     """Read the answer of /weights_checker: of each rank, name -> checksum."""
-    told: Any = answer
+    ranks = cast(Mapping[str, list[Mapping[str, Mapping[str, str]]]], answer)
     try:
-        first, *others = (dict(rank["checksums"]) for rank in told["ranks"])
+        first, *others = (dict(rank["checksums"]) for rank in ranks["ranks"])
         return [first, *others]
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise EngineError(f"{server.url}/weights_checker: the answer has another form: {error!r}") from error

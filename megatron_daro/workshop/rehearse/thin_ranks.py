@@ -26,13 +26,12 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
 from megatron_daro.runtime.policy_group import PolicyGroup
-from megatron_daro.runtime.supervisor import WorkerGroup, gather
+from megatron_daro.runtime.supervisor import WorkerGroup, actor_class, gather, remote_class
 from megatron_daro.runtime.workers import Place
 from megatron_daro.sync.plan import SendPlan, SendReport
 from megatron_daro.types import StepResult, TrainBatch
 from megatron_daro.workshop.rehearse.setting import NodeMap
 
-_actor: Any = ray.remote  # Ray's stubs do not know what a decorated class becomes
 MANY_CALLS = 100_000
 PROBED = -0.5
 """Log-prob of every token of a probe, here and of a canned server."""
@@ -121,7 +120,7 @@ class ThinRanks:
         await asyncio.sleep(0)
 
 
-ThinRanksActor = _actor(max_restarts=0, max_task_retries=0, num_cpus=0, max_concurrency=MANY_CALLS)(ThinRanks)
+ThinRanksActor = remote_class(max_restarts=0, max_task_retries=0, num_cpus=0, max_concurrency=MANY_CALLS)(ThinRanks)
 
 
 HOSTS = 3
@@ -255,16 +254,21 @@ class ThinPolicyGroup(PolicyGroup):
         script = self._script
         if self._loss and lost:
             script = dataclasses.replace(script, loses_at=self._loss.step)
-        make: Any = ThinRanksActor
+        make = actor_class(ThinRanksActor)
         hosts = [make.remote(script) for _ in range(HOSTS)]
-        own: Any = None
+        everyone = list(hosts)
+
+        def host_of(rank: int, node: int) -> ActorHandle:
+            return everyone[-1] if rank in lost else hosts[node % HOSTS]
+
         if self._loss and lost:
-            own = make.remote(dataclasses.replace(script, own_loss=self._loss.how))
-        everyone = [*hosts, *([own] if own else [])]
+            everyone.append(make.remote(dataclasses.replace(script, own_loss=self._loss.how)))
         self.workers = ThinWorkers(everyone)
         self.workers.update(
             {
-                f"actor rank {rank}": RankHandle(own if rank in lost else hosts[node % HOSTS], rank, self.asked)
+                f"actor rank {rank}": RankHandle(
+                    everyone[-1] if rank in lost else hosts[node % HOSTS], rank, self.asked
+                )
                 for rank, node in enumerate(self._nodes.ranks)
             }
         )

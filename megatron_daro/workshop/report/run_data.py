@@ -43,9 +43,9 @@ class RunData:
         """Every metric key with at least one finite value."""
         return frozenset(k for row in self.rows for k, v in row.items() if v is not None and k != "step")
 
-    def setting(self, *path: str) -> Any:
+    def setting(self, *path: str) -> object:
         """Return a value of the configuration by path, or None."""
-        value: Any = self.config
+        value: object = self.config
         for name in path:
             value = value.get(name) if isinstance(value, Mapping) else None
         return value
