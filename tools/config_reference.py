@@ -30,7 +30,7 @@ HEAD = """\
 <!-- Written by tools/config_reference.py from megatron_daro/config. Change the docstrings there, then run it again. -->
 
 One YAML file with the sections below; only `model.path` and `data.train` are required. Each
-entry is `option` (default; allowed values): meaning. Ranges include both ends.
+entry is `option` (default; allowed values): meaning. Ranges include both ends; a default shows the type.
 
 * Options on the command line replace those of the file: `megatron-daro train run.yaml trainer.steps=5
   data.train=[a.jsonl,b.jsonl]`. Values are read as YAML; a mapping is merged key by key, anything else replaces;
@@ -83,7 +83,7 @@ def _list(prefix: str, section: type[Section]) -> Iterator[str]:
     for name, field in section.model_fields.items():
         if not is_section(strip(field.annotation)[0]):
             description = " ".join((field.description or "").split())
-            yield f"* `{prefix}{name}` ({_default(field)}; {_allowed(field)}): {description}"
+            yield f"* `{prefix}{name}` ({'; '.join(filter(None, [_default(field), _allowed(field)]))}): {description}"
     for name, field in section.model_fields.items():
         if (inner := section_of(field.annotation)) is not None:
             path = f"{prefix}{name}" if is_section(strip(field.annotation)[0]) else f"{prefix}{name}.{ITEM}"
@@ -98,13 +98,15 @@ def _default(field: FieldInfo) -> str:
 
 
 def _allowed(field: FieldInfo) -> str:
-    """What a field allows, shorter than error messages say it; a default of null shows that null is allowed."""
+    """What a field allows, shorter than in error messages: the default shows the type, and null if it is allowed."""
     if section_of(field.annotation) is not None:
         return "list of the mappings below"
     text = field_allowed(field).removesuffix(", or null").removeprefix("one of ")
     for pattern, short in _SHORTER:
         text = re.sub(pattern, short, text)
-    return text
+    if field.default is None or field.is_required():
+        return text
+    return re.sub(r"^(boolean|mapping|text$|list, each text$|integer ?|number ?)", "", text)
 
 
 def main(arguments: list[str]) -> int:
