@@ -108,17 +108,16 @@ def table() -> str:
     alarms = sum(bool(found[key_of(right)]["cause"]) for right in RIGHT)
     frameworks = sorted({right.framework for right in RIGHT} - {"by hand"}, key=str.lower)
     lines += ["", f"{len(RIGHT)} right losses ({', '.join(frameworks)}; some by hand): {alarms} false alarms.", ""]
-    public = [loss for loss in WRONG if "#" in loss.source]
-    lines += [f"Public ones ({len(public)}): " + ", ".join(_shown(loss, found) for loss in public) + "."]
-    other = [loss for loss in WRONG if "#" not in loss.source]
-    lines += ["", f"Planted by hand ({len(other)}): " + ", ".join(_shown(loss, found) for loss in other) + "."]
+    public = sum("#" in loss.source for loss in WRONG)
+    lines += [f"{public} shipped in public repositories, {len(WRONG) - public} were planted by hand."]
+    for wanted in ("not found", "found, other cause"):
+        names = [_name(loss) for loss in WRONG if verdict(loss, found[loss.name]) == wanted]
+        lines += [f"{wanted.capitalize()}: {', '.join(names) or 'none'}."]
     return "\n".join(lines)
 
 
-def _shown(loss: Wrong, found: Mapping[str, Mapping[str, Any]]) -> str:
-    name = loss.source if "#" in loss.source else loss.name.replace("_", " ")
-    said = verdict(loss, found[loss.name])
-    return name + ("" if said == "explained" else f" ({said})")
+def _name(loss: Wrong) -> str:
+    return loss.source if "#" in loss.source else loss.name.replace("_", " ")
 
 
 def page(text: str) -> str:
