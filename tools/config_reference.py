@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 
 from megatron_daro.config import Config
 from megatron_daro.config.base import Section
-from megatron_daro.config.loading import ITEM, field_allowed, is_section, section_of, strip
+from megatron_daro.config.loading import ITEM, choices, field_allowed, is_section, section_of, strip
 from megatron_daro.workshop.slurm.cluster_file import ClusterFile
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -101,6 +101,9 @@ def _allowed(field: FieldInfo) -> str:
     """What a field allows, shorter than in error messages: the default shows the type, and null if it is allowed."""
     if section_of(field.annotation) is not None:
         return "list of the mappings below"
+    names = choices(field.annotation, field.metadata)
+    if names and all(f"{name}:" in (field.description or "") for name in names):
+        return ""
     text = field_allowed(field).removesuffix(", or null").removeprefix("one of ")
     for pattern, short in _SHORTER:
         text = re.sub(pattern, short, text)

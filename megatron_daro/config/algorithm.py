@@ -38,7 +38,7 @@ class KlSection(Section):
     coefficient: float = Field(default=0.0, ge=0, le=1000)
     """Factor of the KL term. 0: no term, no reference log-probs."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL per token: k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r."""
+    """k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r."""
 
 
 class CorrectionSection(Section):
@@ -73,7 +73,7 @@ class OverlongSection(Section):
     max_tokens: int | None = Field(default=None, ge=1)
     """penalty: response length from which the penalty is -1, tokens. Unset: rollout.max_response_tokens."""
     cache_tokens: int | None = Field(default=None, ge=1)
-    """penalty: width of the zone below max_tokens where it grows, tokens. Unset: a fifth of max_tokens."""
+    """penalty: width of the zone below max_tokens, tokens. Unset: a fifth of max_tokens."""
 
 
 class DaroSection(Section):
@@ -97,9 +97,8 @@ class DaroSection(Section):
     """Trained tokens at which a new class of lengths begins, rising; each class has weights of its own. Empty: one
     weight for all lengths of a bin."""
     normalizer: Literal["bin", "batch", "shared"] = "bin"
-    """Denominator of a bin's loss: its own tokens (bin), or the step's tokens of all bins 0 < k < K (batch).
-    shared: weights learn as with bin, the policy's loss is divided as with batch, so that rare pass rates are not
-    paid for being rare."""
+    """bin: a bin's loss over its own tokens; batch: over the tokens of all bins 0 < k < K; shared: weights learn as
+    with bin, the policy's loss is divided as with batch."""
     scale: Literal["sum", "mean"] = "sum"
     """Sum over bins, or mean over the bins present."""
     clamp: tuple[float, float] = (0.1, 10.0)
@@ -173,8 +172,8 @@ class AlgorithmSection(Section):
     options: dict[str, Any] = {}
     """Options of an algorithm of your own: keyword arguments of its constructor."""
     std: Literal["auto", "population", "sample", "batch", "none"] = "auto"
-    """Divisor of the advantage: the group's standard deviation (population, sample), the batch's, or none; auto:
-    the algorithm's."""
+    """Divisor of the advantage: standard deviation of the group (population, sample) or batch, or none; auto: the
+    algorithm's."""
     filter: Literal["auto", "none", "pass_rate"] = "auto"
     """pass_rate: keep groups with 0 < pass rate < 1 and refill the batch; auto: the algorithm's."""
     trust_region: Literal["clip", "gspo", "cispo", "sapo"] = "clip"
@@ -192,8 +191,7 @@ class AlgorithmSection(Section):
     """Factor of the entropy bonus."""
     old_logprobs: Literal["auto", "forward", "recompute", "rollout"] = "auto"
     """Denominator of the ratio. forward: the train pass's detached values (one update per batch); recompute: an
-    extra pass before the first update; rollout: the engine's; auto: forward with one update per batch, else
-    recompute."""
+    extra pass; rollout: the engine's; auto: forward with one update per batch, else recompute."""
     kl: KlSection = KlSection()
     """KL term."""
     correction: CorrectionSection = CorrectionSection()
