@@ -1,7 +1,7 @@
-"""Count what check-loss finds among the losses of tests/parallel/loss_cases.py, and write the table of docs/plugins.md.
+"""Count what check-loss finds among the losses of tests/parallel/loss_cases.py, and write their table.
 
     python benchmarks/check_loss_counts.py --run [tuned|held-out|right|NAME ...]   runs them, half a minute each
-    python benchmarks/check_loss_counts.py --docs docs/plugins.md                  writes the table of what was run
+    python benchmarks/check_loss_counts.py --docs benchmarks/results/check_loss_counts.md   writes the table
 
 What was found of each is kept in check_loss_counts.jsonl beside this file; `first` is the cause that was named before
 the tool was changed for any of those that were held out. A loss is explained if the pattern that
@@ -24,7 +24,10 @@ sys.path.insert(0, str(HERE.parents[1] / "tests" / "parallel"))
 from loss_cases import RIGHT, WRONG, Right, Wrong  # noqa: E402
 
 KEPT = HERE.with_suffix(".jsonl")
-START, END = "<!-- counts: python benchmarks/check_loss_counts.py --docs docs/plugins.md -->", "<!-- end of counts -->"
+START, END = (
+    "<!-- counts: python benchmarks/check_loss_counts.py --docs benchmarks/results/check_loss_counts.md -->",
+    "<!-- end of counts -->",
+)
 
 
 def key_of(loss: Wrong | Right) -> str:
