@@ -43,6 +43,9 @@ def data_files(config: Config) -> Iterator[Problem]:
     if (number := data.template.count("{prompt}")) != 1:
         got, fix = f"{show(data.template)}, with {number} times {{prompt}}", "leave one, where the problem goes"
         yield Problem("data.template", got, "a text with {prompt} once", fix)
+    if data.pass_rates is not None and data.pass_rates[0] > data.pass_rates[1]:
+        got, fix = show(list(data.pass_rates)), f"set data.pass_rates={sorted(data.pass_rates)}"
+        yield Problem("data.pass_rates", got, "the lower one first", fix)
     names = [eval_set.name for eval_set in data.eval]
     for name in sorted({name for name in names if names.count(name) > 1}):
         allowed = "a different name for each set: it names the metric"
