@@ -38,8 +38,8 @@ _RECORDING_ENDS = (
 )
 
 
-BuildBatch = Callable[[Sequence[Group]], TrainBatch]
-"""Makes the columns of one optimizer step: `data.batch.build_batch` with the run's algorithm."""
+BuildBatch = Callable[[Sequence[Group], int], TrainBatch]
+"""Makes the columns of the optimizer step of this number: `data.batch.build_batch` with the run's algorithm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,7 +325,7 @@ class Controller:
             return await self._within("logprob", work, what=f"step {update.step}")
 
     def _columns(self, batch: SampledBatch, update: Update) -> tuple[TrainBatch, dict[str, float]]:
-        columns = replace(self._parts.build(update.groups), opens_batch=update.first)
+        columns = replace(self._parts.build(update.groups, update.step), opens_batch=update.first)
         return columns, update_metrics(batch, update, columns, self._section.updates_per_batch)
 
     async def _update(self, update: Update, train_batch: TrainBatch) -> None:

@@ -179,23 +179,52 @@ def set_group_options(optimizer: MegatronOptimizer, options: Sequence[Mapping[st
         group.update(own)
 
 
-def update(optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, *, allowed: bool = True) -> UpdateReport:
+def update(
+    optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, *, allowed: bool = True, afresh: bool = False
+) -> UpdateReport:
     """Clip and apply the gradients, unless they or the loss are not finite.
 
     Args:
         optimizer, scheduler: of this rank; their state changes only if the update is applied.
         allowed: False if the loss was not finite; must be the same on every rank.
+        afresh: whether the moments are zero before this update, if it is applied.
     """
     found_inf = optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
     if found_inf or not allowed or not _finite_everywhere(grad_norm):
         return UpdateReport(applied=False, grad_norm=grad_norm, learning_rate=0.0)
+    if afresh:
+        reset_moments(optimizer)
     scheduler.step(increment=1)
     for part in optimizer_parts(optimizer):
         if part.config.clip_grad > 0 and part.get_parameters():
             clip_grad_by_total_norm_fp32(part.get_parameters(), part.config.clip_grad, grad_norm)
     optimizer.step_with_ready_grads()
     return UpdateReport(applied=True, grad_norm=grad_norm, learning_rate=_learning_rate(optimizer))
+
+
+def reset_moments(optimizer: MegatronOptimizer) -> None:
+    """Make Adam's moments and step counts zero, as before the first update; parameters and options stay.
+
+    Raises:
+        ConfigError: the optimizer keeps something else.
+    """
+    for part in optimizer_parts(optimizer):
+        inner = getattr(part, "optimizer", None)
+        if inner is None:  # a rank without parameters of this part
+            continue
+        for values in inner.state.values():
+            if unknown := sorted(set(values) - {"exp_avg", "exp_avg_sq", "step", "master_param"}):
+                raise ConfigError(
+                    f"algorithm.kimi.reset_optimizer: got true with an optimizer that keeps {', '.join(unknown)}; "
+                    "allowed: with Adam; fix: set it to false"
+                )
+            for name in ("exp_avg", "exp_avg_sq", "step"):
+                if torch.is_tensor(values.get(name)):
+                    values[name].zero_()
+        for group in inner.param_groups:  # Transformer Engine and Apex count steps here
+            if "step" in group:
+                group["step"] = torch.zeros_like(group["step"]) if torch.is_tensor(group["step"]) else 0
 
 
 def _finite_everywhere(value: float) -> bool:

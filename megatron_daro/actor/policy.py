@@ -81,7 +81,8 @@ def objective_settings(section: AlgorithmSection) -> ObjectiveSettings:
         correction_low=section.correction.low,
         correction_high=section.correction.high,
         correction_level=section.correction.level,
-        trust_region=section.trust_region,
+        trust_region="mirror" if section.name == "kimi" else section.trust_region,
+        mirror_tau=section.kimi.tau,
         sapo_positive=section.sapo.positive,
         sapo_negative=section.sapo.negative,
     )

@@ -449,7 +449,8 @@ def train_step(
     weights_before = train_state.algorithm.cell_weights
     extra_loss = train_state.algorithm.extra_loss(sums.totals)
     before_update()
-    report = update(train_state.optimizer, train_state.scheduler, allowed=sums.finite)
+    afresh = batch.opens_batch and train_state.algorithm.resets_optimizer
+    report = update(train_state.optimizer, train_state.scheduler, allowed=sums.finite, afresh=afresh)
     if report.applied:
         train_state.algorithm.learn(sums.step_stats)
     metrics = _metrics(sums, report, extra_loss) | {"timing/forward_backward_s": forward_backward_s}

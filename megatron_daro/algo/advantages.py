@@ -44,6 +44,29 @@ def overlong_penalty(lengths_N: Vector, max_tokens: int = 20480, cache_tokens: i
     return penalty.numpy() if isinstance(lengths_N, np.ndarray) else penalty
 
 
+def length_rewards(lengths_N: Vector, correct_N: Vector, group_ids_N: Vector) -> Vector:
+    """Return Kimi k1.5's length reward: lambda for a right answer and min(0, lambda) for a wrong one, with
+    lambda = 0.5 - (length - shortest) / (longest - shortest) over the group; 0 where all are equally long.
+
+    Args:
+        lengths_N: [N], response tokens, numpy or torch. correct_N: [N], 1 where the answer is right. group_ids_N: [N].
+
+    Returns:
+        float32 [N] in [-0.5, 0.5], numpy for numpy and torch for torch.
+
+    Source: arXiv 2501.12599, section 2.3.3.
+    """
+    lengths = torch.as_tensor(lengths_N).to(torch.float64)
+    ids_G, group_N = torch.unique(torch.as_tensor(group_ids_N), return_inverse=True)
+    zeros_G = torch.zeros(len(ids_G), dtype=torch.float64)
+    shortest_N = zeros_G.scatter_reduce(0, group_N, lengths, "amin", include_self=False)[group_N]
+    spread_N = zeros_G.scatter_reduce(0, group_N, lengths, "amax", include_self=False)[group_N] - shortest_N
+    lambda_N = 0.5 - (lengths - shortest_N) / spread_N.clamp(min=1)
+    rewards_N = torch.where(torch.as_tensor(correct_N).bool(), lambda_N, lambda_N.clamp(max=0))
+    rewards_N = torch.where(spread_N > 0, rewards_N, 0.0).to(torch.float32)
+    return rewards_N.numpy() if isinstance(lengths_N, np.ndarray) else rewards_N
+
+
 def overlong_filter(loss_mask_R: Vector, response_lengths_N: Vector, truncated_N: Vector) -> Vector:
     """Return the loss mask without the truncated rollouts. Verdicts, bins and advantages are left as they are.
 

@@ -118,6 +118,24 @@ def sequence_log_ratio(
     return mean_T + (logprobs_T - logprobs_T.detach())
 
 
+def segment_totals(
+    values_T: Tensor,
+    mask_T: Tensor,
+    segment_T: Tensor,
+    num_segments: int,
+    segment_reduce: SegmentReduce | None = None,
+) -> Tensor:
+    """Return the sum over each segment's masked tokens, repeated on each of its tokens; detached.
+
+    Args: see `segment_mean`; `segment_reduce` is called once.
+    """
+    sums_M = segment_sums(values_T.detach(), mask_T, segment_T, num_segments)
+    sums_M = sums_M if segment_reduce is None else segment_reduce(sums_M)
+    if num_segments == 0:
+        return torch.zeros_like(values_T)
+    return torch.where(mask_T, sums_M[torch.where(mask_T, segment_T, 0)], 0.0).to(values_T.dtype)
+
+
 def segment_mean(
     values_T: Tensor,
     mask_T: Tensor,

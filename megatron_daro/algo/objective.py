@@ -30,6 +30,7 @@ from megatron_daro.algo.corrections import (
     masked_importance_weights,
     rollout_ratio,
     segment_sums,
+    segment_totals,
     sequence_log_ratio,
     truncated_importance_weights,
 )
@@ -42,7 +43,7 @@ from megatron_daro.algo.surrogate import (
 )
 from megatron_daro.errors import AlgorithmError
 
-TrustRegion = Literal["clip", "gspo", "cispo", "sapo", "reinforce"]
+TrustRegion = Literal["clip", "gspo", "cispo", "sapo", "reinforce", "mirror"]
 
 
 def cispo_loss(ratio: Tensor, advantages: Tensor, clip_high: float = 0.28) -> Tensor:
@@ -75,6 +76,20 @@ def reinforce_loss(ratio: Tensor, advantages: Tensor) -> Tensor:
     Source: Williams, "Simple statistical gradient-following algorithms" (1992), with A for the reward less a baseline.
     """
     return -advantages * (ratio / ratio.detach())
+
+
+def mirror_weights(advantages_T: Tensor, log_ratio_T: Tensor, tau: float) -> Tensor:
+    """Return A - tau * log(pi / pi_old) of the whole sequence, what its log-probs' gradient is multiplied by.
+
+    It is the gradient of (A - tau * log ratio)^2 / (2 tau), the squared surrogate with the group's mean reward in the
+    place of tau log Z.
+
+    Args:
+        advantages_T: reward less the group's mean, by token. log_ratio_T: sums over each token's sequence, detached.
+
+    Source: Kimi k1.5, arXiv 2501.12599, eq. 3.
+    """
+    return advantages_T - tau * log_ratio_T
 
 
 def sapo_loss(ratio: Tensor, advantages: Tensor, positive: float = 1.0, negative: float = 1.05) -> Tensor:
@@ -151,7 +166,8 @@ class ObjectiveSettings:
     not read here. correction: "none"; "tis" caps the rollout ratio at correction_cap; "mis" drops what lies outside
     [correction_low, correction_high]. correction_level: what the rollout ratio is taken over, "token" or "sequence".
     trust_region: "clip", PPO's; "gspo", the same with the sequence's ratio (its clip range is usually near 4e-4);
-    "cispo" reads clip_high only; "sapo" reads sapo_positive and sapo_negative, its temperatures; "reinforce", none.
+    "cispo" reads clip_high only; "sapo" reads sapo_positive and sapo_negative, its temperatures; "reinforce", none;
+    "mirror" reads mirror_tau, the weight of Kimi k1.5's relative entropy to the old policy.
     """
 
     clip_low: float = 0.2
@@ -170,6 +186,7 @@ class ObjectiveSettings:
     trust_region: TrustRegion = "clip"
     sapo_positive: float = 1.0
     sapo_negative: float = 1.05
+    mirror_tau: float = 0.1
 
     def __post_init__(self) -> None:
         check_clip_range(self.clip_low, self.clip_high, self.dual_clip)
@@ -198,6 +215,8 @@ class ObjectiveSettings:
         for field in ("kl_coefficient", "reward_kl_coefficient"):
             if not getattr(self, field) >= 0:
                 raise AlgorithmError(f"{field}: got {getattr(self, field)}, allowed is 0 or more")
+        if not 0 < self.mirror_tau < math.inf:
+            raise AlgorithmError(f"mirror_tau: got {self.mirror_tau}, allowed is a number above 0")
         if not self.correction_cap > 0:
             raise AlgorithmError(f"correction_cap: got {self.correction_cap}, allowed is a number above 0")
         if not 0 <= self.correction_low <= 1 <= self.correction_high:
@@ -263,8 +282,8 @@ def token_objective(
         settings: what is switched on.
         kl_scales_T: [T], what each token's KL is multiplied by before it is averaged over all tokens; None: 1.
         segment_reduce: sums a float64 [M] tensor over the context-parallel ranks that share these samples; no gradient
-            passes through it (see `corrections.sequence_log_ratio`). Called by the trust region "gspo" and by
-            sequence-level corrections.
+            passes through it (see `corrections.sequence_log_ratio`). Called by the trust regions "gspo" and
+            "mirror" and by sequence-level corrections.
         gradient_squares: whether to measure them; needs log-probs with a gradient.
 
     Returns:
@@ -283,7 +302,11 @@ def token_objective(
     entropies_T, old_T, rollout_T, reference_T = (None if x is None else _select(kept_T, x) for x in optional)
     old_T = logprobs_T.detach() if old_T is None else old_T.detach()
     ratio_T = _ratio(settings, logprobs_T, old_T, where, segment_reduce)
-    loss_T, clipped = _surrogate(settings, ratio_T, advantages_T)
+    signal_T = advantages_T
+    if settings.trust_region == "mirror":
+        log_ratio_T = segment_totals((logprobs_T - old_T).detach(), *where, segment_reduce)
+        signal_T = mirror_weights(advantages_T, log_ratio_T, settings.mirror_tau)
+    loss_T, clipped = _surrogate(settings, ratio_T, signal_T)
     sums = {"tokens": kept_T, "ratio": ratio_T, **clipped}
     maxima: dict[str, Tensor] = {}
     if rollout_T is not None:
@@ -340,7 +363,7 @@ def _surrogate(settings: ObjectiveSettings, ratio_T: Tensor, advantages_T: Tenso
     if settings.trust_region == "sapo":
         losses_T = sapo_loss(ratio_T, advantages_T, settings.sapo_positive, settings.sapo_negative)
         return losses_T, dict.fromkeys(("clip_high", "clip_low", "dual_clip"), nowhere_T)
-    if settings.trust_region == "reinforce":
+    if settings.trust_region in ("reinforce", "mirror"):
         return reinforce_loss(ratio_T, advantages_T), dict.fromkeys(("clip_high", "clip_low", "dual_clip"), nowhere_T)
     if settings.trust_region == "cispo":
         losses_T = cispo_loss(ratio_T, advantages_T, settings.clip_high)

@@ -156,6 +156,35 @@ class Rloo(Grpo):
         return leave_one_out_advantages(rewards_N, group_ids_N)
 
 
+class Kimi(Algorithm):
+    """Kimi k1.5's policy mirror descent: the reward less the group's mean, summed over tokens, a mean over rollouts.
+
+    The other half of the method is the surrogate: `ObjectiveSettings.trust_region` "mirror" with this tau.
+
+    Source: arXiv 2501.12599, eq. 3.
+    """
+
+    name = "kimi"
+    advantage_std = "none"
+    std_defines = True
+
+    def __init__(self, *, tau: float = 0.1, reset_optimizer: bool = False, **common: Unpack[Common]) -> None:
+        """Take the options of `Algorithm`, tau above 0, and whether each batch begins with fresh moments of the
+        optimizer (which the actor reads).
+
+        Raises:
+            AlgorithmError: an option is out of range.
+        """
+        super().__init__(**common)
+        if not 0 < tau < float("inf"):
+            raise AlgorithmError(f"tau: got {tau}, allowed is a number above 0")
+        self.tau, self.resets_optimizer = float(tau), reset_optimizer
+
+    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
+        """See `Algorithm.sample_coefficients`."""
+        return constant(inverse(totals.num_rollouts), lengths_N)
+
+
 class Daro(Algorithm):
     """w_k / N_k with learnt difficulty weights; groups with mu of 0 or 1 are filtered."""
 
@@ -248,7 +277,7 @@ class Daro(Algorithm):
         self.difficulty.load_state_dict(state.get("difficulty") or {})
 
 
-_TABLE: tuple[type[Algorithm], ...] = (Grpo, GrpoSequence, Dapo, LitePpo, DrGrpo, Rloo, Daro)
+_TABLE: tuple[type[Algorithm], ...] = (Grpo, GrpoSequence, Dapo, LitePpo, DrGrpo, Rloo, Kimi, Daro)
 _TABLE += (*PASS_RATE_RULES, Dgpo, HaDw, Fade, LambdaGrpo)
 
 ALGORITHMS: Mapping[str, type[Algorithm]] = {cls.name: cls for cls in _TABLE}

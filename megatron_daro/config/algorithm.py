@@ -20,6 +20,7 @@ ALGORITHM_NAMES = (
     "lite_ppo",
     "dr_grpo",
     "rloo",
+    "kimi",
     "daro",
     "maxrl",
     "f_grpo",
@@ -125,6 +126,31 @@ class DapoSection(Section):
     """Mean over the step's tokens (the authors' code), or over prompts of the mean over a prompt's tokens (eq. 8)."""
 
 
+class KimiSection(Section):
+    """Kimi k1.5: mirror descent, whose reference is the policy that each batch began with."""
+
+    tau: float = Field(default=0.1, gt=0, le=1e6)
+    """Weight of the relative entropy to that policy; read with several updates per batch."""
+    reset_optimizer: bool = False
+    """Whether the optimizer's moments are zero again when a batch begins."""
+
+
+class LengthRewardSection(Section):
+    """Kimi k1.5's reward for short right answers, added to the reward: 0.5 for the shortest of a group, -0.5 for the
+    longest, never above 0 for a wrong one."""
+
+    weight: float = Field(default=0.0, ge=0, le=1000)
+    """Factor once it is faded in; 0: off."""
+    start_step: int = Field(default=0, ge=0)
+    """Optimizer step after which it is faded in."""
+    fade_steps: int = Field(default=1, ge=1)
+    """Optimizer steps over which it rises, linearly."""
+
+    def weight_at(self, step: int) -> float:
+        """Return the factor at an optimizer step (1, 2, ...)."""
+        return self.weight * min(max((step - self.start_step) / self.fade_steps, 0.0), 1.0)
+
+
 class FGrpoSection(Section):
     """F-GRPO: GRPO's advantage times (1 - pass rate)^gamma."""
 
@@ -223,10 +249,14 @@ class AlgorithmSection(Section):
     """Off-policy correction."""
     overlong: OverlongSection = OverlongSection()
     """Overlong answers."""
+    length_reward: LengthRewardSection = LengthRewardSection()
+    """Reward for short answers."""
     daro: DaroSection = DaroSection()
     """DARO's weights; read when name is daro."""
     dapo: DapoSection = DapoSection()
     """DAPO; read when name is dapo."""
+    kimi: KimiSection = KimiSection()
+    """Kimi k1.5; read when name is kimi."""
     f_grpo: FGrpoSection = FGrpoSection()
     """F-GRPO; read when name is f_grpo."""
     mgpo: MgpoSection = MgpoSection()

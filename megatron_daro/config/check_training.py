@@ -43,6 +43,9 @@ def data_files(config: Config) -> Iterator[Problem]:
     if (number := data.template.count("{prompt}")) != 1:
         got, fix = f"{show(data.template)}, with {number} times {{prompt}}", "leave one, where the problem goes"
         yield Problem("data.template", got, "a text with {prompt} once", fix)
+    if data.pass_rates is not None and data.pass_rates[0] > data.pass_rates[1]:
+        got, fix = show(list(data.pass_rates)), f"set data.pass_rates={sorted(data.pass_rates)}"
+        yield Problem("data.pass_rates", got, "the lower one first", fix)
     names = [eval_set.name for eval_set in data.eval]
     for name in sorted({name for name in names if names.count(name) > 1}):
         allowed = "a different name for each set: it names the metric"
@@ -168,6 +171,11 @@ def algorithm(config: Config) -> Iterator[Problem]:
         fix = "set algorithm.old_logprobs=recompute"
         allowed = "recompute or rollout with several updates per batch"
         yield Problem("algorithm.old_logprobs", got, allowed, fix, also=("trainer.updates_per_batch",))
+    if section.name == "kimi" and (section.trust_region != "clip" or section.dual_clip is not None):
+        field = "trust_region" if section.trust_region != "clip" else "dual_clip"
+        got = f"{show(getattr(section, field))} with name kimi, which has a surrogate of its own"
+        fix, also = f"remove algorithm.{field}", ("algorithm.name",)
+        yield Problem(f"algorithm.{field}", got, "unset with name kimi", fix, also=also)
     if section.kl.place == "reward" and section.kl.mean == "rollouts":
         got, fix = "rollouts with place reward, where nothing is averaged", "set algorithm.kl.mean=tokens"
         yield Problem("algorithm.kl.mean", got, "tokens with place reward", fix, also=("algorithm.kl.place",))
@@ -247,6 +255,7 @@ def _other_than_published(config: Config) -> Iterator[Problem]:
     """Defaults that are not the published algorithm's under the other options of this run."""
     section, reward, updates = config.algorithm, config.reward, config.trainer.updates_per_batch
     shaped = (reward.correct_reward, reward.incorrect_reward) != (1, 0) or section.overlong.penalizes
+    shaped = shaped or section.length_reward.weight > 0
     if section.name == "dgpo" and section.dgpo.deviation == "verdicts" and (shaped or section.kl.in_reward):
         got = "verdicts with rewards other than 0 and 1"
         fix = "set algorithm.dgpo.deviation=rewards"
@@ -262,6 +271,11 @@ def _other_than_published(config: Config) -> Iterator[Problem]:
         )
         allowed += "worth no more than a wrong one"
         yield Problem("reward.incorrect_reward", got, allowed, fix, also=("algorithm.overlong.kind",))
+    if section.name == "kimi" and updates == 1:
+        got = "1 with algorithm.name kimi, whose tau weighs what moved since the batch began: nothing"
+        allowed = "2 or more, as published; with 1 it is a plain policy gradient"
+        fix, also = "set trainer.updates_per_batch=4", ("algorithm.name",)
+        yield Problem("trainer.updates_per_batch", got, allowed, fix, also=also)
     kl_in_loss = section.kl.coefficient > 0 and section.kl.place == "loss"
     if section.name == "grpo_sequence" and kl_in_loss and section.kl.mean == "tokens":
         got, fix = "tokens with grpo_sequence", "set algorithm.kl.mean=rollouts"

@@ -79,13 +79,18 @@ class CurriculumSection(Section):
 class PrioritisedSection(Section):
     """More of what the run fails on."""
 
-    by: Literal["failure", "signal"] = "failure"
+    by: Literal["failure", "signal", "gaussian"] = "failure"
     """failure: by the recent failure rate f; signal: by 4 f (1 - f), so that hopeless problems come as seldom as
-    solved ones."""
+    solved ones; gaussian: by exp(-((1 - f - center) / width)^2 / 2)."""
+    center: float = Field(default=0.5, ge=0, le=1)
+    """gaussian: pass rate that comes most often."""
+    width: float = Field(default=0.1, ge=1e-3, le=10)
+    """gaussian: standard deviation."""
     exponent: float = Field(default=1.0, ge=1e-3, le=100)
     """Power of the failure rate (or signal)."""
     floor: float = Field(default=0.1, ge=0, le=1)
-    """Priority of a problem that is always solved, relative to 1."""
+    """Priority of a problem that is always solved, relative to 1. 0 (Kimi k1.5's): it comes when all others of a
+    batch were drawn."""
     memory: float = Field(default=1.0, ge=0, le=1e6)
     """Visits after which an earlier failure rate counts half; 0: only the last visit counts."""
 
@@ -107,6 +112,8 @@ class DataSection(Section):
     """Text of the prompt (with chat: of the user's message); {prompt} is the problem."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
     """Tokens; longer prompts are dropped and counted."""
+    pass_rates: tuple[Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=0, le=1)]] | None = None
+    """Only problems whose stored pass rate lies between these two, both inside; one without is an error. Unset: all."""
     shuffle: bool = True
     """Shuffle in each epoch, from trainer.seed."""
     order: Literal["epochs", "curriculum", "prioritised"] = "epochs"

@@ -17,7 +17,7 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 
-from megatron_daro.algo.advantages import overlong_filter, overlong_penalty
+from megatron_daro.algo.advantages import length_rewards, overlong_filter, overlong_penalty
 from megatron_daro.algo.difficulty import pass_rate_bins
 from megatron_daro.algo.weighting import Algorithm
 from megatron_daro.errors import DataError
@@ -33,6 +33,7 @@ def build_batch(
     overlong: Overlong = "none",
     max_tokens: int = 20480,
     cache_tokens: int = 4096,
+    length_weight: float = 0.0,
 ) -> TrainBatch:
     """Return the batch of all rollouts, groups in the given order, rollouts in index order.
 
@@ -43,6 +44,7 @@ def build_batch(
             rollouts to 0 (they still count in the pass rate and in the group's mean); "both" does both.
         max_tokens: response tokens beyond which the penalty is -1.
         cache_tokens: response tokens before max_tokens over which the penalty falls.
+        length_weight: factor of Kimi's length reward, which is added to the rewards.
 
     Returns:
         The batch; old_logprobs_R and ref_logprobs_R are None, and group_lengths_NK unless the algorithm needs them.
@@ -65,6 +67,9 @@ def build_batch(
     rewards_N = np.array([v.reward for v in verdicts], dtype=np.float32)
     truncated_N = np.array([r.finish_reason == "length" for r in rollouts], dtype=np.uint8)
     loss_mask_R = np.concatenate([np.asarray(r.loss_mask, dtype=np.uint8) for r in rollouts])
+    if length_weight:
+        shorter_N = length_rewards(response_lengths_N, correct_N, group_ids_N)
+        rewards_N = (rewards_N + length_weight * shorter_N).astype(np.float32)
     if overlong in ("penalty", "both"):
         rewards_N = rewards_N + overlong_penalty(response_lengths_N, max_tokens, cache_tokens)
     if overlong in ("filter", "both"):

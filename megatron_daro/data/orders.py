@@ -326,6 +326,8 @@ class Prioritised(_Draws):
         self._place = {prompt.id: index for index, prompt in enumerate(prompts)}
         self._weights_N = self._weights(self._failure_N)
         settings = {"by": section.by, "exponent": section.exponent, "floor": section.floor, "memory": section.memory}
+        if section.by == "gaussian":
+            settings |= {"center": section.center, "width": section.width}
         super().__init__(prompts, seed, settings)
 
     def observe(self, groups: Sequence[Group]) -> None:
@@ -339,15 +341,23 @@ class Prioritised(_Draws):
         self._weights_N = self._weights(self._failure_N)
 
     def _weights(self, failure_N: np.ndarray) -> np.ndarray:
-        """Priorities as whole numbers, at least 1: sums of these are exact."""
-        need_N = failure_N if self._section.by == "failure" else 4 * failure_N * (1 - failure_N)
-        floor = self._section.floor
-        return np.maximum(1, ((floor + (1 - floor) * need_N**self._section.exponent) * _UNIT).astype(np.int64))
+        """Priorities as whole numbers, whose sums are exact: at least 1, but with a floor of 0 where nothing is left to
+        learn."""
+        section = self._section
+        need_N = {
+            "failure": lambda: failure_N,
+            "signal": lambda: 4 * failure_N * (1 - failure_N),
+            "gaussian": lambda: np.exp(-(((1 - failure_N - section.center) / section.width) ** 2) / 2),
+        }[section.by]()
+        weights_N = ((section.floor + (1 - section.floor) * need_N**section.exponent) * _UNIT).astype(np.int64)
+        return np.where((section.floor == 0) & (need_N == 0), 0, np.maximum(1, weights_N))
 
     def _choose(self, random: int) -> int:
         if self._since_N.all():
             self._since_N[:] = False
         ends_N = np.cumsum(np.where(self._since_N, 0, self._weights_N))
+        if ends_N[-1] == 0:  # what is left is always solved
+            ends_N = np.cumsum(~self._since_N)
         chosen = int(np.searchsorted(ends_N, random % int(ends_N[-1]), side="right"))
         self._since_N[chosen] = True
         return chosen

@@ -49,9 +49,11 @@ def prompt_source(
         notices: told whose pass rates they are.
 
     Raises:
-        DataError: the order needs pass rates that the files do not have.
+        DataError: the order, or data.pass_rates, needs pass rates that the files do not have, or nothing is left.
     """
     data, seed = config.data, config.trainer.seed
+    if data.pass_rates is not None:
+        prompts = _inside(data.pass_rates, prompts, known, notices)
     if known:
         _say_whose(config, prompts, known, notices)
     rates = {prompt_id: one.rate for prompt_id, one in known.items()}
@@ -60,6 +62,26 @@ def prompt_source(
     if data.order == "prioritised":
         return Prioritised(prompts, rates, data.prioritised, seed=seed)
     return PromptSource(prompts, seed=seed, shuffle=data.shuffle)
+
+
+def _inside(
+    band: tuple[float, float], prompts: Sequence[Prompt], known: Mapping[str, PassRate], notices: Notices
+) -> Sequence[Prompt]:
+    """Return the prompts whose pass rate lies in the band, both ends inside; one notice says how many were left out."""
+    if missing := sum(prompt.id not in known for prompt in prompts):
+        raise DataError(
+            f"data.pass_rates: got {list(band)}, but {missing} of {len(prompts)} problems have no pass rate; allowed: "
+            "files with the field pass_rate in every row; fix: measure them with megatron-daro curate FILE --hf MODEL "
+            "--samples 10 --out DIR and train on DIR/curated.parquet, or leave it unset"
+        )
+    easier = sum(known[prompt.id].rate > band[1] for prompt in prompts)
+    kept = [prompt for prompt in prompts if band[0] <= known[prompt.id].rate <= band[1]]
+    harder = len(prompts) - len(kept) - easier
+    said = f"{easier} easier and {harder} harder than data.pass_rates {list(band)}"
+    if not kept:
+        raise DataError(f"data.pass_rates: no problem of {len(prompts)} is left: {said}; allowed: a wider band")
+    notices.notice(f"training data: left out {easier + harder} of {len(prompts)} problems, {said}")
+    return kept
 
 
 def planned_prompts(config: Config) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -45,7 +44,7 @@ from megatron_daro.runtime.node_workers import Verdicts
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.runtime.supervisor import WorkerGroup
 from megatron_daro.sync.publish import Colocation, ReceivingEngine, SharingEngine
-from megatron_daro.types import SamplingParams
+from megatron_daro.types import Group, SamplingParams, TrainBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -99,15 +98,20 @@ def algorithm_remarks(config: Config, algorithm: Algorithm) -> list[str]:
 
 
 def batch_builder(config: Config, algorithm: Algorithm) -> BuildBatch:
-    """Return groups -> TrainBatch, with the algorithm's advantages."""
-    overlong = config.algorithm.overlong
-    return partial(
-        build_batch,
-        algorithm=algorithm,
-        overlong=overlong.kind,
-        max_tokens=filled(overlong.max_tokens),
-        cache_tokens=filled(overlong.cache_tokens),
-    )
+    """Return (groups, optimizer step) -> TrainBatch, with the algorithm's advantages."""
+    overlong, length_reward = config.algorithm.overlong, config.algorithm.length_reward
+
+    def build(groups: Sequence[Group], step: int) -> TrainBatch:
+        return build_batch(
+            groups,
+            algorithm,
+            overlong=overlong.kind,
+            max_tokens=filled(overlong.max_tokens),
+            cache_tokens=filled(overlong.cache_tokens),
+            length_weight=length_reward.weight_at(step),
+        )
+
+    return build
 
 
 def _sampling(config: Config, inputs: Inputs) -> SamplingParams:

@@ -61,7 +61,9 @@ rollout.oversampling rollout.max_refill_rounds rollout.keep_surplus
 algorithm.options algorithm.std algorithm.filter algorithm.clip_low algorithm.clip_high algorithm.dual_clip
 algorithm.entropy_coefficient
 algorithm.old_logprobs algorithm.kl.coefficient algorithm.kl.estimator
-algorithm.dapo.denominator algorithm.kl.place algorithm.kl.mean algorithm.dgpo.deviation algorithm.ha_dw.every
+algorithm.kimi.tau algorithm.kimi.reset_optimizer algorithm.length_reward.weight algorithm.length_reward.start_step
+algorithm.length_reward.fade_steps algorithm.dapo.denominator
+algorithm.kl.place algorithm.kl.mean algorithm.dgpo.deviation algorithm.ha_dw.every
 algorithm.correction.kind algorithm.correction.level algorithm.correction.cap algorithm.correction.low
 algorithm.correction.high algorithm.overlong.kind algorithm.overlong.max_tokens algorithm.overlong.cache_tokens
 algorithm.daro.learning_rate algorithm.daro.betas algorithm.daro.magnitude algorithm.daro.normalizer
@@ -91,6 +93,9 @@ _REFUSED = {
     "data.prompt_template": "the prompts would be others",
     "data.template": "the prompts would be others",
     "data.max_prompt_tokens": "the prompts would be others",
+    "data.pass_rates": "the prompts would be others",
+    "data.prioritised.center": "the order of the prompts would be another",
+    "data.prioritised.width": "the order of the prompts would be another",
     "data.shuffle": "the order of the prompts would be another",
     "data.order": "the order of the prompts would be another",
     "data.curriculum.start": "the order of the prompts would be another",

@@ -89,6 +89,8 @@ def sample_factor(algorithm: str, samples: list[Sample], i: int, k: int, longest
         return 1 / everything
     if algorithm == "grpo_sequence":
         return 1 / (length * len(samples))
+    if algorithm == "kimi":
+        return 1 / len(samples)
     if algorithm == "dr_grpo":
         return 1 / (len(samples) * longest)
     kept = sum(len(s.tokens) for s, b in zip(samples, step_bins, strict=True) if 0 < b < k)
@@ -150,6 +152,7 @@ ADVANTAGE_STD = {
     "lite_ppo": "batch",
     "dr_grpo": "none",
     "rloo": "leave_one_out",
+    "kimi": "none",
     "daro": "population",
     "maxrl": "none",
     "f_grpo": "population",

@@ -24,6 +24,7 @@ CORRECTIONS = [
     {"trust_region": "gspo", "correction": "tis", "correction_cap": 1.1, "correction_level": "sequence"},
     {"trust_region": "cispo", "clip_high": 0.1, "dual_clip": None},
     {"trust_region": "reinforce", "dual_clip": None},
+    {"trust_region": "mirror", "mirror_tau": 0.3, "dual_clip": None},
     {"trust_region": "sapo", "sapo_positive": 2.0, "sapo_negative": 3.0, "dual_clip": None},
 ]
 
@@ -129,6 +130,8 @@ def literal_loss(tokens: Tokens, options: dict, logprobs: torch.Tensor) -> torch
         for t, advantage in enumerate(tokens.advantages[own]):
             if region == "cispo":  # as printed: the log-prob itself, times a constant
                 one = two = -min(float(ratio[t].detach()), 1 + high) * advantage * logprobs[own][t]
+            elif region == "mirror":
+                one = two = -(advantage - options["mirror_tau"] * difference.detach().sum()) * logprobs[own][t]
             elif region == "reinforce":
                 one = two = -advantage * logprobs[own][t]
             elif region == "sapo":
@@ -152,6 +155,7 @@ def test_value_and_gradient_equal_the_literal_formula(options, seed):
         "cispo",
         "sapo",
         "reinforce",
+        "mirror",
     ):  # their values are shifted, not their gradients
         torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-12)
     loss.backward()
@@ -228,7 +232,8 @@ def test_context_parallel_parts_add_up_with_a_reduction_without_gradient(options
     for rank, half in enumerate(halves):
         tokens.objective(settings_, half, segment_reduce=lambda x, rank=rank: noted[rank].append(x) or x)
     sequences = (options.get("trust_region") == "gspo") + (options.get("correction_level") == "sequence")
-    assert len(noted[0]) == len(noted[1]) == 2 * sequences
+    sums = options.get("trust_region") == "mirror"
+    assert len(noted[0]) == len(noted[1]) == 2 * sequences + sums
     one, other = (tokens.logprobs.clone().requires_grad_() for _ in range(2))
     whole = tokens.objective(settings_, logprobs=one)
     total = 0

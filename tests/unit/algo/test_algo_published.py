@@ -8,8 +8,9 @@ import algo_reference as reference
 import pytest
 import torch
 
+from megatron_daro.algo.advantages import length_rewards
 from megatron_daro.algo.algorithm import BatchTotals, Samples, StepStats
-from megatron_daro.algo.objective import ObjectiveSettings, reinforce_loss
+from megatron_daro.algo.objective import ObjectiveSettings, reinforce_loss, token_objective
 from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.errors import AlgorithmError, CheckpointError
 
@@ -176,3 +177,70 @@ def test_dapos_denominator_is_of_the_batch_or_of_each_prompt():
         build("dapo", denominator="prompt").coefficients(alone, BatchTotals.of(nothing, nothing, K))
     with pytest.raises(AlgorithmError, match="call `coefficients` with Samples"):
         build("dapo", denominator="prompt").sample_coefficients(nothing, nothing, BatchTotals.of(nothing, nothing, K))
+
+
+def kimi_case():
+    """Three answers of two, three and one tokens; the second token of the second is not trained."""
+    generator = torch.Generator().manual_seed(4)
+    logprobs_T = -torch.rand(6, generator=generator, dtype=torch.float64) * 2
+    old_T = logprobs_T + 0.4 * torch.randn(6, generator=generator, dtype=torch.float64)
+    mask_T = torch.tensor([1, 1, 1, 0, 1, 1]).bool()
+    return logprobs_T, old_T, mask_T, torch.tensor([0, 0, 1, 1, 1, 2]), torch.tensor([0.5, -0.25, -0.25]).double()
+
+
+def test_kimis_gradient_is_that_of_the_squared_surrogate():
+    """1 / k sum over answers of (r - mean r - tau log pi / pi_i)^2 / (2 tau), by autograd through the square."""
+    logprobs_T, old_T, mask_T, segment_T, advantages_M = kimi_case()
+    tau, printed = 0.7, logprobs_T.clone().requires_grad_()
+    squares = []
+    for m in range(3):
+        own = (segment_T == m) & mask_T
+        squares.append((advantages_M[m] - tau * (printed[own] - old_T[own]).sum()) ** 2)
+    (sum(squares) / 3 / (2 * tau)).backward()
+    algorithm, ours = build("kimi", tau=tau), logprobs_T.clone().requires_grad_()
+    lengths_M, bins_M = torch.tensor([2, 2, 1]), torch.tensor([1, 1, 1])
+    objective = token_objective(
+        ours,
+        None,
+        old_logprobs_T=old_T,
+        rollout_logprobs_T=None,
+        ref_logprobs_T=None,
+        advantages_T=advantages_M[segment_T],
+        mask_T=mask_T,
+        segment_T=segment_T,
+        num_segments=3,
+        settings=ObjectiveSettings(trust_region="mirror", mirror_tau=tau),
+    )
+    coefficients_M = algorithm.sample_coefficients(bins_M, lengths_M, BatchTotals.of(bins_M, lengths_M, K))
+    (coefficients_M * objective.segment_losses_M).sum().backward()
+    assert ours.grad.tolist() == pytest.approx(printed.grad.tolist(), rel=1e-12, abs=1e-16)
+    assert algorithm.advantages(torch.tensor([1.0, 0, 0, 0]), torch.zeros(4)).tolist() == [0.75, -0.25, -0.25, -0.25]
+    for tau in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(AlgorithmError, match="tau: got"):
+            build("kimi", tau=tau)
+        with pytest.raises(AlgorithmError, match="mirror_tau: got"):
+            ObjectiveSettings(mirror_tau=tau)
+
+
+def printed_length_reward(lengths, right, i):
+    shortest, longest = min(lengths), max(lengths)
+    if shortest == longest:
+        return 0.0
+    value = 0.5 - (lengths[i] - shortest) / (longest - shortest)
+    return value if right[i] else min(0.0, value)
+
+
+def test_kimis_length_reward_is_as_printed():
+    groups = {7: ([10, 20, 15, 30], [1, 0, 1, 0]), -2: ([5, 5, 5, 5], [1, 0, 1, 0]), 3: ([1, 0, 9, 2], [0, 0, 1, 1])}
+    rows = [(n, c, g) for g, (lengths, right) in groups.items() for n, c in zip(lengths, right, strict=True)]
+    rows = rows[::2] + rows[1::2]
+    lengths_N, correct_N, ids_N = (torch.tensor(column) for column in zip(*rows, strict=True))
+    want = {
+        (g, n, c): printed_length_reward(*groups[g], i)
+        for g in groups
+        for i, (n, c) in enumerate(zip(*groups[g], strict=True))
+    }
+    got = length_rewards(lengths_N, correct_N, ids_N).tolist()
+    assert got == pytest.approx([want[g, n, c] for n, c, g in rows], rel=1e-7)
+    assert length_rewards(lengths_N.numpy(), correct_N.numpy(), ids_N.numpy()).tolist() == got
+    assert max(got) == 0.5 and min(got) == -0.5

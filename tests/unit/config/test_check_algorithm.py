@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_daro.config import Hardware, check, resolve
+from megatron_daro.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,12 @@ from megatron_daro.config import Hardware, check, resolve
             "got 3 with trust_region reinforce",
         ),
         (
+            ["algorithm.name=kimi", "algorithm.trust_region=gspo"],
+            "algorithm.trust_region",
+            "got 'gspo' with name kimi, which has a surrogate of its own",
+        ),
+        (["algorithm.name=kimi", "algorithm.dual_clip=3"], "algorithm.dual_clip", "got 3.0 with name kimi"),
+        (
             ["algorithm.kl.place=reward", "algorithm.kl.mean=rollouts", "algorithm.kl.coefficient=0.1"],
             "algorithm.kl.mean",
             "got rollouts with place reward",
@@ -56,6 +63,18 @@ def test_a_contradiction_is_refused_in_words(run_files, overrides, field, words)
 
 
 BATCHES = ["trainer.updates_per_batch=2", "rollout.prompts_per_step=4"]
+
+
+def test_mirror_descent_with_one_update_is_said(run_files):
+    def warned(*overrides):
+        report = check(resolve(run_files.file, ["algorithm.name=kimi", *overrides]), Hardware("cpu", 4))
+        assert not report.problems, report.problems
+        return [str(w) for w in report.warnings if str(w).startswith("trainer.updates_per_batch: got 1")]
+
+    assert "whose tau weighs what moved since the batch began" in warned()[0]
+    assert not warned(*BATCHES)
+    with pytest.raises(ConfigError, match=r"algorithm\.kimi\.tau \(command line\): got 0"):
+        resolve(run_files.file, ["algorithm.kimi.tau=0"])
 
 
 def test_a_penalty_beside_rewards_of_0_and_1_is_said(run_files):

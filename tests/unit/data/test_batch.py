@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_daro.algo.weighting import Algorithm, make_algorithm
+from megatron_daro.config.algorithm import LengthRewardSection
 from megatron_daro.data.batch import build_batch
 from megatron_daro.data.schedule import bin_token_counts
 from megatron_daro.errors import AlgorithmError, DataError
@@ -105,6 +106,17 @@ def test_filter_masks_truncated_which_still_count():
     assert batch.trained_tokens_N.tolist() == [2, 0]
     untouched = build_batch([group], algorithm(2))
     assert untouched.loss_mask_R.tolist() == [1] * 6 and group.rollouts[1].loss_mask.tolist() == [1] * 4
+
+
+def test_the_length_reward_is_added_and_fades_in():
+    group = make_group(0, [True, True, False, False], [10, 20, 15, 30])
+    batch = build_batch([group], algorithm(4), length_weight=0.2)
+    assert batch.rewards_N.tolist() == pytest.approx([1.1, 1.0, 0.0, -0.1])
+    assert batch.rewards_N.dtype == np.float32 and batch.bins_N.tolist() == [2] * 4
+    section = LengthRewardSection(weight=0.2, start_step=10, fade_steps=4)
+    weights = [section.weight_at(step) for step in (1, 10, 11, 12, 14, 1000)]
+    assert weights == pytest.approx([0.0, 0.0, 0.05, 0.1, 0.2, 0.2])
+    assert LengthRewardSection(weight=0.2).weight_at(1) == 0.2 and LengthRewardSection().weight_at(1) == 0.0
 
 
 def test_filter_and_penalty_together_as_dapo_stacks_them():

@@ -1,6 +1,7 @@
 """Orders that look at difficulty: what is drawn when, exact resume, refusals; and the pass rates of files."""
 
 import json
+import math
 from collections import Counter
 
 import pytest
@@ -146,7 +147,27 @@ def test_memory_exponent_floor_and_signal():
     assert source._weights_N[0] == int(0.375 * 2**20)
     assert prioritised(1, rates={"p0": 0.5}, exponent=2.0, floor=0.2)._weights_N[0] == int(0.4 * 2**20)
     assert prioritised(1, rates={"p0": 0.25}, by="signal", floor=0.0)._weights_N[0] == int(0.75 * 2**20)
-    assert prioritised(1, by="signal", floor=0.0)._weights_N[0] == 1
+    assert prioritised(1, by="signal", floor=0.0)._weights_N[0] == 0
+    assert prioritised(1, by="signal", floor=1e-9)._weights_N[0] == 1
+    gaussian = prioritised(3, rates={"p0": 0.5, "p1": 0.4, "p2": 0.9}, by="gaussian", floor=0.0)
+    assert gaussian._weights_N.tolist() == [2**20, int(math.exp(-0.5) * 2**20), int(math.exp(-8) * 2**20)]
+    assert gaussian.state_dict()["settings"]["width"] == 0.1 and "width" not in source.state_dict()["settings"]
+
+
+def test_with_a_floor_of_0_what_is_always_solved_comes_last():
+    """Kimi k1.5's 1 - success rate: never while another is left, and in any order where no other is."""
+    source = prioritised(num=10, floor=0.0, memory=0.0, rates={f"p{i}": float(i < 7) for i in range(10)})
+    for _ in range(40):
+        assert set(ids(source.next(3))) == {7, 8, 9}
+        source.observe([])
+    assert sorted(ids(source.next(10))) == list(range(10))
+    source.observe([group(p, 4) for p in prompts(10)])
+    assert sorted(ids(source.next(10))) == list(range(10)), "all are solved: any order, each once"
+    firsts = set()
+    for _ in range(60):
+        firsts |= set(ids(source.next(1)))
+        source.observe([])
+    assert len(firsts) == 10
 
 
 def test_a_batch_larger_than_the_data_takes_prompts_again():

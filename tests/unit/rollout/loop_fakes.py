@@ -361,7 +361,7 @@ def make_stack(run: Path, *, order_seed=0, crash=None, rollout=None, trainer=Non
     parts = Parts(
         policy=policy,
         source=sampler,
-        build=lambda groups: build_batch(groups, GRPO),
+        build=lambda groups, step: build_batch(groups, GRPO),
         metrics=metrics,
         progress=progress,
         phases=phases,

@@ -98,6 +98,22 @@ def test_an_order_by_pass_rates_needs_them(tmp_path, tokenizer):
         training_prompts(configured(data), tokenizer, [], notices=Said())
 
 
+def test_only_problems_of_a_band_of_pass_rates(tmp_path, tokenizer):
+    rows = [{"problem": str(i), "answer": "1", "pass_rate": i / 4} for i in range(5)]
+    data, said = section(tmp_path, rows).model_copy(update={"pass_rates": (0.25, 0.5)}), Said()
+    source = training_prompts(configured(data), tokenizer, [], notices=said)
+    assert sorted(p.text for p in source._prompts) == ["1", "2"]
+    assert "left out 3 of 5 problems, 2 easier and 1 harder than data.pass_rates [0.25, 0.5]" in "\n".join(said)
+    empty = data.model_copy(update={"pass_rates": (0.8, 0.9)})
+    with pytest.raises(DataError, match=r"no problem of 5 is left: 1 easier and 4 harder"):
+        training_prompts(configured(empty), tokenizer, [], notices=Said())
+    unrated = section(tmp_path, [*RATED, GOOD[1]]).model_copy(update={"pass_rates": (0.25, 0.9)})
+    with pytest.raises(
+        DataError, match=r"data\.pass_rates: got \[0\.25, 0\.9\], but 1 of 2 problems have no pass rate"
+    ):
+        training_prompts(configured(unrated), tokenizer, [], notices=Said())
+
+
 @pytest.mark.parametrize(
     ("order", "kind"), [("epochs", PromptSource), ("curriculum", Curriculum), ("prioritised", Prioritised)]
 )
