@@ -41,8 +41,8 @@ def build_batch(
         algorithm: makes the advantages, and knows K.
         overlong: "penalty" adds DAPO's soft length penalty to the rewards; "filter" sets the loss mask of truncated
             rollouts to 0 (they still count in the pass rate and in the group's mean).
-        max_tokens: response tokens beyond which the penalty is -1.
-        cache_tokens: response tokens before max_tokens over which the penalty falls.
+        max_tokens: generated tokens beyond which the penalty is -1; what an environment showed does not count.
+        cache_tokens: generated tokens before max_tokens over which the penalty falls.
 
     Returns:
         The batch; old_logprobs_R and ref_logprobs_R are None, and group_lengths_NK unless the algorithm needs them.
@@ -66,7 +66,8 @@ def build_batch(
     truncated_N = np.array([r.finish_reason == "length" for r in rollouts], dtype=np.uint8)
     loss_mask_R = np.concatenate([np.asarray(r.loss_mask, dtype=np.uint8) for r in rollouts])
     if overlong == "penalty":
-        rewards_N = rewards_N + overlong_penalty(response_lengths_N, max_tokens, cache_tokens)
+        generated_N = np.array([r.generated_length for r in rollouts], dtype=np.int64)
+        rewards_N = rewards_N + overlong_penalty(generated_N, max_tokens, cache_tokens)
     if overlong == "filter":
         loss_mask_R = overlong_filter(loss_mask_R, response_lengths_N, truncated_N)
     rewards, group_ids = torch.from_numpy(rewards_N), torch.from_numpy(group_ids_N)

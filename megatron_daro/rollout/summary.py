@@ -24,7 +24,7 @@ from megatron_daro.algo.difficulty import predicted_bin_loss
 from megatron_daro.errors import DataError
 from megatron_daro.observe.escape import safe_text
 from megatron_daro.rollout.sampled_batch import SampledBatch, Update
-from megatron_daro.types import Group, TrainBatch, Verdict
+from megatron_daro.types import Group, Rollout, TrainBatch, Verdict
 
 
 def update_metrics(
@@ -62,9 +62,23 @@ def sample_metrics(batch: SampledBatch, rollouts_per_prompt: int) -> dict[str, f
         "response/truncated_fraction": _mean(rollout.finish_reason == "length" for rollout in rollouts),
         "rollout/rounds": float(batch.rounds),
     }
+    metrics |= turn_metrics(rollouts)
     if batch.rollout_s > 0:
         metrics["throughput/rollout_tokens_per_s"] = batch.response_tokens / batch.rollout_s
     return metrics | {key: float(value) for key, value in batch.counters.items()}
+
+
+def turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """`environment/turns_mean`, `.../turns_max`, `.../observed_tokens_mean` of conversations; nothing without any."""
+    turns = [[made for _, made in rollout.turns if made] for rollout in rollouts if rollout.turns]
+    if not turns:
+        return {}
+    observed = [rollout.response_length - rollout.generated_length for rollout in rollouts if rollout.turns]
+    return {
+        "environment/turns_mean": _mean(len(made) for made in turns),
+        "environment/turns_max": float(max(len(made) for made in turns)),
+        "environment/observed_tokens_mean": _mean(observed),
+    }
 
 
 def group_bins(groups: Iterable[Group], rollouts_per_prompt: int) -> dict[str, float]:

@@ -23,6 +23,7 @@ LEVEL = {
     "ports": 0,
     "temporary": 0,
     "nccl_environment": 0,
+    "sandbox": 0,
     "own_class": 1,
     "families": 0,
     "config": 1,
