@@ -307,13 +307,27 @@ class EnvironmentSection(Section):
     """What happens between a prompt and its verdict."""
 
     kind: Annotated[str, OneOf(("single_turn",))] = "single_turn"
-    """single_turn: one answer, judged by reward.verifier; module:Class: an environment of your own, which asks the
-    model as often as it wants, shows it tokens in between and judges."""
+    """single_turn: one answer, judged by reward.verifier; module:Class: an environment of your own, with `reset` and
+    `step` in worker processes, or with `rollout`, which asks the model as often as it wants and judges."""
     options: dict[str, Any] = {}
     """Options of an environment of your own: keyword arguments of its constructor."""
     timeout_s: float = Field(default=300.0, ge=0.01, le=1e6)
     """Longest time that one conversation may spend outside the engine and the verifiers, in seconds, 0.01 to 1e6; then
     it is ended, counted and begun again."""
+    workers: int = Field(default=2, ge=1, le=65536)
+    """Worker processes of an environment with `step`, beside the driver; 1 to 65536."""
+    step_timeout_s: float = Field(default=30.0, ge=0.01, le=1e6)
+    """Longest time of one `reset` or `step` in a worker, in seconds, 0.01 to 1e6; then the worker is ended, and the
+    conversation begun again."""
+    memory_mib: int = Field(default=1024, ge=64, le=2**20)
+    """Resident memory of one worker and all that it starts, in MiB, 64 to 2^20."""
+    max_turns: int = Field(default=16, ge=1, le=10000)
+    """Most answers of the model in a conversation of an environment with `step`, 1 to 10000."""
+    max_turn_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens of one of its answers. Unset: what rollout.max_response_tokens leaves."""
+    strict: bool = False
+    """Compare each finished conversation of an environment with `step` with the text that the chat template writes of
+    its whole history; a difference ends the run."""
 
     @property
     def is_own(self) -> bool:

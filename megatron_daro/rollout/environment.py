@@ -1,4 +1,5 @@
-"""An environment of a user's own: `environment.kind: module:Class` names a class that offers what `Environment` says.
+"""An environment of a user's own: `environment.kind: module:Class` names a class that offers what `Environment` says,
+or what `StepEnvironment` says (stepping.py), which then runs in worker processes.
 
 Prompt -> `Conversation`, in which the user's class asks the model and shows it tokens -> checked -> Rollout with its
 verdict. Tokens go in and out as ids, and a conversation holds all columns itself, so that they cannot be misaligned.
@@ -8,20 +9,27 @@ conversations.py holds many at once.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import math
 import operator
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import numpy as np
 
 from megatron_daro.config.sections import EnvironmentSection, RewardSection
 from megatron_daro.errors import ConfigError, RolloutError
 from megatron_daro.own_class import import_own_class
+from megatron_daro.rollout.rendering import Turns
+from megatron_daro.rollout.step_worker import step_environment_class
+from megatron_daro.rollout.stepping import StepEnvironment, SteppedConversations
 from megatron_daro.types import FinishReason, GroupRequest, Prompt, Rollout, Verdict
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TURN = 2**32
 """Turn t of attempt a is asked of the engine as attempt a + t * TURN: each turn has random numbers of its own."""
@@ -70,8 +78,14 @@ class Environment(Protocol):
         ...
 
 
-def environment_class(section: EnvironmentSection) -> type[Environment]:
-    """Import the class that `environment.kind` names. Raises ConfigError: it does not fit `Environment`."""
+def environment_class(section: EnvironmentSection) -> type[Environment] | type[StepEnvironment]:
+    """Import the class that `environment.kind` names.
+
+    Raises:
+        ConfigError: it fits neither `Environment` nor, without a `rollout`, `StepEnvironment`.
+    """
+    if is_stepped(section.kind):
+        return step_environment_class(section.kind, section.options)
     return import_own_class(
         "environment.kind",
         section.kind,
@@ -83,12 +97,33 @@ def environment_class(section: EnvironmentSection) -> type[Environment]:
     )
 
 
-def make_environment(section: EnvironmentSection, tokenizer: object) -> Environment:
-    """Return the user's object. Raises ConfigError: its class does not fit, or its constructor raised."""
+def is_stepped(kind: str) -> bool:
+    """Whether the class has `step` and no `rollout`. False where it cannot be imported."""
+    module, _, name = kind.partition(":")
+    try:
+        own = getattr(importlib.import_module(module), name)
+    except Exception:  # whoever imports it next says why
+        return False
+    return hasattr(own, "step") and not hasattr(own, "rollout")
+
+
+def make_environment(
+    section: EnvironmentSection, tokenizer: PreTrainedTokenizerBase, *, chat: bool
+) -> Environment | SteppedConversations:
+    """Return the user's object, or what holds conversations with those in worker processes.
+
+    Args:
+        chat: whether prompts are written by the tokenizer's chat template.
+
+    Raises:
+        ConfigError: its class does not fit, its constructor raised, or the chat template cannot go on after an answer.
+    """
     own = environment_class(section)
+    if is_stepped(section.kind):
+        return SteppedConversations(section, Turns(tokenizer, chat=chat))
     arguments: dict[str, Any] = {"tokenizer": tokenizer, **section.options}
     try:
-        return own(**arguments)
+        return cast("type[Environment]", own)(**arguments)
     except Exception as error:  # a user's constructor may raise anything
         raise ConfigError(
             f"environment.kind: {section.kind} cannot be made ({type(error).__name__}: {error}); fix: correct the "
@@ -218,6 +253,15 @@ class Conversation:
         """Return what `reward.verifier` says of an answer to the prompt, in its limited worker processes."""
         return await self._elsewhere(self._call.verify(text, self._request.prompt))
 
+    @property
+    def response(self) -> tuple[int, ...]:
+        """All token ids behind the prompt."""
+        return tuple(self._tokens[len(self._request.prompt.tokens) :])
+
+    def cut(self) -> None:
+        """Say that it ends for want of room: its finish reason is then "length"."""
+        self._cut = True
+
     def verdict(self, correct: bool, reason: str, reward: float | None = None) -> Verdict:
         """Return a verdict. reward: None: `reward.correct_reward` or `reward.incorrect_reward`."""
         section = self._shared.reward
@@ -305,7 +349,7 @@ class Conversation:
 
     async def _elsewhere(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         """Await work on the run's event loop; its time is not the environment's."""
-        with self._not_counted():
+        with self.uncounted():
             try:
                 asked = asyncio.run_coroutine_threadsafe(work, self._call.loop)
             except RuntimeError:  # the run's loop is closed: this conversation was left behind
@@ -314,7 +358,8 @@ class Conversation:
             return await asyncio.wrap_future(asked)
 
     @contextmanager
-    def _not_counted(self) -> Iterator[None]:
+    def uncounted(self) -> Iterator[None]:
+        """Let what is awaited here not count as time of the environment."""
         self._own_s, self._since = self.own_s, 0.0
         try:
             yield

@@ -62,22 +62,29 @@ def sample_metrics(batch: SampledBatch, rollouts_per_prompt: int) -> dict[str, f
         "response/truncated_fraction": _mean(rollout.finish_reason == "length" for rollout in rollouts),
         "rollout/rounds": float(batch.rounds),
     }
-    metrics |= turn_metrics(rollouts)
+    metrics |= turn_metrics(rollouts, verdicts)
     if batch.rollout_s > 0:
         metrics["throughput/rollout_tokens_per_s"] = batch.response_tokens / batch.rollout_s
     return metrics | {key: float(value) for key, value in batch.counters.items()}
 
 
-def turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """`environment/turns_mean`, `.../turns_max`, `.../observed_tokens_mean` of conversations; nothing without any."""
+_OVERFLOW = ("context_overflow", "out_of_room")
+
+
+def turn_metrics(rollouts: Sequence[Rollout], verdicts: Sequence[Verdict]) -> dict[str, float]:
+    """Turns, observed tokens and the limits at which conversations ended; nothing where all are single answers."""
     turns = [[made for _, made in rollout.turns if made] for rollout in rollouts if rollout.turns]
     if not turns:
         return {}
+    reasons = [verdict.reason for rollout, verdict in zip(rollouts, verdicts, strict=True) if rollout.turns]
     observed = [rollout.response_length - rollout.generated_length for rollout in rollouts if rollout.turns]
     return {
         "environment/turns_mean": _mean(len(made) for made in turns),
         "environment/turns_max": float(max(len(made) for made in turns)),
         "environment/observed_tokens_mean": _mean(observed),
+        "environment/max_turns_fraction": _mean(reason == "max_turns" for reason in reasons),
+        "environment/max_tokens_fraction": _mean(reason == "max_tokens" for reason in reasons),
+        "environment/context_overflow_fraction": _mean(reason in _OVERFLOW for reason in reasons),
     }
 
 

@@ -26,6 +26,7 @@ LEVEL = {
     "sandbox": 0,
     "own_class": 1,
     "families": 0,
+    "worker_pool": 1,
     "config": 1,
     "observe": 1,
 }

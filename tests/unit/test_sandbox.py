@@ -22,6 +22,8 @@ def _isolated():
     try:
         BOX.check()
     except SandboxError as error:
+        if "unshare" not in str(error).split(";")[0]:
+            raise
         pytest.skip(str(error))
 
 
@@ -130,8 +132,8 @@ def test_weaker_isolation_is_another_word_and_has_the_limits():
     assert run("print(open('/etc/passwd').read()[:5])", weak).output.strip()  # the machine's files are in sight
     assert "Operation not permitted" in run("import socket\nsocket.socket()", weak).output
     assert "MemoryError" in run("x = bytearray(10**9)", weak).output
-    left = "import os, time\nif os.fork() == 0:\n  os.setsid()\n  time.sleep(100)\nprint('left')"
-    assert run(left, weak).output == "left\n"
+    left = "import os, time\npid = os.fork()\nif pid == 0:\n  os.setsid()\n  time.sleep(100)\nprint(pid)"
+    assert not Path("/proc", run(left, weak).output.strip()).exists()
     assert run("while True: pass", replace(weak, limits=QUICK.limits)).reason == "time"
 
 
