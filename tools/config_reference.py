@@ -1,7 +1,7 @@
 """Write docs/configuration.md from the sections of megatron_daro.config and the fields of Slurm's cluster file; with
 --check, say whether it is up to date.
 
-Place in the data flow: none; run by people after a change of the sections, and by a test. Every word of the tables
+Place in the data flow: none; run by people after a change of the sections, and by a test. Every word of the lists
 comes from the field docstrings, annotations and defaults.
 
     python tools/config_reference.py [--check]
@@ -10,6 +10,7 @@ comes from the field docstrings, annotations and defaults.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,33 +29,38 @@ HEAD = """\
 
 <!-- Written by tools/config_reference.py from megatron_daro/config. Change the docstrings there, then run it again. -->
 
-One YAML file with the sections below; only `model.path` and `data.train` are required.
-
-    model:
-      path: models/base
-    data:
-      train: [train.jsonl]
-    rollout:
-      rollouts_per_prompt: 8
+One YAML file with the sections below; only `model.path` and `data.train` are required. Each
+entry is `option` (default; allowed values): meaning. Ranges include both ends.
 
 * Options on the command line replace those of the file: `megatron-daro train run.yaml trainer.steps=5
-  data.train=[a.jsonl,b.jsonl]`. The value is read as YAML. A mapping is merged key by key, anything else replaces;
-  `data.eval.0.path=x` reaches into a list; of two equal keys the last wins. Text that YAML would read otherwise
-  needs quotes inside quotes: `'data.template="Q: {prompt}"'`.
-* `megatron-daro train run.yaml --dry-run` prints the resolved configuration and the checks, then does what a start does
-  before its first process: it looks at the run directory and the servers' interpreter, reads the tokenizer, the
-  evaluation sets and both ends of the training files, and ends with the error that the start would end with. It
-  starts and writes nothing. The configuration is written to `config.yaml` in the run directory, and gives the same
-  configuration when it is read again.
-* Every wrong value is reported at once (exit code 2), each with the field, what was got, what is allowed and how to
-  fix it. Unknown keys are errors that name the nearest key. A key given twice is an error.
-* YAML is read by PyYAML's safe loader with the scalar rules of YAML 1.2: `1e-6` is a number; `yes`, `no`, `010` and
-  dates are text. Types are not converted: `"3"` is text, not a number.
-* Relative paths start at the working directory; a leading `~` is the home directory.
-* One value where a list is due is a list of one: `train: a.jsonl` is `train: [a.jsonl]`.
-* Options left `null` that depend on others (`trainer.run_dir`, `engine.seed`, ...) are filled in when the file is
+  data.train=[a.jsonl,b.jsonl]`. Values are read as YAML; a mapping is merged key by key, anything else replaces;
+  `data.eval.0.path=x` reaches into a list. Text that YAML would read otherwise needs quotes inside quotes:
+  `'data.template="Q: {prompt}"'`.
+* `megatron-daro train run.yaml --dry-run` prints the resolved configuration and runs every check that precedes the
+  first process, with the errors and exit code of a start. It starts and writes nothing. A run writes its resolved
+  configuration to `RUN/config.yaml`.
+* All wrong values are reported at once (exit code 2): field, what was got, what is allowed, how to fix it. Unknown
+  keys are errors that name the nearest key; so is a key given twice.
+* YAML 1.2 scalars, safe loader: `1e-6` is a number; `yes`, `no`, `010` and dates are text. Types are not converted:
+  `"3"` is text.
+* Relative paths start at the working directory; a leading `~` is the home directory. A single value where a list is
+  expected is a list of one.
+* `null` defaults that depend on other options (`trainer.run_dir`, `engine.seed`, ...) are filled in when the file is
   resolved.
 """
+
+_SHORTER = (
+    (r"true or false", "boolean"),
+    (r"\ban? (?=integer|number|path|mapping|list)", ""),
+    (r">= (\S+) and <= ", r"\1 to "),
+    (r" and <", ", <"),
+    (r"< 9223372036854775808", "< 2^63"),
+    (r"list of at least 1, each path", "list of paths"),
+    (r"list of 2: (number.*), \1$", r"list of 2, each \1"),
+    (r"text, not empty", "text"),
+    (r"text that matches (\S+)", r"text matching `\1`"),
+)
+"""What error messages say of a field's range, and how the page says it."""
 
 CLUSTER_FILE = """A file of its own, for `megatron-daro submit --cluster FILE` ([Slurm](cluster.md#slurm)); only
 `partition` is required. Example: `examples/slurm/cluster.yaml`."""
@@ -63,45 +69,42 @@ CLUSTER_FILE = """A file of its own, for `megatron-daro submit --cluster FILE` (
 def reference() -> str:
     """The whole page."""
     parts = [HEAD]
-    for path, section in _sections(Config, ""):
-        title = f"## {path}" if "." not in path else f"### {path}"
-        parts.append("\n".join([title, "", (section.__doc__ or "").strip(), "", *_table(f"{path}.", section)]) + "\n")
-    rows = list(_table("", ClusterFile))
-    for path, section in _sections(ClusterFile, ""):
-        rows += list(_table(f"{path}.", section))[2:]
-    parts.append("\n".join(["## The cluster file", "", CLUSTER_FILE, "", *rows]) + "\n")
-    return "\n".join(parts)
+    for name, field in Config.model_fields.items():
+        if (section := section_of(field.annotation)) is not None:
+            parts.append(
+                "\n".join([f"## {name}", "", (section.__doc__ or "").strip(), "", *_list(f"{name}.", section)])
+            )
+    parts.append("\n".join(["## The cluster file", "", CLUSTER_FILE, "", *_list("", ClusterFile)]))
+    return "\n\n".join([part.rstrip("\n") for part in parts]) + "\n"
 
 
-def _sections(section: type[Section], prefix: str) -> Iterator[tuple[str, type[Section]]]:
+def _list(prefix: str, section: type[Section]) -> Iterator[str]:
+    """The section's own options, then each of its sections: a line that names it, and its options."""
     for name, field in section.model_fields.items():
-        inner = section_of(field.annotation)
-        if inner is None:
-            continue
-        path = f"{prefix}{name}" if is_section(strip(field.annotation)[0]) else f"{prefix}{name}.{ITEM}"
-        yield path, inner
-        yield from _sections(inner, f"{path}.")
-
-
-def _table(prefix: str, section: type[Section]) -> Iterator[str]:
-    yield "| option | default | allowed | meaning |"
-    yield "|---|---|---|---|"
+        if not is_section(strip(field.annotation)[0]):
+            description = " ".join((field.description or "").split())
+            yield f"* `{prefix}{name}` ({_default(field)}; {_allowed(field)}): {description}"
     for name, field in section.model_fields.items():
-        if is_section(strip(field.annotation)[0]):
-            continue
-        cells = [
-            f"`{prefix}{name}`",
-            _default(field),
-            field_allowed(field),
-            " ".join((field.description or "").split()),
-        ]
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        if (inner := section_of(field.annotation)) is not None:
+            path = f"{prefix}{name}" if is_section(strip(field.annotation)[0]) else f"{prefix}{name}.{ITEM}"
+            yield from ("", f"**{path.replace('*', chr(92) + '*')}**: {' '.join((inner.__doc__ or '').split())}", "")
+            yield from _list(f"{path}.", inner)
 
 
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     return f"`{json.dumps(field.default, default=str)}`"
+
+
+def _allowed(field: FieldInfo) -> str:
+    """What a field allows, shorter than error messages say it; a default of null shows that null is allowed."""
+    if section_of(field.annotation) is not None:
+        return "list of the mappings below"
+    text = field_allowed(field).removesuffix(", or null").removeprefix("one of ")
+    for pattern, short in _SHORTER:
+        text = re.sub(pattern, short, text)
+    return text
 
 
 def main(arguments: list[str]) -> int:

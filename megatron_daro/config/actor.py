@@ -19,23 +19,23 @@ class OptimizerSection(Section):
     """AdamW and its schedule."""
 
     learning_rate: float = Field(default=1e-6, ge=1e-12, le=10)
-    """Peak learning rate, 1e-12 to 10."""
+    """Peak learning rate."""
     weight_decay: float = Field(default=0.0, ge=0, le=100)
-    """Decoupled weight decay, 0 to 100."""
+    """Decoupled weight decay."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
-    """Adam decay rates, each in [0, 1)."""
+    """Adam decay rates."""
     eps: float = Field(default=1e-8, ge=1e-30, le=1)
-    """Adam's epsilon, 1e-30 to 1."""
+    """Adam's epsilon."""
     grad_clip: float = Field(default=1.0, ge=0, le=1e9)
-    """Largest global gradient norm, at most 1e9; 0: no clipping."""
+    """Largest global gradient norm; 0: no clipping."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps of linear warm-up, >= 0."""
+    """Optimizer steps of linear warm-up."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Course of the learning rate after warm-up; cosine and linear end at the last optimizer step of the run."""
+    """Learning rate after warm-up; cosine and linear end at the last step of the run."""
     min_learning_rate_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Where cosine and linear end, as a fraction of learning_rate; in [0, 1]."""
+    """Where cosine and linear end, as a fraction of learning_rate."""
     distributed: bool = True
-    """Split the optimizer state over the data-parallel ranks."""
+    """Shard the optimizer state over the data-parallel ranks."""
 
 
 def resolved_expert_tensor(given: int | None, tensor: int, expert: int) -> int:
@@ -47,52 +47,51 @@ class ActorSection(Section):
     """The policy under training."""
 
     tensor_parallel: int = Field(default=1, ge=1)
-    """Ranks that share each layer (TP), >= 1; divides the attention heads, and divides the key-value heads or is a
-    multiple of them."""
+    """Ranks that share each layer (TP). Divides the attention heads; divides the key-value heads or is a multiple
+    of them."""
     pipeline_parallel: int = Field(default=1, ge=1)
-    """Pipeline stages (PP), >= 1; divides the number of layers, unless `megatron` says how many the first or the last
-    stage has (num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage)."""
+    """Pipeline stages (PP). Divides the layers, unless `megatron` sets num_layers_in_first_pipeline_stage or
+    num_layers_in_last_pipeline_stage."""
     virtual_pipeline_parallel: int = Field(default=1, ge=1)
-    """Parts of the model on each pipeline stage (VPP, interleaved schedule), >= 1: a smaller bubble for more messages.
-    Divides the layers of every stage; > 1 needs pipeline_parallel > 1."""
+    """Virtual stages per pipeline stage (VPP, interleaved schedule). Divides the layers of every stage; > 1 needs
+    PP > 1."""
     context_parallel: int = Field(default=1, ge=1)
-    """Ranks that share each sequence (CP), >= 1."""
+    """Ranks that share each sequence (CP)."""
     data_parallel: int = Field(default=1, ge=1)
-    """Replicas of the model (DP), >= 1. World size = TP * PP * CP * DP."""
+    """Replicas of the model (DP). World size = TP * PP * CP * DP."""
     expert_parallel: int = Field(default=1, ge=1)
-    """Ranks that share the experts of a layer (EP), >= 1; divides the number of experts. Experts are laid out over the
-    ranks of TP, CP and DP anew: the world does not grow."""
+    """Ranks that share the experts of a layer (EP). Divides the experts; laid out over TP, CP and DP, so the world
+    does not grow."""
     expert_tensor_parallel: int | None = Field(default=None, ge=1)
-    """Ranks that share each expert (ETP), >= 1. Unset: 1 with expert_parallel > 1, else as tensor_parallel."""
+    """Ranks that share each expert (ETP). Unset: 1 with EP > 1, else TP."""
     sequence_parallel: bool | None = None
-    """Split the activations between the tensor-parallel parts too. Unset: on when tensor_parallel > 1."""
+    """Shard activations over the tensor-parallel ranks. Unset: on with TP > 1."""
     precision: Literal["fp32", "bf16", "fp8"] = "bf16"
-    """In what is computed. fp8: the layers' matrix products in 8-bit floats (Transformer Engine, GPUs that have them),
-    all else as bf16. Optimizer state and gradients are fp32 with each."""
+    """What is computed in. fp8: the layers' matrix products (Transformer Engine, GPUs that have fp8), all else as
+    bf16. Optimizer state and gradients are always fp32."""
     fp8_recipe: Fp8Recipe = "tensorwise"
-    """How fp8 scales numbers: one scale for a matrix, one for each 128 x 128 block of weights and 128 tokens' row of
-    activations, or one for each 32 (mxfp8, Blackwell GPUs)."""
+    """fp8 scales: one per matrix; one per 128 x 128 weights and 128 activations of a token; or one per 32 numbers
+    (mxfp8, Blackwell)."""
     fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
     """hybrid: e4m3 forward, e5m2 for gradients; e4m3: both in e4m3."""
     num_layers_at_start_in_bf16: int = Field(default=0, ge=0)
-    """With fp8: so many of the first layers stay in bf16; at most those of a pipeline stage."""
+    """With fp8: first layers that stay in bf16; at most those of a pipeline stage."""
     num_layers_at_end_in_bf16: int = Field(default=0, ge=0)
-    """With fp8: so many of the last layers stay in bf16; at most those of a pipeline stage."""
+    """With fp8: last layers that stay in bf16; at most those of a pipeline stage."""
     recompute: Literal["none", "full"] = "none"
-    """full: recompute each layer in the backward pass instead of keeping its activations."""
+    """full: recompute each layer in the backward pass."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
-    """Tokens of one packed micro-batch of one replica, at most; >= the longest prompt plus response."""
+    """Most tokens of a replica's packed micro-batch; >= the longest prompt plus response."""
     logprob_chunk_tokens: int = Field(default=1024, ge=1)
-    """Tokens whose fp32 logits exist at once when log-probabilities are computed; > 0."""
+    """Tokens whose fp32 logits exist at once."""
     routing_replay: bool = False
-    """Train a mixture of experts with the experts that the rollout engine chose for each token (R3); needs SGLang. A
-    token is recorded with 2 bytes for each layer and expert of it."""
+    """Train a mixture of experts with the experts that the SGLang server chose for each token (R3). Records 2 bytes
+    per token, layer and expert."""
     optimizer: OptimizerSection = OptimizerSection()
     """Optimizer and schedule."""
     megatron: dict[str, Any] = {}
-    """Fields of Megatron-core's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig under upstream
-    names; unknown ones, those that another option sets, and those that would be ignored (such as the precision-aware
-    optimizer) are refused with the reason."""
+    """Fields of Megatron-core's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig. Unknown ones,
+    those that another option sets, and those that would be ignored are refused with the reason."""
 
     @property
     def expert_group_size(self) -> int:

@@ -36,7 +36,7 @@ class KlSection(Section):
     """KL term towards the initial policy."""
 
     coefficient: float = Field(default=0.0, ge=0, le=1000)
-    """Factor of the KL term in the loss, 0 to 1000. 0: no term, and no reference log-probabilities are computed."""
+    """Factor of the KL term. 0: no term, no reference log-probs."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL per token: k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r."""
 
@@ -47,22 +47,22 @@ class CorrectionSection(Section):
     kind: Literal["none", "tis", "mis"] = "none"
     """none; tis: truncated ratio; mis: drop what is outside [low, high]."""
     level: Literal["token", "sequence"] = "token"
-    """Whether tis and mis look at single tokens or at whole sequences."""
+    """Per token, or per sequence."""
     cap: float = Field(default=2.0, ge=1e-6, le=1e6)
-    """tis: upper bound of the ratio, 1e-6 to 1e6."""
+    """tis: upper bound of the ratio."""
     low: float = Field(default=0.5, ge=0, le=1e6)
     """mis: lower bound of the ratio, >= 0 and below `high`."""
     high: float = Field(default=2.0, ge=1e-6, le=1e6)
-    """mis: upper bound of the ratio, 1e-6 to 1e6."""
+    """mis: upper bound of the ratio."""
 
 
 class SapoSection(Section):
     """SAPO's soft gate in the place of a clip: its slope falls smoothly away from ratio 1."""
 
     positive: float = Field(default=1.0, ge=1e-3, le=1e3)
-    """Temperature for positive advantages, 0.001 to 1000: the larger, the narrower."""
+    """Temperature for positive advantages: the larger, the narrower."""
     negative: float = Field(default=1.05, ge=1e-3, le=1e3)
-    """Temperature for the others, 0.001 to 1000."""
+    """Temperature for the others."""
 
 
 class OverlongSection(Section):
@@ -71,18 +71,18 @@ class OverlongSection(Section):
     kind: Literal["none", "penalty", "filter"] = "none"
     """none; penalty: soft reward penalty; filter: truncated rollouts leave the loss but count in the pass rate."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """penalty: response length, in tokens, from which the penalty is -1. Unset: rollout.max_response_tokens."""
+    """penalty: response length from which the penalty is -1, tokens. Unset: rollout.max_response_tokens."""
     cache_tokens: int | None = Field(default=None, ge=1)
-    """penalty: width, in tokens, of the zone below max_tokens where the penalty grows. Unset: a fifth of max_tokens."""
+    """penalty: width of the zone below max_tokens where it grows, tokens. Unset: a fifth of max_tokens."""
 
 
 class DaroSection(Section):
     """DARO's learnable weight per pass-rate bin."""
 
     learning_rate: float = Field(default=0.01, ge=1e-12, le=100)
-    """Adam learning rate of the weights, 1e-12 to 100. Not read with half_life."""
+    """Adam learning rate of the weights. Not read with half_life."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
-    """Adam decay rates of the weights, each in [0, 1). Not read with half_life."""
+    """Adam decay rates of the weights. Not read with half_life."""
     parameter: Literal["log", "linear"] = "log"
     """What Adam moves: s = ln w (positive by construction), or w itself."""
     magnitude: Literal["abs", "signed", "token", "advantage", "gradient"] = "abs"
@@ -92,53 +92,52 @@ class DaroSection(Section):
     """Number of Gaussian kernels over the pass rate whose heights are learnt in the place of a weight per bin, from 2
     to rollouts_per_prompt - 1. Unset: a weight per bin."""
     half_life: float | None = Field(default=None, ge=1e-3, le=1e6)
-    """Weights are the inverse of a moving average of the measure, half of which is newer than this many steps; 0.001
-    to 1e6. Unset: Adam."""
+    """Weights are the inverse of a moving average of the measure with this half-life, steps. Unset: Adam."""
     length_edges: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Trained tokens at which a new class of lengths begins, rising; each class has weights of its own. Empty: one
     weight for all lengths of a bin."""
     normalizer: Literal["bin", "batch", "shared"] = "bin"
-    """A bin's loss is divided by its own tokens (bin), or by the trained tokens of all bins 0 < k < K of the step
-    (batch): with filter none, those of groups that are all right or all wrong are not among them. shared: weights are
-    learnt as with bin, and the loss is divided as with batch, so that rare pass rates are not paid for being rare."""
+    """Denominator of a bin's loss: its own tokens (bin), or the step's tokens of all bins 0 < k < K (batch).
+    shared: weights learn as with bin, the policy's loss is divided as with batch, so that rare pass rates are not
+    paid for being rare."""
     scale: Literal["sum", "mean"] = "sum"
-    """Bins are summed, or summed and divided by the number of bins present."""
+    """Sum over bins, or mean over the bins present."""
     clamp: tuple[float, float] = (0.1, 10.0)
-    """Lower and upper bound of a weight; 0 < lower <= 1 <= upper, because weights start at 1."""
+    """Bounds of a weight; 0 < lower <= 1 <= upper, because weights start at 1."""
 
 
 class FGrpoSection(Section):
     """F-GRPO: GRPO's advantage times (1 - pass rate)^gamma."""
 
     gamma: float = Field(default=1.0, ge=0, le=100)
-    """Exponent, 0 to 100; 0 is GRPO."""
+    """Exponent; 0 is GRPO."""
 
 
 class MgpoSection(Section):
     """MGPO: GRPO's advantage times exp(-strength * KL(pass rate || target))."""
 
     strength: float = Field(default=1.0, ge=0, le=100)
-    """Factor of the divergence, 0 to 100; 0 is GRPO."""
+    """Factor of the divergence; 0 is GRPO."""
     target: float = Field(default=0.5, gt=0, lt=1)
-    """Pass rate with the largest weight, in (0, 1)."""
+    """Pass rate with the largest weight."""
 
 
 class DgpoSection(Section):
     """DGPO: the mean absolute deviation as divisor, and a softmax over the step's questions."""
 
     temperature: float = Field(default=2.0, ge=1e-2, le=1e3)
-    """Of the softmax over minus the pass rates, 0.01 to 1000: the larger, the more alike are the questions' weights."""
+    """Of the softmax over minus the pass rates; larger: more equal weights."""
 
 
 class HaDwSection(Section):
     """HA-DW: weights by how a question's pass rate differs from the one that earlier steps lead to expect."""
 
     scale: float = Field(default=1.3, ge=1e-3, le=1e3)
-    """Factor of all weights, 0.001 to 1000."""
+    """Factor of all weights."""
     rate: float = Field(default=1.0, ge=1e-3, le=1e3)
-    """How fast the expected pass rate follows the steps', in units of its own standard deviation, 0.001 to 1000."""
+    """How fast the expected pass rate follows the steps', in units of its standard deviation."""
     window: int = Field(default=10, ge=2, le=100_000)
-    """Number of steps over which that standard deviation is taken, and after which it is used first; 2 to 100000."""
+    """Steps over which that standard deviation is taken, and after which it is first used."""
 
 
 class FadeSection(Section):
@@ -169,32 +168,31 @@ class AlgorithmSection(Section):
     """The loss."""
 
     name: Annotated[str, OneOf(ALGORITHM_NAMES)] = "daro"
-    """Which advantage, which filter and which weighting of the token losses; module:Class: a subclass of
-    megatron_daro.algo.weighting.Algorithm of your own."""
+    """Advantage, filter and weighting of the token losses; module:Class: a subclass of
+    megatron_daro.algo.weighting.Algorithm."""
     options: dict[str, Any] = {}
     """Options of an algorithm of your own: keyword arguments of its constructor."""
     std: Literal["auto", "population", "sample", "batch", "none"] = "auto"
-    """What the advantage is divided by: a standard deviation of the group (population, sample) or batch, or nothing;
-    auto: as the algorithm defines it."""
+    """Divisor of the advantage: the group's standard deviation (population, sample), the batch's, or none; auto:
+    the algorithm's."""
     filter: Literal["auto", "none", "pass_rate"] = "auto"
-    """pass_rate: keep groups with 0 < pass rate < 1 and refill the batch; auto: as the algorithm defines it."""
+    """pass_rate: keep groups with 0 < pass rate < 1 and refill the batch; auto: the algorithm's."""
     trust_region: Literal["clip", "gspo", "cispo", "sapo"] = "clip"
-    """What keeps an update near the old policy. clip: PPO's clipped ratio; gspo: the same with one ratio per sequence;
-    cispo: the ratio as a constant weight, at most 1 + clip_high; sapo: a soft gate."""
+    """clip: PPO's clipped ratio; gspo: the same with one ratio per sequence; cispo: the ratio as a constant weight,
+    at most 1 + clip_high; sapo: a soft gate."""
     sapo: SapoSection = SapoSection()
     """SAPO; read when trust_region is sapo."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """The ratio is clipped below at 1 - clip_low; in (0, 1). Read by trust_region clip and gspo."""
+    """The ratio is clipped below at 1 - clip_low (clip, gspo)."""
     clip_high: float = Field(default=0.28, ge=1e-6, le=1e6)
-    """The ratio is clipped above at 1 + clip_high; 1e-6 to 1e6. Read by trust_region clip, gspo and cispo."""
+    """The ratio is clipped above at 1 + clip_high (clip, gspo, cispo)."""
     dual_clip: float | None = Field(default=None, gt=1, le=1e6)
-    """Bound of the loss for negative advantages, as a multiple of |A|; > 1. Unset: off. With trust_region clip or
-    gspo."""
+    """Bound of the loss for negative advantages, as a multiple of |A| (clip, gspo). Unset: off."""
     entropy_coefficient: float = Field(default=0.0, ge=0, le=100)
-    """Factor of the entropy bonus, 0 to 100."""
+    """Factor of the entropy bonus."""
     old_logprobs: Literal["auto", "forward", "recompute", "rollout"] = "auto"
-    """Denominator of the ratio. forward: the train pass's own detached values (one update per batch); recompute: an
-    extra pass before the first update; rollout: the engine's values. auto: forward with one update per batch, else
+    """Denominator of the ratio. forward: the train pass's detached values (one update per batch); recompute: an
+    extra pass before the first update; rollout: the engine's; auto: forward with one update per batch, else
     recompute."""
     kl: KlSection = KlSection()
     """KL term."""

@@ -24,12 +24,12 @@ class ModelSection(Section):
     """The model to train."""
 
     path: ExpandedPath
-    """Local directory with config.json, *.safetensors and the tokenizer files (Hugging Face layout)."""
+    """Local Hugging Face directory: config.json, *.safetensors, tokenizer files."""
     megatron_weights: ExpandedPath | None = None
-    """Megatron checkpoint (of `megatron-daro convert`, of a run, or torch_dist of Megatron-LM) whose weights training
-    starts from. Unset: those in path."""
+    """Megatron checkpoint (of `megatron-daro convert`, of a run, or Megatron-LM's torch_dist) to start from. Unset:
+    the weights in path."""
     trust_remote_code: bool = False
-    """Allow Python code that lies beside the model to run. Off unless asked for."""
+    """Allow Python code in the model's directory to run."""
 
 
 EvalTemplate = Literal["data", "chat", "qwen-math", "r1", "none"]
@@ -40,74 +40,73 @@ class EvalSet(Section):
     """One held-out set of problems."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
-    """Its name in metrics (eval/{name}/accuracy); letters, digits, _ . and -."""
+    """Name in metrics (eval/{name}/accuracy)."""
     path: ExpandedPath
     """File of problems."""
     format: DataFormat = "auto"
     """Layout of the file; auto: recognised by its content."""
     problem_field: FieldName | None = None
-    """Name of the field with the problem. Unset: as the format has it."""
+    """Field of the problem. Unset: as the format has it."""
     answer_field: FieldName | None = None
-    """Name of the field with the answer. Unset: as the format has it."""
+    """Field of the answer. Unset: as the format has it."""
     rollouts_per_prompt: int = Field(default=1, ge=1, le=65536)
-    """Answers per problem; accuracy is their mean. 1 to 65536."""
+    """Answers per problem; accuracy is their mean."""
     temperature: float = Field(default=0.0, ge=0, le=100)
     """Sampling temperature; 0: greedy, else 0.001 to 100."""
     top_p: float = Field(default=1.0, ge=1e-6, le=1)
-    """Nucleus sampling, in [1e-6, 1]; 1: off."""
+    """Nucleus sampling; 1: off."""
     template: EvalTemplate = "data"
-    """How a problem is written. data: as data.prompt_template and data.template, like the training data; the others:
-    templates that papers evaluate with (docs/evaluate.md has their texts)."""
+    """data: as the training data (data.prompt_template, data.template); the others: templates that papers evaluate
+    with (docs/evaluate.md has their texts)."""
     rows: int | None = Field(default=None, ge=1)
-    """Rows that the file must have; another number is an error. Unset: any."""
+    """Rows that the file must have. Unset: any."""
     max_prompts: int | None = Field(default=None, ge=1)
     """Only the first so many problems. Unset: all."""
     drop_unusable: bool = False
-    """Leave out rows without problem or answer and prompts that are too long, and score the rest. Off: one such row is
-    an error, since the accuracy would be that of another set."""
+    """Leave out rows without problem or answer and prompts that are too long. Off: such a row is an error, since
+    the accuracy would be that of another set."""
 
 
 class CurriculumSection(Section):
     """Easy to hard, by the pass rates that the files store."""
 
     start: float = Field(default=0.2, ge=1e-6, le=1)
-    """Share of the problems, the easiest ones, that is open at first, in [1e-6, 1]."""
+    """Share of the problems, easiest first, that is open at the start."""
     ramp_prompts: int | None = Field(default=None, ge=1)
-    """Prompts drawn until all problems are open; the share grows linearly. Unset: half of the prompts that
-    trainer.steps take. >= 1."""
+    """Prompts drawn until all problems are open; the share grows linearly. Unset: half of the run's."""
 
 
 class PrioritisedSection(Section):
     """More of what the run fails on."""
 
     by: Literal["failure", "signal"] = "failure"
-    """failure: priority grows with the recent failure rate f; signal: with 4 f (1 - f), so that problems that are
-    always failed come as seldom as solved ones."""
+    """failure: by the recent failure rate f; signal: by 4 f (1 - f), so that hopeless problems come as seldom as
+    solved ones."""
     exponent: float = Field(default=1.0, ge=1e-3, le=100)
-    """Power of the failure rate (or signal), 0.001 to 100."""
+    """Power of the failure rate (or signal)."""
     floor: float = Field(default=0.1, ge=0, le=1)
-    """Priority of a problem that is always solved, beside 1, in [0, 1]."""
+    """Priority of a problem that is always solved, relative to 1."""
     memory: float = Field(default=1.0, ge=0, le=1e6)
-    """Visits after which an earlier failure rate counts half; 0: only the last visit counts. 0 to 1e6."""
+    """Visits after which an earlier failure rate counts half; 0: only the last visit counts."""
 
 
 class DataSection(Section):
     """Prompts and how they are written for the model."""
 
     train: Annotated[tuple[ExpandedPath, ...], Field(min_length=1)]
-    """Files of training problems, at least one."""
+    """Files of training problems."""
     format: DataFormat = "auto"
     """Layout of the training files; auto: recognised by their content."""
     problem_field: FieldName | None = None
-    """Name of the field with the problem. Unset: as the format has it."""
+    """Field of the problem. Unset: as the format has it."""
     answer_field: FieldName | None = None
-    """Name of the field with the answer. Unset: as the format has it."""
+    """Field of the answer. Unset: as the format has it."""
     prompt_template: Literal["chat", "plain"] = "chat"
     """chat: the tokenizer's chat template around the text; plain: the text alone."""
     template: Annotated[str, Field(pattern=r"\{prompt\}")] = "{prompt}"
-    """Text of the prompt (the user's message with chat); must contain {prompt}, where the problem goes."""
+    """Text of the prompt (with chat: of the user's message); {prompt} is the problem."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
-    """Longer prompts are dropped and counted; tokens, >= 1."""
+    """Tokens; longer prompts are dropped and counted."""
     shuffle: bool = True
     """Shuffle in each epoch, from trainer.seed."""
     order: Literal["epochs", "curriculum", "prioritised"] = "epochs"
@@ -125,32 +124,32 @@ class RolloutSection(Section):
     """How much is sampled, and how."""
 
     prompts_per_step: int = Field(default=64, ge=1, le=65536)
-    """Prompts (groups) in one training batch, 1 to 65536."""
+    """Prompts (groups) per training batch."""
     rollouts_per_prompt: int = Field(default=8, ge=2, le=65536)
-    """Rollouts per prompt (K), 2 to 65536: a pass rate needs at least two answers, and every k has a bin."""
+    """Rollouts per prompt (K)."""
     temperature: float = Field(default=1.0, ge=0, le=100)
-    """Sampling temperature, > 0 for training (at least 0.001), at most 100."""
+    """Sampling temperature; at least 0.001 for training."""
     top_p: float = Field(default=1.0, ge=1e-6, le=1)
-    """Nucleus sampling, in [1e-6, 1]; 1: off."""
+    """Nucleus sampling; 1: off."""
     max_response_tokens: int = Field(default=4096, ge=1)
-    """Longest answer, in tokens, >= 1."""
+    """Longest answer, tokens."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Strings that end an answer; each must be one token of the tokenizer. The model's own end token always counts."""
+    """Strings that end an answer, each one token of the tokenizer. The model's own end token always counts."""
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Token ids that end an answer."""
     max_staleness: int = Field(default=0, ge=0, le=1024)
-    """Batches by which generation may run ahead of training; 0: synchronous, at most 1024."""
+    """Batches by which generation may run ahead of training; 0: synchronous."""
     oversampling: float = Field(default=1.0, ge=1, le=100)
-    """Prompts requested at first, as a multiple of prompts_per_step; 1 to 100."""
+    """Prompts requested at first, as a multiple of prompts_per_step."""
     max_refill_rounds: int = Field(default=3, ge=0, le=1000)
-    """Further rounds of prompts when too few groups were left; then the smaller batch is trained. 0 to 1000."""
+    """Further rounds of prompts while the batch is not full; then the smaller batch is trained."""
     keep_surplus: bool = False
-    """Keep groups beyond the batch for the next step instead of dropping them, unfinished ones with their tokens so
-    far (finish_batch enough). They are a batch older when they are used, so generation runs ahead by one batch fewer
-    than max_staleness, which must be >= 1."""
+    """Keep groups beyond the batch for the next step, unfinished ones with their tokens so far (finish_batch
+    enough). They are one batch older when used, so generation runs ahead by one batch fewer than max_staleness,
+    which must be >= 1."""
     finish_batch: Literal["auto", "all", "enough"] = "auto"
-    """all: every round waits for all of its groups, so that a run repeats exactly; enough: a batch is complete as soon
-    as prompts_per_step trainable groups are, the rest is aborted; auto: all with the embedded engine, else enough."""
+    """all: each round waits for all of its groups, so a run repeats exactly; enough: a batch is complete once
+    prompts_per_step groups are trainable, the rest is aborted; auto: all with the embedded engine, else enough."""
 
     @property
     def batch_rollouts(self) -> int:
@@ -176,9 +175,9 @@ class EmbeddedSection(Section):
     """The engine that runs in a process of the job."""
 
     batch_size: int = Field(default=64, ge=1, le=65536)
-    """Rows generated together, 1 to 65536."""
+    """Rows generated together."""
     threads: int | None = Field(default=None, ge=1, le=1024)
-    """CPU threads of each replica, at most 1024. Unset: torch's default."""
+    """CPU threads per replica. Unset: torch's default."""
 
 
 CPU_BUCKET_MIB, GPU_BUCKET_MIB = 64, 256
@@ -191,50 +190,46 @@ class SGLangSection(Section):
     """SGLang servers: how they are started, fed, kept in step with the policy, and given up."""
 
     python: ExpandedPath | None = None
-    """Python interpreter that has sglang, with which servers are started. Unset: the one of the trainer."""
+    """Python interpreter that has sglang. Unset: the trainer's."""
     urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+$")], ...] = ()
-    """Servers that run already, as http://host:port; then none is started and engine.replicas is not used."""
+    """Running servers, as http://host:port; then none is started and engine.replicas is not used."""
     arguments: dict[str, Any] = {}
-    """Server arguments under their upstream names, such as mem_fraction_static or attention_backend."""
+    """Server arguments under their upstream names, such as mem_fraction_static."""
     env: dict[str, str] = {}
     """Environment variables of the servers."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """GPUs (on a CPU: ranks) of each server, >= 1."""
+    """GPUs (on a CPU: ranks) per server."""
     nodes: int = Field(default=1, ge=1)
-    """Places that each server is spread over, each whole on one node, with an equal part of its GPUs: for a model too
-    large for the GPUs of a node. >= 1."""
+    """Places that each server is spread over, each on one node with an equal part of its GPUs."""
     sync: Literal["distributed", "disk", "tensor"] = "distributed"
-    """How weights reach the servers. distributed: broadcast in a process group (NCCL, or gloo on CPU); disk: files in
-    sync_dir, which trainer and servers must both see; tensor: CUDA IPC, to each server from a rank of
-    its host."""
+    """How weights reach the servers. distributed: broadcast (NCCL, or gloo on CPU); disk: files in sync_dir, which
+    trainer and servers both see; tensor: CUDA IPC from a rank on the server's host."""
     fp8_blocks: bool = False
-    """Matrices of the layers are sent as fp8 blocks of 128 x 128 with their scales, and servers compute with these.
-    Needs GPUs of compute capability 8.9 or 9.0, and SGLang 0.5.23."""
+    """Send the layers' matrices as fp8 blocks of 128 x 128 with scales; servers compute with these. Needs compute
+    capability 8.9 or 9.0 and SGLang 0.5.23."""
     sync_dir: ExpandedPath | None = None
-    """Directory of the weight files of sync disk. Unset: RUN/sync."""
+    """Directory of sync disk. Unset: RUN/sync."""
     bucket_mib: int | None = Field(default=None, ge=1, le=65536)
-    """Weights are sent in buckets of at most this many MiB, or one larger tensor; the sender holds two. Unset: 64 to
-    servers on a CPU, else 256. 1 to 65536."""
+    """Size of a weight bucket, MiB; the sender holds two. Unset: 64 to servers on a CPU, else 256."""
     pause: Literal["retract", "in_place", "abort"] = "retract"
-    """Requests that run while weights change. retract: go on under the new weights with their cache computed anew;
+    """What running requests do while weights change. retract: go on under the new weights with a recomputed cache;
     in_place: go on with the old cache; abort: end, and are requested again."""
     verify: bool = True
-    """After each update compare log-probs of a fixed prompt, and checksums of some tensors where servers have them."""
+    """After each update compare log-probs of fixed prompts, and checksums where servers have them."""
     answer_workers: int | None = Field(default=None, ge=1, le=4096)
-    """Processes that ask the servers, parse what they say and turn tokens into text, spread over the Ray nodes. Unset:
-    one on each node. 1 to 4096."""
+    """Processes that send requests, parse responses and decode tokens. Unset: one per Ray node."""
     max_tokens_in_flight: int | None = Field(default=None, ge=1)
-    """Tokens (prompt and expected answer) that one server is given at once. Unset: twice what its cache holds."""
+    """Tokens (prompt and expected answer) given to one server at once. Unset: twice its cache."""
     start_timeout_s: float = Field(default=1800.0, ge=0.01, le=1e6)
-    """Until a server generates its first token, in seconds, 0.01 to 1e6."""
+    """Until a server generates its first token, seconds."""
     request_timeout_s: float = Field(default=3600.0, ge=0.01, le=1e6)
-    """Until the answers of one group arrive, in seconds; then it is requested elsewhere. 0.01 to 1e6."""
+    """Until the answers of one group arrive, seconds; then it is requested elsewhere."""
     stall_timeout_s: float = Field(default=60.0, ge=0.01, le=1e6)
-    """Time without any progress after which a server is given up, in seconds, 0.01 to 1e6."""
+    """Without any progress; then the server is fenced. Seconds."""
     sync_timeout_s: float = Field(default=300.0, ge=0.01, le=1e6)
-    """Each call of a weight update, and each broadcast, in seconds, 0.01 to 1e6."""
+    """For each call of a weight update and each broadcast, seconds."""
     max_restarts: int = Field(default=20, ge=0)
-    """Times that each server is started again after it failed, >= 0."""
+    """Restarts of each failed server."""
 
     @property
     def named_arguments(self) -> dict[str, Any]:
@@ -250,12 +245,12 @@ class EngineSection(Section):
     options: dict[str, Any] = {}
     """Options of an engine of your own: keyword arguments of its constructor."""
     replicas: int = Field(default=1, ge=1, le=65536)
-    """Engines that share the prompts, 1 to 65536."""
+    """Engines that share the prompts."""
     seed: Seed | None = None
     """Seed of sampling. Unset: trainer.seed."""
     colocate: bool = False
-    """SGLang servers and the actor's ranks share GPUs in turns: servers give their memory back while a batch is
-    trained, and ranks move theirs to the host while one is generated. Off: each has GPUs of its own."""
+    """SGLang servers and the actor's ranks share GPUs: servers offload while a batch is trained, ranks while one is
+    generated. Off: each has GPUs of its own."""
     embedded: EmbeddedSection = EmbeddedSection()
     """Options of the embedded engine."""
     sglang: SGLangSection = SGLangSection()
@@ -281,21 +276,22 @@ class RewardSection(Section):
     options: dict[str, Any] = {}
     """Options of a verifier of your own: keyword arguments of its constructor."""
     workers: int = Field(default=2, ge=1, le=65536)
-    """Worker processes in sum, spread over the Ray nodes with at least one on each; 1 to 65536."""
+    """Worker processes in total, at least one per Ray node."""
     timeout_s: float = Field(default=5.0, ge=0.01, le=1e5)
-    """Longest time for one answer, in seconds; the worker is then killed and replaced. 0.01 to 1e5."""
+    """Time limit per answer, seconds; then the worker is killed and replaced."""
     memory_mib: int = Field(default=1024, ge=64, le=2**20)
-    """Most memory one answer may take beyond the idle worker, in MiB, 64 to 1048576."""
+    """Memory limit per answer beyond the idle worker, MiB."""
     strict: bool = True
-    """Accept only an answer in the asked form (a box, an Answer line, the marker); off: also a trailing number."""
+    """Accept only an answer in the expected form (a box, an Answer line, the marker); off: also a trailing
+    number."""
     marker: Annotated[str, Field(min_length=1)] = "####"
     """exact: the text before the answer."""
     refuse_restated: bool = False
-    """math: an expression that stands in the problem's statement is no answer (numbers and words always are one)."""
+    """math: reject an expression that stands in the problem's statement (numbers and words are always accepted)."""
     correct_reward: float = Field(default=1.0, ge=-1e6, le=1e6)
-    """Reward of a correct answer; above incorrect_reward, at most 1e6."""
+    """Reward of a correct answer; above incorrect_reward."""
     incorrect_reward: float = Field(default=0.0, ge=-1e6, le=1e6)
-    """Reward of a wrong answer (DAPO uses -1), at least -1e6."""
+    """Reward of a wrong answer (DAPO uses -1)."""
 
     @property
     def is_own(self) -> bool:
@@ -307,27 +303,25 @@ class EnvironmentSection(Section):
     """What happens between a prompt and its verdict."""
 
     kind: Annotated[str, OneOf(("single_turn",))] = "single_turn"
-    """single_turn: one answer, judged by reward.verifier; module:Class: an environment of your own, with `reset` and
-    `step` in worker processes, or with `rollout`, which asks the model as often as it wants and judges."""
+    """single_turn: one answer, scored by reward.verifier; module:Class: an environment of your own, with several
+    turns."""
     options: dict[str, Any] = {}
     """Options of an environment of your own: keyword arguments of its constructor."""
     timeout_s: float = Field(default=300.0, ge=0.01, le=1e6)
-    """Longest time that one conversation may spend outside the engine and the verifiers, in seconds, 0.01 to 1e6; then
-    it is ended, counted and begun again."""
+    """Time limit of one conversation outside engine, verifiers and workers, seconds; then it is ended, counted and
+    restarted."""
     workers: int = Field(default=2, ge=1, le=65536)
-    """Worker processes of an environment with `step`, beside the driver; 1 to 65536."""
+    """Worker processes of an environment with `step`, beside the driver."""
     step_timeout_s: float = Field(default=30.0, ge=0.01, le=1e6)
-    """Longest time of one `reset` or `step` in a worker, in seconds, 0.01 to 1e6; then the worker is ended, and the
-    conversation begun again."""
+    """Time limit of one `reset` or `step`, seconds; then its worker is ended and the conversation restarted."""
     memory_mib: int = Field(default=1024, ge=64, le=2**20)
-    """Resident memory of one worker and all that it starts, in MiB, 64 to 2^20."""
+    """Resident memory of one worker and all that it starts, MiB."""
     max_turns: int = Field(default=16, ge=1, le=10000)
-    """Most answers of the model in a conversation of an environment with `step`, 1 to 10000."""
+    """Most answers of the model in a conversation with `step`."""
     max_turn_tokens: int | None = Field(default=None, ge=1)
     """Most tokens of one of its answers. Unset: what rollout.max_response_tokens leaves."""
     strict: bool = False
-    """Compare each finished conversation of an environment with `step` with the text that the chat template writes of
-    its whole history; a difference ends the run."""
+    """End the run where a conversation with `step` differs from its history as the chat template renders it."""
 
     @property
     def is_own(self) -> bool:
@@ -339,29 +333,29 @@ class TrainerSection(Section):
     """The run."""
 
     run_dir: ExpandedPath | None = None
-    """Directory of the run. Unset: runs/ and the name of the configuration file without its ending."""
+    """Run directory. Unset: runs/ and the configuration file's name without its ending."""
     steps: int = Field(default=100, ge=1)
-    """Optimizer steps of the run, >= 1; a batch of prompts_per_step prompts gives updates_per_batch of them."""
+    """Optimizer steps; each batch gives updates_per_batch of them."""
     seed: Seed = 0
-    """Seed of everything random, in [0, 2^63)."""
+    """Seed of everything random."""
     save_every_steps: int = Field(default=20, ge=0)
     """Steps between checkpoints; 0: only at the end."""
     keep_checkpoints: int = Field(default=2, ge=1)
-    """Newest checkpoints that stay on disk, >= 1."""
+    """Newest checkpoints that stay on disk."""
     keep_every_steps: int = Field(default=0, ge=0)
-    """Checkpoints of multiples of this many optimizer steps stay for good; 0: none do."""
+    """Keep checkpoints of multiples of this many steps for good; 0: none."""
     export_hf: bool = False
-    """When all steps are done, write the model to RUN/hf as a Hugging Face directory (weights in bf16 or fp32, config,
-    tokenizer) for transformers, vLLM and SGLang. With --resume also afterwards: a finished run only writes it."""
+    """After the last step write the model to RUN/hf as a Hugging Face directory (bf16 or fp32). With --resume also
+    afterwards: a finished run only writes it."""
     eval_every_steps: int = Field(default=0, ge=0)
     """Steps between evaluations on data.eval; also before the first step and after the last. 0: never."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """NaN or infinity in loss or gradient: stop (exit code 3), or skip the step and count it. The batch is written
-    out either way."""
+    """NaN or infinity in loss or gradient: stop (exit code 3), or skip and count the step. The batch is written out
+    either way."""
     deadline_scale: float = Field(default=1.0, ge=1e-3, le=1000)
-    """Factor of the limit of every wait in the loop (an optimizer step 4 h, a sync 30 min, ...), 0.001 to 1000."""
+    """Factor of every deadline in the loop (optimizer step 4 h, sync 30 min, ...)."""
     updates_per_batch: int = Field(default=1, ge=1)
-    """Optimizer steps (mini-batches) per batch, >= 1; divides the samples of a batch."""
+    """Optimizer steps (mini-batches) per batch; divides the samples of a batch."""
 
     @property
     def hf_dir(self) -> Path:
@@ -373,11 +367,11 @@ class ClusterSection(Section):
     """The nodes that the run will get, for checks on a machine that is not one of them; a start asks Ray itself."""
 
     nodes: int = Field(default=1, ge=1)
-    """Nodes, >= 1."""
+    """Nodes."""
     gpus_per_node: int | None = Field(default=None, ge=1)
-    """GPUs of each node, >= 1. Unset: what the Ray cluster of RAY_ADDRESS has, or this machine."""
+    """GPUs per node. Unset: what the Ray cluster of RAY_ADDRESS has, or this machine."""
     gpu: Annotated[str, Field(min_length=1)] | None = None
-    """Their type, such as H100, as Ray calls it. Unset: not known; whether it has fp8 shows at the start."""
+    """Type as Ray names it, such as H100. Unset: unknown; whether it has fp8 shows at the start."""
 
 
 class WandbSection(Section):
@@ -399,7 +393,7 @@ class ObserveSection(Section):
     tensorboard: bool = True
     """Write TensorBoard events to RUN/tensorboard."""
     save_rollouts: bool = True
-    """Write every batch of rollouts to RUN/rollouts (needed for replay and for samples in the report)."""
+    """Write every batch to RUN/rollouts (needed for replay and for samples in the report)."""
     wandb: WandbSection = WandbSection()
     """Weights & Biases."""
 

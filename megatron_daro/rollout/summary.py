@@ -72,7 +72,7 @@ _OVERFLOW = ("context_overflow", "out_of_room")
 
 
 def turn_metrics(rollouts: Sequence[Rollout], verdicts: Sequence[Verdict]) -> dict[str, float]:
-    """Turns, observed tokens and the limits at which conversations ended; nothing where all are single answers."""
+    """Count turns, observed tokens and the limits that ended conversations; nothing where all are single answers."""
     turns = [[made for _, made in rollout.turns if made] for rollout in rollouts if rollout.turns]
     if not turns:
         return {}

@@ -137,43 +137,43 @@ class ClusterFile(Section):
     nodes: Annotated[int, Field(ge=1)] | None = None
     """Nodes of a job. Unset: what the recipe's GPUs need."""
     gpus_per_node: Annotated[int, Field(ge=0)] = 8
-    """GPUs of each node; 0: a cluster without GPUs, which needs `nodes`."""
+    """GPUs per node; 0: a cluster without GPUs, which needs `nodes`."""
     gpu_option: Literal["auto", "gpus-per-node", "gres", "none"] = "auto"
-    """How Slurm is asked for GPUs. auto: not at all where the partition's nodes declare none (sinfo's GRES), else
+    """How Slurm is asked for GPUs. auto: not at all where the partition's nodes declare none, else
     --gpus-per-node."""
     cpus_per_node: Annotated[int, Field(ge=1)] | None = None
-    """CPU cores asked for on each node; without GPUs also how many ranks and servers it takes. Unset: all cores."""
+    """CPU cores per node; without GPUs also how many ranks and servers it takes. Unset: all."""
     memory_gib: Annotated[int, Field(ge=1)] | None = None
-    """Memory asked for on each node. Unset: all of an exclusive node's, else the partition's default."""
+    """Memory per node, GiB. Unset: all of an exclusive node's, else the partition's default."""
     exclusive: bool = True
     """Nodes for this job alone."""
     python: Text = "python"
-    """Interpreter that has megatron_daro, on the nodes (in the container where there is one)."""
+    """Interpreter that has megatron_daro, on the nodes or in the container."""
     container: Container | None = None
     """Container. Unset: none."""
     setup: tuple[Annotated[str, AfterValidator(_shell_line)], ...] = ()
-    """Shell lines before anything starts, such as `module load cuda` or `source env/bin/activate`."""
+    """Shell lines before anything starts, such as `module load cuda`."""
     environment: dict[
         Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$"), AfterValidator(_variable)], PlainText
     ] = {}
     """Environment variables of the job."""
     sbatch: tuple[Annotated[PlainText, Field(pattern="^--[a-z][a-z0-9-]*(=.*)?$"), AfterValidator(_option)], ...] = ()
-    """Further options of sbatch, each as --name or --name=value, such as --constraint=h100."""
+    """Further sbatch options, each as --name or --name=value."""
     network_interface: Word | None = None
-    """Network card of the nodes for Ray, gloo and NCCL's start, such as ib0. Unset: that of the host name."""
+    """Network interface of the nodes for Ray, gloo and NCCL, such as ib0. Unset: that of the host name."""
     addresses: dict[Annotated[str, Field(pattern=r"^[^\s=-][^\s=]*$"), AfterValidator(_plain)], Word] = {}
-    """Address of single nodes by name, where neither host name nor card leads to the right one."""
+    """Addresses of single nodes by name, where neither host name nor interface leads to the right one."""
     signal_before_s: Annotated[int, Field(ge=10, le=65535)] | None = None
-    """Seconds before the time limit at which training is asked to save and end. Unset: what the plan of a step and a
-    checkpoint needs, at least 300."""
+    """Seconds before the time limit at which training is asked to save and end. Unset: what the plan of a step and
+    a checkpoint needs, at least 300."""
     term_grace_s: Annotated[float, Field(gt=0, le=3600)] = 20.0
     """Seconds that a job has after SIGTERM (scancel): below the cluster's KillWait."""
     attempts: Annotated[int, Field(ge=1)] = 50
-    """Starts of a run in all, requeues included; then it stays down."""
+    """Starts of a run in all, requeues included."""
     stall_minutes: Minutes = 60.0
-    """Minutes without a new step (or the first one) after which a job ends itself."""
+    """Minutes without a new step after which a job ends itself."""
     check_minutes: Minutes = 2.0
-    """Minutes until every node of a job has reported its health."""
+    """Minutes until every node must have reported its health."""
     exclude_bad_nodes: bool = False
     """Requeue without the nodes whose health check failed; off: the job ends and names them."""
     free_disk_gib: Annotated[float, Field(ge=0)] = 10.0

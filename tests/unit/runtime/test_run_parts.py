@@ -78,4 +78,6 @@ def test_the_ranks_get_the_settings_of_the_run(tmp_path):
     config = configured(trainer={"run_dir": str(tmp_path / "run"), "seed": 5, "updates_per_batch": 2})
     made = policy_group(config, "where", kind=lambda *sections, **options: (sections, options))
     assert made[0] == (policy_settings(config), config.actor, config.algorithm)
-    assert made[1] == {"seed": 5, "updates_per_batch": 2, "placement": "where", "logs": tmp_path / "run/logs"}
+    assert made[1] == {
+        "seed": 5, "updates_per_batch": 2, "placement": "where", "logs": tmp_path / "run/logs", "token_columns": ()
+    }  # fmt: skip
