@@ -32,7 +32,7 @@ print({_MARK!r} + json.dumps(found, default=repr), flush=True)
 
 
 class CodeTests:
-    """environment.kind: code_tests:CodeTests. The gold answer is JSON: `function`, and `cases` of [arguments, result]."""
+    """environment.kind: code_tests:CodeTests. The gold answer is JSON: `function`; `cases` of [arguments, result]."""
 
     def __init__(
         self,
@@ -84,15 +84,15 @@ class CodeTests:
         except (ValueError, TypeError):
             whole = []
         if outcome.reason != "ok" or len(whole) != len(cases):
-            return last[-200:] if outcome.reason in ("ok", "error") else f"ended: {outcome.reason}", 0.0
+            said = last[-200:] if outcome.reason in ("ok", "error") else f"ended: {outcome.reason}"
+            return said or "it ended before its results", 0.0
         right = [worked and result == case[1] for (worked, result), case in zip(whole, cases, strict=True)]
         if all(right):
             return "", 1.0
         first = right.index(False)
         call = f"{state['function']}({', '.join(map(json.dumps, cases[first][0]))})"
-        return f"{call} gave {json.dumps(whole[first][1])[:100]}, not {json.dumps(cases[first][1])}", sum(right) / len(
-            right
-        )
+        said = f"{call} gave {json.dumps(whole[first][1])[:100]}, not {json.dumps(cases[first][1])}"
+        return said, sum(right) / len(right)
 
 
 def problems(count: int, seed: int = 0) -> list[dict[str, str]]:

@@ -137,9 +137,15 @@ def make_root(names: list[str], scratch_mib: int) -> None:
 
 
 def _mounted_below(root: str) -> list[str]:
-    lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    points = [line.split()[4].encode().decode("unicode_escape") for line in lines]
-    return [point for point in points if point.startswith(f"{root}/")]
+    """Return what is mounted on the newest mount at `root`, however deep; not what that hides."""
+    rows = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    below = {[row[0] for row in rows if row[4] == root][-1]}
+    points = []
+    for number, parent, _, _, point, *_ in rows:  # in the order in which they were made
+        if parent in below:
+            below.add(number)
+            points.append(point.encode().decode("unicode_escape"))
+    return points
 
 
 def give_up_rights(*, sockets: bool) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -125,6 +127,20 @@ def test_isolation_that_is_not_to_be_had_is_refused_by_name(monkeypatch, tmp_pat
     monkeypatch.setattr("megatron_daro.sandbox._CHILD", tmp_path / "child.py")
     with pytest.raises(SandboxError, match=r"isolation namespaces is not to be had here .*unshare.*max_user_names"):
         BOX.run("print(1)")
+
+
+def test_what_is_mounted_elsewhere_does_not_matter(tmp_path):
+    code = (
+        "import os, sys\nfrom megatron_daro.sandbox import Sandbox, child\n"
+        "child.checked(child._libc.unshare(child._NEW_NS), 'unshare')\n"
+        "child.mount('none', '/', None, child._REC | child._PRIVATE)\n"
+        "os.mkdir(sys.argv[1])\nchild.mount('tmpfs', sys.argv[1], 'tmpfs', 0)\nprint(Sandbox().run('print(1)').output)"
+    )
+    if os.geteuid() != 0:
+        pytest.skip("only root mounts")
+    command = [sys.executable, "-c", code, str(tmp_path / "mounted")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.stdout == "1\n\n", ended.stderr
 
 
 def test_weaker_isolation_is_another_word_and_has_the_limits():

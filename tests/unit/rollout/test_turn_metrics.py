@@ -1,17 +1,19 @@
 """What a step says of conversations: turns, observed tokens, and the limits that ended them."""
 
-from dataclasses import replace
-
-from test_batch import make_rollout
+import numpy as np
 
 from megatron_daro.rollout.summary import turn_metrics
-from megatron_daro.types import Verdict
+from megatron_daro.types import Rollout, Verdict
+
+
+def rollout(index, turns, length):
+    tokens, ones = np.zeros(2 + length, np.int32), np.ones(length, np.uint8)
+    return Rollout("p", 0, 0, index, tokens, 2, ones, np.zeros(length, np.float32), "stop", 1, turns=turns)
 
 
 def test_turns_and_limits_by_hand():
-    one = replace(make_rollout(0, 0, response=9), turns=((0, 3), (2, 3), (1, 0)))
-    two = replace(make_rollout(0, 1, response=4), turns=((1, 3),))
-    single = make_rollout(0, 2)
+    one, two = rollout(0, ((0, 3), (2, 3), (1, 0)), 9), rollout(1, ((1, 3),), 4)
+    single = rollout(2, (), 3)
     reasons = ["max_turns", "context_overflow", "max_turns"]
     found = turn_metrics([one, two, single], [Verdict(False, 0.0, reason) for reason in reasons])
     assert found == {
