@@ -57,9 +57,9 @@ def marks(word: str, guess: str) -> str:
 def problems(count: int, seed: int = 0, letters: str = "abcdef", length: int = 4) -> list[dict[str, str]]:
     """Return games with words of the letters, the same for a seed."""
     rng = random.Random(seed)
-    asked = f"Guess the word: {length} letters of {letters}. {RIGHT} stands right, {ELSEWHERE} stands elsewhere.\n"
+    rules = f"Guess the word: {length} letters of {letters}. {RIGHT} stands right, {ELSEWHERE} stands elsewhere.\n"
     return [
-        {"id": f"word-{seed}-{i}", "problem": asked, "answer": "".join(rng.choices(letters, k=length))}
+        {"id": f"word-{seed}-{i}", "problem": f"Game {i}. {rules}", "answer": "".join(rng.choices(letters, k=length))}
         for i in range(count)
     ]
 

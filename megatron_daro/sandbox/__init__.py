@@ -25,6 +25,8 @@ from megatron_daro.errors import SandboxError
 Isolation = Literal["namespaces", "limits"]
 Reason = Literal["ok", "error", "time", "cpu", "memory", "output", "killed"]
 _POLL_S = 0.02
+_START_S = 60.0
+"""Longest time until the code begins; a busy machine makes namespaces slowly."""
 _OVERHEAD_MIB = 16
 """Of child.py's own processes."""
 _CHILD = Path(__file__).with_name("child.py")
@@ -36,9 +38,9 @@ _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
 class Limits:
     """What one run of code may use.
 
-    wall_s: time, seconds. cpu_s: CPU time of each process, whole seconds. memory_mib: address space of each process,
-    and resident memory of all together. output_bytes: of standard output and error together. file_mib: of all files.
-    processes: at once, threads included.
+    wall_s: time, seconds, from where the code begins. cpu_s: CPU time of each process, whole seconds. memory_mib:
+    address space of each process, and resident memory of all together. output_bytes: of standard output and error
+    together. file_mib: of all files. processes: at once, threads included.
     """
 
     wall_s: float = 5.0
@@ -171,7 +173,7 @@ class _Watch:
 
     def _watch(self, output: int) -> Reason | None:
         """Read until the code has ended, or return the limit that it passed."""
-        limits, deadline = self._sandbox.limits, time.monotonic() + self._sandbox.limits.wall_s
+        limits, deadline, started = self._sandbox.limits, time.monotonic() + _START_S, False
         open_ends = {output: self._output, self._status: self._said}
         polled = 0.0
         while open_ends:
@@ -183,6 +185,8 @@ class _Watch:
                 open_ends[descriptor] += chunk
                 if not chunk:
                     del open_ends[descriptor]
+            if not started and self._said:
+                started, deadline = True, time.monotonic() + limits.wall_s
             if len(self._output) > limits.output_bytes:
                 return "output"
             if self._status not in open_ends:

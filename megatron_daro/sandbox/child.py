@@ -209,6 +209,7 @@ def run_code(settings: dict[str, Any], status: int) -> NoReturn:
         Path(directory, name).write_text(text, encoding="utf-8", errors="backslashreplace")
     prctl(_SET_CHILD_SUBREAPER, 1)
     prctl(_SET_DUMPABLE, 0)  # the code, of the same user, must not read this process or its descriptors
+    report(status, {"started": True})
     pid = os.fork()
     if pid == 0:
         os.setsid()

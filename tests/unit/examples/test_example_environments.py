@@ -47,7 +47,7 @@ def test_code_is_run_shown_and_the_answer_judged(sandboxed):
 
 
 def test_a_tool_that_hangs_or_prints_for_ever_is_cut(sandboxed):
-    tool = python_tool.PythonTool(limits={"wall_s": 1.0})
+    tool = python_tool.PythonTool(limits={"wall_s": 4.0})
     state = tool.reset(prompt("1")).state
     assert "[ended: time]" in tool.step(state, "```python\nwhile True: pass\n```").observation
     long = tool.step(state, "```python\nwhile True: print('x' * 1000)\n```")
