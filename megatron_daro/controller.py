@@ -14,7 +14,7 @@ import math
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -325,7 +325,7 @@ class Controller:
             return await self._within("logprob", work, what=f"step {update.step}")
 
     def _columns(self, batch: SampledBatch, update: Update) -> tuple[TrainBatch, dict[str, float]]:
-        columns = self._parts.build(update.groups)
+        columns = replace(self._parts.build(update.groups), opens_batch=update.first)
         return columns, update_metrics(batch, update, columns, self._section.updates_per_batch)
 
     async def _update(self, update: Update, train_batch: TrainBatch) -> None:

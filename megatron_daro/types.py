@@ -264,6 +264,7 @@ class TrainBatch:
     routed_experts_TLK int16 [T, layers, experts of a token]: which experts the engine chose for a token that it
     read; -1 where it did not tell, and for the last token of a sample, which it did not read. None where no engine was
     asked.
+    opens_batch: whether this is the first optimizer step of a batch of rollouts.
     """
 
     tokens_T: np.ndarray
@@ -283,6 +284,7 @@ class TrainBatch:
     token_advantages_R: np.ndarray | None = None
     group_lengths_NK: np.ndarray | None = None
     routed_experts_TLK: np.ndarray | None = None
+    opens_batch: bool = True
 
     def __len__(self) -> int:
         return len(self.lengths_N)
@@ -319,12 +321,13 @@ class TrainBatch:
         """One batch of all samples, in order. All must have the same K and the same optional columns."""
         if len({b.rollouts_per_prompt for b in batches}) != 1:
             raise ValueError("cannot concatenate batches of different rollouts_per_prompt")
-        columns = [f.name for f in fields(cls) if f.name != "rollouts_per_prompt"]
+        columns = [f.name for f in fields(cls) if f.name not in ("rollouts_per_prompt", "opens_batch")]
         joined: dict[str, Any] = {}
         for name in columns:
             parts = [getattr(b, name) for b in batches]
             joined[name] = None if all(p is None for p in parts) else np.concatenate(parts)
-        return cls(rollouts_per_prompt=batches[0].rollouts_per_prompt, **joined)
+        opens_batch = any(b.opens_batch for b in batches)
+        return cls(rollouts_per_prompt=batches[0].rollouts_per_prompt, opens_batch=opens_batch, **joined)
 
 
 def _ragged(column: np.ndarray, lengths_N: np.ndarray) -> list[np.ndarray]:

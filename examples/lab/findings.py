@@ -160,23 +160,31 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def aligned(header: list[str], rows: list[list[str]]) -> str:
+    """The same as a block of text: a matrix of numbers is easier to read in columns of one width."""
+    lines = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return "\n".join(["```", *padded, "```"])
+
+
 def speeds(tables: Mapping[str, Mapping[str, Runs]]) -> tuple[list[str], list[list[str]]]:
     """Steps to the baseline's final accuracy as a multiple of the baseline's, for the arms of `COMPARED`."""
     rows = [
-        [arm, *(spread(results.ratios_to_baseline(t[arm], t[BASELINE])) if arm in t else "" for t in tables.values())]
-        for arm in COMPARED
+        [world, *(spread(results.ratios_to_baseline(t[arm], t[BASELINE])) if arm in t else "" for arm in COMPARED)]
+        for world, t in tables.items()
     ]
-    return ["arm", *tables], rows
+    return ["world", *COMPARED], rows
 
 
 def for_docs(tables: Mapping[str, Mapping[str, Runs]]) -> str:
     """What stands between the marks of docs/lab.md."""
     return (
-        "Final held-out accuracy less GRPO's, in points; `*`: the 95 % interval holds no 0.\n\n"
-        f"{markdown(*matrix(tables))}\n\n"
+        "Final held-out accuracy less GRPO's, in points; `*`: the 95 % interval excludes 0.\n\n"
+        f"{aligned(*matrix(tables))}\n\n"
         "Steps to GRPO's final accuracy as a multiple of GRPO's: median [smallest, largest] of the seeds; never: not "
         "within the run; -: fewer than half of the seeds.\n\n"
-        f"{markdown(*speeds(tables))}\n"
+        f"{aligned(*speeds(tables))}\n"
     )
 
 

@@ -132,6 +132,9 @@ class StepLoss:
         self._coefficients_N = algorithm.coefficients(samples, self.totals).to(on)
         self._slopes_PN = algorithm.coefficient_slopes(samples, self.totals).to(on)
         self._regularizer_coefficient = algorithm.regularizer_coefficient(self.totals)
+        self._kl_scales_N = (
+            _kl_scales(samples.lengths_N, self.totals).to(on) if settings.kl_mean == "rollouts" else None
+        )
         self._num_bins = batch.rollouts_per_prompt + 1
         cells = self._num_bins * (len(edges) + 1)
         size = len(CELL_SUMS) * cells + 2 + len(self._slopes_PN) + len(TOKEN_SUMS)
@@ -164,6 +167,7 @@ class StepLoss:
             segment_T=packed.segment_T[positions_J],
             num_segments=len(packed),
             settings=self._settings,
+            kl_scales_T=self._kl_scales(packed, positions_J),
             segment_reduce=_sum_over_context if parallel_state.get_context_parallel_world_size() > 1 else None,
             gradient_squares=self._measures_gradient,
         )
@@ -172,6 +176,13 @@ class StepLoss:
         self._accumulate(packed, objective, policy.detach(), regularizer.detach())
         loss = (policy + regularizer).to(torch.float32)
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}
+
+    def _kl_scales(self, packed: PackedMicroBatch, positions_J: Tensor) -> Tensor | None:
+        """[J], what the KL of each token is multiplied by; None where all count alike."""
+        if self._kl_scales_N is None:
+            return None
+        samples_J = packed.segment_T[positions_J].clamp(0, len(packed) - 1)
+        return self._kl_scales_N[packed.sample_indices][samples_J]
 
     def _accumulate(
         self, packed: PackedMicroBatch, objective: TokenObjective, policy: Tensor, regularizer: Tensor
@@ -222,6 +233,12 @@ def _samples(batch: TrainBatch) -> Samples:
         advantages_N=torch.tensor(batch.advantages_N),
         group_lengths_NK=None if lengths_NK is None else torch.tensor(lengths_NK),
     )
+
+
+def _kl_scales(lengths_N: Tensor, totals: BatchTotals) -> Tensor:
+    """float64 [N]: with these factors a mean over the step's tokens is one over its rollouts of means over their
+    tokens, N / (rollouts * own tokens)."""
+    return totals.tokens / max(totals.num_rollouts, 1) / lengths_N.to(torch.float64).clamp(min=1)
 
 
 def _at(column_T: Tensor | None, positions_J: Tensor) -> Tensor | None:

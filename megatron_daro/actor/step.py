@@ -22,7 +22,8 @@ from megatron_daro.actor import device
 from megatron_daro.actor.forward import MicroBatches, OutputSettings, packed_micro_batches, run_schedule
 from megatron_daro.actor.loss import StepLoss, StepSums
 from megatron_daro.actor.optimizer import UpdateReport, update
-from megatron_daro.algo.objective import ObjectiveSettings
+from megatron_daro.algo.corrections import segment_sums
+from megatron_daro.algo.objective import ObjectiveSettings, kl_terms
 from megatron_daro.algo.weighting import Algorithm, TokenColumns
 from megatron_daro.errors import AlgorithmError, NonFiniteError
 from megatron_daro.types import StepResult, TrainBatch
@@ -60,6 +61,8 @@ def compute_gradients(
         AlgorithmError: advantages per token that do not fit the batch. NonFiniteError: some are not finite; on every
             rank.
     """
+    if settings.reward_kl_coefficient > 0:
+        batch = with_kl_in_reward(train_state.algorithm, batch, settings)
     if train_state.algorithm.token_columns is not None:
         batch = with_token_advantages(train_state.algorithm, batch)
     chunks, last = train_state.chunks, train_state.chunks[-1].module
@@ -71,6 +74,50 @@ def compute_gradients(
     loss = StepLoss(train_state.algorithm, settings, output, batch)
     run_schedule(chunks, packs, partial(loss.micro_batch, last), forward_only=False)
     return loss.reduce()
+
+
+def with_kl_in_reward(algorithm: Algorithm, batch: TrainBatch, settings: ObjectiveSettings) -> TrainBatch:
+    """Return this rank's shard with rewards that are less by coefficient times the KL of each answer's trained tokens,
+    summed, and the advantages of these rewards over the whole step. Collective over the data-parallel group.
+
+    The KL is that of the weights that the batch began with, from the columns of its passes; no gradient flows.
+
+    Raises:
+        AlgorithmError: a column was not computed. NonFiniteError: a reward is not finite then; on every rank.
+
+    Source: R - beta * sum of log(pi / pi_ref) as in RLOO, arXiv 2402.14740, eq. 1, with the estimator of the options.
+    """
+    old_R, ref_R = batch.old_logprobs_R, batch.ref_logprobs_R
+    if old_R is None or ref_R is None:
+        raise AlgorithmError(
+            f"kl.place: got 'reward', but {'old' if old_R is None else 'ref'}_logprobs were not computed for this "
+            "batch; let `Policy.prepare` see the batch before it is trained"
+        )
+    mask_R = torch.from_numpy(batch.loss_mask_R.astype(bool))
+    old, ref = (torch.where(mask_R, torch.from_numpy(values_R).double(), 0.0) for values_R in (old_R, ref_R))
+    sample_R = torch.arange(len(batch)).repeat_interleave(torch.from_numpy(batch.response_lengths_N))
+    kl_N = segment_sums(kl_terms(old, ref, settings.kl_estimator), mask_R, sample_R, len(batch))
+    rewards_N = torch.from_numpy(batch.rewards_N).double() - settings.reward_kl_coefficient * kl_N
+    (rewards, group_ids), own = _of_the_step(rewards_N, torch.from_numpy(batch.group_ids_N).double())
+    if wrong := int((~rewards.isfinite()).sum()):
+        raise NonFiniteError(
+            f"kl.place reward: {wrong} of the step's {len(rewards)} rewards are not finite with the KL"
+        )
+    advantages = algorithm.advantages(rewards, group_ids.long())[own]
+    return replace(batch, rewards_N=rewards_N.float().numpy(), advantages_N=advantages.float().numpy())
+
+
+def _of_the_step(*columns_N: Tensor) -> tuple[list[Tensor], slice]:
+    """Return columns [N] of this rank's samples as those of all data-parallel ranks, and where its own are in them."""
+    size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    sizes = torch.zeros(size, dtype=torch.float64)
+    sizes[rank] = len(columns_N[0])
+    sizes = _sum_over_data_parallel(sizes).long()
+    start = int(sizes[:rank].sum())
+    own = slice(start, start + len(columns_N[0]))
+    together = torch.zeros(len(columns_N), int(sizes.sum()), dtype=torch.float64)
+    together[:, own] = torch.stack(columns_N)
+    return list(_sum_over_data_parallel(together)), own
 
 
 def with_token_advantages(algorithm: Algorithm, batch: TrainBatch) -> TrainBatch:
@@ -154,6 +201,8 @@ def train_step(
         Metrics of the whole step. `skipped` with a reason if an advantage, the loss or the gradient was not finite.
     """
     started = time.perf_counter()
+    if batch.opens_batch:
+        train_state.algorithm.begin_batch()
     try:
         sums = compute_gradients(train_state, batch, micro_batches, settings, output)
     except NonFiniteError as error:  # on every rank, before anything was done

@@ -128,6 +128,30 @@ def leave_one_out_advantages(rewards_N: Tensor, group_ids_N: Tensor) -> Tensor:
     return (centred_N * size_N / (size_N - 1).clamp(min=1)).to(dtype)
 
 
+def over_mean_deviation(advantages_N: Tensor, rewards_N: Tensor, group_ids_N: Tensor) -> Tensor:
+    """Divide advantages by the mean absolute deviation of the rewards of their group; 0 where all rewards are equal.
+
+    Args:
+        advantages_N: [N]. rewards_N: [N], finite. group_ids_N: [N] integers, arbitrary values in any order.
+
+    Returns:
+        [N], dtype of the advantages.
+
+    Raises:
+        AlgorithmError: shapes differ or a reward is not finite.
+
+    Source: DGPO, arXiv 2601.20614 (without the 1e-4 that the authors' code adds).
+    """
+    rewards_N, group_N, num_groups, _ = _checked(rewards_N, group_ids_N)
+    centred_N, size_N = _centred(rewards_N, group_N, num_groups)
+    sums_G = torch.zeros(num_groups, dtype=torch.float64, device=rewards_N.device).index_add(
+        0, group_N, centred_N.abs()
+    )
+    deviation_N = sums_G[group_N] / size_N
+    divided_N = advantages_N.to(torch.float64) / torch.where(deviation_N > 0, deviation_N, 1.0)
+    return torch.where(deviation_N > 0, divided_N, 0.0).to(advantages_N.dtype)
+
+
 def _checked(rewards_N: Tensor, group_ids_N: Tensor) -> tuple[Tensor, Tensor, int, torch.dtype]:
     """Rewards as float64, group numbers 0..G-1, G, and the dtype to answer in."""
     rewards_N = torch.as_tensor(rewards_N)

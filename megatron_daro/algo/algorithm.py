@@ -292,6 +292,9 @@ class Algorithm(ABC):
         """Return the part of the loss without a gradient into the policy (daro: -sum ln w), for reporting."""
         return 0.0
 
+    def begin_batch(self) -> None:  # noqa: B027
+        """Take note that a batch of rollouts begins, before its first optimizer step; called on every rank."""
+
     def learn(self, step_stats: StepStats) -> None:
         """Learn from a step that was applied; called once, on every rank with the same numbers."""
         self.update(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from typing_extensions import Unpack
 
 from megatron_daro.algo.algorithm import BatchTotals, Common, SampleAlgorithm, Samples, StepStats, token_mean
 from megatron_daro.errors import AlgorithmError, CheckpointError
+
+Every = Literal["step", "batch"]
 
 
 class HaDw(SampleAlgorithm):
@@ -28,6 +30,9 @@ class HaDw(SampleAlgorithm):
     rate y, C becomes (1 - eta) C + eta y with eta = rate * standard deviation of the last `window` values of C, at most
     1 (eq. 7 to 12). That rule never moves a C that has not moved, and no start is given: until `window` steps have
     passed, C is the mean of their y (the paper's hard update, eq. 134), and the first step's own y before there is any.
+
+    A step is an optimizer step here, and a batch of several in the paper: with `every="batch"` C stays as it is over
+    all updates of a batch, and moves by the pass rate of all of them when the next batch begins.
 
     Source: arXiv 2601.08521, eq. 7 to 17; scale 1.3 is the best of its table 7. eta's factor and the window are not
     printed: chosen 1 and 10.
@@ -41,9 +46,10 @@ class HaDw(SampleAlgorithm):
         scale: float = 1.3,
         rate: float = 1.0,
         window: int = 10,
+        every: Every = "step",
         **common: Unpack[Common],
     ) -> None:
-        """Take the options of `Algorithm`, scale and rate above 0, and window, 2 steps or more.
+        """Take the options of `Algorithm`, scale and rate above 0, window, 2 steps or more, and what a step is.
 
         Raises:
             AlgorithmError: an option is out of range.
@@ -55,6 +61,10 @@ class HaDw(SampleAlgorithm):
         if window < 2:
             raise AlgorithmError(f"window: got {window}, allowed is 2 or more: one value has no standard deviation")
         self.scale, self.rate, self.window = float(scale), float(rate), int(window)
+        if every not in get_args(Every):
+            raise AlgorithmError(f"every: got {every!r}, allowed are {', '.join(get_args(Every))}")
+        self.every = every
+        self._pending: list[list[float]] = []
         self._anchor: float | None = None
         self._early: list[float] = []
         self._anchors: list[float] = []
@@ -66,9 +76,22 @@ class HaDw(SampleAlgorithm):
         factor_N = self.scale * torch.exp(-samples.advantages_N.to(torch.float64).sign() * gap_N)
         return token_mean(samples.lengths_N, totals) * factor_N
 
+    def begin_batch(self) -> None:
+        """Move C by the pass rate of the batch that ended, where that is what moves it."""
+        if self._pending:
+            rollouts = sum(count for _, count in self._pending)
+            self._move(sum(rate * count for rate, count in self._pending) / rollouts)
+            self._pending = []
+
     def learn(self, step_stats: StepStats) -> None:
-        """Move C by the step's pass rate."""
-        observed = step_stats.totals.pass_rate
+        """Move C by the step's pass rate, or keep that for the end of the batch."""
+        totals = step_stats.totals
+        if self.every == "step":
+            self._move(totals.pass_rate)
+        elif totals.num_rollouts:
+            self._pending = [*self._pending, [totals.pass_rate, float(totals.num_rollouts)]]
+
+    def _move(self, observed: float) -> None:
         if self._anchor is None or self._early:
             self._early = [*self._early, observed]
             self._anchor = sum(self._early) / len(self._early)
@@ -80,8 +103,9 @@ class HaDw(SampleAlgorithm):
         self._anchors = [*self._anchors, self._anchor][-self.window :]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return C, its last values, and the pass rates of the first steps."""
-        return {**super().state_dict(), "anchor": self._anchor, "anchors": self._anchors, "early": self._early}
+        """Return C, its last values, the pass rates of the first steps, and those of a batch that has not ended."""
+        own = {"anchor": self._anchor, "anchors": self._anchors, "early": self._early}
+        return {**super().state_dict(), **own, **({"pending": self._pending} if self._pending else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raise CheckpointError for another algorithm or a torn state. A shorter window forgets the oldest values."""
@@ -90,6 +114,7 @@ class HaDw(SampleAlgorithm):
         anchor = _number("anchor", state)
         if (anchor is None) != (not anchors) or (anchors and anchors[-1] != anchor):
             raise _torn("anchor", anchor, "the last of anchors")
+        self._pending = _pending(state)
         self._anchor, self._anchors, self._early = anchor, anchors[-self.window :], early
 
 
@@ -201,6 +226,17 @@ def _shares(name: str, state: Mapping[str, Any]) -> list[float]:
     if not isinstance(values, list) or not all(_is_number(v) and 0 <= v <= 1 for v in values):
         raise _torn(name, values, "a list of numbers from 0 to 1")
     return values
+
+
+def _pending(state: Mapping[str, Any]) -> list[list[float]]:
+    """Return saved pairs of pass rate and rollouts; none where the state has none."""
+    pairs = state.get("pending", [])
+    allowed = "a list of pairs: a pass rate from 0 to 1, and a number of rollouts above 0"
+    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise _torn("pending", pairs, allowed)
+    if not all(_is_number(rate) and 0 <= rate <= 1 and _is_number(count) and count > 0 for rate, count in pairs):
+        raise _torn("pending", pairs, allowed)
+    return pairs
 
 
 def _torn(name: str, value: object, allowed: str) -> CheckpointError:

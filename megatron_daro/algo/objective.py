@@ -6,9 +6,9 @@ sums per sample by the coefficients of `weighting`. Everything reported is a sum
 micro-batches and ranks add up exactly. Masked positions may be NaN without effect.
 
 Trust regions: PPO's clip (surrogate.py), GSPO (the same clip with a sequence's ratio, corrections.py), CISPO's
-clipped weight and SAPO's soft gate. The latter two are shifted so that at ratio 1 the loss is -A, as PPO's is, while
-the gradients are the papers'; so sums of token losses mean the same under each. The KL to a reference has three
-estimators and coefficient 0 by default, as in DAPO and Dr. GRPO.
+clipped weight, SAPO's soft gate, and none at all (REINFORCE). The latter three are shifted so that at ratio 1 the loss
+is -A, as PPO's is, while the gradients are the papers'; so sums of token losses mean the same under each. The KL to a
+reference has three estimators and coefficient 0 by default, as in DAPO and Dr. GRPO.
 
 Shape letters: T packed tokens, M segments (samples of this micro-batch); "..." is any broadcastable shape.
 """
@@ -42,7 +42,7 @@ from megatron_daro.algo.surrogate import (
 )
 from megatron_daro.errors import AlgorithmError
 
-TrustRegion = Literal["clip", "gspo", "cispo", "sapo"]
+TrustRegion = Literal["clip", "gspo", "cispo", "sapo", "reinforce"]
 
 
 def cispo_loss(ratio: Tensor, advantages: Tensor, clip_high: float = 0.28) -> Tensor:
@@ -60,6 +60,21 @@ def cispo_loss(ratio: Tensor, advantages: Tensor, clip_high: float = 0.28) -> Te
     weight = ratio.detach().clamp(max=1 + clip_high)
     # ratio / sg(ratio) is 1 with the gradient of log pi.
     return -weight * advantages * (ratio / ratio.detach())
+
+
+def reinforce_loss(ratio: Tensor, advantages: Tensor) -> Tensor:
+    """Return -A log pi, shifted: value -A, and the gradient of the log-prob times -A at every ratio.
+
+    Args:
+        ratio: importance ratios with gradient, any shape; only the log-probs' gradient is taken of them. advantages:
+            broadcastable.
+
+    Returns:
+        Losses, common shape.
+
+    Source: Williams, "Simple statistical gradient-following algorithms" (1992), with A for the reward less a baseline.
+    """
+    return -advantages * (ratio / ratio.detach())
 
 
 def sapo_loss(ratio: Tensor, advantages: Tensor, positive: float = 1.0, negative: float = 1.05) -> Tensor:
@@ -90,6 +105,7 @@ def check_temperatures(positive: float, negative: float) -> None:
 
 
 KlEstimator = Literal["k1", "k2", "k3"]
+KlMean = Literal["tokens", "rollouts"]
 
 
 def kl_terms(logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator = "k3") -> Tensor:
@@ -130,16 +146,20 @@ class ObjectiveSettings:
     """What the token objective is made of.
 
     clip_low, clip_high, dual_clip: see `surrogate.clipped_ratio_loss`. kl_coefficient, entropy_coefficient: weights of
-    the mean KL and entropy per trained token. correction: "none"; "tis" caps the rollout ratio at correction_cap; "mis"
-    drops what lies outside [correction_low, correction_high]. correction_level: what the rollout ratio is taken over,
-    "token" or "sequence". trust_region: "clip", PPO's; "gspo", the same with the sequence's ratio (its clip range is
-    usually near 4e-4); "cispo" reads clip_high only; "sapo" reads sapo_positive and sapo_negative, its temperatures.
+    the mean KL and entropy per trained token. kl_mean: "rollouts" is the mean over rollouts of the mean KL of their
+    tokens (the caller hands in kl_scales_T then). reward_kl_coefficient: of the KL that the caller takes from rewards;
+    not read here. correction: "none"; "tis" caps the rollout ratio at correction_cap; "mis" drops what lies outside
+    [correction_low, correction_high]. correction_level: what the rollout ratio is taken over, "token" or "sequence".
+    trust_region: "clip", PPO's; "gspo", the same with the sequence's ratio (its clip range is usually near 4e-4);
+    "cispo" reads clip_high only; "sapo" reads sapo_positive and sapo_negative, its temperatures; "reinforce", none.
     """
 
     clip_low: float = 0.2
     clip_high: float = 0.28
     dual_clip: float | None = None
     kl_coefficient: float = 0.0
+    kl_mean: KlMean = "tokens"
+    reward_kl_coefficient: float = 0.0
     kl_estimator: KlEstimator = "k3"
     entropy_coefficient: float = 0.0
     correction: Correction = "none"
@@ -154,10 +174,10 @@ class ObjectiveSettings:
     def __post_init__(self) -> None:
         check_clip_range(self.clip_low, self.clip_high, self.dual_clip)
         check_temperatures(self.sapo_positive, self.sapo_negative)
-        if self.dual_clip is not None and self.trust_region in ("cispo", "sapo"):
+        if self.dual_clip is not None and self.trust_region not in ("clip", "gspo"):
             raise AlgorithmError(
-                f"dual_clip: got {self.dual_clip} with trust_region {self.trust_region!r}, which bounds every token "
-                "already; allowed is None, or trust_region 'clip' or 'gspo'"
+                f"dual_clip: got {self.dual_clip} with trust_region {self.trust_region!r}, which does not read it; "
+                "allowed is None, or trust_region 'clip' or 'gspo'"
             )
         if self.trust_region == "gspo" and self.correction != "none" and self.correction_level == "token":
             raise AlgorithmError(
@@ -166,6 +186,7 @@ class ObjectiveSettings:
             )
         choices = {
             "kl_estimator": KlEstimator,
+            "kl_mean": KlMean,
             "correction": Correction,
             "correction_level": CorrectionLevel,
             "trust_region": TrustRegion,
@@ -174,8 +195,9 @@ class ObjectiveSettings:
             if getattr(self, field) not in get_args(allowed):
                 names = ", ".join(get_args(allowed))
                 raise AlgorithmError(f"{field}: got {getattr(self, field)!r}, allowed are {names}")
-        if not self.kl_coefficient >= 0:
-            raise AlgorithmError(f"kl_coefficient: got {self.kl_coefficient}, allowed is 0 or more")
+        for field in ("kl_coefficient", "reward_kl_coefficient"):
+            if not getattr(self, field) >= 0:
+                raise AlgorithmError(f"{field}: got {getattr(self, field)}, allowed is 0 or more")
         if not self.correction_cap > 0:
             raise AlgorithmError(f"correction_cap: got {self.correction_cap}, allowed is a number above 0")
         if not 0 <= self.correction_low <= 1 <= self.correction_high:
@@ -190,7 +212,7 @@ class TokenObjective:
     """Per-token terms (0 where the mask is not set) and what is reported.
 
     loss_T: policy loss, correction included. kl_T, entropy_T: the terms themselves, without their coefficients.
-    regularizer_T: kl_coefficient * kl_T - entropy_coefficient * entropy_T; sum it and multiply by
+    regularizer_T: kl_coefficient * kl_T (times its scale) - entropy_coefficient * entropy_T; sum it and multiply by
     `Algorithm.regularizer_coefficient`. segment_losses_M: float64 [M], sum of loss_T per sample, with gradient:
     multiply by `Algorithm.sample_coefficients`. segment_sums_M: by the names in `algorithm.StepStats.sums`, float64
     [M],
@@ -222,6 +244,7 @@ def token_objective(
     segment_T: Tensor,
     num_segments: int,
     settings: ObjectiveSettings,
+    kl_scales_T: Tensor | None = None,
     segment_reduce: SegmentReduce | None = None,
     gradient_squares: bool = False,
 ) -> TokenObjective:
@@ -238,6 +261,7 @@ def token_objective(
         segment_T: int64 [T], sample of the token, 0..M-1 (anything where the mask is not set).
         num_segments: M.
         settings: what is switched on.
+        kl_scales_T: [T], what each token's KL is multiplied by before it is averaged over all tokens; None: 1.
         segment_reduce: sums a float64 [M] tensor over the context-parallel ranks that share these samples; no gradient
             passes through it (see `corrections.sequence_log_ratio`). Called by the trust region "gspo" and by
             sequence-level corrections.
@@ -250,7 +274,7 @@ def token_objective(
         AlgorithmError: shapes differ, or log-probs that the settings need are missing.
     """
     optional = (entropy_T, old_logprobs_T, rollout_logprobs_T, ref_logprobs_T)
-    _check_shapes(logprobs_T, *optional, advantages_T, mask_T, segment_T)
+    _check_shapes(logprobs_T, *optional, advantages_T, mask_T, segment_T, kl_scales_T)
     _check_needed(settings, entropy_T, rollout_logprobs_T, ref_logprobs_T)
     kept_T = mask_T.bool()
     where = (kept_T, segment_T, num_segments)
@@ -270,12 +294,14 @@ def token_objective(
     zeros_T = torch.zeros_like(logprobs_T)
     kl_T = zeros_T if reference_T is None else kl_terms(logprobs_T, reference_T, settings.kl_estimator)
     entropies_T = zeros_T if entropies_T is None else entropies_T
+    scaled_kl_T = kl_T if kl_scales_T is None else kl_T * _select(kept_T, kl_scales_T)
     sums |= {"entropy": entropies_T} | ({} if reference_T is None else {"kl_ref": kl_T})
     return TokenObjective(
         loss_T=loss_T,
         kl_T=kl_T,
         entropy_T=entropies_T,
-        regularizer_T=_weighted(settings.kl_coefficient, kl_T) - _weighted(settings.entropy_coefficient, entropies_T),
+        regularizer_T=_weighted(settings.kl_coefficient, scaled_kl_T)
+        - _weighted(settings.entropy_coefficient, entropies_T),
         segment_losses_M=segment_sums(loss_T, *where),
         segment_sums_M=_measured(loss_T, logprobs_T if gradient_squares else None, advantages_T, where),
         sums={name: _masked_sum(values_T, kept_T) for name, values_T in sums.items()},
@@ -314,6 +340,8 @@ def _surrogate(settings: ObjectiveSettings, ratio_T: Tensor, advantages_T: Tenso
     if settings.trust_region == "sapo":
         losses_T = sapo_loss(ratio_T, advantages_T, settings.sapo_positive, settings.sapo_negative)
         return losses_T, dict.fromkeys(("clip_high", "clip_low", "dual_clip"), nowhere_T)
+    if settings.trust_region == "reinforce":
+        return reinforce_loss(ratio_T, advantages_T), dict.fromkeys(("clip_high", "clip_low", "dual_clip"), nowhere_T)
     if settings.trust_region == "cispo":
         losses_T = cispo_loss(ratio_T, advantages_T, settings.clip_high)
         above_T = (ratio_T > 1 + settings.clip_high) & (advantages_T != 0)
@@ -376,6 +404,7 @@ def _check_shapes(logprobs_T: Tensor, *others_T: Tensor | None) -> None:
         "advantages_T",
         "mask_T",
         "segment_T",
+        "kl_scales_T",
     )
     for name, other_T in zip(names, others_T, strict=True):
         if other_T is not None and (other_T.shape != logprobs_T.shape or logprobs_T.ndim != 1):

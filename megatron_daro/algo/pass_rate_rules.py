@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, cast
+from typing import ClassVar, Literal, cast, get_args
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from megatron_daro.algo.advantages import AdvantageStd
+from megatron_daro.algo.advantages import AdvantageStd, over_mean_deviation
 from megatron_daro.algo.algorithm import Algorithm, BatchTotals, Common, constant, inverse, token_mean
 from megatron_daro.errors import AlgorithmError
 
@@ -119,12 +119,18 @@ PASS_RATE_RULES: tuple[type[Algorithm], ...] = tuple(
 )
 
 
+Deviation = Literal["verdicts", "rewards"]
+
+
 class Dgpo(Algorithm):
     """DGPO: the centred reward over the group's mean absolute deviation, times a softmax over the step's questions.
 
     With rewards of 0 and 1 the deviation is 2 mu (1 - mu), so every question with both right and wrong answers has the
     same sum of |A|. The weight of a question is V exp(-mu/T) / sum over the V such questions of the step, so they are 1
     on average; the loss is the mean over the tokens of these questions.
+
+    The paper's deviation is that of the rewards (`deviation="rewards"`): with rewards of -1 and 1 it is twice the
+    verdicts', and with a length penalty it counts what the penalty adds.
 
     Source: arXiv 2601.20614 with the authors' code (MathForge). The code adds 1e-4 to the deviation; here nothing.
     """
@@ -137,15 +143,27 @@ class Dgpo(Algorithm):
         self,
         *,
         temperature: float = 2.0,
+        deviation: Deviation = "verdicts",
         **common: Unpack[Common],
     ) -> None:
-        """Take the options of `Algorithm` and T, above 0: the larger, the more alike are the questions' weights.
+        """Take the options of `Algorithm`, T, above 0 (the larger, the more alike are the questions' weights), and what
+        the mean absolute deviation is of.
 
         Raises:
             AlgorithmError: an option is out of range.
         """
         super().__init__(**common)
         self.temperature = Option(2.0, 0.0, closed=False).check("temperature", temperature)
+        if deviation not in get_args(Deviation):
+            raise AlgorithmError(f"deviation: got {deviation!r}, allowed are {', '.join(get_args(Deviation))}")
+        self.deviation = deviation
+
+    def advantages(self, rewards_N: Tensor, group_ids_N: Tensor) -> Tensor:
+        """See `Algorithm.advantages`; the deviation of rewards divides here, that of verdicts in the coefficient."""
+        advantages_N = super().advantages(rewards_N, group_ids_N)
+        return (
+            over_mean_deviation(advantages_N, rewards_N, group_ids_N) if self.deviation == "rewards" else advantages_N
+        )
 
     def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
         """See `Algorithm.sample_coefficients`."""
@@ -155,6 +173,8 @@ class Dgpo(Algorithm):
         counts_B = torch.where(inner_B, totals.rollouts_per_bin.to("cpu", torch.float64), 0.0)
         scores_B = torch.exp(-mu_B / self.temperature)
         mean_score = float((counts_B * scores_B).sum()) / max(float(counts_B.sum()), 1.0)
-        weights_B = scores_B / (mean_score or 1.0) / torch.where(inner_B, 2 * mu_B * (1 - mu_B), 1.0)
+        weights_B = scores_B / (mean_score or 1.0)
+        if self.deviation == "verdicts":
+            weights_B = weights_B / torch.where(inner_B, 2 * mu_B * (1 - mu_B), 1.0)
         kept_N = constant(inverse(totals.kept_tokens), lengths_N)
         return kept_N * torch.where(inner_B, weights_B, 0.0).to(bins_N.device)[bins_N]

@@ -39,6 +39,15 @@ class KlSection(Section):
     """Factor of the KL term. 0: no term, no reference log-probs."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL per token: k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r."""
+    place: Literal["loss", "reward"] = "loss"
+    """loss: a term of the loss; reward: its sum over an answer is taken from the answer's reward."""
+    mean: Literal["tokens", "rollouts"] = "tokens"
+    """In the loss: a mean over the step's tokens, or over rollouts of the mean over their tokens (DeepSeekMath's)."""
+
+    @property
+    def in_reward(self) -> bool:
+        """Whether rewards are reduced by it."""
+        return self.coefficient > 0 and self.place == "reward"
 
 
 class CorrectionSection(Section):
@@ -127,6 +136,8 @@ class DgpoSection(Section):
 
     temperature: float = Field(default=2.0, ge=1e-2, le=1e3)
     """Of the softmax over minus the pass rates; larger: more equal weights."""
+    deviation: Literal["verdicts", "rewards"] = "verdicts"
+    """Whose mean absolute deviation divides; rewards: the paper's, the same with 0 and 1 and no penalty."""
 
 
 class HaDwSection(Section):
@@ -138,6 +149,9 @@ class HaDwSection(Section):
     """How fast the expected pass rate follows the steps', in units of its standard deviation."""
     window: int = Field(default=10, ge=2, le=100_000)
     """Steps over which that standard deviation is taken, and after which it is first used."""
+    every: Literal["step", "batch"] = "step"
+    """What moves the expected pass rate: each optimizer step, or each batch of trainer.updates_per_batch (the
+    paper's)."""
 
 
 class FadeSection(Section):
@@ -177,9 +191,9 @@ class AlgorithmSection(Section):
     the algorithm's."""
     filter: Literal["auto", "none", "pass_rate"] = "auto"
     """pass_rate: keep groups with 0 < pass rate < 1 and refill the batch; auto: the algorithm's."""
-    trust_region: Literal["clip", "gspo", "cispo", "sapo"] = "clip"
+    trust_region: Literal["clip", "gspo", "cispo", "sapo", "reinforce"] = "clip"
     """clip: PPO's clipped ratio; gspo: the same with one ratio per sequence; cispo: the ratio as a constant weight,
-    at most 1 + clip_high; sapo: a soft gate."""
+    at most 1 + clip_high; sapo: a soft gate; reinforce: no ratio, no clip."""
     sapo: SapoSection = SapoSection()
     """SAPO; read when trust_region is sapo."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
@@ -222,7 +236,8 @@ class AlgorithmSection(Section):
         Args:
             columns: what the algorithm makes advantages of, per token.
         """
-        old = self.old_logprobs != "rollout" and (self.old_logprobs == "recompute" or "old_logprobs" in columns)
+        wanted = "old_logprobs" in columns or self.kl.in_reward
+        old = self.old_logprobs != "rollout" and (self.old_logprobs == "recompute" or wanted)
         reference = self.kl.coefficient > 0 or "ref_logprobs" in columns
         return ("old_logprobs",) * old + ("ref_logprobs",) * reference
 

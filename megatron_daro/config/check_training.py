@@ -159,8 +159,8 @@ def algorithm(config: Config) -> Iterator[Problem]:
         got = f"token with trust_region gspo and kind {correction.kind}: one ratio, but a weight for each token"
         also, fix = ("algorithm.trust_region",), "set algorithm.correction.level=sequence"
         yield Problem("algorithm.correction.level", got, "sequence with trust_region gspo", fix, also=also)
-    if section.dual_clip is not None and section.trust_region in ("cispo", "sapo"):
-        got = f"{section.dual_clip:g} with trust_region {section.trust_region}, which bounds every token already"
+    if section.dual_clip is not None and section.trust_region not in ("clip", "gspo"):
+        got = f"{section.dual_clip:g} with trust_region {section.trust_region}, which does not read it"
         also, fix = ("algorithm.trust_region",), "set algorithm.dual_clip=null"
         yield Problem("algorithm.dual_clip", got, "unset, or trust_region clip or gspo", fix, also=also)
     if section.old_logprobs == "forward" and updates > 1:
@@ -168,6 +168,9 @@ def algorithm(config: Config) -> Iterator[Problem]:
         fix = "set algorithm.old_logprobs=recompute"
         allowed = "recompute or rollout with several updates per batch"
         yield Problem("algorithm.old_logprobs", got, allowed, fix, also=("trainer.updates_per_batch",))
+    if section.kl.place == "reward" and section.kl.mean == "rollouts":
+        got, fix = "rollouts with place reward, where nothing is averaged", "set algorithm.kl.mean=tokens"
+        yield Problem("algorithm.kl.mean", got, "tokens with place reward", fix, also=("algorithm.kl.place",))
     yield from _overlong(config)
     yield from _spread(config)
 
@@ -229,6 +232,7 @@ def model_warnings(shape: ModelShape | None) -> Iterator[Problem]:
 def algorithm_warnings(config: Config) -> Iterator[Problem]:
     """Options that work but are probably not meant."""
     section = config.algorithm
+    yield from _other_than_published(config)
     if section.trust_region == "gspo" and section.clip_high > _GSPO_WIDEST:
         got = f"gspo with clip_low {section.clip_low:g} and clip_high {section.clip_high:g}"
         allowed = (
@@ -237,6 +241,25 @@ def algorithm_warnings(config: Config) -> Iterator[Problem]:
         fix = "set algorithm.clip_low=3e-4 and algorithm.clip_high=4e-4"
         also = ("algorithm.clip_low", "algorithm.clip_high")
         yield Problem("algorithm.trust_region", got, allowed, fix, also=also)
+
+
+def _other_than_published(config: Config) -> Iterator[Problem]:
+    """Defaults that are not the published algorithm's under the other options of this run."""
+    section, reward, updates = config.algorithm, config.reward, config.trainer.updates_per_batch
+    shaped = (reward.correct_reward, reward.incorrect_reward) != (1, 0) or section.overlong.kind == "penalty"
+    if section.name == "dgpo" and section.dgpo.deviation == "verdicts" and (shaped or section.kl.in_reward):
+        got = "verdicts with rewards other than 0 and 1"
+        fix = "set algorithm.dgpo.deviation=rewards"
+        yield Problem("algorithm.dgpo.deviation", got, "rewards is the published DGPO", fix)
+    if section.name == "ha_dw" and section.ha_dw.every == "step" and updates > 1:
+        got = f"step with {updates} updates per batch"
+        fix, also = "set algorithm.ha_dw.every=batch", ("trainer.updates_per_batch",)
+        yield Problem("algorithm.ha_dw.every", got, "batch is the published HA-DW", fix, also=also)
+    kl_in_loss = section.kl.coefficient > 0 and section.kl.place == "loss"
+    if section.name == "grpo_sequence" and kl_in_loss and section.kl.mean == "tokens":
+        got, fix = "tokens with grpo_sequence", "set algorithm.kl.mean=rollouts"
+        allowed = "rollouts is the published GRPO (eq. 3): the KL stands inside the mean over an answer's tokens"
+        yield Problem("algorithm.kl.mean", got, allowed, fix, also=("algorithm.name",))
 
 
 def engine(config: Config, hardware: Hardware) -> Iterator[Problem]:

@@ -116,13 +116,15 @@ class Update:
     """One optimizer step in the making.
 
     version: the policy's weight version when the batch began to train. filtered, dropped: what is recorded with this
-    step although it does not train (the first update of a batch has them all). last: the batch's last update.
+    step although it does not train (the first update of a batch has them all). first, last: whether it is the first and
+    the last update of its batch.
     """
 
     step: int
     version: int
     groups: tuple[Group, ...]
     last: bool
+    first: bool = True
     filtered: tuple[Group, ...] = ()
     dropped: tuple[Group, ...] = ()
     outcome: Outcome = "trained"
@@ -155,7 +157,7 @@ def plan_updates(
     unused = (*stale, *(group for part in parts[room:] for group in part))
     parts = parts[:room]
     first = batch.first_step or step + 1
-    updates = [Update(first + i, step, part, last=i == len(parts) - 1) for i, part in enumerate(parts)]
+    updates = [Update(first + i, step, part, last=i == len(parts) - 1, first=i == 0) for i, part in enumerate(parts)]
     if updates:
         updates[0].filtered = batch.filtered
     return updates, unused

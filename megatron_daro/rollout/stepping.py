@@ -11,17 +11,15 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from megatron_daro.config.sections import EnvironmentSection
 from megatron_daro.errors import RolloutError
+from megatron_daro.rollout.environment import Completion, Conversation, OutOfRoomError
 from megatron_daro.rollout.rendering import Turns
 from megatron_daro.types import Prompt, Verdict
 from megatron_daro.worker_pool.pool import WorkerPool
 from megatron_daro.worker_pool.process import Program
-
-if TYPE_CHECKING:
-    from megatron_daro.rollout.environment import Completion, Conversation
 
 TOOL_CALLS, TOOL_ERRORS = "environment/tool_calls", "environment/tool_errors"
 
@@ -59,7 +57,7 @@ class StepEnvironment(Protocol):
         """Begin: the state of a new conversation. The prompt itself is shown already."""
         ...
 
-    def step(self, state: Any, answer: str, /) -> Step:
+    def step(self, state: object, answer: str, /) -> Step:
         """Go on after an answer, whose text is without special tokens. What it raises costs the conversation."""
         ...
 
@@ -125,8 +123,6 @@ class SteppedConversations:
 
     def _show(self, conversation: Conversation, step: Step, *, first: bool, history: list[Mapping[str, str]]) -> bool:
         """Show an observation. Returns False where it does not fit."""
-        from megatron_daro.rollout.environment import OutOfRoomError
-
         last = conversation.tokens[-1]
         ids = (
             self._turns.first(step.observation) if first else self._turns.observation(step.observation, step.role, last)

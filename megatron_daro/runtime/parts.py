@@ -31,8 +31,8 @@ from megatron_daro.observe.trace import Phases
 from megatron_daro.rollout.batch_filler import EarlyFill, RolloutContext, Rounds
 from megatron_daro.rollout.conversations import Conversations
 from megatron_daro.rollout.deadlines import Deadlines
-from megatron_daro.rollout.environment import make_environment
 from megatron_daro.rollout.ledger import Ledger
+from megatron_daro.rollout.own_environment import make_environment
 from megatron_daro.rollout.protocol import Notices, Rollouter
 from megatron_daro.rollout.recorder import Recorder
 from megatron_daro.rollout.rollouter import RolloutCollector, SingleTurn

@@ -30,7 +30,7 @@ from megatron_daro.observe import logs
 from megatron_daro.observe.progress import Progress
 from megatron_daro.reward.factory import own_verifier_class
 from megatron_daro.reward.pool import RewardPool
-from megatron_daro.rollout.environment import environment_class, is_stepped
+from megatron_daro.rollout.own_environment import environment_class, is_stepped
 from megatron_daro.rollout.protocol import Notices
 from megatron_daro.rollout.replay import ReplaySource
 from megatron_daro.rollout.stepping import pool_of

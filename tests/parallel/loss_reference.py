@@ -58,7 +58,7 @@ def reference(model: torch.nn.Module, batch: TrainBatch, algorithm: Mapping[str,
         mixed = 0 < sample.bin < ROLLOUTS
         factor = 1 / total if algorithm["name"] == "grpo" else (1 / tokens_per_bin[sample.bin] if mixed else 0.0)
         policy = policy + factor * losses.double().sum()
-        regularizer = regularizer + _regularizer(sample, algorithm, numbers).double().sum() / total
+        regularizer = regularizer + _entropy_and_kl(sample, algorithm, numbers, total, len(samples))
         seen.append(numbers)
     model.zero_grad()
     (policy + regularizer).backward()
@@ -106,6 +106,9 @@ def _token_losses(sample: _Sample, algorithm: Mapping[str, Any]) -> tuple[Tensor
     rho, advantage = log_ratio.exp(), sample.advantage
     losses = -torch.min(rho * advantage, rho.clamp(1 - low, 1 + high) * advantage)
     high_clipped, low_clipped = (rho > 1 + high) & (advantage > 0), (rho < 1 - low) & (advantage < 0)
+    if region == "reinforce":  # as printed: the log-prob itself; its value is not that of the others
+        losses = -advantage * (1 + sample.logp - sample.logp.detach())
+        high_clipped = low_clipped = torch.zeros(len(rho), dtype=torch.bool)
     if region == "cispo":
         losses = -rho.detach().clamp(max=1 + high) * advantage * (1 + sample.logp - sample.logp.detach())
         high_clipped, low_clipped = rho > 1 + high, torch.zeros(len(rho), dtype=torch.bool)
@@ -153,6 +156,11 @@ def _kl(sample: _Sample, estimator: str) -> Tensor:
     return {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[estimator]
 
 
-def _regularizer(sample: _Sample, algorithm: Mapping[str, Any], numbers: Mapping[str, Tensor]) -> Tensor:
-    kl = algorithm.get("kl", {}).get("coefficient", 0.0) * numbers["policy/kl_reference"]
-    return kl - algorithm.get("entropy_coefficient", 0.0) * sample.entropy
+def _entropy_and_kl(
+    sample: _Sample, algorithm: Mapping[str, Any], numbers: Mapping[str, Tensor], total: float, rollouts: int
+) -> Tensor:
+    section, kl = algorithm.get("kl", {}), numbers["policy/kl_reference"].double().sum()
+    by_rollout = section.get("mean") == "rollouts"
+    kl = kl / (max(len(sample.logp), 1) * rollouts) if by_rollout else kl / total
+    entropy = sample.entropy.double().sum() / total
+    return section.get("coefficient", 0.0) * kl - algorithm.get("entropy_coefficient", 0.0) * entropy

@@ -142,6 +142,17 @@ def token_refusal(path: Path, layout: Any, batch: TrainBatch, fault: str, column
     return "no error"
 
 
+def error_of_a_step(path: Path, layout: Any, batch: TrainBatch, algorithm: dict[str, Any]) -> str:
+    """What a train step on this rank's part of the batch says: its error, why it was skipped, or nothing."""
+    policy = build_policy(path, layout, algorithm)
+    mine = batch.select(my_rows(len(batch), layout))
+    try:
+        result = policy.train_step(mine, uneven_split(len(mine), 2), step=1)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return f"skipped: {result.reason}" if result.skipped else ""
+
+
 def token_skip(path: Path, layout: Any, batch: TrainBatch, algorithm: dict[str, Any]) -> dict[str, Any]:
     """What a step says, and whether it changed anything."""
     policy = build_policy(path, layout, algorithm)

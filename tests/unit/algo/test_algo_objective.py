@@ -23,6 +23,7 @@ CORRECTIONS = [
     {"trust_region": "gspo", "clip_low": 0.05, "clip_high": 0.05},
     {"trust_region": "gspo", "correction": "tis", "correction_cap": 1.1, "correction_level": "sequence"},
     {"trust_region": "cispo", "clip_high": 0.1, "dual_clip": None},
+    {"trust_region": "reinforce", "dual_clip": None},
     {"trust_region": "sapo", "sapo_positive": 2.0, "sapo_negative": 3.0, "dual_clip": None},
 ]
 
@@ -128,6 +129,8 @@ def literal_loss(tokens: Tokens, options: dict, logprobs: torch.Tensor) -> torch
         for t, advantage in enumerate(tokens.advantages[own]):
             if region == "cispo":  # as printed: the log-prob itself, times a constant
                 one = two = -min(float(ratio[t].detach()), 1 + high) * advantage * logprobs[own][t]
+            elif region == "reinforce":
+                one = two = -advantage * logprobs[own][t]
             elif region == "sapo":
                 tau = options["sapo_positive"] if advantage > 0 else options["sapo_negative"]
                 one = two = -4 / tau / (1 + torch.exp(-tau * (ratio[t] - 1))) * advantage
@@ -145,7 +148,11 @@ def test_value_and_gradient_equal_the_literal_formula(options, seed):
     one, other = (tokens.logprobs.clone().requires_grad_() for _ in range(2))
     loss = tokens.objective(ObjectiveSettings(**options), logprobs=one).loss_T.sum()
     expected = literal_loss(tokens, options, other)
-    if options.get("trust_region") not in ("cispo", "sapo"):  # their values are shifted, not their gradients
+    if options.get("trust_region") not in (
+        "cispo",
+        "sapo",
+        "reinforce",
+    ):  # their values are shifted, not their gradients
         torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-12)
     loss.backward()
     expected.backward()
@@ -161,7 +168,7 @@ def test_corrections_change_something_here(options):
     assert torch.equal(result.loss_T, plain.loss_T) == (options == {"correction": "none"})
 
 
-@pytest.mark.parametrize("region", ["clip", "gspo", "cispo", "sapo"])
+@pytest.mark.parametrize("region", ["clip", "gspo", "cispo", "sapo", "reinforce"])
 def test_without_old_logprobs_the_ratio_is_exactly_one_and_the_gradient_flows(region):
     tokens = Tokens(2)
     logprobs = tokens.logprobs.clone().requires_grad_()

@@ -73,6 +73,8 @@ def test_the_passes_of_a_batch():
     assert recompute.passes() == ("old_logprobs",)
     assert kl.passes() == forward.passes(("ref_logprobs",)) == ("ref_logprobs",)
     assert kl.passes(("old_logprobs",)) == recompute.passes(("ref_logprobs",)) == ("old_logprobs", "ref_logprobs")
+    in_reward = AlgorithmSection(kl={"coefficient": 0.1, "place": "reward"})
+    assert in_reward.passes() == ("old_logprobs", "ref_logprobs")
     assert rollout.passes(("old_logprobs",)) == (), "the engine's own take their place"
     assert forward.passes(("rollout_logprobs",)) == ()
     assert set(recompute.passes(COLUMN_NAMES)) == set(COLUMN_NAMES) - {"rollout_logprobs"}

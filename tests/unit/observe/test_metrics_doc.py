@@ -13,7 +13,7 @@ from synthetic_run import write_synthetic_run
 from megatron_daro.observe import read_metrics
 
 ROOT = Path(__file__).resolve().parents[3]
-DOCUMENTED = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/metrics.md").read_text(), re.M)
+DOCUMENTED = re.findall(r"^[*|] `([^`]+)` [(|]", (ROOT / "docs/metrics.md").read_text(), re.M)
 FAMILIES = tuple(sorted({key.split("/")[0] + "/" for key in DOCUMENTED if "/" in key}))
 
 

@@ -13,7 +13,7 @@ from test_conversations import Engine, Pool, collected, requests
 from megatron_daro.config import EnvironmentSection, RewardSection
 from megatron_daro.errors import ConfigError, RolloutError
 from megatron_daro.rollout.conversations import Conversations
-from megatron_daro.rollout.environment import environment_class, make_environment
+from megatron_daro.rollout.own_environment import environment_class, make_environment
 from megatron_daro.rollout.stepping import SteppedConversations
 
 
