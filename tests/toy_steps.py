@@ -12,7 +12,8 @@ from megatron_daro.rollout.stepping import Step
 class Steps:
     """The model must say the gold digit; after each wrong answer it is shown the prompt again, `tries` times."""
 
-    def __init__(self, *, tries=3, wrong="", when="2") -> None:
+    def __init__(self, *, tries=3, wrong="", when="2", notice="") -> None:
+        self.notice = notice
         if wrong == "constructor":
             raise RuntimeError("no such game")
         self._tries, self._wrong, self._when, self._leak = tries, wrong, when, []

@@ -1,4 +1,4 @@
-"""The class that `environment.kind: module:Class` names: which of the two kinds it is, and what holds its conversations.
+"""The class that `environment.kind: module:Class` names: which of two kinds it is, and what holds its conversations.
 
 One with `rollout` (environment.py) is an object in the driver; one with `step` (stepping.py) runs in worker processes.
 """
@@ -6,6 +6,7 @@ One with `rollout` (environment.py) is an object in the driver; one with `step` 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron_daro.config.sections import EnvironmentSection
@@ -50,19 +51,20 @@ def is_stepped(kind: str) -> bool:
 
 
 def make_environment(
-    section: EnvironmentSection, tokenizer: PreTrainedTokenizerBase, *, chat: bool
+    section: EnvironmentSection, tokenizer: PreTrainedTokenizerBase, *, chat: bool, warn: Callable[[str], None]
 ) -> Environment | SteppedConversations:
     """Return the user's object, or what holds conversations with those in worker processes.
 
     Args:
-        chat: whether prompts are written by the tokenizer's chat template.
+        chat: whether prompts are written by the tokenizer's chat template. warn: told what an environment in workers
+            has to say of itself.
 
     Raises:
         ConfigError: its class does not fit, its constructor raised, or the chat template cannot go on after an answer.
     """
     own = environment_class(section)
     if is_stepped(section.kind):
-        return SteppedConversations(section, Turns(tokenizer, chat=chat))
+        return SteppedConversations(section, Turns(tokenizer, chat=chat), warn)
     arguments: dict[str, Any] = {"tokenizer": tokenizer, **section.options}
     try:
         return cast("type[Environment]", own)(**arguments)

@@ -21,6 +21,8 @@ from megatron_daro.worker_pool.child import REFUSED, Answer, main, send
 def answer(kind: str, environment: StepEnvironment, request: dict[str, Any]) -> dict[str, Any]:
     """Reply to one request. What the class raises is a word; what it returns is compared with the Protocol."""
     method = request["kind"]
+    if method == "notice":
+        return {"reason": "ok", "notice": str(getattr(environment, "notice", ""))}
     try:
         if method == "reset":
             step = environment.reset(prompt_of(request["prompt"]))

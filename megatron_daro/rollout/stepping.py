@@ -8,8 +8,7 @@ this conversation alone. It refuses states that are no JSON.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -49,6 +48,7 @@ class Step:
 class StepEnvironment(Protocol):
     """What the class must offer. Its constructor takes the keyword arguments of `environment.options`.
 
+    An attribute `notice` that is a text is shown to the person who started the run, once.
     One object is made in each worker process. It keeps nothing between two calls that matters: any other may get the
     next one, and the same call may come again after a crash.
     """
@@ -73,9 +73,9 @@ class StepTimeoutError(StepFailedError):
 class SteppedConversations:
     """The Environment over worker processes."""
 
-    def __init__(self, section: EnvironmentSection, turns: Turns) -> None:
-        """Start nothing. turns: writes observations as tokens."""
-        self._section, self._turns = section, turns
+    def __init__(self, section: EnvironmentSection, turns: Turns, warn: Callable[[str], None]) -> None:
+        """Start nothing. turns: writes observations as tokens. warn: told what the environment has to say of itself."""
+        self._section, self._turns, self._warn = section, turns, warn
         self._pool = pool_of(section, section.workers)
         self._started: asyncio.Future[None] | None = None
         self.counts = {TOOL_CALLS: 0, TOOL_ERRORS: 0}
@@ -154,12 +154,13 @@ class SteppedConversations:
     async def _start(self) -> None:
         """Start the workers, once for all that wait."""
         if self._started is None:
-            self._started = asyncio.ensure_future(asyncio.to_thread(self._pool.start))
-        with suppress(asyncio.InvalidStateError):
-            if self._started.done():
-                self._started.result()
-                return
+            self._started = asyncio.ensure_future(self._start_once())
         await asyncio.shield(self._started)
+
+    async def _start_once(self) -> None:
+        await asyncio.to_thread(self._pool.start)
+        if notice := (await self._pool.ask({"kind": "notice"})).get("notice"):
+            self._warn(f"environment.kind: {self._section.kind}: {notice}")
 
 
 def pool_of(section: EnvironmentSection, workers: int) -> WorkerPool:

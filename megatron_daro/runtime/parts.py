@@ -190,7 +190,7 @@ def rollouter_of(
         return SingleTurn(engine, scorer)
     return Conversations(
         config.environment,
-        make_environment(config.environment, tokenizer, chat=config.data.prompt_template == "chat"),
+        make_environment(config.environment, tokenizer, chat=config.data.prompt_template == "chat", warn=notices.warn),
         engine,
         scorer,
         reward=config.reward,

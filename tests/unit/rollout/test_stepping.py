@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -32,16 +33,17 @@ class Digits:
 def talks(engine, *, progress=None, tokenizer=None, chat=False, kind="toy_steps:Steps", limits=None, **options):
     limits = {"workers": 2, "step_timeout_s": 2.0, "memory_mib": 300} | (limits or {})
     section = EnvironmentSection(kind=kind, options=options, **limits)
+    progress = progress or FakeProgress()
     return Conversations(
         section,
-        make_environment(section, tokenizer or Digits(), chat=chat),
+        make_environment(section, tokenizer or Digits(), chat=chat, warn=progress.warn),
         engine,
         Pool(),
         reward=RewardSection(incorrect_reward=-1.0),
         decode=lambda ids: " ".join(map(str, ids)),
         vocabulary=20,
         together=False,
-        notices=progress or FakeProgress(),
+        notices=progress,
     )
 
 
@@ -147,7 +149,27 @@ def test_limits_of_turns_and_tokens_are_reasons(limits, reason, finish):
     wrong = {(one.verdict.reason, one.finish_reason) for one in rollouts if not one.verdict.correct}
     assert (reason, finish) in wrong and all(one.response_length <= 12 for one in rollouts)
     if "max_turn_tokens" in limits:
-        assert {made for one in rollouts for _, made in one.turns} == {1}
+        assert {made for one in rollouts for _, made in one.turns} == {0, 1}  # 0: shown, and no room for an answer
+
+
+def test_what_an_environment_says_of_itself_is_shown_once():
+    progress = FakeProgress()
+    held(Engine(), progress=progress, notice="weak isolation")
+    assert [message for message in progress.messages if "weak" in message] == [
+        "environment.kind: toy_steps:Steps: weak isolation"
+    ]
+
+
+def test_the_example_of_the_page_works():
+    text = (Path(__file__).parents[3] / "docs" / "environments.md").read_text()
+    scope: dict = {}
+    exec(text.partition("```python\n")[2].partition("```")[0], scope)
+    environment = scope["SecondTry"](late=0.25)
+    begun = environment.reset(requests()[0].prompt)
+    wrong = environment.step(begun.state, r"\boxed{no}")
+    right = environment.step(wrong.state, rf"\boxed{{{begun.state['gold']}}}")
+    assert not wrong.done and wrong.observation and (right.done, right.correct, right.reward) == (True, True, 0.25)
+    assert environment.step(wrong.state, "?").done
 
 
 def test_cancelled_conversations_leave_the_workers_alone():
