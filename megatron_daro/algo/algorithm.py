@@ -79,6 +79,11 @@ class BatchTotals:
         return int(self.tokens_per_bin.sum())
 
     @property
+    def kept_rollouts(self) -> int:
+        """Rollouts of groups with 0 < mu < 1, those without tokens included."""
+        return int(self.rollouts_per_bin[1:-1].sum())
+
+    @property
     def kept_tokens(self) -> int:
         """Trained tokens of groups with 0 < mu < 1."""
         return int(self.tokens_per_bin[1:-1].sum())
@@ -155,7 +160,7 @@ class Algorithm(ABC):
     """Divisors that may take the place of `advantage_std`."""
     std_defines: ClassVar[bool] = False
     """Whether another divisor makes it another algorithm than the published one."""
-    needs_group_lengths: ClassVar[bool] = False
+    needs_group_lengths: bool = False
     """Whether `Samples.group_lengths_NK` must be there."""
     token_columns: ClassVar[tuple[str, ...] | None] = None
     """Columns that `token_advantages` reads, of `token_columns.COLUMN_NAMES`; the ranks compute those that take a pass

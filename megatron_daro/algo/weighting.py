@@ -13,15 +13,17 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from megatron_daro.algo.advantages import AdvantageStd, leave_one_out_advantages
 from megatron_daro.algo.algorithm import (
     Algorithm,
     BatchTotals,
+    Common,
     GroupFilter,
     SampleAlgorithm,
     Samples,
@@ -71,15 +73,55 @@ class GrpoSequence(Algorithm):
         return constant(inverse(totals.num_rollouts), lengths_N) / lengths_N.to(torch.float64).clamp(min=1)
 
 
+Denominator = Literal["batch", "prompt"]
+
+
 class Dapo(Algorithm):
-    """Token mean over the groups with 0 < mu < 1; the others are filtered and replaced."""
+    """Token mean over the groups with 0 < mu < 1; the others are filtered and replaced.
+
+    The mean is over the tokens of all of them ("batch", as the authors' code), or over prompts of the mean over the
+    tokens of each prompt's answers ("prompt", as printed).
+
+    Source: DAPO, arXiv 2503.14476, eq. 8.
+    """
 
     name = "dapo"
     dynamic_filter = True
 
+    def __init__(self, *, denominator: Denominator = "batch", **common: Unpack[Common]) -> None:
+        """Take the options of `Algorithm`, and what token losses are averaged over.
+
+        Raises:
+            AlgorithmError: an option is out of range.
+        """
+        super().__init__(**common)
+        if denominator not in get_args(Denominator):
+            raise AlgorithmError(f"denominator: got {denominator!r}, allowed are {', '.join(get_args(Denominator))}")
+        self.denominator = denominator
+        self.needs_group_lengths = denominator == "prompt"
+
     def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
         """See `Algorithm.sample_coefficients`."""
+        if self.denominator == "prompt":
+            raise AlgorithmError(
+                "denominator: got 'prompt', whose coefficients depend on the lengths of the whole group; call "
+                "`coefficients` with Samples, or set it to 'batch'"
+            )
         return torch.where(self._mixed(bins_N), constant(inverse(totals.kept_tokens), lengths_N), 0.0)
+
+    def coefficients(self, samples: Samples, totals: BatchTotals) -> Tensor:
+        """See `Algorithm.coefficients`."""
+        if self.denominator == "batch":
+            return self.sample_coefficients(samples.bins_N, samples.lengths_N, totals)
+        if samples.group_lengths_NK is None:
+            raise AlgorithmError(
+                "dapo with denominator prompt: the samples have no group_lengths_NK; build the batch with this "
+                "algorithm, whose `needs_group_lengths` says so"
+            )
+        prompts = totals.kept_rollouts / self.rollouts_per_prompt
+        tokens_N = samples.group_lengths_NK.sum(dim=1).to(torch.float64)
+        kept_N = self._mixed(samples.bins_N) & (samples.lengths_N > 0)
+        return torch.where(kept_N, 1 / (max(prompts, 1.0) * tokens_N.clamp(min=1)), 0.0)
 
 
 class LitePpo(Grpo):

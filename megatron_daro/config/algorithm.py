@@ -75,14 +75,19 @@ class SapoSection(Section):
 
 
 class OverlongSection(Section):
-    """What happens to answers that are too long (DAPO)."""
+    """What happens to answers that are too long (DAPO, which uses both)."""
 
-    kind: Literal["none", "penalty", "filter"] = "none"
+    kind: Literal["none", "penalty", "filter", "both"] = "none"
     """none; penalty: soft reward penalty; filter: truncated rollouts leave the loss but count in the pass rate."""
     max_tokens: int | None = Field(default=None, ge=1)
     """penalty: response length from which the penalty is -1, tokens. Unset: rollout.max_response_tokens."""
     cache_tokens: int | None = Field(default=None, ge=1)
     """penalty: width of the zone below max_tokens where it grows, tokens. Unset: a fifth of max_tokens."""
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether rewards are less for long answers."""
+        return self.kind in ("penalty", "both")
 
 
 class DaroSection(Section):
@@ -113,6 +118,13 @@ class DaroSection(Section):
     """Sum over bins, or mean over the bins present."""
     clamp: tuple[float, float] = (0.1, 10.0)
     """Bounds of a weight; 0 < lower <= 1 <= upper, because weights start at 1."""
+
+
+class DapoSection(Section):
+    """DAPO: a token mean over the groups with both right and wrong answers."""
+
+    denominator: Literal["batch", "prompt"] = "batch"
+    """Mean over the step's tokens (the authors' code), or over prompts of the mean over a prompt's tokens (eq. 8)."""
 
 
 class FGrpoSection(Section):
@@ -216,6 +228,8 @@ class AlgorithmSection(Section):
     """Overlong answers."""
     daro: DaroSection = DaroSection()
     """DARO's weights; read when name is daro."""
+    dapo: DapoSection = DapoSection()
+    """DAPO; read when name is dapo."""
     f_grpo: FGrpoSection = FGrpoSection()
     """F-GRPO; read when name is f_grpo."""
     mgpo: MgpoSection = MgpoSection()

@@ -205,7 +205,7 @@ def _spread(config: Config) -> Iterator[Problem]:
 
 def _overlong(config: Config) -> Iterator[Problem]:
     overlong, longest = config.algorithm.overlong, config.rollout.max_response_tokens
-    if overlong.kind != "penalty":
+    if not overlong.penalizes:
         return
     prefix, length = "algorithm.overlong", "rollout.max_response_tokens"
     max_tokens, cache_tokens = filled(overlong.max_tokens), filled(overlong.cache_tokens)
@@ -246,7 +246,7 @@ def algorithm_warnings(config: Config) -> Iterator[Problem]:
 def _other_than_published(config: Config) -> Iterator[Problem]:
     """Defaults that are not the published algorithm's under the other options of this run."""
     section, reward, updates = config.algorithm, config.reward, config.trainer.updates_per_batch
-    shaped = (reward.correct_reward, reward.incorrect_reward) != (1, 0) or section.overlong.kind == "penalty"
+    shaped = (reward.correct_reward, reward.incorrect_reward) != (1, 0) or section.overlong.penalizes
     if section.name == "dgpo" and section.dgpo.deviation == "verdicts" and (shaped or section.kl.in_reward):
         got = "verdicts with rewards other than 0 and 1"
         fix = "set algorithm.dgpo.deviation=rewards"
@@ -255,6 +255,13 @@ def _other_than_published(config: Config) -> Iterator[Problem]:
         got = f"step with {updates} updates per batch"
         fix, also = "set algorithm.ha_dw.every=batch", ("trainer.updates_per_batch",)
         yield Problem("algorithm.ha_dw.every", got, "batch is the published HA-DW", fix, also=also)
+    if section.overlong.penalizes and reward.incorrect_reward == 0 and reward.correct_reward == 1:
+        got, fix = f"0 with overlong.kind {section.overlong.kind}", "set reward.incorrect_reward=-1"
+        allowed = (
+            "-1 and 1, DAPO's: beside 0 and 1 the penalty weighs twice as much, and a right answer of full length is "
+        )
+        allowed += "worth no more than a wrong one"
+        yield Problem("reward.incorrect_reward", got, allowed, fix, also=("algorithm.overlong.kind",))
     kl_in_loss = section.kl.coefficient > 0 and section.kl.place == "loss"
     if section.name == "grpo_sequence" and kl_in_loss and section.kl.mean == "tokens":
         got, fix = "tokens with grpo_sequence", "set algorithm.kl.mean=rollouts"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from megatron_daro.algo.weighting import Algorithm
 from megatron_daro.errors import DataError
 from megatron_daro.types import Group, Rollout, TrainBatch
 
-Overlong = Literal["none", "penalty", "filter"]
+Overlong = Literal["none", "penalty", "filter", "both"]
 
 
 def build_batch(
@@ -40,7 +40,7 @@ def build_batch(
         groups: complete groups, each group id once; a divisor over the batch is over all of them.
         algorithm: makes the advantages, and knows K.
         overlong: "penalty" adds DAPO's soft length penalty to the rewards; "filter" sets the loss mask of truncated
-            rollouts to 0 (they still count in the pass rate and in the group's mean).
+            rollouts to 0 (they still count in the pass rate and in the group's mean); "both" does both.
         max_tokens: generated tokens beyond which the penalty is -1; what an environment showed does not count.
         cache_tokens: generated tokens before max_tokens over which the penalty falls.
 
@@ -51,8 +51,8 @@ def build_batch(
         DataError: no groups, an incomplete group, an aborted rollout, a repeated id, or columns that do not fit.
         AlgorithmError: a reward is not finite, or an option is unknown.
     """
-    if overlong not in ("none", "penalty", "filter"):
-        raise DataError(f"overlong: got {overlong!r}, allowed are none, penalty, filter")
+    if overlong not in get_args(Overlong):
+        raise DataError(f"overlong: got {overlong!r}, allowed are {', '.join(get_args(Overlong))}")
     rollouts_per_prompt = algorithm.rollouts_per_prompt
     _check_groups(groups, rollouts_per_prompt)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -65,10 +65,10 @@ def build_batch(
     rewards_N = np.array([v.reward for v in verdicts], dtype=np.float32)
     truncated_N = np.array([r.finish_reason == "length" for r in rollouts], dtype=np.uint8)
     loss_mask_R = np.concatenate([np.asarray(r.loss_mask, dtype=np.uint8) for r in rollouts])
-    if overlong == "penalty":
+    if overlong in ("penalty", "both"):
         generated_N = np.array([r.generated_length for r in rollouts], dtype=np.int64)
         rewards_N = rewards_N + overlong_penalty(generated_N, max_tokens, cache_tokens)
-    if overlong == "filter":
+    if overlong in ("filter", "both"):
         loss_mask_R = overlong_filter(loss_mask_R, response_lengths_N, truncated_N)
     rewards, group_ids = torch.from_numpy(rewards_N), torch.from_numpy(group_ids_N)
     batch = TrainBatch(

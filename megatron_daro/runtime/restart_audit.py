@@ -61,7 +61,7 @@ rollout.oversampling rollout.max_refill_rounds rollout.keep_surplus
 algorithm.options algorithm.std algorithm.filter algorithm.clip_low algorithm.clip_high algorithm.dual_clip
 algorithm.entropy_coefficient
 algorithm.old_logprobs algorithm.kl.coefficient algorithm.kl.estimator
-algorithm.kl.place algorithm.kl.mean algorithm.dgpo.deviation algorithm.ha_dw.every
+algorithm.dapo.denominator algorithm.kl.place algorithm.kl.mean algorithm.dgpo.deviation algorithm.ha_dw.every
 algorithm.correction.kind algorithm.correction.level algorithm.correction.cap algorithm.correction.low
 algorithm.correction.high algorithm.overlong.kind algorithm.overlong.max_tokens algorithm.overlong.cache_tokens
 algorithm.daro.learning_rate algorithm.daro.betas algorithm.daro.magnitude algorithm.daro.normalizer

@@ -95,6 +95,8 @@ def reference_gradients(model, batch, algorithm):
         length = int(s.loss_mask_R.sum())
         tokens_per_cell[s.bins_N[0], np.searchsorted(EDGES, length, "right")] += length
     total, kept = tokens_per_bin.sum(), tokens_per_bin[1:-1].sum()
+    own_tokens = {int(g): batch.trained_tokens_N[batch.group_ids_N == g].sum() for g in batch.group_ids_N}
+    mixed_prompts = len({int(s.group_ids_N[0]) for s in samples if 0 < s.bins_N[0] < ROLLOUTS})
     model.zero_grad()
     loss, loss_sums = torch.zeros((), dtype=torch.float64), np.zeros(ROLLOUTS + 1)
     for i, s in enumerate(samples):
@@ -117,6 +119,7 @@ def reference_gradients(model, batch, algorithm):
             "lite_ppo": 1 / total,
             "grpo_sequence": 1 / (length * len(samples)),
             "dapo": (0 < k < ROLLOUTS) / kept,
+            "dapo_prompt": (0 < k < ROLLOUTS) / (own_tokens[int(s.group_ids_N[0])] * mixed_prompts),
             "dr_grpo": 1 / (len(samples) * 32),
             "daro": (0 < k < ROLLOUTS) / tokens_per_bin[k],
             "daro_shared": (0 < k < ROLLOUTS) * WEIGHTS[k] / kept,
@@ -212,16 +215,17 @@ def test_the_slope_of_lambda_is_the_derivative_of_the_policy_loss(rank_pool, mod
 
 
 FORMS = {
-    "daro_by_length": ({"length_edges": EDGES}, None),
-    "daro_shared": ({"normalizer": "shared"}, {"difficulty": LEARNT}),
+    "daro_by_length": ("daro", {"length_edges": EDGES}, None),
+    "daro_shared": ("daro", {"normalizer": "shared"}, {"difficulty": LEARNT}),
+    "dapo_prompt": ("dapo", {"denominator": "prompt"}, None),
 }
 
 
 @pytest.mark.parametrize("layout", ["single", "cp2_dp2"])
 @pytest.mark.parametrize("form", FORMS)
-def test_gradients_of_other_forms_of_daro(rank_pool, model, form, layout):
+def test_gradients_of_other_forms(rank_pool, model, form, layout):
     directory, hf = model
-    batch, (options, state) = random_batch(), FORMS[form]
+    batch, (name, options, state) = random_batch(), FORMS[form]
     loss, _, want = reference_gradients(hf, batch, form)
     results = rank_pool.run(
         megatron_tasks.gradients,
@@ -229,7 +233,7 @@ def test_gradients_of_other_forms_of_daro(rank_pool, model, form, layout):
         path=directory,
         batch=batch,
         num_micro_batches=4,
-        algorithm={"name": "daro", "daro": options},
+        algorithm={"name": name, name: options},
         state=state,
     )
     assert relative_difference(merged(results), want) < 1e-5

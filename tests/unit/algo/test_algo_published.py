@@ -150,3 +150,29 @@ def test_reinforce_has_the_gradient_of_the_logprob_at_every_ratio():
     assert logprobs.grad.tolist() == pytest.approx((-advantages).tolist(), rel=1e-15)
     with pytest.raises(AlgorithmError, match=r"dual_clip: got 3\.0 with trust_region 'reinforce'"):
         ObjectiveSettings(trust_region="reinforce", dual_clip=3.0)
+
+
+def dapo_masses(lengths_GK, denominator):
+    """Each prompt's share of the coefficients of all tokens; all prompts have right and wrong answers."""
+    lengths_N = torch.tensor([n for group in lengths_GK for n in group])
+    bins_N = torch.ones(len(lengths_N), dtype=torch.int64)
+    groups_NK = torch.tensor(lengths_GK).repeat_interleave(K, dim=0)
+    algorithm = build("dapo", denominator=denominator)
+    assert algorithm.needs_group_lengths == (denominator == "prompt")
+    samples = Samples(bins_N, lengths_N, torch.ones(len(lengths_N)), groups_NK)
+    mass_N = algorithm.coefficients(samples, BatchTotals.of(bins_N, lengths_N, K)) * lengths_N
+    return mass_N.reshape(-1, K).sum(dim=1).tolist()
+
+
+def test_dapos_denominator_is_of_the_batch_or_of_each_prompt():
+    lengths = [[1, 2, 3, 4], [10, 20, 30, 40], [90, 100, 0, 0]]
+    assert dapo_masses(lengths, "batch") == pytest.approx([10 / 300, 100 / 300, 190 / 300], rel=1e-15)
+    assert dapo_masses(lengths, "prompt") == pytest.approx([1 / 3] * 3, rel=1e-15)
+    assert dapo_masses([[5, 5, 5, 5], [0, 0, 0, 0]], "prompt") == pytest.approx([1 / 2, 0.0], rel=1e-15)
+    with pytest.raises(AlgorithmError, match="denominator: got 'rollout', allowed are batch, prompt"):
+        build("dapo", denominator="rollout")
+    nothing, alone = torch.tensor([1]), Samples(torch.tensor([1]), torch.tensor([3]), torch.ones(1))
+    with pytest.raises(AlgorithmError, match="no group_lengths_NK"):
+        build("dapo", denominator="prompt").coefficients(alone, BatchTotals.of(nothing, nothing, K))
+    with pytest.raises(AlgorithmError, match="call `coefficients` with Samples"):
+        build("dapo", denominator="prompt").sample_coefficients(nothing, nothing, BatchTotals.of(nothing, nothing, K))

@@ -58,6 +58,21 @@ def test_a_contradiction_is_refused_in_words(run_files, overrides, field, words)
 BATCHES = ["trainer.updates_per_batch=2", "rollout.prompts_per_step=4"]
 
 
+def test_a_penalty_beside_rewards_of_0_and_1_is_said(run_files):
+    def warned(*overrides):
+        report = check(resolve(run_files.file, list(overrides)), Hardware("cpu", 4))
+        assert not report.problems, report.problems
+        return [
+            str(warning) for warning in report.warnings if str(warning).startswith("reward.incorrect_reward: got 0")
+        ]
+
+    for kind in ("penalty", "both"):
+        (said,) = warned(f"algorithm.overlong.kind={kind}")
+        assert "fix: set reward.incorrect_reward=-1" in said
+        assert not warned(f"algorithm.overlong.kind={kind}", "reward.incorrect_reward=-1")
+    assert not warned("algorithm.overlong.kind=filter")
+
+
 @pytest.mark.parametrize(
     ("published", "field", "others"),
     [

@@ -115,6 +115,15 @@ def test_filter_masks_truncated_which_still_count():
     assert untouched.loss_mask_R.tolist() == [1] * 6 and group.rollouts[1].loss_mask.tolist() == [1] * 4
 
 
+def test_filter_and_penalty_together_as_dapo_stacks_them():
+    group = make_group(0, [True, True, False, False], [1, 10, 1, 20], ["stop", "stop", "stop", "length"])
+    batch = build_batch([group], algorithm(4), overlong="both", max_tokens=12, cache_tokens=4)
+    assert batch.rewards_N.tolist() == [1.0, 0.5, 0.0, -1.0]
+    assert batch.trained_tokens_N.tolist() == [1, 10, 1, 0]
+    penalized = build_batch([group], algorithm(4), overlong="penalty", max_tokens=12, cache_tokens=4)
+    assert batch.advantages_N.tolist() == penalized.advantages_N.tolist(), "what is masked still counts in the mean"
+
+
 def test_the_advantages_are_those_of_the_algorithm():
     groups = [make_group(0, [True, False, False, False]), make_group(1, [True, True, False, True])]
     none = build_batch(groups, algorithm(4, std="none"))

@@ -24,8 +24,9 @@ ROOT = Path(__file__).resolve().parents[3]
 RECIPES = [*sorted((ROOT / "examples" / "recipes").glob("*.yaml")), ROOT / "examples" / "lab" / "at-1.5b.yaml"]
 PREPARE = ROOT / "examples" / "recipes" / "prepare_data.py"
 NAMES = [path.stem for path in RECIPES]
-BASELINES = re.findall(
-    r"^\| [^|]+ \| `(algorithm\.name=[^`]+)` \|$", (ROOT / "examples/recipes/README.md").read_text(), re.M
+BASELINES, LADDER = (
+    re.findall(r"^\| [^|]+ \| `(algorithm\.name=[^`]+)` \|$", part, re.M)
+    for part in (ROOT / "examples/recipes/README.md").read_text().split("### DAPO's ladder")
 )
 WRAPPED = (
     "Solve the following math problem step by step. The last line ...\n\n{}\n\n"
@@ -98,7 +99,42 @@ def test_the_70b_recipe_names_the_model_that_exists():
 
 
 def test_there_are_recipes_and_baselines():
-    assert len(RECIPES) == 7 and len(BASELINES) == 5
+    assert len(RECIPES) == 7 and len(BASELINES) == 5 and len(LADDER) == 6
+
+
+TECHNIQUES = [
+    ("algorithm.overlong", "filter"),
+    ("algorithm.clip_high", 0.28),
+    ("algorithm.overlong", "penalty"),
+    ("algorithm.mean", "tokens"),
+    ("algorithm.filter", "pass_rate"),
+]
+"""What each rung of DAPO's ladder adds to the one before it, in the order of the paper's table 1."""
+
+
+def technique_values(config):
+    """Where a run stands in each of DAPO's techniques."""
+    algorithm = config.algorithm
+    kind = {"none": set(), "both": {"filter", "penalty"}}.get(algorithm.overlong.kind, {algorithm.overlong.kind})
+    return {
+        *(("algorithm.overlong", name) for name in kind),
+        ("algorithm.clip_high", algorithm.clip_high),
+        ("algorithm.mean", "rollouts" if algorithm.name == "grpo_sequence" else "tokens"),
+        ("algorithm.filter", "pass_rate" if algorithm.name == "dapo" else "none"),
+    }
+
+
+@pytest.mark.parametrize("rung", range(6))
+def test_each_rung_of_dapos_ladder_passes_its_dry_run_without_a_remark(rung, place, capsys):
+    recipe = RECIPES[NAMES.index("qwen2.5-32b")]
+    save_recipe_model(recipe, place)
+    options = LADDER[rung].split()
+    assert main(["train", str(recipe), "--dry-run", *options]) == 0, capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "oversampling: got" not in printed.out + printed.err and "incorrect_reward: got" not in printed.out
+    config = resolve(recipe, options)
+    assert [t in technique_values(config) for t in TECHNIQUES] == [True] * rung + [False] * (5 - rung)
+    assert (config.reward.correct_reward, config.reward.incorrect_reward) == (1.0, -1.0)
 
 
 def test_the_data_script_writes_each_problem_once(place, monkeypatch, capsys):

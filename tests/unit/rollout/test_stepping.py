@@ -156,7 +156,7 @@ def test_what_an_environment_says_of_itself_is_shown_once():
     progress = FakeProgress()
     held(Engine(), progress=progress, notice="weak isolation")
     assert [message for message in progress.messages if "weak" in message] == [
-        "environment.kind: toy_steps:Steps: weak isolation"
+        "warning: environment.kind: toy_steps:Steps: weak isolation"
     ]
 
 
