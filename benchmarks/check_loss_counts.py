@@ -1,7 +1,7 @@
-"""Count what check-loss finds among the losses of tests/parallel/loss_cases.py, and write the table of docs/plugins.md.
+"""Count what check-loss finds among the losses of tests/parallel/loss_cases.py, and write their table.
 
     python benchmarks/check_loss_counts.py --run [tuned|held-out|right|NAME ...]   runs them, half a minute each
-    python benchmarks/check_loss_counts.py --docs docs/plugins.md                  writes the table of what was run
+    python benchmarks/check_loss_counts.py --docs benchmarks/results/check_loss_counts.md   writes the table
 
 What was found of each is kept in check_loss_counts.jsonl beside this file; `first` is the cause that was named before
 the tool was changed for any of those that were held out. A loss is explained if the pattern that
@@ -24,7 +24,10 @@ sys.path.insert(0, str(HERE.parents[1] / "tests" / "parallel"))
 from loss_cases import RIGHT, WRONG, Right, Wrong  # noqa: E402
 
 KEPT = HERE.with_suffix(".jsonl")
-START, END = "<!-- counts: python benchmarks/check_loss_counts.py --docs docs/plugins.md -->", "<!-- end of counts -->"
+START, END = (
+    "<!-- counts: python benchmarks/check_loss_counts.py --docs benchmarks/results/check_loss_counts.md -->",
+    "<!-- end of counts -->",
+)
 
 
 def key_of(loss: Wrong | Right) -> str:
@@ -108,17 +111,16 @@ def table() -> str:
     alarms = sum(bool(found[key_of(right)]["cause"]) for right in RIGHT)
     frameworks = sorted({right.framework for right in RIGHT} - {"by hand"}, key=str.lower)
     lines += ["", f"{len(RIGHT)} right losses ({', '.join(frameworks)}; some by hand): {alarms} false alarms.", ""]
-    public = [loss for loss in WRONG if "#" in loss.source]
-    lines += [f"Public ones ({len(public)}): " + ", ".join(_shown(loss, found) for loss in public) + "."]
-    other = [loss for loss in WRONG if "#" not in loss.source]
-    lines += ["", f"Planted by hand ({len(other)}): " + ", ".join(_shown(loss, found) for loss in other) + "."]
+    public = sum("#" in loss.source for loss in WRONG)
+    lines += [f"{public} shipped in public repositories, {len(WRONG) - public} were planted by hand."]
+    for wanted in ("not found", "found, other cause"):
+        names = [_name(loss) for loss in WRONG if verdict(loss, found[loss.name]) == wanted]
+        lines += [f"{wanted.capitalize()}: {', '.join(names) or 'none'}."]
     return "\n".join(lines)
 
 
-def _shown(loss: Wrong, found: Mapping[str, Mapping[str, Any]]) -> str:
-    name = loss.source if "#" in loss.source else loss.name.replace("_", " ")
-    said = verdict(loss, found[loss.name])
-    return name + ("" if said == "explained" else f" ({said})")
+def _name(loss: Wrong) -> str:
+    return loss.source if "#" in loss.source else loss.name.replace("_", " ")
 
 
 def page(text: str) -> str:

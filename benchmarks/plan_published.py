@@ -1,6 +1,6 @@
 """The planner's times against published ones, and the constants learned from half of them.
 
-python benchmarks/plan_published.py [--fit [times|sync]] [--rows] [--docs docs/plan.md]
+python benchmarks/plan_published.py [--fit [times|sync]] [--rows] [--docs benchmarks/results/plan_published.md]
 
 published.csv: one row for each published number, with the repository, path and commit it stands in. `half`: learn or
 test, by the hash of the configuration (not of the release it was measured with), drawn before anything was fitted;
@@ -36,7 +36,10 @@ from megatron_daro.workshop.plan.workload import DEFAULT_SPREAD, Workload, quant
 TABLE = Path(__file__).with_name("published.csv")
 PROMPT_TOKENS = 115
 MOST = 1.6
-MARKS = ("<!-- published: python benchmarks/plan_published.py --docs docs/plan.md -->", "<!-- end of published -->")
+MARKS = (
+    "<!-- published: python benchmarks/plan_published.py --docs benchmarks/results/plan_published.md -->",
+    "<!-- end of published -->",
+)
 Row = dict[str, str]
 CONFIGURATION = (
     "kind", "model", "gpu", "gpus", "precision", "tensor", "pipeline", "virtual", "context", "expert", "fsdp",
@@ -332,7 +335,7 @@ def pairs(rows: Sequence[Row], constants: Constants) -> list[tuple[Row, Row, boo
 
 
 def text(rows: Sequence[Row], constants: Constants) -> str:
-    """Return the tables as docs/plan.md has them."""
+    """Return the tables as benchmarks/results/plan_published.md has them."""
     lines = [
         "| group | learned from | error | 9 of 10 within | tested on | error | mean ratio | largest | beyond 1.6 | "
         "within the learned factor |",

@@ -1,4 +1,4 @@
-"""Write the soak's tables in docs/benchmarks.md from benchmarks/results/sglang_soak.json, so that no number was typed.
+"""Write the soak's tables beside benchmarks/results/sglang_soak.json from it, so that no number was typed.
 
     python benchmarks/soak_page.py
 
@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, PAGE = ROOT / "benchmarks" / "results" / "sglang_soak.json", ROOT / "docs" / "benchmarks.md"
+RESULTS = ROOT / "benchmarks" / "results" / "sglang_soak.json"
+PAGE = RESULTS.with_suffix(".md")
 _MEANING = {
     "kill_idle": "SIGKILL (main process, scheduler, or all) while no request is at the server",
     "kill_serving": "SIGKILL within 5 ms of a request for rollouts",

@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 
 from megatron_daro.config import Config
 from megatron_daro.config.base import Section
-from megatron_daro.config.loading import ITEM, field_allowed, is_section, section_of, strip
+from megatron_daro.config.loading import ITEM, choices, field_allowed, is_section, section_of, strip
 from megatron_daro.workshop.slurm.cluster_file import ClusterFile
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -29,24 +29,17 @@ HEAD = """\
 
 <!-- Written by tools/config_reference.py from megatron_daro/config. Change the docstrings there, then run it again. -->
 
-One YAML file with the sections below; only `model.path` and `data.train` are required. Each
-entry is `option` (default; allowed values): meaning. Ranges include both ends.
+One YAML file with the sections below; only `model.path` and `data.train` are required. Each entry is `option` (default;
+allowed values): meaning. Ranges include both ends; a default shows the type.
 
 * Options on the command line replace those of the file: `megatron-daro train run.yaml trainer.steps=5
-  data.train=[a.jsonl,b.jsonl]`. Values are read as YAML; a mapping is merged key by key, anything else replaces;
-  `data.eval.0.path=x` reaches into a list. Text that YAML would read otherwise needs quotes inside quotes:
-  `'data.template="Q: {prompt}"'`.
-* `megatron-daro train run.yaml --dry-run` prints the resolved configuration and runs every check that precedes the
-  first process, with the errors and exit code of a start. It starts and writes nothing. A run writes its resolved
-  configuration to `RUN/config.yaml`.
-* All wrong values are reported at once (exit code 2): field, what was got, what is allowed, how to fix it. Unknown
-  keys are errors that name the nearest key; so is a key given twice.
-* YAML 1.2 scalars, safe loader: `1e-6` is a number; `yes`, `no`, `010` and dates are text. Types are not converted:
-  `"3"` is text.
+  data.train=[a.jsonl,b.jsonl]`. Values are read as YAML; a mapping is merged key by key; `data.eval.0.path=x` reaches
+  into a list. Text that YAML would read otherwise needs quotes inside quotes: `'data.template="Q: {prompt}"'`.
+* `megatron-daro train run.yaml --dry-run` prints the resolved configuration and runs every check of a start.
+* All wrong values and unknown keys are reported at once (exit code 2).
+* YAML 1.2 scalars: `1e-6` is a number; `yes`, `no`, `010` and dates are text. Types are not converted: `"3"` is text.
 * Relative paths start at the working directory; a leading `~` is the home directory. A single value where a list is
-  expected is a list of one.
-* `null` defaults that depend on other options (`trainer.run_dir`, `engine.seed`, ...) are filled in when the file is
-  resolved.
+  expected is a list of one. Unset options are filled in when the file is resolved.
 """
 
 _SHORTER = (
@@ -71,9 +64,7 @@ def reference() -> str:
     parts = [HEAD]
     for name, field in Config.model_fields.items():
         if (section := section_of(field.annotation)) is not None:
-            parts.append(
-                "\n".join([f"## {name}", "", (section.__doc__ or "").strip(), "", *_list(f"{name}.", section)])
-            )
+            parts.append("\n".join([f"## {name}", "", *_list(f"{name}.", section)]))
     parts.append("\n".join(["## The cluster file", "", CLUSTER_FILE, "", *_list("", ClusterFile)]))
     return "\n\n".join([part.rstrip("\n") for part in parts]) + "\n"
 
@@ -83,7 +74,7 @@ def _list(prefix: str, section: type[Section]) -> Iterator[str]:
     for name, field in section.model_fields.items():
         if not is_section(strip(field.annotation)[0]):
             description = " ".join((field.description or "").split())
-            yield f"* `{prefix}{name}` ({_default(field)}; {_allowed(field)}): {description}"
+            yield f"* `{prefix}{name}` ({'; '.join(filter(None, [_default(field), _allowed(field)]))}): {description}"
     for name, field in section.model_fields.items():
         if (inner := section_of(field.annotation)) is not None:
             path = f"{prefix}{name}" if is_section(strip(field.annotation)[0]) else f"{prefix}{name}.{ITEM}"
@@ -98,13 +89,18 @@ def _default(field: FieldInfo) -> str:
 
 
 def _allowed(field: FieldInfo) -> str:
-    """What a field allows, shorter than error messages say it; a default of null shows that null is allowed."""
+    """What a field allows, shorter than in error messages: the default shows the type, and null if it is allowed."""
     if section_of(field.annotation) is not None:
         return "list of the mappings below"
+    names = choices(field.annotation, field.metadata)
+    if names and all(f"{name}:" in (field.description or "") for name in names):
+        return ""
     text = field_allowed(field).removesuffix(", or null").removeprefix("one of ")
     for pattern, short in _SHORTER:
         text = re.sub(pattern, short, text)
-    return text
+    if field.default is None or field.is_required():
+        return text
+    return re.sub(r"^(boolean|mapping|text$|list, each text$|integer ?|number ?)", "", text)
 
 
 def main(arguments: list[str]) -> int:

@@ -47,37 +47,32 @@ class ActorSection(Section):
     """The policy under training."""
 
     tensor_parallel: int = Field(default=1, ge=1)
-    """Ranks that share each layer (TP). Divides the attention heads; divides the key-value heads or is a multiple
-    of them."""
+    """Ranks that share each layer (TP). Divides the attention heads; divides the key-value heads or is a
+    multiple."""
     pipeline_parallel: int = Field(default=1, ge=1)
-    """Pipeline stages (PP). Divides the layers, unless `megatron` sets num_layers_in_first_pipeline_stage or
-    num_layers_in_last_pipeline_stage."""
+    """Pipeline stages (PP). Divides the layers, unless `megatron` sets those of the first or last stage."""
     virtual_pipeline_parallel: int = Field(default=1, ge=1)
-    """Virtual stages per pipeline stage (VPP, interleaved schedule). Divides the layers of every stage; > 1 needs
-    PP > 1."""
+    """Virtual stages per pipeline stage (VPP). Divides the layers of every stage."""
     context_parallel: int = Field(default=1, ge=1)
     """Ranks that share each sequence (CP)."""
     data_parallel: int = Field(default=1, ge=1)
     """Replicas of the model (DP). World size = TP * PP * CP * DP."""
     expert_parallel: int = Field(default=1, ge=1)
-    """Ranks that share the experts of a layer (EP). Divides the experts; laid out over TP, CP and DP, so the world
-    does not grow."""
+    """Ranks that share the experts of a layer (EP), out of TP, CP and DP. Divides the experts."""
     expert_tensor_parallel: int | None = Field(default=None, ge=1)
     """Ranks that share each expert (ETP). Unset: 1 with EP > 1, else TP."""
     sequence_parallel: bool | None = None
     """Shard activations over the tensor-parallel ranks. Unset: on with TP > 1."""
     precision: Literal["fp32", "bf16", "fp8"] = "bf16"
-    """What is computed in. fp8: the layers' matrix products (Transformer Engine, GPUs that have fp8), all else as
-    bf16. Optimizer state and gradients are always fp32."""
+    """fp8: the layers' matrix products only, the rest bf16. Optimizer state and gradients are always fp32."""
     fp8_recipe: Fp8Recipe = "tensorwise"
-    """fp8 scales: one per matrix; one per 128 x 128 weights and 128 activations of a token; or one per 32 numbers
-    (mxfp8, Blackwell)."""
+    """fp8 scales: per matrix; per 128 x 128 weights; or per 32 numbers (Blackwell)."""
     fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
     """hybrid: e4m3 forward, e5m2 for gradients; e4m3: both in e4m3."""
     num_layers_at_start_in_bf16: int = Field(default=0, ge=0)
-    """With fp8: first layers that stay in bf16; at most those of a pipeline stage."""
+    """With fp8: first layers that stay in bf16."""
     num_layers_at_end_in_bf16: int = Field(default=0, ge=0)
-    """With fp8: last layers that stay in bf16; at most those of a pipeline stage."""
+    """With fp8: last layers that stay in bf16."""
     recompute: Literal["none", "full"] = "none"
     """full: recompute each layer in the backward pass."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
@@ -85,13 +80,12 @@ class ActorSection(Section):
     logprob_chunk_tokens: int = Field(default=1024, ge=1)
     """Tokens whose fp32 logits exist at once."""
     routing_replay: bool = False
-    """Train a mixture of experts with the experts that the SGLang server chose for each token (R3). Records 2 bytes
-    per token, layer and expert."""
+    """Train with the experts that the SGLang server chose for each token (R3)."""
     optimizer: OptimizerSection = OptimizerSection()
     """Optimizer and schedule."""
     megatron: dict[str, Any] = {}
-    """Fields of Megatron-core's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig. Unknown ones,
-    those that another option sets, and those that would be ignored are refused with the reason."""
+    """Fields of Megatron-core's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig. Unknown,
+    contradicting or ignored ones are refused."""
 
     @property
     def expert_group_size(self) -> int:

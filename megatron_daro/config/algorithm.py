@@ -38,7 +38,7 @@ class KlSection(Section):
     coefficient: float = Field(default=0.0, ge=0, le=1000)
     """Factor of the KL term. 0: no term, no reference log-probs."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL per token: k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r."""
+    """k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r."""
     place: Literal["loss", "reward"] = "loss"
     """loss: a term of the loss; reward: its sum over an answer is taken from the answer's reward."""
     mean: Literal["tokens", "rollouts"] = "tokens"
@@ -82,7 +82,7 @@ class OverlongSection(Section):
     max_tokens: int | None = Field(default=None, ge=1)
     """penalty: response length from which the penalty is -1, tokens. Unset: rollout.max_response_tokens."""
     cache_tokens: int | None = Field(default=None, ge=1)
-    """penalty: width of the zone below max_tokens where it grows, tokens. Unset: a fifth of max_tokens."""
+    """penalty: width of the zone below max_tokens, tokens. Unset: a fifth of max_tokens."""
 
     @property
     def penalizes(self) -> bool:
@@ -100,20 +100,18 @@ class DaroSection(Section):
     parameter: Literal["log", "linear"] = "log"
     """What Adam moves: s = ln w (positive by construction), or w itself."""
     magnitude: Literal["abs", "signed", "token", "advantage", "gradient"] = "abs"
-    """Measured size of a bin: |L_k|, L_k (the literal formula), the mean of |token loss|, the mean of |advantage|, or
-    an estimate of the norm of its gradient over the mean of all bins."""
+    """Measured size of a bin: |L_k|, L_k, mean |token loss|, mean |advantage|, or an estimate of its gradient's
+    norm."""
     kernels: int | None = Field(default=None, ge=2)
-    """Number of Gaussian kernels over the pass rate whose heights are learnt in the place of a weight per bin, from 2
-    to rollouts_per_prompt - 1. Unset: a weight per bin."""
+    """Gaussian kernels over the pass rate in place of a weight per bin, at most rollouts_per_prompt - 1. Unset: a
+    weight per bin."""
     half_life: float | None = Field(default=None, ge=1e-3, le=1e6)
     """Weights are the inverse of a moving average of the measure with this half-life, steps. Unset: Adam."""
     length_edges: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Trained tokens at which a new class of lengths begins, rising; each class has weights of its own. Empty: one
-    weight for all lengths of a bin."""
+    """Trained tokens at which a new class of lengths begins, rising; each class has its own weights."""
     normalizer: Literal["bin", "batch", "shared"] = "bin"
-    """Denominator of a bin's loss: its own tokens (bin), or the step's tokens of all bins 0 < k < K (batch).
-    shared: weights learn as with bin, the policy's loss is divided as with batch, so that rare pass rates are not
-    paid for being rare."""
+    """bin: a bin's loss over its own tokens; batch: over the tokens of all bins 0 < k < K; shared: weights learn as
+    with bin, the policy's loss is divided as with batch."""
     scale: Literal["sum", "mean"] = "sum"
     """Sum over bins, or mean over the bins present."""
     clamp: tuple[float, float] = (0.1, 10.0)
@@ -170,24 +168,24 @@ class FadeSection(Section):
     """FADE: hard questions first, wrong answers pushed down harder once the entropy is low."""
 
     rate: float = Field(default=0.02, ge=1e-6, le=1)
-    """Weight of a new step in the moving averages of pass rate and entropy, in [1e-6, 1]."""
+    """Weight of a new step in the moving averages of pass rate and entropy."""
     max_power: float = Field(default=3.0, ge=1, le=100)
-    """Largest exponent alpha of (1 - pass rate)^(alpha - 1), 1 to 100."""
+    """Largest exponent alpha of (1 - pass rate)^(alpha - 1)."""
     min_scale: float = Field(default=0.3, ge=1e-3, le=1)
-    """Smallest delta that wrong answers' advantages are divided by, in [0.001, 1]."""
+    """Smallest delta that wrong answers' advantages are divided by."""
     target_entropy: float | None = Field(default=None, ge=0, le=1000)
-    """Entropy, in nats per token, below which delta falls; >= 0. Unset: half of the first step's."""
+    """Entropy below which delta falls, nats per token. Unset: half of the first step's."""
 
 
 class LambdaGrpoSection(Section):
     """lambda-GRPO: a learnt preference for the longer or the shorter answers of each group."""
 
     learning_rate: float = Field(default=0.01, ge=1e-12, le=100)
-    """Adam learning rate of lambda, 1e-12 to 100."""
+    """Adam learning rate of lambda."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
-    """Adam decay rates of lambda, each in [0, 1)."""
+    """Adam decay rates of lambda."""
     spread: float = Field(default=1 / 9, gt=0, lt=1)
-    """Factor of a length's standard score, in (0, 1) and below 1 / sqrt(rollouts_per_prompt - 1)."""
+    """Factor of a length's standard score, below 1 / sqrt(rollouts_per_prompt - 1)."""
 
 
 class AlgorithmSection(Section):
@@ -199,8 +197,8 @@ class AlgorithmSection(Section):
     options: dict[str, Any] = {}
     """Options of an algorithm of your own: keyword arguments of its constructor."""
     std: Literal["auto", "population", "sample", "batch", "none"] = "auto"
-    """Divisor of the advantage: the group's standard deviation (population, sample), the batch's, or none; auto:
-    the algorithm's."""
+    """Divisor of the advantage: standard deviation of the group (population, sample) or batch, or none; auto: the
+    algorithm's."""
     filter: Literal["auto", "none", "pass_rate"] = "auto"
     """pass_rate: keep groups with 0 < pass rate < 1 and refill the batch; auto: the algorithm's."""
     trust_region: Literal["clip", "gspo", "cispo", "sapo", "reinforce"] = "clip"
@@ -218,8 +216,7 @@ class AlgorithmSection(Section):
     """Factor of the entropy bonus."""
     old_logprobs: Literal["auto", "forward", "recompute", "rollout"] = "auto"
     """Denominator of the ratio. forward: the train pass's detached values (one update per batch); recompute: an
-    extra pass before the first update; rollout: the engine's; auto: forward with one update per batch, else
-    recompute."""
+    extra pass; rollout: the engine's; auto: forward with one update per batch, else recompute."""
     kl: KlSection = KlSection()
     """KL term."""
     correction: CorrectionSection = CorrectionSection()

@@ -44,24 +44,24 @@ class EvalSet(Section):
     path: ExpandedPath
     """File of problems."""
     format: DataFormat = "auto"
-    """Layout of the file; auto: recognised by its content."""
+    """As data.format."""
     problem_field: FieldName | None = None
-    """Field of the problem. Unset: as the format has it."""
+    """As data.problem_field."""
     answer_field: FieldName | None = None
-    """Field of the answer. Unset: as the format has it."""
+    """As data.answer_field."""
     rollouts_per_prompt: int = Field(default=1, ge=1, le=65536)
-    """Answers per problem; accuracy is their mean."""
+    """Answers per problem."""
     temperature: float = Field(default=0.0, ge=0, le=100)
-    """Sampling temperature; 0: greedy, else 0.001 to 100."""
+    """0: greedy, else at least 0.001."""
     top_p: float = Field(default=1.0, ge=1e-6, le=1)
-    """Nucleus sampling; 1: off."""
+    """1: off."""
     template: EvalTemplate = "data"
     """data: as the training data (data.prompt_template, data.template); the others: templates that papers evaluate
     with (docs/evaluate.md has their texts)."""
     rows: int | None = Field(default=None, ge=1)
-    """Rows that the file must have. Unset: any."""
+    """Rows that the file must have."""
     max_prompts: int | None = Field(default=None, ge=1)
-    """Only the first so many problems. Unset: all."""
+    """Only the first so many problems."""
     drop_unusable: bool = False
     """Leave out rows without problem or answer and prompts that are too long. Off: such a row is an error, since
     the accuracy would be that of another set."""
@@ -73,7 +73,7 @@ class CurriculumSection(Section):
     start: float = Field(default=0.2, ge=1e-6, le=1)
     """Share of the problems, easiest first, that is open at the start."""
     ramp_prompts: int | None = Field(default=None, ge=1)
-    """Prompts drawn until all problems are open; the share grows linearly. Unset: half of the run's."""
+    """Prompts drawn until all problems are open. Unset: half of the run's."""
 
 
 class PrioritisedSection(Section):
@@ -110,8 +110,8 @@ class DataSection(Section):
     shuffle: bool = True
     """Shuffle in each epoch, from trainer.seed."""
     order: Literal["epochs", "curriculum", "prioritised"] = "epochs"
-    """epochs: each problem once an epoch; curriculum: easy to hard, by the pass rates that the files store;
-    prioritised: by how often the run failed lately, at first by stored pass rates where there are some."""
+    """epochs: each problem once an epoch; curriculum: easy to hard, by stored pass rates; prioritised: by recent
+    failure in this run, at first by stored pass rates."""
     curriculum: CurriculumSection = CurriculumSection()
     """Options of order curriculum."""
     prioritised: PrioritisedSection = PrioritisedSection()
@@ -134,22 +134,21 @@ class RolloutSection(Section):
     max_response_tokens: int = Field(default=4096, ge=1)
     """Longest answer, tokens."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Strings that end an answer, each one token of the tokenizer. The model's own end token always counts."""
+    """Strings that end an answer, each one token. The model's end token always counts."""
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Token ids that end an answer."""
     max_staleness: int = Field(default=0, ge=0, le=1024)
-    """Batches by which generation may run ahead of training; 0: synchronous."""
+    """Batches that generation may run ahead of training; 0: synchronous."""
     oversampling: float = Field(default=1.0, ge=1, le=100)
-    """Prompts requested at first, as a multiple of prompts_per_step."""
+    """Prompts of the first round, as a multiple of prompts_per_step."""
     max_refill_rounds: int = Field(default=3, ge=0, le=1000)
     """Further rounds of prompts while the batch is not full; then the smaller batch is trained."""
     keep_surplus: bool = False
-    """Keep groups beyond the batch for the next step, unfinished ones with their tokens so far (finish_batch
-    enough). They are one batch older when used, so generation runs ahead by one batch fewer than max_staleness,
-    which must be >= 1."""
+    """Keep groups beyond the batch for the next step, unfinished ones with their tokens so far. Needs max_staleness
+    >= 1; generation runs ahead by one batch fewer."""
     finish_batch: Literal["auto", "all", "enough"] = "auto"
-    """all: each round waits for all of its groups, so a run repeats exactly; enough: a batch is complete once
-    prompts_per_step groups are trainable, the rest is aborted; auto: all with the embedded engine, else enough."""
+    """all: each round waits for all of its groups, so a run repeats exactly; enough: a batch ends once
+    prompts_per_step groups are trainable; auto: all with the embedded engine, else enough."""
 
     @property
     def batch_rollouts(self) -> int:
@@ -192,7 +191,7 @@ class SGLangSection(Section):
     python: ExpandedPath | None = None
     """Python interpreter that has sglang. Unset: the trainer's."""
     urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+$")], ...] = ()
-    """Running servers, as http://host:port; then none is started and engine.replicas is not used."""
+    """Running servers, as http://host:port; then none is started."""
     arguments: dict[str, Any] = {}
     """Server arguments under their upstream names, such as mem_fraction_static."""
     env: dict[str, str] = {}
@@ -205,21 +204,20 @@ class SGLangSection(Section):
     """How weights reach the servers. distributed: broadcast (NCCL, or gloo on CPU); disk: files in sync_dir, which
     trainer and servers both see; tensor: CUDA IPC from a rank on the server's host."""
     fp8_blocks: bool = False
-    """Send the layers' matrices as fp8 blocks of 128 x 128 with scales; servers compute with these. Needs compute
-    capability 8.9 or 9.0 and SGLang 0.5.23."""
+    """Send the layers' matrices as fp8 blocks of 128 x 128 (compute capability 8.9 or 9.0, SGLang 0.5.23)."""
     sync_dir: ExpandedPath | None = None
     """Directory of sync disk. Unset: RUN/sync."""
     bucket_mib: int | None = Field(default=None, ge=1, le=65536)
     """Size of a weight bucket, MiB; the sender holds two. Unset: 64 to servers on a CPU, else 256."""
     pause: Literal["retract", "in_place", "abort"] = "retract"
-    """What running requests do while weights change. retract: go on under the new weights with a recomputed cache;
-    in_place: go on with the old cache; abort: end, and are requested again."""
+    """Running requests while weights change. retract: continue with a recomputed cache; in_place: continue with the
+    old cache; abort: request again."""
     verify: bool = True
-    """After each update compare log-probs of fixed prompts, and checksums where servers have them."""
+    """Compare log-probs and checksums after each update."""
     answer_workers: int | None = Field(default=None, ge=1, le=4096)
     """Processes that send requests, parse responses and decode tokens. Unset: one per Ray node."""
     max_tokens_in_flight: int | None = Field(default=None, ge=1)
-    """Tokens (prompt and expected answer) given to one server at once. Unset: twice its cache."""
+    """Tokens given to one server at once. Unset: twice its cache."""
     start_timeout_s: float = Field(default=1800.0, ge=0.01, le=1e6)
     """Until a server generates its first token, seconds."""
     request_timeout_s: float = Field(default=3600.0, ge=0.01, le=1e6)
@@ -249,8 +247,7 @@ class EngineSection(Section):
     seed: Seed | None = None
     """Seed of sampling. Unset: trainer.seed."""
     colocate: bool = False
-    """SGLang servers and the actor's ranks share GPUs: servers offload while a batch is trained, ranks while one is
-    generated. Off: each has GPUs of its own."""
+    """Servers and ranks share GPUs and offload in alternation. Off: each has GPUs of its own."""
     embedded: EmbeddedSection = EmbeddedSection()
     """Options of the embedded engine."""
     sglang: SGLangSection = SGLangSection()
@@ -282,12 +279,11 @@ class RewardSection(Section):
     memory_mib: int = Field(default=1024, ge=64, le=2**20)
     """Memory limit per answer beyond the idle worker, MiB."""
     strict: bool = True
-    """Accept only an answer in the expected form (a box, an Answer line, the marker); off: also a trailing
-    number."""
+    """Accept only the expected form (box, Answer line, marker); off: also a trailing number."""
     marker: Annotated[str, Field(min_length=1)] = "####"
     """exact: the text before the answer."""
     refuse_restated: bool = False
-    """math: reject an expression that stands in the problem's statement (numbers and words are always accepted)."""
+    """math: reject expressions from the problem's statement."""
     correct_reward: float = Field(default=1.0, ge=-1e6, le=1e6)
     """Reward of a correct answer; above incorrect_reward."""
     incorrect_reward: float = Field(default=0.0, ge=-1e6, le=1e6)
@@ -308,8 +304,7 @@ class EnvironmentSection(Section):
     options: dict[str, Any] = {}
     """Options of an environment of your own: keyword arguments of its constructor."""
     timeout_s: float = Field(default=300.0, ge=0.01, le=1e6)
-    """Time limit of one conversation outside engine, verifiers and workers, seconds; then it is ended, counted and
-    restarted."""
+    """Time limit of a conversation outside engine, verifiers and workers, seconds; then it is restarted."""
     workers: int = Field(default=2, ge=1, le=65536)
     """Worker processes of an environment with `step`, beside the driver."""
     step_timeout_s: float = Field(default=30.0, ge=0.01, le=1e6)
@@ -345,13 +340,11 @@ class TrainerSection(Section):
     keep_every_steps: int = Field(default=0, ge=0)
     """Keep checkpoints of multiples of this many steps for good; 0: none."""
     export_hf: bool = False
-    """After the last step write the model to RUN/hf as a Hugging Face directory (bf16 or fp32). With --resume also
-    afterwards: a finished run only writes it."""
+    """After the last step write the model to RUN/hf (bf16 or fp32). With --resume also for a finished run."""
     eval_every_steps: int = Field(default=0, ge=0)
-    """Steps between evaluations on data.eval; also before the first step and after the last. 0: never."""
+    """Steps between evaluations on data.eval, also before the first and after the last; 0: never."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """NaN or infinity in loss or gradient: stop (exit code 3), or skip and count the step. The batch is written out
-    either way."""
+    """NaN or infinity in loss or gradient. stop: exit code 3; skip: count the step."""
     deadline_scale: float = Field(default=1.0, ge=1e-3, le=1000)
     """Factor of every deadline in the loop (optimizer step 4 h, sync 30 min, ...)."""
     updates_per_batch: int = Field(default=1, ge=1)
@@ -369,9 +362,9 @@ class ClusterSection(Section):
     nodes: int = Field(default=1, ge=1)
     """Nodes."""
     gpus_per_node: int | None = Field(default=None, ge=1)
-    """GPUs per node. Unset: what the Ray cluster of RAY_ADDRESS has, or this machine."""
+    """GPUs per node. Unset: of the Ray cluster or this machine."""
     gpu: Annotated[str, Field(min_length=1)] | None = None
-    """Type as Ray names it, such as H100. Unset: unknown; whether it has fp8 shows at the start."""
+    """Type as Ray names it, such as H100."""
 
 
 class WandbSection(Section):
@@ -393,7 +386,7 @@ class ObserveSection(Section):
     tensorboard: bool = True
     """Write TensorBoard events to RUN/tensorboard."""
     save_rollouts: bool = True
-    """Write every batch to RUN/rollouts (needed for replay and for samples in the report)."""
+    """Write RUN/rollouts (needed for replay and samples in the report)."""
     wandb: WandbSection = WandbSection()
     """Weights & Biases."""
 

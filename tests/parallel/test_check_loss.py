@@ -19,7 +19,7 @@ QUICK = {"nemo_rl_3791", "nemo_rl_3792", "megatron_lm_906", "gspo_local_sequence
 QUICK |= {"torchforge_571", "random_tokens", "prime_rl_568", "dropped_micro_batch", "detached"}
 """One of each cause, and those that are found before any layout is tried."""
 OTHER_CAUSE = {"prime_rl_674"}
-"""Found, and explained otherwise than by the words beside it; the table of docs/plugins.md says so."""
+"""Found, and explained otherwise than by the words beside it; the table of the counts says so."""
 CHEAP = {"daro", "verl_sequence_mean", "sign_of_advantage"}
 
 
@@ -73,12 +73,14 @@ def test_an_exact_loss_is_left_alone(case_pool, right):
 
 
 def test_the_page_has_what_was_counted(monkeypatch):
-    """The table of docs/plugins.md, the counts beside its script, and the losses of now agree."""
+    """The page of the counts, the counts beside their script, and the losses of now agree."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     import check_loss_counts as counts
 
-    text = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text(encoding="utf-8")
-    assert counts.page(text) == text, "run benchmarks/check_loss_counts.py --docs docs/plugins.md"
+    text = (Path(__file__).parents[2] / "benchmarks" / "results" / "check_loss_counts.md").read_text(encoding="utf-8")
+    assert counts.page(text) == text, (
+        "run benchmarks/check_loss_counts.py --docs benchmarks/results/check_loss_counts.md"
+    )
     assert list(counts.kept()) == [counts.key_of(loss) for loss in [*WRONG, *RIGHT]]
 
 

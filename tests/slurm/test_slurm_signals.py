@@ -128,9 +128,9 @@ def at_the_time_limit(scene: Scene, requeued: int) -> None:
 
 
 def test_the_page_has_the_moments():
-    page = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+    page = (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
     for name, *_ in MOMENTS:
-        assert name in page, f"docs/cluster.md does not name the moment {name!r}"
+        assert name in page, f"tests/README.md does not name the moment {name!r}"
 
 
 def test_a_hostile_run_directory_is_one_directory(slurm, tiny, tmp_path):

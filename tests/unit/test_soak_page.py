@@ -1,4 +1,4 @@
-"""docs/benchmarks.md has the tables that the soak's script writes."""
+"""benchmarks/results/sglang_soak.md has the tables that the soak's script writes."""
 
 from __future__ import annotations
 

@@ -246,9 +246,9 @@ def test_a_variable_may_not_be_one_of_the_scripts_own(tmp_path):
 
 
 def test_the_page_has_the_classes_of_values():
-    page = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+    page = (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
     for name, values in CLASSES.items():
-        assert f"| {name} | {len(values)} |" in page, f"docs/cluster.md lacks a row `| {name} | {len(values)} |`"
+        assert f"| {name} | {len(values)} |" in page, f"tests/README.md lacks a row `| {name} | {len(values)} |`"
 
 
 def test_there_are_enough_of_them():
