@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu_processes
+import gpu_runs
 import numpy as np
 import torch
 from gpu_outcomes import NotHereError, Outcome
@@ -323,8 +324,21 @@ CHECKS: dict[str, Check] = {
     "memory released": memory_released,
     "memory to the host and back": memory_in_turns,
     "weights by handles to a second process": gpu_processes.handles_to_a_second_process,
-    "tensor parallel 2, NCCL": partial(gpu_processes.two_ranks, tensor=2),
-    "context parallel 2, NCCL": partial(gpu_processes.two_ranks, context=2),
+    "log-probs of two ranks, TP 2, bf16": partial(gpu_processes.two_ranks, tensor=2),
+    "log-probs of two ranks, CP 2, bf16": partial(gpu_processes.two_ranks, context=2),
+    "training, TP 2 with sequence parallel": partial(gpu_processes.training, tensor=2),
+    "training, CP 2": partial(gpu_processes.training, context=2),
+    "training, DP 2, gradients overlapped": partial(
+        gpu_processes.training, data=2, options={"megatron": {"overlap_grad_reduce": True}}
+    ),
+    "training, PP 2": partial(gpu_processes.training, pipeline=2),
+    "training, PP 2 with 2 virtual stages": partial(gpu_processes.training, pipeline=2, virtual_pipeline=2),
+    "training, EP 2 of experts": partial(gpu_processes.training, family="qwen3_moe", data=2, expert=2),
+    "training, TP 2 PP 2 DP 2": partial(gpu_processes.training, tensor=2, pipeline=2, data=2),
+    "ten steps, GPUs shared with a server": partial(gpu_runs.ten_steps, servers=1, colocate=True),
+    "ten steps, a server beside": partial(gpu_runs.ten_steps, servers=1),
+    "ten steps, one of two servers killed": partial(gpu_runs.ten_steps, servers=2, harm="SIGKILL"),
+    "ten steps, one of two servers frozen": partial(gpu_runs.ten_steps, servers=2, harm="SIGSTOP"),
 }
 
 

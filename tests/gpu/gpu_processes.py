@@ -1,6 +1,7 @@
-"""Checks that need a second process on a GPU, or a second GPU.
+"""Checks that need a second process: one that reads this one's GPU memory, and ranks with a GPU each.
 
-Place in the data flow: two of the checks of gpu_checks.py. Each process has a limit, and ends with its parent's wait.
+Place in the data flow: some of the checks of gpu_checks.py. Each process has a limit, and ends with its parent's wait.
+On a CPU ranks meet by gloo, which rehearses the checks and proves nothing about NCCL.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -57,16 +59,47 @@ def handles_to_a_second_process(device: torch.device, _: Path) -> Outcome:
 
 
 def two_ranks(device: torch.device, directory: Path, **layout: int) -> Outcome:
-    """Log-probs of two ranks over NCCL against one rank, bf16."""
-    if device.type != "cuda":
-        raise NotHereError("NCCL needs GPUs, and there is none")
-    if torch.cuda.device_count() < 2:
-        raise NotHereError("there is one GPU, and NCCL takes no two ranks on one")
-    from small_models import save_model
+    """Log-probs of ranks that share a model (NCCL) against this process alone, bf16."""
+    from small_models import random_batch, save_model
 
     save_model("qwen2", directory)
-    two, one = _ranks(directory, 2, layout), _ranks(directory, 1, {})
-    return Outcome(float(np.nanmax(np.abs(two - one))), 0.1, "nats")
+    found = _ranks(device, directory, layout, "logprobs")
+    batch = random_batch()
+    alone = _policy(directory, {}, precision="bf16").logprobs(batch, [list(range(len(batch)))])
+    two = next(part["logprobs"] for part in found if "logprobs" in part)
+    return Outcome(float(np.nanmax(np.abs(two - alone))), 0.1, "nats")
+
+
+def training(
+    device: torch.device,
+    directory: Path,
+    *,
+    family: str = "qwen2",
+    options: Mapping[str, Any] | None = None,
+    **layout: int,
+) -> Outcome:
+    """fp32 ranks that share a model against this process alone: gradients of every parameter, then losses and gradient
+    norms of DARO's steps with the distributed optimizer; the third step also from the checkpoint that the ranks saved,
+    which this process loads."""
+    from policy_tasks import uneven_split
+    from small_models import random_batch, save_model
+
+    save_model(family, directory)
+    (directory / "checkpoint").mkdir()
+    parts = _ranks(device, directory, layout, "training", options or {})
+    got: dict[str, np.ndarray] = {}
+    for part in parts:
+        got |= part
+    alone, batch = _training(directory, {}, directory / "alone"), random_batch()
+    resumed = _policy(directory, {}, {"name": "daro"}, **_STEPS)
+    resumed.load(directory / "checkpoint")
+    third = resumed.train_step(batch, uneven_split(len(batch), 3), step=3).metrics
+    if set(got) != set(alone):
+        raise RuntimeError(f"parameters of the ranks and of one process differ: {sorted(set(got) ^ set(alone))[:4]}")
+    pairs = [(got[name], alone[name]) for name in alone]
+    pairs += [(np.array([third[key] for key in _COMPARED]), alone["step 3"])]
+    worst = max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
+    return Outcome(worst, 1e-4, "relative, worst of gradients and steps")
 
 
 def gpu_of(rank: int, environment: Mapping[str, str]) -> str:
@@ -75,40 +108,94 @@ def gpu_of(rank: int, environment: Mapping[str, str]) -> str:
     return given[rank].strip() if given else str(rank)
 
 
-def _ranks(directory: Path, world: int, layout: dict[str, int]) -> np.ndarray:
-    """Run this file once for each rank, each with a GPU; return the log-probs of rank 0."""
-    meeting = directory / f"ranks{world}{''.join(layout)}"
-    processes = []
-    for rank in range(world):
-        words = [directory, meeting, str(rank), json.dumps(layout)]
-        command = [sys.executable, __file__, *map(str, words)]
-        env = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu_of(rank, os.environ)}
-        processes.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
+def _ranks(
+    device: torch.device,
+    directory: Path,
+    layout: Mapping[str, int],
+    task: str,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> list[dict[str, np.ndarray]]:
+    """Run this file once for each rank, on a GPU each where there are any; return what each rank found.
+
+    Raises:
+        NotHereError: there are fewer GPUs than ranks. RuntimeError: a rank failed; the message ends with its words.
+    """
+    from megatron_daro.actor import parallel
+
+    world = parallel.Layout(**layout).world_size
+    if device.type == "cuda" and torch.cuda.device_count() < world:
+        raise NotHereError(f"{world} ranks need as many GPUs, and there are {torch.cuda.device_count()}")
+    processes: list[subprocess.Popen[str]] = []
     try:
+        for rank in range(world):
+            words = [directory, str(rank), task, json.dumps(dict(layout)), json.dumps(dict(options))]
+            command = [sys.executable, __file__, *map(str, words)]
+            gpu = gpu_of(rank, os.environ) if device.type == "cuda" else ""
+            env = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+            processes.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
         said = [process.communicate(timeout=LIMIT_S)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()
+            process.wait()
     if any(process.returncode for process in processes):
         raise RuntimeError(" | ".join(text[-300:] for text in said))
-    return np.load(f"{meeting}.npy")
+    return [dict(np.load(directory / f"rank{rank}.npz")) for rank in range(world)]
 
 
-def _rank_main(directory: str, meeting: str, rank: str, layout: str) -> None:
-    sys.path += [str(HERE), str(HERE.parent / "parallel"), str(HERE.parents[1])]
+_STEPS: Mapping[str, Any] = {"optimizer": {"distributed": True, "learning_rate": 1e-3}}
+_COMPARED = ("loss/policy", "loss/grad_norm")
+
+
+def _policy(
+    directory: Path, layout: Mapping[str, int], algorithm: Mapping[str, Any] | None = None, **options: Any
+) -> Any:
     from policy_tasks import build_policy
+
+    from megatron_daro.actor import parallel
+
+    return build_policy(directory, parallel.Layout(**layout), dict(algorithm or {"name": "grpo"}), **options)
+
+
+def _training(directory: Path, layout: Mapping[str, int], save_to: Path, **options: Any) -> dict[str, np.ndarray]:
+    """What `training` compares, of this rank: gradients under Hugging Face names, and "step N"."""
+    from policy_tasks import collect_gradients, my_rows, uneven_split
+    from small_models import random_batch
+
+    from megatron_daro.actor import parallel
+    from megatron_daro.actor.step import compute_gradients
+
+    batch = random_batch()
+    mine = batch.select(my_rows(len(batch), parallel.Layout(**layout)))
+    split = uneven_split(len(mine), 3)
+    policy = _policy(directory, layout, {"name": "daro"}, optimizer={"distributed": False}, **options)
+    compute_gradients(policy.train_state, mine, split, policy._objective, policy._output)
+    found = collect_gradients(policy)
+    policy = _policy(directory, layout, {"name": "daro"}, **_STEPS, **options)
+    for step in (1, 2, 3):
+        metrics = policy.train_step(mine, split, step=step).metrics
+        found[f"step {step}"] = np.array([metrics[key] for key in _COMPARED])
+        if step == 2 and save_to.is_dir():
+            policy.save(save_to)
+    return found
+
+
+def _rank_main(directory: str, rank: str, task: str, layout: str, options: str) -> None:
+    sys.path += [str(HERE), str(HERE.parent / "parallel"), str(HERE.parents[1])]
     from small_models import random_batch
 
     from megatron_daro.actor import parallel
 
-    sizes: dict[str, Any] = json.loads(layout)
-    ranks = parallel.Layout(**sizes)
-    parallel.initialize(ranks, rank=int(rank), init_method=f"file://{meeting}", seed=1, timeout_s=LIMIT_S)
-    batch = random_batch()
-    policy = build_policy(Path(directory), ranks, {"name": "grpo"}, precision="bf16")
-    found = policy.logprobs(batch, [list(range(len(batch)))])
-    if rank == "0":
-        np.save(f"{meeting}.npy", found)
+    place, sizes, given = Path(directory), json.loads(layout), json.loads(options)
+    meeting = f"file://{place / 'meeting'}"
+    parallel.initialize(parallel.Layout(**sizes), rank=int(rank), init_method=meeting, seed=1, timeout_s=LIMIT_S)
+    if task == "training":
+        found = _training(place, sizes, place / "checkpoint", **given)
+    else:
+        batch = random_batch()
+        logprobs = _policy(place, sizes, precision="bf16").logprobs(batch, [list(range(len(batch)))])
+        found = {} if logprobs is None else {"logprobs": logprobs}
+    np.savez(place / f"rank{rank}.npz", **found)
     parallel.shutdown()
 
 

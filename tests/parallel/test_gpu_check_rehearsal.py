@@ -28,8 +28,6 @@ NOT_ON_A_CPU = {
     "checkpoint, fp8": NO_TRANSFORMER_ENGINE,
     "memory released": "it counts the memory of a GPU, and there is none",
     "weights by handles to a second process": "handles are of a GPU's memory, and there is none",
-    "tensor parallel 2, NCCL": "NCCL needs GPUs, and there is none",
-    "context parallel 2, NCCL": "NCCL needs GPUs, and there is none",
 }
 
 
@@ -46,7 +44,13 @@ def run_check(layout, name, directory):
     return outcome.difference, outcome.tolerance, outcome.passed
 
 
-@pytest.mark.parametrize("name", CHECKS)
+def rehearsed():
+    """Checks that start ranks or a run take half a minute or two: one of them, the others with the heavy tests."""
+    slow = {name for name in CHECKS if name.startswith(("training, ", "ten steps, "))} - {"training, CP 2"}
+    return [pytest.param(name, marks=pytest.mark.heavy) if name in slow else name for name in CHECKS]
+
+
+@pytest.mark.parametrize("name", rehearsed())
 def test_each_check_holds_on_the_cpu(rank_pool, tmp_path, name):
     (found,) = rank_pool.run(run_check, layouts()["single"], name=name, directory=tmp_path)
     if name in NOT_ON_A_CPU:
@@ -160,3 +164,11 @@ def test_ranks_take_the_gpus_that_they_were_given():
 
     assert [gpu_of(rank, {"CUDA_VISIBLE_DEVICES": "5, GPU-ab"}) for rank in range(2)] == ["5", "GPU-ab"]
     assert [gpu_of(rank, {}) for rank in range(2)] == ["0", "1"]
+
+
+def test_ranks_need_a_gpu_each(tmp_path, monkeypatch):
+    from gpu_outcomes import NotHereError
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(NotHereError, match="8 ranks need as many GPUs, and there are 2"):
+        CHECKS["training, TP 2 PP 2 DP 2"](torch.device("cuda"), tmp_path)

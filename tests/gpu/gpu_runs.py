@@ -1,0 +1,76 @@
+"""Checks of whole runs: `megatron-daro train` of ten steps of a tiny model, with real SGLang servers beside it.
+
+Place in the data flow: some of the checks of gpu_checks.py. A run is a process of its own, with a limit; whatever is
+left of it is ended. On a CPU weights travel by gloo or files, which rehearses the checks and proves nothing about
+NCCL, CUDA IPC or memory.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from gpu_outcomes import NotHereError, Outcome
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+STEPS, START_LIMIT_S = 10, 600
+Harm = Literal["", "SIGKILL", "SIGSTOP"]
+
+
+def ten_steps(
+    device: torch.device, directory: Path, *, servers: int, colocate: bool = False, harm: Harm = ""
+) -> Outcome:
+    """Ten steps with servers: the largest mean difference of a step between log-probs of server and trainer. It fails
+    where a step is missing, a sync sends nothing, or a server that was harmed on the way is not replaced."""
+    import cli_runs
+    import tiny_task
+
+    from megatron_daro.observe.metrics import read_metrics
+
+    on_gpu, run_dir = device.type == "cuda", directory / "run"
+    needed = servers if colocate else servers + 1
+    if on_gpu and torch.cuda.device_count() < needed:
+        raise NotHereError(f"{needed} processes need a GPU each, and there are {torch.cuda.device_count()}")
+    task = tiny_task.build(directory)
+    if on_gpu:  # a width of the heads that fused kernels have
+        tiny_task.pretrain(task.model, family="Qwen3Config", head_dim=64)
+    config = task.write_config(directory / "run.yaml", _sections(on_gpu, servers, colocate=colocate))
+    with cli_runs.started(["train", config, f"trainer.run_dir={run_dir}"], directory / "log") as run:
+        if harm:
+            run.wait_until(lambda: cli_runs.last_step(run_dir) >= 2, "second step", START_LIMIT_S)
+            cli_runs.servers(run)[0].send_signal(signal.Signals[harm])
+        finished = run.finish(START_LIMIT_S)
+    if finished.code:
+        raise RuntimeError(finished.last_line)
+    lines = [line for line in read_metrics(run_dir) if line["step"]]
+    if len(lines) < STEPS or not all(line["sync/bytes"] for line in lines):
+        raise RuntimeError(f"{len(lines)} of {STEPS} steps, bytes sent {[line.get('sync/bytes') for line in lines]}")
+    if harm and not lines[-1]["engine/fenced"]:
+        raise RuntimeError(f"nobody noticed that a server got {harm}")
+    worst = max(float(line["mismatch/logprob_abs_mean"]) for line in lines)
+    return Outcome(worst, 0.05 if on_gpu else 1e-4, "nats, mean of a step")
+
+
+def _sections(on_gpu: bool, servers: int, *, colocate: bool) -> dict[str, Any]:
+    """What differs from the tiny task's own configuration."""
+    import sglang_pool
+
+    environment = sglang_pool.environment()
+    if environment is None:
+        raise NotHereError(f"no environment of SGLang: {sglang_pool.VARIABLE} names its folder (docs/gpu.md)")
+    sync = ("tensor" if on_gpu else "disk") if colocate else "distributed"
+    arguments = {} if on_gpu else {**sglang_pool.CPU_ARGUMENTS, "max_total_tokens": 4096}
+    limits = {"stall_timeout_s": 60, "sync_timeout_s": 120, "request_timeout_s": 120}
+    sglang = {"python": str(environment / "bin" / "python"), "arguments": arguments, "sync": sync, **limits}
+    return {
+        "actor": {"tensor_parallel": 1, "data_parallel": servers if colocate else 1}
+        | {"precision": "bf16" if on_gpu else "fp32"},
+        "engine": {"kind": "sglang", "replicas": servers, "colocate": colocate, "sglang": sglang},
+        "rollout": {"prompts_per_step": 4, "rollouts_per_prompt": 4, "max_response_tokens": 4}
+        | {"max_refill_rounds": 20},
+        "trainer": {"steps": STEPS, "save_every_steps": 0, "eval_every_steps": 0},
+    }
