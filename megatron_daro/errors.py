@@ -40,6 +40,10 @@ class RolloutError(DaroError):
     """An environment returned what cannot be trained on, or failed again and again."""
 
 
+class SandboxError(DaroError):
+    """Code cannot be run in the isolation that was asked for (not: the code failed)."""
+
+
 class RefusedError(EngineError):
     """A server answered that it will not do this (4xx). The same request fails again."""
 

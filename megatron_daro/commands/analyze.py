@@ -99,8 +99,21 @@ def _print(console: Console, dump: Dump, view: View, unit: str, tokens_per_gpu_h
     console.print(f"right, wrong: mean length in {unit}; loss: L_k of a first update; weights: DARO's, per difficulty")
     console.print("\nShare of the gradient's mass per pass rate")
     console.print(shares)
+    _print_turns(console, dump)
     cost = f", {view.wasted_tokens / tokens_per_gpu_hour:.1f} GPU-hours" if tokens_per_gpu_hour else ""
     part = 100 * view.wasted_tokens / total if total else 0.0
     console.print(
         f"{view.wasted_tokens:.0f} {unit} ({part:.1f} %{cost}) went into groups without signal (0/{k}, {k}/{k})"
     )
+
+
+def _print_turns(console: Console, dump: Dump) -> None:
+    from rich.table import Table
+
+    if not dump.turns:
+        return
+    table = Table("turn", "rollouts that have it", "observed", "generated")
+    for i, (count, observed, generated) in enumerate(dump.turns, 1):
+        table.add_row(str(i), str(count), f"{observed / count:.1f}", f"{generated / count:.1f}")
+    console.print("\nMean tokens per turn; lengths above are of generated tokens")
+    console.print(table)

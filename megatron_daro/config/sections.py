@@ -311,7 +311,19 @@ class EnvironmentSection(Section):
     options: dict[str, Any] = {}
     """Options of an environment of your own: keyword arguments of its constructor."""
     timeout_s: float = Field(default=300.0, ge=0.01, le=1e6)
-    """Time limit of a conversation outside engine and verifiers, seconds; then it is restarted."""
+    """Time limit of a conversation outside engine, verifiers and workers, seconds; then it is restarted."""
+    workers: int = Field(default=2, ge=1, le=65536)
+    """Worker processes of an environment with `step`, beside the driver."""
+    step_timeout_s: float = Field(default=30.0, ge=0.01, le=1e6)
+    """Time limit of one `reset` or `step`, seconds; then its worker is ended and the conversation restarted."""
+    memory_mib: int = Field(default=1024, ge=64, le=2**20)
+    """Resident memory of one worker and all that it starts, MiB."""
+    max_turns: int = Field(default=16, ge=1, le=10000)
+    """Most answers of the model in a conversation with `step`."""
+    max_turn_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens of one of its answers. Unset: what rollout.max_response_tokens leaves."""
+    strict: bool = False
+    """End the run where a conversation with `step` differs from its history as the chat template renders it."""
 
     @property
     def is_own(self) -> bool:

@@ -42,8 +42,8 @@ def build_batch(
         algorithm: makes the advantages, and knows K.
         overlong: "penalty" adds DAPO's soft length penalty to the rewards; "filter" sets the loss mask of truncated
             rollouts to 0 (they still count in the pass rate and in the group's mean); "both" does both.
-        max_tokens: response tokens beyond which the penalty is -1.
-        cache_tokens: response tokens before max_tokens over which the penalty falls.
+        max_tokens: generated tokens beyond which the penalty is -1; what an environment showed does not count.
+        cache_tokens: generated tokens before max_tokens over which the penalty falls.
         length_weight: factor of Kimi's length reward, which is added to the rewards.
 
     Returns:
@@ -71,7 +71,8 @@ def build_batch(
         shorter_N = length_rewards(response_lengths_N, correct_N, group_ids_N)
         rewards_N = (rewards_N + length_weight * shorter_N).astype(np.float32)
     if overlong in ("penalty", "both"):
-        rewards_N = rewards_N + overlong_penalty(response_lengths_N, max_tokens, cache_tokens)
+        generated_N = np.array([r.generated_length for r in rollouts], dtype=np.int64)
+        rewards_N = rewards_N + overlong_penalty(generated_N, max_tokens, cache_tokens)
     if overlong in ("filter", "both"):
         loss_mask_R = overlong_filter(loss_mask_R, response_lengths_N, truncated_N)
     rewards, group_ids = torch.from_numpy(rewards_N), torch.from_numpy(group_ids_N)

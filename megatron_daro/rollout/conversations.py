@@ -20,6 +20,7 @@ from megatron_daro.errors import DaroError, EngineError, RolloutError
 from megatron_daro.rollout.environment import Conversation, Environment, OutOfRoomError, Surroundings, nothing_said
 from megatron_daro.rollout.protocol import Engine, Notices, Scorer
 from megatron_daro.rollout.rollouter import check_shape, judge
+from megatron_daro.rollout.stepping import StepFailedError, SteppedConversations, StepTimeoutError
 from megatron_daro.types import GroupRequest, Prompt, Rollout, Verdict
 
 _GRACE_S = 5.0
@@ -215,7 +216,7 @@ class Conversations:
     def __init__(
         self,
         section: EnvironmentSection,
-        environment: Environment,
+        environment: Environment | SteppedConversations,
         engine: Engine,
         scorer: Scorer,
         *,
@@ -291,17 +292,22 @@ class Conversations:
 
     def counters(self) -> dict[str, int]:
         """Conversations that were begun again since the run began: all, those that failed, those that took too long."""
-        return dict(self._counts)
+        own = self._environment.counts if isinstance(self._environment, SteppedConversations) else {}
+        return self._counts | own
 
     def load_counters(self, counters: Mapping[str, int]) -> None:
         """Go on from the counts of a checkpoint."""
         self._counts = {name: int(counters.get(name, 0)) for name in self._counts}
+        if isinstance(self._environment, SteppedConversations):
+            self._environment.counts |= {name: int(counters.get(name, 0)) for name in self._environment.counts}
 
     async def close(self) -> None:
-        """End the environments' thread. May be called twice."""
+        """End the environments' thread and worker processes. May be called twice."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.close()
+        if isinstance(self._environment, SteppedConversations):
+            await self._environment.close()
 
     async def _group(self, call: _Call, request: GroupRequest) -> tuple[Rollout, ...]:
         tasks = [asyncio.ensure_future(self._converse(call, request, index)) for index in request.indices]
@@ -351,6 +357,10 @@ class Conversations:
         self._counts[_RESTARTED] += 1
         if conversation.timed_out:
             self._failed(_TIMEOUTS, f"took more than environment.timeout_s={self._section.timeout_s:g} s of its own")
+        elif isinstance(error, StepTimeoutError):
+            self._failed(_TIMEOUTS, str(error))
+        elif isinstance(error, StepFailedError):
+            self._failed(_FAILED, f"failed in {error}")
         elif not conversation.aborted:
             text = f"{type(error).__name__}: {error}" if error else "CancelledError"
             self._failed(_FAILED, f"raised {text}")

@@ -1,4 +1,5 @@
-"""An environment of a user's own: `environment.kind: module:Class` names a class that offers what `Environment` says.
+"""An environment of a user's own: `environment.kind: module:Class` names a class that offers what `Environment` says,
+or what `StepEnvironment` says (stepping.py), which then runs in worker processes.
 
 Prompt -> `Conversation`, in which the user's class asks the model and shows it tokens -> checked -> Rollout with its
 verdict. Tokens go in and out as ids, and a conversation holds all columns itself, so that they cannot be misaligned.
@@ -18,9 +19,8 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from megatron_daro.config.base import import_own_class
-from megatron_daro.config.sections import EnvironmentSection, RewardSection
-from megatron_daro.errors import ConfigError, RolloutError
+from megatron_daro.config.sections import RewardSection
+from megatron_daro.errors import RolloutError
 from megatron_daro.types import FinishReason, GroupRequest, Prompt, Rollout, Verdict
 
 TURN = 2**32
@@ -68,32 +68,6 @@ class Environment(Protocol):
         Returns: `correct` decides the pass rate; `reward`, any finite number, the advantage; `reason` a short word.
         """
         ...
-
-
-def environment_class(section: EnvironmentSection) -> type[Environment]:
-    """Import the class that `environment.kind` names. Raises ConfigError: it does not fit `Environment`."""
-    return import_own_class(
-        "environment.kind",
-        section.kind,
-        builtin="single_turn",
-        protocol=Environment,
-        methods={"rollout": 2},
-        arguments={"tokenizer": None, **section.options},
-        options="environment.options",
-    )
-
-
-def make_environment(section: EnvironmentSection, tokenizer: object) -> Environment:
-    """Return the user's object. Raises ConfigError: its class does not fit, or its constructor raised."""
-    own = environment_class(section)
-    arguments: dict[str, Any] = {"tokenizer": tokenizer, **section.options}
-    try:
-        return own(**arguments)
-    except Exception as error:  # a user's constructor may raise anything
-        raise ConfigError(
-            f"environment.kind: {section.kind} cannot be made ({type(error).__name__}: {error}); fix: correct the "
-            "class or environment.options"
-        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +192,15 @@ class Conversation:
         """Return what `reward.verifier` says of an answer to the prompt, in its limited worker processes."""
         return await self._elsewhere(self._call.verify(text, self._request.prompt))
 
+    @property
+    def response(self) -> tuple[int, ...]:
+        """All token ids behind the prompt."""
+        return tuple(self._tokens[len(self._request.prompt.tokens) :])
+
+    def cut(self) -> None:
+        """Say that it ends for want of room: its finish reason is then "length"."""
+        self._cut = True
+
     def verdict(self, correct: bool, reason: str, reward: float | None = None) -> Verdict:
         """Return a verdict. reward: None: `reward.correct_reward` or `reward.incorrect_reward`."""
         section = self._shared.reward
@@ -305,7 +288,7 @@ class Conversation:
 
     async def _elsewhere(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         """Await work on the run's event loop; its time is not the environment's."""
-        with self._not_counted():
+        with self.uncounted():
             try:
                 asked = asyncio.run_coroutine_threadsafe(work, self._call.loop)
             except RuntimeError:  # the run's loop is closed: this conversation was left behind
@@ -314,7 +297,8 @@ class Conversation:
             return await asyncio.wrap_future(asked)
 
     @contextmanager
-    def _not_counted(self) -> Iterator[None]:
+    def uncounted(self) -> Iterator[None]:
+        """Let what is awaited here not count as time of the environment."""
         self._own_s, self._since = self.own_s, 0.0
         try:
             yield

@@ -24,7 +24,7 @@ from megatron_daro.algo.difficulty import predicted_bin_loss
 from megatron_daro.errors import DataError
 from megatron_daro.observe.logs import safe_text
 from megatron_daro.rollout.sampled_batch import SampledBatch, Update
-from megatron_daro.types import Group, TrainBatch, Verdict
+from megatron_daro.types import Group, Rollout, TrainBatch, Verdict
 
 
 def update_metrics(
@@ -62,9 +62,30 @@ def sample_metrics(batch: SampledBatch, rollouts_per_prompt: int) -> dict[str, f
         "response/truncated_fraction": _mean(rollout.finish_reason == "length" for rollout in rollouts),
         "rollout/rounds": float(batch.rounds),
     }
+    metrics |= turn_metrics(rollouts, verdicts)
     if batch.rollout_s > 0:
         metrics["throughput/rollout_tokens_per_s"] = batch.response_tokens / batch.rollout_s
     return metrics | {key: float(value) for key, value in batch.counters.items()}
+
+
+_OVERFLOW = ("context_overflow", "out_of_room")
+
+
+def turn_metrics(rollouts: Sequence[Rollout], verdicts: Sequence[Verdict]) -> dict[str, float]:
+    """Count turns, observed tokens and the limits that ended conversations; nothing where all are single answers."""
+    turns = [[made for _, made in rollout.turns if made] for rollout in rollouts if rollout.turns]
+    if not turns:
+        return {}
+    reasons = [verdict.reason for rollout, verdict in zip(rollouts, verdicts, strict=True) if rollout.turns]
+    observed = [rollout.response_length - rollout.generated_length for rollout in rollouts if rollout.turns]
+    return {
+        "environment/turns_mean": _mean(len(made) for made in turns),
+        "environment/turns_max": float(max(len(made) for made in turns)),
+        "environment/observed_tokens_mean": _mean(observed),
+        "environment/max_turns_fraction": _mean(reason == "max_turns" for reason in reasons),
+        "environment/max_tokens_fraction": _mean(reason == "max_tokens" for reason in reasons),
+        "environment/context_overflow_fraction": _mean(reason in _OVERFLOW for reason in reasons),
+    }
 
 
 def group_bins(groups: Iterable[Group], rollouts_per_prompt: int) -> dict[str, float]:

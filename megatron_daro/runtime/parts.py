@@ -30,9 +30,9 @@ from megatron_daro.observe.progress import Progress
 from megatron_daro.rollout.batch_filler import EarlyFill, RolloutContext, Rounds
 from megatron_daro.rollout.conversations import Conversations
 from megatron_daro.rollout.deadlines import Deadlines
-from megatron_daro.rollout.environment import make_environment
 from megatron_daro.rollout.evaluation import Evaluator
 from megatron_daro.rollout.ledger import Ledger
+from megatron_daro.rollout.own_environment import make_environment
 from megatron_daro.rollout.protocol import Notices, Rollouter
 from megatron_daro.rollout.recorder import Recorder
 from megatron_daro.rollout.rollouter import RolloutCollector, SingleTurn
@@ -193,7 +193,7 @@ def rollouter_of(
         return SingleTurn(engine, scorer)
     return Conversations(
         config.environment,
-        make_environment(config.environment, tokenizer),
+        make_environment(config.environment, tokenizer, chat=config.data.prompt_template == "chat", warn=notices.warn),
         engine,
         scorer,
         reward=config.reward,

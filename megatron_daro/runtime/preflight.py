@@ -22,17 +22,18 @@ from megatron_daro.config import Config, to_yaml
 from megatron_daro.config.base import Section, filled
 from megatron_daro.config.hardware import hardware_of
 from megatron_daro.config.model_shape import read_model_shape
-from megatron_daro.config.sections import RewardSection
+from megatron_daro.config.sections import EnvironmentSection, RewardSection
 from megatron_daro.engine.own import own_engine_class
 from megatron_daro.engine.sglang.command import check_environments
-from megatron_daro.errors import ConfigError, DataError, RefusedError, RewardError
+from megatron_daro.errors import ConfigError, DataError, RefusedError, RewardError, RolloutError
 from megatron_daro.observe import logs
 from megatron_daro.observe.progress import Progress
 from megatron_daro.reward.factory import own_verifier_class
 from megatron_daro.reward.pool import RewardPool
-from megatron_daro.rollout.environment import environment_class
+from megatron_daro.rollout.own_environment import environment_class, is_stepped
 from megatron_daro.rollout.protocol import Notices
 from megatron_daro.rollout.replay import ReplaySource
+from megatron_daro.rollout.stepping import pool_of
 from megatron_daro.runtime import restart_audit, run_directory
 from megatron_daro.runtime.inputs import read_inputs
 from megatron_daro.runtime.restart_audit import provenance
@@ -195,7 +196,7 @@ def check_start(config: Config, *, resume: bool, generates: bool) -> None:
     if generates and config.reward.is_own:
         _make_own_verifier(config.reward)
     if generates and config.environment.is_own:
-        environment_class(config.environment)
+        _try_own_environment(config.environment)
     if generates and config.engine.kind == "sglang":
         check_environments(config.engine.sglang)
         if config.engine.sglang.urls:
@@ -204,6 +205,17 @@ def check_start(config: Config, *, resume: bool, generates: bool) -> None:
         from megatron_daro.actor.policy import check_megatron_options
 
         check_megatron_options(config.actor, read_model_shape(config.model.path))
+
+
+def _try_own_environment(section: EnvironmentSection) -> None:
+    """Compare the user's class with what it must offer; one that runs in workers is made in one. Raises ConfigError."""
+    environment_class(section)
+    if is_stepped(section.kind):
+        try:
+            with pool_of(section, workers=1):
+                pass
+        except RolloutError as error:
+            raise ConfigError(str(error)) from None
 
 
 def _make_own_verifier(section: RewardSection) -> None:

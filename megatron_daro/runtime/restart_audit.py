@@ -43,7 +43,7 @@ engine.sglang.nodes engine.sglang.fp8_blocks
 engine.sglang.sync engine.sglang.sync_dir engine.sglang.bucket_mib engine.sglang.verify
 engine.sglang.max_tokens_in_flight engine.sglang.start_timeout_s engine.sglang.request_timeout_s
 engine.sglang.answer_workers engine.sglang.stall_timeout_s engine.sglang.sync_timeout_s engine.sglang.max_restarts
-reward.workers
+reward.workers environment.workers
 trainer.run_dir trainer.save_every_steps trainer.keep_checkpoints trainer.keep_every_steps trainer.eval_every_steps
 trainer.deadline_scale trainer.export_hf
 cluster.nodes cluster.gpus_per_node cluster.gpu
@@ -80,7 +80,8 @@ actor.fp8_recipe actor.fp8_format actor.num_layers_at_start_in_bf16 actor.num_la
 engine.seed engine.sglang.pause
 reward.verifier reward.timeout_s reward.memory_mib reward.strict reward.marker reward.correct_reward
 reward.incorrect_reward reward.refuse_restated reward.options
-environment.kind environment.options environment.timeout_s
+environment.kind environment.options environment.timeout_s environment.step_timeout_s environment.memory_mib
+environment.max_turns environment.max_turn_tokens environment.strict
 trainer.steps trainer.on_nonfinite
 """
 # What is trained or measured: in effect from the resumed step on, so the run is not the one that was begun.

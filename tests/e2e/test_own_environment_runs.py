@@ -61,6 +61,11 @@ def test_the_columns_of_a_conversation_are_aligned(run):
         np.mean([r.generated_length for group, _ in read_step(run, step) for r in group.rollouts]) for step in (1, 2, 3)
     ]
     np.testing.assert_allclose(lengths, means)
+    turns = [np.mean([len(r.turns) for group, _ in read_step(run, step) for r in group.rollouts]) for step in (1, 2, 3)]
+    metrics = [line for line in read_metrics(run) if "loss/policy" in line]
+    np.testing.assert_allclose([line["environment/turns_mean"] for line in metrics], turns)
+    observed = [line["environment/observed_tokens_mean"] for line in metrics]
+    np.testing.assert_allclose(observed, [2 * (mean - 1) for mean in turns])
 
 
 def test_a_replay_trains_the_same_and_needs_no_environment(run, tiny, tmp_path):

@@ -20,10 +20,11 @@ import pytest
 from heavy_cases import mostly_heavy
 
 from megatron_daro.errors import RewardError
-from megatron_daro.reward import ScreenLimits, VerifierSpec, process
-from megatron_daro.reward import pool as pool_module
+from megatron_daro.reward import ScreenLimits, VerifierSpec
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.types import Verdict
+from megatron_daro.worker_pool import pool as pool_module
+from megatron_daro.worker_pool import process
 
 # The screen off: the answers must reach a worker, so that its hard limits are what stops them.
 UNSCREENED = VerifierSpec(

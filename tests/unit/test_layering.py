@@ -22,7 +22,9 @@ LEVEL = {
     "durable": 0,
     "ports": 0,
     "temporary": 0,
+    "sandbox": 0,
     "families": 0,
+    "worker_pool": 1,
     "config": 1,
     "observe": 1,
 }

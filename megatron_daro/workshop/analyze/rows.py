@@ -179,17 +179,21 @@ _NO_TRAINING = ("skipped_", "eval_", "val_data_step")
 """How files begin that hold other rollouts: this package's, and NeMo-RL's of its validation."""
 
 
+_TURNS, _PARTS = "turns", {"observed", "generated"}
+"""The column of this package's conversations."""
 _TEXTS = ("output", "responses")
 """Lengths that are given as a text, whose characters count."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One rollout. right: None where the dump has no verdict for it. length: tokens, or characters of a text."""
+    """One rollout. right: None where the dump has no verdict for it. length: generated tokens, or characters of a text.
+    turns: of a conversation, (observed, generated) tokens of each turn."""
 
     group: Hashable
     length: float
     right: bool | None
+    turns: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +316,7 @@ def rows_of(path: Path, columns: Columns) -> Iterator[Row | None]:
     Raises:
         DataError: the file is torn, a length is none, or a verdict is neither 0/1 nor -1/1 and no threshold was given.
     """
-    yield from _rows(path, _records(path, columns.names), columns)
+    yield from _rows(path, _records(path, [*columns.names, _TURNS]), columns)
 
 
 def _rows(path: Path, records: Iterable[Mapping[str, object]], columns: Columns) -> Iterator[Row | None]:
@@ -323,8 +327,17 @@ def _rows(path: Path, records: Iterable[Mapping[str, object]], columns: Columns)
         if length is None:
             yield None
             continue
-        right = _right(record.get(columns.right), columns, path)
-        yield Row(_key(record.get(columns.group)), _size(length, columns, path), right)
+        right, size = _right(record.get(columns.right), columns, path), _size(length, columns, path)
+        turns = _turns(record.get(_TURNS)) if columns.length == "length" else ()
+        observed = sum(seen for seen, _ in turns)
+        yield Row(_key(record.get(columns.group)), size - observed, right, turns)
+
+
+def _turns(value: object) -> tuple[tuple[int, int], ...]:
+    """Return the turns of this package's conversations; nothing where the dump has no such column, or another one."""
+    if not isinstance(value, list) or not all(isinstance(turn, Mapping) and set(turn) == _PARTS for turn in value):
+        return ()
+    return tuple((int(turn["observed"]), int(turn["generated"])) for turn in value)
 
 
 def _key(value: object) -> Hashable:

@@ -116,7 +116,8 @@ def _read(path: Path) -> Iterator[Group]:
 
 def _rows(file: pq.ParquetFile) -> Iterator[dict[str, Any]]:
     read = 0
-    for batch in file.iter_batches(_ROWS_AT_ONCE, columns=list(_COLUMNS)):
+    columns = [*_COLUMNS, *(name for name in ("turns",) if name in file.schema_arrow.names)]  # older files have none
+    for batch in file.iter_batches(_ROWS_AT_ONCE, columns=columns):
         yield from batch.to_pylist()
         read += batch.nbytes
         if read >= _MOST_BYTES:
@@ -148,13 +149,34 @@ def _rollout_values(rollout: Mapping[str, Any]) -> dict[str, Any]:
     facts = [
         f"verdict {rollout['reason']}",
         f"reward {rollout['reward']}",
-        f"{rollout['length']} tokens",
+        *_lengths(rollout),
         f"finish {rollout['finish_reason']}",
         f"weight version {rollout['weight_version']}",
     ]
-    if rollout["logprobs"]:
-        facts.append(f"mean log-prob {fmean(rollout['logprobs']):.3f}")
+    if logprobs := _generated(rollout):
+        facts.append(f"mean log-prob {fmean(logprobs):.3f}")
     return {"correct": bool(rollout["correct"]), "facts": facts, "text": rollout["text"]}
+
+
+def _lengths(rollout: Mapping[str, Any]) -> list[str]:
+    """Return how long it is; of a conversation what was observed apart from what was generated."""
+    turns = rollout.get("turns")
+    if not turns:
+        return [f"{rollout['length']} tokens"]
+    observed = sum(turn["observed"] for turn in turns)
+    said = sum(turn["generated"] > 0 for turn in turns)
+    return [f"{said} turns", f"{rollout['length'] - observed} tokens generated", f"{observed} observed"]
+
+
+def _generated(rollout: Mapping[str, Any]) -> list[float]:
+    """Return the log-probs of the model's own tokens."""
+    logprobs, turns = rollout["logprobs"] or [], rollout.get("turns") or ()
+    end, generated = 0, [] if turns else logprobs
+    for turn in turns:
+        begin = end + turn["observed"]
+        end = begin + turn["generated"]
+        generated = [*generated, *logprobs[begin:end]]
+    return generated
 
 
 _CONFIG_CHARACTERS = 200_000

@@ -469,3 +469,19 @@ def test_pass_rates_that_teach_nothing_have_no_loss_and_no_weight(tmp_path, caps
     assert {rate: cells.get(rate) for rate in ("0/2", "2/2")} == dict.fromkeys(("0/2", "2/2"), of_one_length), printed
     first_tables = next(words for words in printed if words and words[0] == "1/2")
     assert len(first_tables) == of_both_lengths + learnt
+
+
+def test_conversations_are_counted_by_turn_and_by_what_was_generated(tmp_path, capsys):
+    two = [{"observed": 0, "generated": 5}, {"observed": 30, "generated": 7}]
+    table = {
+        "group_id": [1] * K,
+        "length": [42, 42, 9, 9],
+        "correct": [True, False, True, False],
+        "turns": [two, two, None, None],
+    }
+    parquet.write_table(pyarrow.table(table), tmp_path / "step_000001.parquet")
+    dump = read(tmp_path)
+    assert dump.total.right_tokens[2] == dump.total.wrong_tokens[2] == 12 + 9
+    assert dump.turns == [(2, 0, 10), (2, 60, 14)]
+    assert main(["analyze", str(tmp_path), "--html", str(tmp_path / "page.html")]) == 0
+    assert "30.0" in capsys.readouterr().out and "rollouts that have it" in (tmp_path / "page.html").read_text()

@@ -397,3 +397,14 @@ def test_the_report_goes_where_it_is_told_and_a_failure_leaves_nothing(tmp_path)
         write_report(run, tmp_path / "taken")
     assert [p.name for p in tmp_path.iterdir() if "tmp" in p.name] == []
     assert not (run / "report.html").exists()
+
+
+def test_a_conversation_is_shown_with_what_the_model_said_apart():
+    from megatron_daro.workshop.report.report import _rollout_values
+
+    row = {"reason": "match", "reward": 1.0, "length": 5, "finish_reason": "stop", "weight_version": 3}
+    row |= {"correct": True, "text": "x", "logprobs": [-1.0, -3.0, 0.0, 0.0, -2.0]}
+    assert {"5 tokens", "mean log-prob -1.200"} <= {*_rollout_values(row)["facts"]}
+    row["turns"] = [{"observed": 0, "generated": 2}, {"observed": 2, "generated": 1}]
+    facts = _rollout_values(row)["facts"]
+    assert {"2 turns", "3 tokens generated", "2 observed", "mean log-prob -2.000"} <= {*facts}

@@ -7,6 +7,7 @@ import io
 import json
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import psutil
 import pytest
@@ -15,9 +16,11 @@ from megatron_daro.config.sections import RewardSection
 from megatron_daro.errors import RewardError
 from megatron_daro.reward import VerifierSpec, build_verifier
 from megatron_daro.reward.base import Job
-from megatron_daro.reward.pool import RewardPool, longest_wait_s
-from megatron_daro.reward.worker import EXIT_MEMORY, serve
+from megatron_daro.reward.pool import RewardPool
+from megatron_daro.reward.worker import answer_all
 from megatron_daro.types import Verdict
+from megatron_daro.worker_pool.child import EXIT_MEMORY, serve
+from megatron_daro.worker_pool.pool import longest_wait_s
 
 PAIRS = [
     ("\\boxed{(x+1)^2}", "x^2+2x+1"),
@@ -135,7 +138,7 @@ def test_a_worker_ends_after_an_answer_that_was_too_large_for_it() -> None:
     answers = ("small", "large", "small")
     requests = [{"kind": "judge", "answer": answer, "gold": "1", "statement": ""} for answer in answers]
     lines, replies = io.BytesIO(b"".join(json.dumps(one).encode() + b"\n" for one in requests)), io.BytesIO()
-    status = serve(Hungry(), lines, replies, timeout_s=60, memory_mib=100_000)  # type: ignore[arg-type]
+    status = serve(partial(answer_all, Hungry()), lines, replies, timeout_s=60, memory_mib=100_000)  # type: ignore[arg-type]
     said = [json.loads(line)["reason"] for line in replies.getvalue().splitlines()]
     assert (status, said) == (EXIT_MEMORY, ["match", "memory"])
 

@@ -1,6 +1,6 @@
 """The pool's end of one worker process: start, ask with a limit on time and memory, kill.
 
-RewardPool -> (this) -> worker. Text in, text out, as JSON: no pickle is read from a process
+WorkerPool -> (this) -> worker. Text in, text out, as JSON: no pickle is read from a process
 that handled model answers. Refuses to wait without a deadline.
 """
 
@@ -11,18 +11,21 @@ import fcntl
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
 import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_daro.errors import RewardError
-from megatron_daro.reward.base import VerifierSpec
-from megatron_daro.reward.worker import MIB, REFUSED, settings_json
+from megatron_daro.errors import DaroError
+from megatron_daro.sandbox import descendants
+from megatron_daro.worker_pool.child import MIB, REFUSED
 
 START_TIMEOUT_S = 60.0
 # A worker that got less than this share of its limit as CPU time is waited for up to PATIENCE times the limit: it was
@@ -49,8 +52,21 @@ class WorkerCrashError(Exception):
     """The worker ended, or wrote something that is no reply."""
 
 
-class WorkerKilledError(RewardError):
-    """A signal ended the worker before it was ready: not its own fault, so another start may succeed."""
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What the workers of a pool run.
+
+    module: started as `python -m`, with one argument: JSON of `settings`, timeout_s, memory_mib and parent_pid.
+    name: of the pool and its workers, for messages. section: of the configuration that holds `memory_mib` and the like.
+    needs: what to say of the memory that one needs. error: what the pool raises.
+    """
+
+    module: str
+    settings: Mapping[str, Any]
+    name: str
+    section: str
+    needs: str
+    error: type[DaroError]
 
 
 class WorkerProcess:
@@ -59,8 +75,10 @@ class WorkerProcess:
     The starting thread must live as long as the worker: Linux delivers the parent-death signal per thread.
     """
 
-    def __init__(self, spec: VerifierSpec, *, timeout_s: float, memory_mib: int) -> None:
-        self._spec = spec
+    def __init__(self, program: Program, *, timeout_s: float, memory_mib: int) -> None:
+        self._program = program
+        self.killed_at_start = False
+        """Whether a signal ended it before it was ready: not its own fault, so another start may succeed."""
         self._timeout_s = timeout_s
         self._memory_mib = memory_mib
         self._buffer = b""
@@ -78,38 +96,44 @@ class WorkerProcess:
         Args:
             stopping: asked while waiting; true gives up.
 
-        Raises: WorkerKilledError when a signal ended it. RewardError when it does not become ready for another reason;
-        the message has the end of its standard error.
+        Raises: the program's error when it does not become ready; the message has the end of its standard error.
         """
-        argument = settings_json(
-            self._spec, timeout_s=self._timeout_s, memory_mib=self._memory_mib, parent_pid=os.getpid()
-        )
-        command = [sys.executable, "-P", "-m", "megatron_daro.reward.worker", argument]
+        program = self._program
+        limits = {"timeout_s": self._timeout_s, "memory_mib": self._memory_mib, "parent_pid": os.getpid()}
+        argument = json.dumps({"settings": dict(program.settings), **limits})
+        command = [sys.executable, "-P", "-m", program.module, argument]
         try:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, env=_environment()
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._stderr,
+                env=_environment(),
+                start_new_session=True,
             )
             reply = self._read(START_TIMEOUT_S, None, stopping)
         except (OSError, WorkerCrashError, WorkerTimeoutError, WorkerUnreachedError) as error:
             said = self._last_words()
-            killed = self._process is not None and (self._process.poll() or 0) < 0
+            self.killed_at_start = self._process is not None and (self._process.poll() or 0) < 0
             self.kill()
-            raise (WorkerKilledError if killed else RewardError)(
-                f"reward worker: could not start ({type(error).__name__}: {error}); it said: {said or 'nothing'}. "
-                f"Allowed: ready within {START_TIMEOUT_S:g} s with reward.memory_mib {self._memory_mib}. "
-                "Raise reward.memory_mib (the math verifier alone needs about 100) or repair the installation"
+            raise program.error(
+                f"{program.name} worker: could not start ({type(error).__name__}: {error}); it said: "
+                f"{said or 'nothing'}. Allowed: ready within {START_TIMEOUT_S:g} s with {program.section}.memory_mib "
+                f"{self._memory_mib}. Raise {program.section}.memory_mib ({program.needs}) or repair the installation"
             ) from error
         if reply.get("reason") != "ready":
             self.kill()
             if reply.get("reason") == REFUSED:
-                raise RewardError(str(reply["error"]))
-            raise RewardError(f"reward worker: expected the reply 'ready', got {reply!r}; reinstall the package")
+                raise program.error(str(reply["error"]))
+            raise program.error(
+                f"{program.name} worker: expected the reply 'ready', got {reply!r}; reinstall the package"
+            )
 
     def ask(self, request: dict[str, Any], stopping: Callable[[], bool] = lambda: False) -> dict[str, Any]:
         """Send one request and wait for its reply.
 
         Args:
-            request: `{"kind": "judge", "answer", "gold", "statement"}` or `{"kind": "gold", "gold"}`.
+            request: what the program takes, to be written as JSON.
             stopping: asked while waiting; true gives up with WorkerCrashError.
 
         Returns: the reply, with `reason`.
@@ -131,8 +155,14 @@ class WorkerProcess:
         process, self._process = self._process, None
         if process is None:
             return
+        started = descendants(process.pid)  # the worker adopts what they leave, so none is out of sight
+        with suppress(OSError):  # its group, of which it is the first
+            os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.wait()
+        for pid in started:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
         for stream in (process.stdin, process.stdout):
             if stream is not None:
                 try:
@@ -160,7 +190,7 @@ class WorkerProcess:
                 if stopping():
                     raise WorkerCrashError("the pool is closing")
                 cpu_before_s = activity(process.pid)[1] if cpu_before_s is None else cpu_before_s
-                if memory_mib is not None and resident_mib(process.pid) > memory_mib:
+                if memory_mib is not None and memory_of_all_mib(process.pid) > memory_mib:
                     raise WorkerMemoryError(f"more than {memory_mib} MiB resident")
                 continue
             chunk = os.read(descriptor, 65536)
@@ -200,6 +230,11 @@ def resident_mib(pid: int) -> float:
     except (OSError, IndexError, ValueError):
         return 0.0
     return pages * os.sysconf("SC_PAGE_SIZE") / MIB
+
+
+def memory_of_all_mib(pid: int) -> float:
+    """Resident memory of a process and of all that it started."""
+    return sum(resident_mib(one) for one in (pid, *descendants(pid)))
 
 
 def activity(pid: int) -> tuple[str, float]:

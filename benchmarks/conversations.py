@@ -1,0 +1,149 @@
+"""What many conversations at once cost the driver: environments, columns and verdicts real, answers canned.
+
+    OMP_NUM_THREADS=1 python benchmarks/conversations.py --json    # about 3 minutes on 2 cores
+
+Each rollout has several turns of canned tokens; the engine answers after a pause, as servers do, so that all
+conversations are under way at once. `rollout` is a class in the driver, `step` one in worker processes. CPU is that of
+this process, all threads; a stall is how late its event loop woke from pauses of 5 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from megatron_daro.config.sections import EnvironmentSection, RewardSection
+from megatron_daro.rollout.conversations import Conversations
+from megatron_daro.rollout.rendering import Turns
+from megatron_daro.rollout.stepping import Step, SteppedConversations
+from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams, Verdict
+from megatron_daro.workshop.rehearse.loop import Watch, cpu_s
+
+GROUP, TURNS, GENERATED, OBSERVED, PROMPT = 8, 4, 200, 50, 100
+
+
+class CannedEngine:
+    """Answers each request after a pause."""
+
+    async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
+        """Yield the rollouts of each request."""
+        await asyncio.sleep(2.0)
+        for request in requests:
+            tokens = np.array([*request.prompt.tokens, *range(3, 3 + GENERATED)], np.int32)
+            ones, place = np.ones(GENERATED, np.uint8), (request.prompt.id, request.group_id, request.attempt)
+            yield tuple(
+                Rollout(*place, i, tokens, len(tokens) - GENERATED, ones, -ones.astype(np.float32), "stop", 1, "x")
+                for i in request.indices
+            )
+
+    async def abort(self, group_ids: object = None) -> None:
+        """Stop nothing."""
+
+
+class InDriver:
+    """The environment as one coroutine."""
+
+    async def rollout(self, prompt: Prompt, conversation: Any) -> Verdict:
+        """Hold a conversation."""
+        for turn in range(TURNS):
+            if turn:
+                conversation.observe(range(3, 3 + OBSERVED))
+            await conversation.generate(GENERATED)
+        return Verdict(True, 1.0, "match")
+
+
+class InWorkers:
+    """The same, step by step."""
+
+    def reset(self, prompt: Prompt) -> Step:
+        """Begin."""
+        return Step(state=1)
+
+    def step(self, state: int, answer: str) -> Step:
+        """Go on."""
+        return Step(done=True, correct=True) if state == TURNS else Step("x" * OBSERVED, state + 1)
+
+
+class Letters:
+    """Writes an observation as one token a letter."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Return ids."""
+        return list(range(3, 3 + len(text)))
+
+
+class Quiet:
+    """Says nothing."""
+
+    def warn(self, text: str) -> None:
+        """Print it."""
+        print(text, flush=True)
+
+
+def rollouter(kind: str) -> Conversations:
+    """Return one of either kind."""
+    section = EnvironmentSection(kind=f"conversations:{kind}", workers=2, max_turns=TURNS, timeout_s=3600)
+    held = InDriver() if kind == "InDriver" else SteppedConversations(section, Turns(Letters(), chat=False), print)  # type: ignore[arg-type]
+    return Conversations(
+        section,
+        held,
+        CannedEngine(),  # type: ignore[arg-type]
+        None,  # type: ignore[arg-type]
+        reward=RewardSection(),
+        decode=lambda ids: "",
+        vocabulary=1000,
+        together=False,
+        notices=Quiet(),  # type: ignore[arg-type]
+    )
+
+
+async def measured(kind: str, count: int) -> dict[str, float | str]:
+    """Hold `count` conversations at once."""
+    sampling = SamplingParams(max_new_tokens=TURNS * (GENERATED + OBSERVED))
+    prompts = [Prompt(f"p{i}", "1", "s", text="?", tokens=tuple(range(3, 3 + PROMPT))) for i in range(count // GROUP)]
+    requests = [GroupRequest(i, 0, prompt, tuple(range(GROUP)), sampling) for i, prompt in enumerate(prompts)]
+    holder, found = rollouter(kind), 0
+    began, cpu = time.monotonic(), cpu_s()
+    try:
+        with Watch() as watch:
+            async for rollouts in holder.generate(requests):
+                assert all(len(one.turns) == TURNS and one.finish_reason == "stop" for one in rollouts)
+                found += len(rollouts)
+    finally:
+        await holder.close()
+    assert found == len(requests) * GROUP
+    return {
+        "conversations": found,
+        "turns": TURNS,
+        "seconds": time.monotonic() - began,
+        "cpu_s": cpu_s() - cpu,
+        **watch.found(),
+    }
+
+
+def main() -> None:
+    """Measure both kinds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=10_000)
+    parser.add_argument("--json", action="store_true", help="also write benchmarks/results/conversations.json")
+    arguments = parser.parse_args()
+    rows = {kind: asyncio.run(measured(kind, arguments.count)) for kind in ("InDriver", "InWorkers")}
+    table = Table("kind", *next(iter(rows.values())))
+    for kind, row in rows.items():
+        table.add_row(kind, *(value if isinstance(value, str) else f"{value:.4g}" for value in row.values()))
+    Console(width=160).print(table)
+    if arguments.json:
+        (Path(__file__).parent / "results" / "conversations.json").write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

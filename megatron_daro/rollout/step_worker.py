@@ -1,0 +1,88 @@
+"""The program of an environment's worker: makes the user's object, and answers `reset` and `step`.
+
+SteppedConversations -> (this) -> a step in JSON. Limits and protocol are those of every worker (worker_pool/child.py).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from functools import partial
+from typing import Any, BinaryIO
+
+from megatron_daro.config.base import import_own_class
+from megatron_daro.errors import DaroError, RolloutError
+from megatron_daro.rollout.stepping import StepEnvironment, checked
+from megatron_daro.types import Prompt
+from megatron_daro.worker_pool.child import REFUSED, Answer, main, send
+
+
+def answer(kind: str, environment: StepEnvironment, request: dict[str, Any]) -> dict[str, Any]:
+    """Reply to one request. What the class raises is a word; what it returns is compared with the Protocol."""
+    method = request["kind"]
+    if method == "notice":
+        return {"reason": "ok", "notice": str(getattr(environment, "notice", ""))}
+    try:
+        if method == "reset":
+            step = environment.reset(prompt_of(request["prompt"]))
+        else:
+            step = environment.step(request["state"], request["answer"])
+    except MemoryError:
+        raise
+    except Exception as error:  # The border of the process: it costs one conversation, which is counted.
+        return {"reason": "failed", "error": f"{type(error).__name__}: {error}"}
+    try:
+        plain = asdict(checked(kind, method, step))
+        json.dumps(plain, allow_nan=False)
+        return {"reason": "ok", "step": plain}
+    except (TypeError, ValueError) as error:
+        text = f"environment.kind: {kind}: {method} returned a state or reward that is no JSON ({error})"
+        return {"reason": REFUSED, "error": f"{text}; allowed: what json.dumps takes, finite; fix: correct the class"}
+    except RolloutError as error:
+        return {"reason": REFUSED, "error": str(error)}
+
+
+def prompt_of(fields: dict[str, Any]) -> Prompt:
+    """Return the prompt, without tokens."""
+    messages = fields["messages"]
+    return Prompt(
+        **{
+            **fields,
+            "messages": None if messages is None else tuple(messages),
+            "alternatives": tuple(fields["alternatives"]),
+        }
+    )
+
+
+def load(settings: dict[str, Any], replies: BinaryIO) -> Answer | None:
+    """Make the user's object."""
+    kind, options = settings["kind"], settings["options"]
+    try:
+        own = step_environment_class(kind, options)
+    except DaroError as error:
+        send(replies, {"reason": REFUSED, "error": str(error)})
+        return None
+    try:
+        return partial(answer, kind, own(**options))
+    except Exception as error:  # a user's constructor may raise anything
+        text = f"environment.kind: {kind} cannot be made ({type(error).__name__}: {error})"
+        send(replies, {"reason": REFUSED, "error": f"{text}; fix: correct the class or environment.options"})
+        return None
+
+
+def step_environment_class(kind: str, options: dict[str, Any]) -> type[StepEnvironment]:
+    """Import the class. Raises ConfigError: it does not fit `StepEnvironment`."""
+    return import_own_class(
+        "environment.kind",
+        kind,
+        builtin="single_turn",
+        protocol=StepEnvironment,
+        methods={"reset": 1, "step": 2},
+        arguments=options,
+        options="environment.options",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], load))

@@ -1,0 +1,199 @@
+"""Environments that answer turn by turn, in worker processes: `environment.kind: module:Class` with `reset` and `step`.
+
+Prompt -> reset -> [model -> step -> observation] -> Verdict. Between two steps the environment is its state, a JSON
+value that the conversation holds, so any worker goes on with it, and one that hangs, leaks, forks or raises costs
+this conversation alone. It refuses states that are no JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from megatron_daro.config.sections import EnvironmentSection
+from megatron_daro.errors import RolloutError
+from megatron_daro.rollout.environment import Completion, Conversation, OutOfRoomError
+from megatron_daro.rollout.rendering import Turns
+from megatron_daro.types import Prompt, Verdict
+from megatron_daro.worker_pool.pool import WorkerPool
+from megatron_daro.worker_pool.process import Program
+
+TOOL_CALLS, TOOL_ERRORS = "environment/tool_calls", "environment/tool_errors"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What an environment says after an answer of the model.
+
+    observation: text that the model is shown; of `reset`, behind the prompt, which a chat template allows no place for.
+    state: a JSON value, which the next `step` gets back. done: whether the conversation ends here. correct: whether the
+    task is solved; decides the pass rate. reward: of this step; they add up, and where all are None, `correct` decides.
+    reason: a short word, for the last step. role: of the observation in a chat template. tool_calls, tool_errors: what
+    the answer called, and how often in vain; they are counted.
+    """
+
+    observation: str = ""
+    state: Any = None
+    done: bool = False
+    correct: bool = False
+    reward: float | None = None
+    reason: str = ""
+    role: str = "user"
+    tool_calls: int = 0
+    tool_errors: int = 0
+
+
+class StepEnvironment(Protocol):
+    """What the class must offer. Its constructor takes the keyword arguments of `environment.options`.
+
+    An attribute `notice` that is a text is shown to the person who started the run, once.
+    One object is made in each worker process. It keeps nothing between two calls that matters: any other may get the
+    next one, and the same call may come again after a crash.
+    """
+
+    def reset(self, prompt: Prompt, /) -> Step:
+        """Begin: the state of a new conversation. The prompt itself is shown already."""
+        ...
+
+    def step(self, state: object, answer: str, /) -> Step:
+        """Go on after an answer, whose text is without special tokens. What it raises costs the conversation."""
+        ...
+
+
+class StepFailedError(Exception):
+    """A worker did not do a step; the conversation is thrown away."""
+
+
+class StepTimeoutError(StepFailedError):
+    """A step took longer than environment.step_timeout_s."""
+
+
+class SteppedConversations:
+    """The Environment over worker processes."""
+
+    def __init__(self, section: EnvironmentSection, turns: Turns, warn: Callable[[str], None]) -> None:
+        """Start nothing. turns: writes observations as tokens. warn: told what the environment has to say of itself."""
+        self._section, self._turns, self._warn = section, turns, warn
+        self._pool = pool_of(section, section.workers)
+        self._started: asyncio.Future[None] | None = None
+        self.counts = {TOOL_CALLS: 0, TOOL_ERRORS: 0}
+
+    async def rollout(self, prompt: Prompt, conversation: Conversation) -> Verdict:
+        """Hold one conversation. Raises StepFailedError, RolloutError."""
+        fields = {name: value for name, value in asdict(prompt).items() if name != "tokens"}
+        step = await self._ask(conversation, {"kind": "reset", "prompt": fields})
+        rewards, answers, history = [step.reward], 0, list[Mapping[str, str]]()
+        reason = step.reason
+        while not step.done:
+            if step.observation and not self._show(conversation, step, first=not answers, history=history):
+                reason = "context_overflow"
+                break
+            if answers == self._section.max_turns:
+                reason = "max_turns"
+                break
+            answer = await self._answer(conversation)
+            if answer is None:
+                reason = "max_tokens"
+                break
+            answers += 1
+            history.append({"role": "assistant", "content": answer.text})
+            step = await self._ask(conversation, {"kind": "step", "state": step.state, "answer": answer.text})
+            rewards.append(step.reward)
+            reason = step.reason
+        if self._section.strict:
+            self._turns.check(conversation.response, history)
+        given = [reward for reward in rewards if reward is not None]
+        correct = step.done and step.correct
+        return conversation.verdict(
+            correct, reason or ("match" if correct else "no_match"), sum(given) if given else None
+        )
+
+    async def close(self) -> None:
+        """End the workers."""
+        await asyncio.to_thread(self._pool.close)
+
+    async def _answer(self, conversation: Conversation) -> Completion | None:
+        """Return the model's next answer; None where there is no room for a token."""
+        if conversation.room < 1:
+            conversation.cut()
+            return None
+        return await conversation.generate(self._section.max_turn_tokens)
+
+    def _show(self, conversation: Conversation, step: Step, *, first: bool, history: list[Mapping[str, str]]) -> bool:
+        """Show an observation. Returns False where it does not fit."""
+        last = conversation.tokens[-1]
+        ids = (
+            self._turns.first(step.observation) if first else self._turns.observation(step.observation, step.role, last)
+        )
+        try:
+            conversation.observe(ids)
+        except OutOfRoomError:
+            return False
+        history.append({"role": step.role, "content": step.observation})
+        return True
+
+    async def _ask(self, conversation: Conversation, request: Mapping[str, Any]) -> Step:
+        """Return what a worker says; waiting for one is not the environment's time."""
+        with conversation.uncounted():
+            await self._start()
+            reply = await self._pool.ask(dict(request))
+        reason = reply["reason"]
+        if reason == "timeout":
+            limit = self._section.step_timeout_s
+            raise StepTimeoutError(f"took more than environment.step_timeout_s={limit:g} s for one {request['kind']}")
+        if reason != "ok":
+            why = {"memory": f"more than environment.memory_mib={self._section.memory_mib} MiB"}
+            raise StepFailedError(f"{request['kind']}: {reply.get('error') or why.get(reason, reason)}")
+        step = Step(**reply["step"])
+        self.counts[TOOL_CALLS] += step.tool_calls
+        self.counts[TOOL_ERRORS] += step.tool_errors
+        return step
+
+    async def _start(self) -> None:
+        """Start the workers, once for all that wait."""
+        if self._started is None:
+            self._started = asyncio.ensure_future(self._start_once())
+        await asyncio.shield(self._started)
+
+    async def _start_once(self) -> None:
+        await asyncio.to_thread(self._pool.start)
+        if notice := (await self._pool.ask({"kind": "notice"})).get("notice"):
+            self._warn(f"environment.kind: {self._section.kind}: {notice}")
+
+
+def pool_of(section: EnvironmentSection, workers: int) -> WorkerPool:
+    """Return the pool of an environment's processes. Starts nothing."""
+    program = Program(
+        "megatron_daro.rollout.step_worker",
+        {"kind": section.kind, "options": section.options},
+        "environment",
+        "environment",
+        "Python with this package needs about 60, what the class imports comes on top",
+        RolloutError,
+    )
+    return WorkerPool(program, workers, section.step_timeout_s, section.memory_mib)
+
+
+def checked(section_kind: str, method: str, step: object) -> Step:
+    """Return a step that can be trained on. Raises RolloutError: the class returned something else."""
+    if not isinstance(step, Step):
+        raise _wrong(section_kind, method, f"a {type(step).__name__}", "megatron_daro.rollout.stepping.Step")
+    kinds: Sequence[tuple[str, type | tuple[type, ...]]] = (
+        *(("observation", str), ("reason", str), ("role", str), ("done", bool), ("correct", bool)),
+        *(("tool_calls", int), ("tool_errors", int), ("reward", (int, float, type(None)))),
+    )
+    for name, kind in kinds:
+        value = getattr(step, name)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise _wrong(section_kind, method, f"{name} {value!r:.80}", str(Step.__annotations__[name]))
+    if len(step.reason) > 40:
+        raise _wrong(section_kind, method, f"reason {step.reason!r:.80}", "a word of at most 40 characters")
+    return step
+
+
+def _wrong(section_kind: str, method: str, got: str, allowed: str) -> RolloutError:
+    return RolloutError(
+        f"environment.kind: {section_kind}: {method} returned {got}; allowed: {allowed}; fix: correct the class"
+    )

@@ -1,0 +1,269 @@
+"""Runs code that nobody has read: Python in a process of its own without network, files or much of anything.
+
+Code, input and limits -> child.py in namespaces of its own -> what it printed, and how it ended. Model output is such
+code. It refuses to run where the kernel does not give the isolation that was asked for; each run has a time limit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_daro.errors import SandboxError
+
+Isolation = Literal["namespaces", "limits"]
+Reason = Literal["ok", "error", "time", "cpu", "memory", "output", "killed"]
+_POLL_S = 0.02
+_START_S = 60.0
+"""Longest time until the code begins; a busy machine makes namespaces slowly."""
+_OVERHEAD_MIB = 16
+"""Of child.py's own processes."""
+_CHILD = Path(__file__).with_name("child.py")
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one run of code may use.
+
+    wall_s: time, seconds, from where the code begins. cpu_s: CPU time of each process, whole seconds. memory_mib:
+    address space of each process, and resident memory of all together. output_bytes: of standard output and error
+    together. file_mib: of all files. processes: at once, threads included.
+    """
+
+    wall_s: float = 5.0
+    cpu_s: int = 5
+    memory_mib: int = 256
+    output_bytes: int = 16384
+    file_mib: int = 16
+    processes: int = 8
+
+    def __post_init__(self) -> None:
+        wrong = [f"{name} {value}" for name, value in asdict(self).items() if value <= 0]
+        if wrong:
+            raise SandboxError(f"sandbox limits: got {', '.join(wrong)}; allowed: above 0; correct them")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How it ended. output: standard output and error in the order they came, at most `output_bytes` of UTF-8.
+
+    reason: ok; error: an exit status other than 0; time, cpu, memory, output: the limit at which it was ended; killed:
+    by another signal. status: the exit status, negative: the signal; None where a limit ended it.
+    """
+
+    output: str
+    reason: Reason
+    status: int | None = None
+    cpu_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sandbox:
+    """Runs Python code, each time in new namespaces. Immutable, so usable from several threads.
+
+    isolation: `namespaces`: no network, none of the machine's files but Python's own (read-only), a directory in
+    memory to write to, no other process in sight, no rights. `limits`: the limits alone, and no sockets but Unix's:
+    such code reads every file that you can read. read_only: more paths that the code may read, for instance of
+    packages; import_path: those of them that Python imports from.
+
+    The calling thread must live as long as a run: Linux ends the code with it.
+    """
+
+    limits: Limits = field(default_factory=Limits)
+    isolation: Isolation = "namespaces"
+    read_only: tuple[str, ...] = ()
+    import_path: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Run one line. Raises SandboxError: this machine does not give the isolation, with the reason."""
+        outcome = self.run("print(6 * 7)")
+        if outcome.output.strip() != "42":
+            raise SandboxError(
+                f"sandbox: `print(6 * 7)` ended with {outcome.reason}, status {outcome.status}, and said "
+                f"{outcome.output[-300:]!r}; allowed: 42; raise its limits (memory_mib is {self.limits.memory_mib})"
+            )
+
+    def run(
+        self, code: str, *, stdin: str = "", files: Mapping[str, str] | None = None, arguments: Sequence[str] = ()
+    ) -> Outcome:
+        """Run code as a program of its own, in a directory that holds `files`, and wait until it ends.
+
+        Args:
+            code: Python. stdin: what it can read from standard input. files: name -> text. arguments: of the program.
+
+        Raises:
+            SandboxError: the isolation is not to be had here, or a file's name is no plain one.
+        """
+        files = {**(files or {}), "main.py": code, "stdin": stdin}
+        odd = [name for name in files if "/" in name or name in ("", ".", "..") or "\0" in name]
+        if odd:
+            raise SandboxError(f"sandbox files: got the name {odd[0]!r}; allowed: a plain file name; rename it")
+        if self.isolation == "namespaces":
+            return self._run(files, arguments, "/scratch")
+        with tempfile.TemporaryDirectory(prefix="daro_sandbox_") as directory:
+            return self._run(files, arguments, directory)
+
+    def _run(self, files: Mapping[str, str], arguments: Sequence[str], directory: str) -> Outcome:
+        python = os.path.realpath(sys.executable)
+        paths = [*_python_paths(python), *_DEVICES, *self.read_only]
+        settings = {
+            "parent": os.getpid(),
+            "isolation": self.isolation,
+            "paths": _outermost(paths),
+            "python": python,
+            "arguments": ["main.py", *arguments],
+            "import_path": os.pathsep.join(self.import_path),
+            "directory": directory,
+            "files": dict(files),
+            "limits": asdict(self.limits),
+        }
+        reader, writer = os.pipe()
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(_CHILD), str(writer)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[writer],
+                env={},
+                cwd="/",
+                start_new_session=True,
+            )
+            os.close(writer)
+            return _Watch(process, reader, self).outcome(json.dumps(settings).encode())
+        finally:
+            os.close(reader)
+
+
+class _Watch:
+    """One run, seen from outside."""
+
+    def __init__(self, process: subprocess.Popen[bytes], status: int, sandbox: Sandbox) -> None:
+        self._process, self._status, self._sandbox = process, status, sandbox
+        self._output, self._said = bytearray(), bytearray()
+
+    def outcome(self, settings: bytes) -> Outcome:
+        """Hand over the settings and watch. Raises SandboxError."""
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            try:
+                process.stdin.write(settings)
+                process.stdin.close()
+            except BrokenPipeError:
+                pass  # it says why on the other descriptor
+            ended_by = self._watch(process.stdout.fileno())
+        finally:
+            _end(process)
+            process.stdout.close()
+        return self._judged(ended_by)
+
+    def _watch(self, output: int) -> Reason | None:
+        """Read until the code has ended, or return the limit that it passed."""
+        limits, deadline, started = self._sandbox.limits, time.monotonic() + _START_S, False
+        open_ends = {output: self._output, self._status: self._said}
+        polled = 0.0
+        while open_ends:
+            now = time.monotonic()
+            if now > deadline:
+                return "time"
+            for descriptor in select.select([*open_ends], [], [], min(_POLL_S, deadline - now))[0]:
+                chunk = os.read(descriptor, 65536)
+                open_ends[descriptor] += chunk
+                if not chunk:
+                    del open_ends[descriptor]
+            if not started and self._said:
+                started, deadline = True, time.monotonic() + limits.wall_s
+            if len(self._output) > limits.output_bytes:
+                return "output"
+            if self._status not in open_ends:
+                return None  # the code and all it started are gone
+            if now - polled > _POLL_S:
+                polled = now
+                if resident_mib(self._process.pid) > limits.memory_mib + _OVERHEAD_MIB:
+                    return "memory"
+        return None
+
+    def _judged(self, ended_by: Reason | None) -> Outcome:
+        limits = self._sandbox.limits
+        output = bytes(self._output[: limits.output_bytes]).decode(errors="replace")
+        reports: dict[str, Any] = {}
+        for line in bytes(self._said).splitlines():
+            reports |= json.loads(line)
+        if "refused" in reports:
+            raise SandboxError(
+                f"sandbox: isolation {self._sandbox.isolation} is not to be had here ({reports['refused']}); allowed: "
+                "Linux on x86-64 or aarch64 that lets users make namespaces (sysctl user.max_user_namespaces above 0, "
+                "kernel.apparmor_restrict_unprivileged_userns=0; in a container, a seccomp profile that allows "
+                "unshare and mount); or, for code that you trust, isolation='limits'"
+            )
+        if ended_by is not None:
+            return Outcome(output, ended_by)
+        if "exit" not in reports:
+            return Outcome(output, "killed")
+        status, cpu_s = int(reports["exit"]), float(reports["cpu_s"])
+        reason: Reason = "ok" if status == 0 else "error" if status > 0 else "killed"
+        if status == -signal.SIGXCPU or (status == -signal.SIGKILL and cpu_s >= limits.cpu_s):
+            reason = "cpu"
+        return Outcome(output, reason, status, cpu_s)
+
+
+def _python_paths(python: str) -> Iterator[str]:
+    """Return what Python needs to run without packages."""
+    yield python
+    yield from (sysconfig.get_path("stdlib", vars={"installed_base": sys.base_prefix}), f"{sys.base_exec_prefix}/lib")
+    yield from _LIBRARIES
+
+
+def _outermost(paths: Sequence[str]) -> list[str]:
+    """Return those that exist and do not lie within another one."""
+    there = sorted({str(Path(path).absolute()) for path in paths if Path(path).exists()})
+    return [path for path in there if not any(path.startswith(f"{other}/") for other in there)]
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the process ids of all that a process started and that still live, parents first."""
+    found = [pid]
+    for one in found:
+        try:
+            texts = [(task / "children").read_text() for task in Path(f"/proc/{one}/task").iterdir()]
+        except OSError:
+            continue
+        found += [int(child) for text in texts for child in text.split()]
+    return found[1:]
+
+
+def resident_mib(pid: int) -> float:
+    """Return the resident memory of all that a process started, pages shared with files not counted."""
+    pages = 0
+    for one in descendants(pid):
+        try:
+            _, resident, shared, *_ = Path(f"/proc/{one}/statm").read_text().split()
+        except (OSError, ValueError):
+            continue
+        pages += int(resident) - int(shared)
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the code and all that it started."""
+    for pid in reversed(descendants(process.pid)):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except OSError:
+            continue
+    process.kill()
+    process.wait()

@@ -1,0 +1,284 @@
+"""The program between a sandbox and the code it runs: makes namespaces and limits, then runs the code as their init.
+
+Sandbox -> stdin (JSON) -> (this) -> namespaces -> python. Run as a file by `python -I -S`, so it imports the standard
+library only. What it reports goes to a descriptor that the code never has. It refuses to run anything where a step of
+the isolation fails.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import resource
+import signal
+import struct
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+NOBODY = 65534
+_INNER = 1000
+_NEW_NS, _NEW_CGROUP, _NEW_UTS, _NEW_IPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
+_NEW_USER, _NEW_PID, _NEW_NET = 0x10000000, 0x20000000, 0x40000000
+_RDONLY, _NOSUID, _NODEV, _NOEXEC, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
+_KEPT = {2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
+"""Flags of statvfs -> of mount: what a mount must keep when it is made read-only."""
+_DETACH = 2
+_SET_PDEATHSIG, _SET_DUMPABLE, _SET_SECCOMP, _CAPBSET_DROP, _SET_CHILD_SUBREAPER, _SET_NO_NEW_PRIVS = (
+    1,
+    4,
+    22,
+    24,
+    36,
+    38,
+)
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_CAPSET = {"x86_64": 126, "aarch64": 91}
+_AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_DENIED = {
+    # ptrace, mount, umount2, pivot_root, chroot, swapon, reboot, init_module, keyctl and its two, unshare, setns,
+    # process_vm_readv and writev, kcmp, finit_module, open_by_handle_at, perf_event_open, bpf, userfaultfd, kexec,
+    # io_uring (3), the new mount calls (428 to 433), clone3 is left: it cannot be read by a filter and needs no right
+    "x86_64": [
+        *(101, 165, 166, 155, 161, 167, 169, 175, 248, 249, 250, 272, 308, 310, 311, 312, 313, 304, 298, 321, 323),
+        *(246, 320, 425, 426, 427, 428, 429, 430, 431, 432, 433),
+    ],
+    "aarch64": [
+        *(117, 40, 39, 41, 51, 224, 142, 105, 217, 218, 219, 97, 268, 270, 271, 272, 273, 265, 241, 280, 282),
+        *(104, 294, 425, 426, 427, 428, 429, 430, 431, 432, 433),
+    ],
+}
+_SOCKET = {"x86_64": 41, "aarch64": 198}
+"""System call numbers. Source: Linux, arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h."""
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def checked(result: int, what: str) -> None:
+    """Raise OSError for a failed call of the C library."""
+    if result < 0:
+        raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
+
+
+def prctl(option: int, value: int = 0) -> None:
+    """Call prctl(2)."""
+    arguments = [ctypes.c_ulong(value)] + [ctypes.c_ulong(0)] * 3
+    checked(_libc.prctl(option, *arguments), f"prctl({option})")
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
+    """Call mount(2)."""
+    kind_ = None if kind is None else kind.encode()
+    checked(
+        _libc.mount(source.encode(), target.encode(), kind_, ctypes.c_ulong(flags), data.encode()), f"mount {target}"
+    )
+
+
+def enter_namespaces() -> None:
+    """Enter mount, process, network, IPC, host name and cgroup namespaces; root does without the user's until later."""
+    flags = _NEW_NS | _NEW_PID | _NEW_NET | _NEW_IPC | _NEW_UTS | _NEW_CGROUP
+    if os.geteuid() == 0:
+        checked(_libc.unshare(flags), "unshare")
+    else:
+        _enter_user_namespace(flags)
+
+
+def become_nobody() -> None:
+    """Where root began this: be nobody, in a user namespace of its own, whose processes are counted apart."""
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+        prctl(_SET_DUMPABLE, 1)  # else the maps belong to root
+        _enter_user_namespace(0)
+
+
+def _enter_user_namespace(others: int) -> None:
+    uid, gid = os.getuid(), os.getgid()
+    checked(_libc.unshare(_NEW_USER | others), "unshare with a user namespace")
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{_INNER} {uid} 1"), ("gid_map", f"{_INNER} {gid} 1")):
+        Path(f"/proc/self/{name}").write_text(text)
+
+
+def make_root(names: list[str], scratch_mib: int) -> None:
+    """Make a root of its own: the given paths read-only, /scratch to write in, /dev/null and its like, and /proc."""
+    mount("none", "/", None, _REC | _PRIVATE)
+    paths = {name: os.open(name, os.O_PATH) for name in names}  # the new root may lie above them
+    root, owner = "/tmp", NOBODY if os.geteuid() == 0 else _INNER
+    mount("tmpfs", root, "tmpfs", _NOSUID | _NODEV, "size=1m,mode=755")
+    for path, descriptor in paths.items():
+        target = Path(f"{root}{path}")
+        if Path(f"/proc/self/fd/{descriptor}").is_dir():
+            target.mkdir(parents=True, exist_ok=True)
+        else:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.touch()
+        mount(f"/proc/self/fd/{descriptor}", str(target), None, _BIND | _REC)
+        os.close(descriptor)
+    for mounted in _mounted_below(root):
+        flags = os.statvfs(mounted).f_flag
+        kept = sum(new for old, new in _KEPT.items() if flags & old)
+        device = mounted.startswith(f"{root}/dev/")
+        mount("none", mounted, None, _REMOUNT | _BIND | _NOSUID | kept | (0 if device else _RDONLY))
+    for name in ("scratch", "proc", "old"):
+        Path(f"{root}/{name}").mkdir()
+    options = f"size={scratch_mib}m,mode=755,uid={owner},gid={owner}"
+    mount("tmpfs", f"{root}/scratch", "tmpfs", _NOSUID | _NODEV, options)
+    with suppress(OSError):  # a container that hides parts of its own /proc allows no new one; the code has none then
+        mount("proc", f"{root}/proc", "proc", _NOSUID | _NODEV | _NOEXEC)
+    os.chdir(root)
+    checked(_libc.syscall(_PIVOT_ROOT[platform.machine()], b".", b"old"), "pivot_root")
+    os.chdir("/")
+    checked(_libc.umount2(b"/old", _DETACH), "umount the old root")
+    Path("/old").rmdir()
+    mount("none", "/", None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
+
+
+def _mounted_below(root: str) -> list[str]:
+    """Return what is mounted on the newest mount at `root`, however deep; not what that hides."""
+    rows = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    below = {[row[0] for row in rows if row[4] == root][-1]}
+    points = []
+    for number, parent, _, _, point, *_ in rows:  # in the order in which they were made
+        if parent in below:
+            below.add(number)
+            points.append(point.encode().decode("unicode_escape"))
+    return points
+
+
+def give_up_rights(*, sockets: bool) -> None:
+    """Drop every capability for good, and deny system calls that ordinary code never needs.
+
+    Args:
+        sockets: whether sockets other than of Unix are left (where a network namespace holds them).
+    """
+    prctl(_SET_NO_NEW_PRIVS, 1)
+    for capability in range(64):
+        if _libc.prctl(
+            _CAPBSET_DROP, ctypes.c_ulong(capability), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)
+        ):
+            break
+    machine = platform.machine()
+    header, none = struct.pack("II", 0x20080522, 0), struct.pack("6I", *[0] * 6)
+    checked(_libc.syscall(_CAPSET[machine], header, none), "capset")
+    program = _filter(machine, sockets=sockets)
+    buffer = ctypes.create_string_buffer(program)
+    head = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer))
+    pointer = ctypes.create_string_buffer(head)
+    checked(
+        _libc.prctl(_SET_SECCOMP, ctypes.c_ulong(2), ctypes.byref(pointer), ctypes.c_ulong(0), ctypes.c_ulong(0)),
+        "seccomp",
+    )
+
+
+def _filter(machine: str, *, sockets: bool) -> bytes:
+    """Return a seccomp program: EPERM for the denied calls, an end for another architecture's.
+
+    Source: seccomp(2), struct seccomp_data; linux/bpf_common.h.
+    """
+    load, equal, above, back = 0x20, 0x15, 0x35, 0x06
+    denied, allowed, killed = 0x00050001, 0x7FFF0000, 0x80000000
+    lines = [(load, 0, 0, 4), (equal, 1, 0, _AUDIT[machine]), (back, 0, 0, killed), (load, 0, 0, 0)]
+    if machine == "x86_64":
+        lines += [(above, 0, 1, 0x40000000), (back, 0, 0, killed)]  # the x32 numbers
+    for number in _DENIED[machine]:
+        lines += [(equal, 0, 1, number), (back, 0, 0, denied)]
+    if not sockets:  # socket(family != AF_UNIX)
+        lines += [(equal, 0, 3, _SOCKET[machine]), (load, 0, 0, 16), (equal, 1, 0, 1), (back, 0, 0, denied)]
+    lines.append((back, 0, 0, allowed))
+    return b"".join(struct.pack("HBBI", *line) for line in lines)
+
+
+def set_limits(limits: dict[str, Any]) -> None:
+    """Limit what the code may use."""
+    mib = 1 << 20
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu_s"], limits["cpu_s"] + 1))
+    resource.setrlimit(resource.RLIMIT_AS, (limits["memory_mib"] * mib,) * 2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limits["file_mib"] * mib,) * 2)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    resource.setrlimit(resource.RLIMIT_NPROC, (limits["processes"] + 2,) * 2)  # this program's two are counted
+
+
+def run_code(settings: dict[str, Any], status: int) -> NoReturn:
+    """Run the code, wait for it, and report how it ended; whatever it started ends with this process."""
+    directory = settings["directory"]
+    for name, text in settings["files"].items():
+        Path(directory, name).write_text(text, encoding="utf-8", errors="backslashreplace")
+    prctl(_SET_CHILD_SUBREAPER, 1)
+    prctl(_SET_DUMPABLE, 0)  # the code, of the same user, must not read this process or its descriptors
+    report(status, {"started": True})
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        set_limits(settings["limits"])
+        os.chdir(directory)
+        os.dup2(os.open("stdin", os.O_RDONLY), 0)
+        os.dup2(1, 2)
+        variables = {"HOME": directory, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONPATH": settings["import_path"]}
+        flags = ["-s", "-B", "-S"]
+        os.execve(settings["python"], [settings["python"], *flags, *settings["arguments"]], variables)
+    while True:
+        ended, wait_status, used = os.wait4(-1, 0)
+        if ended == pid:
+            break
+    _end_the_rest()
+    report(status, {"exit": os.waitstatus_to_exitcode(wait_status), "cpu_s": used.ru_utime + used.ru_stime})
+    os._exit(0)
+
+
+def _end_the_rest() -> None:
+    """End what the code left behind; in a process namespace the kernel does that."""
+    while True:
+        try:
+            left = [int(pid) for pid in Path("/proc/thread-self/children").read_text().split()]
+        except OSError:
+            return
+        if not left:
+            return
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)  # its own children come here next
+
+
+def report(status: int, message: dict[str, Any]) -> None:
+    """Tell the sandbox, which reads one line of JSON after the other."""
+    os.write(status, json.dumps(message).encode() + b"\n")
+
+
+def main(status: int) -> int:
+    """Isolate, run, and wait."""
+    settings = json.load(sys.stdin)
+    os.umask(0o022)
+    prctl(_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != settings["parent"]:
+        return 1
+    os.set_inheritable(status, False)
+    own_namespaces = settings["isolation"] == "namespaces"
+    try:
+        if own_namespaces:
+            enter_namespaces()
+    except OSError as error:
+        report(status, {"refused": str(error)})
+        return 1
+    pid = os.fork()
+    if pid == 0:
+        try:
+            prctl(_SET_PDEATHSIG, signal.SIGKILL)
+            if own_namespaces:
+                make_root(settings["paths"], settings["limits"]["file_mib"])
+                become_nobody()
+            give_up_rights(sockets=own_namespaces)
+            run_code(settings, status)
+        except (OSError, KeyError) as error:
+            report(status, {"refused": f"{type(error).__name__}: {error}"})
+            os._exit(1)
+    os.close(1)
+    os.waitpid(pid, 0)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

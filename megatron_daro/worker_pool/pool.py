@@ -1,0 +1,337 @@
+"""A pool of killable workers: one queue of requests, limits, replacements, without one request harming another.
+
+Requests -> worker processes -> replies. One is in flight per
+worker and idle workers take the next from one queue, so a slow one holds up its own worker only.
+A request that times out, takes too much memory or ends its worker has a reply that says so (`timeout`, `memory`,
+`crash`); a pool that cannot work raises.
+
+Why not pebble (5.2.3, tried): its ProcessPool keeps order, kills at a time-out, passes over a stopped idle worker and
+is as fast. It lacks: a limit on resident memory (an answer that took 800 MiB came back), and its workers' ids are not
+public, so none can be added; word of whether a worker was stopped or starved (both are its TimeoutError), and a bound
+when all workers are stopped (its time-out counts from the taking of a task); an end of busy workers when the driver
+is killed (one went on computing); a start without importing the driver's main module again; replies that are no pickle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from megatron_daro.errors import DaroError
+from megatron_daro.worker_pool.child import REFUSED
+from megatron_daro.worker_pool.process import (
+    PATIENCE,
+    START_TIMEOUT_S,
+    Program,
+    WorkerCrashError,
+    WorkerMemoryError,
+    WorkerProcess,
+    WorkerTimeoutError,
+    WorkerUnreachedError,
+)
+
+_RESTART_ATTEMPTS = 3
+_ATTEMPTS_IF_KILLED = 10
+_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+_MAX_CRASHES = 2
+_MAX_UNREACHED = 3
+_JOIN_TIMEOUT_S = 10.0
+_FAILURES = ("verifier_failed", "failed")
+_Task = tuple[dict[str, Any], "Future[dict[str, Any]]"]
+
+
+def longest_wait_s(waiting: int, workers: int, timeout_s: float) -> float:
+    """Seconds in which a live pool has answered the last of `waiting` requests, each tried as often as it may be."""
+    rounds = waiting // max(1, workers) + 2
+    return rounds * (_MAX_CRASHES + _MAX_UNREACHED) * PATIENCE * (timeout_s + START_TIMEOUT_S)
+
+
+@dataclass(slots=True)
+class PoolCounters:
+    """What happened so far. screened: decided without a worker. judged: replies of workers.
+    restarts: workers started again. deduplicated: pairs equal to another of the same call. failures: requests on which
+    the verifier or the environment failed. asked_again: requests that a stopped worker never took, given to another.
+    failed_starts: starts of a worker that ended before it was ready, and that were tried again."""
+
+    screened: int = 0
+    judged: int = 0
+    deduplicated: int = 0
+    timeouts: int = 0
+    memory_kills: int = 0
+    crashes: int = 0
+    restarts: int = 0
+    failures: int = 0
+    asked_again: int = 0
+    failed_starts: int = 0
+
+
+class WorkerPool:
+    """Answers requests in worker processes. A context manager; usable from several threads at once."""
+
+    def __init__(self, program: Program, workers: int, timeout_s: float, memory_mib: int) -> None:
+        """
+        Args:
+            program: what each worker runs.
+            workers: processes; with 0 nothing may be asked.
+            timeout_s: for one request, seconds; the worker is killed and replaced after it.
+            memory_mib: resident memory of one worker and of what it starts, MiB, the interpreter included.
+
+        Raises: the program's error for values that cannot work.
+        """
+        if timeout_s <= 0 or memory_mib <= 0:
+            raise program.error(
+                f"{program.section}.timeout_s and {program.section}.memory_mib: got {timeout_s} and {memory_mib}, "
+                "allowed above 0; 5 seconds and 512 MiB are usual"
+            )
+        self._program = program
+        self._workers, self._timeout_s, self._memory_mib = workers, timeout_s, memory_mib
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._pids: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._counters = PoolCounters()
+        self._closing = threading.Event()
+        self._broken: DaroError | None = None
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """A copy of the counters by name."""
+        with self._lock:
+            return asdict(self._counters)
+
+    @property
+    def failed_starts(self) -> int:
+        """Starts of workers that were tried again so far."""
+        return self.counters["failed_starts"]
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """Process ids of the workers that are alive now."""
+        with self._lock:
+            return tuple(self._pids.values())
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start all workers and wait until they are ready; a second call does nothing.
+
+        Raises: the program's error when a worker cannot start, or after close.
+        """
+        with self._lock:
+            if self._closing.is_set():
+                raise self._error("already closed; make a new one to score more answers")
+            if self._threads or not self._needs_workers():
+                return
+            ready: list[Future[None]] = [Future() for _ in range(self._workers)]
+            for slot, future in enumerate(ready):
+                name = f"{self._program.name}-worker-{slot}"
+                self._threads.append(
+                    threading.Thread(target=self._dispatch, args=(slot, future), name=name, daemon=True)
+                )
+            for thread in self._threads:
+                thread.start()
+        try:
+            limit_s = START_TIMEOUT_S * (PATIENCE + 1)
+            _, late = wait(ready, timeout=limit_s, return_when=FIRST_EXCEPTION)
+            for future in ready:
+                if future not in late:
+                    future.result()
+            if late:
+                raise self._error(
+                    f"{len(late)} of {self._workers} workers were not ready within {limit_s:g} s; the "
+                    f"machine is overloaded, or something ends them as they start; lower {self._program.section}"
+                    ".workers, or look at the system's log"
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the reply to one request, without a thread that waits.
+
+        Raises: the program's error when the pool is closed, its workers no longer start, or are too few by far.
+        """
+        future: Future[dict[str, Any]] = Future()
+        self._tasks.put((request, future))
+        self._fail_if_over()
+        bound_s = longest_wait_s(self._tasks.qsize(), self._workers, self._timeout_s)
+        try:
+            async with asyncio.timeout(bound_s):
+                return await asyncio.wrap_future(future)
+        except TimeoutError:
+            raise self._too_slow(1, bound_s) from None
+
+    def close(self) -> None:
+        """End all workers, busy ones too, and wait for them. Requests that wait raise the program's error."""
+        self._closing.set()
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread() and thread.ident is not None:
+                thread.join(_JOIN_TIMEOUT_S)
+        self._fail_waiting(self._error("closed while answers were waiting; close it after scoring"))
+
+    def _needs_workers(self) -> bool:
+        return self._workers > 0
+
+    def _ask_all(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        futures: list[Future[dict[str, Any]]] = [Future() for _ in requests]
+        if not futures:
+            return []
+        for task in zip(requests, futures, strict=True):
+            self._tasks.put(task)
+        self._fail_if_over()
+        bound_s = longest_wait_s(self._tasks.qsize(), self._workers, self._timeout_s)
+        if wait(futures, timeout=bound_s).not_done:
+            raise self._too_slow(len(futures), bound_s)
+        return [future.result() for future in futures]
+
+    def _too_slow(self, requests: int, bound_s: float) -> DaroError:
+        return self._error(
+            f"{requests} answers were not there within {bound_s:.0f} s, the bound for {self._workers} workers of "
+            f"{self._timeout_s:g} s each; the machine is overloaded, add workers"
+        )
+
+    def _error(self, text: str) -> DaroError:
+        return self._program.error(f"{self._program.name} pool: {text}")
+
+    def _fail_if_over(self) -> None:
+        if self._broken is not None or self._closing.is_set():
+            self._fail_waiting(self._broken or self._error("closed; make a new one"))
+
+    def _fail_waiting(self, error: DaroError) -> None:
+        num_stops = 0
+        while True:
+            try:
+                task = self._tasks.get_nowait()
+            except queue.Empty:
+                break
+            if task is None:
+                num_stops += 1
+            else:
+                _fail(task[1], error)
+        for _ in range(num_stops):
+            self._tasks.put(None)
+
+    def _dispatch(self, slot: int, ready: Future[None]) -> None:
+        """Body of one dispatcher thread: owns one worker for the life of the pool."""
+        worker: WorkerProcess | None = None
+        try:
+            worker = self._new_worker(slot, attempts=1)
+            ready.set_result(None)
+            while (task := self._tasks.get()) is not None:
+                request, future = task
+                if not future.set_running_or_notify_cancel():
+                    continue  # nobody waits for it any more
+                try:
+                    reply, worker = self._serve(slot, worker, request)
+                    future.set_result(reply)
+                except Exception as error:
+                    future.set_exception(error)
+                    raise
+                # Replaced before the next job is taken: a job never waits for a worker to load while another is idle.
+                worker = worker or self._replacement(slot)
+        except Exception as fault:  # The border of the thread: whoever waits for it must hear of it.
+            broken = fault if isinstance(fault, self._program.error) else self._error(f"{fault!r}; report this")
+            self._broken = broken
+            if not ready.done():
+                ready.set_exception(broken)
+            self._fail_waiting(broken)
+        finally:
+            self._discard(slot, worker)
+
+    def _serve(
+        self, slot: int, worker: WorkerProcess | None, request: dict[str, Any]
+    ) -> tuple[dict[str, Any], WorkerProcess | None]:
+        """Return the reply to one request and the worker for the next one (None: to be started then)."""
+        crashes = unreached = 0
+        while crashes < _MAX_CRASHES and unreached < _MAX_UNREACHED:
+            if self._closing.is_set():
+                raise self._error("closed while an answer was being scored; close it after scoring")
+            worker = worker or self._replacement(slot)
+            try:
+                reply = worker.ask(request, self._closing.is_set)
+            except WorkerTimeoutError:
+                reply = {"reason": "timeout"}
+            except WorkerMemoryError:
+                reply = {"reason": "memory"}
+            except WorkerUnreachedError:
+                unreached += 1
+                self._count(asked_again=unreached < _MAX_UNREACHED)
+                self._discard(slot, worker)
+                worker = None
+                continue
+            except WorkerCrashError:
+                crashes += 1
+                if not self._closing.is_set():
+                    self._count(crashes=1)
+                self._discard(slot, worker)
+                worker = None
+                continue
+            reason = reply["reason"]
+            if reason == REFUSED:
+                self._discard(slot, worker)
+                raise self._program.error(str(reply["error"]))
+            self._count(
+                judged=1,
+                timeouts=reason == "timeout",
+                memory_kills=reason == "memory",
+                failures=reason in _FAILURES,
+            )
+            if reason in ("timeout", "memory"):
+                self._discard(slot, worker)
+                worker = None
+            return reply, worker
+        if self._closing.is_set():
+            raise self._error("closed while an answer was being scored; close it after scoring")
+        return {"reason": "crash" if crashes == _MAX_CRASHES else "unreached"}, None
+
+    def _replacement(self, slot: int) -> WorkerProcess:
+        worker = self._new_worker(slot, attempts=_RESTART_ATTEMPTS)
+        self._count(restarts=1)
+        return worker
+
+    def _new_worker(self, slot: int, *, attempts: int) -> WorkerProcess:
+        """Return a worker that is ready. One that ends by itself is started `attempts` times, one that a signal ends
+        more often: the next start may well succeed."""
+        attempt = 0
+        while True:
+            worker = WorkerProcess(self._program, timeout_s=self._timeout_s, memory_mib=self._memory_mib)
+            try:
+                worker.start(self._closing.is_set)
+            except self._program.error:
+                attempt += 1
+                most = _ATTEMPTS_IF_KILLED if worker.killed_at_start else attempts
+                if attempt >= most or self._closing.wait(min(_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S)):
+                    raise
+                self._count(failed_starts=1)
+                continue
+            with self._lock:
+                self._pids[slot] = worker.pid or 0
+            return worker
+
+    def _discard(self, slot: int, worker: WorkerProcess | None) -> None:
+        with self._lock:
+            self._pids.pop(slot, None)
+        if worker is not None:
+            worker.kill()
+
+    def _count(self, **amounts: int) -> None:
+        with self._lock:
+            for name, amount in amounts.items():
+                setattr(self._counters, name, getattr(self._counters, name) + amount)
+
+
+def _fail(future: Future[dict[str, Any]], error: Exception) -> None:
+    if future.set_running_or_notify_cancel():
+        future.set_exception(error)

@@ -1,0 +1,91 @@
+"""Observations behind answers: the same ids as the template writes for the whole history, and only the new ones."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import AutoTokenizer
+
+from megatron_daro.errors import ConfigError, RolloutError
+from megatron_daro.rollout.rendering import Turns
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+FORGETS = CHATML.replace("m['content']", "(m['content'].split('</think>')[-1] if not loop.last else m['content'])")
+NO_TOOL = "{% if messages[-1]['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + CHATML
+ONLY_LAST = CHATML.replace("in messages", "in messages[-1:]")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A tokenizer of bytes and three special tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    bytes_ = Tokenizer(models.BPE({letter: i for i, letter in enumerate(sorted(letters))}, []))
+    bytes_.pre_tokenizer, bytes_.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = ["<|im_start|>", "<|im_end|>"]
+    PreTrainedTokenizerFast(
+        tokenizer_object=bytes_, eos_token="<|im_end|>", additional_special_tokens=special
+    ).save_pretrained(folder)
+    return folder
+
+
+def turns(plain, template=CHATML):
+    tokenizer = AutoTokenizer.from_pretrained(plain)
+    tokenizer.chat_template = template
+    return tokenizer, Turns(tokenizer, chat=True)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_what_is_new_joins_what_was_sampled_to_the_rendered_history(plain, cut, role):
+    tokenizer, made = turns(plain)
+    said = tokenizer.encode("4 is\n<2>" + ("" if cut else "<|im_end|>"), add_special_tokens=False)
+    begin = tokenizer.encode("<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
+    shown = made.observation("no {{ }}", role, said[-1])
+    messages = [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "4 is\n<2>"},
+        {"role": role, "content": "no {{ }}"},
+    ]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert begin + said + shown == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_plain_text_is_itself(plain):
+    tokenizer, _ = turns(plain)
+    made = Turns(tokenizer, chat=False)
+    assert made.observation("a b", "user", 0) == made.first("a b") == tokenizer.encode("a b", add_special_tokens=False)
+
+
+def test_templates_that_cannot_go_on_are_refused(plain):
+    with pytest.raises(ConfigError, match="leaves out an answer"):
+        turns(plain, ONLY_LAST)
+    _, made = turns(plain, NO_TOOL)
+    with pytest.raises(ConfigError, match=r"roles user, assistant, tool \(no tools\).*let Step.role be 'user'"):
+        made.observation("x", "tool", 0)
+    with pytest.raises(RolloutError, match="the prompt ends with the beginning of the model's answer"):
+        made.first("x")
+
+
+def test_a_template_that_forgets_is_drift(plain):
+    history = [
+        {"role": "assistant", "content": "<think>h</think>5"},
+        {"role": "user", "content": "no"},
+        {"role": "assistant", "content": "4"},
+    ]
+
+    def response(tokenizer, made):
+        said = tokenizer.encode("<think>h</think>5<|im_end|>", add_special_tokens=False)
+        shown = made.observation("no", "user", said[-1])
+        return said + shown + tokenizer.encode("4<|im_end|>", add_special_tokens=False)
+
+    tokenizer, made = turns(plain)
+    made.check(response(tokenizer, made), history)
+    tokenizer, made = turns(plain, FORGETS)
+    with pytest.raises(RolloutError, match=r"at character 0: trained '<think>h</think>5.*rendered '5<\|im_end\|>"):
+        made.check(response(tokenizer, made), history)

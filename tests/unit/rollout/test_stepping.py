@@ -1,0 +1,190 @@
+"""Environments in worker processes: what hangs, leaks, forks, dies or raises costs its conversation, and is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from loop_fakes import FakeProgress
+from test_conversations import Engine, Pool, collected, requests
+
+from megatron_daro.config import EnvironmentSection, RewardSection
+from megatron_daro.errors import ConfigError, RolloutError
+from megatron_daro.rollout.conversations import Conversations
+from megatron_daro.rollout.own_environment import environment_class, make_environment
+from megatron_daro.rollout.stepping import SteppedConversations
+
+
+class Digits:
+    """Ids 3 to 12 are digits, 13 is "=", as test_conversations.Engine says them."""
+
+    chat_template = None
+
+    def encode(self, text, add_special_tokens):
+        return [13 if c == "=" else 3 + int(c) for c in text]
+
+    def decode(self, ids, skip_special_tokens):
+        return "".join("=" if i == 13 else str(i - 3) for i in ids)
+
+
+def talks(engine, *, progress=None, tokenizer=None, chat=False, kind="toy_steps:Steps", limits=None, **options):
+    limits = {"workers": 2, "step_timeout_s": 2.0, "memory_mib": 300} | (limits or {})
+    section = EnvironmentSection(kind=kind, options=options, **limits)
+    progress = progress or FakeProgress()
+    return Conversations(
+        section,
+        make_environment(section, tokenizer or Digits(), chat=chat, warn=progress.warn),
+        engine,
+        Pool(),
+        reward=RewardSection(incorrect_reward=-1.0),
+        decode=lambda ids: " ".join(map(str, ids)),
+        vocabulary=20,
+        together=False,
+        notices=progress,
+    )
+
+
+def held(engine, **options):
+    rollouter = talks(engine, **options)
+    return asyncio.run(collected(rollouter, requests())), rollouter
+
+
+def workers():
+    """The worker processes of these tests; forks of them keep their command line, wherever they went."""
+    mine = f'"parent_pid": {os.getpid()}'
+    lines = [(one, one.info["cmdline"] or [""]) for one in psutil.process_iter(["cmdline"])]
+    return [one for one, line in lines if mine in line[-1] and one.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_conversations_are_held_in_workers_and_add_up():
+    rollouts, rollouter = held(Engine())
+    assert len(rollouts) == 12 and workers() == []
+    assert {len(one.turns) for one in rollouts} == {1, 2, 3}
+    for one in rollouts:
+        prompt = requests()[one.group_id].prompt
+        assert all(seen == (0 if turn == 0 else 2) for turn, (seen, _) in enumerate(one.turns))
+        ids, end = one.tokens[one.prompt_length :].tolist(), 0
+        answers = [ids[(end := end + seen) : (end := end + made)] for seen, made in one.turns]
+        right = [str(ids[-1] - 3) == prompt.answer for ids in answers]
+        assert right.index(True) + 1 == len(right) if one.verdict.correct else not any(right)
+        wrong = len(right) - one.verdict.correct
+        assert one.verdict.reward == (-0.25 * wrong if wrong else 1.0)
+        assert one.verdict.reason == (f"try_{len(right)}" if one.verdict.correct else "no_match")
+    turns = sum(len(one.turns) for one in rollouts)
+    wrong = turns - sum(one.verdict.correct for one in rollouts)
+    counters = rollouter.counters()
+    assert (counters["environment/tool_calls"], counters["environment/tool_errors"]) == (turns, wrong)
+    other = talks(Engine())
+    other.load_counters(counters)
+    assert other.counters() == counters
+
+
+@pytest.mark.parametrize(
+    ("wrong", "counter", "words"),
+    [
+        ("raises", "environment/failed", "failed in step: ValueError: no such move"),
+        ("hangs", "environment/timeouts", r"more than environment.step_timeout_s=2 s for one step"),
+        ("leaks", "environment/failed", "failed in step: more than environment.memory_mib=300 MiB"),
+        ("leaks_below", "environment/failed", "failed in step: more than environment.memory_mib=300 MiB"),
+        ("dies", "environment/failed", "failed in step: crash"),
+        ("exits", "environment/failed", "failed in step: crash"),
+    ],
+)
+def test_what_goes_wrong_costs_one_conversation(wrong, counter, words):
+    progress = FakeProgress()
+    started = time.monotonic()
+    rollouts, rollouter = held(Engine(), wrong=wrong, when="36", progress=progress)
+    cut = [one for one in rollouts if one.finish_reason == "abort"]
+    assert 1 <= len(cut) < len(rollouts) == 12
+    assert rollouter.counters()[counter] == rollouter.counters()["environment/restarted"] == len(cut)
+    assert any(words in message for message in progress.messages), progress.messages
+    assert workers() == []
+    assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize("wrong", ["forks", "leaves_a_process", "prints"])
+def test_what_a_step_leaves_behind_ends_with_its_worker(wrong):
+    rollouts, rollouter = held(Engine(), wrong=wrong, when="2")
+    assert {one.finish_reason for one in rollouts} == {"stop"}
+    assert rollouter.counters()["environment/restarted"] == 0
+    same, _ = held(Engine())
+    assert sorted((o.group_id, o.index, *o.tokens) for o in rollouts) == sorted(
+        (o.group_id, o.index, *o.tokens) for o in same
+    )
+    assert workers() == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("type", "step returned a dict; allowed: megatron_daro.rollout.stepping.Step"),
+        ("state", "step returned a state or reward that is no JSON"),
+        ("reward", "step returned a state or reward that is no JSON"),
+        ("reason", "step returned reason .*; allowed: a word of at most 40 characters"),
+        ("constructor", r"toy_steps:Steps cannot be made \(RuntimeError: no such game\)"),
+    ],
+)
+def test_what_cannot_be_used_ends_the_run_by_name(wrong, words):
+    with pytest.raises(RolloutError, match=f"environment.kind: toy_steps:Steps.*{words}|{words}"):
+        held(Engine(), wrong=wrong, when="")
+
+
+def test_a_class_that_does_not_fit_is_refused():
+    with pytest.raises(ConfigError, match=r"NoReset\.reset does not fit StepEnvironment"):
+        environment_class(EnvironmentSection(kind="toy_steps:NoReset"))
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'mode'"):
+        environment_class(EnvironmentSection(kind="toy_steps:Steps", options={"mode": 1}))
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason", "finish"),
+    [
+        ({"max_turns": 2}, "max_turns", "stop"),
+        ({}, "context_overflow", "length"),
+        ({"max_turn_tokens": 1}, "max_tokens", "length"),
+    ],
+)
+def test_limits_of_turns_and_tokens_are_reasons(limits, reason, finish):
+    rollouts, _ = held(Engine(), tries=50, limits=limits)
+    wrong = {(one.verdict.reason, one.finish_reason) for one in rollouts if not one.verdict.correct}
+    assert (reason, finish) in wrong and all(one.response_length <= 12 for one in rollouts)
+    if "max_turn_tokens" in limits:
+        assert {made for one in rollouts for _, made in one.turns} == {0, 1}  # 0: shown, and no room for an answer
+
+
+def test_what_an_environment_says_of_itself_is_shown_once():
+    progress = FakeProgress()
+    held(Engine(), progress=progress, notice="weak isolation")
+    assert [message for message in progress.messages if "weak" in message] == [
+        "warning: environment.kind: toy_steps:Steps: weak isolation"
+    ]
+
+
+def test_the_example_of_the_page_works():
+    text = (Path(__file__).parents[3] / "docs" / "environments.md").read_text()
+    scope: dict = {}
+    exec(text.partition("```python\n")[2].partition("```")[0], scope)
+    environment = scope["SecondTry"](late=0.25)
+    begun = environment.reset(requests()[0].prompt)
+    wrong = environment.step(begun.state, r"\boxed{no}")
+    right = environment.step(wrong.state, rf"\boxed{{{begun.state['gold']}}}")
+    assert not wrong.done and wrong.observation and (right.done, right.correct, right.reward) == (True, True, 0.25)
+    assert environment.step(wrong.state, "?").done
+
+
+def test_cancelled_conversations_leave_the_workers_alone():
+    async def run():
+        rollouter = talks(Engine(), wrong="hangs", when="", limits={"step_timeout_s": 60.0})
+        task = asyncio.ensure_future(collected(rollouter, requests()))
+        while not isinstance(rollouter._environment, SteppedConversations) or not workers():
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(1.0)
+        await rollouter.abort()
+        return await asyncio.wait_for(task, 20)
+
+    assert {one.finish_reason for one in asyncio.run(run())} == {"abort"}
+    assert workers() == []

@@ -1,0 +1,27 @@
+"""What a step says of conversations: turns, observed tokens, and the limits that ended them."""
+
+import numpy as np
+
+from megatron_daro.rollout.summary import turn_metrics
+from megatron_daro.types import Rollout, Verdict
+
+
+def rollout(index, turns, length):
+    tokens, ones = np.zeros(2 + length, np.int32), np.ones(length, np.uint8)
+    return Rollout("p", 0, 0, index, tokens, 2, ones, np.zeros(length, np.float32), "stop", 1, turns=turns)
+
+
+def test_turns_and_limits_by_hand():
+    one, two = rollout(0, ((0, 3), (2, 3), (1, 0)), 9), rollout(1, ((1, 3),), 4)
+    single = rollout(2, (), 3)
+    reasons = ["max_turns", "context_overflow", "max_turns"]
+    found = turn_metrics([one, two, single], [Verdict(False, 0.0, reason) for reason in reasons])
+    assert found == {
+        "environment/turns_mean": 1.5,
+        "environment/turns_max": 2.0,
+        "environment/observed_tokens_mean": 2.0,
+        "environment/max_turns_fraction": 0.5,
+        "environment/max_tokens_fraction": 0.0,
+        "environment/context_overflow_fraction": 0.5,
+    }
+    assert turn_metrics([single], [Verdict(True, 1.0, "match")]) == {}

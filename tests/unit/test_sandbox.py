@@ -1,0 +1,160 @@
+"""The sandbox against code that wants out: network, files, processes, memory, output, time, its parent."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_daro.errors import SandboxError
+from megatron_daro.sandbox import Limits, Sandbox, child, descendants
+
+BOX = Sandbox(Limits(wall_s=20.0, cpu_s=10, memory_mib=128, output_bytes=4096, file_mib=4, processes=6))
+QUICK = Sandbox(Limits(wall_s=1.5, cpu_s=10, memory_mib=128))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _isolated():
+    try:
+        BOX.check()
+    except SandboxError as error:
+        if "unshare" not in str(error).split(";")[0]:
+            raise
+        pytest.skip(str(error))
+
+
+def run(code, box=BOX, **options):
+    before = {*descendants(os.getpid())}
+    outcome = box.run(code, **options)
+    assert {*descendants(os.getpid())} <= before, "nothing of it lives on"
+    return outcome
+
+
+def test_what_it_printed_and_how_it_ended():
+    outcome = run("import sys\nprint(input() + open('data').read())\nsys.exit(3)", stdin="a\n", files={"data": "b"})
+    assert (outcome.output, outcome.reason, outcome.status) == ("ab\n", "error", 3)
+    outcome = run("import sys; sys.stderr.write('x'); print(sys.argv[1:])", arguments=["1"])
+    assert outcome.output == "x['1']\n" and outcome.reason == "ok" and outcome.cpu_s > 0
+    assert run("import os; os.kill(os.getpid(), 11)").reason == "killed"
+    assert "SyntaxError" in run("print(").output
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("import socket\nsocket.create_connection(('1.1.1.1', 53), 2)", "Network is unreachable"),
+        ("import socket\nsocket.create_connection(('127.0.0.1', PORT), 2)", "OSError"),
+        ("open('/etc/shadow')", "No such file"),
+        ("open(HOME)", "No such file"),
+        ("open('/x', 'w')", "Read-only file system"),
+        ("import os\nopen(os.__file__, 'w')", "Read-only file system"),
+        ("open('x', 'w').write('y' * 9_000_000)", "OSError"),
+        ("x = bytearray(10**9)", "MemoryError"),
+        ("import os\nwhile True: os.fork()", "Resource temporarily unavailable"),
+        ("import os\nos.kill(PARENT, 9)", "No such process"),
+        ("open('/proc/1/environ').read()", "Permission denied"),
+        ("import os\nos.setuid(0)", "Invalid argument"),
+        ("import os\nos.chroot('/scratch')", "Operation not permitted"),
+    ],
+)
+def test_there_is_no_way_out(code, words):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        names = {"HOME": repr(str(Path(__file__))), "PARENT": str(os.getpid()), "PORT": str(server.getsockname()[1])}
+        for name, value in names.items():
+            code = code.replace(name, value)
+        outcome = run(code)
+    assert outcome.reason == "error" and words in outcome.output, outcome
+
+
+def test_system_calls_that_make_namespaces_or_trace_are_denied():
+    code = (
+        "import ctypes\nc = ctypes.CDLL(None, use_errno=True)\n"
+        "print(c.unshare(0x10000000), ctypes.get_errno(), c.ptrace(0, 0, 0, 0), ctypes.get_errno())\n"
+        "print(c.mount(b'none', b'/scratch', b'tmpfs', 0, None), ctypes.get_errno())"
+    )
+    assert run(code).output == "-1 1 -1 1\n-1 1\n"
+    status = run("print([l for l in open('/proc/self/status') if l[:6] in ('CapEff', 'CapBnd', 'NoNewP', 'Seccom')])")
+    rights = status.output.replace("\\t", " ")
+    assert rights.count(f" {0:016x}") == 2 and "NoNewPrivs: 1" in rights and "Seccomp: 2" in rights
+
+
+def test_its_init_and_its_neighbours_are_out_of_reach():
+    code = "import os\nos.kill(1, 9)\nprint(os.getppid(), sorted(i for i in os.listdir('/proc') if i.isdigit()))"
+    assert run(code).output == "1 ['1', '2']\n"
+    run("import os\nos.kill(-1, 9)")
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "box"),
+    [
+        ("while True: pass", "time", QUICK),
+        ("import time\ntime.sleep(100)", "time", QUICK),
+        ("import os, time\nos.fork()\nos.setsid() if os.getpid() != 2 else 0\ntime.sleep(100)", "time", QUICK),
+        ("for _ in range(100): print('x' * 1_000_000)", "output", BOX),
+        ("while True: print('y' * 1000)", "output", BOX),
+        ("while True: pass", "cpu", Sandbox(Limits(wall_s=20.0, cpu_s=1))),
+        (
+            "import os, time\nfor i in 1, 2, 3, 4:\n  if os.fork() == 0: break\nx = b'1' * 60_000_000\ntime.sleep(100)",
+            "memory",
+            BOX,
+        ),
+    ],
+)
+def test_a_limit_ends_it(code, reason, box):
+    started = time.monotonic()
+    outcome = run(code, box)
+    assert outcome.reason == reason, outcome
+    assert len(outcome.output.encode()) <= box.limits.output_bytes
+    assert time.monotonic() - started < 15
+
+
+def test_a_process_that_it_leaves_behind_ends_with_it():
+    code = "import os, time\nif os.fork() == 0:\n  os.setsid()\n  time.sleep(100)\nprint('left')"
+    started = time.monotonic()
+    assert run(code).output == "left\n"
+    assert time.monotonic() - started < 15
+
+
+def test_isolation_that_is_not_to_be_had_is_refused_by_name(monkeypatch, tmp_path):
+    text = Path(child.__file__).read_text().replace("_libc.unshare(", "(lambda flags: -1)(")
+    assert "(lambda flags: -1)(" in text
+    (tmp_path / "child.py").write_text(text)
+    monkeypatch.setattr("megatron_daro.sandbox._CHILD", tmp_path / "child.py")
+    with pytest.raises(SandboxError, match=r"isolation namespaces is not to be had here .*unshare.*max_user_names"):
+        BOX.run("print(1)")
+
+
+def test_what_is_mounted_elsewhere_does_not_matter(tmp_path):
+    code = (
+        "import os, sys\nfrom megatron_daro.sandbox import Sandbox, child\n"
+        "child.checked(child._libc.unshare(child._NEW_NS), 'unshare')\n"
+        "child.mount('none', '/', None, child._REC | child._PRIVATE)\n"
+        "os.mkdir(sys.argv[1])\nchild.mount('tmpfs', sys.argv[1], 'tmpfs', 0)\nprint(Sandbox().run('print(1)').output)"
+    )
+    if os.geteuid() != 0:
+        pytest.skip("only root mounts")
+    command = [sys.executable, "-c", code, str(tmp_path / "mounted")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.stdout == "1\n\n", ended.stderr
+
+
+def test_weaker_isolation_is_another_word_and_has_the_limits():
+    weak = Sandbox(BOX.limits, isolation="limits")
+    assert run("print(open('/etc/passwd').read()[:5])", weak).output.strip()  # the machine's files are in sight
+    assert "Operation not permitted" in run("import socket\nsocket.socket()", weak).output
+    assert "MemoryError" in run("x = bytearray(10**9)", weak).output
+    left = "import os, time\npid = os.fork()\nif pid == 0:\n  os.setsid()\n  time.sleep(100)\nprint(pid)"
+    assert not Path("/proc", run(left, weak).output.strip()).exists()
+    assert run("while True: pass", replace(weak, limits=QUICK.limits)).reason == "time"
+
+
+@pytest.mark.parametrize(("files", "limits"), [({"../x": ""}, {}), ({}, {"wall_s": 0})])
+def test_what_makes_no_sense_is_refused(files, limits):
+    with pytest.raises(SandboxError, match=r"got .*allowed"):
+        Sandbox(Limits(**limits)).run("print(1)", files=files)
