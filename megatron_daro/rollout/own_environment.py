@@ -9,9 +9,9 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
-from megatron_daro.config.base import import_own_class
 from megatron_daro.config.sections import EnvironmentSection
 from megatron_daro.errors import ConfigError
+from megatron_daro.own_class import import_own_class
 from megatron_daro.rollout.environment import Environment
 from megatron_daro.rollout.rendering import Turns
 from megatron_daro.rollout.step_worker import step_environment_class

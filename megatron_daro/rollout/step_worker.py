@@ -11,8 +11,8 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, BinaryIO
 
-from megatron_daro.config.base import import_own_class
 from megatron_daro.errors import DaroError, RolloutError
+from megatron_daro.own_class import import_own_class
 from megatron_daro.rollout.stepping import StepEnvironment, checked
 from megatron_daro.types import Prompt
 from megatron_daro.worker_pool.child import REFUSED, Answer, main, send
