@@ -217,10 +217,18 @@ def test_what_does_not_arrive_stops_the_run(roll, tmp_path):
 
 def test_every_option_that_does_not_go_with_daro_is_named_at_once(tmp_path):
     wrong = options(tmp_path, adv_estimator="gae", loss_agg_mode="seq-mean-token-mean", advantage_clip=2.0)
-    wrong.actor_train = SimpleNamespace(worker_cls=None, strategy_args=SimpleNamespace(strategy_name="fsdp2_train"))
+    strategy = SimpleNamespace(strategy_name="fsdp2_train")
+    wrong.actor_train = SimpleNamespace(worker_cls=None, strategy_args=strategy, mtp_training_mode="joint")
     with pytest.raises(ConfigError) as caught:
         roll_driver.check_options(wrong)
-    for name in ("adv_estimator", "loss_agg_mode", "advantage_clip", "worker_cls", "strategy_name"):
+    for name in (
+        "adv_estimator",
+        "loss_agg_mode",
+        "advantage_clip",
+        "worker_cls",
+        "strategy_name",
+        "mtp_training_mode",
+    ):
         assert name in str(caught.value)
     roll_driver.check_options(options(tmp_path))
 
