@@ -399,9 +399,9 @@ def _completed(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return the configuration with what transformers assumes for missing keys.
 
     A null stays where it says something else than a missing key: no window, as many key-value heads as heads, and, for
-    transformers, no causal mask.
+    transformers, no causal mask, and no length before a scaling that needs one.
     """
-    telling = ("sliding_window", "num_key_value_heads", "is_causal")
+    telling = ("sliding_window", "num_key_value_heads", "is_causal", "original_max_position_embeddings")
     return {**family.defaults, **{key: value for key, value in config.items() if value is not None or key in telling}}
 
 

@@ -130,6 +130,11 @@ REFUSED = {
         {"rope_scaling": YARN, "original_max_position_embeddings": 32},
         "original_max_position_embeddings is 32 at the top level and 16",
     ),
+    "a null at the top level, with which transformers raises": (
+        "llama",
+        {"rope_scaling": YARN, "original_max_position_embeddings": None},
+        "original_max_position_embeddings is None at the top level and 16",
+    ),
     "a length at the top level alone": (
         "llama",
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 32},

@@ -5,6 +5,7 @@ import pytest
 from megatron_daro.config import Config
 from megatron_daro.errors import ConfigError
 from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.runtime import parts
 from megatron_daro.runtime.parts import (
     algorithm_of,
     algorithm_remarks,
@@ -63,10 +64,14 @@ def test_oversampling_without_any_use_is_remarked(name, more, remarked):
     assert all("rollout.oversampling: got 2, but no group is filtered" in remark for remark in found)
 
 
-def test_the_builder_hands_the_overlong_options_on():
+def test_the_builder_hands_the_options_of_lengths_on(monkeypatch):
     overlong = {"kind": "penalty", "max_tokens": 64, "cache_tokens": 16}
-    config = configured(algorithm={"overlong": overlong})
-    assert batch_builder(config, algorithm_of(config)).keywords["max_tokens"] == 64
+    reward = {"weight": 0.5, "fade_steps": 10}
+    config = configured(algorithm={"overlong": overlong, "length_reward": reward})
+    monkeypatch.setattr(parts, "build_batch", lambda groups, algorithm, **options: (groups, options))
+    groups, options = batch_builder(config, algorithm_of(config))(["a group"], 5)
+    assert groups == ["a group"] and options.pop("length_weight") == config.algorithm.length_reward.weight_at(5) > 0
+    assert options == {"overlong": "penalty", "max_tokens": 64, "cache_tokens": 16}
 
 
 def test_every_limit_is_scaled():
