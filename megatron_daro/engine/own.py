@@ -18,8 +18,8 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
-from megatron_daro.config.base import import_own_class
 from megatron_daro.errors import ConfigError, DaroError, EngineError, SyncError
+from megatron_daro.own_class import import_own_class
 from megatron_daro.sync.check import ProbeAnswer
 from megatron_daro.sync.plan import SendPlan, SendReport, Target
 from megatron_daro.types import GroupRequest, Rollout, SamplingParams

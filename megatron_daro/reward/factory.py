@@ -11,8 +11,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from megatron_daro.config.base import import_own_class
 from megatron_daro.errors import RewardError
+from megatron_daro.own_class import import_own_class
 from megatron_daro.reward.base import Job, ScreenLimits, Verifier, VerifierSpec
 from megatron_daro.reward.extraction import ExactVerifier, IntegerVerifier
 from megatron_daro.reward.math import MathVerifier

@@ -18,9 +18,9 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from megatron_daro.config.base import import_own_class
 from megatron_daro.config.sections import EnvironmentSection, RewardSection
 from megatron_daro.errors import ConfigError, RolloutError
+from megatron_daro.own_class import import_own_class
 from megatron_daro.types import FinishReason, GroupRequest, Prompt, Rollout, Verdict
 
 TURN = 2**32

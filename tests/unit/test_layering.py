@@ -22,6 +22,7 @@ LEVEL = {
     "durable": 0,
     "ports": 0,
     "temporary": 0,
+    "own_class": 1,
     "families": 0,
     "config": 1,
     "observe": 1,
