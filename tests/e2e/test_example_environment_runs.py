@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sandboxed
 from cli_runs import run_cli, trained
 
 from megatron_daro.observe.metrics import read_metrics
@@ -25,6 +26,8 @@ def tools(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", list(tiny_tools.ENVIRONMENTS))
 def test_it_trains_three_steps(tools, tmp_path, kind):
+    if kind != "word_game:WordGame":
+        sandboxed.require()
     options = [*tools.options(kind), f"trainer.run_dir={tmp_path / 'run'}"]
     trained(["train", tools.directory / "tools.yaml", *options], tmp_path / "log", PATH)
     lines = [line for line in read_metrics(tmp_path / "run") if "loss/policy" in line]
@@ -43,6 +46,7 @@ def test_it_trains_three_steps(tools, tmp_path, kind):
 
 
 def test_what_a_worker_refuses_is_said_before_anything_starts(tools, tmp_path):
+    sandboxed.require()
     options = [*tools.options("python_tool:PythonTool"), f"trainer.run_dir={tmp_path / 'run'}"]
     wrong = ["environment.options.limits.wall_s=0"]
     finished = run_cli(["train", tools.directory / "tools.yaml", *options, *wrong], tmp_path / "log", PATH)

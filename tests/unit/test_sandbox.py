@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import sandboxed
 
 from megatron_daro.errors import SandboxError
 from megatron_daro.sandbox import Limits, Sandbox, child, descendants
@@ -21,12 +22,7 @@ QUICK = Sandbox(Limits(wall_s=1.5, cpu_s=10, memory_mib=128))
 
 @pytest.fixture(scope="module", autouse=True)
 def _isolated():
-    try:
-        BOX.check()
-    except SandboxError as error:
-        if "unshare" not in str(error).split(";")[0]:
-            raise
-        pytest.skip(str(error))
+    sandboxed.require(BOX)
 
 
 def run(code, box=BOX, **options):

@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import sandboxed
 
-from megatron_daro.errors import SandboxError
-from megatron_daro.sandbox import Sandbox
 from megatron_daro.types import Prompt
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "environments"))
@@ -19,14 +18,9 @@ import python_tool
 import word_game
 
 
-@pytest.fixture(scope="module")
-def sandboxed():
-    try:
-        Sandbox().check()
-    except SandboxError as error:
-        if "unshare" not in str(error).split(";")[0]:
-            raise
-        pytest.skip(str(error))
+@pytest.fixture(scope="module", name="sandboxed")
+def _sandboxed():
+    sandboxed.require()
 
 
 def prompt(answer, **fields):
