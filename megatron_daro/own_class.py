@@ -1,4 +1,4 @@
-"""Classes of a user's own, named `module:Class` in the configuration: imported and compared with their Protocol.
+"""Classes of a user's own, named `module:Class` in the configuration: imported, compared with their Protocol, made.
 
 Used wherever a field takes one (`engine.kind`, `reward.verifier`, `environment.kind`), before any process is started.
 """
@@ -8,9 +8,11 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-from megatron_daro.errors import ConfigError
+from megatron_daro.errors import ConfigError, DaroError
+
+_Own = TypeVar("_Own")
 
 
 def import_own_class(
@@ -58,6 +60,22 @@ def import_own_class(
             f"{field}: {name}: {error}; its constructor {taken}; fix: correct the class or {options}"
         ) from None
     return own
+
+
+def make_own(
+    field: str, name: str, own: type[_Own], arguments: Mapping[str, Any], *, options: str, error: type[DaroError]
+) -> _Own:
+    """Make the object of a class that `import_own_class` found.
+
+    Args:
+        field, name, options: as there. error: raised where the constructor raises.
+    """
+    try:
+        return own(**arguments)
+    except Exception as raised:  # a user's constructor may raise anything
+        raise error(
+            f"{field}: {name} cannot be made ({type(raised).__name__}: {raised}); fix: correct the class or {options}"
+        ) from raised
 
 
 def _accepts(function: Callable[..., Any] | None, count: int) -> bool:

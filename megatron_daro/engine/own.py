@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import numpy as np
 
 from megatron_daro.errors import ConfigError, DaroError, EngineError, SyncError
-from megatron_daro.own_class import import_own_class
+from megatron_daro.own_class import import_own_class, make_own
 from megatron_daro.sync.check import ProbeAnswer
 from megatron_daro.sync.plan import SendPlan, SendReport, Target
 from megatron_daro.types import GroupRequest, Rollout, SamplingParams
@@ -112,10 +112,7 @@ class OwnEngine:
             ConfigError: as `own_engine_class`, or the constructor raised.
         """
         engine = own_engine_class(name, arguments)
-        try:
-            self._api = engine(**arguments)
-        except Exception as error:  # a user's constructor may raise anything
-            raise ConfigError(f"engine.kind: {name} cannot be made ({type(error).__name__}: {error})") from error
+        self._api = make_own("engine.kind", name, engine, arguments, options="engine.options", error=ConfigError)
         self._name, self._vocabulary, self._decode = name, vocabulary, decode
         self._seed, self._files = int(arguments["seed"]), itertools.count()
         self.sync_dir = sync_dir

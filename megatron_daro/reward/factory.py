@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from megatron_daro.errors import RewardError
-from megatron_daro.own_class import import_own_class
+from megatron_daro.own_class import import_own_class, make_own
 from megatron_daro.reward.base import Job, ScreenLimits, Verifier, VerifierSpec
 from megatron_daro.reward.extraction import ExactVerifier, IntegerVerifier
 from megatron_daro.reward.math import MathVerifier
@@ -63,13 +63,9 @@ class OwnVerifier:
     def load(self) -> None:
         """Make the user's object, in a worker. Raises RewardError: its constructor raised; ConfigError."""
         own = own_verifier_class(self._spec.name, self._spec.options)
-        try:
-            self._verifier = own(**self._spec.options)
-        except Exception as error:  # a user's constructor may raise anything
-            raise RewardError(
-                f"reward.verifier: {self._spec.name} cannot be made ({type(error).__name__}: {error}); fix: correct "
-                "the class or reward.options"
-            ) from error
+        self._verifier = make_own(
+            "reward.verifier", self._spec.name, own, self._spec.options, options="reward.options", error=RewardError
+        )
 
     def verify(self, answer_text: str, gold: str, statement: str = "") -> Verdict:
         """Judge in this process. Raises RewardError: the class returned no usable Verdict."""

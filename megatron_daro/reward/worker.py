@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from typing import Any, BinaryIO
+from typing import Any
 
-from megatron_daro.errors import DaroError, RewardError
+from megatron_daro.errors import RewardError
 from megatron_daro.reward.base import Job, ScreenLimits, StagedVerifier, VerifierSpec
 from megatron_daro.reward.factory import OwnVerifier, verifier_of
-from megatron_daro.worker_pool.child import REFUSED, Answer, main, send
+from megatron_daro.worker_pool.child import REFUSED, Answer, main
 
 # One of each grammar form: the parser builds its tables on first use, 20 to 100 ms per form.
 _WARM_UP = (
@@ -64,15 +64,11 @@ def answer_all(verifier: StagedVerifier, request: dict[str, Any]) -> dict[str, A
         return {"correct": False, "reason": "verifier_failed"}
 
 
-def load(settings: dict[str, Any], replies: BinaryIO) -> Answer | None:
-    """Make the verifier of a spec."""
+def load(settings: dict[str, Any]) -> Answer:
+    """Make the verifier of a spec. Raises RewardError, ConfigError: a user's class does not fit, or cannot be made."""
     verifier: Any = verifier_of(spec_from(settings))
     if isinstance(verifier, OwnVerifier):
-        try:
-            verifier.load()
-        except DaroError as error:
-            send(replies, {"reason": REFUSED, "error": str(error)})
-            return None
+        verifier.load()
     if settings["name"] == "math":
         from megatron_daro.reward.symbolic import equal, parsed
 

@@ -235,6 +235,7 @@ class Conversations:
             one call, as fits one that works on one batch at a time. notices: told about failures.
         """
         self._section, self._environment, self._engine, self._scorer = section, environment, engine, scorer
+        self._stepped = environment if isinstance(environment, SteppedConversations) else None
         self._shared = Surroundings(section.kind, decode, vocabulary, reward)
         self._together, self._notices = together, notices
         self._thread: _EnvironmentThread | None = None
@@ -292,22 +293,21 @@ class Conversations:
 
     def counters(self) -> dict[str, int]:
         """Conversations that were begun again since the run began: all, those that failed, those that took too long."""
-        own = self._environment.counts if isinstance(self._environment, SteppedConversations) else {}
-        return self._counts | own
+        return self._counts | (self._stepped.counts if self._stepped else {})
 
     def load_counters(self, counters: Mapping[str, int]) -> None:
         """Go on from the counts of a checkpoint."""
         self._counts = {name: int(counters.get(name, 0)) for name in self._counts}
-        if isinstance(self._environment, SteppedConversations):
-            self._environment.counts |= {name: int(counters.get(name, 0)) for name in self._environment.counts}
+        if self._stepped:
+            self._stepped.counts |= {name: int(counters.get(name, 0)) for name in self._stepped.counts}
 
     async def close(self) -> None:
         """End the environments' thread and worker processes. May be called twice."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.close()
-        if isinstance(self._environment, SteppedConversations):
-            await self._environment.close()
+        if self._stepped:
+            await self._stepped.close()
 
     async def _group(self, call: _Call, request: GroupRequest) -> tuple[Rollout, ...]:
         tasks = [asyncio.ensure_future(self._converse(call, request, index)) for index in request.indices]

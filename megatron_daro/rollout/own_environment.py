@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from megatron_daro.config.sections import EnvironmentSection
 from megatron_daro.errors import ConfigError
-from megatron_daro.own_class import import_own_class
+from megatron_daro.own_class import import_own_class, make_own
 from megatron_daro.rollout.environment import Environment
 from megatron_daro.rollout.rendering import Turns
 from megatron_daro.rollout.step_worker import step_environment_class
@@ -66,10 +66,5 @@ def make_environment(
     if is_stepped(section.kind):
         return SteppedConversations(section, Turns(tokenizer, chat=chat), warn)
     arguments: dict[str, Any] = {"tokenizer": tokenizer, **section.options}
-    try:
-        return cast("type[Environment]", own)(**arguments)
-    except Exception as error:  # a user's constructor may raise anything
-        raise ConfigError(
-            f"environment.kind: {section.kind} cannot be made ({type(error).__name__}: {error}); fix: correct the "
-            "class or environment.options"
-        ) from error
+    made = cast("type[Environment]", own)
+    return make_own("environment.kind", section.kind, made, arguments, options="environment.options", error=ConfigError)

@@ -9,13 +9,13 @@ import json
 import sys
 from dataclasses import asdict
 from functools import partial
-from typing import Any, BinaryIO
+from typing import Any
 
-from megatron_daro.errors import DaroError, RolloutError
-from megatron_daro.own_class import import_own_class
+from megatron_daro.errors import ConfigError, RolloutError
+from megatron_daro.own_class import import_own_class, make_own
 from megatron_daro.rollout.stepping import StepEnvironment, checked
 from megatron_daro.types import Prompt
-from megatron_daro.worker_pool.child import REFUSED, Answer, main, send
+from megatron_daro.worker_pool.child import REFUSED, Answer, main
 
 
 def answer(kind: str, environment: StepEnvironment, request: dict[str, Any]) -> dict[str, Any]:
@@ -55,20 +55,12 @@ def prompt_of(fields: dict[str, Any]) -> Prompt:
     )
 
 
-def load(settings: dict[str, Any], replies: BinaryIO) -> Answer | None:
-    """Make the user's object."""
+def load(settings: dict[str, Any]) -> Answer:
+    """Make the user's object. Raises ConfigError: its class does not fit, or its constructor raised."""
     kind, options = settings["kind"], settings["options"]
-    try:
-        own = step_environment_class(kind, options)
-    except DaroError as error:
-        send(replies, {"reason": REFUSED, "error": str(error)})
-        return None
-    try:
-        return partial(answer, kind, own(**options))
-    except Exception as error:  # a user's constructor may raise anything
-        text = f"environment.kind: {kind} cannot be made ({type(error).__name__}: {error})"
-        send(replies, {"reason": REFUSED, "error": f"{text}; fix: correct the class or environment.options"})
-        return None
+    own = step_environment_class(kind, options)
+    environment = make_own("environment.kind", kind, own, options, options="environment.options", error=ConfigError)
+    return partial(answer, kind, environment)
 
 
 def step_environment_class(kind: str, options: dict[str, Any]) -> type[StepEnvironment]:

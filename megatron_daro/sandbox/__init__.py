@@ -15,7 +15,8 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -246,6 +247,13 @@ def descendants(pid: int) -> list[int]:
     return found[1:]
 
 
+def kill_all(pids: Iterable[int]) -> None:
+    """Send SIGKILL to each; one that is gone is passed over."""
+    for pid in pids:
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def resident_mib(pid: int) -> float:
     """Return the resident memory of all that a process started, pages shared with files not counted."""
     pages = 0
@@ -260,10 +268,6 @@ def resident_mib(pid: int) -> float:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End the code and all that it started."""
-    for pid in reversed(descendants(process.pid)):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except OSError:
-            continue
+    kill_all(reversed(descendants(process.pid)))
     process.kill()
     process.wait()

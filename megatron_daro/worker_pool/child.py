@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megatron_daro.errors import DaroError
+
 MIB = 1024 * 1024
 EXIT_MEMORY = 3
 EXIT_ORPHAN = 4
@@ -69,12 +71,12 @@ def serve(answer: Answer, requests: BinaryIO, replies: BinaryIO, *, timeout_s: f
         try:
             reply = answer(json.loads(line))
         except MemoryError:
-            reply = {"correct": False, "reason": "memory"}
+            reply = {"reason": "memory"}
         if os.getpid() != own:
             os._exit(0)  # a fork came out of there: its parent replies
         signal.setitimer(signal.ITIMER_REAL, 0)
         if peak_mib() > memory_mib:
-            reply = {"correct": False, "reason": "memory"}
+            reply = {"reason": "memory"}
         send(replies, reply)
         if reply["reason"] == "memory":
             return EXIT_MEMORY
@@ -87,12 +89,12 @@ def send(replies: BinaryIO, reply: dict[str, Any]) -> None:
     replies.flush()
 
 
-def main(argument: str, load: Callable[[dict[str, Any], BinaryIO], Answer | None]) -> int:
+def main(argument: str, load: Callable[[dict[str, Any]], Answer]) -> int:
     """Set limits, load, say `ready`, serve.
 
     Args:
-        argument: the only one of the command line. load: makes what answers of the program's settings; None: it could
-            not, and has said so.
+        argument: the only one of the command line. load: makes what answers of the program's settings; a DaroError
+            that it raises is for the user, and ends the run.
     """
     limits = json.loads(argument)
     settings = limits.pop("settings")
@@ -102,8 +104,10 @@ def main(argument: str, load: Callable[[dict[str, Any], BinaryIO], Answer | None
     # The protocol keeps its own descriptor: whatever a library prints must not reach it.
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    answer = load(settings, replies)
-    if answer is None:
+    try:
+        answer = load(settings)
+    except DaroError as error:
+        send(replies, {"reason": REFUSED, "error": str(error)})
         return 1
     if peak_mib() > limits["memory_mib"]:
         raise MemoryError(f"a worker alone needs {peak_mib():.0f} MiB, memory_mib is {limits['memory_mib']}")

@@ -161,10 +161,7 @@ class WorkerPool:
 
         Raises: the program's error when the pool is closed, its workers no longer start, or are too few by far.
         """
-        future: Future[dict[str, Any]] = Future()
-        self._tasks.put((request, future))
-        self._fail_if_over()
-        bound_s = longest_wait_s(self._tasks.qsize(), self._workers, self._timeout_s)
+        [future], bound_s = self._submit([request])
         try:
             async with asyncio.timeout(bound_s):
                 return await asyncio.wrap_future(future)
@@ -185,16 +182,20 @@ class WorkerPool:
         return self._workers > 0
 
     def _ask_all(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        futures: list[Future[dict[str, Any]]] = [Future() for _ in requests]
-        if not futures:
+        if not requests:
             return []
-        for task in zip(requests, futures, strict=True):
-            self._tasks.put(task)
-        self._fail_if_over()
-        bound_s = longest_wait_s(self._tasks.qsize(), self._workers, self._timeout_s)
+        futures, bound_s = self._submit(requests)
         if wait(futures, timeout=bound_s).not_done:
             raise self._too_slow(len(futures), bound_s)
         return [future.result() for future in futures]
+
+    def _submit(self, requests: Sequence[dict[str, Any]]) -> tuple[list[Future[dict[str, Any]]], float]:
+        """Queue requests. Returns their replies to come, and the seconds within which a live pool has them."""
+        futures: list[Future[dict[str, Any]]] = [Future() for _ in requests]
+        for task in zip(requests, futures, strict=True):
+            self._tasks.put(task)
+        self._fail_if_over()
+        return futures, longest_wait_s(self._tasks.qsize(), self._workers, self._timeout_s)
 
     def _too_slow(self, requests: int, bound_s: float) -> DaroError:
         return self._error(

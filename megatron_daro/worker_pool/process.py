@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_daro.errors import DaroError
-from megatron_daro.sandbox import descendants
+from megatron_daro.sandbox import descendants, kill_all
 from megatron_daro.worker_pool.child import MIB, REFUSED
 
 START_TIMEOUT_S = 60.0
@@ -160,9 +160,7 @@ class WorkerProcess:
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.wait()
-        for pid in started:
-            with suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+        kill_all(started)
         for stream in (process.stdin, process.stdout):
             if stream is not None:
                 try:

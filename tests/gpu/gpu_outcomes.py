@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 
 class NotHereError(Exception):
     """The check needs something that this machine or environment lacks; the message names it."""
@@ -21,3 +23,9 @@ class Outcome:
     def passed(self) -> bool:
         """Whether the difference is a number within the tolerance (NaN is not)."""
         return self.difference <= self.tolerance
+
+
+def need_gpus(device: torch.device, number: int, what: str) -> None:
+    """Raise NotHereError where there are GPUs, and fewer than so many processes need."""
+    if device.type == "cuda" and torch.cuda.device_count() < number:
+        raise NotHereError(f"{number} {what} need as many GPUs, and there are {torch.cuda.device_count()}")

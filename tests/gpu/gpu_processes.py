@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_outcomes import NotHereError, Outcome
+from gpu_outcomes import NotHereError, Outcome, need_gpus
 
 LIMIT_S = 300
 HERE = Path(__file__).resolve().parent
@@ -123,8 +123,7 @@ def _ranks(
     from megatron_daro.actor import parallel
 
     world = parallel.Layout(**layout).world_size
-    if device.type == "cuda" and torch.cuda.device_count() < world:
-        raise NotHereError(f"{world} ranks need as many GPUs, and there are {torch.cuda.device_count()}")
+    need_gpus(device, world, "ranks")
     processes: list[subprocess.Popen[str]] = []
     try:
         for rank in range(world):
@@ -159,19 +158,17 @@ def _policy(
 
 def _training(directory: Path, layout: Mapping[str, int], save_to: Path, **options: Any) -> dict[str, np.ndarray]:
     """What `training` compares, of this rank: gradients under Hugging Face names, and "step N"."""
-    from policy_tasks import collect_gradients, my_rows, uneven_split
+    from policy_tasks import loss_terms, my_rows, uneven_split
     from small_models import random_batch
 
     from megatron_daro.actor import parallel
-    from megatron_daro.actor.step import compute_gradients
 
     batch = random_batch()
     mine = batch.select(my_rows(len(batch), parallel.Layout(**layout)))
     split = uneven_split(len(mine), 3)
-    policy = _policy(directory, layout, {"name": "daro"}, optimizer={"distributed": False}, **options)
-    compute_gradients(policy.train_state, mine, split, policy._objective, policy._output)
-    found = collect_gradients(policy)
-    policy = _policy(directory, layout, {"name": "daro"}, **_STEPS, **options)
+    daro = {"name": "daro"}
+    found = dict(loss_terms(directory, parallel.Layout(**layout), batch, 3, daro, **options)["gradients"])
+    policy = _policy(directory, layout, daro, **_STEPS, **options)
     for step in (1, 2, 3):
         metrics = policy.train_step(mine, split, step=step).metrics
         found[f"step {step}"] = np.array([metrics[key] for key in _COMPARED])

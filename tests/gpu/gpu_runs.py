@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from gpu_outcomes import NotHereError, Outcome
+from gpu_outcomes import NotHereError, Outcome, need_gpus
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
@@ -32,9 +32,7 @@ def ten_steps(
     from megatron_daro.observe.metrics import read_metrics
 
     on_gpu, run_dir = device.type == "cuda", directory / "run"
-    needed = servers if colocate else servers + 1
-    if on_gpu and torch.cuda.device_count() < needed:
-        raise NotHereError(f"{needed} processes need a GPU each, and there are {torch.cuda.device_count()}")
+    need_gpus(device, servers if colocate else servers + 1, "ranks and servers")
     task = tiny_task.build(directory)
     if on_gpu:  # a width of the heads that fused kernels have
         tiny_task.pretrain(task.model, family="Qwen3Config", head_dim=64)

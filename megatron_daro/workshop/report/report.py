@@ -171,11 +171,13 @@ def _lengths(rollout: Mapping[str, Any]) -> list[str]:
 def _generated(rollout: Mapping[str, Any]) -> list[float]:
     """Return the log-probs of the model's own tokens."""
     logprobs, turns = rollout["logprobs"] or [], rollout.get("turns") or ()
-    end, generated = 0, [] if turns else logprobs
+    if not turns:
+        return logprobs
+    end, generated = 0, list[float]()
     for turn in turns:
         begin = end + turn["observed"]
         end = begin + turn["generated"]
-        generated = [*generated, *logprobs[begin:end]]
+        generated += logprobs[begin:end]
     return generated
 
 
