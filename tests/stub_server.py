@@ -100,7 +100,7 @@ class StubServer:
         if path == "/model_info":
             return web.json_response({"model_type": self._model_type})
         if path == "/generate":
-            return await self._generate(body)
+            return await self.generate(body)
         if path == "/init_weights_update_group":
             self.groups.add(body["group_name"])
         if path == "/destroy_weights_update_group":
@@ -132,7 +132,8 @@ class StubServer:
         self.groups.clear()
         self.blocked.clear()
 
-    async def _generate(self, body: dict[str, Any]) -> web.StreamResponse:
+    async def generate(self, body: dict[str, Any]) -> web.StreamResponse:
+        """Answer one request when the gate is open, or with what an abort leaves."""
         if self.blocked.is_set():
             await asyncio.Event().wait()
         last = self._vocabulary - 1

@@ -49,6 +49,7 @@ class OnePolicy:
 
     def __init__(self, config: Config) -> None:
         self._actor, self._algorithm = config.actor, config.algorithm
+        self._passes = config.algorithm.passes(parts.algorithm_of(config).token_columns or ())
         self._policy = MegatronPolicy(parts.policy_settings(config), config.actor, config.algorithm)
         self._cost = CostModel.of_model(read_model_shape(config.model.path))
 
@@ -56,7 +57,7 @@ class OnePolicy:
         """See `PolicyGroup.prepare`."""
         if self._algorithm.old_logprobs == "rollout":
             return dataclasses.replace(batch, old_logprobs_R=batch.rollout_logprobs_R)
-        if self._algorithm.old_logprobs == "recompute" or self._algorithm.needs_reference:
+        if self._passes:
             raise ConfigError("algorithm: log-probs of a pass of their own; allowed in one process: a loss without")
         return batch
 

@@ -68,7 +68,7 @@ class Running:
 
 _TRIES = 8
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
-_ABORT_S = 10.0
+_ABORT_S, _ABORT_AGAIN_S = 10.0, 1.0
 
 
 class _GivenUpError(EngineError):
@@ -120,6 +120,7 @@ class SGLangEngine:
         self._when_back: Callable[[str], Awaitable[None]] | None = None
         self._running: set[Running] = set()
         self._begins = asyncio.Lock()
+        self._aborting: set[asyncio.Task[None]] = set()
         self._retries, self._started = 0, False
 
     async def start(self) -> None:
@@ -166,6 +167,9 @@ class SGLangEngine:
         for run in stopped:
             run.stop.set()
         await self._abort_on_servers(stopped)
+        again = asyncio.create_task(self._abort_again(stopped))
+        self._aborting.add(again)
+        again.add_done_callback(self._aborting.discard)
 
     def update(self, version: int, only: str | None = None) -> ServerUpdate | None:
         """Return an update of every server that answers, or of the one of this name if it still waits for weights.
@@ -230,6 +234,8 @@ class SGLangEngine:
     async def close(self) -> None:
         """End requests and servers of ours. May be called twice."""
         self.fleet.close("the SGLang engine was closed")
+        for task in self._aborting:
+            task.cancel()
         for run in list(self._running):
             run.stop.set()
         await self._supervision.close()
@@ -356,6 +362,19 @@ class SGLangEngine:
             await client.abort(ids[client], timeout_s=_ABORT_S)
 
         await asyncio.gather(*map(abort, ids))
+
+    async def _abort_again(self, runs: Sequence[Running]) -> None:
+        """Ask again to end what has not ended. An abort that overtakes its request is lost: the server ignores a name
+        that it does not know yet, and would generate to the limit.
+
+        Source: `abort_request` in sglang/srt/managers/tokenizer_manager.py, 0.5.23 ("elif ... tokenizer_worker_num").
+        """
+        while True:
+            await asyncio.sleep(_ABORT_AGAIN_S)
+            runs = [run for run in runs if run.server]
+            if not runs:
+                return
+            await self._abort_on_servers(runs)
 
     async def _probe(self, server: Server, verified: bool) -> ProbeAnswer:
         """Return what a server that serves nobody else yet makes of the fixed text."""

@@ -271,6 +271,26 @@ def test_abort_of_a_group_tells_its_server_and_gives_back_what_there_is(tmp_path
     run(scenario())
 
 
+def test_an_abort_that_overtakes_its_request_is_sent_again(tmp_path):
+    async def scenario():
+        async with serving(tmp_path, count=1) as fleet:
+            stub = fleet.stubs[0]
+            stub.gate.clear()
+
+            async def late(_, body):
+                while not stub.calls["/abort_request"]:
+                    await asyncio.sleep(0.01)
+                return await stub.generate(body)
+
+            stub.answers["/generate"] = late
+            working = asyncio.create_task(collect(fleet.engine, [group(0, count=2)]))
+            await fleet.until(lambda: stub.calls["/generate"] == 1)
+            await fleet.engine.abort()
+            assert {r.finish_reason for r in await asyncio.wait_for(working, 20)} == {"abort"}
+
+    run(scenario())
+
+
 def test_closing_the_stream_tells_the_servers_to_stop(tmp_path):
     async def scenario():
         async with serving(tmp_path) as fleet:
