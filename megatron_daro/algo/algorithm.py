@@ -232,6 +232,18 @@ class Algorithm(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has one advantage for all tokens of a rollout")
 
+    def value_targets(self, tokens: TokenColumns) -> Tensor:
+        """Return what the critic shall say before each response token, where `token_columns` has "values". Called on
+        every rank at every optimizer step, after `token_advantages`.
+
+        Args:
+            tokens: as there.
+
+        Returns:
+            Floating [R], finite where `tokens.mask_R` is set; elsewhere it is not read.
+        """
+        raise NotImplementedError(f"{type(self).__name__} trains no critic")
+
     def keep(self, bins_N: Tensor) -> Tensor:
         """bool [N]: whose groups are trained, after `group_filter`. The others are replaced by further prompts."""
         bins_N = torch.as_tensor(bins_N)
