@@ -36,7 +36,7 @@ from megatron_daro.actor import device
 from megatron_daro.actor.compat import allocate_optimizer_state, load_optimizer_state, quiet
 from megatron_daro.actor.optimizer import group_options, set_group_options
 from megatron_daro.actor.shards import OwnBox, ShardFile, common_state, is_distributed, load_own_boxes, own_boxes
-from megatron_daro.actor.step import TrainState
+from megatron_daro.actor.step import TrainedModel, TrainState
 from megatron_daro.algo.weighting import Algorithm
 from megatron_daro.convert.daro_format import (
     COMMON_FILE,
@@ -293,7 +293,7 @@ class PendingSave:
             self._error = error
 
 
-def start_save(train_state: TrainState, directory: Path) -> PendingSave:
+def start_save(train_state: TrainedModel, directory: Path) -> PendingSave:
     """Begin to write into an existing, empty directory. Collective over all ranks.
 
     Everything small is written when this returns; weights and optimizer state are written by a thread.
@@ -306,7 +306,7 @@ def start_save(train_state: TrainState, directory: Path) -> PendingSave:
             state = _state(train_state, is_loading=False)
             own = own_boxes(train_state.optimizer, state["model"]) if is_distributed(train_state.optimizer) else []
             file = save_sharded(state, directory, own)
-        if dist.get_rank() == 0:
+        if isinstance(train_state, TrainState) and dist.get_rank() == 0:
             (directory / ALGORITHM_FILE).write_text(json.dumps(train_state.algorithm.state_dict()))
     except (OSError, SafetensorError) as error:
         raise _refused(directory, error) from error
@@ -320,7 +320,7 @@ def _refused(directory: Path, error: BaseException) -> CheckpointError:
     )
 
 
-def load(train_state: TrainState, directory: Path) -> None:
+def load(train_state: TrainedModel, directory: Path) -> None:
     """Fill the train_state from what `save` wrote, on this or another layout. Collective.
 
     State comes from the checkpoint; options of the optimizer and its schedule stay those that this run was built with.
@@ -344,7 +344,8 @@ def load(train_state: TrainState, directory: Path) -> None:
     )
     set_group_options(train_state.optimizer, options)
     train_state.scheduler.load_state_dict(state["scheduler"])
-    load_algorithm(train_state.algorithm, directory / ALGORITHM_FILE)
+    if isinstance(train_state, TrainState):
+        load_algorithm(train_state.algorithm, directory / ALGORITHM_FILE)
 
 
 def load_algorithm(algorithm: Algorithm, path: Path) -> None:
@@ -360,12 +361,12 @@ def load_algorithm(algorithm: Algorithm, path: Path) -> None:
         ) from error
 
 
-def _fill(train_state: TrainState, model: dict[str, Any], directory: Path) -> None:
+def _fill(train_state: TrainedModel, model: dict[str, Any], directory: Path) -> None:
     if is_distributed(train_state.optimizer):
         load_own_boxes(train_state.optimizer, model, directory)
 
 
-def _state(train_state: TrainState, *, is_loading: bool) -> dict[str, Any]:
+def _state(train_state: TrainedModel, *, is_loading: bool) -> dict[str, Any]:
     allocate_optimizer_state(train_state.optimizer)
     metadata = {**_METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     # The keys of the tensors count the layers of the whole model: parts of a rank are no part of them.

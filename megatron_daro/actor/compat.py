@@ -71,6 +71,23 @@ class HiddenStateGPTModel(GPTModel):
         return self.output_layer.weight
 
 
+class ValueModel(HiddenStateGPTModel):
+    """The same with one number for each token: its output layer is whole on every tensor-parallel rank.
+
+    Upstream: 0.16.1 to 0.19.2. Reason: GPTModel's output layer is cut over the tensor-parallel ranks, which one row
+    cannot be. Under the same name, because upstream's `sharded_state_dict` asks for it. Can go: when upstream has a
+    model with a scalar head.
+    """
+
+    def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, **{**options, "share_embeddings_and_output_weights": False})
+        if self.post_process:
+            head = torch.nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
+            # Every tensor-parallel rank sees all tokens and has the whole gradient: it must not be summed over them,
+            # as a parameter with `sequence_parallel` is.
+            self.output_layer = head
+
+
 @contextmanager
 def gradient_fusion_of_layers(config: TransformerConfig) -> Iterator[Callable[[torch.nn.Module], None]]:
     """Build a model in which Transformer Engine's layers add their weight gradients to the fp32 ones in the matrix

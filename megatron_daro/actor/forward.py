@@ -296,18 +296,40 @@ def response_logprobs(
     micro_batches: MicroBatches,
     settings: OutputSettings,
 ) -> np.ndarray | None:
-    """Log-probability of every response token under the current weights, no gradient.
+    """Log-probability of every response token under the current weights, no gradient. See `response_column`."""
+    last: HiddenStateGPTModel = chunks[-1].module
+
+    def at(packed: PackedMicroBatch, hidden_T1D: Tensor, positions_P: Tensor) -> Tensor:
+        return position_logprobs(last, hidden_T1D, packed.labels_T[positions_P], positions_P, settings)[0]
+
+    return response_column(chunks, batch, micro_batches, at, vocab_size=settings.vocab_size)
+
+
+def response_column(
+    chunks: Sequence[DistributedDataParallel],
+    batch: TrainBatch,
+    micro_batches: MicroBatches,
+    at: Callable[[PackedMicroBatch, Tensor, Tensor], Tensor],
+    *,
+    vocab_size: int,
+) -> np.ndarray | None:
+    """One number for every response token from the last stage's hidden states, no gradient.
+
+    Args:
+        chunks, batch, micro_batches: what runs.
+        at: (packed, hidden_T1D, positions_P) -> fp32 [P]; called on the last stage.
+        vocab_size: what tokens must be below.
 
     Returns:
         float32 [R] in the batch's order on every rank of the last stage; None on other stages.
     """
     last: HiddenStateGPTModel = chunks[-1].module
-    packs = packed_micro_batches(last.config, batch, micro_batches, vocab_size=settings.vocab_size)
+    packs = packed_micro_batches(last.config, batch, micro_batches, vocab_size=vocab_size)
 
     def on_hidden(packed: PackedMicroBatch, hidden: Tensor) -> tuple[Tensor, PackedMicroBatch]:
         positions = packed.response_slots_P
-        logprobs_M, _ = position_logprobs(last, hidden, packed.labels_T[positions], positions, settings)
-        return torch.zeros(len(packed.tokens_T), device=hidden.device).index_copy(0, positions, logprobs_M), packed
+        values_P = at(packed, hidden, positions)
+        return torch.zeros(len(packed.tokens_T), device=hidden.device).index_copy(0, positions, values_P), packed
 
     was_training = last.training
     for chunk in chunks:

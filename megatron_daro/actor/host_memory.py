@@ -18,7 +18,7 @@ from torch import Tensor, UntypedStorage
 
 from megatron_daro.actor import device
 from megatron_daro.actor.compat import optimizer_parts
-from megatron_daro.actor.step import TrainState
+from megatron_daro.actor.step import TrainedModel
 from megatron_daro.types import KINDS_OF_MEMORY, MemoryKind, MemoryMove
 
 _BLOCK_BYTES = 256 * 2**20
@@ -34,11 +34,11 @@ class _Away:
 
 
 class HostMemory:
-    """The memory of one rank's train_state."""
+    """The memory of what one rank trains: the policy, and a critic."""
 
-    def __init__(self, train_state: TrainState) -> None:
+    def __init__(self, *models: TrainedModel) -> None:
         """Move nothing."""
-        self._trainee = train_state
+        self._models = models
         self._away: dict[MemoryKind, _Away] = {}
         self._blocks: dict[MemoryKind, list[Tensor]] = {}
         self._where = device.prepare()
@@ -52,8 +52,9 @@ class HostMemory:
         """Give the device's memory of these kinds back; nothing for those that are away. No save may read them."""
         started, moved, others = time.perf_counter(), 0, self._of_others()
         if "gradients" in kinds:
-            self._trainee.optimizer.zero_grad()  # main gradients that are tensors of their own go for good
-        drop_fp8_weights(self._trainee.chunks)
+            for model in self._models:
+                model.optimizer.zero_grad()  # main gradients that are tensors of their own go for good
+        drop_fp8_weights(self._chunks())
         for kind in KINDS_OF_MEMORY:
             if kind in kinds and kind not in self._away:
                 moved += self._take(kind)
@@ -80,7 +81,7 @@ class HostMemory:
         return MemoryMove(moved, self.left_behind(), time.perf_counter() - started, others)
 
     def left_behind(self) -> int:
-        """Bytes that this process has allocated on its device; on a CPU, those of the train_state's tensors."""
+        """Bytes that this process has allocated on its device; on a CPU, those of the models' tensors."""
         if self._where.type == "cuda":
             return torch.cuda.memory_allocated()
         return sum(storage.nbytes() for kind in KINDS_OF_MEMORY for storage in self._storages(kind))
@@ -125,7 +126,7 @@ class HostMemory:
         if kind == "optimizer":
             yield from self._optimizer_tensors()
             return
-        for chunk in self._trainee.chunks:
+        for chunk in self._chunks():
             if kind == "weights":
                 yield from (parameter.data for parameter in chunk.module.parameters())
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
@@ -133,8 +134,12 @@ class HostMemory:
                 if tensor is not None:
                     yield tensor
 
+    def _chunks(self) -> Iterator[DistributedDataParallel]:
+        for model in self._models:
+            yield from model.chunks
+
     def _optimizer_tensors(self) -> Iterator[Tensor]:
-        for part in optimizer_parts(self._trainee.optimizer):
+        for part in (part for model in self._models for part in optimizer_parts(model.optimizer)):
             inner = getattr(part, "optimizer", None)
             for group in getattr(inner, "param_groups", ()):
                 yield from (parameter.data for parameter in group["params"])

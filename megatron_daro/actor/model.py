@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from megatron_daro.actor import device
 from megatron_daro.actor.compat import (
     HiddenStateGPTModel,
+    ValueModel,
     bound_rotary_tables,
     finalize_summed_grads,
     gradient_fusion_of_layers,
@@ -35,7 +36,7 @@ from megatron_daro.actor.parallel import Layout
 from megatron_daro.config.megatron_options import SECTION, option_problems
 from megatron_daro.config.model_shape import Llama3Scaling, ModelShape, YarnScaling
 from megatron_daro.config.problems import config_error
-from megatron_daro.convert.mapping import TensorRule, global_name, hf_to_megatron, output_rule, padded_vocab_size
+from megatron_daro.convert.mapping import TensorRule, global_name, hf_to_megatron, output_rule, padded_vocab_size, value_head_rule
 from megatron_daro.errors import ConfigError, ModelError
 
 device.prepare()
@@ -420,29 +421,42 @@ Chunks = Sequence[HiddenStateGPTModel]
 
 
 def build_model(
-    shape: ModelShape, config: TransformerConfig, *, transformer_engine: bool = False
+    shape: ModelShape,
+    config: TransformerConfig,
+    *,
+    transformer_engine: bool = False,
+    kind: type[HiddenStateGPTModel] = HiddenStateGPTModel,
 ) -> list[HiddenStateGPTModel]:
     """Return this rank's parts of the model, with uninitialised weights, on this process's device."""
-    chunks = bare_model(shape, config, transformer_engine=transformer_engine)
+    chunks = bare_model(shape, config, transformer_engine=transformer_engine, kind=kind)
     return [chunk.to(device.prepare()) for chunk in chunks]
 
 
 def bare_model(
-    shape: ModelShape, config: TransformerConfig, *, transformer_engine: bool = False
+    shape: ModelShape,
+    config: TransformerConfig,
+    *,
+    transformer_engine: bool = False,
+    kind: type[HiddenStateGPTModel] = HiddenStateGPTModel,
 ) -> list[HiddenStateGPTModel]:
     """Return the same on the default device, which may be "meta"."""
     virtual = config.virtual_pipeline_model_parallel_size
     stages = [None] if virtual is None else list(range(virtual))
-    chunks = [_bare_chunk(shape, config, stage, transformer_engine=transformer_engine) for stage in stages]
+    chunks = [_bare_chunk(shape, config, stage, kind, transformer_engine=transformer_engine) for stage in stages]
     _mark_parallel(chunks, shape)
     return chunks
 
 
 def _bare_chunk(
-    shape: ModelShape, config: TransformerConfig, virtual_stage: int | None, *, transformer_engine: bool
+    shape: ModelShape,
+    config: TransformerConfig,
+    virtual_stage: int | None,
+    kind: type[HiddenStateGPTModel],
+    *,
+    transformer_engine: bool,
 ) -> HiddenStateGPTModel:
     with quiet(), gradient_fusion_of_layers(config) as fuse:
-        model = HiddenStateGPTModel(
+        model = kind(
             config,
             layer_spec(config, transformer_engine=transformer_engine, virtual_stage=virtual_stage),
             vocab_size=padded_vocabulary(shape.vocab, config.tensor_model_parallel_size),
@@ -483,7 +497,7 @@ def local_parameters(chunks: Chunks, shape: ModelShape) -> list[LocalParameter]:
     names = [name for chunk in chunks for name, _ in chunk.named_parameters()]
     fused_norms = any(name.endswith("layer_norm_weight") for name in names)
     grouped = any(".mlp.experts.linear_fc" in name for name in names)
-    rules = _rules(shape, fused_norms, grouped)
+    rules = _rules(shape, fused_norms, grouped, any(isinstance(chunk, ValueModel) for chunk in chunks))
     ranks = parallel_state.get_expert_model_parallel_world_size()
     own = parallel_state.get_expert_model_parallel_rank()
     experts = shape.experts.number // ranks if shape.experts else 0
@@ -507,11 +521,13 @@ def _named_parameters(chunks: Chunks) -> Iterator[tuple[int, str, torch.nn.Param
             yield first_layer, name, parameter
 
 
-@lru_cache(maxsize=2)
-def _rules(shape: ModelShape, fused_norms: bool, grouped_experts: bool) -> Mapping[str, TensorRule]:
-    """Return the rules of the whole model by Megatron's name, with that of a tied output layer."""
+@lru_cache(maxsize=4)
+def _rules(
+    shape: ModelShape, fused_norms: bool, grouped_experts: bool, says_values: bool
+) -> Mapping[str, TensorRule]:
+    """Return the rules of the whole model by Megatron's name, with that of a tied output layer, or of a value head."""
     rules = hf_to_megatron(shape, fused_norms=fused_norms, grouped_experts=grouped_experts)
-    return {rule.megatron_name: rule for rule in [*rules, output_rule(shape)]}
+    return {rule.megatron_name: rule for rule in [*rules, value_head_rule(shape) if says_values else output_rule(shape)]}
 
 
 def _mark_parallel(chunks: Chunks, shape: ModelShape) -> None:

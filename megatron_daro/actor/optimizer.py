@@ -179,20 +179,27 @@ def set_group_options(optimizer: MegatronOptimizer, options: Sequence[Mapping[st
         group.update(own)
 
 
-def update(
-    optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, *, allowed: bool = True, afresh: bool = False
-) -> UpdateReport:
-    """Clip and apply the gradients, unless they or the loss are not finite.
+def prepare_update(optimizer: MegatronOptimizer, *, allowed: bool = True) -> UpdateReport:
+    """Look at the gradients; `applied` is whether they may be. Nothing of parameters or state changes.
 
     Args:
-        optimizer, scheduler: of this rank; their state changes only if the update is applied.
-        allowed: False if the loss was not finite; must be the same on every rank.
-        afresh: whether the moments are zero before this update, if it is applied.
+        optimizer: of this rank. allowed: False if the loss was not finite; must be the same on every rank.
     """
     found_inf = optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
-    if found_inf or not allowed or not _finite_everywhere(grad_norm):
-        return UpdateReport(applied=False, grad_norm=grad_norm, learning_rate=0.0)
+    fit = allowed and not found_inf and _finite_everywhere(grad_norm)
+    return UpdateReport(applied=fit, grad_norm=grad_norm, learning_rate=0.0)
+
+
+def apply_update(
+    optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, grad_norm: float, *, afresh: bool = False
+) -> UpdateReport:
+    """Clip and apply gradients that `prepare_update` found fit.
+
+    Args:
+        optimizer, scheduler: of this rank. grad_norm: of the report.
+        afresh: whether the moments are zero before this update.
+    """
     if afresh:
         reset_moments(optimizer)
     scheduler.step(increment=1)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_daro.actor import checkpoint
+from megatron_daro.actor import checkpoint, critic
 from megatron_daro.actor.forward import MicroBatches, OutputSettings, check_routed_experts, response_logprobs
 from megatron_daro.actor.host_memory import HostCopy, HostMemory
 from megatron_daro.actor.model import (
@@ -38,7 +38,7 @@ from megatron_daro.actor.optimizer import (
     uses_transformer_engine,
 )
 from megatron_daro.actor.parallel import Layout, PolicySettings
-from megatron_daro.actor.step import TrainState, train_step
+from megatron_daro.actor.step import TrainedModel, TrainState, train_step
 from megatron_daro.actor.weights import export_hf_weights, load_hf_weights
 from megatron_daro.algo.objective import ObjectiveSettings
 from megatron_daro.algo.weighting import make_algorithm
@@ -48,7 +48,7 @@ from megatron_daro.config.megatron_options import TRANSFORMER_ENGINE_ONLY
 from megatron_daro.config.model_shape import ModelShape, read_model_shape
 from megatron_daro.convert.hf_files import HFCheckpoint
 from megatron_daro.convert.megatron_weights import MegatronWeights
-from megatron_daro.errors import ConfigError
+from megatron_daro.errors import CheckpointError, ConfigError
 from megatron_daro.types import KINDS_OF_MEMORY, MemoryKind, MemoryMove, StepResult, TrainBatch
 
 
@@ -129,7 +129,7 @@ class MegatronPolicy:
         Raises:
             ModelError: the model directory cannot be used. ConfigError: an option of actor.megatron is unknown.
         """
-        self._pending_save: checkpoint.PendingSave | None = None
+        self._pending_saves: list[checkpoint.PendingSave] = []
         self.shape: ModelShape = read_model_shape(settings.model_path)
         self._objective, self._routing_replay = objective_settings(algorithm), actor.routing_replay
         self._output = OutputSettings(self.shape.vocab, settings.temperature, actor.logprob_chunk_tokens)
@@ -151,14 +151,32 @@ class MegatronPolicy:
         wrapped = wrap_data_parallel(
             self.chunks, config, distributed_optimizer=actor.optimizer.distributed, options=options["ddp"]
         )
+        self.critic: critic.Critic | None = None
+        if "values" in passes:
+            its_config = _transformer_config(self.shape, actor, options["transformer"])
+            self.critic = critic.Critic(
+                settings,
+                actor,
+                algorithm.critic,
+                its_config,
+                transformer_engine=transformer_engine,
+                options=options,
+            )
         optimizer = build_optimizer(wrapped, actor.optimizer, dtype=actor.dtype, options=options["optimizer"])
         self.train_state = TrainState(
             chunks=wrapped,
             optimizer=optimizer,
-            scheduler=build_scheduler(optimizer, actor.optimizer, total_steps=settings.total_steps),
+            scheduler=build_scheduler(optimizer, actor.optimizer, total_steps=self._own_steps(settings.total_steps)),
             algorithm=own,
         )
-        self._memory = HostMemory(self.train_state)
+        self._memory = HostMemory(*self._models())
+
+    def _own_steps(self, total: int) -> int:
+        """Return the steps that the policy is updated in."""
+        return max(total - self.critic.pretrain_steps, 1) if self.critic else total
+
+    def _models(self) -> list[TrainedModel]:
+        return [self.train_state, *([self.critic.state] if self.critic else [])]
 
     def offload(self, kinds: Collection[MemoryKind]) -> MemoryMove:
         """Move these kinds of memory to the host, so that others can use the device; waits for a save that reads it."""
@@ -186,12 +204,13 @@ class MegatronPolicy:
             self._output,
             step=step,
             before_update=self._keep_what_is_saved,
+            critic=self.critic,
         )
 
     def run_pass(self, name: str, batch: TrainBatch, micro_batches: MicroBatches) -> np.ndarray | None:
         """Compute the column `name` of `AlgorithmSection.passes`, float32 [R] of the shard's response tokens; None
         before the last stage. Collective over the ranks that share the shard."""
-        passes = {"old_logprobs": self.logprobs, "ref_logprobs": self.reference_logprobs}
+        passes = {"old_logprobs": self.logprobs, "ref_logprobs": self.reference_logprobs, "values": self.values}
         return passes[name](batch, micro_batches)
 
     def logprobs(
@@ -213,6 +232,13 @@ class MegatronPolicy:
         batch = self._routed(batch)
         with self._reference_weights():
             return response_logprobs(self.train_state.chunks, batch, micro_batches, self._output)
+
+    def values(self, batch: TrainBatch, micro_batches: MicroBatches) -> np.ndarray | None:
+        """Return what the critic says before each response token, where `AlgorithmSection.passes` has it."""
+        self._needs("weights")
+        if self.critic is None:
+            raise RuntimeError("values were asked for, but the algorithm has no critic")
+        return self.critic.values(batch, micro_batches)
 
     def _routed(self, batch: TrainBatch) -> TrainBatch:
         """Return the batch with the experts of its tokens, or without them where the routers shall choose."""
@@ -240,25 +266,38 @@ class MegatronPolicy:
             CheckpointError: the disk refused.
         """
         self._needs("weights", "optimizer")
-        if self._pending_save is not None:
-            self._pending_save.wait()
-        self._pending_save = checkpoint.start_save(self.train_state, directory)
+        for pending in self._pending_saves:
+            pending.wait()
+        self._pending_saves = []
+        folders = [directory, directory / critic.FOLDER]
+        for model, folder in zip(self._models(), folders, strict=False):
+            folder.mkdir(exist_ok=True)
+            self._pending_saves.append(checkpoint.start_save(model, folder))
 
     def finish_save(self) -> None:
         """Return when this rank's part is on the disk; may be called in another thread. Raises CheckpointError."""
-        if self._pending_save is not None:
-            self._pending_save.finish()
+        for pending in self._pending_saves:
+            pending.finish()
 
     def _keep_what_is_saved(self) -> None:
         """Wait until weights and optimizer state may change."""
-        if self._pending_save is not None:
-            self._pending_save.release()
+        for pending in self._pending_saves:
+            pending.release()
 
     def load(self, directory: Path) -> None:
         """Return the inverse of `save`, also on another layout. Collective. Raises CheckpointError."""
         self._needs("weights", "optimizer")
         self._keep_what_is_saved()
+        folder = directory / critic.FOLDER
+        if self.critic is not None and not folder.is_dir():
+            raise CheckpointError(
+                f"{directory}: it has no critic, which algorithm.name={self.train_state.algorithm.name} trains; resume "
+                "with the algorithm that wrote it, or export its weights and start a new run from them, with "
+                "algorithm.critic.pretrain_steps for the critic to learn before the policy moves"
+            )
         checkpoint.load(self.train_state, directory)
+        if self.critic is not None:
+            checkpoint.load(self.critic.state, folder)
 
     def _first_weights(self, settings: PolicySettings) -> HFCheckpoint | MegatronWeights:
         if settings.weights is None:

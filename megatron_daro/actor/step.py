@@ -26,7 +26,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ from megatron_daro.actor.forward import (
     position_logprobs,
     run_schedule,
 )
-from megatron_daro.actor.optimizer import UpdateReport, update
+from megatron_daro.actor.optimizer import UpdateReport, apply_update, prepare_update
 from megatron_daro.algo.algorithm import length_classes
 from megatron_daro.algo.corrections import segment_sums
 from megatron_daro.algo.objective import ObjectiveSettings, TokenObjective, kl_terms, token_objective
@@ -50,6 +50,9 @@ from megatron_daro.algo.weighting import Algorithm, BatchTotals, Samples, StepSt
 from megatron_daro.data.packing import PackedMicroBatch
 from megatron_daro.errors import AlgorithmError, NonFiniteError
 from megatron_daro.types import StepResult, TrainBatch
+
+if TYPE_CHECKING:
+    from megatron_daro.actor.critic import CriticReport
 
 device.prepare()
 from megatron.core import parallel_state  # noqa: E402  (the device must be prepared first)
@@ -217,14 +220,8 @@ class StepLoss:
 
     def reduce(self) -> StepSums:
         """Sum over data- and context-parallel ranks, handed from the last pipeline stage to all. Collective."""
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        dist.all_reduce(self._sums, group=group)
-        dist.all_reduce(self._max_logprob_diff, op=dist.ReduceOp.MAX, group=group)
-        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-            last = parallel_state.get_pipeline_model_parallel_last_rank()
-            stages = parallel_state.get_pipeline_model_parallel_group()
-            dist.broadcast(self._sums, src=last, group=stages)
-            dist.broadcast(self._max_logprob_diff, src=last, group=stages)
+        handed_to_all_stages(self._sums)
+        handed_to_all_stages(self._max_logprob_diff, dist.ReduceOp.MAX)
         cells = self._cell_sums.cpu().view(len(CELL_SUMS), self._num_bins, -1)
         token_sums = dict(zip(TOKEN_SUMS, self._token_sums.tolist(), strict=True))
         entropy = token_sums["entropy"] / max(token_sums["tokens"], 1.0)
@@ -236,6 +233,16 @@ class StepLoss:
             token_sums=token_sums,
             max_logprob_diff=float(self._max_logprob_diff),
         )
+
+
+def handed_to_all_stages(values: Tensor, over: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """Reduce the last stage's values over data- and context-parallel ranks, in place, and give them to the other
+    stages. Collective."""
+    dist.all_reduce(values, op=over, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast(values, src=last, group=parallel_state.get_pipeline_model_parallel_group())
+    return values
 
 
 def _samples(batch: TrainBatch) -> Samples:
@@ -276,14 +283,38 @@ with warnings.catch_warnings():
 
 
 @dataclass(slots=True, eq=False)
-class TrainState:
-    """What a train step changes, together: the parts of the model on this rank, their optimizer and schedule, the
-    algorithm's weights."""
+class TrainedModel:
+    """The parts of a model on this rank, their optimizer and schedule."""
 
     chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
+
+    def begin_step(self) -> None:
+        """Get ready for forward and backward passes that add up gradients from 0."""
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+
+@dataclass(slots=True, eq=False)
+class TrainState(TrainedModel):
+    """What a train step changes of the policy, together: the model, and what the algorithm has learned."""
+
     algorithm: Algorithm
+
+
+class StepCritic(Protocol):
+    """What a step needs of a critic; see `actor.critic.Critic`."""
+
+    pretrain_steps: int
+
+    def gradients(self, batch: TrainBatch, micro_batches: MicroBatches) -> CriticReport:
+        """Forward and backward."""
+
+    def apply(self, report: CriticReport) -> dict[str, float]:
+        """Update."""
 
 
 def compute_gradients(
@@ -299,19 +330,31 @@ def compute_gradients(
         AlgorithmError: advantages per token that do not fit the batch. NonFiniteError: some are not finite; on every
             rank.
     """
-    if settings.reward_kl_coefficient > 0:
-        batch = with_kl_in_reward(train_state.algorithm, batch, settings)
-    if train_state.algorithm.token_columns is not None:
-        batch = with_token_advantages(train_state.algorithm, batch)
+    batch = with_advantages(train_state.algorithm, batch, settings)
+    return _gradients(train_state, batch, micro_batches, settings, output)
+
+
+def _gradients(
+    train_state: TrainState,
+    batch: TrainBatch,
+    micro_batches: MicroBatches,
+    settings: ObjectiveSettings,
+    output: OutputSettings,
+) -> StepSums:
     chunks, last = train_state.chunks, train_state.chunks[-1].module
-    for chunk in chunks:
-        chunk.train()
-        chunk.zero_grad_buffer()
-    train_state.optimizer.zero_grad()
+    train_state.begin_step()
     packs = packed_micro_batches(last.config, batch, micro_batches, vocab_size=output.vocab_size)
     loss = StepLoss(train_state.algorithm, settings, output, batch)
     run_schedule(chunks, packs, partial(loss.micro_batch, last), forward_only=False)
     return loss.reduce()
+
+
+def with_advantages(algorithm: Algorithm, batch: TrainBatch, settings: ObjectiveSettings) -> TrainBatch:
+    """Return this rank's shard with what the losses of the step are made of. Collective over the data-parallel group.
+    Raises as `compute_gradients`."""
+    if settings.reward_kl_coefficient > 0:
+        batch = with_kl_in_reward(algorithm, batch, settings)
+    return batch if algorithm.token_columns is None else with_token_advantages(algorithm, batch)
 
 
 def with_kl_in_reward(algorithm: Algorithm, batch: TrainBatch, settings: ObjectiveSettings) -> TrainBatch:
@@ -350,43 +393,52 @@ def _of_the_step(*columns_N: Tensor) -> tuple[list[Tensor], slice]:
     size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     sizes = torch.zeros(size, dtype=torch.float64)
     sizes[rank] = len(columns_N[0])
-    sizes = _sum_over_data_parallel(sizes).long()
+    sizes = sum_over_data_parallel(sizes).long()
     start = int(sizes[:rank].sum())
     own = slice(start, start + len(columns_N[0]))
     together = torch.zeros(len(columns_N), int(sizes.sum()), dtype=torch.float64)
     together[:, own] = torch.stack(columns_N)
-    return list(_sum_over_data_parallel(together)), own
+    return list(sum_over_data_parallel(together)), own
 
 
 def with_token_advantages(algorithm: Algorithm, batch: TrainBatch) -> TrainBatch:
-    """Return this rank's shard with the algorithm's advantages per token. Collective over the data-parallel group.
+    """Return this rank's shard with the algorithm's advantages per token, and with the critic's targets where there is
+    one. Collective over the data-parallel group.
 
     Raises:
         AlgorithmError: a column was not computed, or what came back is no floating tensor [R]. NonFiniteError: trained
             tokens have advantages that are not finite; on every rank, also where they are another rank's.
     """
     tokens = _token_columns(algorithm, batch)
+    batch = replace(batch, token_advantages_R=_made_per_token(algorithm, "token_advantages", tokens, "an advantage"))
+    if "values" not in tokens.columns:
+        return batch
+    return replace(batch, value_targets_R=_made_per_token(algorithm, "value_targets", tokens, "a target of the critic"))
+
+
+def _made_per_token(algorithm: Algorithm, method: str, tokens: TokenColumns, what: str) -> np.ndarray:
+    """float32 [R], 0 where nothing is trained. Collective; raises as `with_token_advantages`."""
     try:
-        values_R: object = algorithm.token_advantages(tokens)
+        values_R: object = getattr(algorithm, method)(tokens)
     except Exception as error:  # a user's class may raise anything
         raise AlgorithmError(
-            f"algorithm {algorithm.name}, token_advantages: {type(error).__name__}: {error}; fix the class"
+            f"algorithm {algorithm.name}, {method}: {type(error).__name__}: {error}; fix the class"
         ) from error
     if not isinstance(values_R, Tensor) or not values_R.is_floating_point() or values_R.shape != tokens.mask_R.shape:
         got = f"{values_R.dtype} {list(values_R.shape)}" if isinstance(values_R, Tensor) else type(values_R).__name__
         raise AlgorithmError(
-            f"algorithm {algorithm.name}, token_advantages: got {got}, allowed is a floating tensor "
-            f"[{len(tokens.mask_R)}], one number for each response token of these {len(batch)} samples"
+            f"algorithm {algorithm.name}, {method}: got {got}, allowed is a floating tensor "
+            f"[{len(tokens.mask_R)}], one number for each response token of these {len(tokens.lengths_N)} samples"
         )
     kept_R = torch.where(tokens.mask_R, values_R.detach().cpu().float(), 0.0)
     wrong_R = ~kept_R.isfinite()
-    total = int(_sum_over_data_parallel(wrong_R.sum().double()))
+    total = int(sum_over_data_parallel(wrong_R.sum().double()))
     if total:
         raise NonFiniteError(
-            f"algorithm {algorithm.name}, token_advantages: {total} of the step's trained tokens have an advantage "
+            f"algorithm {algorithm.name}, {method}: {total} of the step's trained tokens have {what} "
             f"that is not finite, {int(wrong_R.sum())} of them on this rank"
         )
-    return replace(batch, token_advantages_R=kept_R.numpy())
+    return kept_R.numpy()
 
 
 def _token_columns(algorithm: Algorithm, batch: TrainBatch) -> TokenColumns:
@@ -410,11 +462,11 @@ def _token_columns(algorithm: Algorithm, batch: TrainBatch) -> TokenColumns:
         bins_N=torch.from_numpy(batch.bins_N),
         group_ids_N=torch.from_numpy(batch.group_ids_N),
         truncated_N=torch.from_numpy(batch.truncated_N.astype(bool)),
-        sum_over_step=_sum_over_data_parallel,
+        sum_over_step=sum_over_data_parallel,
     )
 
 
-def _sum_over_data_parallel(values: Tensor) -> Tensor:
+def sum_over_data_parallel(values: Tensor) -> Tensor:
     """Context-parallel ranks hold the same samples, so the sum does not run over them."""
     total = values.detach().to(device.prepare(), torch.float64, copy=True)
     dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
@@ -430,10 +482,12 @@ def train_step(
     *,
     step: int,
     before_update: Callable[[], None],
+    critic: StepCritic | None = None,
 ) -> StepResult:
     """One optimizer step on this rank's shard; every rank calls it with the same number of micro-batches.
 
-    `before_update` is called when the gradients are there and before anything changes.
+    `before_update` is called when the gradients are there and before anything changes. Policy and critic are updated
+    both or neither; in the critic's first `pretrain_steps` steps it alone is.
 
     Returns:
         Metrics of the whole step. `skipped` with a reason if an advantage, the loss or the gradient was not finite.
@@ -442,22 +496,27 @@ def train_step(
     if batch.opens_batch:
         train_state.algorithm.begin_batch()
     try:
-        sums = compute_gradients(train_state, batch, micro_batches, settings, output)
+        batch = with_advantages(train_state.algorithm, batch, settings)
     except NonFiniteError as error:  # on every rank, before anything was done
         return StepResult(step=step, metrics={}, skipped=True, reason=str(error))
+    sums = _gradients(train_state, batch, micro_batches, settings, output)
     forward_backward_s = time.perf_counter() - started
+    of_critic = critic.gradients(batch, micro_batches) if critic else None
     weights_before = train_state.algorithm.cell_weights
     extra_loss = train_state.algorithm.extra_loss(sums.totals)
     before_update()
     afresh = batch.opens_batch and train_state.algorithm.resets_optimizer
-    report = update(train_state.optimizer, train_state.scheduler, allowed=sums.finite, afresh=afresh)
-    if report.applied:
+    report = prepare_update(train_state.optimizer, allowed=sums.finite and (of_critic is None or of_critic.fit))
+    if report.applied and (critic is None or step > critic.pretrain_steps):
+        report = apply_update(train_state.optimizer, train_state.scheduler, report.grad_norm, afresh=afresh)
         train_state.algorithm.learn(sums.step_stats)
     metrics = _metrics(sums, report, extra_loss) | {"timing/forward_backward_s": forward_backward_s}
+    if critic is not None and of_critic is not None:
+        metrics |= of_critic.metrics | (critic.apply(of_critic) if report.applied else {})
     if weights_before is not None:
         metrics |= _weight_metrics(weights_before)
         metrics["difficulty/clamped"] = float(train_state.algorithm.clamped)
-    reason = "" if report.applied else _reason(sums, report)
+    reason = "" if report.applied else _reason(sums, report, of_critic)
     return StepResult(step=step, metrics=metrics, skipped=not report.applied, reason=reason)
 
 
@@ -471,7 +530,10 @@ def _weight_metrics(weights: Tensor) -> dict[str, float]:
     return found
 
 
-def _reason(sums: StepSums, report: UpdateReport) -> str:
+def _reason(sums: StepSums, report: UpdateReport, of_critic: CriticReport | None) -> str:
+    if of_critic is not None and not of_critic.fit:
+        loss = of_critic.metrics["critic/loss"]
+        return f"the critic's loss or gradient norm was not finite (loss {loss}, gradient norm {of_critic.grad_norm})"
     what = "the gradient norm" if sums.finite else "the loss"
     return f"{what} was not finite (loss {sums.policy_loss}, gradient norm {report.grad_norm})"
 

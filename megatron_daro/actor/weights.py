@@ -17,7 +17,7 @@ from megatron_daro.actor import device
 from megatron_daro.actor.model import Chunks, LocalParameter, local_parameters, padded_vocabulary
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.convert.hf_files import HFCheckpoint
-from megatron_daro.convert.mapping import TensorRule, merge
+from megatron_daro.convert.mapping import VALUE_HEAD, TensorRule, merge
 from megatron_daro.convert.pieces import RowReader, read_shard
 from megatron_daro.convert.plan import check_tied
 
@@ -40,6 +40,9 @@ def load_hf_weights(chunks: Chunks, shape: ModelShape, tensors: RowReader) -> No
     if shape.tie and isinstance(tensors, HFCheckpoint) and "lm_head.weight" in tensors:
         check_tied(tensors)
     for local in local_parameters(chunks, shape):
+        if local.rule.hf_names == (VALUE_HEAD,) and VALUE_HEAD not in tensors:
+            local.parameter.detach().zero_()  # a policy has none: a critic that is made of it says 0 at first
+            continue
         rank, size = tensor_parallel_place(local.rule)
         vocabulary = padded_vocabulary(shape.vocab, size) if local.rule.kind == "vocab" else None
         with torch.no_grad():

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-COLUMN_NAMES = ("rollout_logprobs", "old_logprobs", "ref_logprobs")
-"""What `Algorithm.token_columns` may ask for: the engine's log-probs, and those that a pass of the ranks computes."""
+COLUMN_NAMES = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values")
+"""What `Algorithm.token_columns` may ask for: the engine's log-probs, and what a pass of the ranks computes: log-probs,
+and what a critic says before each token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

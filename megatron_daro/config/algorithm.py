@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megatron_daro.config.base import Decay, OneOf, Section
+from megatron_daro.config.actor import OptimizerSection
+from megatron_daro.config.base import Decay, ExpandedPath, OneOf, Section
 
 ALGORITHM_NAMES = (
     "grpo",
@@ -214,6 +215,45 @@ class LambdaGrpoSection(Section):
     """Factor of a length's standard score, below 1 / sqrt(rollouts_per_prompt - 1)."""
 
 
+class PpoSection(Section):
+    """PPO: advantages per token from a critic."""
+
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """Discount of each token."""
+    gae_lambda: float = Field(default=1.0, ge=0, le=1)
+    """1: an advantage is the return less the value; 0: the error of one token's value."""
+    critic_lambda: float | None = Field(default=None, ge=0, le=1)
+    """The lambda of the critic's targets (VC-PPO: 1 with a smaller gae_lambda). Unset: gae_lambda."""
+    length_factor: float | None = Field(default=None, gt=0, le=1e6)
+    """VAPO's alpha: the policy's lambda is 1 - 1 / (alpha * own tokens), by answer. Unset: gae_lambda."""
+    bootstrap_truncated: bool = False
+    """An answer that the limit ended goes on as the critic expects; false: it ended there, with its reward."""
+    whiten: bool = True
+    """Advantages have mean 0 and variance 1 over the step's tokens."""
+
+
+class CriticSection(Section):
+    """The critic: a second model on the policy's ranks. Read by algorithms with values (ppo)."""
+
+    path: ExpandedPath | None = None
+    """Hugging Face checkpoint that it starts from, of the policy's shape and tokenizer. Unset: the policy's."""
+    learning_rate: float = Field(default=5e-6, ge=1e-12, le=10)
+    """Peak learning rate; the rest of its optimizer is actor.optimizer."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps of linear warm-up."""
+    grad_clip: float = Field(default=1.0, ge=0, le=1e9)
+    """Largest global gradient norm; 0: no clipping."""
+    value_clip: float | None = Field(default=None, gt=0, le=1e9)
+    """How far a value may move from that of the batch's beginning, in the loss. Unset: no clip."""
+    pretrain_steps: int = Field(default=0, ge=0)
+    """First optimizer steps of the run in which the critic alone is trained."""
+
+    def optimizer_of(self, policy: OptimizerSection) -> OptimizerSection:
+        """Return the critic's optimizer: the policy's but for what stands here."""
+        own = {name: getattr(self, name) for name in ("learning_rate", "warmup_steps", "grad_clip")}
+        return policy.model_copy(update=own)
+
+
 class AlgorithmSection(Section):
     """The loss."""
 
@@ -269,6 +309,10 @@ class AlgorithmSection(Section):
     """FADE; read when name is fade."""
     lambda_grpo: LambdaGrpoSection = LambdaGrpoSection()
     """lambda-GRPO; read when name is lambda_grpo."""
+    ppo: PpoSection = PpoSection()
+    """PPO; read when name is ppo."""
+    critic: CriticSection = CriticSection()
+    """The critic; read by algorithms that have one."""
 
     def passes(self, columns: Collection[str] = ()) -> tuple[str, ...]:
         """Return the passes that the ranks make over a batch before its first update, in order. Each yields the column
@@ -280,7 +324,7 @@ class AlgorithmSection(Section):
         wanted = "old_logprobs" in columns or self.kl.in_reward
         old = self.old_logprobs != "rollout" and (self.old_logprobs == "recompute" or wanted)
         reference = self.kl.coefficient > 0 or "ref_logprobs" in columns
-        return ("old_logprobs",) * old + ("ref_logprobs",) * reference
+        return ("old_logprobs",) * old + ("ref_logprobs",) * reference + ("values",) * ("values" in columns)
 
     def arguments(self, *, rollouts_per_prompt: int, max_response_tokens: int) -> dict[str, Any]:
         """Return the keyword arguments of megatron_daro.algo.weighting.make_algorithm for this run.

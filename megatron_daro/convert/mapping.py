@@ -60,6 +60,8 @@ _QKV = ("query", "hidden"), ("key", "hidden"), ("key", "hidden")
 EMBEDDING = Parameter("embedding", "embedding.word_embeddings.weight", "vocab", (("vocab", "hidden"),))
 FINAL_NORM = Parameter("final_norm", "decoder.final_layernorm.weight", "copy", (("hidden",),))
 OUTPUT = Parameter("output", "output_layer.weight", "vocab", (("vocab", "hidden"),))
+VALUE_HEAD = "score.weight"
+"""Hugging Face's name of a layer with one output in the output layer's place (`...ForSequenceClassification`)."""
 ATTENTION = (
     Parameter(
         "attention_norm",
@@ -260,6 +262,11 @@ def output_rule(shape: ModelShape) -> TensorRule:
     A tied model needs it on the last of several pipeline stages, which holds a copy of the embedding.
     """
     return _Rules(shape).of(OUTPUT, role="embedding" if shape.tie else "output")
+
+
+def value_head_rule(shape: ModelShape) -> TensorRule:
+    """Return the rule of `output_layer.weight` of a model that says one number for each token."""
+    return TensorRule(OUTPUT.name, (VALUE_HEAD,), ((1, shape.hidden),), "copy")
 
 
 def hf_tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:

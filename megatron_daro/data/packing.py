@@ -35,7 +35,7 @@ class PackedMicroBatch:
     sample_indices, -1 on padding. cu_seqlens int32 [G + 1], boundaries of the whole (unsliced) pack with padding
     included; max_seqlen the longest segment. sample_indices int64 [M], rows of the batch. advantages_M float32, bins_M
     int64, trained_tokens_M int64: the batch's, per sample. rollout_logprobs_T, old_logprobs_T, ref_logprobs_T,
-    token_advantages_T float32, 0 outside responses; None where the batch has none. response_slots_P int64: where in T
+    token_advantages_T, values_T, value_targets_T float32, 0 outside responses; None where the batch has none. response_slots_P int64: where in T
     the response tokens are predicted; batch_slots_P int64: where they stand in the batch's R. trained_slots_J int64:
     where mask_T is set, found on the CPU, since a GPU would have to be waited for. routed_experts_TLK int16 [T, layers,
     experts of a token], -1 on padding and where the batch does not know. context_parallel_rank and _size say which
@@ -60,6 +60,8 @@ class PackedMicroBatch:
     response_slots_P: Tensor
     batch_slots_P: Tensor
     trained_slots_J: Tensor
+    values_T: Tensor | None = None
+    value_targets_T: Tensor | None = None
     routed_experts_TLK: Tensor | None = None
     context_parallel_rank: int = 0
     context_parallel_size: int = 1
@@ -109,6 +111,8 @@ _TOKEN_COLUMNS = (
     "old_logprobs_T",
     "ref_logprobs_T",
     "token_advantages_T",
+    "values_T",
+    "value_targets_T",
     "routed_experts_TLK",
 )
 
@@ -196,6 +200,8 @@ def pack(
         old_logprobs_T=column(batch.old_logprobs_R),
         ref_logprobs_T=column(batch.ref_logprobs_R),
         token_advantages_T=column(batch.token_advantages_R),
+        values_T=column(batch.values_R),
+        value_targets_T=column(batch.value_targets_R),
         response_slots_P=torch.from_numpy(response_slots_P),
         batch_slots_P=torch.from_numpy(batch_slots_P),
         trained_slots_J=_trained_slots(mask_T),

@@ -1,0 +1,196 @@
+"""The critic of one process: a model of the policy's shape that says what an answer will still be worth.
+
+Built from the policy's checkpoint, or from one of its own, under the policy's layout and on its ranks; the two compute
+one after the other. `values` is a pass before the first update of a batch; `gradients` and `apply` are its part of an
+optimizer step, for which actor/step.py has made the targets. The head has one output, is whole on every
+tensor-parallel rank, and says 0 until it is trained where the checkpoint has none. Refuses checkpoints of another shape.
+
+Legend: T packed tokens, D hidden, P response tokens and J trained tokens of a micro-batch, R of the shard.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_daro.actor import device
+from megatron_daro.actor.compat import ValueModel
+from megatron_daro.actor.forward import MicroBatches, packed_micro_batches, response_column, run_schedule
+from megatron_daro.actor.model import TransformerConfig, build_model, wrap_data_parallel
+from megatron_daro.actor.optimizer import apply_update, build_optimizer, build_scheduler, prepare_update
+from megatron_daro.actor.parallel import PolicySettings
+from megatron_daro.actor.step import TrainedModel, global_totals, handed_to_all_stages, sum_over_data_parallel
+from megatron_daro.actor.weights import load_hf_weights
+from megatron_daro.algo.ppo import value_losses
+from megatron_daro.config.actor import ActorSection
+from megatron_daro.config.algorithm import CriticSection
+from megatron_daro.config.check_critic import different_sizes
+from megatron_daro.config.model_shape import ModelShape, read_model_shape
+from megatron_daro.convert.hf_files import HFCheckpoint
+from megatron_daro.convert.megatron_weights import MegatronWeights
+from megatron_daro.data.packing import PackedMicroBatch
+from megatron_daro.errors import ModelError
+from megatron_daro.types import TrainBatch
+
+device.prepare()
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+FOLDER = "critic"
+"""Of a checkpoint, where the critic's part of it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class CriticReport:
+    """The critic's part of a step before anything changes; the same on every rank. fit: whether it may be updated."""
+
+    fit: bool
+    grad_norm: float
+    metrics: dict[str, float]
+
+
+class Critic:
+    """One rank's part of the critic."""
+
+    def __init__(
+        self,
+        settings: PolicySettings,
+        actor: ActorSection,
+        section: CriticSection,
+        config: TransformerConfig,
+        *,
+        transformer_engine: bool,
+        options: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        """Build the model, load the weights, make optimizer and schedule. Collective.
+
+        Args:
+            settings, actor: of the policy, whose optimizer it has but for what the section says. config: of its own,
+            with the policy's values. options: upstream's, from `split_megatron_options`.
+
+        Raises:
+            ModelError: the checkpoint cannot be used, or is of another shape than the policy.
+        """
+        policy, path = read_model_shape(settings.model_path), section.path or settings.model_path
+        own = read_model_shape(path)
+        if others := different_sizes(own, policy):
+            raise ModelError(f"algorithm.critic.path: {path} has {others}; use a model of the policy's shape")
+        self.shape, self.pretrain_steps, self._clip = replace(own, tie=False), section.pretrain_steps, section.value_clip
+        self.chunks = build_model(self.shape, config, transformer_engine=transformer_engine, kind=ValueModel)
+        with _tensors(settings, section, policy) as tensors:
+            load_hf_weights(self.chunks, self.shape, tensors)
+        wrapped = wrap_data_parallel(
+            self.chunks, config, distributed_optimizer=actor.optimizer.distributed, options=options["ddp"]
+        )
+        chosen = section.optimizer_of(actor.optimizer)
+        optimizer = build_optimizer(wrapped, chosen, dtype=actor.dtype, options=options["optimizer"])
+        scheduler = build_scheduler(optimizer, chosen, total_steps=settings.total_steps)
+        self.state = TrainedModel(wrapped, optimizer, scheduler)
+
+    def values(self, batch: TrainBatch, micro_batches: MicroBatches) -> np.ndarray | None:
+        """float32 [R], what it says before each response token; None before the last stage."""
+        last: ValueModel = self.state.chunks[-1].module
+
+        def at(_: PackedMicroBatch, hidden_T1D: Tensor, positions_P: Tensor) -> Tensor:
+            return position_values(last, hidden_T1D, positions_P)
+
+        batch = replace(batch, routed_experts_TLK=None)  # those of the policy are none of this model's
+        return response_column(self.state.chunks, batch, micro_batches, at, vocab_size=self.shape.vocab)
+
+    def gradients(self, batch: TrainBatch, micro_batches: MicroBatches) -> CriticReport:
+        """Forward and backward of a whole step: gradients end up summed over all ranks. Collective.
+
+        Args:
+            batch: this rank's shard, with `values_R` and `value_targets_R`.
+        """
+        started, last = time.perf_counter(), self.state.chunks[-1].module
+        self.state.begin_step()
+        batch = replace(batch, routed_experts_TLK=None)
+        packs = packed_micro_batches(last.config, batch, micro_batches, vocab_size=self.shape.vocab)
+        loss = _ValueLoss(last, global_totals(batch).tokens, self._clip)
+        run_schedule(self.state.chunks, packs, loss.micro_batch, forward_only=False)
+        value, clipped = handed_to_all_stages(loss.sums).tolist()
+        ready = prepare_update(self.state.optimizer, allowed=math.isfinite(value))
+        metrics = {
+            "critic/loss": value,
+            "critic/clip_fraction": clipped,
+            "critic/grad_norm": ready.grad_norm,
+            **_column_metrics(batch),
+            "timing/critic_s": time.perf_counter() - started,
+        }
+        return CriticReport(ready.applied, ready.grad_norm, metrics)
+
+    def apply(self, report: CriticReport) -> dict[str, float]:
+        """Update from the gradients that this report is of. Returns further metrics."""
+        applied = apply_update(self.state.optimizer, self.state.scheduler, report.grad_norm)
+        return {"critic/learning_rate": applied.learning_rate}
+
+
+def position_values(model: ValueModel, hidden_T1D: Tensor, positions_M: Tensor) -> Tensor:
+    """fp32 [M], differentiable, the same on every tensor-parallel rank.
+
+    Each of them has the whole head, sees all tokens, and so has the whole gradient of both: of the hidden states each
+    keeps its own tokens under sequence parallelism, and nothing is summed over the ranks.
+    """
+    if model.config.sequence_parallel:
+        hidden_T1D = gather_from_sequence_parallel_region(hidden_T1D, tensor_parallel_output_grad=False)
+    return torch.nn.functional.linear(hidden_T1D[positions_M, 0].float(), model.output_layer.weight.float())[:, 0]
+
+
+class _ValueLoss:
+    """Half the mean squared error over all trained tokens of the step; sums: float64 [2], loss and clipped fraction."""
+
+    def __init__(self, model: ValueModel, tokens: int, clip: float | None) -> None:
+        self._model, self._scale, self._clip = model, 1.0 / max(tokens, 1), clip
+        self.sums = torch.zeros(2, dtype=torch.float64, device=device.prepare())
+
+    def micro_batch(self, packed: PackedMicroBatch, hidden_T1D: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """As `StepLoss.micro_batch`."""
+        positions_J = packed.trained_slots_J
+        assert packed.values_T is not None and packed.value_targets_T is not None
+        losses_J, clipped_J = value_losses(
+            position_values(self._model, hidden_T1D, positions_J),
+            packed.values_T[positions_J],
+            packed.value_targets_T[positions_J],
+            self._clip,
+        )
+        loss = self._scale * losses_J.sum(dtype=torch.float64)
+        self.sums += torch.stack([loss.detach(), self._scale * clipped_J.sum(dtype=torch.float64)])
+        return loss.to(torch.float32), torch.zeros((), dtype=torch.int, device=loss.device), {}
+
+
+def _column_metrics(batch: TrainBatch) -> dict[str, float]:
+    """How the values that the batch began with fit the targets of the step, over all its trained tokens. Collective."""
+    assert batch.values_R is not None and batch.value_targets_R is not None
+    mask_R = torch.from_numpy(batch.loss_mask_R.astype(bool))
+    values_J, targets_J = (
+        torch.from_numpy(column_R)[mask_R].double() for column_R in (batch.values_R, batch.value_targets_R)
+    )
+    sums = torch.stack([mask_R.sum().double(), values_J.sum(), targets_J.sum()])
+    count, values, targets = sum_over_data_parallel(sums).tolist()
+    if count == 0:
+        return {}
+    value_mean, target_mean = values / count, targets / count
+    errors_J = (targets_J - target_mean) - (values_J - value_mean)
+    squares = torch.stack([errors_J.square().sum(), (targets_J - target_mean).square().sum()])
+    unexplained, spread = sum_over_data_parallel(squares).tolist()
+    metrics = {"critic/value_mean": value_mean, "critic/target_mean": target_mean}
+    if spread > 0:
+        metrics["critic/explained_variance"] = 1 - unexplained / spread
+    return metrics
+
+
+def _tensors(settings: PolicySettings, section: CriticSection, policy: ModelShape) -> HFCheckpoint | MegatronWeights:
+    """The checkpoint that it starts from: its own, else the policy's."""
+    if section.path is None and settings.weights is not None:
+        return MegatronWeights(settings.weights, policy)
+    return HFCheckpoint(section.path or settings.model_path)
