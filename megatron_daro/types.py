@@ -248,7 +248,15 @@ _PER_SAMPLE = (
     "truncated_N",
     "group_lengths_NK",
 )
-_PER_RESPONSE = ("loss_mask_R", "rollout_logprobs_R", "old_logprobs_R", "ref_logprobs_R", "token_advantages_R", "values_R", "value_targets_R")
+_PER_RESPONSE = (
+    "loss_mask_R",
+    "rollout_logprobs_R",
+    "old_logprobs_R",
+    "ref_logprobs_R",
+    "token_advantages_R",
+    "values_R",
+    "value_targets_R",
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

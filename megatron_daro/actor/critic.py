@@ -84,7 +84,11 @@ class Critic:
         own = read_model_shape(path)
         if others := different_sizes(own, policy):
             raise ModelError(f"algorithm.critic.path: {path} has {others}; use a model of the policy's shape")
-        self.shape, self.pretrain_steps, self._clip = replace(own, tie=False), section.pretrain_steps, section.value_clip
+        self.shape, self.pretrain_steps, self._clip = (
+            replace(own, tie=False),
+            section.pretrain_steps,
+            section.value_clip,
+        )
         self.chunks = build_model(self.shape, config, transformer_engine=transformer_engine, kind=ValueModel)
         with _tensors(settings, section, policy) as tensors:
             load_hf_weights(self.chunks, self.shape, tensors)

@@ -36,7 +36,14 @@ from megatron_daro.actor.parallel import Layout
 from megatron_daro.config.megatron_options import SECTION, option_problems
 from megatron_daro.config.model_shape import Llama3Scaling, ModelShape, YarnScaling
 from megatron_daro.config.problems import config_error
-from megatron_daro.convert.mapping import TensorRule, global_name, hf_to_megatron, output_rule, padded_vocab_size, value_head_rule
+from megatron_daro.convert.mapping import (
+    TensorRule,
+    global_name,
+    hf_to_megatron,
+    output_rule,
+    padded_vocab_size,
+    value_head_rule,
+)
 from megatron_daro.errors import ConfigError, ModelError
 
 device.prepare()
@@ -522,12 +529,12 @@ def _named_parameters(chunks: Chunks) -> Iterator[tuple[int, str, torch.nn.Param
 
 
 @lru_cache(maxsize=4)
-def _rules(
-    shape: ModelShape, fused_norms: bool, grouped_experts: bool, says_values: bool
-) -> Mapping[str, TensorRule]:
+def _rules(shape: ModelShape, fused_norms: bool, grouped_experts: bool, says_values: bool) -> Mapping[str, TensorRule]:
     """Return the rules of the whole model by Megatron's name, with that of a tied output layer, or of a value head."""
     rules = hf_to_megatron(shape, fused_norms=fused_norms, grouped_experts=grouped_experts)
-    return {rule.megatron_name: rule for rule in [*rules, value_head_rule(shape) if says_values else output_rule(shape)]}
+    return {
+        rule.megatron_name: rule for rule in [*rules, value_head_rule(shape) if says_values else output_rule(shape)]
+    }
 
 
 def _mark_parallel(chunks: Chunks, shape: ModelShape) -> None:

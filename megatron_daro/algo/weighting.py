@@ -37,11 +37,13 @@ from megatron_daro.algo.difficulty_weights import DifficultyWeights
 from megatron_daro.algo.histories import Fade, HaDw
 from megatron_daro.algo.lengths import LambdaGrpo
 from megatron_daro.algo.pass_rate_rules import PASS_RATE_RULES, Dgpo
+from megatron_daro.algo.ppo import Ppo
 from megatron_daro.algo.token_columns import COLUMN_NAMES, TokenColumns
 from megatron_daro.errors import AlgorithmError, CheckpointError
 
 __all__ = [
     "ALGORITHMS",
+    "WITH_CRITIC",
     "Algorithm",
     "BatchTotals",
     "Daro",
@@ -281,19 +283,22 @@ _TABLE: tuple[type[Algorithm], ...] = (Grpo, GrpoSequence, Dapo, LitePpo, DrGrpo
 _TABLE += (*PASS_RATE_RULES, Dgpo, HaDw, Fade, LambdaGrpo)
 
 ALGORITHMS: Mapping[str, type[Algorithm]] = {cls.name: cls for cls in _TABLE}
+"""Those that need nothing but rollouts and their log-probs."""
+WITH_CRITIC: Mapping[str, type[Algorithm]] = {Ppo.name: Ppo}
+"""Those that need values too: not in other frameworks' loops, nor in the lab's."""
 
 
 def make_algorithm(name: str, **options: Any) -> Algorithm:
     """Return the algorithm of this name: the same call in the driver and on every rank.
 
     Args:
-        name: one of `ALGORITHMS`, or `module:Class`, a subclass of `Algorithm` that Python can import.
+        name: one of `ALGORITHMS` or `WITH_CRITIC`, or `module:Class`, a subclass of `Algorithm` that Python can import.
         options: arguments of its constructor.
 
     Raises:
         AlgorithmError: there is no such algorithm, or an option is unknown or out of range.
     """
-    cls = ALGORITHMS.get(name) or _imported(name)
+    cls = ALGORITHMS.get(name) or WITH_CRITIC.get(name) or _imported(name)
     try:
         inspect.signature(cls).bind(**options)
         return cls(**options)
@@ -302,7 +307,7 @@ def make_algorithm(name: str, **options: Any) -> Algorithm:
 
 
 def _imported(name: str) -> type[Algorithm]:
-    allowed = f"allowed are {', '.join(ALGORITHMS)}, or module:Class of a subclass of Algorithm"
+    allowed = f"allowed are {', '.join([*ALGORITHMS, *WITH_CRITIC])}, or module:Class of a subclass of Algorithm"
     module, _, attribute = name.partition(":")
     if not attribute:
         raise AlgorithmError(f"name: got {name!r}, {allowed}")

@@ -30,8 +30,9 @@ ALGORITHM_NAMES = (
     "ha_dw",
     "fade",
     "lambda_grpo",
+    "ppo",
 )
-"""Those of megatron_daro.algo.weighting.ALGORITHMS; a test compares them."""
+"""Those of megatron_daro.algo.weighting.ALGORITHMS and WITH_CRITIC; a test compares them."""
 
 
 class KlSection(Section):
@@ -313,6 +314,11 @@ class AlgorithmSection(Section):
     """PPO; read when name is ppo."""
     critic: CriticSection = CriticSection()
     """The critic; read by algorithms that have one."""
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether this algorithm of the package trains one; what one of your own does, its class says."""
+        return self.name == "ppo"
 
     def passes(self, columns: Collection[str] = ()) -> tuple[str, ...]:
         """Return the passes that the ranks make over a batch before its first update, in order. Each yields the column

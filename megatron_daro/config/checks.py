@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from megatron_daro.config import check_training, megatron_options, precision
 from megatron_daro.config.actor import ActorSection
+from megatron_daro.config.check_critic import critic
 from megatron_daro.config.hardware import (
     THIS_MACHINE,
     Hardware,
@@ -377,7 +378,7 @@ _CHECKS: tuple[tuple[str, _Find, _Find, Callable[[_Context], str]], ...] = (
     ),
     (
         "algorithm",
-        lambda c: check_training.algorithm(c.config),
+        lambda c: itertools.chain(check_training.algorithm(c.config), critic(c.config, c.shape)),
         lambda c: check_training.algorithm_warnings(c.config),
         lambda c: c.config.algorithm.name,
     ),

@@ -71,7 +71,10 @@ algorithm.daro.scale algorithm.daro.clamp
 algorithm.dgpo.temperature algorithm.f_grpo.gamma algorithm.fade.max_power algorithm.fade.min_scale
 algorithm.fade.rate algorithm.fade.target_entropy algorithm.ha_dw.rate algorithm.ha_dw.scale algorithm.ha_dw.window
 algorithm.lambda_grpo.betas algorithm.lambda_grpo.learning_rate algorithm.lambda_grpo.spread algorithm.mgpo.strength
-algorithm.mgpo.target algorithm.sapo.negative algorithm.sapo.positive algorithm.trust_region
+algorithm.mgpo.target algorithm.ppo.gamma algorithm.ppo.gae_lambda algorithm.ppo.critic_lambda
+algorithm.ppo.length_factor algorithm.ppo.bootstrap_truncated algorithm.ppo.whiten
+algorithm.critic.learning_rate algorithm.critic.warmup_steps algorithm.critic.grad_clip algorithm.critic.value_clip
+algorithm.critic.pretrain_steps algorithm.sapo.negative algorithm.sapo.positive algorithm.trust_region
 actor.optimizer.learning_rate actor.optimizer.weight_decay actor.optimizer.betas actor.optimizer.eps
 actor.optimizer.grad_clip actor.optimizer.warmup_steps actor.optimizer.schedule
 actor.optimizer.min_learning_rate_ratio
@@ -107,7 +110,9 @@ _REFUSED = {
     "data.prioritised.memory": "the order of the prompts would be another",
     "rollout.rollouts_per_prompt": "DARO's weights belong to K",
     "rollout.prompts_per_step": "groups that wait in the checkpoint belong to batches of that size",
-    "algorithm.name": "the checkpoint holds the state of that algorithm",
+    "algorithm.name": "the checkpoint holds the state of that algorithm, and a critic or none; export the weights and "
+    "start a new run from them to change it",
+    "algorithm.critic.path": "the saved critic began as that model",
     "algorithm.daro.parameter": "the saved weights are in that unit",
     "algorithm.daro.kernels": "the saved weights are theirs",
     "algorithm.daro.half_life": "the saved weights are averages with it, and Adam's without",

@@ -365,22 +365,30 @@ def skip_and_go_on(
 
 def everything(policy: Any) -> dict[str, np.ndarray]:
     """Every number that a checkpoint would hold, copied, as bytes with names."""
-    train_state, found = policy.train_state, {}
-    for name, parameter in torch.nn.ModuleList(policy.chunks).named_parameters():
-        found[f"parameter {name}"] = parameter.detach()
-    parts = getattr(train_state.optimizer, "chained_optimizers", [train_state.optimizer])
+    train_state = policy.train_state
+    found = _of_model(policy.chunks, train_state)
+    if policy.critic is not None:
+        found |= {
+            f"critic {name}": value for name, value in _of_model(policy.critic.chunks, policy.critic.state).items()
+        }
+    if train_state.algorithm.weights is not None:
+        difficulty = train_state.algorithm.difficulty.state_dict()
+        found |= {f"difficulty {n}": torch.tensor(v) for n, v in difficulty.items() if isinstance(v, list)}
+    return {name: _bytes(tensor) for name, tensor in found.items()}
+
+
+def _of_model(chunks: Any, state: Any) -> dict[str, torch.Tensor]:
+    found = {f"parameter {n}": p.detach() for n, p in torch.nn.ModuleList(chunks).named_parameters()}
+    parts = getattr(state.optimizer, "chained_optimizers", [state.optimizer])
     for i, part in enumerate(parts):
         for g, group in enumerate(part.optimizer.param_groups):
             found[f"optimizer {i} group {g} lr"] = torch.tensor([group["lr"], group["weight_decay"]])
             for p, parameter in enumerate(group["params"]):
                 found[f"optimizer {i} group {g} main {p}"] = parameter.detach()
-                state = part.optimizer.state[parameter]
-                found |= {f"optimizer {i} group {g} {n} {p}": torch.as_tensor(v) for n, v in state.items()}
-    found["scheduler"] = torch.tensor([train_state.scheduler.num_steps], dtype=torch.float64)
-    if train_state.algorithm.weights is not None:
-        difficulty = train_state.algorithm.difficulty.state_dict()
-        found |= {f"difficulty {n}": torch.tensor(v) for n, v in difficulty.items() if isinstance(v, list)}
-    return {name: _bytes(tensor) for name, tensor in found.items()}
+                moments = part.optimizer.state[parameter]
+                found |= {f"optimizer {i} group {g} {n} {p}": torch.as_tensor(v) for n, v in moments.items()}
+    found["scheduler"] = torch.tensor([state.scheduler.num_steps], dtype=torch.float64)
+    return found
 
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray:
@@ -463,3 +471,70 @@ def live_bytes(path: Path, layout: Any, batch: TrainBatch, micro_batches: list[l
     with LiveBytes(known) as live:
         compute_gradients(policy.train_state, batch, micro_batches, policy._objective, policy._output)
     return live.peak
+
+
+def critic_gradients(
+    path: Path, layout: Any, batch: TrainBatch, num_micro_batches: int, algorithm: dict[str, Any], **options: Any
+) -> dict[str, Any]:
+    """Both models' summed gradients in a step of PPO, with the values that a pass gave plus `batch.values_R`."""
+    from megatron_daro.actor.step import compute_gradients, with_advantages
+
+    policy = build_policy(path, layout, algorithm, optimizer={"distributed": False}, **options)
+    mine = batch.select(my_rows(len(batch), layout))
+    micro_batches = uneven_split(len(mine), num_micro_batches)
+    values_R = of_last_stage(policy.run_pass("values", mine, micro_batches))
+    mine = replace(mine, values_R=values_R + mine.values_R)
+    sums = compute_gradients(policy.train_state, mine, micro_batches, policy._objective, policy._output)
+    gradients = collect_gradients(policy)
+    prepared = with_advantages(policy.train_state.algorithm, mine, policy._objective)
+    report = policy.critic.gradients(prepared, micro_batches)
+    return {
+        "gradients": gradients,
+        "critic": {f"critic {name}": value for name, value in collect_gradients(policy.critic).items()},
+        "policy_loss": sums.policy_loss,
+        "values": values_R,
+        "rows": my_rows(len(batch), layout),
+        "metrics": report.metrics,
+    }
+
+
+def of_last_stage(column_R: np.ndarray | None) -> np.ndarray:
+    """What the last stage computed, on all stages, as Ray's references give it to them."""
+    from megatron.core import parallel_state
+
+    found = [column_R]
+    torch.distributed.broadcast_object_list(
+        found,
+        src=parallel_state.get_pipeline_model_parallel_last_rank(),
+        group=parallel_state.get_pipeline_model_parallel_group(),
+    )
+    assert found[0] is not None
+    return found[0]
+
+
+def ppo_steps(
+    path: Path,
+    layout: Any,
+    batches: Sequence[TrainBatch],
+    algorithm: dict[str, Any],
+    save_to: Path | None = None,
+    load_from: Path | None = None,
+    first: int = 1,
+    **options: Any,
+) -> dict[str, Any]:
+    """Optimizer steps, values and old log-probs before each; all numbers of both models at the end."""
+    policy = build_policy(path, layout, algorithm, **{"optimizer": {"learning_rate": 1e-3}, **options})
+    if load_from:
+        policy.load(load_from)
+    start, metrics = everything(policy), []
+    for step, batch in enumerate(batches, first):
+        mine = batch.select(my_rows(len(batch), layout))
+        micro_batches = uneven_split(len(mine), 2)
+        mine = replace(mine, values_R=of_last_stage(policy.run_pass("values", mine, micro_batches)))
+        result = policy.train_step(mine, micro_batches, step=step)
+        metrics.append({n: v for n, v in result.metrics.items() if not n.startswith("timing/")})
+        metrics[-1]["skipped"] = float(result.skipped)
+    if save_to:
+        policy.save(save_to)
+    changed = [name for name, value in everything(policy).items() if name not in start or not _same(value, start[name])]
+    return {"metrics": metrics, "end": everything(policy), "changed": changed}

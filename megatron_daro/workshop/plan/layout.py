@@ -67,11 +67,13 @@ def expert_parameters(shape: ModelShape, cut: Cut, layer: int) -> tuple[int, ...
     return (2 * width * shape.hidden, width * shape.hidden) * (shape.experts.number // cut.expert)
 
 
-def part_parameters(shape: ModelShape, cut: Cut, stage: int, part: int = 0) -> tuple[list[int], list[int]]:
+def part_parameters(
+    shape: ModelShape, cut: Cut, stage: int, part: int = 0, *, critic: bool = False
+) -> tuple[list[int], list[int]]:
     """Return the elements of each parameter of a part (0 .. VPP - 1) of a stage (0 .. PP - 1) on one rank: those of
     experts in the second list.
 
-    With tied embeddings and several stages the last one holds a copy of the embedding.
+    With tied embeddings and several stages the last one holds a copy of the embedding; a critic has one row in its place.
     """
     table = padded_vocabulary(shape.vocab, cut.tensor) // cut.tensor * shape.hidden
     parts, place = cut.pipeline * cut.virtual, part * cut.pipeline + stage
@@ -81,40 +83,43 @@ def part_parameters(shape: ModelShape, cut: Cut, stage: int, part: int = 0) -> t
     sizes += [size for layer in layers for size in layer_parameters(shape, cut, layer)]
     if last:
         sizes.append(shape.hidden)
-        sizes += [table] if not (shape.tie and first) else []
+        sizes += [shape.hidden] if critic else [table] if not (shape.tie and first) else []
     return sizes, [size for layer in layers for size in expert_parameters(shape, cut, layer)]
 
 
 @lru_cache(maxsize=65536)
-def counts(shape: ModelShape, cut: Cut, stage: int) -> tuple[int, int]:
+def counts(shape: ModelShape, cut: Cut, stage: int, critic: bool = False) -> tuple[int, int]:
     """Return all elements on a rank of this stage: those of experts by themselves."""
-    parts = [part_parameters(shape, cut, stage, part) for part in range(cut.virtual)]
+    parts = [part_parameters(shape, cut, stage, part, critic=critic) for part in range(cut.virtual)]
     return sum(sum(rest) for rest, _ in parts), sum(sum(experts) for _, experts in parts)
 
 
 @lru_cache(maxsize=65536)
-def _aligned(shape: ModelShape, cut: Cut, stage: int, part: int) -> tuple[int, int]:
+def _aligned(shape: ModelShape, cut: Cut, stage: int, part: int, critic: bool) -> tuple[int, int]:
     unit = _PARAMETER_ALIGNMENT
     rest, experts = (
-        sum(-(-size // unit) * unit for size in sizes) for sizes in part_parameters(shape, cut, stage, part)
+        sum(-(-size // unit) * unit for size in sizes)
+        for sizes in part_parameters(shape, cut, stage, part, critic=critic)
     )
     return rest, experts
 
 
-def buffer_elements(shape: ModelShape, cut: Cut, stage: int, *, shards: int, expert_shards: int) -> int:
+def buffer_elements(
+    shape: ModelShape, cut: Cut, stage: int, *, shards: int, expert_shards: int, critic: bool = False
+) -> int:
     """Return the elements of the gradient buffers, with the padding that the distributed optimizer asks for: each
     virtual part has its own.
 
     Args:
-        shape, cut, stage: as of `counts`.
+        shape, cut, stage, critic: as of `counts`.
         shards: ranks that share the optimizer, DP * CP; 0 without the distributed optimizer.
         expert_shards: the same of the experts, TP * CP * DP / (ETP * EP).
     """
     if not shards:
-        return sum(counts(shape, cut, stage))
+        return sum(counts(shape, cut, stage, critic))
     total = 0
     for part in range(cut.virtual):
-        for elements, ranks in zip(_aligned(shape, cut, stage, part), (shards, expert_shards), strict=True):
+        for elements, ranks in zip(_aligned(shape, cut, stage, part, critic), (shards, expert_shards), strict=True):
             unit = math.lcm(ranks, _BUFFER_ALIGNMENT)
             total += -(-elements // unit) * unit
     return total

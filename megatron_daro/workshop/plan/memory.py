@@ -38,6 +38,7 @@ class Memory:
     weights: float = 0.0
     gradients: float = 0.0
     optimizer: float = 0.0
+    critic: float = 0.0
     activations: float = 0.0
     logits: float = 0.0
     buffers: float = 0.0
@@ -144,17 +145,18 @@ def logits(workload: Workload, layout: ModelLayout, *, tile_columns: int = TILE_
 
 
 def static_bytes(
-    workload: Workload, cut: Cut, stage: int, shards: int, expert_shards: int = 1
+    workload: Workload, cut: Cut, stage: int, shards: int, expert_shards: int = 1, *, critic: bool = False
 ) -> tuple[float, float, float, int]:
     """Return weights, gradients and optimizer of a rank in bytes, and its elements.
 
     Args:
         shards: ranks that share the optimizer's state, DP * CP. expert_shards: that of the experts.
+        critic: of the critic, not of the policy.
     """
     shape, distributed = workload.shape, workload.distributed_optimizer
     shared = shards if distributed else 0
-    buffer = buffer_elements(shape, cut, stage, shards=shared, expert_shards=expert_shards)
-    rest, experts = counts(shape, cut, stage)
+    buffer = buffer_elements(shape, cut, stage, shards=shared, expert_shards=expert_shards, critic=critic)
+    rest, experts = counts(shape, cut, stage, critic)
     elements = rest + experts
     # fp32 moments; with bf16 also an fp32 copy of the weights. The parameters lie in a buffer of their own.
     own = rest / shards + experts / expert_shards if distributed else elements
@@ -183,6 +185,9 @@ def _stage_memory(
 ) -> Memory:
     expert_shards = max(shards * layout.tensor // (layout.cut.expert * layout.cut.expert_tensor), 1)
     weights, gradients, optimizer, elements = static_bytes(workload, layout.cut, stage, shards, expert_shards)
+    second = (
+        static_bytes(workload, layout.cut, stage, shards, expert_shards, critic=True) if workload.critic else (0.0,) * 4
+    )
     local = LOCAL_FP32 if workload.dtype_bytes == 4 else LOCAL_BF16
     kept = activations(
         workload, layout, ENGINE if on_gpu and workload.dtype_bytes == 2 else local, stage=stage,
@@ -195,6 +200,7 @@ def _stage_memory(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
+        critic=sum(second[:3]),
         activations=kept,
         logits=tiles,
         # Hidden states gathered over TP, what the pipeline sends and receives, and a weight sync as far as it takes
@@ -203,7 +209,7 @@ def _stage_memory(
         + 2 * hidden * (layout.pipeline > 1)
         + max(sync_bytes(workload, layout.tensor) - kept - tiles, 0.0),
         # Transformer Engine keeps an fp8 copy of each weight, and its transpose.
-        fp8=2.0 * elements if workload.fp8 else 0.0,
+        fp8=2.0 * (elements + second[3]) if workload.fp8 else 0.0,
         margin=FRAGMENTS * (kept + tiles) + _uneven_share(workload, layout) * kept if on_gpu else 0.0,
         reserve=RESERVE_BYTES + GROUP_BYTES * _groups(layout, shards) if on_gpu else 0.0,
     )

@@ -173,7 +173,8 @@ def train_times(
     forward = num * workload.updates * (max(on_gpu * uneven, on_host / practice.logprobs_at_once) + 0.4 * traffic) / 3
     passes = workload.extra_passes * forward * (1 + idle)
     factor = constants.training_factor
-    return TrainTimes(factor * compute, factor * (inner + outer), factor * bubble, factor * passes)
+    models = factor * (1 + workload.critic)  # a critic is as large, and is trained on the same tokens
+    return TrainTimes(models * compute, models * (inner + outer), models * bubble, factor * passes)
 
 
 def _stage_s(

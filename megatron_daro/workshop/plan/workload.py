@@ -29,7 +29,7 @@ class Workload:
     """One training batch. Lengths in tokens; response_Q are equally likely answer lengths, ascending.
 
     samples: of a batch; generated: answers asked for, with oversampling; extra_passes: forward passes beside training
-    (old and reference log-probs); updates: optimizer steps of a batch. servers_fp8, cache_fp8: their weights, and keys
+    (old and reference log-probs, values); critic: whether a second model is trained on the same ranks; updates: optimizer steps of a batch. servers_fp8, cache_fp8: their weights, and keys
     and values. server_fraction: of a server's GPU for its weights and cache; None: all that is left. server_nodes:
     that each server is spread over; None: as few as hold it. colocated: servers and ranks take turns on the GPUs.
     """
@@ -42,6 +42,7 @@ class Workload:
     updates: int
     staleness: int
     extra_passes: int
+    critic: bool
     mean_prompt: float
     longest: int
     response_Q: np.ndarray
@@ -139,7 +140,8 @@ def workload_of(
         generated=rollout.prompts_requested * rollout.rollouts_per_prompt,
         updates=config.trainer.updates_per_batch,
         staleness=rollout.max_staleness,
-        extra_passes=len(algorithm.passes()),
+        extra_passes=len(algorithm.passes(("values",) if algorithm.has_critic else ())),
+        critic=algorithm.has_critic,
         mean_prompt=float(prompt),
         longest=config.data.max_prompt_tokens + longest,
         response_Q=quantiles(mean, spread, longest) if response_Q is None else response_Q,

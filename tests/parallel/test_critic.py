@@ -1,0 +1,221 @@
+"""PPO on ranks: values, the gradients of policy and critic in every layout, updates, checkpoints of both models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import policy_tasks
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_models import random_batch, save_model
+from test_gradients_exact import LAYOUTS, layouts, merged, relative_difference
+from test_token_advantages import label_logprobs, turns_batch
+
+GAMMA, LAMBDA, ITS_LAMBDA, CLIP = 0.97, 0.9, 0.95, 0.2
+OPTIONS = {"gamma": GAMMA, "gae_lambda": LAMBDA, "critic_lambda": ITS_LAMBDA}
+USUAL = ("single", "tp2_pp2", "cp2_dp2", "pp2_vpp2")
+USED = [name if name in USUAL else pytest.param(name, marks=pytest.mark.heavy) for name in LAYOUTS]
+
+
+@pytest.fixture(scope="module", params=["qwen2", "qwen2_tied"])
+def model(request, tmp_path_factory):
+    """A policy, and a critic of other weights whose head is not 0."""
+    return models(request.param, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory):
+    return models("qwen2", tmp_path_factory)
+
+
+def models(family, tmp_path_factory):
+    policy, critic = tmp_path_factory.mktemp("policy"), tmp_path_factory.mktemp("critic")
+    hf, its = save_model(family, policy), save_model(family, critic, seed=1)
+    head = torch.randn(1, its.config.hidden_size, generator=torch.Generator().manual_seed(2)) * 0.3
+    tensors = load_file(critic / "model.safetensors")
+    save_file({**tensors, "score.weight": head}, critic / "model.safetensors", metadata={"format": "pt"})
+    return policy, hf, critic, its, head
+
+
+def section(critic=None, **critic_options):
+    path = {"path": str(critic)} if critic else {}
+    return {"name": "ppo", "ppo": OPTIONS, "critic": {**path, **critic_options}}
+
+
+def noisy_batch():
+    batch = turns_batch()
+    noise_R = np.random.default_rng(4).normal(size=len(batch.loss_mask_R)) * 0.4
+    return replace(batch, values_R=noise_R.astype(np.float32))
+
+
+def values_of(its, head, sample):
+    tokens, prompt = torch.tensor(sample.tokens_T, dtype=torch.long), int(sample.prompt_lengths_N[0])
+    return (its.model(tokens[None]).last_hidden_state[0, prompt - 1 : -1] @ head.T)[:, 0]
+
+
+def recursion(values, mask, reward, lam):
+    """Advantages of the own tokens, last to first."""
+    found, following, later, first = {}, 0.0, 0.0, True
+    for t in reversed(range(len(mask))):
+        if mask[t]:
+            following = (reward if first else 0.0) + GAMMA * later - values[t] + GAMMA * lam * following
+            found[t], later, first = following, values[t], False
+    return found
+
+
+def reference(hf, its, head, batch):
+    """Losses and gradients of both models by autograd through transformers' models, token by token."""
+    samples = [batch.select([i]) for i in range(len(batch))]
+    head = head.clone().requires_grad_()
+    hf.zero_grad(), its.zero_grad()
+    old = [(values_of(its, head, s).detach().double() + torch.tensor(s.values_R)).tolist() for s in samples]
+    raw = [recursion(v, s.loss_mask_R, float(s.rewards_N[0]), LAMBDA) for v, s in zip(old, samples, strict=True)]
+    its_own = [
+        recursion(v, s.loss_mask_R, float(s.rewards_N[0]), ITS_LAMBDA) for v, s in zip(old, samples, strict=True)
+    ]
+    flat = np.array([a for sample in raw for a in sample.values()])
+    mean, deviation = flat.mean(), np.sqrt(flat.var(ddof=1) + 1e-8)
+    policy, critic = (torch.zeros((), dtype=torch.float64) for _ in range(2))
+    for s, before, advantages, errors in zip(samples, old, raw, its_own, strict=True):
+        logp, values = label_logprobs(hf, s), values_of(its, head, s)
+        for t, advantage in advantages.items():
+            rho, a = torch.exp(logp[t] - float(s.old_logprobs_R[t])), (advantage - mean) / deviation
+            policy = policy - torch.min(rho * a, rho.clamp(0.8, 1.28) * a).double() / len(flat)
+            target, near = errors[t] + before[t], values[t].clamp(before[t] - CLIP, before[t] + CLIP)
+            worse = torch.max((values[t] - target) ** 2, (near - target) ** 2)
+            critic = critic + 0.5 * worse.double() / len(flat)
+    policy.backward(), critic.backward()
+    gradients = {name: p.grad.clone().numpy() for name, p in hf.named_parameters()}
+    its_gradients = {f"critic {n}": p.grad.clone().numpy() for n, p in its.model.named_parameters(prefix="model")}
+    its_gradients["critic score.weight"] = head.grad.numpy()
+    return float(policy.detach()), float(critic.detach()), gradients, its_gradients
+
+
+@pytest.mark.parametrize("layout", USED)
+def test_values_and_gradients_of_both_models_equal_one_process(rank_pool, model, layout):
+    check_gradients(rank_pool, model, layouts()[layout])
+
+
+@pytest.mark.heavy
+def test_without_sequence_parallelism(rank_pool, untied):
+    check_gradients(rank_pool, untied, layouts()["tp2_pp2"], sequence_parallel=False)
+
+
+def check_gradients(pool, model, layout, **options):
+    policy, hf, critic, its, head = model
+    batch = noisy_batch()
+    loss, value_loss, want, its_want = reference(hf, its, head, batch)
+    results = pool.run(
+        policy_tasks.critic_gradients,
+        layout,
+        path=policy,
+        batch=batch,
+        num_micro_batches=4,
+        algorithm=section(critic, value_clip=CLIP),
+        **options,
+    )
+    assert relative_difference(merged(results), want) < 1e-5
+    its_got = {}
+    for result in results:
+        its_got |= result["critic"]
+    assert relative_difference(its_got, its_want) < 1e-5
+    norm = np.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in its_want.values()))
+    for result in results:
+        own = [batch.select([row]) for row in result["rows"]]
+        values = np.concatenate([values_of(its, head, s).detach().numpy() for s in own])
+        np.testing.assert_allclose(result["values"], values, rtol=0, atol=1e-5)
+        assert result["policy_loss"] == pytest.approx(loss, rel=1e-5)
+        assert result["metrics"]["critic/loss"] == pytest.approx(value_loss, rel=1e-5)
+        assert result["metrics"]["critic/grad_norm"] == pytest.approx(norm, rel=1e-5)
+        assert 0.1 < result["metrics"]["critic/clip_fraction"] < 0.9
+
+
+def steps(pool, layout, model, seeds, algorithm, **options):
+    return pool.run(
+        policy_tasks.ppo_steps,
+        layouts()[layout],
+        path=model[0],
+        batches=[random_batch(seed=seed) for seed in seeds],
+        algorithm=algorithm,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp2", *(pytest.param(n, marks=pytest.mark.heavy) for n in ("tp2_pp2", "pp2_vpp2"))]
+)
+def test_a_restarted_run_is_the_unbroken_one_bit_for_bit(rank_pool, tmp_path, untied, layout):
+    algorithm = section(untied[2], learning_rate=1e-3, warmup_steps=3, pretrain_steps=1)
+    whole = steps(rank_pool, layout, untied, range(4), algorithm)
+    saved = tmp_path / "checkpoint"
+    saved.mkdir()
+    steps(rank_pool, layout, untied, range(2), algorithm, save_to=saved)
+    resumed = steps(rank_pool, layout, untied, range(2, 4), algorithm, load_from=saved, first=3)
+    for one, other in zip(whole, resumed, strict=True):
+        assert other["metrics"] == one["metrics"][2:]
+        assert any(name.startswith("critic optimizer") for name in one["end"])
+        for name, value in one["end"].items():
+            np.testing.assert_array_equal(other["end"][name], value, err_msg=name)
+
+
+@pytest.mark.heavy
+def test_another_layout_continues_with_the_same_numbers(rank_pool, tmp_path, untied):
+    algorithm = section(untied[2], learning_rate=1e-3)
+    optimizer = {"optimizer": {"learning_rate": 1e-3, "eps": 1e-3}}
+    whole = steps(rank_pool, "tp2_pp2", untied, range(4), algorithm, **optimizer)
+    saved = tmp_path / "checkpoint"
+    saved.mkdir()
+    steps(rank_pool, "tp2_pp2", untied, range(2), algorithm, save_to=saved, **optimizer)
+    resumed = steps(rank_pool, "cp2_dp2", untied, range(2, 4), algorithm, load_from=saved, first=3, **optimizer)
+    keys = ("critic/loss", "critic/value_mean", "critic/explained_variance", "loss/policy")
+    for one, other in zip(whole[0]["metrics"][2:], resumed[0]["metrics"], strict=True):
+        assert [other[k] for k in keys] == pytest.approx([one[k] for k in keys], rel=1e-3, abs=1e-5)
+
+
+def test_the_policy_rests_while_the_critic_learns_alone(rank_pool, untied):
+    """From the policy's own checkpoint, whose head says 0: so nothing is explained at first, and more after steps."""
+    algorithm = section(learning_rate=1e-2, pretrain_steps=3)
+    (alone,) = steps(rank_pool, "single", untied, [0] * 3, algorithm)
+    assert {name.split()[0] for name in alone["changed"]} == {"critic"}
+    first, *_, last = alone["metrics"]
+    assert (first["critic/value_mean"], first["critic/explained_variance"]) == (0.0, pytest.approx(0.0, abs=1e-12))
+    assert last["critic/loss"] < first["critic/loss"] and last["critic/value_mean"] != 0
+    assert [m["optimizer/learning_rate"] for m in alone["metrics"]] == [0.0] * 3
+    (both,) = steps(rank_pool, "single", untied, [0] * 4, algorithm)
+    assert {name.split()[0] for name in both["changed"]} == {"critic", "parameter", "optimizer", "scheduler"}
+
+
+def test_neither_is_updated_from_what_is_not_finite(rank_pool, untied):
+    """An infinite head makes targets that are no numbers: nothing at all changes."""
+    tensors = load_file(untied[2] / "model.safetensors")
+    broken = untied[2].parent / "broken"
+    if not broken.exists():
+        import shutil
+
+        shutil.copytree(untied[2], broken)
+        save_file(tensors | {"score.weight": tensors["score.weight"] * float("inf")}, broken / "model.safetensors")
+    (result,) = steps(rank_pool, "single", untied, [0], section(broken))
+    assert result["metrics"] == [{"skipped": 1.0}]
+    assert not [name for name in result["changed"] if "parameter" in name]
+
+
+def test_a_checkpoint_without_a_critic_is_refused_by_name(rank_pool, tmp_path, untied):
+    steps(rank_pool, "single", untied, [0], section(), save_to=_made(tmp_path / "checkpoint"))
+    import shutil
+
+    shutil.rmtree(tmp_path / "checkpoint" / "critic")
+    with pytest.raises(AssertionError, match="it has no critic, which algorithm.name=ppo trains; resume with"):
+        steps(rank_pool, "single", untied, [0], section(), load_from=tmp_path / "checkpoint")
+
+
+def test_a_critic_of_another_shape_is_refused_by_name(rank_pool, tmp_path, untied):
+    save_model("llama_one_group", tmp_path)
+    with pytest.raises(AssertionError, match="algorithm.critic.path: .* has family llama .the policy: qwen2."):
+        steps(rank_pool, "single", untied, [0], section(tmp_path))
+
+
+def _made(directory):
+    directory.mkdir()
+    return directory
