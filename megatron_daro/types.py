@@ -267,8 +267,9 @@ class TrainBatch:
     loss_mask_R uint8, rollout_logprobs_R float32; rewards_N float32 (shaped); correct_N uint8; bins_N int64 in 0..K;
     group_ids_N int64; advantages_N float32; truncated_N uint8 (finish reason "length");
     old_logprobs_R and ref_logprobs_R float32, None until the actor computed them. token_advantages_R float32, None
-    where advantages_N holds for all tokens of a sample. values_R and value_targets_R float32, what the critic said before
-    each token when the batch began, and what it shall say; None without a critic. group_lengths_NK int64 [N, K], trained tokens of every rollout
+    where advantages_N holds for all tokens of a sample. values_R and value_targets_R float32, what the critic said
+    before each token when the batch began, and what it shall say; None without a critic.
+    group_lengths_NK int64 [N, K], trained tokens of every rollout
     of each sample's group; None unless the algorithm needs them.
     routed_experts_TLK int16 [T, layers, experts of a token]: which experts the engine chose for a token that it
     read; -1 where it did not tell, and for the last token of a sample, which it did not read. None where no engine was

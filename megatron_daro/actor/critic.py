@@ -3,7 +3,8 @@
 Built from the policy's checkpoint, or from one of its own, under the policy's layout and on its ranks; the two compute
 one after the other. `values` is a pass before the first update of a batch; `gradients` and `apply` are its part of an
 optimizer step, for which actor/step.py has made the targets. The head has one output, is whole on every
-tensor-parallel rank, and says 0 until it is trained where the checkpoint has none. Refuses checkpoints of another shape.
+tensor-parallel rank, and says 0 until it is trained where the checkpoint has none. Refuses a checkpoint of another
+shape.
 
 Legend: T packed tokens, D hidden, P response tokens and J trained tokens of a micro-batch, R of the shard.
 """
@@ -14,7 +15,7 @@ import math
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,13 @@ from megatron_daro.actor.forward import MicroBatches, packed_micro_batches, resp
 from megatron_daro.actor.model import TransformerConfig, build_model, wrap_data_parallel
 from megatron_daro.actor.optimizer import apply_update, build_optimizer, build_scheduler, prepare_update
 from megatron_daro.actor.parallel import PolicySettings
-from megatron_daro.actor.step import TrainedModel, global_totals, handed_to_all_stages, sum_over_data_parallel
+from megatron_daro.actor.step import (
+    CriticReport,
+    TrainedModel,
+    global_totals,
+    handed_to_all_stages,
+    sum_over_data_parallel,
+)
 from megatron_daro.actor.weights import load_hf_weights
 from megatron_daro.algo.ppo import value_losses
 from megatron_daro.config.actor import ActorSection
@@ -47,15 +54,6 @@ with warnings.catch_warnings():
 
 FOLDER = "critic"
 """Of a checkpoint, where the critic's part of it is."""
-
-
-@dataclass(frozen=True, slots=True)
-class CriticReport:
-    """The critic's part of a step before anything changes; the same on every rank. fit: whether it may be updated."""
-
-    fit: bool
-    grad_norm: float
-    metrics: dict[str, float]
 
 
 class Critic:
@@ -194,7 +192,7 @@ def _column_metrics(batch: TrainBatch) -> dict[str, float]:
 
 
 def _tensors(settings: PolicySettings, section: CriticSection, policy: ModelShape) -> HFCheckpoint | MegatronWeights:
-    """The checkpoint that it starts from: its own, else the policy's."""
+    """Return the checkpoint that it starts from: its own, else the policy's."""
     if section.path is None and settings.weights is not None:
         return MegatronWeights(settings.weights, policy)
     return HFCheckpoint(section.path or settings.model_path)

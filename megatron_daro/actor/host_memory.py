@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -134,7 +135,7 @@ class HostMemory:
                 if tensor is not None:
                     yield tensor
 
-    def _chunks(self) -> Iterator[DistributedDataParallel]:
+    def _chunks(self) -> Iterator[Any]:
         for model in self._models:
             yield from model.chunks
 

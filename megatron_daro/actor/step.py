@@ -26,7 +26,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -50,9 +50,6 @@ from megatron_daro.algo.weighting import Algorithm, BatchTotals, Samples, StepSt
 from megatron_daro.data.packing import PackedMicroBatch
 from megatron_daro.errors import AlgorithmError, NonFiniteError
 from megatron_daro.types import StepResult, TrainBatch
-
-if TYPE_CHECKING:
-    from megatron_daro.actor.critic import CriticReport
 
 device.prepare()
 from megatron.core import parallel_state  # noqa: E402  (the device must be prepared first)
@@ -303,6 +300,15 @@ class TrainState(TrainedModel):
     """What a train step changes of the policy, together: the model, and what the algorithm has learned."""
 
     algorithm: Algorithm
+
+
+@dataclass(frozen=True, slots=True)
+class CriticReport:
+    """The critic's part of a step before anything changes; the same on every rank. fit: whether it may be updated."""
+
+    fit: bool
+    grad_norm: float
+    metrics: dict[str, float]
 
 
 class StepCritic(Protocol):

@@ -343,9 +343,15 @@ def _check_token_columns(name: str, cls: type[Algorithm]) -> None:
             f"name: {name}.token_columns: got {', '.join(map(repr, unknown))}, allowed is a tuple of some of "
             f"{', '.join(COLUMN_NAMES)}"
         )
-    try:
-        inspect.signature(cls.token_advantages).bind(None, None)
-    except TypeError as error:
+    targets = cls.value_targets is not Algorithm.value_targets
+    if ("values" in wanted) != targets:
+        lacking, there = ("the column values", "value_targets") if targets else ("value_targets", "the column values")
         raise AlgorithmError(
-            f"name: {name}.token_advantages: {error}; write it as `def token_advantages(self, tokens)`"
-        ) from None
+            f"name: {name} has {there} but no {lacking}; allowed are both or neither: a critic says values and is "
+            "trained towards targets"
+        )
+    for method in ("token_advantages", *(["value_targets"] if targets else [])):
+        try:
+            inspect.signature(getattr(cls, method)).bind(None, None)
+        except TypeError as error:
+            raise AlgorithmError(f"name: {name}.{method}: {error}; write it as `def {method}(self, tokens)`") from None

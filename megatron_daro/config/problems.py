@@ -68,7 +68,7 @@ def similarity(a: str, b: str) -> float:
     return difflib.SequenceMatcher(None, a, b).ratio()
 
 
-def nearest_paths(unknown: str, known: Sequence[str], *, at_most: int = 3) -> list[str]:
+def nearest_paths(unknown: str, known: Sequence[str], *, at_most: int = 4) -> list[str]:
     """Return the known dotted paths that an unknown one most likely means, best first; empty where nothing is alike.
 
     The last part decides; the same section comes before others. So `actor.learning_rate` finds

@@ -73,7 +73,7 @@ def part_parameters(
     """Return the elements of each parameter of a part (0 .. VPP - 1) of a stage (0 .. PP - 1) on one rank: those of
     experts in the second list.
 
-    With tied embeddings and several stages the last one holds a copy of the embedding; a critic has one row in its place.
+    With tied embeddings and several stages the last one holds a copy of the embedding; a critic has one row there.
     """
     table = padded_vocabulary(shape.vocab, cut.tensor) // cut.tensor * shape.hidden
     parts, place = cut.pipeline * cut.virtual, part * cut.pipeline + stage

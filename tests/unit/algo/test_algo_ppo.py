@@ -178,9 +178,9 @@ def test_clipped_value_loss_by_hand():
 
 
 def test_policy_and_value_loss_equal_trls():
-    """TRL 0.19.1, trainer/ppo_trainer.py, lines 524 to 534 (advantages, whitened as core.py, 51 to 76, has it), 566 to 574
-    (critic) and 580 to 584 (policy), in loops; with the options that agree: both clips 0.2, the reward on the last token,
-    no KL."""
+    """TRL 0.19.1, trainer/ppo_trainer.py, lines 524 to 534 (advantages, whitened as core.py, 51 to 76, has it), 566 to
+    574 (critic) and 580 to 584 (policy), in loops; with the options that agree: both clips 0.2, the reward on the last
+    token, no KL."""
     values, _, rewards, _ = random_samples(11, 4)
     masks = [[1] * len(row) for row in values]
     gamma, lam, eps = 0.99, 0.95, 0.2

@@ -21,11 +21,15 @@ class Whole(Grpo):
 
 
 class Unknown(Whole):
-    token_columns = ("ref_logprobs", "values")
+    token_columns = ("ref_logprobs", "entropies")
 
 
 class OneName(Whole):
     token_columns = "ref_logprobs"
+
+
+class NoTargets(Whole):
+    token_columns = ("values",)
 
 
 class NoMethod(Grpo):
@@ -54,10 +58,14 @@ def test_a_class_with_columns_and_method_is_taken():
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
-        (Unknown, "Unknown.token_columns: got 'values', allowed is a tuple of some of rollout_logprobs, old_logprobs"),
+        (
+            Unknown,
+            "Unknown.token_columns: got 'entropies', allowed is a tuple of some of rollout_logprobs, old_logprobs",
+        ),
         (OneName, "OneName.token_columns: got 'ref_logprobs', allowed is a tuple of some of"),
         (NoMethod, "NoMethod has token_columns but no token_advantages; allowed are both or neither"),
         (NoColumns, "NoColumns has token_advantages but no token_columns; allowed are both or neither"),
+        (NoTargets, "NoTargets has the column values but no value_targets; allowed are both or neither"),
         (OtherArguments, "token_advantages: missing a required argument: 'gamma'; write it as `def token_adv"),
     ],
 )

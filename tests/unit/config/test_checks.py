@@ -411,10 +411,10 @@ def test_unknown_passthrough_names_get_the_nearest():
 
 def test_algorithm_names_are_those_of_algo():
     pytest.importorskip("torch", reason="algo needs torch")
-    from megatron_daro.algo.weighting import ALGORITHMS
+    from megatron_daro.algo.weighting import ALGORITHMS, WITH_CRITIC
     from megatron_daro.config.algorithm import ALGORITHM_NAMES
 
-    assert tuple(ALGORITHMS) == ALGORITHM_NAMES
+    assert (*ALGORITHMS, *WITH_CRITIC) == ALGORITHM_NAMES
 
 
 def test_daro_defaults_are_those_of_algo():
