@@ -29,8 +29,8 @@ class GaeOptions:
     gamma: discount of each own token, 0 to 1. gae_lambda: 1 is the return less the value, 0 the error of one token.
     critic_lambda: the lambda of the critic's targets; None: gae_lambda. length_factor: alpha of VAPO's lambda
     1 - 1 / (alpha * own tokens), which takes the place of gae_lambda for the policy; None: gae_lambda.
-    bootstrap_truncated: whether an answer that the limit ended goes on, as the critic expects: the value before its last
-    token stands for all that follows, and that token is not trained; else it ended there, with its reward.
+    bootstrap_truncated: whether an answer that the limit ended goes on, as the critic expects: the value before its
+    last token stands for all that follows, and that token is not trained; else it ended there, with its reward.
     whiten: whether advantages have mean 0 and variance 1 over the whole step.
     """
 

@@ -33,13 +33,13 @@ class PackedMicroBatch:
     tokens_T, labels_T, positions_T int64 (labels are 0 where there is nothing to predict); positions start at 0 in
     every segment. mask_T float32, 1 where the label is a trained response token. segment_T int64, index into
     sample_indices, -1 on padding. cu_seqlens int32 [G + 1], boundaries of the whole (unsliced) pack with padding
-    included; max_seqlen the longest segment. sample_indices int64 [M], rows of the batch. advantages_M float32, bins_M
-    int64, trained_tokens_M int64: the batch's, per sample. rollout_logprobs_T, old_logprobs_T, ref_logprobs_T,
-    token_advantages_T, values_T, value_targets_T float32, 0 outside responses; None where the batch has none.
-    response_slots_P int64: where in T the response tokens are predicted; batch_slots_P int64: where they stand in the batch's R. trained_slots_J int64:
-    where mask_T is set, found on the CPU, since a GPU would have to be waited for. routed_experts_TLK int16 [T, layers,
-    experts of a token], -1 on padding and where the batch does not know. context_parallel_rank and _size say which
-    slice the T columns are.
+    included; max_seqlen the longest segment. sample_indices int64 [M], rows of the batch. advantages_M float32,
+    bins_M int64, trained_tokens_M int64: the batch's, per sample. rollout_logprobs_T, old_logprobs_T,
+    ref_logprobs_T, token_advantages_T, values_T, value_targets_T float32, 0 outside responses; None where the batch
+    has none. response_slots_P int64: where in T the response tokens are predicted; batch_slots_P int64: where they
+    stand in the batch's R. trained_slots_J int64: where mask_T is set, found on the CPU, since a GPU would have to
+    be waited for. routed_experts_TLK int16 [T, layers, experts of a token], -1 on padding and where the batch does
+    not know. context_parallel_rank and _size say which slice the T columns are.
     """
 
     tokens_T: Tensor

@@ -28,10 +28,11 @@ DEFAULT_SHARE = 0.3
 class Workload:
     """One training batch. Lengths in tokens; response_Q are equally likely answer lengths, ascending.
 
-    samples: of a batch; generated: answers asked for, with oversampling; extra_passes: forward passes beside training
-    (old and reference log-probs, values); critic: whether a second model is trained on the same ranks; updates:
-    optimizer steps of a batch. servers_fp8, cache_fp8: their weights, and keys and values. server_fraction: of a server's GPU for its weights and cache; None: all that is left. server_nodes:
-    that each server is spread over; None: as few as hold it. colocated: servers and ranks take turns on the GPUs.
+    samples: of a batch; generated: answers asked for, with oversampling; extra_passes: forward passes beside
+    training (old and reference log-probs, values); critic: whether a second model is trained on the same ranks;
+    updates: optimizer steps of a batch. servers_fp8, cache_fp8: their weights, and keys and values.
+    server_fraction: of a server's GPU for its weights and cache; None: all that is left. server_nodes: that each
+    server is spread over; None: as few as hold it. colocated: servers and ranks take turns on the GPUs.
     """
 
     shape: ModelShape

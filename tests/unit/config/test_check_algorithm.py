@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 
 from megatron_daro.config import Hardware, check, resolve
@@ -111,3 +114,76 @@ def test_a_default_that_is_not_the_published_algorithm_is_said(run_files, publis
     assert f"{published} is the published" in said and f"set {field}={published}" in said
     assert not warned([*others, f"{field}={published}"])
     assert not warned(others[:1]), "without the other option both are the same"
+
+
+def critic_directory(run_files, vocabulary=None, **changes):
+    """A model beside the policy's, with its shape but for what is changed."""
+    directory = run_files.root / "critic"
+    shutil.copytree(run_files.model, directory)
+    shape = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**shape, **changes}))
+    (directory / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary or {}}}))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "words"),
+    [
+        (["algorithm.critic.learning_rate=1e-4"], "algorithm.critic", "got learning_rate with name daro"),
+        (["algorithm.name=grpo", "algorithm.ppo.gae_lambda=0.9"], "algorithm.ppo", "got gae_lambda with name grpo"),
+        (
+            ["algorithm.name=ppo", "algorithm.critic.value_clip=0.2"],
+            "algorithm.critic.value_clip",
+            "got 0.2 with one update per batch",
+        ),
+        (
+            ["algorithm.name=ppo", "algorithm.critic.pretrain_steps=5", "trainer.steps=5"],
+            "algorithm.critic.pretrain_steps",
+            "got 5, but the run has 5 optimizer steps",
+        ),
+        (
+            ["algorithm.name=ppo", "algorithm.critic.warmup_steps=6", "trainer.steps=5"],
+            "algorithm.critic.warmup_steps",
+            "allowed: at most 5",
+        ),
+        (
+            ["algorithm.name=ppo", "algorithm.ppo.bootstrap_truncated=true", "rollout.max_response_tokens=1"],
+            "algorithm.ppo.bootstrap_truncated",
+            "answers of one token",
+        ),
+        (["algorithm.name=ppo", "algorithm.critic.path=nowhere"], "algorithm.critic.path", "which cannot be used"),
+    ],
+)
+def test_what_does_not_fit_a_critic_is_refused_in_words(run_files, overrides, field, words):
+    report = check(resolve(run_files.file, overrides), Hardware("cpu", 4))
+    found = [str(problem) for problem in report.problems]
+    assert any(line.startswith(f"{field}: got ") and words in line for line in found), found
+
+
+@pytest.mark.parametrize("option", ["gamma=1.5", "gae_lambda=-0.1", "critic_lambda=2", "length_factor=0"])
+def test_options_of_ppo_out_of_range_are_refused(run_files, option):
+    with pytest.raises(ConfigError, match=rf"algorithm\.ppo\.{option.split('=')[0]} \(command line\): got"):
+        resolve(run_files.file, ["algorithm.name=ppo", f"algorithm.ppo.{option}"])
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        ({"vocab_size": 101}, "vocab 101 (the policy: 100)"),
+        ({"hidden_size": 128}, "hidden 128 (the policy: 64)"),
+        ({"vocabulary": {"a": 1}}, "whose tokenizer has other tokens"),
+    ],
+)
+def test_a_critic_of_another_tokenizer_or_width_is_refused(run_files, made, words):
+    (run_files.model / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {}}}))
+    path = critic_directory(run_files, **made)
+    overrides = ["algorithm.name=ppo", f"algorithm.critic.path={path}"]
+    found = [str(problem) for problem in check(resolve(run_files.file, overrides), Hardware("cpu", 4)).problems]
+    assert len(found) == 1 and found[0].startswith("algorithm.critic.path: got ") and words in found[0], found
+
+
+def test_a_fit_critic_is_taken(run_files):
+    (run_files.model / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {}}}))
+    path = critic_directory(run_files, tie_word_embeddings=True)
+    overrides = ["algorithm.name=ppo", f"algorithm.critic.path={path}", "algorithm.critic.pretrain_steps=2"]
+    assert not check(resolve(run_files.file, overrides), Hardware("cpu", 4)).problems

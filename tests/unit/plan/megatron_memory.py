@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from live_bytes import LiveBytes
 
 from megatron_daro.actor import device, model, parallel
-from megatron_daro.actor.compat import allocate_optimizer_state
+from megatron_daro.actor.compat import HiddenStateGPTModel, ValueModel, allocate_optimizer_state
 from megatron_daro.actor.forward import OutputSettings, position_logprobs
 from megatron_daro.actor.optimizer import build_optimizer
 from megatron_daro.actor.parallel import Layout
@@ -45,7 +45,13 @@ def in_layout(layout: Layout, rank: int, work: Callable[[], Any]) -> Any:
 
 
 def static(
-    config: str | dict[str, Any], tensor: int, pipeline: int, stage: int, expert: int = 1, virtual: int = 1
+    config: str | dict[str, Any],
+    tensor: int,
+    pipeline: int,
+    stage: int,
+    expert: int = 1,
+    virtual: int = 1,
+    critic: bool = False,
 ) -> int:
     """Parameters of the first rank of a stage; nothing is allocated."""
     data = max(expert // tensor, 1)
@@ -58,7 +64,9 @@ def static(
         try:
             with torch.device("meta"):
                 parts = model.build_model(
-                    shape, model.transformer_config(shape, layout, dtype="bf16", sequence_parallel=tensor > 1)
+                    shape,
+                    model.transformer_config(shape, layout, dtype="bf16", sequence_parallel=tensor > 1),
+                    kind=ValueModel if critic else HiddenStateGPTModel,
                 )
         finally:
             device.prepare = real

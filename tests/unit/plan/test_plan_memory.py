@@ -107,6 +107,29 @@ def test_parameters_are_those_of_megatron_in_real_layouts():
     assert planned == found
 
 
+def test_a_critic_is_counted_as_it_is_and_comes_on_top():
+    """Untied, with one row in the output layer's place; its state is as large as the policy's rest."""
+    cases = [
+        (config, tensor, pipeline, stage)
+        for config, tensor, pipeline in [(small(), 2, 1), (small("qwen3", tie_word_embeddings=True), 1, 2)]
+        for stage in range(pipeline)
+    ]
+    keys = ("config", "tensor", "pipeline", "stage")
+    found = measured([("static", {**dict(zip(keys, case, strict=True)), "critic": True}) for case in cases])
+    planned = [
+        sum(counts(read_model_shape(config), cut_of(tensor, pipeline), stage, critic=True))
+        for config, tensor, pipeline, stage in cases
+    ]
+    assert planned == found
+    asked, layout = workload(small()), ModelLayout(1, 1, 1, "none", 4096)
+    alone, both = (
+        memory.trainer_memory(replace(asked, critic=critic), layout, shards=2, micro_batches=1)
+        for critic in (False, True)
+    )
+    own = memory.static_bytes(asked, Cut(), 0, 2, critic=True)
+    assert alone.critic == 0 and both.total - alone.total == both.critic == sum(own[:3])
+
+
 def test_weights_gradients_and_optimizer_are_those_of_megatron():
     cases = [
         (small(), 1, 1, "bf16", True),

@@ -1,0 +1,46 @@
+"""PPO through the command line: both models in the checkpoints, a resumed run bit for bit, refusals by name."""
+
+import cli_runs
+import pytest
+from cli_runs import assert_same_run, checkpoint, metric_lines, run_cli, trained
+
+PPO = [
+    "algorithm.name=ppo",
+    "algorithm.ppo.gae_lambda=0.95",
+    "algorithm.ppo.critic_lambda=1.0",
+    "algorithm.critic.learning_rate=1e-3",
+    "algorithm.critic.value_clip=0.5",
+    "algorithm.critic.pretrain_steps=1",
+    "trainer.updates_per_batch=2",
+    "trainer.save_every_steps=2",
+]
+
+
+def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(tiny, tmp_path):
+    def train(run, *options):
+        trained(["train", tiny.config, *PPO, f"trainer.run_dir={tmp_path / run}", *options], tmp_path / f"{run}.log")
+        return tmp_path / run
+
+    whole = train("whole", "trainer.steps=4")
+    train("resumed", "trainer.steps=2")
+    pickles = frozenset({"common.pt", "critic/common.pt", "manifest.json"})
+    resumed = train("resumed", "trainer.steps=4", "--resume")
+    assert_same_run(resumed, whole, range(1, 5), but=pickles)
+    critics = [checkpoint(run, 4).glob("**/critic/common.pt") for run in (resumed, whole)]
+    (one,), (other,) = (list(found) for found in critics)
+    assert cli_runs._scalars(one.parent) == cli_runs._scalars(other.parent)
+    assert len(list(one.parent.glob("shard_*.safetensors"))) == 2
+    lines = metric_lines(whole, range(1, 5))
+    assert [line["optimizer/learning_rate"] > 0 for line in lines] == [False, True, True, True]
+    assert all(line["critic/learning_rate"] == pytest.approx(1e-3) for line in lines)
+    assert lines[0]["critic/value_mean"] == lines[1]["critic/value_mean"] == 0.0, "the head says 0 until it is trained"
+    assert lines[2]["critic/value_mean"] != 0.0 and lines[3]["critic/loss"] > 0
+
+
+@pytest.mark.heavy
+def test_a_checkpoint_of_another_algorithm_is_refused_before_the_start(tiny, tmp_path):
+    options = [f"trainer.run_dir={tmp_path / 'run'}", "trainer.save_every_steps=1"]
+    trained(["train", tiny.config, "algorithm.name=grpo", "trainer.steps=1", *options], tmp_path / "first.log")
+    finished = run_cli(["train", tiny.config, "algorithm.name=ppo", *options, "--resume"], tmp_path / "second.log")
+    assert finished.code != 0
+    assert "algorithm.name" in finished.stderr and "a critic or none; export the weights" in finished.stderr
