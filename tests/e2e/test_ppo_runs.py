@@ -16,6 +16,8 @@ PPO = [
 ]
 
 
+@pytest.mark.heavy  # the state itself: tests/parallel/test_critic.py
+@pytest.mark.timeout(900)
 def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(tiny, tmp_path):
     def train(run, *options):
         trained(["train", tiny.config, *PPO, f"trainer.run_dir={tmp_path / run}", *options], tmp_path / f"{run}.log")
