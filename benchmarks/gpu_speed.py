@@ -97,11 +97,13 @@ def logprob_speed(
     from megatron_daro.actor.logprobs import vocab_parallel_logprobs
 
     torch.manual_seed(0)
-    inputs = [(torch.randn(n, hidden, device=device) * 0.05).to(dtype).requires_grad_() for n in (tokens, vocab)]
+    hidden_TD, weight_VD = inputs = [
+        (torch.randn(n, hidden, device=device) * 0.05).to(dtype).requires_grad_() for n in (tokens, vocab)
+    ]
     labels = torch.randint(0, vocab, (tokens,), device=device)
 
     def ours(kernel: str = "torch") -> None:
-        logprobs, entropy = vocab_parallel_logprobs(*inputs, labels, kernel=kernel)
+        logprobs, entropy = vocab_parallel_logprobs(hidden_TD, weight_VD, labels, kernel=kernel)
         torch.autograd.grad(logprobs.sum() + 0.1 * entropy.sum(), inputs)
 
     def plain() -> None:
