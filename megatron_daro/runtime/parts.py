@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from megatron_daro.actor.parallel import PolicySettings
 from megatron_daro.algo.weighting import Algorithm, make_algorithm
 from megatron_daro.config import Config
+from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.base import filled
 from megatron_daro.config.hardware import demand_of
 from megatron_daro.config.model_shape import read_model_shape
@@ -256,13 +257,21 @@ def policy_group(config: Config, placement: Placement, kind: type[PolicyGroup] =
     return kind(
         policy_settings(config),
         config.actor,
-        config.algorithm,
+        _of_ranks(config.algorithm),
         seed=config.trainer.seed,
         updates_per_batch=config.trainer.updates_per_batch,
         placement=placement,
         token_columns=algorithm_of(config).token_columns or (),
         logs=log_folder(config),
     )
+
+
+def _of_ranks(section: AlgorithmSection) -> AlgorithmSection:
+    """Return the section with a path that is the same in every process."""
+    path = section.critic.path
+    if path is None:
+        return section
+    return section.model_copy(update={"critic": section.critic.model_copy(update={"path": path.absolute()})})
 
 
 def rollout_engine(

@@ -1,5 +1,7 @@
 """Parts from a configuration: the algorithm that the driver uses, and what is said about its options."""
 
+from pathlib import Path
+
 import pytest
 
 from megatron_daro.config import Config
@@ -86,3 +88,10 @@ def test_the_ranks_get_the_settings_of_the_run(tmp_path):
     assert made[1] == {
         "seed": 5, "updates_per_batch": 2, "placement": "where", "logs": tmp_path / "run/logs", "token_columns": ()
     }  # fmt: skip
+
+
+def test_the_ranks_find_a_critic_from_any_working_directory():
+    config = configured(algorithm={"name": "ppo", "critic": {"path": "models/critic"}})
+    sections, options = policy_group(config, "where", kind=lambda *sections, **options: (sections, options))
+    assert sections[2].critic.path == Path("models/critic").absolute()
+    assert options["token_columns"] == ("values",) and sections[2].passes(("values",)) == ("values",)
