@@ -91,7 +91,7 @@ def test_the_ranks_get_the_settings_of_the_run(tmp_path):
 
 
 def test_the_ranks_find_a_critic_from_any_working_directory():
-    config = configured(algorithm={"name": "ppo", "critic": {"path": "models/critic"}})
+    config = configured(algorithm={"name": "ppo", "critic": {"path": "models/critic"}}, trainer={"run_dir": "run"})
     sections, options = policy_group(config, "where", kind=lambda *sections, **options: (sections, options))
     assert sections[2].critic.path == Path("models/critic").absolute()
     assert options["token_columns"] == ("values",) and sections[2].passes(("values",)) == ("values",)
