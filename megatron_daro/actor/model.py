@@ -428,16 +428,13 @@ def _set_yarn(config: TransformerConfig, scaling: YarnScaling) -> None:
         setattr(config, name, value)
 
 
+Kind = type[HiddenStateGPTModel]
 Chunks = Sequence[HiddenStateGPTModel]
 """The parts of the model that a rank holds, first to last: one, or as many as there are virtual pipeline stages."""
 
 
 def build_model(
-    shape: ModelShape,
-    config: TransformerConfig,
-    *,
-    transformer_engine: bool = False,
-    kind: type[HiddenStateGPTModel] = HiddenStateGPTModel,
+    shape: ModelShape, config: TransformerConfig, *, transformer_engine: bool = False, kind: Kind = HiddenStateGPTModel
 ) -> list[HiddenStateGPTModel]:
     """Return this rank's parts of the model, with uninitialised weights, on this process's device."""
     chunks = bare_model(shape, config, transformer_engine=transformer_engine, kind=kind)
@@ -445,11 +442,7 @@ def build_model(
 
 
 def bare_model(
-    shape: ModelShape,
-    config: TransformerConfig,
-    *,
-    transformer_engine: bool = False,
-    kind: type[HiddenStateGPTModel] = HiddenStateGPTModel,
+    shape: ModelShape, config: TransformerConfig, *, transformer_engine: bool = False, kind: Kind = HiddenStateGPTModel
 ) -> list[HiddenStateGPTModel]:
     """Return the same on the default device, which may be "meta"."""
     virtual = config.virtual_pipeline_model_parallel_size
@@ -463,7 +456,7 @@ def _bare_chunk(
     shape: ModelShape,
     config: TransformerConfig,
     virtual_stage: int | None,
-    kind: type[HiddenStateGPTModel],
+    kind: Kind,
     *,
     transformer_engine: bool,
 ) -> HiddenStateGPTModel:
