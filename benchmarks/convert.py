@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -172,8 +173,8 @@ def measure_experts(root: Path, *, layers: int, rounds: int, parts: bool) -> dic
 
     for _ in range(rounds):
         for format_ in plan.FORMATS:
-            carry_out(f"to {format_}", lambda name=format_: plan.plan_to_megatron(hf, name, None), megatron)
-            carry_out(f"from {format_}", lambda: plan.plan_to_hf(megatron, hf, None, int(5e9 * share)), back)
+            carry_out(f"to {format_}", partial(plan.plan_to_megatron, hf, format_, None), megatron)
+            carry_out(f"from {format_}", partial(plan.plan_to_hf, megatron, hf, None, int(5e9 * share)), back)
             shutil.rmtree(megatron)
             shutil.rmtree(back)
     median = {name: statistics.median(values) for name, values in seconds.items()}

@@ -178,7 +178,7 @@ def main() -> None:
     generated = answers_NS.numel()
     ours, bare = generation(given, tokens_NS)
     trained, plain, whole = training(given, tokens_NS)
-    result = {
+    result: dict[str, Any] = {
         "generation_tokens_per_s": {"package": generated / median(ours), "bare": generated / median(bare)},
         "generation_ratio": median(b / a for a, b in zip(ours, bare, strict=True)),
         "forward_backward_s": {"package": median(trained), "bare": median(plain)},

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,15 +92,18 @@ def logprob_speed(
     hidden: int = 1024,
     repeats: int = 5,
 ) -> list[Speed]:
-    """Forward and backward of log-prob + entropy, output layer included: ours, plain log_softmax, the bare products."""
+    """Forward and backward of log-prob + entropy with the output layer: ours, plain, the bare products; on a
+    GPU also ours in Triton."""
     from megatron_daro.actor.logprobs import vocab_parallel_logprobs
 
     torch.manual_seed(0)
-    inputs = [(torch.randn(n, hidden, device=device) * 0.05).to(dtype).requires_grad_() for n in (tokens, vocab)]
+    hidden_TD, weight_VD = inputs = [
+        (torch.randn(n, hidden, device=device) * 0.05).to(dtype).requires_grad_() for n in (tokens, vocab)
+    ]
     labels = torch.randint(0, vocab, (tokens,), device=device)
 
-    def ours() -> None:
-        logprobs, entropy = vocab_parallel_logprobs(*inputs, labels)
+    def ours(kernel: str = "torch") -> None:
+        logprobs, entropy = vocab_parallel_logprobs(hidden_TD, weight_VD, labels, kernel=kernel)
         torch.autograd.grad(logprobs.sum() + 0.1 * entropy.sum(), inputs)
 
     def plain() -> None:
@@ -113,10 +117,10 @@ def logprob_speed(
         torch.autograd.grad(logits, inputs, logits.detach())
 
     label = f"log-probs {str(dtype).removeprefix('torch.')}, {tokens} x {vocab}"
-    return [
-        measure(f"{label}, {name}", function, device, tokens, repeats)
-        for name, function in (("ours", ours), ("plain", plain), ("bare products", products))
-    ]
+    ways = {"ours": ours, "plain": plain, "bare products": products}
+    if device.type == "cuda":
+        ways["ours in Triton"] = partial(ours, "triton")
+    return [measure(f"{label}, {name}", way, device, tokens, repeats) for name, way in ways.items()]
 
 
 def train_step_speed(

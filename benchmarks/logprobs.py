@@ -142,6 +142,7 @@ def run_worker(arguments: argparse.Namespace) -> None:
     middle = time.perf_counter()
     loss.backward()
     end, cpu_end = time.perf_counter(), time.process_time()
+    assert hidden.grad is not None and weight.grad is not None
     figures = {
         "forward_s": middle - start,
         "backward_s": end - middle,

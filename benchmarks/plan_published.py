@@ -162,7 +162,8 @@ def workload_of(row: Row) -> Workload:
         longest=longest,
         response_Q=lengths,
         distributed_optimizer=True,
-        chunk_tokens=1024,
+        chunk_tokens=None,
+        chunk_vocab=None,
         bucket_bytes=2**28,
         prompts_shared=32,
         servers_fp8=False,
@@ -224,9 +225,7 @@ def fit(rows: Sequence[Row], start: Constants, kinds: Sequence[str]) -> Constant
         weights = np.array([1 / counts[row["id"]] for row in own])
 
         def loss(logs: np.ndarray, known=known, own=own, weights=weights, names=names) -> float:
-            values = {
-                name: float(getattr(start, name) * np.exp(value)) for name, value in zip(names, logs, strict=True)
-            }
+            values = scaled(start, names, logs)
             shares = (
                 "matrices",
                 "matrices_fp8",
@@ -244,10 +243,13 @@ def fit(rows: Sequence[Row], start: Constants, kinds: Sequence[str]) -> Constant
             return float((errors * weights).sum() / weights.sum()) + 0.002 * float((logs**2).sum())
 
         best = _simplex(loss, len(names))
-        known = replace(
-            known, **{name: float(getattr(start, name) * np.exp(v)) for name, v in zip(names, best, strict=True)}
-        )
+        known = replace(known, **scaled(start, names, best))
     return known
+
+
+def scaled(start: Constants, names: Sequence[str], logs: np.ndarray) -> dict[str, Any]:
+    """These constants times the exponentials."""
+    return {name: float(getattr(start, name) * np.exp(value)) for name, value in zip(names, logs, strict=True)}
 
 
 def _simplex(loss: Callable[[np.ndarray], float], size: int, rounds: int = 400) -> np.ndarray:

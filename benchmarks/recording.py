@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,11 @@ def make_groups(tokens: int, seed: int = 0) -> list[Group]:
         problem = tuple(rng.integers(0, VOCABULARY, PROMPT_TOKENS).tolist())
         text = "".join(words[token] for token in problem)
         prompt = Prompt(f"problem-{group_id}", str(group_id), "benchmark", text=text, tokens=problem)
-        made = [_rollout(prompt, group_id, i, length, ids, logprobs, words) for i in range(PER_PROMPT)]
+        rollouts = [_random_rollout(prompt, group_id, i, length, ids, logprobs, words) for i in range(PER_PROMPT)]
         verdicts = [
             Verdict(bool(right), float(right), "match" if right else "no_match") for right in rng.random(16) > 0.5
         ]
-        groups.append(Group(group_id, prompt, tuple(made), tuple(verdicts)))
+        groups.append(Group(group_id, prompt, tuple(rollouts), tuple(verdicts)))
     return groups
 
 
@@ -70,7 +71,7 @@ def _words(rng: np.random.Generator) -> list[str]:
     return [" " + bytes(letters[np.minimum(rng.geometric(0.09, n) - 1, len(letters) - 1)]).decode() for n in sizes]
 
 
-def _rollout(
+def _random_rollout(
     prompt: Prompt, group_id: int, index: int, length: int, ids: np.ndarray, logprobs: np.ndarray, words: list[str]
 ) -> Rollout:
     start = (group_id * PER_PROMPT + index) * length
@@ -221,7 +222,7 @@ def compare(groups: Sequence[Group], directory: Path, repeats: int) -> dict[str,
     for _ in range(repeats):
         for name, (write, read) in formats.items():
             path, writing = timed(write)
-            back, reading = timed(lambda read=read, path=path: read(path))
+            back, reading = timed(partial(read, path))
             first = back[0][0] if name == "parquet" else back[0].group
             assert np.array_equal(first.rollouts[0].logprobs, groups[0].rollouts[0].logprobs)
             row = {f"record_{k}": v for k, v in writing.items()} | {f"read_{k}": v for k, v in reading.items()}

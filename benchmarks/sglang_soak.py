@@ -128,14 +128,14 @@ class Soak:
             self._resumed = time.monotonic()
             return await sample(version)
 
-        async def kept(sync: WeightSync, version: int) -> Any:
+        async def kept(self: WeightSync, version: int) -> Any:
             plan = SendPlan(
                 transport="disk", targets=(), bucket_bytes=2**30, timeout_s=600.0,
                 directory=run_dir / "versions" / f"{version:06d}",
             )  # fmt: skip
-            async with sync._policy.hold(version):
-                await sync._policy.export(plan)
-            return await publish(sync, version)
+            async with self._policy.hold(version):
+                await self._policy.export(plan)
+            return await publish(self, version)
 
         sampler.sample = gated
         WeightSync.publish = kept  # type: ignore[method-assign]

@@ -157,9 +157,9 @@ class PhaseTimes:
         self.seconds: dict[str, list[float]] = defaultdict(list)
         phase, export, seconds = ServerUpdate._phase, policy.export, self.seconds
 
-        async def timed_phase(update: ServerUpdate, name: str, work: Any) -> None:
+        async def timed_phase(self: ServerUpdate, name: str, work: Any) -> None:
             started = time.perf_counter()
-            await phase(update, name, work)
+            await phase(self, name, work)
             seconds[name].append(time.perf_counter() - started)
 
         async def timed_export(plan: Any) -> Any:

@@ -28,10 +28,10 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="run directory")
     parser.add_argument("--json", action="store_true", help=f"also write {RESULTS.name}")
     arguments = parser.parse_args()
-    lines = [line for line in read_metrics(arguments.run) if line["step"] > 1]
+    lines = [line for line in read_metrics(arguments.run) if (line["step"] or 0) > 1]
     if not lines:
         raise SystemExit(f"{arguments.run}: fewer than two steps; train longer")
-    result = {f"{part}_s": median(_seconds(line, part) for line in lines) for part in PARTS}
+    result: dict[str, float] = {f"{part}_s": median(_seconds(line, part) for line in lines) for part in PARTS}
     result["step_s"] = median(_step_s(line) for line in lines)
     result["overhead_fraction"] = median(_overhead(line) for line in lines)
     result["steps"] = len(lines)

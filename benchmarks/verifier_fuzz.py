@@ -108,7 +108,7 @@ def fuzz(num_texts: int, seed: int, workers: int, timeout_s: float, judged: floa
     others = [verifier_of(VerifierSpec(name, strict=False)) for name in ("integer", "exact")]
     with RewardPool(VerifierSpec("math", refuse_restated=True), workers, timeout_s) as pool:
         timed = Timed(pool._verifier)
-        pool._verifier = timed
+        pool._verifier = timed  # type: ignore[assignment]
         for start in range(0, num_texts, BATCH):
             pairs = [pair(rng) for _ in range(min(BATCH, num_texts - start))]
             whole, rest = pairs[: round(judged * len(pairs))], pairs[round(judged * len(pairs)) :]
@@ -124,7 +124,8 @@ def fuzz(num_texts: int, seed: int, workers: int, timeout_s: float, judged: floa
             ]
             for text, gold in pairs:
                 for other in others:
-                    assert other.screen(text, gold).reason
+                    verdict = other.screen(text, gold)
+                    assert isinstance(verdict, Verdict) and verdict.reason
         counters = pool.counters
     slowest = [(round(1000 * seconds, 2), text) for seconds, text in sorted(timed.slowest, reverse=True)]
     return {"reasons": dict(reasons.most_common()), "counters": counters, "slowest_ms": slowest, "costly": costly}

@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_daro.algo.difficulty import pass_rate_bins, token_counts
 from megatron_daro.algo.surrogate import clipped_token_loss
-from megatron_daro.algo.weighting import make_algorithm
+from megatron_daro.algo.weighting import Daro, make_algorithm
 from megatron_daro.config import Config, resolve
 from megatron_daro.errors import ConfigError, DaroError
 from megatron_daro.rollout.recorder import read_step, recorded_steps
@@ -68,6 +68,7 @@ class Trainer:
         self.model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
         sizes = {"rollouts_per_prompt": self.size, "max_response_tokens": config.rollout.max_response_tokens}
         self.algorithm = make_algorithm(**config.algorithm.arguments(**sizes))
+        assert isinstance(self.algorithm, Daro)  # `PLAIN` refuses the others
         self.weights = self.algorithm.difficulty
         section = config.actor.optimizer
         decayed = {"params": [p for p in self.model.parameters() if p.ndim > 1], "weight_decay": section.weight_decay}
@@ -187,9 +188,10 @@ class Asker:
         prompts = self.tokenizer(texts)["input_ids"]
         limit, stop = self.config.rollout.max_response_tokens, self.tokenizer.eos_token_id
         answers = generate(self.model, prompts, limit=limit, temperature=temperature, stop=stop, noise=self.noise)
-        samples, rewards = [], (self.config.reward.incorrect_reward, self.config.reward.correct_reward)
+        samples: list[Sample] = []
+        rewards = (self.config.reward.incorrect_reward, self.config.reward.correct_reward)
         for row, prompt, answer in zip(rows, prompts, answers, strict=True):
-            text = self.tokenizer.decode(answer[0], skip_special_tokens=True)
+            text = str(self.tokenizer.decode(answer[0], skip_special_tokens=True))
             correct = MARKER in text and text.rsplit(MARKER, 1)[1].strip() == row["answer"]
             group = self.groups + len(samples) // rollouts
             samples.append(Sample(prompt, *answer, group, correct, rewards[correct]))

@@ -179,6 +179,8 @@ main() {
     [ "$tier" != all ] || stage slurm bash tests/slurm_install.sh --accounts
     [ "$tier" != all ] || VIRTUAL_ENV=$("$python" -c 'import sys; print(sys.prefix)') \
         stage "algo wheel" bash tests/algo_wheel.sh || failed=1
+    [ "$tier" != all ] || VIRTUAL_ENV=$("$python" -c 'import sys; print(sys.prefix)') \
+        stage "triton kernels" bash tests/triton_kernels.sh || failed=1
     results=$(mktemp)
     stage pytest "$python" -m pytest --durations=15 --junitxml="$results" "${pytest_arguments[@]}" || failed=1
     pytest_result=${stage_results[-1]}

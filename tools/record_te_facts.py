@@ -218,7 +218,7 @@ def _recipes() -> dict[str, dict[str, str]]:
 
     shape, made = read_model_shape(MODELS["llama"]), dict[str, dict[str, str]]()
     for recipe, format_ in itertools.product(("tensorwise", "blockwise", "mxfp8"), ("hybrid", "e4m3")):
-        actor = ActorSection(precision="fp8", fp8_recipe=recipe, fp8_format=format_)
+        actor = ActorSection.model_validate({"precision": "fp8", "fp8_recipe": recipe, "fp8_format": format_})
         config = transformer_config(shape, Layout(), dtype=actor.dtype, fp8=fp8_options(actor), transformer_engine=True)
         found = get_fp8_recipe(config)
         made.setdefault(recipe, {})[format_] = f"{type(found).__name__} {found.fp8_format.name}"

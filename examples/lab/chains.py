@@ -76,12 +76,13 @@ class ChainSettings(build_base.BaseSettings):
 
     def texts(self, step: int, held_out: frozenset[Any]) -> list[tuple[str, str]]:
         """The (problem, answer) texts of one step."""
-        rng, found = random.Random(f"texts {self.seed} {step}"), []
-        while len(found) < self.batch:
+        rng = random.Random(f"texts {self.seed} {step}")
+        texts: list[tuple[str, str]] = []
+        while len(texts) < self.batch:
             problem = problems.draw(rng, self.shares)
             if problem.key not in held_out:
-                found.append((problem.text, worked_answer(problem, rng, self)))
-        return found
+                texts.append((problem.text, worked_answer(problem, rng, self)))
+        return texts
 
 
 DIGITS = tuple(range(MAX_DIGITS, 0, -1))

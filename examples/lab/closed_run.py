@@ -135,8 +135,10 @@ class ClosedRun:
                 break
         if not found:
             return None
-        answers = Answers(*(torch.cat([getattr(k[0], n) for k in kept]) for n in Answers.__dataclass_fields__))
-        groups_N, bins_N, correct_N = (torch.cat([k[i] for k in kept]) for i in (1, 2, 3))
+        columns = zip(*kept, strict=True)
+        parts = next(columns)
+        answers = Answers(*(torch.cat([getattr(part, n) for part in parts]) for n in Answers.__dataclass_fields__))
+        groups_N, bins_N, correct_N = map(torch.cat, columns)
         return Batch(answers, groups_N, bins_N, self.algorithm.advantages(correct_N.double(), groups_N))
 
     def judge(self, answers: Answers) -> Tensor:

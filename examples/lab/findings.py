@@ -191,11 +191,9 @@ def for_docs(tables: Mapping[str, Mapping[str, Runs]]) -> str:
 def compared_worlds(folder: Path) -> tuple[dict[str, dict[str, Runs]], list[Outcome], dict[str, str]]:
     """World -> arm -> runs of a folder of results, with all outcomes and the note beside them."""
     outcomes, note = results.read(folder)
-    return (
-        {world: results.compared(outcomes, world) for world in dict.fromkeys(o.job.world for o in outcomes)},
-        outcomes,
-        note,
-    )
+    worlds = dict.fromkeys(o.job.world for o in outcomes)
+    tables = {world: dict[str, Runs](results.compared(outcomes, world)) for world in worlds}
+    return tables, outcomes, note
 
 
 def main(arguments: list[str]) -> int:

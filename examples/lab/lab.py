@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -129,8 +130,8 @@ class Store:
 
     def put(self, outcome: Outcome, dials: Dials | TinyDials) -> None:
         """Keep a finished run."""
-        entry = {"key": self.key(outcome.job, dials), "records": outcome.records, "ended": outcome.ended}
-        entry["cpu_seconds"] = outcome.cpu_seconds
+        entry: dict[str, Any] = {"key": self.key(outcome.job, dials), "records": outcome.records}
+        entry |= {"ended": outcome.ended, "cpu_seconds": outcome.cpu_seconds}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
 
@@ -165,7 +166,8 @@ def run_all(jobs: Sequence[Job], plan: Plan, store: Store, processes: int) -> It
 
 def _in_processes(jobs: Sequence[Job], plan: Plan, folder: Path, processes: int) -> Iterator[Outcome]:
     """The outcomes as they come. Base models are built first, so that no two runs build the same one."""
-    bases = [(plan.dials(w), folder / w) for w in dict.fromkeys(job.world for job in jobs if job.kind == "tiny")]
+    worlds = {job.world: plan.dials(job.world) for job in jobs}
+    bases = [(dials, folder / world) for world, dials in worlds.items() if isinstance(dials, TinyDials)]
     if processes == 1 or len(jobs) < 2:
         for base in bases:
             tiny_run.base_of(*base)

@@ -75,7 +75,7 @@ class OnePolicy:
     async def export(self, plan: SendPlan) -> SendReport:
         """All weights to the engine of the plan, as a rank sends them."""
         for bucket in bucketize(self._policy.export(), plan.bucket_bytes):
-            await plan.targets[0].actor.receive(bucket)
+            await cast(OneEngine, plan.targets[0].actor).receive(bucket)
         return SendReport()
 
     async def score(self, rollouts: Sequence[Rollout], *, temperature: float) -> list[np.ndarray]:
@@ -115,7 +115,7 @@ class OneUpdate:
     async def prepare(self) -> SendPlan:
         """Open the update."""
         self._engine.open_update()
-        target = Target("engine", actor=self._engine)
+        target = Target("engine", actor=cast(Any, self._engine))  # called as it is, not by Ray
         return SendPlan(transport="actor", targets=(target,), bucket_bytes=_BUCKET_BYTES, timeout_s=_LIMIT_S)
 
     async def blame(self, report: SendReport) -> None:

@@ -114,8 +114,7 @@ def paid(arm: str, found: Measured) -> Tensor:
 
 def rows(world: str, steps: Sequence[int], arms: Sequence[str], learning_rate: float = 0.04) -> list[list[str]]:
     """One row for the best coefficients and each arm: efficiency, and what is paid per bin relative to the middle."""
-    dials = WORLDS[world].dials
-    assert isinstance(dials, Dials)
+    dials = _closed(world)
     run, table, done = ClosedRun(dials, BASELINE, learning_rate, 0), [], 0
     for step in steps:
         while done < step:
@@ -130,6 +129,13 @@ def rows(world: str, steps: Sequence[int], arms: Sequence[str], learning_rate: f
     return table
 
 
+def _closed(world: str) -> Dials:
+    dials = WORLDS[world].dials
+    if not isinstance(dials, Dials):
+        raise SystemExit(f"{world}: got a world that has no closed form; the oracle measures closed-form worlds only")
+    return dials
+
+
 def _relative(values_k: Tensor) -> list[str]:
     middle = float(values_k[len(values_k) // 2])
     return [f"{v / middle:.2f}" if v and middle else "-" for v in values_k[1:-1].tolist()]
@@ -141,18 +147,23 @@ def _update(run: ClosedRun, answers, advantages_N: Tensor, chosen_N: Tensor) -> 
     some = answers.select(rows_N)
     run.optimizer.zero_grad()
     (token_logprobs(run.policy, run.problems, some) * advantages_N[rows_N][some.segment_T]).sum().backward()
-    return _scaled(run, [p.grad for p in _shared(run)])
+    return _scaled(run, _gradients(run))
 
 
 def _accuracy_gradient(run: ClosedRun) -> Tensor:
     run.optimizer.zero_grad()
     run.policy.pass_rates(run.held_out, held_out=True).mean().backward()
-    return torch.cat([p.grad.flatten() for p in _shared(run)])
+    return torch.cat([gradient.flatten() for gradient in _gradients(run)])
 
 
 def _shared(run: ClosedRun) -> list[Tensor]:
     """What held-out problems depend on."""
     return [run.policy.strategy_TM, run.policy.skill_S, run.policy.fine_TS]
+
+
+def _gradients(run: ClosedRun) -> list[Tensor]:
+    """Those of the shared parameters, of the last backward pass."""
+    return [torch.zeros_like(p) if p.grad is None else p.grad for p in _shared(run)]
 
 
 def _scaled(run: ClosedRun, gradients: Sequence[Tensor]) -> Tensor:
@@ -173,7 +184,7 @@ def main(arguments: list[str]) -> int:
     world = arguments[0] if arguments else "skewed"
     steps = [int(s) for s in (arguments[1] if len(arguments) > 1 else "20,100,300").split(",")]
     arms = [arm for arm in arm_names() if not needs_several_updates(arm)]
-    size = WORLDS[world].dials.rollouts
+    size = _closed(world).rollouts
     header = ["step", "arm", "efficiency", *(f"{k}/{size}" for k in range(1, size))]
     print(markdown(header, rows(world, steps, arms)))
     return 0

@@ -77,7 +77,8 @@ def config_of(dials: TinyDials, arm: str, learning_rate: float, seed: int, base:
 
 def read_records(run_dir: Path) -> list[dict[str, Any]]:
     """The evaluations of a run directory, as records: accuracy at temperature 1, the trained distribution's."""
-    records, answers, weights = [], 0.0, {}
+    records: list[dict[str, Any]] = []
+    answers, weights = 0.0, dict[int, float]()
     for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         prefix = "difficulty/weight/"
@@ -85,11 +86,7 @@ def read_records(run_dir: Path) -> list[dict[str, Any]]:
         answers = max(answers, 8 * (row.get("rollout/groups_admitted") or 0.0))
         if "eval/chains/accuracy" not in row:
             continue
-        record: dict[str, Any] = {
-            "step": int(row["step"]),
-            "answers": int(answers),
-            "accuracy": row["eval/chains/accuracy"],
-        }
+        record = {"step": int(row["step"]), "answers": int(answers), "accuracy": row["eval/chains/accuracy"]}
         record["bands"] = [row.get(f"eval/chains/accuracy/digits_{n}", math.nan) for n in chains.DIGITS]
         passed = {int(k.rsplit("/", 1)[1]): v for k, v in row.items() if k.startswith("eval/chains/pass_at/")}
         record["pass_at"] = [row["eval/chains/accuracy"], *(passed[k] for k in sorted(passed))]
@@ -100,7 +97,7 @@ def read_records(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def _options(dials: TinyDials, base: Path, run_dir: Path, learning_rate: float, seed: int) -> list[str]:
-    held_out = {"name": "chains", "path": str(base / "held_out.jsonl"), "temperature": 1.0}
+    held_out: dict[str, Any] = {"name": "chains", "path": str(base / "held_out.jsonl"), "temperature": 1.0}
     held_out["rollouts_per_prompt"] = dials.evaluated
     return [
         f"model.path={base / 'model'}",

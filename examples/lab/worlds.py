@@ -18,8 +18,10 @@ RATES = (0.02, 0.04, 0.08)
 TUNING_SEEDS = (1000, 1001)
 FURTHER = TUNING_SEEDS[:1]
 """The search in the worlds that turn one more dial takes one seed a rate."""
-TINY_ARMS = ("grpo", "dapo", "dr_grpo", "lite_ppo", "rloo", "maxrl", "f_grpo", "ha_dw")
-TINY_ARMS += ("daro", "daro_half_life", "daro_shared", "daro_shared_half_life")
+TINY_ARMS = (
+    *("grpo", "dapo", "dr_grpo", "lite_ppo", "rloo", "maxrl", "f_grpo", "ha_dw"),
+    *("daro", "daro_half_life", "daro_shared", "daro_shared_half_life"),
+)
 """The arms that say most: a run by the real product takes about half a minute of a core."""
 
 

@@ -17,7 +17,6 @@ import json
 import os
 import random
 import shutil
-import sys
 import tempfile
 import time
 import warnings
@@ -78,12 +77,13 @@ class BaseSettings:
 
     def texts(self, step: int, held_out: frozenset[Any]) -> list[tuple[str, str]]:
         """The (problem, answer) texts of one step."""
-        rng, found = random.Random(f"texts {self.seed} {step}"), []
-        while len(found) < self.batch:
+        rng = random.Random(f"texts {self.seed} {step}")
+        texts: list[tuple[str, str]] = []
+        while len(texts) < self.batch:
             problem = problems.draw(rng, self.shares)
             if problem.key not in held_out:
-                found.append((problem.text, problems.worked_answer(problem, rng, self.slips)))
-        return found
+                texts.append((problem.text, problems.worked_answer(problem, rng, self.slips)))
+        return texts
 
     def write_data(self, directory: Path) -> None:
         """Write train.jsonl and held_out.jsonl."""
@@ -152,12 +152,12 @@ def pretrain(rank: int, processes: int, address: str, start: Path, target: Path,
     from megatron_daro.actor.parallel import PolicySettings
     from megatron_daro.actor.policy import MegatronPolicy
     from megatron_daro.config import AlgorithmSection
-    from megatron_daro.config.actor import ActorSection
+    from megatron_daro.config.actor import ActorSection, OptimizerSection
     from megatron_daro.convert.hf_files import write_hf_checkpoint
 
     layout = parallel.Layout(data=processes)
     parallel.initialize(layout, rank=rank, init_method=address, seed=settings.seed, timeout_s=120)
-    optimizer = {"learning_rate": settings.learning_rate, "warmup_steps": settings.warmup_steps}
+    optimizer = OptimizerSection(learning_rate=settings.learning_rate, warmup_steps=settings.warmup_steps)
     actor = ActorSection(data_parallel=processes, precision="fp32", optimizer=optimizer)
     policy = MegatronPolicy(
         PolicySettings(start, 2, max_response_tokens=128, temperature=1.0, total_steps=settings.steps),
@@ -230,4 +230,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -162,11 +162,13 @@ LossFunction = Callable[[PackedMicroBatch, Tensor], tuple[Tensor, Tensor, dict[s
 
 @dataclass(frozen=True, slots=True)
 class OutputSettings:
-    """How log-probabilities are taken. temperature divides the logits; vocab_size is the real vocabulary."""
+    """How log-probabilities are taken: arguments of `vocab_parallel_logprobs`."""
 
     vocab_size: int
     temperature: float = 1.0
-    chunk_tokens: int = 1024
+    chunk_tokens: int | None = None
+    chunk_vocab: int | None = None
+    kernel: str = "torch"
 
 
 def packed_micro_batches(
@@ -286,6 +288,8 @@ def position_logprobs(
         vocab_size=settings.vocab_size,
         temperature=settings.temperature,
         chunk_tokens=settings.chunk_tokens,
+        chunk_vocab=settings.chunk_vocab,
+        kernel=settings.kernel,
         labels_checked=True,
     )
 

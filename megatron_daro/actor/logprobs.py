@@ -16,9 +16,11 @@ C tokens of one chunk; X columns of one tile.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -26,12 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from megatron_daro.config.actor import LOGPROB_TILES
 from megatron_daro.errors import ConfigError, DataError
-
-# Columns of one tile where the caller names none. CPU: 1,024 x 2,048 fp32 is 8 MiB, which stays in a last-level cache.
-# GPU: few, large kernels matter more; 1,024 x 32,768 fp32 is 128 MiB.
-CPU_TILE_COLUMNS = 2048
-GPU_TILE_COLUMNS = 32768
 
 # Stands in for minus infinity where it is multiplied by zero: exp(-1e30) is 0, and -1e30 * 0 is 0 instead of NaN.
 _FAR_BELOW = -1e30
@@ -48,6 +46,7 @@ class _Plan:
     chunk_tokens: int
     chunk_vocab: int
     with_entropy: bool
+    kernel: str
     group: dist.ProcessGroup | None
 
     def column_tiles(self) -> Iterator[slice]:
@@ -71,8 +70,9 @@ def vocab_parallel_logprobs(
     vocab_start: int = 0,
     vocab_size: int | None = None,
     temperature: float = 1.0,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int | None = None,
     chunk_vocab: int | None = None,
+    kernel: str = "torch",
     with_entropy: bool = True,
     labels_checked: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -91,31 +91,34 @@ def vocab_parallel_logprobs(
         vocab_start: global id of this rank's first row.
         vocab_size: V; rows at or beyond it are padding, get probability 0 and gradient 0. None: every row is real.
         temperature: logits are divided by it; > 0.
-        chunk_tokens: tokens of one chunk.
-        chunk_vocab: columns of one tile; None picks 2,048 on a CPU and 32,768 on a GPU.
+        chunk_tokens: tokens of one tile; None picks 1,024 on a CPU and 4,096 on a GPU.
+        chunk_vocab: columns of one tile; None picks 2,048 on a CPU and 8,192 on a GPU.
+        kernel: "torch", or "triton" for the kernels of `logprob_kernels`, on a GPU and not for fp64.
         with_entropy: False skips the entropy and returns zeros for it, with no gradient.
         labels_checked: `check_labels` saw them already; a GPU need not be waited for.
     Returns:
         logprobs_T and entropy_T in nats, fp32 (fp64 for fp64 input), [T] each.
     Raises:
         DataError: shapes, dtypes or labels do not fit together.
-        ConfigError: temperature or a chunk size is out of range.
+        ConfigError: temperature or a chunk size is out of range, or the kernel cannot run here.
     Source: the chain rule on log softmax; running maximum and sum as in Milakov and Gimelshein, arXiv 1805.02867.
     """
     _check_options(temperature, chunk_tokens, chunk_vocab)
     _check_tensors(hidden_TD, weight_VpD, labels_T)
+    _check_kernel(kernel, hidden_TD)
     num_rows = weight_VpD.shape[0]
     vocab_size = _real_vocabulary(num_rows, group, vocab_start, vocab_size)
     if not labels_checked:
         check_labels(labels_T, vocab_size)
-    device_columns = CPU_TILE_COLUMNS if hidden_TD.device.type == "cpu" else GPU_TILE_COLUMNS
+    device_tokens, device_columns = LOGPROB_TILES["cpu" if hidden_TD.device.type == "cpu" else "gpu"]
     plan = _Plan(
         vocab_start=vocab_start,
         num_columns=max(0, min(num_rows, vocab_size - vocab_start)),
         temperature=temperature,
-        chunk_tokens=chunk_tokens,
+        chunk_tokens=chunk_tokens or device_tokens,
         chunk_vocab=chunk_vocab or device_columns,
         with_entropy=with_entropy,
+        kernel=kernel,
         group=group,
     )
     return _ChunkedLogprobs.apply(hidden_TD, weight_VpD, labels_T, plan)
@@ -171,6 +174,11 @@ def _local_statistics(
     A label of another rank leaves 0 in the last one; a rank of padding only leaves m at `_FAR_BELOW` and sums of 0.
     """
     num_tokens = hidden_TD.shape[0]
+    if plan.kernel == "triton":
+        kernels = _kernels()
+        weight_XD, first_id = weight_VpD[: plan.num_columns], plan.vocab_start
+        hidden_TD = _rows_contiguous(hidden_TD)
+        return kernels.statistics(hidden_TD, weight_XD, labels_T, first_id=first_id, temperature=plan.temperature)
     dtype = _accumulation_dtype(hidden_TD)
     max_T, sum_T, moment_T, target_T = hidden_TD.new_zeros((4, num_tokens), dtype=dtype).unbind()
     max_T.fill_(_FAR_BELOW)
@@ -244,14 +252,18 @@ class _BackwardSweep:
         weight_grad_VpD = torch.empty_like(weight_VpD) if need_weight else None
         if weight_grad_VpD is not None:
             weight_grad_VpD[plan.num_columns :].zero_()
-        buffer, scratch = hidden_TD.new_empty((2, plan.tile_elements(num_tokens)), dtype=dtype).unbind()
+        elements = 0 if plan.kernel == "triton" else plan.tile_elements(num_tokens)
+        buffer, scratch = hidden_TD.new_empty((2, elements), dtype=dtype).unbind()
         for columns in plan.column_tiles():
             weight_XD = _operand(weight_VpD[columns], dtype)
             weight_grad_XD = _accumulator(weight_grad_VpD, columns, dtype)
             for rows in plan.token_chunks(num_tokens):
                 hidden_CD = _operand(hidden_TD[rows], dtype)
-                tile_CX = _logits_tile(hidden_CD, weight_XD, plan.temperature, buffer)
-                grad_CX = self._tile_gradient(tile_CX, labels_T[rows], rows, columns.start, scratch)
+                if plan.kernel == "triton":
+                    grad_CX = self._kernel_gradient(hidden_CD, weight_XD, labels_T[rows], rows, columns.start)
+                else:
+                    tile_CX = _logits_tile(hidden_CD, weight_XD, plan.temperature, buffer)
+                    grad_CX = self._tile_gradient(tile_CX, labels_T[rows], rows, columns.start, scratch)
                 if hidden_grad_TD is not None:
                     _add_product(hidden_grad_TD[rows], grad_CX, weight_XD)
                 if weight_grad_XD is not None:
@@ -259,6 +271,22 @@ class _BackwardSweep:
             if weight_grad_VpD is not None and weight_grad_XD is not None and weight_grad_VpD.dtype != dtype:
                 weight_grad_VpD[columns] = weight_grad_XD
         return None if hidden_grad_TD is None else hidden_grad_TD.to(hidden_TD.dtype), weight_grad_VpD
+
+    def _kernel_gradient(
+        self, hidden_CD: Tensor, weight_XD: Tensor, labels_C: Tensor, rows: slice, start: int
+    ) -> Tensor:
+        return _kernels().logit_gradients(
+            _rows_contiguous(hidden_CD),
+            weight_XD,
+            labels_C,
+            max_C=self.max_T[rows],
+            log_sum_C=self.log_sum_T[rows],
+            label_grad_C=self.label_grad_T[rows],
+            offset_C=self.offset_T[rows],
+            slope_C=None if self.slope_T is None else self.slope_T[rows],
+            first_id=self.plan.vocab_start + start,
+            temperature=self.plan.temperature,
+        )
 
     def _tile_gradient(self, tile_CX: Tensor, labels_C: Tensor, rows: slice, start: int, scratch: Tensor) -> Tensor:
         """Turn a tile of logits into a tile of their gradients; the tile is used up."""
@@ -272,6 +300,16 @@ class _BackwardSweep:
         index_C, here_C = _label_columns(labels_C, self.plan.vocab_start + start, tile_CX.shape[1])
         label_grad_C = torch.where(here_C, self.label_grad_T[rows], 0)
         return grad_CX.scatter_add_(1, index_C.unsqueeze(1), label_grad_C.unsqueeze(1))
+
+
+def _kernels() -> ModuleType:
+    from megatron_daro.actor import logprob_kernels
+
+    return logprob_kernels
+
+
+def _rows_contiguous(matrix: Tensor) -> Tensor:
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 
 def _accumulation_dtype(tensor: Tensor) -> torch.dtype:
@@ -342,11 +380,25 @@ def _real_vocabulary(num_rows: int, group: dist.ProcessGroup | None, vocab_start
     return vocab_size
 
 
-def _check_options(temperature: float, chunk_tokens: int, chunk_vocab: int | None) -> None:
+def _check_kernel(kernel: str, hidden_TD: Tensor) -> None:
+    if kernel not in ("torch", "triton"):
+        raise ConfigError(f"kernel: got {kernel!r}, allowed torch or triton")
+    if kernel == "torch":
+        return
+    fix = "set actor.logprob_kernel=torch"
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError(f"kernel: got triton, which is not installed; install a CUDA build of torch, or {fix}")
+    if hidden_TD.dtype == torch.float64:
+        raise ConfigError(f"kernel: got triton with {hidden_TD.dtype}, allowed fp32, bf16, fp16; {fix}")
+    if hidden_TD.device.type == "cpu" and not _kernels().INTERPRETED:
+        raise ConfigError(f"kernel: got triton on a CPU, allowed on a GPU (or with TRITON_INTERPRET=1); {fix}")
+
+
+def _check_options(temperature: float, chunk_tokens: int | None, chunk_vocab: int | None) -> None:
     if not (temperature > 0 and math.isfinite(temperature)):
         raise ConfigError(f"temperature: got {temperature}, allowed a finite number above 0; greedy is no distribution")
-    if chunk_tokens < 1:
-        raise ConfigError(f"chunk_tokens: got {chunk_tokens}, allowed 1 or more; 1024 is a good start")
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ConfigError(f"chunk_tokens: got {chunk_tokens}, allowed 1 or more, or None to let the device decide")
     if chunk_vocab is not None and chunk_vocab < 1:
         raise ConfigError(f"chunk_vocab: got {chunk_vocab}, allowed 1 or more, or None to let the device decide")
 

@@ -132,7 +132,13 @@ class MegatronPolicy:
         self._pending_save: checkpoint.PendingSave | None = None
         self.shape: ModelShape = read_model_shape(settings.model_path)
         self._objective, self._routing_replay = objective_settings(algorithm), actor.routing_replay
-        self._output = OutputSettings(self.shape.vocab, settings.temperature, actor.logprob_chunk_tokens)
+        self._output = OutputSettings(
+            self.shape.vocab,
+            settings.temperature,
+            actor.logprob_chunk_tokens,
+            actor.logprob_chunk_vocab,
+            actor.logprob_kernel,
+        )
         options = split_megatron_options(actor.megatron)
         transformer_engine = uses_transformer_engine(actor)
         self.remarks = remarks(actor, transformer_engine)

@@ -6,6 +6,7 @@ config/megatron_options.py looks at.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field
@@ -43,6 +44,12 @@ def resolved_expert_tensor(given: int | None, tensor: int, expert: int) -> int:
     return given or (1 if expert > 1 else tensor)
 
 
+LOGPROB_TILES: Mapping[str, tuple[int, int]] = {"cpu": (1024, 2048), "gpu": (4096, 8192)}
+"""Tokens and columns of a tile of fp32 logits where none are named. CPU: 8 MiB, which stay in a last-level cache. GPU:
+128 MiB, cut so that little of the gradients' fp32 sums is moved, which are read and written once per tile:
+(V / columns) * T * D + (T / tokens) * V * D numbers for T tokens, V columns and D hidden numbers."""
+
+
 class ActorSection(Section):
     """The policy under training."""
 
@@ -77,8 +84,12 @@ class ActorSection(Section):
     """full: recompute each layer in the backward pass."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
     """Most tokens of a replica's packed micro-batch; >= the longest prompt plus response."""
-    logprob_chunk_tokens: int = Field(default=1024, ge=1)
-    """Tokens whose fp32 logits exist at once."""
+    logprob_chunk_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of the one tile of logits that exists at a time. Unset: 1,024 on a CPU, 4,096 on a GPU."""
+    logprob_chunk_vocab: int | None = Field(default=None, ge=1)
+    """Columns of that tile. Unset: 2,048 on a CPU, 8,192 on a GPU."""
+    logprob_kernel: Literal["torch", "triton"] = "torch"
+    """triton: logits stay in the kernel that computes them; compared on a CPU, not yet timed on a GPU."""
     routing_replay: bool = False
     """Train with the experts that the SGLang server chose for each token (R3)."""
     optimizer: OptimizerSection = OptimizerSection()

@@ -404,6 +404,9 @@ def run(config: Config) -> Iterator[Problem]:
     if config.observe.wandb.enabled and importlib.util.find_spec("wandb") is None:
         fix = 'run pip install "megatron_daro[wandb]", or set observe.wandb.enabled=false'
         yield Problem("observe.wandb.enabled", "true without the package wandb", "true where it is installed", fix)
+    if config.actor.logprob_kernel == "triton" and importlib.util.find_spec("triton") is None:
+        fix = "install a CUDA build of torch, which brings it, or set actor.logprob_kernel=torch"
+        yield Problem("actor.logprob_kernel", "triton without the package triton", "triton where it is installed", fix)
 
 
 def _environment(section: EnvironmentSection) -> Iterator[Problem]:

@@ -25,7 +25,7 @@ from megatron_daro.errors import ModelError
 
 Format = Literal["daro", "torch_dist", "hf"]
 PIECE_BYTES = 64 * 1024**2
-FORMATS = ("daro", "torch_dist")
+FORMATS: tuple[Format, ...] = ("daro", "torch_dist")
 ModelConfig = Path | Mapping[str, Any]
 """The folder with a model's config.json and tokenizer, or the content of a config.json that is in no file."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

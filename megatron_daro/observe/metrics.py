@@ -26,7 +26,7 @@ from numbers import Integral
 from pathlib import Path
 from statistics import median
 from types import TracebackType
-from typing import Any, Protocol, SupportsFloat
+from typing import Any, Protocol, Self, SupportsFloat
 
 from megatron_daro import durable
 from megatron_daro.errors import ConfigError, DataError, disk_fault
@@ -222,7 +222,7 @@ class MetricsLog:
         self._sinks = []
         self._file.close()
 
-    def __enter__(self) -> MetricsLog:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -36,7 +36,7 @@ rollout.finish_batch
 actor.tensor_parallel actor.pipeline_parallel actor.virtual_pipeline_parallel actor.context_parallel actor.data_parallel
 actor.sequence_parallel
 actor.expert_parallel actor.expert_tensor_parallel
-actor.recompute actor.micro_batch_tokens actor.logprob_chunk_tokens
+actor.recompute actor.micro_batch_tokens actor.logprob_chunk_tokens actor.logprob_chunk_vocab actor.logprob_kernel
 engine.kind engine.options engine.replicas engine.colocate engine.embedded.batch_size engine.embedded.threads
 engine.sglang.python engine.sglang.urls engine.sglang.arguments engine.sglang.env engine.sglang.tensor_parallel
 engine.sglang.nodes engine.sglang.fp8_blocks

@@ -49,10 +49,14 @@ def packed_attention(device: torch.device, _: Path, dtype: torch.dtype = torch.f
     return Outcome(worst, 1e-5 if dtype == torch.float32 else 0.02, "relative, values and gradients")
 
 
-def chunked_logprobs(device: torch.device, _: Path, dtype: torch.dtype = torch.float32) -> Outcome:
+def chunked_logprobs(
+    device: torch.device, _: Path, dtype: torch.dtype = torch.float32, kernel: str = "torch"
+) -> Outcome:
     """Log-prob, entropy and gradients against float64, several tiles; bf16 factors are multiplied into fp32 sums."""
     from megatron_daro.actor.logprobs import vocab_parallel_logprobs
 
+    if kernel == "triton" and device.type != "cuda":
+        raise NotHereError("Triton's kernels need a GPU; bash tests/triton_kernels.sh interprets them")
     torch.manual_seed(0)
     tokens, vocab, hidden_size = 300, 1000, 256
     exact = [torch.randn(n, hidden_size, dtype=torch.float64) * 0.2 for n in (tokens, vocab + 24)]
@@ -63,7 +67,7 @@ def chunked_logprobs(device: torch.device, _: Path, dtype: torch.dtype = torch.f
     distribution = torch.log_softmax(logits, -1)
     want = distribution.gather(1, labels[:, None])[:, 0], -(distribution.exp() * distribution).sum(-1)
     got = vocab_parallel_logprobs(
-        *narrow, labels.to(device), vocab_size=vocab, temperature=0.7, chunk_tokens=128, chunk_vocab=256
+        *narrow, labels.to(device), vocab_size=vocab, temperature=0.7, chunk_tokens=128, chunk_vocab=256, kernel=kernel
     )
     ramp = torch.linspace(-1, 1, tokens, dtype=torch.float64)
 
@@ -307,6 +311,8 @@ CHECKS: dict[str, Check] = {
     "packed attention, bf16": partial(packed_attention, dtype=torch.bfloat16),
     "chunked log-probs, fp32": chunked_logprobs,
     "chunked log-probs, bf16": partial(chunked_logprobs, dtype=torch.bfloat16),
+    "chunked log-probs in Triton, fp32": partial(chunked_logprobs, kernel="triton"),
+    "chunked log-probs in Triton, bf16": partial(chunked_logprobs, dtype=torch.bfloat16, kernel="triton"),
     "layers and attention are Transformer Engine's": layers_are_transformer_engines,
     "policy log-probs, qwen2 fp32": policy_logprobs_fp32,
     "policy log-probs, qwen3 fp32": partial(policy_logprobs_fp32, family="qwen3"),

@@ -13,19 +13,21 @@ import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from megatron_daro.plugins import nemo_rl as daro_plugin
 from megatron_daro.plugins.options import read_options
 
 
-def with_daro(grpo: ModuleType) -> None:
-    """Let NeMo-RL's synchronous training use DARO's advantages, loss and state; refuse what DARO does not go with."""
+def with_daro(grpo: Any) -> None:
+    """Let NeMo-RL's synchronous training use DARO's advantages, loss and state; refuse what DARO does not go with.
+
+    grpo: the module `nemo_rl.algorithms.grpo`, whose functions are replaced.
+    """
     grpo.setup, grpo.grpo_train = _checked(grpo.setup), _trained(grpo.grpo_train)
     grpo.async_grpo_train = _checked(grpo.async_grpo_train)  # whose option is refused
     with contextlib.suppress(ModuleNotFoundError):  # before 0.7 there is no data plane
-        sync = importlib.import_module("nemo_rl.algorithms.grpo_sync")
+        sync: Any = importlib.import_module("nemo_rl.algorithms.grpo_sync")
         sync.grpo_train_sync = _checked(sync.grpo_train_sync)  # so is that of the data plane
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+from megatron_daro.config.actor import LOGPROB_TILES
 from megatron_daro.workshop.plan.gpus import Gpu
 from megatron_daro.workshop.plan.layout import Cut, ModelLayout, buffer_elements, counts, padded_vocabulary
 from megatron_daro.workshop.plan.workload import Workload
@@ -26,9 +27,6 @@ SERVER_RESERVE_BYTES = 4 * 2**30
 """Context, groups, CUDA graphs and a prefill's activations of a server; what it keeps in the trainer's turn."""
 HEADROOM = 0.95
 """Share of a GPU's memory that a layout may take."""
-TILE_COLUMNS = 32768
-"""Vocabulary columns of one tile of logits on a GPU (actor/logprobs.py); 2,048 on a CPU."""
-CPU_TILE_COLUMNS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +128,14 @@ def activations(
     return kept * layout.tokens_per_rank * workload.dtype_bytes
 
 
-def logits(workload: Workload, layout: ModelLayout, *, tile_columns: int = TILE_COLUMNS) -> float:
+def logits(workload: Workload, layout: ModelLayout, *, on_gpu: bool = True) -> float:
     """Return the bytes of the last stage while log-probs are taken: tiles of logits, gathered hidden states and their
     fp32 gradient, the gradient of the output layer."""
     shape, tokens = workload.shape, layout.tokens_per_rank
     rows = padded_vocabulary(shape.vocab, layout.tensor) // layout.tensor
-    chunk = min(workload.chunk_tokens, tokens)
-    tile = chunk * min(tile_columns, rows) * 4
+    tile_tokens, tile_columns = LOGPROB_TILES["gpu" if on_gpu else "cpu"]
+    tile_tokens, tile_columns = workload.chunk_tokens or tile_tokens, workload.chunk_vocab or tile_columns
+    tile = min(tile_tokens, tokens) * min(tile_columns, rows) * 4
     hidden = tokens * shape.hidden * (2 * workload.dtype_bytes + 4)
     weight = rows * shape.hidden * workload.dtype_bytes
     accumulator = min(tile_columns, rows) * shape.hidden * 4 if workload.dtype_bytes == 2 else 0
@@ -189,7 +188,7 @@ def _stage_memory(
         micro_batches=micro_batches,
     )  # fmt: skip
     last = stage == layout.pipeline - 1
-    tiles = logits(workload, layout, tile_columns=TILE_COLUMNS if on_gpu else CPU_TILE_COLUMNS) if last else 0.0
+    tiles = logits(workload, layout, on_gpu=on_gpu) if last else 0.0
     hidden = layout.tokens_per_rank * workload.shape.hidden * workload.dtype_bytes
     return Memory(
         weights=weights,

@@ -112,6 +112,7 @@ class Watch:
             self.mapped_gib = max(self.mapped_gib, found["RssShmem"])
 
     def __enter__(self) -> Watch:
+        self.begin()
         self._looks, self._ticks = threading.Thread(target=self.look), asyncio.create_task(self.loop())
         self._looks.start()
         return self

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_daro.actor import logprobs as module
 from megatron_daro.actor.logprobs import vocab_parallel_logprobs
+from megatron_daro.config.actor import LOGPROB_TILES
 from megatron_daro.errors import ConfigError, DataError
 
 T, V, VP, D = 37, 50, 53, 16  # three columns of padding
@@ -240,7 +240,7 @@ def test_at_most_one_chunk_of_logits_is_alive(grad):
         logprobs, entropy = vocab_parallel_logprobs(hidden, weight, labels, chunk_tokens=chunk)
         if grad:
             torch.autograd.backward(logprobs.sum() + entropy.sum())
-    assert recorder.products == (num_tokens // chunk) * (num_columns // module.CPU_TILE_COLUMNS) * (4 if grad else 1)
+    assert recorder.products == (num_tokens // chunk) * (num_columns // LOGPROB_TILES["cpu"][1]) * (4 if grad else 1)
     assert recorder.largest <= chunk * num_columns, "more than one chunk of logits was allocated at once"
 
 

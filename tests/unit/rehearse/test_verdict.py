@@ -71,6 +71,17 @@ def test_a_loop_that_works_is_told_from_one_that_waits_and_the_place_is_named(mo
     assert slept["latest_ms"] >= 490 and slept["busiest_ms"] < 390
 
 
+def test_a_watch_does_not_count_what_was_before_its_block():
+    async def scene() -> dict:
+        watch = Watch()
+        watch._ticked -= 3600  # made an hour ago
+        with watch:
+            await asyncio.sleep(0.05)
+            return watch.found()
+
+    assert asyncio.run(scene())["latest_ms"] < 3_000_000
+
+
 def test_waits_end_at_the_pace_of_the_rehearsal():
     """A run's wait for a batch is 8 hours: one that is endless must show here in minutes."""
     own = Deadlines()

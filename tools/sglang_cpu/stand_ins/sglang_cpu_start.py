@@ -59,8 +59,13 @@ class ChangedModule:
                 execute(module)
                 cls.change(module)
 
-            spec.loader.exec_module = exec_module
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+    @staticmethod
+    def change(module):
+        """Do to the loaded module what the subclass is for."""
+        raise NotImplementedError
 
 
 class HostMemoryFinder(ChangedModule):
