@@ -43,7 +43,6 @@ class Workload:
     updates: int
     staleness: int
     extra_passes: int
-    critic: bool
     mean_prompt: float
     longest: int
     response_Q: np.ndarray
@@ -57,6 +56,7 @@ class Workload:
     server_fraction: float | None
     server_nodes: int | None
     colocated: bool
+    critic: bool = False
 
     @property
     def mean_response(self) -> float:
