@@ -248,19 +248,11 @@ def find_latest_valid(run_dir: Path, notices: Notices) -> tuple[Path, dict[str, 
     return None
 
 
-def take_latest_valid(run_dir: Path, notices: Notices) -> tuple[Path, dict[str, Any]] | None:
-    """Return what to resume from: `find_latest_valid`, and refused checkpoints renamed to step_N.refused.
-
-    They would otherwise count as newer ones when old checkpoints are removed. Args, returns and raises as there.
-    """
-    found = find_latest_valid(run_dir, notices)
-    if found:
-        set_newer_aside(found[0])
-    return found
-
-
 def set_newer_aside(checkpoint: Path) -> None:
-    """Rename the checkpoints after this one, which were refused, to step_N.refused."""
+    """Rename the checkpoints after this one, which were refused, to step_N.refused.
+
+    They would otherwise count as newer ones when old checkpoints are removed.
+    """
     for path in step_directories(checkpoint.parent):
         if _step_of(path) > _step_of(checkpoint):
             aside = path.with_name(path.name + ".refused")

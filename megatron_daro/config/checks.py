@@ -27,7 +27,7 @@ from megatron_daro.config.hardware import (
 from megatron_daro.config.model_files import ModelFiles, megatron_problems, read_model
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.config.precision import server_precision
-from megatron_daro.config.problems import Problem, config_error, show
+from megatron_daro.config.problems import Problem, show
 from megatron_daro.config.sections import Config
 
 _FIELD = "engine.colocate"
@@ -126,11 +126,6 @@ class CheckReport:
     passed: tuple[tuple[str, str], ...]
     warnings: tuple[Problem, ...]
     problems: tuple[Problem, ...]
-
-    def raise_problems(self, source: str) -> None:
-        """Raise ConfigError with every problem, if there is one."""
-        if self.problems:
-            raise config_error(source, self.problems)
 
 
 @dataclass(frozen=True, slots=True)

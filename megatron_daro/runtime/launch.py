@@ -170,7 +170,6 @@ async def drive(config: Config, algorithm: Algorithm, driven: Driven, observers:
             drift=DriftWatch(correction=config.algorithm.correction.kind),
         ),
         max_staleness=config.rollout.batches_ahead if made else 0,
-        rollouts_per_prompt=config.rollout.rollouts_per_prompt,
     )
     with stop_on_signals(controller):
         try:

@@ -451,10 +451,6 @@ class Sender:
             stream = as_blocks(stream, plan.fp8_blocks, plan.bucket_bytes, blocks)
         return replace(self._sent(stream, plan, label, group), digests=digests, fp8_blocks=tuple(blocks))
 
-    def close(self) -> None:
-        """Leaves the group of broadcasts. May be called twice."""
-        self._broadcast.close()
-
     def _sent(self, stream: Stream, plan: SendPlan, label: str, group: dist.ProcessGroup | None) -> SendReport:
         if plan.transport == "distributed":
             return self._broadcast.send(stream, plan)

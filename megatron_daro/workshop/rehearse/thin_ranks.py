@@ -258,9 +258,6 @@ class ThinPolicyGroup(PolicyGroup):
         hosts = [make.remote(script) for _ in range(HOSTS)]
         everyone = list(hosts)
 
-        def host_of(rank: int, node: int) -> ActorHandle:
-            return everyone[-1] if rank in lost else hosts[node % HOSTS]
-
         if self._loss and lost:
             everyone.append(make.remote(dataclasses.replace(script, own_loss=self._loss.how)))
         self.workers = ThinWorkers(everyone)
