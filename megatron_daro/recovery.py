@@ -347,8 +347,8 @@ def check_fits(checkpoint: Path, state: Mapping[str, Any], identity: Mapping[str
 
 def step_directories(directory: Path) -> list[Path]:
     """Return the checkpoints in RUN/checkpoints by name, newest first, whole or not."""
-    found = [path for path in directory.glob("step_*") if path.is_dir() and _STEP_DIRECTORY.fullmatch(path.name)]
-    return sorted(found, key=_step_of, reverse=True)
+    directories = [path for path in directory.glob("step_*") if path.is_dir() and _STEP_DIRECTORY.fullmatch(path.name)]
+    return sorted(directories, key=_step_of, reverse=True)
 
 
 def require_fresh(run_dir: Path) -> None:
@@ -383,11 +383,13 @@ def _seal(directory: Path, step: int, state: Mapping[str, Any]) -> None:
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"state of step {step} is not plain JSON: {error}") from error
     durable.write(directory / STATE, text)
-    known = {path.relative_to(directory).as_posix(): digest for path, digest in durable.take_hashes(directory).items()}
+    known_digests = {
+        path.relative_to(directory).as_posix(): digest for path, digest in durable.take_hashes(directory).items()
+    }
     names = [path.relative_to(directory).as_posix() for path in sorted(directory.rglob("*")) if path.is_file()]
     for name in names:
         durable.sync(directory / name)
-    digests = known | _digests(directory, [name for name in names if name not in known])
+    digests = known_digests | _digests(directory, [name for name in names if name not in known_digests])
     files = {name: {"bytes": (directory / name).stat().st_size, "sha256": digests[name]} for name in names}
     durable.write(directory / MANIFEST, json.dumps({"format": 1, "step": step, "files": files}, indent=1))
     for path in [*(p for p in directory.rglob("*") if p.is_dir()), directory]:

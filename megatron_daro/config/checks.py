@@ -155,10 +155,10 @@ def check(config: Config, hardware: Hardware | None = None) -> CheckReport:
     context = _Context(config, hardware_of(config.cluster) or hardware or detect(), read_model(config.model.path))
     passed, warnings, problems = [], [], []
     for subject, find, warn, describe in _CHECKS:
-        found = list(find(context))
-        problems += found
+        own_problems = list(find(context))
+        problems += own_problems
         warnings += list(warn(context))
-        passed += [] if found else [(subject, describe(context))]
+        passed += [] if own_problems else [(subject, describe(context))]
     return CheckReport(tuple(passed), tuple(warnings), tuple(problems))
 
 
@@ -309,11 +309,11 @@ def _precision_problems(context: _Context) -> Iterator[Problem]:
     if actor.precision != "fp8":
         return
     surroundings = _surroundings(context)
-    if found := precision.problem(actor.fp8_recipe, surroundings):
-        yield found
+    if problem := precision.problem(actor.fp8_recipe, surroundings):
+        yield problem
     if context.shape:
-        if found := precision.experts_problem(context.shape, surroundings):
-            yield found
+        if problem := precision.experts_problem(context.shape, surroundings):
+            yield problem
         yield from precision.shape_problems(actor, context.shape)
 
 

@@ -104,13 +104,13 @@ class EngineGroup:
         ]
         finished = False
         try:
-            left = len(pumps)
-            while left:
+            running = len(pumps)
+            while running:
                 item = await queue.get()
                 if isinstance(item, BaseException):
                     raise item
                 if item is None:
-                    left -= 1
+                    running -= 1
                 else:
                     yield item
             finished = True
