@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar, get_type_hints
@@ -24,11 +24,15 @@ from megatron_daro.errors import ConfigError
 device.prepare()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.optimizer.optimizer import param_group_identifier_keys
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    from megatron.core.pipeline_parallel.schedules import get_schedule_table
+    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 # What tells the parameter groups of one model apart, whatever the options of a run.
@@ -123,6 +127,61 @@ def finalize_summed_grads(
     finalize_model_grads, which None switches off. Can go: when upstream has a "sum" normalisation.
     """
     finalize_model_grads(model, None, **kwargs)
+
+
+class PipelineMessages(P2PCommunicator):
+    """Messages between stages whose shapes are known beforehand: every stage has the micro-batches of a step.
+
+    Upstream: 0.16.1 to 0.19.2. Reason: with `variable_seq_lengths` two stages tell each other the shape before each
+    message, which costs a round trip, a device-wide synchronization and a copy to the host each time. Can go: when the
+    schedules take the lengths of the micro-batches.
+    """
+
+    def __init__(self, config: TransformerConfig, lengths: Sequence[int], chunks: int) -> None:
+        """Lengths: tokens of each micro-batch on this rank. chunks: parts of the model on this rank."""
+        super().__init__(parallel_state.get_pipeline_model_parallel_group(), config)
+        shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        self._hidden = config.hidden_size
+        table = get_schedule_table(len(lengths), chunks, config.microbatch_group_size_per_vp_stage or len(lengths))
+        # The first part of the model is sent no activations, the last no gradients. Backward, parts come in reverse, so
+        # in both directions those are the table's first; micro-batches come in the table's order each time.
+        rows = [lengths[i] // shards for i, _ in table]
+        others = [lengths[i] // shards for i, part in table if part > 0]
+        self._activations = iter(others if parallel_state.is_pipeline_first_stage(ignore_virtual=True) else rows)
+        self._gradients = iter(others if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else rows)
+
+    def _communicate_shapes(
+        self, tensor_send_next: object, tensor_send_prev: object, recv_prev: bool, recv_next: bool
+    ) -> tuple[list[int], list[int]]:
+        before = [next(self._activations), 1, self._hidden] if recv_prev else [0, 0, 0]
+        after = [next(self._gradients), 1, self._hidden] if recv_next else [0, 0, 0]
+        return before, after
+
+    def check_received(self, *, forward_only: bool) -> None:
+        """Raise RuntimeError if fewer messages came than the micro-batches have: shapes went to the wrong ones."""
+        left = len(list(self._activations)) + (0 if forward_only else len(list(self._gradients)))
+        if left:
+            raise RuntimeError(
+                f"{left} messages between pipeline stages were not received; the schedule is another one"
+            )
+
+
+def schedule_groups() -> ProcessGroupCollection:
+    """Return the groups that upstream's schedules take with a communicator, those that they would take by themselves.
+
+    Upstream: 0.16.1 (`forward_backward_pipelining_without_interleaving`) and 0.19.2 (`_build_default_pg_collection`).
+    Reason: they take both or neither. Can go: when a communicator alone is enough.
+    """
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
+    groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    groups.dp = parallel_state.get_data_parallel_group(with_context_parallel=False, partial_data_parallel=False)
+    return groups
 
 
 def allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from megatron_daro.actor import device
-from megatron_daro.actor.compat import HiddenStateGPTModel
+from megatron_daro.actor.compat import HiddenStateGPTModel, PipelineMessages, schedule_groups
 from megatron_daro.actor.logprobs import check_labels, vocab_parallel_logprobs
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.config.precision import NEEDS
@@ -214,20 +214,28 @@ def run_schedule(
     Returns:
         What `on_hidden` reported per micro-batch; empty on other stages.
     """
-    schedule = get_forward_backward_func()
+    schedule, config = get_forward_backward_func(), chunks[0].module.config
     longest = max(len(packed.tokens_T) for packed in packs)
     if len(chunks) > 1:
-        packs = interleaved(chunks[0].module.config, packs)
-    return schedule(
+        packs = interleaved(config, packs)
+    messages, pipeline = None, dict[str, Any]()
+    if config.pipeline_model_parallel_size > 1:
+        messages = PipelineMessages(config, [len(packed.tokens_T) for packed in packs], len(chunks))
+        pipeline = {"p2p_communicator": messages, "pg_collection": schedule_groups()}
+    reported = schedule(
         forward_step_func=partial(_forward_step, on_hidden),
         data_iterator=iter(packs) if len(chunks) == 1 else [iter(packs) for _ in chunks],
         model=list(chunks),
         num_microbatches=len(packs),
-        seq_length=longest,  # an upper bound; stages tell each other the real lengths
+        seq_length=longest,  # an upper bound; stages know the real lengths
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
+        **pipeline,
     )
+    if messages:
+        messages.check_received(forward_only=forward_only)
+    return reported
 
 
 def interleaved(config: TransformerConfig, packs: Sequence[PackedMicroBatch]) -> list[PackedMicroBatch]:

@@ -376,11 +376,16 @@ def _expert_options(shape: ModelShape, *, grouped: bool) -> dict[str, Any]:
 def _pipeline_options(layout: Layout) -> dict[str, Any]:
     """Return the sizes; with virtual stages, messages on the way during computation, which is Megatron-LM's own choice.
 
-    Without that the shapes that two stages send each other in both directions at once arrive in the wrong order: the
-    stage before one of two is the stage after it as well.
+    Without that messages in both directions at once arrive in the wrong order: the stage before one of two is the stage
+    after it as well. The device-wide synchronization after each message made up for a fault of torch that was mended in
+    1.13 (pytorch/pytorch pull request 82450); upstream took out the other one like it (Megatron-LM 6919).
     """
     # What was sent to the next stage is freed: only its place in the graph is needed until its gradient comes back.
-    stages = {"pipeline_model_parallel_size": layout.pipeline, "deallocate_pipeline_outputs": layout.pipeline > 1}
+    stages: dict[str, Any] = {
+        "pipeline_model_parallel_size": layout.pipeline,
+        "deallocate_pipeline_outputs": layout.pipeline > 1,
+        "batch_p2p_sync": False,
+    }
     if layout.virtual_pipeline == 1:
         return stages
     return stages | {

@@ -93,11 +93,13 @@ class SendFailure:
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """First 16 hex digits of sha256 of a tensor: as it was sent, in its dtype, and as it is in the receivers' dtype."""
+    """Of a tensor as it was sent, in its dtype, and as it is in the receivers' dtype: first 16 hex digits of sha256, as
+    servers on a CPU have them; with `on_device` a sum that was taken on a GPU, which only equals itself."""
 
     dtype: str
     sent: str
     received: str
+    on_device: bool = False
 
 
 @dataclass(frozen=True, slots=True)

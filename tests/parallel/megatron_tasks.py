@@ -66,6 +66,27 @@ def freed_on_the_way(layout: Any) -> list[float] | None:
     return None
 
 
+def shapes_between_stages(path: Path, layout: Any, batch: TrainBatch) -> int:
+    """How often this rank and its neighbours told each other shapes while it computed log-probs and gradients."""
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    policy, told, exchange = _trainee(path, layout, {"name": "grpo"}), 0, P2PCommunicator._communicate_shapes
+
+    def counted(*args: Any) -> Any:
+        nonlocal told
+        told += 1
+        return exchange(*args)
+
+    P2PCommunicator._communicate_shapes = counted
+    try:
+        _, micro_batches = _shard(batch, layout, 3)
+        policy.logprobs(batch, micro_batches)
+        policy.train_step(batch, micro_batches, step=1)
+    finally:
+        P2PCommunicator._communicate_shapes = exchange
+    return told
+
+
 def response_logprobs(path: Path, layout: Any, batch: TrainBatch, num_micro_batches: int, **options: Any) -> Any:
     """float32 [R] of this rank's samples and their row numbers; None before the last stage."""
     policy = _trainee(path, layout, {"name": "grpo"}, **options)

@@ -167,7 +167,7 @@ def test_bf16_is_as_close_as_bf16_can_be(rank_pool, models, batch, layout, famil
 ALLOWED_OPTIONS = [
     {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
     {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
-    {"batch_p2p_sync": False},
+    {"batch_p2p_sync": True},
     {"activation_func_fp8_input_store": True},
     {"disable_parameter_transpose_cache": True},
     {"clone_scatter_output_in_embedding": False},

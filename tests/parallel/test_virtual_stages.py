@@ -79,6 +79,14 @@ def test_what_is_on_its_way_is_kept_when_the_schedule_frees_the_output(rank_pool
     assert received == list(range(1000))
 
 
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_stages_tell_each_other_no_shapes(rank_pool, deep, virtual):
+    from megatron_daro.actor.parallel import Layout
+
+    layout = Layout(pipeline=2, virtual_pipeline=virtual)
+    assert rank_pool.run(megatron_tasks.shapes_between_stages, layout, path=deep[0], batch=random_batch()) == [0, 0]
+
+
 @pytest.mark.parametrize(("micro_batches", "group"), [(1, 4), (4, 4), (5, 5), (6, 6), (7, 7), (8, 4), (9, 5), (13, 7)])
 def test_groups_of_the_schedule(micro_batches, group):
     """The smallest that leaves nothing or as many as there are stages: Megatron refuses other rests."""

@@ -395,3 +395,36 @@ def test_errors_of_the_senders_group_alone_are_left_to_whoever_waits(monkeypatch
     group = broadcast.SendGroup.join("g", 2, store, backend="nccl", join_s=5.0, broadcast_s=300.0)
     assert group._group.errors == "0" and os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
     assert group._group.timeout.total_seconds() > 300, "the sender's own limit comes first"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_a_digest_on_the_device_changes_with_any_bit_and_any_order(dtype, monkeypatch):
+    monkeypatch.setattr(send, "_DIGEST_PART", 7)
+    numbers = torch.randn(5, 6).to(dtype)
+    whole = int(send.device_digest(numbers))
+    assert int(send.device_digest(numbers.clone())) == whole
+    others = [numbers.flip(0), numbers[:-1], torch.zeros_like(numbers.float()).to(dtype)]
+    for place in range(30):
+        for bit in range(8 * dtype.itemsize):
+            changed = numbers.clone()
+            octets = changed.view(torch.uint8).view(-1)
+            octets[place * dtype.itemsize + bit // 8] ^= 1 << bit % 8
+            others.append(changed)
+    sums = [int(send.device_digest(other)) for other in others]
+    assert whole not in sums and len(set(sums)) == len(sums)
+    monkeypatch.setattr(send, "_DIGEST_PART", 1000)
+    assert int(send.device_digest(numbers)) == whole
+
+
+def test_digests_of_tensors_on_a_gpu_stay_there_until_the_stream_ends(monkeypatch):
+    class OnGpu(torch.Tensor):
+        @property
+        def device(self):
+            return SimpleNamespace(type="cuda")
+
+    monkeypatch.setattr(send, "device_digest", lambda tensor: torch.tensor(-1 if tensor.dtype == torch.float32 else 5))
+    tensor, digests = torch.ones(4).as_subclass(OnGpu), {}
+    stream = send.noted(iter([("norm.weight", tensor), ("other", tensor)]), "bfloat16", digests)
+    assert next(stream)[0] == "norm.weight" and not digests
+    assert [name for name, _ in stream] == ["other"]
+    assert digests == {"norm.weight": Digest("float32", "f" * 16, f"{5:016x}", on_device=True)}

@@ -76,6 +76,18 @@ def test_checksums_that_stay_while_what_is_sent_changes_are_of_kept_weights(tmp_
     run(scenario())
 
 
+@pytest.mark.parametrize(("on_device", "state"), [(True, "serving"), (False, "fenced")])
+def test_a_digest_of_another_kind_accuses_no_server_on_a_cpu(tmp_path, weights, on_device, state):
+    async def scenario():
+        async with rig(tmp_path, {}, {}) as fleet:
+            weights.digests = {"norm.weight": Digest("float32", "aa", "aa", on_device)}
+            fleet.stubs[0].checksums, fleet.stubs[1].checksums = {"norm.weight": "bb"}, {"norm.weight": "aa"}
+            await fleet.publish(weights, 3)
+            assert fleet.states == [state, "serving"]
+
+    run(scenario())
+
+
 @pytest.mark.parametrize(("quantization", "state"), [("", "fenced"), ("fp8", "serving")])
 def test_a_matrix_whose_change_rounds_away_accuses_no_server_that_quantizes(tmp_path, weights, quantization, state):
     async def scenario():
