@@ -202,7 +202,7 @@ class Controller:
         self._parts.phases.collect()
 
     async def _evaluate_first(self) -> None:
-        """Return the model that training starts from, as step 0 of the metrics."""
+        """Evaluate the model that training starts from, as step 0 of the metrics."""
         if self.step == 0 and self._parts.evaluations.due(0, 0):
             metrics = await self._parts.evaluations.run(0, {})
             self._parts.evaluations.write(lambda: self._parts.metrics.write(0, metrics))

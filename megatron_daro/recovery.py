@@ -201,13 +201,13 @@ class BackgroundSave:
             task.result()
 
     async def finished(self) -> None:
-        """Return when nothing is being written. Raises CheckpointError: it could not be."""
+        """Wait until nothing is being written. Raises CheckpointError: it could not be."""
         if self._task is not None:
             await asyncio.wait({self._task})
             self.check()
 
     async def end(self, notices: Notices, *, at_once: bool) -> None:
-        """Return when nothing is being written, whatever became of it; `at_once`: give it up."""
+        """Wait until nothing is being written, whatever became of it; `at_once`: give it up."""
         task, self._task = self._task, None
         if task is not None:
             if at_once:

@@ -251,7 +251,7 @@ class MegatronPolicy:
         self._pending_save = checkpoint.start_save(self.train_state, directory)
 
     def finish_save(self) -> None:
-        """Return when this rank's part is on the disk; may be called in another thread. Raises CheckpointError."""
+        """Wait until this rank's part is on the disk; may be called in another thread. Raises CheckpointError."""
         if self._pending_save is not None:
             self._pending_save.finish()
 
@@ -261,7 +261,7 @@ class MegatronPolicy:
             self._pending_save.release()
 
     def load(self, directory: Path) -> None:
-        """Return the inverse of `save`, also on another layout. Collective. Raises CheckpointError."""
+        """Load what `save` wrote, also on another layout. Collective. Raises CheckpointError."""
         self._needs("weights", "optimizer")
         self._keep_what_is_saved()
         checkpoint.load(self.train_state, directory)

@@ -39,7 +39,7 @@ class Interrupts:
         self._ending = True
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Return the handler of all three signals."""
+        """Handle any of the three signals."""
         if not self._ending:
             self._ending = True
             raise KeyboardInterrupt(signal.Signals(number).name)

@@ -238,7 +238,7 @@ class Supervision:
         self._may_start.set()
 
     async def settled(self) -> None:
-        """Return when no process is being ended or started."""
+        """Wait until no process is being ended or started."""
         while self._unsettled and not self._closing:
             await asyncio.sleep(_SETTLE_POLL_S)
 
@@ -556,7 +556,7 @@ async def resume(server: Server, tag: MemoryTag, *, timeout_s: float) -> None:
 
 
 async def _until_idle(server: Server, limit_s: float) -> None:
-    """Return when nothing runs on the server: it refuses to empty its cache before."""
+    """Wait until nothing runs on the server: it refuses to empty its cache before."""
     end = time.monotonic() + limit_s
     while True:
         try:

@@ -209,7 +209,7 @@ class ServerUpdate:
         return [server for server in self._servers if server.state == "updating"]
 
     async def _phase(self, name: str, work: Callable[[Server], Awaitable[object]]) -> None:
-        """Return the same on every server at once; those that fail are fenced."""
+        """Do the same on every server at once; fence those that fail."""
 
         async def one(server: Server) -> None:
             try:

@@ -116,7 +116,7 @@ class ThinRanks:
         (directory / f"shard_{rank:05d}.safetensors").write_bytes(b"")
 
     async def finish_save(self, rank: int) -> None:
-        """Return when it is on the disk: it is."""
+        """Wait for nothing: there is no file."""
         await asyncio.sleep(0)
 
 
