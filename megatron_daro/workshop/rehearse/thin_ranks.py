@@ -116,7 +116,7 @@ class ThinRanks:
         (directory / f"shard_{rank:05d}.safetensors").write_bytes(b"")
 
     async def finish_save(self, rank: int) -> None:
-        """Wait for nothing: there is no file."""
+        """Wait for nothing: the file is written already."""
         await asyncio.sleep(0)
 
 
