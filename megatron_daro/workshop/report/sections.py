@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import cycle
 from statistics import fmean
 from typing import Any
 
@@ -201,12 +202,12 @@ def _measured_against_predicted(run: RunData) -> Plot | None:
         if measured:
             traces.append(_by_bin(measured, f"measured, {when}", colour, marker={"size": 8}))
         if predicted:
-            dashed = {"color": colour, "width": 2, "dash": "dot"}
-            traces.append(_by_bin(predicted, f"predicted, {when}", colour, mode="lines", line=dashed))
+            ring = {"size": 15, "symbol": "circle-open", "color": colour, "line": {"width": 2}}
+            traces.append(_by_bin(predicted, f"predicted, {when}", colour, mode="markers", marker=ring))
     if not traces:
         return None
     caption = (
-        "Mean loss of each pass rate. The dotted line is what the mean lengths of right and wrong answers predict for "
+        "Mean loss of each pass rate. The rings are what the mean lengths of right and wrong answers predict for "
         "on-policy data: sqrt(mu(1-mu)) (l_wrong - l_right) / (mu l_right + (1-mu) l_wrong). A gap means that the data "
         "is not on-policy or that length and verdict relate otherwise within groups."
     )
@@ -340,8 +341,7 @@ def _reward(run: RunData) -> Plot | None:
     return _plot(
         run,
         "Reward",
-        "Mean reward per rollout. It parts from accuracy when rewards are shaped (such as by the "
-        "overlong penalty) takes effect.",
+        "Mean reward per rollout. It differs from accuracy where rewards are shaped, such as by the overlong penalty.",
         [Line("reward/mean", "mean reward")],
         layout("reward (per rollout)"),
     )
@@ -349,8 +349,8 @@ def _reward(run: RunData) -> Plot | None:
 
 def _evaluation(run: RunData) -> Plot | None:
     wanted = [
-        Line(key, key.removeprefix("eval/").replace("/accuracy/", ", difficulty "))
-        for name in _evaluation_names(run)
+        Line(key, key.removeprefix("eval/").replace("/accuracy/", ", difficulty "), dash)
+        for name, dash in zip(_evaluation_names(run), cycle(("solid", "dash", "dot", "dashdot")), strict=False)
         for key in run.under(f"eval/{name}/accuracy/")
     ]
     return _plot(
