@@ -204,9 +204,10 @@ def log_ratios(rows: Sequence[Row], constants: Constants) -> np.ndarray:
 FITTED = {
     "times": (
         "matrices", "matrices_fp8", "attention", "passes", "passes_fp8", "expert_links", "hidden", "expert_layer_s",
-        "fused", "schedule", "decoding", "expert_decoding", "decode_layer_s", "network_latency_s", "routing", "fixed_s",
+        "expert_call_s", "fused", "schedule", "decoding", "expert_decoding", "decode_layer_s", "network_latency_s",
+        "routing", "fixed_s",
     ),
-    "sync": ("sync_links", "tensor_s", "call_s"),
+    "sync": ("sync_links", "tensor_s", "walk_s"),
 }  # fmt: skip
 """Constants by the kind of rows that they are learned from, in this order."""
 

@@ -39,6 +39,8 @@ FOLDERS = ("unit", "golden", "contract", "plugins", "sglang", "fault", "e2e", "s
 """In the order in which they run: a wrong formula shows in seconds, before anything slow begins; many short files come
 last, so that two processes end at about the same time."""
 _SERVERS = "sglang"
+_FIRST = Path("slurm") / "test_slurm_signals.py"
+"""Begins before all others: the minutes in which heavy tests begin must not be over before a job is signalled."""
 
 
 def folder_of(path: Path) -> str:
@@ -69,7 +71,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.get_closest_marker("heavy"):
                 item.add_marker(pytest.mark.skip(reason="heavy: bash tests/run.sh --all runs it, or pytest --heavy"))
     rank = {name: number for number, name in enumerate(FOLDERS)}
-    items.sort(key=lambda item: rank.get(folder_of(item.path), len(rank)))
+    items.sort(key=lambda item: -1 if item.path == HERE / _FIRST else rank.get(folder_of(item.path), len(rank)))
     for_gpu = [item for item in items if item.get_closest_marker("gpu") or folder_of(item.path) == "gpu"]
     if for_gpu and not _has_gpu():
         for item in for_gpu:
@@ -79,7 +81,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """For `pytest -n 2`: one process runs all tests of a file, in order, all that share the SGLang servers, and all of
-    Slurm, whose daemons have fixed ports.
+    Slurm but the file that comes first.
 
     Its own --dist loadgroup does not work with pytest 9.2, where a test's id cannot be changed (pytest-xdist 3.8.0).
     """
@@ -89,6 +91,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.split("::")[0]
             folder = folder_of(HERE.parent / path)
+            if HERE.parent / path == HERE / _FIRST:
+                return path
             if folder in ("slurm", _SERVERS):
                 return folder
             return _SERVERS if nodeid.endswith(f"[{_SERVERS}]") else path

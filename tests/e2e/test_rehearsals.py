@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from weightless import SHARED, save_recipe_model
 
 from megatron_daro.cli import main
+from megatron_daro.workshop.rehearse import loop
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("rollout.prompts_per_step=32", "rollout.max_response_tokens=512", "trainer.updates_per_batch=1")
@@ -92,3 +94,19 @@ def test_1024_ranks(place):
     found = rehearsed(recipe, place, "--nodes", "144", "--steps", "2", *options)
     assert found["world"].startswith("1024 ranks") and found["status"] == "finished"
     assert found["driver"]["rank_calls"][1] >= 1024 and found["planned"]["checkpoint"]["files"] == 1024
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(400)
+def test_a_wait_without_an_end_is_found_and_named(place, monkeypatch, capsys):
+    """An optimizer step that never ends: in a run its limit is four hours."""
+
+    async def endless(self, batch, step):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(loop.ThinPolicyGroup, "train", endless)
+    recipe = recipe_of("qwen2.5-32b", place)
+    options = ["--nodes", "16", "--steps", "1", "--mean-response", "100", *SMALL, SMALLER_PENALTY]
+    assert main(["rehearse", str(recipe), *options]) == 1
+    said = capsys.readouterr()
+    assert "verdict: does not hold" in said.out and "deadline 'train' (" in " ".join(said.err.split())

@@ -8,15 +8,17 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from run_fixtures import tiny  # noqa: F401
 from slurm_jobs import Slurm
 
 pytestmark = pytest.mark.heavy
+LOCKED_S = 800
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def slurm():
-    """Two nodes; ended after the tests."""
+    """Two nodes; ended after the tests of a file."""
     yield from _cluster(("slurmctld", "slurmd", "munged", "sbatch"), "bash tests/slurm_install.sh")
 
 
@@ -31,7 +33,9 @@ def _cluster(needed, installed_by, **settings):
     missing = [name for name in needed if not shutil.which(name)]
     if missing or os.geteuid() != 0:
         pytest.skip(f"needs root and {', '.join(missing) or 'Slurm'}: {installed_by}")
-    with tempfile.TemporaryDirectory(prefix="slurm") as directory:  # short: paths of sockets are limited
+    # Daemons and nodes have fixed ports and addresses: those of another process of pytest end first.
+    mine = FileLock(Path(tempfile.gettempdir()) / "megatron_daro_slurm.lock", timeout=LOCKED_S)
+    with mine, tempfile.TemporaryDirectory(prefix="slurm") as directory:  # short: paths of sockets are limited
         cluster = Slurm(Path(directory), **settings)
         try:
             cluster.up()

@@ -40,14 +40,16 @@ class Constants:
     pass, and how many more with fp8, which is scaled and turned over. hidden: share of collectives that a trainer
     which overlaps them hides.
     layer_s, expert_layer_s: the host's time to start a layer's kernels, forward and backward; of one with experts it
-    waits for the counts of tokens. fused: share of the latter that remains where routing and permutation are fused
-    kernels; schedule: how much longer it takes where exchanges overlap with computation.
+    waits for the counts of tokens. expert_call_s: the same of each expert on the rank: its products are started one by
+    one. fused: share of expert_layer_s that remains where routing and permutation are fused kernels; schedule: how much
+    longer all takes where exchanges overlap with computation.
     decode_step_s, decode_layer_s: one step of a server beside its reads, and what each layer adds to it.
     link_latency_s, network_latency_s: a reduction of few bytes between a server's GPUs, within and beyond the links.
     imbalance: how much the slowest data-parallel rank exceeds the mean; routing: the fullest rank's experts.
     max_running: answers of a server at once. fixed_s: a step's verification, recording and waits that nothing hides.
     sync_links: share of a link that a weight sync reaches. sync_start_s: pausing and continuing the servers. tensor_s:
-    a whole tensor gathered and put into a bucket; call_s: a collective for one tensor by itself.
+    a whole tensor gathered and put into a bucket; walk_s: of each layer, while a server looks for the place of a tensor
+    that comes by itself.
     host_gb_s: between a GPU and its host, in 10^9 bytes a second.
     training_factor, generation_factor, sync_factor: of all that the model finds for these phases; a recorded run sets
     them.
@@ -55,39 +57,40 @@ class Constants:
     dense models and of mixtures of experts; run_error: the largest error of benchmarks/plan_held_out.py.
     """
 
-    matrices: float = 0.481
-    matrices_fp8: float = 0.49
-    attention: float = 0.646
-    passes: float = 8.33
-    passes_fp8: float = 4.58
+    matrices: float = 0.472
+    matrices_fp8: float = 0.492
+    attention: float = 0.728
+    passes: float = 8.61
+    passes_fp8: float = 5.76
     prefill: float = 0.5
-    decoding: float = 0.766
-    expert_decoding: float = 0.523
+    decoding: float = 0.938
+    expert_decoding: float = 0.543
     links: float = 0.7
-    expert_links: float = 0.585
+    expert_links: float = 0.632
     hidden: float = 0.95
     layer_s: float = 5e-4
-    expert_layer_s: float = 0.0182
-    fused: float = 0.515
-    schedule: float = 0.704
+    expert_layer_s: float = 0.016
+    expert_call_s: float = 0.000158
+    fused: float = 0.337
+    schedule: float = 0.693
     decode_step_s: float = 3e-3
-    decode_layer_s: float = 0.000116
+    decode_layer_s: float = 0.00014
     link_latency_s: float = 1e-5
-    network_latency_s: float = 2.33e-05
+    network_latency_s: float = 1.72e-05
     imbalance: float = 0.05
-    routing: float = 0.251
+    routing: float = 0.291
     max_running: int = 1024
     host_gb_s: float = 25.0
-    sync_links: float = 0.68
+    sync_links: float = 0.678
     sync_start_s: float = 0.3
-    tensor_s: float = 2.13e-05
-    call_s: float = 0.000593
-    fixed_s: float = 5.06
+    tensor_s: float = 2.07e-05
+    walk_s: float = 1.26e-05
+    fixed_s: float = 5.34
     training_factor: float = 1.0
     generation_factor: float = 1.0
     sync_factor: float = 1.0
-    step_error: float = 1.23
-    expert_step_error: float = 1.52
+    step_error: float = 1.24
+    expert_step_error: float = 1.44
     run_error: float = 1.2
 
 
@@ -95,8 +98,8 @@ class Constants:
 class Practice:
     """What a trainer's software does with a layout; the defaults are this package's.
 
-    graphs: how much of a layer the GPU starts by itself (CUDA graphs). fused: routing and permutation
-    of tokens are fused kernels. once: a token goes once to each node, and not
+    graphs: what of a layer the GPU starts by itself (CUDA graphs): the router, attention too ("partial"), or all.
+    fused: routing and permutation of tokens are fused kernels. once: a token goes once to each node, and not
     once to each of its experts there. overlaps, overlaps_experts: collectives of tensor and data parallelism, and the
     exchange between experts, run beside computation. gathers: weights are gathered for each micro-batch (FSDP).
     balanced: each expert is given equally many tokens, whatever the router says. gradient_bytes: of an element in the
@@ -105,7 +108,7 @@ class Practice:
     begins.
     """
 
-    graphs: Literal["none", "partial", "full"] = "none"
+    graphs: Literal["none", "router", "partial", "full"] = "none"
     fused: bool = False
     once: bool = False
     overlaps: bool = False
@@ -176,6 +179,13 @@ def train_times(
     return TrainTimes(factor * compute, factor * (inner + outer), factor * bubble, factor * passes)
 
 
+_FP8_CALLS = 10 / 6
+"""Kernels of an expert with fp8 against bf16: to the six products of its two layers come four conversions, of inputs
+and of gradients (grouped_linear.py of Transformer Engine)."""
+_STARTED = {"none": 1.0, "router": 0.75, "partial": 0.5, "full": 0.0}
+"""Share of a layer's kernels beside its experts' that the host starts, by what is a CUDA graph: assumed."""
+
+
 def _stage_s(
     workload: Workload, layout: ModelLayout, tokens: float, gpu: Gpu, constants: Constants, practice: Practice
 ) -> tuple[float, float]:
@@ -198,13 +208,19 @@ def _stage_s(
     stages = layout.pipeline * layout.virtual
     # Where layers do not divide, the stages are cut so that the output layer counts as one.
     slowest = layers / layout.pipeline + last if shape.layers % stages == 0 else (layers + last) / layout.pipeline
-    mixed = shape.expert_layers / layout.pipeline
-    started = {"none": 1.0, "partial": 0.5, "full": 0.0}[practice.graphs]
-    mixed *= constants.fused if practice.fused else 1.0
-    host = mixed * constants.expert_layer_s + (shape.layers - shape.expert_layers) / layout.pipeline * constants.layer_s
-    if practice.overlaps_experts:
-        host *= 1 + constants.schedule
-    return slowest, started * host
+    return slowest, _host_s(workload, layout, constants, practice)
+
+
+def _host_s(workload: Workload, layout: ModelLayout, constants: Constants, practice: Practice) -> float:
+    """Seconds in which the host starts the kernels of a stage for one micro-batch; those of experts one by one."""
+    shape = workload.shape
+    each = constants.expert_layer_s * (constants.fused if practice.fused else 1.0)
+    started = (shape.layers - shape.expert_layers) * constants.layer_s + shape.expert_layers * each
+    host = _STARTED[practice.graphs] * started
+    if shape.experts and practice.graphs != "full":
+        calls = shape.experts.number / layout.expert * (_FP8_CALLS if workload.fp8 else 1.0)
+        host += shape.expert_layers * calls * constants.expert_call_s
+    return host / layout.pipeline * (1 + constants.schedule * practice.overlaps_experts)
 
 
 def _optimizer_s(workload: Workload, layout: ModelLayout, data: int, gpu: Gpu, constants: Constants) -> float:
@@ -384,25 +400,29 @@ def sync_s(
     Args:
         workload, layout, gpu, constants: what runs.
         near: servers are joined to the trainers by the fast links, or share their GPUs.
-        buckets: tensors are sent in buckets, each stage for itself; else one by one, with a collective to send each and
-            another to gather it where it is cut.
+        buckets: tensors are sent in buckets, each stage for itself; else one by one, and for each a server walks
+            through all of its layers (verl; load_weights of vLLM's models).
         pauses: with the time in which servers pause and continue.
     """
     shape, link, network = workload.shape, gpu.link_gb_s * 1e9, gpu.network_gb_s * 1e9
     rest, experts = _bytes_of(shape, workload.dtype_bytes)
-    number, expert_number = shape.layers * 9, 3 * shape.expert_layers * shape.experts.number if shape.experts else 0
     far = layout.expert > gpu.linked
     gathered = rest * (layout.tensor - 1) / layout.tensor / link
     gathered += experts * (layout.expert - 1) / layout.expert / (network if far else link)
     sent = (rest + experts) / (link if near else network)
-    own = (number + expert_number) * constants.tensor_s
-    if buckets:
-        own /= layout.pipeline
-    else:
-        cut = (layout.tensor > 1) * number + (layout.tensor * layout.expert > 1) * expert_number
-        own += (number + expert_number + cut) * constants.call_s
+    tensors = _num_tensors(shape)
+    own = tensors * constants.tensor_s / layout.pipeline
+    if not buckets:
+        own = tensors * (constants.tensor_s + shape.layers * constants.walk_s)
     seconds = (gathered / layout.pipeline + sent) / constants.sync_links + own
     return constants.sync_factor * (pauses * constants.sync_start_s + seconds)
+
+
+def _num_tensors(shape: ModelShape) -> int:
+    """Tensors of a model's layers under their Hugging Face names."""
+    each = 6 + 3 * shape.qkv_bias + 2 * shape.qk_norm
+    mixed = shape.expert_layers * (1 + 3 * shape.experts.number) if shape.experts else 0
+    return shape.layers * each + 3 * (shape.layers - shape.expert_layers) + mixed
 
 
 def _bytes_of(shape: ModelShape, dtype_bytes: int) -> tuple[float, float]:

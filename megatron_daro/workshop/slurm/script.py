@@ -247,7 +247,8 @@ exec "$@@" 2>&1'
     cat <<'END'
 job=$1 attempt_dir=$2
 shift 2
-. "$attempt_dir/attach" || { echo "nothing to attach to: Ray does not run in $attempt_dir" >&2; exit 1; }
+[ -e "$attempt_dir/attach" ] || { echo "nothing to attach to: Ray does not run in $attempt_dir" >&2; exit 1; }
+. "$attempt_dir/attach" || exit 1
 [ $# -gt 0 ] || set -- bash -i
 exec srun --jobid="$job" --overlap --nodes=1 --ntasks=1 --nodelist="$first_node" @{container} @{enter}"$@@"
 END

@@ -30,6 +30,8 @@ _PR_SET_PDEATHSIG = 1
 _RAY_STARTED = b"Ray runtime started"
 _PORT_TAKEN = "The specified port is"
 """Of Ray's words where another program has the port of its control service."""
+_SLOW = "timed out during startup"
+"""Of Ray's words where it gave up by itself, after a minute (ray/_private/node.py)."""
 _KEPT_LINES = 200
 RAY_START_S = 150.0
 
@@ -136,8 +138,8 @@ async def start_ray(
         limit_s: until it runs.
 
     Raises:
-        WorkerError: it ended; PortTakenError: because of its port; SlowStartError: it did not start in time, and is
-            gone.
+        WorkerError: it ended; PortTakenError: because of its port; SlowStartError: it did not start in time, by its own
+            limit or this one, and is gone.
     """
     # Not the program `ray`: an environment upon another one's packages has none.
     program = [sys.executable, "-m", "ray.scripts.scripts"]
@@ -155,8 +157,8 @@ async def start_ray(
     if ended not in done:
         await ray.kill()
         raise SlowStartError(f"Ray did not start within {limit_s:g} s on {address}: {ray.last_line}")
-    taken = any(_PORT_TAKEN in line for line in ray.lines)
-    error = PortTakenError if taken else WorkerError
+    kinds = {_PORT_TAKEN: PortTakenError, _SLOW: SlowStartError}
+    error = next((kind for words, kind in kinds.items() if any(words in line for line in ray.lines)), WorkerError)
     raise error(f"Ray ended with code {ended.result()} on {address}: {ray.last_line}")
 
 

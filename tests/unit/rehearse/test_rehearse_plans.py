@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import inspect
 import json
 from pathlib import Path
 
@@ -26,10 +27,11 @@ from megatron_daro.engine.sglang.client import _facts
 from megatron_daro.errors import ConfigError
 from megatron_daro.runtime.cluster import Placement
 from megatron_daro.runtime.policy_group import PolicyGroup
+from megatron_daro.runtime.workers import TrainWorker
 from megatron_daro.workshop.rehearse.canned_server import Bodies, CannedAnswers, CannedServer
 from megatron_daro.workshop.rehearse.loop import _part_tensors, checkpoint_plan, place_of, stage_plans
 from megatron_daro.workshop.rehearse.setting import _first_fit, node_map
-from megatron_daro.workshop.rehearse.thin_ranks import Loss, ThinPolicyGroup
+from megatron_daro.workshop.rehearse.thin_ranks import Loss, ThinPolicyGroup, ThinRanks
 
 CONFIGS = Path(__file__).resolve().parents[4] / "shared" / "data" / "configs"
 
@@ -201,3 +203,14 @@ def test_a_node_is_lost_in_the_step_that_was_asked_for(tmp_path, monkeypatch):
         assert asyncio.run(group.train(None, step)) == step
         seen.append(len(losses))
     assert seen == [0, 1, 1] and losses[0] > 0
+
+
+def test_thin_ranks_take_the_calls_that_ranks_take():
+    """A call that only real ranks know ends every rehearsal at its first weight sync."""
+    # What replaces starting, placing, loading and moving ranks is the group's; `ready` is the host's own.
+    real = TrainWorker.__ray_metadata__.modified_class
+    for name in ("train", "run_pass", "score", "export", "start_save", "finish_save", "sentinel"):
+        taken, given = (list(inspect.signature(getattr(kind, name)).parameters.values()) for kind in (ThinRanks, real))
+        assert [p.name for p in taken[2:]] == [p.name for p in given[1:]], name  # self, rank; self
+        assert [p.kind for p in taken[2:]] == [p.kind for p in given[1:]], name
+        assert [p.default for p in taken[2:]] == [p.default for p in given[1:]], name

@@ -275,6 +275,27 @@ def test_a_start_of_ray_that_takes_too_long_is_ended_and_tried_again(tmp_path, m
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
+def test_a_ray_that_gives_up_its_start_by_itself_is_tried_again(tmp_path, monkeypatch, capfd):
+    """Its own limit is a minute, shorter than ours: ray/_private/node.py raises these words."""
+    program = tmp_path / "python"
+    program.write_text(
+        f"#!/bin/bash\necho $$ >>{tmp_path}/asked\n[ $(wc -l <{tmp_path}/asked) -gt 1 ] || "
+        "{ echo 'Exception: The current node timed out during startup. This could happen because'; exit 1; }\n"
+        "echo 'Ray runtime started.'; exec sleep 60\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    place, options = node.Place("node1", True, 1, "127.0.0.1"), argparse.Namespace(gpus=0, cores=3)
+
+    async def scene() -> None:
+        ray, _ = await node._ray_head(place, options, tmp_path, {})
+        await ray.kill()
+
+    asyncio.run(scene())
+    assert len((tmp_path / "asked").read_text().splitlines()) == 2
+    assert "timed out during startup" in capfd.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("before", "kind"),
     [((), "unstarted"), (("unstarted",) * 2, "failed"), (("unstarted", "saved"), "unstarted")],
