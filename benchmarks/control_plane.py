@@ -191,7 +191,6 @@ async def one_step(config: Any, inputs: Any, run_dir: Path, watch: Watch | None)
                 deadlines=limits,
             ),
             max_staleness=0,
-            rollouts_per_prompt=SAMPLES,
         )
         controller._weight_sync = NoWeights(made.engine.fleet)  # type: ignore[assignment,attr-defined]
         await parts.start_all(placement, group, made, progress)

@@ -204,7 +204,7 @@ def _cluster_hardware() -> tuple[Hardware | None, ConfigError | None]:
 
 
 def _rehearse(config: Config, *, resume: bool, replay: Path | None, owns_process: bool) -> None:
-    """Return what needs files but no process, as the start itself would do it."""
+    """Do what of a start needs files but no process, as the start itself does it."""
     from megatron_daro.runtime.preflight import needs_torch, rehearse
 
     if owns_process and not resume and not needs_torch(config):
@@ -287,7 +287,7 @@ def _system_fault(error: OSError) -> str:
 
 
 def _drop_stdout() -> None:
-    """Return what is still buffered for a closed pipe goes to the null device; else Python complains when it ends."""
+    """Send what is still buffered for a closed pipe to the null device; else Python complains when it ends."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.close(null)

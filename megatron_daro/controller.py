@@ -83,20 +83,18 @@ class RunOutcome:
 class Controller:
     """One training run."""
 
-    def __init__(self, section: TrainerSection, parts: Parts, *, max_staleness: int, rollouts_per_prompt: int) -> None:
+    def __init__(self, section: TrainerSection, parts: Parts, *, max_staleness: int) -> None:
         """Start nothing; whoever made policy and engine starts them.
 
         Args:
             section: the configuration's trainer section. `steps` are optimizer steps.
             parts: what is driven.
             max_staleness: batches that generation may run ahead.
-            rollouts_per_prompt: K.
         """
         self._section = section
         self._parts = parts
         self._within = parts.deadlines.within
         self._max_staleness = max_staleness
-        self._group_size = rollouts_per_prompt
         self.step = 0
         self._planned_step = 0
         self._batches_done = 0
@@ -204,7 +202,7 @@ class Controller:
         self._parts.phases.collect()
 
     async def _evaluate_first(self) -> None:
-        """Return the model that training starts from, as step 0 of the metrics."""
+        """Evaluate the model that training starts from, as step 0 of the metrics."""
         if self.step == 0 and self._parts.evaluations.due(0, 0):
             metrics = await self._parts.evaluations.run(0, {})
             self._parts.evaluations.write(lambda: self._parts.metrics.write(0, metrics))

@@ -44,8 +44,8 @@ def write_hash(path: Path, sha256: str) -> None:
 
 def take_hashes(directory: Path) -> dict[Path, str]:
     """Return what `write_hash` left in a folder and below, by file, and remove it. Raises OSError."""
-    found = {}
+    digests = {}
     for note in directory.rglob(f"*{_HASH_SUFFIX}"):
-        found[note.with_name(note.name.removesuffix(_HASH_SUFFIX))] = note.read_text()
+        digests[note.with_name(note.name.removesuffix(_HASH_SUFFIX))] = note.read_text()
         note.unlink()
-    return found
+    return digests

@@ -47,10 +47,10 @@ def import_own_class(
     if not isinstance(own, type):
         raise ConfigError(f"{field}: got {name!r}, which is no class; allowed: a class that offers {protocol.__name__}")
     for method, count in methods.items():
-        function, wanted = getattr(own, method, None), getattr(protocol, method)
-        asynchronous = inspect.iscoroutinefunction(wanted)
+        function, declared = getattr(own, method, None), getattr(protocol, method)
+        asynchronous = inspect.iscoroutinefunction(declared)
         if inspect.iscoroutinefunction(function) != asynchronous or not _accepts(function, count + 1):
-            text = f"{'async ' if asynchronous else ''}def {method}{inspect.signature(wanted)}"
+            text = f"{'async ' if asynchronous else ''}def {method}{inspect.signature(declared)}"
             raise ConfigError(f"{field}: {name}.{method} does not fit {protocol.__name__}; write it as `{text}`")
     try:
         inspect.signature(own).bind(**arguments)

@@ -167,10 +167,10 @@ def _lock_directory() -> Path:
         path = base / f"megatron_daro-ports-{user}{f'-{number}' if number else ''}"
         try:
             path.mkdir(mode=0o700, exist_ok=True)
-            found = path.lstat()
+            status = path.lstat()
         except OSError:
             continue
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == user and os.access(path, os.W_OK | os.X_OK):
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == user and os.access(path, os.W_OK | os.X_OK):
             return path
     raise EngineError(
         f"ports: got no usable directory megatron_daro-ports-{user} below {base}; allowed: one that this user owns and "

@@ -201,13 +201,13 @@ class BackgroundSave:
             task.result()
 
     async def finished(self) -> None:
-        """Return when nothing is being written. Raises CheckpointError: it could not be."""
+        """Wait until nothing is being written. Raises CheckpointError: it could not be."""
         if self._task is not None:
             await asyncio.wait({self._task})
             self.check()
 
     async def end(self, notices: Notices, *, at_once: bool) -> None:
-        """Return when nothing is being written, whatever became of it; `at_once`: give it up."""
+        """Wait until nothing is being written, whatever became of it; `at_once`: give it up."""
         task, self._task = self._task, None
         if task is not None:
             if at_once:
@@ -248,19 +248,11 @@ def find_latest_valid(run_dir: Path, notices: Notices) -> tuple[Path, dict[str, 
     return None
 
 
-def take_latest_valid(run_dir: Path, notices: Notices) -> tuple[Path, dict[str, Any]] | None:
-    """Return what to resume from: `find_latest_valid`, and refused checkpoints renamed to step_N.refused.
-
-    They would otherwise count as newer ones when old checkpoints are removed. Args, returns and raises as there.
-    """
-    found = find_latest_valid(run_dir, notices)
-    if found:
-        set_newer_aside(found[0])
-    return found
-
-
 def set_newer_aside(checkpoint: Path) -> None:
-    """Rename the checkpoints after this one, which were refused, to step_N.refused."""
+    """Rename the checkpoints after this one, which were refused, to step_N.refused.
+
+    They would otherwise count as newer ones when old checkpoints are removed.
+    """
     for path in step_directories(checkpoint.parent):
         if _step_of(path) > _step_of(checkpoint):
             aside = path.with_name(path.name + ".refused")
@@ -355,8 +347,8 @@ def check_fits(checkpoint: Path, state: Mapping[str, Any], identity: Mapping[str
 
 def step_directories(directory: Path) -> list[Path]:
     """Return the checkpoints in RUN/checkpoints by name, newest first, whole or not."""
-    found = [path for path in directory.glob("step_*") if path.is_dir() and _STEP_DIRECTORY.fullmatch(path.name)]
-    return sorted(found, key=_step_of, reverse=True)
+    directories = [path for path in directory.glob("step_*") if path.is_dir() and _STEP_DIRECTORY.fullmatch(path.name)]
+    return sorted(directories, key=_step_of, reverse=True)
 
 
 def require_fresh(run_dir: Path) -> None:
@@ -391,11 +383,13 @@ def _seal(directory: Path, step: int, state: Mapping[str, Any]) -> None:
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"state of step {step} is not plain JSON: {error}") from error
     durable.write(directory / STATE, text)
-    known = {path.relative_to(directory).as_posix(): digest for path, digest in durable.take_hashes(directory).items()}
+    known_digests = {
+        path.relative_to(directory).as_posix(): digest for path, digest in durable.take_hashes(directory).items()
+    }
     names = [path.relative_to(directory).as_posix() for path in sorted(directory.rglob("*")) if path.is_file()]
     for name in names:
         durable.sync(directory / name)
-    digests = known | _digests(directory, [name for name in names if name not in known])
+    digests = known_digests | _digests(directory, [name for name in names if name not in known_digests])
     files = {name: {"bytes": (directory / name).stat().st_size, "sha256": digests[name]} for name in names}
     durable.write(directory / MANIFEST, json.dumps({"format": 1, "step": step, "files": files}, indent=1))
     for path in [*(p for p in directory.rglob("*") if p.is_dir()), directory]:

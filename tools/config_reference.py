@@ -17,12 +17,15 @@ from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
-from megatron_daro.config import Config
-from megatron_daro.config.base import Section
-from megatron_daro.config.loading import ITEM, choices, field_allowed, is_section, section_of, strip
-from megatron_daro.workshop.slurm.cluster_file import ClusterFile
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the sections of this checkout, whichever one is installed
 
-TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+from megatron_daro.config import Config  # noqa: E402
+from megatron_daro.config.base import Section  # noqa: E402
+from megatron_daro.config.loading import ITEM, choices, field_allowed, is_section, section_of, strip  # noqa: E402
+from megatron_daro.workshop.slurm.cluster_file import ClusterFile  # noqa: E402
+
+TARGET = ROOT / "docs" / "configuration.md"
 
 HEAD = """\
 # Configuration

@@ -19,6 +19,7 @@ import json
 import multiprocessing
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -173,7 +174,7 @@ def _in_processes(jobs: Sequence[Job], plan: Plan, folder: Path, processes: int)
             tiny_run.base_of(*base)
         yield from (run_job(job, plan.dials(job.world), folder) for job in jobs)
         return
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=_end_with_the_lab) as pool:
         try:
             for built in [pool.submit(tiny_run.base_of, *base) for base in bases]:
                 built.result()
@@ -181,6 +182,18 @@ def _in_processes(jobs: Sequence[Job], plan: Plan, folder: Path, processes: int)
                 yield future.result()
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _end_with_the_lab() -> None:
+    """End this worker process when the lab's ends, however it does: one that was killed tells its workers nothing."""
+    lab = multiprocessing.parent_process()
+    assert lab is not None
+
+    def watch() -> None:
+        lab.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def run_lab(plan: Plan, out: Path, processes: int, command: str, rates: Path | None = None) -> Path:

@@ -199,6 +199,5 @@ async def _train(
             deadlines=limits,
         ),
         max_staleness=config.rollout.batches_ahead,
-        rollouts_per_prompt=config.rollout.rollouts_per_prompt,
     )
     return await controller.run()

@@ -273,15 +273,15 @@ class PendingSave:
         self._thread.start()
 
     def release(self) -> None:
-        """Return when weights and optimizer state may change. The file may not be on the disk yet."""
+        """Wait until weights and optimizer state may change. The file may not be on the disk yet."""
         self._file.release(self._most_copied)
 
     def wait(self) -> None:
-        """Return when this rank's file was written or failed; `finish` says how it went."""
+        """Wait until this rank's file was written or failed; `finish` says how it went."""
         self._thread.join()
 
     def finish(self) -> None:
-        """Return when this rank's file is on the disk. Raises CheckpointError: the disk refused."""
+        """Wait until this rank's file is on the disk. Raises CheckpointError: the disk refused."""
         self._thread.join()
         if self._error is not None:
             raise _refused(self._directory, self._error) from self._error

@@ -281,7 +281,7 @@ class MegatronPolicy:
             self._pending_saves.append(checkpoint.start_save(model, folder))
 
     def finish_save(self) -> None:
-        """Return when this rank's part is on the disk; may be called in another thread. Raises CheckpointError."""
+        """Wait until this rank's part is on the disk; may be called in another thread. Raises CheckpointError."""
         for pending in self._pending_saves:
             pending.finish()
 
@@ -291,7 +291,7 @@ class MegatronPolicy:
             pending.release()
 
     def load(self, directory: Path) -> None:
-        """Return the inverse of `save`, also on another layout. Collective. Raises CheckpointError."""
+        """Load what `save` wrote, also on another layout. Collective. Raises CheckpointError."""
         self._needs("weights", "optimizer")
         self._keep_what_is_saved()
         folder = directory / critic.FOLDER

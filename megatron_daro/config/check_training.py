@@ -459,10 +459,13 @@ def stage_layers(layers: int, stages: int, options: Mapping[str, object]) -> lis
     extra = [1 if options.get(name) else 0 for name in _ACCOUNTED]
     if given and (any(extra) or stages < 2):
         return None
-    middle, left = stages - len(given), layers + sum(extra) - sum(count for count in given if isinstance(count, int))
-    if left < 0 or (left if middle == 0 else left % middle):
+    middle, remaining_layers = (
+        stages - len(given),
+        layers + sum(extra) - sum(count for count in given if isinstance(count, int)),
+    )
+    if remaining_layers < 0 or (remaining_layers if middle == 0 else remaining_layers % middle):
         return None
-    counts = [left // middle if middle else 0] * stages
+    counts = [remaining_layers // middle if middle else 0] * stages
     counts[0] = first if isinstance(first, int) else counts[0] - extra[0]
     counts[-1] = last if isinstance(last, int) else counts[-1] - extra[1]
     return counts if min(counts) >= 0 else None

@@ -28,7 +28,7 @@ from megatron_daro.config.hardware import (
 from megatron_daro.config.model_files import ModelFiles, megatron_problems, read_model
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.config.precision import server_precision
-from megatron_daro.config.problems import Problem, config_error, show
+from megatron_daro.config.problems import Problem, show
 from megatron_daro.config.sections import Config
 
 _FIELD = "engine.colocate"
@@ -128,11 +128,6 @@ class CheckReport:
     warnings: tuple[Problem, ...]
     problems: tuple[Problem, ...]
 
-    def raise_problems(self, source: str) -> None:
-        """Raise ConfigError with every problem, if there is one."""
-        if self.problems:
-            raise config_error(source, self.problems)
-
 
 @dataclass(frozen=True, slots=True)
 class _Context:
@@ -161,10 +156,10 @@ def check(config: Config, hardware: Hardware | None = None) -> CheckReport:
     context = _Context(config, hardware_of(config.cluster) or hardware or detect(), read_model(config.model.path))
     passed, warnings, problems = [], [], []
     for subject, find, warn, describe in _CHECKS:
-        found = list(find(context))
-        problems += found
+        own_problems = list(find(context))
+        problems += own_problems
         warnings += list(warn(context))
-        passed += [] if found else [(subject, describe(context))]
+        passed += [] if own_problems else [(subject, describe(context))]
     return CheckReport(tuple(passed), tuple(warnings), tuple(problems))
 
 
@@ -315,11 +310,11 @@ def _precision_problems(context: _Context) -> Iterator[Problem]:
     if actor.precision != "fp8":
         return
     surroundings = _surroundings(context)
-    if found := precision.problem(actor.fp8_recipe, surroundings):
-        yield found
+    if problem := precision.problem(actor.fp8_recipe, surroundings):
+        yield problem
     if context.shape:
-        if found := precision.experts_problem(context.shape, surroundings):
-            yield found
+        if problem := precision.experts_problem(context.shape, surroundings):
+            yield problem
         yield from precision.shape_problems(actor, context.shape)
 
 

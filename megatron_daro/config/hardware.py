@@ -137,14 +137,14 @@ def _torch_built_for(platform: str) -> Version | None:
     if spec is None or spec.origin is None:
         return None
     text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
-    found = re.search(rf"^{platform}\b.*=\s*['\"](.+)['\"]", text, re.MULTILINE)
-    return version_of(found.group(1)) if found else None
+    match = re.search(rf"^{platform}\b.*=\s*['\"](.+)['\"]", text, re.MULTILINE)
+    return version_of(match.group(1)) if match else None
 
 
 def version_of(text: str) -> Version:
     """Return the numbers that a version begins with: "2.20.2+cu13" -> (2, 20, 2)."""
-    found = re.match(r"\d+(\.\d+)*", text)
-    return tuple(int(part) for part in found.group().split(".")) if found else ()
+    match = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(part) for part in match.group().split(".")) if match else ()
 
 
 def _gpu_capabilities() -> list[float]:
@@ -194,10 +194,10 @@ def visible_rows(rows: list[list[str]], visible: str | None) -> list[list[str]]:
         return rows
     chosen = []
     for name in (part.strip() for part in visible.split(",")):
-        found = [row for row in rows if name and (row[0] == name or row[1].startswith(name))]
-        if not found:
+        matching_rows = [row for row in rows if name and (row[0] == name or row[1].startswith(name))]
+        if not matching_rows:
             break
-        chosen.append(found[0])
+        chosen.append(matching_rows[0])
     return chosen
 
 
@@ -311,7 +311,7 @@ def misfit(demand: Demand, nodes: Sequence[int], *, what: str = "GPUs") -> str:
         why = "all of them on one node, since engine.sglang.sync tensor hands over memory of a node's GPUs"
         return f"{demand.text(gpus=gpus)} need {total} {what}, {why}; there are {_listed(nodes)}"
     for size in sorted(demand.sizes(gpus=gpus), reverse=True):
-        room = [index for index, left in enumerate(free) if left >= size]
+        room = [index for index, free_bytes in enumerate(free) if free_bytes >= size]
         if room:
             free[min(room, key=lambda index: free[index])] -= size
         else:

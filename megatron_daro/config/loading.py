@@ -304,11 +304,11 @@ def _validate(tree: dict[str, Any], places: Mapping[str, str]) -> tuple[Config |
         try:
             return Config.model_validate_json(json.dumps(tree), strict=True), problems, broken
         except ValidationError as error:
-            found = error.errors()
-            for details in found:
+            all_details = error.errors()
+            for details in all_details:
                 loc = details["loc"]
                 # A list whose items are wrong also counts as too short.
-                if any(other["loc"][: len(loc)] == loc != other["loc"] for other in found):
+                if any(other["loc"][: len(loc)] == loc != other["loc"] for other in all_details):
                     continue
                 path = ".".join(map(str, loc))
                 place = "" if details["type"] == "missing" else _place(path, places)

@@ -368,7 +368,7 @@ def _installed() -> Path | None:
 
 def _annotated(root: Path, sources: tuple[tuple[str, str], ...]) -> frozenset[str]:
     """Names with an annotation in the bodies of the classes: the fields of dataclasses."""
-    found: set[str] = set()
+    names: set[str] = set()
     for class_name, file in sources:
         try:
             tree = ast.parse((root / file).read_text(encoding="utf-8"))
@@ -376,5 +376,5 @@ def _annotated(root: Path, sources: tuple[tuple[str, str], ...]) -> frozenset[st
             return frozenset()
         bodies = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
         statements = (statement for body in bodies for statement in body)
-        found |= {s.target.id for s in statements if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)}
-    return frozenset(found)
+        names |= {s.target.id for s in statements if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)}
+    return frozenset(names)

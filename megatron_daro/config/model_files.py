@@ -115,11 +115,6 @@ def _weight_problems(directory: Path) -> Iterator[Problem]:
             yield Problem(_FIELD, got, "an index of all tensors", again)
 
 
-def safetensors_fault(path: Path) -> str:
-    """Return what is wrong with a safetensors file judging by its header and size; empty if nothing."""
-    return _tensor_names(path)[1]
-
-
 def _tensor_names(path: Path) -> tuple[list[str], str]:
     """Return the tensors of a safetensors file, and what is wrong with it judging by its header and size.
 

@@ -378,17 +378,19 @@ def _read_json(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def _family(config: dict[str, Any], where: str) -> Family:
-    kind, known = str(config.get("model_type")), families()
-    if kind not in known:
-        near = difflib.get_close_matches(kind, known, n=1)
+    kind, by_kind = str(config.get("model_type")), families()
+    if kind not in by_kind:
+        near = difflib.get_close_matches(kind, by_kind, n=1)
         meant = f" Did you mean {near[0]!r}?" if near and kind not in _FUSED else ""
         if kind in _FUSED:
             meant = (
                 " Its checkpoints hold query, key and value, or gate and up, as one fused tensor, which a table of "
                 "megatron_daro/families cannot describe: split them first, as a model of another family."
             )
-        raise ModelError(f"{where}: model_type {kind!r} is not supported; allowed: {', '.join(sorted(known))}.{meant}")
-    family = known[kind]
+        raise ModelError(
+            f"{where}: model_type {kind!r} is not supported; allowed: {', '.join(sorted(by_kind))}.{meant}"
+        )
+    family = by_kind[kind]
     architectures = config.get("architectures") or [family.architecture]
     if not isinstance(architectures, list) or family.architecture not in architectures:
         raise ModelError(f"{where}: architectures {architectures!r}; allowed for {kind}: {family.architecture}.")
@@ -430,13 +432,13 @@ def _same(value: object, allowed: object) -> bool:
 
 def _known(family: Family) -> frozenset[str]:
     """Keys of config.json that are read, that have one allowed value, or that change nothing."""
-    known = _READ | _ONLY.keys() | _HARMLESS | {"quantization_config"}
+    known_keys = _READ | _ONLY.keys() | _HARMLESS | {"quantization_config"}
     if family.experts is None:
-        return known
+        return known_keys
     keys = family.experts
-    known |= _READ_OF_EXPERTS | {*keys.number, keys.width, keys.chosen}
-    known |= {keys.normalize} if isinstance(keys.normalize, str) else set()
-    return known | _READ_OF_DENSE_LAYERS if "gate_up" in family.tensors else known
+    known_keys |= _READ_OF_EXPERTS | {*keys.number, keys.width, keys.chosen}
+    known_keys |= {keys.normalize} if isinstance(keys.normalize, str) else set()
+    return known_keys | _READ_OF_DENSE_LAYERS if "gate_up" in family.tensors else known_keys
 
 
 def _windows(config: Mapping[str, Any], family: Family, where: str) -> list[str]:

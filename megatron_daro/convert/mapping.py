@@ -318,10 +318,10 @@ def shard(
     pieces = rule.pieces(tp_rank, tp_size, padded_vocab=padded_vocab)
     wholes = [_take(rule, hf_tensors, i) for i in range(len(rule.hf_names))]
     parts = [wholes[p.source].narrow(rule.dim, p.start, p.stop - p.start) for p in pieces]
-    wanted = rule.local_shape(tp_size, padded_vocab=padded_vocab)
-    missing = wanted[rule.dim] - sum(p.stop - p.start for p in pieces)
+    local_shape = rule.local_shape(tp_size, padded_vocab=padded_vocab)
+    missing = local_shape[rule.dim] - sum(p.stop - p.start for p in pieces)
     if missing:
-        parts.append(wholes[0].new_zeros(missing, *wanted[1:]))
+        parts.append(wholes[0].new_zeros(missing, *local_shape[1:]))
     return _joined(parts, rule.dim)
 
 
@@ -346,14 +346,14 @@ def merge(rule: TensorRule, shards: Sequence[Tensor]) -> dict[str, Tensor]:
     wrong = [tuple(s.shape) for s in shards if tuple(s.shape) != expected]
     if wrong:
         raise ModelError(f"{rule.megatron_name}: a shard of {tp_size} has shape {wrong[0]}, expected {expected}.")
-    found: list[list[tuple[int, Tensor]]] = [[] for _ in rule.hf_names]
+    parts_of_source: list[list[tuple[int, Tensor]]] = [[] for _ in rule.hf_names]
     for rank, piece_of_rank in enumerate(shards if rule.is_cut else shards[:1]):
         position = 0
         for piece in rule.pieces(rank, tp_size, padded_vocab=padded):
             length = piece.stop - piece.start
-            found[piece.source].append((piece.start, piece_of_rank.narrow(rule.dim, position, length)))
+            parts_of_source[piece.source].append((piece.start, piece_of_rank.narrow(rule.dim, position, length)))
             position += length
-    in_order = ([part for _, part in sorted(parts, key=lambda part: part[0])] for parts in found)
+    in_order = ([part for _, part in sorted(parts, key=lambda part: part[0])] for parts in parts_of_source)
     return {name: _joined(parts, rule.dim) for name, parts in zip(rule.hf_names, in_order, strict=True)}
 
 
@@ -463,7 +463,7 @@ def other_name(box: GlobalBox) -> GlobalBox | None:
 
 def possible_boxes(box: GlobalBox) -> list[GlobalBox]:
     """Return all names and shapes under which checkpoints may hold a parameter, the most usual first."""
-    return [found for own in (box, other_name(box)) if own is not None for found in (own, own.without_layers())]
+    return [candidate for own in (box, other_name(box)) if own is not None for candidate in (own, own.without_layers())]
 
 
 def global_boxes(rules: Sequence[TensorRule]) -> list[GlobalBox]:
@@ -491,10 +491,10 @@ def _box(rule: TensorRule, layers: int, experts: int) -> GlobalBox:
     index, sizes = (rule.layer,), (layers,)
     if rule.expert is None:
         return GlobalBox(f"decoder.layers.{name}", index, sizes, f"decoder.layers.{rule.layer}.{name}")
-    found = _EXPERT_WEIGHT.match(name)
-    if found is None:
+    match = _EXPERT_WEIGHT.match(name)
+    if match is None:
         raise AssertionError(f"{rule.megatron_name} has expert {rule.expert}, but not the name of an expert's weight")
-    name = f"{found[1]}.experts.{found[2] or found[3]}"
+    name = f"{match[1]}.experts.{match[2] or match[3]}"
     return GlobalBox(
         f"decoder.layers.{name}", (*index, rule.expert), (*sizes, experts), f"decoder.layers.{rule.layer}.{name}"
     )

@@ -190,12 +190,12 @@ class MegatronWeights(Mapping[str, Tensor]):
 
     def _fitting(self, rule: TensorRule, box: GlobalBox) -> GlobalBox:
         """Return the box as this checkpoint has it. Raises CheckpointError for a missing key or another shape."""
-        wanted = box.key
+        first_key = box.key
         present = [found for found in possible_boxes(box) if found.key in self._keys]
         self._used |= {b.key for b in present}
         if not present:
             raise CheckpointError(
-                f"{self.directory} holds no {wanted}, which {rule.hf_names[0]} comes from; is it of this model?"
+                f"{self.directory} holds no {first_key}, which {rule.hf_names[0]} comes from; is it of this model?"
             )
         box = present[0]
         found, expected = self.pieces.shape(box.key), (*box.sizes, *rule.local_shape(1))

@@ -140,11 +140,11 @@ def common_dtype(rule: TensorRule, tensors: RowReader) -> torch.dtype:
 
 def hf_runs(rule: TensorRule, *, padded_vocab: int | None = None) -> list[list[Run]]:
     """Return for each HF tensor of a rule the runs of the whole parameter that make it up, in the HF tensor's order."""
-    found: list[list[Run]] = [[] for _ in rule.hf_names]
+    runs_of_source: list[list[Run]] = [[] for _ in rule.hf_names]
     for run in shard_runs(rule, 0, 1, padded_vocab=padded_vocab):
         if run.source != PADDING:
-            found[run.source].append(run)
-    return [sorted(runs, key=lambda run: run.start) for runs in found]
+            runs_of_source[run.source].append(run)
+    return [sorted(runs, key=lambda run: run.start) for runs in runs_of_source]
 
 
 _MOST_OPEN_FILES = 64

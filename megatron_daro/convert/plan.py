@@ -103,12 +103,12 @@ class Job:
         tensors = tuple(item for item in self.items if isinstance(item, HFTensor))
         if not tensors:
             return [self]
-        found, first = [], 0
+        jobs, first = [], 0
         for group in _grouped(tensors, most_bytes):
             last = first + len(group)
-            found.append(Job(self.file, tuple(group), tensors[:first], tensors[last:]))
+            jobs.append(Job(self.file, tuple(group), tensors[:first], tensors[last:]))
             first = last
-        return found
+        return jobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,10 +205,10 @@ def plan_to_hf(source: Path, config: ModelConfig, dtype: str | None, max_shard_b
 
 def torch_dtype(name: str) -> torch.dtype:
     """Return the dtype of a torch name such as "bfloat16"."""
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
         raise TypeError(f"torch.{name} is no dtype")
-    return found
+    return dtype
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -271,9 +271,9 @@ class _Part(io.RawIOBase):
         return self._at
 
     def read(self, size: int = -1) -> bytes:
-        left = max(0, self._length - self._at)
+        remaining = max(0, self._length - self._at)
         self._file.seek(self._start + self._at)
-        data = self._file.read(left if size < 0 else min(size, left))
+        data = self._file.read(remaining if size < 0 else min(size, remaining))
         self._at += len(data)
         return data
 

@@ -102,13 +102,15 @@ def _with_group_lengths(batch: TrainBatch) -> TrainBatch:
 
 def _routed_experts(rollouts: Sequence[Rollout]) -> np.ndarray | None:
     """Return int16 [T, layers, experts of a token]; -1 for rollouts whose engine did not tell. None if none did."""
-    told = next((r.routed_experts for r in rollouts if r.routed_experts is not None), None)
-    if told is None:
+    first_experts = next((r.routed_experts for r in rollouts if r.routed_experts is not None), None)
+    if first_experts is None:
         return None
     parts = []
     for rollout in rollouts:
         experts = rollout.routed_experts
-        parts.append(np.full((len(rollout.tokens), *told.shape[1:]), -1, np.int16) if experts is None else experts)
+        parts.append(
+            np.full((len(rollout.tokens), *first_experts.shape[1:]), -1, np.int16) if experts is None else experts
+        )
     return np.concatenate(parts)
 
 

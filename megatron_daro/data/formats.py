@@ -429,10 +429,10 @@ def _problem(row: Mapping[str, Any], data_format: DataFormat, field: str | None)
     names = (field,) if field else default
     _, value = _first_field(row, names)
     if value is None:
-        found = [_field(row, name) for name in names]
-        if [] in found:
+        values = [_field(row, name) for name in names]
+        if [] in values:
             raise _UnusableRowError("the chat does not end with a user message")
-        missing = all(one is None for one in found)
+        missing = all(one is None for one in values)
         raise _UnusableRowError(f"no problem (field {' or '.join(names)})" if missing else "problem is empty")
     if isinstance(value, str):
         value = _chat_in_text(value) or value

@@ -378,11 +378,11 @@ def _unpacked(name: str, columns: object, like: np.ndarray) -> np.ndarray:
     """Return a column of the state. Raises CheckpointError where it does not fit."""
     try:
         content = base64.b64decode(columns[name], validate=True)  # type: ignore[index]
-        found = np.frombuffer(content, like.dtype.newbyteorder("<")).astype(like.dtype)
+        column = np.frombuffer(content, like.dtype.newbyteorder("<")).astype(like.dtype)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"data cursor: column {name} cannot be read ({error}); it is torn") from error
-    if len(found) != len(like):
+    if len(column) != len(like):
         raise CheckpointError(
-            f"data cursor: column {name} has {len(found)} entries, {len(like)} are needed; it is torn"
+            f"data cursor: column {name} has {len(column)} entries, {len(like)} are needed; it is torn"
         )
-    return found
+    return column

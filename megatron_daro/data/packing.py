@@ -291,30 +291,6 @@ def context_parallel_slice(packed: PackedMicroBatch, cp_rank: int, cp_size: int)
     )
 
 
-def context_parallel_join(slices: Sequence[Tensor], packed: PackedMicroBatch) -> Tensor:
-    """Return the inverse of the slice, for values: what all ranks computed, in the order of the whole pack.
-
-    Args:
-        slices: values of rank 0, 1, ...: each [T / CP] or [T / CP, ...].
-        packed: the whole micro-batch (not a slice).
-
-    Returns:
-        [T] or [T, ...].
-
-    Raises:
-        DataError: a slice of the wrong length.
-    """
-    if len(slices) == 1:
-        _check_length(slices[0], len(packed.tokens_T))
-        return slices[0]
-    joined = slices[0].new_empty((len(packed.tokens_T), *slices[0].shape[1:]))
-    for rank, values in enumerate(slices):
-        keep = _slice_slots(packed, rank, len(slices)).to(values.device)
-        _check_length(values, len(keep))
-        joined[keep] = values
-    return joined
-
-
 def _slice_slots(packed: PackedMicroBatch, cp_rank: int, cp_size: int) -> Tensor:
     """int64 [T / CP]: the slots of the whole pack that this rank holds, ascending."""
     if packed.context_parallel_size != 1:

@@ -43,9 +43,9 @@ def find_overlap(prompts: Sequence[Prompt], held_out: Mapping[str, Sequence[Prom
     Returns:
         For each name, the ids of the training prompts found in it, in training order.
     """
-    known = {name: {_key(prompt) for prompt in rows} for name, rows in held_out.items()}
+    held_out_keys = {name: {_key(prompt) for prompt in rows} for name, rows in held_out.items()}
     keys = [(prompt.id, _key(prompt)) for prompt in prompts]
-    return {name: [prompt_id for prompt_id, key in keys if key in rows] for name, rows in known.items()}
+    return {name: [prompt_id for prompt_id, key in keys if key in rows] for name, rows in held_out_keys.items()}
 
 
 def _key(prompt: Prompt) -> str:
@@ -131,15 +131,15 @@ def load_problems(
     dropped: dict[str, list[str]] = {}
     rates: dict[str, PassRate] = {}
     for path in map(Path, paths):
-        found, bad, fields = _load_file(path, format, problem_field, answer_field, ends, rates)
+        own_prompts, bad, fields = _load_file(path, format, problem_field, answer_field, ends, rates)
         if bad and strict:
             raise DataError(f"{path}: {_reasons(bad)}; repair the rows, or turn strict off to drop and count them")
-        if not found:
+        if not own_prompts:
             hint = (
                 f"; the fields are {', '.join(fields)}: name two with problem_field and answer_field" if fields else ""
             )
             raise DataError(f"{path}: no usable row among {sum(map(len, bad.values()))}: {_reasons(bad)}{hint}")
-        prompts += found
+        prompts += own_prompts
         for reason, places in bad.items():
             dropped.setdefault(reason, []).extend(places)
     usable = len(prompts)
@@ -153,8 +153,8 @@ def load_problems(
             f"no problem is left of {', '.join(map(str, paths))}: {'; '.join(report.summary().splitlines())}"
         )
     contaminated = find_overlap(prompts, held_out or {})
-    known = {prompt.id: rates[prompt.id] for prompt in prompts if prompt.id in rates}
-    return prompts, replace(report, kept=len(prompts), contaminated=contaminated, pass_rates=known)
+    known_rates = {prompt.id: rates[prompt.id] for prompt in prompts if prompt.id in rates}
+    return prompts, replace(report, kept=len(prompts), contaminated=contaminated, pass_rates=known_rates)
 
 
 def _load_file(

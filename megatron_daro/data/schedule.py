@@ -24,7 +24,6 @@ import numpy as np
 
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.errors import DataError
-from megatron_daro.types import TrainBatch
 
 _BALANCED = 1e-3
 _MAX_EXCHANGES = 64
@@ -97,11 +96,6 @@ class Schedule:
         """How much the fullest rank exceeds the mean, as a fraction of the mean, in tokens."""
         return _imbalance(np.array(self.tokens, dtype=np.float64))
 
-    @property
-    def cost_imbalance(self) -> float:
-        """The same in the unit of the cost model."""
-        return _imbalance(np.array(self.costs))
-
 
 def schedule(
     lengths_N: Sequence[int] | np.ndarray,
@@ -163,20 +157,6 @@ def interleaved_group(micro_batches: int, stages: int) -> tuple[int, int]:
     count = max(micro_batches, stages)
     rests = ((size, count % size) for size in range(stages, count + 1))
     return count, next(size for size, rest in rests if rest == 0 or rest >= stages)
-
-
-def bin_token_counts(batch: TrainBatch) -> np.ndarray:
-    """Trained tokens of the whole batch per pass-rate bin, the N_k of the DARO loss.
-
-    Args:
-        batch: the samples of one optimizer step, of all ranks.
-
-    Returns:
-        int64 [K + 1].
-    """
-    counts = np.zeros(batch.rollouts_per_prompt + 1, dtype=np.int64)
-    np.add.at(counts, batch.bins_N, batch.trained_tokens_N)
-    return counts
 
 
 def _check(lengths: np.ndarray, padded: np.ndarray, data_parallel_size: int, token_budget: int, budget: int) -> None:

@@ -136,12 +136,12 @@ def _generation_config_ids(directory: Path) -> set[int]:
     if not file.is_file():
         return set()
     try:
-        found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        eos_ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
     except (OSError, ValueError, AttributeError) as error:
         raise ModelError(f"{file}: cannot be read as JSON ({error}); repair or remove it") from error
-    ids = found if isinstance(found, list) else [] if found is None else [found]
+    ids = eos_ids if isinstance(eos_ids, list) else [] if eos_ids is None else [eos_ids]
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise ModelError(f"{file}: eos_token_id is {found!r}; an integer or a list of integers is allowed")
+        raise ModelError(f"{file}: eos_token_id is {eos_ids!r}; an integer or a list of integers is allowed")
     return set(ids)
 
 
@@ -328,10 +328,10 @@ def tokens_until_stop(
         None where no stop text stands in it.
     """
     text = decode(tokens)
-    found = [place + len(one) for one in stop if (place := text.find(one)) >= 0]
-    if not found:
+    ends = [place + len(one) for one in stop if (place := text.find(one)) >= 0]
+    if not ends:
         return None
-    end = min(found)
+    end = min(ends)
     low, high = 1, len(tokens)
     while low < high:
         middle = (low + high) // 2

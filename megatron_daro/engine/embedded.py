@@ -137,9 +137,9 @@ class EmbeddedGenerator:
         """
         for request in requests:
             self._check(request)
-        asked = [(request.group_id, request.attempt, index) for request in requests for index in request.indices]
-        if len(set(asked)) != len(asked):
-            twice = next(key for key in asked if asked.count(key) > 1)
+        keys = [(request.group_id, request.attempt, index) for request in requests for index in request.indices]
+        if len(set(keys)) != len(keys):
+            twice = next(key for key in keys if keys.count(key) > 1)
             raise EngineError(
                 f"rollout (group, attempt, index) {twice} is asked for twice; each must be asked for once."
             )
@@ -384,10 +384,10 @@ class WeightStage:
                 raise EngineError(f"weight update: {name} came twice; each tensor is sent once per update.")
             place = self._places[name]
             parameter = self._parameters[place.parameter]
-            wanted = parameter[place.part].shape
-            if tensor.shape != wanted:
+            own_shape = parameter[place.part].shape
+            if tensor.shape != own_shape:
                 raise EngineError(
-                    f"weight update: {name} has shape {tuple(tensor.shape)}, the model's is {tuple(wanted)}. "
+                    f"weight update: {name} has shape {tuple(tensor.shape)}, the model's is {tuple(own_shape)}. "
                     "Actor and engine must be built from the same config.json; padding is dropped before sending."
                 )
             if place.parameter not in self._staged:

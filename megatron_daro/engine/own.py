@@ -190,8 +190,8 @@ class OwnEngine:
         try:
             return await result
         except Exception as error:
-            said = str(error) if isinstance(error, DaroError) else f"{type(error).__name__}: {error}"
-            raise EngineError(f"engine {self._name}.{method} failed: {said}") from error
+            reason = str(error) if isinstance(error, DaroError) else f"{type(error).__name__}: {error}"
+            raise EngineError(f"engine {self._name}.{method} failed: {reason}") from error
 
     async def _group(self, request: GroupRequest) -> tuple[Rollout, ...]:
         tasks = [asyncio.ensure_future(self._rollout(request, index)) for index in request.indices]
@@ -212,8 +212,8 @@ class OwnEngine:
             self._idle.clear()
             try:
                 seed = zlib.crc32(repr((self._seed, request.group_id, request.attempt, index)).encode())
-                asked = self._api.answer(request.prompt.tokens, request.sampling, seed)
-                answer = await self.call("answer", asked)
+                answering = self._api.answer(request.prompt.tokens, request.sampling, seed)
+                answer = await self.call("answer", answering)
             finally:
                 self._running -= 1
                 if not self._running:

@@ -17,9 +17,9 @@ from megatron_daro.families.table import Family
 @cache
 def families() -> Mapping[str, Family]:
     """`model_type` of config.json -> table, of every file of this folder that has one."""
-    found = {}
+    by_kind = {}
     for module in pkgutil.iter_modules(__path__):
         family = getattr(importlib.import_module(f"{__name__}.{module.name}"), "FAMILY", None)
         if family is not None:
-            found[family.model_type] = family
-    return found
+            by_kind[family.model_type] = family
+    return by_kind

@@ -122,9 +122,9 @@ def _wandb_arguments(run_dir: Path, settings: Mapping[str, Any]) -> dict[str, An
     """Arguments of `wandb.init`: a run directory that already has a wandb run goes on with it."""
     given = {key: value for key, value in settings.items() if value is not None}
     arguments = {"dir": str(run_dir), "name": run_dir.resolve().name} | given
-    known = run_dir / _WANDB_ID_FILE
-    if known.is_file() and "id" not in arguments:
-        arguments |= {"id": known.read_text().strip(), "resume": "allow"}
+    id_file = run_dir / _WANDB_ID_FILE
+    if id_file.is_file() and "id" not in arguments:
+        arguments |= {"id": id_file.read_text().strip(), "resume": "allow"}
     return arguments
 
 
@@ -478,8 +478,8 @@ class DriftWatch:
         self._warned = True
         if broken:
             return f"step {step}: {' and '.join(broken)} not finite. {_NOT_FINITE}"
-        found = ", ".join(f"{key} {seen[key]:.3g} (limit {limit:.3g})" for key, limit in high.items())
-        text = f"step {step}: engine and trainer disagree about the same tokens for {self._above} steps: {found}"
+        measured = ", ".join(f"{key} {seen[key]:.3g} (limit {limit:.3g})" for key, limit in high.items())
+        text = f"step {step}: engine and trainer disagree about the same tokens for {self._above} steps: {measured}"
         return f"{text}. {self._reason(high, metrics.get(_STALENESS, 0.0))}"
 
     def _limit(self, key: str) -> float:

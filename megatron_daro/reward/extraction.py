@@ -58,10 +58,10 @@ def last_box(text: str) -> str | None:
 def trailing_number(text: str) -> str | None:
     """Return the last number within the last TAIL_CHARS characters, thousands commas removed; None when there is
     none."""
-    found = None
+    number = None
     for match in _NUMBER.finditer(text[-TAIL_CHARS:]):
-        found = match.group()
-    return None if found is None else found.replace(",", "")
+        number = match.group()
+    return None if number is None else number.replace(",", "")
 
 
 def last_answer_line(text: str) -> str | None:
@@ -97,13 +97,13 @@ class ExactVerifier:
         refused = check_text(self._spec, answer_text, gold)
         if refused is not None:
             return refused
-        wanted = self._cut(gold)
-        if not wanted:
+        gold_answer = self._cut(gold)
+        if not gold_answer:
             return self._spec.verdict(False, "gold_empty")
-        found = self.answer_of(answer_text)
-        if not found:
+        answer = self.answer_of(answer_text)
+        if not answer:
             return self._spec.verdict(False, "no_answer")
-        return self._spec.verdict(found == wanted, "match" if found == wanted else "no_match")
+        return self._spec.verdict(answer == gold_answer, "match" if answer == gold_answer else "no_match")
 
     def screen(self, answer_text: str, gold: str, statement: str = "") -> Verdict | Job:
         """All of it is cheap."""
@@ -122,8 +122,8 @@ class ExactVerifier:
 
     def answer_of(self, answer_text: str) -> str | None:
         """Return the final answer; None where there is none."""
-        found = after_marker(answer_text, self._spec.marker)
-        return (answer_text.strip() if found is None and not self._spec.strict else found) or None
+        marked = after_marker(answer_text, self._spec.marker)
+        return (answer_text.strip() if marked is None and not self._spec.strict else marked) or None
 
     def _cut(self, gold: str) -> str:
         behind = after_marker(gold, self._spec.marker)
@@ -166,16 +166,16 @@ class IntegerVerifier:
         refused = check_text(self._spec, answer_text, gold)
         if refused is not None:
             return refused
-        wanted = normalise_integer(gold)
-        if wanted is None:
+        gold_value = normalise_integer(gold)
+        if gold_value is None:
             return self._spec.verdict(False, "gold_unparsed")
-        found = self._extract(answer_text)
-        if not found:
+        answer = self._extract(answer_text)
+        if not answer:
             return self._spec.verdict(False, "no_answer")
-        value = normalise_integer(found)
+        value = normalise_integer(answer)
         if value is None:
-            return self._spec.verdict(False, "too_long" if len(found) > MAX_CHARS else "answer_unparsed")
-        return self._spec.verdict(value == wanted, "match" if value == wanted else "no_match")
+            return self._spec.verdict(False, "too_long" if len(answer) > MAX_CHARS else "answer_unparsed")
+        return self._spec.verdict(value == gold_value, "match" if value == gold_value else "no_match")
 
     def screen(self, answer_text: str, gold: str, statement: str = "") -> Verdict | Job:
         """All of it is cheap."""
@@ -194,8 +194,8 @@ class IntegerVerifier:
 
     def answer_of(self, answer_text: str) -> str | None:
         """Return the final answer as an integer's text (as it stands, where it is no integer); None where none is."""
-        found = self._extract(answer_text)
-        return (normalise_integer(found) or found) if found else None
+        extracted = self._extract(answer_text)
+        return (normalise_integer(extracted) or extracted) if extracted else None
 
     def _extract(self, text: str) -> str | None:
         line = last_answer_line(text)

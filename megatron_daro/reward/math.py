@@ -129,8 +129,8 @@ def _unsolved(answer: str, gold: str) -> bool:
     """Whether the answer is an inequality, or an equation for one number, that the gold has solved for a symbol."""
     if _ORDER.search(answer):
         return not any(map(is_name, _ORDER.split(answer))) and ("(" in gold or "[" in gold or _solved(_ORDER, gold))
-    wanted, sides = chain(gold), chain(answer)
-    of_number = len(wanted) == 2 and is_name(wanted[0]) and number(wanted[1]) is not None
+    gold_sides, sides = chain(gold), chain(answer)
+    of_number = len(gold_sides) == 2 and is_name(gold_sides[0]) and number(gold_sides[1]) is not None
     return of_number and len(sides) > 1 and not any(map(is_name, sides))
 
 
@@ -150,12 +150,12 @@ def restates(answer: str, statement: str) -> bool:
 
 @lru_cache(maxsize=256)
 def _expressions(statement: str) -> frozenset[str]:
-    found: set[str] = set()
+    expressions: set[str] = set()
     for match in _SPAN.finditer(statement):
         formula = canonical(next(group for group in match.groups() if group is not None))
         sides = _SIDES.split(formula)
-        found |= {_flat(part) for part in (formula, *sides)}
-    return frozenset(found)
+        expressions |= {_flat(part) for part in (formula, *sides)}
+    return frozenset(expressions)
 
 
 def _flat(text: str) -> str:
@@ -203,16 +203,16 @@ class MathVerifier:
         refused = check_text(self._spec, answer_text, gold)
         if refused is not None:
             return refused
-        found = self._found(answer_text)
-        if not found:
+        answer = self._found(answer_text)
+        if not answer:
             return self._spec.verdict(False, "no_answer")
-        if len(found) > self._spec.limits.max_chars:
-            same = found.strip() == gold.strip()
+        if len(answer) > self._spec.limits.max_chars:
+            same = answer.strip() == gold.strip()
             return self._spec.verdict(same, "match" if same else "too_long")
-        if max(len(found), len(gold)) > QUICK_CHARS:
-            return Job(found, gold)
-        outcome = self._quick(found, gold, statement)
-        return Job(found, gold) if outcome is None else self._spec.verdict(outcome == "match", outcome)
+        if max(len(answer), len(gold)) > QUICK_CHARS:
+            return Job(answer, gold)
+        outcome = self._quick(answer, gold, statement)
+        return Job(answer, gold) if outcome is None else self._spec.verdict(outcome == "match", outcome)
 
     def judge(self, job: Job) -> Verdict:
         """Decide the rest with math-verify. Raises MemoryError when the process runs out of it."""
@@ -228,40 +228,40 @@ class MathVerifier:
         refused = check_text(self._spec, "", gold)
         if refused is not None:
             return refused.reason
-        wanted = canonical(_last_box_or_all(gold))
-        if not wanted:
+        canonical_gold = canonical(_last_box_or_all(gold))
+        if not canonical_gold:
             return "gold_empty"
-        if refusal(wanted, self._spec.limits) is not None:
+        if refusal(canonical_gold, self._spec.limits) is not None:
             return "gold_unparsed"
-        if number(wanted) is not None or words(wanted) is not None:
+        if number(canonical_gold) is not None or words(canonical_gold) is not None:
             return None
-        shape = shape_of(wanted)
+        shape = shape_of(canonical_gold)
         leaves = shape.items or (shape.text,)
         return None if all(number(leaf) is not None or parsed(leaf) is not None for leaf in leaves) else "gold_unparsed"
 
     def answer_of(self, answer_text: str) -> str | None:
         """Return the final answer in one notation, equal for equal LaTeX; None where there is none."""
-        found = self._found(answer_text)
-        if not found:
+        answer = self._found(answer_text)
+        if not answer:
             return None
-        return key(canonical(found)) if len(found) <= self._spec.limits.max_chars else found
+        return key(canonical(answer)) if len(answer) <= self._spec.limits.max_chars else answer
 
     def _found(self, answer_text: str) -> str | None:
-        found = last_box(answer_text)
-        return found if found or self._spec.strict else trailing_number(answer_text)
+        boxed = last_box(answer_text)
+        return boxed if boxed or self._spec.strict else trailing_number(answer_text)
 
     def _quick(self, found: str, gold: str, statement: str) -> str | None:
         """Outcome of an extracted answer where no algebra is needed to know it, else None."""
         too_much = refusal(found, self._spec.limits)
         if too_much is not None:
             return "match" if found.strip() == gold.strip() else too_much
-        wanted, answer = canonical(_last_box_or_all(gold)), canonical(found)
-        if key(wanted) != key(answer):
-            if self._spec.strict and unevaluated(answer, wanted):
+        canonical_gold, answer = canonical(_last_box_or_all(gold)), canonical(found)
+        if key(canonical_gold) != key(answer):
+            if self._spec.strict and unevaluated(answer, canonical_gold):
                 return "unevaluated"
             if self._spec.refuse_restated and restates(answer, statement):
                 return "restated"
-        return quick_equal(wanted, answer)
+        return quick_equal(canonical_gold, answer)
 
 
 def _last_box_or_all(gold: str) -> str:

@@ -210,13 +210,13 @@ def is_name(text: str) -> bool:
 
 def assignments(parts: tuple[str, ...]) -> dict[str, str] | None:
     """name -> value of parts such as `x=2` and `y=12`; None unless each part has a name of its own."""
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for part in parts:
         sides = chain(part)
-        if len(sides) != 2 or not is_name(sides[0]) or re.sub(r"[\s{}]", "", sides[0]) in found:
+        if len(sides) != 2 or not is_name(sides[0]) or re.sub(r"[\s{}]", "", sides[0]) in values:
             return None
-        found[re.sub(r"[\s{}]", "", sides[0])] = sides[1]
-    return found if len(found) > 1 else None
+        values[re.sub(r"[\s{}]", "", sides[0])] = sides[1]
+    return values if len(values) > 1 else None
 
 
 def in_order(named: dict[str, str]) -> tuple[str, ...]:

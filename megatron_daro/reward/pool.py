@@ -104,12 +104,12 @@ class RewardPool(WorkerPool):
         self.start()
         problems: dict[int, str] = {}
         if not self._needs_workers():
-            found = {i: self._verifier.gold_problem(gold) for i, gold in enumerate(golds)}
-            return {i: problem for i, problem in found.items() if problem}
+            problem_of = {i: self._verifier.gold_problem(gold) for i, gold in enumerate(golds)}
+            return {i: problem for i, problem in problem_of.items() if problem}
         problems |= {i: "gold_not_text" for i, gold in enumerate(golds) if not isinstance(gold, str)}
-        asked = [i for i in range(len(golds)) if i not in problems]
-        replies = self._ask_all([{"kind": "gold", "gold": golds[i]} for i in asked])
-        problems |= {i: r["reason"] for i, r in zip(asked, replies, strict=True) if r["reason"] != "usable"}
+        open_golds = [i for i in range(len(golds)) if i not in problems]
+        replies = self._ask_all([{"kind": "gold", "gold": golds[i]} for i in open_golds])
+        problems |= {i: r["reason"] for i, r in zip(open_golds, replies, strict=True) if r["reason"] != "usable"}
         return dict(sorted(problems.items()))
 
     def _screen(self, answer_text: object, gold: object, statement: str = "") -> Verdict | Job:

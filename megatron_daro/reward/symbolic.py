@@ -46,7 +46,7 @@ logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
 def parsed(text: str) -> Basic | None:
     """Return the sympy object of a canonical text; None when the grammar does not take it. Raises MemoryError only."""
     try:
-        found = parse(
+        expressions = parse(
             f"\\boxed{{{text}}}",
             _EXTRACTION,
             fallback_mode="no_fallback",
@@ -59,7 +59,7 @@ def parsed(text: str) -> Basic | None:
         raise
     except Exception:
         return None
-    return found[0] if found else None
+    return expressions[0] if expressions else None
 
 
 def equal(gold: str, answer: str) -> Outcome:

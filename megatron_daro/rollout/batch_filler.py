@@ -278,15 +278,15 @@ class EarlyFill:
         if missing <= 0:
             return
         rate = batch.keep_rate(self._keep_rate, _PRIOR_GROUPS)
-        wanted = math.ceil(missing * section.oversampling / rate) - len(flight.tasks)
-        while wanted > 0 and flight.waiting:
+        missing_tasks = math.ceil(missing * section.oversampling / rate) - len(flight.tasks)
+        while missing_tasks > 0 and flight.waiting:
             group = flight.waiting.popleft()
             self._context.ledger.resume(group.group_id)
             self._context.collector.groups_resumed += 1
             await self._launch(flight, group.group_id, group.pending())
-            wanted -= 1
+            missing_tasks -= 1
         bound = (1 + section.max_refill_rounds) * section.prompts_requested
-        count = min(wanted, bound - flight.admitted)
+        count = min(missing_tasks, bound - flight.admitted)
         if count > 0:
             flight.admitted += count
             for group_id, entry in admit(self._context.source, self._context.ledger, count).items():

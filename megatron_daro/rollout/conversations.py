@@ -94,9 +94,9 @@ class _Call:
             self._begin()
 
     def _begin(self) -> None:
-        asked = [(request, answer) for request, answer in self._waiting if not answer.done()]
+        waiting = [(request, answer) for request, answer in self._waiting if not answer.done()]
         self._waiting = []
-        task = asyncio.ensure_future(self._answer(asked))
+        task = asyncio.ensure_future(self._answer(waiting))
         self._asking.add(task)
         task.add_done_callback(self._asking.discard)
 
@@ -338,11 +338,11 @@ class Conversations:
 
     async def _until_end(self, conversation: Conversation, running: _Running) -> None:
         while not running.ended.done():
-            left = self._section.timeout_s - conversation.own_s
-            if left <= 0 and not conversation.aborted:
+            remaining_s = self._section.timeout_s - conversation.own_s
+            if remaining_s <= 0 and not conversation.aborted:
                 conversation.timed_out = conversation.aborted = True
                 running.cancel()
-            await asyncio.wait({running.ended}, timeout=max(left, 0.05))
+            await asyncio.wait({running.ended}, timeout=max(remaining_s, 0.05))
 
     def _outcome(self, conversation: Conversation, running: _Running) -> Rollout:
         """Return the finished rollout, or what there is of one that is to be begun again."""

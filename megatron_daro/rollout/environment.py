@@ -234,7 +234,7 @@ class Conversation:
     @property
     def generated(self) -> int:
         """Tokens that the model generated so far."""
-        return sum(made for _, made in self._turns)
+        return sum(count for _, count in self._turns)
 
     def ended(self, reason: FinishReason, verdict: Verdict | None = None) -> Rollout:
         """Return all of it as one rollout."""
@@ -269,8 +269,8 @@ class Conversation:
 
     def _take(self, answer: Rollout) -> None:
         """Add an answer, with the tokens that were observed before it as its untrained beginning."""
-        made, count = answer.response_length, len(self._observed)
-        if not made:
+        generated, count = answer.response_length, len(self._observed)
+        if not generated:
             return
         version, first = answer.spans[0]
         spans = ((version, first + count), *answer.spans[1:])
@@ -283,18 +283,18 @@ class Conversation:
         )
         self._rollout = later if self._rollout is None else self._rollout.extended(later, "")
         self._tokens += answer.tokens[answer.prompt_length :].tolist()
-        self._turns.append((count, made))
+        self._turns.append((count, generated))
         self._observed = []
 
     async def _elsewhere(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         """Await work on the run's event loop; its time is not the environment's."""
         with self.uncounted():
             try:
-                asked = asyncio.run_coroutine_threadsafe(work, self._call.loop)
+                future = asyncio.run_coroutine_threadsafe(work, self._call.loop)
             except RuntimeError:  # the run's loop is closed: this conversation was left behind
                 work.close()
                 raise
-            return await asyncio.wrap_future(asked)
+            return await asyncio.wrap_future(future)
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -306,8 +306,8 @@ class Conversation:
             self._since = time.monotonic()
 
     def _limit(self) -> str:
-        most, left = self._request.sampling.max_new_tokens, self.room
-        return f"{left} of rollout.max_response_tokens={most} are left; raise it, or end the conversation before"
+        most, room = self._request.sampling.max_new_tokens, self.room
+        return f"{room} of rollout.max_response_tokens={most} are left; raise it, or end the conversation before"
 
     def _broken(self, got: str, allowed: str) -> RolloutError:
         """Return an error that ends the run, also where the environment catches it."""

@@ -75,8 +75,8 @@ class Evaluator:
             )
             return {}
         rollouts.sort(key=lambda rollout: (-rollout.group_id, rollout.index))
-        asked = [(replace(r, text=held_out.verified_text(r.text)), prompts[r.group_id]) for r in rollouts]
-        verdicts = await self._rollouter.score(asked)
+        answers = [(replace(r, text=held_out.verified_text(r.text)), prompts[r.group_id]) for r in rollouts]
+        verdicts = await self._rollouter.score(answers)
         right: dict[int, int] = defaultdict(int)
         for rollout, verdict in zip(rollouts, verdicts, strict=True):
             right[rollout.group_id] += verdict.correct
@@ -99,23 +99,23 @@ class Evaluator:
         rollouts: list[Rollout] = []
         for attempt in range(_ROUNDS):
             there = {(one.group_id, one.index) for one in rollouts}
-            left = [
+            unfinished = [
                 replace(r, attempt=attempt, indices=tuple(i for i in r.indices if (r.group_id, i) not in there))
                 for r in requests
             ]
-            left = [request for request in left if request.indices]
-            if not left:
+            unfinished = [request for request in unfinished if request.indices]
+            if not unfinished:
                 break
-            rollouts += [one for one in await self._all(left) if one.finish_reason != "abort"]
+            rollouts += [one for one in await self._all(unfinished) if one.finish_reason != "abort"]
         return rollouts if len(rollouts) == sum(len(request.indices) for request in requests) else []
 
     async def _of_version(self, requests: Sequence[GroupRequest], version: int) -> list[Rollout]:
         """Return answers of this version of the weights, asked for a few at a time so that generation keeps its share
         of the servers; nothing where some cannot be had any more: a server that was started again has newer weights."""
-        found: dict[tuple[int, int], Rollout] = {}
+        by_place: dict[tuple[int, int], Rollout] = {}
         for _ in range(_ROUNDS):
             missing = [
-                replace(r, indices=tuple(i for i in r.indices if (r.group_id, i) not in found)) for r in requests
+                replace(r, indices=tuple(i for i in r.indices if (r.group_id, i) not in by_place)) for r in requests
             ]
             left = iter([request for request in missing if request.indices])
 
@@ -123,13 +123,13 @@ class Evaluator:
                 for request in left:
                     for one in await self._all([request]):
                         if one.weight_version == version and not one.version_spans and one.finish_reason != "abort":
-                            found[one.group_id, one.index] = one
+                            by_place[one.group_id, one.index] = one
 
             async with asyncio.TaskGroup() as workers:
                 for _ in range(max(1, self._beside // max(len(r.indices) for r in requests))):
                     workers.create_task(work())
-            if len(found) == sum(len(request.indices) for request in requests):
-                return list(found.values())
+            if len(by_place) == sum(len(request.indices) for request in requests):
+                return list(by_place.values())
         return []
 
 

@@ -141,7 +141,7 @@ def encode(groups: Sequence[RecordedGroup]) -> pa.RecordBatch:
             for r in rollouts
         ],
         "turns": [
-            [{"observed": seen, "generated": made} for seen, made in r.turns] if r and r.turns else None
+            [{"observed": seen, "generated": generated} for seen, generated in r.turns] if r and r.turns else None
             for r in rollouts
         ],
         "correct": _of(verdicts, lambda v: v.correct),
@@ -161,8 +161,8 @@ def encode(groups: Sequence[RecordedGroup]) -> pa.RecordBatch:
     masks = [none if r is None or all_ else r.loss_mask for r, all_ in zip(rollouts, whole, strict=True)]
     columns["loss_mask"] = _ragged("loss_mask", masks, missing=whole)
     experts = [None if r is None else r.routed_experts for r in rollouts]
-    flat = [none if told is None else told.reshape(-1) for told in experts]
-    columns["routed_experts"] = _ragged("routed_experts", flat, missing=np.array([told is None for told in experts]))
+    flat = [none if one is None else one.reshape(-1) for one in experts]
+    columns["routed_experts"] = _ragged("routed_experts", flat, missing=np.array([one is None for one in experts]))
     return pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 
 

@@ -66,5 +66,5 @@ def make_environment(
     if is_stepped(section.kind):
         return SteppedConversations(section, Turns(tokenizer, chat=chat), warn)
     arguments: dict[str, Any] = {"tokenizer": tokenizer, **section.options}
-    made = cast("type[Environment]", own)
-    return make_own("environment.kind", section.kind, made, arguments, options="environment.options", error=ConfigError)
+    cls = cast("type[Environment]", own)
+    return make_own("environment.kind", section.kind, cls, arguments, options="environment.options", error=ConfigError)

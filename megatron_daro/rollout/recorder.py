@@ -168,9 +168,11 @@ def _present(file: pq.ParquetFile) -> list[str]:
 
 
 def _check_format(metadata: Mapping[bytes, bytes] | None, found: pa.Schema) -> None:
-    said = {name: (metadata or {}).get(name.encode(), b"nothing").decode(errors="replace") for name in FORMAT}
-    if said != FORMAT:
-        raise ValueError(f"it is no file of recorded rollouts: its metadata says {said}, expected {FORMAT}")
+    recorded_format = {
+        name: (metadata or {}).get(name.encode(), b"nothing").decode(errors="replace") for name in FORMAT
+    }
+    if recorded_format != FORMAT:
+        raise ValueError(f"it is no file of recorded rollouts: its metadata says {recorded_format}, expected {FORMAT}")
     for field in SCHEMA:
         if field.name in LATER and found.get_field_index(field.name) < 0:
             continue
@@ -194,5 +196,5 @@ def _step_files(run_dir: Path) -> list[tuple[int, Path]]:
 
 def _numbered(folder: Path, name: re.Pattern[str]) -> list[tuple[int, Path]]:
     """Return the files of a folder whose names match, with their numbers, in order."""
-    found = ((name.fullmatch(path.name), path) for path in folder.glob("*"))
-    return sorted((int(match.group(1)), path) for match, path in found if match)
+    matches = ((name.fullmatch(path.name), path) for path in folder.glob("*"))
+    return sorted((int(match.group(1)), path) for match, path in matches if match)

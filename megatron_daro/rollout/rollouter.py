@@ -48,8 +48,8 @@ async def judge(scorer: Scorer, answers: Sequence[tuple[str, Prompt]]) -> list[V
     verdicts = await scorer.score_async(pairs)
     if len(verdicts) != len(pairs):
         raise RewardError(f"the verifier gave {len(verdicts)} verdicts for {len(pairs)} answers; allowed: one each")
-    found = iter(verdicts)
-    each = [[next(found) for _ in prompt.answers] for _, prompt in answers]
+    in_order = iter(verdicts)
+    each = [[next(in_order) for _ in prompt.answers] for _, prompt in answers]
     return [next((one for one in of_golds if one.correct), of_golds[0]) for of_golds in each]
 
 

@@ -125,7 +125,7 @@ class Sampler:
         batch = PartialBatch(
             self.ledger, rollouts_per_prompt=self._section.rollouts_per_prompt, kept_bins=self._kept_bins
         )
-        known = {group.group_id for group in self._carry}
+        carried_ids = {group.group_id for group in self._carry}
         self._take_carry(batch, use_version)
         self._take_partial(batch, use_version)
         where = ""
@@ -133,7 +133,7 @@ class Sampler:
             await self._fill(batch)
             if batch.kept:
                 tokens = self._collector.fresh_tokens - tokens_before
-                ended = [group for group in (*batch.kept, *batch.filtered) if group.group_id not in known]
+                ended = [group for group in (*batch.kept, *batch.filtered) if group.group_id not in carried_ids]
                 self._source.observe(sorted(ended, key=lambda group: group.group_id))
                 return self._complete(batch, time.perf_counter() - started, tokens)
             self._empty_batches += 1

@@ -73,14 +73,14 @@ _OVERFLOW = ("context_overflow", "out_of_room")
 
 def turn_metrics(rollouts: Sequence[Rollout], verdicts: Sequence[Verdict]) -> dict[str, float]:
     """Count turns, observed tokens and the limits that ended conversations; nothing where all are single answers."""
-    turns = [[made for _, made in rollout.turns if made] for rollout in rollouts if rollout.turns]
+    turns = [[generated for _, generated in rollout.turns if generated] for rollout in rollouts if rollout.turns]
     if not turns:
         return {}
     reasons = [verdict.reason for rollout, verdict in zip(rollouts, verdicts, strict=True) if rollout.turns]
     observed = [rollout.response_length - rollout.generated_length for rollout in rollouts if rollout.turns]
     return {
-        "environment/turns_mean": _mean(len(made) for made in turns),
-        "environment/turns_max": float(max(len(made) for made in turns)),
+        "environment/turns_mean": _mean(len(generated) for generated in turns),
+        "environment/turns_max": float(max(len(generated) for generated in turns)),
         "environment/observed_tokens_mean": _mean(observed),
         "environment/max_turns_fraction": _mean(reason == "max_turns" for reason in reasons),
         "environment/max_tokens_fraction": _mean(reason == "max_tokens" for reason in reasons),
@@ -141,9 +141,9 @@ def describe(groups: Sequence[Group]) -> str:
         return "No answer was verified."
     counts = Counter(verdict.reason for verdict in verdicts)
     reasons = sorted(counts, key=lambda reason: (reason != NO_ANSWER, -counts[reason], reason))
-    said = ", ".join(f"{safe_text(reason, 40, one_line=True)} {counts[reason]}" for reason in reasons)
+    reason_counts = ", ".join(f"{safe_text(reason, 40, one_line=True)} {counts[reason]}" for reason in reasons)
     samples = "; ".join(_samples(groups, reasons))
-    return f"Verdicts of {len(verdicts)} answers: {said}. For example {samples}."
+    return f"Verdicts of {len(verdicts)} answers: {reason_counts}. For example {samples}."
 
 
 def _samples(groups: Sequence[Group], reasons: Sequence[str]) -> list[str]:

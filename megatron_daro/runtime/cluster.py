@@ -68,19 +68,19 @@ def check_address(address: str) -> None:
     """
     given = re.sub(r"^\w+://", "", address)
     try:
-        found = services.canonicalize_bootstrap_address(given)
+        canonical = services.canonicalize_bootstrap_address(given)
     except ConnectionError:
-        found = None
+        canonical = None
     except (ValueError, OSError) as error:
         raise ConfigError(f"RAY_ADDRESS: got {address!r} ({error}); allowed: host:port or auto; {_UNSET}") from error
-    if found is None:
+    if canonical is None:
         raise ConfigError(f"RAY_ADDRESS: got {address!r}, but no Ray cluster runs on this machine; {_UNSET}")
     # Ray puts the address of the network card in the place of a loopback one; either may be listened on.
-    failures = [_failure(one) for one in dict.fromkeys((found, given)) if one != "auto"]
+    failures = [_failure(one) for one in dict.fromkeys((canonical, given)) if one != "auto"]
     if all(failures):
         raise ConfigError(
-            f"RAY_ADDRESS: got {address!r}, but nobody answers at {found} ({failures[0]}); allowed: a Ray cluster that "
-            f"runs; {_UNSET}"
+            f"RAY_ADDRESS: got {address!r}, but nobody answers at {canonical} ({failures[0]}); allowed: a Ray cluster "
+            f"that runs; {_UNSET}"
         )
 
 
@@ -101,10 +101,10 @@ def check_limits() -> None:
         ConfigError: it stays too low for Ray.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        soft = wanted
+    needed = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        soft = needed
     if soft != resource.RLIM_INFINITY and soft < LEAST_OPEN_FILES:
         raise ConfigError(
             f"open files: this process may have {soft} (`ulimit -n`); allowed: at least {LEAST_OPEN_FILES}; fix: raise "
@@ -305,9 +305,9 @@ def ask(address: str | None = None) -> Hardware | None:
     if not address:
         return None
     check_address(address)
-    found = services.canonicalize_bootstrap_address(re.sub(r"^\w+://", "", address))
+    canonical = services.canonicalize_bootstrap_address(re.sub(r"^\w+://", "", address))
     try:
-        nodes = GcsClient(address=found).get_all_node_info(timeout=CONNECT_TIMEOUT_S).values()
+        nodes = GcsClient(address=canonical).get_all_node_info(timeout=CONNECT_TIMEOUT_S).values()
     except Exception as error:  # Ray's own classes of this layer are private
         raise ConfigError(
             f"RAY_ADDRESS: got {address!r}, which did not say what its nodes have ({plain(str(error))}); allowed: a "
@@ -315,7 +315,7 @@ def ask(address: str | None = None) -> Hardware | None:
         ) from error
     totals = [dict(node.resources_total) for node in nodes if node.state == _ALIVE]
     gpus = [int(total["GPU"]) for total in totals if total.get("GPU")]
-    place = f"the Ray cluster at {found}"
+    place = f"the Ray cluster at {canonical}"
     if gpus:
         types = {name.removeprefix(_TYPE) for total in totals for name in total if name.startswith(_TYPE)}
         return gpu_nodes(gpus, types.pop() if len(types) == 1 else None, place)

@@ -104,13 +104,13 @@ class EngineGroup:
         ]
         finished = False
         try:
-            left = len(pumps)
-            while left:
+            running = len(pumps)
+            while running:
                 item = await queue.get()
                 if isinstance(item, BaseException):
                     raise item
                 if item is None:
-                    left -= 1
+                    running -= 1
                 else:
                     yield item
             finished = True
@@ -173,7 +173,7 @@ class _GroupUpdate:
         raise self._error("; ".join(f"{name}: {failure}" for name, failure in report.failures.items()))
 
     async def install(self, report: SendReport) -> None:
-        """Return the weights change everywhere. Raises SyncError."""
+        """Install the weights in every replica. Raises SyncError."""
         await self._each("commit_update", self._version)
 
     async def probe(self) -> Mapping[str, ProbeAnswer]:

@@ -77,10 +77,10 @@ def _inside(
     easier = sum(known[prompt.id].rate > band[1] for prompt in prompts)
     kept = [prompt for prompt in prompts if band[0] <= known[prompt.id].rate <= band[1]]
     harder = len(prompts) - len(kept) - easier
-    said = f"{easier} easier and {harder} harder than data.pass_rates {list(band)}"
+    left_out = f"{easier} easier and {harder} harder than data.pass_rates {list(band)}"
     if not kept:
-        raise DataError(f"data.pass_rates: no problem of {len(prompts)} is left: {said}; allowed: a wider band")
-    notices.notice(f"training data: left out {easier + harder} of {len(prompts)} problems, {said}")
+        raise DataError(f"data.pass_rates: no problem of {len(prompts)} is left: {left_out}; allowed: a wider band")
+    notices.notice(f"training data: left out {easier + harder} of {len(prompts)} problems, {left_out}")
     return kept
 
 

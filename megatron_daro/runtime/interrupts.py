@@ -39,7 +39,7 @@ class Interrupts:
         self._ending = True
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Return the handler of all three signals."""
+        """Raise KeyboardInterrupt at the first of the three signals; later ones change nothing."""
         if not self._ending:
             self._ending = True
             raise KeyboardInterrupt(signal.Signals(number).name)

@@ -130,8 +130,8 @@ async def _train(
     if isinstance(inputs, ReplaySource):
         driven = Driven(placement, policy, inputs)
     else:
-        made = parts.generation(config, inputs, algorithm, placement, observers.progress, observers.phases)
-        driven = Driven(placement, policy, made.sampler, made)
+        generation = parts.generation(config, inputs, algorithm, placement, observers.progress, observers.phases)
+        driven = Driven(placement, policy, generation.sampler, generation)
     return await drive(config, algorithm, driven, observers, start)
 
 
@@ -148,7 +148,7 @@ async def drive(config: Config, algorithm: Algorithm, driven: Driven, observers:
     Raises:
         DaroError: the cause of a failure.
     """
-    placement, policy, made = driven.placement, driven.policy, driven.made
+    placement, policy, generation = driven.placement, driven.policy, driven.made
     controller = Controller(
         config.trainer,
         Parts(
@@ -158,23 +158,24 @@ async def drive(config: Config, algorithm: Algorithm, driven: Driven, observers:
             metrics=observers.metrics,
             progress=observers.progress,
             phases=observers.phases,
-            engine=made.engine if made else None,
+            engine=generation.engine if generation else None,
             checkpoints=_checkpoints(config, start),
             recorder=parts.recorder(config),
-            evaluations=_evaluations(config, made, observers, placement.deadlines),
+            evaluations=_evaluations(config, generation, observers, placement.deadlines),
             export=run_directory.export_writer(config.trainer, policy, observers.progress),
-            closers={"verifiers": made.scorer.close, "environment": made.rollouter.close} if made else {},
+            closers={"verifiers": generation.scorer.close, "environment": generation.rollouter.close}
+            if generation
+            else {},
             identity=_identity(config),
             deadlines=placement.deadlines,
-            colocation=parts.colocation(policy, made, placement, observers.progress),
+            colocation=parts.colocation(policy, generation, placement, observers.progress),
             drift=DriftWatch(correction=config.algorithm.correction.kind),
         ),
-        max_staleness=config.rollout.batches_ahead if made else 0,
-        rollouts_per_prompt=config.rollout.rollouts_per_prompt,
+        max_staleness=config.rollout.batches_ahead if generation else 0,
     )
     with stop_on_signals(controller):
         try:
-            if not await controller.unless_stopped(parts.start_all(placement, policy, made, observers.progress)):
+            if not await controller.unless_stopped(parts.start_all(placement, policy, generation, observers.progress)):
                 await controller.shutdown()
                 return RunOutcome("stopped", start.step)
             if start.checkpoint:
@@ -185,8 +186,8 @@ async def drive(config: Config, algorithm: Algorithm, driven: Driven, observers:
         except BaseException:
             await controller.shutdown()
             raise
-        groups = [policy.workers] + ([made.engine.workers] if made else [])
-        endings = [made.engine.ended()] if made and isinstance(made.engine, HasEnding) else []
+        groups = [policy.workers] + ([generation.engine.workers] if generation else [])
+        endings = [generation.engine.ended()] if generation and isinstance(generation.engine, HasEnding) else []
         gc.freeze()  # some 300,000 objects of modules: a look through all of them would hold the event loop for 0.3 s
         return await supervised(controller.run(), groups, endings)
 
@@ -201,8 +202,8 @@ def _finished_before(run: _Run, start: Start) -> RunOutcome:
     """Do what is left of a run that has all of its steps: at most its export."""
     section, run_dir = run.config.trainer, parts.run_directory(run.config)
     due = run_directory.export_is_due(section, start.step)
-    left = f"Only {section.hf_dir} is left to be written (trainer.export_hf)" if due else "Nothing to do"
-    run.progress.notice(f"{run_dir} has all of its {start.step} steps; raise trainer.steps to go on. {left}")
+    remark = f"Only {section.hf_dir} is left to be written (trainer.export_hf)" if due else "Nothing to do"
+    run.progress.notice(f"{run_dir} has all of its {start.step} steps; raise trainer.steps to go on. {remark}")
     if due:
         run.in_cluster(lambda: _export(run.config, start, run.progress), engines=False)
     return RunOutcome("finished", start.step)

@@ -73,16 +73,16 @@ def begin(run_dir: Path, config: Config, *, resume: bool, progress: Progress) ->
     """
     provenance = restart_audit.provenance(config)
     start = Start(provenance)
-    found = recovery.find_latest_valid(run_dir, progress) if resume else None
-    if found:
-        audit = compared(found[0], provenance, progress)
+    newest = recovery.find_latest_valid(run_dir, progress) if resume else None
+    if newest:
+        audit = compared(newest[0], provenance, progress)
         if audit:
             restart_audit.record(run_dir, audit.text())
             for line in audit.text(progress.width).splitlines():
                 progress.notice(line)
             audit.raise_refused()
-        recovery.set_newer_aside(found[0])
-        start = Start(provenance, *found)
+        recovery.set_newer_aside(newest[0])
+        start = Start(provenance, *newest)
     elif resume:
         progress.notice(f"{run_dir} has no checkpoint yet: starting from step 0; what it recorded is written again")
         start = Start(provenance, begins_again=True)
@@ -117,24 +117,24 @@ def rehearse(config: Config, *, resume: bool, replay: Path | None) -> list[str]:
     Raises:
         DaroError: what the start would end with.
     """
-    found = _Lines()
+    lines = _Lines()
     if _algorithm_can_be_refused(config):
         from megatron_daro.runtime import parts
 
         for remark in parts.algorithm_remarks(config, parts.algorithm_of(config)):
-            found.warn(remark)
+            lines.warn(remark)
     elsewhere = config.cluster.gpus_per_node is not None
     check_start(config, resume=resume, generates=replay is None and not elsewhere)
     if replay is None and elsewhere and config.engine.kind == "sglang":
-        _look_for_servers(config, found)
+        _look_for_servers(config, lines)
     if replay:
         ReplaySource(replay, rollouts_per_prompt=config.rollout.rollouts_per_prompt)
-        found.notice(f"replay: {replay}")
+        lines.notice(f"replay: {replay}")
     else:
-        _read_inputs(config, found)
+        _read_inputs(config, lines)
     if resume:
-        _rehearse_restart(config, found)
-    return list(found)
+        _rehearse_restart(config, lines)
+    return list(lines)
 
 
 def _look_for_servers(config: Config, found: _Lines) -> None:
@@ -146,22 +146,22 @@ def _look_for_servers(config: Config, found: _Lines) -> None:
         found.warn(f"the servers were not checked: this machine is none of `cluster`, whose nodes must pass. {words}")
 
 
-def _read_inputs(config: Config, found: _Lines) -> None:
+def _read_inputs(config: Config, lines: _Lines) -> None:
     inputs = _Lines()
     try:
         read_inputs(config, inputs, ends=ENDS)
-        found += [f"the first and last {ENDS} rows of training files were read", *inputs]
+        lines += [f"the first and last {ENDS} rows of training files were read", *inputs]
     except DataError:
         # What is wrong with some rows need not be wrong with the file.
-        read_inputs(config, found)
+        read_inputs(config, lines)
 
 
-def _rehearse_restart(config: Config, found: _Lines) -> None:
-    newest = recovery.find_latest_valid(filled(config.trainer.run_dir), found)
-    audit = compared(newest[0], provenance(config), found) if newest else None
+def _rehearse_restart(config: Config, lines: _Lines) -> None:
+    newest = recovery.find_latest_valid(filled(config.trainer.run_dir), lines)
+    audit = compared(newest[0], provenance(config), lines) if newest else None
     if audit:
         audit.raise_refused()
-        found += audit.text().splitlines()
+        lines += audit.text().splitlines()
 
 
 def needs_torch(config: Config) -> bool:
@@ -257,8 +257,8 @@ def taken_back_if_it_fails(run_dir: Path) -> Iterator[None]:
 
     What servers logged and what was trained stays, and so does a directory that was not empty before.
     """
-    made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
-    was_empty = bool(made) or not any(run_dir.iterdir())
+    created = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
+    was_empty = bool(created) or not any(run_dir.iterdir())
     try:
         yield
     except BaseException:
@@ -266,7 +266,7 @@ def taken_back_if_it_fails(run_dir: Path) -> Iterator[None]:
             for path in run_dir.iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             with suppress(OSError):
-                for path in made:
+                for path in created:
                     path.rmdir()
         raise
 

@@ -227,8 +227,8 @@ def weight_files(path: Path) -> dict[str, str]:
 
 def _machine() -> dict[str, Any]:
     """Return what the driver's machine has."""
-    found = detect()
-    return {name: getattr(found, name) for name in ("kind", "count", "fp8", "memory_bytes")}
+    hardware = detect()
+    return {name: getattr(hardware, name) for name in ("kind", "count", "fp8", "memory_bytes")}
 
 
 def audit(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Audit:

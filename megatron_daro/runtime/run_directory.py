@@ -194,10 +194,10 @@ async def write_export(policy: PolicyGroup, directory: Path, notices: Notices, s
     Raises:
         SyncError: the disk refused, or something else has that name; the directory is as it was.
     """
-    found = exported_step(directory)
-    if found == step:
+    written_step = exported_step(directory)
+    if written_step == step:
         return
-    if found == _UNKNOWN:
+    if written_step == _UNKNOWN:
         raise SyncError(_no_export(directory))
     plan = SendPlan(
         transport="disk",

@@ -89,8 +89,8 @@ async def _news(done: set[asyncio.Task[_Result]], pending: set[asyncio.Task[_Res
     loop, later = asyncio.get_running_loop(), set[asyncio.Task[_Result]]()
     nodes = sum(node["Alive"] for node in ray.nodes()) if ray.is_initialized() else 1
     end = loop.time() + (_NEWS_S if nodes < 2 else _NEWS_OF_A_NODE_S)
-    while pending and not any(map(_died, later)) and (left := end - loop.time()) > 0:
-        ended, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_EXCEPTION)
+    while pending and not any(map(_died, later)) and (remaining_s := end - loop.time()) > 0:
+        ended, pending = await asyncio.wait(pending, timeout=remaining_s, return_when=asyncio.FIRST_EXCEPTION)
         later |= ended
     return later
 
@@ -122,8 +122,8 @@ def _how(text: str) -> str:
     line = " ".join(text.split())
     pid = re.search(r"\bpid: (\d+)", line)
     detail = re.search(r"Worker exit detail: (.*)", line)
-    said = plain(". ".join(detail.group(1).split(". ")[:2]) if detail else line)  # then come guesses at the cause
-    return (f"process {pid.group(1)}: " if pid else "") + said.rstrip(". ")
+    cause = plain(". ".join(detail.group(1).split(". ")[:2]) if detail else line)  # then come guesses at the cause
+    return (f"process {pid.group(1)}: " if pid else "") + cause.rstrip(". ")
 
 
 def translated(name: str, error: BaseException) -> DaroError:

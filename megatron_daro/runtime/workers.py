@@ -236,7 +236,7 @@ class TrainWorker:
     @ray.method(concurrency_group="save")
     @logs.failures_logged
     def finish_save(self) -> None:
-        """Return when this rank's part is on the disk."""
+        """Wait until this rank's part is on the disk."""
         self._policy.finish_save()
 
     @ray.method(concurrency_group="work")

@@ -237,14 +237,14 @@ def _outermost(paths: Sequence[str]) -> list[str]:
 
 def descendants(pid: int) -> list[int]:
     """Return the process ids of all that a process started and that still live, parents first."""
-    found = [pid]
-    for one in found:
+    pids = [pid]
+    for one in pids:
         try:
             texts = [(task / "children").read_text() for task in Path(f"/proc/{one}/task").iterdir()]
         except OSError:
             continue
-        found += [int(child) for text in texts for child in text.split()]
-    return found[1:]
+        pids += [int(child) for text in texts for child in text.split()]
+    return pids[1:]
 
 
 def kill_all(pids: Iterable[int]) -> None:

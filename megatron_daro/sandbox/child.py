@@ -233,12 +233,12 @@ def _end_the_rest() -> None:
     """End what the code left behind; in a process namespace the kernel does that."""
     while True:
         try:
-            left = [int(pid) for pid in Path("/proc/thread-self/children").read_text().split()]
+            survivors = [int(pid) for pid in Path("/proc/thread-self/children").read_text().split()]
         except OSError:
             return
-        if not left:
+        if not survivors:
             return
-        for pid in left:
+        for pid in survivors:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)  # its own children come here next
 

@@ -148,11 +148,11 @@ class WeightSync:
     async def _run(self, update: ReceiverUpdate) -> Mapping[str, float]:
         try:
             report = await self._sent(update)
-            told: Mapping[str, float] = {}
+            metrics: Mapping[str, float] = {}
             if report is not None:
                 await update.install(report)
-                told = await self._compared(update, report)
-            return {**await update.accept(), **told}
+                metrics = await self._compared(update, report)
+            return {**await update.accept(), **metrics}
         except SyncError as error:
             update.abandon(error)
             raise
@@ -254,9 +254,9 @@ class Colocation:
     async def publish(self, sync: WeightSync, version: int) -> Mapping[str, float]:
         """Bring the weights to the engine, and leave it the GPUs. Returns metrics of both. Raises as `sync` does."""
         await self._make_room()
-        told = await sync.publish(version)
+        metrics = await sync.publish(version)
         await self._to_engine()
-        return {**told, **self._metrics}
+        return {**metrics, **self._metrics}
 
     async def _make_room(self) -> None:
         """Move all but the policy's weights, which are to be sent."""
@@ -300,12 +300,12 @@ class LeftBehind:
         Args:
             left: bytes that stayed. of: bytes that were there; None: not known.
         """
-        before, said = self._before, f"engine.colocate: {left / _MIB:,.0f} MiB stayed on {self._where}"
+        before, text = self._before, f"engine.colocate: {left / _MIB:,.0f} MiB stayed on {self._where}"
         if before is None:
             self._before = left
             much = of is not None and left > max(self._growth, _MOST_LEFT_PART * of)
-            return f"{said}, of {of / _MIB:,.0f} MiB; the other side lacks it" if of and much else ""
+            return f"{text}, of {of / _MIB:,.0f} MiB; the other side lacks it" if of and much else ""
         if left - before <= self._growth:  # small growth adds up until it tells
             return ""
         self._before = left
-        return f"{said}, {before / _MIB:,.0f} MiB earlier; it grows, and the other side lacks it: please report it"
+        return f"{text}, {before / _MIB:,.0f} MiB earlier; it grows, and the other side lacks it: please report it"

@@ -146,16 +146,16 @@ _Header = tuple[tuple[str, ...], tuple[tuple[int, ...], ...], str, int]
 
 def _announce(header: _Header | None, group: dist.ProcessGroup) -> _Header | None:
     """Return what the group's first rank says is next; None: nothing. Only that rank's argument counts."""
-    said: list[_Header | None] = [header]
-    dist.broadcast_object_list(said, dist.get_global_rank(group, 0), group=group)
-    return said[0]
+    header_of_rank: list[_Header | None] = [header]
+    dist.broadcast_object_list(header_of_rank, dist.get_global_rank(group, 0), group=group)
+    return header_of_rank[0]
 
 
 def groups_of(members: Sequence[Sequence[int]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Make torch's groups of these ranks. Collective over all ranks of the policy, each with the same argument."""
-    found = {tuple(ranks): dist.new_group(list(ranks)) for ranks in members}
+    groups = {tuple(ranks): dist.new_group(list(ranks)) for ranks in members}
     mine = dist.get_rank()
-    return {ranks: group for ranks, group in found.items() if mine in ranks}
+    return {ranks: group for ranks, group in groups.items() if mine in ranks}
 
 
 _SCALE_SUFFIX = "_scale_inv"
@@ -393,8 +393,8 @@ async def _push_bucket(bucket: WeightBucket, plan: SendPlan, post: Post) -> dict
             return SendFailure("refused" if isinstance(error, RefusedError) else "unanswered", str(error))
         return None
 
-    said = await asyncio.gather(*(one(target.url, target.ranks) for target in plan.targets))
-    return {target.name: failure for target, failure in zip(plan.targets, said, strict=True) if failure}
+    failures = await asyncio.gather(*(one(target.url, target.ranks) for target in plan.targets))
+    return {target.name: failure for target, failure in zip(plan.targets, failures, strict=True) if failure}
 
 
 def handles_of(tensors: list[tuple[str, Tensor]]) -> bytes:
@@ -450,10 +450,6 @@ class Sender:
         if plan.fp8_blocks:
             stream = as_blocks(stream, plan.fp8_blocks, plan.bucket_bytes, blocks)
         return replace(self._sent(stream, plan, label, group), digests=digests, fp8_blocks=tuple(blocks))
-
-    def close(self) -> None:
-        """Leaves the group of broadcasts. May be called twice."""
-        self._broadcast.close()
 
     def _sent(self, stream: Stream, plan: SendPlan, label: str, group: dist.ProcessGroup | None) -> SendReport:
         if plan.transport == "distributed":

@@ -113,13 +113,14 @@ class WorkerProcess:
             )
             reply = self._read(START_TIMEOUT_S, None, stopping)
         except (OSError, WorkerCrashError, WorkerTimeoutError, WorkerUnreachedError) as error:
-            said = self._last_words()
+            last_words = self._last_words()
             self.killed_at_start = self._process is not None and (self._process.poll() or 0) < 0
             self.kill()
             raise program.error(
                 f"{program.name} worker: could not start ({type(error).__name__}: {error}); it said: "
-                f"{said or 'nothing'}. Allowed: ready within {START_TIMEOUT_S:g} s with {program.section}.memory_mib "
-                f"{self._memory_mib}. Raise {program.section}.memory_mib ({program.needs}) or repair the installation"
+                f"{last_words or 'nothing'}. Allowed: ready within {START_TIMEOUT_S:g} s with "
+                f"{program.section}.memory_mib {self._memory_mib}. "
+                f"Raise {program.section}.memory_mib ({program.needs}) or repair the installation"
             ) from error
         if reply.get("reason") != "ready":
             self.kill()

@@ -69,14 +69,6 @@ def verl_6609(batch, step):
     return share * step.num_micro_batches * step.data_parallel, {}
 
 
-def local_denominator(batch, step):
-    """Tokens are counted on this data-parallel rank alone (the reason of verl's batch_num_tokens)."""
-    from megatron_daro.workshop.check_loss.rank import dist  # noqa: F401  (the all-reduce that was forgotten)
-
-    mean = _masked(_losses(batch), batch).sum() / batch.mask_T.sum().clamp(min=1)
-    return mean * step.num_micro_batches / step.num_micro_batches, {}
-
-
 def gspo_local_sequence(batch, step):
     """GSPO's ratio from the part of a sequence that a context-parallel rank holds."""
     old = torch.where(batch.mask_T, batch.old_logprobs_T, batch.logprobs_T.detach())

@@ -25,8 +25,8 @@ from megatron_daro.recovery import (
     Checkpoints,
     find_latest_valid,
     require_fresh,
+    set_newer_aside,
     step_directories,
-    take_latest_valid,
     verify,
 )
 
@@ -90,7 +90,6 @@ def test_a_hash_taken_while_writing_is_used_and_not_taken_again(tmp_path):
 
 def test_no_checkpoint_is_none(tmp_path):
     assert find_latest_valid(tmp_path, FakeProgress()) is None
-    assert take_latest_valid(tmp_path, FakeProgress()) is None
 
 
 def _cut(path):
@@ -166,7 +165,9 @@ def test_a_torn_pointer_does_not_matter(tmp_path, pointer):
 
 def test_refused_ones_are_set_aside_so_that_pruning_keeps_the_whole_ones(tmp_path):
     _flip(save(tmp_path, 10, 20) / "common.pt")
-    assert take_latest_valid(tmp_path, FakeProgress())[1]["step"] == 10
+    found, state = find_latest_valid(tmp_path, FakeProgress())
+    assert state["step"] == 10
+    set_newer_aside(found)
     save(tmp_path, 15, keep=2)
     names = {p.name for p in (tmp_path / "checkpoints").iterdir()}
     assert names == {"step_000010", "step_000015", "step_000020.refused", "latest"}
@@ -361,7 +362,8 @@ def test_a_new_run_over_an_old_one_is_refused(tmp_path):
 def test_only_newer_ones_are_set_aside(tmp_path):
     save(tmp_path, 10, 20, 30)
     (tmp_path / "checkpoints/step_000030/state.json").unlink()
-    found, _ = take_latest_valid(tmp_path, FakeProgress())
+    found, _ = find_latest_valid(tmp_path, FakeProgress())
+    set_newer_aside(found)
     assert found.name == "step_000020"
     assert sorted(path.name for path in found.parent.glob("step_*")) == [
         "step_000010", "step_000020", "step_000030.refused",

@@ -154,10 +154,10 @@ class SGLangClient:
         A few are sent at a time, on connections that are used again: thousands that are opened at once keep the event
         loop from everything else for seconds. After one without an answer the server is left alone.
         """
-        left = iter(request_ids)
+        remaining_ids = iter(request_ids)
 
         async def send() -> None:
-            for rid in left:
+            for rid in remaining_ids:
                 try:
                     await self.post("/abort_request", {"rid": rid}, timeout_s=timeout_s)
                 except (RefusedError, DisconnectedError):
@@ -201,8 +201,8 @@ class SGLangClient:
 
 def version_number(text: str) -> tuple[int, ...]:
     """(0, 5, 23) of "0.5.23" or "0.5.23.post1"; () where it does not begin with a number."""
-    found = re.match(r"\d+(?:\.\d+)*", text)
-    return tuple(int(part) for part in found.group().split(".")) if found else ()
+    match = re.match(r"\d+(?:\.\d+)*", text)
+    return tuple(int(part) for part in match.group().split(".")) if match else ()
 
 
 def _facts(info: Mapping[str, Any], described: Mapping[str, Any]) -> ServerFacts:

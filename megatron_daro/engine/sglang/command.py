@@ -292,11 +292,11 @@ def check_environments(options: SGLangSection) -> None:
     if options.urls:
         return
     python = interpreter(options)
-    found = inspect_environment(python, env=options.env)
-    problems = argument_problems(options.arguments, found.argument_names)
-    problems += _nccl_problems(options, python, found.nccl)
+    environment = inspect_environment(python, env=options.env)
+    problems = argument_problems(options.arguments, environment.argument_names)
+    problems += _nccl_problems(options, python, environment.nccl)
     if problems:
-        raise config_error(f"SGLang {found.version} of {python}", problems)
+        raise config_error(f"SGLang {environment.version} of {python}", problems)
 
 
 def interpreter(options: SGLangSection) -> Path:
@@ -314,28 +314,28 @@ def inspect_environment(python: Path, *, env: Mapping[str, str] | None = None) -
     Raises:
         ConfigError: naming engine.sglang.python.
     """
-    wanted = f"a Python interpreter that has sglang {'.'.join(map(str, OLDEST_SGLANG))} or newer"
+    allowed = f"a Python interpreter that has sglang {'.'.join(map(str, OLDEST_SGLANG))} or newer"
 
     def refuse(got: str, fix: str) -> Exception:
-        return config_error("SGLang", [Problem(_FIELD, f"{str(python)!r}, {got}", wanted, fix)])
+        return config_error("SGLang", [Problem(_FIELD, f"{str(python)!r}, {got}", allowed, fix)])
 
     if not python.is_file():
         raise refuse("which is no file" if python.exists() else "which does not exist", "correct the path")
     if not os.access(python, os.X_OK):
         raise refuse("which is not executable", "give the path of the interpreter, such as VENV/bin/python")
-    found = _run(python, env or {})
-    if isinstance(found, str):
-        raise refuse(found, f"run `{python} -c 'import json, ast'` and repair the interpreter")
-    version = found["version"]
+    facts = _run(python, env or {})
+    if isinstance(facts, str):
+        raise refuse(facts, f"run `{python} -c 'import json, ast'` and repair the interpreter")
+    version = facts["version"]
     if version is None:
         fix = f"install it there, or correct {_FIELD}"
         if python == Path(sys.executable):
             fix = f"SGLang needs another torch than the trainer: give it an environment of its own and set {_FIELD}"
-        raise refuse(f"which has no sglang (Python {found['python']})", fix)
+        raise refuse(f"which has no sglang (Python {facts['python']})", fix)
     numbers = version_numbers(version)
     if numbers is None or numbers < OLDEST_SGLANG:
         raise refuse(f"which has sglang {version}", f"install a newer sglang there, or correct {_FIELD}")
-    return ServerEnvironment(version, frozenset(found["names"]), found.get("nccl"))
+    return ServerEnvironment(version, frozenset(facts["names"]), facts.get("nccl"))
 
 
 def _nccl_problems(options: SGLangSection, python: Path, theirs: str | None) -> list[Problem]:
@@ -353,8 +353,8 @@ def _nccl_problems(options: SGLangSection, python: Path, theirs: str | None) -> 
 
 def version_numbers(version: str) -> tuple[int, int, int] | None:
     """Return the first three numbers of a version; None for a text that does not begin with three."""
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
-    return None if found is None else (int(found[1]), int(found[2]), int(found[3]))
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    return None if match is None else (int(match[1]), int(match[2]), int(match[3]))
 
 
 def _run(python: Path, env: Mapping[str, str]) -> dict[str, Any] | str:
@@ -376,10 +376,10 @@ def _run(python: Path, env: Mapping[str, str]) -> dict[str, Any] | str:
     if done.returncode == 0:
         try:
             # The last line: a site directory's start-up files may print as well.
-            found = json.loads(done.stdout.strip().rpartition("\n")[2])
+            facts = json.loads(done.stdout.strip().rpartition("\n")[2])
         except ValueError:
-            found = None
-        if isinstance(found, dict) and {"version", "names", "python"} <= found.keys():
-            return found
-    said = " ".join((done.stderr or done.stdout)[-_STDERR_CHARS:].split())
-    return f"which failed (status {done.returncode}; it wrote: {said or 'nothing'})"
+            facts = None
+        if isinstance(facts, dict) and {"version", "names", "python"} <= facts.keys():
+            return facts
+    last_words = " ".join((done.stderr or done.stdout)[-_STDERR_CHARS:].split())
+    return f"which failed (status {done.returncode}; it wrote: {last_words or 'nothing'})"

@@ -62,8 +62,8 @@ class Running:
     def collected(self) -> tuple[Rollout, ...]:
         """Return what there is: finished rollouts, and for the others what they got to."""
         cut = {i: r for i, r in self.partial.items() if r is not self.request.partial.get(i)}
-        found = cut | self.done
-        return tuple(found[i] for i in self.request.indices if i in found)
+        by_index = cut | self.done
+        return tuple(by_index[i] for i in self.request.indices if i in by_index)
 
 
 _TRIES = 8
@@ -312,8 +312,8 @@ class SGLangEngine:
     def _estimate(self, request: GroupRequest, index: int) -> int:
         earlier = request.partial.get(index)
         generated = earlier.response_length if earlier else 0
-        left = request.sampling.max_new_tokens - generated
-        return self.fleet.estimate(len(request.prompt.tokens) + generated, left)
+        remaining_tokens = request.sampling.max_new_tokens - generated
+        return self.fleet.estimate(len(request.prompt.tokens) + generated, remaining_tokens)
 
     async def _ask(self, server: Server, calls: Sequence[generation.Call], version: int) -> tuple[Rollout, ...]:
         """Return the answers, unless the server is given up meanwhile."""

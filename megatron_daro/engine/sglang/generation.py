@@ -203,26 +203,26 @@ def _routed_experts(
     Source: sglang/srt/state_capturer/routed_experts.py, 0.5.23. An aborted request may have none, or those of fewer
     tokens.
     """
-    wanted, told = request.sampling.routed_experts, meta.get("routed_experts")
-    if wanted is None or (told is None and finish_reason == "abort"):
+    shape, encoded = request.sampling.routed_experts, meta.get("routed_experts")
+    if shape is None or (encoded is None and finish_reason == "abort"):
         return None
-    if told is None:
+    if encoded is None:
         raise BadAnswerError(
             "it does not say which experts it chose (actor.routing_replay); a server that is started by hand needs "
             "--enable-return-routed-experts"
         )
-    experts = np.frombuffer(base64.b64decode(told, validate=True), dtype="<i4")
-    if experts.size != (tokens - 1) * math.prod(wanted) and finish_reason == "abort":
+    experts = np.frombuffer(base64.b64decode(encoded, validate=True), dtype="<i4")
+    if experts.size != (tokens - 1) * math.prod(shape) and finish_reason == "abort":
         return None
-    if experts.size != (tokens - 1) * math.prod(wanted):
+    if experts.size != (tokens - 1) * math.prod(shape):
         raise BadAnswerError(
-            f"it tells {experts.size} experts of {tokens} tokens; allowed: {tokens - 1} * {wanted[0]} layers * "
-            f"{wanted[1]} experts of a token; its model is another one"
+            f"it tells {experts.size} experts of {tokens} tokens; allowed: {tokens - 1} * {shape[0]} layers * "
+            f"{shape[1]} experts of a token; its model is another one"
         )
     if experts.size and not 0 <= int(experts.min()) <= int(experts.max()) <= np.iinfo(np.int16).max:
         raise BadAnswerError(f"it tells experts numbered {experts.min()} to {experts.max()}; allowed: from 0")
-    last = np.full((1, *wanted), -1, dtype=np.int16)
-    return np.concatenate([experts.reshape(-1, *wanted).astype(np.int16), last])
+    last = np.full((1, *shape), -1, dtype=np.int16)
+    return np.concatenate([experts.reshape(-1, *shape).astype(np.int16), last])
 
 
 def _whole(request: GroupRequest, part: Rollout, decode: Callable[[Sequence[int]], str]) -> Rollout:
@@ -275,10 +275,10 @@ class _Versions:
 
 def _spans(meta: Mapping[str, Any], num_tokens: int, versions: _Versions) -> tuple[tuple[int, int], ...]:
     """(weight version, tokens) in order. Servers older than 0.5.22 tell the last version only: not to be trusted."""
-    told = meta.get("weight_versions")
-    if not told:
+    reported_spans = meta.get("weight_versions")
+    if not reported_spans:
         return ((versions.oldest, num_tokens),) if num_tokens else ()
-    spans = [(versions.number(span["version"]), int(span["end"]) - int(span["start"])) for span in told]
+    spans = [(versions.number(span["version"]), int(span["end"]) - int(span["start"])) for span in reported_spans]
     if sum(n for _, n in spans) != num_tokens:
         raise BadAnswerError(
             f"its weight versions {spans} are of another number of tokens than the {num_tokens} it gave"

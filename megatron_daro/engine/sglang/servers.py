@@ -169,9 +169,9 @@ class ManagedProcess:
         with os.fdopen(read_end, "rb", buffering=0) as report:
             poller = select.poll()  # select.select fails above 1023 open descriptors
             poller.register(report, select.POLLIN | select.POLLHUP)
-            said = report.read(64) if poller.poll(1000 * START_TIMEOUT_S) else b""
-        if said:
-            return int(said)
+            pid_text = report.read(64) if poller.poll(1000 * START_TIMEOUT_S) else b""
+        if pid_text:
+            return int(pid_text)
         self.kill()
         raise EngineError(
             f"process: the watchdog did not start {self._command[0]!r} within {START_TIMEOUT_S:g} s; it wrote: "

@@ -238,7 +238,7 @@ class Supervision:
         self._may_start.set()
 
     async def settled(self) -> None:
-        """Return when no process is being ended or started."""
+        """Wait until no process is being ended or started."""
         while self._unsettled and not self._closing:
             await asyncio.sleep(_SETTLE_POLL_S)
 
@@ -405,15 +405,15 @@ class Supervision:
         bias = {"max_new_tokens": 1, "logit_bias": {str(vocabulary): 0.0}}
         try:
             await server.client.post("/generate", {"input_ids": [0], "sampling_params": bias}, timeout_s=_CALL_S)
-            told = f"more than {vocabulary}"
+            served = f"more than {vocabulary}"
         except UnreachableError:
             return []
         except RefusedError as error:
             last = re.search(r"logit_bias .*\[0, (\d+)\]", str(error))
             if last is None or int(last[1]) == vocabulary - 1:
                 return []
-            told = str(int(last[1]) + 1)
-        return [f"its model has a vocabulary of {told} tokens, that of model.path {vocabulary}; serve the same model"]
+            served = str(int(last[1]) + 1)
+        return [f"its model has a vocabulary of {served} tokens, that of model.path {vocabulary}; serve the same model"]
 
     async def _watch(self, server: Server) -> None:
         """Look every few seconds whether the process lives and whether tokens come."""
@@ -480,8 +480,8 @@ def _version_problems(facts: ServerFacts, calls_of_options: Sequence[str]) -> li
 def _block_problems(facts: ServerFacts) -> list[str]:
     oldest = ".".join(map(str, _FP8_OLDEST_SGLANG))
     if version_number(facts.version) < _FP8_OLDEST_SGLANG or not facts.has_checksums:
-        told = f"SGLang {facts.version} cannot tell which of its matrices are fp8 blocks"
-        return [f"{told}; allowed with engine.sglang.fp8_blocks: {oldest} or newer, with /weights_checker"]
+        got = f"SGLang {facts.version} cannot tell which of its matrices are fp8 blocks"
+        return [f"{got}; allowed with engine.sglang.fp8_blocks: {oldest} or newer, with /weights_checker"]
     if facts.quantization != "fp8":
         arguments = " ".join(f"--{name.replace('_', '-')} '{v}'" for name, v in fp8_arguments().items())
         return [f"it does not wait for fp8 blocks; allowed: a server started with {arguments}"]
@@ -556,7 +556,7 @@ async def resume(server: Server, tag: MemoryTag, *, timeout_s: float) -> None:
 
 
 async def _until_idle(server: Server, limit_s: float) -> None:
-    """Return when nothing runs on the server: it refuses to empty its cache before."""
+    """Wait until nothing runs on the server: it refuses to empty its cache before."""
     end = time.monotonic() + limit_s
     while True:
         try:

@@ -209,7 +209,7 @@ class ServerUpdate:
         return [server for server in self._servers if server.state == "updating"]
 
     async def _phase(self, name: str, work: Callable[[Server], Awaitable[object]]) -> None:
-        """Return the same on every server at once; those that fail are fenced."""
+        """Do the same on every server at once; fence those that fail."""
 
         async def one(server: Server) -> None:
             try:
@@ -301,27 +301,27 @@ class ServerUpdate:
             if wrong:
                 raise EngineError(f"{len(wrong)} tensors are not those that were sent, the first: {wrong[0]}")
             seen = bool(alike)
-        told = {(rank, name): checksum for rank, held in enumerate(ranks) for name, checksum in held.items()}
+        checksums = {(rank, name): checksum for rank, held in enumerate(ranks) for name, checksum in held.items()}
         digests_before, told_before = self._context.checksums.get(server.name, ({}, {}))
         changed = {n for n, d in digests.items() if n in digests_before and digests_before[n].received != d.received}
-        compared = [key for key in told if key[1] in changed and key in told_before]
-        if compared and all(told[key] == told_before[key] for key in compared):
+        compared = [key for key in checksums if key[1] in changed and key in told_before]
+        if compared and all(checksums[key] == told_before[key] for key in compared):
             raise EngineError(
                 f"it kept its weights: of {len(changed)} tensors that changed since the last update, such as "
                 f"{min(changed)}, none changed in it"
             )
         if seen or compared:
             self._verified.add(server.name)
-        self._context.checksums[server.name] = (digests, told)
+        self._context.checksums[server.name] = (digests, checksums)
 
     async def _compare_blocks(self, server: Server, sent: Sequence[str]) -> None:
         """Check, of a server that was started since its last update, that it has as blocks what was sent as blocks."""
         if server.name not in self._joining:
             return
-        for told in _told_checksums(
+        for checksums in _told_checksums(
             server, await self._post(server, "/weights_checker", supervision.FP8_MANIFEST_CALL)
         ):
-            problem = supervision.fp8_disagreement(sent, told)
+            problem = supervision.fp8_disagreement(sent, checksums)
             if problem:
                 raise EngineError(problem)
 
@@ -334,8 +334,8 @@ class ServerUpdate:
             answer = await self._post(server, "/weights_checker", body)
         except RefusedError:
             return []
-        told = _told_checksums(server, answer)
-        return [{name: digest for name, digest in rank.items() if is_hashed(name)} for rank in told]
+        checksums = _told_checksums(server, answer)
+        return [{name: digest for name, digest in rank.items() if is_hashed(name)} for rank in checksums]
 
 
 async def _answers(server: Server) -> bool:

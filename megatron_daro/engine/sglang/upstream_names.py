@@ -30,13 +30,13 @@ def sources(root: Path) -> list[Path]:
 
 def flags(tree: ast.Module) -> set[str]:
     """Names of the flags that a file declares, without leading hyphens, with underscores."""
-    found: set[str] = set()
+    words: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found |= _field_flags(node.target.id, node.annotation)
+            words |= _field_flags(node.target.id, node.annotation)
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
-            found |= {_flag_text(word) for word in node.args}
-    return {name.lstrip("-").replace("-", "_") for name in found if name.startswith("--")}
+            words |= {_flag_text(word) for word in node.args}
+    return {name.lstrip("-").replace("-", "_") for name in words if name.startswith("--")}
 
 
 def _field_flags(name: str, annotation: ast.expr) -> set[str]:
@@ -51,9 +51,9 @@ def _field_flags(name: str, annotation: ast.expr) -> set[str]:
             options = {word.arg: _literal(word.value) for word in node.keywords}
             if options.get("no_cli"):
                 return set()
-            found = {options.get("cli_name") or f"--{name}", *(options.get("aliases") or [])}
+            own_flags = {options.get("cli_name") or f"--{name}", *(options.get("aliases") or [])}
             two_ways = any(getattr(word.value, "attr", "") == "BooleanOptionalAction" for word in node.keywords)
-            return found | {f"--no-{flag.lstrip('-')}" for flag in found} if two_ways else found
+            return own_flags | {f"--no-{flag.lstrip('-')}" for flag in own_flags} if two_ways else own_flags
     return set()
 
 

@@ -38,10 +38,10 @@ def descendants(pid: int) -> list[int]:
     for name in os.listdir("/proc"):  # noqa: PTH208 - pathlib would import more than the whole file does
         if name.isdigit():
             children.setdefault(_parent_of(int(name)), []).append(int(name))
-    found = list(children.get(pid, ()))
-    for other in found:  # grows while it is read
-        found += children.get(other, ())
-    return found
+    pids = list(children.get(pid, ()))
+    for other in pids:  # grows while it is read
+        pids += children.get(other, ())
+    return pids
 
 
 def signal_all(pids: list[int], number: int) -> None:
@@ -184,10 +184,10 @@ class Watchdog:
         """SIGKILL until nobody is left: a process that forks meanwhile is met in the next round."""
         deadline = time.monotonic() + KILL_LIMIT_S
         while time.monotonic() < deadline:
-            left = descendants(os.getpid())
-            if not left:
+            survivors = descendants(os.getpid())
+            if not survivors:
                 return
-            signal_all(left, signal.SIGKILL)
+            signal_all(survivors, signal.SIGKILL)
             time.sleep(POLL_S / 10)
             self._reap()
         print(f"watchdog: processes {descendants(os.getpid())} outlived SIGKILL", file=sys.stderr, flush=True)

@@ -116,7 +116,7 @@ class ThinRanks:
         (directory / f"shard_{rank:05d}.safetensors").write_bytes(b"")
 
     async def finish_save(self, rank: int) -> None:
-        """Return when it is on the disk: it is."""
+        """Wait for nothing: the file is written already."""
         await asyncio.sleep(0)
 
 
@@ -257,9 +257,6 @@ class ThinPolicyGroup(PolicyGroup):
         make = actor_class(ThinRanksActor)
         hosts = [make.remote(script) for _ in range(HOSTS)]
         everyone = list(hosts)
-
-        def host_of(rank: int, node: int) -> ActorHandle:
-            return everyone[-1] if rank in lost else hosts[node % HOSTS]
 
         if self._loss and lost:
             everyone.append(make.remote(dataclasses.replace(script, own_loss=self._loss.how)))

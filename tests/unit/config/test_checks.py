@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_daro.config import Hardware, check, check_passthrough, detect, precision, resolve, resolve_and_check
-from megatron_daro.config.model_files import safetensors_fault
+from megatron_daro.config.model_files import _tensor_names
 from megatron_daro.errors import ConfigError
 
 GPUS = Hardware("gpu", 8, capability=9.0)
@@ -32,7 +32,6 @@ def test_a_good_run_passes_every_check_without_warnings(run_files, cpu):
     _, report = resolve_and_check(run_files.file, (), cpu)
     assert report.problems == report.warnings == ()
     assert {subject for subject, _ in report.passed} >= {"world size", "batch", "sequence budget", "model files"}
-    report.raise_problems("file")
 
 
 @pytest.mark.parametrize(
@@ -375,9 +374,10 @@ def test_a_safetensors_file_of_the_library_is_whole_until_cut(tmp_path):
     library = pytest.importorskip("safetensors.numpy")
     path = tmp_path / "m.safetensors"
     library.save_file({"a": numpy.zeros((3, 5), "float32"), "b": numpy.ones(7, "int64")}, path, metadata={"x": "y"})
-    assert safetensors_fault(path) == ""
+    names, why = _tensor_names(path)
+    assert sorted(names) == ["a", "b"] and why == ""
     path.write_bytes(path.read_bytes() + b"x")
-    assert "its header promises" in safetensors_fault(path)
+    assert "its header promises" in _tensor_names(path)[1]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="Megatron-core is not installed: no names")

@@ -8,7 +8,6 @@ import pytest
 from megatron_daro.algo.weighting import Algorithm, make_algorithm
 from megatron_daro.config.algorithm import LengthRewardSection
 from megatron_daro.data.batch import build_batch
-from megatron_daro.data.schedule import bin_token_counts
 from megatron_daro.errors import AlgorithmError, DataError
 from megatron_daro.types import Group, Prompt, Rollout, TrainBatch, Verdict
 
@@ -57,7 +56,7 @@ def test_columns_by_hand():
     assert batch.group_ids_N.tolist() == [5, 5, 2, 2]
     np.testing.assert_allclose(batch.advantages_N, [1, -1, 0, 0], atol=1e-5)
     assert batch.advantages_N.dtype == np.float32
-    assert bin_token_counts(batch).tolist() == [0, 3, 3]
+    assert batch.trained_tokens_N.tolist() == [1, 2, 2, 1]
     assert batch.old_logprobs_R is None and batch.group_lengths_NK is None
 
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_daro.data.packing import (
+    _slice_slots,
     collect_responses,
-    context_parallel_join,
     context_parallel_slice,
     pack,
     pack_multiples,
@@ -145,8 +145,12 @@ def test_context_parallel_slices_reassemble_to_the_whole(shapes, cp_size, tp_siz
         assert len(part.tokens_T) == len(packed.tokens_T) // cp_size
         assert len(part.tokens_T) % (tp_size if sequence_parallel else 1) == 0
         assert torch.equal(part.cu_seqlens, packed.cu_seqlens) and part.max_seqlen == packed.max_seqlen
+    slots_T = torch.arange(len(packed.tokens_T))  # of one rank
+    if cp_size > 1:
+        slots_T = torch.cat([_slice_slots(packed, rank, cp_size) for rank in range(cp_size)])
+    assert slots_T.sort().values.tolist() == list(range(len(packed.tokens_T)))
     for name in ("tokens_T", "labels_T", "positions_T", "mask_T", "segment_T", "rollout_logprobs_T", "old_logprobs_T"):
-        joined = context_parallel_join([getattr(part, name) for part in slices], packed)
+        joined = torch.cat([getattr(part, name) for part in slices])[slots_T.argsort()]
         assert torch.equal(joined, getattr(packed, name)), name
     column = collect_responses([(part.rollout_logprobs_T, part) for part in slices], len(batch.loss_mask_R))
     np.testing.assert_array_equal(column, batch.rollout_logprobs_R)

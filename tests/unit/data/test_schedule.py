@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.data import schedule as module
 from megatron_daro.data.packing import pack
-from megatron_daro.data.schedule import CostModel, Schedule, bin_token_counts, interleaved_group, schedule
+from megatron_daro.data.schedule import CostModel, Schedule, interleaved_group, schedule
 from megatron_daro.errors import DataError
 
 
@@ -68,7 +68,7 @@ def test_balance_on_lengths_like_real_answers(cost):
     lengths = real_lengths(16384)
     plan = schedule(lengths, 8, 20480, cost=cost)
     check_laws(plan, lengths, 8, 20480)
-    assert plan.cost_imbalance <= 0.001
+    assert max(plan.costs) <= 1.001 * np.mean(plan.costs)
     assert plan.token_imbalance <= 0.02
     assert plan.num_micro_batches <= math.ceil(lengths.sum() / 8 / 20480) + 1
 
@@ -201,7 +201,7 @@ def test_refusals_in_words():
         schedule([1], 1, 3, total_multiple=4)
 
 
-def test_bin_token_counts_are_global_and_masked():
+def test_token_counts_of_the_packs_sum_to_those_of_the_batch():
     from test_packing import make_batch
 
     batch = make_batch([(2, 5), (1, 7), (3, 4), (2, 9)], seed=3)
@@ -209,7 +209,6 @@ def test_bin_token_counts_are_global_and_masked():
     for sample in range(4):
         part = batch.select([sample])
         expected[int(part.bins_N[0])] += int(part.loss_mask_R.sum())
-    assert bin_token_counts(batch).tolist() == expected
     plan = schedule(batch.lengths_N, 2, 16)
     packs = [pack(batch, part) for rank in plan.ranks for part in rank]
     per_pack = sum(np.bincount(p.bins_M, weights=p.trained_tokens_M, minlength=5) for p in packs)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import findings
 import lab
+import psutil
 import pytest
 import results
 from results import Interval, Job, Outcome
@@ -230,3 +235,34 @@ def test_the_page_of_the_docs_has_the_tables_of_the_results():
     tables, _, _ = findings.compared_worlds(root / "examples/lab/results")
     _, _, rest = (root / "docs/lab.md").read_text().partition(findings.MARKS[0] + "\n")
     assert rest.partition(findings.MARKS[1])[0] == findings.for_docs(tables)
+
+
+@pytest.mark.slow
+def test_workers_end_with_the_lab_when_it_is_terminated(tmp_path):
+    command = [sys.executable, lab.__file__, "--arms", "grpo,daro", "--worlds", "skewed", "--processes", "2"]
+    with (tmp_path / "log").open("wb") as log:
+        running = subprocess.Popen([*command, "--out", str(tmp_path / "out")], stdout=log, stderr=log)
+    try:
+        workers = _eventually(lambda: _busy_workers(running.pid), "two workers with a run each", tmp_path / "log")
+        running.terminate()
+        assert running.wait(60) == -signal.SIGTERM
+        _, alive = psutil.wait_procs(workers, timeout=60)
+        assert not alive, f"still there: {alive}"
+    finally:
+        running.kill()
+        running.wait()
+
+
+def _busy_workers(lab_pid: int) -> list[psutil.Process]:
+    """The lab's workers, once there are two that have worked for two seconds."""
+    children = psutil.Process(lab_pid).children()
+    busy = [one for one in children if "spawn_main" in " ".join(one.cmdline()) and one.cpu_times().user > 2]
+    return busy if len(busy) == 2 else []
+
+
+def _eventually(look, what: str, log: Path):
+    end = time.monotonic() + 120
+    while not (found := look()):
+        assert time.monotonic() < end, f"no {what}: {log.read_text()}"
+        time.sleep(0.1)
+    return found

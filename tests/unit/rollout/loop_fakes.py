@@ -26,7 +26,7 @@ from megatron_daro.controller import Controller, Evaluations, Parts
 from megatron_daro.data.batch import build_batch
 from megatron_daro.errors import EngineError, NonFiniteError
 from megatron_daro.observe.metrics import MetricsLog
-from megatron_daro.recovery import Checkpoints, take_latest_valid
+from megatron_daro.recovery import Checkpoints, find_latest_valid, set_newer_aside
 from megatron_daro.rollout.batch_filler import EarlyFill, RolloutContext, Rounds
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.ledger import Ledger
@@ -373,7 +373,7 @@ def make_stack(run: Path, *, order_seed=0, crash=None, rollout=None, trainer=Non
         deadlines=deadlines,
     )
     ahead = RolloutSection(**(rollout or {})).batches_ahead
-    controller = Controller(section, parts, max_staleness=ahead, rollouts_per_prompt=K)
+    controller = Controller(section, parts, max_staleness=ahead)
     return SimpleNamespace(
         controller=controller,
         parts=parts,
@@ -397,7 +397,9 @@ def run_stack(stack):
 
 def resume_stack(stack):
     """What `--resume` does: the newest whole checkpoint, or the beginning."""
-    found = take_latest_valid(stack.run, stack.progress)
+    found = find_latest_valid(stack.run, stack.progress)
+    if found:
+        set_newer_aside(found[0])
 
     async def go():
         if found:

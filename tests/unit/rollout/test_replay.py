@@ -34,7 +34,7 @@ def replay(recorded, run, steps=6, **changes):
         **changes,
     )
     section = make_stack(run / "unused", trainer={"steps": steps}).section
-    controller = Controller(section, parts, max_staleness=0, rollouts_per_prompt=K)
+    controller = Controller(section, parts, max_staleness=0)
     outcome = asyncio.run(controller.run())
     return parts, outcome
 

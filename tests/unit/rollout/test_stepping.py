@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from pathlib import Path
 
 import psutil
@@ -50,7 +49,12 @@ def talks(engine, *, progress=None, tokenizer=None, chat=False, kind="toy_steps:
 
 def held(engine, **options):
     rollouter = talks(engine, **options)
-    return asyncio.run(collected(rollouter, requests())), rollouter
+
+    async def within_a_deadline():
+        async with asyncio.timeout(120):  # what waits for ever is an error, not a test that was killed
+            return await collected(rollouter, requests())
+
+    return asyncio.run(within_a_deadline()), rollouter
 
 
 def workers():
@@ -96,7 +100,6 @@ def test_conversations_are_held_in_workers_and_add_up():
 )
 def test_what_goes_wrong_costs_one_conversation(wrong, counter, words):
     progress = FakeProgress()
-    started = time.monotonic()
     limits = {"step_timeout_s": 2.0 if wrong == "hangs" else 20.0}  # 400 MiB may take a loaded machine seconds
     rollouts, rollouter = held(Engine(), wrong=wrong, when="36", progress=progress, limits=limits)
     cut = [one for one in rollouts if one.finish_reason == "abort"]
@@ -104,7 +107,6 @@ def test_what_goes_wrong_costs_one_conversation(wrong, counter, words):
     assert rollouter.counters()[counter] == rollouter.counters()["environment/restarted"] == len(cut)
     assert any(words in message for message in progress.messages), progress.messages
     assert workers() == []
-    assert time.monotonic() - started < 60
 
 
 @pytest.mark.parametrize("wrong", ["forks", "leaves_a_process", "prints"])

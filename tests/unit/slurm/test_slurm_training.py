@@ -32,7 +32,12 @@ def trained_with(
     found: Ending | None = None,
     **options: float,
 ):
-    """How a job ends whose training is this Python code."""
+    """How a job ends whose training is this Python code. save: it is asked to once the code has made a file `ready`."""
+
+    async def ask_to_save(stops: Stops) -> None:
+        while not (tmp_path / "ready").exists():
+            await asyncio.sleep(0.02)
+        stops.saving.set()
 
     async def scene():
         stops = Stops()
@@ -42,8 +47,7 @@ def trained_with(
             return await START([sys.executable, "-u", "-c", code], environment)
 
         monkeypatch.setattr(Process, "start", start)
-        if save:
-            asyncio.get_running_loop().call_later(1.0, stops.saving.set)
+        asking = asyncio.ensure_future(ask_to_save(stops)) if save else None
         trouble: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         if lost:
             asyncio.get_running_loop().call_later(1.0, trouble.set_result, lost)
@@ -53,7 +57,11 @@ def trained_with(
         async def look() -> Ending | None:
             return found
 
-        return await train(Options(tmp_path, **options), stops, {}, lost=[trouble], look=look)  # type: ignore[arg-type]
+        try:
+            return await train(Options(tmp_path, **options), stops, {}, lost=[trouble], look=look)  # type: ignore[arg-type]
+        finally:
+            if asking:
+                asking.cancel()
 
     return asyncio.run(scene())
 
@@ -70,7 +78,8 @@ def test_an_error_is_the_cause(tmp_path, monkeypatch):
 
 def test_asked_to_save_the_training_gets_sigterm_and_the_job_goes_on_later(tmp_path, monkeypatch):
     code = (
-        "import signal, sys, time\nsignal.signal(15, lambda *_: (print('saved step 3'), sys.exit(130)))\ntime.sleep(60)"
+        "import signal, sys, time\nsignal.signal(15, lambda *_: (print('saved step 3'), sys.exit(130)))\n"
+        f"open({str(tmp_path / 'ready')!r}, 'w').close()\ntime.sleep(60)"
     )
     ending = trained_with(code, tmp_path, monkeypatch, save=True)
     assert (ending.kind, ending.cause) == ("saved", "saved step 3")
@@ -79,6 +88,7 @@ def test_asked_to_save_the_training_gets_sigterm_and_the_job_goes_on_later(tmp_p
 @pytest.mark.parametrize("code", ["raise SystemExit('WorkerError: torn')", "import os; os.kill(os.getpid(), 15)"])
 def test_any_end_after_a_request_to_save_goes_on_later(tmp_path, monkeypatch, code):
     """Ended in its imports it has no word, in `ray.init` an error of Ray's."""
+    (tmp_path / "ready").touch()
     ending = trained_with(f"import time; time.sleep(3); {code}", tmp_path, monkeypatch, save=True)
     assert ending.kind == "stopped" and ending.cause
 

@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
 
 from books import check_books
-from loop_fakes import FAST, K, make_stack, run_stack
+from loop_fakes import FAST, make_stack, run_stack
 
 from megatron_daro.controller import Controller
 from megatron_daro.errors import DeadlineError, EngineError
@@ -87,9 +87,7 @@ def in_turns(run, **options):
     stack = make_stack(run, **options)
     device = SharedDevice(stack)
     colocation = Colocation(device, device, FAST, stack.progress.warn)
-    stack.controller = Controller(
-        stack.section, replace(stack.parts, colocation=colocation), max_staleness=0, rollouts_per_prompt=K
-    )
+    stack.controller = Controller(stack.section, replace(stack.parts, colocation=colocation), max_staleness=0)
     return stack, device
 
 
