@@ -35,6 +35,19 @@ def prepare() -> torch.device:
     return torch.device("cpu")
 
 
+def expand_segments(device: torch.device) -> None:
+    """Let the allocator's segments on a GPU grow, since lengths differ from batch to batch; not where the environment
+    says how memory is allocated. Of what is allocated from now on.
+
+    Not for memory that another process opens by CUDA IPC or that NCCL registers: handles of such segments are another
+    kind, and pools for NCCL exclude them (pytorch/pytorch issues 130330, 165419).
+    Source: torch 2.13, torch/cuda/memory.py, `_set_allocator_settings`.
+    """
+    named = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
+    if device.type == "cuda" and not named:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
 def shown(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor for readers: on a CPU, the same memory under a storage of its own.
 

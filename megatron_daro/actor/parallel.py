@@ -27,7 +27,8 @@ class PolicySettings:
 
     model_path: Hugging Face checkpoint. rollouts_per_prompt: K. max_response_tokens: dr_grpo's constant. temperature:
     of the sampling distribution that is trained. total_steps: optimizer steps of the run, where the decay of the
-    learning rate ends. weights: Megatron checkpoint that training starts from; None: model_path.
+    learning rate ends. weights: Megatron checkpoint that training starts from; None: model_path. expandable_segments:
+    whether `device.expand_segments` may be called.
     """
 
     model_path: Path
@@ -36,6 +37,7 @@ class PolicySettings:
     temperature: float
     total_steps: int
     weights: Path | None = None
+    expandable_segments: bool = False
 
 
 device.prepare()

@@ -242,6 +242,8 @@ def placement(config: Config, *, engines: bool) -> Placement:
 
 def policy_settings(config: Config) -> PolicySettings:
     """Return what each rank needs of the run beside its own sections."""
+    engine, megatron = config.engine, config.actor.megatron
+    shares_memory = engine.kind == "sglang" and (engine.colocate or engine.sglang.sync == "tensor")
     return PolicySettings(
         model_path=config.model.path.absolute(),
         rollouts_per_prompt=config.rollout.rollouts_per_prompt,
@@ -249,6 +251,7 @@ def policy_settings(config: Config) -> PolicySettings:
         temperature=config.rollout.temperature,
         total_steps=config.trainer.steps,
         weights=config.model.megatron_weights and config.model.megatron_weights.absolute(),
+        expandable_segments=not shares_memory and not megatron.get("nccl_ub"),
     )
 
 

@@ -124,9 +124,11 @@ class TrainWorker:
         """Join the process group and build the policy. Collective."""
         if init_method.startswith("file:"):
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        from megatron_daro.actor import parallel
+        from megatron_daro.actor import device, parallel
         from megatron_daro.actor.policy import MegatronPolicy, layout_of
 
+        if settings.expandable_segments:
+            device.expand_segments(device.prepare())
         parallel.initialize(layout_of(actor), rank=self._rank, init_method=init_method, seed=seed, timeout_s=timeout_s)
         if self._reserved is not None:
             self._reserved.close()  # torch listens on it

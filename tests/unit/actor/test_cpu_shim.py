@@ -7,6 +7,11 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+import torch
+
+from megatron_daro.actor import device
+
 
 def run(code: str) -> str:
     """The output of a fresh interpreter; the redirection stays in there."""
@@ -160,3 +165,25 @@ def test_the_compiler_is_not_loaded_and_fused_functions_still_compute():
         print("loaded:", "torch._inductor.compile_fx" in sys.modules)
     """)
     assert out.splitlines() == ["computes: True", "with options: True", "loaded: False"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "variable", "set_to"),
+    [
+        ("cuda", "", ["expandable_segments:True"]),
+        ("cuda", "PYTORCH_ALLOC_CONF", []),
+        ("cuda", "PYTORCH_CUDA_ALLOC_CONF", []),
+        ("cpu", "", []),
+    ],
+)
+def test_segments_grow_on_a_gpu_unless_the_environment_says_how_memory_is_allocated(
+    kind, variable, set_to, monkeypatch
+):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "max_split_size_mb:64")
+    seen = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", seen.append)  # fails where torch has it no more
+    device.expand_segments(torch.device(kind))
+    assert seen == set_to

@@ -95,3 +95,18 @@ def test_the_ranks_find_a_critic_from_any_working_directory():
     sections, options = policy_group(config, "where", kind=lambda *sections, **options: (sections, options))
     assert sections[2].critic.path == Path("models/critic").absolute()
     assert options["token_columns"] == ("values",) and sections[2].passes(("values",)) == ("values",)
+
+
+@pytest.mark.parametrize(
+    ("sections", "grow"),
+    [
+        ({}, True),
+        ({"engine": {"kind": "sglang", "sglang": {"sync": "distributed"}}}, True),
+        ({"engine": {"kind": "sglang", "sglang": {"sync": "tensor"}}}, False),  # CUDA IPC
+        ({"engine": {"kind": "sglang", "colocate": True, "sglang": {"sync": "disk"}}}, False),
+        ({"engine": {"kind": "embedded", "sglang": {"sync": "tensor"}}}, True),
+        ({"actor": {"megatron": {"nccl_ub": True}}}, False),  # a pool of NCCL's
+    ],
+)
+def test_segments_of_the_ranks_grow_where_nobody_else_opens_their_memory(sections, grow):
+    assert policy_settings(configured(**sections)).expandable_segments is grow
