@@ -186,6 +186,15 @@ def whitened(values_R: Tensor, there_R: Tensor, tokens: TokenColumns) -> Tensor:
     return centred_R / (squares / max(count - 1.0, 1.0) + _WHITENING_EPS) ** 0.5
 
 
+def rewards_as_they_are(rewards_N: Tensor) -> Tensor:
+    """Return the rewards: what is expected of them is the critic's to say. Raises AlgorithmError: one is not finite."""
+    wrong_N = ~torch.isfinite(rewards_N)
+    if bool(wrong_N.any()):
+        where = int(wrong_N.nonzero()[0])
+        raise AlgorithmError(f"rewards_N[{where}]: got {float(rewards_N[where])}, allowed are finite numbers")
+    return rewards_N if rewards_N.is_floating_point() else rewards_N.float()
+
+
 class Ppo(Algorithm):
     """PPO: advantages per token from a critic, in the mean over all trained tokens of the step.
 
@@ -223,12 +232,8 @@ class Ppo(Algorithm):
         )
 
     def advantages(self, rewards_N: Tensor, group_ids_N: Tensor) -> Tensor:
-        """Return the rewards: what is expected of them is the critic's to say."""
-        wrong_N = ~torch.isfinite(rewards_N)
-        if bool(wrong_N.any()):
-            where = int(wrong_N.nonzero()[0])
-            raise AlgorithmError(f"rewards_N[{where}]: got {float(rewards_N[where])}, allowed are finite numbers")
-        return rewards_N if rewards_N.is_floating_point() else rewards_N.float()
+        """See `rewards_as_they_are`."""
+        return rewards_as_they_are(rewards_N)
 
     def token_advantages(self, tokens: TokenColumns) -> Tensor:
         """See `Gae.advantages`."""

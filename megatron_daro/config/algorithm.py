@@ -31,6 +31,7 @@ ALGORITHM_NAMES = (
     "fade",
     "lambda_grpo",
     "ppo",
+    "daro_ppo",
 )
 """Those of megatron_daro.algo.weighting.ALGORITHMS and WITH_CRITIC; a test compares them."""
 
@@ -293,7 +294,7 @@ class AlgorithmSection(Section):
     length_reward: LengthRewardSection = LengthRewardSection()
     """Reward for short answers."""
     daro: DaroSection = DaroSection()
-    """DARO's weights; read when name is daro."""
+    """DARO's weights; read when name is daro or daro_ppo."""
     dapo: DapoSection = DapoSection()
     """DAPO; read when name is dapo."""
     kimi: KimiSection = KimiSection()
@@ -311,14 +312,14 @@ class AlgorithmSection(Section):
     lambda_grpo: LambdaGrpoSection = LambdaGrpoSection()
     """lambda-GRPO; read when name is lambda_grpo."""
     ppo: PpoSection = PpoSection()
-    """PPO; read when name is ppo."""
+    """PPO; read when name is ppo or daro_ppo."""
     critic: CriticSection = CriticSection()
     """The critic; read by algorithms that have one."""
 
     @property
     def has_critic(self) -> bool:
         """Whether this algorithm of the package trains one; what one of your own does, its class says."""
-        return self.name == "ppo"
+        return self.name in ("ppo", "daro_ppo")
 
     def passes(self, columns: Collection[str] = ()) -> tuple[str, ...]:
         """Return the passes that the ranks make over a batch before its first update, in order. Each yields the column
@@ -339,12 +340,13 @@ class AlgorithmSection(Section):
             rollouts_per_prompt: K. max_response_tokens: the longest response allowed.
         """
         own = getattr(self, self.name, None)
+        both = {**self.daro.model_dump(), "gae": self.ppo.model_dump()} if self.name == "daro_ppo" else {}
         return {
             "name": self.name,
             "rollouts_per_prompt": rollouts_per_prompt,
             "max_response_tokens": max_response_tokens,
             "std": self.std,
             "group_filter": self.filter,
-            **(own.model_dump() if isinstance(own, Section) else {}),
+            **(own.model_dump() if isinstance(own, Section) else both),
             **self.options,
         }

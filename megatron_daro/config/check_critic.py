@@ -48,7 +48,7 @@ def critic(config: Config, policy: ModelShape | None) -> Iterator[Problem]:
         got = f"{options.warmup_steps}, but the run has {trainer.steps} optimizer steps"
         fix = "lower it or raise trainer.steps"
         yield Problem(f"{field}.warmup_steps", got, f"at most {trainer.steps}", fix, also=("trainer.steps",))
-    if section.name == "ppo" and section.ppo.bootstrap_truncated and config.rollout.max_response_tokens == 1:
+    if section.has_critic and section.ppo.bootstrap_truncated and config.rollout.max_response_tokens == 1:
         got = "true with answers of one token, whose last token is not trained then: nothing would be"
         also, fix = ("rollout.max_response_tokens",), "set algorithm.ppo.bootstrap_truncated=false"
         yield Problem("algorithm.ppo.bootstrap_truncated", got, "false with answers of one token", fix, also=also)

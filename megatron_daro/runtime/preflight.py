@@ -173,7 +173,12 @@ def _algorithm_can_be_refused(config: Config) -> bool:
     """Return whether the algorithm may refuse what the checks of the configuration let pass."""
     section = config.algorithm
     part = getattr(section, section.name, None)  # options of daro are in algorithm.daro, and so on
-    own = ":" in section.name or bool(section.options) or (isinstance(part, Section) and part != type(part)())
+    own = (
+        ":" in section.name
+        or section.name == "daro_ppo"
+        or bool(section.options)
+        or (isinstance(part, Section) and part != type(part)())
+    )
     return own or section.std != "auto" or config.rollout.oversampling > 1
 
 

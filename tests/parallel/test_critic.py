@@ -40,9 +40,9 @@ def models(family, tmp_path_factory):
     return policy, hf, critic, its, head
 
 
-def section(critic=None, **critic_options):
+def section(critic=None, name="ppo", **critic_options):
     path = {"path": str(critic)} if critic else {}
-    return {"name": "ppo", "ppo": OPTIONS, "critic": {**path, **critic_options}}
+    return {"name": name, "ppo": OPTIONS, "critic": {**path, **critic_options}}
 
 
 def noisy_batch():
@@ -66,8 +66,9 @@ def recursion(values, mask, reward, lam):
     return found
 
 
-def reference(hf, its, head, batch):
-    """Losses and gradients of both models by autograd through transformers' models, token by token."""
+def reference(hf, its, head, batch, coefficients):
+    """Losses and gradients of both models by autograd through transformers' models, token by token; a policy's token
+    counts with the coefficient of its sample."""
     samples = [batch.select([i]) for i in range(len(batch))]
     head = head.clone().requires_grad_()
     hf.zero_grad(), its.zero_grad()
@@ -79,11 +80,11 @@ def reference(hf, its, head, batch):
     flat = np.array([a for sample in raw for a in sample.values()])
     mean, deviation = flat.mean(), np.sqrt(flat.var(ddof=1) + 1e-8)
     policy, critic = (torch.zeros((), dtype=torch.float64) for _ in range(2))
-    for s, before, advantages, errors in zip(samples, old, raw, its_own, strict=True):
+    for s, before, advantages, errors, coefficient in zip(samples, old, raw, its_own, coefficients, strict=True):
         logp, values = label_logprobs(hf, s), values_of(its, head, s)
         for t, advantage in advantages.items():
             rho, a = torch.exp(logp[t] - float(s.old_logprobs_R[t])), (advantage - mean) / deviation
-            policy = policy - torch.min(rho * a, rho.clamp(0.8, 1.28) * a).double() / len(flat)
+            policy = policy - torch.min(rho * a, rho.clamp(0.8, 1.28) * a).double() * coefficient
             target, near = errors[t] + before[t], values[t].clamp(before[t] - CLIP, before[t] + CLIP)
             worse = torch.max((values[t] - target) ** 2, (near - target) ** 2)
             critic = critic + 0.5 * worse.double() / len(flat)
@@ -104,17 +105,33 @@ def test_without_sequence_parallelism(rank_pool, untied):
     check_gradients(rank_pool, untied, layouts()["tp2_pp2"], sequence_parallel=False)
 
 
-def check_gradients(pool, model, layout, **options):
+@pytest.mark.parametrize("layout", ["cp2_dp2", pytest.param("tp2_pp2", marks=pytest.mark.heavy)])
+def test_daros_weights_on_ppos_losses(rank_pool, untied, layout):
+    """Their weights are 1 at first: each bin's mean of token losses counts once."""
+    check_gradients(rank_pool, untied, layouts()[layout], name="daro_ppo")
+
+
+def coefficients_of(batch, name):
+    own_N = np.array([batch.select([i]).loss_mask_R.sum() for i in range(len(batch))])
+    if name == "ppo":
+        return np.full(len(batch), 1 / own_N.sum())
+    bins_N, top = batch.bins_N, 4
+    tokens = {k: own_N[bins_N == k].sum() for k in range(1, top)}
+    assert sum(count > 0 for count in tokens.values()) > 1, "more than one bin"
+    return np.array([1 / tokens[k] if 0 < k < top else 0.0 for k in bins_N.tolist()])
+
+
+def check_gradients(pool, model, layout, name="ppo", **options):
     policy, hf, critic, its, head = model
     batch = noisy_batch()
-    loss, value_loss, want, its_want = reference(hf, its, head, batch)
+    loss, value_loss, want, its_want = reference(hf, its, head, batch, coefficients_of(batch, name))
     results = pool.run(
         policy_tasks.critic_gradients,
         layout,
         path=policy,
         batch=batch,
         num_micro_batches=4,
-        algorithm=section(critic, value_clip=CLIP),
+        algorithm=section(critic, name, value_clip=CLIP),
         **options,
     )
     assert relative_difference(merged(results), want) < 1e-5

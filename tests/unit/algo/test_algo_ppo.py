@@ -13,6 +13,8 @@ from megatron_daro.algo.algorithm import BatchTotals
 from megatron_daro.algo.objective import ObjectiveSettings, token_objective
 from megatron_daro.algo.ppo import Ppo, value_losses
 from megatron_daro.algo.token_columns import TokenColumns
+from megatron_daro.algo.weighting import make_algorithm
+from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.errors import AlgorithmError
 
 
@@ -249,3 +251,32 @@ def test_filtered_answers_have_no_part():
 def test_a_reward_that_is_no_number_is_refused():
     with pytest.raises(AlgorithmError, match=r"rewards_N\[1\]: got nan"):
         build().advantages(torch.tensor([1.0, float("nan")]), torch.tensor([0, 0]))
+
+
+def test_daros_weights_take_ppos_options_and_learn_as_ever():
+    section = AlgorithmSection(name="daro_ppo", daro={"clamp": (0.5, 2.0)}, ppo={"gamma": 0.5, "whiten": False})
+    algorithm = make_algorithm(**section.arguments(rollouts_per_prompt=2, max_response_tokens=64))
+    assert section.has_critic and algorithm.difficulty.clamp == (0.5, 2.0)
+    tokens = columns([[0.1, 0.4], [1.0, 2.0]], [[1, 1], [1, 1]], [1.0, 0.0])
+    plain = build(gamma=0.5, whiten=False)
+    assert algorithm.token_advantages(tokens).tolist() == plain.token_advantages(tokens).tolist()
+    assert algorithm.value_targets(tokens).tolist() == plain.value_targets(tokens).tolist()
+    assert algorithm.keep(torch.tensor([0, 1, 2])).tolist() == [False, True, False]
+    counts = torch.tensor([0.0, 4.0, 0.0])
+    algorithm.update(counts * 0.3, counts, counts * 0.3)
+    assert algorithm.weights[1] > 1
+    other = make_algorithm(**section.arguments(rollouts_per_prompt=2, max_response_tokens=64))
+    other.load_state_dict(algorithm.state_dict())
+    assert torch.equal(other.weights, algorithm.weights)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gae": {"gamma": 2.0}}, "gamma: got 2.0"),
+        ({"std": "population"}, "std: got 'population', allowed with daro_ppo: auto or none"),
+    ],
+)
+def test_daros_weights_refuse_ppos_options_out_of_range(options, message):
+    with pytest.raises(AlgorithmError, match=message):
+        make_algorithm("daro_ppo", rollouts_per_prompt=2, max_response_tokens=64, **options)
