@@ -40,6 +40,17 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(tiny, tmp_path):
 
 
 @pytest.mark.heavy
+@pytest.mark.timeout(900)
+def test_daros_weights_move_on_ppos_losses(tiny, tmp_path):
+    options = ["algorithm.name=daro_ppo", "algorithm.ppo.gae_lambda=0.95", "algorithm.critic.learning_rate=1e-3"]
+    run = tmp_path / "run"
+    trained(["train", tiny.config, *options, "trainer.steps=2", f"trainer.run_dir={run}"], tmp_path / "log")
+    lines = metric_lines(run, range(1, 3))
+    assert all(line["critic/loss"] > 0 for line in lines)
+    assert lines[0]["difficulty/weight/1"] == 1.0 != lines[1]["difficulty/weight/1"], "the first step moved it"
+
+
+@pytest.mark.heavy
 def test_a_checkpoint_of_another_algorithm_is_refused_before_the_start(tiny, tmp_path):
     options = [f"trainer.run_dir={tmp_path / 'run'}", "trainer.save_every_steps=1"]
     trained(["train", tiny.config, "algorithm.name=grpo", "trainer.steps=1", *options], tmp_path / "first.log")
