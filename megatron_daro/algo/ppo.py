@@ -186,16 +186,32 @@ def whitened(values_R: Tensor, there_R: Tensor, tokens: TokenColumns) -> Tensor:
     return centred_R / (squares / max(count - 1.0, 1.0) + _WHITENING_EPS) ** 0.5
 
 
-def rewards_as_they_are(rewards_N: Tensor) -> Tensor:
-    """Return the rewards: what is expected of them is the critic's to say. Raises AlgorithmError: one is not finite."""
-    wrong_N = ~torch.isfinite(rewards_N)
-    if bool(wrong_N.any()):
-        where = int(wrong_N.nonzero()[0])
-        raise AlgorithmError(f"rewards_N[{where}]: got {float(rewards_N[where])}, allowed are finite numbers")
-    return rewards_N if rewards_N.is_floating_point() else rewards_N.float()
+class WithCritic(Algorithm):
+    """An algorithm whose advantages per token come from a critic."""
+
+    advantage_std = "none"
+    std_allowed = ("none",)
+    token_columns = ("values",)
+    _gae: Gae
+
+    def advantages(self, rewards_N: Tensor, group_ids_N: Tensor) -> Tensor:
+        """Return the rewards: what is expected of them is the critic's to say."""
+        wrong_N = ~torch.isfinite(rewards_N)
+        if bool(wrong_N.any()):
+            where = int(wrong_N.nonzero()[0])
+            raise AlgorithmError(f"rewards_N[{where}]: got {float(rewards_N[where])}, allowed are finite numbers")
+        return rewards_N if rewards_N.is_floating_point() else rewards_N.float()
+
+    def token_advantages(self, tokens: TokenColumns) -> Tensor:
+        """See `Gae.advantages`."""
+        return self._gae.advantages(tokens)
+
+    def value_targets(self, tokens: TokenColumns) -> Tensor:
+        """See `Gae.targets`."""
+        return self._gae.targets(tokens)
 
 
-class Ppo(Algorithm):
+class Ppo(WithCritic):
     """PPO: advantages per token from a critic, in the mean over all trained tokens of the step.
 
     Source: arXiv 1707.06347; without discount and lambda 1 as in Open-Reasoner-Zero, arXiv 2503.24290; a lambda of the
@@ -203,9 +219,6 @@ class Ppo(Algorithm):
     """
 
     name = "ppo"
-    advantage_std = "none"
-    std_allowed = ("none",)
-    token_columns = ("values",)
 
     def __init__(
         self,
@@ -230,18 +243,6 @@ class Ppo(Algorithm):
                 whiten=whiten,
             )
         )
-
-    def advantages(self, rewards_N: Tensor, group_ids_N: Tensor) -> Tensor:
-        """See `rewards_as_they_are`."""
-        return rewards_as_they_are(rewards_N)
-
-    def token_advantages(self, tokens: TokenColumns) -> Tensor:
-        """See `Gae.advantages`."""
-        return self._gae.advantages(tokens)
-
-    def value_targets(self, tokens: TokenColumns) -> Tensor:
-        """See `Gae.targets`."""
-        return self._gae.targets(tokens)
 
     def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
         """See `Algorithm.sample_coefficients`."""

@@ -37,7 +37,7 @@ from megatron_daro.algo.difficulty_weights import DifficultyWeights
 from megatron_daro.algo.histories import Fade, HaDw
 from megatron_daro.algo.lengths import LambdaGrpo
 from megatron_daro.algo.pass_rate_rules import PASS_RATE_RULES, Dgpo
-from megatron_daro.algo.ppo import Gae, GaeOptions, Ppo, rewards_as_they_are
+from megatron_daro.algo.ppo import Gae, GaeOptions, Ppo, WithCritic
 from megatron_daro.algo.token_columns import COLUMN_NAMES, TokenColumns
 from megatron_daro.errors import AlgorithmError, CheckpointError
 
@@ -279,14 +279,11 @@ class Daro(Algorithm):
         self.difficulty.load_state_dict(state.get("difficulty") or {})
 
 
-class DaroPpo(Daro):
+class DaroPpo(WithCritic, Daro):
     """PPO's advantages per token under DARO's weights, which are learnt from the losses of the bins as ever. Groups
     with mu of 0 or 1 are filtered, for the critic too."""
 
     name = "daro_ppo"
-    advantage_std = "none"
-    std_allowed = ("none",)
-    token_columns = ("values",)
 
     def __init__(self, *, gae: Mapping[str, Any] = {}, **options: Any) -> None:
         """Take the options of `Daro`, and in `gae` those of `GaeOptions`.
@@ -296,18 +293,6 @@ class DaroPpo(Daro):
         """
         super().__init__(**options)
         self._gae = Gae(GaeOptions(**gae))
-
-    def advantages(self, rewards_N: Tensor, group_ids_N: Tensor) -> Tensor:
-        """See `rewards_as_they_are`."""
-        return rewards_as_they_are(rewards_N)
-
-    def token_advantages(self, tokens: TokenColumns) -> Tensor:
-        """See `Gae.advantages`."""
-        return self._gae.advantages(tokens)
-
-    def value_targets(self, tokens: TokenColumns) -> Tensor:
-        """See `Gae.targets`."""
-        return self._gae.targets(tokens)
 
 
 _TABLE: tuple[type[Algorithm], ...] = (Grpo, GrpoSequence, Dapo, LitePpo, DrGrpo, Rloo, Kimi, Daro)
