@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megatron_daro.actor import device
 from megatron_daro.actor.compat import ValueModel
+from megatron_daro.actor.critic_metrics import column_metrics
 from megatron_daro.actor.forward import MicroBatches, packed_micro_batches, response_column, run_schedule
 from megatron_daro.actor.model import TransformerConfig, build_model, wrap_data_parallel
 from megatron_daro.actor.optimizer import apply_update, build_optimizer, build_scheduler, prepare_update
@@ -33,7 +34,6 @@ from megatron_daro.actor.step import (
     TrainedModel,
     global_totals,
     handed_to_all_stages,
-    sum_over_data_parallel,
 )
 from megatron_daro.actor.weights import load_hf_weights
 from megatron_daro.algo.ppo import value_losses
@@ -112,7 +112,7 @@ class Critic:
         """Forward and backward of a whole step: gradients end up summed over all ranks. Collective.
 
         Args:
-            batch: this rank's shard, with `values_R` and `value_targets_R`.
+            batch: this rank's shard, with `values_R`, `value_targets_R` and `token_advantages_R`.
         """
         started, last = time.perf_counter(), self.state.chunks[-1].module
         self.state.begin_step()
@@ -126,7 +126,7 @@ class Critic:
             "critic/loss": value,
             "critic/clip_fraction": clipped,
             "critic/grad_norm": ready.grad_norm,
-            **_column_metrics(batch),
+            **column_metrics(batch),
             "timing/critic_s": time.perf_counter() - started,
         }
         return CriticReport(ready.applied, ready.grad_norm, metrics)
@@ -168,27 +168,6 @@ class _ValueLoss:
         loss = self._scale * losses_J.sum(dtype=torch.float64)
         self.sums += torch.stack([loss.detach(), self._scale * clipped_J.sum(dtype=torch.float64)])
         return loss.to(torch.float32), torch.zeros((), dtype=torch.int, device=loss.device), {}
-
-
-def _column_metrics(batch: TrainBatch) -> dict[str, float]:
-    """How the values that the batch began with fit the targets of the step, over all its trained tokens. Collective."""
-    assert batch.values_R is not None and batch.value_targets_R is not None
-    mask_R = torch.from_numpy(batch.loss_mask_R.astype(bool))
-    values_J, targets_J = (
-        torch.from_numpy(column_R)[mask_R].double() for column_R in (batch.values_R, batch.value_targets_R)
-    )
-    sums = torch.stack([mask_R.sum().double(), values_J.sum(), targets_J.sum()])
-    count, values, targets = sum_over_data_parallel(sums).tolist()
-    if count == 0:
-        return {}
-    value_mean, target_mean = values / count, targets / count
-    errors_J = (targets_J - target_mean) - (values_J - value_mean)
-    squares = torch.stack([errors_J.square().sum(), (targets_J - target_mean).square().sum()])
-    unexplained, spread = sum_over_data_parallel(squares).tolist()
-    metrics = {"critic/value_mean": value_mean, "critic/target_mean": target_mean}
-    if spread > 0:
-        metrics["critic/explained_variance"] = 1 - unexplained / spread
-    return metrics
 
 
 def _tensors(settings: PolicySettings, section: CriticSection, policy: ModelShape) -> HFCheckpoint | MegatronWeights:

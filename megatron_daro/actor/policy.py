@@ -74,6 +74,7 @@ def objective_settings(section: AlgorithmSection) -> ObjectiveSettings:
         kl_coefficient=section.kl.coefficient if section.kl.place == "loss" else 0.0,
         kl_mean=section.kl.mean,
         reward_kl_coefficient=section.kl.coefficient if section.kl.in_reward else 0.0,
+        reward_kl_per_token=section.kl.place == "token_reward",
         kl_estimator=section.kl.estimator,
         entropy_coefficient=section.entropy_coefficient,
         correction=section.correction.kind,

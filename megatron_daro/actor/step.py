@@ -1,4 +1,4 @@
-"""One optimizer step: advantages per token, the distributed loss over the micro-batches, the update, the metrics.
+"""One optimizer step: the distributed loss over the micro-batches, the update, the metrics.
 
 TrainBatch shard + micro-batches -> StepResult, the same on every rank: global totals (one all-reduce) -> per
 micro-batch X = sum of coefficient * token losses -> loss sums per bin (one all-reduce) -> DARO's weights.
@@ -28,12 +28,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_daro.actor import device
+from megatron_daro.actor.advantages import with_advantages
 from megatron_daro.actor.compat import HiddenStateGPTModel
 from megatron_daro.actor.forward import (
     MicroBatches,
@@ -44,11 +44,10 @@ from megatron_daro.actor.forward import (
 )
 from megatron_daro.actor.optimizer import UpdateReport, apply_update, prepare_update
 from megatron_daro.algo.algorithm import length_classes
-from megatron_daro.algo.corrections import segment_sums
-from megatron_daro.algo.objective import ObjectiveSettings, TokenObjective, kl_terms, token_objective
-from megatron_daro.algo.weighting import Algorithm, BatchTotals, Samples, StepStats, TokenColumns
+from megatron_daro.algo.objective import ObjectiveSettings, TokenObjective, token_objective
+from megatron_daro.algo.weighting import Algorithm, BatchTotals, Samples, StepStats
 from megatron_daro.data.packing import PackedMicroBatch
-from megatron_daro.errors import AlgorithmError, NonFiniteError
+from megatron_daro.errors import NonFiniteError
 from megatron_daro.types import StepResult, TrainBatch
 
 device.prepare()
@@ -353,130 +352,6 @@ def _gradients(
     loss = StepLoss(train_state.algorithm, settings, output, batch)
     run_schedule(chunks, packs, partial(loss.micro_batch, last), forward_only=False)
     return loss.reduce()
-
-
-def with_advantages(algorithm: Algorithm, batch: TrainBatch, settings: ObjectiveSettings) -> TrainBatch:
-    """Return this rank's shard with what the losses of the step are made of. Collective over the data-parallel group.
-    Raises as `compute_gradients`."""
-    if settings.reward_kl_coefficient > 0:
-        batch = with_kl_in_reward(algorithm, batch, settings)
-    return batch if algorithm.token_columns is None else with_token_advantages(algorithm, batch)
-
-
-def with_kl_in_reward(algorithm: Algorithm, batch: TrainBatch, settings: ObjectiveSettings) -> TrainBatch:
-    """Return this rank's shard with rewards that are less by coefficient times the KL of each answer's trained tokens,
-    summed, and the advantages of these rewards over the whole step. Collective over the data-parallel group.
-
-    The KL is that of the weights that the batch began with, from the columns of its passes; no gradient flows.
-
-    Raises:
-        AlgorithmError: a column was not computed. NonFiniteError: a reward is not finite then; on every rank.
-
-    Source: R - beta * sum of log(pi / pi_ref) as in RLOO, arXiv 2402.14740, eq. 1, with the estimator of the options.
-    """
-    old_R, ref_R = batch.old_logprobs_R, batch.ref_logprobs_R
-    if old_R is None or ref_R is None:
-        raise AlgorithmError(
-            f"kl.place: got 'reward', but {'old' if old_R is None else 'ref'}_logprobs were not computed for this "
-            "batch; let `Policy.prepare` see the batch before it is trained"
-        )
-    mask_R = torch.from_numpy(batch.loss_mask_R.astype(bool))
-    old, ref = (torch.where(mask_R, torch.from_numpy(values_R).double(), 0.0) for values_R in (old_R, ref_R))
-    sample_R = torch.arange(len(batch)).repeat_interleave(torch.from_numpy(batch.response_lengths_N))
-    kl_N = segment_sums(kl_terms(old, ref, settings.kl_estimator), mask_R, sample_R, len(batch))
-    rewards_N = torch.from_numpy(batch.rewards_N).double() - settings.reward_kl_coefficient * kl_N
-    (rewards, group_ids), own = _of_the_step(rewards_N, torch.from_numpy(batch.group_ids_N).double())
-    if wrong := int((~rewards.isfinite()).sum()):
-        raise NonFiniteError(
-            f"kl.place reward: {wrong} of the step's {len(rewards)} rewards are not finite with the KL"
-        )
-    advantages = algorithm.advantages(rewards, group_ids.long())[own]
-    return replace(batch, rewards_N=rewards_N.float().numpy(), advantages_N=advantages.float().numpy())
-
-
-def _of_the_step(*columns_N: Tensor) -> tuple[list[Tensor], slice]:
-    """Return columns [N] of this rank's samples as those of all data-parallel ranks, and where its own are in them."""
-    size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-    sizes = torch.zeros(size, dtype=torch.float64)
-    sizes[rank] = len(columns_N[0])
-    sizes = sum_over_data_parallel(sizes).long()
-    start = int(sizes[:rank].sum())
-    own = slice(start, start + len(columns_N[0]))
-    together = torch.zeros(len(columns_N), int(sizes.sum()), dtype=torch.float64)
-    together[:, own] = torch.stack(columns_N)
-    return list(sum_over_data_parallel(together)), own
-
-
-def with_token_advantages(algorithm: Algorithm, batch: TrainBatch) -> TrainBatch:
-    """Return this rank's shard with the algorithm's advantages per token, and with the critic's targets where there is
-    one. Collective over the data-parallel group.
-
-    Raises:
-        AlgorithmError: a column was not computed, or what came back is no floating tensor [R]. NonFiniteError: trained
-            tokens have advantages that are not finite; on every rank, also where they are another rank's.
-    """
-    tokens = _token_columns(algorithm, batch)
-    batch = replace(batch, token_advantages_R=_made_per_token(algorithm, "token_advantages", tokens, "an advantage"))
-    if "values" not in tokens.columns:
-        return batch
-    return replace(batch, value_targets_R=_made_per_token(algorithm, "value_targets", tokens, "a target of the critic"))
-
-
-def _made_per_token(algorithm: Algorithm, method: str, tokens: TokenColumns, what: str) -> np.ndarray:
-    """float32 [R], 0 where nothing is trained. Collective; raises as `with_token_advantages`."""
-    try:
-        values_R: object = getattr(algorithm, method)(tokens)
-    except Exception as error:  # a user's class may raise anything
-        raise AlgorithmError(
-            f"algorithm {algorithm.name}, {method}: {type(error).__name__}: {error}; fix the class"
-        ) from error
-    if not isinstance(values_R, Tensor) or not values_R.is_floating_point() or values_R.shape != tokens.mask_R.shape:
-        got = f"{values_R.dtype} {list(values_R.shape)}" if isinstance(values_R, Tensor) else type(values_R).__name__
-        raise AlgorithmError(
-            f"algorithm {algorithm.name}, {method}: got {got}, allowed is a floating tensor "
-            f"[{len(tokens.mask_R)}], one number for each response token of these {len(tokens.lengths_N)} samples"
-        )
-    kept_R = torch.where(tokens.mask_R, values_R.detach().cpu().float(), 0.0)
-    wrong_R = ~kept_R.isfinite()
-    total = int(sum_over_data_parallel(wrong_R.sum().double()))
-    if total:
-        raise NonFiniteError(
-            f"algorithm {algorithm.name}, {method}: {total} of the step's trained tokens have {what} "
-            f"that is not finite, {int(wrong_R.sum())} of them on this rank"
-        )
-    return kept_R.numpy()
-
-
-def _token_columns(algorithm: Algorithm, batch: TrainBatch) -> TokenColumns:
-    mask_R = torch.from_numpy(batch.loss_mask_R.astype(bool))
-
-    def column(name: str) -> Tensor:
-        values_R: np.ndarray | None = getattr(batch, f"{name}_R")
-        if values_R is None:
-            raise AlgorithmError(
-                f"algorithm {algorithm.name}, token_columns: got {name!r}, which was not computed for this batch; "
-                "let `Policy.prepare` see the batch before it is trained"
-            )
-        return torch.where(mask_R, torch.from_numpy(values_R).double(), 0.0)
-
-    return TokenColumns(
-        mask_R=mask_R,
-        columns={name: column(name) for name in algorithm.token_columns or ()},
-        lengths_N=torch.from_numpy(batch.response_lengths_N),
-        rewards_N=torch.from_numpy(batch.rewards_N).double(),
-        advantages_N=torch.from_numpy(batch.advantages_N).double(),
-        bins_N=torch.from_numpy(batch.bins_N),
-        group_ids_N=torch.from_numpy(batch.group_ids_N),
-        truncated_N=torch.from_numpy(batch.truncated_N.astype(bool)),
-        sum_over_step=sum_over_data_parallel,
-    )
-
-
-def sum_over_data_parallel(values: Tensor) -> Tensor:
-    """Context-parallel ranks hold the same samples, so the sum does not run over them."""
-    total = values.detach().to(device.prepare(), torch.float64, copy=True)
-    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
-    return total.cpu()
 
 
 def train_step(

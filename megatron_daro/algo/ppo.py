@@ -52,16 +52,23 @@ class GaeOptions:
 
 
 def generalized_advantages(
-    values_NS: Tensor, rewards_N: Tensor, lengths_N: Tensor, goes_on_N: Tensor, *, gamma: float, lambda_N: Tensor
+    values_NS: Tensor,
+    rewards_N: Tensor,
+    lengths_N: Tensor,
+    goes_on_N: Tensor,
+    *,
+    gamma: float,
+    lambda_N: Tensor,
+    token_rewards_NS: Tensor | None = None,
 ) -> Tensor:
     """Return sum over j of (gamma lambda)^j delta_{t+j}, delta_t = r_t + gamma V_{t+1} - V_t; r is 0 before the last
-    token, and V is 0 after it.
+    token but for rewards of tokens, and V is 0 after it.
 
     Args:
         values_NS: float64 [N, S], of the state before each own token; not read after a sample's end.
         rewards_N: float64 [N]. lengths_N: int64 [N], own tokens of each sample. lambda_N: float64 [N].
         goes_on_N: bool [N], samples whose last value stands for all that follows it: their last token has advantage 0
-            and their reward is not read.
+            and their reward is not read. token_rewards_NS: float64 [N, S], 0 after a sample's end; None: 0.
 
     Returns:
         float64 [N, S], 0 after a sample's end.
@@ -73,6 +80,8 @@ def generalized_advantages(
     last_NS = number_S == lengths_N[:, None] - 1
     next_NS = torch.nn.functional.pad(values_NS[:, 1:], (0, 1))
     deltas_NS = gamma * next_NS - values_NS + torch.where(last_NS, rewards_N[:, None], 0.0)
+    if token_rewards_NS is not None:
+        deltas_NS = deltas_NS + token_rewards_NS
     deltas_NS = torch.where(last_NS & goes_on_N[:, None], 0.0, deltas_NS)
     return _discounted_sums(deltas_NS, gamma * lambda_N)
 
@@ -146,6 +155,7 @@ class Gae:
             self._goes_on(tokens),
             gamma=self._options.gamma,
             lambda_N=lambda_N,
+            token_rewards_NS=None if tokens.token_rewards_R is None else own.rows(tokens.token_rewards_R),
         )
 
     def _goes_on(self, tokens: TokenColumns) -> Tensor:

@@ -30,7 +30,8 @@ class TokenColumns:
     (trained or not). rewards_N: float64, shaped. advantages_N: float64, what `Algorithm.advantages` gave. bins_N,
     group_ids_N: int64. truncated_N: bool, answers that ended at the limit of tokens. sum_over_step: adds a float64
     tensor up over the data-parallel ranks, so that means and deviations are of the whole optimizer step; every rank
-    must call it equally often, with one shape.
+    must call it equally often, with one shape. token_rewards_R: float64 [R], what each trained token is rewarded with
+    beside the answer's reward, which is not among rewards_N; None: nothing.
     """
 
     mask_R: Tensor
@@ -42,6 +43,7 @@ class TokenColumns:
     group_ids_N: Tensor
     truncated_N: Tensor
     sum_over_step: Callable[[Tensor], Tensor]
+    token_rewards_R: Tensor | None = None
 
     def by_sample(self, values_R: Tensor) -> Tensor:
         """Return a column as rows [N, S], one response each, 0 after its end: for what runs along the sequence."""

@@ -43,15 +43,16 @@ class KlSection(Section):
     """Factor of the KL term. 0: no term, no reference log-probs."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r."""
-    place: Literal["loss", "reward"] = "loss"
-    """loss: a term of the loss; reward: its sum over an answer is taken from the answer's reward."""
+    place: Literal["loss", "reward", "token_reward"] = "loss"
+    """loss: a term of the loss; reward: its sum over an answer is taken from the answer's reward; token_reward: each
+    token's is that token's own reward, with its sign turned (with a critic)."""
     mean: Literal["tokens", "rollouts"] = "tokens"
     """In the loss: a mean over the step's tokens, or over rollouts of the mean over their tokens (DeepSeekMath's)."""
 
     @property
     def in_reward(self) -> bool:
-        """Whether rewards are reduced by it."""
-        return self.coefficient > 0 and self.place == "reward"
+        """Whether rewards, of answers or of tokens, are reduced by it."""
+        return self.coefficient > 0 and self.place != "loss"
 
 
 class CorrectionSection(Section):

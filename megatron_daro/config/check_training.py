@@ -176,9 +176,14 @@ def algorithm(config: Config) -> Iterator[Problem]:
         got = f"{show(getattr(section, field))} with name kimi, which has a surrogate of its own"
         fix, also = f"remove algorithm.{field}", ("algorithm.name",)
         yield Problem(f"algorithm.{field}", got, "unset with name kimi", fix, also=also)
-    if section.kl.place == "reward" and section.kl.mean == "rollouts":
-        got, fix = "rollouts with place reward, where nothing is averaged", "set algorithm.kl.mean=tokens"
-        yield Problem("algorithm.kl.mean", got, "tokens with place reward", fix, also=("algorithm.kl.place",))
+    place = section.kl.place
+    if place != "loss" and section.kl.mean == "rollouts":
+        got, fix = f"rollouts with place {place}, where nothing is averaged", "set algorithm.kl.mean=tokens"
+        yield Problem("algorithm.kl.mean", got, f"tokens with place {place}", fix, also=("algorithm.kl.place",))
+    if place == "token_reward" and not (section.has_critic or ":" in section.name):
+        got = f"token_reward with name {section.name}, which has one advantage for all tokens of a rollout"
+        allowed, fix = "loss or reward, or an algorithm with a critic", "set algorithm.kl.place=reward"
+        yield Problem("algorithm.kl.place", got, allowed, fix, also=("algorithm.name",))
     yield from _overlong(config)
     yield from _spread(config)
 

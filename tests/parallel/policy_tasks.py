@@ -477,7 +477,8 @@ def critic_gradients(
     path: Path, layout: Any, batch: TrainBatch, num_micro_batches: int, algorithm: dict[str, Any], **options: Any
 ) -> dict[str, Any]:
     """Both models' summed gradients in a step of PPO, with the values that a pass gave plus `batch.values_R`."""
-    from megatron_daro.actor.step import compute_gradients, with_advantages
+    from megatron_daro.actor.advantages import with_advantages
+    from megatron_daro.actor.step import compute_gradients
 
     policy = build_policy(path, layout, algorithm, optimizer={"distributed": False}, **options)
     mine = batch.select(my_rows(len(batch), layout))

@@ -9,6 +9,7 @@ import numpy as np
 import policy_tasks
 import pytest
 import torch
+from heavy_cases import mostly_heavy
 from safetensors.torch import load_file, save_file
 from small_models import random_batch, save_model
 from test_gradients_exact import LAYOUTS, layouts, merged, relative_difference
@@ -40,15 +41,16 @@ def models(family, tmp_path_factory):
     return policy, hf, critic, its, head
 
 
-def section(critic=None, name="ppo", **critic_options):
+def section(critic=None, name="ppo", beta=0.0, **critic_options):
     path = {"path": str(critic)} if critic else {}
-    return {"name": name, "ppo": OPTIONS, "critic": {**path, **critic_options}}
+    kl = {"coefficient": beta, "estimator": "k1", "place": "token_reward"}
+    return {"name": name, "ppo": OPTIONS, "kl": kl, "critic": {**path, **critic_options}}
 
 
 def noisy_batch():
     batch = turns_batch()
-    noise_R = np.random.default_rng(4).normal(size=len(batch.loss_mask_R)) * 0.4
-    return replace(batch, values_R=noise_R.astype(np.float32))
+    noise_R, moved_R = np.random.default_rng(4).normal(size=(2, len(batch.loss_mask_R))).astype(np.float32) * 0.4
+    return replace(batch, values_R=noise_R, ref_logprobs_R=batch.old_logprobs_R + moved_R)
 
 
 def values_of(its, head, sample):
@@ -56,27 +58,27 @@ def values_of(its, head, sample):
     return (its.model(tokens[None]).last_hidden_state[0, prompt - 1 : -1] @ head.T)[:, 0]
 
 
-def recursion(values, mask, reward, lam):
-    """Advantages of the own tokens, last to first."""
+def recursion(sample, values, lam, beta):
+    """Advantages of the own tokens, last to first; a token's own reward is -beta (old - ref)."""
+    mask, reward = sample.loss_mask_R, float(sample.rewards_N[0])
+    kl = beta * (sample.old_logprobs_R.astype(float) - sample.ref_logprobs_R)
     found, following, later, first = {}, 0.0, 0.0, True
     for t in reversed(range(len(mask))):
         if mask[t]:
-            following = (reward if first else 0.0) + GAMMA * later - values[t] + GAMMA * lam * following
+            following = (reward if first else 0.0) - kl[t] + GAMMA * later - values[t] + GAMMA * lam * following
             found[t], later, first = following, values[t], False
     return found
 
 
-def reference(hf, its, head, batch, coefficients):
+def reference(hf, its, head, batch, coefficients, beta=0.0):
     """Losses and gradients of both models by autograd through transformers' models, token by token; a policy's token
     counts with the coefficient of its sample."""
     samples = [batch.select([i]) for i in range(len(batch))]
     head = head.clone().requires_grad_()
     hf.zero_grad(), its.zero_grad()
     old = [(values_of(its, head, s).detach().double() + torch.tensor(s.values_R)).tolist() for s in samples]
-    raw = [recursion(v, s.loss_mask_R, float(s.rewards_N[0]), LAMBDA) for v, s in zip(old, samples, strict=True)]
-    its_own = [
-        recursion(v, s.loss_mask_R, float(s.rewards_N[0]), ITS_LAMBDA) for v, s in zip(old, samples, strict=True)
-    ]
+    raw = [recursion(s, v, LAMBDA, beta) for v, s in zip(old, samples, strict=True)]
+    its_own = [recursion(s, v, ITS_LAMBDA, beta) for v, s in zip(old, samples, strict=True)]
     flat = np.array([a for sample in raw for a in sample.values()])
     mean, deviation = flat.mean(), np.sqrt(flat.var(ddof=1) + 1e-8)
     policy, critic = (torch.zeros((), dtype=torch.float64) for _ in range(2))
@@ -121,17 +123,22 @@ def coefficients_of(batch, name):
     return np.array([1 / tokens[k] if 0 < k < top else 0.0 for k in bins_N.tolist()])
 
 
-def check_gradients(pool, model, layout, name="ppo", **options):
+@pytest.mark.parametrize("layout", mostly_heavy(("single", "cp2_dp2", "tp2_pp2"), "cp2_dp2"))
+def test_kl_in_the_reward_of_each_token(rank_pool, untied, layout):
+    check_gradients(rank_pool, untied, layouts()[layout], beta=0.4)
+
+
+def check_gradients(pool, model, layout, name="ppo", beta=0.0, **options):
     policy, hf, critic, its, head = model
     batch = noisy_batch()
-    loss, value_loss, want, its_want = reference(hf, its, head, batch, coefficients_of(batch, name))
+    loss, value_loss, want, its_want = reference(hf, its, head, batch, coefficients_of(batch, name), beta)
     results = pool.run(
         policy_tasks.critic_gradients,
         layout,
         path=policy,
         batch=batch,
         num_micro_batches=4,
-        algorithm=section(critic, name, value_clip=CLIP),
+        algorithm=section(critic, name, beta, value_clip=CLIP),
         **options,
     )
     assert relative_difference(merged(results), want) < 1e-5
@@ -139,6 +146,7 @@ def check_gradients(pool, model, layout, name="ppo", **options):
     for result in results:
         its_got |= result["critic"]
     assert relative_difference(its_got, its_want) < 1e-5
+    parts = expected_metrics(its, head, batch, beta)
     norm = np.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in its_want.values()))
     for result in results:
         own = [batch.select([row]) for row in result["rows"]]
@@ -148,6 +156,31 @@ def check_gradients(pool, model, layout, name="ppo", **options):
         assert result["metrics"]["critic/loss"] == pytest.approx(value_loss, rel=1e-5)
         assert result["metrics"]["critic/grad_norm"] == pytest.approx(norm, rel=1e-5)
         assert 0.1 < result["metrics"]["critic/clip_fraction"] < 0.9
+        of_parts = {n: v for n, v in result["metrics"].items() if n.count("/") == 2}
+        assert of_parts == pytest.approx(parts, rel=1e-4, abs=1e-5)
+
+
+def expected_metrics(its, head, batch, beta):
+    """Means by pass rate and by tenth of the answer, token by token in plain Python."""
+    found, raw = {}, []
+    for i in range(len(batch)):
+        s = batch.select([i])
+        values = (values_of(its, head, s).detach().double() + torch.tensor(s.values_R)).tolist()
+        own = [t for t, m in enumerate(s.loss_mask_R) if m]
+        advantages, errors = recursion(s, values, LAMBDA, beta), recursion(s, values, ITS_LAMBDA, beta)
+        side, k = "right" if s.correct_N[0] else "wrong", int(s.bins_N[0])
+        for j, t in enumerate(own):
+            tenth = int(10 * j / len(own))
+            raw.append((k, advantages[t]))
+            found.setdefault(f"critic/value_{side}/{tenth}", []).append(values[t])
+            found.setdefault(f"critic/value/{k}", []).append(values[t])
+            found.setdefault(f"critic/target/{k}", []).append(errors[t] + values[t])
+    flat = np.array([a for _, a in raw])
+    for k, a in raw:
+        white = (a - flat.mean()) / np.sqrt(flat.var(ddof=1) + 1e-8)
+        found.setdefault(f"critic/advantage/{k}", []).append(white)
+        found.setdefault(f"critic/advantage_abs/{k}", []).append(abs(white))
+    return {name: sum(values) / len(values) for name, values in found.items()}
 
 
 def steps(pool, layout, model, seeds, algorithm, **options):

@@ -78,6 +78,16 @@ def test_what_is_missing_or_not_finite(rank_pool, model):
         algorithm=algorithm(),
     )
     assert "kl.place: got 'reward', but ref_logprobs were not computed" in error
+    per_token = {"name": "grpo", "kl": {"coefficient": BETA, "place": "token_reward"}}
+    for lacking, words in (({"ref_logprobs_R": None}, ", but ref_logprobs were not"), ({}, " with algorithm grpo,")):
+        (error,) = rank_pool.run(
+            policy_tasks.error_of_a_step,
+            layouts()["single"],
+            path=model[0],
+            batch=replace(batch, **lacking),
+            algorithm=per_token,
+        )
+        assert f"kl.place: got 'token_reward'{words}" in error
     trained = int(np.flatnonzero(batch.loss_mask_R)[0])
     poisoned = batch.ref_logprobs_R.copy()
     poisoned[trained] = np.nan

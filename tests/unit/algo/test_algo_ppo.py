@@ -22,7 +22,7 @@ def build(**options):
     return Ppo(rollouts_per_prompt=2, max_response_tokens=64, **options)
 
 
-def columns(values, masks, rewards, truncated=None, sum_over_step=lambda values: values):
+def columns(values, masks, rewards, truncated=None, sum_over_step=lambda values: values, token_rewards=None):
     """TokenColumns of samples given as lists."""
     mask_R = torch.tensor([bool(m) for mask in masks for m in mask])
     values_R = torch.tensor([v for row in values for v in row], dtype=torch.float64)
@@ -37,10 +37,15 @@ def columns(values, masks, rewards, truncated=None, sum_over_step=lambda values:
         group_ids_N=torch.zeros(count, dtype=torch.int64),
         truncated_N=torch.tensor(truncated or [False] * count),
         sum_over_step=sum_over_step,
+        token_rewards_R=None if token_rewards is None else flat(token_rewards) * mask_R,
     )
 
 
-def recursion(values, mask, reward, gamma, lam, goes_on=False):
+def flat(rows):
+    return torch.tensor([v for row in rows for v in row], dtype=torch.float64)
+
+
+def recursion(values, mask, reward, gamma, lam, goes_on=False, token_rewards=None):
     """Advantages of one sample, from its end to its start, one own token at a time; 0 elsewhere."""
     advantages, following, next_value, first = [0.0] * len(mask), 0.0, 0.0, True
     for t in reversed(range(len(mask))):
@@ -50,6 +55,7 @@ def recursion(values, mask, reward, gamma, lam, goes_on=False):
             next_value, first = values[t], False
             continue
         delta = (reward if first else 0.0) + gamma * next_value - values[t]
+        delta += token_rewards[t] if token_rewards else 0.0
         following = delta + gamma * lam * following
         advantages[t], next_value, first = following, values[t], False
     return advantages
@@ -64,17 +70,19 @@ def random_samples(seed, count):
 
 
 @given(
-    seed=st.integers(0, 10**6), count=st.integers(1, 6), gamma=st.floats(0, 1), lam=st.floats(0, 1), cut=st.booleans()
-)
+    seed=st.integers(0, 10**6), count=st.integers(1, 6), gamma=st.floats(0, 1), lam=st.floats(0, 1), cut=st.booleans(),
+    own=st.booleans(),
+)  # fmt: skip
 @settings(max_examples=60, deadline=None)
-def test_advantages_and_targets_equal_the_recursion(seed, count, gamma, lam, cut):
+def test_advantages_and_targets_equal_the_recursion(seed, count, gamma, lam, cut, own):
     values, masks, rewards, truncated = random_samples(seed, count)
-    tokens = columns(values, masks, rewards, truncated)
+    token_rewards = [[0.3 * v * v - 0.1 for v in row] for row in values] if own else [None] * count
+    tokens = columns(values, masks, rewards, truncated, token_rewards=token_rewards if own else None)
     algorithm = build(gamma=gamma, gae_lambda=lam, critic_lambda=0.5 * lam, whiten=False, bootstrap_truncated=cut)
     want, aims = [], []
-    for row, mask, reward, ended in zip(values, masks, rewards, truncated, strict=True):
-        want += recursion(row, mask, reward, gamma, lam, cut and ended)
-        errors = recursion(row, mask, reward, gamma, 0.5 * lam, cut and ended)
+    for row, mask, reward, ended, of_tokens in zip(values, masks, rewards, truncated, token_rewards, strict=True):
+        want += recursion(row, mask, reward, gamma, lam, cut and ended, of_tokens)
+        errors = recursion(row, mask, reward, gamma, 0.5 * lam, cut and ended, of_tokens)
         aims += [m * (e + v) for m, e, v in zip(mask, errors, row, strict=True)]
     assert algorithm.token_advantages(tokens).tolist() == pytest.approx(want, rel=1e-12, abs=1e-12)
     assert algorithm.value_targets(tokens).tolist() == pytest.approx(aims, rel=1e-12, abs=1e-12)
@@ -179,20 +187,27 @@ def test_clipped_value_loss_by_hand():
     assert moved.grad.tolist() == [0.0], "a value that was stopped is not pulled further"
 
 
-def test_policy_and_value_loss_equal_trls():
-    """TRL 0.19.1, trainer/ppo_trainer.py, lines 524 to 534 (advantages, whitened as core.py, 51 to 76, has it), 566 to
-    574 (critic) and 580 to 584 (policy), in loops; with the options that agree: both clips 0.2, the reward on the last
-    token, no KL."""
+@pytest.mark.parametrize("beta", [0.0, 0.05])
+def test_policy_and_value_loss_equal_trls(beta):
+    """TRL 0.19.1, trainer/ppo_trainer.py, lines 505 to 534 (rewards less beta times k1 of each token, the score on the
+    last; advantages, whitened as core.py, 51 to 76, has it), 566 to 574 (critic) and 580 to 584 (policy), in loops;
+    with the options that agree: both clips 0.2."""
     values, _, rewards, _ = random_samples(11, 4)
     masks = [[1] * len(row) for row in values]
     gamma, lam, eps = 0.99, 0.95, 0.2
     rng = np.random.default_rng(2)
     flat = sum(len(row) for row in values)
     old_R, new_R, moved_R = (torch.tensor(rng.normal(size=flat) * s - 1) for s in (0.3, 0.3, 0.8))
-    algorithm, tokens = build(gamma=gamma, gae_lambda=lam), columns(values, masks, rewards)
+    kl = [[beta * (v * v - 0.2) for v in row] for row in values]
+    given = [[-value for value in row] for row in kl]
+    algorithm = build(gamma=gamma, gae_lambda=lam)
+    tokens = columns(values, masks, rewards, token_rewards=given if beta else None)
     advantages_R, targets_R = algorithm.token_advantages(tokens), algorithm.value_targets(tokens)
 
-    raw = [a for row, mask, r in zip(values, masks, rewards, strict=True) for a in recursion(row, mask, r, gamma, lam)]
+    raw = [
+        a for row, less, mask, r in zip(values, kl, masks, rewards, strict=True)
+        for a in recursion(row, mask, r, gamma, lam, token_rewards=[-value for value in less])
+    ]  # fmt: skip
     flat_values = [v for row in values for v in row]
     mean = sum(raw) / flat
     variance = sum((a - mean) ** 2 for a in raw) / flat * (flat / (flat - 1))

@@ -52,6 +52,11 @@ from megatron_daro.errors import ConfigError
             "got rollouts with place reward",
         ),
         (
+            ["algorithm.name=grpo", "algorithm.kl.place=token_reward", "algorithm.kl.coefficient=0.1"],
+            "algorithm.kl.place",
+            "got token_reward with name grpo, which has one advantage for all tokens",
+        ),
+        (
             ["algorithm.trust_region=gspo", "algorithm.correction.kind=tis"],
             "algorithm.correction.level",
             "got token with trust_region gspo",

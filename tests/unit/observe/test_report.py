@@ -275,6 +275,35 @@ def test_a_browser_draws_every_plot_and_runs_nothing_else(run, report, tmp_path)
     assert title == "syn&lt;b&gt;run · daro", "no script of a model's answer changed the title"
 
 
+def test_a_critics_values_and_advantages_are_means_over_a_quarter(tmp_path):
+    with MetricsLog(tmp_path, tensorboard=False) as log:
+        for step in range(1, 9):
+            by_bin = {f"critic/{n}/{k}": 10.0 * k + step for n in ("value", "target", "advantage") for k in (0, 2)}
+            tenths = {f"critic/value_{side}/{i}": i + step for side in ("right", "wrong") for i in (0, 9)}
+            fit = {"critic/value_mean": 0.0, "critic/explained_variance": 0.1 * step, "difficulty/groups/2": 1}
+            log.write(step, by_bin | tenths | fit)
+    text, parsed = _report(tmp_path)
+    assert "<h2>Critic</h2>" in text
+    explained, values, positions, advantages = (
+        {t["name"]: (t["x"], t["y"]) for t in _figure(text, parsed, title)["data"]}
+        for title in (
+            "Explained variance of the values",
+            "Value by pass rate",
+            "Value by position in the answer",
+            "Advantage by pass rate",
+        )
+    )
+    assert explained["explained variance"][1] == pytest.approx([0.1 * step for step in range(1, 9)])
+    assert values["value, first quarter"] == values["target, first quarter"] == ([0, 2], [1.5, 21.5])
+    assert positions["wrong answers, last quarter"] == ([0, 9], [7.5, 16.5])
+    assert advantages == {"mean, first quarter": ([0, 2], [1.5, 21.5]), "mean, last quarter": ([0, 2], [7.5, 27.5])}
+
+
+def test_a_run_without_a_critic_has_no_section_of_one(report):
+    text, parsed = report
+    assert "<h2>Critic</h2>" not in text and "values by position" not in parsed.visible
+
+
 def test_a_run_with_few_metrics_drops_sections_and_says_so(tmp_path):
     with MetricsLog(tmp_path, tensorboard=False) as log:
         log.write(1, {"accuracy/mean": 0.25})
