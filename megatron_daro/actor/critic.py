@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ from megatron_daro.algo.ppo import value_losses
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import CriticSection
 from megatron_daro.config.check_critic import different_sizes
-from megatron_daro.config.model_shape import ModelShape, read_model_shape
+from megatron_daro.config.model_shape import CRITIC_HEADS, ModelShape, read_model_shape
 from megatron_daro.convert.hf_files import HFCheckpoint
 from megatron_daro.convert.megatron_weights import MegatronWeights
 from megatron_daro.data.packing import PackedMicroBatch
@@ -52,6 +53,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
+_BIAS = "score.bias"
 FOLDER = "critic"
 """Of a checkpoint, where the critic's part of it is."""
 
@@ -79,7 +81,7 @@ class Critic:
             ModelError: the checkpoint cannot be used, or is of another shape than the policy.
         """
         policy, path = read_model_shape(settings.model_path), section.path or settings.model_path
-        own = read_model_shape(path)
+        own = read_model_shape(path, CRITIC_HEADS)
         if others := different_sizes(own, policy):
             raise ModelError(f"algorithm.critic.path: {path} has {others}; use a model of the policy's shape")
         self.shape, self.pretrain_steps, self._clip = (
@@ -89,6 +91,7 @@ class Critic:
         )
         self.chunks = build_model(self.shape, config, transformer_engine=transformer_engine, kind=ValueModel)
         with _tensors(settings, section, policy) as tensors:
+            _refuse_bias(tensors, path)
             load_hf_weights(self.chunks, self.shape, tensors)
         wrapped = wrap_data_parallel(
             self.chunks, config, distributed_optimizer=actor.optimizer.distributed, options=options["ddp"]
@@ -168,6 +171,15 @@ class _ValueLoss:
         loss = self._scale * losses_J.sum(dtype=torch.float64)
         self.sums += torch.stack([loss.detach(), self._scale * clipped_J.sum(dtype=torch.float64)])
         return loss.to(torch.float32), torch.zeros((), dtype=torch.int, device=loss.device), {}
+
+
+def _refuse_bias(tensors: HFCheckpoint | MegatronWeights, path: Path) -> None:
+    """Raise ModelError for a head with a bias that is not 0: the critic's has none."""
+    if isinstance(tensors, HFCheckpoint) and _BIAS in tensors and bool(tensors[_BIAS].any()):
+        raise ModelError(
+            f"algorithm.critic.path: {path} has a head with a bias ({_BIAS}), allowed is one without or of 0; use a "
+            "sequence classifier, or set the bias to 0"
+        )
 
 
 def _tensors(settings: PolicySettings, section: CriticSection, policy: ModelShape) -> HFCheckpoint | MegatronWeights:

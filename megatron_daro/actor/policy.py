@@ -243,9 +243,12 @@ class MegatronPolicy:
     def values(self, batch: TrainBatch, micro_batches: MicroBatches) -> np.ndarray | None:
         """Return what the critic says before each response token, where `AlgorithmSection.passes` has it."""
         self._needs("weights")
+        return self._critic_of("values were").values(batch, micro_batches)
+
+    def _critic_of(self, wish: str) -> critic.Critic:
         if self.critic is None:
-            raise RuntimeError("values were asked for, but the algorithm has no critic")
-        return self.critic.values(batch, micro_batches)
+            raise RuntimeError(f"{wish} asked for, but the algorithm has no critic")
+        return self.critic
 
     def _routed(self, batch: TrainBatch) -> TrainBatch:
         """Return the batch with the experts of its tokens, or without them where the routers shall choose."""
@@ -258,6 +261,12 @@ class MegatronPolicy:
         """Yield this stage's weights under Hugging Face names. Every tensor-parallel rank must iterate to the end."""
         self._needs("weights")
         return export_hf_weights(self.chunks, self.shape)
+
+    def export_critic(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the same of the critic, where `AlgorithmSection.passes` has values."""
+        self._needs("weights")
+        its = self._critic_of("an export of the critic was")
+        return export_hf_weights(its.chunks, its.shape)
 
     def save(self, directory: Path) -> None:
         """Write model, optimizer, schedule and DARO's weights into an existing directory. Collective."""

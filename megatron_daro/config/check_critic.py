@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_daro.config.model_shape import ModelShape, read_model_shape
+from megatron_daro.config.model_shape import CRITIC_HEADS, ModelShape, read_model_shape
 from megatron_daro.config.problems import Problem
 from megatron_daro.config.sections import Config
 from megatron_daro.errors import ModelError
@@ -30,6 +30,9 @@ def critic(config: Config, policy: ModelShape | None) -> Iterator[Problem]:
     """Yield options of a critic that nothing would read, that contradict each other, or that name an unfit model."""
     section, trainer, field = config.algorithm, config.trainer, "algorithm.critic"
     if not (section.has_critic or ":" in section.name):
+        if trainer.export_critic:
+            got, fix = f"true with name {section.name}, which has no critic", "set trainer.export_critic=false"
+            yield Problem("trainer.export_critic", got, "false without a critic", fix, also=("algorithm.name",))
         yield from _unread(config)
         return
     options = section.critic
@@ -75,7 +78,7 @@ def _model_problems(path: Path, policy_path: Path, policy: ModelShape) -> Iterat
     field, allowed, also = "algorithm.critic.path", "a model of the policy's shape and tokenizer", ("model.path",)
     fix = "name such a model, or leave it unset: the critic then begins as the policy"
     try:
-        shape = read_model_shape(path)
+        shape = read_model_shape(path, CRITIC_HEADS)
     except ModelError as error:
         yield Problem(field, f"{str(path)!r}, which cannot be used ({error})", allowed, fix, also=also)
         return

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -191,6 +191,9 @@ def _attention_factor(rope: Mapping[str, Any], factor: float, where: str) -> flo
     return concentration(1.0)
 
 
+LM_HEAD = "ForCausalLM"
+CRITIC_HEADS = (LM_HEAD, "ForSequenceClassification", "ForTokenClassification")
+"""Of a critic's checkpoint: a policy, or a reward or value model whose head is `score.weight`."""
 _DTYPES = ("float32", "bfloat16", "float16")
 _TRANSFORMERS_BALANCING = 0.001  # what Qwen3-MoE and Mixtral have there where config.json says nothing
 
@@ -316,12 +319,13 @@ class ModelShape:
         return self.layers * (attention + norms) + mlps + outside
 
 
-def read_model_shape(source: str | Path | Mapping[str, Any]) -> ModelShape:
+def read_model_shape(source: str | Path | Mapping[str, Any], heads: Sequence[str] = (LM_HEAD,)) -> ModelShape:
     """Return the shape that a `config.json` describes.
 
     Args:
         source: the checkpoint directory, the path of a config.json, or its content. Keys of transformers 4
             (`rope_theta`, `rope_scaling`, `torch_dtype`) and 5 (`rope_parameters`, `dtype`) are both understood.
+        heads: endings of the architectures that are allowed, such as `CRITIC_HEADS`.
 
     Returns:
         The shape, checked.
@@ -334,7 +338,7 @@ def read_model_shape(source: str | Path | Mapping[str, Any]) -> ModelShape:
         config, where = dict(source), "the model configuration"
     else:
         config, where = _read_json(Path(source))
-    family = _family(config, where)
+    family = _family(config, where, heads)
     config = _completed(config, family)
     _refuse_unsupported(config, family, where)
     heads, hidden = integer(config, "num_attention_heads", where), integer(config, "hidden_size", where)
@@ -377,7 +381,7 @@ def _read_json(path: Path) -> tuple[dict[str, Any], str]:
     return config, str(file)
 
 
-def _family(config: dict[str, Any], where: str) -> Family:
+def _family(config: dict[str, Any], where: str, heads: Sequence[str]) -> Family:
     kind, by_kind = str(config.get("model_type")), families()
     if kind not in by_kind:
         near = difflib.get_close_matches(kind, by_kind, n=1)
@@ -392,8 +396,9 @@ def _family(config: dict[str, Any], where: str) -> Family:
         )
     family = by_kind[kind]
     architectures = config.get("architectures") or [family.architecture]
-    if not isinstance(architectures, list) or family.architecture not in architectures:
-        raise ModelError(f"{where}: architectures {architectures!r}; allowed for {kind}: {family.architecture}.")
+    allowed = [family.with_head(head) for head in heads]
+    if not isinstance(architectures, list) or not set(allowed).intersection(map(str, architectures)):
+        raise ModelError(f"{where}: architectures {architectures!r}; allowed for {kind}: {', '.join(allowed)}.")
     return family
 
 

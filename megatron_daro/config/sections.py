@@ -348,6 +348,8 @@ class TrainerSection(Section):
     """Keep checkpoints of multiples of this many steps for good; 0: none."""
     export_hf: bool = False
     """After the last step write the model to RUN/hf (bf16 or fp32). With --resume also for a finished run."""
+    export_critic: bool = False
+    """The same for the critic: RUN/hf_critic, a sequence classifier with one label for transformers."""
     eval_every_steps: int = Field(default=0, ge=0)
     """Steps between evaluations on data.eval, also before the first and after the last; 0: never."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
@@ -361,6 +363,11 @@ class TrainerSection(Section):
     def hf_dir(self) -> Path:
         """Where the trained model goes if it is exported."""
         return filled(self.run_dir) / "hf"
+
+    @property
+    def critic_dir(self) -> Path:
+        """Where the trained critic goes if it is exported."""
+        return filled(self.run_dir) / "hf_critic"
 
 
 class ClusterSection(Section):

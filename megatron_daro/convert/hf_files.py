@@ -362,16 +362,21 @@ def copy_tokenizer(source: str | Path | None, target: Path) -> None:
 
 
 def copy_model_files(
-    source: Path | Mapping[str, Any], target: Path, dtype: str | None, *, always: bool = False
+    source: Path | Mapping[str, Any],
+    target: Path,
+    dtype: str | None,
+    *,
+    always: bool = False,
+    changes: Mapping[str, Any] = {},
 ) -> None:
     """Copy config.json and what `copy_tokenizer` takes; with `dtype`, config.json then says that dtype (torch's name):
-    loaders would otherwise convert to that of the source. always: also where the source names none. A source that is
-    no folder is the content of config.json."""
+    loaders would otherwise convert to that of the source. always: also where the source names none. changes: what
+    else config.json shall say. A source that is no folder is the content of config.json."""
     folder = source if isinstance(source, Path) else None
     text = json.dumps(source) if folder is None else (folder / "config.json").read_text(encoding="utf-8")
     config = json.loads(text)
     keys = [key for key in _DTYPE_KEYS if key in config] or (_DTYPE_KEYS[1:] if always else ())
-    named = {} if dtype is None else dict.fromkeys(keys, dtype)
+    named = {**({} if dtype is None else dict.fromkeys(keys, dtype)), **changes}
     if folder is not None and config == {**config, **named}:
         shutil.copyfile(folder / "config.json", target / "config.json")
     else:

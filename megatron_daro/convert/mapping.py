@@ -269,6 +269,16 @@ def value_head_rule(shape: ModelShape) -> TensorRule:
     return TensorRule(OUTPUT.name, (VALUE_HEAD,), ((1, shape.hidden),), "copy")
 
 
+def critic_config(family: str) -> dict[str, Any]:
+    """Return what config.json of an exported critic says in place of the policy's: transformers then loads it, head
+    included, as AutoModelForSequenceClassification with one label, whose `score` is a row without bias.
+
+    Source: the convention of TRL's `value_model`; 0.19.1, trl/scripts/utils.py and trainer/utils.py, `get_reward`.
+    """
+    architecture = families()[family].with_head("ForSequenceClassification")
+    return {"architectures": [architecture], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+
+
 def hf_tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """HF name -> shape of every tensor that the model's checkpoint must hold, in forward order."""
     return {

@@ -55,6 +55,10 @@ class Family:
                     "not fit a table: split them in the checkpoint first."
                 )
 
+    def with_head(self, head: str) -> str:
+        """Return transformers' name of the architecture with another head than ForCausalLM."""
+        return self.architecture.removesuffix("ForCausalLM") + head
+
     @property
     def qkv_bias(self) -> bool:
         """Whether query, key and value have biases."""

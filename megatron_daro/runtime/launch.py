@@ -201,8 +201,8 @@ def _evaluations(config: Config, made: parts.Generation | None, observers: Obser
 def _finished_before(run: _Run, start: Start) -> RunOutcome:
     """Do what is left of a run that has all of its steps: at most its export."""
     section, run_dir = run.config.trainer, parts.run_directory(run.config)
-    due = run_directory.export_is_due(section, start.step)
-    remark = f"Only {section.hf_dir} is left to be written (trainer.export_hf)" if due else "Nothing to do"
+    due = run_directory.exports_due(section, start.step)
+    remark = f"Only {' and '.join(map(str, due))} left to be written" if due else "Nothing to do"
     run.progress.notice(f"{run_dir} has all of its {start.step} steps; raise trainer.steps to go on. {remark}")
     if due:
         run.in_cluster(lambda: _export(run.config, start, run.progress), engines=False)
@@ -220,7 +220,7 @@ async def _export(config: Config, start: Start, progress: Progress) -> None:
         await limits.within("load", policy.load(start.checkpoint), what=str(start.checkpoint))
         export = run_directory.export_writer(config.trainer, policy, progress)
         assert export, "it is due"
-        await limits.within("export", export(start.step), what=str(config.trainer.hf_dir))
+        await limits.within("export", export(start.step), what="the trained model")
     finally:
         await policy.close()
 

@@ -256,7 +256,17 @@ def policy_settings(config: Config) -> PolicySettings:
 
 
 def policy_group(config: Config, placement: Placement, kind: type[PolicyGroup] = PolicyGroup) -> PolicyGroup:
-    """Return the Megatron ranks. Args: kind: what is made of them, a rehearsal's ranks for instance."""
+    """Return the Megatron ranks. Args: kind: what is made of them, a rehearsal's ranks for instance.
+
+    Raises:
+        ConfigError: the critic shall be exported of an algorithm of your own that has none.
+    """
+    columns = algorithm_of(config).token_columns or ()
+    if config.trainer.export_critic and "values" not in columns:
+        raise ConfigError(
+            f"trainer.export_critic: got true, but {config.algorithm.name} has no critic (token_columns without "
+            "values); fix: set trainer.export_critic=false"
+        )
     return kind(
         policy_settings(config),
         config.actor,
@@ -264,7 +274,7 @@ def policy_group(config: Config, placement: Placement, kind: type[PolicyGroup] =
         seed=config.trainer.seed,
         updates_per_batch=config.trainer.updates_per_batch,
         placement=placement,
-        token_columns=algorithm_of(config).token_columns or (),
+        token_columns=columns,
         logs=log_folder(config),
     )
 

@@ -24,7 +24,8 @@ from ray import ObjectRef
 from megatron_daro.actor.parallel import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
-from megatron_daro.config.model_shape import read_model_shape
+from megatron_daro.config.model_shape import CRITIC_HEADS, read_model_shape
+from megatron_daro.convert.mapping import critic_config
 from megatron_daro.data.schedule import CostModel, schedule
 from megatron_daro.errors import WorkerError
 from megatron_daro.runtime.cluster import Placement
@@ -236,8 +237,11 @@ class PolicyGroup:
             if report.failures:
                 return report
         if directory:
-            model_path, dtype = self._settings.model_path, self._actor.torch_dtype
-            await asyncio.to_thread(send.finish, plan, report.files, model_path, dtype)
+            path, changes = self._settings.model_path, dict[str, Any]()
+            if plan.critic:
+                path = self._algorithm.critic.path or path
+                changes = critic_config(read_model_shape(path, CRITIC_HEADS).family)
+            await asyncio.to_thread(send.finish, plan, report.files, path, self._actor.torch_dtype, changes)
             report = dataclasses.replace(report, send_s=time.perf_counter() - started)
         return report
 
@@ -321,7 +325,8 @@ class PolicyGroup:
             if rank in routes.relays:
                 calls[name] = worker.relay.remote(routes.relays[rank], members)
             elif place.exports and place.stage == stage:
-                calls[name] = worker.export.remote(routes.plans.get(rank), members if rank == routes.sender else ())
+                group = members if rank == routes.sender else ()
+                calls[name] = worker.export.remote(routes.plans.get(rank), group, critic=plan.critic)
             if rank in routes.relays or rank in routes.plans:
                 senders[name] = rank
         results = dict(zip(calls, await gather(calls), strict=True))

@@ -45,7 +45,7 @@ engine.sglang.max_tokens_in_flight engine.sglang.start_timeout_s engine.sglang.r
 engine.sglang.answer_workers engine.sglang.stall_timeout_s engine.sglang.sync_timeout_s engine.sglang.max_restarts
 reward.workers environment.workers
 trainer.run_dir trainer.save_every_steps trainer.keep_checkpoints trainer.keep_every_steps trainer.eval_every_steps
-trainer.deadline_scale trainer.export_hf
+trainer.deadline_scale trainer.export_hf trainer.export_critic
 cluster.nodes cluster.gpus_per_node cluster.gpu
 observe.progress observe.tensorboard observe.save_rollouts
 observe.wandb.enabled observe.wandb.project observe.wandb.name

@@ -3,9 +3,9 @@
 `owned` is the first thing that a start does; held until the end. Refuses a directory that holds a run (without
 --resume), one that another process uses, and one that cannot be written.
 
-RUN/hf is a Hugging Face directory that transformers, vLLM and SGLang load. A finished run, or the resume of one ->
-`PolicyGroup.export` (the writer of `sync: disk`) -> RUN/hf, whole or not at all. `ORIGIN_FILE` in it says of which step
-it is. What an export did not write is never replaced.
+RUN/hf is a Hugging Face directory that transformers, vLLM and SGLang load, RUN/hf_critic one of a critic, for
+transformers. A finished run, or the resume of one -> `PolicyGroup.export` (the writer of `sync: disk`) -> RUN/hf, whole
+or not at all. `ORIGIN_FILE` in it says of which step it is. What an export did not write is never replaced.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import socket
 import subprocess
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -180,43 +181,68 @@ _UNKNOWN = -1
 def export_writer(
     section: TrainerSection, policy: PolicyGroup, notices: Notices
 ) -> Callable[[int], Coroutine[Any, Any, None]] | None:
-    """Return what exports the policy at the end of a run, given its number of steps; None where it is not asked for."""
-    return partial(write_export, policy, section.hf_dir, notices) if section.export_hf else None
+    """Return what exports the models at the end of a run, given its number of steps; None where none is asked for."""
+    return partial(_write_exports, section, policy, notices) if _exports(section) else None
 
 
-async def write_export(policy: PolicyGroup, directory: Path, notices: Notices, step: int) -> None:
-    """Write the policy's weights as they are now, unless the directory has those of this step.
+@dataclass(frozen=True, slots=True)
+class _Export:
+    """One of the models: option: of the section trainer that asks for it. what: the model is, in words."""
+
+    option: str
+    directory: Path
+    what: str
+    critic: bool = False
+
+
+def _exports(section: TrainerSection) -> list[_Export]:
+    """Return those that are asked for."""
+    policy = _Export("export_hf", section.hf_dir, "model")
+    critic = _Export("export_critic", section.critic_dir, "critic", critic=True)
+    return [export for export in (policy, critic) if getattr(section, export.option)]
+
+
+async def _write_exports(section: TrainerSection, policy: PolicyGroup, notices: Notices, step: int) -> None:
+    for export in _exports(section):
+        await _write_export(export, policy, notices, step)
+
+
+async def _write_export(export: _Export, policy: PolicyGroup, notices: Notices, step: int) -> None:
+    """Write a model's weights as they are now, unless the directory has those of this step.
 
     Args:
-        policy: all of its ranks are there. directory: RUN/hf. notices: told when it is written.
-        step: optimizer steps that the weights have.
+        policy: all of its ranks are there. notices: told when it is written. step: optimizer steps that the weights
+            have.
 
     Raises:
         SyncError: the disk refused, or something else has that name; the directory is as it was.
     """
-    written_step = exported_step(directory)
+    written_step = exported_step(export.directory)
     if written_step == step:
         return
     if written_step == _UNKNOWN:
-        raise SyncError(_no_export(directory))
+        raise SyncError(_no_export(export))
     plan = SendPlan(
         transport="disk",
         targets=(),
         bucket_bytes=_FILE_BYTES,
         timeout_s=0.0,  # nobody is called
-        directory=directory,
+        directory=export.directory,
         remedy="the run is finished and its checkpoint is whole: free space, or make the directory writable; then "
         "--resume with the same options writes the model",
         step=step,
+        critic=export.critic,
     )
     async with policy.hold():
         report = await policy.export(plan)
-    notices.notice(f"wrote the model of step {step} to {directory}: {report.num_bytes / 1e6:,.1f} MB")
+    notices.notice(
+        f"wrote the {export.what} of step {step} to {export.directory}: {report.num_bytes / 1e6:,.1f} MB"
+    )
 
 
-def export_is_due(section: TrainerSection, step: int) -> bool:
-    """Whether a run that has all of its steps still lacks its export."""
-    return section.export_hf and exported_step(section.hf_dir) != step
+def exports_due(section: TrainerSection, step: int) -> list[Path]:
+    """Return the exports that a run with all of its steps still lacks."""
+    return [export.directory for export in _exports(section) if exported_step(export.directory) != step]
 
 
 def exported_step(directory: Path) -> int | None:
@@ -228,19 +254,22 @@ def exported_step(directory: Path) -> int | None:
 
 
 def require_replaceable_export(section: TrainerSection) -> None:
-    """Raise ConfigError where the export would replace something that is no export."""
-    if section.export_hf and exported_step(section.hf_dir) == _UNKNOWN:
-        raise ConfigError(_no_export(section.hf_dir))
+    """Raise ConfigError where an export would replace something that is no export."""
+    for export in _exports(section):
+        if exported_step(export.directory) == _UNKNOWN:
+            raise ConfigError(_no_export(export))
 
 
 def remove_unfinished_export(section: TrainerSection) -> None:
     """Remove what an export that did not come to its end has left; call when nobody writes any more."""
-    for name in ("partial", "replaced"):
-        shutil.rmtree(section.hf_dir.with_name(f".{section.hf_dir.name}.{name}"), ignore_errors=True)
+    for directory in (section.hf_dir, section.critic_dir):
+        for name in ("partial", "replaced"):
+            shutil.rmtree(directory.with_name(f".{directory.name}.{name}"), ignore_errors=True)
 
 
-def _no_export(directory: Path) -> str:
+def _no_export(export: _Export) -> str:
     return (
-        f"trainer.export_hf: got true, but {directory} is there and is no export of a run (it has no {ORIGIN_FILE}); "
-        "allowed: nothing, or an earlier export; fix: move it away, or set trainer.export_hf=false"
+        f"trainer.{export.option}: got true, but {export.directory} is there and is no export of a run (it has no "
+        f"{ORIGIN_FILE}); allowed: nothing, or an earlier export; fix: move it away, or set trainer.{export.option}="
+        "false"
     )

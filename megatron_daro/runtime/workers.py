@@ -207,21 +207,25 @@ class TrainWorker:
 
     @ray.method(concurrency_group="work")
     @logs.failures_logged
-    def export(self, plan: SendPlan | None, members: tuple[int, ...] = ()) -> SendReport | None:
+    def export(
+        self, plan: SendPlan | None, members: tuple[int, ...] = (), *, critic: bool = False
+    ) -> SendReport | None:
         """Send this stage's weights as the plan says; collective over its exporting ranks, of which those with a plan
-        send and report. Args: members: of a group that was joined, whose other ranks get every bucket."""
+        send and report. Args: members: of a group that was joined, whose other ranks get every bucket. critic: it is
+        the critic's weights that are sent."""
         from megatron_daro.actor import device, parallel
         from megatron_daro.sync.send import Sender
 
+        tensors = self._policy.export_critic if critic else self._policy.export
         if plan is None:
-            for _ in self._policy.export():  # the others gather along
+            for _ in tensors():  # the others gather along
                 pass
             return None
         if self._sender is None:
             backend = "nccl" if device.prepare().type == "cuda" else "gloo"
             self._sender = Sender(ray.util.get_node_ip_address(), backend, post_to, _hand_over)
         label = f"stage{parallel.pipeline_parallel_rank()}"
-        return self._sender.send(self._policy.export(), plan, label=label, group=self._relays.get(members))
+        return self._sender.send(tensors(), plan, label=label, group=self._relays.get(members))
 
     @ray.method(concurrency_group="work")
     @logs.failures_logged

@@ -56,7 +56,7 @@ class SendPlan:
     bucket_bytes: limit of a bucket, or of a file. timeout_s: of each call and each broadcast. digest_dtype: that
     of the receivers, such as "bfloat16"; the report then has digests of some tensors. directory: of files, for disk;
     remedy: what to do when they cannot be written, for the message; step: that the files are of, where they are the
-    result of a run (see `ORIGIN_FILE`). fp8_blocks: names of the matrices that go as fp8 blocks, with `{layer}` and
+    result of a run (see `ORIGIN_FILE`). critic: it is the critic that is sent, not the policy. fp8_blocks: names of the matrices that go as fp8 blocks, with `{layer}` and
     `{expert}` for numbers.
     """
 
@@ -68,6 +68,7 @@ class SendPlan:
     directory: Path | None = None
     remedy: str = "free space"
     step: int | None = None
+    critic: bool = False
     fp8_blocks: tuple[str, ...] = ()
 
     @property

@@ -277,12 +277,18 @@ def write_shards(plan: SendPlan, label: str, stream: Iterable[tuple[str, Tensor]
     return SendReport(total, len(written), time.perf_counter() - started, files=written)
 
 
-def finish(plan: SendPlan, files: Mapping[str, tuple[str, int]], model_path: Path, dtype: str) -> None:
+def finish(
+    plan: SendPlan,
+    files: Mapping[str, tuple[str, int]],
+    model_path: Path,
+    dtype: str,
+    changes: Mapping[str, Any] = {},
+) -> None:
     """Write index, configuration and tokenizer, and give the directory its name; an older one goes then.
 
     Args:
         plan: of files. files: HF name -> (file name, bytes), of all ranks. model_path: has the configuration and the
-            tokenizer. dtype: of the tensors, by torch's name.
+            tokenizer. dtype: of the tensors, by torch's name. changes: what else config.json shall say.
 
     Raises:
         SyncError: the disk refused.
@@ -291,7 +297,7 @@ def finish(plan: SendPlan, files: Mapping[str, tuple[str, int]], model_path: Pat
     partial, replaced = partial_directory(directory), directory.with_name(f".{directory.name}.replaced")
     try:
         write_index(partial, _named_files(partial, files), sum(nbytes for _, nbytes in files.values()))
-        copy_model_files(model_path, partial, dtype, always=True)
+        copy_model_files(model_path, partial, dtype, always=True, changes=changes)
         if plan.step is not None:
             (partial / ORIGIN_FILE).write_text(json.dumps({"step": plan.step}) + "\n")
         durable.sync_folder(partial)

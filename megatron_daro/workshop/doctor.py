@@ -242,14 +242,14 @@ def _disk_of(config: Config) -> tuple[float, str]:
     except DaroError:
         return _LEAST_DISK_GIB, "at least; the model, which says how large checkpoints are, cannot be read"
     trainer, weight = config.trainer, 4 if config.actor.dtype == "fp32" else 2
-    one = checkpoint_bytes(shape, weight) / 2**30
+    one = checkpoint_bytes(shape, weight) * (1 + config.algorithm.has_critic) / 2**30
     written = trainer.steps // trainer.save_every_steps if trainer.save_every_steps else 1
     milestones = trainer.steps // trainer.keep_every_steps if trainer.keep_every_steps else 0
     # The oldest is removed when the newest is whole.
     count = min(max(written, 1), trainer.keep_checkpoints + 1) + milestones
     exported = checkpoint_bytes(shape, weight) / (weight + {2: 12, 4: 8}[weight]) * weight / 2**30
-    export = exported if trainer.export_hf else 0.0
-    words = f"{count} checkpoints of {one:.1f}" + (f" and the exported model of {export:.1f}" if export else "")
+    export = exported * (trainer.export_hf + trainer.export_critic)
+    words = f"{count} checkpoints of {one:.1f}" + (f" and what is exported of {export:.1f}" if export else "")
     return max(count * one + export, _LEAST_DISK_GIB), words
 
 

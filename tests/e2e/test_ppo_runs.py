@@ -3,6 +3,7 @@
 import cli_runs
 import pytest
 from cli_runs import assert_same_run, checkpoint, metric_lines, run_cli, trained
+from transformers import AutoModelForSequenceClassification
 
 PPO = [
     "algorithm.name=ppo",
@@ -43,8 +44,11 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(tiny, tmp_path):
 @pytest.mark.timeout(900)
 def test_daros_weights_move_on_ppos_losses(tiny, tmp_path):
     options = ["algorithm.name=daro_ppo", "algorithm.ppo.gae_lambda=0.95", "algorithm.critic.learning_rate=1e-3"]
-    run = tmp_path / "run"
+    run, options = tmp_path / "run", [*options, "trainer.export_critic=true"]
     trained(["train", tiny.config, *options, "trainer.steps=2", f"trainer.run_dir={run}"], tmp_path / "log")
+    critic, report = AutoModelForSequenceClassification.from_pretrained(run / "hf_critic", output_loading_info=True)
+    assert not any(report.values()) and critic.num_labels == 1 and bool(critic.score.weight.any())
+    assert not (run / "hf").exists()
     lines = metric_lines(run, range(1, 3))
     assert all(line["critic/loss"] > 0 for line in lines)
     assert lines[0]["difficulty/weight/1"] == 1.0 != lines[1]["difficulty/weight/1"], "the first step moved it"

@@ -499,6 +499,17 @@ def critic_gradients(
     }
 
 
+def exported_critic(path: Path, layout: Any, batch: TrainBatch, algorithm: dict[str, Any]) -> dict[str, Any]:
+    """What the critic says of this rank's rows, and this stage's part of its export."""
+    from megatron_daro.actor.weights import exports_weights
+
+    policy = build_policy(path, layout, algorithm)
+    mine = batch.select(my_rows(len(batch), layout))
+    values_R = of_last_stage(policy.run_pass("values", mine, uneven_split(len(mine), 2)))
+    tensors = {name: tensor.clone() for name, tensor in policy.export_critic()} if exports_weights() else {}
+    return {"values": values_R, "rows": my_rows(len(batch), layout), "tensors": tensors}
+
+
 def of_last_stage(column_R: np.ndarray | None) -> np.ndarray:
     """What the last stage computed, on all stages, as Ray's references give it to them."""
     from megatron.core import parallel_state

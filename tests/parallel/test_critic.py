@@ -14,6 +14,10 @@ from safetensors.torch import load_file, save_file
 from small_models import random_batch, save_model
 from test_gradients_exact import LAYOUTS, layouts, merged, relative_difference
 from test_token_advantages import label_logprobs, turns_batch
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+from megatron_daro.convert.hf_files import copy_model_files
+from megatron_daro.convert.mapping import critic_config
 
 GAMMA, LAMBDA, ITS_LAMBDA, CLIP = 0.97, 0.9, 0.95, 0.2
 OPTIONS = {"gamma": GAMMA, "gae_lambda": LAMBDA, "critic_lambda": ITS_LAMBDA}
@@ -181,6 +185,47 @@ def expected_metrics(its, head, batch, beta):
         found.setdefault(f"critic/advantage/{k}", []).append(white)
         found.setdefault(f"critic/advantage_abs/{k}", []).append(abs(white))
     return {name: sum(values) / len(values) for name, values in found.items()}
+
+
+@pytest.mark.parametrize("layout", mostly_heavy(("single", "tp2_pp2"), "tp2_pp2"))
+def test_an_exported_critic_says_the_same_in_transformers_and_here(rank_pool, tmp_path, model, layout):
+    """As a sequence classifier, whose `score` reads each token (TRL's convention), as a token classifier (verl's), and
+    as `critic.path` of another run. A tied policy's critic has no output layer to be tied."""
+    policy, _, critic, its, head = model
+    batch, its_section = noisy_batch(), section(critic)
+    results = rank_pool.run(
+        policy_tasks.exported_critic, layouts()[layout], path=policy, batch=batch, algorithm=its_section
+    )
+    tensors = {name: tensor for result in results for name, tensor in result["tensors"].items()}
+    copy_model_files(critic, tmp_path, "float32", always=True, changes=critic_config("qwen2"))
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(tensors["score.weight"], head) and "lm_head.weight" not in tensors
+    sequence, report = AutoModelForSequenceClassification.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()) and sequence.num_labels == 1
+    token = AutoModelForTokenClassification.from_pretrained(tmp_path)
+    for result in results:
+        start = 0
+        for row in result["rows"]:
+            sample = batch.select([row])
+            tokens, prompt = torch.tensor(sample.tokens_T, dtype=torch.long)[None], int(sample.prompt_lengths_N[0])
+            own = result["values"][start : start + len(sample.loss_mask_R)]
+            start += len(own)
+            of_sequence = sequence.score(sequence.model(tokens).last_hidden_state)
+            for values in (of_sequence, token(tokens).logits):
+                np.testing.assert_allclose(values[0, prompt - 1 : -1, 0].detach(), own, rtol=0, atol=1e-5)
+    again = rank_pool.run(
+        policy_tasks.exported_critic, layouts()[layout], path=policy, batch=batch, algorithm=section(tmp_path)
+    )
+    for one, other in zip(results, again, strict=True):
+        np.testing.assert_array_equal(one["values"], other["values"])
+
+
+def test_a_head_with_a_bias_is_refused_by_name(rank_pool, tmp_path, untied):
+    shutil.copytree(untied[2], tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "score.bias": torch.ones(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(AssertionError, match=r"algorithm\.critic\.path: .* has a head with a bias \(score\.bias\)"):
+        steps(rank_pool, "single", untied, [0], section(tmp_path))
 
 
 def steps(pool, layout, model, seeds, algorithm, **options):

@@ -103,7 +103,9 @@ class ThinRanks:
         """Return the constant of canned servers for a probe; None where another rank answers."""
         return np.full_like(batch.rollout_logprobs_R, PROBED) if rank in self._script.answering else None
 
-    async def export(self, rank: int, plan: SendPlan | None, members: tuple[int, ...] = ()) -> SendReport | None:
+    async def export(
+        self, rank: int, plan: SendPlan | None, members: tuple[int, ...] = (), *, critic: bool = False
+    ) -> SendReport | None:
         """Report what the stage would have sent. All ranks are on one host, so that none hands on for another."""
         if plan is None or rank not in self._script.stage_of:
             return None

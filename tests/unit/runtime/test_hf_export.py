@@ -59,11 +59,25 @@ def test_it_is_written_unless_it_is_there_from_this_step(section, there, due):
     if there is not None:
         exported(section, there)
     policy, notices = Policy(), Notices()
-    assert run_directory.export_is_due(section, 8) is due
+    assert run_directory.exports_due(section, 8) == [section.hf_dir] * due
     asyncio.run(run_directory.export_writer(section, policy, notices)(8))
     assert [(plan.directory, plan.transport, plan.step) for plan in policy.plans] == [(section.hf_dir, "disk", 8)] * due
     assert notices == [f"wrote the model of step 8 to {section.hf_dir}: 2.0 MB"] * due
-    assert not run_directory.export_is_due(section.model_copy(update={"export_hf": False}), 8)
+    assert not run_directory.exports_due(section.model_copy(update={"export_hf": False}), 8)
+
+
+def test_the_critic_goes_into_a_directory_of_its_own(tmp_path):
+    section, policy, notices = TrainerSection(run_dir=tmp_path, export_critic=True), Policy(), Notices()
+    assert run_directory.exports_due(section, 8) == [tmp_path / "hf_critic"]
+    asyncio.run(run_directory.export_writer(section, policy, notices)(8))
+    assert [(plan.directory, plan.critic) for plan in policy.plans] == [(tmp_path / "hf_critic", True)]
+    assert notices == [f"wrote the critic of step 8 to {tmp_path / 'hf_critic'}: 2.0 MB"]
+    both = section.model_copy(update={"export_hf": True})
+    asyncio.run(run_directory.export_writer(both, policy, notices)(8))
+    assert [plan.critic for plan in policy.plans[1:]] == [False, True], "the policy first"
+    (tmp_path / "hf_critic").mkdir()
+    with pytest.raises(ConfigError, match=r"trainer\.export_critic: got true, but .*hf_critic is there"):
+        run_directory.require_replaceable_export(section)
 
 
 @pytest.mark.parametrize("content", [None, "", "[]", '{"step": "x"}'])
@@ -82,7 +96,7 @@ def test_what_is_no_export_is_never_replaced(section, content):
 
 def test_the_rest_of_an_export_that_did_not_end_goes_and_nothing_else(section, tmp_path):
     exported(section, 8)
-    for name in (".hf.partial", ".hf.replaced", "checkpoints"):
+    for name in (".hf.partial", ".hf.replaced", ".hf_critic.partial", "checkpoints"):
         (tmp_path / name).mkdir()
     run_directory.remove_unfinished_export(section)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "hf"]
