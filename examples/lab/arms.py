@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_daro.actor.policy import objective_settings
 from megatron_daro.algo.objective import ObjectiveSettings
-from megatron_daro.algo.weighting import ALGORITHMS, Algorithm, make_algorithm
+from megatron_daro.algo.weighting import ALGORITHMS, WITH_CRITIC, Algorithm, make_algorithm
 from megatron_daro.config import AlgorithmSection
 from megatron_daro.errors import ConfigError
 
@@ -35,6 +35,10 @@ PRESETS: Mapping[str, Options] = {
     "cispo": {"name": "grpo", "trust_region": "cispo"},
     "sapo": {"name": "grpo", "trust_region": "sapo"},
     "gspo": {"name": "grpo", "trust_region": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
+    "ppo_decay": {"name": "ppo", "ppo": {"gae_lambda": 0.5}},
+    "ppo_decay_pretrained": {"name": "ppo", "ppo": {"gae_lambda": 0.5}, "critic": {"pretrain_steps": 30}},
+    "vc_ppo": {"name": "ppo", "ppo": {"gae_lambda": 0.5, "critic_lambda": 1.0}, "critic": {"pretrain_steps": 30}},
+    "vapo": {"name": "ppo", "ppo": {"length_factor": 0.5, "critic_lambda": 1.0}, "critic": {"pretrain_steps": 30}},
     "gspo_wide": {"name": "grpo", "trust_region": "gspo", "clip_low": 0.02, "clip_high": 0.03},
 }
 """Arm -> options of the section `algorithm`."""
@@ -45,7 +49,7 @@ BASELINE = "grpo"
 
 def arm_names() -> list[str]:
     """All arms: the registry in its order, then the presets."""
-    return [*ALGORITHMS, *PRESETS]
+    return [*ALGORITHMS, *WITH_CRITIC, *PRESETS]
 
 
 def options_of(arm: str) -> Options:
@@ -57,7 +61,7 @@ def options_of(arm: str) -> Options:
     arm = arm.partition("@")[0]
     if arm in PRESETS:
         return PRESETS[arm]
-    if arm in ALGORITHMS:
+    if arm in {**ALGORITHMS, **WITH_CRITIC}:
         return {"name": arm}
     raise ConfigError(f"arm: got {arm!r}, allowed are {', '.join(arm_names())}")
 

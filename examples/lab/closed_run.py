@@ -12,11 +12,12 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from arms import build
+from arms import build, section_of
+from closed_critic import Critic, CriticColumns
 from closed_exact import expected_step, refusal
 from closed_world import (
     MAX_TOKENS,
@@ -53,13 +54,15 @@ class Run:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """The trained answers of a batch and what the driver knows of them."""
+    """The trained answers of a batch and what the driver knows of them; old_T, values_T: what policy and critic said
+    when it began."""
 
     answers: Answers
     groups_N: Tensor
     bins_N: Tensor
     advantages_N: Tensor
     old_T: Tensor | None = None
+    values_T: Tensor | None = None
 
 
 class ClosedRun:
@@ -75,6 +78,10 @@ class ClosedRun:
         if dials.gradients == "exact" and (why := refusal(self.algorithm)):
             raise ConfigError(f"gradients: got 'exact' with arm {arm}, allowed is 'sampled': {why}")
         self.optimizer = torch.optim.AdamW(self.policy.parameters, lr=learning_rate, weight_decay=0.0)
+        self.critic: Critic | None = None
+        if "values" in (self.algorithm.token_columns or ()):
+            self.critic = Critic(self.problems, section_of(arm).critic, learning_rate)
+        self.steps = 0
         self.waiting = torch.empty(0, dtype=torch.int64)
         self.answered = self.generated = 0
 
@@ -102,18 +109,20 @@ class ClosedRun:
         updates = self.dials.updates
         if batch is None:
             return updates
-        if updates > 1:
-            with torch.no_grad():
-                old_T = token_logprobs(self.policy, self.problems, batch.answers)
-            segment_T = batch.answers.segment_T
+        with torch.no_grad():
+            values_T = self.critic.values(batch.answers) if self.critic else None
+            old_T = token_logprobs(self.policy, self.problems, batch.answers) if updates > 1 else None
+        if updates == 1:
+            self.step(replace(batch, values_T=values_T))
+            return updates
+        segment_T = batch.answers.segment_T
         for part in batch.groups_N.unique().tensor_split(updates):
             rows = torch.isin(batch.groups_N, part).nonzero()[:, 0]
-            if updates == 1:
-                self.step(batch)
-            elif len(rows):
+            if len(rows):
                 mine_T = torch.isin(segment_T, rows)
                 chosen = (batch.groups_N[rows], batch.bins_N[rows], batch.advantages_N[rows])
-                self.step(Batch(batch.answers.select(rows), *chosen, old_T[mine_T]))
+                columns = (None if column_T is None else column_T[mine_T] for column_T in (old_T, values_T))
+                self.step(Batch(batch.answers.select(rows), *chosen, *columns))
         return updates
 
     def sample(self) -> Batch | None:
@@ -157,6 +166,7 @@ class ClosedRun:
             NonFiniteError: a loss or gradient is not finite.
         """
         answers, segment_T = batch.answers, batch.answers.segment_T
+        of_critic = self._of_critic(batch)
         samples, totals = samples_of(self.algorithm, batch.bins_N, answers.lengths_N, batch.advantages_N)
         coefficients_N = self.algorithm.coefficients(samples, totals)
         slopes_PN = self.algorithm.coefficient_slopes(samples, totals)
@@ -167,16 +177,29 @@ class ClosedRun:
             old_logprobs_T=batch.old_T,
             rollout_logprobs_T=None,
             ref_logprobs_T=None,
-            advantages_T=batch.advantages_N[segment_T],
+            advantages_T=batch.advantages_N[segment_T] if of_critic is None else of_critic.advantages_T,
             mask_T=torch.ones_like(segment_T, dtype=torch.bool),
             segment_T=segment_T,
             num_segments=len(batch.bins_N),
             settings=self.settings,
             gradient_squares=self.algorithm.needs_gradient_squares,
         )
+        self.steps += 1
+        if self.critic is not None and of_critic is not None:
+            self.critic.learn(answers, of_critic)
+            if self.steps <= self.critic.pretrain_steps:
+                return
         self._descend((coefficients_N * objective.segment_losses_M).sum())
         sums_N = {"loss_sums": objective.segment_losses_M.detach(), **objective.segment_sums_M}
         self.algorithm.learn(evidence_of(self.algorithm, samples, totals, sums_N, slopes_PN, entropy))
+
+    def _of_critic(self, batch: Batch) -> CriticColumns | None:
+        """What the critic makes of a step; None without one. What stands for advantages of answers are their rewards
+        (see `WithCritic.advantages`)."""
+        if self.critic is None or batch.values_T is None:
+            return None
+        samples = (batch.advantages_N, batch.bins_N, batch.groups_N)
+        return self.critic.columns(self.algorithm, batch.answers, batch.values_T, samples)
 
     def expected_step(self) -> None:
         """One optimizer step along the expected gradient of the next prompts, then the algorithm's own.

@@ -251,7 +251,7 @@ def _code_fingerprint(kind: str) -> str:
 
     here, algo = Path(__file__).parent, Path(megatron_daro.algo.__file__).parent
     own = {
-        "closed": ("closed_world.py", "closed_run.py", "closed_exact.py"),
+        "closed": ("closed_world.py", "closed_run.py", "closed_exact.py", "closed_critic.py"),
         "tiny": ("tiny_run.py", "one_process.py", "chains.py", "chains.yaml"),
     }[kind]
     files = [*(here / name for name in own), *sorted(algo.glob("*.py"))]

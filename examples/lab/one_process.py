@@ -34,7 +34,7 @@ from megatron_daro.reward.pool import RewardPool
 from megatron_daro.rollout.evaluation import Evaluations
 from megatron_daro.runtime import parts
 from megatron_daro.runtime.inputs import Inputs, read_inputs
-from megatron_daro.runtime.policy_group import renumbered
+from megatron_daro.runtime.policy_group import Shard, joined_column, renumbered
 from megatron_daro.sync.buckets import bucketize
 from megatron_daro.sync.check import ProbeAnswer
 from megatron_daro.sync.plan import SendPlan, SendReport, Target
@@ -56,16 +56,24 @@ class OnePolicy:
     async def prepare(self, batch: TrainBatch) -> TrainBatch:
         """See `PolicyGroup.prepare`."""
         if self._algorithm.old_logprobs == "rollout":
-            return dataclasses.replace(batch, old_logprobs_R=batch.rollout_logprobs_R)
-        if self._passes:
-            raise ConfigError("algorithm: log-probs of a pass of their own; allowed in one process: a loss without")
-        return batch
+            batch = dataclasses.replace(batch, old_logprobs_R=batch.rollout_logprobs_R)
+        if not self._passes:
+            return batch
+        rows, local = self._scheduled(batch)
+        mine, columns = batch.select(rows), dict[str, Any]()
+        for name in self._passes:
+            column_R = await asyncio.to_thread(self._policy.run_pass, name, mine, local)
+            columns[f"{name}_R"] = joined_column(batch, [Shard(rows, cast(Any, None), local)], {0: column_R})
+        return dataclasses.replace(batch, **columns)
 
     async def train(self, batch: TrainBatch, step: int) -> StepResult:
         """One optimizer step, on the rows in the order and the micro-batches of the product's schedule."""
-        (micro_batches,) = schedule(batch.lengths_N, 1, self._actor.micro_batch_tokens, cost=self._cost).ranks
-        rows, local = renumbered(micro_batches)
+        rows, local = self._scheduled(batch)
         return await asyncio.to_thread(self._policy.train_step, batch.select(rows), local, step=step)
+
+    def _scheduled(self, batch: TrainBatch) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+        (micro_batches,) = schedule(batch.lengths_N, 1, self._actor.micro_batch_tokens, cost=self._cost).ranks
+        return renumbered(micro_batches)
 
     @asynccontextmanager
     async def hold(self, version: int | None = None) -> AsyncIterator[int]:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from arms import BASELINE, arm_names, build, needs_several_updates
+from arms import BASELINE, arm_names, build, needs_several_updates, section_of
 from closed_run import ClosedRun, evidence_of, samples_of
 from closed_world import MAX_TOKENS, Dials, sample_answers, token_logprobs
 from findings import markdown
@@ -183,7 +183,7 @@ def main(arguments: list[str]) -> int:
     """Print the table of a world."""
     world = arguments[0] if arguments else "skewed"
     steps = [int(s) for s in (arguments[1] if len(arguments) > 1 else "20,100,300").split(",")]
-    arms = [arm for arm in arm_names() if not needs_several_updates(arm)]
+    arms = [arm for arm in arm_names() if not needs_several_updates(arm) and not section_of(arm).has_critic]
     size = _closed(world).rollouts
     header = ["step", "arm", "efficiency", *(f"{k}/{size}" for k in range(1, size))]
     print(markdown(header, rows(world, steps, arms)))

@@ -16,7 +16,7 @@ from typing import Any
 
 import chains
 import one_process
-from arms import command_line
+from arms import command_line, section_of
 from closed_run import Run
 
 from megatron_daro.config import Config, resolve
@@ -72,7 +72,10 @@ def run_arm(dials: TinyDials, arm: str, learning_rate: float, seed: int, folder:
 
 def config_of(dials: TinyDials, arm: str, learning_rate: float, seed: int, base: Path, run_dir: Path) -> Config:
     """The configuration of a run: `megatron-daro train` takes the same file and options."""
-    return resolve(_HERE / "chains.yaml", _options(dials, base, run_dir, learning_rate, seed) + command_line(arm))
+    options = _options(dials, base, run_dir, learning_rate, seed) + command_line(arm)
+    if section_of(arm).has_critic:
+        options.append(f"algorithm.critic.learning_rate={learning_rate}")
+    return resolve(_HERE / "chains.yaml", options)
 
 
 def read_records(run_dir: Path) -> list[dict[str, Any]]:

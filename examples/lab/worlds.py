@@ -21,6 +21,7 @@ FURTHER = TUNING_SEEDS[:1]
 TINY_ARMS = (
     *("grpo", "dapo", "dr_grpo", "lite_ppo", "rloo", "maxrl", "f_grpo", "ha_dw"),
     *("daro", "daro_half_life", "daro_shared", "daro_shared_half_life"),
+    *("ppo", "daro_ppo", "kimi"),
 )
 """The arms that say most: a run by the real product takes about half a minute of a core."""
 

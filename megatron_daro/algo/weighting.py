@@ -301,7 +301,7 @@ _TABLE += (*PASS_RATE_RULES, Dgpo, HaDw, Fade, LambdaGrpo)
 ALGORITHMS: Mapping[str, type[Algorithm]] = {cls.name: cls for cls in _TABLE}
 """Those that need nothing but rollouts and their log-probs."""
 WITH_CRITIC: Mapping[str, type[Algorithm]] = {cls.name: cls for cls in (Ppo, DaroPpo)}
-"""Those that need values too: not in other frameworks' loops, nor in the lab's."""
+"""Those that need values too: not in other frameworks' loops."""
 
 
 def make_algorithm(name: str, **options: Any) -> Algorithm:

@@ -6,14 +6,16 @@ import dataclasses
 import math
 
 import arms
+import closed_critic
 import closed_run
 import lab
 import pytest
 import torch
-from closed_world import MAX_TOKENS, Dials, Policy, make_problems, sample_answers, token_logprobs
+from closed_world import MAX_TOKENS, STEPS, Dials, Policy, make_problems, sample_answers, token_logprobs
 
 from megatron_daro.algo.difficulty import predicted_bin_loss
 from megatron_daro.algo.weighting import make_algorithm
+from megatron_daro.config.algorithm import CriticSection
 from megatron_daro.errors import ConfigError
 
 SMALL = Dials(groups=8, rollouts=4, steps=6, problems=40, held_out=30)
@@ -62,6 +64,54 @@ def test_logprobs_and_verdicts_of_answers_are_those_of_their_choices(world):
             logprob, right = by_hand(policy, problems, answers, i)
         assert float(sums_N[i]) == pytest.approx(logprob, rel=1e-12)
         assert bool(answers.right_N[i]) == right
+
+
+def states_by_hand(answers, i):
+    """Steps left (one more than there are for an answer not begun), and whether all steps so far were right."""
+    good = answers.good_NJ[i][answers.used_NJ[i]].tolist()
+    states = [(STEPS + 1, True)] + [(len(good) - j, all(good[:j])) for j in range(len(good))]
+    return states + [(0, all(good))] * int(answers.extra_N[i] + answers.stopped_N[i])
+
+
+def test_the_critic_sees_the_states_of_the_answers_and_their_tokens_one_after_the_other(world):
+    policy, problems, noise = world
+    answers = sample_answers(policy, problems, torch.arange(60).repeat(3), noise)
+    order_T = closed_critic._answer_by_answer(answers)
+    left_T, right_T = (column_T[order_T].tolist() for column_T in closed_critic._states(answers))
+    wanted = [state for i in range(180) for state in states_by_hand(answers, i)]
+    assert answers.segment_T[order_T].tolist() == torch.arange(180).repeat_interleave(answers.lengths_N).tolist()
+    assert list(zip(left_T, right_T, strict=True)) == wanted
+
+
+def test_advantages_of_ppo_are_the_products_for_each_token(world):
+    """With lambda 1 the reward less the value; a critic at 0 has the same advantage for all tokens of an answer."""
+    policy, problems, noise = world
+    answers = sample_answers(policy, problems, torch.arange(60), noise)
+    critic = closed_critic.Critic(problems, CriticSection(), 0.1)
+    with torch.no_grad():
+        critic.own_P += torch.randn(60, generator=noise, dtype=torch.float64)
+        values_T = critic.values(answers)
+    algorithm = make_algorithm("ppo", rollouts_per_prompt=4, max_response_tokens=MAX_TOKENS, whiten=False)
+    groups_N = torch.arange(60) // 4
+    rewards_N = answers.right_N.double()
+    columns = critic.columns(algorithm, answers, values_T, (rewards_N, groups_N * 0 + 1, groups_N))
+    torch.testing.assert_close(columns.advantages_T, rewards_N[answers.segment_T] - values_T)
+    torch.testing.assert_close(columns.targets_T, rewards_N[answers.segment_T])
+    before = (values_T - columns.targets_T).square().mean()
+    critic.learn(answers, columns)
+    assert (critic.values(answers) - columns.targets_T).square().mean() < before
+
+
+def test_the_policy_rests_while_the_critic_is_pretrained():
+    run = closed_run.ClosedRun(SMALL, "vc_ppo", 0.05, 0)
+    first = [p.detach().clone() for p in run.policy.parameters]
+    run.critic.pretrain_steps = 2
+    for _ in range(2):
+        run.one_batch()
+    assert all(torch.equal(a, b) for a, b in zip(first, run.policy.parameters, strict=True))
+    assert bool(run.critic.table.any())
+    run.one_batch()
+    assert not all(torch.equal(a, b) for a, b in zip(first, run.policy.parameters, strict=True))
 
 
 def test_pass_rates_are_the_frequencies_of_right_answers(world):
