@@ -41,18 +41,18 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def save_model(directory: Path) -> None:
-    """A Qwen2 model of the quickstart's size, random weights."""
+def save_model(directory: Path, hidden: int = 128, layers: int = 4, ffn: int = 384) -> None:
+    """A small Qwen2 model, random weights; without sizes one of the quickstart's kind."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     torch.manual_seed(0)
     config = Qwen2Config(
-        hidden_size=128,
-        num_hidden_layers=4,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        intermediate_size=384,
+        intermediate_size=ffn,
         vocab_size=32,
         max_position_embeddings=512,
         tie_word_embeddings=True,
