@@ -55,6 +55,7 @@ def measure(policies: dict[str, Any], arguments: argparse.Namespace) -> dict[str
     taken: dict[str, list[dict[str, float]]] = {name: [] for name in policies}
     for pair in range(arguments.warm_up + arguments.pairs):
         batch = make_batch(GROUPS, MEAN_TOKENS, seed=pair)
+        batch = dataclasses.replace(batch, rewards_N=batch.correct_N.astype("float32"))
         micro_batches = [list(range(i, len(batch), MICRO_BATCHES)) for i in range(MICRO_BATCHES)]
         for name in list(policies) if pair % 2 else list(policies)[::-1]:
             took = timed_step(policies[name], batch, micro_batches)

@@ -1,10 +1,9 @@
-"""The critic of one process: a model of the policy's shape that says what an answer will still be worth.
+"""The critic of one process: a second model, which says what an answer will still be worth.
 
-Built from the policy's checkpoint, or from one of its own, under the policy's layout and on its ranks; the two compute
-one after the other. `values` is a pass before the first update of a batch; `gradients` and `apply` are its part of an
+Built from the policy's checkpoint, or from one of its own, which may be of another shape, under the policy's layout and
+on its ranks; the two compute one after the other. `values` is a pass before the first update of a batch; `gradients` and `apply` are its part of an
 optimizer step, for which actor/step.py has made the targets. The head has one output, is whole on every
-tensor-parallel rank, and says 0 until it is trained where the checkpoint has none. Refuses a checkpoint of another
-shape.
+tensor-parallel rank, and says 0 until it is trained where the checkpoint has none. Refuses a head with a bias.
 
 Legend: T packed tokens, D hidden, P response tokens and J trained tokens of a micro-batch, R of the shard.
 """
@@ -16,7 +15,6 @@ import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,7 +38,6 @@ from megatron_daro.actor.weights import load_hf_weights
 from megatron_daro.algo.ppo import value_losses
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import CriticSection
-from megatron_daro.config.check_critic import different_sizes
 from megatron_daro.config.model_shape import CRITIC_HEADS, ModelShape, read_model_shape
 from megatron_daro.convert.hf_files import HFCheckpoint
 from megatron_daro.convert.megatron_weights import MegatronWeights
@@ -74,24 +71,17 @@ class Critic:
         """Build the model, load the weights, make optimizer and schedule. Collective.
 
         Args:
-            settings, actor: of the policy, whose optimizer it has but for what the section says. config: of its own,
-            with the policy's values. options: upstream's, from `split_megatron_options`.
+            settings, actor: of the policy, whose optimizer it has but for what the section says. config: of `shape_of`.
+            options: upstream's, from `split_megatron_options`.
 
         Raises:
-            ModelError: the checkpoint cannot be used, or is of another shape than the policy.
+            ModelError: the checkpoint cannot be used.
         """
-        policy, path = read_model_shape(settings.model_path), section.path or settings.model_path
-        own = read_model_shape(path, CRITIC_HEADS)
-        if others := different_sizes(own, policy):
-            raise ModelError(f"algorithm.critic.path: {path} has {others}; use a model of the policy's shape")
-        self.shape, self.pretrain_steps, self._clip = (
-            replace(own, tie=False),
-            section.pretrain_steps,
-            section.value_clip,
-        )
+        self.shape = replace(shape_of(settings, section), tie=False)
+        self.pretrain_steps, self._clip = section.pretrain_steps, section.value_clip
         self.chunks = build_model(self.shape, config, transformer_engine=transformer_engine, kind=ValueModel)
-        with _tensors(settings, section, policy) as tensors:
-            _refuse_bias(tensors, path)
+        with _tensors(settings, section) as tensors:
+            _refuse_bias(tensors, section)
             load_hf_weights(self.chunks, self.shape, tensors)
         wrapped = wrap_data_parallel(
             self.chunks, config, distributed_optimizer=actor.optimizer.distributed, options=options["ddp"]
@@ -173,17 +163,22 @@ class _ValueLoss:
         return loss.to(torch.float32), torch.zeros((), dtype=torch.int, device=loss.device), {}
 
 
-def _refuse_bias(tensors: HFCheckpoint | MegatronWeights, path: Path) -> None:
+def shape_of(settings: PolicySettings, section: CriticSection) -> ModelShape:
+    """Return the shape of the checkpoint that it starts from. Raises ModelError."""
+    return read_model_shape(section.path or settings.model_path, CRITIC_HEADS)
+
+
+def _refuse_bias(tensors: HFCheckpoint | MegatronWeights, section: CriticSection) -> None:
     """Raise ModelError for a head with a bias that is not 0: the critic's has none."""
     if isinstance(tensors, HFCheckpoint) and _BIAS in tensors and bool(tensors[_BIAS].any()):
         raise ModelError(
-            f"algorithm.critic.path: {path} has a head with a bias ({_BIAS}), allowed is one without or of 0; use a "
+            f"algorithm.critic.path: {section.path} has a head with a bias ({_BIAS}), allowed is one without or of 0; use a "
             "sequence classifier, or set the bias to 0"
         )
 
 
-def _tensors(settings: PolicySettings, section: CriticSection, policy: ModelShape) -> HFCheckpoint | MegatronWeights:
+def _tensors(settings: PolicySettings, section: CriticSection) -> HFCheckpoint | MegatronWeights:
     """Return the checkpoint that it starts from: its own, else the policy's."""
     if section.path is None and settings.weights is not None:
-        return MegatronWeights(settings.weights, policy)
+        return MegatronWeights(settings.weights, shape_of(settings, section))
     return HFCheckpoint(section.path or settings.model_path)

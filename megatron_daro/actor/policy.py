@@ -160,7 +160,9 @@ class MegatronPolicy:
         )
         self.critic: critic.Critic | None = None
         if "values" in passes:
-            its_config = _transformer_config(self.shape, actor, options["transformer"])
+            its_config = _transformer_config(
+                critic.shape_of(settings, algorithm.critic), actor, options["transformer"]
+            )
             self.critic = critic.Critic(
                 settings,
                 actor,

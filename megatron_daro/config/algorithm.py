@@ -239,7 +239,8 @@ class CriticSection(Section):
     """The critic: a second model on the policy's ranks. Read by algorithms with values (ppo)."""
 
     path: ExpandedPath | None = None
-    """Hugging Face checkpoint that it starts from, of the policy's shape and tokenizer. Unset: the policy's."""
+    """Hugging Face checkpoint that it starts from, of any supported shape, with the policy's tokenizer. Unset: the
+    policy's."""
     learning_rate: float = Field(default=5e-6, ge=1e-12, le=10)
     """Peak learning rate; the rest of its optimizer is actor.optimizer."""
     warmup_steps: int = Field(default=0, ge=0)

@@ -1,6 +1,6 @@
-"""Checks of a critic: whether there is one, and whether it is of the policy's shape and tokenizer.
+"""Checks of a critic: whether there is one, and whether its model has the policy's tokenizer and fits the layout.
 
-Called by checks.py with the others, and by the ranks before they build one.
+Called by checks.py with the others.
 """
 
 from __future__ import annotations
@@ -9,21 +9,18 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_daro.config.check_training import division_problems
 from megatron_daro.config.model_shape import CRITIC_HEADS, ModelShape, read_model_shape
 from megatron_daro.config.problems import Problem
 from megatron_daro.config.sections import Config
 from megatron_daro.errors import ModelError
 
-_SIZES = ("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "experts")
-
-
-def different_sizes(critic: ModelShape, policy: ModelShape) -> str:
-    """Return what of a critic's shape is not the policy's, for a message; empty where nothing is."""
-    return ", ".join(
-        f"{name} {getattr(critic, name)} (the policy: {getattr(policy, name)})"
-        for name in _SIZES
-        if getattr(critic, name) != getattr(policy, name)
-    )
+def critic_shape(config: Config, policy: ModelShape) -> ModelShape | None:
+    """Return the shape of the critic; None for an algorithm of the package without one. Raises ModelError."""
+    path = config.algorithm.critic.path
+    if not config.algorithm.has_critic:
+        return None
+    return policy if path is None else read_model_shape(path, CRITIC_HEADS)
 
 
 def critic(config: Config, policy: ModelShape | None) -> Iterator[Problem]:
@@ -56,7 +53,7 @@ def critic(config: Config, policy: ModelShape | None) -> Iterator[Problem]:
         also, fix = ("rollout.max_response_tokens",), "set algorithm.ppo.bootstrap_truncated=false"
         yield Problem("algorithm.ppo.bootstrap_truncated", got, "false with answers of one token", fix, also=also)
     if options.path is not None and policy is not None:
-        yield from _model_problems(options.path, config.model.path, policy)
+        yield from _model_problems(options.path, config, policy)
 
 
 def _unread(config: Config) -> Iterator[Problem]:
@@ -74,24 +71,36 @@ def _unread(config: Config) -> Iterator[Problem]:
             )
 
 
-def _model_problems(path: Path, policy_path: Path, policy: ModelShape) -> Iterator[Problem]:
-    field, allowed, also = "algorithm.critic.path", "a model of the policy's shape and tokenizer", ("model.path",)
+def _model_problems(path: Path, config: Config, policy: ModelShape) -> Iterator[Problem]:
+    field, allowed, also = "algorithm.critic.path", "a model of the policy's tokenizer", ("model.path",)
     fix = "name such a model, or leave it unset: the critic then begins as the policy"
     try:
         shape = read_model_shape(path, CRITIC_HEADS)
     except ModelError as error:
         yield Problem(field, f"{str(path)!r}, which cannot be used ({error})", allowed, fix, also=also)
         return
-    if others := different_sizes(shape, policy):
-        yield Problem(field, f"{str(path)!r} with {others}", allowed, fix, also=also)
-    elif _vocabulary(path) != _vocabulary(policy_path):
+    numbers, own = _numbers(path), _numbers(config.model.path)
+    if numbers != own:
         yield Problem(field, f"{str(path)!r}, whose tokenizer has other tokens", allowed, fix, also=also)
+    elif shape.vocab <= max(numbers.values()) if numbers else shape.vocab != policy.vocab:
+        got = f"{str(path)!r} with an embedding of {shape.vocab} tokens (the policy: {policy.vocab})"
+        yield Problem(field, got, allowed, fix, also=also)
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    if longest > shape.max_positions:
+        got = f"{str(path)!r} with max_position_embeddings {shape.max_positions}"
+        yield Problem(field, got, f"at least the {longest} tokens of a prompt and its response", fix, also=also)
+    for problem in division_problems(config.actor, shape):
+        got = f"{str(path)!r}, with which {problem.field} is {problem.got}"
+        yield Problem(field, got, f"{problem.allowed} there", fix, also=(problem.field,))
 
 
-def _vocabulary(path: Path) -> object:
-    """Return what the numbers of the tokens mean; nothing where tokenizer.json does not say it."""
+def _numbers(path: Path) -> dict[str, int]:
+    """Return the number of each token, as tokenizer.json has it; empty where it does not say it."""
     try:
         content = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
-        return content.get("model", {}).get("vocab"), content.get("added_tokens")
-    except (OSError, ValueError, AttributeError):
-        return None
+        vocabulary = content.get("model", {}).get("vocab") or {}
+        if isinstance(vocabulary, list):  # Unigram: pairs of token and score, in order
+            vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
+        return {**vocabulary, **{token["content"]: token["id"] for token in content.get("added_tokens") or ()}}
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
+        return {}

@@ -23,6 +23,7 @@ from packaging.requirements import Requirement
 
 from megatron_daro.config import Config, detect, precision, resolve
 from megatron_daro.config.base import filled
+from megatron_daro.config.check_critic import critic_shape
 from megatron_daro.config.checks import check
 from megatron_daro.config.hardware import torch_hip
 from megatron_daro.config.model_shape import read_model_shape
@@ -239,16 +240,18 @@ def _disk_of(config: Config) -> tuple[float, str]:
     """Return the GiB that a run writes at most, and what they are of."""
     try:
         shape = read_model_shape(config.model.path)
+        critic = critic_shape(config, shape)
     except DaroError:
         return _LEAST_DISK_GIB, "at least; the model, which says how large checkpoints are, cannot be read"
     trainer, weight = config.trainer, 4 if config.actor.dtype == "fp32" else 2
-    one = checkpoint_bytes(shape, weight) * (1 + config.algorithm.has_critic) / 2**30
+    policy_gib, critic_gib = (checkpoint_bytes(s, weight) / 2**30 if s else 0.0 for s in (shape, critic))
+    one = policy_gib + critic_gib
     written = trainer.steps // trainer.save_every_steps if trainer.save_every_steps else 1
     milestones = trainer.steps // trainer.keep_every_steps if trainer.keep_every_steps else 0
     # The oldest is removed when the newest is whole.
     count = min(max(written, 1), trainer.keep_checkpoints + 1) + milestones
-    exported = checkpoint_bytes(shape, weight) / (weight + {2: 12, 4: 8}[weight]) * weight / 2**30
-    export = exported * (trainer.export_hf + trainer.export_critic)
+    exported = policy_gib * trainer.export_hf + critic_gib * trainer.export_critic
+    export = exported / (weight + {2: 12, 4: 8}[weight]) * weight
     words = f"{count} checkpoints of {one:.1f}" + (f" and what is exported of {export:.1f}" if export else "")
     return max(count * one + export, _LEAST_DISK_GIB), words
 

@@ -44,6 +44,7 @@ MODELS = {
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": False}),
     "qwen2_tied": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen2_deep": ("Qwen2Config", {"tie_word_embeddings": True, "num_hidden_layers": 8}),
+    "qwen2_narrow": ("Qwen2Config", {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 8}),
     "qwen3": ("Qwen3Config", QWEN3),
     "qwen3_yarn": ("Qwen3Config", {**QWEN3, "rope_parameters": YARN}),
     "llama": ("LlamaConfig", {"rope_parameters": LLAMA3}),

@@ -153,6 +153,9 @@ def static_bytes(
         critic: of the critic, not of the policy.
     """
     shape, distributed = workload.shape, workload.distributed_optimizer
+    if critic:
+        assert workload.critic is not None
+        shape = workload.critic
     shared = shards if distributed else 0
     buffer = buffer_elements(shape, cut, stage, shards=shared, expert_shards=expert_shards, critic=critic)
     rest, experts = counts(shape, cut, stage, critic)
@@ -188,13 +191,16 @@ def _stage_memory(
         static_bytes(workload, layout.cut, stage, shards, expert_shards, critic=True) if workload.critic else (0.0,) * 4
     )
     local = LOCAL_FP32 if workload.dtype_bytes == 4 else LOCAL_BF16
-    kept = activations(
-        workload, layout, ENGINE if on_gpu and workload.dtype_bytes == 2 else local, stage=stage,
-        micro_batches=micro_batches,
-    )  # fmt: skip
+    widest = workload.shape.hidden
+    kinds = ENGINE if on_gpu and workload.dtype_bytes == 2 else local
+    kept = activations(workload, layout, kinds, stage=stage, micro_batches=micro_batches)
+    if workload.critic:  # one after the other: there are those of one model at a time
+        its_own = replace(workload, shape=workload.critic)
+        kept = max(kept, activations(its_own, layout, kinds, stage=stage, micro_batches=micro_batches))
+        widest = max(widest, workload.critic.hidden)
     last = stage == layout.pipeline - 1
     tiles = logits(workload, layout, on_gpu=on_gpu) if last else 0.0
-    hidden = layout.tokens_per_rank * workload.shape.hidden * workload.dtype_bytes
+    hidden = layout.tokens_per_rank * widest * workload.dtype_bytes
     return Memory(
         weights=weights,
         gradients=gradients,

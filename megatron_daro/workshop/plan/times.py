@@ -174,9 +174,11 @@ def train_times(
     idle = (layout.pipeline - 1) / (taken * layout.virtual)
     bubble = workload.updates * taken * (one + traffic) * idle
     forward = num * workload.updates * (max(on_gpu * uneven, on_host / practice.logprobs_at_once) + 0.4 * traffic) / 3
-    passes = workload.extra_passes * forward * (1 + idle)
+    # The critic sees the same tokens, for its values and when it is trained.
+    critic = active_parameters(workload.critic) / active_parameters(workload.shape) if workload.critic else 0.0
+    passes = (workload.extra_passes - (workload.critic is not None) + critic) * forward * (1 + idle)
     factor = constants.training_factor
-    models = factor * (1 + workload.critic)  # a critic is as large, and is trained on the same tokens
+    models = factor * (1 + critic)
     return TrainTimes(models * compute, models * (inner + outer), models * bubble, factor * passes)
 
 

@@ -12,6 +12,7 @@ from statistics import NormalDist
 import numpy as np
 
 from megatron_daro.config import Config
+from megatron_daro.config.check_critic import critic_shape
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.config.sections import GPU_BUCKET_MIB, SHARED_FRACTION
 from megatron_daro.errors import ConfigError
@@ -29,8 +30,8 @@ class Workload:
     """One training batch. Lengths in tokens; response_Q are equally likely answer lengths, ascending.
 
     samples: of a batch; generated: answers asked for, with oversampling; extra_passes: forward passes beside
-    training (old and reference log-probs, values); critic: whether a second model is trained on the same ranks;
-    updates: optimizer steps of a batch. servers_fp8, cache_fp8: their weights, and keys and values.
+    training (old and reference log-probs, values); critic: the shape of the second model that is trained on
+    the same ranks; updates: optimizer steps of a batch. servers_fp8, cache_fp8: their weights, and keys and values.
     server_fraction: of a server's GPU for its weights and cache; None: all that is left. server_nodes: that each
     server is spread over; None: as few as hold it. colocated: servers and ranks take turns on the GPUs.
     """
@@ -56,7 +57,7 @@ class Workload:
     server_fraction: float | None
     server_nodes: int | None
     colocated: bool
-    critic: bool = False
+    critic: ModelShape | None = None
 
     @property
     def mean_response(self) -> float:
@@ -143,7 +144,7 @@ def workload_of(
         updates=config.trainer.updates_per_batch,
         staleness=rollout.max_staleness,
         extra_passes=len(algorithm.passes(("values",) if algorithm.has_critic else ())),
-        critic=algorithm.has_critic,
+        critic=critic_shape(config, shape),
         mean_prompt=float(prompt),
         longest=config.data.max_prompt_tokens + longest,
         response_Q=quantiles(mean, spread, longest) if response_Q is None else response_Q,

@@ -174,21 +174,35 @@ def test_options_of_ppo_out_of_range_are_refused(run_files, option):
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        ({"vocab_size": 101}, "vocab 101 (the policy: 100)"),
-        ({"hidden_size": 128}, "hidden 128 (the policy: 64)"),
+        ({"vocab_size": 101}, "with an embedding of 101 tokens (the policy: 100)"),
         ({"vocabulary": {"a": 1}}, "whose tokenizer has other tokens"),
+        ({"max_position_embeddings": 64}, "with max_position_embeddings 64"),
+        (
+            {"num_attention_heads": 6, "head_dim": 16},
+            "with which actor.tensor_parallel is 4, which does not divide the model's 6 attention heads",
+        ),
+        ({"architectures": ["Qwen2Model"]}, "allowed for qwen2: Qwen2ForCausalLM, Qwen2ForSequenceClassification, "),
     ],
 )
-def test_a_critic_of_another_tokenizer_or_width_is_refused(run_files, made, words):
+def test_a_critic_that_does_not_fit_is_refused(run_files, made, words):
     (run_files.model / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {}}}))
     path = critic_directory(run_files, **made)
-    overrides = ["algorithm.name=ppo", f"algorithm.critic.path={path}"]
+    overrides = ["algorithm.name=ppo", f"algorithm.critic.path={path}", "actor.tensor_parallel=4"]
     found = [str(problem) for problem in check(resolve(run_files.file, overrides), Hardware("cpu", 4)).problems]
     assert len(found) == 1 and found[0].startswith("algorithm.critic.path: got ") and words in found[0], found
 
 
-def test_a_fit_critic_is_taken(run_files):
-    (run_files.model / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {}}}))
-    path = critic_directory(run_files, tie_word_embeddings=True)
+@pytest.mark.parametrize(
+    ("numbers", "made"),
+    [
+        ({}, {"tie_word_embeddings": True}),
+        ({}, {"hidden_size": 128, "num_hidden_layers": 2, "architectures": ["Qwen2ForSequenceClassification"]}),
+        ({"a": 0, "b": 98}, {"vocab_size": 99}),
+    ],
+)
+def test_a_fit_critic_is_taken(run_files, numbers, made):
+    """Rows of an embedding that stand for no token of the tokenizer may be missing."""
+    (run_files.model / "tokenizer.json").write_text(json.dumps({"model": {"vocab": numbers}}))
+    path = critic_directory(run_files, numbers, **made)
     overrides = ["algorithm.name=ppo", f"algorithm.critic.path={path}", "algorithm.critic.pretrain_steps=2"]
     assert not check(resolve(run_files.file, overrides), Hardware("cpu", 4)).problems

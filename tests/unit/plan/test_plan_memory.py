@@ -124,10 +124,26 @@ def test_a_critic_is_counted_as_it_is_and_comes_on_top():
     asked, layout = workload(small()), ModelLayout(1, 1, 1, "none", 4096)
     alone, both = (
         memory.trainer_memory(replace(asked, critic=critic), layout, shards=2, micro_batches=1)
-        for critic in (False, True)
+        for critic in (None, asked.shape)
     )
-    own = memory.static_bytes(asked, Cut(), 0, 2, critic=True)
+    own = memory.static_bytes(replace(asked, critic=asked.shape), Cut(), 0, 2, critic=True)
     assert alone.critic == 0 and both.total - alone.total == both.critic == sum(own[:3])
+
+
+def test_a_critic_of_another_shape_is_counted_as_that_shape():
+    """Its activations are there when the policy's are not: the larger count."""
+    asked, layout = workload(small()), ModelLayout(1, 1, 1, "none", 4096)
+    large = replace(asked.shape, layers=2 * asked.shape.layers, hidden=2 * asked.shape.hidden)
+    with_it, of_large = (
+        memory.trainer_memory(replace(asked, shape=shape, critic=large), layout, shards=2, micro_batches=1)
+        for shape in (asked.shape, large)
+    )
+    assert with_it.critic == of_large.critic == sum(memory.static_bytes(of(large), Cut(), 0, 2, critic=True)[:3])
+    assert with_it.activations == of_large.activations and with_it.weights < of_large.weights
+
+
+def of(critic):
+    return replace(workload(small()), critic=critic)
 
 
 def test_weights_gradients_and_optimizer_are_those_of_megatron():
