@@ -59,7 +59,9 @@ class Critic:
         undecided_T = right_T & (left_T > 0)
         return self.table[left_T, right_T.long()] + torch.where(undecided_T, of_problem_T, 0.0)
 
-    def columns(self, algorithm: Algorithm, answers: Answers, values_T: Tensor, samples: Sequence[Tensor]) -> CriticColumns:
+    def columns(
+        self, algorithm: Algorithm, answers: Answers, values_T: Tensor, samples: Sequence[Tensor]
+    ) -> CriticColumns:
         """Return the algorithm's advantages and targets of a step.
 
         Args:

@@ -196,12 +196,15 @@ def _end_with_the_lab() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def run_lab(plan: Plan, out: Path, processes: int, command: str, rates: Path | None = None) -> Path:
+def run_lab(
+    plan: Plan, out: Path, processes: int, command: str, rates: Path | None = None, beside: Path | None = None
+) -> Path:
     """Tune, compare, write the results and the page. Returns the page.
 
     Args:
         plan, out, processes: what, where, on how many processes. command: for the page. rates: a folder of results
-            whose search for learning rates is used where it has the run.
+            whose search for learning rates is used where it has the run. beside: a folder of results that stay as
+            they are in the files; an arm that it has in a world is not compared there again.
     """
     from page import write_page
 
@@ -211,13 +214,17 @@ def run_lab(plan: Plan, out: Path, processes: int, command: str, rates: Path | N
     earlier, tuning = [known[job] for job in tuning if job in known], [job for job in tuning if job not in known]
     print(f"tuning: {len(tuning)} runs of {len(plan.arms)} arms in {len(plan.worlds)} worlds", flush=True)
     tuned = [*earlier, *run_all(tuning, plan, store, processes)]
-    comparison = plan.comparison(tuned)
+    there = results.read(beside)[0] if beside else []
+    compared = {(o.job.world, o.job.arm) for o in there if o.job.purpose == "compare"}
+    comparison = [job for job in plan.comparison(tuned) if (job.world, job.arm) not in compared]
     print(f"comparison: {len(comparison)} runs", flush=True)
     found = list(run_all(comparison, plan, store, processes))
     note = {"command": command, "plan": json.dumps(dataclasses.asdict(plan))}
     note["dials"] = json.dumps({w: dataclasses.asdict(plan.dials(w)) for w in plan.worlds})
     ordered = sorted([*tuned, *found], key=lambda o: (comparing_order(o.job, plan), o.job.key))
     note["cpu_seconds"] = json.dumps(cpu_seconds(ordered))
+    if beside:
+        ordered, note = joined(beside, ordered, note)
     results.write(out, ordered, note)
     path = write_page(out, out / "lab.html")
     print(
@@ -225,6 +232,19 @@ def run_lab(plan: Plan, out: Path, processes: int, command: str, rates: Path | N
     )
     print(f"{time.monotonic() - began:.0f} s; the page: {path}")
     return path
+
+
+def joined(folder: Path, outcomes: Iterable[Outcome], note: Mapping[str, str]) -> tuple[list[Outcome], dict[str, str]]:
+    """Results that are there, then those of a lab in whose worlds an arm was not there yet; the first have the dials of
+    the note, and commands and CPU seconds of both are in it."""
+    there, its_note = results.read(folder)
+    known = {(o.job.world, o.job.arm) for o in there}
+    new = [o for o in outcomes if (o.job.world, o.job.arm) not in known]
+    seconds = json.loads(its_note.get("cpu_seconds", "{}"))
+    seconds |= {world: seconds.get(world, 0) + more for world, more in cpu_seconds(new).items()}
+    dials = {**json.loads(note["dials"]), **json.loads(its_note.get("dials", "{}"))}
+    both = {name: f"{its_note.get(name, '')}; {note[name]}" for name in ("command", "plan")}
+    return [*there, *new], {**both, "dials": json.dumps(dials), "cpu_seconds": json.dumps(seconds)}
 
 
 def cpu_seconds(outcomes: Iterable[Outcome]) -> dict[str, int]:
@@ -278,6 +298,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Plan]:
     parser.add_argument("--seeds", type=int, default=0, help="seeds of the comparison; default 5")
     parser.add_argument("--first-seed", type=int, default=0, help="the first of them; default 0")
     parser.add_argument("--rates", type=Path, metavar="RESULTS", help="take the search for learning rates from there")
+    parser.add_argument("--beside", type=Path, metavar="RESULTS", help="keep these, and add arms that they lack")
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--out", type=Path, default=Path("runs/lab"))
     parser.add_argument("--quick", action="store_true", help="seconds: small worlds, few arms, two seeds")
@@ -310,7 +331,7 @@ def main(arguments: Sequence[str]) -> int:
             print(f"the page: {write_page(given.page, given.out / 'lab.html')}")
             return 0
         command = "bash examples/lab/run.sh " + " ".join(arguments)
-        run_lab(plan, given.out, given.processes, command, given.rates)
+        run_lab(plan, given.out, given.processes, command, given.rates, given.beside)
     except DaroError as error:
         print(f"lab: {error}", file=sys.stderr)
         return 2

@@ -47,8 +47,8 @@ def with_advantages(algorithm: Algorithm, batch: TrainBatch, settings: Objective
         return with_token_advantages(algorithm, batch, token_rewards_R)
     if token_rewards_R is not None:
         raise AlgorithmError(
-            f"kl.place: got 'token_reward' with algorithm {algorithm.name}, which has one advantage for all tokens of a "
-            "rollout; allowed is 'reward', or an algorithm with a critic"
+            f"kl.place: got 'token_reward' with algorithm {algorithm.name}, which has one advantage for all tokens of "
+            "a rollout; allowed is 'reward', or an algorithm with a critic"
         )
     return batch
 
@@ -104,9 +104,7 @@ def _of_the_step(*columns_N: Tensor) -> tuple[list[Tensor], slice]:
     return list(sum_over_data_parallel(together)), own
 
 
-def with_token_advantages(
-    algorithm: Algorithm, batch: TrainBatch, token_rewards_R: Tensor | None = None
-) -> TrainBatch:
+def with_token_advantages(algorithm: Algorithm, batch: TrainBatch, token_rewards_R: Tensor | None = None) -> TrainBatch:
     """Return this rank's shard with the algorithm's advantages per token, and with the critic's targets where there is
     one. Collective over the data-parallel group. Args: token_rewards_R: see `TokenColumns`.
 

@@ -1,9 +1,10 @@
 """The critic of one process: a second model, which says what an answer will still be worth.
 
-Built from the policy's checkpoint, or from one of its own, which may be of another shape, under the policy's layout and
-on its ranks; the two compute one after the other. `values` is a pass before the first update of a batch; `gradients` and `apply` are its part of an
-optimizer step, for which actor/step.py has made the targets. The head has one output, is whole on every
-tensor-parallel rank, and says 0 until it is trained where the checkpoint has none. Refuses a head with a bias.
+Built from the policy's checkpoint, or from one of its own, which may be of another shape, under the policy's layout
+and on its ranks; the two compute one after the other. `values` is a pass before the first update of a batch;
+`gradients` and `apply` are its part of an optimizer step, for which actor/advantages.py has made the targets. The head
+has one output, is whole on every tensor-parallel rank, and says 0 until it is trained where the checkpoint has none.
+Refuses a head with a bias.
 
 Legend: T packed tokens, D hidden, P response tokens and J trained tokens of a micro-batch, R of the shard.
 """
@@ -172,7 +173,7 @@ def _refuse_bias(tensors: HFCheckpoint | MegatronWeights, section: CriticSection
     """Raise ModelError for a head with a bias that is not 0: the critic's has none."""
     if isinstance(tensors, HFCheckpoint) and _BIAS in tensors and bool(tensors[_BIAS].any()):
         raise ModelError(
-            f"algorithm.critic.path: {section.path} has a head with a bias ({_BIAS}), allowed is one without or of 0; use a "
+            f"algorithm.critic.path: {section.path} has a head with a bias ({_BIAS}); allowed is none, or 0; use a "
             "sequence classifier, or set the bias to 0"
         )
 

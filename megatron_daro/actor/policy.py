@@ -160,9 +160,7 @@ class MegatronPolicy:
         )
         self.critic: critic.Critic | None = None
         if "values" in passes:
-            its_config = _transformer_config(
-                critic.shape_of(settings, algorithm.critic), actor, options["transformer"]
-            )
+            its_config = _transformer_config(critic.shape_of(settings, algorithm.critic), actor, options["transformer"])
             self.critic = critic.Critic(
                 settings,
                 actor,

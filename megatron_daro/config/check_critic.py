@@ -15,6 +15,7 @@ from megatron_daro.config.problems import Problem
 from megatron_daro.config.sections import Config
 from megatron_daro.errors import ModelError
 
+
 def critic_shape(config: Config, policy: ModelShape) -> ModelShape | None:
     """Return the shape of the critic; None for an algorithm of the package without one. Raises ModelError."""
     path = config.algorithm.critic.path

@@ -319,13 +319,13 @@ class ModelShape:
         return self.layers * (attention + norms) + mlps + outside
 
 
-def read_model_shape(source: str | Path | Mapping[str, Any], heads: Sequence[str] = (LM_HEAD,)) -> ModelShape:
+def read_model_shape(source: str | Path | Mapping[str, Any], endings: Sequence[str] = (LM_HEAD,)) -> ModelShape:
     """Return the shape that a `config.json` describes.
 
     Args:
         source: the checkpoint directory, the path of a config.json, or its content. Keys of transformers 4
             (`rope_theta`, `rope_scaling`, `torch_dtype`) and 5 (`rope_parameters`, `dtype`) are both understood.
-        heads: endings of the architectures that are allowed, such as `CRITIC_HEADS`.
+        endings: of the architectures that are allowed, such as `CRITIC_HEADS`.
 
     Returns:
         The shape, checked.
@@ -338,7 +338,7 @@ def read_model_shape(source: str | Path | Mapping[str, Any], heads: Sequence[str
         config, where = dict(source), "the model configuration"
     else:
         config, where = _read_json(Path(source))
-    family = _family(config, where, heads)
+    family = _family(config, where, endings)
     config = _completed(config, family)
     _refuse_unsupported(config, family, where)
     heads, hidden = integer(config, "num_attention_heads", where), integer(config, "hidden_size", where)
@@ -381,7 +381,7 @@ def _read_json(path: Path) -> tuple[dict[str, Any], str]:
     return config, str(file)
 
 
-def _family(config: dict[str, Any], where: str, heads: Sequence[str]) -> Family:
+def _family(config: dict[str, Any], where: str, endings: Sequence[str]) -> Family:
     kind, by_kind = str(config.get("model_type")), families()
     if kind not in by_kind:
         near = difflib.get_close_matches(kind, by_kind, n=1)
@@ -396,7 +396,7 @@ def _family(config: dict[str, Any], where: str, heads: Sequence[str]) -> Family:
         )
     family = by_kind[kind]
     architectures = config.get("architectures") or [family.architecture]
-    allowed = [family.with_head(head) for head in heads]
+    allowed = [family.with_head(head) for head in endings]
     if not isinstance(architectures, list) or not set(allowed).intersection(map(str, architectures)):
         raise ModelError(f"{where}: architectures {architectures!r}; allowed for {kind}: {', '.join(allowed)}.")
     return family

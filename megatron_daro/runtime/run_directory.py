@@ -235,9 +235,7 @@ async def _write_export(export: _Export, policy: PolicyGroup, notices: Notices, 
     )
     async with policy.hold():
         report = await policy.export(plan)
-    notices.notice(
-        f"wrote the {export.what} of step {step} to {export.directory}: {report.num_bytes / 1e6:,.1f} MB"
-    )
+    notices.notice(f"wrote the {export.what} of step {step} to {export.directory}: {report.num_bytes / 1e6:,.1f} MB")
 
 
 def exports_due(section: TrainerSection, step: int) -> list[Path]:

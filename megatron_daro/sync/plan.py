@@ -56,8 +56,8 @@ class SendPlan:
     bucket_bytes: limit of a bucket, or of a file. timeout_s: of each call and each broadcast. digest_dtype: that
     of the receivers, such as "bfloat16"; the report then has digests of some tensors. directory: of files, for disk;
     remedy: what to do when they cannot be written, for the message; step: that the files are of, where they are the
-    result of a run (see `ORIGIN_FILE`). critic: it is the critic that is sent, not the policy. fp8_blocks: names of the matrices that go as fp8 blocks, with `{layer}` and
-    `{expert}` for numbers.
+    result of a run (see `ORIGIN_FILE`). critic: it is the critic that is sent, not the policy. fp8_blocks: names of the
+    matrices that go as fp8 blocks, with `{layer}` and `{expert}` for numbers.
     """
 
     transport: Transport

@@ -244,7 +244,8 @@ def _disk_of(config: Config) -> tuple[float, str]:
     except DaroError:
         return _LEAST_DISK_GIB, "at least; the model, which says how large checkpoints are, cannot be read"
     trainer, weight = config.trainer, 4 if config.actor.dtype == "fp32" else 2
-    policy_gib, critic_gib = (checkpoint_bytes(s, weight) / 2**30 if s else 0.0 for s in (shape, critic))
+    policy_gib = checkpoint_bytes(shape, weight) / 2**30
+    critic_gib = checkpoint_bytes(critic, weight) / 2**30 if critic else 0.0
     one = policy_gib + critic_gib
     written = trainer.steps // trainer.save_every_steps if trainer.save_every_steps else 1
     milestones = trainer.steps // trainer.keep_every_steps if trainer.keep_every_steps else 0

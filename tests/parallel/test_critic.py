@@ -201,10 +201,10 @@ def expected_metrics(its, head, batch, beta):
 def test_an_exported_critic_says_the_same_in_transformers_and_here(rank_pool, tmp_path, model, layout):
     """As a sequence classifier, whose `score` reads each token (TRL's convention), as a token classifier (verl's), and
     as `critic.path` of another run. A tied policy's critic has no output layer to be tied."""
-    policy, _, critic, its, head = model
-    batch, its_section = noisy_batch(), section(critic)
+    policy, _, critic, _, head = model
+    batch = noisy_batch()
     results = rank_pool.run(
-        policy_tasks.exported_critic, layouts()[layout], path=policy, batch=batch, algorithm=its_section
+        policy_tasks.exported_critic, layouts()[layout], path=policy, batch=batch, algorithm=section(critic)
     )
     tensors = {name: tensor for result in results for name, tensor in result["tensors"].items()}
     copy_model_files(critic, tmp_path, "float32", always=True, changes=critic_config("qwen2"))

@@ -162,7 +162,7 @@ def _group_map(run: RunData) -> Plot | None:
 
 
 def bin_means(run: RunData, key: str, rows: list[dict[str, float | None]]) -> Table:
-    """Number k of a metric `{key}/{k}` -> [mean over the rows], where a value was recorded."""
+    """Return k -> [mean over the rows] of a metric `{key}/{k}`, where a value was recorded."""
     means: Table = {}
     for k in run.bins(key):
         values = [v for r in rows if (v := r.get(f"{key}/{k}")) is not None]

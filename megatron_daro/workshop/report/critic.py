@@ -68,9 +68,9 @@ def _by_position(run: RunData) -> Plot | None:
     ticks = {"tickvals": list(tenths), "ticktext": [f"{100 * i // _TENTHS} %" for i in tenths]}
     axis = {"title": {"text": "position in the answer (tenths of its trained tokens)"}} | ticks
     caption = (
-        "Mean value over each tenth of right and of wrong answers. At the start both are the prompt's; where they part, "
-        "the critic has seen which way the answer goes. Lines that stay together to the end mean that every token of an "
-        "answer gets much the same advantage, as without a critic."
+        "Mean value over each tenth of right and of wrong answers. At the start both are the prompt's; where they "
+        "part, the critic has seen which way the answer goes. Lines that stay together to the end mean that all tokens "
+        "of an answer get much the same advantage, as without a critic."
     )
     look = {"xaxis": axis, "yaxis": {"title": {"text": "value (reward)"}}, "hovermode": "x unified"}
     return Plot("Value by position in the answer", caption, traces, look)
@@ -88,7 +88,7 @@ def _advantages(run: RunData) -> Plot | None:
         return None
     caption = (
         "Mean advantage per token in groups of each pass rate, and mean absolute advantage (dashed), as the policy is "
-        "trained with them. A line that rises from below 0 means that the critic cannot tell hard prompts from easy ones: "
-        "it pushes down what the model wrote on hard prompts and up what it wrote on easy ones."
+        "trained with them. A line that rises from below 0 means that the critic cannot tell hard prompts from easy "
+        "ones: it pushes down what the model wrote on hard prompts and up what it wrote on easy ones."
     )
     return Plot("Advantage by pass rate", caption, traces, pass_rate_layout(run, "advantage per token"))

@@ -143,6 +143,17 @@ def test_fresh_seeds_at_the_rates_of_an_earlier_search(quick, tmp_path, monkeypa
     assert {job.learning_rate for job in ran if job.arm == "daro"} == {best["skewed", "daro"]}
 
 
+def test_further_arms_beside_results_that_stay_as_they_are(quick, tmp_path):
+    earlier, options = quick
+    out = tmp_path / "out"
+    more = ["--arms", "grpo,ppo", "--rates", str(earlier), "--beside", str(earlier), "--out", str(out)]
+    assert lab.main([*options[:-4], *more]) == 0
+    (before, _), (after, note) = results.read(earlier), results.read(out)
+    assert after[: len(before)] == before
+    assert {o.job.arm for o in after[len(before) :]} == {"ppo"} and "--arms grpo,ppo" in note["command"]
+    assert json.loads(note["dials"])["skewed"]["steps"] == 20
+
+
 def test_what_is_written_is_read(tmp_path):
     ran = [outcome("grpo", 0, [0.123456789, 0.4]), outcome("daro", 1000, [0.2, 0.5], purpose="tune", ended="diverged")]
     results.write(tmp_path, ran, {"command": "me"})

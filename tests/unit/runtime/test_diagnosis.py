@@ -120,10 +120,12 @@ def test_the_disk_must_hold_the_runs_own_checkpoints(tmp_path, monkeypatch):
         {"model": {"path": tmp_path}, "data": {"train": ("x",)}, "actor": {"precision": "bf16"},
          "trainer": {"run_dir": tmp_path, "steps": 100, "save_every_steps": 10, "export_hf": True}}
     )  # fmt: skip
-    monkeypatch.setattr(doctor, "read_model_shape", lambda _: None)
+    monkeypatch.setattr(doctor, "read_model_shape", lambda _: "a shape")
     monkeypatch.setattr(doctor, "checkpoint_bytes", lambda _, weight: 8 * 10**9 * 14)
     gib, words = doctor._disk_of(config)
     assert gib == pytest.approx((3 * 8e9 * 14 + 8e9 * 2) / 2**30) and words.startswith("3 checkpoints of 104.3")
+    ppo = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"name": "ppo"})})
+    assert doctor._disk_of(ppo)[1].startswith("3 checkpoints of 208.6"), "of both models"
     single = config.model_copy(update={"trainer": config.trainer.model_copy(update={"save_every_steps": 0})})
     assert doctor._disk_of(single)[1].startswith("1 checkpoints of 104.3")
 
