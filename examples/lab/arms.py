@@ -23,8 +23,8 @@ PRESETS: Mapping[str, Options] = {
     "daro_token": {"name": "daro", "daro": {"magnitude": "token"}},
     "daro_signed": {"name": "daro", "daro": {"magnitude": "signed"}},
     "daro_batch": {"name": "daro", "daro": {"normalizer": "batch"}},
-    "daro_gradient": {"name": "daro", "daro": {"magnitude": "gradient"}},
-    "daro_kernels": {"name": "daro", "daro": {"kernels": 3}},
+    "daro_gradient": {"name": "lab_algorithms:DaroCells", "options": {"magnitude": "gradient"}},
+    "daro_kernels": {"name": "lab_algorithms:DaroCells", "options": {"kernels": 3}},
     "daro_half_life": {"name": "daro", "daro": {"half_life": 10.0}},
     "daro_unfiltered": {"name": "daro", "filter": "none"},
     "daro_shared": {"name": "daro", "daro": {"normalizer": "shared"}},
@@ -32,6 +32,8 @@ PRESETS: Mapping[str, Options] = {
     "daro_frozen": {"name": "daro", "daro": {"clamp": [1.0, 1.0]}},
     "daro_batch_free": {"name": "daro", "daro": {"normalizer": "batch", "half_life": 10.0, "clamp": [1e-6, 1e6]}},
     "daro_shared_free": {"name": "daro", "daro": {"normalizer": "shared", "half_life": 10.0, "clamp": [1e-6, 1e6]}},
+    "fade": {"name": "lab_algorithms:Fade"},
+    "lambda_grpo": {"name": "lab_algorithms:LambdaGrpo"},
     "cispo": {"name": "grpo", "trust_region": "cispo"},
     "sapo": {"name": "grpo", "trust_region": "sapo"},
     "gspo": {"name": "grpo", "trust_region": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
@@ -95,7 +97,7 @@ def command_line(arm: str) -> list[str]:
 
 def is_daro(arm: str) -> bool:
     """Whether an arm is a variant of DARO: an algorithm that learns weights of pass-rate bins."""
-    return options_of(arm)["name"].startswith("daro")
+    return str(options_of(arm)["name"]).rpartition(":")[2].lower().startswith("daro")
 
 
 def needs_several_updates(arm: str) -> bool:

@@ -1,21 +1,21 @@
 """DARO's learnable weight per pass rate: what is measured, how the weights follow it, and what is saved.
 
-Tokens per cell, summed over all ranks before the forward pass, give the coefficients of the token losses; loss sums
-per cell, reduced after the backward pass, give the new weights, the same on every rank. A cell is a bin (0..K correct
-answers), or a bin and a class of lengths. Formulas and rest points: docs/algorithms.md.
+Tokens per bin (0..K correct answers), summed over all ranks before the forward pass, give the coefficients of the
+token losses; loss sums per bin, reduced after the backward pass, give the new weights, the same on every rank. Formulas
+and rest points: docs/algorithms.md. A subclass may weigh other cells than bins, or learn fewer numbers than cells:
+examples/lab/lab_algorithms.py does both.
 
 The weights move by an Adam in float64 on the CPU in which every entry has a step count of its own. A bin that is
 absent from a step keeps its moments and its count, so its first step after a pause is as large as it would have been.
 
-Shape letters: K rollouts per prompt, L classes of lengths, C = (K+1) L cells, bin by bin; P learned numbers (one per
-cell, or one per kernel and class). Cells of bins 0 and K carry no signal.
+Shape letters: K rollouts per prompt, C cells and P learned numbers, both K+1 here. Bins 0 and K carry no signal.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -111,45 +111,30 @@ def torn(state: Mapping[str, Any], field: str, size: int, owner: str) -> Checkpo
 
 
 Parameter = Literal["log", "linear"]
-Magnitude = Literal["abs", "signed", "token", "advantage", "gradient"]
 Normalizer = Literal["bin", "batch", "shared"]
 Scale = Literal["sum", "mean"]
 
-_SUMS = {"token": "abs_loss_sums", "advantage": "advantage_sums", "gradient": "gradient_squares"}
-"""Which sums a magnitude reads, where these are not the loss sums."""
-
-_LEAST_MASS = 0.1
-"""Part of a bin that must lie in a kernel for Adam to move it: Adam would turn any small slope into a whole step."""
-
-
-def gaussian_basis(rollouts_per_prompt: int, kernels: int, length_classes: int = 1) -> Tensor:
-    """Return Gaussian bumps over the pass rate that sum to 1 at every pass rate, for each class of lengths by itself.
-
-    Args:
-        rollouts_per_prompt: K. kernels: J, 2 or more; centres (j + 1/2) / J, standard deviation 1 / (2 J).
-        length_classes: L.
-
-    Returns:
-        float64 [J L, (K+1) L]; 0 for bins 0 and K.
-    """
-    mu_B = torch.arange(rollouts_per_prompt + 1, dtype=torch.float64) / rollouts_per_prompt
-    centres_J = (torch.arange(kernels, dtype=torch.float64) + 0.5) / kernels
-    bumps_JB = torch.exp(-2.0 * ((mu_B - centres_J[:, None]) * kernels).square())
-    bumps_JB = bumps_JB / bumps_JB.sum(dim=0)
-    bumps_JB[:, 0] = bumps_JB[:, -1] = 0.0
-    return torch.kron(bumps_JB, torch.eye(length_classes, dtype=torch.float64))
+LEAST_MASS = 0.1
+"""How much of a present cell must lie in a learnt number for Adam to move it: Adam makes a whole step of any slope."""
 
 
 class DifficultyWeights:
     """DARO's weights w_k: the minimum of sum over present cells of (w_k m_k - ln w_k), followed by Adam.
 
     The policy sees w_k as a constant and the weights see the losses as constants. A cell that is absent from a step
-    keeps its weight, its moments and its own step count. With `kernels` ln w is a sum of bumps over the pass rate,
-    whose heights are learnt; with `half_life` a moving average of m_k takes the place of Adam, and w_k is its inverse.
-    Float64 on the CPU: equal sums give equal weights everywhere.
+    keeps its weight, its moments and its own step count. With `half_life` a moving average of m_k takes the place of
+    Adam, and w_k is its inverse. Float64 on the CPU: equal sums give equal weights everywhere.
 
     Source: DARO arXiv 2510.09001; what the paper leaves open is decided in docs/algorithms.md.
     """
+
+    sums_read: ClassVar[Mapping[str, str]] = {
+        "abs": "loss_sums",
+        "signed": "loss_sums",
+        "token": "abs_loss_sums",
+        "advantage": "advantage_sums",
+    }
+    """Magnitude -> the sums that it measures."""
 
     def __init__(
         self,
@@ -157,15 +142,13 @@ class DifficultyWeights:
         *,
         learning_rate: float = 0.01,
         parameter: Parameter = "log",
-        magnitude: Magnitude = "abs",
+        magnitude: str = "abs",
         normalizer: Normalizer = "bin",
         scale: Scale = "sum",
         clamp: tuple[float, float] = (0.1, 10.0),
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        kernels: int | None = None,
         half_life: float | None = None,
-        length_classes: int = 1,
     ) -> None:
         """All weights start at 1.
 
@@ -174,36 +157,33 @@ class DifficultyWeights:
             learning_rate: of the weights' Adam; 0 keeps them at 1.
             parameter: what Adam moves: "log" s_k = ln w_k (gradient w_k m_k - 1), "linear" w_k itself (m_k - 1/w_k).
             magnitude: m_k: "abs" |L_k|, "signed" L_k, "token" the mean |token loss| (needs abs_loss_sums), "advantage"
-                the mean |A| (needs advantage_sums), "gradient" an estimate of the gradient's norm over its mean of the
-                present cells (needs gradient_squares).
+                the mean |A| (needs advantage_sums).
             normalizer: L_k is the bin's loss sum over its own tokens ("bin"), or over those of bins 1..K-1 ("batch").
                 "shared": measured as with "bin", paid as with "batch": a token's coefficient is its weight over N.
             scale: the policy loss is the sum over bins ("sum") or divided by the number of present bins ("mean").
                 The weights' own gradient is not divided: the number of bins changes from step to step.
             clamp: (lowest, highest) weight, with 0 < lowest <= 1 <= highest.
             betas, eps: Adam's.
-            kernels: J, 2..K-1: this many numbers over the pass rate in the place of K - 1. None: a number per bin.
             half_life: steps after which half of an average is newer; above 0. None: Adam.
-            length_classes: L, 1 or more.
 
         Raises:
             AlgorithmError: an option is out of range.
         """
         check_rollouts_per_prompt(rollouts_per_prompt)
         _check_clamp(clamp)
-        choices = {"parameter": Parameter, "magnitude": Magnitude, "normalizer": Normalizer, "scale": Scale}
-        given = {"parameter": parameter, "magnitude": magnitude, "normalizer": normalizer, "scale": scale}
-        for field, allowed in choices.items():
-            if given[field] not in get_args(allowed):
-                raise AlgorithmError(f"{field}: got {given[field]!r}, allowed are {', '.join(get_args(allowed))}")
-        _check_form(rollouts_per_prompt, parameter, kernels, half_life, length_classes)
-        self.rollouts_per_prompt, self.length_classes = rollouts_per_prompt, length_classes
-        self.kernels, self.half_life = kernels, half_life
+        for field, value, allowed in (
+            ("parameter", parameter, get_args(Parameter)),
+            ("magnitude", magnitude, tuple(self.sums_read)),
+            ("normalizer", normalizer, get_args(Normalizer)),
+            ("scale", scale, get_args(Scale)),
+        ):
+            if value not in allowed:
+                raise AlgorithmError(f"{field}: got {value!r}, allowed are {', '.join(allowed)}")
+        _check_half_life(half_life, parameter)
+        self.rollouts_per_prompt, self.half_life = rollouts_per_prompt, half_life
         self.parameter, self.magnitude, self.normalizer, self.scale = parameter, magnitude, normalizer, scale
         self.clamp = (float(clamp[0]), float(clamp[1]))
-        self._basis = None if kernels is None else gaussian_basis(rollouts_per_prompt, kernels, length_classes)
-        self._cells = (rollouts_per_prompt + 1) * length_classes
-        size = self._cells if self._basis is None else len(self._basis)
+        self._cells, size = self._sizes()
         self._adam = Adam(size, learning_rate=learning_rate, betas=betas, eps=eps)
         # ln w or w; with a half-life the average of m_k, whose inverse is w.
         start = 0.0 if parameter == "log" and half_life is None else 1.0
@@ -222,7 +202,7 @@ class DifficultyWeights:
     @property
     def weights(self) -> Tensor:
         """w, float64 [C] on the CPU, a copy; those of bins 0 and K stay at 1."""
-        spread = self._values.clone() if self._basis is None else self._values @ self._basis
+        spread = self._per_cell(self._values)
         if self.half_life is not None:
             weights = 1 / torch.where(spread > 0, spread, 1.0)
         else:
@@ -233,7 +213,7 @@ class DifficultyWeights:
     def clamped(self) -> int:
         """How many of the learnt numbers sit at either end of the clamp; those of bins 0 and K do not count."""
         lowest, highest = self._value_bounds()
-        inner = self._values[self.length_classes : -self.length_classes] if self._basis is None else self._values
+        inner = self._inner(self._values)
         return int(((inner <= lowest) | (inner >= highest)).sum())
 
     def coefficients(self, token_counts: Tensor) -> Tensor:
@@ -277,8 +257,8 @@ class DifficultyWeights:
             loss_sums: [C], S_k = sum of the token losses of cell k in the whole step (unweighted).
             token_counts: [C], N_k of the whole step.
             abs_loss_sums: [C], sum of |token loss|; only read, and required, for magnitude "token".
-            more: `advantage_sums` [C], sum of |A| over the tokens, and `gradient_squares` [C], sum of the squared
-                derivatives of the token losses by their log-probs; required for magnitude "advantage" and "gradient".
+            more: further sums [C] that a magnitude reads, such as `advantage_sums`, the sum of |A| over the tokens;
+                others are ignored.
 
         Raises:
             AlgorithmError: a shape is wrong, or the sums that the magnitude reads are missing.
@@ -291,7 +271,7 @@ class DifficultyWeights:
         weights = self.weights
         gradient = weights * measured - 1 if self.parameter == "log" else measured - 1 / weights
         gradient, masses = self._per_number(torch.where(present, gradient, 0.0), present)
-        moving = masses >= _LEAST_MASS
+        moving = masses >= LEAST_MASS
         moved = (self._values - self._adam.moves(gradient, moving)).clamp(*self._value_bounds())
         self._values = torch.where(moving, moved, self._values)
 
@@ -309,46 +289,38 @@ class DifficultyWeights:
         present, measured = self._measured(loss_sums, token_counts, {"abs_loss_sums": abs_loss_sums, **more})
         if self.half_life is not None:
             self._average(present, measured, share=1.0)
-        elif self._basis is not None:
-            self._descend(self._basis, present, measured)
         else:
-            # A measure of 0 or less has no rest point below the clamp: -ln w falls for ever.
-            rest = torch.where(measured > 0, 1 / measured.clamp(min=1e-300), math.inf).clamp(*self.clamp)
-            self._values = torch.where(present, rest.log() if self.parameter == "log" else rest, self._values)
+            self._minimise(present, measured)
+
+    def _minimise(self, present: Tensor, measured: Tensor) -> None:
+        """Put the learnt numbers where sum of (w_k m_k - ln w_k) over the present cells is least within the clamp."""
+        # A measure of 0 or less has no rest point below the clamp: -ln w falls for ever.
+        rest = torch.where(measured > 0, 1 / measured.clamp(min=1e-300), math.inf).clamp(*self.clamp)
+        self._values = torch.where(present, rest.log() if self.parameter == "log" else rest, self._values)
 
     def _average(self, present: Tensor, measured: Tensor, *, share: float | None = None) -> None:
-        """Move each average towards what was measured, by 1 - 2^(-1/half_life), less for a kernel with little in it."""
+        """Move each average towards what was measured, by 1 - 2^(-1/half_life), less for a number with little in it."""
         sums, masses = self._per_number(torch.where(present, measured, 0.0), present)
         assert self.half_life is not None
         shares = 1 - 2 ** (-masses.clamp(max=1.0) / self.half_life) if share is None else torch.full_like(masses, share)
         moved = self._values + shares * (sums / torch.where(masses > 0, masses, 1.0) - self._values)
         self._values = torch.where(masses > 0, moved.clamp(*self._value_bounds()), self._values)
 
-    def _descend(self, basis: Tensor, present: Tensor, measured: Tensor) -> None:
-        """Minimise sum of (w_k m_k - ln w_k), ln w = heights @ basis, within the clamp: convex, by Newton's steps."""
-        low, high = self._value_bounds()
-        phi_PC, m_C = basis[:, present], measured[present].clamp(min=0.0)
-
-        def value(heights: Tensor) -> Tensor:
-            return ((heights @ phi_PC).exp() * m_C - heights @ phi_PC).sum()
-
-        for _ in range(100):
-            wm_C = (self._values @ phi_PC).exp() * m_C
-            slope = phi_PC @ (wm_C - 1)
-            outwards = ((self._values <= low) & (slope > 0)) | ((self._values >= high) & (slope < 0))
-            free = (~outwards & (phi_PC.sum(dim=1) >= _LEAST_MASS)).nonzero().flatten()
-            if not len(free) or float(slope[free].abs().max()) < 1e-13:
-                return
-            curvature = (phi_PC[free] * wm_C) @ phi_PC[free].T + 1e-12 * torch.eye(len(free), dtype=torch.float64)
-            step, share = torch.zeros_like(slope).index_put((free,), torch.linalg.solve(curvature, slope[free])), 1.0
-            while share > 1e-6 and value((self._values - share * step).clamp(low, high)) > value(self._values):
-                share /= 2
-            self._values = (self._values - share * step).clamp(low, high)
-
     def _per_number(self, values: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sum of a value per learnt number, [P], and how much of the present cells lies in each, [P]."""
-        mask = present.to(torch.float64)
-        return (values, mask) if self._basis is None else (self._basis @ values, self._basis @ mask)
+        return values, present.to(torch.float64)
+
+    def _per_cell(self, numbers: Tensor) -> Tensor:
+        """Return a learnt number [P] for each cell [C], a copy."""
+        return numbers.clone()
+
+    def _inner(self, values: Tensor) -> Tensor:
+        """Return those learnt numbers, of [P], that ever move."""
+        return values[1:-1]
+
+    def _sizes(self) -> tuple[int, int]:
+        """Return C and P."""
+        return self.rollouts_per_prompt + 1, self.rollouts_per_prompt + 1
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and lists (JSON keeps them bit for bit): what the weights are, values, moments and steps."""
@@ -364,11 +336,12 @@ class DifficultyWeights:
         A narrower clamp than the saved run's pulls the values into it.
 
         Raises:
-            CheckpointError: another K, another parameter, other kernels or length classes, averages in the place of
-                Adam, a missing or misshapen entry, or a number that is not finite.
+            CheckpointError: another K, another parameter, another form of weights, averages in the place of Adam, a
+                missing or misshapen entry, or a number that is not finite.
         """
         form = self._form()
-        for field in ("rollouts_per_prompt", "parameter", "kernels", "length_classes", "averages"):
+        learnt = {"values", "first_moments", "second_moments", "steps"}
+        for field in (*form, *sorted(state.keys() - form.keys() - learnt)):
             own = form.get(field)
             if state.get(field) != own:
                 raise CheckpointError(
@@ -382,8 +355,6 @@ class DifficultyWeights:
     def _form(self) -> dict[str, Any]:
         """Return what a saved state must agree in; what is not the default is written down."""
         form: dict[str, Any] = {"rollouts_per_prompt": self.rollouts_per_prompt, "parameter": self.parameter}
-        form |= {} if self.kernels is None else {"kernels": self.kernels}
-        form |= {} if self.length_classes == 1 else {"length_classes": self.length_classes}
         return form | ({} if self.half_life is None else {"averages": True})
 
     def _measured(
@@ -393,7 +364,7 @@ class DifficultyWeights:
         counts = self._counts(token_counts)
         present = self._present(counts)
         sums = self._vector("loss_sums", loss_sums)
-        if name := _SUMS.get(self.magnitude):
+        if (name := self.sums_read[self.magnitude]) != "loss_sums":
             if more.get(name) is None:
                 raise AlgorithmError(
                     f"{name}: got None, but magnitude {self.magnitude!r} measures them; hand them in per bin, or "
@@ -404,14 +375,12 @@ class DifficultyWeights:
         if bad:
             raise NonFiniteError(f"sums of cells {bad} are not finite; the weights were not changed")
         over = self._denominators(counts, present, together=self.normalizer == "batch")
-        measured = torch.where(present, sums, 0.0) / over
-        if self.magnitude == "abs":
-            measured = measured.abs()
-        if self.magnitude == "gradient":
-            norms = torch.where(present, sums, 0.0).sqrt() / over
-            mean = norms.sum() / present.sum().clamp(min=1)
-            measured = norms / torch.where(mean > 0, mean, 1.0)
-        return present, measured
+        return present, self._measure(torch.where(present, sums, 0.0), over, present)
+
+    def _measure(self, sums: Tensor, over: Tensor, present: Tensor) -> Tensor:
+        """Return m_k [C] of the sums that the magnitude reads, 0 where not present, and their denominators."""
+        measured = sums / over
+        return measured.abs() if self.magnitude == "abs" else measured
 
     def _value_bounds(self) -> tuple[float, float]:
         """Return the clamp in the parameter's own unit."""
@@ -423,7 +392,7 @@ class DifficultyWeights:
     def _present(self, counts: Tensor) -> Tensor:
         """Cells that take part: tokens in the step, and neither all wrong nor all right."""
         present = counts > 0
-        present[: self.length_classes] = present[-self.length_classes :] = False
+        present[0] = present[-1] = False
         return present
 
     def _denominators(self, counts: Tensor, present: Tensor, *, together: bool) -> Tensor:
@@ -442,10 +411,9 @@ class DifficultyWeights:
         """Return a float64 CPU copy of a [C] argument."""
         vector = torch.as_tensor(values).detach().to("cpu", torch.float64, copy=True)
         if vector.shape != (self._cells,):
-            classes = "" if self.length_classes == 1 else f" and each of {self.length_classes} classes of lengths"
             raise AlgorithmError(
                 f"{name}: got shape {tuple(vector.shape)}, allowed is ({self._cells},): one entry per bin "
-                f"0..{self.rollouts_per_prompt} (rollouts_per_prompt){classes}"
+                f"0..{self.rollouts_per_prompt} (rollouts_per_prompt)"
             )
         return vector
 
@@ -455,18 +423,8 @@ def _check_clamp(clamp: tuple[float, float]) -> None:
         raise AlgorithmError(f"clamp: got {clamp}, allowed is (lowest, highest) with 0 < lowest <= 1 <= highest")
 
 
-def _check_form(
-    rollouts_per_prompt: int, parameter: str, kernels: int | None, half_life: float | None, length_classes: int
-) -> None:
-    if kernels is not None and not 2 <= kernels < rollouts_per_prompt:
-        raise AlgorithmError(
-            f"kernels: got {kernels}, allowed is 2 to {rollouts_per_prompt - 1} (rollouts_per_prompt - 1), or None for "
-            "a number per pass rate"
-        )
+def _check_half_life(half_life: float | None, parameter: str) -> None:
     if half_life is not None and not 0 < half_life < math.inf:
         raise AlgorithmError(f"half_life: got {half_life}, allowed is a number above 0, or None for Adam")
-    if parameter == "linear" and (kernels is not None or half_life is not None):
-        other = "kernels" if kernels is not None else "half_life"
-        raise AlgorithmError(f"parameter: got 'linear' with {other}, allowed is 'log'; what is learnt is not w there")
-    if length_classes < 1:
-        raise AlgorithmError(f"length_classes: got {length_classes}, allowed is 1 or more")
+    if parameter == "linear" and half_life is not None:
+        raise AlgorithmError("parameter: got 'linear' with half_life, allowed is 'log'; what is learnt is not w there")

@@ -1,8 +1,8 @@
-"""Algorithms that weigh by what earlier steps were like: HA-DW (pass rates) and FADE (pass rates and entropy).
+"""HA-DW, which weighs by the pass rates of earlier steps.
 
-As every algorithm (see `algorithm`). A step is weighed with the averages over the steps before
-it, and changes them after it was applied, on every rank alike; the averages are part of the checkpoint. A step is one
-optimizer step. Refuses options out of their range and states that are not its own.
+As every algorithm (see `algorithm`). A step is weighed with the average over the steps before it, and changes it after
+it was applied, on every rank alike; the average is part of the checkpoint. Refuses options out of their range and
+states that are not its own.
 
 Shape letters: N samples, K rollouts per prompt.
 """
@@ -111,108 +111,18 @@ class HaDw(SampleAlgorithm):
         """Raise CheckpointError for another algorithm or a torn state. A shorter window forgets the oldest values."""
         super().load_state_dict(state)
         anchors, early = _shares("anchors", state), _shares("early", state)
-        anchor = _number("anchor", state)
+        anchor = saved_number("anchor", state)
         if (anchor is None) != (not anchors) or (anchors and anchors[-1] != anchor):
-            raise _torn("anchor", anchor, "the last of anchors")
+            raise torn_entry("anchor", anchor, "the last of anchors")
         self._pending = _pending(state)
         self._anchor, self._anchors, self._early = anchor, anchors[-self.window :], early
 
 
-class Fade(SampleAlgorithm):
-    """FADE: (1 - mu)^(alpha - 1) (r - mu), wrong answers over delta; two averages move alpha and delta.
-
-    alpha = clip(3 (1 - p) / (2 p), 1, max_power), p the average pass rate of the steps: hard questions first, GRPO's
-    middle ones later. delta = clip(1 + H - target, min_scale, 1), H the average entropy: wrong answers are pushed down
-    harder once the entropy is below its target.
-
-    Source: arXiv 2607.01490, through a reader's notes with its formulas and pseudo-code (the paper itself could not be
-    had whole). The target is half of the first step's entropy unless given: what the paper found best. The averages
-    start at 0.5 and at the first entropy; the weight of a new step in them is `rate`, 0.02. The notes print 0.02 in the
-    place of the old value's weight, with which nothing would be averaged.
-    """
-
-    name = "fade"
-    advantage_std = "none"
-    std_defines = True
-
-    def __init__(
-        self,
-        *,
-        rate: float = 0.02,
-        max_power: float = 3.0,
-        min_scale: float = 0.3,
-        target_entropy: float | None = None,
-        **common: Unpack[Common],
-    ) -> None:
-        """Take the options of `Algorithm`; rate in (0, 1], max_power 1 or more, min_scale in (0, 1], target in nats.
-
-        Raises:
-            AlgorithmError: an option is out of range.
-        """
-        super().__init__(**common)
-        for field, value in (("rate", rate), ("min_scale", min_scale)):
-            if not 0 < value <= 1:
-                raise AlgorithmError(f"{field}: got {value}, allowed is a number above 0 and at most 1")
-        if not 1 <= max_power < math.inf:
-            raise AlgorithmError(f"max_power: got {max_power}, allowed is 1 or more")
-        if target_entropy is not None and not 0 <= target_entropy < math.inf:
-            raise AlgorithmError(f"target_entropy: got {target_entropy}, allowed is 0 or more, or None")
-        self.rate, self.max_power, self.min_scale = float(rate), float(max_power), float(min_scale)
-        self._given_target = target_entropy
-        self._target: float | None = target_entropy
-        self._solved = 0.5
-        self._entropy: float | None = None
-
-    @property
-    def power(self) -> float:
-        """Alpha of the next step."""
-        raw = math.inf if self._solved <= 0 else 3 * (1 - self._solved) / (2 * self._solved)
-        return min(max(raw, 1.0), self.max_power)
-
-    @property
-    def wrong_scale(self) -> float:
-        """Delta of the next step; 1 before an entropy was seen."""
-        if self._entropy is None or self._target is None:
-            return 1.0
-        return min(max(1 + self._entropy - self._target, self.min_scale), 1.0)
-
-    def coefficients(self, samples: Samples, totals: BatchTotals) -> Tensor:
-        """See `Algorithm.coefficients`."""
-        mu_N = samples.bins_N.to(torch.float64) / self.rollouts_per_prompt
-        factor_N = (1 - mu_N) ** (self.power - 1)
-        factor_N = torch.where(samples.advantages_N < 0, factor_N / self.wrong_scale, factor_N)
-        return token_mean(samples.lengths_N, totals) * factor_N
-
-    def learn(self, step_stats: StepStats) -> None:
-        """Move both averages."""
-        self._solved += self.rate * (step_stats.totals.pass_rate - self._solved)
-        if self._entropy is None:
-            self._entropy = step_stats.entropy
-            self._target = step_stats.entropy / 2 if self._given_target is None else self._given_target
-        else:
-            self._entropy += self.rate * (step_stats.entropy - self._entropy)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return both averages and the entropy's target."""
-        own = {"solved": self._solved, "entropy": self._entropy, "target_entropy": self._target}
-        return {**super().state_dict(), **own}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError for another algorithm or a torn state. A target of the options replaces the saved."""
-        super().load_state_dict(state)
-        solved = _number("solved", state)
-        if solved is None or not 0 <= solved <= 1:
-            raise _torn("solved", solved, "a number from 0 to 1")
-        entropy, target = _number("entropy", state), _number("target_entropy", state)
-        self._solved, self._entropy = solved, entropy
-        self._target = target if self._given_target is None else self._given_target
-
-
-def _number(name: str, state: Mapping[str, Any]) -> float | None:
+def saved_number(name: str, state: Mapping[str, Any]) -> float | None:
     """Return a saved number, or None where none was there yet."""
     value = state.get(name)
     if value is not None and not _is_number(value):
-        raise _torn(name, value, "a finite number, or null before the first step")
+        raise torn_entry(name, value, "a finite number, or null before the first step")
     return value
 
 
@@ -224,7 +134,7 @@ def _shares(name: str, state: Mapping[str, Any]) -> list[float]:
     """Return a saved list of pass rates."""
     values = state.get(name)
     if not isinstance(values, list) or not all(_is_number(v) and 0 <= v <= 1 for v in values):
-        raise _torn(name, values, "a list of numbers from 0 to 1")
+        raise torn_entry(name, values, "a list of numbers from 0 to 1")
     return values
 
 
@@ -233,13 +143,13 @@ def _pending(state: Mapping[str, Any]) -> list[list[float]]:
     pairs = state.get("pending", [])
     allowed = "a list of pairs: a pass rate from 0 to 1, and a number of rollouts above 0"
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-        raise _torn("pending", pairs, allowed)
+        raise torn_entry("pending", pairs, allowed)
     if not all(_is_number(rate) and 0 <= rate <= 1 and _is_number(count) and count > 0 for rate, count in pairs):
-        raise _torn("pending", pairs, allowed)
+        raise torn_entry("pending", pairs, allowed)
     return pairs
 
 
-def _torn(name: str, value: object, allowed: str) -> CheckpointError:
+def torn_entry(name: str, value: object, allowed: str) -> CheckpointError:
     return CheckpointError(
         f"algorithm state, {name}: the saved state has {value!r}, allowed is {allowed}; the checkpoint is torn "
         "or edited"

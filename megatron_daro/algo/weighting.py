@@ -2,8 +2,7 @@
 
 `algorithm.name` and its options -> one Algorithm in the driver (advantages, which groups are
 trained) and one on every rank (coefficients, learning). Here stand GRPO, its relatives and DARO; what weighs by the
-pass rate alone is in `pass_rate_rules`, what keeps moving averages in `histories`, what learns lengths in `lengths`.
-Refuses names and options that do not exist.
+pass rate alone is in `pass_rate_rules`, HA-DW in `histories`, PPO in `ppo`. names and options that do not exist.
 
 Shape letters: N samples (of any part of the step), K rollouts per prompt, [K+1] one entry per bin 0..K.
 """
@@ -12,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import torch
@@ -30,16 +29,14 @@ from megatron_daro.algo.algorithm import (
     StepStats,
     constant,
     inverse,
-    length_classes,
     token_mean,
 )
 from megatron_daro.algo.difficulty_weights import DifficultyWeights
-from megatron_daro.algo.histories import Fade, HaDw
-from megatron_daro.algo.lengths import LambdaGrpo
+from megatron_daro.algo.histories import HaDw
 from megatron_daro.algo.pass_rate_rules import PASS_RATE_RULES, Dgpo
 from megatron_daro.algo.ppo import Gae, GaeOptions, Ppo, WithCritic
 from megatron_daro.algo.token_columns import COLUMN_NAMES, TokenColumns
-from megatron_daro.errors import AlgorithmError, CheckpointError
+from megatron_daro.errors import AlgorithmError
 
 __all__ = [
     "ALGORITHMS",
@@ -200,14 +197,9 @@ class Daro(Algorithm):
         max_response_tokens: int,
         std: AdvantageStd | Literal["auto"] = "auto",
         group_filter: GroupFilter = "auto",
-        length_edges: Sequence[int] = (),
         **difficulty: Any,
     ) -> None:
         """Take the options of `Algorithm` and, as keywords, those of `DifficultyWeights`.
-
-        Args:
-            length_edges: trained tokens at which a new class of lengths begins, above 0 and rising: each class has
-                weights of its own. Empty: one weight for all lengths.
 
         Raises:
             AlgorithmError: an option is out of range.
@@ -218,31 +210,21 @@ class Daro(Algorithm):
             std=std,
             group_filter=group_filter,
         )
-        self.length_edges = tuple(length_edges)
-        if list(self.length_edges) != sorted(set(self.length_edges)) or any(edge < 1 for edge in self.length_edges):
-            raise AlgorithmError(f"length_edges: got {self.length_edges}, allowed are rising numbers of tokens above 0")
-        classes = len(self.length_edges) + 1
-        self.difficulty = DifficultyWeights(rollouts_per_prompt, length_classes=classes, **difficulty)
-
-    @property
-    def needs_gradient_squares(self) -> bool:
-        """See `Algorithm.needs_gradient_squares`."""
-        return self.difficulty.magnitude == "gradient"
+        self.difficulty = DifficultyWeights(rollouts_per_prompt, **difficulty)
 
     def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
         """See `Algorithm.sample_coefficients`."""
-        coefficients = self.difficulty.coefficients(totals.tokens_per_cell.reshape(-1)).to(bins_N.device)
-        cells_N = bins_N * self.difficulty.length_classes + length_classes(lengths_N, self.length_edges)
-        return torch.where(lengths_N > 0, coefficients[cells_N], 0.0)
+        coefficients = self.difficulty.coefficients(totals.tokens_per_bin).to(bins_N.device)
+        return torch.where(lengths_N > 0, coefficients[bins_N], 0.0)
 
     def extra_loss(self, totals: BatchTotals) -> float:
         """See `Algorithm.extra_loss`."""
-        return self.difficulty.barrier(totals.tokens_per_cell.reshape(-1))
+        return self.difficulty.barrier(totals.tokens_per_bin)
 
     def learn(self, step_stats: StepStats) -> None:
         """See `DifficultyWeights.update`."""
-        sums = {name: values.reshape(-1) for name, values in step_stats.sums.items()}
-        self.difficulty.update(token_counts=step_stats.totals.tokens_per_cell.reshape(-1), **sums)
+        sums = {name: step_stats.per_bin(name) for name in step_stats.sums}
+        self.difficulty.update(token_counts=step_stats.totals.tokens_per_bin, **sums)
 
     def update(self, loss_sums: Tensor, token_counts: Tensor, abs_loss_sums: Tensor | None = None) -> None:
         """See `DifficultyWeights.update`."""
@@ -251,12 +233,7 @@ class Daro(Algorithm):
     @property
     def weights(self) -> Tensor:
         """float64 [K+1]."""
-        return self.cell_weights.mean(dim=1)
-
-    @property
-    def cell_weights(self) -> Tensor:
-        """float64 [K+1, L]."""
-        return self.difficulty.weights.reshape(-1, self.difficulty.length_classes)
+        return self.difficulty.weights
 
     @property
     def clamped(self) -> int:
@@ -264,18 +241,12 @@ class Daro(Algorithm):
         return self.difficulty.clamped
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the weights' state beside the name, and where lengths are divided."""
-        edges = {"length_edges": list(self.length_edges)} if self.length_edges else {}
-        return {**super().state_dict(), **edges, "difficulty": self.difficulty.state_dict()}
+        """Return the weights' state beside the name."""
+        return {**super().state_dict(), "difficulty": self.difficulty.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError for another algorithm, another K, other length edges, or a torn state."""
+        """Raise CheckpointError for another algorithm, another K, weights of another form, or a torn state."""
         super().load_state_dict(state)
-        if state.get("length_edges", []) != list(self.length_edges):
-            raise CheckpointError(
-                f"difficulty weights, length_edges: the saved state has {state.get('length_edges', [])}, this run has "
-                f"{list(self.length_edges)}; set algorithm.daro.length_edges to the saved value, or start fresh"
-            )
         self.difficulty.load_state_dict(state.get("difficulty") or {})
 
 
@@ -296,7 +267,7 @@ class DaroPpo(WithCritic, Daro):
 
 
 _TABLE: tuple[type[Algorithm], ...] = (Grpo, GrpoSequence, Dapo, LitePpo, DrGrpo, Rloo, Kimi, Daro)
-_TABLE += (*PASS_RATE_RULES, Dgpo, HaDw, Fade, LambdaGrpo)
+_TABLE += (*PASS_RATE_RULES, Dgpo, HaDw)
 
 ALGORITHMS: Mapping[str, type[Algorithm]] = {cls.name: cls for cls in _TABLE}
 """Those that need nothing but rollouts and their log-probs."""

@@ -28,8 +28,6 @@ ALGORITHM_NAMES = (
     "mgpo",
     "dgpo",
     "ha_dw",
-    "fade",
-    "lambda_grpo",
     "ppo",
     "daro_ppo",
 )
@@ -104,16 +102,10 @@ class DaroSection(Section):
     """Adam decay rates of the weights. Not read with half_life."""
     parameter: Literal["log", "linear"] = "log"
     """What Adam moves: s = ln w (positive by construction), or w itself."""
-    magnitude: Literal["abs", "signed", "token", "advantage", "gradient"] = "abs"
-    """Measured size of a bin: |L_k|, L_k, mean |token loss|, mean |advantage|, or an estimate of its gradient's
-    norm."""
-    kernels: int | None = Field(default=None, ge=2)
-    """Gaussian kernels over the pass rate in place of a weight per bin, at most rollouts_per_prompt - 1. Unset: a
-    weight per bin."""
+    magnitude: Literal["abs", "signed", "token", "advantage"] = "abs"
+    """Measured size of a bin: |L_k|, L_k, mean |token loss|, or mean |advantage|."""
     half_life: float | None = Field(default=None, ge=1e-3, le=1e6)
     """Weights are the inverse of a moving average of the measure with this half-life, steps. Unset: Adam."""
-    length_edges: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Trained tokens at which a new class of lengths begins, rising; each class has its own weights."""
     normalizer: Literal["bin", "batch", "shared"] = "bin"
     """bin: a bin's loss over its own tokens; batch: over the tokens of all bins 0 < k < K; shared: weights learn as
     with bin, the policy's loss is divided as with batch."""
@@ -192,30 +184,6 @@ class HaDwSection(Section):
     every: Literal["step", "batch"] = "step"
     """What moves the expected pass rate: each optimizer step, or each batch of trainer.updates_per_batch (the
     paper's)."""
-
-
-class FadeSection(Section):
-    """FADE: hard questions first, wrong answers pushed down harder once the entropy is low."""
-
-    rate: float = Field(default=0.02, ge=1e-6, le=1)
-    """Weight of a new step in the moving averages of pass rate and entropy."""
-    max_power: float = Field(default=3.0, ge=1, le=100)
-    """Largest exponent alpha of (1 - pass rate)^(alpha - 1)."""
-    min_scale: float = Field(default=0.3, ge=1e-3, le=1)
-    """Smallest delta that wrong answers' advantages are divided by."""
-    target_entropy: float | None = Field(default=None, ge=0, le=1000)
-    """Entropy below which delta falls, nats per token. Unset: half of the first step's."""
-
-
-class LambdaGrpoSection(Section):
-    """lambda-GRPO: a learnt preference for the longer or the shorter answers of each group."""
-
-    learning_rate: float = Field(default=0.01, ge=1e-12, le=100)
-    """Adam learning rate of lambda."""
-    betas: tuple[Decay, Decay] = (0.9, 0.999)
-    """Adam decay rates of lambda."""
-    spread: float = Field(default=1 / 9, gt=0, lt=1)
-    """Factor of a length's standard score, below 1 / sqrt(rollouts_per_prompt - 1)."""
 
 
 class PpoSection(Section):
@@ -309,10 +277,6 @@ class AlgorithmSection(Section):
     """DGPO; read when name is dgpo."""
     ha_dw: HaDwSection = HaDwSection()
     """HA-DW; read when name is ha_dw."""
-    fade: FadeSection = FadeSection()
-    """FADE; read when name is fade."""
-    lambda_grpo: LambdaGrpoSection = LambdaGrpoSection()
-    """lambda-GRPO; read when name is lambda_grpo."""
     ppo: PpoSection = PpoSection()
     """PPO; read when name is ppo or daro_ppo."""
     critic: CriticSection = CriticSection()

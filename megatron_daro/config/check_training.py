@@ -9,7 +9,6 @@ to change.
 from __future__ import annotations
 
 import importlib.util
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -185,35 +184,16 @@ def algorithm(config: Config) -> Iterator[Problem]:
         allowed, fix = "loss or reward, or an algorithm with a critic", "set algorithm.kl.place=reward"
         yield Problem("algorithm.kl.place", got, allowed, fix, also=("algorithm.name",))
     yield from _overlong(config)
-    yield from _spread(config)
 
 
 def _daro(config: Config) -> Iterator[Problem]:
     """Check that the forms of DARO's weights fit each other."""
-    daro, k = config.algorithm.daro, config.rollout.rollouts_per_prompt
-    if daro.kernels is not None and daro.kernels >= k:
-        got, field = f"{daro.kernels} with {k} rollouts per prompt", "algorithm.daro.kernels"
-        also = ("rollout.rollouts_per_prompt",)
-        yield Problem(field, got, f"2 to {k - 1}, or unset", f"set {field}=null: a weight per bin", also=also)
-    if daro.parameter == "linear" and (daro.kernels is not None or daro.half_life is not None):
-        other = "kernels" if daro.kernels is not None else "half_life"
-        also, fix = (f"algorithm.daro.{other}",), "set algorithm.daro.parameter=log"
+    daro = config.algorithm.daro
+    if daro.parameter == "linear" and daro.half_life is not None:
+        also, fix = ("algorithm.daro.half_life",), "set algorithm.daro.parameter=log"
         yield Problem(
-            "algorithm.daro.parameter", f"linear with {other}", "log: w itself is not learnt there", fix, also=also
+            "algorithm.daro.parameter", "linear with half_life", "log: w itself is not learnt there", fix, also=also
         )
-    if list(daro.length_edges) != sorted(set(daro.length_edges)):
-        edges, field = sorted(set(daro.length_edges)), "algorithm.daro.length_edges"
-        yield Problem(field, str(list(daro.length_edges)), "rising numbers of tokens", f"set {field}={edges}")
-
-
-def _spread(config: Config) -> Iterator[Problem]:
-    """Check 1 + spread * z > 0 for lambda-GRPO: an answer can be sqrt(K - 1) deviations shorter than the mean."""
-    spread, k = config.algorithm.lambda_grpo.spread, config.rollout.rollouts_per_prompt
-    if config.algorithm.name == "lambda_grpo" and spread * math.sqrt(k - 1) >= 1:
-        field, below = "algorithm.lambda_grpo.spread", 1 / math.sqrt(k - 1)
-        got = f"{spread:g} with {k} rollouts per prompt"
-        allowed = f"below 1 / sqrt({k} - 1) = {below:.4g}"
-        yield Problem(field, got, allowed, f"set {field}={below / 1.5:.2g}", also=("rollout.rollouts_per_prompt",))
 
 
 def _overlong(config: Config) -> Iterator[Problem]:

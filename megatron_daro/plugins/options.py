@@ -48,11 +48,10 @@ class PluginSection(Section):
         Raises:
             AlgorithmError: K is below 2, or an option needs more than a host hands on.
         """
-        if self.daro.magnitude in ("advantage", "gradient") or self.daro.length_edges:
-            field = "length_edges" if self.daro.length_edges else "magnitude"
+        if self.daro.magnitude == "advantage":
             raise AlgorithmError(
-                f"daro.{field}: got {getattr(self.daro, field)!r}, allowed inside another framework are a magnitude "
-                "of abs, signed or token and no length_edges: a host hands on sums of losses per pass rate only"
+                "daro.magnitude: got 'advantage', allowed inside another framework are abs, signed and token: a host "
+                "hands on sums of losses per pass rate only"
             )
         section = AlgorithmSection(name="daro", std=self.std, filter="auto", daro=self.daro)
         # DARO does not read the longest response; only dr_grpo's constant denominator does.

@@ -68,9 +68,8 @@ algorithm.correction.kind algorithm.correction.level algorithm.correction.cap al
 algorithm.correction.high algorithm.overlong.kind algorithm.overlong.max_tokens algorithm.overlong.cache_tokens
 algorithm.daro.learning_rate algorithm.daro.betas algorithm.daro.magnitude algorithm.daro.normalizer
 algorithm.daro.scale algorithm.daro.clamp
-algorithm.dgpo.temperature algorithm.f_grpo.gamma algorithm.fade.max_power algorithm.fade.min_scale
-algorithm.fade.rate algorithm.fade.target_entropy algorithm.ha_dw.rate algorithm.ha_dw.scale algorithm.ha_dw.window
-algorithm.lambda_grpo.betas algorithm.lambda_grpo.learning_rate algorithm.lambda_grpo.spread algorithm.mgpo.strength
+algorithm.dgpo.temperature algorithm.f_grpo.gamma algorithm.ha_dw.rate algorithm.ha_dw.scale algorithm.ha_dw.window
+algorithm.mgpo.strength
 algorithm.mgpo.target algorithm.ppo.gamma algorithm.ppo.gae_lambda algorithm.ppo.critic_lambda
 algorithm.ppo.length_factor algorithm.ppo.bootstrap_truncated algorithm.ppo.whiten
 algorithm.critic.learning_rate algorithm.critic.warmup_steps algorithm.critic.grad_clip algorithm.critic.value_clip
@@ -114,9 +113,7 @@ _REFUSED = {
     "start a new run from them to change it",
     "algorithm.critic.path": "the saved critic began as that model",
     "algorithm.daro.parameter": "the saved weights are in that unit",
-    "algorithm.daro.kernels": "the saved weights are theirs",
     "algorithm.daro.half_life": "the saved weights are averages with it, and Adam's without",
-    "algorithm.daro.length_edges": "the saved weights belong to those classes of lengths",
     "actor.precision": "the saved weights and optimizer state belong to that precision",
     "actor.optimizer.distributed": "the saved optimizer state is laid out for it",
     "trainer.seed": "order of prompts and sampling come from it",

@@ -7,12 +7,17 @@ import json
 
 import pytest
 from cli_runs import assert_same_run, checkpoint, metric_lines, trained
+from lab_names import CONFIGURED, ENVIRONMENT
 
 pytestmark = pytest.mark.heavy  # the state itself: tests/parallel/test_algorithm_states.py
 
 ALGORITHMS = {
     "ha_dw": ["algorithm.name=ha_dw", "algorithm.ha_dw.window=2"],
-    "daro_by_length": ["algorithm.daro.length_edges=[4,8]", "algorithm.daro.half_life=2"],
+    "daro_by_length": [
+        f"algorithm.name={CONFIGURED['daro_cells']}",
+        "algorithm.options.length_edges=[4,8]",
+        "algorithm.options.half_life=2",
+    ],
 }
 STEPS = range(1, 5)
 
@@ -22,7 +27,7 @@ STEPS = range(1, 5)
 def test_resume_and_replay_end_in_the_state_of_the_whole_run(tiny, tmp_path, name):
     def train(run, *options):
         everything = [*ALGORITHMS[name], f"trainer.run_dir={tmp_path / run}", "trainer.save_every_steps=2", *options]
-        trained(["train", tiny.config, *everything], tmp_path / f"{run}.log")
+        trained(["train", tiny.config, *everything], tmp_path / f"{run}.log", ENVIRONMENT)
         return tmp_path / run
 
     whole = train("whole", "trainer.steps=4")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lab_names import configured
 
 from megatron_daro.algo.difficulty import bin_sums, pass_rate_bins
 from megatron_daro.algo.difficulty_weights import DifficultyWeights
@@ -144,10 +145,10 @@ def run_step(algorithm, settings: ObjectiveSettings | None = None):
 
 
 def build(name: str, **options):
-    return make_algorithm(name, rollouts_per_prompt=K, max_response_tokens=8, **options)
+    return make_algorithm(configured(name), rollouts_per_prompt=K, max_response_tokens=8, **options)
 
 
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+@pytest.mark.parametrize("name", sorted({*ALGORITHMS, *GOLDEN}))
 def test_loss_and_gradient_norm(name):
     loss, gradient_T, *_ = run_step(build(name), SURROGATES.get(name))
     assert (loss, gradient_T.square().sum().item()) == pytest.approx(GOLDEN[name], rel=1e-12)

@@ -114,7 +114,7 @@ def gradients(
     options = {"optimizer": {"distributed": False}, **options}
     policy = _trainee(path, layout, algorithm, **options)
     if state is not None:
-        policy.train_state.algorithm.load_state_dict({"algorithm": algorithm["name"], **state})
+        policy.train_state.algorithm.load_state_dict({"algorithm": policy.train_state.algorithm.name, **state})
     mine, micro_batches = _shard(batch, layout, num_micro_batches)
     sums = compute_gradients(policy.train_state, mine, micro_batches, policy._objective, policy._output)
     return {

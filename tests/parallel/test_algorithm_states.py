@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import megatron_tasks
 import pytest
+from lab_names import configured
 from small_models import random_batch, save_model
 from test_gradients_exact import layouts
 
 STATEFUL = {
     "ha_dw": {"name": "ha_dw", "ha_dw": {"window": 2}},
-    "fade": {"name": "fade", "fade": {"rate": 0.3}},
-    "daro_lengths": {"name": "daro", "daro": {"length_edges": [8, 16], "magnitude": "gradient", "half_life": 3}},
-    "daro_kernels": {"name": "daro", "daro": {"kernels": 2, "magnitude": "advantage", "learning_rate": 0.3}},
-    "lambda_grpo": {"name": "lambda_grpo", "lambda_grpo": {"learning_rate": 0.3}},
+    "fade": {"name": configured("fade"), "options": {"rate": 0.3}},
+    "daro_lengths": {
+        "name": configured("daro_cells"),
+        "options": {"length_edges": [8, 16], "magnitude": "gradient", "half_life": 3},
+    },
+    "daro_kernels": {
+        "name": configured("daro_cells"),
+        "options": {"kernels": 2, "magnitude": "advantage", "learning_rate": 0.3},
+    },
+    "lambda_grpo": {"name": configured("lambda_grpo"), "options": {"learning_rate": 0.3}},
 }
 
 

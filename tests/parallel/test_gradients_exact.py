@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from heavy_cases import mostly_heavy
+from lab_names import configured
 from small_models import ROLLOUTS, random_batch, save_model
 
 
@@ -184,7 +185,7 @@ def test_gradients_equal_the_unpacked_reference(rank_pool, model, layout, algori
         path=directory,
         batch=batch,
         num_micro_batches=4,
-        algorithm={"name": algorithm},
+        algorithm={"name": configured(algorithm)},
         state=STATES.get(algorithm),
     )
     assert relative_difference(merged(results), want) < 1e-5
@@ -205,7 +206,7 @@ def test_the_slope_of_lambda_is_the_derivative_of_the_policy_loss(rank_pool, mod
             path=directory,
             batch=batch,
             num_micro_batches=3,
-            algorithm={"name": "lambda_grpo"},
+            algorithm={"name": configured("lambda_grpo")},
             state={**STATES["lambda_grpo"], "lambda": exponent},
         )
         assert all(result["slopes"] == results[0]["slopes"] for result in results)
@@ -215,9 +216,9 @@ def test_the_slope_of_lambda_is_the_derivative_of_the_policy_loss(rank_pool, mod
 
 
 FORMS = {
-    "daro_by_length": ("daro", {"length_edges": EDGES}, None),
-    "daro_shared": ("daro", {"normalizer": "shared"}, {"difficulty": LEARNT}),
-    "dapo_prompt": ("dapo", {"denominator": "prompt"}, None),
+    "daro_by_length": ({"name": configured("daro_cells"), "options": {"length_edges": EDGES}}, None),
+    "daro_shared": ({"name": "daro", "daro": {"normalizer": "shared"}}, {"difficulty": LEARNT}),
+    "dapo_prompt": ({"name": "dapo", "dapo": {"denominator": "prompt"}}, None),
 }
 
 
@@ -225,7 +226,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_of_other_forms(rank_pool, model, form, layout):
     directory, hf = model
-    batch, (name, options, state) = random_batch(), FORMS[form]
+    batch, (algorithm, state) = random_batch(), FORMS[form]
     loss, _, want = reference_gradients(hf, batch, form)
     results = rank_pool.run(
         megatron_tasks.gradients,
@@ -233,7 +234,7 @@ def test_gradients_of_other_forms(rank_pool, model, form, layout):
         path=directory,
         batch=batch,
         num_micro_batches=4,
-        algorithm={"name": name, name: options},
+        algorithm=algorithm,
         state=state,
     )
     assert relative_difference(merged(results), want) < 1e-5
@@ -275,6 +276,6 @@ def test_gradients_with_observations_between_turns_are_exact(rank_pool, model, l
         path=directory,
         batch=batch,
         num_micro_batches=4,
-        algorithm={"name": algorithm},
+        algorithm={"name": configured(algorithm)},
     )
     assert relative_difference(merged(results), want) < 1e-5

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent / "rollout"))
 
+from lab_names import configured
 from loop_fakes import FakeProgress, make_stack, run_stack
 
 from megatron_daro.actor.checkpoint import load_algorithm
@@ -189,7 +190,7 @@ def test_an_entry_of_another_shape_is_named(stopped, edit):
 @SLOW
 @given(data=st.data())
 def test_an_edited_state_of_an_algorithm_is_taken_over_or_refused(tmp_path, name, data):
-    algorithm = make_algorithm(name, rollouts_per_prompt=4, max_response_tokens=8)
+    algorithm = make_algorithm(configured(name), rollouts_per_prompt=4, max_response_tokens=8)
     path = tmp_path / "algorithm.json"
     path.write_text(json.dumps(data.draw(edited(algorithm.state_dict()))))
     with suppress(DaroError):

@@ -66,7 +66,6 @@ _TABLE: dict[str, tuple[str, ...]] = {
         *(f"{_ALGO}difficulty.py", f"{_ALGO}states.py"),
     ),
     "algo/histories.py": (_GOLDEN, f"{_ALGO}states.py"),
-    "algo/lengths.py": (_GOLDEN, f"{_ALGO}states.py"),
     "algo/pass_rate_rules.py": (_GOLDEN, f"{_ALGO}states.py", f"{_ALGO}weighting.py"),
     "algo/objective.py": (
         *(_GOLDEN, f"{_ALGO}surrogate.py"),

@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron_daro.algo.difficulty import predicted_bin_loss
 from megatron_daro.algo.weighting import ALGORITHMS, Algorithm, BatchTotals, Daro, Samples, make_algorithm
 from megatron_daro.config.algorithm import AlgorithmSection, DaroSection
-from megatron_daro.errors import AlgorithmError, DataError
+from megatron_daro.errors import DataError
 from megatron_daro.workshop.analyze.rows import Row
 
 _PROBE = 20_000
@@ -192,16 +192,13 @@ def _learnt(dump: Dump, options: DaroSection) -> Tensor:
 
 
 def _measures(sums: BinSums) -> dict[str, Tensor]:
-    """Return what every magnitude reads, float64 [K+1]: at ratio 1 a token's loss is -A, and so is its derivative."""
+    """Return what every magnitude reads, float64 [K+1]: at ratio 1 a token's loss is -A."""
     loss_sums, abs_sums = token_loss_sums(sums)
-    mu = torch.arange(len(sums.groups), dtype=torch.float64) / sums.rollouts_per_prompt
-    odds = torch.where((mu > 0) & (mu < 1), (1 - mu) / mu, 1.0)
     return {
         "loss_sums": loss_sums,
         "token_counts": sums.tokens,
         "abs_loss_sums": abs_sums,
         "advantage_sums": abs_sums,
-        "gradient_squares": odds * sums.right_tokens + sums.wrong_tokens / odds,
     }
 
 
@@ -213,10 +210,6 @@ def _at_rest(sums: BinSums, options: DaroSection) -> Daro:
 
 
 def _daro(sums: BinSums, options: DaroSection) -> Daro:
-    if options.length_edges:
-        raise AlgorithmError(
-            f"daro.length_edges: got {options.length_edges}, allowed here is none: lengths are summed up per pass rate"
-        )
     section = AlgorithmSection(name="daro", daro=options)
     arguments = section.arguments(rollouts_per_prompt=sums.rollouts_per_prompt, max_response_tokens=1)
     return Daro(**{name: value for name, value in arguments.items() if name != "name"})

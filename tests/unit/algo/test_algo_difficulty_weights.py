@@ -1,4 +1,4 @@
-"""More of DARO's weights: measures, kernels over the pass rate, averages, lengths; and where each comes to rest."""
+"""More of DARO's weights: measures and averages; and where each comes to rest."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from megatron_daro.algo.algorithm import BatchTotals, StepStats, length_classes
-from megatron_daro.algo.difficulty_weights import DifficultyWeights, gaussian_basis
+from megatron_daro.algo.algorithm import BatchTotals, StepStats
+from megatron_daro.algo.difficulty_weights import DifficultyWeights
 from megatron_daro.algo.objective import ObjectiveSettings, token_objective
 from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.errors import AlgorithmError, CheckpointError
@@ -30,8 +30,6 @@ def sums_of(magnitude):
         sums |= {"loss_sums": torch.zeros(K + 1), "abs_loss_sums": wanted}
     if magnitude == "advantage":
         sums |= {"loss_sums": torch.zeros(K + 1), "advantage_sums": wanted}
-    if magnitude == "gradient":
-        sums |= {"loss_sums": torch.zeros(K + 1), "gradient_squares": wanted.square()}
     return sums
 
 
@@ -41,16 +39,11 @@ def iterated(weights, sums, steps=6000):
     return weights.weights
 
 
-def expected_measures(magnitude):
-    """m_k: for the gradient's norm relative to the mean of the present bins."""
-    return MEASURES / MEASURES[PRESENT].mean() if magnitude == "gradient" else MEASURES
-
-
-@pytest.mark.parametrize("magnitude", ["abs", "signed", "token", "advantage", "gradient"])
+@pytest.mark.parametrize("magnitude", ["abs", "signed", "token", "advantage"])
 @pytest.mark.parametrize("half_life", [None, 20.0])
 def test_every_measure_comes_to_rest_at_its_inverse(magnitude, half_life):
     weights = DifficultyWeights(K, magnitude=magnitude, half_life=half_life, learning_rate=0.003)
-    got, want = iterated(weights, sums_of(magnitude)), 1 / expected_measures(magnitude)
+    got, want = iterated(weights, sums_of(magnitude)), 1 / MEASURES
     torch.testing.assert_close(got[PRESENT], want[PRESENT], rtol=2e-3 if half_life is None else 1e-9, atol=0)
     assert got[[0, 3, K]].tolist() == [1.0, 1.0, 1.0]
     settled = DifficultyWeights(K, magnitude=magnitude, half_life=half_life)
@@ -74,121 +67,21 @@ def test_after_one_half_life_an_average_has_come_half_way():
     torch.testing.assert_close(1 / weights.weights[PRESENT], (1 + MEASURES[PRESENT]) / 2, rtol=1e-12, atol=0)
 
 
-def test_the_gradients_norm_is_equal_over_the_bins_at_rest():
-    """w_k sqrt(Q_k) / N_k, the estimated norm of a bin's part of the gradient, is the mean of sqrt(Q_k) / N_k."""
-    squares = torch.tensor([3.0, 400.0, 90.0, 7.0, 50.0, 10.0, 300.0, 2.0, 5.0], dtype=torch.float64)
-    weights = DifficultyWeights(K, magnitude="gradient", clamp=(0.01, 100.0))
-    sums = {"loss_sums": torch.zeros(K + 1), "token_counts": COUNTS, "gradient_squares": squares}
-    weights.settle(**sums)
-    norms = squares.sqrt() / COUNTS
-    of_bins = weights.coefficients(COUNTS) * squares.sqrt()
-    torch.testing.assert_close(of_bins[PRESENT], norms[PRESENT].mean().expand(len(PRESENT)), rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("kernels", [2, 4, 7])
-def test_kernels_come_to_rest_where_the_mean_within_each_is_one(kernels):
-    """Sum over present bins of phi_j (w_k m_k - 1) = 0 for every kernel j: the derivative of the convex sum."""
-    weights = DifficultyWeights(K, kernels=kernels, learning_rate=0.003, magnitude="signed")
-    got = iterated(weights, sums_of("signed"))
-    basis = gaussian_basis(K, kernels)[:, PRESENT]
-    inside = basis.sum(dim=1) >= 0.1
-    rest = basis @ (got * MEASURES - 1)[PRESENT]
-    assert rest[inside].abs().max() < 5e-3
-    settled = DifficultyWeights(K, kernels=kernels, magnitude="signed")
-    settled.settle(**sums_of("signed"))
-    assert (basis @ (settled.weights * MEASURES - 1)[PRESENT])[inside].abs().max() < 1e-9
-    torch.testing.assert_close(got[PRESENT], settled.weights[PRESENT], rtol=1e-2, atol=0)
-
-
-def test_kernels_reach_weights_that_lie_in_their_span_and_cover_absent_bins():
-    basis = gaussian_basis(K, 3)
-    wanted = (torch.tensor([1.0, -0.5, 0.3], dtype=torch.float64) @ basis).exp()
-    weights = DifficultyWeights(K, kernels=3, magnitude="signed")
-    weights.settle(1 / wanted * COUNTS, COUNTS)
-    torch.testing.assert_close(weights.weights[1:-1], wanted[1:-1], rtol=1e-8, atol=0)  # bin 3 was never seen
-
-
-def test_averages_over_kernels_come_to_rest_at_the_mean_measure_within_each():
-    weights = DifficultyWeights(K, kernels=3, half_life=4.0)
-    got = iterated(weights, sums_of("abs"), steps=400)
-    basis = gaussian_basis(K, 3)
-    means = (basis[:, PRESENT] @ MEASURES[PRESENT]) / basis[:, PRESENT].sum(dim=1)
-    torch.testing.assert_close(got[1:-1], (1 / (means @ basis))[1:-1], rtol=1e-9, atol=0)
-
-
-def test_the_bumps_sum_to_one_at_every_pass_rate():
-    basis = gaussian_basis(K, 5, 2)
-    assert basis.shape == (10, (K + 1) * 2)
-    inner = torch.ones((K + 1) * 2, dtype=torch.float64)
-    inner[:2] = inner[-2:] = 0.0
-    torch.testing.assert_close(basis.sum(dim=0), inner, rtol=1e-14, atol=0)
-    assert not (basis[0::2, 1::2].any() or basis[1::2, 0::2].any()), "classes of lengths are apart"
-
-
-def test_kernels_learn_each_class_of_lengths_by_itself():
-    weights = DifficultyWeights(K, kernels=3, length_classes=2, magnitude="signed", half_life=1.0)
-    counts = COUNTS.repeat_interleave(2)
-    measures = MEASURES.repeat_interleave(2) * torch.tensor([1.0, 0.5], dtype=torch.float64).repeat(K + 1)
-    for _ in range(200):
-        weights.update(measures * counts, counts)
-    short, long = weights.weights.reshape(K + 1, 2).unbind(dim=1)
-    torch.testing.assert_close(long[1:-1], 2 * short[1:-1], rtol=1e-9, atol=0)
-
-
 def daro(**options):
     return make_algorithm("daro", rollouts_per_prompt=4, max_response_tokens=64, **options)
 
 
 BINS_N = torch.tensor([1, 1, 1, 1, 3, 3, 3, 3, 0, 4])
 LENGTHS_N = torch.tensor([2, 10, 9, 4, 30, 3, 10, 0, 5, 50])
-EDGES = (10, 20)
 
 
-def test_coefficients_by_pass_rate_and_length_by_hand():
-    algorithm = daro(length_edges=EDGES)
-    totals = BatchTotals.of(BINS_N, LENGTHS_N, 4, EDGES)
-    assert totals.tokens_per_cell.tolist() == [[5, 0, 0], [15, 10, 0], [0, 0, 0], [3, 10, 30], [0, 0, 50]]
-    assert totals.tokens_per_bin.tolist() == [5, 25, 0, 43, 50]
-    back = BatchTotals.from_vector(totals.vector().double(), 3)
-    assert torch.equal(back.tokens_per_cell, totals.tokens_per_cell) and back.num_rollouts == 10
-    got = algorithm.sample_coefficients(BINS_N, LENGTHS_N, totals)
-    want = [1 / 15, 1 / 10, 1 / 15, 1 / 15, 1 / 30, 1 / 3, 1 / 10, 0, 0, 0]
-    assert got.tolist() == pytest.approx(want, rel=1e-15)
-    assert length_classes(LENGTHS_N, ()).tolist() == [0] * 10
-
-
-def test_each_cell_comes_to_rest_at_its_own_inverse_and_only_where_it_has_tokens():
-    algorithm = daro(length_edges=EDGES, learning_rate=0.003)
-    totals = BatchTotals.of(BINS_N, LENGTHS_N, 4, EDGES)
-    measures = torch.linspace(0.4, 2.0, 15, dtype=torch.float64).reshape(5, 3)
-    step_stats = StepStats(totals, {"loss_sums": measures * totals.tokens_per_cell}, torch.zeros(0), 0.0)
-    for _ in range(5000):
-        algorithm.learn(step_stats)
-    present = totals.tokens_per_cell > 0
-    present[0] = present[-1] = False
-    weights = algorithm.cell_weights
-    torch.testing.assert_close(weights[present], 1 / measures[present], rtol=2e-3, atol=0)
-    assert (weights[~present] == 1).all()
-    torch.testing.assert_close(algorithm.weights, weights.mean(dim=1))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"kernels": 3},
-        {"half_life": 7.0},
-        {"kernels": 2, "half_life": 7.0, "length_edges": EDGES},
-        {"length_edges": EDGES, "magnitude": "advantage"},
-        {"magnitude": "gradient"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{"half_life": 7.0}, {"magnitude": "advantage"}], ids=str)
 def test_states_continue_over_json_bit_for_bit_and_other_forms_are_refused(options):
     whole, first = daro(**options), daro(**options)
-    totals = BatchTotals.of(BINS_N, LENGTHS_N, 4, tuple(options.get("length_edges", ())))
+    totals = BatchTotals.of(BINS_N, LENGTHS_N, 4)
 
     def learn(algorithm, step):
-        names = ("loss_sums", "abs_loss_sums", "advantage_sums", "gradient_squares")
+        names = ("loss_sums", "abs_loss_sums", "advantage_sums")
         sums = {name: (step + 1.5 + i) * totals.tokens_per_cell.double() for i, name in enumerate(names)}
         algorithm.learn(StepStats(totals, sums, torch.zeros(0), 0.0))
 
@@ -201,26 +94,20 @@ def test_states_continue_over_json_bit_for_bit_and_other_forms_are_refused(optio
         learn(whole, step)
         learn(second, step)
     assert second.state_dict() == whole.state_dict() != first.state_dict()
-    if set(options) != {"magnitude"}:
-        with pytest.raises(CheckpointError, match="|".join(("kernels", "averages", "length_edges"))):
+    if "half_life" in options:
+        with pytest.raises(CheckpointError, match="averages"):
             daro().load_state_dict(whole.state_dict())
-        with pytest.raises(CheckpointError, match="|".join(("kernels", "averages", "length_edges"))):
+        with pytest.raises(CheckpointError, match="averages"):
             daro(**options).load_state_dict(daro().state_dict())
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"kernels": 4}, "kernels: got 4, allowed is 2 to 3"),
-        ({"kernels": 1}, "kernels: got 1"),
         ({"half_life": 0.0}, "half_life: got 0.0"),
         ({"half_life": math.inf}, "half_life"),
-        ({"parameter": "linear", "kernels": 2}, "parameter: got 'linear' with kernels"),
         ({"parameter": "linear", "half_life": 2.0}, "parameter: got 'linear' with half_life"),
-        ({"length_edges": (5, 5)}, "length_edges"),
-        ({"length_edges": (0,)}, "length_edges"),
-        ({"length_edges": (9, 5)}, "length_edges"),
-        ({"magnitude": "norm"}, "magnitude: got 'norm', allowed are abs, signed, token, advantage, gradient"),
+        ({"magnitude": "norm"}, "magnitude: got 'norm', allowed are abs, signed, token, advantage"),
     ],
 )
 def test_forms_without_a_meaning_are_refused(options, said):
@@ -228,7 +115,7 @@ def test_forms_without_a_meaning_are_refused(options, said):
         daro(**options)
 
 
-@pytest.mark.parametrize(("magnitude", "missing"), [("advantage", "advantage_sums"), ("gradient", "gradient_squares")])
+@pytest.mark.parametrize(("magnitude", "missing"), [("advantage", "advantage_sums"), ("token", "abs_loss_sums")])
 def test_a_measure_without_its_sums_is_refused(magnitude, missing):
     with pytest.raises(AlgorithmError, match=f"{missing}: got None"):
         DifficultyWeights(K, magnitude=magnitude).update(torch.ones(K + 1), COUNTS)

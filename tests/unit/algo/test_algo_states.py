@@ -8,6 +8,7 @@ import math
 import algo_reference as reference
 import pytest
 import torch
+from lab_names import configured
 
 from megatron_daro.algo.algorithm import BatchTotals, Samples, StepStats
 from megatron_daro.algo.weighting import make_algorithm
@@ -17,7 +18,7 @@ STATEFUL = ["ha_dw", "fade", "lambda_grpo"]
 
 
 def build(name, k=4, **options):
-    return make_algorithm(name, rollouts_per_prompt=k, max_response_tokens=8, **options)
+    return make_algorithm(configured(name), rollouts_per_prompt=k, max_response_tokens=8, **options)
 
 
 def step_stats(pass_rate, *, entropy=1.0, slope=0.0, k=4):

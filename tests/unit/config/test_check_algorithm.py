@@ -15,20 +15,9 @@ from megatron_daro.errors import ConfigError
     ("overrides", "field", "words"),
     [
         (
-            ["algorithm.daro.kernels=8", "rollout.rollouts_per_prompt=8"],
-            "algorithm.daro.kernels",
-            "got 8 with 8 rollouts per prompt; allowed: 2 to 7",
-        ),
-        (
             ["algorithm.daro.parameter=linear", "algorithm.daro.half_life=5"],
             "algorithm.daro.parameter",
             "got linear with half_life",
-        ),
-        (["algorithm.daro.length_edges=[64,32]"], "algorithm.daro.length_edges", "rising numbers of tokens"),
-        (
-            ["algorithm.name=lambda_grpo", "algorithm.lambda_grpo.spread=0.6", "rollout.rollouts_per_prompt=4"],
-            "algorithm.lambda_grpo.spread",
-            "got 0.6 with 4 rollouts per prompt; allowed: below 1 / sqrt(4 - 1) = 0.5774",
         ),
         (
             ["algorithm.trust_region=cispo", "algorithm.dual_clip=3"],

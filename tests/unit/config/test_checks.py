@@ -423,7 +423,6 @@ def test_daro_defaults_are_those_of_algo():
     from megatron_daro.config import DaroSection
 
     options = DaroSection().model_dump()
-    assert options.pop("length_edges") == ()
     plain = difficulty.DifficultyWeights(8)
     configured = difficulty.DifficultyWeights(8, **options)
     sums, counts = torch.linspace(-1, 1, 9), torch.arange(1, 10)

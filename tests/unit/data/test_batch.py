@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from lab_names import configured
 
 from megatron_daro.algo.weighting import Algorithm, make_algorithm
 from megatron_daro.config.algorithm import LengthRewardSection
@@ -73,7 +74,7 @@ def test_experts_of_the_engine_go_along_and_are_unknown_where_it_did_not_tell():
 
 def test_lengths_of_the_groups_go_along_where_the_algorithm_needs_them():
     groups = [make_group(5, [True, False], [1, 2], ["stop", "length"]), make_group(2, [True, True], [2, 1])]
-    batch = build_batch(groups, algorithm(2, "lambda_grpo"), overlong="filter")
+    batch = build_batch(groups, algorithm(2, configured("lambda_grpo")), overlong="filter")
     assert batch.group_lengths_NK.tolist() == [[1, 0], [1, 0], [2, 1], [2, 1]]  # of what is trained
     part = batch.select([2, 1])
     assert part.group_lengths_NK.tolist() == [[2, 1], [1, 0]]

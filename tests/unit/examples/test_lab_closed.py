@@ -247,7 +247,8 @@ def test_every_arm_is_an_algorithm_of_the_product_and_a_command_line():
 
     for arm in arms.arm_names():
         algorithm, _ = arms.build(arm, rollouts=4, max_tokens=16)
-        assert algorithm.name == AlgorithmSection.model_validate(arms.options_of(arm)).name.partition(":")[0]
+        name = AlgorithmSection.model_validate(arms.options_of(arm)).name
+        assert name in (algorithm.name, f"lab_algorithms:{type(algorithm).__name__}")
     assert arms.command_line("daro_token") == ["algorithm.name=daro", "algorithm.daro.magnitude=token"]
 
 

@@ -180,7 +180,8 @@ def test_two_versions_of_nccl_are_refused_before_a_broadcast(environment_with, m
     packages = {"sglang": "0.5.23", "nvidia-nccl-cu13": "2.30.7"}
     python = environment_with(packages, {"sglang/__init__.py": "", "sglang/srt/server_args.py": ONE_CLASS})
     options = SGLangSection(python=python)
-    check_environments(options)  # this trainer has no NCCL
+    monkeypatch.setattr(command.upstream_names, "nccl_package", lambda: None)
+    check_environments(options)  # a trainer without NCCL
     monkeypatch.setattr(command.upstream_names, "nccl_package", lambda: "nvidia-nccl-cu13==2.29.7")
     with pytest.raises(ConfigError) as caught:
         check_environments(options)

@@ -1,0 +1,439 @@
+"""Algorithms that the lab compared and nobody needed: each is named in a configuration as `lab_algorithms:Class`.
+
+They are what an algorithm of one's own can be (docs/algorithms.md), and use every seam that it has: totals per class of
+lengths, squares of the gradient, lengths of whole groups, numbers learnt by descending the policy loss. Put this folder
+into PYTHONPATH on every machine of the run. Options go into `algorithm.options`; they were `algorithm.daro.kernels`,
+`.length_edges` and magnitude gradient (now `lab_algorithms:DaroCells`), `algorithm.fade` (`lab_algorithms:Fade`) and
+`algorithm.lambda_grpo` (`lab_algorithms:LambdaGrpo`). Checkpoints of those are read.
+
+Shape letters: N samples, K rollouts per prompt, L classes of lengths, J kernels, C = (K+1) L cells, bin by bin; P
+learned numbers (one per cell, or one per kernel and class). Cells of bins 0 and K carry no signal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from megatron_daro.algo.algorithm import (
+    BatchTotals,
+    Common,
+    SampleAlgorithm,
+    Samples,
+    StepStats,
+    length_classes,
+    token_mean,
+)
+from megatron_daro.algo.difficulty_weights import LEAST_MASS, Adam, DifficultyWeights
+from megatron_daro.algo.histories import saved_number, torn_entry
+from megatron_daro.algo.weighting import Daro
+from megatron_daro.errors import AlgorithmError, CheckpointError, NonFiniteError
+
+
+def gaussian_basis(rollouts_per_prompt: int, kernels: int, length_classes: int = 1) -> Tensor:
+    """Return Gaussian bumps over the pass rate that sum to 1 at every pass rate, for each class of lengths by itself.
+
+    Args:
+        rollouts_per_prompt: K. kernels: J, 2 or more; centres (j + 1/2) / J, standard deviation 1 / (2 J).
+        length_classes: L.
+
+    Returns:
+        float64 [J L, (K+1) L]; 0 for bins 0 and K.
+    """
+    mu_B = torch.arange(rollouts_per_prompt + 1, dtype=torch.float64) / rollouts_per_prompt
+    centres_J = (torch.arange(kernels, dtype=torch.float64) + 0.5) / kernels
+    bumps_JB = torch.exp(-2.0 * ((mu_B - centres_J[:, None]) * kernels).square())
+    bumps_JB = bumps_JB / bumps_JB.sum(dim=0)
+    bumps_JB[:, 0] = bumps_JB[:, -1] = 0.0
+    return torch.kron(bumps_JB, torch.eye(length_classes, dtype=torch.float64))
+
+
+class CellWeights(DifficultyWeights):
+    """DARO's weights per bin and class of lengths, or as a sum of kernels over the pass rate, or by gradient norms.
+
+    kernels J: ln w(mu) = sum over j of theta_j phi_j(mu), Gaussians with centres (j + 1/2) / J and deviation 1 / (2 J)
+    that add up to 1. At the fixed point the mean of w m within each kernel is 1.
+
+    Magnitude "gradient" is GradNorm's aim (arXiv 1711.02257, alpha 0) without a backward pass per cell: m = n / mean of
+    n over the present cells, n = sqrt(sum of g_t^2) / tokens, g_t = dl_t / d log pi_t. Exact up to a constant if
+    tokens' gradients are uncorrelated and of one size: it measures noise, not what a cell's tokens have in common.
+    """
+
+    sums_read = {**DifficultyWeights.sums_read, "gradient": "gradient_squares"}
+
+    def __init__(
+        self,
+        rollouts_per_prompt: int,
+        *,
+        kernels: int | None = None,
+        length_classes: int = 1,
+        parameter: str = "log",
+        **options: Any,
+    ) -> None:
+        """All weights start at 1.
+
+        Args:
+            rollouts_per_prompt: K, 2 or more.
+            kernels: J, 2..K-1: this many numbers over the pass rate in the place of K - 1. None: a number per cell.
+            length_classes: L, 1 or more.
+            parameter, options: of `DifficultyWeights`, and magnitude "gradient".
+
+        Raises:
+            AlgorithmError: an option is out of range.
+        """
+        if kernels is not None and not 2 <= kernels < rollouts_per_prompt:
+            raise AlgorithmError(
+                f"kernels: got {kernels}, allowed is 2 to {rollouts_per_prompt - 1} (rollouts_per_prompt - 1), or None "
+                "for a number per pass rate"
+            )
+        if parameter == "linear" and kernels is not None:
+            raise AlgorithmError(
+                "parameter: got 'linear' with kernels, allowed is 'log'; what is learnt is not w there"
+            )
+        if length_classes < 1:
+            raise AlgorithmError(f"length_classes: got {length_classes}, allowed is 1 or more")
+        self.kernels, self.length_classes = kernels, length_classes
+        self._basis = None if kernels is None else gaussian_basis(rollouts_per_prompt, kernels, length_classes)
+        super().__init__(rollouts_per_prompt, parameter=parameter, **options)  # type: ignore[arg-type]  # it checks
+
+    def _sizes(self) -> tuple[int, int]:
+        cells = (self.rollouts_per_prompt + 1) * self.length_classes
+        return cells, cells if self._basis is None else len(self._basis)
+
+    def _per_cell(self, numbers: Tensor) -> Tensor:
+        return numbers.clone() if self._basis is None else numbers @ self._basis
+
+    def _per_number(self, values: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+        mask = present.to(torch.float64)
+        return (values, mask) if self._basis is None else (self._basis @ values, self._basis @ mask)
+
+    def _inner(self, values: Tensor) -> Tensor:
+        return values[self.length_classes : -self.length_classes] if self._basis is None else values
+
+    def _present(self, counts: Tensor) -> Tensor:
+        present = counts > 0
+        present[: self.length_classes] = present[-self.length_classes :] = False
+        return present
+
+    def _measure(self, sums: Tensor, over: Tensor, present: Tensor) -> Tensor:
+        if self.magnitude != "gradient":
+            return super()._measure(sums, over, present)
+        norms = sums.sqrt() / over
+        mean = norms.sum() / present.sum().clamp(min=1)
+        return norms / torch.where(mean > 0, mean, 1.0)
+
+    def _form(self) -> dict[str, Any]:
+        form = super()._form()
+        form |= {} if self.kernels is None else {"kernels": self.kernels}
+        return form | ({} if self.length_classes == 1 else {"length_classes": self.length_classes})
+
+    def _minimise(self, present: Tensor, measured: Tensor) -> None:
+        if self._basis is None:
+            super()._minimise(present, measured)
+        else:
+            self._descend(self._basis, present, measured)
+
+    def _descend(self, basis: Tensor, present: Tensor, measured: Tensor) -> None:
+        """Minimise sum of (w_k m_k - ln w_k), ln w = heights @ basis, within the clamp: convex, by Newton's steps."""
+        low, high = self._value_bounds()
+        phi_PC, m_C = basis[:, present], measured[present].clamp(min=0.0)
+
+        def value(heights: Tensor) -> Tensor:
+            return ((heights @ phi_PC).exp() * m_C - heights @ phi_PC).sum()
+
+        for _ in range(100):
+            wm_C = (self._values @ phi_PC).exp() * m_C
+            slope = phi_PC @ (wm_C - 1)
+            outwards = ((self._values <= low) & (slope > 0)) | ((self._values >= high) & (slope < 0))
+            free = (~outwards & (phi_PC.sum(dim=1) >= LEAST_MASS)).nonzero().flatten()
+            if not len(free) or float(slope[free].abs().max()) < 1e-13:
+                return
+            curvature = (phi_PC[free] * wm_C) @ phi_PC[free].T + 1e-12 * torch.eye(len(free), dtype=torch.float64)
+            step, share = torch.zeros_like(slope).index_put((free,), torch.linalg.solve(curvature, slope[free])), 1.0
+            while share > 1e-6 and value((self._values - share * step).clamp(low, high)) > value(self._values):
+                share /= 2
+            self._values = (self._values - share * step).clamp(low, high)
+
+
+class DaroCells(Daro):
+    """DARO with weights per pass rate and length, over kernels, or by gradient norms: see `CellWeights`."""
+
+    def __init__(
+        self,
+        *,
+        kernels: int | None = None,
+        length_edges: Sequence[int] = (),
+        std: Any = "auto",
+        group_filter: Any = "auto",
+        rollouts_per_prompt: int,
+        max_response_tokens: int,
+        **difficulty: Any,
+    ) -> None:
+        """Take the options of `Daro`.
+
+        Args:
+            kernels: see `CellWeights`.
+            length_edges: trained tokens at which a new class of lengths begins, above 0 and rising: each class has
+                weights of its own. Empty: one weight for all lengths.
+
+        Raises:
+            AlgorithmError: an option is out of range.
+        """
+        common = {"rollouts_per_prompt": rollouts_per_prompt, "max_response_tokens": max_response_tokens}
+        super().__init__(**common, std=std, group_filter=group_filter)
+        self.length_edges = tuple(length_edges)
+        if list(self.length_edges) != sorted(set(self.length_edges)) or any(edge < 1 for edge in self.length_edges):
+            raise AlgorithmError(f"length_edges: got {self.length_edges}, allowed are rising numbers of tokens above 0")
+        classes = len(self.length_edges) + 1
+        self.difficulty: CellWeights = CellWeights(
+            rollouts_per_prompt, kernels=kernels, length_classes=classes, **difficulty
+        )
+
+    @property
+    def needs_gradient_squares(self) -> bool:
+        """See `Algorithm.needs_gradient_squares`."""
+        return self.difficulty.magnitude == "gradient"
+
+    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
+        """See `Algorithm.sample_coefficients`."""
+        coefficients = self.difficulty.coefficients(totals.tokens_per_cell.reshape(-1)).to(bins_N.device)
+        cells_N = bins_N * self.difficulty.length_classes + length_classes(lengths_N, self.length_edges)
+        return torch.where(lengths_N > 0, coefficients[cells_N], 0.0)
+
+    def extra_loss(self, totals: BatchTotals) -> float:
+        """See `Algorithm.extra_loss`."""
+        return self.difficulty.barrier(totals.tokens_per_cell.reshape(-1))
+
+    def learn(self, step_stats: StepStats) -> None:
+        """See `DifficultyWeights.update`."""
+        sums = {name: values.reshape(-1) for name, values in step_stats.sums.items()}
+        self.difficulty.update(token_counts=step_stats.totals.tokens_per_cell.reshape(-1), **sums)
+
+    @property
+    def weights(self) -> Tensor:
+        """float64 [K+1]."""
+        return self.cell_weights.mean(dim=1)
+
+    @property
+    def cell_weights(self) -> Tensor:
+        """float64 [K+1, L]."""
+        return self.difficulty.weights.reshape(-1, self.difficulty.length_classes)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the weights' state beside the name, and where lengths are divided."""
+        edges = {"length_edges": list(self.length_edges)} if self.length_edges else {}
+        return {**super().state_dict(), **edges}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError for another algorithm, another K, other length edges, or a torn state."""
+        if state.get("length_edges", []) != list(self.length_edges):
+            raise CheckpointError(
+                f"difficulty weights, length_edges: the saved state has {state.get('length_edges', [])}, this run has "
+                f"{list(self.length_edges)}; set length_edges to the saved value, or start fresh"
+            )
+        super().load_state_dict(state)
+
+
+class Fade(SampleAlgorithm):
+    """FADE: (1 - mu)^(alpha - 1) (r - mu), wrong answers over delta; two averages move alpha and delta.
+
+    alpha = clip(3 (1 - p) / (2 p), 1, max_power), p the average pass rate of the steps: hard questions first, GRPO's
+    middle ones later. delta = clip(1 + H - target, min_scale, 1), H the average entropy: wrong answers are pushed down
+    harder once the entropy is below its target.
+
+    Source: arXiv 2607.01490, through a reader's notes with its formulas and pseudo-code (the paper itself could not be
+    had whole). The target is half of the first step's entropy unless given: what the paper found best. The averages
+    start at 0.5 and at the first entropy; the weight of a new step in them is `rate`, 0.02. The notes print 0.02 in the
+    place of the old value's weight, with which nothing would be averaged.
+    """
+
+    name = "fade"
+    advantage_std = "none"
+    std_defines = True
+
+    def __init__(
+        self,
+        *,
+        rate: float = 0.02,
+        max_power: float = 3.0,
+        min_scale: float = 0.3,
+        target_entropy: float | None = None,
+        **common: Unpack[Common],
+    ) -> None:
+        """Take the options of `Algorithm`; rate in (0, 1], max_power 1 or more, min_scale in (0, 1], target in nats.
+
+        Raises:
+            AlgorithmError: an option is out of range.
+        """
+        super().__init__(**common)
+        for field, value in (("rate", rate), ("min_scale", min_scale)):
+            if not 0 < value <= 1:
+                raise AlgorithmError(f"{field}: got {value}, allowed is a number above 0 and at most 1")
+        if not 1 <= max_power < math.inf:
+            raise AlgorithmError(f"max_power: got {max_power}, allowed is 1 or more")
+        if target_entropy is not None and not 0 <= target_entropy < math.inf:
+            raise AlgorithmError(f"target_entropy: got {target_entropy}, allowed is 0 or more, or None")
+        self.rate, self.max_power, self.min_scale = float(rate), float(max_power), float(min_scale)
+        self._given_target = target_entropy
+        self._target: float | None = target_entropy
+        self._solved = 0.5
+        self._entropy: float | None = None
+
+    @property
+    def power(self) -> float:
+        """Alpha of the next step."""
+        raw = math.inf if self._solved <= 0 else 3 * (1 - self._solved) / (2 * self._solved)
+        return min(max(raw, 1.0), self.max_power)
+
+    @property
+    def wrong_scale(self) -> float:
+        """Delta of the next step; 1 before an entropy was seen."""
+        if self._entropy is None or self._target is None:
+            return 1.0
+        return min(max(1 + self._entropy - self._target, self.min_scale), 1.0)
+
+    def coefficients(self, samples: Samples, totals: BatchTotals) -> Tensor:
+        """See `Algorithm.coefficients`."""
+        mu_N = samples.bins_N.to(torch.float64) / self.rollouts_per_prompt
+        factor_N = (1 - mu_N) ** (self.power - 1)
+        factor_N = torch.where(samples.advantages_N < 0, factor_N / self.wrong_scale, factor_N)
+        return token_mean(samples.lengths_N, totals) * factor_N
+
+    def learn(self, step_stats: StepStats) -> None:
+        """Move both averages."""
+        self._solved += self.rate * (step_stats.totals.pass_rate - self._solved)
+        if self._entropy is None:
+            self._entropy = step_stats.entropy
+            self._target = step_stats.entropy / 2 if self._given_target is None else self._given_target
+        else:
+            self._entropy += self.rate * (step_stats.entropy - self._entropy)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return both averages and the entropy's target."""
+        own = {"solved": self._solved, "entropy": self._entropy, "target_entropy": self._target}
+        return {**super().state_dict(), **own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError for another algorithm or a torn state. A target of the options replaces the saved."""
+        super().load_state_dict(state)
+        solved = saved_number("solved", state)
+        if solved is None or not 0 <= solved <= 1:
+            raise torn_entry("solved", solved, "a number from 0 to 1")
+        entropy, target = saved_number("entropy", state), saved_number("target_entropy", state)
+        self._solved, self._entropy = solved, entropy
+        self._target = target if self._given_target is None else self._given_target
+
+
+class LambdaGrpo(SampleAlgorithm):
+    """lambda-GRPO: GRPO's advantage times K softmax_j(h_j^lambda) over the group, h = 1 + spread * z.
+
+    z is the length less the group's mean over its (population) standard deviation; equal lengths give z = 0. lambda 0
+    is a plain token mean; above 0 longer answers count more. The weights of a group sum to K. lambda descends the
+    policy loss: for the policy it is a constant, for lambda the losses are.
+
+    Source: arXiv 2510.06870 (its text could not be had whole: formula from a summary and its public reviews, which give
+    h, the exponent, the softmax, the scaling and 1/9). Open, and chosen: lambda starts at 0; Adam, 0.01, betas 0.9 and
+    0.999; lengths are trained tokens.
+    """
+
+    name = "lambda_grpo"
+    needs_group_lengths = True
+
+    def __init__(
+        self,
+        *,
+        learning_rate: float = 0.01,
+        betas: tuple[float, float] = (0.9, 0.999),
+        spread: float = 1 / 9,
+        **common: Unpack[Common],
+    ) -> None:
+        """Take the options of `Algorithm`, Adam's learning rate and betas, and spread in (0, 1).
+
+        Raises:
+            AlgorithmError: an option is out of range, or spread * sqrt(K - 1) is 1 or more: the shortest answer of a
+                group can be sqrt(K - 1) deviations below the mean, where h^lambda would have no value.
+        """
+        super().__init__(**common)
+        if not 0 < spread < 1:
+            raise AlgorithmError(f"spread: got {spread}, allowed is a number above 0 and below 1")
+        furthest = math.sqrt(self.rollouts_per_prompt - 1)
+        if spread * furthest >= 1:
+            raise AlgorithmError(
+                f"spread: got {spread:g} with {self.rollouts_per_prompt} rollouts per prompt, allowed is a number "
+                f"below {1 / furthest:g}: an answer much shorter than the others would have h of 0 or less"
+            )
+        self.spread = float(spread)
+        self._lambda = 0.0
+        self._adam = Adam(1, learning_rate=learning_rate, betas=betas)
+
+    @property
+    def exponent(self) -> float:
+        """Lambda."""
+        return self._lambda
+
+    def coefficients(self, samples: Samples, totals: BatchTotals) -> Tensor:
+        """See `Algorithm.coefficients`."""
+        weights_N, _ = self._weights(samples)
+        return token_mean(samples.lengths_N, totals) * weights_N
+
+    def coefficient_slopes(self, samples: Samples, totals: BatchTotals) -> Tensor:
+        """float64 [1, N]: the derivative by lambda."""
+        _, slopes_N = self._weights(samples)
+        return (token_mean(samples.lengths_N, totals) * slopes_N)[None]
+
+    def _weights(self, samples: Samples) -> tuple[Tensor, Tensor]:
+        """K softmax(g)_i with g = h^lambda, and its derivative by lambda: f_i (g_i ln h_i - mean of g ln h under f)."""
+        if samples.group_lengths_NK is None:
+            raise AlgorithmError(
+                "lambda_grpo: got samples without the lengths of their groups, allowed is with group_lengths_NK; "
+                "build the batch with this algorithm, whose `needs_group_lengths` says so"
+            )
+        lengths_NK = samples.group_lengths_NK.to(torch.float64)
+        h_NK = self._relative(lengths_NK)
+        own_N = self._relative(lengths_NK, samples.lengths_N.to(torch.float64))
+        g_NK, g_N = h_NK**self._lambda, own_N**self._lambda
+        share_NK = torch.softmax(g_NK, dim=1)
+        weights_N = self.rollouts_per_prompt * torch.exp(g_N - torch.logsumexp(g_NK, dim=1))
+        mean_N = (share_NK * g_NK * h_NK.log()).sum(dim=1)
+        return weights_N, weights_N * (g_N * own_N.log() - mean_N)
+
+    def _relative(self, lengths_NK: Tensor, own_N: Tensor | None = None) -> Tensor:
+        """Return h of the whole groups [N, K], or of one length of each [N]."""
+        mean_N = lengths_NK.mean(dim=1)
+        std_N = (lengths_NK - mean_N[:, None]).square().mean(dim=1).sqrt()
+        safe_N = torch.where(std_N > 0, std_N, 1.0)
+        if own_N is not None:
+            return 1 + self.spread * (own_N - mean_N) / safe_N
+        return 1 + self.spread * (lengths_NK - mean_N[:, None]) / safe_N[:, None]
+
+    def learn(self, step_stats: StepStats) -> None:
+        """One Adam step of lambda down the policy loss.
+
+        Raises:
+            NonFiniteError: the slope is not finite; lambda is left as it was.
+        """
+        if not bool(torch.isfinite(step_stats.slopes).all()):
+            raise NonFiniteError("the slope of lambda is not finite; lambda was not changed")
+        moves = self._adam.moves(step_stats.slopes.to("cpu", torch.float64), torch.ones(1, dtype=torch.bool))
+        self._lambda -= float(moves[0])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return lambda and Adam's state."""
+        return {**super().state_dict(), "lambda": self._lambda, "adam": self._adam.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError for another algorithm or a torn state; a refused one changes nothing."""
+        super().load_state_dict(state)
+        value, adam = state.get("lambda"), state.get("adam")
+        if not isinstance(value, float) or not math.isfinite(value) or not isinstance(adam, Mapping):
+            raise CheckpointError(
+                f"algorithm state, lambda: the saved state has {value!r} with adam {adam!r}, allowed are a finite "
+                "number and Adam's state; the checkpoint is torn or edited"
+            )
+        self._adam.load_state_dict(adam, "algorithm state, adam")
+        self._lambda = value
