@@ -189,7 +189,7 @@ def test_clipped_value_loss_by_hand():
 
 @pytest.mark.parametrize("beta", [0.0, 0.05])
 def test_policy_and_value_loss_equal_trls(beta):
-    """TRL 0.19.1, trainer/ppo_trainer.py, lines 505 to 534 (rewards less beta times k1 of each token, the score on the
+    """TRL 0.19.1, trainer/ppo_trainer.py, lines 510 to 534 (rewards less beta times k1 of each token, the score on the
     last; advantages, whitened as core.py, 51 to 76, has it), 566 to 574 (critic) and 580 to 584 (policy), in loops;
     with the options that agree: both clips 0.2."""
     values, _, rewards, _ = random_samples(11, 4)
