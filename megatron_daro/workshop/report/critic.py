@@ -68,9 +68,9 @@ def _by_position(run: RunData) -> Plot | None:
     ticks = {"tickvals": list(tenths), "ticktext": [f"{100 * i // _TENTHS} %" for i in tenths]}
     axis = {"title": {"text": "position in the answer (tenths of its trained tokens)"}} | ticks
     caption = (
-        "Mean value over each tenth of right and of wrong answers. At the start both are the prompt's; where they "
-        "part, the critic has seen which way the answer goes. Lines that stay together to the end mean that all tokens "
-        "of an answer get much the same advantage, as without a critic."
+        "Mean value over each tenth of right and of wrong answers. At the start it is the prompt's (right answers are "
+        "more often of easy ones); where the lines part, the critic has seen which way the answer goes. Level lines "
+        "mean that all tokens of an answer get much the same advantage, as without a critic."
     )
     look = {"xaxis": axis, "yaxis": {"title": {"text": "value (reward)"}}, "hovermode": "x unified"}
     return Plot("Value by position in the answer", caption, traces, look)
