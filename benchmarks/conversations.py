@@ -2,6 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/conversations.py --json    # about 3 minutes on 2 cores
 
+It also measures what the contract of environments costs a run without one: a batch of 2,048 answers through
+`SingleTurn`, less the same batch straight from engine and verifiers, as a share of the driver's CPU that
+benchmarks/control_plane.py finds for such a batch. The two alternate.
+
 Each rollout has several turns of canned tokens; the engine answers after a pause, as servers do, so that all
 conversations are under way at once. `rollout` is a class in the driver, `step` one in worker processes. CPU is that of
 this process, all threads; a stall is how late its event loop woke from pauses of 5 ms.
@@ -15,6 +19,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -24,19 +29,23 @@ from rich.table import Table
 from megatron_daro.config.sections import EnvironmentSection, RewardSection
 from megatron_daro.rollout.conversations import Conversations
 from megatron_daro.rollout.rendering import Turns
+from megatron_daro.rollout.rollouter import SingleTurn, judge
 from megatron_daro.rollout.stepping import Step, SteppedConversations
 from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams, Verdict
 from megatron_daro.workshop.rehearse.loop import Watch, cpu_s
 
 GROUP, TURNS, GENERATED, OBSERVED, PROMPT = 8, 4, 200, 50, 100
+RESULTS = Path(__file__).parent / "results"
 
 
 class CannedEngine:
     """Answers each request after a pause."""
 
+    pause_s = 2.0
+
     async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
         """Yield the rollouts of each request."""
-        await asyncio.sleep(2.0)
+        await asyncio.sleep(self.pause_s)
         for request in requests:
             tokens = np.array([*request.prompt.tokens, *range(3, 3 + GENERATED)], np.int32)
             ones, place = np.ones(GENERATED, np.uint8), (request.prompt.id, request.group_id, request.attempt)
@@ -130,8 +139,50 @@ async def measured(kind: str, count: int) -> dict[str, float | str]:
     }
 
 
+class AtOnce(CannedEngine):
+    """The same without a pause."""
+
+    pause_s = 0.0
+
+
+class Right:
+    """A scorer of canned verdicts."""
+
+    failed_starts = 0
+
+    async def score_async(self, pairs: Sequence[tuple[str, str, str]]) -> list[Verdict]:
+        """Return one for each."""
+        return [Verdict(True, 1.0, "match")] * len(pairs)
+
+
+async def contract(rounds: int) -> dict[str, float]:
+    """Return the CPU milliseconds that the contract adds to a batch without an environment, and their share."""
+    prompts = [Prompt(f"p{i}", "1", "s", text="?", tokens=tuple(range(3, 3 + PROMPT))) for i in range(256)]
+    requests = [GroupRequest(i, 0, prompt, tuple(range(GROUP)), SamplingParams()) for i, prompt in enumerate(prompts)]
+    engine, scorer = AtOnce(), Right()
+    through = SingleTurn(engine, scorer)  # type: ignore[arg-type]
+
+    async def bare() -> None:
+        async for some in engine.generate(requests):
+            await judge(scorer, [(one.text, prompts[one.group_id]) for one in some])
+
+    async def contracted() -> None:
+        async for some in through.generate(requests):
+            await through.score([(one, prompts[one.group_id]) for one in some])
+
+    found: dict[Any, list[float]] = {bare: [], contracted: []}
+    for _ in range(rounds):
+        for work, times in found.items():
+            began = cpu_s()
+            await work()
+            times.append(1000 * (cpu_s() - began))
+    bare_ms, contract_ms = (median(times) for times in found.values())
+    whole = json.loads((RESULTS / "control_plane.json").read_text())["rows"]["10"]["driver_cpu_s"]
+    return {"bare_ms": bare_ms, "contract_ms": contract_ms, "share": (contract_ms - bare_ms) / 1000 / whole}
+
+
 def main() -> None:
-    """Measure both kinds."""
+    """Measure both kinds, and what they cost a run that has none."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--json", action="store_true", help="also write benchmarks/results/conversations.json")
@@ -141,8 +192,10 @@ def main() -> None:
     for kind, row in rows.items():
         table.add_row(kind, *(value if isinstance(value, str) else f"{value:.4g}" for value in row.values()))
     Console(width=160).print(table)
+    single = asyncio.run(contract(41))
+    print(f"without an environment: {single['share']:+.3%} of the driver's CPU of such a batch {single}")
     if arguments.json:
-        (Path(__file__).parent / "results" / "conversations.json").write_text(json.dumps(rows, indent=1) + "\n")
+        (RESULTS / "conversations.json").write_text(json.dumps(rows | {"single_turn": single}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

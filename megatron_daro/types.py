@@ -85,6 +85,20 @@ class GroupRequest:
     partial: Mapping[int, Rollout] = field(default_factory=dict, hash=False)
 
 
+@dataclass(frozen=True, slots=True)
+class TurnReport:
+    """What an environment says of one answer of the model.
+
+    reward: of this turn, weighted, 0 where it gave none. tool_calls, tool_errors: what the answer called, and how often
+    in vain. seconds: of the environment's own work on the answer.
+    """
+
+    reward: float = 0.0
+    tool_calls: int = 0
+    tool_errors: int = 0
+    seconds: float = 0.0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollout:
     """One answer of a policy to a prompt.
@@ -97,6 +111,8 @@ class Rollout:
     each token that it read; -1 in the row of the last, which it did not read. None where it was not asked.
     turns: of a conversation, (observed, generated) response tokens of each turn in order; empty where the whole
     response is one answer of the model. Observed tokens are the environment's: loss_mask and log-prob are 0.
+    reports: of a conversation, what the environment said of each answer, in order; may be empty. teacher_logprobs:
+    float32 [R], of the model that the policy is distilled from, 0 where loss_mask is; None without one.
     verdict: what the environment said; None where a verifier judges. The group keeps it, a record with the group.
     """
 
@@ -114,6 +130,8 @@ class Rollout:
     version_spans: tuple[tuple[int, int], ...] = ()
     routed_experts: np.ndarray | None = None
     turns: tuple[tuple[int, int], ...] = ()
+    reports: tuple[TurnReport, ...] = ()
+    teacher_logprobs: np.ndarray | None = None
     verdict: Verdict | None = None
 
     @property
@@ -205,11 +223,13 @@ class Verdict:
     """What a verifier says. `correct` decides the pass rate; `reward` the advantage; `reason` is for people.
 
     Reasons are short words: "match", "no_match", "no_answer", "timeout", "memory", "too_long", "crash", ...
+    rewards: what an environment's reward is made of, (name, value before its weight), each name once.
     """
 
     correct: bool
     reward: float
     reason: str
+    rewards: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

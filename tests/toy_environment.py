@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import time
+from pathlib import Path
 
 from megatron_daro.rollout.environment import OutOfRoomError
 from megatron_daro.types import Verdict
@@ -17,11 +20,11 @@ from megatron_daro.types import Verdict
 class SecondTry:
     """Right at the first try: reward 1; at the second: `late`."""
 
-    def __init__(self, *, tokenizer, late=0.5, tries=2, wrong="") -> None:
+    def __init__(self, *, tokenizer, late=0.5, tries=2, wrong="", kill="") -> None:
         if wrong == "constructor":
             raise RuntimeError("no such game")
         self._tokenizer, self._late, self._tries, self._wrong = tokenizer, late, tries, wrong
-        self._calls = 0
+        self._calls, self._kill = 0, Path(kill) if kill else None
 
     async def rollout(self, prompt, conversation):
         self._calls += 1
@@ -34,6 +37,9 @@ class SecondTry:
             if verdict.correct:
                 return conversation.verdict(True, f"try_{attempt + 1}", self._late**attempt)
             if attempt + 1 < self._tries:
+                if self._kill and self._calls > 30 and not self._kill.exists():  # once, after the first step
+                    self._kill.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
                 conversation.observe(hint)
         return conversation.verdict(False, "no_match")
 

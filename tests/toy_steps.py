@@ -12,11 +12,11 @@ from megatron_daro.rollout.stepping import Step
 class Steps:
     """The model must say the gold digit; after each wrong answer it is shown the prompt again, `tries` times."""
 
-    def __init__(self, *, tries=3, wrong="", when="2", notice="") -> None:
+    def __init__(self, *, tries=3, wrong="", when="2", notice="", named=False) -> None:
         self.notice = notice
         if wrong == "constructor":
             raise RuntimeError("no such game")
-        self._tries, self._wrong, self._when, self._leak = tries, wrong, when, []
+        self._tries, self._wrong, self._when, self._leak, self._named = tries, wrong, when, [], named
 
     def reset(self, prompt):
         if self._wrong == "first":
@@ -29,6 +29,10 @@ class Steps:
             odd = self._break()
             if odd is not None:
                 return odd
+        if self._named:
+            rewards = {"right": float(answer[-1:] == gold), "length": len(answer)}
+            done = answer[-1:] == gold or tries + 1 == self._tries
+            return Step(text, [gold, text, tries + 1], done=done, correct=answer[-1:] == gold, rewards=rewards)
         if answer[-1:] == gold:
             return Step(done=True, correct=True, reason=f"try_{tries + 1}", tool_calls=1)
         done = tries + 1 == self._tries
@@ -65,6 +69,10 @@ class Steps:
             return Step("x", state=object())
         if self._wrong == "reward":
             return Step("x", reward=float("nan"))
+        if self._wrong == "rewards":
+            return Step("x", rewards={"right": "much"})
+        if self._wrong == "reward_name":
+            return Step("x", [*"9x", 0], rewards={"right/wrong": 1.0})
         if self._wrong == "reason":
             return Step("x", done=True, reason="y" * 41)
         return None

@@ -110,10 +110,13 @@ def _print(console: Console, dump: Dump, view: View, unit: str, tokens_per_gpu_h
 def _print_turns(console: Console, dump: Dump) -> None:
     from rich.table import Table
 
-    if not dump.turns:
+    from megatron_daro.workshop.report.conversations import turns_table
+
+    found = turns_table(dump.turns)
+    if found is None:
         return
-    table = Table("turn", "rollouts that have it", "observed", "generated")
-    for i, (count, observed, generated) in enumerate(dump.turns, 1):
-        table.add_row(str(i), str(count), f"{observed / count:.1f}", f"{generated / count:.1f}")
-    console.print("\nMean tokens per turn; lengths above are of generated tokens")
+    table = Table(*found.header)
+    for row in found.rows:
+        table.add_row(*row)
+    console.print("\nMeans per turn; lengths above are of generated tokens")
     console.print(table)

@@ -226,6 +226,20 @@ class CriticSection(Section):
         return policy.model_copy(update=own)
 
 
+class DistillSection(Section):
+    """On-policy distillation from a teacher on SGLang servers: a token's advantage falls by how much likelier it is for
+    the policy than for the teacher, the reverse KL divergence token by token (Thinking Machines, October 2025)."""
+
+    urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+$")], ...] = ()
+    """Servers of one teacher that has the policy's tokenizer, as http://host:port. Empty: no distillation."""
+    coefficient: float = Field(default=1.0, ge=0, le=1000)
+    """Factor of log p(teacher) - log p(policy) in a token's advantage."""
+    reward_weight: float = Field(default=0.0, ge=0, le=1000)
+    """Factor of the algorithm's own advantage, which is added; 0: the teacher alone."""
+    timeout_s: float = Field(default=600.0, ge=0.1, le=1e6)
+    """Time limit of one request, seconds; repeated up to 8 times."""
+
+
 class AlgorithmSection(Section):
     """The loss."""
 
@@ -281,6 +295,8 @@ class AlgorithmSection(Section):
     """PPO; read when name is ppo or daro_ppo."""
     critic: CriticSection = CriticSection()
     """The critic; read by algorithms that have one."""
+    distill: DistillSection = DistillSection()
+    """On-policy distillation."""
 
     @property
     def has_critic(self) -> bool:

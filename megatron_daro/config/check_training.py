@@ -396,10 +396,11 @@ def run(config: Config) -> Iterator[Problem]:
 
 def _environment(section: EnvironmentSection) -> Iterator[Problem]:
     """Options belong to a class of the user's own, which is given the tokenizer by the run."""
-    if section.options and not section.is_own:
-        got = f"{', '.join(section.options)} with environment.kind {section.kind}"
-        also = ("environment.kind",)
-        yield Problem("environment.options", got, "options of module:Class only", "remove them", also=also)
+    for name in ("options", "reward_weights"):
+        if (values := getattr(section, name)) and not section.is_own:
+            got = f"{', '.join(values)} with environment.kind {section.kind}"
+            also = ("environment.kind",)
+            yield Problem(f"environment.{name}", got, f"{name} of module:Class only", "remove them", also=also)
     if "tokenizer" in section.options:
         yield Problem("environment.options", "tokenizer", "other names: the run fills this in", "remove it")
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from megatron_daro.config import check_training, megatron_options, precision
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.check_critic import critic
+from megatron_daro.config.check_distill import distill
 from megatron_daro.config.hardware import (
     THIS_MACHINE,
     Hardware,
@@ -373,7 +374,7 @@ _CHECKS: tuple[tuple[str, _Find, _Find, Callable[[_Context], str]], ...] = (
     ),
     (
         "algorithm",
-        lambda c: itertools.chain(check_training.algorithm(c.config), critic(c.config, c.shape)),
+        lambda c: itertools.chain(check_training.algorithm(c.config), critic(c.config, c.shape), distill(c.config)),
         lambda c: check_training.algorithm_warnings(c.config),
         lambda c: c.config.algorithm.name,
     ),

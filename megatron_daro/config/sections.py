@@ -307,9 +307,9 @@ class EnvironmentSection(Section):
 
     kind: Annotated[str, OneOf(("single_turn",))] = "single_turn"
     """single_turn: one answer, scored by reward.verifier; module:Class: an environment of your own, with several
-    turns."""
+    turns; verifiers:NAME: one of the package verifiers."""
     options: dict[str, Any] = {}
-    """Options of an environment of your own: keyword arguments of its constructor."""
+    """Options of an environment of your own: keyword arguments of its constructor, or of its load_environment."""
     timeout_s: float = Field(default=300.0, ge=0.01, le=1e6)
     """Time limit of a conversation outside engine, verifiers and workers, seconds; then it is restarted."""
     workers: int = Field(default=2, ge=1, le=65536)
@@ -322,13 +322,20 @@ class EnvironmentSection(Section):
     """Most answers of the model in a conversation with `step`."""
     max_turn_tokens: int | None = Field(default=None, ge=1)
     """Most tokens of one of its answers. Unset: what rollout.max_response_tokens leaves."""
+    reward_weights: dict[str, Annotated[float, Field(ge=-1e6, le=1e6)]] = {}
+    """Factors of rewards that have names, by name; then each name needs one. Empty: each counts once."""
     strict: bool = False
     """End the run where a conversation with `step` differs from its history as the chat template renders it."""
 
     @property
     def is_own(self) -> bool:
-        """Whether `kind` is module:Class."""
+        """Whether `kind` is module:Class, or verifiers:NAME."""
         return ":" in self.kind
+
+    @property
+    def of_verifiers(self) -> bool:
+        """Whether `kind` is verifiers:NAME."""
+        return self.kind.startswith("verifiers:")
 
 
 class TrainerSection(Section):

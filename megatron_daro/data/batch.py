@@ -34,6 +34,7 @@ def build_batch(
     max_tokens: int = 20480,
     cache_tokens: int = 4096,
     length_weight: float = 0.0,
+    teacher: tuple[float, float] | None = None,
 ) -> TrainBatch:
     """Return the batch of all rollouts, groups in the given order, rollouts in index order.
 
@@ -45,6 +46,8 @@ def build_batch(
         max_tokens: generated tokens beyond which the penalty is -1; what an environment showed does not count.
         cache_tokens: generated tokens before max_tokens over which the penalty falls.
         length_weight: factor of Kimi's length reward, which is added to the rewards.
+        teacher: factors of log p(teacher) - log p(policy) and of the algorithm's advantage, whose sum is a token's own
+            advantage. Source: https://thinkingmachines.ai/blog/on-policy-distillation/. None: no distillation.
 
     Returns:
         The batch; old_logprobs_R and ref_logprobs_R are None, and group_lengths_NK unless the algorithm needs them.
@@ -91,7 +94,23 @@ def build_batch(
         rollouts_per_prompt=rollouts_per_prompt,
         routed_experts_TLK=_routed_experts(rollouts),
     )
+    if teacher is not None:
+        batch = _taught(batch, rollouts, *teacher)
     return _with_group_lengths(batch) if algorithm.needs_group_lengths else batch
+
+
+def _taught(batch: TrainBatch, rollouts: Sequence[Rollout], coefficient: float, reward_weight: float) -> TrainBatch:
+    """Return the batch with the advantages of distillation, 0 where nothing is trained."""
+    untaught = next((r for r in rollouts if r.teacher_logprobs is None and r.response_length), None)
+    if untaught is not None:
+        raise DataError(
+            f"algorithm.distill: group {untaught.group_id} rollout {untaught.index} has no log-probs of the teacher; "
+            "allowed: rollouts that it has read; fix: replay a run with algorithm.distill, or leave its urls empty"
+        )
+    teacher_R = np.concatenate([np.zeros(0, np.float32), *(r.teacher_logprobs for r in rollouts if r.response_length)])
+    own_R = np.repeat(batch.advantages_N, batch.response_lengths_N)
+    advantages_R = coefficient * (teacher_R - batch.rollout_logprobs_R) + reward_weight * own_R
+    return replace(batch, token_advantages_R=np.where(batch.loss_mask_R == 1, advantages_R, 0).astype(np.float32))
 
 
 def _with_group_lengths(batch: TrainBatch) -> TrainBatch:

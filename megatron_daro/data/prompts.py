@@ -145,7 +145,7 @@ def load_problems(
     usable = len(prompts)
     report = LoadReport(rows=usable + sum(map(len, dropped.values())), kept=usable, dropped=dropped)
     if repeats == "keep":
-        prompts = _unique_ids(prompts)
+        prompts = unique_ids(prompts)
     else:
         prompts, report = _without_repeats(prompts, report)
     if not prompts:
@@ -203,8 +203,8 @@ def prompt_of(parsed: ParsedRow, stem: str) -> Prompt:
     return replace(prompt, id=digest.hexdigest()[:16])
 
 
-def _unique_ids(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Repeats of a problem get their ordinal behind the id."""
+def unique_ids(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Return the same prompts; repeats of a problem get their ordinal behind the id."""
     seen: dict[str, int] = {}
     named = []
     for prompt in prompts:

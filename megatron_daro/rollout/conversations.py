@@ -28,6 +28,7 @@ _GRACE_S = 5.0
 _MOST_FAILURES = 64
 """Conversations that may fail one after the other; then the environment is broken, and not some of its tasks."""
 _RESTARTED, _FAILED, _TIMEOUTS = "environment/restarted", "environment/failed", "environment/timeouts"
+_TOOL_CALLS, _TOOL_ERRORS = "environment/tool_calls", "environment/tool_errors"
 
 
 class _Call:
@@ -236,11 +237,11 @@ class Conversations:
         """
         self._section, self._environment, self._engine, self._scorer = section, environment, engine, scorer
         self._stepped = environment if isinstance(environment, SteppedConversations) else None
-        self._shared = Surroundings(section.kind, decode, vocabulary, reward)
+        self._shared = Surroundings(section.kind, decode, vocabulary, reward, section.reward_weights)
         self._together, self._notices = together, notices
         self._thread: _EnvironmentThread | None = None
         self._calls: set[_Call] = set()
-        self._counts = dict.fromkeys((_RESTARTED, _FAILED, _TIMEOUTS), 0)
+        self._counts = dict.fromkeys((_RESTARTED, _FAILED, _TIMEOUTS, _TOOL_CALLS, _TOOL_ERRORS), 0)
         self._failures_in_a_row = 0
 
     async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
@@ -292,14 +293,13 @@ class Conversations:
         return self._scorer.failed_starts
 
     def counters(self) -> dict[str, int]:
-        """Conversations that were begun again since the run began: all, those that failed, those that took too long."""
-        return self._counts | (self._stepped.counts if self._stepped else {})
+        """Conversations that were begun again since the run began: all, those that failed, those that took too long;
+        and tool calls of the others."""
+        return dict(self._counts)
 
     def load_counters(self, counters: Mapping[str, int]) -> None:
         """Go on from the counts of a checkpoint."""
         self._counts = {name: int(counters.get(name, 0)) for name in self._counts}
-        if self._stepped:
-            self._stepped.counts |= {name: int(counters.get(name, 0)) for name in self._stepped.counts}
 
     async def close(self) -> None:
         """End the environments' thread and worker processes. May be called twice."""
@@ -353,7 +353,10 @@ class Conversations:
             raise error
         if not running.ended.cancelled() and error is None and not conversation.aborted:
             self._failures_in_a_row = 0
-            return running.ended.result()
+            rollout = running.ended.result()
+            self._counts[_TOOL_CALLS] += sum(report.tool_calls for report in rollout.reports)
+            self._counts[_TOOL_ERRORS] += sum(report.tool_errors for report in rollout.reports)
+            return rollout
         self._counts[_RESTARTED] += 1
         if conversation.timed_out:
             self._failed(_TIMEOUTS, f"took more than environment.timeout_s={self._section.timeout_s:g} s of its own")

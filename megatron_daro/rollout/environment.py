@@ -11,21 +11,24 @@ from __future__ import annotations
 import asyncio
 import math
 import operator
+import re
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from megatron_daro.config.sections import RewardSection
 from megatron_daro.errors import RolloutError
-from megatron_daro.types import FinishReason, GroupRequest, Prompt, Rollout, Verdict
+from megatron_daro.types import FinishReason, GroupRequest, Prompt, Rollout, TurnReport, Verdict
 
 TURN = 2**32
 """Turn t of attempt a is asked of the engine as attempt a + t * TURN: each turn has random numbers of its own."""
 _MOST_REASON = 40
+_REWARD_NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}", re.ASCII)
+_REWARD_NAMES = "letters, digits, '_', '.' and '-', at most 64, beginning with a letter or '_'"
 _Result = TypeVar("_Result")
 
 
@@ -72,12 +75,15 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What every conversation of a run shares. decode: ids -> text. vocabulary: token ids are below it."""
+    """What every conversation of a run shares. decode: ids -> text. vocabulary: token ids are below it.
+    reward_weights: reward's name -> factor; empty: each counts once.
+    """
 
     name: str
     decode: Callable[[Sequence[int]], str]
     vocabulary: int
     reward: RewardSection
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
 
 
 class Asking(Protocol):
@@ -106,7 +112,11 @@ class Conversation:
         self._turns: list[tuple[int, int]] = []
         self._asked = 0
         self._busy = self._closed = False
-        self._own_s, self._since = 0.0, 0.0
+        self._own_s, self._since, self._answered_s = 0.0, 0.0, 0.0
+        self._reports: list[TurnReport] = []
+        self._before = TurnReport()
+        self._rewards: dict[str, float] = {}
+        self._rewarded = False
         self.fault: RolloutError | None = None
         self.aborted = self.timed_out = False
         self._cut = False
@@ -137,9 +147,9 @@ class Conversation:
             OutOfRoomError: there is no room for a token.
         """
         if self._busy or self._closed:
-            raise self._broken("generate was called", "one call at a time, before rollout returns")
+            raise self.refuse("generate was called", "one call at a time, before rollout returns")
         if max_tokens is not None and max_tokens < 1:
-            raise self._broken(f"generate got max_tokens {max_tokens}", "at least 1")
+            raise self.refuse(f"generate got max_tokens {max_tokens}", "at least 1")
         if self.room < 1:
             self._cut = True
             raise OutOfRoomError(f"no room for an answer: {self._limit()}")
@@ -152,6 +162,7 @@ class Conversation:
             sampling=replace(self._request.sampling, max_new_tokens=most),
             partial={},
         )
+        self._count_seconds()
         self._asked += 1
         self._busy = True
         try:
@@ -159,6 +170,7 @@ class Conversation:
         finally:
             self._busy = False
         self._take(answer)
+        self._answered_s = self.own_s
         if answer.finish_reason == "abort" or self.aborted:
             self.aborted = True
             raise asyncio.CancelledError("the engine gave this conversation up")
@@ -176,12 +188,12 @@ class Conversation:
         try:
             ids = [operator.index(token) for token in tokens]
         except TypeError:
-            raise self._broken(f"observe got {tokens!r:.80}", "token ids") from None
+            raise self.refuse(f"observe got {tokens!r:.80}", "token ids") from None
         wrong = [token for token in ids if not 0 <= token < self._shared.vocabulary]
         if wrong:
-            raise self._broken(f"observe got the token {wrong[0]}", f"ids from 0 to {self._shared.vocabulary - 1}")
+            raise self.refuse(f"observe got the token {wrong[0]}", f"ids from 0 to {self._shared.vocabulary - 1}")
         if self._busy or self._closed:
-            raise self._broken("observe was called", "calls between two turns, before rollout returns")
+            raise self.refuse("observe was called", "calls between two turns, before rollout returns")
         if len(ids) > self.room:
             self._cut = True
             raise OutOfRoomError(f"no room for {len(ids)} observed tokens: {self._limit()}")
@@ -201,11 +213,48 @@ class Conversation:
         """Say that it ends for want of room: its finish reason is then "length"."""
         self._cut = True
 
+    def report(
+        self,
+        reward: float | None = None,
+        rewards: Mapping[str, float] | None = None,
+        *,
+        tool_calls: int = 0,
+        tool_errors: int = 0,
+        seconds: float = 0.0,
+    ) -> None:
+        """Say what the environment makes of the last answer; before there is one, of the first. Several calls add up.
+
+        Args:
+            reward: without a name. rewards: by name, each times its factor of `environment.reward_weights`.
+            tool_calls, tool_errors: what the answer called, and how often in vain. seconds: of work elsewhere.
+
+        Raises:
+            RolloutError: a reward is no finite number, or its name is none, or has no weight; this ends the run.
+        """
+        named = dict(rewards or {})
+        if reward is not None:
+            self._check_reward(None, reward)
+        for name, value in named.items():
+            self._check_reward(name, value)
+        weights = self._shared.reward_weights
+        total = (reward or 0.0) + math.fsum(weights.get(name, 1.0) * value for name, value in named.items())
+        for name, value in named.items():
+            self._rewards[name] = self._rewards.get(name, 0.0) + value
+        self._rewarded = self._rewarded or bool(named) or reward is not None
+        self._add(TurnReport(total, tool_calls, tool_errors, seconds))
+
     def verdict(self, correct: bool, reason: str, reward: float | None = None) -> Verdict:
-        """Return a verdict. reward: None: `reward.correct_reward` or `reward.incorrect_reward`."""
+        """Return a verdict.
+
+        Args:
+            reward: None: the sum of what was reported; where nothing was, `reward.correct_reward` or
+                `reward.incorrect_reward`.
+        """
         section = self._shared.reward
         own = section.correct_reward if correct else section.incorrect_reward
-        return Verdict(correct, own if reward is None else reward, reason)
+        if reward is None and self._rewarded:
+            own = math.fsum(one.reward for one in (self._before, *self._reports))
+        return Verdict(correct, own if reward is None else reward, reason, tuple(self._rewards.items()))
 
     @property
     def own_s(self) -> float:
@@ -227,8 +276,11 @@ class Conversation:
         if self.fault is not None:
             raise self.fault
         self._check(verdict)
+        if not verdict.rewards:
+            verdict = replace(verdict, rewards=tuple(self._rewards.items()))
+        self._count_seconds()
         if not self.generated:
-            raise self._broken("rollout returned without an answer of the model", "at least one generated token")
+            raise self.refuse("rollout returned without an answer of the model", "at least one generated token")
         return self.ended("length" if self._cut else "stop", verdict)
 
     @property
@@ -264,6 +316,7 @@ class Conversation:
             text=text,
             version_spans=spans_of_all,
             turns=tuple(turns),
+            reports=tuple(self._reports),
             verdict=verdict,
         )
 
@@ -284,7 +337,23 @@ class Conversation:
         self._rollout = later if self._rollout is None else self._rollout.extended(later, "")
         self._tokens += answer.tokens[answer.prompt_length :].tolist()
         self._turns.append((count, generated))
-        self._observed = []
+        self._reports.append(self._before)
+        self._before, self._observed = TurnReport(), []
+
+    def _add(self, more: TurnReport) -> None:
+        """Add to what is said of the last answer, or of the first where there is none yet."""
+        old = self._reports[-1] if self._reports else self._before
+        new = TurnReport(*(getattr(old, f.name) + getattr(more, f.name) for f in fields(TurnReport)))
+        if self._reports:
+            self._reports[-1] = new
+        else:
+            self._before = new
+
+    def _count_seconds(self) -> None:
+        """Count the environment's time since the last answer as that answer's."""
+        now = self.own_s
+        self._add(TurnReport(seconds=now - self._answered_s))
+        self._answered_s = now
 
     async def _elsewhere(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         """Await work on the run's event loop; its time is not the environment's."""
@@ -309,24 +378,41 @@ class Conversation:
         most, room = self._request.sampling.max_new_tokens, self.room
         return f"{room} of rollout.max_response_tokens={most} are left; raise it, or end the conversation before"
 
-    def _broken(self, got: str, allowed: str) -> RolloutError:
+    def refuse(self, got: str, allowed: str, fix: str = "correct the class") -> RolloutError:
         """Return an error that ends the run, also where the environment catches it."""
         self.fault = self.fault or RolloutError(
             f"environment.kind: {self._shared.name}: {got} (group {self._request.group_id} rollout {self._index}); "
-            f"allowed: {allowed}; fix: correct the class"
+            f"allowed: {allowed}; fix: {fix}"
         )
         return self.fault
 
     def _check(self, verdict: object) -> None:
         if not isinstance(verdict, Verdict):
-            raise self._broken(f"rollout returned a {type(verdict).__name__}", "megatron_daro.types.Verdict")
+            raise self.refuse(f"rollout returned a {type(verdict).__name__}", "megatron_daro.types.Verdict")
         if not isinstance(verdict.correct, bool):
-            raise self._broken(f"correct is {verdict.correct!r:.80}", "True or False")
+            raise self.refuse(f"correct is {verdict.correct!r:.80}", "True or False")
         number = isinstance(verdict.reward, int | float) and not isinstance(verdict.reward, bool)
         if not number or not math.isfinite(verdict.reward):
-            raise self._broken(f"reward is {verdict.reward!r:.80}", "a finite number")
+            raise self.refuse(f"reward is {verdict.reward!r:.80}", "a finite number")
         if not isinstance(verdict.reason, str) or not 1 <= len(verdict.reason) <= _MOST_REASON:
-            raise self._broken(f"reason is {verdict.reason!r:.80}", f"a word of 1 to {_MOST_REASON} characters")
+            raise self.refuse(f"reason is {verdict.reason!r:.80}", f"a word of 1 to {_MOST_REASON} characters")
+        if len({name for name, _ in verdict.rewards}) < len(verdict.rewards):
+            raise self.refuse(f"rewards are {verdict.rewards!r:.80}", "each name once")
+        for name, value in verdict.rewards:
+            self._check_reward(name, value)
+
+    def _check_reward(self, name: object, value: object) -> None:
+        """Refuse a reward that is no finite number, or whose name is none. None: it has no name."""
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            raise self.refuse(f"a reward is {value!r:.80}", "a finite number")
+        if name is None:
+            return
+        if not (isinstance(name, str) and _REWARD_NAME.fullmatch(name)):
+            raise self.refuse(f"a reward is called {name!r:.80}", _REWARD_NAMES)
+        weights = self._shared.reward_weights
+        if weights and name not in weights:
+            fix = "add it to environment.reward_weights, or remove all of them"
+            raise self.refuse(f"the reward {name} has no weight", f"those with one: {', '.join(weights)}", fix)
 
 
 def nothing_said(request: GroupRequest) -> Rollout:

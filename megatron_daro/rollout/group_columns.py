@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any, get_args
 
@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from megatron_daro.rollout.ledger import OUTCOMES, Outcome
-from megatron_daro.types import FinishReason, Group, Prompt, Rollout, Verdict
+from megatron_daro.types import FinishReason, Group, Prompt, Rollout, TurnReport, Verdict
 
 FORMAT = {"megatron_daro.rollouts": "2"}
 """In the metadata of every file."""
@@ -33,8 +33,17 @@ def _list(kind: pa.DataType) -> pa.DataType:
 
 _SPAN = pa.struct([pa.field("weight_version", pa.int64(), False), pa.field("tokens", pa.int64(), False)])
 _TURN = pa.struct([pa.field("observed", pa.int64(), False), pa.field("generated", pa.int64(), False)])
+_REPORT = pa.struct(
+    [
+        pa.field("reward", pa.float64(), False),
+        pa.field("tool_calls", pa.int64(), False),
+        pa.field("tool_errors", pa.int64(), False),
+        pa.field("seconds", pa.float64(), False),
+    ]
+)
+_REWARD = pa.struct([pa.field("name", pa.string(), False), pa.field("value", pa.float64(), False)])
 _RESPONSE_LISTS = ("tokens", "logprobs", "loss_mask")
-LATER = ("routed_experts", "routed_layers", "turns")
+LATER = ("routed_experts", "routed_layers", "turns", "reports", "rewards", "teacher_logprobs")
 """Columns that older files do not have; there they are null."""
 _REPEATED = (
     *("used", "prompt_id", "source", "category", "prompt", "messages", "answer", "alternatives"),
@@ -69,6 +78,9 @@ SCHEMA = pa.schema(
         pa.field("routed_experts", _list(pa.int16())),
         pa.field("routed_layers", pa.int32()),
         pa.field("turns", _list(_TURN)),
+        pa.field("reports", _list(_REPORT)),
+        pa.field("rewards", _list(_REWARD)),
+        pa.field("teacher_logprobs", _list(pa.float32())),
     ]
 )
 """The columns; docs/data.md says what each holds."""
@@ -79,6 +91,7 @@ WRITER_OPTIONS: dict[str, Any] = {
     "column_encoding": {
         "tokens.list.element": "BYTE_STREAM_SPLIT",
         "logprobs.list.element": "BYTE_STREAM_SPLIT",
+        "teacher_logprobs.list.element": "BYTE_STREAM_SPLIT",
     },
     "write_statistics": False,
     "write_page_checksum": True,
@@ -144,6 +157,10 @@ def encode(groups: Sequence[RecordedGroup]) -> pa.RecordBatch:
             [{"observed": seen, "generated": generated} for seen, generated in r.turns] if r and r.turns else None
             for r in rollouts
         ],
+        "reports": [[asdict(one) for one in r.reports] if r and r.reports else None for r in rollouts],
+        "rewards": [
+            [{"name": name, "value": value} for name, value in v.rewards] if v and v.rewards else None for v in verdicts
+        ],
         "correct": _of(verdicts, lambda v: v.correct),
         "reward": _of(verdicts, lambda v: v.reward),
         "reason": _of(verdicts, lambda v: v.reason),
@@ -160,6 +177,11 @@ def encode(groups: Sequence[RecordedGroup]) -> pa.RecordBatch:
     whole = np.array([r is None or bool(r.loss_mask.all()) for r in rollouts], dtype=bool)
     masks = [none if r is None or all_ else r.loss_mask for r, all_ in zip(rollouts, whole, strict=True)]
     columns["loss_mask"] = _ragged("loss_mask", masks, missing=whole)
+    taught = [None if r is None else r.teacher_logprobs for r in rollouts]
+    untaught = np.array([one is None for one in taught], dtype=bool)
+    columns["teacher_logprobs"] = _ragged(
+        "teacher_logprobs", [none if one is None else one for one in taught], missing=untaught
+    )
     experts = [None if r is None else r.routed_experts for r in rollouts]
     flat = [none if one is None else one.reshape(-1) for one in experts]
     columns["routed_experts"] = _ragged("routed_experts", flat, missing=np.array([one is None for one in experts]))
@@ -228,17 +250,24 @@ def _group(rows: list[dict[str, Any]]) -> RecordedGroup:
         first["group_id"],
         prompt,
         tuple(rollout for rollout, _ in done),
-        tuple(Verdict(row["correct"], row["reward"], row["reason"]) for _, row in done),
+        tuple(_verdict(row) for _, row in done),
     )
     return RecordedGroup(group, first["used"], tuple(rollout for rollout, row in pairs if row["correct"] is None))
 
 
+def _verdict(row: dict[str, Any]) -> Verdict:
+    rewards = tuple((one["name"], one["value"]) for one in row["rewards"] or ())
+    return Verdict(row["correct"], row["reward"], row["reason"], rewards)
+
+
 def _rollout(row: dict[str, Any], prompt: Prompt, prefix: np.ndarray) -> Rollout:
     """One rollout in memory of its own: a view would keep the whole row group alive."""
-    length, mask = row["length"], row["loss_mask"]
+    length, mask, taught = row["length"], row["loss_mask"], row["teacher_logprobs"]
     mask = np.ones(length, np.uint8) if mask is None else mask.copy()
     if not length == len(row["tokens"]) == len(row["logprobs"]) == len(mask):
         raise ValueError(f"rollout {row['index']}: tokens, logprobs or loss_mask are not {length} long")
+    if taught is not None and len(taught) != length:
+        raise ValueError(f"rollout {row['index']}: teacher_logprobs are not {length} long")
     if row["finish_reason"] not in get_args(FinishReason):
         raise ValueError(f"finish_reason is {row['finish_reason']!r}; allowed: {', '.join(get_args(FinishReason))}")
     turns = tuple((turn["observed"], turn["generated"]) for turn in row["turns"] or ())
@@ -259,6 +288,8 @@ def _rollout(row: dict[str, Any], prompt: Prompt, prefix: np.ndarray) -> Rollout
         version_spans=tuple((span["weight_version"], span["tokens"]) for span in row["version_spans"]),
         routed_experts=_experts(row, len(prefix) + length),
         turns=turns,
+        reports=tuple(TurnReport(**one) for one in row["reports"] or ()),
+        teacher_logprobs=None if taught is None else taught.copy(),
     )
 
 
@@ -285,7 +316,7 @@ def _of(values: Sequence[Any], read: Callable[[Any], Any]) -> list[Any]:
 
 
 def _is_ragged(name: str) -> bool:
-    return name in ("prompt_tokens", "routed_experts", *_RESPONSE_LISTS)
+    return name in ("prompt_tokens", "routed_experts", "teacher_logprobs", *_RESPONSE_LISTS)
 
 
 def _ragged(name: str, lists: Sequence[Any], missing: np.ndarray | None = None) -> pa.Array:

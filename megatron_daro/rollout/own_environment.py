@@ -1,6 +1,8 @@
-"""The class that `environment.kind: module:Class` names: which of two kinds it is, and what holds its conversations.
+"""What `environment.kind` names: a class of one of two kinds or an environment of verifiers, and what holds its
+conversations.
 
-One with `rollout` (environment.py) is an object in the driver; one with `step` (stepping.py) runs in worker processes.
+A class with `rollout` (environment.py) is an object in the driver, and so is what verifiers_hub.py loads; one with
+`step` (stepping.py) runs in worker processes.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from megatron_daro.own_class import import_own_class, make_own
 from megatron_daro.rollout.environment import Environment
 from megatron_daro.rollout.rendering import Turns
 from megatron_daro.rollout.step_worker import step_environment_class
-from megatron_daro.rollout.stepping import StepEnvironment, SteppedConversations
+from megatron_daro.rollout.stepping import StepEnvironment, SteppedConversations, StepPool
+from megatron_daro.rollout.verifiers_hub import HubEnvironment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,20 +54,27 @@ def is_stepped(kind: str) -> bool:
 
 
 def make_environment(
-    section: EnvironmentSection, tokenizer: PreTrainedTokenizerBase, *, chat: bool, warn: Callable[[str], None]
+    section: EnvironmentSection,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    chat: bool,
+    warn: Callable[[str], None],
+    pools: Callable[[], StepPool] | None = None,
 ) -> Environment | SteppedConversations:
     """Return the user's object, or what holds conversations with those in worker processes.
 
     Args:
         chat: whether prompts are written by the tokenizer's chat template. warn: told what an environment in workers
-            has to say of itself.
+            has to say of itself. pools: makes the worker processes; None: on this machine.
 
     Raises:
         ConfigError: its class does not fit, its constructor raised, or the chat template cannot go on after an answer.
     """
+    if section.of_verifiers:
+        return HubEnvironment(section, tokenizer)
     own = environment_class(section)
     if is_stepped(section.kind):
-        return SteppedConversations(section, Turns(tokenizer, chat=chat), warn)
+        return SteppedConversations(section, Turns(tokenizer, chat=chat), warn, pools() if pools else None)
     arguments: dict[str, Any] = {"tokenizer": tokenizer, **section.options}
     cls = cast("type[Environment]", own)
     return make_own("environment.kind", section.kind, cls, arguments, options="environment.options", error=ConfigError)

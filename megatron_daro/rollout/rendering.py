@@ -7,7 +7,7 @@ is ever encoded again. It refuses templates that cannot go on after an answer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_daro.errors import ConfigError, RolloutError
 
@@ -26,7 +26,7 @@ class Turns:
         """Try the template once. chat: whether prompts are written by it. Raises ConfigError."""
         self._tokenizer, self._chat = tokenizer, chat
         if chat:
-            self._behind_answer("x", "user")
+            self._behind_answer([_USER])
 
     def first(self, text: str) -> list[int]:
         """Return what stands between the prompt and the first answer. Raises RolloutError: of a chat, nothing."""
@@ -46,10 +46,45 @@ class Turns:
         Raises:
             ConfigError: the template knows no such role.
         """
-        if not self._chat:
-            return self._encoded(text)
-        ids = self._encoded(self._behind_answer(text, role))
+        return self.messages([{"role": role, "content": text}], last_token) if self._chat else self._encoded(text)
+
+    def messages(self, messages: Sequence[Mapping[str, Any]], last_token: int) -> list[int]:
+        """Return the ids of several messages of a chat, as `observation` does of one."""
+        ids = self._encoded(self._behind_answer(messages))
         return ids[1:] if ids[:1] == [last_token] else ids
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the ids of a chat up to where the model answers. tools: that the template tells the model of."""
+        return self._encoded(self._rendered(messages, generate=True, tools=tools))
+
+    def with_tools(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Return the chat with the tools written into its system message, as the template itself does it.
+
+        Raises:
+            ConfigError: the template writes them elsewhere, or not at all.
+        """
+        if not tools:
+            return [dict(message) for message in messages]
+        whole = self._rendered(messages, generate=True, tools=tools)
+        others = [dict(message) for message in messages if message["role"] != "system"]
+        begin, _, end = self._rendered([{"role": "system", "content": _ANSWER}, *others], generate=True).partition(
+            _ANSWER
+        )
+        written = [{"role": "system", "content": whole[len(begin) : len(whole) - len(end)]}, *others]
+        if self._rendered(written, generate=True) != whole or tools[0]["function"]["name"] not in whole:
+            raise ConfigError(
+                f"environment.kind: the chat template of {self._tokenizer.name_or_path} does not write tools into the "
+                "system message; allowed: one that does, as those of Qwen do; fix: another model, or an environment "
+                "without tools"
+            )
+        return written
+
+    def says_calls(self, call: Mapping[str, Any]) -> str:
+        """Return how an answer that calls this tool is written, without what surrounds the answer."""
+        answer = {"role": "assistant", "content": _ANSWER, "tool_calls": [call]}
+        return self._rendered([_USER, answer], generate=False).partition(_ANSWER)[2]
 
     def check(self, response: Sequence[int], history: Sequence[Mapping[str, str]]) -> None:
         """Compare what was trained with the chat template's own text of the whole history.
@@ -79,23 +114,28 @@ class Turns:
             "environment.strict=false: what is trained is always what the model saw"
         )
 
-    def _behind_answer(self, text: str, role: str) -> str:
-        messages = [_USER, {"role": "assistant", "content": _ANSWER}, {"role": role, "content": text}]
-        whole = self._rendered(messages, generate=True)
-        if _ANSWER not in whole or text not in whole:
+    def _behind_answer(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        whole = self._rendered([_USER, {"role": "assistant", "content": _ANSWER}, *messages], generate=True)
+        if _ANSWER not in whole or any(message["content"].strip() not in whole for message in messages):
+            roles = ", ".join(repr(message["role"]) for message in messages)
             raise ConfigError(
                 f"environment.kind: the chat template of {self._tokenizer.name_or_path} leaves out an answer, or a "
-                f"message of role {role!r} behind it; allowed: a template that renders both; fix: use role 'user', or "
+                f"message of role {roles} behind it; allowed: a template that renders both; fix: use role 'user', or "
                 "data.prompt_template=plain"
             )
         return whole[whole.index(_ANSWER) + len(_ANSWER) :]
 
-    def _rendered(self, messages: Sequence[Mapping[str, str]], *, generate: bool) -> str:
+    def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], *, generate: bool, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
         from jinja2 import TemplateError
 
-        plain = [dict(message) for message in messages]
+        plain: list[dict[Any, Any]] = [dict(message) for message in messages]
+        known: list[Any] | None = [dict(tool) for tool in tools] or None
         try:
-            return str(self._tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=generate))
+            return str(
+                self._tokenizer.apply_chat_template(plain, tools=known, tokenize=False, add_generation_prompt=generate)
+            )
         except TemplateError as error:
             roles = ", ".join(message["role"] for message in messages)
             raise ConfigError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ def answer(kind: str, environment: StepEnvironment, request: dict[str, Any]) -> 
     method = request["kind"]
     if method == "notice":
         return {"reason": "ok", "notice": str(getattr(environment, "notice", ""))}
+    began = time.perf_counter()
     try:
         if method == "reset":
             step = environment.reset(prompt_of(request["prompt"]))
@@ -34,8 +36,9 @@ def answer(kind: str, environment: StepEnvironment, request: dict[str, Any]) -> 
         return {"reason": "failed", "error": f"{type(error).__name__}: {error}"}
     try:
         plain = asdict(checked(kind, method, step))
+        plain["rewards"] = dict(plain["rewards"])
         json.dumps(plain, allow_nan=False)
-        return {"reason": "ok", "step": plain}
+        return {"reason": "ok", "step": plain, "seconds": time.perf_counter() - began}
     except (TypeError, ValueError) as error:
         text = f"environment.kind: {kind}: {method} returned a state or reward that is no JSON ({error})"
         return {"reason": REFUSED, "error": f"{text}; allowed: what json.dumps takes, finite; fix: correct the class"}

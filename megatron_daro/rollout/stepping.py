@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from megatron_daro.config.sections import EnvironmentSection
@@ -20,8 +20,6 @@ from megatron_daro.types import Prompt, Verdict
 from megatron_daro.worker_pool.pool import WorkerPool
 from megatron_daro.worker_pool.process import Program
 
-TOOL_CALLS, TOOL_ERRORS = "environment/tool_calls", "environment/tool_errors"
-
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -29,9 +27,10 @@ class Step:
 
     observation: text that the model is shown; of `reset`, behind the prompt, which a chat template allows no place for.
     state: a JSON value, which the next `step` gets back. done: whether the conversation ends here. correct: whether the
-    task is solved; decides the pass rate. reward: of this step; they add up, and where all are None, `correct` decides.
-    reason: a short word, for the last step. role: of the observation in a chat template. tool_calls, tool_errors: what
-    the answer called, and how often in vain; they are counted.
+    task is solved; decides the pass rate. reward: of this step; they add up; where there is none, `correct` decides.
+    rewards: more of them by name, each times its factor of environment.reward_weights. reason: a short word, for the
+    last step. role: of the observation in a chat template. tool_calls, tool_errors: what the answer called, and how
+    often in vain; they are counted.
     """
 
     observation: str = ""
@@ -43,6 +42,7 @@ class Step:
     role: str = "user"
     tool_calls: int = 0
     tool_errors: int = 0
+    rewards: Mapping[str, float] = field(default_factory=dict)
 
 
 class StepEnvironment(Protocol):
@@ -70,21 +70,61 @@ class StepTimeoutError(StepFailedError):
     """A step took longer than environment.step_timeout_s."""
 
 
+class StepPool(Protocol):
+    """Worker processes that `reset` and `step`; runtime.step_pools has those of all nodes."""
+
+    async def start(self) -> None:
+        """Start all. Raises DaroError: the environment cannot be made."""
+        ...
+
+    async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return a worker's reply. Raises RolloutError."""
+        ...
+
+    async def close(self) -> None:
+        """End all. May be called twice."""
+        ...
+
+
+class _PoolHere:
+    """Those of this machine."""
+
+    def __init__(self, section: EnvironmentSection) -> None:
+        self._pool = pool_of(section, section.workers)
+        self.ask = self._pool.ask
+
+    async def start(self) -> None:
+        await asyncio.to_thread(self._pool.start)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._pool.close)
+
+
 class SteppedConversations:
     """The Environment over worker processes."""
 
-    def __init__(self, section: EnvironmentSection, turns: Turns, warn: Callable[[str], None]) -> None:
-        """Start nothing. turns: writes observations as tokens. warn: told what the environment has to say of itself."""
+    def __init__(
+        self,
+        section: EnvironmentSection,
+        turns: Turns,
+        warn: Callable[[str], None],
+        pool: StepPool | None = None,
+    ) -> None:
+        """Start nothing.
+
+        Args:
+            turns: writes observations as tokens. warn: told what the environment has to say of itself. pool: of the
+                workers; None: on this machine.
+        """
         self._section, self._turns, self._warn = section, turns, warn
-        self._pool = pool_of(section, section.workers)
+        self._pool = pool or _PoolHere(section)
         self._started: asyncio.Future[None] | None = None
-        self.counts = {TOOL_CALLS: 0, TOOL_ERRORS: 0}
 
     async def rollout(self, prompt: Prompt, conversation: Conversation) -> Verdict:
         """Hold one conversation. Raises StepFailedError, RolloutError."""
         fields = {name: value for name, value in asdict(prompt).items() if name != "tokens"}
         step = await self._ask(conversation, {"kind": "reset", "prompt": fields})
-        rewards, answers, history = [step.reward], 0, list[Mapping[str, str]]()
+        answers, history = 0, list[Mapping[str, str]]()
         reason = step.reason
         while not step.done:
             if step.observation and not self._show(conversation, step, first=not answers, history=history):
@@ -100,19 +140,15 @@ class SteppedConversations:
             answers += 1
             history.append({"role": "assistant", "content": answer.text})
             step = await self._ask(conversation, {"kind": "step", "state": step.state, "answer": answer.text})
-            rewards.append(step.reward)
             reason = step.reason
         if self._section.strict:
             self._turns.check(conversation.response, history)
-        given = [reward for reward in rewards if reward is not None]
         correct = step.done and step.correct
-        return conversation.verdict(
-            correct, reason or ("match" if correct else "no_match"), sum(given) if given else None
-        )
+        return conversation.verdict(correct, reason or ("match" if correct else "no_match"))
 
     async def close(self) -> None:
         """End the workers."""
-        await asyncio.to_thread(self._pool.close)
+        await self._pool.close()
 
     async def _answer(self, conversation: Conversation) -> Completion | None:
         """Return the model's next answer; None where there is no room for a token."""
@@ -135,7 +171,7 @@ class SteppedConversations:
         return True
 
     async def _ask(self, conversation: Conversation, request: Mapping[str, Any]) -> Step:
-        """Return what a worker says; waiting for one is not the environment's time."""
+        """Return what a worker says, and report it; waiting for one is not the environment's time."""
         with conversation.uncounted():
             await self._start()
             reply = await self._pool.ask(dict(request))
@@ -147,8 +183,13 @@ class SteppedConversations:
             why = {"memory": f"more than environment.memory_mib={self._section.memory_mib} MiB"}
             raise StepFailedError(f"{request['kind']}: {reply.get('error') or why.get(reason, reason)}")
         step = Step(**reply["step"])
-        self.counts[TOOL_CALLS] += step.tool_calls
-        self.counts[TOOL_ERRORS] += step.tool_errors
+        conversation.report(
+            step.reward,
+            step.rewards,
+            tool_calls=step.tool_calls,
+            tool_errors=step.tool_errors,
+            seconds=float(reply["seconds"]),
+        )
         return step
 
     async def _start(self) -> None:
@@ -158,7 +199,7 @@ class SteppedConversations:
         await asyncio.shield(self._started)
 
     async def _start_once(self) -> None:
-        await asyncio.to_thread(self._pool.start)
+        await self._pool.start()
         if notice := (await self._pool.ask({"kind": "notice"})).get("notice"):
             self._warn(f"environment.kind: {self._section.kind}: {notice}")
 
@@ -188,6 +229,11 @@ def checked(section_kind: str, method: str, step: object) -> Step:
         value = getattr(step, name)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise _wrong(section_kind, method, f"{name} {value!r:.80}", str(Step.__annotations__[name]))
+    numbers = isinstance(step.rewards, Mapping) and all(
+        isinstance(v, int | float) and not isinstance(v, bool) for v in step.rewards.values()
+    )
+    if not numbers:
+        raise _wrong(section_kind, method, f"rewards {step.rewards!r:.80}", "a number for each name")
     if len(step.reason) > 40:
         raise _wrong(section_kind, method, f"reason {step.reason!r:.80}", "a word of at most 40 characters")
     return step

@@ -34,7 +34,16 @@ def update_metrics(
     size = columns.rollouts_per_prompt
     metrics = sample_metrics(batch, size) | group_bins((*update.groups, *update.filtered), size)
     metrics |= length_metrics(columns)
+    metrics |= _divergence(update.groups)
     return metrics | {"rollout/staleness_mean": mean_staleness(update.groups, update.version, updates_per_batch)}
+
+
+def _divergence(groups: Iterable[Group]) -> dict[str, float]:
+    """Return the mean of log p(policy) - log p(teacher) over the tokens of the model, which estimates the reverse KL
+    divergence, where a teacher has read them."""
+    rollouts = [r for group in groups for r in group.rollouts if r.teacher_logprobs is not None]
+    parts = [(r.logprobs - r.teacher_logprobs)[r.loss_mask == 1] for r in rollouts]
+    return {"distill/reverse_kl": _mean(np.concatenate(parts))} if parts else {}
 
 
 def sample_metrics(batch: SampledBatch, rollouts_per_prompt: int) -> dict[str, float]:
@@ -85,7 +94,16 @@ def turn_metrics(rollouts: Sequence[Rollout], verdicts: Sequence[Verdict]) -> di
         "environment/max_turns_fraction": _mean(reason == "max_turns" for reason in reasons),
         "environment/max_tokens_fraction": _mean(reason == "max_tokens" for reason in reasons),
         "environment/context_overflow_fraction": _mean(reason in _OVERFLOW for reason in reasons),
-    }
+    } | _reward_metrics(verdicts)
+
+
+def _reward_metrics(verdicts: Sequence[Verdict]) -> dict[str, float]:
+    """Return the mean of each named reward over the conversations that were given it."""
+    by_name: dict[str, list[float]] = {}
+    for verdict in verdicts:
+        for name, value in verdict.rewards:
+            by_name.setdefault(name, []).append(value)
+    return {f"environment/reward/{name}": _mean(values) for name, values in sorted(by_name.items())}
 
 
 def group_bins(groups: Iterable[Group], rollouts_per_prompt: int) -> dict[str, float]:

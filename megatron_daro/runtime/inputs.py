@@ -149,6 +149,7 @@ def training_prompts(
         section.format,
         section.problem_field,
         section.answer_field,
+        repeats="keep" if config.environment.of_verifiers else "drop",
         ends=ends,
         held_out={one.section.name: one.prompts for one in held_out},
     )

@@ -1,4 +1,4 @@
-"""Equal Ray actors spread over the nodes: servers, answer workers and verifier pools.
+"""Equal Ray actors spread over the nodes: servers, answer workers, verifier pools and environments' (step_pools.py).
 
 A call goes to the least busy worker of a set. Unlike the policy's ranks they hold nothing that a run needs, so the
 run outlives them: the caller of a lost one gets WorkerDiedError and calls again, while another is started, at most
@@ -35,8 +35,8 @@ from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.runtime.supervisor import WorkerDiedError, actor_class, gather, remote_class, translated
 from megatron_daro.types import Rollout, Verdict
 
-# Calls that an asynchronous actor has under way at most: all groups of a large batch wait in it for their servers.
-_MANY_CALLS = 100_000
+MANY_CALLS = 100_000
+"""Calls that an asynchronous actor has under way at most: all groups of a large batch wait in it for their servers."""
 
 
 @remote_class(max_restarts=0, max_task_retries=0)
@@ -60,7 +60,7 @@ class ServerWorker:
         self._server.stop()
 
 
-@remote_class(max_restarts=0, max_task_retries=0, max_concurrency=_MANY_CALLS)
+@remote_class(max_restarts=0, max_task_retries=0, max_concurrency=MANY_CALLS)
 class AnswerWorker:
     """Asks SGLang servers and makes rollouts of their answers, many at once on Ray's event loop."""
 
@@ -73,7 +73,7 @@ class AnswerWorker:
         """Node and process, when the tokenizer is loaded. Raises ModelError: here, since Ray cuts what a start says."""
         if self._answers is None:
             self._answers = DirectAnswers(response_decoder(load_tokenizer(self._path, self._trust)))
-        return _own_place()
+        return own_place()
 
     async def ask(self, question: Question) -> tuple[Rollout, ...]:
         """Return the rollouts of one group. Raises as `Answers.ask` says."""
@@ -81,7 +81,7 @@ class AnswerWorker:
         return await self._answers.ask(question)
 
 
-@remote_class(max_restarts=0, max_task_retries=0, max_concurrency=_MANY_CALLS)
+@remote_class(max_restarts=0, max_task_retries=0, max_concurrency=MANY_CALLS)
 class VerdictWorker:
     """A pool of verifier processes on this node; they end with this process, however it ends."""
 
@@ -92,7 +92,7 @@ class VerdictWorker:
     async def ready(self) -> tuple[str, int]:
         """Node and process, when the verifiers run."""
         await asyncio.to_thread(self._pool.start)
-        return _own_place()
+        return own_place()
 
     async def score(self, *pairs: tuple[str, str, str]) -> tuple[list[Verdict], int, int]:
         """Verdicts in order, this process, and its failed starts so far. An argument for each pair, since Ray sends
@@ -108,7 +108,8 @@ class VerdictWorker:
         await asyncio.to_thread(self._pool.close)
 
 
-def _own_place() -> tuple[str, int]:
+def own_place() -> tuple[str, int]:
+    """Return this actor's node and process."""
     return ray.get_runtime_context().get_node_id(), os.getpid()
 
 

@@ -24,6 +24,7 @@ from megatron_daro.controller import BuildBatch
 from megatron_daro.data.batch import build_batch
 from megatron_daro.data.tokenizer import response_decoder
 from megatron_daro.engine.own import OwnEngine
+from megatron_daro.engine.sglang.teacher import Taught, Teacher
 from megatron_daro.errors import AlgorithmError, ConfigError
 from megatron_daro.observe import logs
 from megatron_daro.observe.metrics import Phases
@@ -43,6 +44,7 @@ from megatron_daro.runtime.engine_groups import EngineGroup, SGLangGroup, Text, 
 from megatron_daro.runtime.inputs import Inputs
 from megatron_daro.runtime.node_workers import Verdicts
 from megatron_daro.runtime.policy_group import PolicyGroup
+from megatron_daro.runtime.step_pools import StepPools
 from megatron_daro.runtime.supervisor import WorkerGroup
 from megatron_daro.sync.publish import Colocation, ReceivingEngine, SharingEngine
 from megatron_daro.types import Group, SamplingParams, TrainBatch
@@ -101,6 +103,13 @@ def algorithm_remarks(config: Config, algorithm: Algorithm) -> list[str]:
 def batch_builder(config: Config, algorithm: Algorithm) -> BuildBatch:
     """Return (groups, optimizer step) -> TrainBatch, with the algorithm's advantages."""
     overlong, length_reward = config.algorithm.overlong, config.algorithm.length_reward
+    distill = config.algorithm.distill
+    teacher = (distill.coefficient, distill.reward_weight) if distill.urls else None
+    if teacher and algorithm.token_columns is not None:
+        raise ConfigError(
+            f"algorithm.distill: got a teacher with algorithm.name {config.algorithm.name}, which makes advantages per "
+            "token itself; allowed: one with an advantage for each rollout; fix: set algorithm.name=grpo"
+        )
 
     def build(groups: Sequence[Group], step: int) -> TrainBatch:
         return build_batch(
@@ -110,6 +119,7 @@ def batch_builder(config: Config, algorithm: Algorithm) -> BuildBatch:
             max_tokens=filled(overlong.max_tokens),
             cache_tokens=filled(overlong.cache_tokens),
             length_weight=length_reward.weight_at(step),
+            teacher=teacher,
         )
 
     return build
@@ -149,7 +159,9 @@ def generation_with(
 ) -> Generation:
     """Return the same, with an engine and a scorer that are there. limits: of every wait."""
     rollout, ledger = config.rollout, Ledger()
-    rollouter = rollouter_of(config, inputs.tokenizer, engine, scorer, progress)
+    untaught = rollouter_of(config, inputs.tokenizer, engine, scorer, progress, limits)
+    distill = config.algorithm.distill
+    rollouter = Taught(untaught, Teacher(distill)) if distill.urls else untaught
     collector = RolloutCollector(
         ledger,
         rollouter=rollouter,
@@ -177,7 +189,7 @@ def generation_with(
     )
     evaluator = Evaluator(
         inputs.held_out,
-        rollouter,
+        untaught,
         max_response_tokens=rollout.max_response_tokens,
         stop_token_ids=inputs.stop,
         beside=_BESIDE_OF_SERVER * _servers(config.engine) if evaluates_beside(config) else 0,
@@ -187,14 +199,24 @@ def generation_with(
 
 
 def rollouter_of(
-    config: Config, tokenizer: PreTrainedTokenizerBase, engine: RunEngine, scorer: Verdicts, notices: Notices
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    engine: RunEngine,
+    scorer: Verdicts,
+    notices: Notices,
+    limits: Deadlines,
 ) -> Rollouter:
     """Return what takes groups from prompts to scored rollouts. Raises ConfigError: the environment cannot be made."""
     if not config.environment.is_own:
         return SingleTurn(engine, scorer)
+    section, chat = config.environment, config.data.prompt_template == "chat"
+
+    def pools() -> StepPools:
+        return StepPools(section, log_folder=log_folder(config), warn=notices.warn, deadlines=limits)
+
     return Conversations(
-        config.environment,
-        make_environment(config.environment, tokenizer, chat=config.data.prompt_template == "chat", warn=notices.warn),
+        section,
+        make_environment(section, tokenizer, chat=chat, warn=notices.warn, pools=pools),
         engine,
         scorer,
         reward=config.reward,

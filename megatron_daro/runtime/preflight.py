@@ -34,6 +34,7 @@ from megatron_daro.rollout.own_environment import environment_class, is_stepped
 from megatron_daro.rollout.protocol import Notices
 from megatron_daro.rollout.replay import ReplaySource
 from megatron_daro.rollout.stepping import pool_of
+from megatron_daro.rollout.verifiers_hub import load
 from megatron_daro.runtime import restart_audit, run_directory
 from megatron_daro.runtime.inputs import read_inputs
 from megatron_daro.runtime.restart_audit import provenance
@@ -214,6 +215,9 @@ def check_start(config: Config, *, resume: bool, generates: bool) -> None:
 
 def _try_own_environment(section: EnvironmentSection) -> None:
     """Compare the user's class with what it must offer; one that runs in workers is made in one. Raises ConfigError."""
+    if section.of_verifiers:
+        load(section)
+        return
     environment_class(section)
     if is_stepped(section.kind):
         try:

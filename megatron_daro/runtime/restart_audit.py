@@ -43,7 +43,7 @@ engine.sglang.nodes engine.sglang.fp8_blocks
 engine.sglang.sync engine.sglang.sync_dir engine.sglang.bucket_mib engine.sglang.verify
 engine.sglang.max_tokens_in_flight engine.sglang.start_timeout_s engine.sglang.request_timeout_s
 engine.sglang.answer_workers engine.sglang.stall_timeout_s engine.sglang.sync_timeout_s engine.sglang.max_restarts
-reward.workers environment.workers
+algorithm.distill.timeout_s reward.workers environment.workers
 trainer.run_dir trainer.save_every_steps trainer.keep_checkpoints trainer.keep_every_steps trainer.eval_every_steps
 trainer.deadline_scale trainer.export_hf trainer.export_critic
 cluster.nodes cluster.gpus_per_node cluster.gpu
@@ -73,7 +73,8 @@ algorithm.mgpo.strength
 algorithm.mgpo.target algorithm.ppo.gamma algorithm.ppo.gae_lambda algorithm.ppo.critic_lambda
 algorithm.ppo.length_factor algorithm.ppo.bootstrap_truncated algorithm.ppo.whiten
 algorithm.critic.learning_rate algorithm.critic.warmup_steps algorithm.critic.grad_clip algorithm.critic.value_clip
-algorithm.critic.pretrain_steps algorithm.sapo.negative algorithm.sapo.positive algorithm.trust_region
+algorithm.critic.pretrain_steps algorithm.distill.urls algorithm.distill.coefficient algorithm.distill.reward_weight
+algorithm.sapo.negative algorithm.sapo.positive algorithm.trust_region
 actor.optimizer.learning_rate actor.optimizer.weight_decay actor.optimizer.betas actor.optimizer.eps
 actor.optimizer.grad_clip actor.optimizer.warmup_steps actor.optimizer.schedule
 actor.optimizer.min_learning_rate_ratio
@@ -83,7 +84,7 @@ engine.seed engine.sglang.pause
 reward.verifier reward.timeout_s reward.memory_mib reward.strict reward.marker reward.correct_reward
 reward.incorrect_reward reward.refuse_restated reward.options
 environment.kind environment.options environment.timeout_s environment.step_timeout_s environment.memory_mib
-environment.max_turns environment.max_turn_tokens environment.strict
+environment.max_turns environment.max_turn_tokens environment.strict environment.reward_weights
 trainer.steps trainer.on_nonfinite
 """
 # What is trained or measured: in effect from the resumed step on, so the run is not the one that was begun.

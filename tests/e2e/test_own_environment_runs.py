@@ -1,10 +1,12 @@
 """An environment of one's own, through the command line: it trains, replays and resumes; refusals by name."""
 
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_runs import checkpoint, metric_lines, run_cli, trained
+from books import assert_books_add_up
+from cli_runs import checkpoint, last_step, metric_lines, run_cli, started, trained
 
 from megatron_daro.observe.metrics import read_metrics
 from megatron_daro.rollout.recorder import read_step
@@ -88,6 +90,21 @@ def test_a_run_that_was_cut_goes_on_with_the_same_conversations(run, tiny, tmp_p
         for mine, theirs in zip(one[0].rollouts, other[0].rollouts, strict=True):
             assert mine.tokens.tolist() == theirs.tokens.tolist() and mine.turns == theirs.turns
             assert mine.logprobs.tobytes() == theirs.logprobs.tobytes()
+
+
+@pytest.mark.heavy
+def test_a_run_that_was_killed_between_turns_goes_on_with_the_same_conversations(run, tiny, tmp_path):
+    killed = tmp_path / "run"
+    arguments = ["train", tiny.config, *OPTIONS, "trainer.eval_every_steps=3", f"trainer.run_dir={killed}"]
+    arguments += ["trainer.steps=3", f"environment.options.kill={tmp_path / 'killed'}"]
+    with started(arguments, tmp_path / "log", TESTS) as one:  # the environment kills the driver in a second turn
+        assert one.finish().code == -signal.SIGKILL
+        assert one.left_behind() == []
+    assert (tmp_path / "killed").exists() and last_step(killed) in (0, 1, 2)
+    trained([*arguments, "--resume"], tmp_path / "resumed", TESTS)
+    assert metric_lines(killed) == metric_lines(run)
+    for line in read_metrics(killed)[1:]:
+        assert_books_add_up(line)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Answer workers and verifier pools on a Ray cluster of two nodes: both nodes work, and a killed process loses nothing.
+"""Answer workers, verifiers and environments on a Ray cluster of two nodes: both work, and a kill loses nothing.
 
 One cluster of two nodes on this machine and one set of workers serve all tests. Servers are stubs, since what is killed
 stands on this side of HTTP; engine, workers, object store and verifiers are the real ones.
@@ -12,6 +12,7 @@ import signal
 from collections import Counter
 from contextlib import asynccontextmanager
 
+import numpy as np
 import pytest
 import ray
 import tiny_task
@@ -20,15 +21,21 @@ from ray.cluster_utils import Cluster
 from sglang_pool import collect, engine_of, group, section, started
 from stub_server import StubServer
 
-from megatron_daro.config.sections import RewardSection
+from megatron_daro.config.sections import EnvironmentSection, RewardSection
 from megatron_daro.data.tokenizer import load_tokenizer
 from megatron_daro.engine.sglang.generation import DirectAnswers
-from megatron_daro.errors import ModelError, WorkerError
+from megatron_daro.errors import ModelError, RolloutError, WorkerError
+from megatron_daro.rollout.conversations import Conversations
 from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.rollout.environment import TURN
+from megatron_daro.rollout.rendering import Turns
+from megatron_daro.rollout.stepping import SteppedConversations
 from megatron_daro.runtime import node_workers
 from megatron_daro.runtime.engine_groups import AnswerWorkers
 from megatron_daro.runtime.node_workers import Verdicts, shares
+from megatron_daro.runtime.step_pools import StepPools
 from megatron_daro.runtime.supervisor import WorkerDiedError
+from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams
 
 LIMIT_S = 200
 OPTIONS = section(max_tokens_in_flight=1_000_000)
@@ -278,6 +285,80 @@ def test_verdicts_come_from_both_nodes_also_after_a_pool_was_killed(nodes, run):
         finally:
             await verdicts.close()
         assert "verifier pool 0 died" in warnings[0] and len(warnings) == 1
+
+    run(scenario())
+
+
+class Digits:
+    """An engine whose answers are a digit that depends on the request; writes a digit or "=" as one token."""
+
+    def __init__(self):
+        self.answered = 0
+
+    async def generate(self, requests):
+        for request in requests:
+            await asyncio.sleep(0)
+            self.answered += 1
+            yield tuple(self._answer(request, index) for index in request.indices)
+
+    def _answer(self, request, index):
+        digit = 3 + (7 * request.group_id + 3 * index + 5 * (request.attempt // TURN)) % 10
+        tokens, one = np.array([*request.prompt.tokens, digit], np.int32), np.ones(1, np.uint8)
+        place = request.prompt.id, request.group_id, request.attempt, index
+        return Rollout(*place, tokens, len(tokens) - 1, one, -one.astype(np.float32), "stop", 1, str(digit - 3))
+
+    async def abort(self, group_ids=None): ...
+
+    def encode(self, text, add_special_tokens):
+        return [13 if c == "=" else 3 + int(c) for c in text]
+
+
+def conversations(engine, section, pools, warn):
+    held = SteppedConversations(section, Turns(engine, chat=False), warn, pools)
+    return Conversations(
+        section, held, engine, None, reward=RewardSection(), decode=str, vocabulary=20, together=False, notices=None
+    )
+
+
+async def held(rollouter):
+    """500 conversations of up to four turns."""
+    prompts = [Prompt(f"p{g}", str(g % 10), "s", text=f"{g % 10}=", tokens=(1, 3 + g % 10, 13)) for g in range(125)]
+    sampling = SamplingParams(max_new_tokens=20)
+    asked = [GroupRequest(g, 0, prompt, (0, 1, 2, 3), sampling) for g, prompt in enumerate(prompts)]
+    try:
+        found = [one async for some in rollouter.generate(asked) for one in some]
+    finally:
+        await rollouter.close()
+    return sorted((r.group_id, r.index, r.finish_reason, r.verdict.reason, *r.tokens.tolist()) for r in found)
+
+
+def test_conversations_go_on_elsewhere_when_the_environments_of_a_node_are_lost(nodes, run):
+    section = EnvironmentSection(kind="toy_steps:Steps", options={"tries": 4}, workers=2)
+
+    async def scenario():
+        warnings, engine = [], Digits()
+        pools = StepPools(section, log_folder=None, warn=warnings.append, deadlines=Deadlines())
+        rollouter = conversations(engine, section, pools, warnings.append)
+        working = asyncio.create_task(held(rollouter))
+        await until(lambda: engine.answered >= 300)
+        places = await pools._workers.each("ready")
+        assert sorted(node for node, _ in places.values()) == nodes
+        kill(places["environment pool 0"])
+        lost = await working
+        assert pools.restarts == 1 and rollouter.counters()["environment/restarted"] == 0
+        assert len(warnings) == 1 and "environment pool 0 died" in warnings[0]
+        assert len(lost) == 500 and lost == await held(conversations(Digits(), section, None, print))
+
+    run(scenario())
+
+
+def test_an_environment_that_cannot_be_made_on_a_node_ends_the_run_by_name(nodes, run):
+    section = EnvironmentSection(kind="toy_steps:Steps", options={"wrong": "constructor"})
+
+    async def scenario():
+        pools = StepPools(section, log_folder=None, warn=print, deadlines=Deadlines())
+        with pytest.raises(RolloutError, match=r"toy_steps:Steps cannot be made \(RuntimeError: no such game"):
+            await held(conversations(Digits(), section, pools, print))
 
     run(scenario())
 

@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import random
 import uuid
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from megatron_daro.engine.sglang.supervision import Expected, SharedMemory, Supe
 from megatron_daro.engine.sglang.update import ServerUpdate, UpdateContext
 from megatron_daro.errors import EngineError, RefusedError, SyncError
 from megatron_daro.rollout.deadlines import first_cause
+from megatron_daro.rollout.environment import TURN
 from megatron_daro.sync.check import ProbeAnswer
 from megatron_daro.types import GroupRequest, Rollout
 
@@ -69,6 +70,7 @@ class Running:
 _TRIES = 8
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _ABORT_S, _ABORT_AGAIN_S = 10.0, 1.0
+_MOST_CONVERSATIONS = 50_000
 
 
 class _GivenUpError(EngineError):
@@ -76,6 +78,31 @@ class _GivenUpError(EngineError):
 
 
 _Result = TypeVar("_Result")
+
+
+class _LastServers:
+    """Which server answered the last turn of a conversation: the next one finds its tokens in that server's cache."""
+
+    def __init__(self) -> None:
+        self._servers: OrderedDict[tuple[int, int, int], Server] = OrderedDict()
+
+    def of(self, request: GroupRequest) -> Server | None:
+        """Return it; None for a first turn."""
+        return self._servers.get(self._key(request)) if request.attempt >= TURN else None
+
+    def note(self, request: GroupRequest, server: Server) -> None:
+        """Remember who answered; the oldest of very many are forgotten. A group that is asked for at once has no more
+        turns."""
+        if len(request.indices) > 1:
+            return
+        self._servers[self._key(request)] = server
+        self._servers.move_to_end(self._key(request))
+        if len(self._servers) > _MOST_CONVERSATIONS:
+            self._servers.popitem(last=False)
+
+    @staticmethod
+    def _key(request: GroupRequest) -> tuple[int, int, int]:
+        return request.group_id, request.attempt % TURN, request.indices[0]
 
 
 class SGLangEngine:
@@ -119,6 +146,7 @@ class SGLangEngine:
         self._memory = SharedMemory(self.fleet, self._supervision, options)
         self._when_back: Callable[[str], Awaitable[None]] | None = None
         self._running: set[Running] = set()
+        self._last_servers = _LastServers()
         self._begins = asyncio.Lock()
         self._aborting: set[asyncio.Task[None]] = set()
         self._retries, self._started = 0, False
@@ -280,7 +308,12 @@ class SGLangEngine:
         """All that is missing of a group, from one server."""
         tokens = sum(self._estimate(request, index) for index in request.indices)
         room = asyncio.ensure_future(
-            self.fleet.acquire(tokens, timeout_s=self._options.request_timeout_s, avoid=run.failed_on)
+            self.fleet.acquire(
+                tokens,
+                timeout_s=self._options.request_timeout_s,
+                avoid=run.failed_on,
+                prefer=self._last_servers.of(request),
+            )
         )
         try:
             server = await _stoppable(room, run.stop)
@@ -306,6 +339,7 @@ class SGLangEngine:
             run.ids, run.server = (), None
             self.fleet.release(server, tokens)
         server.progressed()
+        self._last_servers.note(request, server)
         self.fleet.learn_lengths(r.response_length for r in rollouts if r.finish_reason != "abort")
         return rollouts
 

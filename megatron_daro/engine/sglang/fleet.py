@@ -165,7 +165,9 @@ class Fleet:
         self._closed = reason
         self._notify()
 
-    async def acquire(self, tokens: int, *, timeout_s: float, avoid: Server | None = None) -> Server:
+    async def acquire(
+        self, tokens: int, *, timeout_s: float, avoid: Server | None = None, prefer: Server | None = None
+    ) -> Server:
         """Return the serving server with the fewest tokens in flight that has room; waits for one, first come first
         served, so that small requests do not starve a large one.
 
@@ -173,13 +175,14 @@ class Fleet:
             tokens: what the request will hold, as `estimate` says. One that exceeds a server's limit gets an idle one.
             timeout_s: longest time in which no request of any server ends and no server changes its state: a long line
                 that moves is no reason to give up.
-            avoid: taken only where no other has room: one on which the request failed.
+            avoid: taken only where no other has room: one on which the request failed. prefer: taken where it has room:
+                one that has the beginning of the request in its cache.
 
         Raises:
             EngineError: all servers are gone, or the fleet was closed. DeadlineError: nothing moved in that time.
         """
         async with self._line:
-            while (server := self._with_room(tokens, avoid)) is None:
+            while (server := self._with_room(tokens, avoid, prefer)) is None:
                 await self._change(timeout_s)
             server.tokens_in_flight += tokens
             return server
@@ -210,14 +213,15 @@ class Fleet:
             mean = length if self._mean_length is None else self._mean_length
             self._mean_length = mean + _MEMORY * (length - mean)
 
-    def _with_room(self, tokens: int, avoid: Server | None) -> Server | None:
+    def _with_room(self, tokens: int, avoid: Server | None, prefer: Server | None) -> Server | None:
         self.check()
         fits = [
             server
             for server in self.of("serving")
             if not server.tokens_in_flight or server.tokens_in_flight + tokens <= self._capacity(server)
         ]
-        return min(fits, key=lambda server: (server is avoid, server.tokens_in_flight), default=None)
+        order = {id(prefer): -1, id(avoid): 1}
+        return min(fits, key=lambda server: (order.get(id(server), 0), server.tokens_in_flight), default=None)
 
     def _capacity(self, server: Server) -> int:
         if self._limit is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_daro.observe.logs import safe_text
 from megatron_daro.workshop.analyze.views import Dump, View
+from megatron_daro.workshop.report.conversations import turns_table
 from megatron_daro.workshop.report.page import COLOURS, Page, Plot, Section, Table, Trace, pass_rate_ticks
 
 _MOST_WASTED = 0.3
@@ -52,7 +53,7 @@ def analysis_page(path: Path, dump: Dump, view: View, unit: str, tokens_per_gpu_
             "advice": advice(view, k),
             "bins": _bins_table(view, k, unit),
             "shares": _shares_table(view, k),
-            "turns": turns_table(dump),
+            "turns": turns_table(dump.turns),
             "rollouts_per_prompt": k,
             "unit": unit,
         },
@@ -200,16 +201,6 @@ def _bins_table(view: View, k: int, unit: str) -> Table:
         rows.append([f"{i}/{k}", f"{float(view.groups[i]):,.0f}", f"{float(view.tokens[i]):,.0f}", *lengths, *learnt])
     header = ["pass rate", "groups", unit, f"{unit} of right", "of wrong", "loss", "weight learnt", "at rest"]
     return Table(header, rows, number_columns=7)
-
-
-def turns_table(dump: Dump) -> Table | None:
-    """Return what was observed and generated turn by turn; None without conversations."""
-    rows = [
-        [str(i), f"{count:,}", f"{seen / count:,.1f}", f"{made / count:,.1f}"]
-        for i, (count, seen, made) in enumerate(dump.turns, 1)
-    ]
-    header = ["turn", "rollouts that have it", "tokens observed, mean", "generated, mean"]
-    return Table(header, rows, number_columns=3) if rows else None
 
 
 def _shares_table(view: View, k: int) -> Table:

@@ -179,8 +179,8 @@ _NO_TRAINING = ("skipped_", "eval_", "val_data_step")
 """How files begin that hold other rollouts: this package's, and NeMo-RL's of its validation."""
 
 
-_TURNS, _PARTS = "turns", {"observed", "generated"}
-"""The column of this package's conversations."""
+_TURNS, _REPORTS, _PARTS = "turns", "reports", {"observed", "generated"}
+"""The columns of this package's conversations, and what a turn has."""
 _TEXTS = ("output", "responses")
 """Lengths that are given as a text, whose characters count."""
 
@@ -188,12 +188,14 @@ _TEXTS = ("output", "responses")
 @dataclass(frozen=True, slots=True)
 class Row:
     """One rollout. right: None where the dump has no verdict for it. length: generated tokens, or characters of a text.
-    turns: of a conversation, (observed, generated) tokens of each turn."""
+    turns: of a conversation, observed and generated tokens of each turn. reports: what its environment said of each
+    answer."""
 
     group: Hashable
     length: float
     right: bool | None
-    turns: tuple[tuple[int, int], ...] = ()
+    turns: Sequence[Mapping[str, int]] = ()
+    reports: Sequence[Mapping[str, float]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +318,7 @@ def rows_of(path: Path, columns: Columns) -> Iterator[Row | None]:
     Raises:
         DataError: the file is torn, a length is none, or a verdict is neither 0/1 nor -1/1 and no threshold was given.
     """
-    yield from _rows(path, _records(path, [*columns.names, _TURNS]), columns)
+    yield from _rows(path, _records(path, [*columns.names, _TURNS, _REPORTS]), columns)
 
 
 def _rows(path: Path, records: Iterable[Mapping[str, object]], columns: Columns) -> Iterator[Row | None]:
@@ -329,15 +331,16 @@ def _rows(path: Path, records: Iterable[Mapping[str, object]], columns: Columns)
             continue
         right, size = _right(record.get(columns.right), columns, path), _size(length, columns, path)
         turns = _turns(record.get(_TURNS)) if columns.length == "length" else ()
-        observed = sum(seen for seen, _ in turns)
-        yield Row(_key(record.get(columns.group)), size - observed, right, turns)
+        reports = cast("list[Mapping[str, float]]", record.get(_REPORTS) or []) if turns else []
+        observed = sum(turn["observed"] for turn in turns)
+        yield Row(_key(record.get(columns.group)), size - observed, right, turns, reports)
 
 
-def _turns(value: object) -> tuple[tuple[int, int], ...]:
+def _turns(value: object) -> Sequence[Mapping[str, int]]:
     """Return the turns of this package's conversations; nothing where the dump has no such column, or another one."""
     if not isinstance(value, list) or not all(isinstance(turn, Mapping) and set(turn) == _PARTS for turn in value):
         return ()
-    return tuple((int(turn["observed"]), int(turn["generated"])) for turn in value)
+    return value
 
 
 def _key(value: object) -> Hashable:

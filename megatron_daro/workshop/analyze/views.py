@@ -14,7 +14,7 @@ Shape letters: K rollouts per prompt, [K+1] one entry per bin 0..K.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -26,6 +26,7 @@ from megatron_daro.algo.weighting import ALGORITHMS, Algorithm, BatchTotals, Dar
 from megatron_daro.config.algorithm import AlgorithmSection, DaroSection
 from megatron_daro.errors import DataError
 from megatron_daro.workshop.analyze.rows import Row
+from megatron_daro.workshop.report.conversations import TurnSums, add_turns
 
 _PROBE = 20_000
 
@@ -64,9 +65,8 @@ class BinSums:
 @dataclass(slots=True, eq=False)
 class Dump:
     """Everything that the views read. steps: sums of each file. unverified: rollouts without a verdict; unreadable:
-    records without a length. turns: by turn of conversations, how many have it, and the tokens that were observed and
-    generated in it. incomplete: groups that never had K rollouts; most_open: the largest number of groups that
-    memory held at once."""
+    records without a length. turns: sums by turn of conversations. incomplete: groups that never had K rollouts;
+    most_open: the largest number of groups that memory held at once."""
 
     total: BinSums
     steps: list[BinSums] = field(default_factory=list)
@@ -75,14 +75,7 @@ class Dump:
     unreadable: int = 0
     incomplete: int = 0
     most_open: int = 0
-    turns: list[tuple[int, int, int]] = field(default_factory=list)
-
-    def count_turns(self, turns: Sequence[tuple[int, int]]) -> None:
-        """Add a conversation."""
-        self.turns += [(0, 0, 0)] * (len(turns) - len(self.turns))
-        for i, (observed, generated) in enumerate(turns):
-            count, seen, made = self.turns[i]
-            self.turns[i] = count + 1, seen + observed, made + generated
+    turns: list[TurnSums] = field(default_factory=list)
 
 
 def infer_rollouts_per_prompt(rows: Iterable[Row | None]) -> int:
@@ -118,7 +111,7 @@ def _read_step(rows: Iterator[Row | None], dump: Dump, rollouts_per_prompt: int)
             dump.unreadable += 1
             continue
         dump.rollouts += 1
-        dump.count_turns(row.turns)
+        add_turns(dump.turns, {"turns": row.turns, "reports": row.reports})
         if row.right is None:
             dump.unverified += 1
             continue

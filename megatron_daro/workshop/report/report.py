@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_daro.observe.logs import safe_text
+from megatron_daro.workshop.report.conversations import Decode, conversation_values, decoder, sums_of, turns_table
 from megatron_daro.workshop.report.host_metrics import load_host_run
 from megatron_daro.workshop.report.page import Page, Table, write_page
 from megatron_daro.workshop.report.run_data import RunData, ends_of, load_run
@@ -32,6 +33,7 @@ _COLUMNS = (
     *("group_id", "used", "prompt_id", "prompt", "answer", "text", "logprobs", "length"),
     *("correct", "reward", "reason", "finish_reason", "weight_version"),
 )
+_OF_CONVERSATIONS = ("turns", "reports", "tokens")
 _GROUPS_PER_FILE = 3
 _MOST_GROUPS = 256
 _MOST_BYTES = 64 << 20
@@ -59,12 +61,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Samples:
-    """Some groups of one file. verdicts: how often each reason was given in what was read of it."""
+    """Some groups of one file. verdicts, turns: of what was read of it: how often each reason was given, and sums by
+    turn of conversations."""
 
     step: int
     skipped: bool
     groups: list[Group]
     verdicts: Mapping[str, int]
+    turns: Table | None
 
 
 def load_samples(run_dir: Path) -> tuple[list[Samples], list[str]]:
@@ -91,15 +95,22 @@ def load_samples(run_dir: Path) -> tuple[list[Samples], list[str]]:
             notes.append(f"sample rollouts of {what} {step}: {path.name} is damaged ({reason})")
             continue
         verdicts = Counter(str(r["reason"]) for group in groups for r in group.rollouts)
-        samples.append(Samples(step, kind == "skipped", _pick(groups), verdicts))
+        turns = turns_table(sums_of(r for group in groups for r in group.rollouts))
+        samples.append(Samples(step, kind == "skipped", _pick(groups), verdicts, turns))
     return samples, notes
 
 
-def _file_values(file: Samples) -> dict[str, Any]:
+def _file_values(file: Samples, decode: Decode | None) -> dict[str, Any]:
     """Return what the template says of one file."""
-    groups = [_group_values(group) for group in file.groups]
+    groups = [_group_values(group, decode) for group in file.groups]
     verdicts = Counter(file.verdicts).most_common()
-    return {"step": file.step, "skipped": file.skipped, "verdicts": verdicts, "groups": groups}
+    return {
+        "step": file.step,
+        "skipped": file.skipped,
+        "verdicts": verdicts,
+        "groups": groups,
+        "turns": file.turns,
+    }
 
 
 def _read(path: Path) -> Iterator[Group]:
@@ -116,12 +127,21 @@ def _read(path: Path) -> Iterator[Group]:
 
 def _rows(file: pq.ParquetFile) -> Iterator[dict[str, Any]]:
     read = 0
-    columns = [*_COLUMNS, *(name for name in ("turns",) if name in file.schema_arrow.names)]  # older files have none
+    columns = [*_COLUMNS, *_columns_of_conversations(file)]
     for batch in file.iter_batches(_ROWS_AT_ONCE, columns=columns):
         yield from batch.to_pylist()
         read += batch.nbytes
         if read >= _MOST_BYTES:
             return
+
+
+def _columns_of_conversations(file: pq.ParquetFile) -> list[str]:
+    """Return those that the file has; nothing where it holds none, as older ones do."""
+    there = [name for name in _OF_CONVERSATIONS if name in file.schema_arrow.names]
+    if "turns" not in there:
+        return []
+    turns = file.read(columns=["turns"]).column("turns")
+    return there if turns.null_count < len(turns) else []
 
 
 def _pick(groups: list[Group]) -> list[Group]:
@@ -139,13 +159,13 @@ def _shown(group: Group) -> Sequence[Mapping[str, Any]]:
     return group.rollouts[:2]
 
 
-def _group_values(group: Group) -> dict[str, Any]:
+def _group_values(group: Group, decode: Decode | None) -> dict[str, Any]:
     first = {name: group.rollouts[0][name] for name in ("prompt_id", "used", "prompt", "answer")}
-    shown = [_rollout_values(rollout) for rollout in _shown(group)]
+    shown = [_rollout_values(rollout, decode) for rollout in _shown(group)]
     return first | {"correct": group.correct, "samples": len(group.rollouts), "shown": shown}
 
 
-def _rollout_values(rollout: Mapping[str, Any]) -> dict[str, Any]:
+def _rollout_values(rollout: Mapping[str, Any], decode: Decode | None = None) -> dict[str, Any]:
     facts = [
         f"verdict {rollout['reason']}",
         f"reward {rollout['reward']}",
@@ -155,7 +175,8 @@ def _rollout_values(rollout: Mapping[str, Any]) -> dict[str, Any]:
     ]
     if logprobs := _generated(rollout):
         facts.append(f"mean log-prob {fmean(logprobs):.3f}")
-    return {"correct": bool(rollout["correct"]), "facts": facts, "text": rollout["text"]}
+    turns = conversation_values(rollout, decode) if decode and rollout.get("turns") else None
+    return {"correct": bool(rollout["correct"]), "facts": facts, "text": rollout["text"], "turns": turns}
 
 
 def _lengths(rollout: Mapping[str, Any]) -> list[str]:
@@ -210,6 +231,8 @@ def build_page(run: RunData) -> Page:
     """Return the page's content from what was recorded."""
     sections = build_sections(run)
     samples, sample_notes = load_samples(run.run_dir)
+    decode, why_not = decoder(run.setting("model", "path")) if any(file.turns for file in samples) else (None, "")
+    sample_notes += [why_not] if why_not else []
     missing = [f"{s.title}: {name}" for s in sections for name in s.missing] + sample_notes
     name = safe_text(run.run_dir.resolve().name, 120, one_line=True)
     algorithm = run.setting("algorithm", "name")
@@ -222,7 +245,7 @@ def build_page(run: RunData) -> Page:
         values={
             "cards": _cards(run),
             "evaluations": _evaluation_table(run),
-            "samples": [_file_values(file) for file in samples],
+            "samples": [_file_values(file, decode) for file in samples],
             "metrics": _metrics_table(run),
             "config_text": None if run.config_text is None else safe_text(run.config_text, _CONFIG_CHARACTERS),
             "missing": [safe_text(one, 300, one_line=True) for one in missing],

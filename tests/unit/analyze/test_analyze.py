@@ -23,6 +23,7 @@ from megatron_daro.errors import DataError
 from megatron_daro.workshop.analyze.page import advice, headline
 from megatron_daro.workshop.analyze.rows import Row, choose_columns, files_of, rows_of
 from megatron_daro.workshop.analyze.views import infer_rollouts_per_prompt, read_dump, token_loss_sums, view_of
+from megatron_daro.workshop.report.conversations import TurnSums
 
 K = 4
 
@@ -467,15 +468,20 @@ def test_pass_rates_that_teach_nothing_have_no_loss_and_no_weight(tmp_path, caps
 
 def test_conversations_are_counted_by_turn_and_by_what_was_generated(tmp_path, capsys):
     two = [{"observed": 0, "generated": 5}, {"observed": 30, "generated": 7}]
+    said = [{"reward": r, "tool_calls": 1, "tool_errors": i, "seconds": 0.5 + i} for i, r in enumerate((0.25, 1.0))]
     table = {
         "group_id": [1] * K,
         "length": [42, 42, 9, 9],
         "correct": [True, False, True, False],
         "turns": [two, two, None, None],
+        "reports": [said, said, None, None],
     }
     parquet.write_table(pyarrow.table(table), tmp_path / "step_000001.parquet")
     dump = read(tmp_path)
     assert dump.total.right_tokens[2] == dump.total.wrong_tokens[2] == 12 + 9
-    assert dump.turns == [(2, 0, 10), (2, 60, 14)]
+    assert dump.turns == [TurnSums(2, 0, 10, 2, 0, 0.5, 1.0), TurnSums(2, 60, 14, 2, 2, 2.0, 3.0)]
+    del table["reports"]  # as older files have it
+    parquet.write_table(pyarrow.table(table), tmp_path / "step_000002.parquet")
+    assert read(tmp_path).turns[1] == TurnSums(4, 120, 28, 2, 2, 2.0, 3.0)
     assert main(["analyze", str(tmp_path), "--html", str(tmp_path / "page.html")]) == 0
     assert "30.0" in capsys.readouterr().out and "rollouts that have it" in (tmp_path / "page.html").read_text()

@@ -50,6 +50,24 @@ from megatron_daro.errors import ConfigError
             "algorithm.correction.level",
             "got token with trust_region gspo",
         ),
+        (["algorithm.distill.coefficient=2"], "algorithm.distill", "got coefficient without urls"),
+        (
+            ["algorithm.name=grpo", "algorithm.distill.urls=[http://t:1]", "rollout.temperature=0.7"],
+            "algorithm.distill",
+            "got a teacher with rollout.temperature 0.7; allowed: 1",
+        ),
+        (
+            ["algorithm.name=ppo", "algorithm.distill.urls=[http://t:1]"],
+            "algorithm.distill",
+            "got a teacher with algorithm.name ppo, which makes advantages per token itself",
+        ),
+        (["algorithm.distill.urls=[http://t:1,http://t:1]"], "algorithm.distill.urls", "got a URL twice"),
+        (
+            ["engine.kind=sglang", "engine.sglang.urls=[http://t:1]", "algorithm.distill.urls=[http://t:1]"],
+            "algorithm.distill.urls",
+            "got http://t:1, which is a server of the policy",
+        ),
+        (["environment.reward_weights.x=2"], "environment.reward_weights", "got x with environment.kind single_turn"),
     ],
 )
 def test_a_contradiction_is_refused_in_words(run_files, overrides, field, words):

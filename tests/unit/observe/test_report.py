@@ -437,3 +437,31 @@ def test_a_conversation_is_shown_with_what_the_model_said_apart():
     row["turns"] = [{"observed": 0, "generated": 2}, {"observed": 2, "generated": 1}]
     facts = _rollout_values(row)["facts"]
     assert {"2 turns", "3 tokens generated", "2 observed", "mean log-prob -2.000"} <= {*facts}
+
+
+def test_a_conversation_is_shown_turn_by_turn_with_a_shade_for_each_token_of_the_model():
+    from megatron_daro.workshop.report.conversations import conversation_values
+
+    letters = {1: "4", 2: "<eos>", 3: "no", 5: "\x05", 6: "\x06"}
+
+    def decode(ids):  # 5 and 6 are the halves of one character
+        text = "".join(letters[i] for i in ids).replace("\x05\x06", "\u20ac")
+        return text.replace("\x05", "\ufffd").replace("\x06", "\ufffd")
+
+    row = {"tokens": [1, 2, 3, 3, 5, 6], "logprobs": [-0.05, -0.7, 0.0, 0.0, -0.2, -5.0]}
+    row["turns"] = [{"observed": 0, "generated": 2}, {"observed": 2, "generated": 2}]
+    row["reports"] = [
+        {"reward": 0.5, "tool_calls": 2, "tool_errors": 1, "seconds": 0.25},
+        {"reward": 0.0, "tool_calls": 0, "tool_errors": 0, "seconds": 0.001},
+    ]
+    first, shown, last = conversation_values(row, decode)
+    assert first["pieces"] == [("4", 0, "p = 0.951"), ("<eos>", 2, "p = 0.497")]
+    assert first["facts"] == [
+        "2 tokens",
+        "mean log-prob -0.375",
+        "2 tool calls, 1 in vain",
+        "reward 0.5",
+        "250.0 ms in the environment",
+    ]
+    assert (shown["said"], shown["pieces"], shown["facts"]) == (False, [("nono", None, "")], ["2 tokens"])
+    assert last["pieces"] == [("\u20ac", 4, "p = 0.00674")]  # the least likely of its tokens

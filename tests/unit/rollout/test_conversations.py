@@ -174,7 +174,9 @@ def test_one_call_of_the_engine_serves_a_turn_of_all():
 
 def test_a_record_gives_the_turns_back():
     rollouts = sorted(held(Engine()), key=lambda one: (one.group_id, one.index))[:4]
-    group = Group(0, requests()[0].prompt, tuple(rollouts), tuple(one.verdict for one in rollouts))
+    verdicts = tuple(replace(one.verdict, rewards=(("form", 0.5), ("right", 1.0))) for one in rollouts)
+    group = Group(0, requests()[0].prompt, tuple(rollouts), verdicts)
+    assert all(len(one.reports) == sum(made > 0 for _, made in one.turns) for one in rollouts)
     (back,) = through_parquet([RecordedGroup(group, "trained")])
     without = replace(group, rollouts=tuple(replace(one, verdict=None) for one in rollouts))
     assert plain_group(back.group) == plain_group(without) and {len(r.turns) for r in rollouts} == {1, 2}
@@ -274,6 +276,8 @@ def test_an_answer_cut_or_left_out_by_the_engine_begins_again():
         "environment/restarted": 2,
         "environment/failed": 0,
         "environment/timeouts": 0,
+        "environment/tool_calls": 0,
+        "environment/tool_errors": 0,
     }
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import chat_tokenizers
 import pytest
+from chat_tokenizers import CHATML, TOOLS
 from transformers import AutoTokenizer
 
 from megatron_daro.errors import ConfigError, RolloutError
 from megatron_daro.rollout.rendering import Turns
 
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 FORGETS = CHATML.replace("m['content']", "(m['content'].split('</think>')[-1] if not loop.last else m['content'])")
 NO_TOOL = "{% if messages[-1]['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + CHATML
 ONLY_LAST = CHATML.replace("in messages", "in messages[-1:]")
@@ -20,17 +18,8 @@ ONLY_LAST = CHATML.replace("in messages", "in messages[-1:]")
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     """A tokenizer of bytes and three special tokens."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     folder = tmp_path_factory.mktemp("tokenizer")
-    letters = pre_tokenizers.ByteLevel.alphabet()
-    bytes_ = Tokenizer(models.BPE({letter: i for i, letter in enumerate(sorted(letters))}, []))
-    bytes_.pre_tokenizer, bytes_.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    special = ["<|im_start|>", "<|im_end|>"]
-    PreTrainedTokenizerFast(
-        tokenizer_object=bytes_, eos_token="<|im_end|>", additional_special_tokens=special
-    ).save_pretrained(folder)
+    chat_tokenizers.save(folder)
     return folder
 
 
@@ -89,3 +78,28 @@ def test_a_template_that_forgets_is_drift(plain):
     tokenizer, made = turns(plain, FORGETS)
     with pytest.raises(RolloutError, match=r"at character 0: trained '<think>h</think>5.*rendered '5<\|im_end\|>"):
         made.check(response(tokenizer, made), history)
+
+
+ADD = {"type": "function", "function": {"name": "add", "description": "x", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be brief."}]])
+def test_tools_in_the_system_message_are_what_the_template_writes(plain, system):
+    _, made = turns(plain, TOOLS)
+    messages = [*system, {"role": "user", "content": "1+1?"}]
+    written = made.with_tools(messages, [ADD])
+    assert [one["role"] for one in written] == ["system", "user"]
+    assert made.prompt(written, ()) == made.prompt(messages, [ADD]) != made.prompt(messages, ())
+    assert made.with_tools(messages, []) == messages
+    _, other = turns(plain, CHATML)
+    with pytest.raises(ConfigError, match="does not write tools into the system message"):
+        other.with_tools(messages, [ADD])
+
+
+def test_results_of_several_tools_are_one_turn(plain):
+    tokenizer, made = turns(plain, TOOLS)
+    said = tokenizer.encode("x<|im_end|>", add_special_tokens=False)
+    results = [{"role": "tool", "content": text, "tool_call_id": text} for text in ("1", "2")]
+    text = tokenizer.decode(made.messages(results, said[-1]), skip_special_tokens=False)
+    one = "<tool_response>\n{}\n</tool_response>".format
+    assert text == f"\n<|im_start|>user\n{one(1)}\n{one(2)}<|im_end|>\n<|im_start|>assistant\n"

@@ -87,6 +87,29 @@ def test_conversations_are_held_in_workers_and_add_up():
     assert other.counters() == counters
 
 
+def test_named_rewards_add_up_over_the_turns_with_their_weights():
+    weights = {"right": 2.0, "length": -0.125}
+    rollouts, _ = held(Engine(), named=True, limits={"reward_weights": weights})
+    plain, _ = held(Engine(), named=True)
+    assert {one.verdict.correct for one in rollouts} == {True, False}
+    for one, other in zip(*(sorted(x, key=lambda r: (r.group_id, r.index)) for x in (rollouts, plain)), strict=True):
+        lengths = [generated for _, generated in one.turns]
+        assert dict(one.verdict.rewards) == {"right": float(one.verdict.correct), "length": sum(lengths)}
+        by_turn = [
+            -0.125 * length + 2.0 * (one.verdict.correct and i + 1 == len(lengths)) for i, length in enumerate(lengths)
+        ]
+        assert [report.reward for report in one.reports] == by_turn and one.verdict.reward == sum(by_turn)
+        assert other.verdict.reward == sum(dict(other.verdict.rewards).values())
+        assert all(report.seconds > 0 for report in one.reports)
+
+
+def test_a_reward_without_a_weight_is_refused_where_there_are_weights():
+    with pytest.raises(
+        RolloutError, match=r"the reward length has no weight .*; allowed: those with one: right; fix: add"
+    ):
+        held(Engine(), named=True, limits={"reward_weights": {"right": 1.0}})
+
+
 @pytest.mark.parametrize(
     ("wrong", "counter", "words"),
     [
@@ -128,6 +151,8 @@ def test_what_a_step_leaves_behind_ends_with_its_worker(wrong):
         ("state", "step returned a state or reward that is no JSON"),
         ("reward", "step returned a state or reward that is no JSON"),
         ("reason", "step returned reason .*; allowed: a word of at most 40 characters"),
+        ("rewards", "step returned rewards .*; allowed: a number for each name"),
+        ("reward_name", r"a reward is called 'right/wrong' .*; allowed: letters, digits"),
         ("constructor", r"toy_steps:Steps cannot be made \(RuntimeError: no such game\)"),
     ],
 )

@@ -25,3 +25,11 @@ def test_turns_and_limits_by_hand():
         "environment/context_overflow_fraction": 0.5,
     }
     assert turn_metrics([single], [Verdict(True, 1.0, "match")]) == {}
+
+
+def test_named_rewards_are_means_over_the_conversations_that_were_given_them():
+    given = [(("form", 0.5), ("right", 1.0)), (("form", 1.0),)]
+    verdicts = [Verdict(True, 2.0, "match", rewards) for rewards in given]
+    found = turn_metrics([rollout(0, ((0, 3),), 3), rollout(1, ((0, 3),), 3)], verdicts)
+    named = {key: value for key, value in found.items() if "reward" in key}
+    assert named == {"environment/reward/form": 0.75, "environment/reward/right": 1.0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 from aiohttp import web
@@ -14,6 +15,7 @@ from stub_server import StubServer, answering, reset, truncated
 from megatron_daro.engine.sglang import engine as engine_module
 from megatron_daro.engine.sglang import fleet as fleet_module
 from megatron_daro.errors import EngineError
+from megatron_daro.rollout.environment import TURN
 from megatron_daro.sync.publish import WeightSync
 
 UPDATE = "/update_weight_version"
@@ -72,6 +74,27 @@ def test_a_request_that_fails_is_made_again(tmp_path, answer):
             assert fleet.engine.metrics()["engine/retries"] == 4
             names = [body["rid"] for body in fleet.stubs[0].bodies]
             assert len(set(names)) == len(names), "a name that is used again would be refused"
+
+    run(scenario())
+
+
+def test_the_next_turn_of_a_conversation_goes_to_the_server_of_the_last(tmp_path):
+    async def scenario():
+        async with serving(tmp_path) as fleet:
+
+            async def turn(group_id, index, turn_number):
+                request = replace(group(group_id), indices=(index,), attempt=1 + turn_number * TURN)
+                before = [stub.calls["/generate"] for stub in fleet.stubs]
+                await collect(fleet.engine, [request])
+                after = [stub.calls["/generate"] for stub in fleet.stubs]
+                return [new > old for old, new in zip(before, after, strict=True)].index(True)
+
+            fleet.servers[0].tokens_in_flight = 1  # so that the first turns go to the other one
+            places = [await turn(*one, 0) for one in ((0, 0), (0, 1), (1, 0))]
+            fleet.servers[0].tokens_in_flight, fleet.servers[1].tokens_in_flight = 0, 1
+            later = [await turn(*one, 1) for one in ((0, 0), (0, 1), (1, 0))]
+            assert places == later == [1, 1, 1]
+            assert await turn(7, 0, 0) == 0 and await turn(8, 0, 3) == 0  # nothing is known of these
 
     run(scenario())
 

@@ -39,6 +39,16 @@ def test_a_server_to_avoid_is_taken_only_where_no_other_has_room():
     assert run(scenario()) == ["server 1", "server 1", "server 0"]
 
 
+def test_a_preferred_server_is_taken_where_it_has_room_and_did_not_fail():
+    async def scenario():
+        fleet = fleet_of()
+        one = fleet.servers[0]
+        taken = [(await fleet.acquire(tokens, timeout_s=5, prefer=one)).name for tokens in (6, 3, 2)]
+        return [*taken, (await fleet.acquire(1, timeout_s=5, prefer=one, avoid=one)).name]
+
+    assert run(scenario()) == ["server 0", "server 0", "server 1", "server 1"]
+
+
 def test_failures_give_a_server_up_when_they_are_many_and_last(monkeypatch):
     server, clock = fleet_of(count=1).servers[0], [100.0]
     monkeypatch.setattr(fleet_module.time, "monotonic", lambda: clock[0])
@@ -119,7 +129,7 @@ def test_a_release_does_not_wake_all_who_wait():
     async def scenario():
         fleet, looks = fleet_of(count=1), []
         found = fleet._with_room
-        fleet._with_room = lambda tokens, avoid: looks.append(tokens) or found(tokens, avoid)
+        fleet._with_room = lambda tokens, avoid, prefer: looks.append(tokens) or found(tokens, avoid, prefer)
         await fleet.acquire(10, timeout_s=5)
         waiting = [asyncio.create_task(fleet.acquire(10, timeout_s=5)) for _ in range(100)]
         for task in waiting:

@@ -1,0 +1,164 @@
+"""On-policy distillation: what a teacher, on SGLang servers of its own, says of the tokens that the policy sampled.
+
+Rollouter -> finished rollouts -> (this asks for the log-probs of their tokens) -> the same with `teacher_logprobs`.
+Other rollouts are generated meanwhile. Refuses answers that are of other tokens, and a teacher that refuses a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_daro.config.algorithm import DistillSection
+from megatron_daro.engine.sglang.client import SGLangClient, UnreachableError
+from megatron_daro.errors import EngineError, RefusedError
+from megatron_daro.rollout.protocol import Rollouter
+from megatron_daro.types import GroupRequest, Prompt, Rollout, Verdict
+
+_TRIES = 8
+_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
+_AT_ONCE = 32
+"""Requests that each server has at a time."""
+
+
+class Teacher:
+    """The servers of `algorithm.distill.urls`."""
+
+    def __init__(self, section: DistillSection) -> None:
+        """Connect to nothing."""
+        self._timeout_s = section.timeout_s
+        self._clients = [SGLangClient(url) for url in section.urls]
+        self._next = itertools.cycle(self._clients)
+        self._places = asyncio.Semaphore(_AT_ONCE * len(self._clients))
+
+    async def logprobs(self, rollout: Rollout) -> np.ndarray:
+        """Return float32 [R], the log-probs of the response's tokens at temperature 1; 0 where they are not trained.
+
+        Raises:
+            EngineError: a server refused, said nothing in 8 tries, or answered of other tokens.
+        """
+        tokens = rollout.tokens.tolist()
+        # SGLang says None of the token at logprob_start_len: nothing before it was asked for.
+        # Source: input_token_logprobs of /generate, python/sglang/srt/managers/scheduler_output_processor_mixin.py
+        body = {
+            "input_ids": tokens,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": rollout.prompt_length - 1,
+        }
+        async with self._places:
+            answer = await self._asked(body)
+        try:
+            pairs = answer["meta_info"]["input_token_logprobs"][1:]  # type: ignore[index]
+            ids = [int(pair[1]) for pair in pairs]
+            logprobs = np.array([float(pair[0]) for pair in pairs], dtype=np.float32)
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            raise EngineError(
+                f"algorithm.distill.urls: an answer has no log-probs of given tokens ({error!r})"
+            ) from error
+        if ids != tokens[rollout.prompt_length :]:
+            raise EngineError(
+                f"algorithm.distill.urls: asked of {rollout.response_length} tokens, it answered of {len(ids)} "
+                "others; allowed: SGLang servers, none behind a router that changes requests"
+            )
+        return np.where(rollout.loss_mask == 1, logprobs, np.float32(0))
+
+    async def close(self) -> None:
+        """Drop all connections."""
+        for client in self._clients:
+            await client.close()
+
+    async def _asked(self, body: Mapping[str, object]) -> object:
+        """Return the answer of a server, the next one at each try."""
+        for attempt in range(_TRIES):
+            try:
+                return await next(self._next).post("/generate", body, timeout_s=self._timeout_s)
+            except RefusedError as error:
+                raise EngineError(
+                    f"algorithm.distill.urls: {error}; allowed: a teacher with the policy's tokenizer and room for "
+                    "prompt and response; fix: start it with a longer context, or take another"
+                ) from error
+            except UnreachableError as error:
+                if attempt + 1 == _TRIES:
+                    raise EngineError(
+                        f"algorithm.distill.urls: no answer in {_TRIES} tries; the last: {error}"
+                    ) from error
+                await asyncio.sleep(min(_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S))
+        raise AssertionError("the last try returns or raises")
+
+
+class Taught:
+    """A Rollouter whose finished rollouts the teacher has read."""
+
+    def __init__(self, rollouter: Rollouter, teacher: Teacher) -> None:
+        """Start nothing."""
+        self._rollouter, self._teacher = rollouter, teacher
+        self.continues_partial = rollouter.continues_partial
+
+    async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
+        """As the Rollouter's; the teacher reads what is finished while the rest is generated."""
+        reading: set[asyncio.Task[tuple[Rollout, ...]]] = set()
+        source = aiter(self._rollouter.generate(requests))
+        coming: asyncio.Task[tuple[Rollout, ...] | None] | None = asyncio.create_task(_next(source))
+        try:
+            while coming or reading:
+                waiting = [*reading, *([coming] if coming else [])]
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if coming in done:
+                    assert coming is not None
+                    rollouts = coming.result()
+                    coming = None if rollouts is None else asyncio.create_task(_next(source))
+                    if rollouts is not None:
+                        reading.add(asyncio.create_task(self._read(rollouts)))
+                for read in [one for one in reading if one in done]:
+                    reading.discard(read)
+                    yield read.result()
+        finally:
+            tasks = [*reading, *([coming] if coming else [])]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await source.aclose()  # type: ignore[attr-defined]
+
+    async def abort(self, group_ids: Collection[int] | None = None) -> None:
+        """As the Rollouter's."""
+        await self._rollouter.abort(group_ids)
+
+    async def score(self, rollouts: Sequence[tuple[Rollout, Prompt]]) -> list[Verdict]:
+        """As the Rollouter's."""
+        return await self._rollouter.score(rollouts)
+
+    @property
+    def failed_verifier_starts(self) -> int:
+        """As the Rollouter's."""
+        return self._rollouter.failed_verifier_starts
+
+    def counters(self) -> dict[str, int]:
+        """As the Rollouter's."""
+        return self._rollouter.counters()
+
+    def load_counters(self, counters: Mapping[str, int]) -> None:
+        """As the Rollouter's."""
+        self._rollouter.load_counters(counters)
+
+    async def close(self) -> None:
+        """Close both."""
+        await self._teacher.close()
+        await self._rollouter.close()
+
+    async def _read(self, rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
+        async def one(rollout: Rollout) -> Rollout:
+            if rollout.finish_reason == "abort" or not rollout.response_length:
+                return rollout
+            return replace(rollout, teacher_logprobs=await self._teacher.logprobs(rollout))
+
+        return tuple(await asyncio.gather(*map(one, rollouts)))
+
+
+async def _next(source: AsyncIterator[tuple[Rollout, ...]]) -> tuple[Rollout, ...] | None:
+    """Return what comes next; None at the end."""
+    return await anext(source, None)

@@ -1,0 +1,147 @@
+"""Recorded conversations for people: what was said and shown, how likely each token was, and sums by turn.
+
+Rows of a rollout file -> pieces of text with a shade each (the report's samples), a table by turn (report, analyze).
+Decodes with the model's tokenizer.json alone, without torch; where there is none, tokens are not coloured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_daro.observe.logs import safe_text
+from megatron_daro.workshop.report.page import Table
+
+Decode = Callable[[Sequence[int]], str]
+SHADES = (0.9, 0.5, 0.1, 0.01)
+"""A token has shade i where its probability is at least the i-th of these and below those before; else the last."""
+_MOST_TOKENS = 1500
+_BROKEN = "\ufffd"
+_LONGEST_CHARACTER = 8
+
+
+@dataclass(slots=True)
+class TurnSums:
+    """Sums over the conversations that have a turn. conversations: how many. seconds: of the environment."""
+
+    conversations: int = 0
+    observed: int = 0
+    generated: int = 0
+    tool_calls: int = 0
+    tool_errors: int = 0
+    reward: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, turn: Mapping[str, Any], report: Mapping[str, Any]) -> None:
+        """Count one conversation. report: may be empty."""
+        self.conversations += 1
+        for values in (turn, report):
+            for name, value in values.items():
+                setattr(self, name, getattr(self, name) + value)
+
+
+def add_turns(sums: list[TurnSums], row: Mapping[str, Any]) -> None:
+    """Add a recorded rollout, turn by turn; one without turns adds nothing."""
+    turns, reports = row.get("turns") or (), iter(row.get("reports") or ())
+    sums += [TurnSums() for _ in range(len(turns) - len(sums))]
+    for place, turn in zip(sums, turns, strict=False):
+        place.add(turn, next(reports, {}) if turn["generated"] else {})
+
+
+def turns_table(sums: Sequence[TurnSums]) -> Table | None:
+    """Return means by turn; None without conversations."""
+    rows = []
+    for number, one in enumerate(sums, 1):
+        count = max(one.conversations, 1)
+        tokens = (one.observed / count, one.generated / count)
+        calls = (one.tool_calls / count, one.tool_errors / count)
+        counts = [f"{one.conversations:,}", *(f"{n:,.1f}" for n in tokens), *(f"{n:.2f}" for n in calls)]
+        rows.append([str(number), *counts, f"{one.reward / count:.3f}", f"{1000 * one.seconds / count:,.1f}"])
+    header = ["turn", "rollouts that have it", "tokens observed", "generated", "tool calls", "in vain", "reward", "ms"]
+    return Table(header, rows, number_columns=7) if rows else None
+
+
+def decoder(model: object) -> tuple[Decode | None, str]:
+    """Return what decodes a model's tokens, and why there is none.
+
+    Args:
+        model: its directory, as the configuration has it.
+    """
+    from tokenizers import Tokenizer
+
+    path = Path(str(model)) / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the tokenizers library raises a plain Exception
+        return None, f"tokens of conversations one by one ({path}: {error})"
+    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)), ""
+
+
+def conversation_values(row: Mapping[str, Any], decode: Decode) -> list[dict[str, Any]]:
+    """Return what a page shows of one conversation.
+
+    Args:
+        row: with tokens, logprobs, turns and reports of group_columns.SCHEMA.
+
+    Returns:
+        In order what the environment showed and the model said: `said`, `facts`, `pieces` (text, shade or None, what
+        the mouse tells of it), `left_out` (tokens).
+    """
+    reports, end, left, parts = iter(row.get("reports") or ()), 0, _MOST_TOKENS, list[dict[str, Any]]()
+    for turn in row["turns"]:
+        for name in ("observed", "generated"):
+            begin, end = end, end + turn[name]
+            if begin == end:
+                continue
+            said = name == "generated"
+            logprobs = row["logprobs"][begin:end] if said else None
+            ids = row["tokens"][begin:end]
+            facts = [f"{end - begin} tokens", *(_facts(logprobs, next(reports, None)) if logprobs else ())]
+            shown = min(len(ids), left)
+            pieces = list(_pieces(ids[:shown], logprobs, decode))
+            left -= shown
+            parts.append({"said": said, "facts": facts, "pieces": pieces, "left_out": len(ids) - shown})
+    return parts
+
+
+def _facts(logprobs: Sequence[float], report: Mapping[str, Any] | None) -> Iterator[str]:
+    yield f"mean log-prob {math.fsum(logprobs) / len(logprobs):.3f}"
+    if report is None:
+        return
+    if report["tool_calls"] or report["tool_errors"]:
+        yield f"{report['tool_calls']} tool calls, {report['tool_errors']} in vain"
+    if report["reward"]:
+        yield f"reward {report['reward']:g}"
+    yield f"{1000 * report['seconds']:.1f} ms in the environment"
+
+
+def _pieces(
+    ids: Sequence[int], logprobs: Sequence[float] | None, decode: Decode
+) -> Iterator[tuple[str, int | None, str]]:
+    """Yield the text of each token; of those that make up one character together that of all."""
+    if logprobs is None:
+        yield safe_text(decode(ids)), None, ""
+        return
+    begin, before = 0, ""
+    for end in range(1, len(ids) + 1):
+        text = decode(ids[max(begin - 1, 0) : end])
+        if text.endswith(_BROKEN) and end < len(ids) and end - begin < _LONGEST_CHARACTER:
+            continue
+        lowest = min(logprobs[begin:end])
+        yield safe_text(text.removeprefix(before)), _shade(lowest), f"p = {math.exp(lowest):.3g}"
+        begin, before = end, decode(ids[end - 1 : end])
+
+
+def _shade(logprob: float) -> int:
+    return next((i for i, least in enumerate(SHADES) if math.exp(logprob) >= least), len(SHADES))
+
+
+def sums_of(rows: Iterable[Mapping[str, Any]]) -> list[TurnSums]:
+    """Return the sums of recorded rollouts."""
+    sums: list[TurnSums] = []
+    for row in rows:
+        add_turns(sums, row)
+    return sums

@@ -1,0 +1,183 @@
+"""On-policy distillation: a teacher's log-probs of the policy's tokens, and what becomes of answers that do not fit."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from aiohttp import web
+from stub_server import StubServer
+
+from megatron_daro.algo.weighting import make_algorithm
+from megatron_daro.config.algorithm import DistillSection
+from megatron_daro.data.batch import build_batch
+from megatron_daro.engine.sglang import teacher
+from megatron_daro.engine.sglang.teacher import Taught, Teacher
+from megatron_daro.errors import DataError, EngineError
+from megatron_daro.types import Group, GroupRequest, Prompt, Rollout, SamplingParams, Verdict
+
+
+def rollout(index=0, tokens=(3, 4, 5, 6), mask=(1, 0, 1), **changes):
+    """One token of prompt, three of response, the second of which the environment showed."""
+    mask_R = np.array(mask, np.uint8)
+    columns = np.array(tokens, np.int32), 1, mask_R, -0.25 * mask_R.astype(np.float32), "stop", 1
+    return replace(Rollout("p", 0, 0, index, *columns, "x"), **changes)
+
+
+def said(body, change=lambda pairs: pairs):
+    """What SGLang 0.5.23 answers: from logprob_start_len on (log-prob, id, text), None for the first."""
+    ids = body["input_ids"][body["logprob_start_len"] :]
+    pairs = [[None, ids[0], None], *([-0.5 * i, token, None] for i, token in enumerate(ids[1:], 1))]
+    return {"output_ids": [1], "meta_info": {"input_token_logprobs": change(pairs)}}
+
+
+def asked(answers, *rollouts, **options):
+    """What the teacher says of the rollouts, where the stub answers so, and how often it was asked."""
+
+    async def run():
+        async with StubServer() as stub:
+            stub.answers["/generate"] = answers
+            made = Teacher(DistillSection(urls=(stub.url,), **options))
+            try:
+                found = await asyncio.gather(*map(made.logprobs, rollouts))
+            finally:
+                await made.close()
+            return found, stub.said["/generate"]
+
+    return asyncio.run(asyncio.wait_for(run(), 60))
+
+
+async def answers(request, body):
+    return web.json_response(said(body))
+
+
+def test_it_says_log_probs_of_the_response_and_none_of_what_is_not_trained():
+    (found,), bodies = asked(answers, rollout())
+    assert found.dtype == np.float32 and found.tolist() == [-0.5, 0.0, -1.5]
+    assert bodies[0]["input_ids"] == [3, 4, 5, 6] and bodies[0]["logprob_start_len"] == 0
+
+
+def test_a_failed_request_is_repeated(monkeypatch):
+    monkeypatch.setattr(teacher, "_PAUSE_S", 0.0)
+    fails = iter([500, 500])
+
+    async def at_the_third_try(request, body):
+        status = next(fails, 200)
+        return web.json_response(said(body) if status == 200 else {}, status=status)
+
+    (found,), bodies = asked(at_the_third_try, rollout())
+    assert len(bodies) == 3 and found.tolist() == [-0.5, 0.0, -1.5]
+
+    async def never(request, body):
+        return web.json_response({}, status=503)
+
+    with pytest.raises(EngineError, match=r"algorithm.distill.urls: no answer in 8 tries; the last: .*status 503"):
+        asked(never, rollout())
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (
+            lambda body: web.json_response(said(body, lambda pairs: pairs[:-1])),
+            "asked of 3 tokens, it answered of 2 others",
+        ),
+        (lambda body: web.json_response({"meta_info": {}}), "has no log-probs of given tokens"),
+        (
+            lambda body: web.json_response(said(body, lambda pairs: [*pairs[:2], [None, 5, None], pairs[3]])),
+            "no log-probs",
+        ),
+        (
+            lambda body: web.json_response({"error": {"message": "token 151643 is out of vocabulary"}}, status=400),
+            "out of vocabulary; allowed: a teacher with the policy's tokenizer and room for",
+        ),
+    ],
+)
+def test_an_answer_that_does_not_fit_ends_the_run_by_name(answer, words):
+    async def once(request, body):
+        return answer(body)
+
+    with pytest.raises(EngineError, match=f"algorithm.distill.urls: .*{words}"):
+        asked(once, rollout())
+
+
+class Inner:
+    """A Rollouter of three groups, the second of which ends first; one rollout was aborted."""
+
+    continues_partial = True
+
+    def __init__(self):
+        self.closed = False
+
+    async def generate(self, requests):
+        yield (rollout(index=1),)
+        yield (rollout(index=2), rollout(index=3, finish_reason="abort"))
+
+    async def close(self):
+        self.closed = True
+
+
+class Slow:
+    """A teacher that takes longer for the first."""
+
+    async def logprobs(self, one):
+        await asyncio.sleep(0.05 if one.index == 1 else 0)
+        return np.full(3, -one.index, np.float32)
+
+    async def close(self): ...
+
+
+def test_finished_rollouts_are_read_while_others_are_generated():
+    async def run():
+        inner = Inner()
+        taught = Taught(inner, Slow())
+        request = GroupRequest(0, 0, Prompt("p", "1", "s", tokens=(3,)), (0,), SamplingParams())
+        found = [one async for some in taught.generate([request]) for one in some]
+        await taught.close()
+        assert inner.closed and taught.continues_partial
+        return found
+
+    second, aborted, first = asyncio.run(run())
+    assert (second.index, first.index) == (2, 1)
+    assert second.teacher_logprobs.tolist() == [-2.0] * 3 and aborted.teacher_logprobs is None
+
+
+def test_an_error_of_the_teacher_ends_the_generation():
+    class Fails(Slow):
+        async def logprobs(self, one):
+            raise EngineError("gone")
+
+    async def run():
+        return [some async for some in Taught(Inner(), Fails()).generate([])]
+
+    with pytest.raises(EngineError, match="gone"):
+        asyncio.run(run())
+
+
+def batch(*, teacher, right=(True, False), **changes):
+    rollouts = tuple(rollout(i, teacher_logprobs=np.array([-0.5, 0, -0.125], np.float32), **changes) for i in range(2))
+    verdicts = tuple(Verdict(correct, float(correct), "x") for correct in right)
+    group = Group(0, Prompt("p", "1", "s", tokens=(3,)), rollouts, verdicts)
+    algorithm = make_algorithm("grpo", rollouts_per_prompt=2, max_response_tokens=4)
+    return build_batch([group], algorithm, teacher=teacher)
+
+
+def test_advantages_are_the_teachers_less_the_policys_log_probs_by_hand():
+    alone = batch(teacher=(1.0, 0.0)).token_advantages_R
+    assert alone.dtype == np.float32 and alone.tolist() == [-0.25, 0.0, 0.125] * 2
+    both = batch(teacher=(2.0, 0.5))
+    half = 0.5 * both.advantages_N
+    expected = [*(-0.5 + half[0], 0.0, 0.25 + half[0]), *(-0.5 + half[1], 0.0, 0.25 + half[1])]
+    np.testing.assert_allclose(both.token_advantages_R, expected, rtol=1e-6)
+    assert batch(teacher=None).token_advantages_R is None
+
+
+def test_a_rollout_that_no_teacher_read_is_refused():
+    read = batch(teacher=(1.0, 0.0))
+    assert read is not None
+    group = Group(7, Prompt("p", "1", "s", tokens=(3,)), (rollout(0), rollout(1)), (Verdict(True, 1.0, "x"),) * 2)
+    algorithm = make_algorithm("grpo", rollouts_per_prompt=2, max_response_tokens=4)
+    with pytest.raises(DataError, match="group 0 rollout 0 has no log-probs of the teacher"):
+        build_batch([group], algorithm, teacher=(1.0, 0.0))
