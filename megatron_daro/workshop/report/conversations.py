@@ -112,7 +112,7 @@ def _facts(logprobs: Sequence[float], report: Mapping[str, Any] | None) -> Itera
     if report is None:
         return
     if report["tool_calls"] or report["tool_errors"]:
-        yield f"{report['tool_calls']} tool calls, {report['tool_errors']} in vain"
+        yield f"tool calls {report['tool_calls']}, {report['tool_errors']} in vain"
     if report["reward"]:
         yield f"reward {report['reward']:g}"
     yield f"{1000 * report['seconds']:.1f} ms in the environment"

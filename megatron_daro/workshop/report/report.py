@@ -33,7 +33,7 @@ _COLUMNS = (
     *("group_id", "used", "prompt_id", "prompt", "answer", "text", "logprobs", "length"),
     *("correct", "reward", "reason", "finish_reason", "weight_version"),
 )
-_OF_CONVERSATIONS = ("turns", "reports", "tokens")
+_OF_CONVERSATIONS = ("turns", "reports", "rewards", "tokens")
 _GROUPS_PER_FILE = 3
 _MOST_GROUPS = 256
 _MOST_BYTES = 64 << 20
@@ -169,6 +169,7 @@ def _rollout_values(rollout: Mapping[str, Any], decode: Decode | None = None) ->
     facts = [
         f"verdict {rollout['reason']}",
         f"reward {rollout['reward']}",
+        *(f"{one['name']} {one['value']:g}" for one in rollout.get("rewards") or ()),
         *_lengths(rollout),
         f"finish {rollout['finish_reason']}",
         f"weight version {rollout['weight_version']}",

@@ -459,9 +459,37 @@ def test_a_conversation_is_shown_turn_by_turn_with_a_shade_for_each_token_of_the
     assert first["facts"] == [
         "2 tokens",
         "mean log-prob -0.375",
-        "2 tool calls, 1 in vain",
+        "tool calls 2, 1 in vain",
         "reward 0.5",
         "250.0 ms in the environment",
     ]
     assert (shown["said"], shown["pieces"], shown["facts"]) == (False, [("nono", None, "")], ["2 tokens"])
     assert last["pieces"] == [("\u20ac", 4, "p = 0.00674")]  # the least likely of its tokens
+
+
+def test_the_page_of_a_run_with_conversations_has_their_turns_and_escapes_what_was_said(tmp_path, monkeypatch):
+    from megatron_daro.rollout.recorder import Recorder
+    from megatron_daro.types import Group, Prompt, Rollout, TurnReport, Verdict
+
+    def rollout(index):
+        tokens, mask = np.array([9, 1, 2, 3, 4], np.int32), np.array([1, 1, 0, 1], np.uint8)
+        columns = tokens, 1, mask, np.array([-0.01, -3.0, 0, -9.0], np.float32), "stop", 1, "text"
+        return Rollout(
+            "p", 0, 0, index, *columns, turns=((0, 2), (1, 1)), reports=(TurnReport(tool_calls=1), TurnReport())
+        )
+
+    verdicts = (Verdict(True, 1.0, "match", (("form", 0.5),)), Verdict(False, 0.0, "no_match"))
+    group = Group(0, Prompt("p", "1", "s", text="?", tokens=(9,)), (rollout(0), rollout(1)), verdicts)
+    Recorder(tmp_path).write_step(1, {"trained": [group]})
+    with MetricsLog(tmp_path, tensorboard=False) as log:
+        log.write(1, {"accuracy/mean": 0.5})
+    text, parsed = _report(tmp_path)
+    assert "tokens of conversations one by one" in parsed.visible and '<ol class="turns">' not in text
+    monkeypatch.setattr(
+        "megatron_daro.workshop.report.report.decoder", lambda model: (lambda ids: "<b>" * len(ids), "")
+    )
+    text, parsed = _report(tmp_path)
+    assert text.count('<ol class="turns">') == 2 and text.count('<li class="seen">') == 2
+    for shade, probability in (("p0", "0.99"), ("p3", "0.0498"), ("p4", "0.000123")):
+        assert f'<span class="{shade}" title="p = {probability}">&lt;b&gt;</span>' in text
+    assert "form 0.5" in parsed.visible and "rollouts that have it" in parsed.visible
