@@ -150,11 +150,11 @@ summarize() {
 
 # Sets `tier` (quick, default, all or chosen) and `pytest_arguments`.
 choose_tier() {
-    local two_processes=(-n 2 --no-loadscope-reorder) heavy_minutes=${MEGATRON_DARO_HEAVY_MINUTES:-}
+    local processes=(-n "${MEGATRON_DARO_TEST_PROCESSES:-3}" --no-loadscope-reorder) heavy_minutes=${MEGATRON_DARO_HEAVY_MINUTES:-}
     case "${1:-}" in
-        '') tier=default pytest_arguments=("${two_processes[@]}") ;;
-        --all) tier=all pytest_arguments=("${two_processes[@]}" --heavy ${heavy_minutes:+--heavy-minutes "$heavy_minutes"}) ;;
-        --quick) tier=quick pytest_arguments=("${two_processes[@]}" tests/unit tests/golden) ;;
+        '') tier=default pytest_arguments=("${processes[@]}") ;;
+        --all) tier=all pytest_arguments=("${processes[@]}" --heavy ${heavy_minutes:+--heavy-minutes "$heavy_minutes"}) ;;
+        --quick) tier=quick pytest_arguments=("${processes[@]}" tests/unit tests/golden) ;;
         *) tier=chosen pytest_arguments=("$@") ;;
     esac
     if [ "$tier" != chosen ] && [ $# -gt 1 ]; then

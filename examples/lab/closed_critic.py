@@ -43,10 +43,9 @@ class Critic:
     def __init__(self, problems: Problems, section: CriticSection, learning_rate: float) -> None:
         self._problems, self._clip = problems, section.value_clip
         self.pretrain_steps = section.pretrain_steps
-        zeros = {"dtype": torch.float64, "requires_grad": True}
-        self.table = torch.zeros(_BEFORE_ALL + 1, 2, **zeros)
-        self.own_P = torch.zeros(len(problems), **zeros)
-        self.kind = torch.zeros(TYPES, STRATEGIES + 1, **zeros)
+        self.table = torch.zeros(_BEFORE_ALL + 1, 2, dtype=torch.float64, requires_grad=True)
+        self.own_P = torch.zeros(len(problems), dtype=torch.float64, requires_grad=True)
+        self.kind = torch.zeros(TYPES, STRATEGIES + 1, dtype=torch.float64, requires_grad=True)
         parameters = [self.table, self.own_P, self.kind]
         self._optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
 

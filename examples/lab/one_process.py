@@ -63,6 +63,7 @@ class OnePolicy:
         mine, columns = batch.select(rows), dict[str, Any]()
         for name in self._passes:
             column_R = await asyncio.to_thread(self._policy.run_pass, name, mine, local)
+            assert column_R is not None  # one rank is every pipeline stage
             columns[f"{name}_R"] = joined_column(batch, [Shard(rows, cast(Any, None), local)], {0: column_R})
         return dataclasses.replace(batch, **columns)
 

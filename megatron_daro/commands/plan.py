@@ -66,18 +66,18 @@ def plan(
         workload, constants = _learned(from_run, config, shape, kind)
     else:
         workload = workload_of(config, shape, mean_response=mean_response, mean_prompt=mean_prompt)
-    found = search(workload, kind, gpus, constants=constants, best=best)
+    result = search(workload, kind, gpus, constants=constants, best=best)
     updates = config.trainer.updates_per_batch
-    _show(found, workload, kind, Bill(-(-config.trainer.steps // updates), price), as_json)
+    _show(result, workload, kind, Bill(-(-config.trainer.steps // updates), price), as_json)
     if scaling:
         _simulate(workload, kind, gpus, mtbf_hours, constants, config.trainer.save_every_steps // updates, scaling)
     if write:
-        chosen = options_of(found.choices[0])
+        chosen = options_of(result.choices[0])
         write_options(recipe, chosen)
         typer.echo(f"written into {recipe}: " + ", ".join(f"{k}={v}" for k, v in chosen.items()), err=True)
 
 
-def _show(found: Plan, workload: Workload, gpu: Gpu, bill: Bill, as_json: bool) -> None:
+def _show(result: Plan, workload: Workload, gpu: Gpu, bill: Bill, as_json: bool) -> None:
     """Print the plan as tables, or as JSON."""
     import json
 
@@ -86,9 +86,9 @@ def _show(found: Plan, workload: Workload, gpu: Gpu, bill: Bill, as_json: bool) 
     from megatron_daro.workshop.plan.tables import as_record, view
 
     if as_json:
-        typer.echo(json.dumps(as_record(found, workload, gpu, bill), indent=2))
+        typer.echo(json.dumps(as_record(result, workload, gpu, bill), indent=2))
     else:
-        Console(width=max(Console().width, 210), highlight=False).print(view(found, workload, gpu, bill))
+        Console(width=max(Console().width, 210), highlight=False).print(view(result, workload, gpu, bill))
 
 
 def _learned(run: Path, config: Config, shape: ModelShape, gpu: Gpu) -> tuple[Workload, Constants]:

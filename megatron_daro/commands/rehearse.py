@@ -50,8 +50,8 @@ def rehearse(
         from megatron_daro.workshop.rehearse.setting import Asked, setting_of
         from megatron_daro.workshop.rehearse.thin_ranks import Loss
 
-        asked = Asked(recipe, tuple(overrides or ()), nodes, gpus_per_node, steps, gpu, mean_response, pace)
-        how, setting = _how(lose_how), setting_of(asked)
+        request = Asked(recipe, tuple(overrides or ()), nodes, gpus_per_node, steps, gpu, mean_response, pace)
+        how, setting = _how(lose_how), setting_of(request)
         loss = None if lose_node is None else Loss(lose_node, setting.updates * min(1, steps - 1) + 1, how)
         for warning in setting.warnings:
             typer.echo(f"warning: {warning}", err=True)

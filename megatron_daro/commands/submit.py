@@ -49,11 +49,11 @@ def submit(
     from megatron_daro.workshop.slurm.script import script_of
 
     site = submission.with_detected_gpu_option(read_cluster_file(cluster))
-    asked = overrides or []
-    hardware = submission.hardware_of(site, submission.nodes_of(resolve(recipe, asked), site))
-    config, checks = resolve_and_check(recipe, asked, hardware)
+    options = overrides or []
+    hardware = submission.hardware_of(site, submission.nodes_of(resolve(recipe, options), site))
+    config, checks = resolve_and_check(recipe, options, hardware)
     signal_before_s, remarks = _signal_before_s(config, site, submission.nodes_of(config, site))
-    job = submission.job_of(config, recipe, asked, site, max(signal_before_s, submission.LEAST_SIGNAL_S))
+    job = submission.job_of(config, recipe, options, site, max(signal_before_s, submission.LEAST_SIGNAL_S))
     for warning in (*checks.warnings, *remarks):
         typer.echo(f"warning: {warning}", err=True)
     if dry_run:

@@ -112,8 +112,8 @@ def diagnose(recipe: Path | None, overrides: Sequence[str]) -> list[Finding]:
 
 
 def _python() -> Finding:
-    found = f"{platform.python_version()}, {sys.executable}"
-    return Finding("ok" if sys.version_info >= (3, 11) else "broken", "Python", found)
+    version = f"{platform.python_version()}, {sys.executable}"
+    return Finding("ok" if sys.version_info >= (3, 11) else "broken", "Python", version)
 
 
 def _versions() -> Iterator[Finding]:
@@ -154,10 +154,10 @@ def _package(package: _Package) -> Finding:
     if not done.returncode and printed:
         return Finding("ok", package.name, printed[-1])
     how = f"ended with code {done.returncode}" + ("" if done.returncode else " while it was imported")
-    said = done.stderr.strip().splitlines() if done.returncode else []
-    said = said or [how]
-    absent = not package.needed and re.search(r"ModuleNotFoundError", said[-1]) is not None
-    return Finding("absent" if absent else "broken", package.name, said[-1][:200], package.fix)
+    lines = done.stderr.strip().splitlines() if done.returncode else []
+    lines = lines or [how]
+    absent = not package.needed and re.search(r"ModuleNotFoundError", lines[-1]) is not None
+    return Finding("absent" if absent else "broken", package.name, lines[-1][:200], package.fix)
 
 
 def _gpus(config: Config | None) -> Finding:
@@ -166,9 +166,11 @@ def _gpus(config: Config | None) -> Finding:
         version = ".".join(map(str, hip))
         return Finding("ok", "GPUs", f"{hardware.count} of AMD (ROCm {version}); no run was ever made on one")
     if hardware.kind == "gpu":
-        found = replace(precision.installed(here=True), capability=hardware.capability)
-        recipes = [name for name in precision.NEEDS if not precision.why_not(name, found)]
-        fp8 = f"fp8 recipes {', '.join(recipes)}" if recipes else f"no fp8: {precision.why_not('tensorwise', found)}"
+        installed = replace(precision.installed(here=True), capability=hardware.capability)
+        recipes = [name for name in precision.NEEDS if not precision.why_not(name, installed)]
+        fp8 = (
+            f"fp8 recipes {', '.join(recipes)}" if recipes else f"no fp8: {precision.why_not('tensorwise', installed)}"
+        )
         return Finding("ok", "GPUs", f"{hardware.count}, {fp8}")
     if shutil.which("rocm-smi") and not torch_hip():
         return Finding("broken", "GPUs", "rocm-smi is here, and torch is not built for ROCm", "install torch for ROCm")

@@ -20,9 +20,9 @@ Position = tuple[int, int]
 """Sample and place in its response."""
 
 
-def constant_ratio(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float | None:
+def constant_ratio(gradients: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float | None:
     """Return the factor between two gradients; None where they differ by more than a factor."""
-    got = torch.cat([found[name].flatten() for name in wanted])
+    got = torch.cat([gradients[name].flatten() for name in wanted])
     want = torch.cat([tensor.flatten() for tensor in wanted.values()])
     if not bool(torch.isfinite(got).all()) or not float(want.norm()):
         return None
@@ -105,7 +105,7 @@ def _has(share: Share, largest: float) -> bool:
 
 
 def likely_cause(
-    case: Case, found: Outcome, wanted: Outcome, *, plain: Sequence[Trace] = (), part: float | None = None
+    case: Case, outcome: Outcome, wanted: Outcome, *, plain: Sequence[Trace] = (), part: float | None = None
 ) -> str:
     """Return what most likely makes this case differ.
 
@@ -116,17 +116,17 @@ def likely_cause(
         plain: traces of all samples on one process.
         part: the constant factor of a smaller case, where this one has none.
     """
-    finite = all(bool(g.isfinite().all()) for g in found.gradients.values())
+    finite = all(bool(g.isfinite().all()) for g in outcome.gradients.values())
     if case.poison or not finite:
         return _MASK + ": 0 * NaN is NaN; choose with torch.where before anything is multiplied"
-    own, reference = shares(case, found), shares(case.reference(), wanted)
+    own, reference = shares(case, outcome), shares(case.reference(), wanted)
     largest = max((abs(s.coefficient) for s in reference.values()), default=0.0)
     if any(not s.trained and _has(s, largest) for s in own.values()):
         return f"{_MASK}: padded positions are trained" if case.padding else _MASK
     if case.padding and case.context == 1 and case.world_size == 1:
         return "padded positions are counted in a denominator: count the mask, not the positions"
     return _by_position(own, reference, largest) or _by_layout(
-        case, constant_ratio(found.gradients, wanted.gradients), plain, part
+        case, constant_ratio(outcome.gradients, wanted.gradients), plain, part
     )
 
 

@@ -39,15 +39,15 @@ def find_function(name: str) -> LossFunction:
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        function = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise AlgorithmError(
             f"loss function: got {name!r}, which cannot be imported ({error}), allowed is module:function that Python "
             "can import from here; start in its folder, or put that into PYTHONPATH"
         ) from error
-    if not callable(found):
+    if not callable(function):
         raise AlgorithmError(f"loss function: got {name!r}, which is no function, allowed is module:function")
-    return found
+    return function
 
 
 class CasePool:
@@ -112,7 +112,7 @@ class CasePool:
         """Return what all ranks answered, or how the case failed: by the end of a process, of which its neighbours
         only know that the connection broke; else by the first error that a rank tells."""
         answers: dict[int, _Answer] = {}
-        waiting, deadline, lost, told = dict(enumerate(members)), time.monotonic() + ANSWER_S, "", ""
+        waiting, deadline, lost, error = dict(enumerate(members)), time.monotonic() + ANSWER_S, "", ""
         while waiting and (ready := wait(list(waiting.values()), deadline - time.monotonic())):
             for rank, pipe in [(rank, pipe) for rank, pipe in waiting.items() if pipe in ready]:
                 del waiting[rank]
@@ -122,12 +122,12 @@ class CasePool:
                     lost = lost or f"rank {rank}: {self._ended(pipe)}"
                     good = False
                 else:
-                    told = told or ("" if good else str(value))
+                    error = error or ("" if good else str(value))
                     answers[rank] = value
                 if not good:
                     deadline = min(deadline, time.monotonic() + _SETTLE_S)
-        if told and not lost:
-            return [], Outcome(error=told)
+        if error and not lost:
+            return [], Outcome(error=error)
         if waiting:
             ranks = ", ".join(map(str, waiting))
             lost = lost or f"ranks {ranks} did not answer within {ANSWER_S} s: they wait for other ranks"

@@ -169,10 +169,10 @@ def run_case(case: Case, function: LossFunction, traces: list[Trace] | None = No
         micro_batch_size=1,
         forward_only=False,
     )
-    found = {name: p.main_grad.clone() for name, p in model.module.named_parameters()}
-    if case.expert > 1 and "experts" in found:
-        found[f"experts {parallel_state.get_expert_model_parallel_rank()}"] = found.pop("experts")
-    return found
+    gradients = {name: p.main_grad.clone() for name, p in model.module.named_parameters()}
+    if case.expert > 1 and "experts" in gradients:
+        gradients[f"experts {parallel_state.get_expert_model_parallel_rank()}"] = gradients.pop("experts")
+    return gradients
 
 
 def _step_info(case: Case, samples: StepSamples) -> StepInfo:
@@ -376,7 +376,7 @@ def under_torchrun(case: Case, function: LossFunction) -> None:
     """
     rank = int(os.environ["RANK"])
     join(case, rank, "env://")
-    found = whole_gradients(case, run_case(case, function))
+    outcome = whole_gradients(case, run_case(case, function))
     shutdown()
     if rank:
         return
@@ -386,7 +386,7 @@ def under_torchrun(case: Case, function: LossFunction) -> None:
     shutdown()
     for name, gradient in wanted.items():
         size = float(gradient.abs().max())
-        print(f"{name}: largest difference {float((found[name] - gradient).abs().max()):.3e}, gradient {size:.3e}")
+        print(f"{name}: largest difference {float((outcome[name] - gradient).abs().max()):.3e}, gradient {size:.3e}")
 
 
 def whole_gradients(case: Case, own: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -306,13 +306,13 @@ class _Oracle:
         return difference(self.run(case), self.reference(case))
 
 
-def difference(found: Outcome, wanted: Outcome) -> float:
+def difference(outcome: Outcome, wanted: Outcome) -> float:
     """Return the largest difference of any gradient, relative to the largest reference gradient; inf after an error."""
-    if found.error or wanted.error:
-        return 0.0 if found.error and wanted.error else math.inf
+    if outcome.error or wanted.error:
+        return 0.0 if outcome.error and wanted.error else math.inf
     worst = 0.0
     for name, want in wanted.gradients.items():
-        gap = float((found.gradients[name] - want).abs().max())
+        gap = float((outcome.gradients[name] - want).abs().max())
         size = float(want.abs().max())
         worst = max(worst, math.inf if math.isnan(gap) else gap / size if size else gap)
     return worst
@@ -322,10 +322,10 @@ def _explain(report: Report, oracle: _Oracle, failed: Sequence[Case]) -> None:
     """Make the first case that fails again as small as it gets, and name its cause."""
     again = next((case for case in failed if oracle.difference(case) > TOLERANCE), failed[0])
     case = _shrunk(oracle, again)
-    found, wanted = oracle.run(case), oracle.reference(case)
-    report.case, report.difference, report.error = case, difference(found, wanted), found.error
-    if found.error:
-        report.cause = _LOST if _hung(found) else "the function fails in this layout: see the error"
+    outcome, wanted = oracle.run(case), oracle.reference(case)
+    report.case, report.difference, report.error = case, difference(outcome, wanted), outcome.error
+    if outcome.error:
+        report.cause = _LOST if _hung(outcome) else "the function fails in this layout: see the error"
         return
     if report.difference <= TOLERANCE:
         report.error = oracle.last_error
@@ -343,13 +343,13 @@ def _types_of(outcome: Outcome) -> str:
 
 def _precision_cause(oracle: _Oracle, case: Case) -> str:
     """Return that rounding alone makes the difference: computed in float64 there is none."""
-    found = oracle.run(case)
-    types = _types_of(found)
+    outcome = oracle.run(case)
+    types = _types_of(outcome)
     if not types:
         return ""
     precise = replace(case, precise=True)
-    size, left = difference(found, oracle.reference(case)), oracle.difference(precise)
-    if found.error or not left <= TOLERANCE:
+    size, left = difference(outcome, oracle.reference(case)), oracle.difference(precise)
+    if outcome.error or not left <= TOLERANCE:
         return ""
     return PRECISION.format(types=types, size=size)
 
@@ -357,12 +357,12 @@ def _precision_cause(oracle: _Oracle, case: Case) -> str:
 def _layout_cause(oracle: _Oracle, again: Case, smallest: Case) -> str:
     """Name the cause from the case that was found, which says more, if it has no other axes than the smallest."""
     case = again if _axes_of(again) == _axes_of(smallest) else smallest
-    found, wanted = oracle.run(case), oracle.reference(case)
-    if found.error or difference(found, wanted) <= TOLERANCE:
-        case, found, wanted = smallest, oracle.run(smallest), oracle.reference(smallest)
+    outcome, wanted = oracle.run(case), oracle.reference(case)
+    if outcome.error or difference(outcome, wanted) <= TOLERANCE:
+        case, outcome, wanted = smallest, oracle.run(smallest), oracle.reference(smallest)
     plain = oracle.run(base(per_token=case.per_token))
     part = constant_ratio(oracle.run(smallest).gradients, oracle.reference(smallest).gradients)
-    return likely_cause(case, found, wanted, plain=plain.traces, part=part)
+    return likely_cause(case, outcome, wanted, plain=plain.traces, part=part)
 
 
 def _axes_of(case: Case) -> tuple[bool, ...]:
@@ -392,9 +392,9 @@ def _shrunk(oracle: _Oracle, case: Case) -> Case:
             runs += 1
             if runs > MOST_SHRINKING or lost >= _MOST_LOST:
                 return case
-            found = oracle.run(candidate)
-            lost += _hung(found)
-            if difference(found, oracle.reference(candidate)) > TOLERANCE:
+            outcome = oracle.run(candidate)
+            lost += _hung(outcome)
+            if difference(outcome, oracle.reference(candidate)) > TOLERANCE:
                 case, smaller = candidate, True
                 break
     return case

@@ -164,8 +164,8 @@ class Partial:
                 self.done[record.file] = record
 
     def _size_of(self, file: str) -> int:
-        found = [path for path in (self.folder / file, self.folder / "release" / file) if path.is_file()]
-        return found[0].stat().st_size if found else -1
+        paths = [path for path in (self.folder / file, self.folder / "release" / file) if path.is_file()]
+        return paths[0].stat().st_size if paths else -1
 
 
 def _identity(plan: Plan) -> str:
@@ -223,8 +223,8 @@ def _compare(name: str, source: RowReader, target: RowReader, most_bytes: int, s
     for start, end in windows(source.shape(name), source.dtype(name), most_bytes):
         if stop is not None and stop.is_set():
             raise StoppedError
-        expected, found = source.read(name, start, end).to(dtype), target.read(name, start, end)
-        if not torch.equal(expected.reshape(-1).view(torch.uint8), found.reshape(-1).view(torch.uint8)):
+        expected, actual = source.read(name, start, end).to(dtype), target.read(name, start, end)
+        if not torch.equal(expected.reshape(-1).view(torch.uint8), actual.reshape(-1).view(torch.uint8)):
             raise CheckpointError(
                 f"{name}: rows {start} to {end} are not what the source has; a disk or a memory fault, or the source "
                 "changed meanwhile. Convert again"
@@ -276,13 +276,13 @@ def convert(
     _check_space(plan, target)
     try:
         with Partial(target, plan) as partial:
-            found = sorted(partial.done)
+            earlier = sorted(partial.done)
             folder = weights_folder(partial.folder, plan)
             folder.mkdir(exist_ok=True)
             _run(plan, [job for job in plan.jobs if job.file not in partial.done], folder, processes, progress, partial)
             records = [partial.done[job.file] for job in plan.jobs]
             _finish(plan, records, partial.folder)
-            again = [job.file for job in plan.jobs if verify or job.file in found]
+            again = [job.file for job in plan.jobs if verify or job.file in earlier]
             if again:
                 _verify(plan, again, partial, processes, progress)
             card = make_card(plan, records, verified=again)
@@ -321,12 +321,12 @@ def _run(plan: Plan, jobs: Sequence[Job], folder: Path, processes: int, progress
 
     parts = {job.file: job.parts(PART_BYTES) for job in jobs}
     tasks = [(plan, part, folder) for job in jobs for part in parts[job.file]]
-    found: dict[str, list[FileRecord]] = {}
+    written: dict[str, list[FileRecord]] = {}
     with closing(_each(write_file, tasks, processes, lambda: progress("converting", done_bytes()))) as records:
         for record in records:
-            found.setdefault(record.file, []).append(record)
-            if len(found[record.file]) == len(parts[record.file]):
-                partial.note(joined(found[record.file], (folder / record.file).stat().st_size))
+            written.setdefault(record.file, []).append(record)
+            if len(written[record.file]) == len(parts[record.file]):
+                partial.note(joined(written[record.file], (folder / record.file).stat().st_size))
     progress("converting", plan.num_bytes)
 
 
@@ -378,8 +378,8 @@ def _finish(plan: Plan, records: Sequence[FileRecord], root: Path) -> None:
 
 def _written_dtype(records: Iterable[FileRecord]) -> str | None:
     """Return the dtype of all tensors; None where they have several."""
-    found = {tensor.dtype for record in records for tensor in record.hf}
-    return found.pop() if len(found) == 1 else None
+    dtypes = {tensor.dtype for record in records for tensor in record.hf}
+    return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def _each(

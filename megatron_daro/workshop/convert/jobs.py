@@ -418,12 +418,12 @@ class Card:
 
     def summary(self) -> list[tuple[str, int, str, str, str, str]]:
         """Return a line for each kind of parameter: (key, how many, shape, dtype, change, check)."""
-        found: dict[tuple[str, str, str, str, str], int] = {}
+        counts: dict[tuple[str, str, str, str, str], int] = {}
         for row in self.rows:
             shape = " x ".join(map(str, row.megatron.shape))
             line = (row.megatron.name.split("[")[0], shape, row.megatron.dtype, row.change, row.check)
-            found[line] = found.get(line, 0) + 1
-        return [(key, count, *rest) for (key, *rest), count in found.items()]  # type: ignore[misc]
+            counts[line] = counts.get(line, 0) + 1
+        return [(key, count, *rest) for (key, *rest), count in counts.items()]  # type: ignore[misc]
 
 
 def make_card(plan: Plan, records: Iterable[FileRecord], *, verified: Sequence[str]) -> Card:
@@ -441,7 +441,7 @@ def make_card(plan: Plan, records: Iterable[FileRecord], *, verified: Sequence[s
     rules = hf_to_megatron(read_model_shape(plan.config), fused_norms=True)
     rows = []
     for rule, box in zip(rules, global_boxes(rules), strict=True):
-        names = [box_name(found.key, found.index) for found in possible_boxes(box)]
+        names = [box_name(piece.key, piece.index) for piece in possible_boxes(box)]
         name = next(name for name in names if name in known)
         megatron, hf = known[name][0], tuple(known[hf_name][0] for hf_name in rule.hf_names)
         files = {known[n][1] for n in (name, *rule.hf_names)}
@@ -467,11 +467,11 @@ def read_hashes(folder: Path) -> dict[str, TensorRecord]:
         raise CheckpointError(f"{path} cannot be read: {error}; remove it to convert without its hashes") from None
 
 
-def _compare_with_source(plan: Plan, found: dict[str, TensorRecord]) -> None:
+def _compare_with_source(plan: Plan, written: dict[str, TensorRecord]) -> None:
     folders = (plan.source, plan.source.parent) if plan.source_format == "megatron" else (plan.source,)
     known = next((hashes for hashes in map(read_hashes, folders) if hashes), {})
     for name, record in known.items():
-        own = found.get(name)
+        own = written.get(name)
         if own is not None and (own.dtype, own.shape) == (record.dtype, record.shape) and own.sha256 != record.sha256:
             raise CheckpointError(
                 f"{name} in {plan.source} is not what {CARD_FILE} says was written there: a byte was changed or "

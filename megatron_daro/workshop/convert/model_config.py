@@ -87,9 +87,16 @@ def find_config_folder(megatron: Path) -> Path:
     """
     folder = checkpoint_directory(megatron)
     above = folder.parent
-    for found in (megatron / HF_FOLDER, folder / HF_FOLDER, above / HF_FOLDER, above / _VERL_FOLDER, folder, megatron):
-        if (found / "config.json").is_file():
-            return found
+    for candidate in (
+        megatron / HF_FOLDER,
+        folder / HF_FOLDER,
+        above / HF_FOLDER,
+        above / _VERL_FOLDER,
+        folder,
+        megatron,
+    ):
+        if (candidate / "config.json").is_file():
+            return candidate
     run_config = folder.absolute().parent.parent / "config.yaml"  # RUN/checkpoints/step_N
     if run_config.is_file():
         from megatron_daro.config import resolve

@@ -178,8 +178,8 @@ def trainer_memory(
         on_gpu: Transformer Engine's layers and a GPU process; else the local layers on a CPU.
     """
     stages = {0, min(1, layout.pipeline - 1), layout.pipeline - 1}
-    found = [_stage_memory(workload, layout, stage, shards, micro_batches, on_gpu) for stage in stages]
-    return max(found, key=lambda memory: memory.total)
+    totals = [_stage_memory(workload, layout, stage, shards, micro_batches, on_gpu) for stage in stages]
+    return max(totals, key=lambda memory: memory.total)
 
 
 def _stage_memory(

@@ -72,17 +72,17 @@ def simulate(
         ConfigError: nothing fits at any size.
     """
     rng, known = np.random.default_rng(seed), constants or Constants()
-    found = []
+    rows = []
     for gpus in sizes:
         try:
             choice = search(workload, gpu, gpus, constants=known, best=1).choices[0]
         except ConfigError as error:
             refused = error
             continue
-        found.append(_simulated(workload, gpus, choice, failures, steps, rng))
-    if not found:
+        rows.append(_simulated(workload, gpus, choice, failures, steps, rng))
+    if not rows:
         raise refused
-    return found
+    return rows
 
 
 def doublings(first: int, last: int) -> list[int]:

@@ -158,7 +158,7 @@ def search(workload: Workload, gpu: Gpu, gpus: int, *, constants: Constants | No
     fleets = _Fleets(workload, gpu, known, refusals)
     shared, error = workload.colocated, step_error(workload, known)
     options = list(model_layouts(workload, gpu, gpus if shared else gpus - 1))
-    found: list[Choice] = []
+    choices: list[Choice] = []
     looked_at = 0
     for training in [gpus] if shared else splits(gpus, gpu.gpus_per_node):
         servers = fleets.best(gpus if shared else gpus - training)
@@ -171,14 +171,16 @@ def search(workload: Workload, gpu: Gpu, gpus: int, *, constants: Constants | No
             for trainers in _in_parts(workload, layout, data, gpu, known, refusals):
                 offload = offload_s(trainers.memory, known) if shared else 0.0
                 choice = Choice(trainers, servers, seconds, known.fixed_s, workload.staleness, offload, shared, error)
-                found.append(choice)
-    if not found:
+                choices.append(choice)
+    if not choices:
         raise ConfigError(_nothing_fits(workload, gpu, gpus, refusals))
-    shortest = min(choice.expected for choice in found)
+    shortest = min(choice.expected for choice in choices)
     # Within a fiftieth of each other the constants do not tell them apart: fewer GPUs of a replica are simpler.
     # So are stages in one part.
-    found.sort(key=lambda choice: (int((choice.expected / shortest - 1) / 0.02), *_complexity(choice), choice.expected))
-    return Plan(tuple(_distinct(found, best)), refusals, looked_at)
+    choices.sort(
+        key=lambda choice: (int((choice.expected / shortest - 1) / 0.02), *_complexity(choice), choice.expected)
+    )
+    return Plan(tuple(_distinct(choices, best)), refusals, looked_at)
 
 
 def _shareable(layout: ModelLayout, servers: Servers, gpus: int) -> bool:
@@ -295,10 +297,10 @@ def describe(layout: ModelLayout) -> str:
     return f"{parts} recompute {layout.recompute}, {layout.micro_batch_tokens} tokens"
 
 
-def _distinct(found: list[Choice], best: int) -> Iterator[Choice]:
+def _distinct(choices: list[Choice], best: int) -> Iterator[Choice]:
     """Return the best choices of different sizes: the same layout on another split says little."""
     seen = set()
-    for choice in found:
+    for choice in choices:
         layout = choice.trainers.layout
         key = (layout.tensor, layout.pipeline, layout.context, layout.expert, choice.trainers.data)
         if key not in seen:

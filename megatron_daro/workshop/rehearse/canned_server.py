@@ -87,14 +87,14 @@ class Bodies:
         key = index, samples, version
         if key not in self._ready:
             self._ready = {one: body for one, body in self._ready.items() if one[2] == version}
-            made = self._made[index]
-            answers = [made[i % len(made)] for i in range(samples)]
+            canned = self._made[index]
+            answers = [canned[i % len(canned)] for i in range(samples)]
             self._ready[key] = b"[" + b",".join(answers).replace(_VERSION, json.dumps(version).encode()) + b"]"
         return self._waits[index], self._ready[key]
 
 
 def _samples(canned: CannedAnswers, lengths: list[int], seed: int) -> list[bytes]:
-    rng, found = random.Random(seed), []
+    rng, samples = random.Random(seed), []
     for sample, length in enumerate(lengths):
         ending = canned.endings[sample % len(canned.endings)]
         ids = [*rng.choices(range(*canned.ordinary), k=max(length - len(ending), 1)), *ending]
@@ -102,12 +102,12 @@ def _samples(canned: CannedAnswers, lengths: list[int], seed: int) -> list[bytes
         version = _VERSION.decode().strip('"')
         span = {"version": version, "start": 0, "end": len(ids)}
         meta = {"finish_reason": {"type": "stop", "matched": ids[-1]}, "output_token_logprobs": pairs}
-        found.append(
+        samples.append(
             orjson.dumps(
                 {"output_ids": ids, "meta_info": meta | {"weight_version": version, "weight_versions": [span]}}
             )
         )
-    return found
+    return samples
 
 
 class CannedServer:
@@ -128,31 +128,31 @@ class CannedServer:
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """Return what a server would say."""
-        said = await request.json() if request.can_read_body else {}
+        body = await request.json() if request.can_read_body else {}
         if request.path in self._fixed:
             return web.json_response(self._fixed[request.path]())
         if request.path == "/update_weight_version":
-            self._version = said["new_version"]
+            self._version = body["new_version"]
         if request.path == "/generate":
-            return await self._generate(said)
+            return await self._generate(body)
         return web.json_response({"success": True})
 
-    async def _generate(self, said: dict[str, Any]) -> web.StreamResponse:
-        sampling = said["sampling_params"]
+    async def _generate(self, body: dict[str, Any]) -> web.StreamResponse:
+        sampling = body["sampling_params"]
         sampling = sampling[0] if isinstance(sampling, list) else sampling
         if any(int(token) >= self._canned.vocabulary for token in sampling.get("logit_bias", {})):
             text = "logit_bias must has keys in the vocabulary"
             return web.json_response({"error": {"message": text}}, status=400)
         count = sampling.get("max_new_tokens", 1)
-        several = isinstance(said["input_ids"][0], list)
+        several = isinstance(body["input_ids"][0], list)
         if count > _SHORT and several:
             async with self._room:
-                wait, body = self._bodies.next(len(said["input_ids"]), self._version)
+                wait, answers = self._bodies.next(len(body["input_ids"]), self._version)
                 await asyncio.sleep(wait * self._random.uniform(*self._canned.spread))
-            return web.Response(body=body, content_type="application/json")
+            return web.Response(body=answers, content_type="application/json")
         pairs = [[-0.5, token, None] for token in range(3, 3 + count)]
         one = {"meta_info": {"finish_reason": {"type": "length"}, "output_token_logprobs": pairs}}
-        return web.json_response([one] * len(said["input_ids"]) if several else one)
+        return web.json_response([one] * len(body["input_ids"]) if several else one)
 
 
 async def serve(canned: CannedAnswers) -> None:

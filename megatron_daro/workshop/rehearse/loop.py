@@ -107,9 +107,9 @@ class Watch:
             if time.perf_counter() - self._ticked > LOOK_S:
                 self._places[_own_place(sys._current_frames().get(self._thread))] += 1
             lines = Path("/proc/self/status").read_text().splitlines()
-            found = {line.split(":")[0]: int(line.split()[1]) / 2**20 for line in lines if line.startswith("Rss")}
-            self.own_gib = max(self.own_gib, found["RssAnon"])
-            self.mapped_gib = max(self.mapped_gib, found["RssShmem"])
+            sizes = {line.split(":")[0]: int(line.split()[1]) / 2**20 for line in lines if line.startswith("Rss")}
+            self.own_gib = max(self.own_gib, sizes["RssAnon"])
+            self.mapped_gib = max(self.mapped_gib, sizes["RssShmem"])
 
     def __enter__(self) -> Watch:
         self.begin()
@@ -487,7 +487,7 @@ class _Rehearsal:
 
         script, nodes = self._script(places), self._setting.nodes
         policy.rehearse(places, nodes, script, self._loss, on_begin=begins, on_loss=self._fleet.lose)
-        made = parts.generation(config, inputs, algorithm, placement, progress, phases)
+        generation = parts.generation(config, inputs, algorithm, placement, progress, phases)
         start = begin(parts.run_directory(config), config, resume=False, progress=progress)
         observers = launch.Observers(meter, progress, phases)
         meter.calls = lambda: policy.asked.count  # type: ignore[method-assign]
@@ -495,7 +495,11 @@ class _Rehearsal:
         with self._watch:
             try:
                 return await launch.drive(
-                    config, algorithm, launch.Driven(placement, policy, made.sampler, made), observers, start
+                    config,
+                    algorithm,
+                    launch.Driven(placement, policy, generation.sampler, generation),
+                    observers,
+                    start,
                 )
             finally:
                 self._ended = time.perf_counter()

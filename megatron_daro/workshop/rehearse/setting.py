@@ -289,11 +289,11 @@ def node_map(demand: Demand, actor: ActorSection, nodes: int, gpus_per_node: int
 
 def _first_fit(sizes: Sequence[int], nodes: int, each: int) -> list[int]:
     """Return the node of each piece: the first with room. Pieces whose sizes divide one another always find one."""
-    free, found = [each] * nodes, []
+    free, places = [each] * nodes, []
     for size in sizes:
         place = next((node for node, left in enumerate(free) if left >= size), None)
         if place is None:
             raise ConfigError(f"{nodes} nodes of {each} GPUs have no room for a piece of {size}; fix: raise --nodes")
         free[place] -= size
-        found.append(place)
-    return found
+        places.append(place)
+    return places

@@ -182,8 +182,8 @@ def _is_dead(reference: ray.ObjectRef) -> bool:
 class RankHandle:
     """What a Ray handle is to a rank: `handle.method.remote(...)`."""
 
-    def __init__(self, host: ActorHandle, rank: int, asked: _Asked) -> None:
-        self._host, self._rank, self._asked = host, rank, asked
+    def __init__(self, host: ActorHandle, rank: int, calls: _Asked) -> None:
+        self._host, self._rank, self._asked = host, rank, calls
 
     def __getattr__(self, name: str) -> _Method:
         if name.startswith("_"):
@@ -196,8 +196,8 @@ class _Remote(Protocol):
 
 
 class _Method:
-    def __init__(self, method: _Remote, name: str, rank: int, asked: _Asked) -> None:
-        self._method, self._name, self._rank, self._asked = method, name, rank, asked
+    def __init__(self, method: _Remote, name: str, rank: int, calls: _Asked) -> None:
+        self._method, self._name, self._rank, self._asked = method, name, rank, calls
 
     def remote(self, *arguments: object, **named: object) -> ray.ObjectRef:
         """Make the call; its reference."""

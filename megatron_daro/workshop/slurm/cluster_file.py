@@ -206,18 +206,18 @@ def read_cluster_file(path: Path) -> ClusterFile:
     try:
         return ClusterFile.model_validate_json(json.dumps(document.value or {}))
     except ValidationError as error:
-        raise config_error(str(path), [_problem(dict(found), path) for found in error.errors()]) from None
+        raise config_error(str(path), [_problem(dict(entry), path) for entry in error.errors()]) from None
 
 
-def _problem(found: dict[str, object], path: Path) -> Problem:
-    loc = found["loc"]
+def _problem(entry: dict[str, object], path: Path) -> Problem:
+    loc = entry["loc"]
     assert isinstance(loc, tuple)
     name = ".".join(map(str, loc)) or path.name
     if not loc:  # of two fields together: it names them
-        return Problem("signal_before_s, time", "a pair that cannot be", str(found["msg"]), "correct one of them")
+        return Problem("signal_before_s, time", "a pair that cannot be", str(entry["msg"]), "correct one of them")
     known = [*ClusterFile.model_fields, *(f"container.{field}" for field in Container.model_fields)]
-    if found["type"] == "extra_forbidden":
+    if entry["type"] == "extra_forbidden":
         fix = did_you_mean(nearest_paths(name, known), "remove it; docs/configuration.md has every field")
-        return Problem(name, f"an unknown key with value {show(found['input'])}", ", ".join(known), fix)
-    got = "nothing" if found["type"] == "missing" else show(found["input"])
-    return Problem(name, got, str(found["msg"]), "correct it; docs/configuration.md has every field")
+        return Problem(name, f"an unknown key with value {show(entry['input'])}", ", ".join(known), fix)
+    got = "nothing" if entry["type"] == "missing" else show(entry["input"])
+    return Problem(name, got, str(entry["msg"]), "correct it; docs/configuration.md has every field")

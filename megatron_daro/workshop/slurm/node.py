@@ -218,7 +218,7 @@ async def _bad_nodes(greeter: Greeter, place: Place, directory: Path, limit_s: f
     bad = {member.name: member.problems for member in greeter.members.values() if member.problems}
     if not bad:
         return None
-    words = "; ".join(f"{name}: {', '.join(found)}" for name, found in sorted(bad.items()))
+    words = "; ".join(f"{name}: {', '.join(problems)}" for name, problems in sorted(bad.items()))
     return Ending("bad_nodes", words, ",".join(sorted(bad)))
 
 
@@ -253,11 +253,11 @@ async def _looked_at(greeter: Greeter, place: Place, options: argparse.Namespace
     """Return what is wrong with the nodes after a failed training: silent ones, or GPUs."""
     own = asyncio.to_thread(gpu_problems, options.gpus, used=True)
     others, here = await asyncio.gather(greeter.check(CHECK_S), own)
-    silent = sorted(name for name, found in others.items() if found is None)
+    silent = sorted(name for name, problems in others.items() if problems is None)
     if silent:
         return Ending("node_lost", f"{', '.join(silent)} gave no answer within {CHECK_S:g} s", ",".join(silent))
-    bad = {name: found for name, found in {place.node: here, **others}.items() if found}
-    words = "; ".join(f"{name}: {', '.join(found)}" for name, found in sorted(bad.items()))
+    bad = {name: problems for name, problems in {place.node: here, **others}.items() if problems}
+    words = "; ".join(f"{name}: {', '.join(problems)}" for name, problems in sorted(bad.items()))
     return Ending("bad_nodes", words, ",".join(sorted(bad))) if bad else None
 
 
@@ -347,8 +347,8 @@ async def _joined(line: Line, head: str, place: Place, options: argparse.Namespa
 async def _follow(line: Line, options: argparse.Namespace) -> None:
     """Check the GPUs whenever the first node wants to know; return when it says that it is over, or is gone."""
     while (order := await line.receive()) is not None and order.get("order") == "check":
-        found = await asyncio.to_thread(gpu_problems, options.gpus, used=True)
-        await line.send(Message(event="checked", problems=found))
+        problems = await asyncio.to_thread(gpu_problems, options.gpus, used=True)
+        await line.send(Message(event="checked", problems=problems))
 
 
 if __name__ == "__main__":

@@ -88,13 +88,13 @@ def gpu_problems(count: int, *, used: bool = False) -> list[str]:
         return [f"{tool} gave no answer in {_TIMEOUT_S} s: a GPU or its driver hangs"]
     except subprocess.CalledProcessError as error:
         return [f"{tool} failed: {(error.stdout + error.stderr).strip()[:200]}"]
-    found = [f"{count} GPUs were asked for, and {tool} shows {len(gpus)}"] if len(gpus) < count else []
+    problems = [f"{count} GPUs were asked for, and {tool} shows {len(gpus)}"] if len(gpus) < count else []
     for gpu in gpus:
         if not used and gpu.used > MOST_USED_SHARE * gpu.total:
-            found.append(f"GPU {gpu.index} has {gpu.used} of {gpu.total} MiB in use before the job began")
+            problems.append(f"GPU {gpu.index} has {gpu.used} of {gpu.total} MiB in use before the job began")
         if gpu.errors:
-            found.append(f"GPU {gpu.index} has {gpu.errors} memory errors that could not be corrected (ECC)")
-    return found
+            problems.append(f"GPU {gpu.index} has {gpu.errors} memory errors that could not be corrected (ECC)")
+    return problems
 
 
 def _nvidia_gpus() -> list[_Gpu]:
@@ -184,12 +184,12 @@ def own_address(node: str, addresses: Mapping[str, str], interface: str | None) 
         return addresses[node]
     if interface:
         cards = psutil.net_if_addrs()
-        found = [a.address for a in cards.get(interface, ()) if a.family == socket.AF_INET]
-        if not found:
+        of_card = [a.address for a in cards.get(interface, ()) if a.family == socket.AF_INET]
+        if not of_card:
             raise WorkerError(
                 f"{node}: network_interface {interface!r} has no IPv4 address here; cards: {', '.join(sorted(cards))}"
             )
-        return found[0]
+        return of_card[0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # sends nothing: asks which of its addresses the system would use
@@ -385,7 +385,7 @@ async def _send(writer: asyncio.StreamWriter, message: Message) -> None:
 async def _receive(reader: asyncio.StreamReader) -> Message | None:
     try:
         line = await reader.readline()
-        found = json.loads(line) if line.endswith(b"\n") else None
+        message = json.loads(line) if line.endswith(b"\n") else None
     except (ConnectionError, ValueError):
         return None
-    return found if isinstance(found, dict) else None  # type: ignore[return-value]
+    return message if isinstance(message, dict) else None  # type: ignore[return-value]

@@ -244,10 +244,10 @@ def _own_accounts() -> list[str]:
     """Return the accounts that Slurm's database has for this user; none where there is no answer."""
     try:
         whose = ["associations", f"user={getpass.getuser()}", "format=account"]
-        said = _slurm(["sacctmgr", "--noheader", "--parsable2", "show", *whose])
+        output = _slurm(["sacctmgr", "--noheader", "--parsable2", "show", *whose])
     except (ConfigError, OSError, KeyError):  # no name for the user id, no database, or not for users to ask
         return []
-    return sorted(set(said.split()))
+    return sorted(set(output.split()))
 
 
 def _slurm(command: list[str], text: str | None = None, *, with_stderr: bool = False) -> str:

@@ -147,10 +147,10 @@ async def start_ray(
     command = [*program, "start", *(role if head else [f"--address={joins}"]), "--block", "--disable-usage-stats"]
     command += [f"--node-ip-address={address}", f"--num-cpus={cpus}", f"--num-gpus={gpus}"]
     ray = await Process.start(command, environment)
-    said, ended = asyncio.create_task(ray.says(_RAY_STARTED)), asyncio.create_task(ray.wait())
-    done, _ = await asyncio.wait({said, ended}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-    said.cancel()
-    if said in done:
+    started, ended = asyncio.create_task(ray.says(_RAY_STARTED)), asyncio.create_task(ray.wait())
+    done, _ = await asyncio.wait({started, ended}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+    started.cancel()
+    if started in done:
         ended.cancel()
         return ray
     ended.cancel()
