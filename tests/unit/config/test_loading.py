@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_daro.config import Config, resolve, resolve_and_check, to_yaml, yaml_text
+from megatron_daro.config import Config, DaroSection, resolve, resolve_and_check, to_yaml, yaml_text
 from megatron_daro.config.loading import known_paths, walk
 from megatron_daro.config.problems import similarity
 from megatron_daro.errors import ConfigError
@@ -344,6 +344,21 @@ def test_a_check_is_silent_about_fields_that_are_wrong_already(run_files, cpu):
     path = run_files.write({"rollout": {"rollouts_per_prompt": 1}, "trainer": {"updates_per_batch": 7}})
     with pytest.raises(ConfigError, match="1 problem\n"):
         resolve_and_check(path, (), cpu)
+
+
+def test_options_that_went_to_the_lab_are_left_out_at_their_defaults_and_else_refused(tmp_path):
+    """A run directory of an earlier version names them all."""
+    lambda_grpo = "{learning_rate: 0.01, betas: [0.9, 0.999], spread: 0.1111111111111111}"
+    algorithm = f"{{daro: {{kernels: null, length_edges: []}}, lambda_grpo: {lambda_grpo}}}"
+    path = write(tmp_path, f"model: {{path: m}}\ndata: {{train: [a.jsonl]}}\nalgorithm: {algorithm}\n")
+    assert resolve(path).algorithm.daro == DaroSection()
+    lines = refused(path, "algorithm.daro.kernels=3", "algorithm.fade.rate=0.5", "algorithm.name=fade")
+    assert len(lines) == 3
+    assert any(
+        "algorithm.daro.kernels (command line): got 3" in line and "lab_algorithms:DaroCells" in line for line in lines
+    )
+    assert any("algorithm.fade" in line and "lab_algorithms:Fade" in line for line in lines)
+    assert any("algorithm.name" in line and "(it is lab_algorithms:Fade now" in line for line in lines)
 
 
 def test_former_names_are_refused_with_the_new_ones_and_delayed_with_its_reason(tmp_path):
