@@ -149,7 +149,7 @@ _RENAMED = {
 }
 """Options that earlier versions had: what says the same now, and how to write it."""
 _LAB = "examples/lab/lab_algorithms.py"
-_MOVED = {
+_MOVED: dict[str, tuple[object, str, str]] = {
     "algorithm.daro.kernels": (None, "DaroCells", "kernels"),
     "algorithm.daro.length_edges": ([], "DaroCells", "length_edges"),
     "algorithm.fade": (
@@ -431,10 +431,8 @@ def _unknown_key(path: str, value: object, place: str) -> Problem:
         name, fix = _RENAMED[path]
         return Problem(path, f"{show(value)} under its former name", name, fix.format(value), place=place)
     if path in _MOVED:
-        _, owner, names = _MOVED[path]
-        fix = (
-            f"set algorithm.name=lab_algorithms:{owner} and algorithm.options ({names}), with its folder in PYTHONPATH"
-        )
+        _, owner, keys = _MOVED[path]
+        fix = f"set algorithm.name=lab_algorithms:{owner} and algorithm.options ({keys}), with its folder in PYTHONPATH"
         return Problem(
             path, f"{show(value)}, which is no option any more", f"lab_algorithms:{owner} of {_LAB}", fix, place=place
         )
