@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 
 import pytest
 from slurm_jobs import SlurmJob
@@ -13,12 +12,10 @@ pytestmark = [pytest.mark.heavy, pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.mark.parametrize("options", [(), ("--test-only",)], ids=["submit", "test-only"])
 def test_a_wrong_account_is_refused_with_the_right_ones(slurm_with_accounts, tiny, tmp_path, options):
-    began = time.monotonic()
     with pytest.raises(AssertionError, match="configuration error") as refused:
         SlurmJob(slurm_with_accounts, tiny.config, tmp_path / "run", {"account": "reserch"}, *options)
     said = re.sub(r"\s+", " ", str(refused.value))
     assert "account: got 'reserch', which Slurm refuses you in partition 'main'; allowed: of yours, research" in said
-    assert time.monotonic() - began < 60
     assert not slurm_with_accounts.run("squeue", "-h")
 
 

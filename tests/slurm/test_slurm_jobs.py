@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import time
 from contextlib import suppress
 
 import cli_runs
@@ -202,11 +201,10 @@ def wrapper(directory):
     [("pyxis", "unrecognized option '--container-image=docker:"), ("apptainer", "apptainer")],
     ids=["pyxis", "apptainer"],
 )
-def test_a_runtime_that_is_not_there_ends_the_job_with_its_cause_in_a_minute(slurm, tiny, tmp_path, runtime, said):
-    began = time.monotonic()
+def test_a_runtime_that_is_not_there_ends_the_job_with_its_cause(slurm, tiny, tmp_path, runtime, said):
     job = submitted(slurm, tiny, tmp_path, container={"image": "docker://none", "runtime": runtime})
     last = job.ended()
-    assert "the nodes did not start (srun: " in last and said in last and time.monotonic() - began < 60
+    assert "the nodes did not start (srun: " in last and said in last
     assert job.state == "FAILED"
 
 
@@ -218,11 +216,9 @@ def test_the_nodes_run_inside_the_container(slurm, tiny, tmp_path):
     assert "inside docker://some" in job.everything()
 
 
-def test_a_full_disk_ends_the_job_with_its_cause_in_a_minute(slurm, tiny, tmp_path):
+def test_a_full_disk_ends_the_job_with_its_cause(slurm, tiny, tmp_path):
     job = submitted(slurm, tiny, tmp_path, free_disk_gib=10**7)
-    began = time.monotonic()
-    last = job.ended()
-    assert "GiB free; free_disk_gib asks for" in last and time.monotonic() - began < 60
+    assert "GiB free; free_disk_gib asks for" in job.ended()
 
 
 def test_a_job_without_progress_ends_and_says_what_it_did_last(stalled):
