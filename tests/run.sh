@@ -11,7 +11,8 @@
 # Uses the virtual environment that is active, else .venv, which it makes. Packages are installed only when the
 # requirements, the interpreter or the place of this checkout changed since the last time. Without arguments, and with
 # --all, it also makes the environment of the SGLang servers (tools/sglang_cpu_env.sh; 2.5 GB in $MEGATRON_DARO_SGLANG,
-# else in .venv-sglang), while the other stages run. pytest uses two processes, but where arguments go to it.
+# else in .venv-sglang), while the other stages run. pytest uses three processes
+# ($MEGATRON_DARO_TEST_PROCESSES; many tests wait), but where arguments go to it.
 # The last line is "N passed, N failed, N skipped". Exit status: 0 when all passed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
