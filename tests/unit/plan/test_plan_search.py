@@ -111,6 +111,19 @@ def test_recomputation_trades_time_for_memory():
     assert times[1].compute == pytest.approx(4 / 3 * times[0].compute, rel=0.01)
 
 
+def test_a_critic_takes_time_as_it_has_parameters():
+    """In training, and in the pass for its values."""
+    asked, layout, known = replace(workload(), extra_passes=1), ModelLayout(4, 2, 2, "none", 16384), Constants()
+    half = replace(asked.shape, layers=asked.shape.layers // 2)
+    alone, equal, small = (
+        train_times(replace(asked, critic=critic, extra_passes=1 + (critic is not None)), layout, 4, H100, known)
+        for critic in (None, asked.shape, half)
+    )
+    assert equal.train == pytest.approx(2 * alone.train) and equal.logprobs == pytest.approx(2 * alone.logprobs)
+    assert small.train == pytest.approx(1.5 * alone.train, rel=0.02)
+    assert small.logprobs == pytest.approx(1.5 * alone.logprobs, rel=0.02)
+
+
 def test_the_bubble_grows_with_stages_and_shrinks_with_micro_batches():
     asked, known = workload(), Constants()
     bubbles = [train_times(asked, ModelLayout(1, p, 1, "full", 9216), 2, H100, known).bubble for p in (1, 2, 4)]
