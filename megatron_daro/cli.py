@@ -28,6 +28,7 @@ from megatron_daro.commands.doctor import doctor
 from megatron_daro.commands.evaluate import evaluate
 from megatron_daro.commands.plan import plan
 from megatron_daro.commands.rehearse import rehearse
+from megatron_daro.commands.shorten import shorten
 from megatron_daro.commands.submit import submit
 from megatron_daro.errors import ConfigError, DaroError, NonFiniteError
 
@@ -83,6 +84,7 @@ app.command()(plan)
 app.command()(check_layout)
 app.command()(analyze)
 app.command()(curate)
+app.command()(shorten)
 app.command()(rehearse)
 app.command()(submit)
 app.command()(doctor)
