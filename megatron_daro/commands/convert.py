@@ -36,6 +36,13 @@ def convert(
         Path | None,
         typer.Option("--megatron", metavar="DIR", help="Megatron checkpoint to convert to Hugging Face, or --format."),
     ] = None,
+    average: Annotated[
+        list[Path] | None,
+        typer.Option("--average", metavar="DIR", help="Write the mean of these Hugging Face models; two or more."),
+    ] = None,
+    weights: Annotated[
+        str, typer.Option("--weights", metavar="A,B", help="Of each --average, adding up to 1. Unset: equal.")
+    ] = "",
     hf_config: Annotated[
         Path | None,
         typer.Option("--hf-config", metavar="DIR", help="config.json and tokenizer for --megatron. Unset: looked for."),
@@ -69,7 +76,14 @@ def convert(
         bool, typer.Option("--dry-run", help="Look at the source and say what would be written; write nothing.")
     ] = False,
 ) -> None:
-    """Convert a checkpoint: --hf to Megatron's format, or --megatron to Hugging Face's or another of Megatron's."""
+    """Convert a checkpoint: --hf to Megatron's format, --megatron to Hugging Face's or another of Megatron's, or the
+    mean of several (--average)."""
+    if average or weights:
+        others: dict[str, object] = {"--hf": hf, "--megatron": megatron, "--hf-config": hf_config}
+        others |= {"--format": format_, "--dtype": dtype}
+        others |= {"--per-layer-keys": per_layer_keys, "--verify": verify, "--dry-run": dry_run}
+        _average(average or [], weights, out, max_shard_size, [name for name, given in others.items() if given])
+        return
     number = 0 if dry_run else _start_workers_early(processes or min(os.cpu_count() or 1, _MOST_PROCESSES))
     plan = make_plan(
         hf,
@@ -87,6 +101,22 @@ def convert(
         typer.echo(_announcement(plan, out))
         return
     _carry_out(plan, out, processes=number, verify=verify)
+
+
+def _average(sources: list[Path], weights: str, out: Path, max_shard_size: str, others: list[str]) -> None:
+    """Write the mean of checkpoints. Raises ConfigError: options that do not go with it."""
+    if others:
+        raise ConfigError(
+            f"--average: got it with {', '.join(others)}; allowed: alone; fix: convert before or after it"
+        )
+    from megatron_daro.workshop.convert.average import average, read_weights
+
+    shares = read_weights(weights, len(sources))
+    size = sum(path.stat().st_size for path in sources[0].glob("*.safetensors")) if sources else 0
+    with _ProgressBar(size) as bar:
+        num_bytes = average(sources, shares, out, max_shard_bytes=parse_size(max_shard_size), progress=bar.show)
+    mean = " + ".join(f"{share:g} x {source}" for share, source in zip(shares, sources, strict=True))
+    typer.echo(f"written: {out}, {num_bytes / 1e9:.2f} GB: {mean}")
 
 
 def _carry_out(plan: Plan, out: Path, *, processes: int, verify: bool) -> None:
