@@ -55,6 +55,23 @@ DropGuesses = Annotated[
     str, typer.Option("--drop-guesses", metavar="A,B", help="choice, yes_no, true_false, small_integer.")
 ]
 LargestInteger = Annotated[int, typer.Option("--largest-integer", min=0, help="Of small_integer.")]
+Proofs = Annotated[bool, typer.Option("--proofs/--no-proofs", help="Keep problems that ask for a proof.")]
+MostGoldWords = Annotated[
+    int | None, typer.Option("--most-gold-words", min=0, help="Drop answers of more words than this.")
+]
+Languages = Annotated[
+    str, typer.Option("--languages", metavar="A,B", help="Keep problems in these, such as en,zh. Unset: all.")
+]
+MostPerTopic = Annotated[
+    float | None, typer.Option("--most-per-topic", min=0.01, max=1, help="Largest share of a topic. Unset: any.")
+]
+Paraphrases = Annotated[
+    bool, typer.Option("--paraphrases", help="Drop what a kept problem says in other words (needs scikit-learn).")
+]
+Alike = Annotated[float, typer.Option("--alike", min=0.05, max=1, help="Of --paraphrases: least cosine.")]
+GuessTries = Annotated[
+    int, typer.Option("--guess-tries", min=0, help="Drop what the model guesses within so many tries. 0: no test.")
+]
 HF = Annotated[Path | None, typer.Option("--hf", metavar="DIR", help="Model that is asked for pass rates.")]
 Urls = Annotated[
     list[str] | None, typer.Option("--urls", metavar="URL,...", help="SGLang servers that run, as http://host:port.")
@@ -87,6 +104,13 @@ def curate(
     workers: Workers = 2,
     drop_guesses: DropGuesses = "",
     largest_integer: LargestInteger = 10,
+    proofs: Proofs = False,
+    most_gold_words: MostGoldWords = None,
+    languages: Languages = "",
+    most_per_topic: MostPerTopic = None,
+    paraphrases: Paraphrases = False,
+    alike: Alike = 0.4,
+    guess_tries: GuessTries = 0,
     hf: HF = None,
     urls: Urls = None,
     samples: Samples = 8,
@@ -98,6 +122,7 @@ def curate(
 ) -> None:
     """Deduplicate, decontaminate, check and, with a model, sample problems; nothing is dropped without a record."""
     from megatron_daro.workshop.curate import output
+    from megatron_daro.workshop.curate.kinds import LANGUAGES
     from megatron_daro.workshop.curate.offline import GUESSES, Rules
     from megatron_daro.workshop.curate.rows import Fields, read_all
 
@@ -105,7 +130,7 @@ def curate(
     output.check_keep(keep_field or ())
     servers = [url for text in urls or () for url in text.split(",") if url]
     paths, overrides = _split(data)
-    asked = _sampling(hf, servers, samples, temperature, top_p, template, verifier, overrides, pass_rate)
+    asked = _sampling(hf, servers, samples, temperature, top_p, template, verifier, overrides, pass_rate, guess_tries)
     rules = Rules(
         conflicts=conflicts,
         near=near,
@@ -115,21 +140,28 @@ def curate(
         workers=workers,
         guesses=_listed("--drop-guesses", drop_guesses, GUESSES),
         largest_integer=largest_integer,
+        proofs=not proofs,
+        most_gold_words=most_gold_words,
+        languages=_listed("--languages", languages, LANGUAGES),
+        most_per_topic=most_per_topic,
+        paraphrases=paraphrases,
+        alike=alike,
     )
     formats = _listed("--write", write, output.FORMATS) or ("parquet",)
     fields = Fields(data_format, problem_field, answer_field, tuple(keep_field or ()))
-    model = _Model(hf, servers, asked, pass_rate) if asked else None
+    model = _Model(hf, servers, asked, pass_rate, guess_tries) if asked else None
     _curate(_Work(out, _evaluation_sets(against), rules, model, formats), *read_all(paths, fields))
 
 
 @dataclass(frozen=True)
 class _Model:
-    """Who is asked for pass rates, how, and which rates stay."""
+    """Who is asked for pass rates, how, and which rates stay; and how often it guesses first."""
 
     hf: Path | None
     urls: Sequence[str]
     sampling: Sampling
     pass_rate: str
+    guess_tries: int
 
 
 @dataclass(frozen=True)
@@ -152,6 +184,7 @@ def _curate(work: _Work, rows: Sequence[Row], shared: Mapping[str, Sequence[str]
     extra, measured = _sample(work.model, rows, decisions, work.out) if work.model else ({}, {})
     settings = {name: value for name, value in asdict(work.rules).items() if name != "workers"}
     settings["pass_rate"] = work.model.pass_rate if work.model else ""
+    settings["guess_tries"] = work.model.guess_tries if work.model else 0
     statistics = collect(rows, decisions, sets=work.sets, rules=settings, shared=shared, crowded=crowded) | measured
     examples = {f"{name}:{row.place.rsplit(':', 1)[-1]}": row for name, one in work.sets.items() for row in one}
     output.write(work.out, rows, decisions, statistics, formats=work.formats, extra=extra, examples=examples)
@@ -174,6 +207,7 @@ def _sampling(
     verifier: str,
     overrides: tuple[str, ...],
     pass_rate: str,
+    guess_tries: int,
 ) -> Sampling | None:
     """Return how pass rates are measured; None where they are not. Raises ConfigError for options that need more."""
     from megatron_daro.errors import ConfigError
@@ -181,7 +215,8 @@ def _sampling(
 
     read_range(pass_rate)
     if not hf and not urls:
-        asked = [*(["--pass-rate"] if pass_rate else []), *overrides]
+        given = {"--pass-rate": pass_rate, "--guess-tries": guess_tries}
+        asked = [*(name for name, value in given.items() if value), *overrides]
         if asked:
             raise ConfigError(
                 f"curate: got {', '.join(asked)} without a model; allowed: with --hf DIR or --urls URL, which measure "
@@ -217,6 +252,10 @@ def _sample(
     folder = partial_of(out) / "sampling"
     if not decisions.kept():
         return {}, {}
+    if model.guess_tries:
+        _guess(model, rows, decisions, partial_of(out) / "guesses")
+    if not decisions.kept():
+        return {}, {}
     count = pass_rates.write_problems(folder / "problems.jsonl", rows, decisions)
     typer.echo(
         f"asking for {model.sampling.samples} answers to each of {count} problems; kept in {folder} as they come"
@@ -227,6 +266,20 @@ def _sample(
         found, asked = measure_pass_rates(config, weights, _Terminal())
     fields = pass_rates.apply(rows, decisions, found, asked, pass_rates.read_range(model.pass_rate))
     return fields, {"pass_rates": pass_rates.summary_of(found, asked)}
+
+
+def _guess(model: _Model, rows: Sequence[Row], decisions: Decisions, folder: Path) -> None:
+    """Drop what the model guesses."""
+    from megatron_daro.runtime.interrupts import interruptible
+    from megatron_daro.workshop.curate import pass_rates
+
+    count = pass_rates.write_problems(folder / "problems.jsonl", rows, decisions)
+    typer.echo(f"asking for {model.guess_tries} guesses at each of {count} problems; kept in {folder} as they come")
+    with interruptible():
+        weights = pass_rates.model_of(model.hf, model.urls)
+        config = pass_rates.guessing(weights, folder / "problems.jsonl", folder, model.sampling, model.guess_tries)
+        found, _ = pass_rates.measure_pass_rates(config, weights, _Terminal())
+    pass_rates.drop_guessed(rows, decisions, found, model.guess_tries)
 
 
 class _Terminal:

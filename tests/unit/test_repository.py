@@ -43,6 +43,7 @@ LONGER: dict[str, tuple[int, str]] = {}
 NOT_REQUIRED = {
     "transformer_engine": "extra gpu",
     "wandb": "extra wandb",
+    "sklearn": "extra curate",
     "pydantic_core": "pinned by pydantic",
     "annotated_types": "part of pydantic's interface",
     "markupsafe": "part of jinja2's interface",
@@ -121,7 +122,7 @@ def setup_arguments(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_setup_and_requirements_agree(setup_arguments):
     assert setup_arguments["install_requires"] == list(declared().values())
-    assert set(setup_arguments["extras_require"]) == {"gpu", "dev", "wandb"}
+    assert set(setup_arguments["extras_require"]) == {"gpu", "dev", "wandb", "curate"}
     assert all(re.search(r"[=<>]", line) for line in declared().values()), "every requirement has a tested range"
     folders = {path.parent for path in PACKAGE.rglob("*.py")}
     packages = {ROOT / name.replace(".", "/") for name in setup_arguments["packages"]}

@@ -16,7 +16,9 @@ from typing import Literal
 
 from megatron_daro.reward.normal_form import canonical
 from megatron_daro.reward.pool import RewardPool
+from megatron_daro.workshop.curate.kinds import drop_languages, drop_proofs, drop_sentences, drop_surplus_topics
 from megatron_daro.workshop.curate.leaks import Conflicts, drop_equal, drop_leaks, drop_near
+from megatron_daro.workshop.curate.paraphrases import ALIKE, drop_paraphrases
 from megatron_daro.workshop.curate.rows import Decisions, Row
 
 Guess = Literal["choice", "yes_no", "true_false", "small_integer"]
@@ -95,7 +97,9 @@ ANSWER_FORMS = {"math": "\\boxed{{answer}}", "integer": "Answer: {answer}", "exa
 @dataclass(frozen=True, slots=True)
 class Rules:
     """What is dropped. verifier: a key of ANSWER_FORMS, or "none". ngram: tokens of the run that makes an overlap.
-    guesses: kinds of answers that a guess hits. largest_integer: of the kind small_integer."""
+    guesses: kinds of answers that a guess hits. largest_integer: of the kind small_integer. proofs: whether problems
+    that ask for one go. most_gold_words, languages, most_per_topic: as kinds.py has them; None and (): all stay.
+    paraphrases: whether problems go that a kept one says in other words; alike: the least cosine."""
 
     conflicts: Conflicts = "drop"
     near: bool = True
@@ -105,6 +109,12 @@ class Rules:
     workers: int = 2
     guesses: tuple[Guess, ...] = ()
     largest_integer: int = 10
+    proofs: bool = True
+    most_gold_words: int | None = None
+    languages: tuple[str, ...] = ()
+    most_per_topic: float | None = None
+    paraphrases: bool = False
+    alike: float = ALIKE
 
 
 def decide(
@@ -126,6 +136,7 @@ def decide(
         if row.unusable:
             decisions.drop(index, "unusable", row.unusable)
     say(f"{len(rows)} rows read, {len(decisions.dropped)} unusable")
+    _drop_kinds(rows, decisions, rules, say)
     if rules.verifier != "none":
         with RewardPool(rules.verifier, workers=0 if rules.verifier != "math" else rules.workers) as pool:
             drop_unverifiable(rows, decisions, pool, ANSWER_FORMS[rules.verifier])
@@ -138,10 +149,29 @@ def decide(
     crowded = drop_near(rows, decisions) if rules.near else 0
     if rules.near:
         say(f"nearly equal problems: {_left(decisions)}")
+    if rules.paraphrases:
+        drop_paraphrases(rows, decisions, rules.alike)
+        say(f"the same in other words: {_left(decisions)}")
     if rules.guesses:
         drop_guessable(rows, decisions, rules.guesses, rules.largest_integer)
         say(f"answers that a guess hits: {_left(decisions)}")
+    if rules.most_per_topic is not None:
+        drop_surplus_topics(rows, decisions, rules.most_per_topic)
+        say(f"topics with more than their share: {_left(decisions)}")
     return decisions, crowded
+
+
+def _drop_kinds(rows: Sequence[Row], decisions: Decisions, rules: Rules, say: Callable[[str], None]) -> None:
+    """Drop problems of kinds that are not wanted."""
+    if rules.proofs:
+        drop_proofs(rows, decisions)
+        say(f"problems that ask for a proof: {_left(decisions)}")
+    if rules.most_gold_words is not None:
+        drop_sentences(rows, decisions, rules.most_gold_words)
+        say(f"sentences as answers: {_left(decisions)}")
+    if rules.languages:
+        drop_languages(rows, decisions, rules.languages)
+        say(f"other languages: {_left(decisions)}")
 
 
 def _left(decisions: Decisions) -> str:

@@ -175,6 +175,55 @@ def configuration(model: MeasuredModel, problems: Path, out: Path, sampling: Sam
     return measuring.configuration(model, [one], out, base=base, overrides=sampling.overrides, source="curate")
 
 
+_GUESS = "{prompt}\n\nGive only the final answer, within \\boxed{}, without any reasoning."
+_GUESS_TOKENS = 64
+
+
+def guessing(model: MeasuredModel, problems: Path, out: Path, sampling: Sampling, tries: int) -> Config:
+    """Return the configuration of a measurement in which the model answers at once, and any number counts.
+
+    Args:
+        model, problems, out, sampling: as `configuration`; a model that is asked by its chat template guesses in it.
+        tries: guesses at each problem.
+    """
+    chat = sampling.template == "chat"
+    text = _GUESS if chat else f"{_GUESS}\nAnswer:"
+    base = {
+        "reward": {"verifier": sampling.verifier, "strict": False},
+        "data": {
+            "train": [str(problems)],
+            "prompt_template": "chat" if chat else "plain",
+            "template": text,
+            "max_prompt_tokens": measuring.LONGEST_PROMPT,
+        },
+    }
+    one = EvalSet(
+        name="guess",
+        path=problems,
+        rollouts_per_prompt=tries,
+        temperature=sampling.temperature or 1.0,
+        top_p=sampling.top_p,
+        drop_unusable=True,
+    )
+    kept = [text for text in sampling.overrides if not text.startswith(("data.", "rollout.max_response_tokens="))]
+    overrides = [*kept, f"rollout.max_response_tokens={_GUESS_TOKENS}"]
+    return measuring.configuration(model, [one], out, base=base, overrides=overrides, source="curate")
+
+
+def drop_guessed(rows: Sequence[Row], decisions: Decisions, found: Iterable[tuple[Prompt, int]], tries: int) -> None:
+    """Drop rows whose answer the model guesses.
+
+    Args:
+        rows: every row that was read. decisions: what was dropped so far; written to.
+        found: the problems that were asked, with their right guesses of `tries`.
+    """
+    right = {key_of(prompt): correct for prompt, correct in found}
+    for index in decisions.kept():
+        correct = right.get(key_of(rows[index].prompt), 0)
+        if correct:
+            decisions.drop(index, "guessed", f"{correct} of {tries} guesses were right")
+
+
 def measure_pass_rates(
     config: Config, model: MeasuredModel, notices: Notices
 ) -> tuple[list[tuple[Prompt, int]], Asked]:

@@ -19,6 +19,9 @@ from megatron_daro.workshop.curate.statements import Statement, shared_lines, st
 
 REASONS: Mapping[str, str] = {
     "unusable": "no problem or no answer could be read",
+    "proof": "it asks for a proof",
+    "free_text": "its answer is a sentence",
+    "language": "it is in another language",
     "unverifiable": "the verifier cannot check its answer",
     "leak": "it stands in an evaluation set",
     "overlap": "it shares a long run of words with an evaluation set",
@@ -26,7 +29,10 @@ REASONS: Mapping[str, str] = {
     "duplicate": "the same problem, written alike up to spelling, is kept",
     "duplicate_form": "the same problem is kept, asking for its answer in another form",
     "near_duplicate": "a kept problem differs in a few words, has the same numbers and the same answer",
+    "paraphrase": "a kept problem says the same in other words, with the same numbers and the same answer",
     "guessable": "a guess hits its answer",
+    "topic": "its topic has more than its share",
+    "guessed": "the model guesses its answer without reasoning",
     "unsampled": "no pass rate could be measured",
     "pass_rate": "its pass rate is outside the range",
 }

@@ -146,6 +146,8 @@ def test_nothing_left_is_an_error(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        (["--languages", "en,xx"], "--languages: got xx; allowed: "),
+        (["--guess-tries", "8"], "curate: got --guess-tries without a model"),
         (["--drop-guesses", "choice,luck"], "--drop-guesses: got luck; allowed: choice, yes_no"),
         (["--write", "csv"], "--write: got csv; allowed: parquet, jsonl"),
         (["--keep-field", "answer"], "--keep-field: got answer"),
