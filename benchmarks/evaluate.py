@@ -33,7 +33,8 @@ from sglang_pool import engine_of, section  # noqa: E402
 from verifiers import FILES, golds_of, load  # noqa: E402
 
 from megatron_daro.config.sections import EvalSet  # noqa: E402
-from megatron_daro.data.tokenizer import HeldOut  # noqa: E402
+from megatron_daro.data.stops import Stops  # noqa: E402
+from megatron_daro.data.templates import HeldOut  # noqa: E402
 from megatron_daro.engine.sglang.generation import calls  # noqa: E402
 from megatron_daro.reward.pool import RewardPool  # noqa: E402
 from megatron_daro.types import Prompt  # noqa: E402
@@ -56,7 +57,7 @@ def questions(args: argparse.Namespace) -> list[Question]:
         for i in range(args.answers // 8)
     )
     one = EvalSet(name="sums", path=Path("x"), rollouts_per_prompt=8, temperature=1.0)
-    return questions_of([HeldOut(one, prompts)], seed=0, max_new_tokens=args.tokens, stop_token_ids=(2,))
+    return questions_of([HeldOut(one, prompts)], seed=0, max_new_tokens=args.tokens, stops=Stops((2,)))
 
 
 def text_of(ids: Sequence[int]) -> str:
@@ -86,7 +87,7 @@ async def evaluation(urls: Sequence[str], asked: Sequence[Question], window: int
     await engine.start()
     try:
         engine.serve_as_loaded()
-        parts = Parts(engine, pool, AnswerStore(out), text_of, window, lambda answer: None, LIMIT_S)
+        parts = Parts(engine, pool, AnswerStore(out), window, lambda answer: None, LIMIT_S)
         await ask(parts, requests(asked, ()), asked)
     finally:
         await engine.close()

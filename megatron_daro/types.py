@@ -53,6 +53,7 @@ class Prompt:
 class SamplingParams:
     """How an engine samples. `temperature` 0 is greedy; `top_p` in (0, 1]; lengths in tokens.
 
+    stop: texts that end an answer with the first token after which its own text, without special tokens, holds one.
     seed: with group id, attempt and index it names the randomness of each answer to engines that are told one with
     every request (SGLang servers started with enable_deterministic_inference); None: they have their own.
     routed_experts: (layers, experts of a token) of the model, where the engine shall say which experts it chose.
@@ -64,6 +65,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     routed_experts: tuple[int, int] | None = None
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +107,12 @@ class Rollout:
 
     tokens: int32 [prompt_length + R], prompt then response (a stop token that was sampled is part of the response).
     loss_mask: uint8 [R], 1 where the token is trained. logprobs: float32 [R], natural log, of the behaviour
-    distribution (temperature applied, top-p not). weight_version: the oldest policy version that produced a token of
-    it, or may have read its prompt. version_spans: (weight_version, number of response tokens) in order; empty means
-    one span. routed_experts: int16 [prompt_length + R, layers, experts of a token], which experts the engine chose for
-    each token that it read; -1 in the row of the last, which it did not read. None where it was not asked.
+    distribution (temperature applied, top-p not). text: the response without special tokens, up to the end of a stop
+    text; the tokens go on to the end of the token that holds it. weight_version: the oldest policy version that
+    produced a token of it, or may have read its prompt. version_spans: (weight_version, number of response tokens) in
+    order; empty means one span. routed_experts: int16 [prompt_length + R, layers, experts of a token], which experts
+    the engine chose for each token that it read; -1 in the row of the last, which it did not read. None where it was
+    not asked.
     turns: of a conversation, (observed, generated) response tokens of each turn in order; empty where the whole
     response is one answer of the model. Observed tokens are the environment's: loss_mask and log-prob are 0.
     reports: of a conversation, what the environment said of each answer, in order; may be empty. teacher_logprobs:
@@ -190,6 +194,33 @@ class Rollout:
             text=text,
             version_spans=spans,
             routed_experts=self._routed_first(later),
+        )
+
+    def cut(self, count: int, text: str) -> Rollout:
+        """Return its beginning as an answer that ended there by itself.
+
+        Args:
+            count: response tokens that stay, at least 1. text: that of the answer.
+        """
+        spans, left = [], count
+        for version, tokens in self.spans:
+            spans.append((version, min(tokens, left)))
+            left -= spans[-1][1]
+        spans = [span for span in spans if span[1]]
+        experts = self.routed_experts
+        if experts is not None:
+            unread = np.full((1, *experts.shape[1:]), -1, experts.dtype)
+            experts = np.concatenate([experts[: self.prompt_length + count - 1], unread])
+        return replace(
+            self,
+            tokens=self.tokens[: self.prompt_length + count],
+            loss_mask=self.loss_mask[:count],
+            logprobs=self.logprobs[:count],
+            finish_reason="stop",
+            text=text,
+            version_spans=() if spans == [(self.weight_version, count)] else tuple(spans),
+            routed_experts=experts,
+            teacher_logprobs=None if self.teacher_logprobs is None else self.teacher_logprobs[:count],
         )
 
     def _routed_first(self, later: Rollout) -> np.ndarray | None:

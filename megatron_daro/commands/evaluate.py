@@ -6,6 +6,7 @@ table. Does no work of its own.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -42,7 +43,7 @@ Samples = Annotated[
 Temperature = Annotated[float | None, typer.Option("--temperature", min=0, help="Of sampling. Unset: as the set has.")]
 TopP = Annotated[float | None, typer.Option("--top-p", help="Nucleus, in (0, 1]. Unset: as the set has.")]
 TemplateName = Annotated[
-    str | None, typer.Option("--template", metavar="NAME", help="data, chat, qwen-math, r1 or none.")
+    str | None, typer.Option("--template", metavar="A,B", help="data, chat, qwen-math, r1, none; several are compared.")
 ]
 Ks = Annotated[
     list[int] | None, typer.Option("--k", metavar="K", help="Of pass@k and maj@k; repeatable. Unset: all samples.")
@@ -77,7 +78,7 @@ def evaluate(
         _compare(*compare, out)
         return
     from megatron_daro.runtime.interrupts import interruptible
-    from megatron_daro.workshop.evaluate.results import summary_text
+    from megatron_daro.workshop.evaluate.tables import summary_text
 
     config_file, overrides = _split(arguments or [])
     servers = [url for text in urls or () for url in text.split(",") if url]
@@ -86,8 +87,8 @@ def evaluate(
         notices = _Terminal()
         model, base = _model_and_base(hf, checkpoint, servers, config_file, overrides, target, notices)
         chosen = _chosen_sets(base, suite, suite_dir, sets or [])
-        chosen = [_changed(one, samples or [], temperature, top_p, template) for one in chosen]
         _check_samples(samples or [], chosen)
+        chosen = _under_templates(chosen, template, samples or [], temperature, top_p)
 
         from megatron_daro.workshop.evaluate.measuring import Plan, configuration, measure
 
@@ -102,7 +103,7 @@ def evaluate(
 def _compare(a: Path, b: Path, out: Path | None) -> None:
     from megatron_daro.workshop.evaluate import compare as comparing
     from megatron_daro.workshop.evaluate.compare import HEAD, line_cells, write_comparison
-    from megatron_daro.workshop.evaluate.results import table_text
+    from megatron_daro.workshop.evaluate.tables import table_text
 
     target = out or b / "compare.html"
     found = comparing.compare(a, b)
@@ -184,6 +185,30 @@ def _chosen_sets(base: Config | None, suite: str | None, folder: Path, texts: Se
         raise ConfigError("data.eval: got no set; allowed: at least one for eval; fix: --suite, --set or data.eval")
     check_names(chosen)
     return chosen
+
+
+def _under_templates(
+    chosen: Sequence[EvalSet],
+    templates: str | None,
+    samples: Sequence[str],
+    temperature: float | None,
+    top_p: float | None,
+) -> list[EvalSet]:
+    """Return the sets with what the command line says of them; under several templates each set comes once for each,
+    named SET.TEMPLATE.
+
+    Raises:
+        ConfigError: a value that no set can have, or a template twice.
+    """
+    names: list[str | None] = [None] if templates is None else [name.strip() for name in templates.split(",")]
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ConfigError(f"--template: got {twice[0]} twice; allowed: each name once; fix: leave one out")
+    found = []
+    for name in names:
+        under = [_changed(one, samples, temperature, top_p, name) for one in chosen]
+        found += [one.model_copy(update={"name": f"{one.name}.{name}"}) for one in under] if len(names) > 1 else under
+    return found
 
 
 def _changed(

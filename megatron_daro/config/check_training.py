@@ -42,6 +42,7 @@ def data_files(config: Config) -> Iterator[Problem]:
     if (number := data.template.count("{prompt}")) != 1:
         got, fix = f"{show(data.template)}, with {number} times {{prompt}}", "leave one, where the problem goes"
         yield Problem("data.template", got, "a text with {prompt} once", fix)
+    yield from named_templates(config)
     if data.pass_rates is not None and data.pass_rates[0] > data.pass_rates[1]:
         got, fix = show(list(data.pass_rates)), f"set data.pass_rates={sorted(data.pass_rates)}"
         yield Problem("data.pass_rates", got, "the lower one first", fix)
@@ -49,6 +50,21 @@ def data_files(config: Config) -> Iterator[Problem]:
     for name in sorted({name for name in names if names.count(name) > 1}):
         allowed = "a different name for each set: it names the metric"
         yield Problem("data.eval", f"the name {name!r} {names.count(name)} times", allowed, "rename one of the sets")
+
+
+def named_templates(config: Config) -> Iterator[Problem]:
+    """Yield what does not go with a named template: it is the whole text, and its tags are verified as mathematics."""
+    data, verifier = config.data, config.reward.verifier
+    if data.prompt_template not in ("chat", "plain") and data.template != "{prompt}":
+        allowed = f"{{prompt}} with data.prompt_template={data.prompt_template}, which is the whole text"
+        fix = "leave data.template out, or set data.prompt_template=plain"
+        yield Problem("data.template", show(data.template), allowed, fix, also=("data.prompt_template",))
+    tagged: dict[str, str] = {"data.prompt_template": data.prompt_template}
+    tagged |= {f"data.eval.{i}.template": one.template for i, one in enumerate(data.eval)}
+    for field, name in tagged.items():
+        if name == "r1" and verifier in ("integer", "exact"):
+            got, fix = f"r1 with reward.verifier={verifier}", "set reward.verifier=math"
+            yield Problem(field, got, "r1 with the verifier math, or one of your own", fix, also=("reward.verifier",))
 
 
 def data_text(config: Config) -> str:

@@ -56,8 +56,8 @@ class EvalSet(Section):
     top_p: float = Field(default=1.0, ge=1e-6, le=1)
     """1: off."""
     template: EvalTemplate = "data"
-    """data: as the training data (data.prompt_template, data.template); the others: templates that papers evaluate
-    with (docs/evaluate.md has their texts)."""
+    """data: as the training data (data.prompt_template, data.template); the others: templates of papers
+    (docs/evaluate.md has their texts)."""
     rows: int | None = Field(default=None, ge=1)
     """Rows that the file must have."""
     max_prompts: int | None = Field(default=None, ge=1)
@@ -106,8 +106,9 @@ class DataSection(Section):
     """Field of the problem. Unset: as the format has it."""
     answer_field: FieldName | None = None
     """Field of the answer. Unset: as the format has it."""
-    prompt_template: Literal["chat", "plain"] = "chat"
-    """chat: the tokenizer's chat template around the text; plain: the text alone."""
+    prompt_template: Literal["chat", "plain", "qwen-math", "r1", "none"] = "chat"
+    """chat: the tokenizer's chat template around the text; plain: the text alone; the others: templates of papers, in
+    the place of the text (docs/evaluate.md has them). r1 ends answers at </answer> and verifies what its tags hold."""
     template: Annotated[str, Field(pattern=r"\{prompt\}")] = "{prompt}"
     """Text of the prompt (with chat: of the user's message); {prompt} is the problem."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
@@ -141,7 +142,7 @@ class RolloutSection(Section):
     max_response_tokens: int = Field(default=4096, ge=1)
     """Longest answer, tokens."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Strings that end an answer, each one token. The model's end token always counts."""
+    """Texts that end an answer, within a token or over several. The model's end token always counts."""
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Token ids that end an answer."""
     max_staleness: int = Field(default=0, ge=0, le=1024)

@@ -1,5 +1,7 @@
 """The state of one batch while transformers' `generate` decodes it: choosing tokens, recording them, stopping.
 
+A stop text may end in any token, so the last tokens of a row that has one are decoded after each step.
+
 `Decoding` stands behind a LogitsProcessor, which leaves `generate` only the chosen token to pick, so no scores are
 kept, and a StoppingCriteria. Once a quarter of the rows have finished, the criterion ends the call, and the caller
 drops their caches and calls again with the rest. An `AbortSignal` from the event loop is looked at between two steps.
@@ -23,6 +25,7 @@ import torch
 from torch import Tensor
 from transformers.generation import LogitsProcessor, StoppingCriteria
 
+from megatron_daro.data.stops import Decode, window_of
 from megatron_daro.types import FinishReason, GroupRequest
 
 
@@ -143,15 +146,23 @@ class Decoding:
         vocab: size of the model's vocabulary.
         abort: looked at after every step.
         report: called with the position of each row, once, in the step in which it finished.
+        decode: token ids -> text, for rows with stop texts.
     """
 
     def __init__(
-        self, rows: Sequence[Row], seed: int, vocab: int, abort: AbortSignal, report: Callable[[int], None]
+        self,
+        rows: Sequence[Row],
+        seed: int,
+        vocab: int,
+        abort: AbortSignal,
+        report: Callable[[int], None],
+        decode: Decode | None = None,
     ) -> None:
         sampling = [row.request.sampling for row in rows]
         most = max(s.max_new_tokens for s in sampling)
         self._rows = rows
-        self._abort, self._report = abort, report
+        self._abort, self._report, self._decode = abort, report, decode
+        self._windows = {n: window_of(s.stop) for n, s in enumerate(sampling) if s.stop}
         self._uniforms_NM = torch.from_numpy(_uniforms(rows, seed, most))
         self._temperatures_N = torch.tensor([s.temperature for s in sampling], dtype=torch.float32)
         self._top_p_N = torch.tensor([s.top_p for s in sampling], dtype=torch.float32)
@@ -201,10 +212,22 @@ class Decoding:
         self._logprobs_NM[rows_B, step] = logprobs_B[running_B]
         self._lengths_N[rows_B] = step + 1
         at_limit = torch.where(self._limits_N[rows_B] == step + 1, _LENGTH, _RUNNING)
-        stopped = self._stops_PV[self._stop_set_N[rows_B], tokens]
+        stopped = self._stops_PV[self._stop_set_N[rows_B], tokens] | self._at_stop_text(rows_B, step + 1)
         self._finish_N[rows_B] = torch.where(stopped, _STOP, at_limit)
         self._step = step + 1
         return tokens_B
+
+    def _at_stop_text(self, rows_B: Tensor, length: int) -> Tensor:
+        """Whether the last of `length` tokens of each row completes a stop text of its request: bool [B]."""
+        if not self._windows:
+            return torch.zeros(len(rows_B), dtype=torch.bool)
+        assert self._decode is not None, "the generator refuses stop texts without it"
+        found = []
+        for n in rows_B.tolist():
+            window = self._windows.get(n, 0)
+            tail = self._decode(self._tokens_NM[n, max(0, length - window) : length].tolist()) if window else ""
+            found.append(any(stop in tail for stop in self._rows[n].request.sampling.stop))
+        return torch.tensor(found, dtype=torch.bool)
 
     def should_end(self, rows: int) -> bool:
         """Whether a call over `rows` rows is to end now: all finished, or enough of them to drop; aborts included."""

@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 
+from megatron_daro.data.stops import until_stop
 from megatron_daro.engine.decoding import AbortSignal, Decoding, EndOfCall, Row, TokenChooser
 from megatron_daro.errors import EngineError, ModelError
 from megatron_daro.families import families
@@ -100,7 +101,7 @@ class EmbeddedGenerator:
         batch_size: rows decoded together.
         dtype: of weights and computation; log-probs are float32 either way.
         threads: intra-op threads of torch in the calling thread; None leaves them as they are.
-        decode: response token ids -> the rollout's text; None leaves the text empty.
+        decode: response token ids -> the rollout's text; None leaves the text empty and allows no stop texts.
 
     Raises:
         ModelError: the checkpoint cannot be loaded whole.
@@ -173,7 +174,7 @@ class EmbeddedGenerator:
             if deliver is not None:
                 deliver(rows[n], rollouts[n])
 
-        decoding = Decoding(rows, self.seed, self.vocab, abort or AbortSignal(), report)
+        decoding = Decoding(rows, self.seed, self.vocab, abort or AbortSignal(), report, self._decode_text)
         try:
             with torch.inference_mode():
                 self._decode(rows, decoding)
@@ -237,7 +238,7 @@ class EmbeddedGenerator:
 
     def _rollout(self, row: Row, tokens_R: np.ndarray, logprobs_R: np.ndarray, finish: FinishReason) -> Rollout:
         request, prompt = row.request, row.request.prompt.tokens
-        return Rollout(
+        rollout = Rollout(
             prompt_id=request.prompt.id,
             group_id=request.group_id,
             attempt=request.attempt,
@@ -250,6 +251,8 @@ class EmbeddedGenerator:
             weight_version=self.weight_version,
             text=self._decode_text(tokens_R.tolist()) if self._decode_text else "",
         )
+        stop = request.sampling.stop
+        return until_stop(rollout, stop, self._decode_text) if stop and self._decode_text else rollout
 
     def _check(self, request: GroupRequest) -> None:
         tokens, sampling = request.prompt.tokens, request.sampling
@@ -261,6 +264,8 @@ class EmbeddedGenerator:
         unknown = [t for t in (*tokens, *sampling.stop_token_ids) if not 0 <= t < self.vocab]
         if unknown:
             raise EngineError(f"{where}: token {unknown[0]} is outside the model's vocabulary of {self.vocab}.")
+        if sampling.stop and self._decode_text is None:
+            raise EngineError(f"{where}: stop texts {list(sampling.stop)}, but this engine was made without `decode`.")
         if sampling.max_new_tokens < 1 or len(tokens) + sampling.max_new_tokens > self.max_positions:
             raise EngineError(
                 f"{where}: {len(tokens)} prompt tokens and max_new_tokens {sampling.max_new_tokens}; allowed: at "

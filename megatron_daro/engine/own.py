@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
+from megatron_daro.data.stops import until_stop
 from megatron_daro.errors import ConfigError, DaroError, EngineError, SyncError
 from megatron_daro.own_class import import_own_class, make_own
 from megatron_daro.sync.check import ProbeAnswer
@@ -38,8 +39,9 @@ _Result = TypeVar("_Result")
 class Answer:
     """What an engine generated for one prompt.
 
-    tokens: [R] ids, R in 1..max_new_tokens, a stop token that was sampled included. logprobs: [R], natural log, of the
-    distribution with the temperature applied and top-p not. finish_reason: "length" without a stop token.
+    tokens: [R] ids, R in 1..max_new_tokens, a stop token that was sampled included. What comes behind a text of
+    sampling.stop is cut off. logprobs: [R], natural log, of the distribution with the temperature applied and top-p
+    not. finish_reason: "length" without a stop token or stop text.
     """
 
     tokens: Sequence[int]
@@ -219,7 +221,7 @@ class OwnEngine:
                 if not self._running:
                     self._idle.set()
         tokens, logprobs = self._checked(answer, request.sampling)
-        return Rollout(
+        rollout = Rollout(
             prompt_id=request.prompt.id,
             group_id=request.group_id,
             attempt=request.attempt,
@@ -232,6 +234,7 @@ class OwnEngine:
             weight_version=self.version,
             text=self._decode(tokens.tolist()),
         )
+        return until_stop(rollout, request.sampling.stop, self._decode)
 
     def _checked(self, answer: object, sampling: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
         """Return int32 [R] tokens and float32 [R] log-probs. Raises EngineError: the answer cannot be right."""
@@ -248,10 +251,15 @@ class OwnEngine:
         for logprob in answer.logprobs:
             if not isinstance(logprob, float | int | np.floating) or not -math.inf < logprob <= _ROUNDING:
                 raise self._wrong(f"log-prob {logprob!r}", "finite numbers, at most 0")
+        text = self._decode([int(token) for token in answer.tokens]) if sampling.stop else ""
+        if any(stop in text for stop in sampling.stop):
+            return np.asarray(answer.tokens, np.int32), np.asarray(answer.logprobs, np.float32)
         stopped = answer.tokens[-1] in sampling.stop_token_ids
         if answer.finish_reason != ("stop" if stopped else "length") or not (stopped or count == most):
             got = f"finish reason {answer.finish_reason!r} after {count} tokens, the last of them {answer.tokens[-1]}"
-            raise self._wrong(got, f"stop after one of {sampling.stop_token_ids}, or length after {most} tokens")
+            raise self._wrong(
+                got, f"stop after one of {(*sampling.stop_token_ids, *sampling.stop)}, or length after {most} tokens"
+            )
         return np.asarray(answer.tokens, np.int32), np.asarray(answer.logprobs, np.float32)
 
     def _wrong(self, got: str, allowed: str) -> EngineError:

@@ -17,7 +17,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_daro.config.sections import TrainerSection
-from megatron_daro.data.tokenizer import HeldOut
+from megatron_daro.data.stops import Stops
+from megatron_daro.data.templates import HeldOut
 from megatron_daro.observe.metrics import Phases
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.protocol import PhaseTimer, Rollouter
@@ -36,7 +37,7 @@ class Evaluator:
         rollouter: Rollouter,
         *,
         max_response_tokens: int,
-        stop_token_ids: tuple[int, ...],
+        stops: Stops,
         beside: int = 0,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
@@ -44,7 +45,7 @@ class Evaluator:
         itself. warn: tells a person."""
         self._beside, self._warn = beside, warn
         self._sets, self._rollouter = sets, rollouter
-        self._max_tokens, self._stop = max_response_tokens, stop_token_ids
+        self._max_tokens, self._stops = max_response_tokens, stops
 
     async def evaluate(self, step: int) -> Mapping[str, float]:
         """eval/{name}/accuracy of every set, and eval/{name}/accuracy/{category} where its problems have categories;
@@ -56,12 +57,13 @@ class Evaluator:
 
     async def _evaluate_set(self, held_out: HeldOut, *, first_id: int, step: int) -> dict[str, float]:
         """Group ids are negative and depend on the set and the problem only: the same questions get the same noise."""
-        section = held_out.section
+        section, stops = held_out.section, held_out.stops(self._stops)
         sampling = SamplingParams(
             temperature=section.temperature,
             top_p=section.top_p,
             max_new_tokens=self._max_tokens,
-            stop_token_ids=self._stop,
+            stop_token_ids=stops.token_ids,
+            stop=stops.texts,
         )
         prompts = {first_id - len(self._sets) * i: prompt for i, prompt in enumerate(held_out.prompts)}
         indices = tuple(range(section.rollouts_per_prompt))

@@ -24,10 +24,11 @@ come late or twice, and those whose columns do not fit; it decides nothing about
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from megatron_daro.data.templates import Template
 from megatron_daro.errors import DataError, DeadlineError, EngineError, RewardError
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.group_columns import RecordedGroup
@@ -211,8 +212,9 @@ class RolloutCollector:
         deadlines: Deadlines,
         phases: PhaseTimer,
         notices: Notices,
+        template: Template | None = None,
     ) -> None:
-        """Start nothing. Arguments as the sampler's."""
+        """Start nothing. Arguments as the sampler's; template: the named one of the training data."""
         self.rollouts_per_prompt = rollouts_per_prompt
         self.fresh_tokens = 0
         self.aborted_tokens = 0
@@ -224,6 +226,7 @@ class RolloutCollector:
         self._deadlines = deadlines
         self._phases = phases
         self._notices = notices
+        self._template = template
 
     @property
     def failed_verifier_starts(self) -> int:
@@ -270,13 +273,18 @@ class RolloutCollector:
 
     async def score(self, rollouts: Sequence[Rollout], pending: Mapping[int, Pending]) -> None:
         """Verify finished rollouts of one group. Raises RewardError if a verdict is missing, DeadlineError."""
-        answers = [(rollout, pending[rollout.group_id].prompt) for rollout in rollouts]
+        answers = [(self._verified(rollout), pending[rollout.group_id].prompt) for rollout in rollouts]
         with self._phases.measure("reward"):
             verdicts = await self._deadlines.within(
                 "score", self._rollouter.score(answers), what=f"group {rollouts[0].group_id}"
             )
         for rollout, verdict in zip(rollouts, verdicts, strict=True):
             pending[rollout.group_id].verdicts[rollout.index] = verdict
+
+    def _verified(self, rollout: Rollout) -> Rollout:
+        """Return a rollout with the text that the verifier reads."""
+        template = self._template
+        return replace(rollout, text=template.verified_text(rollout.text)) if template else rollout
 
     async def close(self, iterator: AsyncIterator[tuple[Rollout, ...]]) -> None:
         """End a pass. An iterator that is stuck is reported and left; the engine's own close comes later."""

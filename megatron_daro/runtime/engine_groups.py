@@ -264,10 +264,11 @@ _Answer = TypeVar("_Answer")
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """How the trainer's tokenizer reads text, and the number of its tokens."""
+    """How the trainer's tokenizer reads text, the number of its tokens, and whether answers end at texts."""
 
     encode: Callable[[str], list[int]]
     vocabulary: int
+    stops: bool = False
 
 
 class RayServer:
@@ -364,9 +365,10 @@ class SGLangGroup(SGLangEngine):
             text.encode,
             model.get("vocab_size"),
             placement.shares_gpus,
+            text.stops,
         )
         super().__init__(
-            _handles(config.engine, config, run_dir, placement),
+            _handles(config.engine, config, run_dir, placement, reads_text=text.stops),
             options,
             expected,
             answers=AnswerWorkers(
@@ -387,12 +389,14 @@ class SGLangGroup(SGLangEngine):
         )
 
 
-def _handles(section: EngineSection, config: Config, run_dir: Path, placement: Placement) -> Mapping[str, ServerHandle]:
+def _handles(
+    section: EngineSection, config: Config, run_dir: Path, placement: Placement, *, reads_text: bool
+) -> Mapping[str, ServerHandle]:
     options = section.sglang
     if options.urls:
         return {f"server {i} ({url})": ExternalServer(url) for i, url in enumerate(options.urls)}
-    # The engine speaks in token ids only: without a tokenizer a server starts sooner and does less per answer.
-    arguments = {"dtype": config.actor.torch_dtype, "skip_tokenizer_init": True, **options.named_arguments}
+    # The engine speaks in token ids: without a tokenizer a server starts sooner and does less per answer.
+    arguments = {"dtype": config.actor.torch_dtype, "skip_tokenizer_init": not reads_text, **options.named_arguments}
     if config.actor.routing_replay:
         arguments = {"enable_return_routed_experts": True, **arguments}
     if options.fp8_blocks:

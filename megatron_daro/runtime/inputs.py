@@ -13,23 +13,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from megatron_daro.config import Config
-from megatron_daro.config.sections import DataSection, EvalSet
+from megatron_daro.config.sections import DataSection, EvalSet, EvalTemplate
 from megatron_daro.convert.transformers_shape import read_compared_shape
 from megatron_daro.data.formats import PassRate
 from megatron_daro.data.orders import Curriculum, Prioritised, PromptSource
 from megatron_daro.data.prompts import load_problems
-from megatron_daro.data.tokenizer import (
-    TEMPLATES,
-    HeldOut,
-    check_tokenizer,
-    load_tokenizer,
-    stop_token_ids,
-    tokenize_prompts,
-)
-from megatron_daro.errors import DataError
+from megatron_daro.data.stops import Stops, read_stops
+from megatron_daro.data.templates import TEMPLATES, HeldOut, check_tokenizer, trained_with
+from megatron_daro.data.tokenizer import load_tokenizer, tokenize_prompts
+from megatron_daro.errors import ConfigError, DataError
 from megatron_daro.rollout import protocol
 from megatron_daro.rollout.protocol import Notices
 from megatron_daro.runtime import restart_audit
@@ -125,7 +120,7 @@ def held_out_sets(section: DataSection, tokenizer: PreTrainedTokenizerBase, noti
         DataError: a file cannot be used, or a set would lose rows (see data.eval.*.drop_unusable).
     """
     return [
-        HeldOut(one, tuple(_held_out(section, f"data.eval.{index}", one, tokenizer, notices)))
+        HeldOut(one, tuple(_held_out(section, f"data.eval.{index}", one, tokenizer, notices)), trained_with(section))
         for index, one in enumerate(section.eval)
     ]
 
@@ -154,7 +149,7 @@ def training_prompts(
         held_out={one.section.name: one.prompts for one in held_out},
     )
     _say(notices, "training data", report.summary())
-    prompts, summary = _tokenised(section, problems, tokenizer)
+    prompts, summary = _tokenised(section, problems, tokenizer, "data")
     _say(notices, "training data", summary)
     return prompt_source(config, prompts, report.pass_rates, notices)
 
@@ -170,7 +165,7 @@ def _held_out(
             f"be that of another set; fetch the file again, or set {field}.rows to the number that you mean"
         )
     problems = problems[: one.max_prompts]
-    prompts, summary = _tokenised(_with_template(section, one, tokenizer), problems, tokenizer)
+    prompts, summary = _tokenised(section, problems, tokenizer, one.template)
     _say(notices, f"evaluation set {one.name}", summary)
     lost = report.num_dropped + len(problems) - len(prompts)
     if lost and not one.drop_unusable:
@@ -182,24 +177,17 @@ def _held_out(
     return prompts
 
 
-def _with_template(section: DataSection, one: EvalSet, tokenizer: PreTrainedTokenizerBase) -> DataSection:
-    """Return the section with the template of this set."""
-    if one.template == "data":
-        return section
-    check_tokenizer(one.template, tokenizer)
-    template = TEMPLATES[one.template]
-    return section.model_copy(update={"prompt_template": template.prompt_template, "template": template.text})
-
-
 def _tokenised(
-    section: DataSection, problems: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
+    section: DataSection, problems: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, name: EvalTemplate
 ) -> tuple[list[Prompt], str]:
+    """Return the problems as the template of this name writes them; data: as the section says."""
+    form: Literal["chat", "plain"] = "chat" if section.prompt_template == "chat" else "plain"
+    text, template = section.template, trained_with(section) if name == "data" else TEMPLATES[name]
+    if template:
+        check_tokenizer(section.prompt_template if name == "data" else name, tokenizer)
+        form, text = template.form, template.text
     prompts, report = tokenize_prompts(
-        problems,
-        tokenizer,
-        prompt_template=section.prompt_template,
-        template=section.template,
-        max_prompt_tokens=section.max_prompt_tokens,
+        problems, tokenizer, prompt_template=form, template=text, max_prompt_tokens=section.max_prompt_tokens
     )
     return prompts, report.summary()
 
@@ -211,10 +199,10 @@ def _say(notices: Notices, what: str, summary: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """stop: ids of the tokens that end an answer. tokenizer: of transformers."""
+    """stops: what ends an answer. tokenizer: of transformers."""
 
     tokenizer: PreTrainedTokenizerBase
-    stop: tuple[int, ...]
+    stops: Stops
     held_out: list[HeldOut]
     prompts: protocol.PromptSource
 
@@ -235,9 +223,33 @@ def read_inputs(config: Config, notices: Notices, *, ends: int | None = None) ->
     tokenizer = load_tokenizer(
         config.model.path, config.model.trust_remote_code, chat_template=config.data.prompt_template == "chat"
     )
-    stop = stop_token_ids(
-        tokenizer, stop=config.rollout.stop, extra_ids=config.rollout.stop_token_ids, model_path=config.model.path
-    )
+    stops = answer_stops(config, tokenizer)
     held_out = held_out_sets(config.data, tokenizer, notices)
     prompts = training_prompts(config, tokenizer, held_out, notices=notices, ends=ends)
-    return Inputs(tokenizer, stop, held_out, prompts)
+    return Inputs(tokenizer, stops, held_out, prompts)
+
+
+def answer_stops(config: Config, tokenizer: PreTrainedTokenizerBase) -> Stops:
+    """Return what ends an answer of training.
+
+    Raises:
+        ModelError: as `read_stops`. ConfigError: SGLang servers could not read the texts that end answers.
+    """
+    rollout, template = config.rollout, trained_with(config.data)
+    stops = read_stops(
+        tokenizer, stop=rollout.stop, extra_ids=rollout.stop_token_ids, model_path=config.model.path
+    ).with_texts(template.stop if template else ())
+    without_tokenizer = config.engine.sglang.named_arguments.get("skip_tokenizer_init")
+    if config.engine.kind == "sglang" and without_tokenizer and ends_at_texts(config, stops):
+        raise ConfigError(
+            "engine.sglang.arguments.skip_tokenizer_init: got true, but answers end at texts (rollout.stop, or a "
+            "template's such as </answer>), which SGLang finds with its tokenizer only; allowed: false; fix: leave it "
+            "out"
+        )
+    return stops
+
+
+def ends_at_texts(config: Config, stops: Stops) -> bool:
+    """Whether some answer of the run ends at a text. Args: stops: of its training."""
+    of_sets = [TEMPLATES[one.template].stop for one in config.data.eval if one.template != "data"]
+    return bool(stops.texts or any(of_sets))

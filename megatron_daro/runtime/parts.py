@@ -22,6 +22,7 @@ from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.config.sections import EngineSection
 from megatron_daro.controller import BuildBatch
 from megatron_daro.data.batch import build_batch
+from megatron_daro.data.templates import trained_with
 from megatron_daro.data.tokenizer import response_decoder
 from megatron_daro.engine.own import OwnEngine
 from megatron_daro.engine.sglang.teacher import Taught, Teacher
@@ -41,7 +42,7 @@ from megatron_daro.rollout.rollouter import RolloutCollector, SingleTurn
 from megatron_daro.rollout.sampler import Sampler
 from megatron_daro.runtime.cluster import Placement
 from megatron_daro.runtime.engine_groups import EngineGroup, SGLangGroup, Text, routed_experts
-from megatron_daro.runtime.inputs import Inputs
+from megatron_daro.runtime.inputs import Inputs, answer_stops, ends_at_texts
 from megatron_daro.runtime.node_workers import Verdicts
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.runtime.step_pools import StepPools
@@ -128,7 +129,12 @@ def batch_builder(config: Config, algorithm: Algorithm) -> BuildBatch:
 def _sampling(config: Config, inputs: Inputs) -> SamplingParams:
     section, told = config.rollout, routed_experts(config)
     return SamplingParams(
-        section.temperature, section.top_p, section.max_response_tokens, inputs.stop, routed_experts=told
+        section.temperature,
+        section.top_p,
+        section.max_response_tokens,
+        inputs.stops.token_ids,
+        routed_experts=told,
+        stop=inputs.stops.texts,
     )
 
 
@@ -170,6 +176,7 @@ def generation_with(
         deadlines=limits,
         phases=phases,
         notices=progress,
+        template=trained_with(config.data),
     )
     context = RolloutContext(
         section=rollout,
@@ -191,7 +198,7 @@ def generation_with(
         inputs.held_out,
         untaught,
         max_response_tokens=rollout.max_response_tokens,
-        stop_token_ids=inputs.stop,
+        stops=inputs.stops,
         beside=_BESIDE_OF_SERVER * _servers(config.engine) if evaluates_beside(config) else 0,
         warn=progress.warn,
     )
@@ -317,6 +324,7 @@ def rollout_engine(
         text = Text(
             lambda prompt: list(tokenizer.encode(prompt, add_special_tokens=False)),
             len(tokenizer),
+            ends_at_texts(config, answer_stops(config, tokenizer)),
         )
         return SGLangGroup(
             config,

@@ -133,8 +133,8 @@ def test_a_dry_run_reads_tokenizer_and_problems_without_loading_torch_or_ray(con
 
 
 def test_a_dry_run_ends_as_the_start_would(config_file, capsys):
-    assert cli.main(["train", str(config_file), "--dry-run", "rollout.stop=['==']"]) == 1
-    assert capsys.readouterr().err.splitlines()[-1].startswith("ModelError: rollout.stop: '==' is 2 tokens")
+    assert cli.main(["train", str(config_file), "--dry-run", "rollout.stop=['=<eos>']"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("ModelError: rollout.stop: '=<eos>' has the special")
     assert cli.main(["train", str(config_file), "--dry-run", f"trainer.run_dir={config_file}/run"]) == 2
     assert "is a file" in capsys.readouterr().err
     assert cli.main(["train", str(config_file), "--dry-run", "--resume"]) == 1

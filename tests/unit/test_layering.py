@@ -33,7 +33,7 @@ LEVEL |= dict.fromkeys(("algo", "reward", "data", "rollout", "convert"), 2)
 LEVEL |= dict.fromkeys(("actor", "engine", "sync", "controller", "recovery"), 3)
 LEVEL |= {"runtime": 4, "plugins": 4, "commands": 6, "cli": 7, "__main__": 8}
 WORKSHOP = {"analyze": 3, "check_layout": 4, "check_loss": 4, "convert": 4, "curate": 5, "doctor": 5, "evaluate": 5}
-WORKSHOP |= {"plan": 3, "rehearse": 5, "report": 3, "slurm": 2}
+WORKSHOP |= {"plan": 3, "rehearse": 5, "report": 3, "shorten": 3, "slurm": 2}
 """What stands beside the core: each imports units of the core below its level. No unit of the core imports one."""
 LEVEL |= {"workshop": 0} | {f"workshop.{name}": level for name, level in WORKSHOP.items()}
 
@@ -46,9 +46,10 @@ SIDEWAYS = {
     "workshop.curate": {"workshop.evaluate", "workshop.report"},  # pass rates are measured as an evaluation is
     "workshop.doctor": {"workshop.plan"},  # the bytes of the checkpoints that a run keeps
     "workshop.evaluate": {
+        "workshop.analyze",
         "workshop.convert",
         "workshop.report",
-    },  # a Megatron checkpoint is converted first
+    },  # a Megatron checkpoint is converted first; answers are looked at as those of a dump
     "workshop.rehearse": {"workshop.plan"},  # the sizes of a run that is not there
 }
 """Imports within a level, and within the workshop, beside those within a unit; without a cycle."""

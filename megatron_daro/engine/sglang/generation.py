@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from megatron_daro.data.stops import until_stop
 from megatron_daro.engine.sglang.client import SGLangClient
 from megatron_daro.errors import EngineError
 from megatron_daro.types import FinishReason, GroupRequest, Prompt, Rollout, SamplingParams
@@ -161,6 +162,7 @@ def _sampling(sampling: SamplingParams, generated: int) -> dict[str, Any]:
         # in the configuration; without any, nothing does.
         "ignore_eos": not sampling.stop_token_ids,
         "skip_special_tokens": False,
+        **({"stop": list(sampling.stop)} if sampling.stop else {}),
     }
 
 
@@ -226,10 +228,16 @@ def _routed_experts(
 
 
 def _whole(request: GroupRequest, part: Rollout, decode: Callable[[Sequence[int]], str]) -> Rollout:
-    """Return what was generated now, after what the request has of the same rollout."""
+    """Return what was generated now, after what the request has of the same rollout, up to its first stop text.
+
+    A server looks for a stop text in the last tokens that it generated itself, one more than the text's own encoding
+    has: of one that began before an abort, or was spelled in more tokens, it knows nothing and goes on. Source:
+    `Req._check_str_based_finish` and `_stop_match_tail_len` in sglang/srt/managers/schedule_batch.py, 0.5.23.
+    """
     earlier = request.partial.get(part.index)
     text = decode([*_so_far(request, part.index), *part.tokens[part.prompt_length :].tolist()])
-    return replace(part, text=text) if earlier is None else earlier.extended(part, text)
+    whole = replace(part, text=text) if earlier is None else earlier.extended(part, text)
+    return until_stop(whole, request.sampling.stop, decode)
 
 
 def _tokens(request: GroupRequest, index: int, answer: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:

@@ -148,7 +148,8 @@ class Expected:
 
     model_path: of the policy. model_type, vocabulary: of its config.json (None: not compared). longest_prompt, longest:
     tokens of a prompt, and of a prompt with its answer. encode: text -> ids of the trainer's tokenizer. shares_gpus:
-    with the trainer, in turns: it can give its memory back.
+    with the trainer, in turns: it can give its memory back. reads_text: answers end at texts, which a server without a
+    tokenizer refuses.
     """
 
     model_path: Path
@@ -158,6 +159,7 @@ class Expected:
     encode: Callable[[str], list[int]] | None = None
     vocabulary: int | None = None
     shares_gpus: bool = False
+    reads_text: bool = False
 
 
 class Supervision:
@@ -372,6 +374,11 @@ class Supervision:
         if told and told != self._expected.model_type:
             problems.append(
                 f"it serves a model of type {told!r}; allowed: {self._expected.model_type!r}, as model.path"
+            )
+        if self._expected.reads_text and not facts.has_tokenizer:
+            problems.append(
+                "it was started with --skip-tokenizer-init, and answers end at texts (rollout.stop or a template's); "
+                "start it without"
             )
         if facts.has_tokenizer and self._expected.encode and "/tokenize" in facts.calls:
             problems += await self._tokenizer_problems(server, self._expected.encode)

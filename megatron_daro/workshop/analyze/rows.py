@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import cast
 
 from megatron_daro.errors import DataError
+from megatron_daro.workshop.analyze.behaviour import reflects
 
 _TORCH = {("torch._utils", "_rebuild_tensor_v2"), ("torch", "Size")}
 _NUMPY = {
@@ -183,25 +184,28 @@ _TURNS, _REPORTS, _PARTS = "turns", "reports", {"observed", "generated"}
 """The columns of this package's conversations, and what a turn has."""
 _TEXTS = ("output", "responses")
 """Lengths that are given as a text, whose characters count."""
+_ANSWERS = ("text", "output", "response", "responses")
+"""Columns of answers as text: of this package, verl, slime and ROLL."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One rollout. right: None where the dump has no verdict for it. length: generated tokens, or characters of a text.
     turns: of a conversation, observed and generated tokens of each turn. reports: what its environment said of each
-    answer."""
+    answer. reflects: whether its text has a word of self-reflection; None where texts are not read."""
 
     group: Hashable
     length: float
     right: bool | None
     turns: Sequence[Mapping[str, int]] = ()
     reports: Sequence[Mapping[str, float]] = ()
+    reflects: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
     """Which columns are read. is_text: lengths are texts, whose characters count. correct_above: the number above which
-    an answer is right. reward_key: of verdicts that are mappings."""
+    an answer is right. reward_key: of verdicts that are mappings. text: of answers, where they are read."""
 
     group: str
     length: str
@@ -209,11 +213,12 @@ class Columns:
     is_text: bool = False
     correct_above: float | None = None
     reward_key: str | None = None
+    text: str | None = None
 
     @property
     def names(self) -> list[str]:
         """All of them."""
-        return [self.group, self.length, self.right]
+        return [self.group, self.length, self.right, *([self.text] if self.text else [])]
 
     @property
     def unit(self) -> str:
@@ -236,30 +241,48 @@ def files_of(path: Path) -> list[Path]:
 
 
 def choose_columns(
-    path: Path, given: Mapping[str, str], correct_above: float | None, reward_key: str | None = None
+    path: Path,
+    given: Mapping[str, str],
+    correct_above: float | None,
+    reward_key: str | None = None,
+    texts: bool = False,
 ) -> Columns:
     """Return the columns of a file, from its first record and what the user says of them.
 
     Args:
         given: by what they hold (group, length, right); a length `len(NAME)` counts the characters of a text.
+        texts: whether answers are read, too.
 
     Raises:
         DataError: a column is not there; the message has those that are, and which views would remain.
     """
-    return _columns_named(path, set(_first_names(path)), given, correct_above, reward_key)
+    return _columns_named(path, set(_first_names(path)), given, correct_above, reward_key, texts)
 
 
 def _columns_named(
-    path: Path, names: set[str], given: Mapping[str, str], correct_above: float | None, reward_key: str | None
+    path: Path,
+    names: set[str],
+    given: Mapping[str, str],
+    correct_above: float | None,
+    reward_key: str | None,
+    texts: bool,
 ) -> Columns:
-    given = dict(given)
+    given, answer = dict(given), next((name for name in _ANSWERS if name in names), None)
+    if texts and answer is None:
+        raise DataError(
+            f"dump: {path} has the columns {', '.join(sorted(names)) or 'none'}; --reflection needs answers as text: "
+            f"one of {', '.join(_ANSWERS)}"
+        )
     text = re.fullmatch(r"len\((.+)\)", given.get("length", ""))
     if text:
         given["length"] = text[1]
     for known in [{**k, **given} for k in _KNOWN]:
         if set(known.values()) <= names:
             is_text = bool(text) or ("length" not in given and known["length"] in _TEXTS)
-            return Columns(**known, is_text=is_text, correct_above=correct_above, reward_key=reward_key)
+            text_column = answer if texts else None
+            return Columns(
+                **known, is_text=is_text, correct_above=correct_above, reward_key=reward_key, text=text_column
+            )
     raise DataError(
         f"dump: {path} has the columns {', '.join(sorted(names)) or 'none'}; needed are a group (group_id, input or "
         "group_index), a length (length, output or response_length) and a verdict (correct, acc, score or reward): "
@@ -272,6 +295,7 @@ def open_dump(
     given: Mapping[str, str],
     correct_above: float | None = None,
     reward_key: str | None = None,
+    texts: bool = False,
 ) -> Iterator[tuple[Columns, Iterator[Row | None]]]:
     """Yield the columns and the rollouts of each file, which is opened when its turn comes, and read once.
 
@@ -284,12 +308,13 @@ def open_dump(
     first: Columns | None = None
     for path in files:
         if path.suffix == ".parquet":  # its names stand in a part of their own
-            columns = choose_columns(path, given, correct_above, reward_key)
+            columns = choose_columns(path, given, correct_above, reward_key, texts)
             rows = rows_of(path, columns)
         else:
             records = _records(path)
             head = list(islice(records, 1))
-            columns = _columns_named(path, set(head[0]) if head else set(), given, correct_above, reward_key)
+            names = set(head[0]) if head else set()
+            columns = _columns_named(path, names, given, correct_above, reward_key, texts)
             rows = _rows(path, chain(head, records), columns)
         first = first or columns
         if columns.unit != first.unit:
@@ -333,7 +358,9 @@ def _rows(path: Path, records: Iterable[Mapping[str, object]], columns: Columns)
         turns = _turns(record.get(_TURNS)) if columns.length == "length" else ()
         reports = cast("list[Mapping[str, float]]", record.get(_REPORTS) or []) if turns else []
         observed = sum(turn["observed"] for turn in turns)
-        yield Row(_key(record.get(columns.group)), size - observed, right, turns, reports)
+        said = record.get(columns.text) if columns.text else None
+        reflecting = reflects(said) if isinstance(said, str) else None
+        yield Row(_key(record.get(columns.group)), size - observed, right, turns, reports, reflecting)
 
 
 def _turns(value: object) -> Sequence[Mapping[str, int]]:

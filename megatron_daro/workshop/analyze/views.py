@@ -25,6 +25,7 @@ from megatron_daro.algo.difficulty import predicted_bin_loss
 from megatron_daro.algo.weighting import ALGORITHMS, Algorithm, BatchTotals, Daro, Samples, make_algorithm
 from megatron_daro.config.algorithm import AlgorithmSection, DaroSection
 from megatron_daro.errors import DataError
+from megatron_daro.workshop.analyze.behaviour import Reflection
 from megatron_daro.workshop.analyze.rows import Row
 from megatron_daro.workshop.report.conversations import TurnSums, add_turns
 
@@ -65,8 +66,8 @@ class BinSums:
 @dataclass(slots=True, eq=False)
 class Dump:
     """Everything that the views read. steps: sums of each file. unverified: rollouts without a verdict; unreadable:
-    records without a length. turns: sums by turn of conversations. incomplete: groups that never had K rollouts;
-    most_open: the largest number of groups that memory held at once."""
+    records without a length. turns: sums by turn of conversations. reflection: of each file, where texts are read.
+    incomplete: groups that never had K rollouts; most_open: the largest number of groups that memory held at once."""
 
     total: BinSums
     steps: list[BinSums] = field(default_factory=list)
@@ -76,6 +77,7 @@ class Dump:
     incomplete: int = 0
     most_open: int = 0
     turns: list[TurnSums] = field(default_factory=list)
+    reflection: list[Reflection] = field(default_factory=list)
 
 
 def infer_rollouts_per_prompt(rows: Iterable[Row | None]) -> int:
@@ -106,6 +108,8 @@ def read_dump(files: Iterable[Iterator[Row | None]], rollouts_per_prompt: int) -
 
 def _read_step(rows: Iterator[Row | None], dump: Dump, rollouts_per_prompt: int) -> BinSums:
     step, open_groups = BinSums(rollouts_per_prompt), dict[Hashable, list[float]]()
+    reflection = Reflection()
+    dump.reflection.append(reflection)
     for row in rows:
         if row is None:
             dump.unreadable += 1
@@ -115,6 +119,8 @@ def _read_step(rows: Iterator[Row | None], dump: Dump, rollouts_per_prompt: int)
         if row.right is None:
             dump.unverified += 1
             continue
+        if row.reflects is not None:
+            reflection.add(row.reflects, row.right)
         # [rollouts, right ones, tokens of right ones, tokens of wrong ones]
         group = open_groups.setdefault(row.group, [0, 0, 0.0, 0.0])
         group[0] += 1

@@ -23,7 +23,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megatron_daro.data.tokenizer import HeldOut
+from megatron_daro.data.stops import Stops
+from megatron_daro.data.templates import HeldOut
 from megatron_daro.errors import DataError
 from megatron_daro.rollout.group_columns import RecordedGroup
 from megatron_daro.rollout.recorder import write_groups
@@ -50,18 +51,20 @@ class Question:
         return ((self.group_id, index) for index in range(self.samples))
 
 
-def questions_of(
-    sets: Sequence[HeldOut], *, seed: int, max_new_tokens: int, stop_token_ids: tuple[int, ...]
-) -> list[Question]:
+def questions_of(sets: Sequence[HeldOut], *, seed: int, max_new_tokens: int, stops: Stops) -> list[Question]:
     """Return every problem of every set, in order.
 
     Args:
-        sets: with names that differ. seed: of sampling. max_new_tokens: longest answer. stop_token_ids: that end one.
+        sets: with names that differ. seed: of sampling. max_new_tokens: longest answer. stops: what ends one,
+            beside its template's.
     """
     found = []
     for held_out in sets:
         section, seen = held_out.section, Counter[str]()
-        sampling = SamplingParams(section.temperature, section.top_p, max_new_tokens, stop_token_ids, seed)
+        ends = held_out.stops(stops)
+        sampling = SamplingParams(
+            section.temperature, section.top_p, max_new_tokens, ends.token_ids, seed, stop=ends.texts
+        )
         for prompt in held_out.prompts:
             problem = _problem_id(prompt)
             seen[problem] += 1

@@ -13,12 +13,11 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_daro.config.problems import did_you_mean, nearest_paths
 from megatron_daro.config.sections import EvalSet
-from megatron_daro.data.tokenizer import tokens_until_stop
 from megatron_daro.errors import ConfigError, DeadlineError
 from megatron_daro.rollout.deadlines import first_cause
 from megatron_daro.rollout.protocol import Engine, Scorer
@@ -34,14 +33,13 @@ _DRAIN_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What an evaluation drives. decode: token ids -> text. window: requests under way at once; None: all of them in
+    """What an evaluation drives. window: requests under way at once; None: all of them in
     one call, for an engine that puts its own batches together. told: called after each kept answer. patience_s: most
     time without any answer."""
 
     engine: Engine
     scorer: Scorer
     store: AnswerStore
-    decode: Callable[[Sequence[int]], str]
     window: int | None
     told: Callable[[Answer], None]
     patience_s: float
@@ -124,7 +122,7 @@ class _AnswerRecorder:
     async def _take(self, rollouts: Sequence[Rollout]) -> None:
         """Verify and keep what is whole."""
         self._last = time.monotonic()
-        whole = [await self._ended(one) for one in rollouts if one.finish_reason != "abort"]
+        whole = [one for one in rollouts if one.finish_reason != "abort"]
         asked = [self._questions[one.group_id] for one in whole]
         texts = [(q.held_out.verified_text(one.text), q.prompt) for one, q in zip(whole, asked, strict=True)]
         verdicts = await judge(self._parts.scorer, texts)
@@ -144,26 +142,6 @@ class _AnswerRecorder:
         if self._parts.store.due and not self._writing.locked():
             async with self._writing:
                 await asyncio.shield(self._begin(asyncio.to_thread(self._parts.store.write, self._parts.store.take())))
-
-    async def _ended(self, one: Rollout) -> Rollout:
-        """Return the answer up to its template's stop text."""
-        template = self._questions[one.group_id].held_out.template
-        if template is None or not any(stop in one.text for stop in template.stop):
-            return one
-        tokens = one.tokens[one.prompt_length :].tolist()
-        found = await asyncio.to_thread(tokens_until_stop, tokens, template.stop, self._parts.decode)
-        if found is None:
-            return one
-        length, text = found
-        return replace(
-            one,
-            tokens=one.tokens[: one.prompt_length + length],
-            loss_mask=one.loss_mask[:length],
-            logprobs=one.logprobs[:length],
-            finish_reason="stop",
-            text=text,
-            version_spans=(),
-        )
 
 
 TEMPERATURE, TOP_P = 0.6, 0.95

@@ -22,9 +22,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_daro import durable, recovery
 from megatron_daro.config import Config, EvalSet, detect, resolve_tree
+from megatron_daro.config.check_training import named_templates
 from megatron_daro.config.hardware import engines_of
 from megatron_daro.config.problems import Problem, config_error
-from megatron_daro.data.tokenizer import HeldOut, load_tokenizer, response_decoder, stop_token_ids
+from megatron_daro.data.stops import Stops
+from megatron_daro.data.templates import HeldOut
+from megatron_daro.data.tokenizer import load_tokenizer
 from megatron_daro.engine.sglang.client import SGLangClient
 from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.errors import ConfigError, DaroError, EngineError, ModelError
@@ -32,7 +35,7 @@ from megatron_daro.reward.pool import RewardPool
 from megatron_daro.rollout.protocol import Notices
 from megatron_daro.runtime import parts, restart_audit
 from megatron_daro.runtime.cluster import Placement, cluster
-from megatron_daro.runtime.inputs import held_out_sets
+from megatron_daro.runtime.inputs import answer_stops, held_out_sets
 from megatron_daro.runtime.node_workers import Verdicts
 from megatron_daro.runtime.run_directory import owned
 from megatron_daro.workshop.evaluate import answers, asking, results
@@ -174,7 +177,7 @@ async def _told(urls: Sequence[str]) -> dict[str, dict[str, str]]:
     return found
 
 
-_LONGEST_PROMPT = 2048
+LONGEST_PROMPT = 2048
 
 
 def configuration(
@@ -198,7 +201,7 @@ def configuration(
     """
     kind = "sglang" if model.urls or detect().kind == "gpu" else "embedded"
     # A measurement trains on nothing; the section wants a file.
-    data = {"train": [str(one.path) for one in sets], "max_prompt_tokens": _LONGEST_PROMPT}
+    data = {"train": [str(one.path) for one in sets], "max_prompt_tokens": LONGEST_PROMPT}
     tree: dict[str, Any] = {"model": {"path": str(model.path)}, "engine": {"kind": kind}, "data": data} | dict(base)
     tree["actor"] = {**tree.get("actor", {}), "precision": model.dtype}
     measured = {
@@ -212,6 +215,8 @@ def configuration(
     measured |= {"engine.kind": "sglang"} if model.urls else {}
     fixed = [f"{path}={json.dumps(value)}" for path, value in measured.items()]
     config = resolve_tree(tree, [*overrides, *fixed], source=source)
+    if problems := list(named_templates(config)):
+        raise config_error(source, problems)
     if config.environment.is_own:
         raise ConfigError(
             f"environment.kind: got {config.environment.kind}; allowed: single_turn, since {source} measures single "
@@ -276,13 +281,11 @@ def ask_all(plan: Plan, notices: Notices) -> tuple[list[HeldOut], list[Question]
         config.model.trust_remote_code,
         chat_template=own_templates and config.data.prompt_template == "chat",
     )
-    stop = stop_token_ids(
-        tokenizer, stop=config.rollout.stop, extra_ids=config.rollout.stop_token_ids, model_path=config.model.path
-    )
+    stops = answer_stops(config, tokenizer)
     sets = held_out_sets(config.data, tokenizer, notices)
-    results.check_or_write(plan.out, _made_of(plan, stop))
+    results.check_or_write(plan.out, _made_of(plan, stops))
     seed = config.engine.seed or 0
-    questions = questions_of(sets, seed=seed, max_new_tokens=config.rollout.max_response_tokens, stop_token_ids=stop)
+    questions = questions_of(sets, seed=seed, max_new_tokens=config.rollout.max_response_tokens, stops=stops)
     _ask_until_whole(plan, tokenizer, questions, notices)
     return sets, questions
 
@@ -339,14 +342,13 @@ async def _run(plan: Plan, tokenizer: PreTrainedTokenizerBase, questions: Sequen
             engine.serve_as_loaded()
             window = UNDER_WAY * len(engine.fleet.servers)
         gc.freeze()
-        decode = response_decoder(tokenizer)
         for _ in range(_TRIES):
             pending = requests(questions, answers.kept(plan.out))
             if not pending:
                 return
             told = _Told(len(pending), notices.notice)
             store = AnswerStore(plan.out)
-            await ask(Parts(engine, scorer, store, decode, window, told, limits.generate), pending, questions)
+            await ask(Parts(engine, scorer, store, window, told, limits.generate), pending, questions)
         left = len(requests(questions, answers.kept(plan.out)))
         if left:
             raise EngineError(f"the engine gave no answer to {left} requests, though it was asked {_TRIES} times")
@@ -378,7 +380,7 @@ class _Told:
         )
 
 
-def _made_of(plan: Plan, stop: Sequence[int]) -> dict[str, Any]:
+def _made_of(plan: Plan, stops: Stops) -> dict[str, Any]:
     """Return what decides the answers and their verdicts."""
     config = plan.config
     return {
@@ -395,7 +397,8 @@ def _made_of(plan: Plan, stop: Sequence[int]) -> dict[str, Any]:
             for one in config.data.eval
         },
         "max_response_tokens": config.rollout.max_response_tokens,
-        "stop_token_ids": list(stop),
+        "stop_token_ids": list(stops.token_ids),
+        **({"stop": list(stops.texts)} if stops.texts else {}),
         "seed": config.engine.seed,
         "engine": config.engine.kind,
         "verifier": {name: getattr(config.reward, name) for name in ("verifier", "strict", "marker", "refuse_restated")}

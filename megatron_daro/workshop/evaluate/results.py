@@ -13,7 +13,6 @@ Shape letters: P problems, n samples of a problem, D draws, B bootstrap resample
 
 from __future__ import annotations
 
-import io
 import json
 import zlib
 from collections import Counter, defaultdict
@@ -27,20 +26,16 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from megatron_daro import durable
 from megatron_daro.config.sections import EvalSet, RewardSection
-from megatron_daro.data.tokenizer import HeldOut
+from megatron_daro.data.templates import HeldOut
 from megatron_daro.errors import DataError
-from megatron_daro.observe.logs import safe_text
 from megatron_daro.reward.base import StagedVerifier, VerifierSpec
 from megatron_daro.reward.factory import verifier_of
 from megatron_daro.rollout.protocol import Scorer
 from megatron_daro.rollout.summary import pass_at_k
+from megatron_daro.workshop.analyze.behaviour import Reflection, ending_of, has_code, reflects
 from megatron_daro.workshop.evaluate import answers
 from megatron_daro.workshop.evaluate.answers import Question
 
@@ -275,7 +270,8 @@ _RATES = (
 @dataclass(frozen=True, slots=True)
 class ProblemScore:
     """What one problem gave. set, problem: its names; majority: the most frequent answer, empty where none voted.
-    Lengths are tokens, means over samples, None where there is no such sample."""
+    Lengths are tokens, means over samples, None where there is no such sample. From reflecting on: how many answers
+    have a word of self-reflection (and are right), have code, ran on behind their answer, stopped without one."""
 
     set: str
     problem: str
@@ -291,6 +287,11 @@ class ProblemScore:
     length_wrong: float | None
     truncated: int
     no_answer: int
+    reflecting: int = 0
+    reflecting_right: int = 0
+    code: int = 0
+    ran_on: int = 0
+    stopped_without_answer: int = 0
 
     @property
     def rate(self) -> float:
@@ -334,8 +335,11 @@ async def score_problems(
     for row in answers.rows(out, _ROWS):
         question = of_group.get(row["group_id"])
         if question is not None and row["index"] < question.samples:
-            text = question.held_out.verified_text(row.pop("text"))
-            found[row["group_id"]][row["index"]] = row | {"answer": reader.answer_of(text)}
+            text = row.pop("text")
+            answer = reader.answer_of(question.held_out.verified_text(text))
+            said = {"answer": answer, "reflects": reflects(text), "code": has_code(text)}
+            said["ending"] = ending_of(answer is not None, row["finish_reason"] == "length")
+            found[row["group_id"]][row["index"]] = row | said
     missing = sum(question.samples - len(found[question.group_id]) for question in questions)
     if missing:
         total = sum(question.samples for question in questions)
@@ -368,14 +372,63 @@ def summarise(scored: Sequence[Scored], sets: Sequence[HeldOut], ks: Sequence[in
             "length": fmean(row.length for row in rows),
             "truncated": sum(row.truncated for row in rows) / sum(row.samples for row in rows),
             "no_answer": sum(row.no_answer for row in rows) / sum(row.samples for row in rows),
+            "behaviour": behaviour(rows),
             "by_level": by_level(rows),
         }
-    common = [metric for metric in next(iter(values.values())) if all(metric in one for one in values.values())]
-    if len(sets) > 1:
-        for metric in common:
-            of_sets = estimate_of_sets({name: v[metric] for name, v in values.items()}, seed=seed)
-            summary["mean"][metric] = _plain(of_sets)
+    by_template: dict[str, list[str]] = defaultdict(list)
+    for held_out in sets:
+        by_template[held_out.section.template].append(held_out.section.name)
+    if len(by_template) > 1:  # a mean over templates would be that of no model as anybody uses it
+        summary["templates"] = {
+            template: _of_template([summary["sets"][name] for name in names])
+            | {"metrics": _means({name: values[name] for name in names}, seed)}
+            for template, names in by_template.items()
+        }
+    elif len(sets) > 1:
+        summary["mean"] = _means(values, seed)
     return summary
+
+
+def _means(values: Mapping[str, dict[str, list[float]]], seed: int) -> dict[str, dict[str, float]]:
+    """Return, for each metric that all sets have, the mean of the sets, each counting the same."""
+    common = [metric for metric in next(iter(values.values())) if all(metric in one for one in values.values())]
+    return {
+        metric: _plain(estimate_of_sets({name: one[metric] for name, one in values.items()}, seed=seed))
+        for metric in common
+    }
+
+
+def _of_template(sets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    shares = ("answered", "ran_on", "cut_off", "without_answer", "code", "reflecting")
+    return {
+        "length": fmean(one["length"] for one in sets),
+        "behaviour": {name: fmean(one["behaviour"][name] for one in sets) for name in shares},
+    }
+
+
+def behaviour(rows: Sequence[ProblemScore]) -> dict[str, float | None]:
+    """Return how the answers of a set end, as shares of them, and how many reflect, with the accuracy of these and of
+    the others (None where there are none)."""
+    total = sum(row.samples for row in rows)
+    shown = Reflection(
+        sum(row.reflecting for row in rows),
+        sum(row.reflecting_right for row in rows),
+        sum(row.samples - row.reflecting for row in rows),
+        sum(row.correct - row.reflecting_right for row in rows),
+    )
+    ran_on, without = (sum(getattr(row, name) for row in rows) for name in ("ran_on", "stopped_without_answer"))
+    cut = sum(row.truncated for row in rows)
+    return {
+        "answered": (total - without - cut) / total,
+        "ran_on": ran_on / total,
+        "cut_off": (cut - ran_on) / total,
+        "without_answer": without / total,
+        "code": sum(row.code for row in rows) / total,
+        "reflecting": shown.share,
+        "reflecting_problems": sum(row.reflecting > 0 for row in rows) / len(rows),
+        "accuracy_reflecting": shown.accuracy_with,
+        "accuracy_others": shown.accuracy_without,
+    }
 
 
 def by_level(rows: Sequence[ProblemScore]) -> list[dict[str, Any]]:
@@ -433,6 +486,11 @@ def _scored(question: Question, rows: Sequence[Mapping[str, Any]], votes: Votes)
         length_wrong=_mean(wrong),
         truncated=sum(row["finish_reason"] == "length" for row in rows),
         no_answer=sum(row["reason"] == "no_answer" for row in rows),
+        reflecting=sum(row["reflects"] for row in rows),
+        reflecting_right=sum(row["reflects"] and row["correct"] for row in rows),
+        code=sum(row["code"] for row in rows),
+        ran_on=sum(row["ending"] == "ran on" for row in rows),
+        stopped_without_answer=sum(row["ending"] == "without answer" for row in rows),
     )
     return Scored(score, votes)
 
@@ -469,48 +527,3 @@ def _column(values: list[Any]) -> pa.Array:
         return pa.array(values)
     except UnicodeEncodeError:  # half a character, which no file takes
         return pa.array([str(value).encode("utf-8", "replace").decode() for value in values])
-
-
-_WIDTH = 160
-
-
-def summary_text(summary: Mapping[str, Any]) -> str:
-    """Return two tables: metrics with intervals by set, then accuracy and length by difficulty."""
-    sets: Mapping[str, Any] = summary["sets"]
-    names = list(dict.fromkeys(metric for one in sets.values() for metric in one["metrics"]))
-    rows = []
-    for name, one in sets.items():
-        numbers = [_estimate(one["metrics"].get(metric)) for metric in names]
-        shares = [f"{one['length']:.0f}", f"{one['truncated']:.1%}", f"{one['no_answer']:.1%}"]
-        rows.append([name, str(one["problems"]), *numbers, *shares])
-    if summary["mean"]:
-        rows.append(["mean of sets", "", *(_estimate(summary["mean"].get(metric)) for metric in names), "", "", ""])
-    head = ["set", "problems", *names, "tokens", "cut off", "no answer"]
-    levels = []
-    for name, one in sets.items():
-        for row in one["by_level"]:
-            lengths = [_tokens(row[key]) for key in ("length", "length_right", "length_wrong")]
-            what = f"{row['by']} {row['level']}"
-            levels.append([name, what, str(row["problems"]), f"{row['accuracy']:.1%}", *lengths])
-    level_head = ["set", "difficulty", "problems", "accuracy", "tokens", "tokens, right", "tokens, wrong"]
-    return f"{table_text(head, rows, left=1)}\n{table_text(level_head, levels, left=2)}"
-
-
-def table_text(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> str:
-    """Return a table as text. Args: left: columns, from the left, that are not numbers."""
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    for number, name in enumerate(head):
-        table.add_column(Text(name), justify="left" if number < left else "right")
-    for row in rows:
-        table.add_row(*(Text(safe_text(cell, 60, one_line=True)) for cell in row))
-    text = io.StringIO()
-    Console(file=text, width=_WIDTH, color_system=None).print(table)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip())
-
-
-def _estimate(one: Mapping[str, float] | None) -> str:
-    return f"{one['mean']:.1%} [{one['low']:.1%}, {one['high']:.1%}]" if one else ""
-
-
-def _tokens(value: float | None) -> str:
-    return "" if value is None else f"{value:.0f}"

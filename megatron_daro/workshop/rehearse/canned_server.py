@@ -120,7 +120,7 @@ class CannedServer:
         facts = {"version": "0.5.23", "max_total_num_tokens": _CACHE_TOKENS, "max_req_input_len": _LONGEST_INPUT}
         facts |= {"device": canned.device, "dtype": canned.dtype, "tp_size": canned.tensor_parallel}
         fixed: dict[str, Callable[[], object]] = {
-            "/server_info": lambda: facts | {"model_path": "/model", "skip_tokenizer_init": True},
+            "/server_info": lambda: facts | {"model_path": "/model", "skip_tokenizer_init": False},
             "/openapi.json": lambda: {"paths": {path: {} for path in (*_CALLS, *_SESSION_CALLS)}},
             "/model_info": lambda: {"model_type": canned.model_type},
         }

@@ -25,6 +25,7 @@ from megatron_daro.config.check_training import part_layers
 from megatron_daro.config.hardware import Demand, demand_of, misfit
 from megatron_daro.config.model_shape import ModelShape, read_model_shape
 from megatron_daro.config.sections import GPU_BUCKET_MIB
+from megatron_daro.data.templates import trained_with
 from megatron_daro.errors import ConfigError
 from megatron_daro.rollout.protocol import PromptSource
 from megatron_daro.runtime.cluster import assigned, group_order
@@ -142,7 +143,7 @@ class Setting:
         samples = config.rollout.rollouts_per_prompt
         lengths = rng.choice(self.workload.response_Q, (_BODIES, samples)).astype(int).clip(_LEAST_ANSWER)
         endings = [
-            [*tokenizer.encode(_ending(config, answer), add_special_tokens=False), inputs.stop[0]]
+            [*tokenizer.encode(_ending(config, answer), add_special_tokens=False), inputs.stops.token_ids[0]]
             for answer in (ANSWER, "8")
         ]
         return CannedAnswers(
@@ -163,6 +164,9 @@ _LEAST_ANSWER, _LONGEST_S = 16, 3600.0
 
 def _ending(config: Config, answer: str) -> str:
     """Return the end of an answer as the recipe's verifier reads it."""
+    template = trained_with(config.data)
+    if template and template.tagged:
+        return f" </think> <answer> {answer} </answer>"
     forms = {"math": f" \\boxed{{{answer}}}", "integer": f"\nAnswer: {answer}"}
     return forms.get(config.reward.verifier, f"\n{config.reward.marker} {answer}")
 

@@ -485,3 +485,17 @@ def test_conversations_are_counted_by_turn_and_by_what_was_generated(tmp_path, c
     assert read(tmp_path).turns[1] == TurnSums(4, 120, 28, 2, 2, 2.0, 3.0)
     assert main(["analyze", str(tmp_path), "--html", str(tmp_path / "page.html")]) == 0
     assert "30.0" in capsys.readouterr().out and "rollouts that have it" in (tmp_path / "page.html").read_text()
+
+
+def test_answers_that_reflect_are_counted_file_by_file(tmp_path, capsys):
+    said = ["so 2", "Let me reconsider", "I DOUBLE-CHECK", "so 3"]
+    for step in (1, 2):
+        rows = [{"input": f"p{g}", "output": said[i], "score": float(i == step)} for g in range(3) for i in range(4)]
+        (tmp_path / f"{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["analyze", str(tmp_path), "--reflection"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"1\.jsonl\W+12\W+50\.0%\W+50\.0%\W+0\.0%", shown)
+    table = pyarrow.table({"group_id": [1, 1], "length": [3, 4], "correct": [True, False]})
+    parquet.write_table(table, tmp_path / "step.parquet")
+    assert main(["analyze", str(tmp_path / "step.parquet"), "--reflection"]) == 1
+    assert "--reflection needs answers as text: one of text, output" in capsys.readouterr().err

@@ -75,6 +75,16 @@ def test_options_and_overrides_reach_the_plan(plans, model, problems, tmp_path):
     assert config.actor.precision == "bf16" and config.trainer.run_dir == tmp_path / "out" and plans[0].ks == (1, 2)
 
 
+def test_several_templates_ask_each_set_by_each(plans, model, problems, tmp_path):
+    words = ["--set", f"a={problems}", "--set", f"b={problems}", "--samples", "8", "--samples", "b=2"]
+    out = ["--out", str(tmp_path / "out")]
+    assert cli.main(["eval", "--hf", str(model), *words, "--template", "qwen-math,r1,none", *out]) == 0
+    sets = plans[0].config.data.eval
+    names = [f"{name}.{template}" for template in ("qwen-math", "r1", "none") for name in ("a", "b")]
+    assert [one.name for one in sets] == names and [one.rollouts_per_prompt for one in sets] == [8, 2] * 3
+    assert [one.template for one in sets] == [name.partition(".")[2] for name in names]
+
+
 def test_a_configuration_gives_engine_verifier_and_sets(plans, model, problems, tmp_path):
     path = tmp_path / "tiny.yaml"
     data = {"train": [str(problems)], "prompt_template": "plain", "eval": [{"name": "held", "path": str(problems)}]}
@@ -125,6 +135,11 @@ def test_a_run_is_no_checkpoint_and_names_its_own(plans, tmp_path, capsys, given
         (["--hf", "{model}", "--set", "mine={problems}", "--samples", "0"], "--samples: got 0"),
         (["--hf", "{model}", "--set", "mine={problems}", "--samples", "your=2"], "allowed: the sets mine"),
         (["--hf", "{model}", "--set", "mine={problems}", "--template", "r2"], "--template: got 'r2'"),
+        (["--hf", "{model}", "--set", "mine={problems}", "--template", "r1,none,r1"], "--template: got r1 twice"),
+        (
+            ["reward.verifier=integer", "--hf", "{model}", "--set", "mine={problems}", "--template", "r1"],
+            "data.eval.0.template: got r1 with reward.verifier=integer",
+        ),
         (["--hf", "{model}", "--set", "mine={problems}", "--top-p", "0"], "--top-p: got 0"),
         (
             ["--hf", "{model}", "--set", "mine={problems}", "--temperature", "0", "--samples", "2"],

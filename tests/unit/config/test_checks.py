@@ -65,6 +65,12 @@ def test_a_good_run_passes_every_check_without_warnings(run_files, cpu):
         (["rollout.temperature=0"], "rollout.temperature", "8 rollouts per prompt, which would all be equal"),
         (["rollout.keep_surplus=true"], "rollout.keep_surplus", "true only with max_staleness >= 1"),
         (["rollout.stop_token_ids=[5,100]"], "rollout.stop_token_ids", "got [100]; allowed: ids below 100"),
+        (["data.prompt_template=none", "data.template='{prompt}?'"], "data.template", "which is the whole text"),
+        (
+            ["data.prompt_template=r1", "reward.verifier=integer"],
+            "data.prompt_template",
+            "got r1 with reward.verifier=integer; allowed: r1 with the verifier math",
+        ),
         (["algorithm.daro.clamp=[2,10]"], "algorithm.daro.clamp", "0 < lower <= 1 <= upper"),
         (["algorithm.daro.clamp=[10,0.1]"], "algorithm.daro.clamp", "0 < lower <= 1 <= upper"),
         (["algorithm.daro.clamp=[0,10]"], "algorithm.daro.clamp", "0 < lower <= 1 <= upper"),

@@ -11,7 +11,8 @@ from weightless import save_tiny_model
 from megatron_daro.cli import main
 from megatron_daro.data.formats import PassRate, pass_rate_of
 from megatron_daro.data.prompts import load_problems
-from megatron_daro.data.tokenizer import HeldOut
+from megatron_daro.data.stops import Stops
+from megatron_daro.data.templates import HeldOut
 from megatron_daro.errors import ConfigError
 from megatron_daro.types import Prompt, Rollout, Verdict
 from megatron_daro.workshop.curate.pass_rates import Asked, apply, key_of, read_range, summary_of, write_problems
@@ -87,7 +88,7 @@ def asked(monkeypatch):
         plans.append(plan)
         (one,) = plan.config.data.eval
         prompts, _ = load_problems([one.path], repeats="keep")
-        questions = questions_of([HeldOut(one, tuple(prompts[:-1]))], seed=0, max_new_tokens=1, stop_token_ids=())
+        questions = questions_of([HeldOut(one, tuple(prompts[:-1]))], seed=0, max_new_tokens=1, stops=Stops(()))
         store = AnswerStore(plan.out)
         for question in questions:
             for index in range(one.rollouts_per_prompt + 1):  # one more than is wanted: of an earlier command
@@ -127,6 +128,19 @@ def test_a_curated_set_carries_its_pass_rates(tmp_path, model, asked):
     assert statistics["pass_rates"]["problems"] == 7 and statistics["pass_rates"]["sampling"]["seed"] == 3
     assert "Pass rates" in (tmp_path / "out" / "page.html").read_text()
     assert list((tmp_path / "out" / "sampling" / "answers").glob("part_*.parquet"))
+
+
+def test_what_the_model_guesses_goes_before_it_is_sampled(tmp_path, model, asked):
+    options = ["--template", "data", "rollout.max_response_tokens=5", "data.template='{prompt}?'"]
+    assert curate(tmp_path, "--hf", str(model), *options, "--guess-tries", "2") == 0
+    guessing, sampling = (plan.config for plan in asked)
+    assert guessing.data.eval[0].rollouts_per_prompt == 2 and not guessing.reward.strict and sampling.reward.strict
+    assert guessing.rollout.max_response_tokens == 64 and sampling.rollout.max_response_tokens == 5
+    assert guessing.data.prompt_template == "plain" and guessing.data.template.endswith("reasoning.\nAnswer:")
+    found = json.loads((tmp_path / "out" / "statistics.json").read_text())
+    # Digits 1 to 6 are right at the first try; 0 never is, and the last problem fits no template.
+    assert found["dropped"] == {"guessed": 6, "unsampled": 1} and found["kept"] == 1
+    assert found["rules"]["guess_tries"] == 2
 
 
 @pytest.mark.parametrize(

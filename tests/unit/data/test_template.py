@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from megatron_daro.data.tokenizer import load_tokenizer, stop_token_ids, tokenize_prompts
+from megatron_daro.data.tokenizer import load_tokenizer, tokenize_prompts
 from megatron_daro.errors import DataError, ModelError
 from megatron_daro.types import Prompt
 
@@ -164,28 +164,6 @@ def test_remote_code_stays_off_unless_asked_for(tmp_path, monkeypatch):
     with pytest.raises(ModelError, match="RuntimeError: ran"):
         load_tokenizer(tmp_path, trust_remote_code=True)
     assert marker.exists()
-
-
-def test_stop_ids_from_all_sources(tmp_path):
-    tokenizer = load_tokenizer(save_tokenizer(tmp_path))
-    eos, start, newline = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>", "Ċ"])
-    assert stop_token_ids(tokenizer) == (eos,)
-    assert stop_token_ids(tokenizer, stop=["\n"], extra_ids=[eos, 5]) == tuple(sorted({5, newline, eos}))
-    assert stop_token_ids(tokenizer, model_path=tmp_path) == (eos,)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [start, eos]}))
-    assert stop_token_ids(tokenizer, model_path=tmp_path) == tuple(sorted((start, eos)))
-
-
-def test_stop_id_refusals(tmp_path):
-    tokenizer = load_tokenizer(save_tokenizer(tmp_path))
-    with pytest.raises(ModelError, match=r"'ab' is 2 tokens"):
-        stop_token_ids(tokenizer, stop=["ab"])
-    with pytest.raises(ModelError, match=r"\[-1, 9999\] are outside"):
-        stop_token_ids(tokenizer, extra_ids=[9999, -1])
-    for text in ('{"eos_token_id": "x"}', "{torn", "[]"):
-        (tmp_path / "generation_config.json").write_text(text)
-        with pytest.raises(ModelError, match=r"generation_config\.json"):
-            stop_token_ids(tokenizer, model_path=tmp_path)
 
 
 @pytest.mark.shared

@@ -127,6 +127,45 @@ def test_asking_for_some_indices_gives_the_same_rollouts_as_asking_for_all(small
     assert responses(run(generator, [part])) == {key: full[key] for key in ((1, 0, 5), (1, 0, 2))}
 
 
+def letters(ids):
+    """Three letters in turn; token 30 has no text, and token 29 two letters."""
+    return "".join({29: "bc", 30: ""}.get(i, "abc"[i % 3]) for i in ids)
+
+
+@pytest.mark.parametrize("stop", ["bb", "bca", "acbc"])
+def test_a_stop_text_ends_an_answer_at_the_token_that_completes_it(small_models, stop):
+    """The same answers as without it, up to there: what is cut off would have come anyway."""
+    generator = EmbeddedGenerator(small_models["qwen2"], seed=2, batch_size=64, decode=letters)
+    options = {"max_new_tokens": 40, "stop_token_ids": (5,)}
+    free = run(generator, requests(8, **options))
+    ended = run(generator, requests(8, stop=(stop,), **options))
+    cut = 0
+    for key, whole in free.items():
+        ids, one = whole.tokens[whole.prompt_length :].tolist(), ended[key]
+        count = next((n for n in range(1, len(ids) + 1) if stop in letters(ids[:n])), None)
+        cut += count is not None
+        expected = ids[:count] if count else ids
+        assert one.tokens[one.prompt_length :].tolist() == expected
+        np.testing.assert_allclose(one.logprobs, whole.logprobs[: len(expected)], atol=1e-5)
+        text = letters(expected)
+        assert one.text == (text[: text.index(stop) + len(stop)] if count else text)
+        assert one.finish_reason == ("stop" if count else whole.finish_reason)
+    assert cut >= 3
+
+
+def test_a_stop_text_saves_the_steps_behind_it(small_models):
+    generator = EmbeddedGenerator(small_models["qwen2"], seed=2, batch_size=64, decode=letters)
+    steps = []
+    generator.model.register_forward_hook(lambda *_: steps.append(1))
+    run(generator, requests(2, max_new_tokens=200, stop_token_ids=(), stop=("a", "b")))
+    assert len(steps) < 60
+
+
+def test_stop_texts_need_a_decoder(small_models):
+    with pytest.raises(EngineError, match=r"stop texts \['b'\], but this engine was made without `decode`"):
+        EmbeddedGenerator(small_models["qwen2"], seed=2).plan(requests(1, stop=("b",)))
+
+
 def test_finish_reasons_and_the_stop_token(small_models):
     rollouts = run(EmbeddedGenerator(small_models["qwen2"], seed=2, batch_size=64), requests(8, max_new_tokens=10))
     reasons = [r.finish_reason for r in rollouts.values()]

@@ -35,9 +35,9 @@ def engine_of(tmp_path, answer=GOOD):
     return OwnEngine(f"{__name__}:Canned", arguments, vocabulary=9, sync_dir=tmp_path / "files", decode=str)
 
 
-async def rollouts_of(engine):
+async def rollouts_of(engine, *stop):
     prompt = Prompt(id="p", answer="", source="test", tokens=(1, 2))
-    request = GroupRequest(7, 0, prompt, (0, 1), SamplingParams(max_new_tokens=3, stop_token_ids=(3,)))
+    request = GroupRequest(7, 0, prompt, (0, 1), SamplingParams(max_new_tokens=3, stop_token_ids=(3,), stop=stop))
     return [item async for item in engine.generate([request])]
 
 
@@ -45,6 +45,12 @@ def test_answers_become_rollouts(tmp_path):
     ((first, second),) = asyncio.run(rollouts_of(engine_of(tmp_path)))
     assert (first.index, second.index, first.tokens.tolist(), first.prompt_length) == (0, 1, [1, 2, 5, 3], 2)
     assert (first.loss_mask.tolist(), first.finish_reason, first.text) == ([1, 1], "stop", "[5, 3]")
+
+
+@pytest.mark.parametrize("said", [Answer([5, 4], [-1.0] * 2, "stop"), Answer([5, 4, 6], [-1.0] * 3, "length")])
+def test_an_answer_ends_at_a_stop_text(tmp_path, said):
+    ((first, _),) = asyncio.run(rollouts_of(engine_of(tmp_path, said), "5, 4"))
+    assert (first.tokens.tolist(), first.finish_reason, first.text) == ([1, 2, 5, 4], "stop", "[5, 4")
 
 
 @pytest.mark.parametrize(

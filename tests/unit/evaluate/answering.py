@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron_daro.config.sections import EvalSet
-from megatron_daro.data.tokenizer import HeldOut
+from megatron_daro.data.stops import until_stop
+from megatron_daro.data.templates import HeldOut
 from megatron_daro.errors import EngineError
 from megatron_daro.types import GroupRequest, Prompt, Rollout
 
@@ -48,7 +49,7 @@ class SeededEngine:
         said = f"####{wanted if drawn >= wanted else drawn}{self._tail}"
         ids = [*map(ord, said), STOP]
         prompt = request.prompt.tokens
-        return Rollout(
+        rollout = Rollout(
             prompt_id=request.prompt.id,
             group_id=request.group_id,
             attempt=0,
@@ -61,6 +62,7 @@ class SeededEngine:
             weight_version=0,
             text=said,
         )
+        return until_stop(rollout, request.sampling.stop, text_of)
 
 
 def digits(name: str = "digits", *, samples: int = 4, template: str = "data", level: bool = True) -> HeldOut:

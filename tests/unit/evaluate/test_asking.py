@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from dataclasses import replace
 
 import pytest
-from answering import SeededEngine, digits, text_of
+from answering import SeededEngine, digits
 
+from megatron_daro.data.stops import Stops
 from megatron_daro.errors import DataError, DeadlineError, EngineError
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.workshop.evaluate import answers, asking
@@ -19,14 +19,14 @@ COLUMNS = ("source", "prompt_id", "text", "correct", "length", "finish_reason", 
 
 
 def questions(*sets, seed=0):
-    return questions_of(sets, seed=seed, max_new_tokens=8, stop_token_ids=(0,))
+    return questions_of(sets, seed=seed, max_new_tokens=8, stops=Stops((0,)))
 
 
 def run(out, engine, asked, *, window=None, patience_s=60.0):
     """Asks for what is not there yet; returns how many were asked for."""
     pending = requests(asked, kept(out))
     with RewardPool("exact", workers=0) as pool:
-        parts = Parts(engine, pool, AnswerStore(out), text_of, window, lambda answer: None, patience_s)
+        parts = Parts(engine, pool, AnswerStore(out), window, lambda answer: None, patience_s)
         asyncio.run(ask(parts, pending, asked))
     return len(pending)
 
@@ -135,20 +135,3 @@ def test_a_part_never_takes_the_name_of_another(tmp_path):
     first.unlink()
     run(tmp_path, SeededEngine(), questions(digits(samples=4)))
     assert last.read_bytes() == content and len(kept(tmp_path)) == 40
-
-
-def test_an_answer_that_is_cut_at_its_stop_is_whole_in_every_column(tmp_path):
-    class Long(SeededEngine):
-        """It did not stop by itself, and its weights changed on the way."""
-
-        def _rollout(self, request, index):
-            one = super()._rollout(request, index)
-            spans, mask = ((0, 2), (1, one.response_length - 2)), one.loss_mask.copy()
-            mask[0] = 0  # a mask of ones only is not written
-            return replace(one, finish_reason="length", version_spans=spans, loss_mask=mask)
-
-    run(tmp_path, Long(tail="</answer> and on"), questions(digits(samples=1, template="r1")))
-    columns = ("text", "tokens", "logprobs", "loss_mask", "length", "finish_reason", "version_spans")
-    for row in rows(tmp_path, columns):
-        assert row["text"].endswith("</answer>") and row["finish_reason"] == "stop" and not row["version_spans"]
-        assert row["length"] == len(row["tokens"]) == len(row["logprobs"]) == len(row["text"]) == len(row["loss_mask"])

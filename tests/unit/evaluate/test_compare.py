@@ -11,10 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from answering import SeededEngine, digits, text_of
+from answering import SeededEngine, digits
 
 from megatron_daro.config.sections import RewardSection
-from megatron_daro.data.tokenizer import HeldOut
+from megatron_daro.data.stops import Stops
+from megatron_daro.data.templates import HeldOut
 from megatron_daro.errors import DataError
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.workshop.evaluate import results
@@ -27,12 +28,12 @@ EVIL = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>\x1b[2J\"'&"
 
 def evaluated(out: Path, *sets: HeldOut, seed: int, tail: str = "") -> Path:
     """The directory of a whole evaluation."""
-    asked = questions_of(sets, seed=seed, max_new_tokens=8, stop_token_ids=(0,))
+    asked = questions_of(sets, seed=seed, max_new_tokens=8, stops=Stops((0,)))
     names = {one.section.name: {"file": "ab", "samples": one.section.rollouts_per_prompt} for one in sets}
     out.mkdir()
     results.check_or_write(out, {"weights": {"files": str(seed)}, "seed": seed, "sets": names})
     with RewardPool("exact", workers=0) as pool:
-        parts = Parts(SeededEngine(tail=tail), pool, AnswerStore(out), text_of, None, lambda answer: None, 60.0)
+        parts = Parts(SeededEngine(tail=tail), pool, AnswerStore(out), None, lambda answer: None, 60.0)
         asyncio.run(ask(parts, requests(asked, ()), asked))
         reward = RewardSection(verifier="exact", workers=1)
         scored = asyncio.run(results.score_problems(out, asked, reward, pool))

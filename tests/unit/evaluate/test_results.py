@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pyarrow.parquet as pq
 import pytest
-from answering import SeededEngine, digits, text_of
+from answering import SeededEngine, digits
 from pydantic import ValidationError
 
 from megatron_daro.config.sections import RewardSection
+from megatron_daro.data.stops import Stops
 from megatron_daro.errors import DataError
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.types import Verdict
 from megatron_daro.workshop.evaluate import results
 from megatron_daro.workshop.evaluate.answers import AnswerStore, questions_of, requests
 from megatron_daro.workshop.evaluate.asking import Parts, ask
-from megatron_daro.workshop.evaluate.results import Sample, summary_text, votes_of
+from megatron_daro.workshop.evaluate.results import Sample, votes_of
+from megatron_daro.workshop.evaluate.tables import summary_text
 
 REWARD = RewardSection(verifier="exact", workers=1)
 
 
 def evaluated(out, *sets, aborted=()):
-    asked = questions_of(sets, seed=0, max_new_tokens=8, stop_token_ids=(0,))
+    asked = questions_of(sets, seed=0, max_new_tokens=8, stops=Stops((0,)))
     with RewardPool("exact", workers=0) as pool:
-        parts = Parts(SeededEngine(aborted=aborted), pool, AnswerStore(out), text_of, None, lambda answer: None, 60.0)
+        parts = Parts(SeededEngine(aborted=aborted), pool, AnswerStore(out), None, lambda answer: None, 60.0)
         asyncio.run(ask(parts, requests(asked, ()), asked))
         return asyncio.run(results.score_problems(out, asked, REWARD, pool))
 
@@ -57,6 +60,41 @@ def test_scores_follow_from_the_answers(tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     text = summary_text(summary)
     assert "pass@4" in text and "mean of sets" in text and "level 1" in text
+
+
+def test_templates_are_compared_and_never_averaged(tmp_path):
+    sets = [digits("a.none", samples=4, template="none"), digits("a.r1", samples=4, template="r1")]
+    sets += [digits("b.none", samples=2, template="none")]
+    scored = evaluated(tmp_path, *sets)
+    summary = results.summarise(scored, sets, (1,), seed=0)
+    of_sets, templates = summary["sets"], summary["templates"]
+    assert not summary["mean"] and list(templates) == ["none", "r1"]
+    rates = [of_sets[name]["metrics"]["pass@1"]["mean"] for name in ("a.none", "b.none")]
+    assert templates["none"]["metrics"]["pass@1"]["mean"] == pytest.approx(sum(rates) / 2)
+    assert templates["r1"]["metrics"]["pass@1"] == of_sets["a.r1"]["metrics"]["pass@1"]
+    assert templates["r1"]["behaviour"]["without_answer"] == 1.0  # no tags, so nothing is verified
+    assert "template, mean of its sets" in summary_text(summary)
+
+
+def test_how_answers_end_and_reflect(tmp_path):
+    class Said(SeededEngine):
+        """Of four answers: a plain one, one that reflects, one that runs on with code, one without an answer."""
+
+        def _rollout(self, request, index):
+            one, d = super()._rollout(request, index), request.prompt.answer
+            text = [f"#### {d}", f"Let me Double-Check. #### {d}", f"```python\n1\n``` #### {d}", "reconsider"][index]
+            return replace(one, text=text, finish_reason="length" if index == 2 else "stop")
+
+    held_out = digits(samples=4)
+    asked = questions_of([held_out], seed=0, max_new_tokens=8, stops=Stops((0,)))
+    with RewardPool("exact", workers=0) as pool:
+        parts = Parts(Said(), pool, AnswerStore(tmp_path), None, lambda answer: None, 60.0)
+        asyncio.run(ask(parts, requests(asked, ()), asked))
+        scored = asyncio.run(results.score_problems(tmp_path, asked, REWARD, pool))
+    assert results.summarise(scored, [held_out], (1,), seed=0)["sets"]["digits"]["behaviour"] == {
+        "answered": 0.5, "ran_on": 0.25, "cut_off": 0.0, "without_answer": 0.25, "code": 0.25, "reflecting": 0.5,
+        "reflecting_problems": 1.0, "accuracy_reflecting": 0.5, "accuracy_others": 1.0,
+    }  # fmt: skip
 
 
 def test_missing_answers_are_no_score(tmp_path):

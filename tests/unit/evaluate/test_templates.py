@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_daro.data.tokenizer import TEMPLATES, check_tokenizer, tokens_until_stop
+from megatron_daro.data.templates import TEMPLATES, check_tokenizer
 from megatron_daro.errors import ModelError
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "evaluate.md"
@@ -32,7 +32,7 @@ def test_the_documentation_shows_every_template_word_for_word():
 
 def test_a_template_that_the_tokenizer_cannot_write_is_refused():
     check_tokenizer("chat", tokenizer(chat=True))
-    with pytest.raises(ModelError, match=r"--template chat: the tokenizer of some/model has no chat template"):
+    with pytest.raises(ModelError, match=r"template chat: the tokenizer of some/model has no chat template"):
         check_tokenizer("chat", tokenizer(chat=False))
     check_tokenizer("qwen-math", tokenizer(chat=False, known=("<|im_start|>", "<|im_end|>")))
     with pytest.raises(ModelError, match=r"<\|im_end\|> is no token of the tokenizer of some/model"):
@@ -46,27 +46,18 @@ def test_a_template_that_the_tokenizer_cannot_write_is_refused():
     [
         ("so </think> <answer> 42 </answer>", "\\boxed{42}"),
         ("so </think> <answer> it is \\boxed{42} </answer>", " it is \\boxed{42} "),
-        ("<answer> 1 </answer> no, <answer> 2 </answer>", "\\boxed{2}"),
+        ("so </think> <answer> 1 </answer> no, <answer> 2 </answer>", "\\boxed{2}"),
+        ("no thoughts <answer> 42 </answer>", ""),
+        ("so </think><answer> 42 </answer>", ""),
+        ("so </think> <answer> 4 <answer> 2", ""),
         ("\\boxed{42} without tags", ""),
         ("<answer> 42 cut off", ""),
         ("42 </answer>", ""),
     ],
 )
-def test_r1_reads_the_last_answer_tag(text, verified):
+def test_r1_reads_the_last_answer_tag_of_an_answer_that_keeps_the_form(text, verified):
     assert TEMPLATES["r1"].verified_text(text) == verified
 
 
 def test_other_templates_read_the_whole_answer():
     assert all(t.verified_text("a <answer>") == "a <answer>" for name, t in TEMPLATES.items() if name != "r1")
-
-
-@pytest.mark.parametrize("tail", ["", " and more\nUser: next"])
-def test_an_answer_ends_with_its_stop_text(tail):
-    whole = "7 </answer>"
-    tokens = [ord(character) for character in whole + tail]
-    found = tokens_until_stop(tokens, ("</answer>",), lambda ids: "".join(map(chr, ids)))
-    assert found == (len(whole), whole)
-
-
-def test_an_answer_without_its_stop_text_is_left_alone():
-    assert tokens_until_stop([65, 66], ("</answer>",), lambda ids: "".join(map(chr, ids))) is None

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_daro.data.prompts import load_problems
-from megatron_daro.data.tokenizer import load_tokenizer, stop_token_ids, tokenize_prompts
+from megatron_daro.data.stops import read_stops
+from megatron_daro.data.tokenizer import load_tokenizer, tokenize_prompts
 from megatron_daro.reward import build_verifier
 
 numbers = st.integers(0, 99_999)
@@ -107,5 +108,5 @@ def test_own_encoding_is_that_of_the_written_tokenizer(loaded, left, right):
 
 def test_tokenizer_has_what_a_run_needs(loaded):
     assert len(loaded) == len(tokenizer.VOCABULARY) == 24
-    assert stop_token_ids(loaded) == (tokenizer.VOCABULARY["<eos>"],)
+    assert read_stops(loaded).token_ids == (tokenizer.VOCABULARY["<eos>"],)
     assert tokenizer.encode("####7") == [tokenizer.VOCABULARY["####"], tokenizer.VOCABULARY["7"]]

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from loop_fakes import make_rollout
 
 from megatron_daro.config import EvalSet
+from megatron_daro.data.stops import Stops
+from megatron_daro.data.templates import TEMPLATES
 from megatron_daro.errors import RewardError
 from megatron_daro.observe.metrics import Phases
 from megatron_daro.observe.progress import Progress
@@ -21,7 +23,7 @@ from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.evaluation import Evaluator, HeldOut
 from megatron_daro.rollout.ledger import Ledger
 from megatron_daro.rollout.rollouter import Pending, RolloutCollector, SingleTurn, judge
-from megatron_daro.types import Prompt, SamplingParams
+from megatron_daro.types import Prompt, SamplingParams, Verdict
 
 
 def prompt(*golds: str) -> Prompt:
@@ -73,6 +75,29 @@ def test_training_takes_any_of_the_golds():
     assert [[v.correct for v in entry.verdicts.values()] for entry in pending.values()] == [[True] * 2, [False] * 2]
 
 
+@pytest.mark.parametrize(
+    ("said", "correct"), [("so </think> <answer> 2 </answer>", True), ("2 is \\boxed{2}", False), ("#### 2", False)]
+)
+def test_training_verifies_what_the_tags_of_its_template_hold(said, correct):
+    class Boxed:
+        async def score_async(self, pairs):
+            return [Verdict(text == f"\\boxed{{{gold}}}", 0.0, "") for text, gold, _ in pairs]
+
+    collector = RolloutCollector(
+        Ledger(),
+        rollouter=SingleTurn(None, Boxed()),
+        sampling=SamplingParams(),
+        rollouts_per_prompt=1,
+        deadlines=Deadlines(),
+        phases=Phases(),
+        notices=Progress(total_steps=1, rollouts_per_prompt=1, mode="off"),
+        template=TEMPLATES["r1"],
+    )
+    pending = {0: Pending(prompt("2"))}
+    asyncio.run(collector.score([replace(answering_two(0, 0, pending[0].prompt), text=said)], pending))
+    assert pending[0].verdicts[0].correct is correct
+
+
 def test_evaluation_takes_any_of_the_golds():
     class Engine:
         async def generate(self, requests):
@@ -81,7 +106,7 @@ def test_evaluation_takes_any_of_the_golds():
 
     sets = [HeldOut(EvalSet(name="digits", path=Path("x")), (prompt("1", "2"), prompt("2"), prompt("1", "3")))]
     with RewardPool("exact", workers=0) as pool:
-        evaluator = Evaluator(sets, SingleTurn(Engine(), pool), max_response_tokens=8, stop_token_ids=(1,))
+        evaluator = Evaluator(sets, SingleTurn(Engine(), pool), max_response_tokens=8, stops=Stops((1,)))
         assert asyncio.run(evaluator.evaluate(0)) == {"eval/digits/accuracy": 2 / 3}
 
 
@@ -99,6 +124,6 @@ def test_several_answers_to_a_problem_give_pass_at_k():
     sets = [HeldOut(EvalSet(name="d", path=Path("x"), rollouts_per_prompt=4), (prompt("2"), prompt("3"), prompt("4")))]
     with RewardPool("exact", workers=0) as pool:
         found = asyncio.run(
-            Evaluator(sets, SingleTurn(Engine(), pool), max_response_tokens=8, stop_token_ids=(1,)).evaluate(0)
+            Evaluator(sets, SingleTurn(Engine(), pool), max_response_tokens=8, stops=Stops((1,))).evaluate(0)
         )
     assert found == pytest.approx({"eval/d/accuracy": 5 / 12, "eval/d/pass_at/2": 0.5, "eval/d/pass_at/4": 2 / 3})

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron_daro.config.sections import EvalSet
-from megatron_daro.data.tokenizer import HeldOut
+from megatron_daro.data.stops import Stops
+from megatron_daro.data.templates import HeldOut
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.rollout.evaluation import Evaluator
 from megatron_daro.rollout.rollouter import SingleTurn
@@ -42,7 +43,7 @@ def evaluated(servers: Servers, said: list[str]) -> dict[str, float]:
     sets = [HeldOut(EvalSet(name="digits", path=Path("x"), rollouts_per_prompt=2, temperature=1.0), prompts)]
     with RewardPool("exact", workers=0) as pool:
         one = Evaluator(
-            sets, SingleTurn(servers, pool), max_response_tokens=8, stop_token_ids=(1,), beside=6, warn=said.append
+            sets, SingleTurn(servers, pool), max_response_tokens=8, stops=Stops((1,)), beside=6, warn=said.append
         )
         return dict(asyncio.run(one.evaluate(3)))
 

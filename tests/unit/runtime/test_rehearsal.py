@@ -100,7 +100,7 @@ def ends_with_the_same_error(config: Config, *, resume: bool = False) -> str:
     ("override", "says"),
     [
         ("data.prompt_template=chat", "has no chat template"),
-        ("rollout.stop=['==']", "'==' is 2 tokens of this tokenizer"),
+        ("rollout.stop=['=<eos>']", "'=<eos>' has the special token <eos> inside"),
         ("rollout.stop_token_ids=[999]", "outside this tokenizer's vocabulary"),
         ("data.max_prompt_tokens=1", "no prompt is left"),
         ("trainer.run_dir={here}/run.yaml", "run.yaml is a file); allowed: a directory"),

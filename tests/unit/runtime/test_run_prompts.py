@@ -10,9 +10,18 @@ import tiny_task
 
 from megatron_daro.config import Config, DataSection, EvalSet
 from megatron_daro.data.orders import Curriculum, Prioritised, PromptSource
+from megatron_daro.data.stops import Stops
+from megatron_daro.data.templates import TEMPLATES
 from megatron_daro.data.tokenizer import load_tokenizer
-from megatron_daro.errors import DataError, ModelError
-from megatron_daro.runtime.inputs import held_out_sets, planned_prompts, training_prompts, weights_digest
+from megatron_daro.errors import ConfigError, DataError, ModelError
+from megatron_daro.runtime.inputs import (
+    answer_stops,
+    ends_at_texts,
+    held_out_sets,
+    planned_prompts,
+    training_prompts,
+    weights_digest,
+)
 
 GOOD = [{"problem": "1=", "answer": "1"}, {"problem": "2=", "answer": ["2", "3"]}]
 NO_ANSWER, TOO_LONG = {"problem": "3="}, {"problem": "3==========", "answer": "3"}
@@ -66,6 +75,29 @@ def test_the_first_problems_only_are_no_loss(tmp_path, tokenizer):
     assert len(kept.prompts) == 2
 
 
+def test_a_named_template_writes_training_data_and_the_sets_that_are_asked_as_they_are(tmp_path, tokenizer):
+    data = section(tmp_path, GOOD).model_copy(update={"prompt_template": "none"})
+    source = training_prompts(configured(data), tokenizer, [], notices=Said())
+    plain = training_prompts(configured(section(tmp_path, GOOD)), tokenizer, [], notices=Said())
+    assert [p.tokens for p in source.next(2)] == [p.tokens for p in plain.next(2)]
+    (kept,) = held_out_sets(data, tokenizer, Said())
+    assert kept.template is TEMPLATES["none"] and kept.prompts[0].tokens == tuple(tokenizer.encode("1="))
+    with pytest.raises(ModelError, match=r"template qwen-math: <\|im_start\|>, <\|im_end\|> is no token"):
+        held_out_sets(data.model_copy(update={"prompt_template": "qwen-math"}), tokenizer, Said())
+
+
+def test_r1_ends_answers_at_its_closing_tag_for_which_servers_need_a_tokenizer(tmp_path, tokenizer):
+    data = section(tmp_path, GOOD).model_copy(update={"prompt_template": "r1"})
+    stops = answer_stops(configured(data, rollout={"stop": ("==",)}), tokenizer)
+    assert stops == Stops((tokenizer.eos_token_id,), ("==", "</answer>"))
+    assert not ends_at_texts(configured(section(tmp_path, GOOD)), Stops((1,)))
+    assert ends_at_texts(configured(section(tmp_path, GOOD, template="r1")), Stops((1,)))
+    engine = {"kind": "sglang", "sglang": {"arguments": {"skip_tokenizer_init": True}}}
+    with pytest.raises(ConfigError, match=r"skip_tokenizer_init: got true, but answers end at texts"):
+        answer_stops(configured(data, engine=engine), tokenizer)
+    answer_stops(configured(section(tmp_path, GOOD), engine=engine), tokenizer)
+
+
 def test_training_data_lose_rows_and_say_so(tmp_path, tokenizer):
     said = Said()
     source = training_prompts(
@@ -85,7 +117,7 @@ def test_a_set_has_its_own_template(tmp_path, tokenizer):
     data = section(tmp_path, GOOD, template="none").model_copy(update={"template": "{prompt}="})
     (kept,) = held_out_sets(data, tokenizer, Said())
     assert [len(p.tokens) for p in kept.prompts] == [2, 2]  # without the = of the training data's template
-    with pytest.raises(ModelError, match=r"--template chat: .* has no chat template"):
+    with pytest.raises(ModelError, match=r"template chat: .* has no chat template"):
         held_out_sets(section(tmp_path, GOOD, template="chat"), tokenizer, Said())
 
 

@@ -9,7 +9,8 @@ import pytest
 from sglang_stub_fleets import StubHandle, rig, run
 
 from megatron_daro.config.sections import EvalSet
-from megatron_daro.data.tokenizer import HeldOut
+from megatron_daro.data.stops import Stops
+from megatron_daro.data.templates import HeldOut
 from megatron_daro.errors import EngineError
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.types import Prompt
@@ -20,7 +21,7 @@ from megatron_daro.workshop.evaluate.asking import Parts, ask
 def ten_questions(samples):
     prompts = tuple(Prompt(str(d), str(d), "file", text=f"echo {d}", tokens=(5, 6, d)) for d in range(10))
     section = EvalSet(name="digits", path=Path("x"), rollouts_per_prompt=samples, temperature=1.0)
-    return questions_of([HeldOut(section, prompts)], seed=0, max_new_tokens=8, stop_token_ids=(2,))
+    return questions_of([HeldOut(section, prompts)], seed=0, max_new_tokens=8, stops=Stops((2,)))
 
 
 def test_a_server_that_dies_loses_no_answer(tmp_path):
@@ -31,7 +32,7 @@ def test_a_server_that_dies_loses_no_answer(tmp_path):
             fleet.stubs[0].gate.clear()  # the first server takes requests and does not answer
             with RewardPool("exact", workers=0) as pool:
                 store = AnswerStore(tmp_path / "out")
-                parts = Parts(fleet.engine, pool, store, lambda ids: "", 40, lambda answer: None, 60.0)
+                parts = Parts(fleet.engine, pool, store, 40, lambda answer: None, 60.0)
                 work = asyncio.create_task(ask(parts, requests(asked, ()), asked))
                 await fleet.until(lambda: fleet.stubs[0].running)
                 await fleet.stubs[0].stop()
@@ -55,7 +56,7 @@ def test_when_all_servers_are_dead_what_came_is_kept(tmp_path):
                         fleet.stubs[0].gate.clear()
                         fleet.engine.fleet.fence(fleet.servers[0], "killed")
 
-                parts = Parts(fleet.engine, pool, AnswerStore(tmp_path / "out"), lambda ids: "", 2, told, 60.0)
+                parts = Parts(fleet.engine, pool, AnswerStore(tmp_path / "out"), 2, told, 60.0)
                 with pytest.raises(EngineError, match=r"all 1 SGLang servers are gone: .*killed"):
                     await ask(parts, requests(asked, ()), asked)
             assert 0 < len(kept(tmp_path / "out")) < 10

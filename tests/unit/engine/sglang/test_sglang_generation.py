@@ -61,6 +61,28 @@ def test_one_call_for_all_samples_of_a_group():
     assert call.ids == ("name.2_0", "name.2_1")
 
 
+def test_stop_texts_are_sent_and_an_answer_ends_at_the_token_that_completes_one():
+    """As SGLang answers: whole tokens, and more where it was spelled in more tokens than the server looks at."""
+    request = request_of((0, 1, 2, 3), stop=("</a>",), max_new_tokens=6)
+    (call,) = generation.calls(request, "name", cache_key="weights-3")
+    assert call.body["sampling_params"]["stop"] == ["</a>"]
+    words = {1: "7", 2: "</a>", 3: "a>\n", 4: "</", 5: "<", 6: "/", 7: "a", 8: ">"}
+    replies = [answer([1, 2]), answer([1, 4, 3]), answer([1, 5, 6, 7, 8, 1], reason="length"), answer([1, 1])]
+    found = rollouts(request, replies, decode=lambda ids: "".join(words[i] for i in ids))
+    assert [one.tokens[3:].tolist() for one in found] == [[1, 2], [1, 4, 3], [1, 5, 6, 7, 8], [1, 1]]
+    assert [one.text for one in found] == ["7</a>", "7</a>", "7</a>", "77"]
+    assert {one.finish_reason for one in found} == {"stop"} and [len(one.logprobs) for one in found] == [2, 3, 5, 2]
+
+
+def test_a_stop_text_that_began_before_an_abort_ends_the_answer():
+    """The server, which looks at its own tokens only, went on."""
+    request = request_of((0,), {0: cut(0, [1, 4])}, stop=("</a>",))
+    words = {1: "7", 3: "a>", 4: "</"}
+    (one,) = rollouts(request, [answer([3, 1, 1])], decode=lambda ids: "".join(words[i] for i in ids))
+    assert (one.tokens[3:].tolist(), one.text, one.finish_reason) == ([1, 4, 3], "7</a>", "stop")
+    assert one.logprobs.tolist() == [-2.0, -2.0, -0.5] and one.spans == ((3, 2), (5, 1))
+
+
 def test_without_stop_tokens_nothing_ends_an_answer_early():
     (call,) = generation.calls(request_of(stop_token_ids=()), "name", cache_key="weights-3")
     assert call.body["sampling_params"]["ignore_eos"] is True

@@ -440,3 +440,12 @@ def test_the_end_of_the_engine_ends_every_process_once_and_no_restart_follows(tm
             assert [(handle.launches, handle.stops) for handle in handles] == [(1, 1), (1, 1)]
 
     run(scenario())
+
+
+def test_a_server_without_a_tokenizer_is_refused_where_answers_end_at_texts(tmp_path):
+    async def scenario():
+        async with rig(tmp_path, count=1, expect=expected(tmp_path, reads_text=True)):
+            raise AssertionError("it was taken")
+
+    with pytest.raises(EngineError, match="--skip-tokenizer-init, and answers end at texts"):
+        run(scenario())

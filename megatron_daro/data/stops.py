@@ -1,0 +1,150 @@
+"""What ends an answer: token ids, and texts that may span several tokens or end within one.
+
+Tokenizer and rollout.stop -> `Stops` -> SamplingParams -> engine. An answer ends with the first token after which its
+text holds a stop text. Its tokens stay whole, since the model sampled them and is trained on them, and they are never
+encoded again; its text is cut behind the stop text. Engines look at the last tokens while they generate; what counts
+is `until_stop`, which every engine applies to the whole answer, so that all of them end at the same token however a
+stop text was spelled in tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_daro.errors import ModelError
+from megatron_daro.types import Rollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids -> text without special tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stops:
+    """token_ids: ascending, at least one. texts: in no token's place; often none."""
+
+    token_ids: tuple[int, ...]
+    texts: tuple[str, ...] = ()
+
+    def with_texts(self, texts: Sequence[str]) -> Stops:
+        """Return the same with further texts."""
+        return Stops(self.token_ids, tuple(dict.fromkeys((*self.texts, *texts))))
+
+
+def read_stops(
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    stop: Sequence[str] = (),
+    extra_ids: Sequence[int] = (),
+    model_path: str | Path | None = None,
+) -> Stops:
+    """Return what ends an answer: the tokenizer's end token, those of the model's generation config, and what is asked.
+
+    A special token ends an answer by its id; it has no text. Any other string ends it as text.
+
+    Args:
+        tokenizer: from `load_tokenizer`.
+        stop: strings, not empty.
+        extra_ids: token ids.
+        model_path: directory whose generation_config.json may name further ids (instruct models often have two).
+
+    Raises:
+        ModelError: a string with a special token inside, an id outside the vocabulary, or a torn
+            generation_config.json.
+    """
+    ids, texts = {int(tokenizer.eos_token_id)}, []
+    if model_path is not None:
+        ids |= _generation_config_ids(Path(model_path))
+    special = special_tokens(tokenizer)
+    for text in stop:
+        if text in special:
+            ids.add(special[text])
+            continue
+        inside = sorted(token for token in special if token in text)
+        if inside:
+            raise ModelError(
+                f"rollout.stop: {text!r} has the special token {inside[0]} inside, which is no part of an answer's "
+                f"text; allowed: a special token alone, or text without one; fix: set rollout.stop to {inside[0]!r}"
+            )
+        texts.append(text)
+        encoded = tokenizer.encode(text, add_special_tokens=False)
+        if len(encoded) == 1 and tokenizer.decode(encoded) == text:
+            ids.add(int(encoded[0]))  # an engine without a tokenizer can stop there too
+    ids |= {int(i) for i in extra_ids}
+    wrong = sorted(i for i in ids if not 0 <= i < len(tokenizer))
+    if wrong:
+        raise ModelError(
+            f"rollout.stop_token_ids: {wrong} are outside this tokenizer's vocabulary; ids from 0 to "
+            f"{len(tokenizer) - 1} are allowed"
+        )
+    return Stops(tuple(sorted(ids)), tuple(dict.fromkeys(texts)))
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Return the tokens that a decoder of responses leaves out: text -> id."""
+    added = {str(token): int(i) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    named = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
+    return added | {str(token): int(i) for token, i in named}
+
+
+def tokens_until_stop(tokens: Sequence[int], stop: Sequence[str], decode: Decode) -> tuple[int, str] | None:
+    """Return how many tokens an answer has up to the first stop text, and its text up to and with it.
+
+    The number is that of the shortest beginning whose text holds a stop text.
+
+    Args:
+        tokens: of the answer. stop: texts. decode: tokens -> text.
+
+    Returns:
+        None where no stop text stands in it.
+    """
+    if not any(one in decode(tokens) for one in stop):
+        return None
+    low, high = 1, len(tokens)
+    while low < high:
+        middle = (low + high) // 2
+        if any(one in decode(tokens[:middle]) for one in stop):
+            high = middle
+        else:
+            low = middle + 1
+    text = decode(tokens[:low])
+    return low, text[: min(place + len(one) for one in stop if (place := text.find(one)) >= 0)]
+
+
+def until_stop(rollout: Rollout, stop: Sequence[str], decode: Decode) -> Rollout:
+    """Return an answer up to its first stop text; as it is where none stands in it.
+
+    Args:
+        rollout: as the engine generated it, its text that of all of its tokens. stop: texts that end it.
+        decode: tokens -> text.
+    """
+    if not any(one in rollout.text for one in stop):
+        return rollout
+    found = tokens_until_stop(rollout.tokens[rollout.prompt_length :].tolist(), stop, decode)
+    return rollout if found is None else rollout.cut(*found)
+
+
+def window_of(stop: Sequence[str]) -> int:
+    """Return how many last tokens must be looked at to see a stop text end: each token has a byte or more, and the
+    first of them may decode differently than in its place (a space, half a character)."""
+    return 1 + max(len(one.encode()) for one in stop)
+
+
+def _generation_config_ids(directory: Path) -> set[int]:
+    file = directory / "generation_config.json"
+    if not file.is_file():
+        return set()
+    try:
+        eos_ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(f"{file}: cannot be read as JSON ({error}); repair or remove it") from error
+    ids = eos_ids if isinstance(eos_ids, list) else [] if eos_ids is None else [eos_ids]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise ModelError(f"{file}: eos_token_id is {eos_ids!r}; an integer or a list of integers is allowed")
+    return set(ids)

@@ -1,0 +1,123 @@
+"""Named templates: the exact texts that papers train and evaluate with, what ends an answer, and where it stands.
+
+data.prompt_template and data.eval.*.template name them; docs/evaluate.md shows their texts with sources, and a test
+compares them. Rejects a template whose special tokens the tokenizer does not have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from megatron_daro.config.sections import DataSection, EvalSet
+from megatron_daro.data.stops import Stops
+from megatron_daro.errors import ModelError
+from megatron_daro.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_OPENING = "</think> <answer>"
+_BOXED = r"Please reason step by step, and put your final answer within \boxed{}."
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """One way to ask. form: plain, or within the tokenizer's chat template. text: with {prompt} in it. special: tokens
+    that the tokenizer must know as one. stop: texts that end an answer, kept in it. tagged: the answer stands between
+    <answer> and </answer>."""
+
+    form: Literal["chat", "plain"]
+    text: str
+    source: str
+    special: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()
+    tagged: bool = False
+
+    def verified_text(self, text: str) -> str:
+        """Return what the verifier reads of an answer. With tags: the text behind the last <answer>, in a box where it
+        holds none; nothing where the form is not kept: `</think> <answer>`, later `</answer>`.
+
+        Source: `answer_tag_reward_fn` of understand_r1_zero/math_grader.py, Dr. GRPO's authors' code.
+        """
+        if not self.tagged:
+            return text
+        inside = text.rpartition("<answer>")[2] if _OPENING in text else ""
+        inside, closed, _ = inside.partition("</answer>")
+        if not closed:
+            return ""
+        return inside if "\\boxed" in inside or "\\fbox" in inside else f"\\boxed{{{inside.strip()}}}"
+
+
+TEMPLATES: dict[str, Template] = {
+    "chat": Template(
+        "chat", "{prompt}\n\n" + _BOXED, "the user's message recommended for DeepSeek-R1 and Qwen2.5-Math"
+    ),
+    "qwen-math": Template(
+        "plain",
+        f"<|im_start|>system\n{_BOXED}<|im_end|>\n<|im_start|>user\n{{prompt}}<|im_end|>\n<|im_start|>assistant\n",
+        "Qwen2.5-Math's own, as in Dr. GRPO (arXiv 2503.20783, template 2)",
+        special=("<|im_start|>", "<|im_end|>"),
+    ),
+    "r1": Template(
+        "plain",
+        "A conversation between User and Assistant. The User asks a question, and the Assistant solves it. The "
+        "Assistant first thinks about the reasoning process in the mind and then provides the User with the answer. "
+        "The reasoning process is enclosed within <think> </think> and answer is enclosed within <answer> </answer> "
+        "tags, respectively, i.e., <think> reasoning process here </think> <answer> answer here </answer>.\n"
+        "User: {prompt}\nAssistant: <think>",
+        "DeepSeek-R1-Zero (arXiv 2501.12948, table 1) as in Dr. GRPO (arXiv 2503.20783, template 1)",
+        stop=("</answer>",),
+        tagged=True,
+    ),
+    "none": Template("plain", "{prompt}", "the problem alone, as in Dr. GRPO (arXiv 2503.20783, template 3)"),
+}
+"""The choices of data.eval.*.template beside "data", and but chat those of data.prompt_template beside chat and plain:
+there chat is the tokenizer's template around data.template."""
+
+
+def trained_with(section: DataSection) -> Template | None:
+    """Return the named template of the training data; None where data.template is its text."""
+    return None if section.prompt_template in ("chat", "plain") else TEMPLATES[section.prompt_template]
+
+
+def check_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a template that this tokenizer cannot write.
+
+    Raises:
+        ModelError: a chat template is needed and not there, or a special token is none of the tokenizer.
+    """
+    template = TEMPLATES[name]
+    if template.form == "chat" and not tokenizer.chat_template:
+        raise ModelError(
+            f"template {name}: the tokenizer of {tokenizer.name_or_path} has no chat template; use another template "
+            f"({', '.join(other for other in TEMPLATES if other != name)}), or add chat_template.jinja to the model"
+        )
+    unknown = [text for text in template.special if len(tokenizer.encode(text, add_special_tokens=False)) != 1]
+    if unknown:
+        raise ModelError(
+            f"template {name}: {', '.join(unknown)} is no token of the tokenizer of {tokenizer.name_or_path}, so the "
+            f"model never saw this template; use another one ({', '.join(o for o in TEMPLATES if o != name)})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """One evaluation set with its prompts, tokens included. trained_with: the named template of the training data."""
+
+    section: EvalSet
+    prompts: tuple[Prompt, ...]
+    trained_with: Template | None = None
+
+    @property
+    def template(self) -> Template | None:
+        """The named template of the set; None where data.template is its text."""
+        return TEMPLATES.get(self.section.template, self.trained_with)
+
+    def stops(self, stops: Stops) -> Stops:
+        """Return what ends its answers. Args: stops: what ends every answer of the run."""
+        return stops.with_texts(self.template.stop) if self.template else stops
+
+    def verified_text(self, text: str) -> str:
+        """Return what the verifier reads of an answer."""
+        return self.template.verified_text(text) if self.template else text

@@ -1,0 +1,74 @@
+"""What an answer does beside being right or wrong: whether it reflects on itself, and how it ends.
+
+Texts of eval's and analyze's answers -> shares for their tables. Rules, no judge: what Dr. GRPO (arXiv 2503.20783,
+sections 2.1 and 2.3) asks GPT-4o-mini, whether a base model answers at all or only completes the question, is read off
+the answer's end here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+KEYWORDS = (
+    *("recheck", "rethink", "reassess", "reevaluate", "re-evaluate", "reevaluation", "re-examine", "reexamine"),
+    *("reconsider", "reanalyze", "double-check", "check again", "think again", "verify again", "go over the steps"),
+)
+"""Source: `keyword_pool` of analysis/keyword_count.py, Dr. GRPO's authors' code."""
+Ending = Literal["answered", "ran on", "cut off", "without answer"]
+ENDINGS: tuple[Ending, ...] = ("answered", "ran on", "cut off", "without answer")
+"""A final answer, and it stopped; a final answer, but the limit ended it; the limit ended it before one; it stopped
+without one: it is no answer, or not in the form that was asked for."""
+_CODE = ("```python", "```output")
+
+
+def reflects(text: str) -> bool:
+    """Return whether an answer has one of the words of self-reflection in it, in capitals or not."""
+    lower = text.lower()
+    return any(word in lower for word in KEYWORDS)
+
+
+def ending_of(has_answer: bool, truncated: bool) -> Ending:
+    """Return how an answer ends. Args: has_answer: the verifier finds a final answer. truncated: the limit ended it."""
+    if has_answer:
+        return "ran on" if truncated else "answered"
+    return "cut off" if truncated else "without answer"
+
+
+def has_code(text: str) -> bool:
+    """Return whether an answer has a block of Python, or of what it printed, in it."""
+    return any(mark in text for mark in _CODE)
+
+
+@dataclass(slots=True)
+class Reflection:
+    """Counts of answers with and without a word of self-reflection."""
+
+    reflecting: int = 0
+    reflecting_right: int = 0
+    other: int = 0
+    other_right: int = 0
+
+    def add(self, reflecting: bool, right: bool) -> None:
+        """Count an answer."""
+        if reflecting:
+            self.reflecting += 1
+            self.reflecting_right += right
+        else:
+            self.other += 1
+            self.other_right += right
+
+    @property
+    def share(self) -> float:
+        """Share of the answers that reflect; 0 without answers."""
+        return self.reflecting / max(self.reflecting + self.other, 1)
+
+    @property
+    def accuracy_with(self) -> float | None:
+        """Share of right ones among those that reflect; None where none does."""
+        return self.reflecting_right / self.reflecting if self.reflecting else None
+
+    @property
+    def accuracy_without(self) -> float | None:
+        """Share of right ones among the others; None where there are none."""
+        return self.other_right / self.other if self.other else None
