@@ -37,7 +37,7 @@ MARKS = (
     "<!-- findings: python examples/lab/findings.py examples/lab/results --docs docs/lab.md -->",
     "<!-- end of findings -->",
 )
-COMPARED = ["dapo", "daro", "daro_shared", "daro_shared_half_life", "ha_dw", "grpo@0.08"]
+COMPARED = ["dapo", "daro", "daro_shared", "daro_shared_half_life", "ha_dw", "ppo", "grpo@0.08"]
 """The arms whose speed the page of the docs shows."""
 
 
