@@ -33,6 +33,8 @@ class Digits(vf.MultiTurnEnv):
 
     async def get_prompt_messages(self, state):
         messages = await super().get_prompt_messages(state)
+        if self._wrong == "edits" and len(messages) > 2:
+            return [vf.UserMessage(content="another"), *messages[1:]]
         return messages[2:] if self._wrong == "rewrites" and len(messages) > 2 else messages
 
     async def get_model_response(self, state, prompt, **options):

@@ -4,7 +4,8 @@
 #   bash tests/run.sh                          everything that a change can break
 #   bash tests/run.sh --quick                  lint, format, types, unit and golden tests: before every commit
 #   bash tests/run.sh --all                    also the heavy proofs: tests marked heavy, tests/parallel under a second
-#                                              Megatron-core, and tests/plugins in the environment of verl
+#                                              Megatron-core, tests/plugins in the environment of verl, and environments
+#                                              of the package verifiers
 #                                              (MEGATRON_DARO_HEAVY_MINUTES=N: those that would begin later are skipped)
 #   bash tests/run.sh tests/unit -k packing    arguments go to pytest; lint, format and types run as well
 #
@@ -96,7 +97,7 @@ wait_for_sglang() {
 # The heavy proofs, each with a results file of its own.
 heavy_proofs() {
     if [ -n "${MEGATRON_DARO_HEAVY_MINUTES:-}" ] && [ "$SECONDS" -gt $((60 * MEGATRON_DARO_HEAVY_MINUTES)) ]; then
-        printf '\nskipped: second megatron, host verl: %s minutes are over\n' "$MEGATRON_DARO_HEAVY_MINUTES"
+        printf '\nskipped: second megatron, host verl, verifiers: %s minutes are over\n' "$MEGATRON_DARO_HEAVY_MINUTES"
         return
     fi
     second_results=$(mktemp)
@@ -104,6 +105,8 @@ heavy_proofs() {
     PYTEST_ADDOPTS="--junitxml=$second_results" stage "second megatron" bash tests/second_megatron.sh
     host_results=$(mktemp)
     PYTEST_ADDOPTS="--junitxml=$host_results" stage "host verl" bash tests/host_environments.sh verl
+    hub_results=$(mktemp)
+    PYTEST_ADDOPTS="--junitxml=$hub_results" stage verifiers bash tests/verifiers_hub.sh
 }
 
 # "passed failed skipped" from pytest's results file; errors count as failed. No file: pytest itself ended early.
@@ -140,7 +143,7 @@ summarize() {
             failed=1
         fi
     fi
-    for i in ${second_results:+"$second_results"} ${host_results:+"$host_results"}; do
+    for i in ${second_results:+"$second_results"} ${host_results:+"$host_results"} ${hub_results:+"$hub_results"}; do
         read -r -a more < <(counts "$i")
         passed=$((passed + more[0])) skipped=$((skipped + more[2]))
         rm -f "$i" # what failed there has failed its stage

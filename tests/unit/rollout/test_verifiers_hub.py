@@ -179,6 +179,7 @@ def test_what_fails_costs_its_conversation(model, tmp_path):
     ("wrong", "words"),
     [
         ("rewrites", "a request does not go on from the last answer"),
+        ("edits", "a request does not go on from the last answer .*; allowed: messages that are added behind it"),
         ("sampling", "a request samples with temperature.*; allowed: max_tokens"),
         ("twice", "generate was called .*; allowed: one call at a time"),
         ("image", "has a message with image_url .*; allowed: text"),
