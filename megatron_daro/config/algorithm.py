@@ -297,6 +297,9 @@ class AlgorithmSection(Section):
     """The critic; read by algorithms that have one."""
     distill: DistillSection = DistillSection()
     """On-policy distillation."""
+    turn_rewards: bool = False
+    """Advantages by turn of a conversation (DeepSeekMath's process supervision): each turn's reward is normalised over
+    all turns of the group; a token's advantage is the sum of those of its turn and of later ones."""
 
     @property
     def has_critic(self) -> bool:

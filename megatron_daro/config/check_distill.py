@@ -14,6 +14,11 @@ _FIELD = "algorithm.distill"
 def distill(config: Config) -> Iterator[Problem]:
     """Yield options that nothing would read, and what a teacher does not go with."""
     section, rollout = config.algorithm.distill, config.rollout
+    if (section.urls or config.algorithm.turn_rewards) and config.algorithm.kl.in_reward:
+        field = _FIELD if section.urls else "algorithm.turn_rewards"
+        got = "advantages of tokens, which a KL term in the reward would not reach"
+        fix = "set algorithm.kl.place=loss"
+        yield Problem(field, got, "a KL term in the loss, or none", fix, also=("algorithm.kl.place",))
     if not section.urls:
         unread = [n for n in DistillSection.model_fields if getattr(section, n) != getattr(DistillSection(), n)]
         if unread:

@@ -393,7 +393,7 @@ def run(config: Config) -> Iterator[Problem]:
         got = f"{', '.join(unread)} with reward.verifier {reward.verifier}, which would not use them"
         fix = "remove them, or hand them to the class by reward.options"
         yield Problem("reward.verifier", got, "reward.options only", fix, also=tuple(f"reward.{n}" for n in unread))
-    yield from _environment(config.environment)
+    yield from _environment(config.environment, config.algorithm.turn_rewards)
     if optimizer.warmup_steps > trainer.steps:
         got = f"{optimizer.warmup_steps}, but the run has {trainer.steps} optimizer steps"
         fix = "lower it or raise trainer.steps"
@@ -410,13 +410,19 @@ def run(config: Config) -> Iterator[Problem]:
         yield Problem("actor.logprob_kernel", "triton without the package triton", "triton where it is installed", fix)
 
 
-def _environment(section: EnvironmentSection) -> Iterator[Problem]:
+def _environment(section: EnvironmentSection, turn_rewards: bool) -> Iterator[Problem]:
     """Options belong to a class of the user's own, which is given the tokenizer by the run."""
     for name in ("options", "reward_weights"):
         if (values := getattr(section, name)) and not section.is_own:
             got = f"{', '.join(values)} with environment.kind {section.kind}"
             also = ("environment.kind",)
             yield Problem(f"environment.{name}", got, f"{name} of module:Class only", "remove them", also=also)
+    if turn_rewards and not section.is_own:
+        got = f"true with environment.kind {section.kind}, which has one turn"
+        also = ("environment.kind",)
+        yield Problem(
+            "algorithm.turn_rewards", got, "false, or an environment of several turns", "remove it", also=also
+        )
     if "tokenizer" in section.options:
         yield Problem("environment.options", "tokenizer", "other names: the run fills this in", "remove it")
 

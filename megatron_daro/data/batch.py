@@ -17,7 +17,13 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 
-from megatron_daro.algo.advantages import length_rewards, overlong_filter, overlong_penalty
+from megatron_daro.algo.advantages import (
+    AdvantageStd,
+    group_advantages,
+    length_rewards,
+    overlong_filter,
+    overlong_penalty,
+)
 from megatron_daro.algo.difficulty import pass_rate_bins
 from megatron_daro.algo.weighting import Algorithm
 from megatron_daro.errors import DataError
@@ -35,6 +41,7 @@ def build_batch(
     cache_tokens: int = 4096,
     length_weight: float = 0.0,
     teacher: tuple[float, float] | None = None,
+    by_turn: bool = False,
 ) -> TrainBatch:
     """Return the batch of all rollouts, groups in the given order, rollouts in index order.
 
@@ -48,6 +55,9 @@ def build_batch(
         length_weight: factor of Kimi's length reward, which is added to the rewards.
         teacher: factors of log p(teacher) - log p(policy) and of the algorithm's advantage, whose sum is a token's own
             advantage. Source: https://thinkingmachines.ai/blog/on-policy-distillation/. None: no distillation.
+
+        by_turn: rewards of turns are normalised over all turns of a group, and a token's advantage is the sum of those
+            of its turn and of later ones. Source: process supervision, DeepSeekMath (arXiv 2402.03300, section 4.1.3).
 
     Returns:
         The batch; old_logprobs_R and ref_logprobs_R are None, and group_lengths_NK unless the algorithm needs them.
@@ -94,6 +104,8 @@ def build_batch(
         rollouts_per_prompt=rollouts_per_prompt,
         routed_experts_TLK=_routed_experts(rollouts),
     )
+    if by_turn:
+        batch = _with_token_advantages(batch, _by_turn(batch, rollouts, algorithm.std))
     if teacher is not None:
         batch = _taught(batch, rollouts, *teacher)
     return _with_group_lengths(batch) if algorithm.needs_group_lengths else batch
@@ -108,9 +120,43 @@ def _taught(batch: TrainBatch, rollouts: Sequence[Rollout], coefficient: float, 
             "allowed: rollouts that it has read; fix: replay a run with algorithm.distill, or leave its urls empty"
         )
     teacher_R = np.concatenate([np.zeros(0, np.float32), *(r.teacher_logprobs for r in rollouts if r.response_length)])
-    own_R = np.repeat(batch.advantages_N, batch.response_lengths_N)
-    advantages_R = coefficient * (teacher_R - batch.rollout_logprobs_R) + reward_weight * own_R
+    own_R = batch.token_advantages_R
+    if own_R is None:
+        own_R = np.repeat(batch.advantages_N, batch.response_lengths_N)
+    return _with_token_advantages(batch, coefficient * (teacher_R - batch.rollout_logprobs_R) + reward_weight * own_R)
+
+
+def _with_token_advantages(batch: TrainBatch, advantages_R: np.ndarray) -> TrainBatch:
+    """Return the batch with these, 0 where nothing is trained."""
     return replace(batch, token_advantages_R=np.where(batch.loss_mask_R == 1, advantages_R, 0).astype(np.float32))
+
+
+def _by_turn(batch: TrainBatch, rollouts: Sequence[Rollout], std: AdvantageStd) -> np.ndarray:
+    """Return float64 [R], each response token's sum of the normalised rewards of its turn and of later ones."""
+    rewards = [_turn_rewards(r, float(reward)) for r, reward in zip(rollouts, batch.rewards_N, strict=True)]
+    ids_T = np.repeat(batch.group_ids_N, [len(one) for one in rewards])
+    normal_T = group_advantages(torch.from_numpy(np.concatenate(rewards)), torch.from_numpy(ids_T), std).numpy()
+    ends = np.cumsum([len(one) for one in rewards]).tolist()
+    parts = []
+    for rollout, start, end in zip(rollouts, [0, *ends[:-1]], ends, strict=True):
+        parts.append(np.repeat(np.cumsum(normal_T[start:end][::-1])[::-1], _turn_lengths(rollout)))
+    return np.concatenate(parts)
+
+
+def _turn_rewards(rollout: Rollout, reward: float) -> np.ndarray:
+    """Return the rewards of its turns, whose sum is `reward`: what they lack, a penalty maybe, is of the last."""
+    by_turn = np.array([one.reward for one in rollout.reports] or [0.0])
+    by_turn[-1] += reward - by_turn.sum()
+    return by_turn
+
+
+def _turn_lengths(rollout: Rollout) -> list[int]:
+    """Return the response tokens of each of the turns that `_turn_rewards` has."""
+    if not rollout.reports:
+        return [rollout.response_length]
+    lengths = [seen + made for seen, made in rollout.turns if made]
+    lengths[-1] += rollout.response_length - sum(lengths)  # what was shown behind the last answer
+    return lengths
 
 
 def _with_group_lengths(batch: TrainBatch) -> TrainBatch:

@@ -106,10 +106,17 @@ def batch_builder(config: Config, algorithm: Algorithm) -> BuildBatch:
     overlong, length_reward = config.algorithm.overlong, config.algorithm.length_reward
     distill = config.algorithm.distill
     teacher = (distill.coefficient, distill.reward_weight) if distill.urls else None
-    if teacher and algorithm.token_columns is not None:
+    by_turn = config.algorithm.turn_rewards
+    if (teacher or by_turn) and algorithm.token_columns is not None:
+        field = "distill" if teacher else "turn_rewards"
         raise ConfigError(
-            f"algorithm.distill: got a teacher with algorithm.name {config.algorithm.name}, which makes advantages per "
-            "token itself; allowed: one with an advantage for each rollout; fix: set algorithm.name=grpo"
+            f"algorithm.{field}: got it with algorithm.name {config.algorithm.name}, which makes advantages per token "
+            "itself; allowed: one with an advantage for each rollout; fix: set algorithm.name=grpo"
+        )
+    if by_turn and type(algorithm).advantages is not Algorithm.advantages:
+        raise ConfigError(
+            f"algorithm.turn_rewards: got true with algorithm.name {config.algorithm.name}, another advantage "
+            "than GRPO's; allowed: grpo, daro and others with it; fix: set algorithm.name=grpo, or turn_rewards=false"
         )
 
     def build(groups: Sequence[Group], step: int) -> TrainBatch:
@@ -121,6 +128,7 @@ def batch_builder(config: Config, algorithm: Algorithm) -> BuildBatch:
             cache_tokens=filled(overlong.cache_tokens),
             length_weight=length_reward.weight_at(step),
             teacher=teacher,
+            by_turn=by_turn,
         )
 
     return build

@@ -74,6 +74,7 @@ algorithm.mgpo.target algorithm.ppo.gamma algorithm.ppo.gae_lambda algorithm.ppo
 algorithm.ppo.length_factor algorithm.ppo.bootstrap_truncated algorithm.ppo.whiten
 algorithm.critic.learning_rate algorithm.critic.warmup_steps algorithm.critic.grad_clip algorithm.critic.value_clip
 algorithm.critic.pretrain_steps algorithm.distill.urls algorithm.distill.coefficient algorithm.distill.reward_weight
+algorithm.turn_rewards
 algorithm.sapo.negative algorithm.sapo.positive algorithm.trust_region
 actor.optimizer.learning_rate actor.optimizer.weight_decay actor.optimizer.betas actor.optimizer.eps
 actor.optimizer.grad_clip actor.optimizer.warmup_steps actor.optimizer.schedule

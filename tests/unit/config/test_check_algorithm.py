@@ -67,6 +67,12 @@ from megatron_daro.errors import ConfigError
             "algorithm.distill.urls",
             "got http://t:1, which is a server of the policy",
         ),
+        (
+            ["algorithm.turn_rewards=true", "algorithm.kl.place=reward", "algorithm.kl.coefficient=0.1"],
+            "algorithm.turn_rewards",
+            "got advantages of tokens, which a KL term in the reward would not reach",
+        ),
+        (["algorithm.turn_rewards=true"], "algorithm.turn_rewards", "got true with environment.kind single_turn"),
         (["environment.reward_weights.x=2"], "environment.reward_weights", "got x with environment.kind single_turn"),
     ],
 )

@@ -10,7 +10,7 @@ from megatron_daro.algo.weighting import Algorithm, make_algorithm
 from megatron_daro.config.algorithm import LengthRewardSection
 from megatron_daro.data.batch import build_batch
 from megatron_daro.errors import AlgorithmError, DataError
-from megatron_daro.types import Group, Prompt, Rollout, TrainBatch, Verdict
+from megatron_daro.types import Group, Prompt, Rollout, TrainBatch, TurnReport, Verdict
 
 
 def algorithm(k: int, name: str = "grpo", **options) -> Algorithm:
@@ -215,3 +215,35 @@ def test_concatenate_refuses_another_k():
     three = build_batch([make_group(0, [True, False, True])], algorithm(3))
     with pytest.raises(ValueError, match="rollouts_per_prompt"):
         TrainBatch.concatenate([two, three])
+
+
+def conversation(index, turns, rewards, total, **changes):
+    """A rollout of these (observed, generated) turns with a reward each, and its verdict."""
+    mask = np.concatenate([np.repeat([0, 1], turn) for turn in turns]).astype(np.uint8)
+    tokens = np.arange(3, 4 + len(mask), dtype=np.int32)
+    columns = tokens, 1, mask, np.zeros(len(mask), np.float32), "stop", 1, "x"
+    reports = tuple(TurnReport(reward) for reward in rewards)
+    return Rollout("p", 0, 0, index, *columns, turns=turns, reports=reports, **changes), Verdict(total > 0, total, "x")
+
+
+def test_advantages_by_turn_are_those_of_process_supervision_by_hand():
+    (one, first), (two, second) = (
+        conversation(0, ((0, 2), (1, 1)), (1.0, 3.0), 4.0),
+        conversation(1, ((0, 1), (1, 0)), (2.0,), 0.0),  # 2 less a penalty of 2, in its only turn
+    )
+    group = Group(0, Prompt("p", "1", "s", tokens=(3,)), (one, two), (first, second))
+    batch = build_batch([group], algorithm(2), by_turn=True)
+    rewards = np.array([1.0, 3.0, 0.0])
+    a, b, c = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+    np.testing.assert_allclose(batch.token_advantages_R, [a + b, a + b, 0, b, c, 0], rtol=1e-6)
+    assert build_batch([group], algorithm(2)).token_advantages_R is None
+    taught = [replace(r, teacher_logprobs=np.full(r.response_length, 0.5, np.float32)) for r in (one, two)]
+    both = build_batch([replace(group, rollouts=tuple(taught))], algorithm(2), by_turn=True, teacher=(1.0, 2.0))
+    expected = np.where(both.loss_mask_R == 1, 0.5 + 2 * batch.token_advantages_R, 0)
+    np.testing.assert_allclose(both.token_advantages_R, expected, rtol=1e-6)
+
+
+def test_answers_of_one_turn_have_the_advantage_of_their_reward():
+    group = make_group(0, [True, False, False, True], responses=[2, 3, 1, 2])
+    batch = build_batch([group], algorithm(4), by_turn=True)
+    np.testing.assert_allclose(batch.token_advantages_R, np.repeat(batch.advantages_N, [2, 3, 1, 2]), rtol=1e-6)

@@ -73,7 +73,7 @@ def test_the_builder_hands_the_options_of_lengths_on(monkeypatch):
     monkeypatch.setattr(parts, "build_batch", lambda groups, algorithm, **options: (groups, options))
     groups, options = batch_builder(config, algorithm_of(config))(["a group"], 5)
     assert groups == ["a group"] and options.pop("length_weight") == config.algorithm.length_reward.weight_at(5) > 0
-    assert options == {"overlong": "penalty", "max_tokens": 64, "cache_tokens": 16, "teacher": None}
+    assert options == {"overlong": "penalty", "max_tokens": 64, "cache_tokens": 16, "teacher": None, "by_turn": False}
 
 
 def test_every_limit_is_scaled():
