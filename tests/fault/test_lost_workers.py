@@ -11,6 +11,7 @@ import os
 import signal
 from collections import Counter
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -45,13 +46,15 @@ CORRECT = [i % 3 == 1 for i in range(9)]
 
 @pytest.fixture(scope="module")
 def nodes():
-    """Two nodes; their ids."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 100_000_000})
-    cluster.add_node(num_cpus=1, object_store_memory=100_000_000)
-    ray.init(address=cluster.address, log_to_driver=False)
-    yield sorted(node["NodeID"] for node in ray.nodes())
-    ray.shutdown()
-    cluster.shutdown()
+    """Two nodes, whose processes find the environments of tests; their ids."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 100_000_000})
+        cluster.add_node(num_cpus=1, object_store_memory=100_000_000)
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield sorted(node["NodeID"] for node in ray.nodes())
+        ray.shutdown()
+        cluster.shutdown()
 
 
 @pytest.fixture(scope="module")
