@@ -34,6 +34,8 @@ PRESETS: Mapping[str, Options] = {
     "daro_shared_free": {"name": "daro", "daro": {"normalizer": "shared", "half_life": 10.0, "clamp": [1e-6, 1e6]}},
     "fade": {"name": "lab_algorithms:Fade"},
     "lambda_grpo": {"name": "lab_algorithms:LambdaGrpo"},
+    "sqrt_n": {"name": "lab_algorithms:CountWeights", "options": {"kind": "sqrt"}},
+    "ucb": {"name": "lab_algorithms:CountWeights", "options": {"kind": "ucb"}},
     "cispo": {"name": "grpo", "trust_region": "cispo"},
     "sapo": {"name": "grpo", "trust_region": "sapo"},
     "gspo": {"name": "grpo", "trust_region": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},

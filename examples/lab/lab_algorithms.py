@@ -437,3 +437,64 @@ class LambdaGrpo(SampleAlgorithm):
             )
         self._adam.load_state_dict(adam, "algorithm state, adam")
         self._lambda = value
+
+
+class CountWeights(SampleAlgorithm):
+    """Weights of samples by how seldom their pass rate came so far: the DARO author's first idea, with the data order
+    `data.prioritised.by: gaussian`.
+
+    n_k counts groups of bin k in the steps before, from 1. `sqrt`: u_k = 1 / sqrt(n_k); `ucb`: u_k = 4 mu (1 - mu) +
+    width sqrt(2 ln(sum of n) / n_k), the upper confidence bound of a bandit whose arms are pass rates and whose reward
+    is the signal. The loss is the token mean with u over the step's mean of u.
+
+    Source: none was published with formulas; this reading is the lab's.
+    """
+
+    name = "count_weights"
+    advantage_std = "population"
+
+    def __init__(self, *, kind: str = "sqrt", width: float = 1.0, **common: Unpack[Common]) -> None:
+        """Take the options of `Algorithm`; kind sqrt or ucb, width 0 or more.
+
+        Raises:
+            AlgorithmError: an option is out of range.
+        """
+        super().__init__(**common)
+        if kind not in ("sqrt", "ucb"):
+            raise AlgorithmError(f"kind: got {kind!r}, allowed are 'sqrt' and 'ucb'")
+        if not 0 <= width < math.inf:
+            raise AlgorithmError(f"width: got {width}, allowed is 0 or more")
+        self.kind, self.width = kind, float(width)
+        self.counts = torch.ones(self.rollouts_per_prompt + 1, dtype=torch.float64)
+
+    @property
+    def heights(self) -> Tensor:
+        """float64 [K+1]: u_k of the next step."""
+        if self.kind == "sqrt":
+            return self.counts.rsqrt()
+        mu_B = torch.arange(self.rollouts_per_prompt + 1, dtype=torch.float64) / self.rollouts_per_prompt
+        bonus_B = (2 * self.counts.sum().log() / self.counts).sqrt()
+        return 4 * mu_B * (1 - mu_B) + self.width * bonus_B
+
+    def coefficients(self, samples: Samples, totals: BatchTotals) -> Tensor:
+        """See `Algorithm.coefficients`."""
+        tokens_B = totals.tokens_per_bin.to(torch.float64)
+        mean = float((self.heights * tokens_B).sum() / tokens_B.sum().clamp(min=1))
+        return token_mean(samples.lengths_N, totals) * self.heights[samples.bins_N] / (mean or 1.0)
+
+    def learn(self, step_stats: StepStats) -> None:
+        """Count the step's groups."""
+        self.counts += step_stats.totals.rollouts_per_bin / self.rollouts_per_prompt
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts."""
+        return {**super().state_dict(), "counts": self.counts.tolist()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError for another algorithm or a torn state."""
+        super().load_state_dict(state)
+        counts = state.get("counts")
+        size, numbers = self.rollouts_per_prompt + 1, counts if isinstance(counts, list) else []
+        if len(numbers) != size or not all(isinstance(x, float) and 1 <= x < math.inf for x in numbers):
+            raise torn_entry("counts", counts, f"{size} numbers from 1")
+        self.counts = torch.tensor(numbers, dtype=torch.float64)

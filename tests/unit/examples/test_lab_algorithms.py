@@ -9,10 +9,10 @@ import json
 
 import pytest
 import torch
-from lab_algorithms import CellWeights, gaussian_basis
+from lab_algorithms import CellWeights, CountWeights, gaussian_basis
 from lab_names import CONFIGURED
 
-from megatron_daro.algo.algorithm import BatchTotals, StepStats, length_classes
+from megatron_daro.algo.algorithm import BatchTotals, Samples, StepStats, length_classes
 from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.errors import AlgorithmError, CheckpointError
 
@@ -218,3 +218,42 @@ def test_a_state_of_plain_daro_is_taken_over():
 def test_forms_without_a_meaning_are_refused(options, said):
     with pytest.raises(AlgorithmError, match=said):
         daro(**options)
+
+
+def stats(groups):
+    """A step of so many groups of each bin, ten tokens an answer."""
+    rollouts = torch.tensor(groups) * K
+    totals = BatchTotals((rollouts * 10)[:, None], rollouts)
+    return StepStats(totals, {}, torch.zeros(0), 0.0)
+
+
+@pytest.mark.parametrize("kind", ["sqrt", "ucb"])
+def test_seldom_pass_rates_weigh_more_and_the_mean_weight_is_one(kind):
+    algorithm = CountWeights(rollouts_per_prompt=K, max_response_tokens=16, kind=kind)
+    step = stats([0, 15, 8, 3, 0, 0, 0, 0, 0])
+    algorithm.learn(step)
+    heights = algorithm.heights
+    if kind == "sqrt":
+        torch.testing.assert_close(heights[:4], torch.tensor([1.0, 1 / 4, 1 / 3, 1 / 2], dtype=torch.float64))
+    else:  # 9 ones and 26 groups
+        bonus = (2 * torch.tensor(35.0, dtype=torch.float64).log() / 16).sqrt()
+        torch.testing.assert_close(heights[1], 4 * 0.125 * 0.875 + bonus)
+    bins = torch.tensor([1] * 15 * K + [2] * 8 * K + [3] * 3 * K)
+    samples = Samples(bins, torch.full_like(bins, 10), torch.ones(len(bins)))
+    coefficients = algorithm.coefficients(samples, step.totals)
+    torch.testing.assert_close((coefficients * 10).sum(), torch.tensor(1.0, dtype=torch.float64))
+    torch.testing.assert_close(coefficients[0] / coefficients[-1], heights[1] / heights[3])
+    again = CountWeights(rollouts_per_prompt=K, max_response_tokens=16, kind=kind)
+    again.load_state_dict(json.loads(json.dumps(algorithm.state_dict())))
+    assert torch.equal(again.heights, heights)
+
+
+def test_options_and_states_of_count_weights_that_are_refused():
+    sizes = {"rollouts_per_prompt": K, "max_response_tokens": 16}
+    with pytest.raises(AlgorithmError, match="kind: got 'cube'"):
+        CountWeights(**sizes, kind="cube")
+    with pytest.raises(AlgorithmError, match="width: got -1"):
+        CountWeights(**sizes, width=-1)
+    algorithm = CountWeights(**sizes)
+    with pytest.raises(CheckpointError, match="counts"):
+        algorithm.load_state_dict(algorithm.state_dict() | {"counts": [1.0]})
