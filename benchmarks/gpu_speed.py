@@ -1,5 +1,8 @@
 """Speed on one device: log-probs with entropy beside the plain way and the bare products; train steps, and their MFU.
 
+A train step of a whole model is bracketed: two depths are measured, their difference is what a layer costs, and the
+rest of the layers is added. So a model of 7B, whose optimizer needs several GPUs, is timed on one.
+
 Called by tools/gpu_check.py, which sets up the process group and writes the report. Sizes are arguments, so that a CPU
 can rehearse it with small ones.
 """
@@ -8,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-# Qwen2.5-1.5B; and four layers of Qwen2.5-7B with a small vocabulary, so that the layers are what is measured.
+# Qwen2.5-1.5B and -7B.
 QWEN_15B = {
     "hidden_size": 1536,
     "num_hidden_layers": 28,
@@ -28,14 +31,14 @@ QWEN_15B = {
     "max_position_embeddings": 32_768,
     "tie_word_embeddings": True,
 }
-QWEN_7B_LAYERS = {
+QWEN_7B = {
     **QWEN_15B,
     "hidden_size": 3584,
-    "num_hidden_layers": 4,
     "num_attention_heads": 28,
     "num_key_value_heads": 4,
     "intermediate_size": 18_944,
-    "vocab_size": 4096,
+    "vocab_size": 152_064,
+    "tie_word_embeddings": False,
 }
 
 
@@ -123,31 +126,74 @@ def logprob_speed(
     return [measure(f"{label}, {name}", way, device, tokens, repeats) for name, way in ways.items()]
 
 
+def bracketed(
+    device: torch.device,
+    directory: Path,
+    build_policy: Callable[..., Any],
+    *,
+    shape: Mapping[str, Any],
+    depths: tuple[int, int] = (2, 6),
+    **options: Any,
+) -> Speed:
+    """A train step of a model, from steps of two smaller depths.
+
+    Args:
+        shape: fields of a Qwen2 configuration. depths: layers of the two, each of which fits the device.
+        options: of `train_step_speed`.
+
+    Returns:
+        Seconds and operations of the whole model. Memory: of the deeper of the two.
+
+    Raises:
+        RuntimeError: the deeper one was not slower: what was measured is noise.
+    """
+    few, many = (
+        train_step_speed(
+            device, directory / str(depth), build_policy, shape={**shape, "num_hidden_layers": depth}, **options
+        )
+        for depth in depths
+    )
+    layers, between = shape["num_hidden_layers"], depths[1] - depths[0]
+    if many.seconds <= few.seconds:
+        raise RuntimeError(f"{depths[1]} layers took {many.seconds:.3g} s, {depths[0]} took {few.seconds:.3g} s")
+    more = (layers - depths[0]) / between
+
+    def whole(low: float, high: float) -> float:
+        return low + more * (high - low)
+
+    return replace(
+        many,
+        name=f"{layers} layers from {depths[0]} and {depths[1]}",
+        seconds=whole(few.seconds, many.seconds),
+        operations=whole(few.operations, many.operations),
+    )
+
+
 def train_step_speed(
     device: torch.device,
     directory: Path,
     build_policy: Callable[..., Any],
     *,
-    shape: dict[str, Any] | None = None,
+    shape: Mapping[str, Any],
     precision: str = "bf16",
     samples: int = 8,
-    sample_tokens: int = 1024,
+    sample_tokens: int = 2048,
     repeats: int = 5,
 ) -> Speed:
     """A whole train step (forward, backward, optimizer) with random weights, in packs of half the samples.
 
     Args:
         build_policy: (directory, precision=...) -> policy of one rank.
-        shape: fields of a Qwen2 configuration; that of Qwen2.5-1.5B unless given.
-        samples, sample_tokens: the batch, in two micro-batches: packs of 4,096 tokens.
+        shape: fields of a Qwen2 configuration.
+        samples, sample_tokens: the batch, in two micro-batches: packs of 8,192 tokens.
     """
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     torch.manual_seed(0)
-    config = Qwen2Config(**(shape or QWEN_15B))
+    config = Qwen2Config(**shape)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
     policy = build_policy(directory, precision=precision)
-    batch = _batch(samples, sample_tokens, config.vocab_size)
+    batch = equal_samples(samples, sample_tokens, config.vocab_size)
     half = samples // 2
     micro_batches = [list(range(half)), list(range(half, samples))]
 
@@ -159,21 +205,25 @@ def train_step_speed(
     size = sum(p.numel() for chunk in policy.chunks for p in chunk.parameters())
     name = f"train step {precision}, {size / 1e6:.0f} M parameters"
     speed = measure(name, step, device, samples * sample_tokens, repeats)
-    return replace(speed, operations=train_operations(config, samples, sample_tokens))
+    return replace(speed, operations=train_operations(config, batch))
 
 
-def train_operations(config: Any, samples: int, sample_tokens: int) -> float:
-    """Operations of forward and backward: 6 for each weight of a product and token, and causal attention's 6 * T^2 * D
-    a layer (half of the scores). Source: arXiv 2204.02311, appendix B, with half the scores; no recomputation."""
+def train_operations(config: Any, batch: Any) -> float:
+    """Operations of forward and backward: 6 for each weight of a product and token (of the output layer: for trained
+    tokens only, since the others' log-probs are not computed), and causal attention's 6 * T^2 * D a layer (half of the
+    scores). Source: arXiv 2204.02311, appendix B, with half the scores; no recomputation."""
     head = config.hidden_size // config.num_attention_heads
     attention = 2 * config.hidden_size * head * (config.num_attention_heads + config.num_key_value_heads)
     layer = attention + 3 * config.hidden_size * config.intermediate_size
-    weights = config.num_hidden_layers * layer + config.hidden_size * config.vocab_size
-    scores = config.num_hidden_layers * 6 * sample_tokens * config.hidden_size
-    return float(samples * sample_tokens * (6 * weights + scores))
+    layers = 6.0 * config.num_hidden_layers * layer * float(batch.lengths_N.sum())
+    output = 6.0 * config.hidden_size * config.vocab_size * float(batch.trained_tokens_N.sum())
+    scores = (
+        6.0 * config.num_hidden_layers * config.hidden_size * float((batch.lengths_N.astype(np.float64) ** 2).sum())
+    )
+    return layers + output + scores
 
 
-def _batch(samples: int, sample_tokens: int, vocab: int) -> Any:
+def equal_samples(samples: int, sample_tokens: int, vocab: int) -> Any:
     """Samples of one length, an eighth of it prompt; groups of four with two right answers each."""
     from megatron_daro.types import TrainBatch
 

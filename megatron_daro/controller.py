@@ -29,6 +29,7 @@ from megatron_daro.rollout.protocol import CheckpointStore, MetricsSink, Phases,
 from megatron_daro.rollout.recorder import Recorder, read_waiting, write_waiting
 from megatron_daro.rollout.sampled_batch import BatchSource, SampledBatch, Update, last_step, passed, plan_updates
 from megatron_daro.rollout.summary import SignalWatch, update_metrics
+from megatron_daro.routed_experts import ExpertsFolder
 from megatron_daro.sync.publish import Colocation, ExportingPolicy, ReceivingEngine, WeightSync
 from megatron_daro.types import Group, PlainValue, StepResult, TrainBatch
 
@@ -47,6 +48,7 @@ class Parts:
     """What a controller drives.
 
     engine is None for replay. checkpoints, recorder, evaluations and export are left out where the run has none.
+    experts: files of the experts that servers chose; None without routing replay.
     export: writes the trained policy out, given the number of steps. closers: further things to close at the end, by
     name, after engine and policy. identity: values that must be equal in a run and in a checkpoint it resumes from.
     colocation: of policy and engine on the GPUs that they share; None where they share none. drift: warns when
@@ -62,6 +64,7 @@ class Parts:
     engine: ReceivingEngine | None = None
     checkpoints: CheckpointStore | None = None
     recorder: Recorder | None = None
+    experts: ExpertsFolder | None = None
     evaluations: Evaluations = field(default_factory=Evaluations)
     export: Callable[[int], Awaitable[None]] | None = None
     colocation: Colocation | None = None
@@ -405,10 +408,19 @@ class Controller:
             groups = {update.outcome: update.groups, "filtered": update.filtered}
             groups["dropped"] = (*groups.get("dropped", ()), *update.dropped)
             await self._to_disk(self._parts.recorder.write_step, update.step, groups)
+        if self._parts.experts:
+            work = asyncio.to_thread(self._settle_experts, self._parts.experts, update)
+            await self._within("write", work, what=f"experts of step {update.step}")
         update.metrics |= self._parts.phases.collect()
         if train_s := update.metrics.get("timing/train_s", 0.0):
             update.metrics["throughput/train_tokens_per_s"] = num_tokens / train_s
         self._parts.evaluations.write(lambda: self._write_line(update))
+
+    def _settle_experts(self, folder: ExpertsFolder, update: Update) -> None:
+        """Keep the files of what was trained where a record names them; the rest of these groups' go."""
+        kept = update.groups if self._parts.recorder else ()
+        nothing = dict.fromkeys((group.group_id for group in (*update.groups, *update.filtered, *update.dropped)), ())
+        folder.settle(nothing | {group.group_id: tuple(r.routed_experts for r in group.rollouts) for group in kept})
 
     def _write_line(self, update: Update) -> None:
         self._parts.metrics.write(update.step, update.metrics)

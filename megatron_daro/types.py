@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from megatron_daro.routed_experts import StoredExperts
+
 FinishReason = Literal["stop", "length", "abort"]
 PlainValue = str | int | float | bool | None
 """What a setting or a field of a record can be, written to JSON or YAML."""
@@ -110,9 +112,8 @@ class Rollout:
     distribution (temperature applied, top-p not). text: the response without special tokens, up to the end of a stop
     text; the tokens go on to the end of the token that holds it. weight_version: the oldest policy version that
     produced a token of it, or may have read its prompt. version_spans: (weight_version, number of response tokens) in
-    order; empty means one span. routed_experts: int16 [prompt_length + R, layers, experts of a token], which experts
-    the engine chose for each token that it read; -1 in the row of the last, which it did not read. None where it was
-    not asked.
+    order; empty means one span. routed_experts: where it stands which experts the engine chose for each token that it
+    read. None where it was not asked.
     turns: of a conversation, (observed, generated) response tokens of each turn in order; empty where the whole
     response is one answer of the model. Observed tokens are the environment's: loss_mask and log-prob are 0.
     reports: of a conversation, what the environment said of each answer, in order; may be empty. teacher_logprobs:
@@ -132,7 +133,7 @@ class Rollout:
     weight_version: int
     text: str = ""
     version_spans: tuple[tuple[int, int], ...] = ()
-    routed_experts: np.ndarray | None = None
+    routed_experts: StoredExperts | None = None
     turns: tuple[tuple[int, int], ...] = ()
     reports: tuple[TurnReport, ...] = ()
     teacher_logprobs: np.ndarray | None = None
@@ -207,10 +208,6 @@ class Rollout:
             spans.append((version, min(tokens, left)))
             left -= spans[-1][1]
         spans = [span for span in spans if span[1]]
-        experts = self.routed_experts
-        if experts is not None:
-            unread = np.full((1, *experts.shape[1:]), -1, experts.dtype)
-            experts = np.concatenate([experts[: self.prompt_length + count - 1], unread])
         return replace(
             self,
             tokens=self.tokens[: self.prompt_length + count],
@@ -219,16 +216,15 @@ class Rollout:
             finish_reason="stop",
             text=text,
             version_spans=() if spans == [(self.weight_version, count)] else tuple(spans),
-            routed_experts=experts,
+            routed_experts=self.routed_experts and self.routed_experts.cut(self.prompt_length + count),
             teacher_logprobs=None if self.teacher_logprobs is None else self.teacher_logprobs[:count],
         )
 
-    def _routed_first(self, later: Rollout) -> np.ndarray | None:
+    def _routed_first(self, later: Rollout) -> StoredExperts | None:
         """Return the experts of `later`, whose prompt was read again, with this rollout's own where it read them."""
         if self.routed_experts is None or later.routed_experts is None:
             return later.routed_experts
-        read = len(self.tokens) - 1
-        return np.concatenate([self.routed_experts[:read], later.routed_experts[read:]])
+        return self.routed_experts.continued(later.routed_experts)
 
     def continues(self, earlier: Rollout) -> bool:
         """Whether this is `earlier` and more: the same response tokens with the same log-probs at its beginning."""
@@ -322,9 +318,8 @@ class TrainBatch:
     before each token when the batch began, and what it shall say; None without a critic.
     group_lengths_NK int64 [N, K], trained tokens of every rollout
     of each sample's group; None unless the algorithm needs them.
-    routed_experts_TLK int16 [T, layers, experts of a token]: which experts the engine chose for a token that it
-    read; -1 where it did not tell, and for the last token of a sample, which it did not read. None where no engine was
-    asked.
+    routed_experts_N: where it stands which experts the engine chose for the tokens of each sample; None for a sample of
+    which it did not tell, and where no engine was asked.
     opens_batch: whether this is the first optimizer step of a batch of rollouts.
     """
 
@@ -346,7 +341,7 @@ class TrainBatch:
     values_R: np.ndarray | None = None
     value_targets_R: np.ndarray | None = None
     group_lengths_NK: np.ndarray | None = None
-    routed_experts_TLK: np.ndarray | None = None
+    routed_experts_N: tuple[StoredExperts | None, ...] | None = None
     opens_batch: bool = True
 
     def __len__(self) -> int:
@@ -375,8 +370,8 @@ class TrainBatch:
             for name, column in columns.items()
             if column is not None
         }
-        if self.routed_experts_TLK is not None:
-            changed["routed_experts_TLK"] = _ragged_select(self.routed_experts_TLK, self.lengths_N, indices_M)
+        if self.routed_experts_N is not None:
+            changed["routed_experts_N"] = tuple(self.routed_experts_N[i] for i in indices_M.tolist())
         return replace(self, **changed)
 
     @classmethod
@@ -384,12 +379,16 @@ class TrainBatch:
         """One batch of all samples, in order. All must have the same K and the same optional columns."""
         if len({b.rollouts_per_prompt for b in batches}) != 1:
             raise ValueError("cannot concatenate batches of different rollouts_per_prompt")
-        columns = [f.name for f in fields(cls) if f.name not in ("rollouts_per_prompt", "opens_batch")]
+        others = ("rollouts_per_prompt", "opens_batch", "routed_experts_N")
+        columns = [f.name for f in fields(cls) if f.name not in others]
         joined: dict[str, Any] = {}
         for name in columns:
             parts = [getattr(b, name) for b in batches]
             joined[name] = None if all(p is None for p in parts) else np.concatenate(parts)
         opens_batch = any(b.opens_batch for b in batches)
+        if any(b.routed_experts_N is not None for b in batches):
+            rows = [b.routed_experts_N or (None,) * len(b) for b in batches]
+            joined["routed_experts_N"] = tuple(experts for row in rows for experts in row)
         return cls(rollouts_per_prompt=batches[0].rollouts_per_prompt, opens_batch=opens_batch, **joined)
 
 

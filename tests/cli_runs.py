@@ -96,13 +96,15 @@ class Run:
         """Those whose command line begins with `title`, such as ray::TrainWorker."""
         return [p for p in self.processes() if _command(p).startswith(title)]
 
-    def wait_until(self, condition: Callable[[], bool], what: str, limit_s: float = RUN_LIMIT_S) -> None:
+    def wait_until(
+        self, condition: Callable[[], bool], what: str, limit_s: float = RUN_LIMIT_S, pause_s: float = 0.1
+    ) -> None:
         """Looks ten times a second; fails the test when the run ends first or the limit passes."""
         end = time.monotonic() + limit_s
         while not condition():
             assert self.driver.poll() is None, f"the run ended before {what}:\n{self._stderr.read_text()}"
             assert time.monotonic() < end, f"no {what} within {limit_s} s:\n{self._stderr.read_text()}"
-            time.sleep(0.1)
+            time.sleep(pause_s)
 
     def interrupt(self) -> None:
         """Ctrl-C as a terminal sends it: to the whole process group."""

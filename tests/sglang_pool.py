@@ -32,6 +32,7 @@ from megatron_daro.engine.sglang.generation import DirectAnswers
 from megatron_daro.engine.sglang.servers import ExternalServer, ManagedProcess
 from megatron_daro.engine.sglang.supervision import Expected
 from megatron_daro.ports import reserve_port
+from megatron_daro.routed_experts import ExpertsFolder
 from megatron_daro.sync import send
 from megatron_daro.sync.plan import Digest, SendPlan, SendReport
 from megatron_daro.sync.publish import WeightSync
@@ -291,7 +292,7 @@ def engine_of(
         handles,
         options or section(),
         expect or expected(run_dir),
-        answers=answers or DirectAnswers(decode or (lambda ids: " ".join(map(str, ids)))),
+        answers=answers or DirectAnswers(decode or (lambda ids: " ".join(map(str, ids))), ExpertsFolder(run_dir)),
         warn=told.append,
         run_dir=run_dir,
         temperature=temperature,

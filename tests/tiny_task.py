@@ -99,17 +99,17 @@ def save_tokenizer(directory: Path, symbols: Sequence[str]) -> None:
     ).save_pretrained(directory)
 
 
-def pretrain(directory: Path, steps: int = 150, family: str = "Qwen2Config", **experts: Any) -> None:
+def pretrain(directory: Path, steps: int = 150, family: str = "Qwen2Config", **changes: Any) -> None:
     """Supervised steps on d -> d or d+1, every one on all pairs."""
     import torch
     import transformers
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64} | changes
     config = getattr(transformers, family)(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
-        vocab_size=len(SYMBOLS), max_position_embeddings=32, tie_word_embeddings=False,
-        eos_token_id=END, bos_token_id=1, pad_token_id=0, **experts,
+        num_attention_heads=4, num_key_value_heads=2, vocab_size=len(SYMBOLS), max_position_embeddings=32,
+        tie_word_embeddings=False, eos_token_id=END, bos_token_id=1, pad_token_id=0, **sizes,
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config)
     symbol = {s: i for i, s in enumerate(SYMBOLS)}

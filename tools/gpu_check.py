@@ -167,9 +167,10 @@ def run_check(name: str, check: Any, device: Any) -> Row:
     return Row(name, result, difference, tolerance, time.perf_counter() - start, peak)
 
 
-SPEEDS = ("log-probs fp32", "log-probs bf16", "train step bf16", "layers of 7B bf16", "layers of 7B fp8")
+STEPS = ("train step 1.5B bf16", "train step 1.5B fp8", "train step 7B bf16", "train step 7B fp8")
+SPEEDS = ("log-probs fp32", "log-probs bf16", *STEPS)
 SPEED_COLUMNS = ("measured", "median, ms", "tokens/s", "extra peak memory, GiB", "of the GPU's peak", "goal")
-GOALS = {"train step bf16": 0.30, "layers of 7B bf16": 0.45, "layers of 7B fp8": 0.45}
+GOALS = dict(zip(STEPS, (0.30, 0.30, 0.45, 0.45), strict=True))
 """Part of the GPU's bf16 peak that a measurement must reach, or the tool fails. fp8 has twice the peak."""
 LOGPROB_GOAL = 3.0
 """Log-probs with entropy may take this many times the bare products."""
@@ -219,18 +220,19 @@ def _mfu_goal(name: str, speed: Any, device: Any) -> str:
 def _measured(name: str, device: Any, small: bool) -> list[Any]:
     import torch
     from gpu_checks import build_policy, check_fp8
-    from gpu_speed import QWEN_7B_LAYERS, logprob_speed, train_step_speed
+    from gpu_speed import QWEN_7B, QWEN_15B, bracketed, logprob_speed
 
     sizes = {"tokens": 64, "vocab": 300, "hidden": 32, "repeats": 2} if small else {}
     if name.startswith("log-probs"):
         return logprob_speed(device, torch.bfloat16 if name.endswith("bf16") else torch.float32, **sizes)
-    options: dict[str, Any] = {"shape": QWEN_7B_LAYERS} if "7B" in name else {}
+    options: dict[str, Any] = {"shape": QWEN_7B if "7B" in name else QWEN_15B}
     if name.endswith("fp8"):
         check_fp8(device)
     if small:
-        options = {"shape": SMALL_SHAPE, "samples": 8, "sample_tokens": 32, "repeats": 2}
+        options = {"shape": SMALL_SHAPE, "depths": (1, 8), "samples": 8, "sample_tokens": 32, "repeats": 2}
     with tempfile.TemporaryDirectory() as directory:
-        return [train_step_speed(device, Path(directory), build_policy, precision=name.rpartition(" ")[2], **options)]
+        speed = bracketed(device, Path(directory), build_policy, precision=name.rpartition(" ")[2], **options)
+    return [dataclasses.replace(speed, name=f"{name}: {speed.name}")]
 
 
 def _speed_line(speed: Any, device: Any) -> list[str]:
@@ -319,7 +321,9 @@ def page(rows: list[Row], speeds: list[list[str]], known: dict[str, str]) -> str
     parts = [
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>Checked on a GPU</title>',
         f"<style>{STYLE}</style><h1>Checked on a GPU</h1>",
-        "<p>Written by <code>python tools/gpu_check.py</code>; run it again to repeat every number.</p>",
+        "<p>Written by <code>python tools/gpu_check.py</code>; run it again to repeat every number. A row proves what "
+        "its last column compares, on this machine, with these packages and small models. No row proves that a model "
+        "learns, that a large model fits, or anything about a network between machines.</p>",
         "<ul>" + "".join(f"<li>{html.escape(f'{name}: {value}')}</li>" for name, value in known.items()) + "</ul>",
         f"<p>{len(rows) - failed - missing} of {len(rows)} checks passed, {failed} failed, "
         f"{missing} could not be run here.</p>",

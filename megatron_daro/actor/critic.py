@@ -99,7 +99,7 @@ class Critic:
         def at(_: PackedMicroBatch, hidden_T1D: Tensor, positions_P: Tensor) -> Tensor:
             return position_values(last, hidden_T1D, positions_P)
 
-        batch = replace(batch, routed_experts_TLK=None)  # those of the policy are none of this model's
+        batch = replace(batch, routed_experts_N=None)  # those of the policy are none of this model's
         return response_column(self.state.chunks, batch, micro_batches, at, vocab_size=self.shape.vocab)
 
     def gradients(self, batch: TrainBatch, micro_batches: MicroBatches) -> CriticReport:
@@ -110,7 +110,7 @@ class Critic:
         """
         started, last = time.perf_counter(), self.state.chunks[-1].module
         self.state.begin_step()
-        batch = replace(batch, routed_experts_TLK=None)
+        batch = replace(batch, routed_experts_N=None)
         packs = packed_micro_batches(last.config, batch, micro_batches, vocab_size=self.shape.vocab)
         loss = _ValueLoss(last, global_totals(batch).tokens, self._clip)
         run_schedule(self.state.chunks, packs, loss.micro_batch, forward_only=False)

@@ -116,22 +116,29 @@ def check_routed_experts(batch: TrainBatch, shape: ModelShape) -> None:
     Raises:
         DataError: with what was got and what the model has.
     """
-    experts_TLK = batch.routed_experts_TLK
-    if experts_TLK is None:
+    experts_N = batch.routed_experts_N
+    if experts_N is None:
         return
     if shape.experts is None:
         raise DataError("the batch says which experts its tokens met, but the model has no experts; remove that column")
-    wanted = (len(batch.tokens_T), shape.layers, shape.experts.chosen)
-    if experts_TLK.shape != wanted:
+    for experts, length in zip(experts_N, batch.lengths_N.tolist(), strict=True):
+        wanted = (length, shape.layers, shape.experts.chosen)
+        if experts is not None and experts.shape != wanted:
+            raise DataError(
+                f"routed experts have the shape {experts.shape}; allowed: {wanted}, tokens, layers and experts of a "
+                "token; they are of another model, or of other tokens"
+            )
+
+
+def check_numbers(packed: PackedMicroBatch, experts: int) -> None:
+    """Refuse experts that the model has not, while they are on the CPU. Raises DataError."""
+    experts_TLK = packed.routed_experts_TLK
+    if experts_TLK is None or not experts_TLK.numel():
+        return
+    low, high = int(experts_TLK.min()), int(experts_TLK.max())
+    if low < -1 or high >= experts:
         raise DataError(
-            f"routed experts have the shape {experts_TLK.shape}; allowed: {wanted}, tokens, layers and experts of a "
-            "token; they are of another model, or of other tokens"
-        )
-    low, high = (int(experts_TLK.min()), int(experts_TLK.max())) if experts_TLK.size else (0, 0)
-    if low < -1 or high >= shape.experts.number:
-        raise DataError(
-            f"routed experts are numbered {low} to {high}; allowed: 0 to {shape.experts.number - 1}, and -1 where they "
-            "are not known"
+            f"routed experts are numbered {low} to {high}; allowed: 0 to {experts - 1}, and -1 where they are not known"
         )
 
 
@@ -179,7 +186,7 @@ def packed_micro_batches(
     Everything that must be looked at is looked at before the data goes to a GPU, which is then never waited for.
 
     Raises:
-        DataError: a token outside the vocabulary.
+        DataError: a token outside the vocabulary, or an expert that the model has not.
     """
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     context = parallel_state.get_context_parallel_world_size()
@@ -192,6 +199,7 @@ def packed_micro_batches(
     for indices in micro_batches:
         whole = pack(batch, indices, sequence_multiple=sequence_multiple, total_multiple=total_multiple)
         check_labels(whole.labels_T, vocab_size)
+        check_numbers(whole, config.num_moe_experts or 0)
         packs.append(context_parallel_slice(whole, rank, context).to(device.prepare()))
     return packs
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from megatron_daro.actor import device
 from megatron_daro.actor.compat import (
@@ -72,7 +73,7 @@ class RMSNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if x.dtype == torch.float32:
             return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
         normed = F.rms_norm(x.float(), (x.shape[-1],), None, self.eps).to(x.dtype)
@@ -82,20 +83,22 @@ class RMSNorm(torch.nn.Module):
 class PackedAttention(MegatronModule):
     """Causal attention within each sequence of a pack, on torch SDPA; keys and values gathered under CP."""
 
-    def __init__(self, config: TransformerConfig, layer_number: int, *_: object, **__: object) -> None:
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, *_: object, softmax_scale: float | None = None, **__: object
+    ) -> None:
         super().__init__(config=config)
-        self.layer_number = layer_number
+        self.layer_number, self._scale = layer_number, softmax_scale
 
     def forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
         attn_mask_type: object = None,
         attention_bias: object = None,
         packed_seq_params: PackedSeqParams | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """query [T, H, D], key and value [T, G, D] -> [T, H * D]; sequence bounds from packed_seq_params (global)."""
         if packed_seq_params is None:
             raise ValueError("PackedAttention takes packed sequences only: packed_seq_params was None")
@@ -103,26 +106,27 @@ class PackedAttention(MegatronModule):
         bounds = packed_seq_params.cu_seqlens_q.tolist()
         lengths = [b - a for a, b in itertools.pairwise(bounds)]
         if parallel_state.get_context_parallel_world_size() > 1:
-            out_THD = _context_parallel_attention(query_THD, key_TGD, value_TGD, lengths)
+            out_THD = _context_parallel_attention(query_THD, key_TGD, value_TGD, lengths, self._scale)
         else:
-            out_THD = packed_causal_attention(query_THD, key_TGD, value_TGD, lengths)
+            out_THD = packed_causal_attention(query_THD, key_TGD, value_TGD, lengths, self._scale)
         return out_THD.reshape(out_THD.shape[0], -1)
 
 
 def packed_causal_attention(
-    query_THD: torch.Tensor, key_TGD: torch.Tensor, value_TGD: torch.Tensor, lengths: Sequence[int]
-) -> torch.Tensor:
+    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, lengths: Sequence[int], scale: float | None = None
+) -> Tensor:
     """Causal attention per sequence. Sequences of similar length share one padded SDPA call.
 
     Args:
         query_THD, key_TGD, value_TGD: packed tokens; H is a multiple of G.
         lengths: tokens of each sequence, sum T.
+        scale: of the scores; None: 1 / sqrt(D).
 
     Returns:
         [T, H, D], same dtype.
     """
     if len(lengths) == 1:
-        return _sdpa(query_THD[None], key_TGD[None], value_TGD[None], is_causal=True)[0]
+        return _sdpa(query_THD[None], key_TGD[None], value_TGD[None], is_causal=True, scale=scale)[0]
     lengths_B = torch.tensor(lengths)
     starts_B = torch.cumsum(lengths_B, 0) - lengths_B
     chunks, order = [], []
@@ -131,7 +135,7 @@ def packed_causal_attention(
         real_BS = rows_BS < (starts_B + lengths_B)[members, None]
         rows_BS = torch.where(real_BS, rows_BS, starts_B[members, None]).to(query_THD.device)
         q, k, v = (x[rows_BS] for x in (query_THD, key_TGD, value_TGD))
-        chunks.append(_sdpa(q, k, v, is_causal=True)[real_BS.to(query_THD.device)])
+        chunks.append(_sdpa(q, k, v, is_causal=True, scale=scale)[real_BS.to(query_THD.device)])
         order.append(rows_BS[real_BS.to(query_THD.device)])
     positions_T = torch.cat(order)
     inverse_T = torch.empty_like(positions_T)
@@ -139,7 +143,7 @@ def packed_causal_attention(
     return torch.cat(chunks)[inverse_T]
 
 
-def _similar_lengths(lengths: Sequence[int]) -> list[torch.Tensor]:
+def _similar_lengths(lengths: Sequence[int]) -> list[Tensor]:
     """Sequence indices grouped so that padding each group to its longest adds at most MAX_PADDING_RATIO."""
     by_length = sorted((i for i in range(len(lengths)) if lengths[i] > 0), key=lambda i: lengths[i], reverse=True)
     groups: list[list[int]] = []
@@ -155,16 +159,17 @@ def _similar_lengths(lengths: Sequence[int]) -> list[torch.Tensor]:
 
 
 def _sdpa(
-    query_BSHD: torch.Tensor,
-    key_BSGD: torch.Tensor,
-    value_BSGD: torch.Tensor,
+    query_BSHD: Tensor,
+    key_BSGD: Tensor,
+    value_BSGD: Tensor,
     *,
     is_causal: bool = False,
-    mask_SS: torch.Tensor | None = None,
-) -> torch.Tensor:
+    mask_SS: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (query_BSHD, key_BSGD, value_BSGD))
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask_SS, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, attn_mask=mask_SS, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
     return out.transpose(1, 2)
 
@@ -173,14 +178,14 @@ class _GatherOverContext(torch.autograd.Function):
     """All-gather along tokens over the CP group; the gradient is summed over ranks and scattered back."""
 
     @staticmethod
-    def forward(ctx: object, x_TGD: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: object, x_TGD: Tensor) -> Tensor:
         group = parallel_state.get_context_parallel_group()
         parts = [torch.empty_like(x_TGD) for _ in range(group.size())]
         torch.distributed.all_gather(parts, x_TGD.contiguous(), group=group)
         return torch.stack(parts)
 
     @staticmethod
-    def backward(ctx: object, grad_CTGD: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: object, grad_CTGD: Tensor) -> Tensor:
         group = parallel_state.get_context_parallel_group()
         grad = grad_CTGD.contiguous()
         torch.distributed.all_reduce(grad, group=group)
@@ -188,8 +193,8 @@ class _GatherOverContext(torch.autograd.Function):
 
 
 def _context_parallel_attention(
-    query_THD: torch.Tensor, key_TGD: torch.Tensor, value_TGD: torch.Tensor, lengths: Sequence[int]
-) -> torch.Tensor:
+    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, lengths: Sequence[int], scale: float | None
+) -> Tensor:
     """Each sequence is cut into 2*CP equal chunks and rank r holds chunks r and 2*CP-1-r (Megatron's zigzag layout).
 
     `lengths` are the whole sequences; this rank holds length / CP tokens of each.
@@ -207,12 +212,12 @@ def _context_parallel_attention(
             [torch.arange(chunk) + rank * chunk, torch.arange(chunk) + (2 * size - 1 - rank) * chunk]
         ).to(query_THD.device)
         mask = positions_Q[:, None] >= torch.arange(length, device=query_THD.device)[None, :]
-        out.append(_sdpa(query_THD[None, span], keys[None], values[None], mask_SS=mask)[0])
+        out.append(_sdpa(query_THD[None, span], keys[None], values[None], mask_SS=mask, scale=scale)[0])
         start += local
     return torch.cat(out)
 
 
-def _in_sequence_order(x_CTGD: torch.Tensor, chunk: int) -> torch.Tensor:
+def _in_sequence_order(x_CTGD: Tensor, chunk: int) -> Tensor:
     """Tokens of a sequence from all CP ranks' zigzag halves, in order: [C, 2*chunk, G, D] -> [2*C*chunk, G, D]."""
     first = list(x_CTGD[:, :chunk])
     second = list(x_CTGD[:, chunk:])
@@ -317,7 +322,7 @@ def transformer_config(
         **_expert_options(shape, grouped=transformer_engine),
     }
     if isinstance(shape.rope_scaling, YarnScaling):
-        values["apply_rope_fusion"] = False  # upstream's fused kernels leave YaRN's factor of the attention out
+        values["softmax_scale"] = shape.rope_scaling.attention_factor**2 / math.sqrt(shape.head_dim)
     config = upstream_config(TransformerConfig, values, options or {})
     if config.gradient_accumulation_fusion and not transformer_engine:
         raise ConfigError(
@@ -412,15 +417,16 @@ def _recompute_options(recompute: str) -> dict[str, Any]:
 def _set_yarn(config: TransformerConfig, scaling: YarnScaling) -> None:
     """Upstream reads YaRN from attributes of the configuration that are none of its fields.
 
-    It computes the factor of the attention as 0.1 * mscale * ln(factor) + 1, so mscale follows from the factor given.
+    YaRN's factor of the attention multiplies queries and keys. Upstream's fused kernel for packed sequences leaves it
+    out (models/common/embeddings/rope_utils.py, `apply_rotary_pos_emb`, 0.16.1 to 0.19.2), and its plain way reads the
+    sequences' bounds on the host in every layer. So it is 1 there, and the scores are scaled by its square instead.
     """
-    stretch = 0.1 * math.log(scaling.factor) if scaling.factor > 1 else 1.0
     values = {
         "yarn_rotary_scaling_factor": scaling.factor,
         "yarn_original_max_position_embeddings": scaling.original_max_positions,
         "yarn_beta_fast": scaling.beta_fast,
         "yarn_beta_slow": scaling.beta_slow,
-        "yarn_mscale": (scaling.attention_factor - 1.0) / stretch,
+        "yarn_mscale": 0.0,
         "yarn_mscale_all_dim": 0.0,
         "yarn_correction_range_round_to_int": scaling.truncate,
     }
@@ -453,12 +459,7 @@ def bare_model(
 
 
 def _bare_chunk(
-    shape: ModelShape,
-    config: TransformerConfig,
-    virtual_stage: int | None,
-    kind: Kind,
-    *,
-    transformer_engine: bool,
+    shape: ModelShape, config: TransformerConfig, virtual_stage: int | None, kind: Kind, *, transformer_engine: bool
 ) -> HiddenStateGPTModel:
     with quiet(), gradient_fusion_of_layers(config) as fuse:
         model = kind(

@@ -253,7 +253,7 @@ class MegatronPolicy:
     def _routed(self, batch: TrainBatch) -> TrainBatch:
         """Return the batch with the experts of its tokens, or without them where the routers shall choose."""
         if not self._routing_replay:
-            return replace(batch, routed_experts_TLK=None)
+            return replace(batch, routed_experts_N=None)
         check_routed_experts(batch, self.shape)
         return batch
 

@@ -166,7 +166,7 @@ REFUSED = {
     "use_megatron_fsdp": "the gradients are reduced by Megatron's DistributedDataParallel",
     "use_custom_fsdp": "the gradients are reduced by Megatron's DistributedDataParallel",
     "grad_norm_skip_threshold": "only trainer.on_nonfinite decides which steps are skipped",
-    "apply_rope_fusion": f"{_LAYERS} (the fused kernels leave YaRN's factor of the attention out)",
+    "apply_rope_fusion": _LAYERS,
     "moe_grouped_gemm": _LAYERS,
     "use_te_activation_func": "the gated activation of the layers is Megatron-core's own",
     "test_mode": "its checks read biases that the norms do not have",

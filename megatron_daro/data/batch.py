@@ -27,6 +27,7 @@ from megatron_daro.algo.advantages import (
 from megatron_daro.algo.difficulty import pass_rate_bins
 from megatron_daro.algo.weighting import Algorithm
 from megatron_daro.errors import DataError
+from megatron_daro.routed_experts import StoredExperts
 from megatron_daro.types import Group, Rollout, TrainBatch
 
 Overlong = Literal["none", "penalty", "filter", "both"]
@@ -102,7 +103,7 @@ def build_batch(
         advantages_N=algorithm.advantages(rewards, group_ids).float().numpy(),
         truncated_N=truncated_N,
         rollouts_per_prompt=rollouts_per_prompt,
-        routed_experts_TLK=_routed_experts(rollouts),
+        routed_experts_N=_routed_experts(rollouts),
     )
     if by_turn:
         batch = _with_token_advantages(batch, _by_turn(batch, rollouts, algorithm.std))
@@ -165,18 +166,10 @@ def _with_group_lengths(batch: TrainBatch) -> TrainBatch:
     return replace(batch, group_lengths_NK=np.repeat(lengths_GK, batch.rollouts_per_prompt, axis=0))
 
 
-def _routed_experts(rollouts: Sequence[Rollout]) -> np.ndarray | None:
-    """Return int16 [T, layers, experts of a token]; -1 for rollouts whose engine did not tell. None if none did."""
-    first_experts = next((r.routed_experts for r in rollouts if r.routed_experts is not None), None)
-    if first_experts is None:
-        return None
-    parts = []
-    for rollout in rollouts:
-        experts = rollout.routed_experts
-        parts.append(
-            np.full((len(rollout.tokens), *first_experts.shape[1:]), -1, np.int16) if experts is None else experts
-        )
-    return np.concatenate(parts)
+def _routed_experts(rollouts: Sequence[Rollout]) -> tuple[StoredExperts | None, ...] | None:
+    """Return where those of each rollout stand; None if no engine told any."""
+    experts_N = tuple(rollout.routed_experts for rollout in rollouts)
+    return None if all(experts is None for experts in experts_N) else experts_N
 
 
 def _check_groups(groups: Sequence[Group], rollouts_per_prompt: int) -> None:

@@ -210,10 +210,18 @@ def pack(
 
 
 def _routed_experts(batch: TrainBatch, indices_M: np.ndarray, token_slots: np.ndarray, total: int) -> Tensor | None:
-    if batch.routed_experts_TLK is None:
+    """Read those of the samples from their files."""
+    experts_N = batch.routed_experts_N or ()
+    shape = next((experts.shape[1:] for experts in experts_N if experts), None)
+    if shape is None:
         return None
-    experts_TLK = np.full((total, *batch.routed_experts_TLK.shape[1:]), -1, dtype=np.int16)
-    experts_TLK[token_slots] = batch.routed_experts_TLK[_flat_slots(batch.lengths_N, indices_M)]
+    experts_TLK = np.full((total, *shape), -1, dtype=np.int16)
+    at = 0
+    for sample in indices_M.tolist():
+        experts, length = experts_N[sample], int(batch.lengths_N[sample])
+        if experts is not None:
+            experts_TLK[token_slots[at : at + length]] = experts.read()
+        at += length
     return torch.from_numpy(experts_TLK)
 
 

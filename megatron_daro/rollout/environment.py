@@ -295,16 +295,13 @@ class Conversation:
         whole, turns, count = self._rollout, list(self._turns), len(self._observed)
         if count:  # after the last answer: of the same weights, since none else read them
             spans = [*whole.spans[:-1], (whole.spans[-1][0], whole.spans[-1][1] + count)]
-            experts = whole.routed_experts
-            if experts is not None:
-                experts = np.concatenate([experts, np.full((count, *experts.shape[1:]), -1, experts.dtype)])
             whole = replace(
                 whole,
                 tokens=np.concatenate([whole.tokens, np.array(self._observed, dtype=np.int32)]),
                 loss_mask=np.concatenate([whole.loss_mask, np.zeros(count, dtype=np.uint8)]),
                 logprobs=np.concatenate([whole.logprobs, np.zeros(count, dtype=np.float32)]),
                 version_spans=tuple(spans),
-                routed_experts=experts,
+                routed_experts=whole.routed_experts and whole.routed_experts.longer(count),
             )
             turns.append((count, 0))
         spans_of_all = whole.spans if len(whole.spans) > 1 else ()

@@ -13,12 +13,14 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import pyarrow as pa
 
 from megatron_daro.rollout.ledger import OUTCOMES, Outcome
+from megatron_daro.routed_experts import Part, StoredExperts
 from megatron_daro.types import FinishReason, Group, Prompt, Rollout, TurnReport, Verdict
 
 FORMAT = {"megatron_daro.rollouts": "2"}
@@ -32,6 +34,9 @@ def _list(kind: pa.DataType) -> pa.DataType:
 
 
 _SPAN = pa.struct([pa.field("weight_version", pa.int64(), False), pa.field("tokens", pa.int64(), False)])
+_EXPERTS = pa.struct(
+    [pa.field("file", pa.string(), False), pa.field("first", pa.int64(), False), pa.field("rows", pa.int64(), False)]
+)
 _TURN = pa.struct([pa.field("observed", pa.int64(), False), pa.field("generated", pa.int64(), False)])
 _REPORT = pa.struct(
     [
@@ -43,7 +48,7 @@ _REPORT = pa.struct(
 )
 _REWARD = pa.struct([pa.field("name", pa.string(), False), pa.field("value", pa.float64(), False)])
 _RESPONSE_LISTS = ("tokens", "logprobs", "loss_mask")
-LATER = ("routed_experts", "routed_layers", "turns", "reports", "rewards", "teacher_logprobs")
+LATER = ("experts", "experts_shape", "turns", "reports", "rewards", "teacher_logprobs")
 """Columns that older files do not have; there they are null."""
 _REPEATED = (
     *("used", "prompt_id", "source", "category", "prompt", "messages", "answer", "alternatives"),
@@ -75,8 +80,8 @@ SCHEMA = pa.schema(
         pa.field("reward", pa.float64()),
         pa.field("reason", pa.string()),
         pa.field("lone_surrogates", pa.string()),
-        pa.field("routed_experts", _list(pa.int16())),
-        pa.field("routed_layers", pa.int32()),
+        pa.field("experts", _list(_EXPERTS)),
+        pa.field("experts_shape", _list(pa.int32())),
         pa.field("turns", _list(_TURN)),
         pa.field("reports", _list(_REPORT)),
         pa.field("rewards", _list(_REWARD)),
@@ -109,7 +114,9 @@ class RecordedGroup:
     unfinished: tuple[Rollout, ...] = ()
 
 
-def blocks(groups: Iterable[RecordedGroup], block_tokens: int = BLOCK_TOKENS) -> Iterator[pa.RecordBatch]:
+def blocks(
+    groups: Iterable[RecordedGroup], block_tokens: int = BLOCK_TOKENS, run_dir: Path | None = None
+) -> Iterator[pa.RecordBatch]:
     """Return the groups as row groups of about `block_tokens` response tokens, in order; a group is never split."""
     waiting: list[RecordedGroup] = []
     tokens = 0
@@ -117,14 +124,18 @@ def blocks(groups: Iterable[RecordedGroup], block_tokens: int = BLOCK_TOKENS) ->
         waiting.append(entry)
         tokens += sum(r.response_length for r in (*entry.group.rollouts, *entry.unfinished))
         if tokens >= block_tokens:
-            yield encode(waiting)
+            yield encode(waiting, run_dir)
             waiting, tokens = [], 0
     if waiting:
-        yield encode(waiting)
+        yield encode(waiting, run_dir)
 
 
-def encode(groups: Sequence[RecordedGroup]) -> pa.RecordBatch:
-    """Rows of SCHEMA; `decode` gives exactly the same groups back."""
+def encode(groups: Sequence[RecordedGroup], run_dir: Path | None = None) -> pa.RecordBatch:
+    """Rows of SCHEMA; `decode` gives exactly the same groups back.
+
+    Args:
+        run_dir: files of experts in it are named from there, so that it can be moved; None: absolute names.
+    """
     rows: list[tuple[RecordedGroup, Rollout | None, Verdict | None]] = []
     for entry in groups:
         finished = zip(entry.group.rollouts, entry.group.verdicts, strict=True)
@@ -164,9 +175,8 @@ def encode(groups: Sequence[RecordedGroup]) -> pa.RecordBatch:
         "correct": _of(verdicts, lambda v: v.correct),
         "reward": _of(verdicts, lambda v: v.reward),
         "reason": _of(verdicts, lambda v: v.reason),
-        "routed_layers": [
-            None if r is None or r.routed_experts is None else r.routed_experts.shape[1] for r in rollouts
-        ],
+        "experts": _of(rollouts, lambda r: r.routed_experts and _stored(r.routed_experts, run_dir)),
+        "experts_shape": _of(rollouts, lambda r: r.routed_experts and list(r.routed_experts.shape[1:])),
     }
     columns: dict[str, pa.Array] = _with_exact_texts(plain)
     none = np.zeros(0)
@@ -182,13 +192,17 @@ def encode(groups: Sequence[RecordedGroup]) -> pa.RecordBatch:
     columns["teacher_logprobs"] = _ragged(
         "teacher_logprobs", [none if one is None else one for one in taught], missing=untaught
     )
-    experts = [None if r is None else r.routed_experts for r in rollouts]
-    flat = [none if one is None else one.reshape(-1) for one in experts]
-    columns["routed_experts"] = _ragged("routed_experts", flat, missing=np.array([one is None for one in experts]))
     return pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 
 
-def decode(batches: Iterable[pa.RecordBatch]) -> Iterator[RecordedGroup]:
+def _stored(experts: StoredExperts, run_dir: Path | None) -> list[dict[str, Any]]:
+    def name(path: Path) -> str:
+        return str(path.relative_to(run_dir) if run_dir and path.is_relative_to(run_dir) else path)
+
+    return [{"file": name(Path(part.path)), "first": part.first, "rows": part.rows} for part in experts.parts]
+
+
+def decode(batches: Iterable[pa.RecordBatch], run_dir: Path = Path()) -> Iterator[RecordedGroup]:
     """Return the inverse of `encode`, over all batches of a file: neighbouring rows of one group id are one group.
 
     Raises:
@@ -206,7 +220,7 @@ def decode(batches: Iterable[pa.RecordBatch]) -> Iterator[RecordedGroup]:
     for _, rows in groupby(numbered(), key=lambda row: row["group_id"]):
         first = number
         try:
-            yield _group(list(rows))
+            yield _group(list(rows), run_dir)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"the group in row {first} cannot be: {error}") from error
 
@@ -226,7 +240,7 @@ def _rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def _group(rows: list[dict[str, Any]]) -> RecordedGroup:
+def _group(rows: list[dict[str, Any]], run_dir: Path) -> RecordedGroup:
     first = rows[0]
     messages = first["messages"] and json.loads(first["messages"])
     prompt = Prompt(
@@ -244,7 +258,7 @@ def _group(rows: list[dict[str, Any]]) -> RecordedGroup:
     if len(rows) == 1 and first["index"] is None:
         rows = []
     prefix = np.asarray(prompt.tokens, dtype=np.int32)
-    pairs = [(_rollout(row, prompt, prefix), row) for row in rows]
+    pairs = [(_rollout(row, prompt, prefix, run_dir), row) for row in rows]
     done = [(rollout, row) for rollout, row in pairs if row["correct"] is not None]
     group = Group(
         first["group_id"],
@@ -260,7 +274,7 @@ def _verdict(row: dict[str, Any]) -> Verdict:
     return Verdict(row["correct"], row["reward"], row["reason"], rewards)
 
 
-def _rollout(row: dict[str, Any], prompt: Prompt, prefix: np.ndarray) -> Rollout:
+def _rollout(row: dict[str, Any], prompt: Prompt, prefix: np.ndarray, run_dir: Path) -> Rollout:
     """One rollout in memory of its own: a view would keep the whole row group alive."""
     length, mask, taught = row["length"], row["loss_mask"], row["teacher_logprobs"]
     mask = np.ones(length, np.uint8) if mask is None else mask.copy()
@@ -286,22 +300,21 @@ def _rollout(row: dict[str, Any], prompt: Prompt, prefix: np.ndarray) -> Rollout
         weight_version=row["weight_version"],
         text=row["text"],
         version_spans=tuple((span["weight_version"], span["tokens"]) for span in row["version_spans"]),
-        routed_experts=_experts(row, len(prefix) + length),
+        routed_experts=_experts(row, len(prefix) + length, run_dir),
         turns=turns,
         reports=tuple(TurnReport(**one) for one in row["reports"] or ()),
         teacher_logprobs=None if taught is None else taught.copy(),
     )
 
 
-def _experts(row: dict[str, Any], tokens: int) -> np.ndarray | None:
-    flat, layers = row["routed_experts"], row["routed_layers"]
-    if flat is None:
+def _experts(row: dict[str, Any], tokens: int, run_dir: Path) -> StoredExperts | None:
+    if row["experts"] is None:
         return None
-    if not layers or flat.size % (tokens * layers):
-        raise ValueError(
-            f"rollout {row['index']}: {flat.size} routed experts are not those of {tokens} tokens in layers"
-        )
-    return flat.reshape(tokens, layers, -1).copy()
+    layers, chosen = row["experts_shape"]
+    parts = tuple(Part(str(run_dir / part["file"]), part["first"], part["rows"]) for part in row["experts"])
+    if sum(part.rows for part in parts) > tokens:
+        raise ValueError(f"rollout {row['index']}: experts of more rows than its {tokens} tokens: {parts}")
+    return StoredExperts(parts, (tokens, layers, chosen))
 
 
 def _prompt_text(prompt: Prompt) -> str | None:
@@ -316,7 +329,7 @@ def _of(values: Sequence[Any], read: Callable[[Any], Any]) -> list[Any]:
 
 
 def _is_ragged(name: str) -> bool:
-    return name in ("prompt_tokens", "routed_experts", "teacher_logprobs", *_RESPONSE_LISTS)
+    return name in ("prompt_tokens", "teacher_logprobs", *_RESPONSE_LISTS)
 
 
 def _ragged(name: str, lists: Sequence[Any], missing: np.ndarray | None = None) -> pa.Array:

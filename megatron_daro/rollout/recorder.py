@@ -24,6 +24,7 @@ from megatron_daro.types import Group
 
 WAITING_FILE = "waiting.parquet"
 """In a checkpoint: the groups that wait for the next batch; not there when none does."""
+_INSIDE = "routed_layers"
 _STEP_FILE = re.compile(r"step_(\d{6,})\.parquet")
 _SKIPPED_FILE = re.compile(r"skipped_(\d{6,})\.parquet")
 
@@ -33,7 +34,7 @@ class Recorder:
 
     def __init__(self, run_dir: Path) -> None:
         """Args: run_dir: the run directory."""
-        self._run_dir = Path(run_dir)
+        self._run_dir = Path(run_dir).absolute()
 
     def write_step(self, step: int, groups: Mapping[Outcome, Sequence[Group]]) -> Path:
         """Write RUN/rollouts/step_{step}.parquet, replacing one of an earlier try; on disk when this returns.
@@ -47,7 +48,7 @@ class Recorder:
         Raises:
             DataError: the disk refused; no file of that name is left half written.
         """
-        path = write_groups(self._run_dir / "rollouts" / _file_name(step), _recorded(groups))
+        path = self._write("rollouts", _file_name(step), groups)
         for number, skipped in _numbered(self._run_dir / "rollouts", _SKIPPED_FILE):
             if number <= step:
                 skipped.unlink()
@@ -55,11 +56,14 @@ class Recorder:
 
     def write_skipped(self, step: int, groups: Mapping[Outcome, Sequence[Group]]) -> Path:
         """Write what was sampled for `step` so far, none of it trainable, to RUN/rollouts/skipped_{step}.parquet."""
-        return write_groups(self._run_dir / "rollouts" / f"skipped_{step:06d}.parquet", _recorded(groups))
+        return self._write("rollouts", f"skipped_{step:06d}.parquet", groups)
 
     def write_failed(self, step: int, groups: Sequence[Group]) -> Path:
         """Write the batch of a step that was not finite to RUN/failed, for people to look at."""
-        return write_groups(self._run_dir / "failed" / _file_name(step), _recorded({"dropped": groups}))
+        return self._write("failed", _file_name(step), {"dropped": groups})
+
+    def _write(self, folder: str, name: str, groups: Mapping[Outcome, Sequence[Group]]) -> Path:
+        return write_groups(self._run_dir / folder / name, _recorded(groups), run_dir=self._run_dir)
 
     def truncate_after(self, step: int) -> int:
         """Remove the files of every later step, and what a crash left half written.
@@ -103,12 +107,14 @@ def read_groups(path: Path) -> list[tuple[Group, Outcome]]:
 
 def read_recorded(path: Path) -> list[RecordedGroup]:
     """Return what `write_groups` wrote. Raises DataError as `read_step` does."""
-    path = Path(path)
+    path = Path(path).absolute()
+    run_dir = path.parent.parent if path.name != WAITING_FILE else _run_of(path.parent)
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             _check_format(file.metadata.metadata, file.schema_arrow)
+            _refuse_experts_inside(file)
             tables = (file.read_row_group(i, columns=_present(file)) for i in range(file.num_row_groups))
-            return list(decode(batch for table in tables for batch in table.to_batches()))
+            return list(decode((batch for table in tables for batch in table.to_batches()), run_dir))
     except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: cannot be read: {error}; restore the file or replay another run") from error
 
@@ -122,11 +128,19 @@ def read_waiting(checkpoint: Path) -> list[RecordedGroup]:
 def write_waiting(checkpoint: Path, groups: Sequence[RecordedGroup]) -> None:
     """Write the groups that wait into a checkpoint, if there are any. Raises DataError as `write_groups` does."""
     if groups:
-        write_groups(checkpoint / WAITING_FILE, groups)
+        write_groups(checkpoint / WAITING_FILE, groups, run_dir=_run_of(checkpoint))
 
 
-def write_groups(path: Path, groups: Iterable[RecordedGroup]) -> Path:
+def _run_of(checkpoint: Path) -> Path:
+    """Return the run directory of RUN/checkpoints/NAME."""
+    return checkpoint.absolute().parent.parent
+
+
+def write_groups(path: Path, groups: Iterable[RecordedGroup], *, run_dir: Path | None = None) -> Path:
     """Write groups as one Parquet file: beside its place, synced, then renamed.
+
+    Args:
+        run_dir: files of experts in it are named from there.
 
     Raises:
         DataError: the disk refused; what stood at `path` before is untouched.
@@ -135,7 +149,7 @@ def write_groups(path: Path, groups: Iterable[RecordedGroup]) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            _write(temporary, groups)
+            _write(temporary, groups, run_dir)
             temporary.replace(path)
             durable.sync(path.parent)
         except BaseException:
@@ -147,12 +161,12 @@ def write_groups(path: Path, groups: Iterable[RecordedGroup]) -> Path:
     return path
 
 
-def _write(path: Path, groups: Iterable[RecordedGroup]) -> None:
+def _write(path: Path, groups: Iterable[RecordedGroup], run_dir: Path | None) -> None:
     """pyarrow's own file, not one of Python: it writes without the interpreter's lock."""
     with pa.OSFile(str(path), "wb") as sink:
         writer = pq.ParquetWriter(sink, SCHEMA, **WRITER_OPTIONS)
         try:
-            for block in blocks(groups):
+            for block in blocks(groups, run_dir=run_dir):
                 writer.write_batch(block)
             writer.add_key_value_metadata(FORMAT)
         except BaseException:
@@ -180,6 +194,15 @@ def _check_format(metadata: Mapping[bytes, bytes] | None, found: pa.Schema) -> N
         if number < 0 or found.field(number).type != field.type:
             got = "is missing" if number < 0 else f"is {found.field(number).type}"
             raise ValueError(f"column {field.name} {got}; expected {field.type}")
+
+
+def _refuse_experts_inside(file: pq.ParquetFile) -> None:
+    """Older files hold the experts themselves. Without them a replay would train something else."""
+    if (
+        _INSIDE in file.schema_arrow.names
+        and file.read(columns=[_INSIDE]).column(0).null_count < file.metadata.num_rows
+    ):
+        raise ValueError("it holds routed experts as an older version wrote them; replay it with that version")
 
 
 def _recorded(groups: Mapping[Outcome, Sequence[Group]]) -> Iterator[RecordedGroup]:

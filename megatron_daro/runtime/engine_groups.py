@@ -36,6 +36,7 @@ from megatron_daro.engine.sglang.supervision import Expected
 from megatron_daro.errors import EngineError, SyncError
 from megatron_daro.observe import logs
 from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.routed_experts import ExpertsFolder
 from megatron_daro.runtime.cluster import Placement
 from megatron_daro.runtime.node_workers import AnswerWorker, NodeWorkers, ServerWorker, alive_nodes
 from megatron_daro.runtime.supervisor import WorkerDiedError, WorkerGroup, actor_class, gather, translated
@@ -217,15 +218,17 @@ class AnswerWorkers:
         trust_remote_code: bool,
         *,
         logs: Path | None = None,
+        experts: ExpertsFolder | None = None,
         warn: Callable[[str], None],
         deadlines: Deadlines,
     ) -> None:
         """Start nothing. Args: count: workers in sum, dealt out to the nodes in turn; None: one on each node.
-        logs: folder for their logs."""
+        logs: folder for their logs. experts: where those that servers chose are written to."""
         self._count = count
 
         def make(options: dict[str, Any], number: int) -> ActorHandle:
-            return actor_class(AnswerWorker).options(**options).remote(number, model_path, trust_remote_code, logs)
+            worker = actor_class(AnswerWorker).options(**options)
+            return worker.remote(number, model_path, trust_remote_code, logs, experts)
 
         self.workers = NodeWorkers("answer worker", make, warn=warn, deadlines=deadlines)
         self._started = False
@@ -376,6 +379,7 @@ class SGLangGroup(SGLangEngine):
                 model_path,
                 config.model.trust_remote_code,
                 logs=run_dir.absolute() / logs.FOLDER,
+                experts=ExpertsFolder(run_dir) if config.actor.routing_replay else None,
                 warn=warn,
                 deadlines=deadlines,
             ),

@@ -27,6 +27,7 @@ from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.evaluation import Evaluations
 from megatron_daro.rollout.replay import ReplaySource
 from megatron_daro.rollout.sampled_batch import BatchSource
+from megatron_daro.routed_experts import ExpertsFolder
 from megatron_daro.runtime import parts, run_directory
 from megatron_daro.runtime.cluster import Placement, cluster
 from megatron_daro.runtime.inputs import Inputs, read_inputs
@@ -161,6 +162,7 @@ async def drive(config: Config, algorithm: Algorithm, driven: Driven, observers:
             engine=generation.engine if generation else None,
             checkpoints=_checkpoints(config, start),
             recorder=parts.recorder(config),
+            experts=ExpertsFolder(parts.run_directory(config)) if config.actor.routing_replay else None,
             evaluations=_evaluations(config, generation, observers, placement.deadlines),
             export=run_directory.export_writer(config.trainer, policy, observers.progress),
             closers={"verifiers": generation.scorer.close, "environment": generation.rollouter.close}

@@ -32,6 +32,7 @@ from megatron_daro.errors import DeadlineError, WorkerError
 from megatron_daro.observe import logs
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.routed_experts import ExpertsFolder
 from megatron_daro.runtime.supervisor import WorkerDiedError, actor_class, gather, remote_class, translated
 from megatron_daro.types import Rollout, Verdict
 
@@ -64,15 +65,23 @@ class ServerWorker:
 class AnswerWorker:
     """Asks SGLang servers and makes rollouts of their answers, many at once on Ray's event loop."""
 
-    def __init__(self, number: int, path: Path, trust_remote_code: bool, log_folder: Path | None) -> None:
+    def __init__(
+        self,
+        number: int,
+        path: Path,
+        trust_remote_code: bool,
+        log_folder: Path | None,
+        experts: ExpertsFolder | None = None,
+    ) -> None:
         logs.take_over(log_folder, f"answer worker {number}")
-        self._path, self._trust = path, trust_remote_code
+        self._path, self._trust, self._experts = path, trust_remote_code, experts
         self._answers: DirectAnswers | None = None
 
     async def ready(self) -> tuple[str, int]:
         """Node and process, when the tokenizer is loaded. Raises ModelError: here, since Ray cuts what a start says."""
         if self._answers is None:
-            self._answers = DirectAnswers(response_decoder(load_tokenizer(self._path, self._trust)))
+            decode = response_decoder(load_tokenizer(self._path, self._trust))
+            self._answers = DirectAnswers(decode, self._experts)
         return own_place()
 
     async def ask(self, question: Question) -> tuple[Rollout, ...]:

@@ -1,9 +1,11 @@
 """The sending end of a broadcast of weights to SGLang servers: one exporting rank, one process group, packed buckets.
 
-While one bucket is sent the next is gathered, so at most two exist. The group, of this rank and every rank of every
-server, is kept for the next update as long as the same servers take part. The stream is always read to its end, since
-other ranks gather along and would wait forever. The first server that fails breaks the broadcast off, so that a death
-costs seconds and not the limit of a call. Servers are not fenced here: what each of them did is reported.
+While one bucket is sent the next is gathered, so at most two exist; on a GPU on a stream of its own (`SendStream`),
+since torch makes the stream that waits for a collective call wait for it too. The group, of this rank and every rank
+of every server, is kept for the next update as long as the same servers take part. The stream of tensors is always
+read to its end, since other ranks gather along and would wait forever. The first server that fails breaks the
+broadcast off, so that a death costs seconds and not the limit of a call. Servers are not fenced here: what each of
+them did is reported.
 
 A peer that died or hangs must cost this process a group and nothing else. By default torch ends the process when an
 NCCL collective fails (ProcessGroupNCCL.hpp, ErrorHandlingMode), so for this group alone its watchdog only looks on.
@@ -27,6 +29,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
@@ -101,6 +104,45 @@ class SendGroup:
         dist.destroy_process_group(self._group)
 
 
+class SendStream:
+    """The CUDA stream that buckets are sent from: those that gather and pack the next one go on meanwhile.
+
+    A broadcast waits for the work of its own stream at that moment, which is the event of its bucket, and its `wait`
+    makes that stream, and the calling thread, wait for its end. So a bucket whose broadcast has returned was sent, and
+    its memory may be written again. Source: torch 2.13, ProcessGroupNCCL.cpp, `syncStream` and `WorkNCCL::wait` with a
+    time limit.
+    """
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+
+    def packed(self) -> torch.cuda.Event:
+        """Return what says that everything the calling thread's stream was given is done."""
+        return torch.cuda.current_stream().record_event()
+
+    @contextlib.contextmanager
+    def after(self, packed: torch.cuda.Event) -> Iterator[None]:
+        """Give work to this stream, which waits for the event first."""
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(packed)
+            yield
+
+
+class NoStream(SendStream):
+    """In its place on a CPU, where everything is done when it returns."""
+
+    def __init__(self) -> None:
+        pass
+
+    def packed(self) -> Any:
+        """Return nothing to wait for."""
+
+    @contextlib.contextmanager
+    def after(self, packed: Any) -> Iterator[None]:
+        """Do the work."""
+        yield
+
+
 def listening_store(host: str, world_size: int, timeout_s: float) -> tuple[dist.Store, int]:
     """Return a store that listens on this address only (torch's own would listen on every interface), and its port."""
     with socket.create_server((host, 0)) as listener:
@@ -156,6 +198,14 @@ _LONGEST_LEAVE_S = 30.0
 _AFTER_FAILURE_S = 30.0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Packed:
+    """A bucket, and what says on a GPU that it is full."""
+
+    bucket: WeightBucket
+    event: Any
+
+
 @dataclass
 class _Sent:
     """What was sent so far."""
@@ -182,6 +232,7 @@ class BroadcastSender:
         self._name = ""
         self._joined: tuple[Target, ...] = ()
         self._groups: dict[str, str] = {}  # address of a server -> the group that it was told to make
+        self._stream = SendStream() if backend == "nccl" else NoStream()
 
     def send(self, stream: Iterable[tuple[str, Tensor]], plan: SendPlan) -> SendReport:
         """Send the whole stream; read it to its end whatever happens.
@@ -193,13 +244,13 @@ class BroadcastSender:
         Returns:
             The report; with failures the group is gone and the next call makes another.
         """
-        mailbox: queue.Queue[WeightBucket | None] = queue.Queue()
+        mailbox: queue.Queue[_Packed | None] = queue.Queue()
         with ThreadPoolExecutor(1, thread_name_prefix="broadcast") as thread:
             sending = thread.submit(lambda: asyncio.run(self._send_all(mailbox, plan)))
             try:
                 for bucket in bucketize(stream, plan.bucket_bytes, reuse=True):
                     mailbox.join()  # the bucket before is sent, and its buffer is the next one's
-                    mailbox.put(bucket)
+                    mailbox.put(_Packed(bucket, self._stream.packed()))
                     del bucket
             finally:
                 mailbox.put(None)
@@ -230,7 +281,7 @@ class BroadcastSender:
 
         await asyncio.gather(*(end(url, name) for url, name in groups.items()))
 
-    async def _send_all(self, mailbox: queue.Queue[WeightBucket | None], plan: SendPlan) -> _Sent:
+    async def _send_all(self, mailbox: queue.Queue[_Packed | None], plan: SendPlan) -> _Sent:
         """Take buckets out until None comes; after a failure they are only thrown away."""
         sent = _Sent()
         crash: BaseException | None = None
@@ -238,15 +289,15 @@ class BroadcastSender:
             sent.failures |= await self._join(plan)
         except Exception as error:  # raised below: the stream must be read to its end first
             crash = error
-        while (bucket := await asyncio.to_thread(mailbox.get)) is not None:
+        while (packed := await asyncio.to_thread(mailbox.get)) is not None:
             try:
                 if crash is None and not sent.failures:
-                    sent.failures |= await self._send_bucket(bucket, plan)
-                    sent.num_bytes += bucket.data.nbytes
+                    sent.failures |= await self._send_bucket(packed, plan)
+                    sent.num_bytes += packed.bucket.data.nbytes
                     sent.num_buckets += 1
             except Exception as error:  # as above
                 crash = error
-            del bucket
+            del packed
             mailbox.task_done()
         if crash is not None or sent.failures:
             self._leave(broken=True)
@@ -254,8 +305,9 @@ class BroadcastSender:
             raise crash
         return sent
 
-    async def _send_bucket(self, bucket: WeightBucket, plan: SendPlan) -> dict[str, SendFailure]:
+    async def _send_bucket(self, packed: _Packed, plan: SendPlan) -> dict[str, SendFailure]:
         """One bucket to everyone at once. Returns failures by server."""
+        bucket = packed.bucket
         body = {
             "names": bucket.names,
             "shapes": bucket.shapes,
@@ -267,7 +319,12 @@ class BroadcastSender:
         bodies = {target.name: body for target in plan.targets}
         group = self._group
         assert group, "joined before"
-        own = asyncio.wrap_future(in_thread(lambda: group.broadcast(bucket.data, plan.timeout_s)))
+
+        def broadcast() -> None:
+            with self._stream.after(packed.event):
+                group.broadcast(bucket.data, plan.timeout_s)
+
+        own = asyncio.wrap_future(in_thread(broadcast))
         own.add_done_callback(lambda done: done.exception())  # seen, also where nobody waits any more
         failures = await self._to_all("/update_weights_from_distributed", bodies, plan, broken=group.break_off)
         await asyncio.wait({own}, timeout=_AFTER_FAILURE_S if failures else None)

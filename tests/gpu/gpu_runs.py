@@ -18,14 +18,23 @@ from gpu_outcomes import NotHereError, Outcome, need_gpus
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 STEPS, START_LIMIT_S = 10, 600
+WIDE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
 Harm = Literal["", "SIGKILL", "SIGSTOP"]
 
 
 def ten_steps(
-    device: torch.device, directory: Path, *, servers: int, colocate: bool = False, harm: Harm = ""
+    device: torch.device,
+    directory: Path,
+    *,
+    servers: int,
+    colocate: bool = False,
+    fp8_blocks: bool = False,
+    harm: Harm = "",
+    in_broadcast: bool = False,
 ) -> Outcome:
     """Ten steps with servers: the largest mean difference of a step between log-probs of server and trainer. It fails
-    where a step is missing, a sync sends nothing, or a server that was harmed on the way is not replaced."""
+    where a step is missing, a sync sends nothing, or a server that was harmed on the way, some while they take weights,
+    is not replaced."""
     import cli_runs
     import tiny_task
 
@@ -33,14 +42,26 @@ def ten_steps(
 
     on_gpu, run_dir = device.type == "cuda", directory / "run"
     need_gpus(device, servers if colocate else servers + 1, "ranks and servers")
+    if fp8_blocks and not on_gpu:
+        raise NotHereError(
+            "servers multiply fp8 blocks on a GPU; tests/sglang/test_sglang_fp8_blocks.py sends them to one"
+        )
     task = tiny_task.build(directory)
-    if on_gpu:  # a width of the heads that fused kernels have
+    if fp8_blocks or in_broadcast:  # whole blocks on every side; several buckets of 1 MiB
+        tiny_task.pretrain(task.model, family="Qwen3Config", head_dim=128, **WIDE)
+    elif on_gpu:  # a width of the heads that fused kernels have
         tiny_task.pretrain(task.model, family="Qwen3Config", head_dim=64)
-    config = task.write_config(directory / "run.yaml", _sections(on_gpu, servers, colocate=colocate))
+    sections = _sections(on_gpu, servers, colocate=colocate)
+    sections["engine"]["sglang"] |= {"fp8_blocks": fp8_blocks} | ({"bucket_mib": 1} if in_broadcast else {})
+    config = task.write_config(directory / "run.yaml", sections)
     with cli_runs.started(["train", config, f"trainer.run_dir={run_dir}"], directory / "log") as run:
         if harm:
             run.wait_until(lambda: cli_runs.last_step(run_dir) >= 2, "second step", START_LIMIT_S)
-            cli_runs.servers(run)[0].send_signal(signal.Signals[harm])
+            server = cli_runs.servers(run)[0]
+            left = _wait_for_a_broadcast(run, run_dir) if in_broadcast else 0
+            server.send_signal(signal.Signals[harm])
+            if in_broadcast and left <= 0:
+                raise RuntimeError("the update was over before the server was harmed; nothing is shown")
         finished = run.finish(START_LIMIT_S)
     if finished.code:
         raise RuntimeError(finished.last_line)
@@ -51,6 +72,26 @@ def ten_steps(
         raise RuntimeError(f"nobody noticed that a server got {harm}")
     worst = max(float(line["mismatch/logprob_abs_mean"]) for line in lines)
     return Outcome(worst, 0.05 if on_gpu else 1e-4, "nats, mean of a step")
+
+
+def _wait_for_a_broadcast(run: Any, run_dir: Path) -> int:
+    """Wait until servers take the first bucket of the next update; return how many more it had at the last one.
+
+    A server's log has a line for each bucket: uvicorn's, of SGLang 0.5.23's route of this name, which answers before
+    the data arrive.
+    """
+    import cli_runs
+
+    logs = sorted((run_dir / "logs").glob("server_*.log"))
+
+    def taken() -> int:
+        return max(log.read_text(errors="replace").count("POST /update_weights_from_distributed") for log in logs)
+
+    before, updates = taken(), 1 + cli_runs.last_step(run_dir)
+    if not before:
+        raise RuntimeError(f"no line of {logs[0]} says that the server took weights")
+    run.wait_until(lambda: taken() > before, "next update", START_LIMIT_S, pause_s=0.002)
+    return before // updates - (taken() - before)
 
 
 def _sections(on_gpu: bool, servers: int, *, colocate: bool) -> dict[str, Any]:

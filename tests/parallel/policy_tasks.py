@@ -318,9 +318,10 @@ def rotary_tables(path: Path, layout: Any, batch: TrainBatch) -> dict[str, Any]:
     return {"tables": tables, "equal": bool(torch.equal(own[:300], rotary(300, packed_seq=True)))}
 
 
-def reference_after_training(path: Path, layout: Any, batch: TrainBatch) -> dict[str, Any]:
+def reference_after_training(path: Path, layout: Any, batch: TrainBatch, **options: Any) -> dict[str, Any]:
     """Log-probs of the start weights: before any step, as the reference after one step, and of the moved weights."""
-    policy = build_policy(path, layout, {"name": "grpo", "kl": {"coefficient": 0.1}}, optimizer={"learning_rate": 1e-2})
+    kl = {"name": "grpo", "kl": {"coefficient": 0.1}}
+    policy = build_policy(path, layout, kl, optimizer={"learning_rate": 1e-2}, **options)
     rows = [list(range(len(batch)))]
     before = policy.logprobs(batch, rows)
     with_reference = batch if before is None else replace(batch, ref_logprobs_R=before)

@@ -47,6 +47,12 @@ MODELS = {
     "qwen2_narrow": ("Qwen2Config", {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 8}),
     "qwen3": ("Qwen3Config", QWEN3),
     "qwen3_yarn": ("Qwen3Config", {**QWEN3, "rope_parameters": YARN}),
+    # Heads of 128 and whole blocks of 128 on every side, as published models have them.
+    "qwen3_wide": (
+        "Qwen3Config",
+        {"hidden_size": 256, "head_dim": 128, "intermediate_size": 384, "num_hidden_layers": 2}
+        | {"max_position_embeddings": 16_384},
+    ),
     "llama": ("LlamaConfig", {"rope_parameters": LLAMA3}),
     "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 32}),
     "llama_one_group": ("LlamaConfig", {"num_key_value_heads": 1}),

@@ -26,6 +26,8 @@ NOT_ON_A_CPU = {
     "policy steps, fp8 mxfp8": NO_TRANSFORMER_ENGINE,
     "fp8 against bf16, 50 steps": NO_TRANSFORMER_ENGINE,
     "checkpoint, fp8": NO_TRANSFORMER_ENGINE,
+    "ten steps, a server with fp8 blocks beside": "servers multiply fp8 blocks on a GPU; "
+    "tests/sglang/test_sglang_fp8_blocks.py sends them to one",
     "memory released": "it counts the memory of a GPU, and there is none",
     "weights by handles to a second process": "handles are of a GPU's memory, and there is none",
 }
@@ -100,7 +102,7 @@ def test_the_rehearsal_shows_checks_and_speed_and_writes_nothing(tmp_path):
     done = run_tool("--rehearse", "--only", "log-probs, fp32", "--report", str(report))
     assert done.returncode == 0, done.stderr
     assert "passed" in done.stdout
-    assert "train step bf16" in done.stdout
+    assert "train step 7B bf16: 2 layers from 1 and 8" in done.stdout
     assert "ERROR" not in done.stdout
     assert not report.exists()
 
@@ -146,6 +148,34 @@ def test_a_speed_below_its_goal_fails():
     assert tool.logprob_goals([ours, plain, bare])[0].startswith("reached: 2.0 of at most 3")
     assert tool.logprob_goals([plain, ours, bare])[0].startswith("FAILED: 9.0 of at most 3")
     assert tool.GOALS.keys() <= set(tool.SPEEDS)
+
+
+def test_the_mfu_of_a_model_is_that_of_its_parts(monkeypatch):
+    """A step of 2 s and half a second a layer, whose operations are counted by hand."""
+    import gpu_speed
+
+    def measured(device, directory, build_policy, *, shape, **options):
+        depth = shape["num_hidden_layers"]
+        return gpu_speed.Speed("", 2.0 + 0.5 * depth, 7.0 + depth, 100, 1e12 * depth + 3e12)
+
+    monkeypatch.setattr(gpu_speed, "train_step_speed", measured)
+    speed = gpu_speed.bracketed(None, Path(), None, shape={"num_hidden_layers": 28}, depths=(2, 6))
+    assert (speed.seconds, speed.operations, speed.peak_gib) == (16.0, 31e12, 13.0)
+    assert speed.mfu(31.0) == pytest.approx(1 / 16)
+    monkeypatch.setattr(gpu_speed, "train_step_speed", lambda *a, **k: gpu_speed.Speed("", 1.0, None, 1))
+    with pytest.raises(RuntimeError, match="6 layers took 1 s, 2 took 1 s"):
+        gpu_speed.bracketed(None, Path(), None, shape={"num_hidden_layers": 28})
+
+
+def test_the_output_layer_counts_for_trained_tokens_only():
+    import gpu_speed
+
+    config = SimpleNamespace(hidden_size=8, num_attention_heads=2, num_key_value_heads=1, intermediate_size=10)
+    config.num_hidden_layers, config.vocab_size = 3, 100
+    batch = gpu_speed.equal_samples(4, 16, 100)  # an eighth is prompt
+    layer = 8 * 8 * 2 + 2 * 8 * 4 + 3 * 8 * 10  # query and output, key and value, gated MLP
+    by_hand = 6 * 3 * layer * 64 + 6 * 8 * 100 * 56 + 6 * 3 * 8 * 4 * 16**2
+    assert gpu_speed.train_operations(config, batch) == by_hand
 
 
 def test_layers_that_are_not_transformer_engines_are_counted():

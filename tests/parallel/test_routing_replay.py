@@ -15,9 +15,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from small_models import as_in_checkpoint, random_batch, save_model
+from stored_experts import stored
 from test_experts import layouts
 from test_gradients_exact import reference_gradients, relative_difference
 from test_logprobs_models import TOLERANCE, plain_logprobs
+
+from megatron_daro.errors import DataError
+from megatron_daro.routed_experts import StoredExperts
 
 LAYERS, EXPERTS, CHOSEN = 4, 4, 2
 FAMILIES = ["qwen3_moe", "qwen3_moe_mixed"]
@@ -30,22 +34,24 @@ CASES = [
 ]
 
 
-def batch_with_experts():
-    """Different experts in every row; of some tokens none are known, nor of the last of a sample."""
-    batch, rng = random_batch(), np.random.default_rng(1)
+def experts_of_batch(batch):
+    """int16 [T, layers, experts of a token], others in every row; of some tokens none are known, nor of the last of a
+    sample."""
+    rng = np.random.default_rng(1)
     number = len(batch.tokens_T)
     experts_TLE = np.argsort(rng.random((number, LAYERS, EXPERTS)), axis=-1)
     experts_TLK = experts_TLE[:, :, :CHOSEN].astype(np.int16)
     experts_TLK[rng.random(number) < 0.1] = -1
     experts_TLK[np.cumsum(batch.lengths_N) - 1] = -1
-    return replace(batch, routed_experts_TLK=experts_TLK)
+    return experts_TLK
 
 
 @contextmanager
-def given_experts(model, batch):
-    """The transformers model, each of whose routers weighs the experts that the batch has for a sample."""
-    samples = [batch.select([row]) for row in range(len(batch))]
-    table = {tuple(sample.tokens_T.tolist()): sample.routed_experts_TLK for sample in samples}
+def given_experts(model, batch, experts_TLK):
+    """The transformers model, each of whose routers weighs these experts of a sample."""
+    ends_N = np.cumsum(batch.lengths_N)[:-1]
+    samples = zip(np.split(batch.tokens_T, ends_N), np.split(experts_TLK, ends_N), strict=True)
+    table = {tuple(tokens.tolist()): experts for tokens, experts in samples}
     assert len(table) == len(batch)
     current = {}
 
@@ -78,11 +84,12 @@ def given_experts(model, batch):
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Family -> (directory, log-probs, loss, gradients) of one process."""
-    found, batch = {}, batch_with_experts()
+    found, batch = {}, random_batch()
+    experts_TLK = experts_of_batch(batch)
     for family in FAMILIES:
         directory = tmp_path_factory.mktemp(family)
         model = save_model(family, directory)
-        with given_experts(model, batch):
+        with given_experts(model, batch, experts_TLK):
             loss, _, gradients = reference_gradients(model, batch, "daro")
             logprobs = plain_logprobs(model, batch)
         assert np.abs(logprobs - plain_logprobs(model, batch)).max() > 100 * TOLERANCE, "its own experts"
@@ -92,8 +99,10 @@ def models(tmp_path_factory):
     return found
 
 
-def run(pool, directory, layout, batch, **options):
-    """Log-probs of the last stage, the losses of all ranks, and gradients."""
+def run(pool, directory, layout, experts_TLK, folder, **options):
+    """Log-probs of the last stage, the losses of all ranks, and gradients, with these experts in files."""
+    batch = random_batch()
+    batch = replace(batch, routed_experts_N=stored(experts_TLK, batch.lengths_N, folder))
     results = pool.run(
         policy_tasks.experts,
         layouts()[layout],
@@ -110,9 +119,9 @@ def run(pool, directory, layout, batch, **options):
 
 
 @pytest.mark.parametrize(("family", "layout", "options"), CASES)
-def test_the_given_experts_are_met(rank_pool, models, family, layout, options):
+def test_the_given_experts_are_met(rank_pool, models, family, layout, options, tmp_path):
     directory, logprobs, loss, want = models[family]
-    got, losses, gradients = run(rank_pool, directory, layout, batch_with_experts(), **options)
+    got, losses, gradients = run(rank_pool, directory, layout, experts_of_batch(random_batch()), tmp_path, **options)
     for column in got:
         np.testing.assert_allclose(column, logprobs, rtol=0, atol=TOLERANCE)
     assert all(found == pytest.approx(loss, rel=1e-5, abs=1e-7) for found in losses)
@@ -120,40 +129,54 @@ def test_the_given_experts_are_met(rank_pool, models, family, layout, options):
 
 
 @pytest.mark.parametrize("scrambled", ["a token later", "a layer later", "another sample"])
-def test_a_scrambled_alignment_is_seen(rank_pool, models, scrambled):
+def test_a_scrambled_alignment_is_seen(rank_pool, models, scrambled, tmp_path):
     """The same shapes and the same experts, at the wrong place: what peers shipped for months."""
-    batch = batch_with_experts()
-    experts_TLK = batch.routed_experts_TLK
+    experts_TLK = experts_of_batch(random_batch())
     if scrambled == "another sample":
-        samples = [batch.select([row]).routed_experts_TLK for row in range(len(batch))]
+        samples = np.split(experts_TLK, np.cumsum(random_batch().lengths_N)[:-1])
         experts_TLK = np.concatenate(samples[::-1])
     else:
         experts_TLK = np.roll(experts_TLK, 1, axis=0 if scrambled == "a token later" else 1)
     directory, logprobs, _, want = models["qwen3_moe"]
-    got, _, gradients = run(rank_pool, directory, "single", replace(batch, routed_experts_TLK=experts_TLK))
+    got, _, gradients = run(rank_pool, directory, "single", experts_TLK, tmp_path)
     assert np.abs(got[0] - logprobs).max() > 100 * TOLERANCE
     assert relative_difference(gradients, want) > 0.1
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda experts: experts[:-1], "of another model, or of other tokens"),
-        (lambda experts: experts[:, :2], "of another model"),
-        (lambda experts: experts[:, :, :1], "of another model"),
-        (lambda experts: experts + 3, "numbered 2 to 6; allowed: 0 to 3"),
-        (lambda experts: experts - 1, "numbered -2 to 2"),
-    ],
+    ("shape", "words"),
+    [((-1, 0, 0), "or of other tokens"), ((0, -1, 0), "of another model"), ((0, 0, -1), "of another model")],
 )
-def test_experts_of_another_model_are_refused(models, change, words):
+def test_experts_of_another_model_are_refused(models, shape, words):
     from megatron_daro.actor.forward import check_routed_experts
     from megatron_daro.config.model_shape import read_model_shape
-    from megatron_daro.errors import DataError
 
-    batch = batch_with_experts()
-    shape = read_model_shape(models["qwen3_moe"][0])
-    check_routed_experts(batch, shape)
+    batch, model = random_batch(), read_model_shape(models["qwen3_moe"][0])
+
+    def told(change=(0, 0, 0)):
+        sizes = [(length + change[0], LAYERS + change[1], CHOSEN + change[2]) for length in batch.lengths_N.tolist()]
+        return replace(batch, routed_experts_N=(None, *(StoredExperts((), size) for size in sizes[1:])))
+
+    check_routed_experts(told(), model)
     with pytest.raises(DataError, match=words):
-        check_routed_experts(replace(batch, routed_experts_TLK=change(batch.routed_experts_TLK)), shape)
+        check_routed_experts(told(shape), model)
     with pytest.raises(DataError, match="the model has no experts"):
-        check_routed_experts(batch, replace(shape, experts=None))
+        check_routed_experts(told(), replace(model, experts=None))
+
+
+@pytest.mark.parametrize(("added", "words"), [(3, "numbered 2 to 6; allowed: 0 to 3"), (-1, "numbered -2 to 2")])
+def test_experts_that_the_model_has_not_are_refused(added, words, tmp_path):
+    from megatron_daro.actor.forward import check_numbers
+    from megatron_daro.data.packing import pack
+
+    batch = random_batch()
+    experts_TLK = experts_of_batch(batch)
+    for shift in (0, added):
+        packed = pack(
+            replace(batch, routed_experts_N=stored(experts_TLK + shift, batch.lengths_N, tmp_path)), range(len(batch))
+        )
+        if not shift:
+            check_numbers(packed, EXPERTS)
+            continue
+        with pytest.raises(DataError, match=words):
+            check_numbers(packed, EXPERTS)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import shutil
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import tiny_task
 from books import assert_books_add_up
@@ -49,8 +47,13 @@ def test_a_run_trains_with_the_experts_of_its_rollouts(config, tmp_path, record_
         assert line["mismatch/logprob_abs_mean"] < 1e-4 and abs(line["ratio/mean"] - 1) < 1e-4
         assert np.isfinite(line["loss/policy"]) and line["loss/grad_norm"] > 0
     record_property("log-probs of server and trainer apart", max(line["mismatch/logprob_abs_max"] for line in lines))
-    told = [r.routed_experts for step in range(1, STEPS + 1) for g, _ in read_step(run_dir, step) for r in g.rollouts]
+    groups = [pair for step in range(1, STEPS + 1) for pair in read_step(run_dir, step)]
+    told = [r.routed_experts.read() for group, used in groups if used == "trained" for r in group.rollouts]
     assert {experts.shape[1:] for experts in told} == {(2, CHOSEN)}
+    kept = {part.path for g, used in groups if used == "trained" for r in g.rollouts for part in r.routed_experts.parts}
+    settled = {str(group.group_id) for group, _ in groups}
+    there = {str(file) for file in (run_dir / "experts").rglob("*.npy") if file.parent.name in settled}
+    assert there == kept, "experts of groups that did not train, or of earlier attempts, are gone"
     assert {int(number) for experts in told for number in np.unique(experts[:-1])} == set(range(EXPERTS))
 
     same, other = (replayed(config, run_dir, tmp_path / name, change) for name, change in CHANGES.items())
@@ -62,19 +65,16 @@ def test_a_run_trains_with_the_experts_of_its_rollouts(config, tmp_path, record_
 
 CHANGES = {
     "same": lambda experts: experts,
-    "other": lambda experts: np.where(experts < 0, experts, EXPERTS - 1 - experts),
+    "other": lambda experts: EXPERTS - 1 - experts,
 }
 
 
 def replayed(config, run_dir, copy, change):
     """The metrics of the first step when it is trained again from the record with these experts."""
-    shutil.copytree(run_dir / "rollouts", copy / "recorded" / "rollouts")
-    for file in (copy / "recorded" / "rollouts").glob("*.parquet"):
-        table = pq.read_table(file)
-        place = table.schema.get_field_index("routed_experts")
-        rows = [None if row is None else change(np.array(row)).tolist() for row in table.column(place).to_pylist()]
-        changed = pa.array(rows, type=table.schema.field(place).type)
-        pq.write_table(table.set_column(place, table.schema.field(place), changed), file)
+    for folder in ("rollouts", "experts"):
+        shutil.copytree(run_dir / folder, copy / "recorded" / folder)
+    for file in (copy / "recorded" / "experts").rglob("*.npy"):
+        np.save(file, change(np.load(file)))
     options = [f"trainer.run_dir={copy / 'run'}", "trainer.steps=1"]
     trained(["train", config, "--replay", copy / "recorded", *options], copy / "log")
     return next(line for line in read_metrics(copy / "run") if line["step"] == 1)

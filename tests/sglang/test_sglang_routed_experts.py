@@ -72,11 +72,11 @@ def test_the_experts_of_every_token(server, tmp_path):
     assert len(rollouts) == 16
     assert worst_difference(model, rollouts) < 1e-4
     for rollout in rollouts:
-        told = rollout.routed_experts
+        told = rollout.routed_experts.read()
         assert told.shape == (len(rollout.tokens), LAYERS, CHOSEN) and told.dtype == np.int16
         assert (told[-1] == -1).all()
         np.testing.assert_array_equal(np.sort(told[:-1], axis=-1), chosen_by_transformers(model, rollout.tokens)[:-1])
-    assert len({tuple(row.ravel()) for rollout in rollouts for row in rollout.routed_experts[:-1]}) > 4
+    assert len({tuple(row.ravel()) for rollout in rollouts for row in rollout.routed_experts.read()[:-1]}) > 4
 
 
 def test_experts_are_told_only_where_they_are_asked_for(server, tmp_path):

@@ -23,6 +23,7 @@ LEVEL = {
     "ports": 0,
     "temporary": 0,
     "own_class": 1,
+    "routed_experts": 0,
     "sandbox": 0,
     "families": 0,
     "worker_pool": 1,

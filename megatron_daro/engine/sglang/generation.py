@@ -24,6 +24,7 @@ import numpy as np
 from megatron_daro.data.stops import until_stop
 from megatron_daro.engine.sglang.client import SGLangClient
 from megatron_daro.errors import EngineError
+from megatron_daro.routed_experts import ExpertsFolder, StoredExperts
 from megatron_daro.types import FinishReason, GroupRequest, Prompt, Rollout, SamplingParams
 
 # Tokens that a server samples for a probe; few enough to cost nothing.
@@ -99,6 +100,7 @@ def rollouts(
     loaded: int | None,
     decode: Callable[[Sequence[int]], str],
     keeps_cache: bool = False,
+    experts: ExpertsFolder | None = None,
 ) -> tuple[Rollout, ...]:
     """Return the rollouts of one answer, in the order of the request's indices; each as far as it came.
 
@@ -109,6 +111,7 @@ def rollouts(
         decode: token ids -> text.
         keeps_cache: an update does not make the server read running and waiting prompts anew. All of an answer then
             counts as of `version` or older: what its prompt was read with, the spans of the answer do not say.
+        experts: where those that the server chose are written to; needed where the request asks for them.
 
     Raises:
         BadAnswerError: the answer has another shape, tokens and log-probs disagree, or it is of weights that no server
@@ -119,7 +122,7 @@ def rollouts(
         raise BadAnswerError(f"group {request.group_id}: asked for {len(request.indices)} samples, got {got}")
     try:
         parts = [
-            _rollout(request, index, answer, _Versions(version, loaded, keeps_cache))
+            _rollout(request, index, answer, _Versions(version, loaded, keeps_cache), experts)
             for index, answer in zip(request.indices, answers, strict=True)
         ]
     except (KeyError, TypeError, IndexError, ValueError, OverflowError) as error:
@@ -171,6 +174,7 @@ def _rollout(
     index: int,
     answer: Mapping[str, Any],
     versions: _Versions,
+    experts: ExpertsFolder | None,
 ) -> Rollout:
     meta = answer["meta_info"]
     ids, logprobs = _tokens(request, index, answer)
@@ -193,14 +197,19 @@ def _rollout(
         finish_reason=finish_reason,
         weight_version=oldest,
         version_spans=() if spans in ((), ((oldest, len(ids)),)) else spans,
-        routed_experts=_routed_experts(request, meta, len(so_far) + len(ids), finish_reason),
+        routed_experts=_routed_experts(request, index, meta, len(so_far) + len(ids), finish_reason, experts),
     )
 
 
 def _routed_experts(
-    request: GroupRequest, meta: Mapping[str, Any], tokens: int, finish_reason: FinishReason
-) -> np.ndarray | None:
-    """Return int16 [tokens, layers, experts of a token]; the server tells all but those of the last token, in base64.
+    request: GroupRequest,
+    index: int,
+    meta: Mapping[str, Any],
+    tokens: int,
+    finish_reason: FinishReason,
+    folder: ExpertsFolder | None,
+) -> StoredExperts | None:
+    """Write the experts to their folder; the server tells all but those of the last token, in base64.
 
     Source: sglang/srt/state_capturer/routed_experts.py, 0.5.23. An aborted request may have none, or those of fewer
     tokens.
@@ -223,8 +232,8 @@ def _routed_experts(
         )
     if experts.size and not 0 <= int(experts.min()) <= int(experts.max()) <= np.iinfo(np.int16).max:
         raise BadAnswerError(f"it tells experts numbered {experts.min()} to {experts.max()}; allowed: from 0")
-    last = np.full((1, *shape), -1, dtype=np.int16)
-    return np.concatenate([experts.reshape(-1, *shape).astype(np.int16), last])
+    assert folder is not None, "whoever asks for experts gives a folder for them"
+    return folder.store((request.group_id, request.attempt, index), experts.reshape(-1, *shape), tokens)
 
 
 def _whole(request: GroupRequest, part: Rollout, decode: Callable[[Sequence[int]], str]) -> Rollout:
@@ -407,9 +416,9 @@ class DirectAnswers:
 
     restarts = 0
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        """Connect to nothing. Args: decode: token ids -> text."""
-        self._decode = decode
+    def __init__(self, decode: Callable[[Sequence[int]], str], experts: ExpertsFolder | None = None) -> None:
+        """Connect to nothing. Args: decode: token ids -> text. experts: where those that servers chose are written."""
+        self._decode, self._experts = decode, experts
         self._clients: dict[str, SGLangClient] = {}
         self._turn = asyncio.Lock()
 
@@ -435,6 +444,7 @@ class DirectAnswers:
                 loaded=question.loaded,
                 decode=self._decode,
                 keeps_cache=question.keeps_cache,
+                experts=self._experts,
             )
         )
 

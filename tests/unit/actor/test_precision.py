@@ -111,6 +111,22 @@ def test_weight_gradients_are_fused_in_layers_and_not_in_the_output_layer():
         transformer_config(shape, Layout(), options={"gradient_accumulation_fusion": True})
 
 
+def test_yarn_scales_the_scores_so_that_its_rotation_is_fused(monkeypatch):
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+        _yarn_get_concentration_factor_from_config,
+    )
+
+    for name in ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"):  # upstream looks for them
+        monkeypatch.setattr(rope_utils, name, lambda: None)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "attention_factor": 1.3}
+    shape = read_model_shape({**SHAPE, "rope_scaling": yarn})
+    config = transformer_config(shape, Layout(), dtype="bf16", transformer_engine=True)
+    assert config.apply_rope_fusion and _yarn_get_concentration_factor_from_config(config) == 1.0
+    assert config.softmax_scale == pytest.approx(1.3**2 / shape.head_dim**0.5)
+    assert transformer_config(read_model_shape(SHAPE), Layout()).softmax_scale is None
+
+
 @pytest.mark.parametrize(("recipe", "tokens"), [("tensorwise", 32), ("mxfp8", 32), ("blockwise", 128)])
 def test_packs_are_padded_to_whole_blocks_of_the_recipe(recipe, tokens):
     assert NEEDS[recipe].tokens == tokens

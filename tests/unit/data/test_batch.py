@@ -10,6 +10,7 @@ from megatron_daro.algo.weighting import Algorithm, make_algorithm
 from megatron_daro.config.algorithm import LengthRewardSection
 from megatron_daro.data.batch import build_batch
 from megatron_daro.errors import AlgorithmError, DataError
+from megatron_daro.routed_experts import Part, StoredExperts
 from megatron_daro.types import Group, Prompt, Rollout, TrainBatch, TurnReport, Verdict
 
 
@@ -63,13 +64,15 @@ def test_columns_by_hand():
 
 def test_experts_of_the_engine_go_along_and_are_unknown_where_it_did_not_tell():
     groups = [make_group(5, [True, False], [1, 2])]
-    assert build_batch(groups, algorithm(2)).routed_experts_TLK is None
+    assert build_batch(groups, algorithm(2)).routed_experts_N is None
     first, second = groups[0].rollouts
-    experts_TLK = np.arange(4 * 3 * 2, dtype=np.int16).reshape(4, 3, 2)
-    groups = [replace(groups[0], rollouts=(first, replace(second, routed_experts=experts_TLK)))]
+    experts = StoredExperts((Part("somewhere", 0, 3),), (4, 3, 2))
+    groups = [replace(groups[0], rollouts=(first, replace(second, routed_experts=experts)))]
     batch = build_batch(groups, algorithm(2))
-    assert batch.routed_experts_TLK.dtype == np.int16 and (batch.routed_experts_TLK[:3] == -1).all()
-    np.testing.assert_array_equal(batch.routed_experts_TLK[3:], experts_TLK)
+    assert batch.routed_experts_N == (None, experts)
+    assert batch.select([1, 0, 1]).routed_experts_N == (experts, None, experts)
+    plain = replace(batch, routed_experts_N=None)
+    assert TrainBatch.concatenate([plain, batch]).routed_experts_N == (None, None, None, experts)
 
 
 def test_lengths_of_the_groups_go_along_where_the_algorithm_needs_them():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stored_experts import stored
 
 from megatron_daro.data.packing import (
     _slice_slots,
@@ -202,16 +203,20 @@ def test_a_silent_pack_computes_the_same_and_reports_nothing():
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])
-def test_experts_stand_with_their_tokens(cp_size):
+def test_experts_stand_with_their_tokens(cp_size, tmp_path):
     """Token ids are written into the experts: each slot of a pack has those of its own token, padding has none."""
     batch = make_batch([(2, 3), (1, 4), (3, 2)])
     experts_TLK = batch.tokens_T[:, None, None].astype(np.int16) + np.array([[[0, 1]], [[2, 3]]], np.int16)[:, 0]
-    packed = pack(replace(batch, routed_experts_TLK=experts_TLK), [2, 0], sequence_multiple=4, total_multiple=8)
+    batch = replace(batch, routed_experts_N=stored(experts_TLK, batch.lengths_N, tmp_path))
+    packed = pack(batch, [2, 0], sequence_multiple=4, total_multiple=8)
     for rank in range(cp_size):
         part = context_parallel_slice(packed, rank, cp_size)
         is_token = part.segment_T >= 0
         assert (part.routed_experts_TLK[~is_token] == -1).all() and is_token.any()
         assert torch.equal(part.routed_experts_TLK[is_token][:, 1, 1].long(), part.tokens_T[is_token] + 3)
+    partly = replace(batch, routed_experts_N=(None, *batch.routed_experts_N[1:]))
+    of_first = pack(partly, [0, 2]).routed_experts_TLK[: batch.lengths_N[0]]
+    assert (of_first == -1).all(), "the engine told nothing of this sample"
 
 
 def test_to_moves_every_tensor():

@@ -17,6 +17,7 @@ from megatron_daro.data.stops import Stops, read_stops, tokens_until_stop, until
 from megatron_daro.data.templates import TEMPLATES, HeldOut
 from megatron_daro.data.tokenizer import load_tokenizer, response_decoder
 from megatron_daro.errors import ModelError
+from megatron_daro.routed_experts import Part, StoredExperts
 from megatron_daro.types import Rollout
 
 PIECES = ["<", "/", "answer", ">", "</", "</answer>", ">\n", "</answer>\n\n", "7", "", "an", "swer"]
@@ -82,11 +83,11 @@ def test_the_last_tokens_show_where_a_text_ends(ids):
 
 def test_versions_and_experts_of_what_is_cut_off_go_too():
     ids = [PIECES.index(piece) for piece in ("7", "</answer>", "7")]
-    experts = np.arange(5 * 2, dtype=np.int16).reshape(5, 2, 1)
+    experts = StoredExperts((Part("somewhere", 0, 4),), (5, 2, 1))
     one = rollout(ids, version_spans=((3, 1), (4, 2)), routed_experts=experts)
     ended = until_stop(one, STOP, spelled)
     assert ended.version_spans == ((3, 1), (4, 1)) and ended.spans == ((3, 1), (4, 1))
-    assert ended.routed_experts[:3].tolist() == experts[:3].tolist() and (ended.routed_experts[3] == -1).all()
+    assert ended.routed_experts == StoredExperts((Part("somewhere", 0, 3),), (4, 2, 1))
     assert until_stop(replace(one, version_spans=((3, 2), (4, 1))), STOP, spelled).version_spans == ()
     newer = until_stop(replace(one, version_spans=((4, 3),)), STOP, spelled)
     assert (newer.weight_version, newer.spans) == (3, ((4, 2),))  # its prompt may have been read by the older

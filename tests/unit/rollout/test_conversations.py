@@ -20,6 +20,7 @@ from megatron_daro.rollout.conversations import Conversations
 from megatron_daro.rollout.environment import TURN
 from megatron_daro.rollout.group_columns import RecordedGroup
 from megatron_daro.rollout.own_environment import environment_class
+from megatron_daro.routed_experts import Part, StoredExperts
 from megatron_daro.types import Group, GroupRequest, Prompt, Rollout, SamplingParams
 
 SAMPLING = SamplingParams(max_new_tokens=12)
@@ -27,7 +28,7 @@ LAYERS = 2
 
 
 class Engine:
-    """Answers of 1 to 3 digits that depend on (group, attempt, index); routed experts that depend on the place."""
+    """Answers of 1 to 3 digits that depend on (group, attempt, index); routed experts in a file of each answer."""
 
     def __init__(self) -> None:
         self.calls: list[list[GroupRequest]] = []
@@ -66,7 +67,7 @@ class Engine:
             "abort" if key in self.cut else "stop",
             version,
             "".join(str(t - 3) for t in tokens[len(prompt) :]),
-            routed_experts=np.repeat(np.arange(len(tokens), dtype=np.int16), LAYERS).reshape(-1, LAYERS, 1),
+            routed_experts=StoredExperts((Part(f"{key}", 0, len(tokens)),), (len(tokens), LAYERS, 1)),
         )
 
     async def abort(self, group_ids=None) -> None:
@@ -156,7 +157,9 @@ def test_columns_hold_every_turn():
         first, *later = [a + b for a, b in one.turns]
         assert one.version_spans == (((7, first), (6, later[0])) if later else ())
         assert (one.weight_version, one.attempt) == (6 if later else 7, 0)
-        assert one.routed_experts[:, 0, 0].tolist() == list(range(len(one.tokens)))
+        assert len(one.routed_experts) == len(one.tokens)
+        rows = [part.first + i for part in one.routed_experts.parts for i in range(part.rows)]
+        assert rows == list(range(len(one.tokens)))
         assert one.generated_length == sum(mask) and one.text == " ".join(map(str, one.tokens[one.prompt_length :]))
         assert one.verdict.correct == (str(said[-1][-1] - 3) == requests()[one.group_id].prompt.answer)
 

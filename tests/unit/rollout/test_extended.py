@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_daro.routed_experts import ExpertsFolder
 from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams
 
 PROMPT = Prompt("p", "4", "test", text="2 + 2", tokens=(5, 6, 7))
@@ -48,19 +49,23 @@ def test_two_parts_by_hand():
     assert whole.continues(first) and not first.continues(whole)
 
 
-def routed(rollout, number):
-    """The rollout with experts of this number; of its last token none."""
-    experts = np.full((len(rollout.tokens), 1, 1), number, np.int16)
-    experts[-1] = -1
-    return replace(rollout, routed_experts=experts)
+def test_a_token_keeps_the_experts_that_it_met_first(tmp_path):
+    def routed(rollout, number):
+        """The rollout with experts of this number; of its last token none."""
+        experts = np.full((len(rollout.tokens) - 1, 1, 1), number)
+        stored = ExpertsFolder(tmp_path).store((rollout.group_id, number, 0), experts, len(rollout.tokens))
+        return replace(rollout, routed_experts=stored)
 
-
-def test_a_token_keeps_the_experts_that_it_met_first():
     first = part(PROMPT.tokens, 2, 4)
     later = routed(part(first.tokens, 3, 6), 2)
-    whole = routed(first, 1).extended(later, "x").routed_experts
-    assert whole.ravel().tolist() == [1, 1, 1, 1, 2, 2, 2, -1]
-    assert first.extended(later, "x").routed_experts.ravel().tolist() == [2] * 7 + [-1]
+    whole = routed(first, 1).extended(later, "x")
+    assert whole.routed_experts.read().ravel().tolist() == [1, 1, 1, 1, 2, 2, 2, -1]
+    assert first.extended(later, "x").routed_experts.read().ravel().tolist() == [2] * 7 + [-1]
+    again = routed(part(whole.tokens, 2, 7), 3)
+    assert whole.extended(again, "x").routed_experts.read().ravel().tolist() == [1] * 4 + [2] * 3 + [3] * 2 + [-1]
+    assert whole.routed_experts.cut(6).read().ravel().tolist() == [1, 1, 1, 1, 2, -1]
+    assert whole.routed_experts.cut(4).read().ravel().tolist() == [1, 1, 1, -1]
+    assert whole.routed_experts.longer(2).read().ravel().tolist() == [1] * 4 + [2] * 3 + [-1] * 3
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), min_size=1, max_size=5))

@@ -21,6 +21,7 @@ from loop_fakes import K, make_rollout
 from megatron_daro.errors import DataError
 from megatron_daro.rollout.group_columns import RecordedGroup, blocks, decode, encode
 from megatron_daro.rollout.recorder import Recorder, read_groups, read_step, recorded_steps, write_groups
+from megatron_daro.routed_experts import ExpertsFolder
 from megatron_daro.types import Group, Prompt, Verdict
 
 
@@ -106,37 +107,53 @@ def test_what_is_read_stands_in_memory_of_its_own(tmp_path):
         array[0] = 0  # a view of the file's memory would refuse
 
 
-def with_experts(group):
+def with_experts(group, folder):
     """The group with experts of every token but the last, of all rollouts but the first."""
-    experts = [np.arange(len(r.tokens) * 6, dtype=np.int16).reshape(-1, 2, 3) for r in group.rollouts]
-    for told in experts:
-        told[-1] = -1
-    told = (None, *experts[1:])
+    told = [None]
+    for r in group.rollouts[1:]:
+        experts_TLK = np.arange((len(r.tokens) - 1) * 6).reshape(-1, 2, 3)
+        told.append(folder.store((group.group_id, 0, r.index), experts_TLK, len(r.tokens)))
     return replace(
         group, rollouts=tuple(replace(r, routed_experts=e) for r, e in zip(group.rollouts, told, strict=True))
     )
 
 
-def test_experts_come_back_where_they_were_told(tmp_path):
-    group = with_experts(make_group(1))
-    Recorder(tmp_path).write_step(1, {"trained": [group, make_group(2)]})
-    (back, _), (plain, _) = read_step(tmp_path, 1)
+def test_experts_are_found_from_a_record_also_when_the_run_was_moved(tmp_path):
+    run, other = tmp_path / "run", ExpertsFolder(tmp_path / "other")
+    group, far = with_experts(make_group(1), ExpertsFolder(run)), with_experts(make_group(2), other)
+    want = [r.routed_experts.read() for r in (*group.rollouts[1:], *far.rollouts[1:])]
+    Recorder(run).write_step(1, {"trained": [group, far, make_group(3)]})
+    run.rename(tmp_path / "moved")
+    (back, _), (far, _), (plain, _) = read_step(tmp_path / "moved", 1)
     assert back.rollouts[0].routed_experts is None and plain.rollouts[3].routed_experts is None
-    for got, want in zip(back.rollouts[1:], group.rollouts[1:], strict=True):
-        np.testing.assert_array_equal(got.routed_experts, want.routed_experts)
-        assert got.routed_experts.dtype == np.int16
-        got.routed_experts[0] = 0  # memory of its own
+    for rollout, experts_TLK in zip((*back.rollouts[1:], *far.rollouts[1:]), want, strict=True):
+        np.testing.assert_array_equal(rollout.routed_experts.read(), experts_TLK)
+
+
+def changed_file(path, change):
+    table, metadata = change(pq.read_table(path)), pq.read_metadata(path).metadata
+    with pq.ParquetWriter(path, table.schema) as writer:
+        writer.write_table(table)
+        writer.add_key_value_metadata(metadata)
 
 
 def test_a_file_from_before_experts_were_recorded_is_read(tmp_path):
     path = Recorder(tmp_path).write_step(1, {"trained": [make_group(1)]})
-    table, metadata = pq.read_table(path), pq.read_metadata(path).metadata
-    table = table.drop_columns(["routed_experts", "routed_layers"])
-    with pq.ParquetWriter(path, table.schema) as writer:
-        writer.write_table(table)
-        writer.add_key_value_metadata(metadata)
+    changed_file(path, lambda table: table.drop_columns(["experts", "experts_shape"]))
     ((back, _),) = read_step(tmp_path, 1)
     assert same(back, make_group(1))
+
+
+@pytest.mark.parametrize("layers", [None, 2])
+def test_a_file_that_holds_the_experts_themselves_is_refused(tmp_path, layers):
+    path = Recorder(tmp_path).write_step(1, {"trained": [make_group(1)]})
+    inside = pa.array([None] * (K - 1) + [layers], pa.int32())
+    changed_file(path, lambda table: table.append_column("routed_layers", inside))
+    if layers is None:
+        assert same(read_step(tmp_path, 1)[0][0], make_group(1))
+        return
+    with pytest.raises(DataError, match="routed experts as an older version wrote them"):
+        read_step(tmp_path, 1)
 
 
 def test_order_and_outcomes_come_back_and_a_row_is_a_rollout(tmp_path):

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -360,8 +361,65 @@ class Nccl:
         self.aborted.set()
 
 
+class Cuda:
+    """Streams and events of a GPU whose work is done at once: what each call did, in order. now: thread -> stream."""
+
+    def __init__(self, monkeypatch):
+        self.log, self.now, self.events = [], {}, 0
+        monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(name="send", wait_event=self.wait_event))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(record_event=self.record_event))
+        monkeypatch.setattr(torch.cuda, "stream", self.stream)
+
+    def current(self):
+        return self.now.get(threading.get_ident(), "default")
+
+    def record_event(self):
+        self.events += 1
+        self.log.append(("packed", self.events, self.current()))
+        return self.events
+
+    def wait_event(self, event):
+        self.log.append(("wait", event, self.current()))
+
+    @contextmanager
+    def stream(self, stream):
+        self.now[threading.get_ident()] = stream.name
+        yield
+        del self.now[threading.get_ident()]
+
+
+def test_a_bucket_is_sent_from_a_stream_of_its_own_that_waits_for_it_alone(monkeypatch):
+    """The stream that gathers never waits for a broadcast; a bucket's memory is not written before its broadcast has
+    returned."""
+    cuda, torn = Cuda(monkeypatch), []
+
+    class Group(Nccl):
+        def broadcast(self, data, source):
+            cuda.log.append(("broadcast", int(data.view(torch.float32)[0]), cuda.current()))
+            self.data, self.before = data, data.clone()
+            return self
+
+        def wait(self, timeout):
+            time.sleep(0.02)  # meanwhile the next bucket is packed
+            torn.append(not torch.equal(self.data, self.before))
+
+    monkeypatch.setattr(c10d, "_new_process_group_helper", lambda *a, **k: (Group(*a, **k), 0))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: None)
+
+    async def post(url, path, body, timeout_s):
+        pass
+
+    sender = BroadcastSender("127.0.0.1", "nccl", post)
+    report = sender.send(Stream(named(5)), plan_of(["a"]))
+    assert report.num_buckets == 5 and torn == [False] * 5
+    for number in range(5):
+        own = [entry for entry in cuda.log if entry[1] == (number if entry[0] == "broadcast" else number + 1)]
+        assert own == [("packed", number + 1, "default"), ("wait", number + 1, "send"), ("broadcast", number, "send")]
+
+
 def test_a_servers_death_in_an_nccl_broadcast_aborts_the_communicator_and_ends_no_process(monkeypatch):
     """What NCCL itself does then needs a GPU: here the order of calls, and what the group is made with."""
+    Cuda(monkeypatch)
     made, destroyed = [], []
     monkeypatch.setattr(c10d, "_new_process_group_helper", lambda *a, **k: (made.append(Nccl(*a, **k)) or made[-1], 0))
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: destroyed.append(group))

@@ -106,6 +106,7 @@ class Restarting(StubHandle):
 def wire(monkeypatch):
     wire = Wire()
     monkeypatch.setattr(broadcast.SendGroup, "join", wire.join)
+    monkeypatch.setattr(broadcast, "SendStream", broadcast.NoStream)  # there is no GPU
     return wire
 
 

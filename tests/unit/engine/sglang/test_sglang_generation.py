@@ -8,6 +8,7 @@ import pytest
 
 from megatron_daro.engine.sglang import generation
 from megatron_daro.engine.sglang.generation import BadAnswerError
+from megatron_daro.routed_experts import ExpertsFolder
 from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams
 
 PROMPT = Prompt(id="p", answer="", source="", tokens=(7, 8, 9))
@@ -194,25 +195,29 @@ def told(number):
     return base64.b64encode(np.arange(number, dtype=np.int32).tobytes()).decode()
 
 
-def test_experts_are_asked_for_and_those_of_every_token_but_the_last_are_told():
+def test_experts_are_asked_for_and_those_of_every_token_but_the_last_are_told(tmp_path):
     request = request_of((0,), routed_experts=(2, 3))
     (call,) = generation.calls(request, "name", cache_key="weights-3")
     assert call.body["return_routed_experts"] is True
-    (rollout,) = rollouts(request, [answer([10, 11], routed_experts=told(4 * 6))])
-    assert rollout.routed_experts.shape == (5, 2, 3) and rollout.routed_experts.dtype == np.int16
-    assert rollout.routed_experts[:4].ravel().tolist() == list(range(24))
-    assert (rollout.routed_experts[4] == -1).all()
+    folder = ExpertsFolder(tmp_path)
+    (rollout,) = rollouts(request, [answer([10, 11], routed_experts=told(4 * 6))], experts=folder)
+    experts_TLK = rollout.routed_experts.read()
+    assert experts_TLK.shape == (5, 2, 3) and len(rollout.routed_experts) == 5
+    assert experts_TLK[:4].ravel().tolist() == list(range(24))
+    assert (experts_TLK[4] == -1).all()
+    (one,) = folder.path.rglob("*.npy")
+    assert np.load(one).dtype == np.uint8
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [({}, "--enable-return-routed-experts"), ({"routed_experts": told(23)}, "23 experts of 5 tokens; allowed: 4")],
 )
-def test_experts_that_are_not_told_are_missed(given, words):
-    request = request_of((0,), routed_experts=(2, 3))
+def test_experts_that_are_not_told_are_missed(given, words, tmp_path):
+    request, folder = request_of((0,), routed_experts=(2, 3)), ExpertsFolder(tmp_path)
     with pytest.raises(BadAnswerError, match=words):
-        rollouts(request, [answer([10, 11], **given)])
-    (aborted,) = rollouts(request, [answer([10, 11], reason="abort", **given)])
+        rollouts(request, [answer([10, 11], **given)], experts=folder)
+    (aborted,) = rollouts(request, [answer([10, 11], reason="abort", **given)], experts=folder)
     assert aborted.routed_experts is None
 
 
