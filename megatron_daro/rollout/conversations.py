@@ -43,6 +43,7 @@ class _Call:
         self.running: dict[Conversation, _Running] = {}
         self.failure: asyncio.Future[None] = self.loop.create_future()
         self.given_up: set[int] = set()
+        self.begins = asyncio.Lock()
         self.closing = False
         self.group_ids = {request.group_id for request in requests}
         self._engine, self._scorer, self._together = engine, scorer, together
@@ -310,6 +311,8 @@ class Conversations:
             await self._stepped.close()
 
     async def _group(self, call: _Call, request: GroupRequest) -> tuple[Rollout, ...]:
+        async with call.begins:  # one at a turn of the event loop, which a thousand groups at once would hold
+            await asyncio.sleep(0)
         tasks = [asyncio.ensure_future(self._converse(call, request, index)) for index in request.indices]
         try:
             return tuple(await asyncio.gather(*tasks))
