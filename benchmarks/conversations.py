@@ -6,9 +6,10 @@ It also measures what the contract of environments costs a run without one: a ba
 `SingleTurn`, less the same batch straight from engine and verifiers, as a share of the driver's CPU that
 benchmarks/control_plane.py finds for such a batch. The two alternate.
 
-Each rollout has several turns of canned tokens; the engine answers each after 5 to 15 s, as servers do, so that all
-conversations are under way at once. `rollout` is a class in the driver, `step` one in worker processes. CPU is that of
-this process, all threads; a stall is how late its event loop woke from pauses of 5 ms.
+Each rollout has several turns of canned tokens; the engine answers after a pause, as servers do, so that all
+conversations are under way at once. All answers of a turn come at one moment, which no servers do. `rollout` is a class
+in the driver, `step` one in worker processes. CPU is that of this process, all threads; a stall is how late its event
+loop woke from pauses of 5 ms.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import random
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -40,13 +40,13 @@ RESULTS = Path(__file__).parent / "results"
 
 
 class CannedEngine:
-    """Answers each request after a pause, which is drawn between two numbers of seconds."""
+    """Answers each request after a pause."""
 
-    pauses_s = 5.0, 15.0
+    pause_s = 2.0
 
     async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
         """Yield the rollouts of each request."""
-        await asyncio.sleep(random.uniform(*self.pauses_s))
+        await asyncio.sleep(self.pause_s)
         for request in requests:
             tokens = np.array([*request.prompt.tokens, *range(3, 3 + GENERATED)], np.int32)
             ones, place = np.ones(GENERATED, np.uint8), (request.prompt.id, request.group_id, request.attempt)
@@ -143,7 +143,7 @@ async def measured(kind: str, count: int) -> dict[str, float | str]:
 class AtOnce(CannedEngine):
     """The same without a pause."""
 
-    pauses_s = 0.0, 0.0
+    pause_s = 0.0
 
 
 class Right:
