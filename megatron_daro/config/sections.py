@@ -314,7 +314,7 @@ class EnvironmentSection(Section):
     timeout_s: float = Field(default=300.0, ge=0.01, le=1e6)
     """Time limit of a conversation outside engine, verifiers and workers, seconds; then it is restarted."""
     workers: int = Field(default=2, ge=1, le=65536)
-    """Worker processes of an environment with `step`, beside the driver."""
+    """Worker processes of an environment with `step`, in all; each node has at least one."""
     step_timeout_s: float = Field(default=30.0, ge=0.01, le=1e6)
     """Time limit of one `reset` or `step`, seconds; then its worker is ended and the conversation restarted."""
     memory_mib: int = Field(default=1024, ge=64, le=2**20)
