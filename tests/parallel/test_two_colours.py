@@ -136,6 +136,8 @@ STEP = {
 """Of a whole step, whatever the number of its micro-batches; the norm for each part of the optimizer."""
 PASS = {("to the host", "megatron_daro/data/packing.py:collect_responses"): 2}
 """Of each micro-batch, when all of them are done."""
+CONTEXT = {("to the host", "megatron_daro/actor/forward.py:_join_context"): 1}
+"""Of a whole pass with context parallelism."""
 MICRO_BATCHES = 2
 SAVE = {"megatron_daro/actor/checkpoint.py", "megatron/core/dist_checkpointing/"}
 """A checkpoint's ranks tell each other, as objects, what each of them has."""
@@ -143,7 +145,7 @@ SAVE = {"megatron_daro/actor/checkpoint.py", "megatron/core/dist_checkpointing/"
 
 def unexpected(reads: dict[str, dict[tuple[str, str], int]]) -> list[str]:
     """Reads of the device that nobody allowed, or more of them."""
-    passes = {key: count * MICRO_BATCHES for key, count in PASS.items()}
+    passes = {key: count * MICRO_BATCHES for key, count in PASS.items()} | CONTEXT
     allowed = {"step": STEP, "log-probs": passes, "reference pass": passes, "export": {}, "memory": {}}
     found = []
     for part, counts in reads.items():
@@ -159,6 +161,9 @@ def unexpected(reads: dict[str, dict[tuple[str, str], int]]) -> list[str]:
 CASES = [
     ("qwen2", "single", "all", {"precision": "bf16"}),
     ("qwen3_moe", "single", "all_gspo", {"routing_replay": True}),
+    pytest.param("qwen2", "tp2", "all_gspo", {"precision": "bf16"}, marks=pytest.mark.heavy),
+    pytest.param("qwen2", "cp2", "all_gspo", {}, marks=pytest.mark.heavy),
+    pytest.param("qwen2", "pp2_vpp2", "all", {"recompute": "full"}, marks=pytest.mark.heavy),
 ]
 
 
