@@ -100,8 +100,9 @@ class Soak:
         """Replaces the two functions of the composition root that make the servers' handles and the generation."""
         make_handles, make_generation = engine_groups._handles, parts.generation
 
-        def handles(*arguments: Any) -> dict[str, ProxiedServer]:
-            self._handles = {name: ProxiedServer(inner) for name, inner in make_handles(*arguments).items()}
+        def handles(*arguments: Any, reads_text: bool) -> dict[str, ProxiedServer]:
+            inner = make_handles(*arguments, reads_text=reads_text)
+            self._handles = {name: ProxiedServer(handle) for name, handle in inner.items()}
             return self._handles
 
         def generation(*arguments: Any) -> parts.Generation:

@@ -81,11 +81,11 @@ def build_batch(
     rewards_N = np.array([v.reward for v in verdicts], dtype=np.float32)
     truncated_N = np.array([r.finish_reason == "length" for r in rollouts], dtype=np.uint8)
     loss_mask_R = np.concatenate([np.asarray(r.loss_mask, dtype=np.uint8) for r in rollouts])
+    generated_N: np.ndarray = np.array([r.generated_length for r in rollouts], dtype=np.int64)
     if length_weight:
-        shorter_N = length_rewards(response_lengths_N, correct_N, group_ids_N)
+        shorter_N = length_rewards(generated_N, correct_N, group_ids_N)
         rewards_N = (rewards_N + length_weight * shorter_N).astype(np.float32)
     if overlong in ("penalty", "both"):
-        generated_N = np.array([r.generated_length for r in rollouts], dtype=np.int64)
         rewards_N = rewards_N + overlong_penalty(generated_N, max_tokens, cache_tokens)
     if overlong in ("filter", "both"):
         loss_mask_R = overlong_filter(loss_mask_R, response_lengths_N, truncated_N)

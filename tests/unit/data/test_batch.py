@@ -84,12 +84,13 @@ def test_lengths_of_the_groups_go_along_where_the_algorithm_needs_them():
     assert TrainBatch.concatenate([part, batch]).group_lengths_NK.shape == (6, 2)
 
 
-def test_the_penalty_is_for_what_the_model_said():
+def test_penalty_and_length_reward_are_for_what_the_model_said():
     long = replace(make_rollout(0, 0, response=12), turns=((0, 3), (6, 3)))
     short = make_rollout(0, 1, response=6)
     group = replace(make_group(0, [True, True]), rollouts=(long, short))
     shaped = build_batch([group], algorithm(2), overlong="penalty", max_tokens=8, cache_tokens=4)
     assert shaped.rewards_N.tolist() == [0.5, 0.5]  # 6 generated tokens each; with the observed ones the first had 0
+    assert build_batch([group], algorithm(2), length_weight=1.0).rewards_N.tolist() == [1.0, 1.0]  # equally long
 
 
 def test_penalty_changes_advantages_but_never_bins():
