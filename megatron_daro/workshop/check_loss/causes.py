@@ -111,7 +111,7 @@ def likely_cause(
 
     Args:
         case: that does, with few axes.
-        found: its outcome.
+        outcome: its own.
         wanted: that of the same samples on one process.
         plain: traces of all samples on one process.
         part: the constant factor of a smaller case, where this one has none.

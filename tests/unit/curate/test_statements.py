@@ -1,9 +1,12 @@
 """The normal form: spellings that must agree, problems that must not, what is split off."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_daro.workshop.curate.rows import Fields, read_all
 from megatron_daro.workshop.curate.statements import (
     shared_lines,
     statement_of,
@@ -83,6 +86,15 @@ def test_instructions_shared_by_a_file_do_not_count():
     assert without_lines(texts[3], lines).strip() == "What is 3 + 3?"
     assert without_lines("Remember the box.", lines) == "Remember the box."
     assert shared_lines(texts[:9]) == frozenset()
+
+
+def test_the_lines_that_a_file_repeats_are_said_with_its_name(tmp_path):
+    text = "Solve the following.\n\nWhat is {0} + {0}?"
+    rows = [json.dumps({"problem": text.format(i), "answer": str(2 * i)}) for i in range(20)]
+    (tmp_path / "one.jsonl").write_text("\n".join(rows))
+    (tmp_path / "two.jsonl").write_text(json.dumps({"problem": "What is 1 + 1?", "answer": "2"}))
+    read, shared = read_all([tmp_path / "one.jsonl", tmp_path / "two.jsonl"], Fields())
+    assert len(read) == 21 and shared == {"one.jsonl": ["Solve the following."]}
 
 
 @given(st.text(alphabet="\\{}$^_()ab1 .fracsqrt[],!é²\n\x0c", max_size=80))

@@ -154,6 +154,7 @@ def test_a_canned_server_says_of_itself_what_the_engine_asks():
     answer = asyncio.run(server.answer(make_mocked_request("GET", "/server_info")))
     facts = _facts(json.loads(answer.text), {})
     assert (facts.device, facts.dtype, facts.tensor_parallel) == ("cuda", "bfloat16", 8)
+    assert facts.has_tokenizer, "recipes whose answers end at texts are rehearsed too"
 
 
 async def _most_at_once(canned):

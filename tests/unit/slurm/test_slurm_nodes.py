@@ -113,6 +113,34 @@ def test_nodes_report_join_and_are_missed(tmp_path):
     assert trouble == "n1 was lost: its connection to the first node ended"
 
 
+class Answers:
+    """What the other nodes say when the first one asks for their GPUs; None: nothing."""
+
+    def __init__(self, **problems: list[str] | None) -> None:
+        self._problems = problems
+
+    async def check(self, limit_s: float) -> dict[str, list[str] | None]:
+        return self._problems
+
+
+@pytest.mark.parametrize(
+    ("others", "kind", "words", "nodes"),
+    [
+        ({"n1": [], "n2": ["GPU 3 is gone", "GPU 4 is hot"]}, "bad_nodes", "n2: GPU 3 is gone, GPU 4 is hot", "n2"),
+        ({"n2": ["b"], "n1": ["a"]}, "bad_nodes", "n1: a; n2: b", "n1,n2"),
+        ({"n1": None, "n2": ["b"]}, "node_lost", "n1 gave no answer within", "n1"),
+        ({"n1": []}, None, "", ""),
+    ],
+)
+def test_after_a_failed_training_silent_nodes_and_bad_gpus_are_named(others, kind, words, nodes):
+    place, options = argparse.Namespace(node="n0"), argparse.Namespace(gpus=0)
+    ending = asyncio.run(node._looked_at(Answers(**others), place, options))
+    if kind is None:
+        assert ending is None
+    else:
+        assert (ending.kind, ending.nodes) == (kind, nodes) and ending.cause.startswith(words)
+
+
 def test_a_node_that_does_not_join_is_named(tmp_path):
     async def scene() -> None:
         greeter = Greeter(tmp_path, "127.0.0.1", 1)
