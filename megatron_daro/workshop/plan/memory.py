@@ -97,6 +97,21 @@ def layer_elements(workload: Workload, kinds: LayerActivations) -> float:
     return elements + (kinds.query_norm * query + kinds.key_norm * key) * shape.qk_norm
 
 
+def recomputed_elements(workload: Workload, kinds: LayerActivations) -> float:
+    """Return how many of `layer_elements` selective recomputation does not keep: all of a dense MLP ("mlp") or of the
+    experts ("moe") but their input, or the products of the experts' activation function ("moe_act"). Fused attention
+    keeps nothing that "core_attn" would leave out, and fused norms nothing that "layernorm" would.
+    """
+    shape, recomputed = workload.shape, workload.recomputed
+    mlp = (shape.layers - shape.expert_layers) * kinds.ffn * shape.ffn * ("mlp" in recomputed)
+    if shape.experts and "moe" in recomputed:
+        chosen = shape.experts.chosen * (kinds.copies * shape.hidden + kinds.ffn * shape.experts.ffn)
+        mlp += shape.expert_layers * (chosen + 3 * shape.experts.number)
+    elif shape.experts and "moe_act" in recomputed:
+        mlp += shape.expert_layers * shape.experts.chosen * shape.experts.ffn
+    return mlp / shape.layers
+
+
 def widest_elements(workload: Workload) -> int:
     """Return the elements that the widest product of a layer has for one token: gate and up of its MLP or experts."""
     shape = workload.shape
@@ -125,7 +140,8 @@ def activations(
         gradient = widest_elements(workload) / layout.tensor if stage < layout.pipeline - 1 else 0
         kept = under_way * (layers * hidden + outside / layout.virtual) + layer + gradient
     else:
-        kept = under_way * (layers * layer + outside / layout.virtual)
+        again = recomputed_elements(workload, kinds) / layout.tensor  # there for one layer at a time
+        kept = under_way * (layers * (layer - again) + outside / layout.virtual) + again
     return kept * layout.tokens_per_rank * workload.dtype_bytes
 
 

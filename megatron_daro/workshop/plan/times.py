@@ -164,7 +164,7 @@ def train_times(
     taken = num if layout.virtual == 1 else interleaved_group(num, layout.pipeline)[0]
     tokens = workload.tokens / workload.updates / data / num / layout.context  # of a micro-batch on one rank
     on_gpu, on_host = _stage_s(workload, layout, tokens, gpu, constants, practice)
-    again = 4 / 3 if layout.recompute == "full" else 1.0
+    again = 4 / 3 if layout.recompute == "full" else 1 + _recomputed_share(workload) / 3
     traffic = _layer_traffic(workload, layout, tokens, gpu, constants, practice)
     uneven = 1 + constants.imbalance * (not practice.balanced)
     one = max(on_gpu * again * uneven, on_host * again)
@@ -180,6 +180,15 @@ def train_times(
     factor = constants.training_factor
     models = factor * (1 + critic)
     return TrainTimes(models * compute, models * (inner + outer), models * bubble, factor * passes)
+
+
+def _recomputed_share(workload: Workload) -> float:
+    """Return the share of a forward pass's products that selective recomputation does a second time."""
+    shape, recomputed = workload.shape, workload.recomputed
+    products = 3 * shape.hidden * shape.ffn * (shape.layers - shape.expert_layers) * ("mlp" in recomputed)
+    if shape.experts and "moe" in recomputed:
+        products += 3 * shape.hidden * shape.experts.ffn * shape.experts.chosen * shape.expert_layers
+    return products / active_parameters(shape)
 
 
 _FP8_CALLS = 10 / 6
@@ -269,7 +278,7 @@ def _exchange_s(
     experts = workload.shape.experts
     assert experts, "only asked of layers with experts"
     uneven = 1 + constants.routing * (not practice.balanced)
-    times = 4 + 2 * (layout.recompute == "full")
+    times = 4 + 2 * (layout.recompute == "full" or "moe" in workload.recomputed)
     domains = max(layout.expert / gpu.linked, 1.0)
     outside = 1 - 1 / domains
     inside = (layout.expert - 1) / layout.expert - outside

@@ -6,6 +6,7 @@ Config (and lengths that were assumed, or recorded) -> Workload -> memory.py, ti
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -32,6 +33,7 @@ class Workload:
     samples: of a batch; generated: answers asked for, with oversampling; extra_passes: forward passes beside
     training (old and reference log-probs, values); critic: the shape of the second model that is trained on
     the same ranks; updates: optimizer steps of a batch. servers_fp8, cache_fp8: their weights, and keys and values.
+    recomputed: modules of a layer that are computed again in the backward pass (selective recomputation).
     server_fraction: of a server's GPU for its weights and cache; None: all that is left. server_nodes: that each
     server is spread over; None: as few as hold it. colocated: servers and ranks take turns on the GPUs.
     """
@@ -58,6 +60,7 @@ class Workload:
     server_nodes: int | None
     colocated: bool
     critic: ModelShape | None = None
+    recomputed: frozenset[str] = frozenset()
 
     @property
     def mean_response(self) -> float:
@@ -158,7 +161,16 @@ def workload_of(
         server_fraction=None if fraction is None else float(fraction),
         server_nodes=sglang.nodes if sglang.nodes > 1 else None,
         colocated=config.engine.colocate,
+        recomputed=_recomputed(actor.megatron),
     )
+
+
+def _recomputed(options: Mapping[str, object]) -> frozenset[str]:
+    """Return the modules that Megatron's options recompute; upstream's default is the core of the attention."""
+    modules = options.get("recompute_modules")
+    if options.get("recompute_granularity") != "selective":
+        return frozenset()
+    return frozenset(map(str, modules)) if isinstance(modules, (list, tuple)) else frozenset({"core_attn"})
 
 
 def least_budget(workload: Workload, multiple: int) -> int:

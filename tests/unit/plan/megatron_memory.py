@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,15 +109,24 @@ def optimizer(
     return in_layout(layout, 0, count)
 
 
-def activations(config: dict[str, Any], tensor: int, dtype: str, recompute: str, tokens: int, chunk: int) -> int:
+def activations(
+    config: dict[str, Any],
+    tensor: int,
+    dtype: str,
+    recompute: str,
+    tokens: int,
+    chunk: int,
+    modules: Sequence[str] = (),
+) -> int:
     """Peak of live bytes beside weights and gradients, log-probs included."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     layout, shape, sequences = Layout(tensor=tensor), read_model_shape(config), 4
+    selective = {"recompute_granularity": "selective", "recompute_modules": list(modules)} if modules else {}
 
     def measure() -> int:
         transformer = model.transformer_config(
-            shape, layout, dtype=dtype, sequence_parallel=tensor > 1, recompute=recompute
+            shape, layout, dtype=dtype, sequence_parallel=tensor > 1, recompute=recompute, options=selective
         )
         (inner,) = model.build_model(shape, transformer)
         (wrapped,) = model.wrap_data_parallel([inner], transformer, distributed_optimizer=False, options={})

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_daro.config import Config
 from megatron_daro.config.model_shape import read_model_shape
-from megatron_daro.workshop.plan import memory
+from megatron_daro.workshop.plan import memory, times
 from megatron_daro.workshop.plan.gpus import GPUS
 from megatron_daro.workshop.plan.layout import Cut, ModelLayout, counts
 from megatron_daro.workshop.plan.workload import workload_of
@@ -173,6 +173,8 @@ ACTIVATIONS = [
     (small("qwen3"), 1, "bf16", "none", 1024),
     (small(num_hidden_layers=8), 1, "fp32", "full", 2048),
     (small_experts(), 1, "bf16", "none", 1024),
+    (small(num_hidden_layers=8), 1, "fp32", "none", 2048, ("mlp",)),
+    (small_experts(), 1, "fp32", "none", 1024, ("moe",)),
 ]
 MORE_ACTIVATIONS = [
     (small(), 1, "fp32", "none", 1024),
@@ -187,16 +189,35 @@ MORE_ACTIVATIONS = [
     "cases", [ACTIVATIONS, pytest.param(MORE_ACTIVATIONS, marks=pytest.mark.heavy)], ids=["few", "more"]
 )
 def test_activations_and_logits_are_within_15_percent_of_a_run(record_property, cases):
-    keys = ("config", "tensor", "dtype", "recompute", "tokens")
-    found = measured([("activations", {**dict(zip(keys, c, strict=True)), "chunk": 256}) for c in cases])
+    keys = ("config", "tensor", "dtype", "recompute", "tokens", "modules")
+    found = measured([("activations", {**dict(zip(keys, c, strict=False)), "chunk": 256}) for c in cases])
     ratios = []
-    for (config, tensor, dtype, recompute, tokens), real in zip(cases, found, strict=True):
-        asked = workload(config, dtype=dtype, chunk=256)
+    for (config, tensor, dtype, recompute, tokens, *modules), real in zip(cases, found, strict=True):
+        asked = replace(workload(config, dtype=dtype, chunk=256), recomputed=frozenset(*modules))
         layout = ModelLayout(tensor, 1, 1, recompute, tokens)
         planned = memory.trainer_memory(asked, layout, shards=1, micro_batches=1, on_gpu=False)
         ratios.append((planned.activations + planned.logits) / real)
     record_property("planned over measured", ", ".join(f"{ratio:.3f}" for ratio in ratios))
     assert [round(ratio, 3) for ratio in ratios if not 0.85 <= ratio <= 1.15] == [], ratios
+
+
+def test_options_of_megatron_say_what_is_recomputed_and_a_step_gets_longer_by_it():
+    def of_options(**options):
+        made = {"model": {"path": "x"}, "data": {"train": ("x",)}, "actor": {"precision": "bf16", "megatron": options}}
+        return workload_of(Config.model_validate(made), read_model_shape(small_experts()))
+
+    assert of_options().recomputed == of_options(recompute_granularity="full").recomputed == frozenset()
+    assert of_options(recompute_granularity="selective").recomputed == {"core_attn"}
+    layout, gpu = ModelLayout(1, 1, 1, "none", 4096, expert=1), GPUS["h100-80g"]
+    plain, moe, full = (
+        times.train_times(asked, replace(layout, recompute=recompute), 8, gpu, times.Constants()).compute
+        for asked, recompute in (
+            (of_options(), "none"),
+            (of_options(recompute_granularity="selective", recompute_modules=["moe"]), "none"),
+            (of_options(), "full"),
+        )
+    )
+    assert plain < moe < full
 
 
 def test_stages_hold_as_many_micro_batches_as_the_schedule_lets_in():
