@@ -366,14 +366,14 @@ def require_fresh(run_dir: Path) -> None:
         )
 
 
-def _check_pointer(directory: Path, found: Path, notices: Notices) -> None:
+def _check_pointer(directory: Path, newest: Path, notices: Notices) -> None:
     pointer = directory / LATEST
     try:
         named = pointer.read_text(errors="replace").strip() if pointer.is_file() else "(missing)"
     except OSError as error:
         named = f"(not readable: {error.strerror})"
-    if named != found.name:
-        notices.warn(f"{pointer} names {named!r}; the newest whole checkpoint is {found.name}, which is used")
+    if named != newest.name:
+        notices.warn(f"{pointer} names {named!r}; the newest whole checkpoint is {newest.name}, which is used")
 
 
 def _seal(directory: Path, step: int, state: Mapping[str, Any]) -> None:

@@ -117,10 +117,10 @@ class HostMemory:
         seen: set[int] = set()
         for other in KINDS_OF_MEMORY:
             tensors = (tensor for tensor in self._tensors(other) if tensor.device.type == self._where.type)
-            found = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+            storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
             if other == kind:
-                return [storage for key, storage in found.items() if key not in seen]
-            seen.update(found)
+                return [storage for key, storage in storages.items() if key not in seen]
+            seen.update(storages)
         raise AssertionError(kind)
 
     def _tensors(self, kind: MemoryKind) -> Iterator[Tensor]:
@@ -174,10 +174,10 @@ class HostCopy:
 
     def on_device(self) -> list[Tensor]:
         """Return new tensors of the same values on the device where they came from; the copies may still run there."""
-        made = [torch.empty_like(tensor, device=self._device) for tensor in self._like]
-        for piece, held in _pieces([tensor.untyped_storage() for tensor in made], self._blocks):
+        tensors = [torch.empty_like(tensor, device=self._device) for tensor in self._like]
+        for piece, held in _pieces([tensor.untyped_storage() for tensor in tensors], self._blocks):
             piece.copy_(held, non_blocking=True)
-        return made
+        return tensors
 
 
 def _is_part(tensor: Tensor) -> bool:

@@ -507,15 +507,15 @@ def local_parameters(chunks: Chunks, shape: ModelShape) -> list[LocalParameter]:
     ranks = parallel_state.get_expert_model_parallel_world_size()
     own = parallel_state.get_expert_model_parallel_rank()
     experts = shape.experts.number // ranks if shape.experts else 0
-    found = []
+    parameters = []
     for first_layer, name, parameter in _named_parameters(chunks):
         of_ranks = [global_name(name, first_layer, rank * experts) for rank in range(ranks)]
         if of_ranks[own] not in rules:
             raise ModelError(f"parameter {of_ranks[own]} of the Megatron model has no Hugging Face counterpart")
         rule = rules[of_ranks[own]]
         peers = (rule,) if rule.expert is None else tuple(rules[other] for other in of_ranks)
-        found.append(LocalParameter(parameter, rule, peers))
-    return found
+        parameters.append(LocalParameter(parameter, rule, peers))
+    return parameters
 
 
 def _named_parameters(chunks: Chunks) -> Iterator[tuple[int, str, torch.nn.Parameter]]:

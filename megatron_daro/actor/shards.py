@@ -175,15 +175,15 @@ def own_boxes(optimizer: MegatronOptimizer, model_state: dict[str, object]) -> l
         optimizer: distributed, with state. model_state: the model's sharded state dict.
     """
     places = _places(model_state)
-    found = []
+    boxes = []
     for run in _own_runs(optimizer):
         for name, values in _state_of(run).items():
             for tensor, flat, offset, shape in _boxes(places[run.parameter], run):
                 if _is_main(tensor):
                     data = values[flat : flat + math.prod(shape)]
                     key = f"optimizer.state.{name}.{tensor.key}"
-                    found.append(OwnBox(key, data, *_global(tensor, offset, shape)))
-    return found
+                    boxes.append(OwnBox(key, data, *_global(tensor, offset, shape)))
+    return boxes
 
 
 @torch.no_grad()

@@ -404,11 +404,11 @@ def train_step(
 def _weight_metrics(weights: Tensor) -> dict[str, float]:
     """Metrics of difficulty weights [K+1, L]: per pass rate, and where they differ by length also per class."""
     means, (num_bins, classes) = weights.mean(dim=1), weights.shape
-    found = {f"difficulty/weight/{k}": float(means[k]) for k in range(1, num_bins - 1)}
+    metrics = {f"difficulty/weight/{k}": float(means[k]) for k in range(1, num_bins - 1)}
     if classes > 1:
         names = {f"difficulty/weight_by_length/{k}/{c}": (k, c) for k in range(1, num_bins - 1) for c in range(classes)}
-        found |= {name: float(weights[where]) for name, where in names.items()}
-    return found
+        metrics |= {name: float(weights[where]) for name, where in names.items()}
+    return metrics
 
 
 def _reason(sums: StepSums, report: UpdateReport, of_critic: CriticReport | None) -> str:

@@ -67,17 +67,17 @@ def analyze(
     probe, rows = tee(rows)
     k = rollouts_per_prompt or infer_rollouts_per_prompt(probe)
     del probe
-    found = read_dump(chain([rows], (rest for _, rest in opened)), k)
-    view = view_of(found, daro)
+    recorded = read_dump(chain([rows], (rest for _, rest in opened)), k)
+    view = view_of(recorded, daro)
     console = Console(width=max(Console().width, 150), highlight=False)
-    _print(console, found, view, unit, tokens_per_gpu_hour)
+    _print(console, recorded, view, unit, tokens_per_gpu_hour)
     if reflection:
-        _print_reflection(console, found, [path.name for path in files])
+        _print_reflection(console, recorded, [path.name for path in files])
     if html is not None:
         from megatron_daro.workshop.analyze.page import analysis_page
         from megatron_daro.workshop.report.page import write_page
 
-        write_page(analysis_page(dump, found, view, unit, tokens_per_gpu_hour), html, what="page", option="--html")
+        write_page(analysis_page(dump, recorded, view, unit, tokens_per_gpu_hour), html, what="page", option="--html")
         typer.echo(html)
 
 

@@ -130,7 +130,9 @@ def curate(
     output.check_keep(keep_field or ())
     servers = [url for text in urls or () for url in text.split(",") if url]
     paths, overrides = _split(data)
-    asked = _sampling(hf, servers, samples, temperature, top_p, template, verifier, overrides, pass_rate, guess_tries)
+    sampling = _sampling(
+        hf, servers, samples, temperature, top_p, template, verifier, overrides, pass_rate, guess_tries
+    )
     rules = Rules(
         conflicts=conflicts,
         near=near,
@@ -149,7 +151,7 @@ def curate(
     )
     formats = _listed("--write", write, output.FORMATS) or ("parquet",)
     fields = Fields(data_format, problem_field, answer_field, tuple(keep_field or ()))
-    model = _Model(hf, servers, asked, pass_rate, guess_tries) if asked else None
+    model = _Model(hf, servers, sampling, pass_rate, guess_tries) if sampling else None
     _curate(_Work(out, _evaluation_sets(against), rules, model, formats), *read_all(paths, fields))
 
 
@@ -216,11 +218,11 @@ def _sampling(
     read_range(pass_rate)
     if not hf and not urls:
         given = {"--pass-rate": pass_rate, "--guess-tries": guess_tries}
-        asked = [*(name for name, value in given.items() if value), *overrides]
-        if asked:
+        options = [*(name for name, value in given.items() if value), *overrides]
+        if options:
             raise ConfigError(
-                f"curate: got {', '.join(asked)} without a model; allowed: with --hf DIR or --urls URL, which measure "
-                "pass rates; fix: name the model that is asked"
+                f"curate: got {', '.join(options)} without a model; allowed: with --hf DIR or --urls URL, which "
+                "measure pass rates; fix: name the model that is asked"
             )
         return None
     from megatron_daro.workshop.curate.pass_rates import Sampling
@@ -263,9 +265,9 @@ def _sample(
     with interruptible():
         weights = model_of(model.hf, model.urls)
         config = configuration(weights, folder / "problems.jsonl", folder, model.sampling)
-        found, asked = measure_pass_rates(config, weights, _Terminal())
-    fields = pass_rates.apply(rows, decisions, found, asked, pass_rates.read_range(model.pass_rate))
-    return fields, {"pass_rates": pass_rates.summary_of(found, asked)}
+        measured, settings = measure_pass_rates(config, weights, _Terminal())
+    fields = pass_rates.apply(rows, decisions, measured, settings, pass_rates.read_range(model.pass_rate))
+    return fields, {"pass_rates": pass_rates.summary_of(measured, settings)}
 
 
 def _guess(model: _Model, rows: Sequence[Row], decisions: Decisions, folder: Path) -> None:
@@ -278,8 +280,8 @@ def _guess(model: _Model, rows: Sequence[Row], decisions: Decisions, folder: Pat
     with interruptible():
         weights = pass_rates.model_of(model.hf, model.urls)
         config = pass_rates.guessing(weights, folder / "problems.jsonl", folder, model.sampling, model.guess_tries)
-        found, _ = pass_rates.measure_pass_rates(config, weights, _Terminal())
-    pass_rates.drop_guessed(rows, decisions, found, model.guess_tries)
+        measured, _ = pass_rates.measure_pass_rates(config, weights, _Terminal())
+    pass_rates.drop_guessed(rows, decisions, measured, model.guess_tries)
 
 
 class _Terminal:

@@ -106,11 +106,11 @@ def _compare(a: Path, b: Path, out: Path | None) -> None:
     from megatron_daro.workshop.evaluate.tables import table_text
 
     target = out or b / "compare.html"
-    found = comparing.compare(a, b)
-    write_comparison(found, target)
-    typer.echo(table_text(HEAD, [line_cells(line) for line in found.lines], left=2))
+    comparison = comparing.compare(a, b)
+    write_comparison(comparison, target)
+    typer.echo(table_text(HEAD, [line_cells(line) for line in comparison.lines], left=2))
     typer.echo("B - A in percentage points, paired by problem; p: sign-flip permutation test")
-    for remark in found.remarks:
+    for remark in comparison.remarks:
         typer.echo(f"differs: {remark}")
     typer.echo(f"written: {target}")
 
@@ -204,11 +204,13 @@ def _under_templates(
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise ConfigError(f"--template: got {twice[0]} twice; allowed: each name once; fix: leave one out")
-    found = []
+    summaries = []
     for name in names:
         under = [_changed(one, samples, temperature, top_p, name) for one in chosen]
-        found += [one.model_copy(update={"name": f"{one.name}.{name}"}) for one in under] if len(names) > 1 else under
-    return found
+        summaries += (
+            [one.model_copy(update={"name": f"{one.name}.{name}"}) for one in under] if len(names) > 1 else under
+        )
+    return summaries
 
 
 def _changed(
@@ -223,19 +225,21 @@ def _changed(
         if name in ("", one.name):
             changes["rollouts_per_prompt"] = int(number) if number.isdecimal() else number
     try:
-        found = type(one)(**{**one.model_dump(), **{key: value for key, value in changes.items() if value is not None}})
+        changed = type(one)(
+            **{**one.model_dump(), **{key: value for key, value in changes.items() if value is not None}}
+        )
     except ValidationError as error:
         first = error.errors()[0]
         option = {"rollouts_per_prompt": "--samples", "top_p": "--top-p"}.get(
             str(first["loc"][0]), f"--{first['loc'][0]}"
         )
         raise ConfigError(f"{option}: got {first['input']!r}; {first['msg']}; fix: write an allowed value") from error
-    if found.temperature == 0 and found.rollouts_per_prompt > 1:
+    if changed.temperature == 0 and changed.rollouts_per_prompt > 1:
         raise ConfigError(
-            f"--samples: got {found.rollouts_per_prompt} for {found.name} at temperature 0, which would all be equal; "
-            "allowed: 1, or a temperature above 0; fix: --temperature 0.6, or --samples 1"
+            f"--samples: got {changed.rollouts_per_prompt} for {changed.name} at temperature 0, which would all be "
+            "equal; allowed: 1, or a temperature above 0; fix: --temperature 0.6, or --samples 1"
         )
-    return found
+    return changed
 
 
 def _check_samples(samples: Sequence[str], chosen: Sequence[EvalSet]) -> None:
@@ -259,9 +263,9 @@ def require_checkpoint(checkpoint: Path) -> None:
             f"--checkpoint: got {str(checkpoint)!r}, which is not there; allowed: {allowed}; fix: check the path"
         )
     folder = checkpoint / "checkpoints" if (checkpoint / "checkpoints").is_dir() else checkpoint
-    found = sorted(path.name for path in folder.glob("step_*") if path.is_dir() and path.suffix == "")
-    if found:
+    names = sorted(path.name for path in folder.glob("step_*") if path.is_dir() and path.suffix == "")
+    if names:
         raise ConfigError(
-            f"--checkpoint: got {str(checkpoint)!r}, which holds {len(found)} checkpoints; allowed: one of "
-            f"{', '.join(found)}; fix: --checkpoint {folder / found[-1]}"
+            f"--checkpoint: got {str(checkpoint)!r}, which holds {len(names)} checkpoints; allowed: one of "
+            f"{', '.join(names)}; fix: --checkpoint {folder / names[-1]}"
         )

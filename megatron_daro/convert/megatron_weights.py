@@ -191,20 +191,20 @@ class MegatronWeights(Mapping[str, Tensor]):
     def _fitting(self, rule: TensorRule, box: GlobalBox) -> GlobalBox:
         """Return the box as this checkpoint has it. Raises CheckpointError for a missing key or another shape."""
         first_key = box.key
-        present = [found for found in possible_boxes(box) if found.key in self._keys]
+        present = [piece for piece in possible_boxes(box) if piece.key in self._keys]
         self._used |= {b.key for b in present}
         if not present:
             raise CheckpointError(
                 f"{self.directory} holds no {first_key}, which {rule.hf_names[0]} comes from; is it of this model?"
             )
         box = present[0]
-        found, expected = self.pieces.shape(box.key), (*box.sizes, *rule.local_shape(1))
+        actual, expected = self.pieces.shape(box.key), (*box.sizes, *rule.local_shape(1))
         axis = len(box.sizes)
-        is_padded = rule.kind == "vocab" and found[axis] >= expected[axis]
-        if found != expected and not (
-            is_padded and (*found[:axis], *found[axis + 1 :]) == (*expected[:axis], *expected[axis + 1 :])
+        is_padded = rule.kind == "vocab" and actual[axis] >= expected[axis]
+        if actual != expected and not (
+            is_padded and (*actual[:axis], *actual[axis + 1 :]) == (*expected[:axis], *expected[axis + 1 :])
         ):
-            raise CheckpointError(f"{box.key} has shape {found} in {self.directory}; config.json asks for {expected}")
+            raise CheckpointError(f"{box.key} has shape {actual} in {self.directory}; config.json asks for {expected}")
         return box
 
     def _check_extra(self, shape: ModelShape) -> list[str]:

@@ -126,8 +126,8 @@ def until_stop(rollout: Rollout, stop: Sequence[str], decode: Decode) -> Rollout
     """
     if not any(one in rollout.text for one in stop):
         return rollout
-    found = tokens_until_stop(rollout.tokens[rollout.prompt_length :].tolist(), stop, decode)
-    return rollout if found is None else rollout.cut(*found)
+    length = tokens_until_stop(rollout.tokens[rollout.prompt_length :].tolist(), stop, decode)
+    return rollout if length is None else rollout.cut(*length)
 
 
 def window_of(stop: Sequence[str]) -> int:

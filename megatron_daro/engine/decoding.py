@@ -222,12 +222,12 @@ class Decoding:
         if not self._windows:
             return torch.zeros(len(rows_B), dtype=torch.bool)
         assert self._decode is not None, "the generator refuses stop texts without it"
-        found = []
+        matches = []
         for n in rows_B.tolist():
             window = self._windows.get(n, 0)
             tail = self._decode(self._tokens_NM[n, max(0, length - window) : length].tolist()) if window else ""
-            found.append(any(stop in tail for stop in self._rows[n].request.sampling.stop))
-        return torch.tensor(found, dtype=torch.bool)
+            matches.append(any(stop in tail for stop in self._rows[n].request.sampling.stop))
+        return torch.tensor(matches, dtype=torch.bool)
 
     def should_end(self, rows: int) -> bool:
         """Whether a call over `rows` rows is to end now: all finished, or enough of them to drop; aborts included."""

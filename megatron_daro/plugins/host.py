@@ -46,9 +46,9 @@ class Host:
     @property
     def version(self) -> str:
         """What the imported package says of itself, else what is installed, else "of unknown version"."""
-        said = getattr(sys.modules.get(self.package), "__version__", None)
-        if said:
-            return str(said)
+        stated = getattr(sys.modules.get(self.package), "__version__", None)
+        if stated:
+            return str(stated)
         try:
             return importlib.metadata.version(self.package.replace("_", "-"))
         except importlib.metadata.PackageNotFoundError:

@@ -312,9 +312,9 @@ def start(args: Arguments, *, per_turn: bool = False, defaults: Mapping[str, obj
     return _session
 
 
-def _loaded(bin_index: int, found: Sequence[object]) -> PackedBin:
+def _loaded(bin_index: int, columns: Sequence[object]) -> PackedBin:
     """Return what `load_packed_data_by_index` found, as far as DARO reads it."""
-    mask, starts, lengths, rows = found[3], found[7], found[8], found[9]
+    mask, starts, lengths, rows = columns[3], columns[7], columns[8], columns[9]
     assert isinstance(mask, Tensor) and isinstance(starts, Sequence)
     assert isinstance(lengths, Sequence) and isinstance(rows, Sequence)
     mask_P = mask[0].detach().cpu() > 0
@@ -387,9 +387,9 @@ def _prepare(rl_utils: Namespace, own: Callable[..., object], *arguments: object
 
 
 def _load(own: Callable[..., Sequence[object]], bin_index: int, *arguments: object, **options: object) -> object:
-    found = own(bin_index, *arguments, **options)
-    session().current = _loaded(int(bin_index), found)
-    return found
+    columns = own(bin_index, *arguments, **options)
+    session().current = _loaded(int(bin_index), columns)
+    return columns
 
 
 def _loss(own: Callable[..., Sequence[Tensor]], **given: object) -> Sequence[Tensor]:
@@ -399,7 +399,7 @@ def _loss(own: Callable[..., Sequence[Tensor]], **given: object) -> Sequence[Ten
     advantages_M, factors_M, bins_M = state.reweighted(sent_M)
     assert state.current is not None  # checked
     device = given["current_logprobs"].device  # type: ignore[attr-defined]
-    found = own(**{**given, "advantages": (advantages_M * factors_M).to(device)})
+    result = own(**{**given, "advantages": (advantages_M * factors_M).to(device)})
     with torch.no_grad():
         alone = {**given, "kl_beta": 0.0, "entropy_weight": 0.0}
         plain_P = own(**{**alone, "advantages": advantages_M.to(device)})[0][0]
@@ -408,7 +408,7 @@ def _loss(own: Callable[..., Sequence[Tensor]], **given: object) -> Sequence[Ten
             weighed_P = own(**{**alone, "advantages": (advantages_M * factors_M).to(device)})[0][0]
             probe(sums, state.current.token_losses(weighed_P), factors_M)
     state.seen[state.current.index] = sums, bins_M
-    return found
+    return result
 
 
 def _train_step(

@@ -241,10 +241,10 @@ class DaroPolicy:
         found |= {name: [value] for name, value in metrics.items()}
         return result
 
-    def _collected(self, found: dict[str, list[float]], name: str) -> Tensor:
+    def _collected(self, metrics: dict[str, list[float]], name: str) -> Tensor:
         """Take a metric of each bin out of the results: the sum over micro-batches and ranks, float64 [K+1]."""
         bins = range(self._daro.step.rollouts_per_prompt + 1)
-        return torch.tensor([sum(found.pop(f"{name}/{k}", [])) for k in bins], dtype=torch.float64)
+        return torch.tensor([sum(metrics.pop(f"{name}/{k}", [])) for k in bins], dtype=torch.float64)
 
     def _per_bin(self, tokens_per_bin: Tensor) -> Tensor:
         """Return the coefficient of each bin, float64 [K+1]."""

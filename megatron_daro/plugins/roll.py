@@ -72,16 +72,16 @@ def _mask(data: DataProto) -> Tensor:
 @contextmanager
 def _averaged() -> Iterator[list[tuple[Tensor, Tensor]]]:
     """While open, keep (token losses, mask) of every average that ROLL's loss takes with sample weights."""
-    own, found = actor_worker.agg_loss, []
+    own, losses = actor_worker.agg_loss, []
 
     def agg_loss(loss_mat: Tensor, loss_mask: Tensor, *others: object, **options: object) -> Tensor:
         if options.get("weights") is not None:
-            found.append((loss_mat.detach(), loss_mask))
+            losses.append((loss_mat.detach(), loss_mask))
         return own(loss_mat, loss_mask, *others, **options)
 
     actor_worker.agg_loss = agg_loss
     try:
-        yield found
+        yield losses
     finally:
         actor_worker.agg_loss = own
 
@@ -168,16 +168,16 @@ class DaroActorWorker(actor_worker.ActorWorker):  # type: ignore[name-defined,mi
         factors_M = self.daro.algorithm.sample_coefficients(bins_M, ones_M, self.daro.totals).float() * counted
         data.batch["advantages"] = plain_MT * factors_M[:, None] * _mask(data)
         try:
-            with _averaged() as found:
+            with _averaged() as losses:
                 loss, metrics = super().loss_func(data, output_tensor)
         finally:
             data.batch["advantages"] = plain_MT
-        if len(found) != 1:
+        if len(losses) != 1:
             raise AlgorithmError(
-                f"loss: ROLL took {len(found)} averages with sample weights, allowed is 1: another version of ROLL; "
+                f"loss: ROLL took {len(losses)} averages with sample weights, allowed is 1: another version of ROLL; "
                 f"use {_TESTED}"
             )
-        losses_MT, mask_MT = found[0]
+        losses_MT, mask_MT = losses[0]
         per_token_MT = torch.where(factors_M[:, None] != 0, losses_MT / factors_M[:, None], 0.0)
         weighed = self.daro.weigh(SampleSums.of_rows(per_token_MT, mask_MT), bins_M)
         self._check_scale(float(weighed), float(metrics["actor/weighted_pg_loss@sum"]), losses_MT, counted)
@@ -196,9 +196,9 @@ class DaroActorWorker(actor_worker.ActorWorker):  # type: ignore[name-defined,mi
 
     def _probe(self, data: DataProto, output_tensor: Tensor, per_token_MT: Tensor, factors_M: Tensor) -> None:
         """On the first step: ROLL's own loss with the advantages as they are must be what was divided out."""
-        with torch.no_grad(), _averaged() as found:
+        with torch.no_grad(), _averaged() as losses:
             super().loss_func(data, output_tensor)
-        plain_MT = torch.where((factors_M[:, None] != 0) & (_mask(data) > 0), found[0][0], 0.0)
+        plain_MT = torch.where((factors_M[:, None] != 0) & (_mask(data) > 0), losses[0][0], 0.0)
         size = float(plain_MT.abs().max()) + 1e-12
         if not torch.allclose(plain_MT, per_token_MT, rtol=_TOLERANCE, atol=_TOLERANCE * size):
             worst = float((plain_MT - per_token_MT).abs().max())

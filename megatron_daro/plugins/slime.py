@@ -90,9 +90,9 @@ class Placed(float):
 
     def __new__(cls, value: float, place: int) -> Placed:
         """Return the value, with a place."""
-        made = super().__new__(cls, value)
-        made.place = place
-        return made
+        instance = super().__new__(cls, value)
+        instance.place = place
+        return instance
 
     def __reduce__(self) -> tuple[type[Placed], tuple[float, int]]:
         """Keep the place when pickled."""

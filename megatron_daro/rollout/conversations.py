@@ -102,11 +102,11 @@ class _Call:
         self._asking.add(task)
         task.add_done_callback(self._asking.discard)
 
-    async def _answer(self, asked: Sequence[tuple[GroupRequest, asyncio.Future[Rollout]]]) -> None:
-        asked = sorted(asked, key=lambda one: (one[0].group_id, one[0].attempt, one[0].indices))
-        answers = {(r.group_id, r.attempt, r.indices[0]): (r, answer) for r, answer in asked}
+    async def _answer(self, requests: Sequence[tuple[GroupRequest, asyncio.Future[Rollout]]]) -> None:
+        requests = sorted(requests, key=lambda one: (one[0].group_id, one[0].attempt, one[0].indices))
+        answers = {(r.group_id, r.attempt, r.indices[0]): (r, answer) for r, answer in requests}
         try:
-            async for rollouts in self._engine.generate(_merged([request for request, _ in asked])):
+            async for rollouts in self._engine.generate(_merged([request for request, _ in requests])):
                 for one in rollouts:
                     key = one.group_id, one.attempt, one.index
                     if key not in answers:
@@ -117,7 +117,7 @@ class _Call:
                         answer.set_result(one)
         except Exception as error:  # whatever it is, all conversations end with it
             self.fail(error)
-        for request, answer in asked:
+        for request, answer in requests:
             if not answer.done():
                 answer.set_result(nothing_said(request))
 

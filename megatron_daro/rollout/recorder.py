@@ -181,18 +181,18 @@ def _present(file: pq.ParquetFile) -> list[str]:
     return [name for name in SCHEMA.names if name in file.schema_arrow.names]
 
 
-def _check_format(metadata: Mapping[bytes, bytes] | None, found: pa.Schema) -> None:
+def _check_format(metadata: Mapping[bytes, bytes] | None, schema: pa.Schema) -> None:
     recorded_format = {
         name: (metadata or {}).get(name.encode(), b"nothing").decode(errors="replace") for name in FORMAT
     }
     if recorded_format != FORMAT:
         raise ValueError(f"it is no file of recorded rollouts: its metadata says {recorded_format}, expected {FORMAT}")
     for field in SCHEMA:
-        if field.name in LATER and found.get_field_index(field.name) < 0:
+        if field.name in LATER and schema.get_field_index(field.name) < 0:
             continue
-        number = found.get_field_index(field.name)
-        if number < 0 or found.field(number).type != field.type:
-            got = "is missing" if number < 0 else f"is {found.field(number).type}"
+        number = schema.get_field_index(field.name)
+        if number < 0 or schema.field(number).type != field.type:
+            got = "is missing" if number < 0 else f"is {schema.field(number).type}"
             raise ValueError(f"column {field.name} {got}; expected {field.type}")
 
 

@@ -267,37 +267,37 @@ def _client(vf: ModuleType, conversation: Conversation, talk: _Talk) -> _Client:
 
         async def from_native_response(self, response: Completion) -> object:
             calls, turn, cut = talk.calls(response), talk.turn, response.finish_reason == "length"
-            made = [
+            tool_calls = [
                 vf.ToolCall(id=f"call_{turn}_{i}", name=one["name"], arguments=json.dumps(one["arguments"]))
                 for i, one in enumerate(calls)
             ]
             message = vf.types.ResponseMessage(
                 content=response.text[: response.text.index("<tool_call>")].rstrip() if calls else response.text,
-                tool_calls=made or None,
-                finish_reason="length" if cut else "tool_calls" if made else "stop",
+                tool_calls=tool_calls or None,
+                finish_reason="length" if cut else "tool_calls" if tool_calls else "stop",
                 is_truncated=cut,
             )
             talk.said(message)
-            said = len(response.tokens)
-            read = len(conversation.tokens) - said
+            length = len(response.tokens)
+            read = len(conversation.tokens) - length
             usage = vf.types.Usage(
-                prompt_tokens=read, reasoning_tokens=0, completion_tokens=said, total_tokens=read + said
+                prompt_tokens=read, reasoning_tokens=0, completion_tokens=length, total_tokens=read + length
             )
             return vf.Response(id=f"turn_{turn}", created=0, model="policy", usage=usage, message=message)
 
         async def close(self) -> None:
             """Hold nothing."""
 
-    made: _Client = EngineClient(None)
-    return made
+    client: _Client = EngineClient(None)
+    return client
 
 
 def _limit(conversation: Conversation, sampling: Mapping[str, object], most: int | None) -> int | None:
     """Return the tokens of an answer. Other sampling than the run's would be trained as the run's: refused."""
-    asked = {k: v for k, v in sampling.items() if v is not None and k not in _LIMITS and _DEFAULTS.get(k) != v}
-    if asked:
+    given = {k: v for k, v in sampling.items() if v is not None and k not in _LIMITS and _DEFAULTS.get(k) != v}
+    if given:
         raise conversation.refuse(
-            f"a request samples with {', '.join(asked)}",
+            f"a request samples with {', '.join(given)}",
             "max_tokens; the rest is that of rollout.temperature and top_p",
         )
     limits = [int(str(sampling[name])) for name in _LIMITS if sampling.get(name) is not None] + ([most] if most else [])
@@ -312,14 +312,14 @@ def _tool(tool: _Tool) -> dict[str, Any]:
 
 def _calls(text: str) -> tuple[list[dict[str, Any]], int]:
     """Return the tools that an answer calls, each with name and arguments, and how many calls cannot be read."""
-    found, vain = [], 0
+    calls, vain = [], 0
     for part in _CALL.findall(text):
         try:
             call = json.loads(part)
-            found.append({"name": str(call["name"]), "arguments": dict(call.get("arguments") or {})})
+            calls.append({"name": str(call["name"]), "arguments": dict(call.get("arguments") or {})})
         except (ValueError, TypeError, KeyError, AttributeError):
             vain += 1
-    return found, vain
+    return calls, vain
 
 
 def _message(conversation: Conversation, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -135,13 +135,13 @@ def batch_builder(config: Config, algorithm: Algorithm) -> BuildBatch:
 
 
 def _sampling(config: Config, inputs: Inputs) -> SamplingParams:
-    section, told = config.rollout, routed_experts(config)
+    section, routed = config.rollout, routed_experts(config)
     return SamplingParams(
         section.temperature,
         section.top_p,
         section.max_response_tokens,
         inputs.stops.token_ids,
-        routed_experts=told,
+        routed_experts=routed,
         stop=inputs.stops.texts,
     )
 

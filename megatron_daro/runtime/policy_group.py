@@ -174,12 +174,12 @@ class PolicyGroup:
     @property
     def remarks(self) -> list[str]:
         """What a person should know about how the ranks compute; known after `start`."""
-        said = list(dict.fromkeys(remark for place in self._places for remark in place.remarks))
+        remarks = list(dict.fromkeys(remark for place in self._places for remark in place.remarks))
         idle = [rank for rank, place in enumerate(self._places) if place.device == "cpu"]
         if not self._placement.has_gpus or not idle:
-            return said
+            return remarks
         return [
-            *said,
+            *remarks,
             f"{len(idle)} of {len(self._places)} ranks (the first: rank {idle[0]}) were given a GPU by Ray, but their "
             "torch sees none: they compute on the CPU; install torch for CUDA on the nodes",
         ]

@@ -77,13 +77,13 @@ def fp8_matrices(model_type: str) -> tuple[str, ...]:
     return tuple(name for role in _ROLES for name in tensors.get(role, ()))
 
 
-def fp8_disagreement(sent: Iterable[str], told: Iterable[str]) -> str:
+def fp8_disagreement(sent: Iterable[str], reported: Iterable[str]) -> str:
     """Why a server cannot read what was sent to it; empty where both ends mean the same matrices.
 
     Args:
         sent: HF names of the matrices that were sent as blocks. told: those that the server has so, in its names.
     """
-    ours, theirs = {_server_name(name) for name in sent}, set(told)
+    ours, theirs = {_server_name(name) for name in sent}, set(reported)
     if _manifest(ours) == _manifest(theirs):
         return ""
     unread, unsent = sorted(ours - theirs), sorted(theirs - ours)
@@ -370,10 +370,10 @@ class Supervision:
         problems = _version_problems(facts, calls) + _length_problems(facts, self._expected)
         if self._options.fp8_blocks:
             problems += _block_problems(facts)
-        told = (await server.client.model_info(timeout_s=_CALL_S)).get("model_type")
-        if told and told != self._expected.model_type:
+        model_type = (await server.client.model_info(timeout_s=_CALL_S)).get("model_type")
+        if model_type and model_type != self._expected.model_type:
             problems.append(
-                f"it serves a model of type {told!r}; allowed: {self._expected.model_type!r}, as model.path"
+                f"it serves a model of type {model_type!r}; allowed: {self._expected.model_type!r}, as model.path"
             )
         if self._expected.reads_text and not facts.has_tokenizer:
             problems.append(
@@ -386,8 +386,8 @@ class Supervision:
             problems += await self._vocabulary_problems(server, self._expected.vocabulary)
         if problems:
             field_name = "engine.sglang" if self._handles[server.name].restartable else "engine.sglang.urls"
-            told = f"{field_name}: {server.name} at {server.url} cannot be used: " + "; ".join(problems)
-            raise UnusableServerError(told)
+            message = f"{field_name}: {server.name} at {server.url} cannot be used: " + "; ".join(problems)
+            raise UnusableServerError(message)
         if facts.newer_than_tested():
             tested = ".".join(map(str, LAST_TESTED))
             self._warn(f"{server.name} is SGLang {facts.version}, newer than {tested}, the newest that was tested")

@@ -73,37 +73,37 @@ def headline(view: View, k: int, unit: str) -> str:
 
 def advice(view: View, k: int) -> list[str]:
     """Return what to try, from these numbers alone."""
-    found = []
+    lines = []
     tokens, total = view.tokens, max(float(view.tokens.sum()), 1.0)
     never, always = float(tokens[0]) / total, float(tokens[-1]) / total
     if never + always >= _MOST_WASTED:
-        found.append(
+        lines.append(
             "Leave out groups without signal and ask for others instead (dynamic sampling: algorithms daro and dapo, "
             "or algorithm.group_filter: pass_rate); it does not save what was generated."
         )
     if never >= _MOST_WASTED / 2:
-        found.append(
+        lines.append(
             f"{never:.0%} went into problems that were never solved: take easier ones first (data.order), or more "
             "answers to each."
         )
     if always >= _MOST_WASTED / 2:
-        found.append(
+        lines.append(
             f"{always:.0%} went into problems that were always solved: drop them by measured pass rate (megatron-daro "
             "curate --pass-rate :0.95)."
         )
     inner = [float(x) for x in _share(view, "grpo")[1:k] if float(x) > 0]
     if inner and max(inner) >= _UNEVEN * min(inner):
-        found.append(
+        lines.append(
             f"GRPO would give one pass rate {max(inner) / min(inner):.1f} times the gradient of another; the plot of "
             "shares shows who gives them more alike (daro with magnitude token: equal by construction)."
         )
     right, wrong = _mean_length(view.right_length, view, k), _mean_length(view.wrong_length, view, k)
     if right and wrong and wrong >= _LONGER * right:
-        found.append(
+        lines.append(
             f"Wrong answers are {wrong / right:.1f} times as long as right ones: a mean over each answer's own tokens "
             "(grpo_sequence) punishes a long wrong answer less per token; compare grpo, dr_grpo and daro."
         )
-    return found or ["Nothing stands out: tokens and gradient are spread over the pass rates."]
+    return lines or ["Nothing stands out: tokens and gradient are spread over the pass rates."]
 
 
 def _share(view: View, algorithm: str) -> Tensor:

@@ -233,11 +233,11 @@ def files_of(path: Path) -> list[Path]:
         DataError: there are none.
     """
     folder = path / "rollouts" if (path / "rollouts").is_dir() else path
-    found = [folder] if folder.is_file() else [p for p in folder.rglob("*") if p.suffix in SUFFIXES]
-    found = [p for p in found if not p.name.startswith(_NO_TRAINING)]
-    if not found:
+    files = [folder] if folder.is_file() else [p for p in folder.rglob("*") if p.suffix in SUFFIXES]
+    files = [p for p in files if not p.name.startswith(_NO_TRAINING)]
+    if not files:
         raise DataError(f"dump: {path} has no file of {', '.join(SUFFIXES)}, allowed is a file or a folder with some")
-    return sorted(found, key=lambda p: ([int(n) for n in re.findall(r"\d+", p.name)], str(p)))
+    return sorted(files, key=lambda p: ([int(n) for n in re.findall(r"\d+", p.name)], str(p)))
 
 
 def choose_columns(
@@ -358,8 +358,8 @@ def _rows(path: Path, records: Iterable[Mapping[str, object]], columns: Columns)
         turns = _turns(record.get(_TURNS)) if columns.length == "length" else ()
         reports = cast("list[Mapping[str, float]]", record.get(_REPORTS) or []) if turns else []
         observed = sum(turn["observed"] for turn in turns)
-        said = record.get(columns.text) if columns.text else None
-        reflecting = reflects(said) if isinstance(said, str) else None
+        text = record.get(columns.text) if columns.text else None
+        reflecting = reflects(text) if isinstance(text, str) else None
         yield Row(_key(record.get(columns.group)), size - observed, right, turns, reports, reflecting)
 
 

@@ -87,7 +87,7 @@ def signatures(ragged: Ragged) -> np.ndarray:
     """Return the MinHash signature of each statement's set of tokens: uint32 [D, H]; all ones without tokens."""
     functions = np.random.PCG64(np.random.SeedSequence(20250917)).random_raw(2 * BANDS * BAND_ROWS).astype(np.uint64)
     factors_H, shifts_H = functions[: BANDS * BAND_ROWS] | np.uint64(1), functions[BANDS * BAND_ROWS :]
-    found = np.full((len(ragged), BANDS * BAND_ROWS), np.iinfo(np.uint32).max, np.uint32)
+    smallest = np.full((len(ragged), BANDS * BAND_ROWS), np.iinfo(np.uint32).max, np.uint32)
     filled = np.flatnonzero(np.diff(ragged.offsets))
     start = 0
     while start < len(filled):
@@ -97,9 +97,9 @@ def signatures(ragged: Ragged) -> np.ndarray:
         tokens, cuts = ragged.values[low:high], ragged.offsets[rows] - low
         for h in range(BANDS * BAND_ROWS):
             hashed = ((tokens * factors_H[h] + shifts_H[h]) >> np.uint64(32)).astype(np.uint32)
-            found[rows, h] = np.minimum.reduceat(hashed, cuts)
+            smallest[rows, h] = np.minimum.reduceat(hashed, cuts)
         start = max(end, start + 1)
-    return found
+    return smallest
 
 
 def similar_pairs(signatures_DH: np.ndarray, keys_D: np.ndarray) -> tuple[np.ndarray, int]:

@@ -215,43 +215,43 @@ class LeakIndex:
 
     def find(self, rows: Sequence[Row]) -> Found:
         """Return the rows in which an evaluation problem stands, or that share a long run of tokens with one."""
-        found = Found({}, {}, {})
+        hits = Found({}, {}, {})
         parts = [range(start, min(start + _CHUNK, len(rows))) for start in range(0, len(rows), _CHUNK)]
         frequency = np.zeros(len(self._long.grams), np.int64)
         for part in parts:
             statements = [_undrawn(rows[row]) for row in part]
             ragged = Ragged([statement.tokens for statement in statements])
             for local, problem in self._short.candidates(*ngrams(ragged, _GRAM), _LEAST_SHARE):
-                self._judge(part[local], rows[part[local]], statements[local], problem, found)
+                self._judge(part[local], rows[part[local]], statements[local], problem, hits)
             for local, statement in enumerate(statements):
                 if statement.tokens and statement.tokens in self._whole:
-                    found.leaks[part[local]] = self._whole[statement.tokens]
+                    hits.leaks[part[local]] = self._whole[statement.tokens]
             frequency += self._long.frequency(*ngrams(ragged, self._ngram))
         telling = self._long.only(frequency <= _FREQUENT)
         for part in parts:
             ragged = Ragged([_undrawn(rows[row]).tokens for row in part])
             for local, problem in telling.candidates(*ngrams(ragged, self._ngram), 0.0):
-                found.overlaps.setdefault(part[local], problem)
-        found.alike = {row: p for row, p in found.alike.items() if row not in found.leaks}
-        known = {*found.leaks, *found.alike}
-        found.overlaps = {row: p for row, p in found.overlaps.items() if row not in known}
-        return found
+                hits.overlaps.setdefault(part[local], problem)
+        hits.alike = {row: p for row, p in hits.alike.items() if row not in hits.leaks}
+        known = {*hits.leaks, *hits.alike}
+        hits.overlaps = {row: p for row, p in hits.overlaps.items() if row not in known}
+        return hits
 
     def name(self, problem: int) -> str:
         """Return "set:row" of a problem."""
         return self._problems[problem].name
 
-    def _judge(self, index: int, row: Row, statement: Statement, problem: int, found: Found) -> None:
+    def _judge(self, index: int, row: Row, statement: Statement, problem: int, hits: Found) -> None:
         """Words may differ in a long statement, and in a short one where the answers agree: TARTAR is not ELLIPSE."""
-        if index in found.leaks:
+        if index in hits.leaks:
             return
         held_out = self._problems[problem]
         part = part_found(held_out.statement, statement)
         is_long = len(held_out.statement.tokens) >= _LONG and part >= _SURELY
         if part == 1.0 or (part and (is_long or same_answers(row, held_out.row))):
-            found.leaks[index] = problem
+            hits.leaks[index] = problem
         elif part:
-            found.alike.setdefault(index, problem)
+            hits.alike.setdefault(index, problem)
 
 
 class _Postings:
@@ -325,12 +325,12 @@ def drop_leaks(
     """
     index = LeakIndex([problem for name, one in sets.items() for problem in held_out_of(name, one)], ngram)
     kept = decisions.kept()
-    found = index.find([rows[row] for row in kept])
-    for local, problem in sorted(found.leaks.items()):
+    hits = index.find([rows[row] for row in kept])
+    for local, problem in sorted(hits.leaks.items()):
         decisions.drop(kept[local], "leak", "", index.name(problem))
     for what, many in (
-        ("a few words and the answer differ", found.alike),
-        (f"{ngram} tokens in a row", found.overlaps),
+        ("a few words and the answer differ", hits.alike),
+        (f"{ngram} tokens in a row", hits.overlaps),
     ):
         for local, problem in sorted(many.items()):
             act = decisions.drop if drop_overlaps else decisions.note

@@ -47,9 +47,9 @@ def drop_unverifiable(rows: Sequence[Row], decisions: Decisions, pool: RewardPoo
     verdicts = pool.score([(form.replace("{answer}", gold), gold) for gold in usable])
     problems |= {gold: v.reason for gold, v in zip(usable, verdicts, strict=True) if not v.correct}
     for row in kept:
-        found = [(answer, problems[answer]) for answer in rows[row].prompt.answers if answer in problems]
-        if found:
-            decisions.drop(row, "unverifiable", f"{found[0][1]}: {found[0][0]}")
+        unverifiable = [(answer, problems[answer]) for answer in rows[row].prompt.answers if answer in problems]
+        if unverifiable:
+            decisions.drop(row, "unverifiable", f"{unverifiable[0][1]}: {unverifiable[0][0]}")
 
 
 def drop_guessable(rows: Sequence[Row], decisions: Decisions, kinds: Sequence[Guess], largest_integer: int) -> None:

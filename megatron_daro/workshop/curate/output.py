@@ -233,9 +233,9 @@ def _examples(rows: Sequence[Row], decisions: Decisions, known: Mapping[str, Row
     order = [name for name in (*REASONS, *NOTES) if name in by_reason]
     parts = []
     for name in dict.fromkeys(order):
-        found = by_reason[name]
-        shown = found[:: max(1, len(found) // _EXAMPLES)][:_EXAMPLES]
-        label = f"{name.replace('_', ' ')}: {len(shown)} of {len(found):,} rows"
+        examples = by_reason[name]
+        shown = examples[:: max(1, len(examples) // _EXAMPLES)][:_EXAMPLES]
+        label = f"{name.replace('_', ' ')}: {len(shown)} of {len(examples):,} rows"
         parts.append((label, [_example(one, rows[one.row], known.get(one.other)) for one in shown]))
     return parts
 
@@ -400,8 +400,8 @@ def _write_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     with path.open("w", encoding="utf-8") as file:
         for record in records:
             answer = record["answer"][0] if len(record["answer"]) == 1 else record["answer"]
-            said = {k: v for k, v in {**record, "answer": answer}.items() if v is not None}
-            file.write(json.dumps(said, ensure_ascii=False) + "\n")
+            fields = {k: v for k, v in {**record, "answer": answer}.items() if v is not None}
+            file.write(json.dumps(fields, ensure_ascii=False) + "\n")
 
 
 def _check(path: Path, ids: Sequence[str]) -> None:

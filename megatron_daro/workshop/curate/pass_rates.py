@@ -64,57 +64,58 @@ def write_problems(path: Path, rows: Sequence[Row], decisions: Decisions) -> int
 def apply(
     rows: Sequence[Row],
     decisions: Decisions,
-    found: Iterable[tuple[Prompt, int]],
-    asked: Asked,
+    measured: Iterable[tuple[Prompt, int]],
+    settings: Asked,
     keep: tuple[float, float] | None = None,
 ) -> dict[int, dict[str, Any]]:
     """Give each row its pass rate; drop those without one, and those outside the range.
 
     Args:
         rows: every row that was read. decisions: what was dropped so far; written to.
-        found: the problems that were answered, as read from the file, with their right answers of `asked.samples`.
-        asked: how.
+        measured: the problems that were answered, as read from the file, with their right answers of
+            `settings.samples`.
+        settings: how they were asked.
         keep: lowest and highest pass rate that stays, both included; None: all stay.
 
     Returns:
         Row -> the pass-rate fields of the curated set.
     """
-    right = {key_of(prompt): correct for prompt, correct in found}
-    sampling = json.dumps(dict(asked.sampling), sort_keys=True)
+    right = {key_of(prompt): correct for prompt, correct in measured}
+    sampling = json.dumps(dict(settings.sampling), sort_keys=True)
     fields: dict[int, dict[str, Any]] = {}
     for index in decisions.kept():
         correct = right.get(key_of(rows[index].prompt))
         if correct is None:
             decisions.drop(index, "unsampled", "the prompt is too long, or does not fit the template")
             continue
-        rate = correct / asked.samples
+        rate = correct / settings.samples
         if keep is not None and not keep[0] <= rate <= keep[1]:
-            decisions.drop(index, "pass_rate", f"{correct} of {asked.samples} answers were right")
+            decisions.drop(index, "pass_rate", f"{correct} of {settings.samples} answers were right")
             continue
         fields[index] = {
             formats.FIELD: rate,
-            formats.SAMPLES: asked.samples,
-            formats.MODEL: asked.model,
-            formats.WEIGHTS: asked.weights,
+            formats.SAMPLES: settings.samples,
+            formats.MODEL: settings.model,
+            formats.WEIGHTS: settings.weights,
             "pass_rate_sampling": sampling,
         }
     return fields
 
 
-def summary_of(found: Iterable[tuple[Prompt, int]], asked: Asked) -> dict[str, Any]:
+def summary_of(measured: Iterable[tuple[Prompt, int]], settings: Asked) -> dict[str, Any]:
     """Return the statistics of all that were asked, also of those that are dropped for their pass rate."""
-    counts = [0] * (asked.samples + 1)
-    for _, correct in found:
+    counts = [0] * (settings.samples + 1)
+    for _, correct in measured:
         counts[correct] += 1
     total = sum(counts)
     return {
-        "model": asked.model,
-        "weights": asked.weights,
-        "samples": asked.samples,
-        "sampling": dict(asked.sampling),
+        "model": settings.model,
+        "weights": settings.weights,
+        "samples": settings.samples,
+        "sampling": dict(settings.sampling),
         "problems": total,
-        "mean": sum(k * count for k, count in enumerate(counts)) / (asked.samples * total) if total else None,
-        "problems_by_right_answers": {f"{k}/{asked.samples}": count for k, count in enumerate(counts)},
+        "mean": sum(k * count for k, count in enumerate(counts)) / (settings.samples * total) if total else None,
+        "problems_by_right_answers": {f"{k}/{settings.samples}": count for k, count in enumerate(counts)},
     }
 
 
@@ -124,15 +125,15 @@ def read_range(text: str) -> tuple[float, float] | None:
         return None
     low, colon, high = text.partition(":")
     try:
-        found = float(low or 0), float(high or 1)
+        bounds = float(low or 0), float(high or 1)
     except ValueError:
-        found = (1.0, 0.0)
-    if not colon or not 0 <= found[0] <= found[1] <= 1:
+        bounds = (1.0, 0.0)
+    if not colon or not 0 <= bounds[0] <= bounds[1] <= 1:
         raise ConfigError(
             f"--pass-rate: got {text!r}; allowed: LOW:HIGH, both from 0 to 1; fix: --pass-rate 0.1:0.9, or 0.05: for "
             "all that were solved once in twenty"
         )
-    return found
+    return bounds
 
 
 _SERVED_AS_LOADED = ("default", "")
@@ -210,14 +211,14 @@ def guessing(model: MeasuredModel, problems: Path, out: Path, sampling: Sampling
     return measuring.configuration(model, [one], out, base=base, overrides=overrides, source="curate")
 
 
-def drop_guessed(rows: Sequence[Row], decisions: Decisions, found: Iterable[tuple[Prompt, int]], tries: int) -> None:
+def drop_guessed(rows: Sequence[Row], decisions: Decisions, measured: Iterable[tuple[Prompt, int]], tries: int) -> None:
     """Drop rows whose answer the model guesses.
 
     Args:
         rows: every row that was read. decisions: what was dropped so far; written to.
-        found: the problems that were asked, with their right guesses of `tries`.
+        measured: the problems that were asked, with their right guesses of `tries`.
     """
-    right = {key_of(prompt): correct for prompt, correct in found}
+    right = {key_of(prompt): correct for prompt, correct in measured}
     for index in decisions.kept():
         correct = right.get(key_of(rows[index].prompt), 0)
         if correct:

@@ -93,8 +93,8 @@ class Decisions:
         return _counted((note.reason for note in self.notes_on_kept()), NOTES)
 
 
-def _counted(found: Iterable[str], names: Iterable[str]) -> dict[str, int]:
-    counts = Counter(found)
+def _counted(values: Iterable[str], names: Iterable[str]) -> dict[str, int]:
+    counts = Counter(values)
     return {name: counts[name] for name in names if counts[name]}
 
 
@@ -145,8 +145,8 @@ def read_all(paths: Sequence[Path], fields: Fields) -> tuple[list[Row], dict[str
     shared: dict[str, list[str]] = {}
     names = _names(paths)
     for path in paths:
-        found, lines = _read(path, names[path], fields)
-        rows += found
+        of_file, lines = _read(path, names[path], fields)
+        rows += of_file
         if lines:
             shared[names[path]] = sorted(lines)
     return rows, shared

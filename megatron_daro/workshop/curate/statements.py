@@ -147,10 +147,10 @@ def statement_of(text: str) -> Statement:
     text = _IMAGE.sub(" ", text)
     numbered = _ENUMERATION.match(text)
     text = text[numbered.end() :] if numbered else text
-    for asked in _ASKED_FORM.finditer(text):
-        rest = text[asked.start() :]
+    for match in _ASKED_FORM.finditer(text):
+        rest = text[match.start() :]
         figures = " ".join(_FIGURE.findall(rest))
-        core, form = tokens_of(f"{text[: asked.start()]} {figures}"), tokens_of(_FIGURE.sub(" ", rest))
+        core, form = tokens_of(f"{text[: match.start()]} {figures}"), tokens_of(_FIGURE.sub(" ", rest))
         if len(core) >= _LEAST_CORE and len(form) <= _LONGEST_FORM:
             return _statement(core, form)
     return _statement(tokens_of(text), ())

@@ -58,7 +58,7 @@ def questions_of(sets: Sequence[HeldOut], *, seed: int, max_new_tokens: int, sto
         sets: with names that differ. seed: of sampling. max_new_tokens: longest answer. stops: what ends one,
             beside its template's.
     """
-    found = []
+    questions = []
     for held_out in sets:
         section, seen = held_out.section, Counter[str]()
         ends = held_out.stops(stops)
@@ -70,8 +70,8 @@ def questions_of(sets: Sequence[HeldOut], *, seed: int, max_new_tokens: int, sto
             seen[problem] += 1
             name = problem if seen[problem] == 1 else f"{problem}-{seen[problem]}"
             own = replace(prompt, id=name, source=section.name)
-            found.append(Question(held_out, _group_id(section.name, name), own, sampling))
-    return found
+            questions.append(Question(held_out, _group_id(section.name, name), own, sampling))
+    return questions
 
 
 def requests(questions: Sequence[Question], kept: Collection[Key]) -> list[GroupRequest]:

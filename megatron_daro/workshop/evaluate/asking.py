@@ -123,10 +123,10 @@ class _AnswerRecorder:
         """Verify and keep what is whole."""
         self._last = time.monotonic()
         whole = [one for one in rollouts if one.finish_reason != "abort"]
-        asked = [self._questions[one.group_id] for one in whole]
-        texts = [(q.held_out.verified_text(one.text), q.prompt) for one, q in zip(whole, asked, strict=True)]
+        questions = [self._questions[one.group_id] for one in whole]
+        texts = [(q.held_out.verified_text(one.text), q.prompt) for one, q in zip(whole, questions, strict=True)]
         verdicts = await judge(self._parts.scorer, texts)
-        for one, question, verdict in zip(whole, asked, verdicts, strict=True):
+        for one, question, verdict in zip(whole, questions, verdicts, strict=True):
             answer = Answer(question.prompt, one, verdict)
             self._parts.store.add(answer)
             self._parts.told(answer)
@@ -198,7 +198,7 @@ def suite_sets(suite: str, folder: Path) -> list[EvalSet]:
 
 def named_sets(texts: Sequence[str]) -> list[EvalSet]:
     """Return the sets of texts `name=path`. Raises ConfigError for another form."""
-    found = []
+    sets = []
     for text in texts:
         name, equals, path = text.partition("=")
         if not equals or not name or not path:
@@ -211,8 +211,8 @@ def named_sets(texts: Sequence[str]) -> list[EvalSet]:
             raise ConfigError(
                 f"--set: got the name {name!r}; allowed: letters, digits, _ . and -; fix: give it another name"
             ) from error
-        found.append(one)
-    return found
+        sets.append(one)
+    return sets
 
 
 def check_names(sets: Sequence[EvalSet]) -> None:
@@ -227,10 +227,10 @@ def check_names(sets: Sequence[EvalSet]) -> None:
 
 
 def _file(stem: str, folder: Path, suite: str) -> Path:
-    found = sorted(path for path in folder.glob(f"{stem}*") if path.name.endswith(_KINDS))
-    if len(found) == 1:
-        return found[0]
-    got = f"{len(found)} files {stem}* ({', '.join(path.name for path in found)})" if found else f"no file {stem}*"
+    files = sorted(path for path in folder.glob(f"{stem}*") if path.name.endswith(_KINDS))
+    if len(files) == 1:
+        return files[0]
+    got = f"{len(files)} files {stem}* ({', '.join(path.name for path in files)})" if files else f"no file {stem}*"
     raise ConfigError(
         f"--suite {suite}: got {got} in {folder}; allowed: one; fix: python tools/fetch_eval_suite.py --out {folder}, "
         "and --suite-dir with that folder"

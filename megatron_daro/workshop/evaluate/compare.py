@@ -86,12 +86,12 @@ def compare(a: Path, b: Path, *, seed: int = 0) -> Comparison:
     Raises:
         DataError: one is no evaluation or did not end, or they have no problem in common.
     """
-    made, rows = [results.read(one) for one in (a, b)], [_problems(one) for one in (a, b)]
+    summaries, rows = [results.read(one) for one in (a, b)], [_problems(one) for one in (a, b)]
     common = rows[0].keys() & rows[1].keys()
     if not common:
         raise DataError(
-            f"--compare: {a} (sets {', '.join(made[0]['sets'])}) and {b} (sets {', '.join(made[1]['sets'])}) have no "
-            "problem in common; allowed: evaluations of the same sets, under the same names"
+            f"--compare: {a} (sets {', '.join(summaries[0]['sets'])}) and {b} (sets {', '.join(summaries[1]['sets'])}) "
+            "have no problem in common; allowed: evaluations of the same sets, under the same names"
         )
     pairs: dict[str, list[Pair]] = {}
     for key in rows[0]:
@@ -105,7 +105,7 @@ def compare(a: Path, b: Path, *, seed: int = 0) -> Comparison:
             lines.append(_line("mean of sets", metric, values, seed))
     left_out = [f"{len(one.keys() - common)} problems stand in {d} only" for one, d in zip(rows, (a, b), strict=True)]
     remarks = [text for text in left_out if not text.startswith("0 ")]
-    return Comparison(a, b, pairs, lines, [*remarks, *_other_ways(made[0], made[1], list(pairs))])
+    return Comparison(a, b, pairs, lines, [*remarks, *_other_ways(summaries[0], summaries[1], list(pairs))])
 
 
 def sign_flip_p(differences: Sequence[np.ndarray], *, seed: int) -> float:
@@ -177,11 +177,11 @@ def _problems(out: Path) -> dict[tuple[str, str], Mapping[str, Any]]:
 
 def _other_ways(a: Mapping[str, Any], b: Mapping[str, Any], sets: Sequence[str]) -> list[str]:
     """Return what, beside the weights, is not the same: the difference may come from there."""
-    found = [f"{key}: A {a.get(key)}, B {b.get(key)}" for key in _COMPARED if a.get(key) != b.get(key)]
+    differences = [f"{key}: A {a.get(key)}, B {b.get(key)}" for key in _COMPARED if a.get(key) != b.get(key)]
     for name in sets:
         was, is_ = a["sets"][name], b["sets"][name]
-        found += [f"{name} {key}: A {was[key]}, B {is_[key]}" for key in _OF_SET if was.get(key) != is_.get(key)]
-    return found
+        differences += [f"{name} {key}: A {was[key]}, B {is_[key]}" for key in _OF_SET if was.get(key) != is_.get(key)]
+    return differences
 
 
 MOST_SHOWN = 40
@@ -360,5 +360,5 @@ def _side_values(letter: str, row: Mapping[str, Any], answer: Mapping[str, Any] 
     return {"letter": letter, "answer": answer, "facts": facts, **of_problem}
 
 
-def _picked(found: Mapping[bool, Any], right: bool) -> Mapping[str, Any] | None:
-    return found.get(right) or found.get(not right)
+def _picked(by_verdict: Mapping[bool, Any], right: bool) -> Mapping[str, Any] | None:
+    return by_verdict.get(right) or by_verdict.get(not right)

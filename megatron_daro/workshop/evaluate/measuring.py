@@ -65,8 +65,8 @@ class MeasuredModel:
     @property
     def dtype(self) -> Literal["fp32", "bf16"]:
         """In which the weights are kept: what is not float32 is computed in bfloat16."""
-        said = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
-        return "fp32" if (said.get("dtype") or said.get("torch_dtype")) == "float32" else "bf16"
+        config = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
+        return "fp32" if (config.get("dtype") or config.get("torch_dtype")) == "float32" else "bf16"
 
 
 def of_directory(path: Path) -> MeasuredModel:
@@ -145,26 +145,26 @@ def of_servers(urls: Sequence[str], path: Path | None) -> MeasuredModel:
         EngineError: a server does not answer. ConfigError: they serve different models, or the model's files are not
             on this machine.
     """
-    told = asyncio.run(_told(urls))
-    different = {url: said for url, said in told.items() if said != told[urls[0]]}
+    facts = asyncio.run(_told(urls))
+    different = {url: fact for url, fact in facts.items() if fact != facts[urls[0]]}
     if different:
         shown = "; ".join(
-            f"{url}: {said['model_path']}, weights {said['weight_version']}" for url, said in told.items()
+            f"{url}: {fact['model_path']}, weights {fact['weight_version']}" for url, fact in facts.items()
         )
         raise ConfigError(
             f"--urls: got servers with different models ({shown}); allowed: one model; fix: evaluate each"
         )
-    found = path or Path(str(told[urls[0]]["model_path"]))
-    if not (found / "config.json").is_file():
+    directory = path or Path(str(facts[urls[0]]["model_path"]))
+    if not (directory / "config.json").is_file():
         raise ConfigError(
-            f"--urls: the servers say that their model is {found}, which is not on this machine; allowed: a directory "
-            "with its config.json and tokenizer; fix: model.path=DIR"
+            f"--urls: the servers say that their model is {directory}, which is not on this machine; allowed: a "
+            "directory with its config.json and tokenizer; fix: model.path=DIR"
         )
-    return MeasuredModel(found, {"served": told[urls[0]]}, tuple(urls))
+    return MeasuredModel(directory, {"served": facts[urls[0]]}, tuple(urls))
 
 
 async def _told(urls: Sequence[str]) -> dict[str, dict[str, str]]:
-    found = {}
+    facts = {}
     for url in urls:
         async with SGLangClient(url) as client:
             try:
@@ -173,8 +173,8 @@ async def _told(urls: Sequence[str]) -> dict[str, dict[str, str]]:
                 raise EngineError(
                     f"--urls: {url} does not answer ({error}); allowed: SGLang servers that run"
                 ) from error
-        found[url] = {key: str(info.get(key, "")) for key in ("model_path", "weight_version")}
-    return found
+        facts[url] = {key: str(info.get(key, "")) for key in ("model_path", "weight_version")}
+    return facts
 
 
 LONGEST_PROMPT = 2048

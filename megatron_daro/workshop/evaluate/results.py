@@ -155,14 +155,14 @@ def read(out: Path) -> dict[str, Any]:
     """Return what an evaluation is made of. Raises DataError where the directory holds none."""
     path = out / FILE
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        summary = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(
             f"{out}: is no directory of an evaluation ({error}); give one that megatron-daro eval wrote"
         ) from error
-    if not isinstance(found, dict) or found.get("format") != _FORMAT:
+    if not isinstance(summary, dict) or summary.get("format") != _FORMAT:
         raise DataError(f"{path}: is of another format; allowed: {_FORMAT}; evaluate again with another --out")
-    return found
+    return summary
 
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
@@ -206,9 +206,11 @@ class Votes:
 
 def answer_reader(section: RewardSection) -> StagedVerifier:
     """Return the verifier, which also says what an answer's final form is."""
-    found = verifier_of(VerifierSpec(section.verifier, section.strict, marker=section.marker, options=section.options))
-    assert isinstance(found, StagedVerifier)
-    return found
+    verifier = verifier_of(
+        VerifierSpec(section.verifier, section.strict, marker=section.marker, options=section.options)
+    )
+    assert isinstance(verifier, StagedVerifier)
+    return verifier
 
 
 async def votes_of(problems: Sequence[Sequence[Sample]], scorer: Scorer, *, verifier: str) -> list[Votes]:
@@ -337,9 +339,9 @@ async def score_problems(
         if question is not None and row["index"] < question.samples:
             text = row.pop("text")
             answer = reader.answer_of(question.held_out.verified_text(text))
-            said = {"answer": answer, "reflects": reflects(text), "code": has_code(text)}
-            said["ending"] = ending_of(answer is not None, row["finish_reason"] == "length")
-            found[row["group_id"]][row["index"]] = row | said
+            fields = {"answer": answer, "reflects": reflects(text), "code": has_code(text)}
+            fields["ending"] = ending_of(answer is not None, row["finish_reason"] == "length")
+            found[row["group_id"]][row["index"]] = row | fields
     missing = sum(question.samples - len(found[question.group_id]) for question in questions)
     if missing:
         total = sum(question.samples for question in questions)
@@ -498,15 +500,15 @@ def _scored(question: Question, rows: Sequence[Mapping[str, Any]], votes: Votes)
 def _values(scored: Sequence[Scored], ks: Sequence[int], seed: int) -> dict[str, list[float]]:
     """Return metric -> one number a problem."""
     samples = scored[0].score.samples
-    found = {f"avg@{samples}": [one.score.rate for one in scored]}
+    values = {f"avg@{samples}": [one.score.rate for one in scored]}
     for k in ks:
-        found[f"pass@{k}"] = [pass_at_k(samples, one.score.correct, k) for one in scored]
+        values[f"pass@{k}"] = [pass_at_k(samples, one.score.correct, k) for one in scored]
     for k in ks:
         if k > 1:
-            found[f"maj@{k}"] = [
+            values[f"maj@{k}"] = [
                 majority_at_k(one.votes.classes, one.votes.right, k, seed=seed + i) for i, one in enumerate(scored)
             ]
-    return found
+    return values
 
 
 def _rate_name(rate: float) -> str:
@@ -514,8 +516,8 @@ def _rate_name(rate: float) -> str:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    found = [value for value in values if value is not None]
-    return fmean(found) if found else None
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
 def _plain(one: Estimate) -> dict[str, float]:

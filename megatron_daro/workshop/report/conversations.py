@@ -96,14 +96,14 @@ def conversation_values(row: Mapping[str, Any], decode: Decode) -> list[dict[str
             begin, end = end, end + turn[name]
             if begin == end:
                 continue
-            said = name == "generated"
-            logprobs = row["logprobs"][begin:end] if said else None
+            generated = name == "generated"
+            logprobs = row["logprobs"][begin:end] if generated else None
             ids = row["tokens"][begin:end]
             facts = [f"{end - begin} tokens", *(_facts(logprobs, next(reports, None)) if logprobs else ())]
             shown = min(len(ids), left)
             pieces = list(_pieces(ids[:shown], logprobs, decode))
             left -= shown
-            parts.append({"said": said, "facts": facts, "pieces": pieces, "left_out": len(ids) - shown})
+            parts.append({"said": generated, "facts": facts, "pieces": pieces, "left_out": len(ids) - shown})
     return parts
 
 

@@ -150,7 +150,7 @@ def _nothing(directory: Path, name: str, host: Host) -> str:
 
 def _json_lines(directory: Path) -> list[Path]:
     """Return the files that verl's file logger wrote: their first line has a step and its data."""
-    found = []
+    paths = []
     for path in sorted(directory.rglob("*.jsonl")):
         with path.open(encoding="utf-8", errors="replace") as file:
             try:
@@ -158,8 +158,8 @@ def _json_lines(directory: Path) -> list[Path]:
             except ValueError:
                 continue
         if isinstance(first, dict) and set(first) == {"step", "data"} and isinstance(first["data"], dict):
-            found.append(path)
-    return found
+            paths.append(path)
+    return paths
 
 
 def _read_json_lines(path: Path) -> Rows:

@@ -78,11 +78,11 @@ def load_samples(run_dir: Path) -> tuple[list[Samples], list[str]]:
         run_dir: the run directory.
     """
     folder = run_dir / "rollouts"
-    found = sorted((m[1], int(m[2]), path) for path in folder.glob("*") if (m := _FILE.fullmatch(path.name)))
-    steps = [file for file in found if file[0] == "step"]
-    skipped = [file for file in found if file[0] == "skipped"]
+    files = sorted((m[1], int(m[2]), path) for path in folder.glob("*") if (m := _FILE.fullmatch(path.name)))
+    steps = [file for file in files if file[0] == "step"]
+    skipped = [file for file in files if file[0] == "skipped"]
     notes = []
-    if not found:
+    if not files:
         notes.append("sample rollouts (rollouts/step_*.parquet; observe.save_rollouts writes them)")
     chosen = [steps[i] for i in sorted({0, len(steps) // 2, len(steps) - 1})] if steps else []
     samples: list[Samples] = []
@@ -186,8 +186,8 @@ def _lengths(rollout: Mapping[str, Any]) -> list[str]:
     if not turns:
         return [f"{rollout['length']} tokens"]
     observed = sum(turn["observed"] for turn in turns)
-    said = sum(turn["generated"] > 0 for turn in turns)
-    return [f"{said} turns", f"{rollout['length'] - observed} tokens generated", f"{observed} observed"]
+    num_generated = sum(turn["generated"] > 0 for turn in turns)
+    return [f"{num_generated} turns", f"{rollout['length'] - observed} tokens generated", f"{observed} observed"]
 
 
 def _generated(rollout: Mapping[str, Any]) -> list[float]:

@@ -69,8 +69,8 @@ class RunData:
 
     def bins(self, family: str) -> list[int]:
         """Return the k for which `{family}/{k}` was recorded, in order."""
-        found = (k.removeprefix(f"{family}/") for k in self.under(f"{family}/"))
-        return sorted(int(k) for k in found if k.isascii() and k.isdigit())
+        names = (k.removeprefix(f"{family}/") for k in self.under(f"{family}/"))
+        return sorted(int(k) for k in names if k.isascii() and k.isdigit())
 
     @cached_property
     def rollouts_per_prompt(self) -> int | None:
