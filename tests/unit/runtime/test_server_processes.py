@@ -83,6 +83,6 @@ def test_every_part_of_every_server_runs_the_interpreter_of_the_configuration():
         }
     )
     placement = SimpleNamespace(server=dict, gpus_of_server=str)
-    servers = _handles(config.engine, config, Path("run"), placement)
+    servers = _handles(config.engine, config, Path("run"), placement, reads_text=False)
     parts = [part for server in servers.values() for part in server._parts]
     assert [part.python for part in parts] == [Path(sys.executable)] * 2
