@@ -22,6 +22,7 @@ from megatron_daro.workshop.evaluate import results
 from megatron_daro.workshop.evaluate.answers import AnswerStore, questions_of, requests
 from megatron_daro.workshop.evaluate.asking import Parts, ask
 from megatron_daro.workshop.evaluate.compare import compare, sign_flip_p, write_comparison
+from megatron_daro.workshop.evaluate.tables import table_text
 
 EVIL = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>\x1b[2J\"'&"
 
@@ -127,3 +128,9 @@ def test_a_set_of_one_problem_weighs_as_much_as_one_of_four():
     sums = [abs(one @ signs[:1] + (four @ signs[1:]) / 4) for signs in product((1, -1), repeat=5)]
     p = np.mean([value >= 0.5 - 0.25 / 4 - 1e-12 for value in sums])
     assert sign_flip_p([one, four], seed=0) == pytest.approx(p) == 0.75
+
+
+def test_numbers_end_below_one_another():
+    rows = [["a", "1.0"], ["bbbb", "100.0"]]
+    short, long = (line for line in table_text(["set", "avg@8"], rows, left=1).splitlines() if ".0" in line)
+    assert short.split() == rows[0] and long.split() == rows[1] and len(short) == len(long)

@@ -242,6 +242,11 @@ def test_more_parts_of_a_stage_keep_more_than_one_and_fewer_the_more_they_are():
     assert few.under_way(0, 3) == 16, "three micro-batches are filled up to eight, of which each part has all"
 
 
+def test_experts_are_cut_by_tp_only_where_no_ranks_share_them():
+    assert ModelLayout(4, 2, 1, "none", 4096).cut == Cut(4, 2, 1, 4, 1)
+    assert ModelLayout(4, 2, 1, "none", 4096, expert=8).cut == Cut(4, 2, 8, 1, 1)
+
+
 def test_a_part_that_nobody_names_takes_nothing():
     assert set(memory.Memory().parts().values()) == {0.0} == {memory.Memory().total}
 

@@ -176,3 +176,11 @@ def test_gpus_of_amd_without_a_torch_for_them_are_broken(amd_machine):
     amd_machine("None")
     found = doctor._gpus(None)
     assert (found.state, found.fix) == ("broken", "install torch for ROCm") and hardware.detect().kind == "cpu"
+
+
+@pytest.mark.parametrize(("gib", "state"), [(1e-3, "broken"), (1e6, "ok")])
+def test_a_small_dev_shm_is_told_with_what_to_do(monkeypatch, gib, state):
+    usage = types.SimpleNamespace(free=int(gib * 2**30))
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
+    shm = next(finding for finding in doctor._limits() if finding.part == "/dev/shm")
+    assert shm.state == state and ("--shm-size" in shm.fix) == (state == "broken")
