@@ -204,7 +204,9 @@ def _finished_before(run: _Run, start: Start) -> RunOutcome:
     """Do what is left of a run that has all of its steps: at most its export."""
     section, run_dir = run.config.trainer, parts.run_directory(run.config)
     due = run_directory.exports_due(section, start.step)
-    remark = f"Only {' and '.join(map(str, due))} left to be written" if due else "Nothing to do"
+    remark = "Nothing to do"
+    if due:
+        remark = f"Only {' and '.join(map(str, due))} {'is' if len(due) == 1 else 'are'} left to be written"
     run.progress.notice(f"{run_dir} has all of its {start.step} steps; raise trainer.steps to go on. {remark}")
     if due:
         run.in_cluster(lambda: _export(run.config, start, run.progress), engines=False)

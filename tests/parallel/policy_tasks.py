@@ -274,7 +274,8 @@ def pack_lengths(layout: Any, batch: TrainBatch, sequence_parallel: bool, fp8_re
     """Tokens of this rank's slice of each of three micro-batches."""
     from megatron_daro.actor.forward import packed_micro_batches
 
-    config: Any = SimpleNamespace(sequence_parallel=sequence_parallel, fp8=fp8_recipe, fp8_recipe=fp8_recipe)
+    fields = {"sequence_parallel": sequence_parallel, "fp8": fp8_recipe, "fp8_recipe": fp8_recipe}
+    config: Any = SimpleNamespace(**fields, num_moe_experts=None)
     packs = packed_micro_batches(config, batch, uneven_split(len(batch), 3), vocab_size=VOCAB)
     return [len(packed.tokens_T) for packed in packs]
 

@@ -2,7 +2,7 @@
 
 Reads the evaluation files of a data folder (default `../shared/data`); for each gold the gold itself in another
 notation and wrong answers taken from other problems of the same set. Then the same load with one pathological answer
-mixed in, side by side: what it costs the others. Usage: python benchmarks/verifiers.py [--limit 60] [--json].
+mixed in, side by side: what it costs the others. Usage: python benchmarks/verifier_pool.py [--limit 60] [--json].
 """
 
 from __future__ import annotations
