@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,7 +40,12 @@ _READS |= {"masked_select", "unique", "unique_consecutive", "equal", "allclose",
 _FREE = {"barrier", "monitored_barrier_"}
 """Collective calls with a tensor of torch's own."""
 _DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
-_ROOTS = ("megatron_daro/", "megatron/core/")
+_PACKAGES = {
+    f"{name.replace('.', '/')}/": f"{Path(str(spec.origin)).parent}/"
+    for name in ("megatron_daro", "megatron.core")
+    if (spec := find_spec(name)) is not None
+}
+"""How files of a package are named here -> the folder it lies in."""
 
 
 class ColourError(RuntimeError):
@@ -90,9 +96,9 @@ def place() -> str:
     frame, outside = sys._getframe(2), ""
     while frame is not None:
         path = frame.f_code.co_filename
-        for root in _ROOTS:
-            if root in path and "/tests/" not in path:
-                return f"{root}{path.rpartition(root)[2]}:{frame.f_code.co_name}"
+        for name, folder in _PACKAGES.items():
+            if path.startswith(folder):
+                return f"{name}{path.removeprefix(folder)}:{frame.f_code.co_name}"
         if not outside and path != __file__ and "/torch/" not in path:
             outside = f"{Path(path).name}:{frame.f_code.co_name}"
         frame = frame.f_back
