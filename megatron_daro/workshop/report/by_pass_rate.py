@@ -185,6 +185,14 @@ def by_bin(means: Table, name: str, colour: str, **look: object) -> Trace:
     return trace | {"mode": "lines+markers", "line": {"color": colour, "width": 2}} | look
 
 
+def dots_and_rings(dots: tuple[str, Table], rings: tuple[str, Table], colour: str) -> list[Trace]:
+    """Return what was measured as a line of dots and what it is compared with as rings around them, each by its name
+    and only where there are numbers."""
+    ring = {"size": 15, "symbol": "circle-open", "color": colour, "line": {"width": 2}}
+    traces = [by_bin(means, name, colour, marker={"size": 8}) for name, means in (dots,) if means]
+    return traces + [by_bin(means, name, colour, mode="markers", marker=ring) for name, means in (rings,) if means]
+
+
 def pass_rate_layout(run: RunData, y_title: str, **y_axis: object) -> dict[str, Any]:
     """Return the layout of a plot over pass rates; `y_axis` as plotly names it."""
     bins = range((run.rollouts_per_prompt or 1) + 1)
@@ -198,11 +206,7 @@ def _measured_against_predicted(run: RunData) -> Plot | None:
         colour = COLOURS[index]
         measured = _trained(run, bin_means(run, "difficulty/loss", rows))
         predicted = _trained(run, bin_means(run, "difficulty/predicted_loss", rows))
-        if measured:
-            traces.append(by_bin(measured, f"measured, {when}", colour, marker={"size": 8}))
-        if predicted:
-            ring = {"size": 15, "symbol": "circle-open", "color": colour, "line": {"width": 2}}
-            traces.append(by_bin(predicted, f"predicted, {when}", colour, mode="markers", marker=ring))
+        traces += dots_and_rings((f"measured, {when}", measured), (f"predicted, {when}", predicted), colour)
     if not traces:
         return None
     caption = (

@@ -5,7 +5,7 @@ Runs without a critic have no such section, and nothing about it is listed as mi
 
 from __future__ import annotations
 
-from megatron_daro.workshop.report.by_pass_rate import bin_means, by_bin, pass_rate_layout, quarters
+from megatron_daro.workshop.report.by_pass_rate import bin_means, by_bin, dots_and_rings, pass_rate_layout, quarters
 from megatron_daro.workshop.report.page import COLOURS, Line, Plot, Section, Trace, layout, lines
 from megatron_daro.workshop.report.run_data import RunData
 
@@ -41,11 +41,8 @@ def _by_pass_rate(run: RunData) -> Plot | None:
     traces: list[Trace] = []
     for index, (when, rows) in enumerate(quarters(run)):
         colour = COLOURS[index]
-        if values := bin_means(run, "critic/value", rows):
-            traces.append(by_bin(values, f"value, {when}", colour, marker={"size": 8}))
-        if targets := bin_means(run, "critic/target", rows):
-            ring = {"size": 15, "symbol": "circle-open", "color": colour, "line": {"width": 2}}
-            traces.append(by_bin(targets, f"target, {when}", colour, mode="markers", marker=ring))
+        values, targets = bin_means(run, "critic/value", rows), bin_means(run, "critic/target", rows)
+        traces += dots_and_rings((f"value, {when}", values), (f"target, {when}", targets), colour)
     if not traces:
         return None
     caption = (
