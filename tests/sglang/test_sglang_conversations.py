@@ -36,11 +36,16 @@ def test_a_game_of_several_turns_trains_on_two_servers(tmp_path, pool):
     assert [line["step"] for line in lines] == [1, 2, 3]
     for line in lines:
         assert_books_add_up(line)
-        assert line["mismatch/logprob_abs_max"] < 1e-3 and line["loss/grad_norm"] > 0
+        assert line["mismatch/logprob_abs_max"] < 1e-3
         assert 1 < line["environment/turns_mean"] <= 3 and line["environment/restarted"] == 0
         assert line["engine/servers"] == 2 and line["engine/retries"] == 0
-    for step in (1, 2, 3):
-        for group, _ in read_step(tmp_path / "run", step):
+    assert any(line["loss/grad_norm"] > 0 for line in lines)
+    for step, line in enumerate(lines, 1):
+        groups = [group for group, _ in read_step(tmp_path / "run", step)]
+        # What a server samples varies: a step whose groups each have one reward only has no advantages.
+        signal = any(len({verdict.reward for verdict in group.verdicts}) > 1 for group in groups)
+        assert (line["loss/grad_norm"] > 0) == signal
+        for group in groups:
             for rollout in group.rollouts:
                 mask = np.concatenate([np.repeat([0, 1], turn) for turn in rollout.turns])
                 assert rollout.loss_mask.tolist() == mask.tolist()
