@@ -207,7 +207,7 @@ def _assign(tree: dict[str, Any], parts: list[str], value: object) -> Problem | 
     target: Any = tree
     for depth, part in enumerate(parts):
         here = ".".join(parts[: depth + 1])
-        key: Any = part
+        key: str | int = part
         if isinstance(target, list):
             if not part.isdecimal() or int(part) >= len(target):
                 return _wrong_position(".".join(parts), part, len(target))

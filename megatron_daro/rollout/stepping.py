@@ -34,7 +34,7 @@ class Step:
     """
 
     observation: str = ""
-    state: Any = None
+    state: object = None
     done: bool = False
     correct: bool = False
     reward: float | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ray.actor import ActorHandle
 
@@ -21,6 +21,8 @@ from megatron_daro.rollout.stepping import pool_of
 from megatron_daro.runtime.node_workers import MANY_CALLS, NodeWorkers, alive_nodes, own_place, shares
 from megatron_daro.runtime.supervisor import WorkerDiedError, actor_class, remote_class
 from megatron_daro.worker_pool.pool import WorkerPool
+
+_Result = TypeVar("_Result")
 
 
 @remote_class(max_restarts=0, max_task_retries=0, max_concurrency=MANY_CALLS)
@@ -105,7 +107,7 @@ class StepPools:
             except WorkerDiedError:
                 continue  # bounded: every loss counts towards the worker's last start
 
-    async def _on_the_runs_loop(self, work: Coroutine[Any, Any, Any]) -> Any:
+    async def _on_the_runs_loop(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         if asyncio.get_running_loop() is self._loop:
             return await work
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))

@@ -116,15 +116,16 @@ class SendStream:
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
 
-    def packed(self) -> torch.cuda.Event:
+    def packed(self) -> torch.cuda.Event | None:
         """Return what says that everything the calling thread's stream was given is done."""
         return torch.cuda.current_stream().record_event()
 
     @contextlib.contextmanager
-    def after(self, packed: torch.cuda.Event) -> Iterator[None]:
+    def after(self, packed: torch.cuda.Event | None) -> Iterator[None]:
         """Give work to this stream, which waits for the event first."""
         with torch.cuda.stream(self._stream):
-            self._stream.wait_event(packed)
+            if packed is not None:
+                self._stream.wait_event(packed)
             yield
 
 
@@ -134,11 +135,11 @@ class NoStream(SendStream):
     def __init__(self) -> None:
         pass
 
-    def packed(self) -> Any:
+    def packed(self) -> None:
         """Return nothing to wait for."""
 
     @contextlib.contextmanager
-    def after(self, packed: Any) -> Iterator[None]:
+    def after(self, packed: torch.cuda.Event | None) -> Iterator[None]:
         """Do the work."""
         yield
 
@@ -203,7 +204,7 @@ class _Packed:
     """A bucket, and what says on a GPU that it is full."""
 
     bucket: WeightBucket
-    event: Any
+    event: torch.cuda.Event | None
 
 
 @dataclass

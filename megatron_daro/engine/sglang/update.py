@@ -121,7 +121,8 @@ class ServerUpdate:
                 self._fleet.fence(server, f"weight update, send: {failure} Does it serve the model of model.path?")
             elif self._options.sync == "distributed" and not await _is_free(server):
                 waits = f"it still waits for the broadcast that broke, after {_FREE_S:g} s"
-                self._fleet.fence(server, f"weight update, send: {waits} ({failure or 'another server failed'})")
+                why = f"{waits} ({failure or 'another server failed'})"
+                await self._fence(server, "send", why, unreachable=True)  # of several parts another one may be dead
 
         await asyncio.gather(*map(judge, self._taking_part()))
         others = ", ".join(server.name for server in self._taking_part()) or "none"

@@ -11,7 +11,7 @@ Shapes: D statements, B of them at a time.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from megatron_daro.errors import ConfigError
 from megatron_daro.workshop.curate.leaks import same_answers
 from megatron_daro.workshop.curate.rows import Decisions, Row
 from megatron_daro.workshop.curate.statements import MEANING, NEGATIONS
+
+if TYPE_CHECKING:
+    from sklearn.feature_extraction.text import TfidfVectorizer
 
 ALIKE = 0.4
 """Least cosine. benchmarks/curate_paraphrases.py has precision and recall around it."""
@@ -64,7 +67,7 @@ def similar(rows: Sequence[Row], alike: float) -> Iterator[tuple[int, int, float
                 yield earlier, later, cosine
 
 
-def _vectorizer() -> Any:
+def _vectorizer() -> TfidfVectorizer:
     try:
         from sklearn.feature_extraction.text import TfidfVectorizer
     except ImportError:

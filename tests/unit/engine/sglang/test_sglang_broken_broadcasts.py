@@ -123,9 +123,11 @@ def connected(fleet, wire):
         handle.stub = stub
 
 
-def dies_after(fleet, wire, number, buckets):
-    """The process of this server ends when so many buckets have arrived."""
-    stub, handle = fleet.stubs[number], list(fleet.engine._supervision._handles.values())[number]
+def dies_after(fleet, wire, number, buckets, part_of=None):
+    """The process of this server ends when so many buckets have arrived, and with it a part of server `part_of`, whose
+    first part goes on to answer."""
+    handles = list(fleet.engine._supervision._handles.values())
+    stub, handle = fleet.stubs[number], handles[number]
 
     async def answer(request, body):
         if stub.calls[UPDATE_CALL] <= buckets:
@@ -133,6 +135,8 @@ def dies_after(fleet, wire, number, buckets):
         while not wire.broken.is_set():
             await asyncio.sleep(0.01)
         handle.dead = "its process ended with signal 9"
+        if part_of is not None:
+            handles[part_of].dead = "its process ended with signal 7"
         stub.answers |= dict.fromkeys((UPDATE_CALL, "/model_info", "/get_model_info", "/weights_checker"), reset)
         return await reset(request, body)
 
@@ -157,6 +161,20 @@ def test_servers_that_wait_for_ever_are_started_again_and_the_run_goes_on_with_t
             assert {server.version for server in fleet.servers} == {2}
             assert any("still waits for the broadcast that broke" in text for text in fleet.warnings)
             assert len(await collect(fleet.engine, [group(0), group(1), group(2)])) == 12
+
+    run(scenario())
+
+
+def test_a_server_that_waits_because_a_part_of_it_died_is_given_up_for_that_death(tmp_path, wire):
+    async def scenario():
+        async with broadcasting(tmp_path, wire) as fleet:
+            connected(fleet, wire)
+            weights = Broadcasting()
+            await fleet.publish(weights, 1)
+            wire.spared = (fleet.stubs[2],)
+            dies_after(fleet, wire, 0, buckets=1, part_of=1)
+            await fleet.publish(weights, 2)
+            assert any("signal 7" in text for text in fleet.warnings)
 
     run(scenario())
 
