@@ -6,7 +6,7 @@
 #   bash tests/run.sh --all                    also the heavy proofs: tests marked heavy, tests/parallel under a second
 #                                              Megatron-core, tests/plugins in the environment of verl, and environments
 #                                              of the package verifiers
-#                                              (MEGATRON_DARO_HEAVY_MINUTES=N: those that would begin later are skipped)
+#                                              (MEGATRON_DARO_HEAVY_MINUTES=N: heavy tests that would begin later are skipped)
 #   bash tests/run.sh tests/unit -k packing    arguments go to pytest; lint, format and types run as well
 #
 # Uses the virtual environment that is active, else .venv, which it makes. Packages are installed only when the
@@ -81,32 +81,58 @@ begin_sglang() {
     bash tools/sglang_cpu_env.sh "$MEGATRON_DARO_SGLANG" >"$sglang_log" 2>&1 </dev/null &
     sglang_pid=$!
     set +m
-    trap 'kill -- -"$sglang_pid" 2>/dev/null; rm -f "$sglang_log"' EXIT
-    trap 'exit 130' INT
-    trap 'exit 143' TERM
 }
 
 wait_for_sglang() {
     local result=0
     wait "$sglang_pid" || result=$?
-    trap 'rm -f "$sglang_log"' EXIT
+    sglang_pid=
     cat "$sglang_log"
     [ "$result" = 0 ] || grep -q 'not needed: this machine has a GPU' "$sglang_log"
 }
 
-# The heavy proofs, each with a results file of its own.
-heavy_proofs() {
-    if [ -n "${MEGATRON_DARO_HEAVY_MINUTES:-}" ] && [ "$SECONDS" -gt $((60 * MEGATRON_DARO_HEAVY_MINUTES)) ]; then
-        printf '\nskipped: second megatron, host verl, verifiers: %s minutes are over\n' "$MEGATRON_DARO_HEAVY_MINUTES"
-        return
-    fi
-    second_results=$(mktemp)
+# Begins the proofs that need environments of their own, one after the other, beside the other stages; of each the log, the
+# seconds, the result and pytest's results file stay in a folder. `wait_for_proofs` waits for their end.
+begin_proofs() {
+    proofs=$(mktemp -d)
     export MEGATRON_DARO_SECOND=${MEGATRON_DARO_SECOND:-$PWD/.venv-second-megatron}
-    PYTEST_ADDOPTS="--junitxml=$second_results" stage "second megatron" bash tests/second_megatron.sh
-    host_results=$(mktemp)
-    PYTEST_ADDOPTS="--junitxml=$host_results" stage "host verl" bash tests/host_environments.sh verl
-    hub_results=$(mktemp)
-    PYTEST_ADDOPTS="--junitxml=$hub_results" stage verifiers bash tests/verifiers_hub.sh
+    set -m
+    {
+        proof second_megatron bash tests/second_megatron.sh
+        proof verl bash tests/host_environments.sh verl
+        proof verifiers bash tests/verifiers_hub.sh
+    } </dev/null &
+    proofs_pid=$!
+    set +m
+}
+
+# proof NAME COMMAND...
+proof() {
+    local name=$1 start=$SECONDS result=ok
+    shift
+    VIRTUAL_ENV=$("$python" -c 'import sys; print(sys.prefix)') MEGATRON_DARO_TEST_PROCESSES=1 \
+        PYTEST_ADDOPTS="--junitxml=$proofs/$name.xml" "$@" >"$proofs/$name.log" 2>&1 || result=FAILED
+    echo "$((SECONDS - start)) $result" >"$proofs/$name.end"
+}
+
+wait_for_proofs() {
+    local name seconds result
+    wait "$proofs_pid"
+    proofs_pid=
+    for name in second_megatron verl verifiers; do
+        printf '\n=== %s ===\n' "$name"
+        cat "$proofs/$name.log"
+        read -r seconds result <"$proofs/$name.end" || { seconds=0 result=FAILED; }
+        stage_names+=("$name") stage_seconds+=("$seconds") stage_results+=("$result")
+        [ "$result" = ok ] || num_failed_stages=$((num_failed_stages + 1))
+    done
+}
+
+# Ends what runs beside the stages, with its children.
+clean_up() {
+    local pid
+    for pid in ${sglang_pid:-} ${proofs_pid:-}; do kill -- -"$pid" 2>/dev/null; done
+    rm -rf ${sglang_log:+"$sglang_log"} ${proofs:+"$proofs"}
 }
 
 # "passed failed skipped" from pytest's results file; errors count as failed. No file: pytest itself ended early.
@@ -143,10 +169,9 @@ summarize() {
             failed=1
         fi
     fi
-    for i in ${second_results:+"$second_results"} ${host_results:+"$host_results"} ${hub_results:+"$hub_results"}; do
-        read -r -a more < <(counts "$i")
+    for i in ${proofs:+"$proofs"/*.xml}; do
+        read -r -a more < <(counts "$i") # what failed there has failed its stage
         passed=$((passed + more[0])) skipped=$((skipped + more[2]))
-        rm -f "$i" # what failed there has failed its stage
     done
     [ "$num_failed_stages" = 0 ] || echo "stages that failed beside pytest: $num_failed_stages (counted as failed)"
     echo "$passed passed, $((failed + num_failed_stages)) failed, $skipped skipped"
@@ -170,6 +195,9 @@ choose_tier() {
 main() {
     local failed=0
     choose_tier "$@"
+    trap clean_up EXIT
+    trap 'exit 130' INT
+    trap 'exit 143' TERM
     case "$tier" in default | all) begin_sglang ;; esac
     stage environment choose_environment && stage install bash tools/install_packages.sh "$python" &&
         stage versions print_versions || {
@@ -180,6 +208,7 @@ main() {
     stage "ruff format" "$python" -m ruff format --check . || failed=1
     stage mypy "$python" -m mypy || failed=1
     case "$tier" in default | all) stage sglang wait_for_sglang || failed=1 ;; esac
+    [ "$tier" != all ] || begin_proofs
     [ "$tier" != all ] || stage slurm bash tests/slurm_install.sh --accounts
     [ "$tier" != all ] || VIRTUAL_ENV=$("$python" -c 'import sys; print(sys.prefix)') \
         stage "algo wheel" bash tests/algo_wheel.sh || failed=1
@@ -188,9 +217,9 @@ main() {
     results=$(mktemp)
     stage pytest "$python" -m pytest --durations=15 --junitxml="$results" "${pytest_arguments[@]}" || failed=1
     pytest_result=${stage_results[-1]}
-    [ "$tier" != all ] || VIRTUAL_ENV=$("$python" -c 'import sys; print(sys.prefix)') heavy_proofs || failed=1
+    [ "$tier" != all ] || wait_for_proofs
     summarize
-    return "$failed"
+    [ "$failed$num_failed_stages" = 00 ]
 }
 
 main "$@"

@@ -56,6 +56,6 @@ import megatron.core
 assert megatron.core.__version__ == '$wanted', megatron.core.__version__
 print('Megatron-core', megatron.core.__version__, 'from', megatron.core.__path__[0])"
 
-[ $# != 0 ] || set -- -n 2 --no-loadscope-reorder tests/parallel \
+[ $# != 0 ] || set -- -n "${MEGATRON_DARO_TEST_PROCESSES:-2}" --no-loadscope-reorder tests/parallel \
     tests/unit/actor/test_model_options.py tests/unit/actor/test_checkpoint_format.py
 MEGATRON_DARO_OTHER_PYTHON=$first "$place/bin/python" -m pytest -q "$@"

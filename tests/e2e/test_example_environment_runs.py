@@ -24,7 +24,10 @@ def tools(tmp_path_factory):
     return tiny_tools.build(tmp_path_factory.mktemp("tools"))
 
 
-@pytest.mark.parametrize("kind", list(tiny_tools.ENVIRONMENTS))
+@pytest.mark.parametrize(
+    "kind",
+    ["python_tool:PythonTool", "word_game:WordGame", pytest.param("code_tests:CodeTests", marks=pytest.mark.heavy)],
+)
 def test_it_trains_three_steps(tools, tmp_path, kind):
     if kind != "word_game:WordGame":
         sandboxed.require()

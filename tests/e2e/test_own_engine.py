@@ -20,6 +20,7 @@ def test_it_trains_three_steps_with_the_weights_of_each(tiny, tmp_path):
     assert not list((tmp_path / "run").glob("engine_weights/*"))
 
 
+@pytest.mark.heavy
 def test_weights_that_it_does_not_load_show_as_a_mismatch(tiny, tmp_path):
     options = [*OPTIONS, "engine.options.wrong=stale", f"trainer.run_dir={tmp_path / 'run'}"]
     trained(["train", tiny.config, *options], tmp_path / "log", TESTS)
@@ -46,7 +47,11 @@ def test_a_class_that_does_not_fit_is_refused_before_anything_starts(tiny, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"), [("tokens", "tokens; allowed: 1 to 4"), ("logprobs", "allowed: one log-prob for each token")]
+    ("wrong", "words"),
+    [
+        ("tokens", "tokens; allowed: 1 to 4"),
+        pytest.param("logprobs", "allowed: one log-prob for each token", marks=pytest.mark.heavy),
+    ],
 )
 def test_an_answer_of_the_wrong_length_is_refused_before_a_step(tiny, tmp_path, wrong, words):
     options = [*OPTIONS, f"engine.options.wrong={wrong}", f"trainer.run_dir={tmp_path / 'run'}"]
