@@ -139,6 +139,7 @@ _FURTHER: dict[str, tuple[str, ...]] = {
     "runtime/engine_groups.py": ("tests/sglang/test_sglang_train_runs.py",),
     "workshop/curate/pass_rates.py": ("tests/unit/curate/test_sampled.py",),
     "sync/": ("tests/unit/engine/sglang/test_sglang_update.py", "tests/unit/test_controller.py"),
+    "worker_pool/": ("tests/unit/reward", "tests/unit/rollout/test_stepping.py", f"{_FAULT}reward_pool_faults.py"),
 }
 """Start of a module's path in the package -> tests beside those of its folder in tests/unit."""
 
