@@ -104,7 +104,6 @@ def test_a_rank_that_dies_or_waits_for_ever_is_a_finding_with_its_cause(monkeypa
     assert after.exact, "the pool goes on after it"
 
 
-@pytest.mark.heavy
 def test_where_ranks_see_whole_samples_every_case_has_them_whole():
     from megatron_daro.workshop.check_loss.search import AXES, axes
 
@@ -112,6 +111,7 @@ def test_where_ranks_see_whole_samples_every_case_has_them_whole():
         assert [case.whole for _, case in axes(per_token=True, whole=whole)] == [whole] * len(AXES)
 
 
+@pytest.mark.heavy
 def test_random_cases_are_exact_for_daro(case_pool):
     from megatron_daro.workshop.check_loss.search import check
 
