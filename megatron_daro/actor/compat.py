@@ -83,7 +83,7 @@ class ValueModel(HiddenStateGPTModel):
     model with a scalar head.
     """
 
-    def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
+    def __init__(self, config: TransformerConfig, *arguments: object, **options: object) -> None:
         super().__init__(config, *arguments, **{**options, "share_embeddings_and_output_weights": False})
         if self.post_process:
             head = torch.nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
@@ -260,7 +260,7 @@ def _identify(saved: dict[str, Any], groups: list[dict[str, Any]]) -> None:
             saved[name] = own[name]
 
 
-def _set_all_but_step(part: Any, parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+def _set_all_but_step(part: MegatronOptimizer, parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
     """Do what upstream's method of this name does, leaving the step count as it is."""
     group, order = part.model_param_group_index_map[parameter]
     main = part.optimizer.param_groups[group]["params"][order]

@@ -398,7 +398,7 @@ def _problem(details: ErrorDetails, path: str, place: str) -> Problem:
 
 
 def _annotation_at(loc: tuple[int | str, ...]) -> tuple[Any, list[Any]]:
-    annotation: Any = Config
+    annotation: object = Config
     metadata: list[Any] = []
     for part in loc:
         annotation, _ = strip(annotation)
