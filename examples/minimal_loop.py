@@ -44,8 +44,8 @@ ROWS = 64
 TOLERANCE = 1e-4
 PLAIN = """algorithm.name=daro algorithm.kl.coefficient=0.0 algorithm.entropy_coefficient=0.0 rollout.top_p=1.0
 algorithm.overlong.kind=none algorithm.correction.kind=none algorithm.old_logprobs=forward data.prompt_template=plain
-actor.optimizer.schedule=constant trainer.updates_per_batch=1 reward.verifier=exact rollout.stop=()
-rollout.stop_token_ids=()"""
+actor.optimizer.schedule=constant trainer.updates_per_batch=1 trainer.epochs_per_batch=1 reward.verifier=exact
+rollout.stop=() rollout.stop_token_ids=()"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_daro.config.sections import TrainerSection
+from megatron_daro.data.batch import with_columns_of
 from megatron_daro.errors import DataError, NonFiniteError
 from megatron_daro.observe.metrics import DriftWatch
 from megatron_daro.recovery import STATE_FORMAT, BackgroundSave, check_fits
@@ -242,7 +243,7 @@ class Controller:
                         batch = await self._parts.source.sample(self._planned_step)
                 if batch is None:
                     break
-                self._planned_step = last_step(batch, self._planned_step, self._section.updates_per_batch)
+                self._planned_step = last_step(batch, self._planned_step, self._section)
                 self._queue.put_nowait(batch)
                 index += 1
         except asyncio.CancelledError:
@@ -290,16 +291,15 @@ class Controller:
             await self._saving.finished()
 
     async def _train_batch(self, batch: SampledBatch) -> None:
-        """All optimizer steps of one batch, in group order; then the engines get the new weights."""
+        """All optimizer steps of one batch, epoch by epoch; then the engines get the new weights."""
         self._resolved.append({})
         self._last_batch = batch
         stale = self._parts.source.stale(batch.groups, self.step)
-        updates, unused = plan_updates(batch, stale, self.step, self._section.updates_per_batch, self._section.steps)
+        updates, unused = plan_updates(batch, stale, self.step, self._section)
         self._finish(unused, "dropped")
         # Generation planned with the whole batch; corrected before it is woken, or it could wait for a step too many.
-        self._planned_step += (updates[-1].step if updates else self.step) - last_step(
-            batch, self.step, self._section.updates_per_batch
-        )
+        planned = last_step(batch, self.step, self._section)
+        self._planned_step += (updates[-1].step if updates else self.step) - planned
         lost = (*self._unrecorded, *batch.dropped, *unused)
         if not updates:
             self._unrecorded = (*lost, *batch.filtered)
@@ -308,32 +308,48 @@ class Controller:
                 await self._publish("again, after a batch that trained nothing")
             await self._advance()
             return
-        updates[0].dropped, self._unrecorded = lost, ()
+        next(update for update in updates if update.first).dropped, self._unrecorded = lost, ()
         # All of them before the first update: old log-probs are those of the weights that the batch began with.
-        train_batches = [await self._prepare(batch, update) for update in updates]
-        for update, train_batch in zip(updates, train_batches, strict=True):
-            await self._update(update, train_batch)
+        prepared = {update.step: await self._prepare(batch, update) for update in updates if update.epoch == 1}
+        before = tuple(prepared.values())
+        for update in updates:
+            if not update.trains:
+                self._finish(update.groups, "dropped")
+                continue
+            train_batch = prepared.pop(update.step, None)
+            await self._update(update, train_batch or await self._build(batch, update, before))
 
     async def _prepare(self, batch: SampledBatch, update: Update) -> TrainBatch:
-        """Return the columns of one optimizer step, with the log-probs it needs, and what they say in numbers."""
-        with self._parts.phases.measure("build"):
-            # In a thread: gigabytes are copied, while the event loop has other groups' answers to take in.
-            columns = asyncio.to_thread(self._columns, batch, update)
-            train_batch, metrics = await self._within("build", columns, what=f"step {update.step}")
-            update.metrics |= metrics
+        """Return the columns of one optimizer step of the first epoch, with the log-probs that it needs."""
+        train_batch = await self._build(batch, update)
         with self._parts.phases.measure("logprob"):
             work = self._parts.policy.prepare(train_batch)
             return await self._within("logprob", work, what=f"step {update.step}")
 
-    def _columns(self, batch: SampledBatch, update: Update) -> tuple[TrainBatch, dict[str, float]]:
+    async def _build(self, batch: SampledBatch, update: Update, before: Sequence[TrainBatch] = ()) -> TrainBatch:
+        """Return the columns of one optimizer step, in a later epoch with log-probs and values of `before`, and note
+        what they say in numbers."""
+        with self._parts.phases.measure("build"):
+            # In a thread: gigabytes are copied, while the event loop has other groups' answers to take in.
+            columns = asyncio.to_thread(self._columns, batch, update, before)
+            train_batch, metrics = await self._within("build", columns, what=f"step {update.step}")
+        update.metrics |= metrics
+        return train_batch
+
+    def _columns(
+        self, batch: SampledBatch, update: Update, before: Sequence[TrainBatch]
+    ) -> tuple[TrainBatch, dict[str, float]]:
         columns = replace(self._parts.build(update.groups, update.step), opens_batch=update.first)
-        return columns, update_metrics(batch, update, columns, self._section.updates_per_batch)
+        if before:
+            columns = with_columns_of(columns, before)
+        return columns, update_metrics(batch, update, columns, self._section.steps_per_batch)
 
     async def _update(self, update: Update, train_batch: TrainBatch) -> None:
         """One optimizer step and everything that belongs to it."""
         with self._parts.phases.measure("train"):
             await self._optimize(train_batch, update)
-        self._finish(update.groups, update.outcome)
+        if update.epoch == 1:
+            self._finish(update.groups, update.outcome)
         self.step = update.step
         update.metrics |= self._book_metrics()
         if update.last:
@@ -405,9 +421,9 @@ class Controller:
     async def _write(self, update: Update, num_tokens: int) -> None:
         """Rollouts, then metrics: a line in metrics.jsonl means that its rollouts are on disk."""
         if self._parts.recorder:
-            groups = {update.outcome: update.groups, "filtered": update.filtered}
+            groups = {update.outcome: update.groups if update.epoch == 1 else (), "filtered": update.filtered}
             groups["dropped"] = (*groups.get("dropped", ()), *update.dropped)
-            await self._to_disk(self._parts.recorder.write_step, update.step, groups)
+            await self._to_disk(self._parts.recorder.write_step, update.step, groups, update.record)
         if self._parts.experts:
             work = asyncio.to_thread(self._settle_experts, self._parts.experts, update)
             await self._within("write", work, what=f"experts of step {update.step}")
@@ -418,7 +434,7 @@ class Controller:
 
     def _settle_experts(self, folder: ExpertsFolder, update: Update) -> None:
         """Keep the files of what was trained where a record names them; the rest of these groups' go."""
-        kept = update.groups if self._parts.recorder else ()
+        kept = [group for group in update.groups if self._parts.recorder or group.group_id in update.again]
         nothing = dict.fromkeys((group.group_id for group in (*update.groups, *update.filtered, *update.dropped)), ())
         folder.settle(nothing | {group.group_id: tuple(r.routed_experts for r in group.rollouts) for group in kept})
 
@@ -429,8 +445,8 @@ class Controller:
         for warning in filter(None, (drift, self._parts.signal.observe(update.step, update.groups))):
             self._parts.progress.warn(warning)
 
-    async def _to_disk(self, function: Callable[..., Path], step: int, groups: object) -> Path:
-        return await self._within("write", asyncio.to_thread(function, step, groups), what=f"rollouts of step {step}")
+    async def _to_disk(self, function: Callable[..., Path], step: int, *what: object) -> Path:
+        return await self._within("write", asyncio.to_thread(function, step, *what), what=f"rollouts of step {step}")
 
     def _finish(self, groups: Sequence[Group], outcome: Outcome) -> None:
         ids = [group.group_id for group in groups]

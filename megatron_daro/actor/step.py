@@ -296,9 +296,13 @@ class TrainedModel:
 
 @dataclass(slots=True, eq=False)
 class TrainState(TrainedModel):
-    """What a train step changes of the policy, together: the model, and what the algorithm has learned."""
+    """What a train step changes of the policy, together: the model, and what the algorithm has learned.
+
+    begun: a batch of rollouts has begun, and no update from it was applied yet.
+    """
 
     algorithm: Algorithm
+    begun: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,6 +379,7 @@ def train_step(
     """
     started = time.perf_counter()
     if batch.opens_batch:
+        train_state.begun = True
         train_state.algorithm.begin_batch()
     try:
         batch = with_advantages(train_state.algorithm, batch, settings)
@@ -386,10 +391,11 @@ def train_step(
     weights_before = train_state.algorithm.cell_weights
     extra_loss = train_state.algorithm.extra_loss(sums.totals)
     before_update()
-    afresh = batch.opens_batch and train_state.algorithm.resets_optimizer
+    afresh = train_state.begun and train_state.algorithm.resets_optimizer
     report = prepare_update(train_state.optimizer, allowed=sums.finite and (of_critic is None or of_critic.fit))
     if report.applied and (critic is None or step > critic.pretrain_steps):
         report = apply_update(train_state.optimizer, train_state.scheduler, report.grad_norm, afresh=afresh)
+        train_state.begun = False
         train_state.algorithm.learn(sums.step_stats)
     metrics = _metrics(sums, report, extra_loss) | {"timing/forward_backward_s": forward_backward_s}
     if critic is not None and of_critic is not None:

@@ -67,7 +67,7 @@ def plan(
     else:
         workload = workload_of(config, shape, mean_response=mean_response, mean_prompt=mean_prompt)
     result = search(workload, kind, gpus, constants=constants, best=best)
-    updates = config.trainer.updates_per_batch
+    updates = config.trainer.steps_per_batch
     _show(result, workload, kind, Bill(-(-config.trainer.steps // updates), price), as_json)
     if scaling:
         _simulate(workload, kind, gpus, mtbf_hours, constants, config.trainer.save_every_steps // updates, scaling)

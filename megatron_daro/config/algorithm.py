@@ -182,8 +182,7 @@ class HaDwSection(Section):
     window: int = Field(default=10, ge=2, le=100_000)
     """Steps over which that standard deviation is taken, and after which it is first used."""
     every: Literal["step", "batch"] = "step"
-    """What moves the expected pass rate: each optimizer step, or each batch of trainer.updates_per_batch (the
-    paper's)."""
+    """What moves the expected pass rate: each optimizer step, or each batch of several (the paper's)."""
 
 
 class PpoSection(Section):

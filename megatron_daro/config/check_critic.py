@@ -34,7 +34,7 @@ def critic(config: Config, policy: ModelShape | None) -> Iterator[Problem]:
         yield from _unread(config)
         return
     options = section.critic
-    if options.value_clip is not None and trainer.updates_per_batch == 1:
+    if options.value_clip is not None and trainer.steps_per_batch == 1:
         got = f"{options.value_clip:g} with one update per batch, before which no value has moved"
         also, fix = (
             ("trainer.updates_per_batch",),

@@ -25,6 +25,7 @@ _PARQUET_MAGIC = b"PAR1"
 _NUMPY_SEEDS = 2**32
 _LEAST_TEMPERATURE = 1e-3
 _GSPO_WIDEST = 0.01
+_STEPS_OF_A_BATCH = ("trainer.updates_per_batch", "trainer.epochs_per_batch")
 """Source: GSPO arXiv 2507.18071, section 5: 3e-4 below and 4e-4 above; this is far beyond any published setting."""
 
 
@@ -158,7 +159,7 @@ def sampling_warnings(config: Config) -> Iterator[Problem]:
 
 def algorithm(config: Config) -> Iterator[Problem]:
     """Check that the options of the loss fit each other."""
-    section, updates = config.algorithm, config.trainer.updates_per_batch
+    section, updates = config.algorithm, config.trainer.steps_per_batch
     low, high = section.daro.clamp
     if not 0 < low <= 1 <= high or low == high:
         allowed = "[lower, upper] with 0 < lower <= 1 <= upper, lower < upper: weights start at 1"
@@ -185,7 +186,11 @@ def algorithm(config: Config) -> Iterator[Problem]:
         got = f"forward with {updates} updates per batch"
         fix = "set algorithm.old_logprobs=recompute"
         allowed = "recompute or rollout with several updates per batch"
-        yield Problem("algorithm.old_logprobs", got, allowed, fix, also=("trainer.updates_per_batch",))
+        yield Problem("algorithm.old_logprobs", got, allowed, fix, also=_STEPS_OF_A_BATCH)
+    if section.trust_region == "reinforce" and config.trainer.epochs_per_batch > 1:
+        got = f"{config.trainer.epochs_per_batch} with trust_region reinforce, which has no ratio to the old policy"
+        fix, also = "set algorithm.trust_region=clip", ("algorithm.trust_region",)
+        yield Problem("trainer.epochs_per_batch", got, "1 with trust_region reinforce", fix, also=also)
     if section.name == "kimi" and (section.trust_region != "clip" or section.dual_clip is not None):
         field = "trust_region" if section.trust_region != "clip" else "dual_clip"
         got = f"{show(getattr(section, field))} with name kimi, which has a surrogate of its own"
@@ -254,7 +259,7 @@ def algorithm_warnings(config: Config) -> Iterator[Problem]:
 
 def _other_than_published(config: Config) -> Iterator[Problem]:
     """Defaults that are not the published algorithm's under the other options of this run."""
-    section, reward, updates = config.algorithm, config.reward, config.trainer.updates_per_batch
+    section, reward, updates = config.algorithm, config.reward, config.trainer.steps_per_batch
     shaped = (reward.correct_reward, reward.incorrect_reward) != (1, 0) or section.overlong.penalizes
     shaped = shaped or section.length_reward.weight > 0
     if section.name == "dgpo" and section.dgpo.deviation == "verdicts" and (shaped or section.kl.in_reward):
@@ -263,8 +268,8 @@ def _other_than_published(config: Config) -> Iterator[Problem]:
         yield Problem("algorithm.dgpo.deviation", got, "rewards is the published DGPO", fix)
     if section.name == "ha_dw" and section.ha_dw.every == "step" and updates > 1:
         got = f"step with {updates} updates per batch"
-        fix, also = "set algorithm.ha_dw.every=batch", ("trainer.updates_per_batch",)
-        yield Problem("algorithm.ha_dw.every", got, "batch is the published HA-DW", fix, also=also)
+        fix = "set algorithm.ha_dw.every=batch"
+        yield Problem("algorithm.ha_dw.every", got, "batch is the published HA-DW", fix, also=_STEPS_OF_A_BATCH)
     if section.overlong.penalizes and reward.incorrect_reward == 0 and reward.correct_reward == 1:
         got, fix = f"0 with overlong.kind {section.overlong.kind}", "set reward.incorrect_reward=-1"
         allowed = (

@@ -270,8 +270,9 @@ def _batch_problems(context: _Context) -> Iterator[Problem]:
 
 def _batch_text(context: _Context) -> str:
     config = context.config
-    samples = config.rollout.batch_rollouts
-    return f"{samples} samples a batch, {samples // config.trainer.updates_per_batch} an update"
+    samples, epochs = config.rollout.batch_rollouts, config.trainer.epochs_per_batch
+    often = f", {epochs} epochs" if epochs > 1 else ""
+    return f"{samples} samples a batch, {samples // config.trainer.updates_per_batch} an update{often}"
 
 
 def _budget_problems(context: _Context) -> Iterator[Problem]:

@@ -459,7 +459,7 @@ def _fill_in(config: Config, path: Path) -> Config:
     )
     old_logprobs = config.algorithm.old_logprobs
     if old_logprobs == "auto":
-        old_logprobs = "forward" if trainer.updates_per_batch == 1 else "recompute"
+        old_logprobs = "forward" if trainer.steps_per_batch == 1 else "recompute"
     update = {
         "trainer": trainer.model_copy(update={"run_dir": trainer.run_dir or Path("runs") / path.stem}),
         "algorithm": config.algorithm.model_copy(update={"overlong": overlong, "old_logprobs": old_logprobs}),

@@ -345,7 +345,7 @@ class TrainerSection(Section):
     run_dir: ExpandedPath | None = None
     """Run directory. Unset: runs/ and the configuration file's name without its ending."""
     steps: int = Field(default=100, ge=1)
-    """Optimizer steps; each batch gives updates_per_batch of them."""
+    """Optimizer steps; each batch gives updates_per_batch * epochs_per_batch of them."""
     seed: Seed = 0
     """Seed of everything random."""
     save_every_steps: int = Field(default=20, ge=0)
@@ -365,7 +365,14 @@ class TrainerSection(Section):
     deadline_scale: float = Field(default=1.0, ge=1e-3, le=1000)
     """Factor of every deadline in the loop (optimizer step 4 h, sync 30 min, ...)."""
     updates_per_batch: int = Field(default=1, ge=1)
-    """Optimizer steps (mini-batches) per batch; divides the samples of a batch."""
+    """Mini-batches that a batch is split into, an optimizer step each; divides the samples of a batch."""
+    epochs_per_batch: int = Field(default=1, ge=1)
+    """How often a batch is trained on; after the first time its mini-batches are drawn anew, from trainer.seed."""
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Optimizer steps of a batch."""
+        return self.updates_per_batch * self.epochs_per_batch
 
     @property
     def hf_dir(self) -> Path:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -110,6 +110,32 @@ def build_batch(
     if teacher is not None:
         batch = _taught(batch, rollouts, *teacher)
     return _with_group_lengths(batch) if algorithm.needs_group_lengths else batch
+
+
+PASSED = ("old_logprobs_R", "ref_logprobs_R", "values_R")
+"""Columns of a TrainBatch that passes over it give."""
+
+
+def with_columns_of(batch: TrainBatch, earlier: Sequence[TrainBatch]) -> TrainBatch:
+    """Return the batch with the columns that passes over other batches of the same rollouts gave.
+
+    Args:
+        batch: whole groups, each of them in one of `earlier`, in any order.
+        earlier: batches with the same columns of `PASSED`.
+    """
+    size, parts = batch.rollouts_per_prompt, dict[int, tuple[TrainBatch, slice]]()
+    for one in earlier:
+        ends = np.cumsum(one.response_lengths_N)[size - 1 :: size].tolist()
+        for group_id, start, end in zip(one.group_ids_N[::size].tolist(), [0, *ends[:-1]], ends, strict=True):
+            parts[group_id] = one, slice(start, end)
+    found = [parts[group_id] for group_id in batch.group_ids_N[::size].tolist()]
+    columns: dict[str, Any] = {
+        name: np.concatenate([getattr(one, name)[where] for one, where in found])
+        for name in PASSED
+        if getattr(earlier[0], name) is not None
+    }
+    assert all(len(column_R) == len(batch.loss_mask_R) for column_R in columns.values()), "other rollouts"
+    return replace(batch, **columns)
 
 
 def _taught(batch: TrainBatch, rollouts: Sequence[Rollout], coefficient: float, reward_weight: float) -> TrainBatch:

@@ -8,10 +8,13 @@ format (JSON lines), and never unpickles.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,9 +27,26 @@ from megatron_daro.types import Group
 
 WAITING_FILE = "waiting.parquet"
 """In a checkpoint: the groups that wait for the next batch; not there when none does."""
+UPDATE = "megatron_daro.update"
+"""In the metadata of a step's file: its `RecordedUpdate` as JSON. Older files lack it."""
 _INSIDE = "routed_layers"
 _STEP_FILE = re.compile(r"step_(\d{6,})\.parquet")
 _SKIPPED_FILE = re.compile(r"skipped_(\d{6,})\.parquet")
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedUpdate:
+    """What a recorded optimizer step was made of.
+
+    step: its number; first_step: that of the first step of its batch. epoch: of the batch, from 1; the groups are in
+    the files of the first. group_ids: of its mini-batch, in order. applied: whether the policy was updated.
+    """
+
+    step: int
+    first_step: int
+    epoch: int
+    group_ids: tuple[int, ...]
+    applied: bool
 
 
 class Recorder:
@@ -36,19 +56,22 @@ class Recorder:
         """Args: run_dir: the run directory."""
         self._run_dir = Path(run_dir).absolute()
 
-    def write_step(self, step: int, groups: Mapping[Outcome, Sequence[Group]]) -> Path:
+    def write_step(
+        self, step: int, groups: Mapping[Outcome, Sequence[Group]], update: RecordedUpdate | None = None
+    ) -> Path:
         """Write RUN/rollouts/step_{step}.parquet, replacing one of an earlier try; on disk when this returns.
 
         What was skipped on the way to this step is among its groups, so the file of that goes.
 
         Args:
             step: optimizer step.
-            groups: outcome -> groups. The trained ones keep their order, which is their order in the batch.
+            groups: outcome -> groups that no earlier step has. The trained ones keep their order.
+            update: of that step; None: the trained groups are a batch of one step.
 
         Raises:
             DataError: the disk refused; no file of that name is left half written.
         """
-        path = self._write("rollouts", _file_name(step), groups)
+        path = self._write("rollouts", _file_name(step), groups, update)
         for number, skipped in _numbered(self._run_dir / "rollouts", _SKIPPED_FILE):
             if number <= step:
                 skipped.unlink()
@@ -62,8 +85,12 @@ class Recorder:
         """Write the batch of a step that was not finite to RUN/failed, for people to look at."""
         return self._write("failed", _file_name(step), {"dropped": groups})
 
-    def _write(self, folder: str, name: str, groups: Mapping[Outcome, Sequence[Group]]) -> Path:
-        return write_groups(self._run_dir / folder / name, _recorded(groups), run_dir=self._run_dir)
+    def _write(
+        self, folder: str, name: str, groups: Mapping[Outcome, Sequence[Group]], update: RecordedUpdate | None = None
+    ) -> Path:
+        metadata = {UPDATE: json.dumps(asdict(update))} if update else {}
+        path = self._run_dir / folder / name
+        return write_groups(path, _recorded(groups), run_dir=self._run_dir, metadata=metadata)
 
     def truncate_after(self, step: int) -> int:
         """Remove the files of every later step, and what a crash left half written.
@@ -95,6 +122,28 @@ def read_step(run_dir: Path, step: int) -> list[tuple[Group, Outcome]]:
         DataError: the file is missing, torn, or not what `Recorder` writes; names the file and the row.
     """
     return read_groups(Path(run_dir) / "rollouts" / _file_name(step))
+
+
+def read_update(run_dir: Path, step: int) -> RecordedUpdate | None:
+    """Return what a recorded step was made of, from the end of its file alone; None where an older version wrote it.
+
+    Raises:
+        DataError: as `read_step`.
+    """
+    path = Path(run_dir) / "rollouts" / _file_name(step)
+    try:
+        text = (pq.read_metadata(path).metadata or {}).get(UPDATE.encode())
+        return None if text is None else _update(json.loads(text), step)
+    except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: cannot be read: {error}; restore the file or replay another run") from error
+
+
+def _update(values: Mapping[str, Any], step: int) -> RecordedUpdate:
+    update = RecordedUpdate(**{**values, "group_ids": tuple(values["group_ids"])})
+    numbers = (update.step, update.first_step, update.epoch, *update.group_ids)
+    if update.step != step or any(type(number) is not int for number in numbers) or type(update.applied) is not bool:
+        raise ValueError(f"its metadata {UPDATE} is {dict(values)}, which is no record of step {step}")
+    return update
 
 
 def read_groups(path: Path) -> list[tuple[Group, Outcome]]:
@@ -136,11 +185,17 @@ def _run_of(checkpoint: Path) -> Path:
     return checkpoint.absolute().parent.parent
 
 
-def write_groups(path: Path, groups: Iterable[RecordedGroup], *, run_dir: Path | None = None) -> Path:
+def write_groups(
+    path: Path,
+    groups: Iterable[RecordedGroup],
+    *,
+    run_dir: Path | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> Path:
     """Write groups as one Parquet file: beside its place, synced, then renamed.
 
     Args:
-        run_dir: files of experts in it are named from there.
+        run_dir: files of experts in it are named from there. metadata: of the file, beside that of its format.
 
     Raises:
         DataError: the disk refused; what stood at `path` before is untouched.
@@ -149,7 +204,7 @@ def write_groups(path: Path, groups: Iterable[RecordedGroup], *, run_dir: Path |
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            _write(temporary, groups, run_dir)
+            _write(temporary, groups, run_dir, metadata or {})
             temporary.replace(path)
             durable.sync(path.parent)
         except BaseException:
@@ -161,14 +216,14 @@ def write_groups(path: Path, groups: Iterable[RecordedGroup], *, run_dir: Path |
     return path
 
 
-def _write(path: Path, groups: Iterable[RecordedGroup], run_dir: Path | None) -> None:
+def _write(path: Path, groups: Iterable[RecordedGroup], run_dir: Path | None, metadata: Mapping[str, str]) -> None:
     """pyarrow's own file, not one of Python: it writes without the interpreter's lock."""
     with pa.OSFile(str(path), "wb") as sink:
         writer = pq.ParquetWriter(sink, SCHEMA, **WRITER_OPTIONS)
         try:
             for block in blocks(groups, run_dir=run_dir):
                 writer.write_batch(block)
-            writer.add_key_value_metadata(FORMAT)
+            writer.add_key_value_metadata({**FORMAT, **metadata})
         except BaseException:
             with suppress(OSError):  # Closing writes the footer, which the same full disk refuses again.
                 writer.close()

@@ -1,9 +1,10 @@
 """Recorded batches instead of engines: the train part of a run, again.
 
 RUN/rollouts -> ReplaySource -> controller, in the sampler's place. Gives the groups of every
-recorded step that trained, in their recorded order and at their recorded step, so the batches are bit for bit those of
-the recorded run. Filtered and dropped groups come with them, since accuracy counts them; they train nothing. It refuses
-gaps (a run that was recorded in part), the older file format, and to go on where a run that generates stopped.
+recorded batch that trained, with its mini-batches and epochs at their recorded steps, so the updates are bit for bit
+those of the recorded run. Filtered and dropped groups come with them, since accuracy counts them; they train nothing.
+It refuses gaps (a run that was recorded in part), the older file format, and to go on where a run that generates
+stopped. Files that do not say which batch they belong to, of an older version, are a batch each.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_daro.config.sections import TrainerSection
 from megatron_daro.errors import CheckpointError, DataError
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.group_columns import RecordedGroup
 from megatron_daro.rollout.ledger import Ledger, Outcome
-from megatron_daro.rollout.recorder import read_step, recorded_steps
+from megatron_daro.rollout.recorder import RecordedUpdate, read_step, read_update, recorded_steps
 from megatron_daro.rollout.sampled_batch import REPLAYED_STEP, SampledBatch, Snapshot, is_replay
 from megatron_daro.types import Group
 
@@ -25,18 +27,21 @@ from megatron_daro.types import Group
 class ReplaySource:
     """The batch source of `train --replay RUN`."""
 
-    def __init__(self, run_dir: Path, *, rollouts_per_prompt: int, deadlines: Deadlines | None = None) -> None:
-        """Read the list of steps, no rollouts yet.
+    def __init__(
+        self, run_dir: Path, *, section: TrainerSection, rollouts_per_prompt: int, deadlines: Deadlines | None = None
+    ) -> None:
+        """Read the list of steps and what the first batch was made of, no rollouts yet.
 
         Args:
-            run_dir: the recorded run.
+            run_dir: the recorded run. section: of this run, whose batches may have no fewer steps.
             rollouts_per_prompt: K of this run; must be that of the recorded one.
             deadlines: the table of deadlines.
 
         Raises:
-            DataError: nothing was recorded, steps are missing between recorded ones, or files have the older format.
+            DataError: nothing was recorded, steps are missing between recorded ones, files have the older format, or
+                a batch has more steps than this run's.
         """
-        self._run_dir = Path(run_dir)
+        self._run_dir, self._section = Path(run_dir), section
         self._size = rollouts_per_prompt
         self._deadlines = deadlines or Deadlines()
         self._steps = recorded_steps(self._run_dir)
@@ -47,6 +52,7 @@ class ReplaySource:
             raise DataError(f"{self._run_dir}/rollouts: step {gaps[0]} is missing; replay needs every step: restore it")
         self._last_step = self._steps[0] - 1
         self.ledger = Ledger()
+        self._check_size(self._updates(self._steps[0]))
 
     @property
     def steps(self) -> list[int]:
@@ -78,30 +84,75 @@ class ReplaySource:
         return ()
 
     async def sample(self, use_version: int) -> SampledBatch | None:
-        """Return the groups of the next recorded step that trained any; None after the last one.
+        """Return the next recorded batch that trained any group; None after the last one.
 
         Raises:
-            DataError: a file is damaged, or its groups are not of K rollouts.
+            DataError: a file is damaged, groups are not of K rollouts, or the batch has more steps than this run's.
         """
         while self._last_step < self._steps[-1]:
-            self._last_step += 1
-            step = self._last_step
-            recorded = await self._deadlines.within(
-                "write", asyncio.to_thread(read_step, self._run_dir, step), what=f"reading step {step}"
-            )
-            if any(used == "trained" for _, used in recorded):
-                return self._batch(step, recorded)
+            reading = asyncio.to_thread(self._read_batch, self._last_step + 1)
+            updates, groups = await self._deadlines.within("write", reading, what=f"reading step {self._last_step + 1}")
+            self._last_step = updates[-1].step
+            if any(update.applied and update.step <= self._section.steps for update in updates):
+                return self._batch(updates, groups)
         return None
 
-    def _batch(self, step: int, recorded: Sequence[tuple[Group, Outcome]]) -> SampledBatch:
-        groups = tuple(group for group, used in recorded if used == "trained")
+    def _read_batch(self, first: int) -> tuple[list[RecordedUpdate], list[tuple[Group, Outcome]]]:
+        """Return the steps of the batch that begins with this one, and all of its groups with what became of them."""
+        updates = self._updates(first)
+        self._check_size(updates)
+        groups = [
+            pair for step in range(first, first + max(len(updates), 1)) for pair in read_step(self._run_dir, step)
+        ]
+        return updates or [_of_older(first, groups)], groups
+
+    def _updates(self, first: int) -> list[RecordedUpdate]:
+        """Return the steps of the batch that begins with this one; none where an older version wrote it."""
+        updates: list[RecordedUpdate] = []
+        for step in range(first, self._steps[-1] + 1):
+            update = read_update(self._run_dir, step)
+            if update is None or (updates and update.first_step != first):
+                break
+            updates.append(update)
+        if updates and updates[0].first_step != first:
+            raise DataError(
+                f"{self._run_dir}/rollouts: step {first} belongs to the batch of step {updates[0].first_step}, whose "
+                "files are not all there; restore them"
+            )
+        return updates
+
+    def _check_size(self, updates: Sequence[RecordedUpdate]) -> None:
+        """Refuse a batch of more steps than this run has reckoned with: its old log-probs would be made otherwise."""
+        if not updates:
+            return
+        epochs, steps = updates[-1].epoch, updates[-1].step - updates[0].first_step + 1
+        if epochs > self._section.epochs_per_batch or steps > self._section.steps_per_batch:
+            raise DataError(
+                f"{self._run_dir}/rollouts: the batch of step {updates[0].step} has {steps} steps in {epochs} epochs, "
+                f"but trainer.updates_per_batch is {self._section.updates_per_batch} and trainer.epochs_per_batch "
+                f"{self._section.epochs_per_batch}; set both to the recorded run's values"
+            )
+
+    def _batch(self, updates: Sequence[RecordedUpdate], recorded: Sequence[tuple[Group, Outcome]]) -> SampledBatch:
+        # Old log-probs of a mini-batch are made of it as it was in the first epoch, also if it was not finite there.
+        within = [update for update in updates if update.step <= self._section.steps]
+        trained = {group_id for update in within if update.applied for group_id in update.group_ids}
+        planned = [one for one in within if one.applied or (one.epoch == 1 and not trained.isdisjoint(one.group_ids))]
+        ids = {group_id for update in planned for group_id in update.group_ids}
+        groups = tuple(group for group, _ in recorded if group.group_id in ids)
         filtered = tuple(group for group, used in recorded if used == "filtered")
-        dropped = tuple(group for group, used in recorded if used == "dropped")
+        dropped = tuple(group for group, used in recorded if used != "filtered" and group.group_id not in ids)
         wrong = next((g for g in groups if len(g.rollouts) != self._size), None)
         if wrong is not None:
             raise DataError(
-                f"{self._run_dir}/rollouts: step {step} group {wrong.group_id} has {len(wrong.rollouts)} rollouts but "
-                f"rollout.rollouts_per_prompt is {self._size}; set it to the recorded run's value"
+                f"{self._run_dir}/rollouts: step {planned[0].step} group {wrong.group_id} has {len(wrong.rollouts)} "
+                f"rollouts but rollout.rollouts_per_prompt is {self._size}; set it to the recorded run's value"
+            )
+        missing = sorted(ids - {group.group_id for group in groups})
+        if missing:
+            raise DataError(
+                f"{self._run_dir}/rollouts: step {planned[0].step}: its batch has group {missing[0]}, which no file of "
+                "the batch has; restore them"
             )
         self.ledger.admit_recorded([group.group_id for group, _ in recorded])
         self.ledger.finish([group.group_id for group in filtered], "filtered")
@@ -110,6 +161,12 @@ class ReplaySource:
             groups=groups,
             filtered=filtered,
             dropped=dropped,
-            snapshot=Snapshot({REPLAYED_STEP: step}, self.ledger.state_dict()),
-            first_step=step,
+            snapshot=Snapshot({REPLAYED_STEP: updates[-1].step}, self.ledger.state_dict()),
+            recorded=tuple(planned),
         )
+
+
+def _of_older(step: int, recorded: Sequence[tuple[Group, Outcome]]) -> RecordedUpdate:
+    """Read a file of an older version as a batch of one step."""
+    ids = tuple(group.group_id for group, used in recorded if used == "trained")
+    return RecordedUpdate(step, step, 1, ids, bool(ids))

@@ -41,7 +41,7 @@ class Sampler:
         filler: BatchFiller,
         *,
         kept_bins: Collection[int],
-        updates_per_batch: int = 1,
+        steps_per_batch: int = 1,
         recorder: Recorder | None = None,
         max_empty_batches: int = 3,
     ) -> None:
@@ -50,7 +50,7 @@ class Sampler:
         Args:
             context: what groups are made of. filler: the way to fill a batch, over the same context.
             kept_bins: the bins 0..K whose groups are trained; the others are replaced (dynamic sampling).
-            updates_per_batch: optimizer steps per batch: one batch of staleness is that many weight versions.
+            steps_per_batch: optimizer steps of a batch: one batch of staleness is that many weight versions.
             recorder: where skipped batches are written; None: nowhere.
             max_empty_batches: batches in a row that may come out empty.
         """
@@ -61,7 +61,7 @@ class Sampler:
         self._rollouter = context.rollouter
         self._filler = filler
         self._kept_bins = kept_bins
-        self._max_lag = context.section.max_staleness * updates_per_batch
+        self._max_lag = context.section.max_staleness * steps_per_batch
         self._max_empty = max_empty_batches
         self.ledger = context.ledger
         self._carry: tuple[Group, ...] = ()

@@ -27,15 +27,14 @@ from megatron_daro.rollout.sampled_batch import SampledBatch, Update
 from megatron_daro.types import Group, Rollout, TrainBatch, Verdict
 
 
-def update_metrics(
-    batch: SampledBatch, update: Update, columns: TrainBatch, updates_per_batch: int
-) -> dict[str, float]:
+def update_metrics(batch: SampledBatch, update: Update, columns: TrainBatch, steps_per_batch: int) -> dict[str, float]:
     """All of the below for one optimizer step: `columns` are those of `update`, which is of `batch`."""
     size = columns.rollouts_per_prompt
     metrics = sample_metrics(batch, size) | group_bins((*update.groups, *update.filtered), size)
     metrics |= length_metrics(columns)
     metrics |= _divergence(update.groups)
-    return metrics | {"rollout/staleness_mean": mean_staleness(update.groups, update.version, updates_per_batch)}
+    metrics["rollout/epoch"] = float(update.epoch)
+    return metrics | {"rollout/staleness_mean": mean_staleness(update.groups, update.version, steps_per_batch)}
 
 
 def _divergence(groups: Iterable[Group]) -> dict[str, float]:
@@ -136,9 +135,9 @@ def length_metrics(batch: TrainBatch) -> dict[str, float]:
     return metrics
 
 
-def mean_staleness(groups: Sequence[Group], version: int, updates_per_batch: int) -> float:
+def mean_staleness(groups: Sequence[Group], version: int, steps_per_batch: int) -> float:
     """Mean age of the groups' weights at a policy of this version, in batches (the unit of max_staleness)."""
-    return _mean(version - group.weight_version for group in groups) / updates_per_batch
+    return _mean(version - group.weight_version for group in groups) / steps_per_batch
 
 
 def _mean(values: Iterable[float]) -> float:

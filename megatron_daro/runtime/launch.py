@@ -89,7 +89,9 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
         # Before any process is started: data that is wrong costs no time.
         inputs: Inputs | ReplaySource
         if replay:
-            inputs = ReplaySource(replay, rollouts_per_prompt=config.rollout.rollouts_per_prompt)
+            inputs = ReplaySource(
+                replay, section=config.trainer, rollouts_per_prompt=config.rollout.rollouts_per_prompt
+            )
         else:
             inputs = read_inputs(config, progress)
         start = begin(run_dir, config, resume=resume, progress=progress)
@@ -241,12 +243,14 @@ def _checkpoints(config: Config, start: Start) -> recovery.Checkpoints:
 
 def _identity(config: Config) -> dict[str, PlainValue]:
     """Return what must be equal in a run and in a checkpoint that it continues."""
+    trainer, epochs = config.trainer, config.trainer.epochs_per_batch
     return {
-        "seed": config.trainer.seed,
+        "seed": trainer.seed,
         "rollouts_per_prompt": config.rollout.rollouts_per_prompt,
         "prompts_per_step": config.rollout.prompts_per_step,
-        "updates_per_batch": config.trainer.updates_per_batch,
+        "updates_per_batch": trainer.updates_per_batch,
         "algorithm": config.algorithm.name,
+        **({"epochs_per_batch": epochs} if epochs > 1 else {}),  # checkpoints of older versions know of no epochs
     }
 
 

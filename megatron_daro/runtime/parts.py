@@ -199,7 +199,7 @@ def generation_with(
         context,
         EarlyFill(context) if rollout.finishes_early(config.engine.kind) else Rounds(context),
         kept_bins=algorithm.kept_bins,
-        updates_per_batch=config.trainer.updates_per_batch,
+        steps_per_batch=config.trainer.steps_per_batch,
         recorder=recorder(config),
     )
     evaluator = Evaluator(

@@ -129,7 +129,7 @@ def rehearse(config: Config, *, resume: bool, replay: Path | None) -> list[str]:
     if replay is None and elsewhere and config.engine.kind == "sglang":
         _look_for_servers(config, lines)
     if replay:
-        ReplaySource(replay, rollouts_per_prompt=config.rollout.rollouts_per_prompt)
+        ReplaySource(replay, section=config.trainer, rollouts_per_prompt=config.rollout.rollouts_per_prompt)
         lines.notice(f"replay: {replay}")
     else:
         _read_inputs(config, lines)

@@ -120,6 +120,7 @@ _REFUSED = {
     "actor.optimizer.distributed": "the saved optimizer state is laid out for it",
     "trainer.seed": "order of prompts and sampling come from it",
     "trainer.updates_per_batch": "the checkpoint counts batches of that many steps",
+    "trainer.epochs_per_batch": "the checkpoint counts batches of that many steps",
 }
 """Fields that a checkpoint is bound to, each with the reason."""
 

@@ -13,31 +13,37 @@ PPO = [
     "algorithm.critic.value_clip=0.5",
     "algorithm.critic.pretrain_steps=1",
     "trainer.updates_per_batch=2",
-    "trainer.save_every_steps=2",
+    "trainer.epochs_per_batch=2",
+    "trainer.save_every_steps=4",
 ]
 
 
 @pytest.mark.heavy  # the state itself: tests/parallel/test_critic.py
 @pytest.mark.timeout(900)
-def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(tiny, tmp_path):
+def test_a_resumed_run_and_a_replay_are_the_unbroken_one_bit_for_bit(tiny, tmp_path):
     def train(run, *options):
         trained(["train", tiny.config, *PPO, f"trainer.run_dir={tmp_path / run}", *options], tmp_path / f"{run}.log")
         return tmp_path / run
 
-    whole = train("whole", "trainer.steps=4")
-    train("resumed", "trainer.steps=2")
+    whole = train("whole", "trainer.steps=8")
+    train("resumed", "trainer.steps=4")
     pickles = frozenset({"common.pt", "critic/common.pt", "manifest.json"})
-    resumed = train("resumed", "trainer.steps=4", "--resume")
-    assert_same_run(resumed, whole, range(1, 5), but=pickles)
-    critics = [checkpoint(run, 4).glob("**/critic/common.pt") for run in (resumed, whole)]
+    resumed = train("resumed", "trainer.steps=8", "--resume")
+    assert_same_run(resumed, whole, range(1, 9), but=pickles)
+    replayed = train("replayed", "trainer.steps=8", "--replay", whole)
+    keys = ("loss/policy", "loss/grad_norm", "ratio/mean", "critic/loss", "critic/grad_norm", "rollout/epoch")
+    found = [[[line[key] for key in keys] for line in metric_lines(run, range(1, 9))] for run in (replayed, whole)]
+    assert found[0] == found[1]
+    critics = [checkpoint(run, 8).glob("**/critic/common.pt") for run in (resumed, whole)]
     (one,), (other,) = (list(found) for found in critics)
     assert cli_runs._scalars(one.parent) == cli_runs._scalars(other.parent)
     assert len(list(one.parent.glob("shard_*.safetensors"))) == 2
-    lines = metric_lines(whole, range(1, 5))
-    assert [line["optimizer/learning_rate"] > 0 for line in lines] == [False, True, True, True]
+    lines = metric_lines(whole, range(1, 9))
+    assert [line["optimizer/learning_rate"] > 0 for line in lines] == [False, *[True] * 7]
     assert all(line["critic/learning_rate"] == pytest.approx(1e-3) for line in lines)
     assert lines[0]["critic/value_mean"] == lines[1]["critic/value_mean"] == 0.0, "the head says 0 until it is trained"
-    assert lines[2]["critic/value_mean"] != 0.0 and lines[3]["critic/loss"] > 0
+    assert all(line["critic/value_mean"] == 0.0 for line in lines[:4]) and lines[4]["critic/value_mean"] != 0.0
+    assert [abs(line["ratio/mean"] - 1) < 1e-6 for line in lines[:4]] == [True, True, False, False]
 
 
 @pytest.mark.heavy

@@ -174,6 +174,30 @@ def check_gradients(pool, model, layout, name="ppo", beta=0.0, **options):
         assert of_parts == pytest.approx(parts, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.parametrize("layout", [name for name in USED if name != "single"])
+def test_a_second_epoch_over_other_mini_batches_equals_one_process(rank_pool, untied, layout):
+    """Groups of both mini-batches are mixed; every ratio, value and advantage is of before the first update."""
+    policy, _, critic, *_ = untied
+    batch = random_batch(groups=6, with_old=False)
+    batch = batch.select(np.argsort(batch.group_ids_N, kind="stable"))
+    algorithm = {**section(critic, value_clip=0.02, learning_rate=1e-3), "old_logprobs": "recompute", "clip_high": 0.02}
+    found = [
+        rank_pool.run(
+            policy_tasks.ppo_epochs,
+            layouts()[name],
+            path=policy,
+            batch=batch,
+            algorithm=algorithm,
+            optimizer={"learning_rate": 1e-3, "eps": 1e-3, "distributed": False},
+        )
+        for name in ("single", layout)
+    ]
+    (one,), several = found
+    assert one["clipped"] > 0.05, "nothing moved far enough for a clip"
+    assert relative_difference(merged(several), one["gradients"]) < 1e-5
+    assert all(result["policy_loss"] == pytest.approx(one["policy_loss"], rel=1e-5) for result in several)
+
+
 def expected_metrics(its, head, batch, beta):
     """Means by pass rate and by tenth of the answer, token by token in plain Python."""
     found, raw = {}, []

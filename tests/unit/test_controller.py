@@ -21,7 +21,8 @@ from loop_fakes import FAST, Crash, K, make_stack, resume_stack, run_stack
 from megatron_daro.errors import CheckpointError, DataError, DeadlineError, EngineError, NonFiniteError
 from megatron_daro.observe.metrics import comparable, read_metrics
 from megatron_daro.recovery import find_latest_valid, step_directories
-from megatron_daro.rollout.recorder import read_groups, read_step, read_waiting, recorded_steps
+from megatron_daro.rollout.recorder import read_groups, read_step, read_update, read_waiting, recorded_steps
+from megatron_daro.rollout.sampled_batch import epoch_order
 from megatron_daro.runtime.interrupts import stop_on_signals
 
 EVALUATE = {"eval_every_steps": 3}
@@ -178,6 +179,58 @@ def test_several_updates_per_batch_are_one_line_each(tmp_path):
     assert [event for event in stack.events if event[0] == "sync"] == [("sync", v) for v in (0, 2, 4, 6, 7)]
     # The last batch has groups for a step that the run does not have.
     assert sum(used == "dropped" for _, used in read_step(tmp_path, 7)) >= 3
+
+
+EPOCHS = {"rollout": {"prompts_per_step": 5}, "trainer": {"updates_per_batch": 2, "epochs_per_batch": 3, "steps": 12}}
+
+
+def test_several_epochs_take_each_group_once_each_in_other_mini_batches(tmp_path):
+    stack = make_stack(tmp_path, **EPOCHS)
+    run_stack(stack)
+    assert [line["rollout/epoch"] for line in read_metrics(tmp_path)] == [1, 1, 2, 2, 3, 3] * 2
+    updates = {step: read_update(tmp_path, step) for step in range(1, 13)}
+    assert [one.first_step for one in updates.values()] == [1] * 6 + [7] * 6
+    for first in (1, 7):
+        epochs = [(*updates[step].group_ids, *updates[step + 1].group_ids) for step in (first, first + 2, first + 4)]
+        assert len({frozenset(ids) for ids in epochs}) == 1 and len(set(epochs)) == 3 and len(set(epochs[0])) == 5
+        recorded = [[g.group_id for g, used in read_step(tmp_path, step) if used == "trained"] for step in updates]
+        assert tuple(recorded[first - 1] + recorded[first]) == epochs[0] == tuple(sorted(epochs[0]))
+    assert not any(read_step(tmp_path, step) for step in (3, 4, 5, 6, 9, 10, 11, 12))
+    recorded_once(tmp_path)
+    check_books(tmp_path)
+    prepared = [event for event in stack.events if event[0] == "prepare"]
+    assert prepared == [*[("prepare", 0)] * 2, *[("prepare", 6)] * 2], "passes are made before the first epoch alone"
+    assert [event for event in stack.events if event[0] == "sync"] == [("sync", v) for v in (0, 6, 12)]
+
+
+def test_a_run_of_epochs_that_crashed_goes_on_bit_for_bit(tmp_path):
+    whole = make_stack(tmp_path / "whole", **EPOCHS)
+    run_stack(whole)
+    stack = make_stack(tmp_path / "crashed", crash=("train", 10, "exit"), **EPOCHS)
+    with pytest.raises(Crash):
+        run_stack(stack)
+    stack = make_stack(tmp_path / "crashed", **EPOCHS)
+    resume_stack(stack)
+    assert stack.policy.weights == whole.policy.weights
+    assert files(tmp_path / "crashed") == files(tmp_path / "whole")
+
+
+def test_a_group_is_counted_by_its_first_epoch(tmp_path):
+    """A step that was not finite dropped its groups, although a later epoch trained them."""
+    trainer = {**EPOCHS["trainer"], "on_nonfinite": "skip", "steps": 6}
+    stack = make_stack(tmp_path, **{**EPOCHS, "trainer": trainer})
+    stack.policy.nonfinite_steps = {2: "skip", 5: "skip"}
+    run_stack(stack)
+    assert [read_update(tmp_path, step).applied for step in range(1, 7)] == [True, False, True, True, False, True]
+    counts, outcomes = stack.sampler.ledger.counts(), [used for *_, used in recorded_once(tmp_path)]
+    assert counts["trained"] == outcomes.count("trained") == 2 and len(read_update(tmp_path, 2).group_ids) == 3
+    check_books(tmp_path)
+
+
+def test_an_order_of_an_epoch_follows_from_seed_batch_and_epoch():
+    assert sorted(epoch_order(7, 0, 1, 2)) == list(range(7)) and epoch_order(7, 0, 1, 2) == epoch_order(7, 0, 1, 2)
+    others = [epoch_order(7, *numbers) for numbers in ((0, 1, 2), (1, 1, 2), (0, 2, 2), (0, 1, 3))]
+    assert len(set(map(tuple, others))) == 4
 
 
 @pytest.mark.parametrize("how", ["raise", "skip"])
@@ -377,6 +430,7 @@ def unbroken(tmp_path_factory):
     staleness=st.integers(0, 3),
     order_seed=st.integers(0, 10_000),
     updates=st.integers(1, 3),
+    epochs=st.integers(1, 2),
     oversampling=st.sampled_from([1.0, 1.7, 3.0]),
     keep_surplus=st.booleans(),
     filter_groups=st.booleans(),
@@ -392,6 +446,7 @@ def test_whatever_happens_the_books_add_up_and_nothing_stale_or_twice_is_trained
     staleness,
     order_seed,
     updates,
+    epochs,
     lags,
     aborts,
     skips,
@@ -403,7 +458,7 @@ def test_whatever_happens_the_books_add_up_and_nothing_stale_or_twice_is_trained
     run = tmp_path_factory.mktemp("any")
     options = {
         "rollout": {"max_staleness": staleness, **rollout},
-        "trainer": {"updates_per_batch": updates, "on_nonfinite": "skip", "steps": 7},
+        "trainer": {"updates_per_batch": updates, "epochs_per_batch": epochs, "on_nonfinite": "skip", "steps": 7},
         "filter_groups": filter_groups,
         "finish_early": early,
         "order_seed": order_seed,
@@ -426,7 +481,7 @@ def test_whatever_happens_the_books_add_up_and_nothing_stale_or_twice_is_trained
         if used == "trained":
             assert len(group.rollouts) == K and step not in skips
             earliest_start_of_its_batch = step - updates
-            assert earliest_start_of_its_batch - group.weight_version <= staleness * updates
+            assert earliest_start_of_its_batch - group.weight_version <= staleness * updates * epochs
 
 
 def _misbehave(stack, lags, aborts, skips) -> None:

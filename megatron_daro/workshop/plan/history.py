@@ -64,7 +64,7 @@ def read_history(run: Path) -> History:
     """
     config = resolve(run / "config.yaml")
     rows = [row for row in read_metrics(run) if "timing/step_s" in row and (row["step"] or 0) > 0][WARM_UP_STEPS:]
-    files = sorted((run / "rollouts").glob("step_*.parquet"))
+    files = [file for file in sorted((run / "rollouts").glob("step_*.parquet")) if pq.read_metadata(file).num_rows]
     if not rows or not files:
         raise ConfigError(
             f"--from: got {str(run)!r} with {len(rows)} steps after the first and {len(files)} files of rollouts; "

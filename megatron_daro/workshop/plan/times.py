@@ -178,7 +178,7 @@ def train_times(
     critic = active_parameters(workload.critic) / active_parameters(workload.shape) if workload.critic else 0.0
     passes = (workload.extra_passes - (workload.critic is not None) + critic) * forward * (1 + idle)
     factor = constants.training_factor
-    models = factor * (1 + critic)
+    models = factor * (1 + critic) * workload.epochs
     return TrainTimes(models * compute, models * (inner + outer), models * bubble, factor * passes)
 
 

@@ -32,10 +32,11 @@ class Workload:
 
     samples: of a batch; generated: answers asked for, with oversampling; extra_passes: forward passes beside
     training (old and reference log-probs, values); critic: the shape of the second model that is trained on
-    the same ranks; updates: optimizer steps of a batch. servers_fp8, cache_fp8: their weights, and keys and values.
-    recomputed: modules of a layer that are computed again in the backward pass (selective recomputation).
-    server_fraction: of a server's GPU for its weights and cache; None: all that is left. server_nodes: that each
-    server is spread over; None: as few as hold it. colocated: servers and ranks take turns on the GPUs.
+    the same ranks; updates: mini-batches of a batch; epochs: how often each is trained on. servers_fp8, cache_fp8:
+    their weights, and keys and values. recomputed: modules of a layer that are computed again in the backward pass
+    (selective recomputation). server_fraction: of a server's GPU for its weights and cache; None: all that is left.
+    server_nodes: that each server is spread over; None: as few as hold it. colocated: servers and ranks take turns on
+    the GPUs.
     """
 
     shape: ModelShape
@@ -61,6 +62,7 @@ class Workload:
     colocated: bool
     critic: ModelShape | None = None
     recomputed: frozenset[str] = frozenset()
+    epochs: int = 1
 
     @property
     def mean_response(self) -> float:
@@ -162,6 +164,7 @@ def workload_of(
         server_nodes=sglang.nodes if sglang.nodes > 1 else None,
         colocated=config.engine.colocate,
         recomputed=_recomputed(actor.megatron),
+        epochs=config.trainer.epochs_per_batch,
     )
 
 

@@ -517,10 +517,10 @@ class _Rehearsal:
 
     def _script(self, places: list[Place]) -> Script:
         pace, times = self._setting.asked.pace, self._setting.times
-        updates = self._config.trainer.updates_per_batch
+        trainer = self._config.trainer
         return Script(
-            train_s=pace * times.train / updates,
-            logprobs_s=pace * times.logprobs / updates,
+            train_s=pace * times.train / trainer.steps_per_batch,
+            logprobs_s=pace * times.logprobs / trainer.updates_per_batch,
             send_s=pace * times.sync / len(self.stages),
             stages={plan.stage: (plan.num_bytes, plan.buckets) for plan in self.stages},
             answering=frozenset(rank for rank, place in enumerate(places) if place.answers),

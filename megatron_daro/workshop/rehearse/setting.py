@@ -85,7 +85,7 @@ class Setting:
     @property
     def updates(self) -> int:
         """Optimizer steps of a batch."""
-        return self.full.trainer.updates_per_batch
+        return self.full.trainer.steps_per_batch
 
     @property
     def layers(self) -> list[list[range]]:

@@ -84,7 +84,7 @@ def load_samples(run_dir: Path) -> tuple[list[Samples], list[str]]:
     notes = []
     if not files:
         notes.append("sample rollouts (rollouts/step_*.parquet; observe.save_rollouts writes them)")
-    chosen = [steps[i] for i in sorted({0, len(steps) // 2, len(steps) - 1})] if steps else []
+    chosen = dict.fromkeys(_with_groups(steps, i) for i in (0, len(steps) // 2, len(steps) - 1)) if steps else []
     samples: list[Samples] = []
     for kind, step, path in [*chosen, *skipped[-1:]]:
         try:
@@ -98,6 +98,18 @@ def load_samples(run_dir: Path) -> tuple[list[Samples], list[str]]:
         turns = turns_table(sums_of(r for group in groups for r in group.rollouts))
         samples.append(Samples(step, kind == "skipped", _pick(groups), verdicts, turns))
     return samples, notes
+
+
+def _with_groups(steps: Sequence[tuple[str, int, Path]], number: int) -> tuple[str, int, Path]:
+    """Return the last file up to this one that has groups: a step that goes over a batch again has none of its own."""
+    return next((steps[i] for i in range(number, 0, -1) if _has_rows(steps[i][2])), steps[0])
+
+
+def _has_rows(path: Path) -> bool:
+    try:
+        return pq.read_metadata(path).num_rows > 0
+    except (OSError, pa.ArrowException):
+        return True  # whoever reads it says that it is damaged
 
 
 def _file_values(file: Samples, decode: Decode | None) -> dict[str, Any]:

@@ -85,6 +85,16 @@ def test_a_good_run_passes_every_check_without_warnings(run_files, cpu):
             "whose ratio to the engine is always 1",
         ),
         (
+            ["algorithm.trust_region=reinforce", "trainer.epochs_per_batch=2"],
+            "trainer.epochs_per_batch",
+            "got 2 with trust_region reinforce, which has no ratio to the old policy; allowed: 1",
+        ),
+        (
+            ["algorithm.old_logprobs=forward", "trainer.epochs_per_batch=2"],
+            "algorithm.old_logprobs",
+            "got forward with 2 updates per batch",
+        ),
+        (
             ["algorithm.old_logprobs=forward", "trainer.updates_per_batch=2"],
             "algorithm.old_logprobs",
             "got forward with 2 updates per batch",

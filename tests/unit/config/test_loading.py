@@ -43,7 +43,8 @@ def test_a_minimal_file_gets_every_default_and_what_depends_on_others(tmp_path):
     assert config.algorithm.old_logprobs == "forward"
     assert config.algorithm.overlong.max_tokens == config.rollout.max_response_tokens
     assert (config.algorithm.name, config.rollout.max_staleness, config.reward.strict) == ("daro", 0, True)
-    assert resolve(tmp_path / "run.yaml", ["trainer.updates_per_batch=2"]).algorithm.old_logprobs == "recompute"
+    for several in ("trainer.updates_per_batch=2", "trainer.epochs_per_batch=2"):
+        assert resolve(tmp_path / "run.yaml", [several]).algorithm.old_logprobs == "recompute"
 
 
 def test_the_resolved_file_gives_the_same_configuration(tmp_path):

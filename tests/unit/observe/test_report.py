@@ -20,7 +20,7 @@ from synthetic_run import HOSTILE_TEXTS, write_rollouts, write_synthetic_run
 
 from megatron_daro.errors import DataError
 from megatron_daro.observe import MetricsLog, read_metrics
-from megatron_daro.rollout.recorder import Recorder, read_groups
+from megatron_daro.rollout.recorder import RecordedUpdate, Recorder, read_groups
 from megatron_daro.types import Verdict
 from megatron_daro.workshop.report import report as report_page
 from megatron_daro.workshop.report.report import write_report
@@ -366,6 +366,14 @@ def test_of_a_long_file_the_beginning_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(report_page, "_MOST_BYTES", 1)
     monkeypatch.setattr(report_page, "_ROWS_AT_ONCE", 8)
     assert _report(tmp_path)[0].count('<details class="sample">') == 1
+
+
+def test_a_step_of_a_later_epoch_is_shown_by_the_groups_of_an_earlier_one(tmp_path):
+    MetricsLog(tmp_path, tensorboard=False).close()
+    write_rollouts(tmp_path, 1, 4, 0.0, np.random.default_rng(0))
+    Recorder(tmp_path).write_step(2, {}, RecordedUpdate(2, 1, 2, (100, 101), True))
+    samples, notes = report_page.load_samples(tmp_path)
+    assert [one.step for one in samples] == [1] and not notes
 
 
 def test_a_skipped_batch_is_shown_with_its_verdicts_before_any_step(tmp_path):

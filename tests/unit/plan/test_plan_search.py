@@ -122,6 +122,8 @@ def test_a_critic_takes_time_as_it_has_parameters():
     assert equal.train == pytest.approx(2 * alone.train) and equal.logprobs == pytest.approx(2 * alone.logprobs)
     assert small.train == pytest.approx(1.5 * alone.train, rel=0.02)
     assert small.logprobs == pytest.approx(1.5 * alone.logprobs, rel=0.02)
+    often = train_times(replace(asked, epochs=3), layout, 4, H100, known)
+    assert often.train == pytest.approx(3 * alone.train) and often.logprobs == alone.logprobs
 
 
 def test_the_bubble_grows_with_stages_and_shrinks_with_micro_batches():

@@ -214,7 +214,8 @@ class FakePolicy:
         self.events = events if events is not None else []
         self.nonfinite_steps: dict[int, str] = {}  # step -> "raise" or "skip"
         self.batches: list[tuple[int, int]] = []
-        self.prepared: set[int] = set()
+        self.begun = False  # as actor.step.TrainState's
+        self.prepared: dict[int, int] = {}  # group id -> steps when its old log-probs were taken
         self.gate: asyncio.Event | None = None
         self.hang = False
         self.closed = 0
@@ -224,8 +225,13 @@ class FakePolicy:
     async def prepare(self, batch):
         self.events.append(("prepare", self.steps))
         await asyncio.sleep(0)
-        self.prepared.add(batch_digest(batch))
-        return replace(batch, old_logprobs_R=np.full_like(batch.rollout_logprobs_R, self.steps))
+        self.prepared |= dict.fromkeys(batch.group_ids_N.tolist(), self.steps)
+        return replace(batch, old_logprobs_R=self._old_logprobs(batch))
+
+    def _old_logprobs(self, batch):
+        """Another number for each token, and the steps that were done when its group was prepared."""
+        steps = np.array([self.prepared[i] for i in batch.group_ids_N.tolist()], np.float32)
+        return batch.rollout_logprobs_R + np.repeat(steps, batch.response_lengths_N)
 
     async def train(self, batch, step: int) -> StepResult:
         self.events.append(("train", step))
@@ -234,14 +240,17 @@ class FakePolicy:
         if self.gate is not None:
             await self.gate.wait()
         await asyncio.sleep(0)
-        assert batch.old_logprobs_R is not None and batch_digest(batch) in self.prepared
-        self.batches.append((step, batch_digest(batch)))
+        np.testing.assert_array_equal(batch.old_logprobs_R, self._old_logprobs(batch))
+        self.begun |= batch.opens_batch
+        seen = digest(batch_digest(batch), batch.old_logprobs_R.tobytes(), self.begun)
+        self.batches.append((step, seen))
         if step in self.nonfinite_steps:
             if self.nonfinite_steps[step] == "raise":
                 raise NonFiniteError("loss is nan in micro-batch 3")
             return StepResult(step, {"loss/policy": float("nan")}, skipped=True, reason="gradient norm is inf")
-        self.weights = str(digest(self.weights, batch_digest(batch), step)).encode()
+        self.weights = str(digest(self.weights, seen, step)).encode()
         self.steps += 1
+        self.begun = False
         self.events.append(("trained", step))
         loss = int(self.weights) % 1000003 / 1000003
         return StepResult(step, {"loss/policy": loss, "difficulty/weight/2": 1 + loss})
@@ -339,7 +348,7 @@ def make_sampler(engine, source, progress, phases, *, rollout=None, order_seed=0
     context = RolloutContext(
         section=section, rollouter=rollouter, source=source, ledger=ledger, collector=collector, **shared
     )
-    return Sampler(context, filling_class(context), kept_bins=kept_bins, updates_per_batch=updates, **options)
+    return Sampler(context, filling_class(context), kept_bins=kept_bins, steps_per_batch=updates, **options)
 
 
 def make_stack(run: Path, *, order_seed=0, crash=None, rollout=None, trainer=None, deadlines=FAST, **sampler_options):
@@ -349,7 +358,7 @@ def make_stack(run: Path, *, order_seed=0, crash=None, rollout=None, trainer=Non
     engine, policy = engine_class(order_seed, events), FakePolicy(events)
     source, phases, progress = sampler_options.pop("source", None) or FakeSource(), FakePhases(crash), FakeProgress()
     section = TrainerSection(**({"steps": 6, "save_every_steps": 2, "keep_checkpoints": 2} | (trainer or {})))
-    options = {"order_seed": order_seed, "updates": section.updates_per_batch, "deadlines": deadlines}
+    options = {"order_seed": order_seed, "updates": section.steps_per_batch, "deadlines": deadlines}
     sampler = make_sampler(engine, source, progress, phases, rollout=rollout, **options | sampler_options)
     metrics = MetricsLog(run, tensorboard=False)
 

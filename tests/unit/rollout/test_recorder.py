@@ -20,7 +20,16 @@ from loop_fakes import K, make_rollout
 
 from megatron_daro.errors import DataError
 from megatron_daro.rollout.group_columns import RecordedGroup, blocks, decode, encode
-from megatron_daro.rollout.recorder import Recorder, read_groups, read_step, recorded_steps, write_groups
+from megatron_daro.rollout.recorder import (
+    UPDATE,
+    RecordedUpdate,
+    Recorder,
+    read_groups,
+    read_step,
+    read_update,
+    recorded_steps,
+    write_groups,
+)
 from megatron_daro.routed_experts import ExpertsFolder
 from megatron_daro.types import Group, Prompt, Verdict
 
@@ -308,6 +317,18 @@ def test_skipped_batches_have_files_of_their_own_until_the_step_is_recorded(tmp_
     assert [path.name for path in sorted(path.parent.iterdir())] == ["skipped_000005.parquet", "step_000003.parquet"]
     recorder.truncate_after(4)
     assert [path.name for path in path.parent.iterdir()] == ["step_000003.parquet"]
+
+
+@pytest.mark.parametrize(
+    "torn", ["no JSON", '{"step": 7}', '{"step":8,"first_step":5,"epoch":2,"group_ids":[9],"applied":true}', "[]"]
+)
+def test_what_a_step_was_made_of_comes_back_and_a_torn_record_is_named(tmp_path, torn):
+    recorder, update = Recorder(tmp_path), RecordedUpdate(7, 5, 2, (9, 4), False)
+    path = recorder.write_step(7, {}, update)
+    assert read_update(tmp_path, 7) == update and read_step(tmp_path, 7) == []
+    write_groups(path, (), metadata={UPDATE: torn})
+    with pytest.raises(DataError, match=r"step_000007.parquet: cannot be read: .*restore the file"):
+        read_update(tmp_path, 7)
 
 
 def test_truncate_keeps_steps_up_to_the_checkpoint(tmp_path):

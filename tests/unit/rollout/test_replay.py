@@ -10,44 +10,58 @@ import pytest
 from books import check_books
 from loop_fakes import FakePolicy, FakeProgress, K, make_stack, run_stack
 
+from megatron_daro.config.sections import TrainerSection
 from megatron_daro.controller import Controller
 from megatron_daro.errors import CheckpointError, DataError
 from megatron_daro.observe.metrics import MetricsLog, read_metrics
 from megatron_daro.recovery import find_latest_valid
 from megatron_daro.rollout.evaluation import Evaluations
-from megatron_daro.rollout.recorder import Recorder, read_step
+from megatron_daro.rollout.recorder import Recorder, read_step, read_update
 from megatron_daro.rollout.replay import ReplaySource
 
 
-def replay(recorded, run, steps=6, **changes):
+def source_of(run, section=None, size=K):
+    return ReplaySource(run, section=section or TrainerSection(), rollouts_per_prompt=size)
+
+
+def replay(recorded, run, steps=6, trainer=None, **changes):
     """A controller over ReplaySource; returns its policy."""
+    section = make_stack(run / "unused", trainer={"steps": steps, **(trainer or {})}).section
     parts = make_stack(run).parts
     parts = replace(
         parts,
         engine=None,
         evaluations=Evaluations(),
         policy=FakePolicy(),
-        source=ReplaySource(recorded, rollouts_per_prompt=K),
+        source=source_of(recorded, section),
         metrics=MetricsLog(run, tensorboard=False),
         checkpoints=None,
         progress=FakeProgress(),
         **changes,
     )
-    section = make_stack(run / "unused", trainer={"steps": steps}).section
     controller = Controller(section, parts, max_staleness=0)
     outcome = asyncio.run(controller.run())
     return parts, outcome
 
 
-@pytest.mark.parametrize("updates", [1, 3])
-def test_the_batches_and_weights_are_those_of_the_recorded_run(tmp_path, updates):
-    original = make_stack(tmp_path / "a", trainer={"updates_per_batch": updates})
+@pytest.mark.parametrize(
+    ("updates", "epochs", "skipped"), [(1, 1, []), (3, 1, []), (2, 2, []), (2, 3, [1, 4]), (1, 6, [1])]
+)
+def test_the_batches_and_weights_are_those_of_the_recorded_run(tmp_path, updates, epochs, skipped):
+    """Also where old log-probs belong to steps that were not finite, but whose groups a later epoch trained."""
+    trainer = {"updates_per_batch": updates, "epochs_per_batch": epochs, "on_nonfinite": "skip"}
+    original = make_stack(tmp_path / "a", trainer=trainer)
+    original.policy.nonfinite_steps = dict.fromkeys(skipped, "skip")
     run_stack(original)
-    parts, outcome = replay(tmp_path / "a", tmp_path / "b")
+    parts, outcome = replay(tmp_path / "a", tmp_path / "b", trainer=trainer)
     assert outcome.step == 6
-    assert parts.policy.batches == original.policy.batches
+    assert parts.policy.batches == [one for one in original.policy.batches if one[0] not in skipped]
     assert parts.policy.weights == original.policy.weights
-    for key in ("loss/policy", "difficulty/predicted_loss/2"):
+    books = [read_metrics(tmp_path / run)[-1] for run in "ab"]
+    assert len({(line["rollout/groups_trained"], line["rollout/groups_filtered"]) for line in books}) == 1
+    if skipped:
+        return
+    for key in ("loss/policy", "difficulty/predicted_loss/2", "accuracy/mean", "rollout/epoch"):
         recorded, again = ([m.get(key) for m in read_metrics(tmp_path / run)] for run in "ab")
         assert recorded == again
     for step in range(1, 7):
@@ -93,19 +107,19 @@ def test_replay_keeps_the_step_numbers_when_a_step_trained_nothing(tmp_path):
 
 def test_a_replay_can_be_resumed(tmp_path):
     run_stack(make_stack(tmp_path / "a"))
-    source = ReplaySource(tmp_path / "a", rollouts_per_prompt=K)
+    source = source_of(tmp_path / "a")
     first = asyncio.run(source.sample(0))
     state = first.snapshot.to_json({group.group_id: "trained" for group in first.groups})
-    again = ReplaySource(tmp_path / "a", rollouts_per_prompt=K)
+    again = source_of(tmp_path / "a")
     again.load_state_dict(state)
-    assert asyncio.run(again.sample(1)).first_step == 2
+    assert asyncio.run(again.sample(1)).recorded[0].step == 2
     assert again.ledger.counts()["trained"] == len(first.groups)
 
 
 def test_a_replay_and_a_run_that_generates_do_not_go_on_from_each_other(tmp_path):
     generated = make_stack(tmp_path / "a")
     run_stack(generated)
-    source = ReplaySource(tmp_path / "a", rollouts_per_prompt=K)
+    source = source_of(tmp_path / "a")
     first = asyncio.run(source.sample(0))
     state = first.snapshot.to_json({group.group_id: "trained" for group in first.groups})
     with pytest.raises(CheckpointError, match=r"checkpoint is of a replay.*resume it with --replay"):
@@ -131,11 +145,46 @@ def test_groups_that_end_long_after_later_ones_can_be_replayed(tmp_path):
 
 def test_what_cannot_be_replayed_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"no recorded steps; the run needs observe.save_rollouts=true"):
-        ReplaySource(tmp_path, rollouts_per_prompt=K)
+        source_of(tmp_path)
     run_stack(make_stack(tmp_path))
     with pytest.raises(DataError, match=r"step 1 group \d+ has 4 rollouts but rollout.rollouts_per_prompt is 8"):
-        asyncio.run(ReplaySource(tmp_path, rollouts_per_prompt=8).sample(0))
+        asyncio.run(source_of(tmp_path, size=8).sample(0))
     (tmp_path / "rollouts" / "step_000003.parquet").unlink()
     with pytest.raises(DataError, match="step 3 is missing"):
-        ReplaySource(tmp_path, rollouts_per_prompt=K)
+        source_of(tmp_path)
     assert Recorder(tmp_path).truncate_after(0) == 5
+
+
+def test_a_batch_of_an_older_file_is_one_step(tmp_path):
+    """An older version did not write which batch a step belongs to."""
+    stack = make_stack(tmp_path, trainer={"steps": 2})
+    run_stack(stack)
+    for step in (1, 2):
+        groups = {"trained": [group for group, used in read_step(tmp_path, step) if used == "trained"]}
+        Recorder(tmp_path).write_step(step, groups)
+        assert read_update(tmp_path, step) is None
+    source = source_of(tmp_path)
+    batches = [asyncio.run(source.sample(step)) for step in (0, 1)]
+    assert [one.recorded[0].first_step for one in batches] == [1, 2]
+    assert all(one.recorded[0].group_ids == tuple(g.group_id for g in one.groups) for one in batches)
+
+
+def test_a_replay_needs_the_steps_and_all_files_of_the_recorded_batches(tmp_path):
+    trainer = {"updates_per_batch": 2, "epochs_per_batch": 3}
+    run_stack(make_stack(tmp_path, trainer=trainer))
+    few = r"batch of step 1 has 6 steps in 3 epochs, but trainer.updates_per_batch is 6 and trainer.epochs_per_batch 1"
+    with pytest.raises(DataError, match=few):
+        source_of(tmp_path, TrainerSection(updates_per_batch=6))
+    (tmp_path / "rollouts" / "step_000001.parquet").unlink()
+    with pytest.raises(DataError, match="step 2 belongs to the batch of step 1, whose files are not all there"):
+        source_of(tmp_path, TrainerSection(**trainer))
+
+
+def test_a_replay_of_fewer_steps_ends_within_a_batch(tmp_path):
+    trainer = {"updates_per_batch": 2, "epochs_per_batch": 2}
+    original = make_stack(tmp_path / "a", rollout={"prompts_per_step": 4}, trainer={**trainer, "steps": 8})
+    run_stack(original)
+    parts, outcome = replay(tmp_path / "a", tmp_path / "b", steps=5, trainer=trainer)
+    assert outcome.step == 5 and parts.policy.batches == original.policy.batches[:5]
+    check_books(tmp_path / "b")
+    assert read_metrics(tmp_path / "b")[-1]["rollout/groups_outstanding"] == 0
