@@ -153,14 +153,24 @@ def error_of_a_step(path: Path, layout: Any, batch: TrainBatch, algorithm: dict[
     return f"skipped: {result.reason}" if result.skipped else ""
 
 
-def moments(path: Path, layout: Any, batch: TrainBatch, opens: Sequence[bool], algorithm: dict[str, Any]) -> Any:
-    """After each of some optimizer steps Adam's step counts, and whether its moments are those of one gradient."""
+def moments(
+    path: Path,
+    layout: Any,
+    batch: TrainBatch,
+    opens: Sequence[bool],
+    algorithm: dict[str, Any],
+    spoiled: Sequence[int] = (),
+) -> Any:
+    """After each of some optimizer steps Adam's step counts, and whether its moments are those of one gradient. The
+    losses of the spoiled steps are not finite."""
     from megatron_daro.actor.compat import optimizer_parts
 
     policy = build_policy(path, layout, algorithm, optimizer={"learning_rate": 1e-4})
     mine, found = batch.select(my_rows(len(batch), layout)), []
     for step, first in enumerate(opens, 1):
-        policy.train_step(replace(mine, opens_batch=first), uneven_split(len(mine), 2), step=step)
+        bad_N = mine.advantages_N * np.nan if step in spoiled else mine.advantages_N
+        shard = replace(mine, opens_batch=first, advantages_N=bad_N)
+        policy.train_step(shard, uneven_split(len(mine), 2), step=step)
         states = [s for part in optimizer_parts(policy.train_state.optimizer) for s in part.optimizer.state.values()]
         counts = {float(s["step"]) for s in states}
         gradients = [s["exp_avg"] / 0.1 for s in states]

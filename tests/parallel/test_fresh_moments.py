@@ -8,18 +8,23 @@ from small_models import random_batch, save_model
 from test_gradients_exact import layouts
 
 
-@pytest.mark.parametrize("reset", [True, False])
-@pytest.mark.parametrize("layout", ["single", "dp2"])
-def test_moments_begin_anew_with_each_batch(rank_pool, tmp_path, layout, reset):
+@pytest.mark.parametrize(
+    ("layout", "reset", "spoiled"),
+    [("single", True, ()), ("single", False, ()), ("dp2", True, ()), ("dp2", False, ()), ("single", True, (4,))],
+)
+def test_moments_begin_anew_with_each_batch(rank_pool, tmp_path, layout, reset, spoiled):
+    """With the first update that is applied: a replay leaves out those that were not finite."""
     save_model("qwen2", tmp_path)
     results = rank_pool.run(
         policy_tasks.moments,
         layouts()[layout],
         path=tmp_path,
         batch=random_batch(with_old=True),
-        opens=[True, False, False, True],
+        opens=[True, False, False, True, *[False] * len(spoiled)],
+        spoiled=spoiled,
         algorithm={"name": "kimi", "kimi": {"tau": 0.3, "reset_optimizer": reset}},
     )
     for found in results:
+        found = [one for step, one in enumerate(found, 1) if step not in spoiled]
         assert [counts for counts, _ in found] == [{1.0}, {2.0}, {3.0}, {1.0 if reset else 4.0}]
         assert [of_one for _, of_one in found] == [True, False, False, reset]
