@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 
+import epoch_tasks
 import numpy as np
 import policy_tasks
 import pytest
@@ -183,7 +184,7 @@ def test_a_second_epoch_over_other_mini_batches_equals_one_process(rank_pool, un
     algorithm = {**section(critic, value_clip=0.02, learning_rate=1e-3), "old_logprobs": "recompute", "clip_high": 0.02}
     found = [
         rank_pool.run(
-            policy_tasks.ppo_epochs,
+            epoch_tasks.ppo_epochs,
             layouts()[name],
             path=policy,
             batch=batch,
