@@ -9,7 +9,7 @@ from sympy import Expr
 
 from megatron_daro.reward import ScreenLimits, VerifierSpec, build_verifier
 from megatron_daro.reward.base import Job, StagedVerifier
-from megatron_daro.reward.math import MathVerifier
+from megatron_daro.reward.math import MathVerifier, changes_value, unit, without_unit
 from megatron_daro.reward.symbolic import _surely_differ, parsed
 from megatron_daro.types import Verdict
 
@@ -262,6 +262,12 @@ def test_works_outside_the_main_thread_where_signal_time_outs_do_not() -> None:
 )
 def test_units_of_three_words_and_each_end_of_an_interval(gold: str, answer: str, correct: bool) -> None:
     assert boxed(answer, gold).correct is correct
+
+
+@pytest.mark.parametrize("answer", ["\\text{or more}", "  \\text{or more}"])
+def test_words_with_no_value_before_them_are_no_unit(answer: str) -> None:
+    assert not changes_value(answer) and changes_value("5" + answer)
+    assert unit(answer) is None and without_unit(answer) == answer
 
 
 @pytest.mark.parametrize("answer", ["\\int_0^{10^{9}} \\sin(x^2) dx", "\\lim_{x\\to 0} \\frac{\\sin(1/x)}{x}", "f(2)"])
