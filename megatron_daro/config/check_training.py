@@ -25,8 +25,8 @@ _PARQUET_MAGIC = b"PAR1"
 _NUMPY_SEEDS = 2**32
 _LEAST_TEMPERATURE = 1e-3
 _GSPO_WIDEST = 0.01
-_STEPS_OF_A_BATCH = ("trainer.updates_per_batch", "trainer.epochs_per_batch")
 """Source: GSPO arXiv 2507.18071, section 5: 3e-4 below and 4e-4 above; this is far beyond any published setting."""
+_STEPS_OF_A_BATCH = ("trainer.updates_per_batch", "trainer.epochs_per_batch")
 
 
 def data_files(config: Config) -> Iterator[Problem]:
