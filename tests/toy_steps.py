@@ -7,13 +7,14 @@ import signal
 import time
 
 from megatron_daro.rollout.stepping import Step
+from megatron_daro.sandbox import Limits, Sandbox
 
 
 class Steps:
     """The model must say the gold digit; after each wrong answer it is shown the prompt again, `tries` times."""
 
-    def __init__(self, *, tries=3, wrong="", when="2", notice="", named=False) -> None:
-        self.notice = notice
+    def __init__(self, *, tries=3, wrong="", when="2", notice="", named=False, step_s=0.0) -> None:
+        self.notice, self._step_s = notice, step_s
         if wrong == "constructor":
             raise RuntimeError("no such game")
         self._tries, self._wrong, self._when, self._leak, self._named = tries, wrong, when, [], named
@@ -25,6 +26,7 @@ class Steps:
 
     def step(self, state, answer):
         gold, text, tries = state
+        time.sleep(self._step_s)
         if self._wrong and self._when in answer:
             odd = self._break()
             if odd is not None:
@@ -82,3 +84,17 @@ class NoReset:
     """It cannot begin."""
 
     def step(self, state, answer): ...
+
+
+class SlowTool:
+    """Its only step runs code in a sandbox that takes a second; right is an answer after which it printed 42."""
+
+    def __init__(self) -> None:
+        self._sandbox = Sandbox(Limits(wall_s=20.0))
+
+    def reset(self, prompt):
+        return Step()
+
+    def step(self, state, answer):
+        outcome = self._sandbox.run("import time\ntime.sleep(1)\nprint(6 * 7)")
+        return Step(done=True, correct=outcome.output == "42\n", reason=outcome.reason)

@@ -30,6 +30,8 @@ _START_S = 60.0
 """Longest time until the code begins; a busy machine makes namespaces slowly."""
 _OVERHEAD_MIB = 16
 """Of child.py's own processes."""
+_STARTS = 3
+"""Times that a sandbox which is killed from outside is started in all."""
 _CHILD = Path(__file__).with_name("child.py")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
@@ -102,16 +104,32 @@ class Sandbox:
     ) -> Outcome:
         """Run code as a program of its own, in a directory that holds `files`, and wait until it ends.
 
+        What SIGKILL ended before a limit did is run again: once where the code may have sent it itself, so that another
+        process's (the kernel's, out of memory) is not taken for the code's fault.
+
         Args:
             code: Python. stdin: what it can read from standard input. files: name -> text. arguments: of the program.
 
         Raises:
-            SandboxError: the isolation is not to be had here, or a file's name is no plain one.
+            SandboxError: the isolation is not to be had here, a file's name is no plain one, or the sandbox's own
+            processes, which the code cannot reach, were killed three times.
         """
         files = {**(files or {}), "main.py": code, "stdin": stdin}
         odd = [name for name in files if "/" in name or name in ("", ".", "..") or "\0" in name]
         if odd:
             raise SandboxError(f"sandbox files: got the name {odd[0]!r}; allowed: a plain file name; rename it")
+        code_killed = 0
+        for _ in range(_STARTS):
+            outcome = self._run_once(files, arguments)
+            code_killed += outcome.status is not None
+            if outcome.reason != "killed" or outcome.status not in (None, -signal.SIGKILL) or code_killed == 2:
+                return outcome
+        raise SandboxError(
+            f"sandbox: its own processes were killed from outside {_STARTS} times; allowed: that they live until the "
+            "code ends; look for the out-of-memory killer in the system's log, or lower the number of workers"
+        )
+
+    def _run_once(self, files: Mapping[str, str], arguments: Sequence[str]) -> Outcome:
         if self.isolation == "namespaces":
             return self._run(files, arguments, "/scratch")
         with tempfile.TemporaryDirectory(prefix="daro_sandbox_") as directory:

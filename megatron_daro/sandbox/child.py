@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import resource
+import select
 import signal
 import struct
 import sys
@@ -212,6 +213,7 @@ def run_code(settings: dict[str, Any], status: int) -> NoReturn:
     report(status, {"started": True})
     pid = os.fork()
     if pid == 0:
+        prctl(_SET_PDEATHSIG, signal.SIGKILL)
         os.setsid()
         set_limits(settings["limits"])
         os.chdir(directory)
@@ -263,14 +265,19 @@ def main(status: int) -> int:
     except OSError as error:
         report(status, {"refused": str(error)})
         return 1
+    parent_lives, parents_end = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
-            prctl(_SET_PDEATHSIG, signal.SIGKILL)
+            os.close(parents_end)
             if own_namespaces:
                 make_root(settings["paths"], settings["limits"]["file_mib"])
                 become_nobody()
             give_up_rights(sockets=own_namespaces)
+            prctl(_SET_PDEATHSIG, signal.SIGKILL)  # not before: the kernel forgets it where the user changes
+            if select.select([parent_lives], [], [], 0)[0]:
+                os._exit(1)  # it has ended already
+            os.close(parent_lives)
             run_code(settings, status)
         except (OSError, KeyError) as error:
             report(status, {"refused": f"{type(error).__name__}: {error}"})

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -115,6 +117,55 @@ def test_a_process_that_it_leaves_behind_ends_with_it():
     started = time.monotonic()
     assert run(code).output == "left\n"
     assert time.monotonic() - started < 15
+
+
+HELPER, INIT, CODE = 0, 1, 2  # places in the line of a run's processes; the first two are the sandbox's own
+
+
+def kill_runs(place, times, go):
+    """A thread that sends SIGKILL to that process of the next runs, once their code has begun; then it makes `go`."""
+    killed = []
+
+    def kill():
+        while len(killed) < times:
+            line = sandboxed.processes(os.getpid())
+            if len(line) == 3 and line[0] not in killed:
+                killed.append(line[0])
+                os.kill(line[place], signal.SIGKILL)
+            time.sleep(0.01)
+        go.touch()
+
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.fixture
+def waiting(tmp_path):
+    """A sandbox, code that goes on when a file is there, and that file."""
+    tmp_path.chmod(0o755)
+    go = tmp_path / "go"
+    code = f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)\nprint('done')"
+    return replace(BOX, read_only=(str(tmp_path),)), code, go
+
+
+@pytest.mark.parametrize("isolation", ["namespaces", "limits"])
+@pytest.mark.parametrize("place", [CODE, INIT, HELPER])
+def test_what_was_killed_from_outside_is_run_again(waiting, place, isolation):
+    box, code, go = waiting
+    thread = kill_runs(place, 1, go)
+    outcome = run(code, replace(box, isolation=isolation))
+    thread.join(10)
+    assert (outcome.output, outcome.reason) == ("done\n", "ok")
+
+
+def test_code_that_kills_itself_is_killed_and_a_sandbox_that_never_lives_is_an_error(waiting):
+    assert run("import os\nos.kill(os.getpid(), 9)").status == -signal.SIGKILL
+    box, code, go = waiting
+    thread = kill_runs(HELPER, 3, go)
+    with pytest.raises(SandboxError, match="its own processes were killed from outside 3 times"):
+        run(code, box)
+    thread.join(10)
 
 
 def test_isolation_that_is_not_to_be_had_is_refused_by_name(monkeypatch, tmp_path):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from pathlib import Path
 
 import psutil
 import pytest
+import sandboxed
 from loop_fakes import FakeProgress
 from test_conversations import Engine, Pool, collected, requests
 
@@ -130,6 +132,29 @@ def test_what_goes_wrong_costs_one_conversation(wrong, counter, words):
     assert rollouter.counters()[counter] == rollouter.counters()["environment/restarted"] == len(cut)
     assert any(words in message for message in progress.messages), progress.messages
     assert workers() == []
+
+
+@pytest.mark.parametrize("whose", ["sandbox", "code", "worker"])
+def test_a_tool_that_is_killed_from_outside_says_the_same(whose):
+    sandboxed.require()
+
+    async def run():
+        rollouter = talks(Engine(), kind="toy_steps:SlowTool", limits={"step_timeout_s": 60.0, "memory_mib": 600})
+        working = asyncio.ensure_future(collected(rollouter, requests(groups=1)))
+        async with asyncio.timeout(120):
+            while not (
+                lines := [(one.pid, line) for one in workers() if len(line := sandboxed.processes(one.pid)) == 3]
+            ):
+                await asyncio.sleep(0.01)
+            worker, (helper, _, code) = lines[0]
+            os.kill({"sandbox": helper, "code": code, "worker": worker}[whose], signal.SIGKILL)
+            return await working, rollouter
+
+    rollouts, rollouter = asyncio.run(run())
+    assert [(one.finish_reason, one.verdict.correct, one.verdict.reason) for one in rollouts] == [
+        ("stop", True, "ok")
+    ] * 4
+    assert rollouter.counters()["environment/restarted"] == 0 and workers() == []
 
 
 @pytest.mark.parametrize("wrong", ["forks", "leaves_a_process", "prints"])
