@@ -1,15 +1,16 @@
 """What many conversations at once cost the driver: environments, columns and verdicts real, answers canned.
 
-    OMP_NUM_THREADS=1 python benchmarks/conversations.py --json    # about 3 minutes on 2 cores
+    OMP_NUM_THREADS=1 python benchmarks/conversations.py --repeats 3 --json    # about 8 minutes on 2 cores
 
 It also measures what the contract of environments costs a run without one: a batch of 2,048 answers through
 `SingleTurn`, less the same batch straight from engine and verifiers, as a share of the driver's CPU that
 benchmarks/control_plane.py finds for such a batch. The two alternate.
 
 Each rollout has several turns of canned tokens; the engine answers after a pause, as servers do, so that all
-conversations are under way at once. All answers of a turn come at one moment, which no servers do. `rollout` is a class
-in the driver, `step` one in worker processes. CPU is that of this process, all threads; a stall is how late its event
-loop woke from pauses of 5 ms.
+conversations are under way at once: after 2 to 6 seconds, or each after 2, so that all answers of a turn come at one
+moment, which no servers do. `rollout` is a class in the driver, `step` one in worker processes. CPU is that of this
+process, all threads; a stall is how late its event loop woke from pauses of 5 ms. Each row is a process of its own that
+freezes what it has imported, as a run does; with --repeats it is the median.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_daro.config.sections import EnvironmentSection, RewardSection
+from megatron_daro.garbage import spare_event_loop
 from megatron_daro.rollout.conversations import Conversations
 from megatron_daro.rollout.rendering import Turns
 from megatron_daro.rollout.rollouter import SingleTurn, judge
@@ -36,24 +42,44 @@ from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams, V
 from megatron_daro.workshop.rehearse.loop import Watch, cpu_s
 
 GROUP, TURNS, GENERATED, OBSERVED, PROMPT = 8, 4, 200, 50, 100
+ROWS = {
+    f"{kind}, {name}": (kind, spread_s)
+    for kind in ("InDriver", "InWorkers")
+    for name, spread_s in (("at once", 0.0), ("over 4 s", 4.0))
+}
 RESULTS = Path(__file__).parent / "results"
 
 
-class CannedEngine:
-    """Answers each request after a pause."""
+ONES, LOGPROBS = np.ones(GENERATED, np.uint8), -np.ones(GENERATED, np.float32)
 
-    pause_s = 2.0
+
+@cache
+def canned(length: int) -> np.ndarray:
+    """Return a prompt of so many tokens with its answer; as those of answer workers, they are there and not copied."""
+    turns = (length - PROMPT) // (GENERATED + OBSERVED)
+    said = [*range(3, 3 + GENERATED), *range(3, 3 + OBSERVED)] * turns
+    return np.array([*range(3, 3 + PROMPT), *said, *range(3, 3 + GENERATED)], np.int32)
+
+
+class CannedEngine:
+    """Answers each request after a pause of its own: as SGLangEngine, which has a task for each."""
+
+    def __init__(self, pause_s: float = 2.0, spread_s: float = 0.0) -> None:
+        self._pause_s, self._spread_s = pause_s, spread_s
 
     async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
         """Yield the rollouts of each request."""
-        await asyncio.sleep(self.pause_s)
-        for request in requests:
-            tokens = np.array([*request.prompt.tokens, *range(3, 3 + GENERATED)], np.int32)
-            ones, place = np.ones(GENERATED, np.uint8), (request.prompt.id, request.group_id, request.attempt)
-            yield tuple(
-                Rollout(*place, i, tokens, len(tokens) - GENERATED, ones, -ones.astype(np.float32), "stop", 1, "x")
-                for i in request.indices
-            )
+        tasks = [asyncio.ensure_future(self._answer(request)) for request in requests]
+        for answer in asyncio.as_completed(tasks):
+            yield await answer
+
+    async def _answer(self, request: GroupRequest) -> tuple[Rollout, ...]:
+        place = request.prompt.id, request.group_id, request.attempt
+        await asyncio.sleep(self._pause_s + self._spread_s * (hash((*place[1:], request.indices)) % 1000) / 1000)
+        length = len(request.prompt.tokens)
+        return tuple(
+            Rollout(*place, i, canned(length), length, ONES, LOGPROBS, "stop", 1, "x") for i in request.indices
+        )
 
     async def abort(self, group_ids: object = None) -> None:
         """Stop nothing."""
@@ -99,14 +125,14 @@ class Quiet:
         print(text, flush=True)
 
 
-def rollouter(kind: str) -> Conversations:
+def rollouter(kind: str, spread_s: float) -> Conversations:
     """Return one of either kind."""
     section = EnvironmentSection(kind=f"conversations:{kind}", workers=2, max_turns=TURNS, timeout_s=3600)
     held = InDriver() if kind == "InDriver" else SteppedConversations(section, Turns(Letters(), chat=False), print)  # type: ignore[arg-type]
     return Conversations(
         section,
         held,
-        CannedEngine(),  # type: ignore[arg-type]
+        CannedEngine(spread_s=spread_s),  # type: ignore[arg-type]
         None,  # type: ignore[arg-type]
         reward=RewardSection(),
         decode=lambda ids: "",
@@ -116,12 +142,13 @@ def rollouter(kind: str) -> Conversations:
     )
 
 
-async def measured(kind: str, count: int) -> dict[str, float | str]:
+async def measured(kind: str, spread_s: float, count: int) -> dict[str, float | str]:
     """Hold `count` conversations at once."""
     sampling = SamplingParams(max_new_tokens=TURNS * (GENERATED + OBSERVED))
     prompts = [Prompt(f"p{i}", "1", "s", text="?", tokens=tuple(range(3, 3 + PROMPT))) for i in range(count // GROUP)]
     requests = [GroupRequest(i, 0, prompt, tuple(range(GROUP)), sampling) for i, prompt in enumerate(prompts)]
-    holder, found = rollouter(kind), 0
+    holder, found = rollouter(kind, spread_s), 0
+    spare_event_loop()
     began, cpu = time.monotonic(), cpu_s()
     try:
         with Watch() as watch:
@@ -141,9 +168,12 @@ async def measured(kind: str, count: int) -> dict[str, float | str]:
 
 
 class AtOnce(CannedEngine):
-    """The same without a pause."""
+    """The same without a pause, in one go."""
 
-    pause_s = 0.0
+    async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
+        """Yield the rollouts of each request."""
+        for request in requests:
+            yield await self._answer(request)
 
 
 class Right:
@@ -160,7 +190,7 @@ async def contract(rounds: int) -> dict[str, float]:
     """Return the CPU milliseconds that the contract adds to a batch without an environment, and their share."""
     prompts = [Prompt(f"p{i}", "1", "s", text="?", tokens=tuple(range(3, 3 + PROMPT))) for i in range(256)]
     requests = [GroupRequest(i, 0, prompt, tuple(range(GROUP)), SamplingParams()) for i, prompt in enumerate(prompts)]
-    engine, scorer = AtOnce(), Right()
+    engine, scorer = AtOnce(pause_s=0.0), Right()
     through = SingleTurn(engine, scorer)  # type: ignore[arg-type]
 
     async def bare() -> None:
@@ -182,16 +212,36 @@ async def contract(rounds: int) -> dict[str, float]:
     return {"bare_ms": bare_ms, "contract_ms": contract_ms, "share": (contract_ms - bare_ms) / 1000 / whole}
 
 
+def fresh(name: str, count: int, repeats: int) -> dict[str, Any]:
+    """Return the medians of a row's numbers over processes of their own, and the words of the middle one."""
+    runs = []
+    for _ in range(repeats):
+        command = [sys.executable, __file__, "--one", name, "--count", str(count)]
+        output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=1800).stdout
+        runs.append(json.loads(output.splitlines()[-1]))
+    middle = sorted(runs, key=lambda run: run["latest_ms"])[(repeats - 1) // 2]
+    numbers = {key: median(run[key] for run in runs) for key, value in middle.items() if not isinstance(value, str)}
+    return middle | numbers | {"latest_ms_of_all": [run["latest_ms"] for run in runs], "load": os.getloadavg()[0]}
+
+
 def main() -> None:
-    """Measure both kinds, and what they cost a run that has none."""
+    """Measure all rows, and what they cost a run that has none."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=10_000)
+    parser.add_argument("--repeats", type=int, default=1, help="processes of each row; median")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--json", action="store_true", help="also write benchmarks/results/conversations.json")
+    parser.add_argument("--one", choices=ROWS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    rows = {kind: asyncio.run(measured(kind, arguments.count)) for kind in ("InDriver", "InWorkers")}
-    table = Table("kind", *next(iter(rows.values())))
-    for kind, row in rows.items():
-        table.add_row(kind, *(value if isinstance(value, str) else f"{value:.4g}" for value in row.values()))
+    if arguments.one:
+        print(json.dumps(asyncio.run(measured(*ROWS[arguments.one], arguments.count))))
+        return
+    rows = {name: fresh(name, arguments.count, arguments.repeats) for name in arguments.rows}
+    shown = [key for key in next(iter(rows.values())) if key != "latest_ms_of_all"]
+    table = Table("row", *shown)
+    for name, row in rows.items():
+        values = [row[key] for key in shown]
+        table.add_row(name, *(value if isinstance(value, str) else f"{value:.4g}" for value in values))
     Console(width=160).print(table)
     single = asyncio.run(contract(41))
     print(f"without an environment: {single['share']:+.3%} of the driver's CPU of such a batch {single}")

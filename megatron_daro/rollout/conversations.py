@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy as np
 from megatron_daro.config.sections import EnvironmentSection, RewardSection
 from megatron_daro.errors import DaroError, EngineError, RolloutError
 from megatron_daro.rollout.environment import Conversation, Environment, OutOfRoomError, Surroundings, nothing_said
+from megatron_daro.rollout.loop_calls import LoopCalls
 from megatron_daro.rollout.protocol import Engine, Notices, Scorer
 from megatron_daro.rollout.rollouter import check_shape, judge
 from megatron_daro.rollout.stepping import StepFailedError, SteppedConversations, StepTimeoutError
@@ -29,17 +30,48 @@ _MOST_FAILURES = 64
 """Conversations that may fail one after the other; then the environment is broken, and not some of its tasks."""
 _RESTARTED, _FAILED, _TIMEOUTS = "environment/restarted", "environment/failed", "environment/timeouts"
 _TOOL_CALLS, _TOOL_ERRORS = "environment/tool_calls", "environment/tool_errors"
+_POOLS = "environment/pool_restarts"
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request for one rollout. tokens: int32, of its prompt. answer: to come, on the environment's loop."""
+
+    request: GroupRequest
+    tokens: np.ndarray
+    answer: asyncio.Future[Rollout]
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Group, attempt and rollout."""
+        return self.request.group_id, self.request.attempt, self.request.indices[0]
+
+    def settle(self, rollout: Rollout) -> None:
+        """Hand the answer over, on the environment's loop, unless nobody waits for it any more."""
+        if not self.answer.done():
+            self.answer.set_result(rollout)
 
 
 class _Call:
-    """The conversations of one `generate`, and what they ask of the engine. On the run's event loop.
+    """The conversations of one `generate`, and what they ask of the engine. On the run's event loop, but for `ask` and
+    `verify`, which are called on the environment's.
 
     together: whether the engine is asked once for all conversations that go on, each time all of them wait for it: an
     engine that works on one batch at a time then gets whole ones, and the same ones each time.
     """
 
-    def __init__(self, engine: Engine, scorer: Scorer, requests: Sequence[GroupRequest], *, together: bool) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        scorer: Scorer,
+        requests: Sequence[GroupRequest],
+        thread: _EnvironmentThread,
+        *,
+        together: bool,
+    ) -> None:
         self.loop = asyncio.get_running_loop()
+        self.calls, self.thread = LoopCalls(thread.loop, self.loop), thread
+        self.environment = LoopCalls(self.loop, thread.loop)
         self.running: dict[Conversation, _Running] = {}
         self.failure: asyncio.Future[None] = self.loop.create_future()
         self.given_up: set[int] = set()
@@ -48,25 +80,23 @@ class _Call:
         self.group_ids = {request.group_id for request in requests}
         self._engine, self._scorer, self._together = engine, scorer, together
         self._live = sum(len(request.indices) for request in requests)
-        self._waiting: list[tuple[GroupRequest, asyncio.Future[Rollout]]] = []
+        self._waiting: list[_Asked] = []
         self._asking: set[asyncio.Task[None]] = set()
+        self._begins_soon = False
 
-    async def ask(self, request: GroupRequest) -> Rollout:
-        """Return the engine's answer, finish reason "abort" where there is none."""
-        answer: asyncio.Future[Rollout] = self.loop.create_future()
-        self._waiting.append((request, answer))
-        if not self._together:
-            self._begin()
-        else:
-            self._begin_if_all_wait()
-        return await answer
+    def ask(self, request: GroupRequest, tokens: np.ndarray) -> asyncio.Future[Rollout]:
+        """Return the engine's answer to come, finish reason "abort" where there is none. tokens: of its prompt."""
+        asked = _Asked(request, tokens, self.thread.loop.create_future())
+        self.calls.post(self._take, asked)
+        return asked.answer
 
-    async def verify(self, text: str, prompt: Prompt) -> Verdict:
-        """Return one verdict. What the verifiers raise ends the run."""
+    def verify(self, text: str, prompt: Prompt) -> asyncio.Future[Verdict]:
+        """Return a verdict to come. What the verifiers raise ends the run."""
+        work = self._verify(text, prompt)
         try:
-            return (await judge(self._scorer, [(text, prompt)]))[0]
-        except DaroError as error:
-            self.fail(error)
+            return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
+        except RuntimeError:  # the run's loop is closed: this conversation was left behind
+            work.close()
             raise
 
     def one_ended(self) -> None:
@@ -85,41 +115,64 @@ class _Call:
         for task in self._asking:
             task.cancel()
         await asyncio.gather(*self._asking, return_exceptions=True)
-        for _, answer in self._waiting:
-            answer.cancel()
+        for asked in self._waiting:
+            self.environment.post(asked.answer.cancel)
         if self.failure.done():
             self.failure.exception()  # marks it as seen
 
+    def _take(self, asked: _Asked) -> None:
+        self._waiting.append(asked)
+        if self.closing:
+            self.environment.post(asked.answer.cancel)
+        elif self._together:
+            self._begin_if_all_wait()
+        elif not self._begins_soon:  # with all that are taken in this turn of the loop
+            self._begins_soon = True
+            self.loop.call_soon(self._begin)
+
+    async def _verify(self, text: str, prompt: Prompt) -> Verdict:
+        try:
+            return (await judge(self._scorer, [(text, prompt)]))[0]
+        except DaroError as error:
+            self.fail(error)
+            raise
+
     def _begin_if_all_wait(self) -> None:
-        waiting = sum(not answer.done() for _, answer in self._waiting)
+        if len(self._waiting) < self._live:  # most of the time
+            return
+        waiting = sum(not asked.answer.done() for asked in self._waiting)
         if waiting and waiting >= self._live:
             self._begin()
 
     def _begin(self) -> None:
-        waiting = [(request, answer) for request, answer in self._waiting if not answer.done()]
+        self._begins_soon = False
+        if self.closing:
+            return
+        waiting = [asked for asked in self._waiting if not asked.answer.done()]
         self._waiting = []
-        task = asyncio.ensure_future(self._answer(waiting))
-        self._asking.add(task)
-        task.add_done_callback(self._asking.discard)
+        if waiting:
+            task = asyncio.ensure_future(self._answer(waiting))
+            self._asking.add(task)
+            task.add_done_callback(self._asking.discard)
 
-    async def _answer(self, requests: Sequence[tuple[GroupRequest, asyncio.Future[Rollout]]]) -> None:
-        requests = sorted(requests, key=lambda one: (one[0].group_id, one[0].attempt, one[0].indices))
-        answers = {(r.group_id, r.attempt, r.indices[0]): (r, answer) for r, answer in requests}
+    async def _answer(self, asked: Sequence[_Asked]) -> None:
+        asked = sorted(asked, key=lambda one: one.key)
+        requests = [one.request for one in asked]
+        answers = {one.key: one for one in asked}
+        unanswered = dict(answers)
         try:
-            async for rollouts in self._engine.generate(_merged([request for request, _ in requests])):
-                for one in rollouts:
-                    key = one.group_id, one.attempt, one.index
+            async for rollouts in self._engine.generate(_merged(requests) if self._together else requests):
+                for rollout in rollouts:
+                    key = rollout.group_id, rollout.attempt, rollout.index
                     if key not in answers:
                         raise EngineError(f"engine answered group, attempt and rollout {key}, which was not asked for")
-                    request, answer = answers[key]
-                    check_shape(one, np.array(request.prompt.tokens, dtype=np.int32))
-                    if not answer.done():
-                        answer.set_result(one)
+                    check_shape(rollout, answers[key].tokens)
+                    unanswered.pop(key, None)
+                    self.environment.post(answers[key].settle, rollout)
         except Exception as error:  # whatever it is, all conversations end with it
             self.fail(error)
-        for request, answer in requests:
-            if not answer.done():
-                answer.set_result(nothing_said(request))
+        for one in unanswered.values():
+            self.environment.post(one.settle, nothing_said(one.request))
 
 
 def _merged(requests: Sequence[GroupRequest]) -> list[GroupRequest]:
@@ -148,46 +201,50 @@ class _EnvironmentThread:
 
 
 class _Running:
-    """A coroutine on the environment's loop, seen from the run's. ended: its result, or what it raised."""
+    """A conversation on the environment's loop, seen from the run's. ended: its rollout, or what it raised."""
 
-    def __init__(self, thread: _EnvironmentThread, work: Callable[[], Coroutine[Any, Any, Rollout]], name: str) -> None:
-        self._loop, self._thread, self._name = asyncio.get_running_loop(), thread, name
-        self.ended: asyncio.Future[Rollout] = self._loop.create_future()
+    def __init__(
+        self, call: _Call, conversation: Conversation, environment: Environment, section: EnvironmentSection
+    ) -> None:
+        self._call, self._conversation, self._section = call, conversation, section
+        self.ended: asyncio.Future[Rollout] = call.loop.create_future()
         self._task: asyncio.Task[Rollout] | None = None
         self._cancelled = False
-        thread.loop.call_soon_threadsafe(self._start, work)
+        self._timer = call.loop.call_later(section.timeout_s, self._check_time)
+        call.environment.post(self._start, environment)
+
+    def _check_time(self) -> None:
+        """Cancel it where its own time is over; else look again when it may be."""
+        remaining_s = self._section.timeout_s - self._conversation.own_s
+        if remaining_s > 0:
+            self._timer = self._call.loop.call_later(max(remaining_s, 0.05), self._check_time)
+        elif not self._conversation.aborted:
+            self._conversation.timed_out = self._conversation.aborted = True
+            self.cancel()
 
     def cancel(self) -> None:
         """Cancel it. Where it does not end soon, `ended` is a RolloutError."""
         if not self._cancelled and not self.ended.done():
             self._cancelled = True
-            self._thread.loop.call_soon_threadsafe(self._cancel)
-            self._loop.call_later(_GRACE_S, self._give_up)
+            self._call.environment.post(self._cancel)
+            self._call.loop.call_later(_GRACE_S, self._give_up)
 
-    def _start(self, work: Callable[[], Coroutine[Any, Any, Rollout]]) -> None:
-        async def guarded() -> Rollout:
-            try:
-                return await work()
-            except (KeyboardInterrupt, SystemExit) as error:  # would end the thread for all
-                raise RuntimeError(f"{type(error).__name__} was raised") from error
-
+    def _start(self, environment: Environment) -> None:
         if not self._cancelled:
-            self._task = self._thread.loop.create_task(guarded())
+            self._task = self._call.thread.loop.create_task(_guarded(self._conversation.hold(environment)))
             self._task.add_done_callback(self._report)
 
     def _cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
         else:  # it has not begun, and will not
-            self._loop.call_soon_threadsafe(self.ended.cancel)
+            self._call.calls.post(self.ended.cancel)
 
     def _report(self, task: asyncio.Task[Rollout]) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._end, task)
-        except RuntimeError:  # the run's loop is closed: nobody asks any more
-            return
+        self._call.calls.post(self._end, task)
 
     def _end(self, task: asyncio.Task[Rollout]) -> None:
+        self._timer.cancel()
         if self.ended.done():
             return
         if task.cancelled():
@@ -202,12 +259,19 @@ class _Running:
         if not self.ended.done():
             self.ended.set_exception(
                 RolloutError(
-                    f"environment.kind: {self._name}: a conversation does not end {_GRACE_S:g} s after it was "
+                    f"environment.kind: {self._section.kind}: a conversation does not end {_GRACE_S:g} s after it was "
                     "cancelled: it blocks its event loop, or catches CancelledError; fix: await what takes long, "
                     "and let the error pass"
                 )
             )
             self.ended.exception()
+
+
+async def _guarded(work: Coroutine[Any, Any, Rollout]) -> Rollout:
+    try:
+        return await work
+    except (KeyboardInterrupt, SystemExit) as error:  # would end the thread for all
+        raise RuntimeError(f"{type(error).__name__} was raised") from error
 
 
 class Conversations:
@@ -242,7 +306,7 @@ class Conversations:
         self._together, self._notices = together, notices
         self._thread: _EnvironmentThread | None = None
         self._calls: set[_Call] = set()
-        self._counts = dict.fromkeys((_RESTARTED, _FAILED, _TIMEOUTS, _TOOL_CALLS, _TOOL_ERRORS), 0)
+        self._counts = dict.fromkeys((_RESTARTED, _FAILED, _TIMEOUTS, _TOOL_CALLS, _TOOL_ERRORS, _POOLS), 0)
         self._failures_in_a_row = 0
 
     async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
@@ -253,17 +317,19 @@ class Conversations:
             row. EngineError, RewardError.
         """
         self._thread = self._thread or _EnvironmentThread()
-        call = _Call(self._engine, self._scorer, requests, together=self._together)
+        call = _Call(self._engine, self._scorer, requests, self._thread, together=self._together)
         self._calls.add(call)
         tasks = {asyncio.create_task(self._group(call, request)) for request in requests}
-        waiting: set[asyncio.Future[Any]] = {*tasks, call.failure}
+        ended: asyncio.Queue[asyncio.Future[Any]] = asyncio.Queue()
+        waited: list[asyncio.Future[Any]] = [*tasks, call.failure]
+        for one in waited:
+            one.add_done_callback(ended.put_nowait)
         try:
-            while waiting != {call.failure}:
-                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                if call.failure in done:
+            for _ in tasks:
+                group = await ended.get()
+                if call.failure.done():
                     call.failure.result()
-                for task in done:
-                    yield task.result()
+                yield group.result()
         finally:
             call.closing = True
             for task in tasks:
@@ -295,8 +361,9 @@ class Conversations:
 
     def counters(self) -> dict[str, int]:
         """Conversations that were begun again since the run began: all, those that failed, those that took too long;
-        and tool calls of the others."""
-        return dict(self._counts)
+        tool calls of the others; and pools of nodes that were started again."""
+        restarts = self._stepped.pool_restarts if self._stepped else 0
+        return self._counts | {_POOLS: self._counts[_POOLS] + restarts}
 
     def load_counters(self, counters: Mapping[str, int]) -> None:
         """Go on from the counts of a checkpoint."""
@@ -313,39 +380,41 @@ class Conversations:
     async def _group(self, call: _Call, request: GroupRequest) -> tuple[Rollout, ...]:
         async with call.begins:  # one at a turn of the event loop, which a thousand groups at once would hold
             await asyncio.sleep(0)
-        tasks = [asyncio.ensure_future(self._converse(call, request, index)) for index in request.indices]
+        outcomes, running = [], []
+        for index in request.indices:
+            conversation = Conversation(request, index, call, self._shared)
+            outcomes.append(call.loop.create_future())
+            if request.group_id in call.given_up:
+                call.one_ended()
+                outcomes[-1].set_result(conversation.ended("abort"))
+                continue
+            running.append(self._run(call, conversation, outcomes[-1]))
         try:
-            return tuple(await asyncio.gather(*tasks))
+            return tuple(await asyncio.gather(*outcomes))
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            for one in running:
+                one.cancel()
+            if waiting := [one.ended for one in running if not one.ended.done()]:
+                await asyncio.wait(waiting, timeout=_GRACE_S)
 
-    async def _converse(self, call: _Call, request: GroupRequest, index: int) -> Rollout:
-        """Hold one conversation under its time limit."""
-        assert self._thread is not None
-        conversation = Conversation(request, index, call, self._shared)
-        if request.group_id in call.given_up:
-            call.one_ended()
-            return conversation.ended("abort")
-        running = _Running(self._thread, lambda: conversation.hold(self._environment), self._section.kind)
+    def _run(self, call: _Call, conversation: Conversation, outcome: asyncio.Future[Rollout]) -> _Running:
+        """Begin a conversation. outcome: what becomes of it."""
+        running = _Running(call, conversation, self._environment, self._section)
         call.running[conversation] = running
-        try:
-            await self._until_end(conversation, running)
-        finally:
-            running.cancel()
-            await asyncio.wait({running.ended}, timeout=_GRACE_S)
-            call.running.pop(conversation, None)
-            call.one_ended()
-        return conversation.ended("abort") if call.failure.done() else self._outcome(conversation, running)
 
-    async def _until_end(self, conversation: Conversation, running: _Running) -> None:
-        while not running.ended.done():
-            remaining_s = self._section.timeout_s - conversation.own_s
-            if remaining_s <= 0 and not conversation.aborted:
-                conversation.timed_out = conversation.aborted = True
-                running.cancel()
-            await asyncio.wait({running.ended}, timeout=max(remaining_s, 0.05))
+        def end(_: object) -> None:
+            del call.running[conversation]
+            call.one_ended()
+            if outcome.done():
+                return
+            try:
+                aborted = call.failure.done()
+                outcome.set_result(conversation.ended("abort") if aborted else self._outcome(conversation, running))
+            except Exception as error:  # it ends the run
+                outcome.set_exception(error)
+
+        running.ended.add_done_callback(end)
+        return running
 
     def _outcome(self, conversation: Conversation, running: _Running) -> Rollout:
         """Return the finished rollout, or what there is of one that is to be begun again."""

@@ -13,10 +13,10 @@ import math
 import operator
 import re
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -29,7 +29,6 @@ TURN = 2**32
 _MOST_REASON = 40
 _REWARD_NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}", re.ASCII)
 _REWARD_NAMES = "letters, digits, '_', '.' and '-', at most 64, beginning with a letter or '_'"
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +86,17 @@ class Surroundings:
 
 
 class Asking(Protocol):
-    """What a conversation asks; both are called on `loop`."""
+    """What a conversation asks; called and awaited on the environment's event loop."""
 
-    loop: asyncio.AbstractEventLoop
+    def ask(self, request: GroupRequest, tokens: np.ndarray) -> Awaitable[Rollout]:
+        """Return the engine's answer to a request for one rollout, finish reason "abort" where there is none.
 
-    async def ask(self, request: GroupRequest) -> Rollout:
-        """Return the engine's answer to a request for one rollout, finish reason "abort" where there is none."""
+        Args:
+            tokens: int32, those of the request's prompt.
+        """
         ...
 
-    async def verify(self, text: str, prompt: Prompt) -> Verdict:
+    def verify(self, text: str, prompt: Prompt) -> Awaitable[Verdict]:
         """Return the verifier's verdict."""
         ...
 
@@ -106,7 +107,6 @@ class Conversation:
     def __init__(self, request: GroupRequest, index: int, call: Asking, shared: Surroundings) -> None:
         """Say nothing yet. Made by `Conversations`."""
         self._request, self._index, self._call, self._shared = request, index, call, shared
-        self._tokens = list(request.prompt.tokens)
         self._rollout: Rollout | None = None
         self._observed: list[int] = []
         self._turns: list[tuple[int, int]] = []
@@ -129,13 +129,20 @@ class Conversation:
     @property
     def tokens(self) -> tuple[int, ...]:
         """The prompt's token ids and all since."""
-        return tuple(self._tokens)
+        return tuple(self._all_tokens().tolist())
+
+    @property
+    def last_token(self) -> int:
+        """The last of `tokens`."""
+        if self._observed:
+            return self._observed[-1]
+        return self._request.prompt.tokens[-1] if self._rollout is None else int(self._rollout.tokens[-1])
 
     @property
     def room(self) -> int:
         """Tokens that still fit: rollout.max_response_tokens less those generated and observed."""
-        prompt = len(self._request.prompt.tokens)
-        return self._request.sampling.max_new_tokens - (len(self._tokens) - prompt)
+        said = 0 if self._rollout is None else self._rollout.response_length
+        return self._request.sampling.max_new_tokens - said - len(self._observed)
 
     async def generate(self, max_tokens: int | None = None) -> Completion:
         """Let the model go on from all tokens so far.
@@ -154,10 +161,11 @@ class Conversation:
             self._cut = True
             raise OutOfRoomError(f"no room for an answer: {self._limit()}")
         most = self.room if max_tokens is None else min(max_tokens, self.room)
+        tokens = self._all_tokens()
         request = replace(
             self._request,
             attempt=self._request.attempt + self._asked * TURN,
-            prompt=replace(self._request.prompt, tokens=self.tokens),
+            prompt=replace(self._request.prompt, tokens=tuple(tokens.tolist())),
             indices=(self._index,),
             sampling=replace(self._request.sampling, max_new_tokens=most),
             partial={},
@@ -166,7 +174,8 @@ class Conversation:
         self._asked += 1
         self._busy = True
         try:
-            answer = await self._elsewhere(self._call.ask(request))
+            with self.uncounted():
+                answer = await self._call.ask(request, tokens)
         finally:
             self._busy = False
         self._take(answer)
@@ -197,17 +206,17 @@ class Conversation:
         if len(ids) > self.room:
             self._cut = True
             raise OutOfRoomError(f"no room for {len(ids)} observed tokens: {self._limit()}")
-        self._tokens += ids
         self._observed += ids
 
     async def verify(self, text: str) -> Verdict:
         """Return what `reward.verifier` says of an answer to the prompt, in its limited worker processes."""
-        return await self._elsewhere(self._call.verify(text, self._request.prompt))
+        with self.uncounted():
+            return await self._call.verify(text, self._request.prompt)
 
     @property
     def response(self) -> tuple[int, ...]:
         """All token ids behind the prompt."""
-        return tuple(self._tokens[len(self._request.prompt.tokens) :])
+        return self.tokens[len(self._request.prompt.tokens) :]
 
     def cut(self) -> None:
         """Say that it ends for want of room: its finish reason is then "length"."""
@@ -317,6 +326,11 @@ class Conversation:
             verdict=verdict,
         )
 
+    def _all_tokens(self) -> np.ndarray:
+        """Return int32, the prompt's token ids and all since."""
+        before = self._request.prompt.tokens if self._rollout is None else self._rollout.tokens
+        return np.concatenate([np.asarray(before, dtype=np.int32), np.array(self._observed, dtype=np.int32)])
+
     def _take(self, answer: Rollout) -> None:
         """Add an answer, with the tokens that were observed before it as its untrained beginning."""
         generated, count = answer.response_length, len(self._observed)
@@ -332,7 +346,6 @@ class Conversation:
             version_spans=spans,
         )
         self._rollout = later if self._rollout is None else self._rollout.extended(later, "")
-        self._tokens += answer.tokens[answer.prompt_length :].tolist()
         self._turns.append((count, generated))
         self._reports.append(self._before)
         self._before, self._observed = TurnReport(), []
@@ -340,7 +353,12 @@ class Conversation:
     def _add(self, more: TurnReport) -> None:
         """Add to what is said of the last answer, or of the first where there is none yet."""
         old = self._reports[-1] if self._reports else self._before
-        new = TurnReport(*(getattr(old, f.name) + getattr(more, f.name) for f in fields(TurnReport)))
+        new = TurnReport(
+            old.reward + more.reward,
+            old.tool_calls + more.tool_calls,
+            old.tool_errors + more.tool_errors,
+            old.seconds + more.seconds,
+        )
         if self._reports:
             self._reports[-1] = new
         else:
@@ -351,16 +369,6 @@ class Conversation:
         now = self.own_s
         self._add(TurnReport(seconds=now - self._answered_s))
         self._answered_s = now
-
-    async def _elsewhere(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """Await work on the run's event loop; its time is not the environment's."""
-        with self.uncounted():
-            try:
-                future = asyncio.run_coroutine_threadsafe(work, self._call.loop)
-            except RuntimeError:  # the run's loop is closed: this conversation was left behind
-                work.close()
-                raise
-            return await asyncio.wrap_future(future)
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:

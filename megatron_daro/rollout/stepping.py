@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from megatron_daro.config.sections import EnvironmentSection
@@ -73,6 +73,11 @@ class StepTimeoutError(StepFailedError):
 class StepPool(Protocol):
     """Worker processes that `reset` and `step`; runtime.step_pools has those of all nodes."""
 
+    @property
+    def restarts(self) -> int:
+        """Pools of nodes that were lost and started again."""
+        ...
+
     async def start(self) -> None:
         """Start all. Raises DaroError: the environment cannot be made."""
         ...
@@ -87,7 +92,9 @@ class StepPool(Protocol):
 
 
 class _PoolHere:
-    """Those of this machine."""
+    """Those of this machine, which is never lost without this process."""
+
+    restarts = 0
 
     def __init__(self, section: EnvironmentSection) -> None:
         self._pool = pool_of(section, section.workers)
@@ -122,7 +129,8 @@ class SteppedConversations:
 
     async def rollout(self, prompt: Prompt, conversation: Conversation) -> Verdict:
         """Hold one conversation. Raises StepFailedError, RolloutError."""
-        fields = {name: value for name, value in asdict(prompt).items() if name != "tokens"}
+        fields = asdict(replace(prompt, tokens=()))  # asdict would copy each of them
+        del fields["tokens"]
         step = await self._ask(conversation, {"kind": "reset", "prompt": fields})
         answers, history = 0, list[Mapping[str, str]]()
         reason = step.reason
@@ -138,13 +146,19 @@ class SteppedConversations:
                 reason = "max_tokens"
                 break
             answers += 1
-            history.append({"role": "assistant", "content": answer.text})
+            if self._section.strict:
+                history.append({"role": "assistant", "content": answer.text})
             step = await self._ask(conversation, {"kind": "step", "state": step.state, "answer": answer.text})
             reason = step.reason
         if self._section.strict:
             self._turns.check(conversation.response, history)
         correct = step.done and step.correct
         return conversation.verdict(correct, reason or ("match" if correct else "no_match"))
+
+    @property
+    def pool_restarts(self) -> int:
+        """Pools of nodes that were lost and started again."""
+        return self._pool.restarts
 
     async def close(self) -> None:
         """End the workers."""
@@ -159,7 +173,7 @@ class SteppedConversations:
 
     def _show(self, conversation: Conversation, step: Step, *, first: bool, history: list[Mapping[str, str]]) -> bool:
         """Show an observation. Returns False where it does not fit."""
-        last = conversation.tokens[-1]
+        last = conversation.last_token
         ids = (
             self._turns.first(step.observation) if first else self._turns.observation(step.observation, step.role, last)
         )
@@ -167,7 +181,8 @@ class SteppedConversations:
             conversation.observe(ids)
         except OutOfRoomError:
             return False
-        history.append({"role": step.role, "content": step.observation})
+        if self._section.strict:
+            history.append({"role": step.role, "content": step.observation})
         return True
 
     async def _ask(self, conversation: Conversation, request: Mapping[str, Any]) -> Step:

@@ -223,7 +223,7 @@ class _Talk:
             roles = ", ".join(one["role"] for one in new)
             raise conversation.refuse(f"messages of {roles} are added", "messages of user or tool")
         try:
-            conversation.observe(self._turns.messages(new, conversation.tokens[-1]))
+            conversation.observe(self._turns.messages(new, conversation.last_token))
         except ConfigError as error:
             raise conversation.refuse(str(error), "a template that renders them") from error
 

@@ -7,7 +7,6 @@ section. Computes nothing.
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from megatron_daro.config import Config
 from megatron_daro.config.hardware import demand_of
 from megatron_daro.controller import Controller, Parts, RunOutcome
 from megatron_daro.errors import WorkerError
+from megatron_daro.garbage import spare_event_loop
 from megatron_daro.observe.logs import driver_log
 from megatron_daro.observe.metrics import DriftWatch, MetricsLog, Phases
 from megatron_daro.observe.progress import Progress
@@ -192,7 +192,7 @@ async def drive(config: Config, algorithm: Algorithm, driven: Driven, observers:
             raise
         groups = [policy.workers] + ([generation.engine.workers] if generation else [])
         endings = [generation.engine.ended()] if generation and isinstance(generation.engine, HasEnding) else []
-        gc.freeze()  # some 300,000 objects of modules: a look through all of them would hold the event loop for 0.3 s
+        spare_event_loop()
         return await supervised(controller.run(), groups, endings)
 
 

@@ -22,6 +22,7 @@ LEVEL = {
     "durable": 0,
     "ports": 0,
     "temporary": 0,
+    "garbage": 0,
     "own_class": 1,
     "routed_experts": 0,
     "sandbox": 0,

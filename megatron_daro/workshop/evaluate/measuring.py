@@ -9,7 +9,6 @@ servers that serve different models or do not say which.
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import os
 import shutil
@@ -31,6 +30,7 @@ from megatron_daro.data.tokenizer import load_tokenizer
 from megatron_daro.engine.sglang.client import SGLangClient
 from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.errors import ConfigError, DaroError, EngineError, ModelError
+from megatron_daro.garbage import spare_event_loop
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.rollout.protocol import Notices
 from megatron_daro.runtime import parts, restart_audit
@@ -341,7 +341,7 @@ async def _run(plan: Plan, tokenizer: PreTrainedTokenizerBase, questions: Sequen
         if isinstance(engine, SGLangEngine):
             engine.serve_as_loaded()
             window = UNDER_WAY * len(engine.fleet.servers)
-        gc.freeze()
+        spare_event_loop()
         for _ in range(_TRIES):
             pending = requests(questions, answers.kept(plan.out))
             if not pending:
