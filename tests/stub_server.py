@@ -234,3 +234,17 @@ async def never(request: web.Request, body: Any) -> web.StreamResponse:
     """No answer for as long as somebody waits."""
     await asyncio.Event().wait()
     return web.Response()
+
+
+def given_logprobs(body: dict[str, Any], logprob: Callable[[int], float], vocabulary: int) -> list[list[Any]]:
+    """`input_token_logprobs` of an answer: (log-prob, id, text) of each token from logprob_start_len on.
+
+    logprob: of the token at an index. Of the first nothing is known, and the last id of the vocabulary is told as 0:
+    "[None] + input_token_logprobs[:-1]" and "x if x < self.model_config.vocab_size - 1 else 0", lines 38 and 54 of
+    sglang/srt/managers/scheduler_components/logprob_result_processor.py; no text without a tokenizer or
+    return_text_in_logprobs: `detokenize_logprob_tokens`, line 3106 of managers/tokenizer_manager.py; 0.5.23.
+    tests/sglang/test_sglang_teacher.py compares this with a real server.
+    """
+    start = body["logprob_start_len"]
+    ids = [i if i < vocabulary - 1 else 0 for i in body["input_ids"][start:]]
+    return [[None if i == 0 else logprob(start + i), token, None] for i, token in enumerate(ids)]

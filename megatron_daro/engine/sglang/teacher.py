@@ -42,8 +42,8 @@ class Teacher:
             EngineError: a server refused, said nothing in 8 tries, or answered of other tokens.
         """
         tokens = rollout.tokens.tolist()
-        # SGLang says None of the token at logprob_start_len: nothing before it was asked for.
-        # Source: input_token_logprobs of /generate, python/sglang/srt/managers/scheduler_output_processor_mixin.py
+        # SGLang says None of the token at logprob_start_len: nothing before it was asked for. Source: `[None] +
+        # input_token_logprobs[:-1]` in sglang/srt/managers/scheduler_components/logprob_result_processor.py:38, 0.5.23.
         body = {
             "input_ids": tokens,
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
@@ -60,7 +60,7 @@ class Teacher:
             raise EngineError(
                 f"algorithm.distill.urls: an answer has no log-probs of given tokens ({error!r})"
             ) from error
-        if ids != tokens[rollout.prompt_length :]:
+        if not _same(ids, tokens[rollout.prompt_length :]):
             raise EngineError(
                 f"algorithm.distill.urls: asked of {rollout.response_length} tokens, it answered of {len(ids)} "
                 "others; allowed: SGLang servers, none behind a router that changes requests"
@@ -162,3 +162,12 @@ class Taught:
 async def _next(source: AsyncIterator[tuple[Rollout, ...]]) -> tuple[Rollout, ...] | None:
     """Return what comes next; None at the end."""
     return await anext(source, None)
+
+
+def _same(told: Sequence[int], tokens: Sequence[int]) -> bool:
+    """Whether an answer is of these tokens. A server tells the last id of its vocabulary as 0, beside its log-prob.
+
+    Source: `x if x < self.model_config.vocab_size - 1 else 0`, line 54 of that file of SGLang.
+    """
+    others = {(said, token) for said, token in zip(told, tokens, strict=False) if said != token}
+    return len(told) == len(tokens) and len(others) <= 1 and all(said == 0 for said, _ in others)

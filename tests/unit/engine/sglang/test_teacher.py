@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from aiohttp import web
-from stub_server import StubServer
+from stub_server import StubServer, given_logprobs
 
 from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.config.algorithm import DistillSection
@@ -26,10 +26,12 @@ def rollout(index=0, tokens=(3, 4, 5, 6), mask=(1, 0, 1), **changes):
     return replace(Rollout("p", 0, 0, index, *columns, "x"), **changes)
 
 
+VOCABULARY = 31
+
+
 def said(body, change=lambda pairs: pairs):
-    """What SGLang 0.5.23 answers: from logprob_start_len on (log-prob, id, text), None for the first."""
-    ids = body["input_ids"][body["logprob_start_len"] :]
-    pairs = [[None, ids[0], None], *([-0.5 * i, token, None] for i, token in enumerate(ids[1:], 1))]
+    """What a server answers."""
+    pairs = given_logprobs(body, lambda i: -0.5 * i, VOCABULARY)
     return {"output_ids": [1], "meta_info": {"input_token_logprobs": change(pairs)}}
 
 
@@ -57,6 +59,18 @@ def test_it_says_log_probs_of_the_response_and_none_of_what_is_not_trained():
     (found,), bodies = asked(answers, rollout())
     assert found.dtype == np.float32 and found.tolist() == [-0.5, 0.0, -1.5]
     assert bodies[0]["input_ids"] == [3, 4, 5, 6] and bodies[0]["logprob_start_len"] == 0
+
+
+def test_the_last_id_of_the_vocabulary_which_servers_tell_as_0_is_known_again():
+    last = VOCABULARY - 1
+    (found,), _ = asked(answers, rollout(tokens=(3, last, 5, last)))
+    assert found.tolist() == [-0.5, 0.0, -1.5]
+
+    async def other(request, body):
+        return web.json_response(said(body | {"input_ids": [3, last, last, 6]}))
+
+    with pytest.raises(EngineError, match="asked of 3 tokens, it answered of 3 others"):
+        asked(other, rollout())
 
 
 def test_a_failed_request_is_repeated(monkeypatch):
