@@ -144,6 +144,7 @@ def test_evaluation_sets_are_compared_by_name(saved):
     found = changes(saved, now)
     assert found["data.eval.digits.temperature"] == found["data.eval.more.path"] == "trains"
     assert not any(name.startswith("data.eval.digits") for name in found if not name.endswith("temperature"))
+    assert changes(now, saved)["data.eval.more.path"] == "trains", "a set that is gone is named too"
 
 
 def test_versions_and_machine_are_said_and_never_refused(saved):

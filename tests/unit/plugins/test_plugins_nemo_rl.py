@@ -5,12 +5,12 @@ from __future__ import annotations
 import runpy
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_daro.errors import ConfigError
+from megatron_daro.errors import AlgorithmError, ConfigError
 from megatron_daro.plugins import nemo_rl as adapter
 from megatron_daro.plugins.options import read_options
 
@@ -116,3 +116,14 @@ def test_trainers_without_daro_are_refused_before_and_after_the_set_up(nemo):
         sys.modules["nemo_rl.algorithms.grpo_sync"].grpo_train_sync(Nothing(), plane)
     with pytest.raises(ConfigError, match=r"async_grpo\.enabled"):
         nemo.async_grpo_train(Nothing(), late)
+
+
+@pytest.mark.parametrize(("of_config", "of_call", "match"), [(8, None, "got 8 for a batch of 4"), (4, 8, "got 8 for")])
+def test_a_batch_of_several_optimizer_steps_is_refused(of_config, of_call, match):
+    daro, loss = adapter.Daro(K, read_options("")), object.__new__(adapter.DaroLoss)
+    data = {"token_mask": torch.ones(4, 3), "sample_mask": torch.ones(4)}
+    with pytest.raises(ConfigError, match=match):
+        daro.wrap(SimpleNamespace(cfg={"train_global_batch_size": of_config})).train(data, loss, gbs=of_call)
+    for size, given in ((4, None), (8, 4)):
+        with pytest.raises(AlgorithmError, match="pass rates"):
+            daro.wrap(SimpleNamespace(cfg={"train_global_batch_size": size})).train(data, loss, gbs=given)
