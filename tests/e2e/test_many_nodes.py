@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
-from cli_runs import last_step, started
+from books import assert_books_add_up
+from cli_runs import last_step, started, trained
 from ray._private import ray_constants
 from ray.cluster_utils import Cluster
 
@@ -17,6 +21,7 @@ from megatron_daro.config.hardware import Demand
 from megatron_daro.errors import ConfigError, DeadlineError
 from megatron_daro.observe.metrics import read_metrics
 from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.rollout.recorder import read_step
 from megatron_daro.runtime.cluster import Placement
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -36,8 +41,15 @@ class Nodes:
         self.nodes = [self._cluster.add_node(wait=False, **NODE) for _ in range(2)]
         self.address = self._cluster.address
 
+    def add(self, **changes: int) -> Any:
+        """One more node."""
+        return self._cluster.add_node(**NODE | changes)
+
+    def kill(self, node: Any) -> None:
+        self._cluster.remove_node(node, allow_graceful=False)
+
     def kill_one(self) -> None:
-        self._cluster.remove_node(self.nodes.pop(), allow_graceful=False)
+        self.kill(self.nodes.pop())
 
     def close(self) -> None:
         self._cluster.shutdown()
@@ -47,6 +59,7 @@ class Nodes:
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # else Ray listens on the network card
     monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)  # for environments of tests
     made = Nodes()
     yield made
     ray.shutdown()
@@ -128,6 +141,38 @@ def test_a_run_over_two_nodes(nodes, tiny, tmp_path):
         assert finished.code == 0, finished.stderr
         assert "4 of 4 ranks (the first: rank 0) were given a GPU by Ray" in finished.stdout + finished.stderr
         assert [line["step"] for line in read_metrics(run_dir)] == [0, 1, 2, 3]
+
+
+@pytest.mark.heavy
+def test_conversations_of_a_lost_node_go_on_elsewhere_and_the_books_add_up(nodes, tiny, tmp_path):
+    """On the node that is lost are workers of environments and verifiers, and no rank: it has no CPUs to give."""
+    third = nodes.add(num_cpus=0, num_gpus=0)
+    run_dir, path = tmp_path / "run", {"PYTHONPATH": str(Path(__file__).parents[1])}
+    command = ["train", tiny.config, "environment.kind=toy_steps:Steps", "environment.options.step_s=0.2"]
+    command += ["environment.workers=3", "rollout.max_response_tokens=16", "actor.tensor_parallel=1"]
+    command += ["algorithm.filter=none", "trainer.steps=4"]
+    with started(
+        [*command, f"trainer.run_dir={run_dir}"], tmp_path / "log", {"RAY_ADDRESS": nodes.address, **path}
+    ) as run:
+        run.wait_until(lambda: last_step(run_dir) >= 1, "first step")
+        nodes.kill(third)
+        finished = run.finish(limit_s=240)
+        assert finished.code == 0, finished.stderr
+        assert re.search(
+            r"environment pool \d died: .*started again \(1 of 20 times\)", finished.stderr + finished.stdout
+        )
+    lines = [line for line in read_metrics(run_dir) if "loss/policy" in line]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert lines[-1]["environment/pool_restarts"] >= 1 and lines[-1]["environment/restarted"] == 0
+    for line in lines:
+        assert_books_add_up(line)
+        assert line["rollout/groups_trained"] == 4 * line["step"]
+    alone = tmp_path / "alone"
+    trained([*command, f"trainer.run_dir={alone}"], tmp_path / "alone_log", path)
+    for step in range(1, 5):
+        for (one, _), (other, _) in zip(read_step(run_dir, step), read_step(alone, step), strict=True):
+            for mine, theirs in zip(one.rollouts, other.rollouts, strict=True):
+                assert mine.tokens.tolist() == theirs.tokens.tolist() and mine.turns == theirs.turns
 
 
 @pytest.mark.heavy

@@ -44,17 +44,26 @@ PAIRS = [(rf"\boxed{{\frac{{{2 * (i % 3)}x}}{{2}}}}", "x", "Simplify.") for i in
 CORRECT = [i % 3 == 1 for i in range(9)]
 
 
+NODE = {"num_cpus": 1, "object_store_memory": 100_000_000}
+
+
 @pytest.fixture(scope="module")
-def nodes():
-    """Two nodes, whose processes find the environments of tests; their ids."""
+def machines():
+    """A cluster of two nodes, whose processes find the environments of tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 100_000_000})
-        cluster.add_node(num_cpus=1, object_store_memory=100_000_000)
+        cluster = Cluster(initialize_head=True, head_node_args=NODE)
+        cluster.add_node(**NODE)
         ray.init(address=cluster.address, log_to_driver=False)
-        yield sorted(node["NodeID"] for node in ray.nodes())
+        yield cluster
         ray.shutdown()
         cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def nodes(machines):
+    """Their ids."""
+    return sorted(node["NodeID"] for node in ray.nodes())
 
 
 @pytest.fixture(scope="module")
@@ -351,6 +360,30 @@ def test_conversations_go_on_elsewhere_when_the_environments_of_a_node_are_lost(
         assert pools.restarts == 1 and rollouter.counters()["environment/restarted"] == 0
         assert len(warnings) == 1 and "environment pool 0 died" in warnings[0]
         assert len(lost) == 500 and lost == await held(conversations(Digits(), section, None, print))
+
+    run(scenario())
+
+
+@pytest.mark.heavy
+def test_conversations_go_on_elsewhere_when_a_node_is_lost(machines, nodes, run):
+    section = EnvironmentSection(kind="toy_steps:Steps", options={"tries": 4}, workers=3)
+    third = machines.add_node(**NODE)
+
+    async def scenario():
+        warnings, engine = [], Digits()
+        pools = StepPools(section, log_folder=None, warn=warnings.append, deadlines=Deadlines())
+        rollouter = conversations(engine, section, pools, warnings.append)
+        working = asyncio.create_task(held(rollouter))
+        await until(lambda: engine.answered >= 300)
+        places = await pools._workers.each("ready")
+        (lost_pool,) = [name for name, (node, _) in places.items() if node not in nodes]
+        machines.remove_node(third, allow_graceful=False)
+        found = await working
+        assert len(found) == 500 and found == await held(conversations(Digits(), section, None, print))
+        counters = rollouter.counters()
+        assert (counters["environment/restarted"], counters["environment/pool_restarts"]) == (0, pools.restarts)
+        assert pools.restarts >= 1 and warnings[0].startswith(f"{lost_pool} died")
+        await until(lambda: sum(node["Alive"] for node in ray.nodes()) == len(nodes))  # for the tests that follow
 
     run(scenario())
 
