@@ -59,6 +59,17 @@ def test_overlapping_phases_count_in_each_but_once_in_the_step(phases, clock):
     assert (times["timing/step_s"], times["timing/other_s"]) == (3, 0)
 
 
+def test_phases_that_add_up_to_more_than_the_step_by_rounding_leave_nothing():
+    clock = Clock()
+    clock.now = 0.1
+    phases = Phases(clock=clock)
+    for _ in range(4):
+        with phases.measure("rollout"):
+            clock.now += 0.3
+    times = phases.collect()
+    assert times["timing/rollout_s"] > times["timing/step_s"] and times["timing/other_s"] == 0
+
+
 def test_one_phase_in_several_coroutines_counts_the_union(phases, clock):
     async def score(start, end):
         await turn(start)

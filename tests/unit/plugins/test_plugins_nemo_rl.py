@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import runpy
 import sys
 from pathlib import Path
@@ -127,3 +128,9 @@ def test_a_batch_of_several_optimizer_steps_is_refused(of_config, of_call, match
     for size, given in ((4, None), (8, 4)):
         with pytest.raises(AlgorithmError, match="pass rates"):
             daro.wrap(SimpleNamespace(cfg={"train_global_batch_size": size})).train(data, loss, gbs=given)
+
+
+def test_what_nemo_rl_reads_of_its_own_loss_is_there_also_in_the_workers():
+    loss = adapter.DaroLoss(SimpleNamespace(reference_policy_kl_penalty=0.5))
+    for one in (loss, pickle.loads(pickle.dumps(loss))):
+        assert one.reference_policy_kl_penalty == 0.5
