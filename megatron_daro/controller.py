@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.data.batch import with_columns_of
-from megatron_daro.errors import DataError, NonFiniteError
+from megatron_daro.errors import DataError, LostSaveError, NonFiniteError
 from megatron_daro.observe.metrics import DriftWatch
 from megatron_daro.recovery import STATE_FORMAT, BackgroundSave, check_fits
 from megatron_daro.rollout.deadlines import Deadlines, first_cause
@@ -484,9 +484,17 @@ class Controller:
                 await self._parts.policy.save(directory, captured)
                 await asyncio.to_thread(write_waiting, directory, waiting)
 
-            work = save(step, fill, state, self._parts.progress)
+            work = self._unless_lost(save(step, fill, state, self._parts.progress))
             return self._within("save", work, what=f"checkpoint of step {step}")
 
         with self._parts.phases.measure("checkpoint"):
             await self._saving.begin(begin)
         self._saved_step = step
+
+    async def _unless_lost(self, save: Awaitable[object]) -> None:
+        """Have the next batch followed by another checkpoint, where this one was lost with a rank."""
+        try:
+            await save
+        except LostSaveError as error:
+            self._parts.progress.warn(f"{error}; it is saved again after the next batch")
+            self._saved_step, self._save_due = -1, True

@@ -32,6 +32,10 @@ class CheckpointError(DaroError):
     """A checkpoint is torn, edited, missing, or does not fit the run."""
 
 
+class LostSaveError(CheckpointError):
+    """A rank died while a checkpoint was written, and training has gone on since; the next one takes its place."""
+
+
 class EngineError(DaroError):
     """A rollout engine failed, died or missed its deadline."""
 
@@ -54,6 +58,10 @@ class SyncError(DaroError):
 
 class LostReceiversError(SyncError):
     """No receiver is left that took the weights; one is being started again, and may take them."""
+
+
+class LostSenderError(SyncError):
+    """A rank died while weights were sent, and was replaced; the update has to begin again."""
 
 
 class RewardError(DaroError):

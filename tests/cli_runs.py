@@ -27,6 +27,7 @@ from megatron_daro.observe.metrics import comparable, read_metrics
 
 _MARK = "MEGATRON_DARO_TEST_RUN"
 _SIGNALLED_DRIVER = Path(__file__).parent / "fault" / "killed_driver.py"
+_DYING_RANKS = Path(__file__).parent / "fault" / "killed_ranks.py"
 GONE_WITHIN_S = 30.0
 RUN_LIMIT_S = 240.0
 
@@ -157,6 +158,19 @@ def signalled(
     fired.parent.mkdir(parents=True, exist_ok=True)
     plan = [name, place, str(after_step), str(run_dir), str(fired)]
     run = Run([sys.executable, str(_SIGNALLED_DRIVER), *plan, *map(str, arguments)], log, {})
+    run.fired = fired
+    try:
+        yield run
+    finally:
+        run.kill_all()
+
+
+@contextmanager
+def with_dying_ranks(arguments: Sequence[object], log: Path, plan: str) -> Iterator[Run]:
+    """As `started`, but ranks kill themselves as planned (see killed_ranks.py); `run.fired` is where they say so."""
+    fired = log.with_suffix(".fired")
+    fired.mkdir(parents=True)
+    run = Run([sys.executable, str(_DYING_RANKS), plan, str(fired), *map(str, arguments)], log, {})
     run.fired = fired
     try:
         yield run

@@ -68,12 +68,13 @@ class Critic:
         *,
         transformer_engine: bool,
         options: Mapping[str, Mapping[str, Any]],
+        to_be_restored: bool = False,
     ) -> None:
         """Build the model, load the weights, make optimizer and schedule. Collective.
 
         Args:
             settings, actor: of the policy, whose optimizer it has but for what the section says. config: of `shape_of`.
-            options: upstream's, from `split_megatron_options`.
+            options: upstream's, from `split_megatron_options`. to_be_restored: no weights are read.
 
         Raises:
             ModelError: the checkpoint cannot be used.
@@ -81,9 +82,10 @@ class Critic:
         self.shape = replace(shape_of(settings, section), tie=False)
         self.pretrain_steps, self._clip = section.pretrain_steps, section.value_clip
         self.chunks = build_model(self.shape, config, transformer_engine=transformer_engine, kind=ValueModel)
-        with _tensors(settings, section) as tensors:
-            _refuse_bias(tensors, section)
-            load_hf_weights(self.chunks, self.shape, tensors)
+        if not to_be_restored:
+            with _tensors(settings, section) as tensors:
+                _refuse_bias(tensors, section)
+                load_hf_weights(self.chunks, self.shape, tensors)
         wrapped = wrap_data_parallel(
             self.chunks, config, distributed_optimizer=actor.optimizer.distributed, options=options["ddp"]
         )

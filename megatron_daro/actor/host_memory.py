@@ -45,6 +45,11 @@ class HostMemory:
         self._where = device.prepare()
 
     @property
+    def device(self) -> torch.device:
+        """Where the models are when they are not away."""
+        return self._where
+
+    @property
     def away(self) -> frozenset[MemoryKind]:
         """What is on the host now."""
         return frozenset(self._away)
@@ -75,8 +80,8 @@ class HostMemory:
                 storage.resize_(size)
                 moved += size
                 if kind == "gradients":
-                    _bytes_of(storage).zero_()
-            for piece, held in _pieces([storage for storage, _ in away.storages], away.blocks):
+                    bytes_of(storage).zero_()
+            for piece, held in pieces_of([storage for storage, _ in away.storages], away.blocks):
                 piece.copy_(held, non_blocking=True)
         self._synchronize()
         return MemoryMove(moved, self.left_behind(), time.perf_counter() - started, others)
@@ -85,7 +90,7 @@ class HostMemory:
         """Bytes that this process has allocated on its device; on a CPU, those of the models' tensors."""
         if self._where.type == "cuda":
             return torch.cuda.memory_allocated()
-        return sum(storage.nbytes() for kind in KINDS_OF_MEMORY for storage in self._storages(kind))
+        return sum(storage.nbytes() for kind in KINDS_OF_MEMORY for storage in self.storages(kind))
 
     def _of_others(self) -> int:
         """Bytes of the device that other processes have, and contexts of all."""
@@ -95,10 +100,10 @@ class HostMemory:
         return int(total - free - torch.cuda.memory_reserved())
 
     def _take(self, kind: MemoryKind) -> int:
-        storages = [storage for storage in self._storages(kind) if storage.nbytes()]
+        storages = [storage for storage in self.storages(kind) if storage.nbytes()]
         sizes = [storage.nbytes() for storage in storages]
         blocks = self._host_blocks(kind, sum(sizes)) if kind != "gradients" else []
-        for piece, held in _pieces(storages, blocks):
+        for piece, held in pieces_of(storages, blocks):
             held.copy_(piece, non_blocking=True)
         self._synchronize()
         for storage in storages:
@@ -109,9 +114,9 @@ class HostMemory:
     def _host_blocks(self, kind: MemoryKind, size: int) -> list[Tensor]:
         """Return host memory for so many bytes: that of the last time where it was pinned, which takes long."""
         pinned = self._where.type == "cuda"
-        return _extended(self._blocks.setdefault(kind, []) if pinned else [], size, pinned=pinned)
+        return extended(self._blocks.setdefault(kind, []) if pinned else [], size, pinned=pinned)
 
-    def _storages(self, kind: MemoryKind) -> list[UntypedStorage]:
+    def storages(self, kind: MemoryKind) -> list[UntypedStorage]:
         """Return the storages of a kind, each once. One that two kinds share belongs to the first of them: the fp32
         main parameters of an fp32 model are views of its weights."""
         seen: set[int] = set()
@@ -125,7 +130,7 @@ class HostMemory:
 
     def _tensors(self, kind: MemoryKind) -> Iterator[Tensor]:
         if kind == "optimizer":
-            yield from self._optimizer_tensors()
+            yield from self.optimizer_tensors()
             return
         for chunk in self._chunks():
             if kind == "weights":
@@ -139,13 +144,22 @@ class HostMemory:
         for model in self._models:
             yield from model.chunks
 
-    def _optimizer_tensors(self) -> Iterator[Tensor]:
-        for part in (part for model in self._models for part in optimizer_parts(model.optimizer)):
+    def optimizer_tensors(self) -> Iterator[Tensor]:
+        """Yield main parameters and state of all models, also what lies on the host."""
+        for model in self._models:
+            yield from self.optimizer_tensors_of(model)
+
+    def optimizer_tensors_of(self, model: TrainedModel) -> Iterator[Tensor]:
+        """Yield those of one model, in an order that depends on the model and its optimizer alone."""
+        for part in optimizer_parts(model.optimizer):
             inner = getattr(part, "optimizer", None)
-            for group in getattr(inner, "param_groups", ()):
-                yield from (parameter.data for parameter in group["params"])
-            for state in getattr(inner, "state", {}).values():
-                yield from (value for value in state.values() if isinstance(value, Tensor))
+            if inner is None:  # a rank without parameters of this part
+                continue
+            parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+            yield from (parameter.data for parameter in parameters)
+            for parameter in parameters:  # not in the order in which the state came to be, which differs after a load
+                state = inner.state.get(parameter, {})
+                yield from (state[name] for name in sorted(state) if isinstance(state[name], Tensor))
 
     def _synchronize(self) -> None:
         if self._where.type == "cuda":
@@ -159,12 +173,12 @@ class HostCopy:
         """Copy. Args: tensors: contiguous, on one device."""
         self._like = [torch.empty_like(tensor, device="meta", requires_grad=False) for tensor in tensors]
         self._device, pinned = tensors[0].device, tensors[0].device.type == "cuda"
-        self._blocks = _extended([], sum(tensor.nbytes for tensor in tensors), pinned=pinned)
+        self._blocks = extended([], sum(tensor.nbytes for tensor in tensors), pinned=pinned)
         own = [
             tensor.detach().clone().untyped_storage() if _is_part(tensor) else tensor.untyped_storage()
             for tensor in tensors
         ]
-        for piece, held in _pieces(own, self._blocks):
+        for piece, held in pieces_of(own, self._blocks):
             held.copy_(piece)
 
     @property
@@ -175,7 +189,7 @@ class HostCopy:
     def on_device(self) -> list[Tensor]:
         """Return new tensors of the same values on the device where they came from; the copies may still run there."""
         tensors = [torch.empty_like(tensor, device=self._device) for tensor in self._like]
-        for piece, held in _pieces([tensor.untyped_storage() for tensor in tensors], self._blocks):
+        for piece, held in pieces_of([tensor.untyped_storage() for tensor in tensors], self._blocks):
             piece.copy_(held, non_blocking=True)
         return tensors
 
@@ -184,7 +198,7 @@ def _is_part(tensor: Tensor) -> bool:
     return tensor.untyped_storage().nbytes() != tensor.nbytes
 
 
-def _extended(blocks: list[Tensor], size: int, *, pinned: bool) -> list[Tensor]:
+def extended(blocks: list[Tensor], size: int, *, pinned: bool) -> list[Tensor]:
     """Add blocks of host memory to the list until it has so many bytes."""
     while (lacking := size - sum(len(block) for block in blocks)) > 0:
         length = _BLOCK_BYTES if pinned else min(lacking, _BLOCK_BYTES)
@@ -205,11 +219,11 @@ def drop_fp8_weights(chunks: Iterable[torch.nn.Module]) -> None:
                 workspaces.clear()
 
 
-def _pieces(storages: Sequence[UntypedStorage], blocks: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+def pieces_of(storages: Sequence[UntypedStorage], blocks: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (bytes of a storage, their place in the blocks), which are filled one after the other."""
     block, start = 0, 0
     for storage in storages if blocks else ():
-        values, at = _bytes_of(storage), 0
+        values, at = bytes_of(storage), 0
         while at < len(values):
             if start == len(blocks[block]):
                 block, start = block + 1, 0
@@ -218,6 +232,6 @@ def _pieces(storages: Sequence[UntypedStorage], blocks: Sequence[Tensor]) -> Ite
             at, start = at + length, start + length
 
 
-def _bytes_of(storage: UntypedStorage) -> Tensor:
+def bytes_of(storage: UntypedStorage) -> Tensor:
     """uint8 [bytes] on the storage itself."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]

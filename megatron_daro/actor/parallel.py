@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from megatron_daro.actor import device
 from megatron_daro.config import hardware
@@ -147,6 +152,44 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
+def listening_ports() -> frozenset[int]:
+    """Return the TCP ports that this process listens on. Those that come with a group are where its peers connect."""
+    return frozenset(c.laddr.port for c in _tcp_connections() if c.status == psutil.CONN_LISTEN)
+
+
+def abort(ports: Collection[int]) -> None:
+    """End every collective call that waits here, and those of the peers that wait for this process, with an error.
+    Call from another thread than the one that waits; `shutdown` comes next, in that one.
+
+    NCCL's communicators are aborted. torch 2.13 cannot abort gloo (ProcessGroupGloo.hpp has no `abort`, Backend's is
+    empty), but each gloo group listens on a port of its own for as long as it lives: what is connected there is shut,
+    and gloo raises "Connection closed by peer" at both ends. One end of each connection has accepted it, so that all of
+    a world's are shut when each process has called this.
+
+    Args:
+        ports: of `listening_ports`, those that came with the groups.
+    """
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        c10d._abort_process_group()
+    for connection in _tcp_connections():
+        if connection.status != psutil.CONN_LISTEN and connection.laddr.port in ports:
+            _shut(connection.fd, ports)
+
+
+def _shut(descriptor: int, ports: Collection[int]) -> None:
+    """Shut a connection, if that is what the descriptor still is."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            if connection.getsockname()[1] in ports:
+                connection.shutdown(socket.SHUT_RDWR)
+    except OSError:  # closed meanwhile: nobody waits there any more
+        return
+
+
+def _tcp_connections() -> list[Any]:
+    return [c for c in psutil.Process().net_connections("tcp") if c.laddr]
+
+
 def data_parallel_rank() -> int:
     """Which replica this rank belongs to."""
     return parallel_state.get_data_parallel_rank()
@@ -155,6 +198,17 @@ def data_parallel_rank() -> int:
 def pipeline_parallel_rank() -> int:
     """Return this process's pipeline stage."""
     return parallel_state.get_pipeline_model_parallel_rank()
+
+
+def weights_key() -> tuple[int, ...]:
+    """Return what the ranks with the same weights share: their places in the pipeline and in the tensor groups of
+    layers and experts. Data- and context-parallel ranks differ in the optimizer's part only."""
+    return (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_expert_model_parallel_rank(),
+        parallel_state.get_expert_tensor_parallel_rank(),
+    )
 
 
 def answers_for_shard() -> bool:

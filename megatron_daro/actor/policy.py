@@ -7,7 +7,7 @@ order, since most of them are collective. Refuses to know Ray, engines or run di
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_daro.actor import checkpoint, critic
+from megatron_daro.actor import checkpoint, critic, snapshot
+from megatron_daro.actor.compat import allocate_optimizer_state
+from megatron_daro.actor.double_buffer import KINDS, Slot
 from megatron_daro.actor.forward import MicroBatches, OutputSettings, check_routed_experts, response_logprobs
 from megatron_daro.actor.host_memory import HostCopy, HostMemory
 from megatron_daro.actor.model import (
@@ -48,7 +50,7 @@ from megatron_daro.config.megatron_options import TRANSFORMER_ENGINE_ONLY
 from megatron_daro.config.model_shape import ModelShape, read_model_shape
 from megatron_daro.convert.hf_files import HFCheckpoint
 from megatron_daro.convert.megatron_weights import MegatronWeights
-from megatron_daro.errors import CheckpointError, ConfigError
+from megatron_daro.errors import CheckpointError, ConfigError, WorkerError
 from megatron_daro.types import KINDS_OF_MEMORY, MemoryKind, MemoryMove, StepResult, TrainBatch
 
 
@@ -124,13 +126,27 @@ def _transformer_config(shape: ModelShape, actor: ActorSection, options: Mapping
 class MegatronPolicy:
     """One rank's part of the policy. Process groups must be there already (actor/parallel.py)."""
 
-    def __init__(self, settings: PolicySettings, actor: ActorSection, algorithm: AlgorithmSection) -> None:
+    def __init__(
+        self,
+        settings: PolicySettings,
+        actor: ActorSection,
+        algorithm: AlgorithmSection,
+        *,
+        to_be_restored: bool = False,
+        reference: HostCopy | None = None,
+    ) -> None:
         """Build the model, load the Hugging Face weights, make optimizer and schedule. Collective.
+
+        Args:
+            settings, actor, algorithm: of the run.
+            to_be_restored: `restore` comes next: only reference weights are read, where they are needed and not given.
+            reference: of a policy that this one follows in the same process (`reference`).
 
         Raises:
             ModelError: the model directory cannot be used. ConfigError: an option of actor.megatron is unknown.
         """
         self._pending_saves: list[checkpoint.PendingSave] = []
+        self._pending_snapshot: snapshot.PendingSnapshot | None = None
         self.shape: ModelShape = read_model_shape(settings.model_path)
         self._objective, self._routing_replay = objective_settings(algorithm), actor.routing_replay
         self._output = OutputSettings(
@@ -145,8 +161,6 @@ class MegatronPolicy:
         self.remarks = remarks(actor, transformer_engine)
         config = _transformer_config(self.shape, actor, options["transformer"])
         self.chunks = build_model(self.shape, config, transformer_engine=transformer_engine)
-        with self._first_weights(settings) as tensors:
-            load_hf_weights(self.chunks, self.shape, tensors)
         own = make_algorithm(
             **algorithm.arguments(
                 rollouts_per_prompt=settings.rollouts_per_prompt,
@@ -154,7 +168,11 @@ class MegatronPolicy:
             )
         )
         passes = algorithm.passes(own.token_columns or ())
-        self._reference = HostCopy(self._parameters()) if "ref_logprobs" in passes else None
+        needs_reference = "ref_logprobs" in passes
+        if not to_be_restored or (needs_reference and reference is None):
+            with self._first_weights(settings) as tensors:
+                load_hf_weights(self.chunks, self.shape, tensors)
+        self.reference = (reference or HostCopy(self._parameters())) if needs_reference else None
         wrapped = wrap_data_parallel(
             self.chunks, config, distributed_optimizer=actor.optimizer.distributed, options=options["ddp"]
         )
@@ -168,6 +186,7 @@ class MegatronPolicy:
                 its_config,
                 transformer_engine=transformer_engine,
                 options=options,
+                to_be_restored=to_be_restored,
             )
         optimizer = build_optimizer(wrapped, actor.optimizer, dtype=actor.dtype, options=options["optimizer"])
         self.train_state = TrainState(
@@ -299,6 +318,42 @@ class MegatronPolicy:
         """Wait until weights and optimizer state may change."""
         for pending in self._pending_saves:
             pending.release()
+        if self._pending_snapshot is not None:
+            self._pending_snapshot.wait()
+
+    def start_snapshot(self, slot: Slot, serial: int) -> snapshot.PendingSnapshot:
+        """Begin to copy what training changes to the host; training may go on, and waits before its next update until
+        that is done. Not collective. Raises WorkerError: the one before failed.
+
+        Args:
+            slot: what is filled. serial: its number.
+        """
+        self._needs("weights", "optimizer")
+        if self._pending_snapshot is not None:
+            self._pending_snapshot.wait()
+        self._pending_snapshot = snapshot.begin(self._memory, self._models(), slot, serial)
+        return self._pending_snapshot
+
+    def restore(self, slot: Slot) -> None:
+        """Go back to a snapshot, bit for bit. Not collective. Raises WorkerError: it does not fit."""
+        self._needs("weights", "optimizer")
+        self._keep_what_is_saved()
+        snapshot.restore(self._memory, self._models(), slot)
+
+    @property
+    def snapshot_bytes(self) -> dict[MemoryKind, int]:
+        """Bytes of a snapshot by kind."""
+        for model in self._models():
+            allocate_optimizer_state(model.optimizer)
+        return {kind: sum(s.nbytes() for s in self._memory.storages(kind)) for kind in KINDS}
+
+    def end_background_work(self) -> None:
+        """Wait until no thread reads a tensor any more, whatever became of it."""
+        for pending in self._pending_saves:
+            pending.wait()
+        with suppress(WorkerError):
+            if self._pending_snapshot is not None:
+                self._pending_snapshot.wait()
 
     def load(self, directory: Path) -> None:
         """Load what `save` wrote, also on another layout. Collective. Raises CheckpointError."""
@@ -327,14 +382,14 @@ class MegatronPolicy:
     def _reference_weights(self) -> Iterator[None]:
         """Compute with the reference weights: they are copied to the GPU once, and the current ones stay where they
         are. No activations are kept meanwhile, so there is room."""
-        if self._reference is None:
+        if self.reference is None:
             raise RuntimeError(
                 "reference log-probs were asked for, but neither algorithm.kl.coefficient nor token_columns do"
             )
         parameters = self._parameters()
         current = [parameter.data for parameter in parameters]
         try:
-            for parameter, value in zip(parameters, self._reference.on_device(), strict=True):
+            for parameter, value in zip(parameters, self.reference.on_device(), strict=True):
                 parameter.data = value
             yield
         finally:

@@ -53,6 +53,10 @@ def colocation(config: Config) -> Iterator[Problem]:
         got = f"{config.rollout.max_staleness} with engine.colocate"
         allowed = "0: nothing is generated while a batch is trained"
         yield Problem("rollout.max_staleness", got, allowed, "set rollout.max_staleness=0", also=(_FIELD,))
+    if config.trainer.replace_lost_ranks:
+        got = "true with engine.colocate, where a lost rank would come back to a GPU that servers have"
+        fix = "set trainer.replace_lost_ranks=false"
+        yield Problem("trainer.replace_lost_ranks", got, "false with engine.colocate", fix, also=(_FIELD,))
     yield from _arguments(config)
     yield from _sizes(config)
 

@@ -368,6 +368,14 @@ class TrainerSection(Section):
     """Mini-batches that a batch is split into, an optimizer step each; divides the samples of a batch."""
     epochs_per_batch: int = Field(default=1, ge=1)
     """How often a batch is trained on; after the first time its mini-batches are drawn anew, from trainer.seed."""
+    replace_lost_ranks: bool = False
+    """Replace a rank whose process dies, and go on from a snapshot in host memory, taken after each step
+    (docs/recovery.md). Off: the run ends; --resume goes on from a checkpoint."""
+    snapshot_gib: float | None = Field(default=None, ge=0, le=1e6)
+    """Host memory of each node for these snapshots, GiB. Unset: half of what is free once the ranks have their
+    model."""
+    max_replacements: int = Field(default=8, ge=0, le=100_000)
+    """Ranks that are replaced within an hour; one more ends the run."""
 
     @property
     def steps_per_batch(self) -> int:

@@ -62,6 +62,8 @@ class Deadlines:
     """Saving a checkpoint."""
     load: float = 3600.0
     """Loading a checkpoint."""
+    heal: float = 3600.0
+    """Replacing ranks that died, and repeating what came after the snapshot."""
     export: float = 7200.0
     """Writing the trained model as a Hugging Face directory."""
     close: float = 60.0

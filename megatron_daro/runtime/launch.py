@@ -129,7 +129,7 @@ async def _train(
     config: Config, algorithm: Algorithm, inputs: Inputs | ReplaySource, observers: Observers, start: Start
 ) -> RunOutcome:
     placement = parts.placement(config, engines=isinstance(inputs, Inputs))
-    policy = parts.policy_group(config, placement)
+    policy = parts.policy_group(config, placement, warn=observers.progress.warn)
     if isinstance(inputs, ReplaySource):
         driven = Driven(placement, policy, inputs)
     else:
@@ -190,8 +190,12 @@ async def drive(config: Config, algorithm: Algorithm, driven: Driven, observers:
         except BaseException:
             await controller.shutdown()
             raise
-        groups = [policy.workers] + ([generation.engine.workers] if generation else [])
+        groups = [generation.engine.workers] if generation else []
         endings = [generation.engine.ended()] if generation and isinstance(generation.engine, HasEnding) else []
+        if policy.heals:
+            endings.append(policy.ended())
+        else:
+            groups.append(policy.workers)
         spare_event_loop()
         return await supervised(controller.run(), groups, endings)
 

@@ -7,10 +7,10 @@ the few values it needs of others. Computes nothing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_daro.actor.parallel import PolicySettings
 from megatron_daro.algo.weighting import Algorithm, make_algorithm
@@ -42,6 +42,7 @@ from megatron_daro.rollout.rollouter import RolloutCollector, SingleTurn
 from megatron_daro.rollout.sampler import Sampler
 from megatron_daro.runtime.cluster import Placement
 from megatron_daro.runtime.engine_groups import EngineGroup, SGLangGroup, Text, routed_experts
+from megatron_daro.runtime.healing import HealingLimits
 from megatron_daro.runtime.inputs import Inputs, answer_stops, ends_at_texts
 from megatron_daro.runtime.node_workers import Verdicts
 from megatron_daro.runtime.policy_group import PolicyGroup
@@ -292,8 +293,14 @@ def policy_settings(config: Config) -> PolicySettings:
     )
 
 
-def policy_group(config: Config, placement: Placement, kind: type[PolicyGroup] = PolicyGroup) -> PolicyGroup:
-    """Return the Megatron ranks. Args: kind: what is made of them, a rehearsal's ranks for instance.
+def policy_group(
+    config: Config,
+    placement: Placement,
+    kind: type[PolicyGroup] = PolicyGroup,
+    warn: Callable[[str], None] | None = None,
+) -> PolicyGroup:
+    """Return the Megatron ranks. Args: kind: what is made of them, a rehearsal's ranks for instance. warn: told of
+    ranks that were replaced; None: they never are.
 
     Raises:
         ConfigError: the critic shall be exported of an algorithm of your own that has none.
@@ -304,6 +311,10 @@ def policy_group(config: Config, placement: Placement, kind: type[PolicyGroup] =
             f"trainer.export_critic: got true, but {config.algorithm.name} has no critic (token_columns without "
             "values); fix: set trainer.export_critic=false"
         )
+    healing: dict[str, Any] = {}
+    if config.trainer.replace_lost_ranks and warn:
+        limits = HealingLimits(config.trainer.snapshot_gib, config.trainer.max_replacements)
+        healing = {"healing": limits, "warn": warn}
     return kind(
         policy_settings(config),
         config.actor,
@@ -313,6 +324,7 @@ def policy_group(config: Config, placement: Placement, kind: type[PolicyGroup] =
         placement=placement,
         token_columns=columns,
         logs=log_folder(config),
+        **healing,
     )
 
 

@@ -2,7 +2,8 @@
 
 A batch is split into one shard per data-parallel rank, and each shard is put into the object store once a step.
 Log-probs that ranks compute stay there too and travel as references. Weights go from ranks to receivers, never
-through the driver. After one rank has failed the group is not usable: no collective call is repeated.
+through the driver. After one rank has failed the group is not usable, unless it heals: then dead ranks are replaced,
+all go back to a snapshot, and what was under way is done again (healing.py).
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ import asyncio
 import dataclasses
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import ray
 from ray import ObjectRef
+from ray.actor import ActorHandle
 
 from megatron_daro.actor.parallel import PolicySettings
 from megatron_daro.config.actor import ActorSection
@@ -27,13 +29,16 @@ from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.model_shape import CRITIC_HEADS, read_model_shape
 from megatron_daro.convert.mapping import critic_config
 from megatron_daro.data.schedule import CostModel, schedule
-from megatron_daro.errors import WorkerError
+from megatron_daro.errors import LostSaveError, LostSenderError, WorkerError
 from megatron_daro.runtime.cluster import Placement
+from megatron_daro.runtime.healing import Healing, HealingLimits, first_death
 from megatron_daro.runtime.supervisor import WorkerGroup, actor_class, gather, unhurried
 from megatron_daro.runtime.workers import Place, TrainWorker
 from megatron_daro.sync import send
 from megatron_daro.sync.plan import SendPlan, SendReport
 from megatron_daro.types import MemoryKind, MemoryMove, Rollout, StepResult, TrainBatch
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -125,9 +130,12 @@ class PolicyGroup:
         token_columns: Sequence[str] = (),
         logs: Path | None = None,
         collective_timeout_s: float = 1800.0,
+        healing: HealingLimits | None = None,
+        warn: Callable[[str], None] = lambda message: None,
     ) -> None:
         """Start nothing; `start` does. Args: placement: where each rank goes, started before.
-        token_columns: of the algorithm. logs: folder for the logs of the ranks."""
+        token_columns: of the algorithm. logs: folder for the logs of the ranks. healing: None: a death ends the run.
+        warn: tells a person of a rank that was replaced."""
         self._logs = logs
         self._settings, self._actor, self._algorithm, self._seed = settings, actor, algorithm, seed
         self._timeout_s = collective_timeout_s
@@ -144,6 +152,7 @@ class PolicyGroup:
         self._relayed: set[tuple[int, ...]] = set()  # groups of ranks that buckets go to other hosts in
         # One collective call at a time on all ranks, and no change of weights while they are being sent.
         self._busy = asyncio.Lock()
+        self._healing = Healing(self, healing, placement.deadlines, warn) if healing else None
 
     async def start(self) -> None:
         """Start the processes and build the policy in them. Raises ModelError, ConfigError, WorkerError."""
@@ -152,29 +161,63 @@ class PolicyGroup:
 
     async def start_processes(self) -> None:
         """Start the processes, and tell the placement their GPUs. They use none before `build`. Raises WorkerError."""
-        self.workers.update(
-            {
-                f"actor rank {rank}": actor_class(TrainWorker)
-                .options(**self._placement.rank(rank))
-                .remote(rank, self._logs)
-                for rank in range(self._actor.world_size)
-            }
-        )
+        self.workers.update({f"actor rank {rank}": self.start_process(rank) for rank in range(self._actor.world_size)})
         gpus = await self._all(lambda worker: worker.gpu.remote())
         self._placement.take_gpus(dict(enumerate(gpus)))
 
+    def start_process(self, rank: int) -> ActorHandle:
+        """Start the process of one rank, and return its handle."""
+        return actor_class(TrainWorker).options(**self._placement.rank(rank)).remote(rank, self._logs)
+
     async def build(self) -> None:
         """Build the policy in the processes. Raises ModelError, ConfigError, WorkerError."""
+        await self.join(to_be_restored=False)
+        if self._healing:
+            await self._healing.prepare()
+
+    async def join(self, *, to_be_restored: bool = True) -> None:
+        """Have all processes meet in new groups, and build the policy in each."""
+        self._forget_meeting_place()
         first = next(iter(self.workers.values()))
         (self._address,) = await gather({"actor rank 0": first.rendezvous.remote()})
         arguments = (self._address, self._settings, self._actor, self._algorithm, self._seed, self._timeout_s)
-        await self._all(lambda worker: worker.setup.remote(*arguments))
-        self._places = await self._all(lambda worker: worker.place.remote())
+        options = {"heals": self.heals, "to_be_restored": to_be_restored}
+        await self._all(lambda worker: worker.setup.remote(*arguments, **options))
+        self._places, self._relayed = await self._all(lambda worker: worker.place.remote()), set()
+
+    @property
+    def heals(self) -> bool:
+        """Whether ranks that die are replaced, so that `ended` is what to watch."""
+        return self._healing is not None
+
+    @property
+    def places(self) -> list[Place]:
+        """Each rank's part; known after `start`."""
+        return self._places
+
+    async def ended(self) -> Exception:
+        """Watch the processes, and heal where that is done; return why it cannot go on."""
+        while True:
+            name, worker, error = await first_death(self.workers)
+            if self._healing is None or self._healing.keeps == "none":
+                return error
+            # The calls that wait for it end; where one of them is under way it heals before its lock is free.
+            self._healing.watched(name, worker)
+            async with self._busy:
+                try:
+                    await self._healing.heal()
+                except Exception as failure:  # the supervisor's border: it ends the run
+                    return failure
+
+    async def _repeated(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Return what collective work gives, done again where a rank was lost and replaced meanwhile."""
+        return await (self._healing.repeated(work) if self._healing else work())
 
     @property
     def remarks(self) -> list[str]:
         """What a person should know about how the ranks compute; known after `start`."""
         remarks = list(dict.fromkeys(remark for place in self._places for remark in place.remarks))
+        remarks += [self._healing.remark] if self._healing else []
         idle = [rank for rank, place in enumerate(self._places) if place.device == "cpu"]
         if not self._placement.has_gpus or not idle:
             return remarks
@@ -187,7 +230,7 @@ class PolicyGroup:
     async def prepare(self, batch: TrainBatch) -> TrainBatch:
         """Return the batch with the columns of `AlgorithmSection.passes`, computed under the current weights."""
         async with self._busy:
-            return await self._prepare(batch)
+            return await self._repeated(lambda: self._prepare(batch))
 
     async def _prepare(self, batch: TrainBatch) -> TrainBatch:
         if self._algorithm.old_logprobs == "rollout":
@@ -206,14 +249,23 @@ class PolicyGroup:
     async def train(self, batch: TrainBatch, step: int) -> StepResult:
         """One optimizer step on the whole batch; one that `prepare` gave is with the ranks already."""
         async with self._busy:
-            _, prepared = self._prepared.pop(id(batch), (batch, None))
-            calls = await self._calls(
-                await asyncio.to_thread(self._shards, batch) if prepared is None else prepared,
-                lambda worker, s: worker.train.remote(s.reference, s.micro_batches, step, **s.columns),
-            )
-            results = await gather(calls)
-            _check_agreement(results)
+            if self._healing:
+                await self._healing.settle()
+            result = await self._repeated(lambda: self.repeat(batch, step))
+            if self._healing:
+                await self._healing.trained(batch, step)
             self._version = step
+        return result
+
+    async def repeat(self, batch: TrainBatch, step: int) -> StepResult:
+        """Do the step; once again it travels whole, with the columns that it has."""
+        _, prepared = self._prepared.pop(id(batch), (batch, None))
+        calls = await self._calls(
+            await asyncio.to_thread(self._shards, batch) if prepared is None else prepared,
+            lambda worker, s: worker.train.remote(s.reference, s.micro_batches, step, **s.columns),
+        )
+        results = await gather(calls)
+        _check_agreement(results)
         return next(result for result, place in zip(results, self._places, strict=True) if place.answers)
 
     @asynccontextmanager
@@ -227,6 +279,18 @@ class PolicyGroup:
     async def export(self, plan: SendPlan) -> SendReport:
         """Every pipeline stage sends its weights as the plan says, one after the other, since receivers take one bucket
         at a time; after a failure the rest is not sent. Files become one HF checkpoint, whole or not at all."""
+        if self._healing is None or plan.directory:
+            return await self._repeated(lambda: self._export(plan))
+        await self._healing.heal()
+        try:
+            return await self._export(plan)
+        except WorkerError as error:
+            if not await self._healing.lost_ranks():
+                raise
+            await self._healing.heal()
+            raise LostSenderError(f"the weights were not sent: {error}") from error
+
+    async def _export(self, plan: SendPlan) -> SendReport:
         started, report = time.perf_counter(), SendReport()
         directory = plan.directory.absolute() if plan.directory else None
         if directory:
@@ -247,6 +311,9 @@ class PolicyGroup:
 
     async def score(self, rollouts: Sequence[Rollout], *, temperature: float) -> list[np.ndarray]:
         """float32 [R] log-probs of each rollout's response, of logits divided by `temperature`."""
+        return await self._repeated(lambda: self._score(rollouts, temperature))
+
+    async def _score(self, rollouts: Sequence[Rollout], temperature: float) -> list[np.ndarray]:
         batch = _scored_batch(rollouts, at_least=self._actor.data_parallel)
         shards = await asyncio.to_thread(self._shards, batch)
         calls = await self._calls(
@@ -272,20 +339,57 @@ class PolicyGroup:
         )
 
     async def save(self, directory: Path, captured: Callable[[], None]) -> None:
-        """Write the policy's checkpoint into an existing directory; ranks train on while their files are written."""
+        """Write the policy's checkpoint into an existing directory; ranks train on while their files are written.
+
+        Raises:
+            LostSaveError: a rank died and was replaced meanwhile, and the weights have changed since.
+        """
         async with self._busy:
-            await self._all(lambda worker: worker.start_save.remote(directory.absolute()))
+            await self._repeated(lambda: self._start_save(directory))
+            version, epoch = self._version, self._healing.epoch if self._healing else 0
         captured()
-        await self._all(lambda worker: worker.finish_save.remote())
+        try:
+            await self._all(lambda worker: worker.finish_save.remote())
+        except WorkerError as error:
+            await self._save_again(directory, version, epoch, error)
+
+    async def _start_save(self, directory: Path) -> None:
+        if self._healing:  # what an earlier try left behind goes
+            await asyncio.to_thread(_empty, directory)
+        await self._all(lambda worker: worker.start_save.remote(directory.absolute()))
+
+    async def _save_again(self, directory: Path, version: int, epoch: int, error: WorkerError) -> None:
+        """Write the checkpoint anew, if what failed was a rank that was lost, and the weights are still those."""
+        healing = self._healing
+        if healing is None:
+            raise error
+        async with self._busy:
+            if not await healing.lost_ranks() and healing.epoch == epoch:
+                raise error
+
+            async def anew() -> None:
+                if self._version != version:
+                    raise LostSaveError(f"a rank died while step {version} was saved: {error}") from error
+                await self._start_save(directory)
+                await self._all(lambda worker: worker.finish_save.remote())
+
+            await healing.repeated(anew)
 
     async def load(self, directory: Path) -> None:
         """Continue from such a directory."""
         async with self._busy:
             await self._all(lambda worker: worker.load.remote(directory.absolute()))
+            if self._healing:
+                await self._healing.snapshot_now()
 
     async def close(self) -> None:
         """End the processes. May be called twice."""
+        if self._healing:
+            self._healing.close()
         self.workers.dismiss()
+        self._forget_meeting_place()
+
+    def _forget_meeting_place(self) -> None:
         if self._address.startswith("file://"):
             shutil.rmtree(Path(self._address.removeprefix("file://")).parent, ignore_errors=True)
 
@@ -350,6 +454,11 @@ class PolicyGroup:
         if not self.workers:
             raise WorkerError("the actor's workers were not started, or have been dismissed")
         return await gather({name: call(worker) async for name, worker in unhurried(self.workers.items())})
+
+
+def _empty(directory: Path) -> None:
+    for path in directory.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _scored_batch(rollouts: Sequence[Rollout], *, at_least: int) -> TrainBatch:

@@ -21,16 +21,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import psutil
 import ray
+from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 from torch import Tensor
 
+from megatron_daro.actor.double_buffer import Layout
 from megatron_daro.actor.parallel import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.engine.sglang.client import post_to
+from megatron_daro.errors import WorkerError
 from megatron_daro.observe import logs
 from megatron_daro.ports import Reservation, reserve_port
+from megatron_daro.runtime.kept_states import Description, Kept, KeptStates, Source
 from megatron_daro.runtime.supervisor import remote_class, translated
 from megatron_daro.sync.buckets import WeightBucket, bucketize
 from megatron_daro.sync.plan import ReceivingActor, SendFailure, SendPlan, SendReport
@@ -40,8 +45,9 @@ if TYPE_CHECKING:
     from megatron_daro.sync.send import Sender
 
 # Methods of the "work" group run one after the other on one thread; "watch" stays free for the sentinel,
-# "save" waits for a checkpoint beside the work.
-_GROUPS = {"work": 1, "watch": 1, "save": 1}
+# "save" waits for a checkpoint beside the work, "snapshot" sends one to another rank, "copies" takes and gives what
+# others ask for, "recover" answers whatever the others do.
+_GROUPS = {"work": 1, "watch": 1, "save": 1, "snapshot": 1, "copies": 1, "recover": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +55,8 @@ class Place:
     """A rank's part. exports: it takes part in exports; sends: it hands on its stage's. host: address of its node.
 
     answers: what its tensor and context group computed for a shard comes from this rank, one per data-parallel rank.
-    device: "cuda" or "cpu". remarks: what a person should know about how it computes.
+    device: "cuda" or "cpu". remarks: what a person should know about how it computes. weights_key: ranks with the same
+    one have the same weights.
     """
 
     data_parallel: int
@@ -60,6 +67,7 @@ class Place:
     device: str = "cpu"
     host: str = ""
     remarks: tuple[str, ...] = ()
+    weights_key: tuple[int, ...] = ()
 
 
 def meeting_place(address: str, folder: Callable[[], Path]) -> tuple[str, Reservation | None]:
@@ -90,6 +98,10 @@ class TrainWorker:
         self._sender: Sender | None = None
         self._reserved: Reservation | None = None
         self._relays: dict[tuple[int, ...], Any] = {}
+        self._states = KeptStates()
+        self._snapshot: tuple[int, Any] | None = None  # number, and what waits for it
+        self._reference: Any = None
+        self._ports: frozenset[int] = frozenset()  # what the process groups listen on
 
     @ray.method(concurrency_group="watch")
     def sentinel(self) -> None:
@@ -120,8 +132,16 @@ class TrainWorker:
         algorithm: AlgorithmSection,
         seed: int,
         timeout_s: float,
+        *,
+        heals: bool = False,
+        to_be_restored: bool = False,
     ) -> None:
-        """Join the process group and build the policy. Collective."""
+        """Join the process group and build the policy. Collective. heals: the process outlives its groups.
+        to_be_restored: `restore` comes next."""
+        if heals:
+            # Else torch ends the process when a peer is gone. Source: torch 2.13, ProcessGroupNCCL.hpp,
+            # ErrorHandlingMode; the caller of `abort` ends what waits.
+            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         if init_method.startswith("file:"):
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         from megatron_daro.actor import device, parallel
@@ -129,10 +149,15 @@ class TrainWorker:
 
         if settings.expandable_segments:
             device.expand_segments(device.prepare())
+        before = parallel.listening_ports()
         parallel.initialize(layout_of(actor), rank=self._rank, init_method=init_method, seed=seed, timeout_s=timeout_s)
+        self._ports = parallel.listening_ports() - before
         if self._reserved is not None:
             self._reserved.close()  # torch listens on it
-        self._policy = MegatronPolicy(settings, actor, algorithm)
+        self._policy = MegatronPolicy(
+            settings, actor, algorithm, to_be_restored=to_be_restored, reference=self._reference
+        )
+        self._reference = self._policy.reference
         gc.freeze()  # the other ranks of a collective call would wait while this one looks through its modules
 
     @ray.method(concurrency_group="work")
@@ -150,6 +175,7 @@ class TrainWorker:
             device=device.prepare().type,
             host=ray.util.get_node_ip_address(),
             remarks=self._policy.remarks,
+            weights_key=parallel.weights_key(),
         )
 
     @ray.method(concurrency_group="work")
@@ -191,9 +217,12 @@ class TrainWorker:
     @logs.failures_logged
     def join_relays(self, members: Sequence[tuple[int, ...]]) -> None:
         """Make the groups in which buckets go to ranks of other hosts. Collective over all ranks."""
+        from megatron_daro.actor import parallel
         from megatron_daro.sync.send import groups_of
 
+        before = parallel.listening_ports()
         self._relays |= groups_of(members)
+        self._ports |= parallel.listening_ports() - before
 
     @ray.method(concurrency_group="work")
     @logs.failures_logged
@@ -250,6 +279,99 @@ class TrainWorker:
     def load(self, directory: Path) -> None:
         """Read a checkpoint. Collective."""
         self._policy.load(directory)
+
+    @ray.method(concurrency_group="work")
+    def snapshot_bytes(self) -> tuple[dict[MemoryKind, int], int]:
+        """Bytes of a snapshot by kind, and those of this node's memory that are free."""
+        return self._policy.snapshot_bytes, psutil.virtual_memory().available
+
+    @ray.method(concurrency_group="work")
+    def keep_own_twice(self, twice: bool) -> None:
+        """See `KeptStates.keep_own_twice`."""
+        self._states.keep_own_twice(twice)
+
+    @ray.method(concurrency_group="work")
+    @logs.failures_logged
+    def start_snapshot(self, serial: int, keep: int | None) -> None:
+        """Begin snapshot `serial`; `keep` stays."""
+        self._snapshot = serial, self._policy.start_snapshot(self._states.own.open(keep), serial)
+
+    @ray.method(concurrency_group="snapshot")
+    @logs.failures_logged
+    def finish_snapshot(
+        self, serial: int, keep: int | None, peer: ActorHandle | None, kinds: Sequence[MemoryKind]
+    ) -> None:
+        """Wait until snapshot `serial` is whole, here and in the process of `peer`, where there is one."""
+        if self._snapshot is None or self._snapshot[0] != serial:
+            raise WorkerError(f"snapshot {serial} was given up; the newest is {self._snapshot}")
+        self._snapshot[1].wait()
+        if peer is not None:
+            self._states.send(self._rank, serial, keep, peer, kinds)
+
+    @ray.method(concurrency_group="copies")
+    def open_copy(self, rank: int, serial: int, keep: int | None) -> None:
+        """See `KeptStates.open_copy`."""
+        self._states.open_copy(rank, serial, keep)
+
+    @ray.method(concurrency_group="copies")
+    def take_block(self, rank: int, serial: int, kind: MemoryKind, number: int, block: np.ndarray) -> None:
+        """See `KeptStates.take_block`."""
+        self._states.take_block(rank, serial, kind, number, block)
+
+    @ray.method(concurrency_group="copies")
+    def seal_copy(self, rank: int, serial: int, layout: Layout, rest: dict[str, Any]) -> None:
+        """See `KeptStates.seal_copy`."""
+        self._states.seal_copy(rank, serial, layout, rest)
+
+    @ray.method(concurrency_group="copies")
+    def describe(self, owner: int | None, serial: int) -> Description:
+        """See `KeptStates.describe`."""
+        return self._states.describe(owner, serial)
+
+    @ray.method(concurrency_group="copies")
+    def block(self, owner: int | None, serial: int, kind: MemoryKind, number: int) -> np.ndarray:
+        """See `KeptStates.block`."""
+        return self._states.block(owner, serial, kind, number)
+
+    @ray.method(concurrency_group="recover")
+    def kept(self) -> Kept:
+        """Return what this process has of snapshots; it answers whatever else it does."""
+        return self._states.kept
+
+    @ray.method(concurrency_group="recover")
+    @logs.failures_logged
+    def abort(self) -> None:
+        """End the collective calls that wait in this process, and those of others that wait for it, with an error."""
+        from megatron_daro.actor import parallel
+
+        parallel.abort(self._ports)
+
+    @ray.method(concurrency_group="work")
+    @logs.failures_logged
+    def leave(self) -> None:
+        """Leave the process groups, and let go of the policy: `setup` comes next. Not collective."""
+        from megatron_daro.actor import parallel
+
+        if self._policy is not None:
+            self._policy.end_background_work()
+        if self._sender is not None:
+            self._sender.close()
+        self._policy, self._ports, self._relays, self._snapshot = None, frozenset(), {}, None
+        parallel.shutdown()
+        gc.unfreeze()
+        gc.collect()  # what is left of the policy holds process groups, and a GPU's memory
+
+    @ray.method(concurrency_group="work")
+    @logs.failures_logged
+    def adopt(self, serial: int, sources: Sequence[Source]) -> None:
+        """Take a snapshot of this rank from others that have it."""
+        self._states.adopt(serial, sources)
+
+    @ray.method(concurrency_group="work")
+    @logs.failures_logged
+    def restore(self, serial: int) -> None:
+        """Go back to a snapshot."""
+        self._policy.restore(self._states.whole(serial))
 
 
 @remote_class(max_restarts=0, max_task_retries=0)

@@ -21,7 +21,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from megatron_daro.errors import LostReceiversError, SyncError
+from megatron_daro.errors import LostReceiversError, LostSenderError, SyncError
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.protocol import Engine, Policy
 from megatron_daro.sync.check import ProbeAnswer, UpdateCheck
@@ -159,11 +159,16 @@ class WeightSync:
 
     async def _sent(self, update: ReceiverUpdate) -> SendReport | None:
         """Return the report of a sending that went well for all who are left; None where there was none."""
-        for _ in range(_TRIES):
+        for tried in range(_TRIES):
             plan = await update.prepare()
             if plan is None:
                 return None
-            report = await self._policy.export(plan)
+            try:
+                report = await self._policy.export(plan)
+            except LostSenderError:  # the weights are there again: receivers are prepared and sent all again
+                if tried == _TRIES - 1:
+                    raise
+                continue
             if not report.failures:
                 return report
             await update.blame(report)

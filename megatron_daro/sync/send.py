@@ -457,6 +457,10 @@ class Sender:
             stream = as_blocks(stream, plan.fp8_blocks, plan.bucket_bytes, blocks)
         return replace(self._sent(stream, plan, label, group), digests=digests, fp8_blocks=tuple(blocks))
 
+    def close(self) -> None:
+        """Leave the group of a broadcast; the next one makes another. May be called twice."""
+        self._broadcast.close()
+
     def _sent(self, stream: Stream, plan: SendPlan, label: str, group: dist.ProcessGroup | None) -> SendReport:
         if plan.transport == "distributed":
             return self._broadcast.send(stream, plan)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from megatron_daro.observe.metrics import comparable
 from megatron_daro.types import TrainBatch
 
 
-def _trainee(path: Path, layout: Any, algorithm: Any, **options: Any) -> Any:
+def _trainee(
+    path: Path, layout: Any, algorithm: Any, *, to_be_restored: bool = False, reference: Any = None, **options: Any
+) -> Any:
     from megatron_daro.actor.parallel import PolicySettings
     from megatron_daro.actor.policy import MegatronPolicy
     from megatron_daro.config.actor import ActorSection
@@ -33,7 +36,8 @@ def _trainee(path: Path, layout: Any, algorithm: Any, **options: Any) -> Any:
         **{"precision": "fp32", **options},
     )
     settings = PolicySettings(path, rollouts_per_prompt=4, max_response_tokens=32, temperature=1.0, total_steps=10)
-    return MegatronPolicy(settings, actor, AlgorithmSection(**algorithm))
+    sections = settings, actor, AlgorithmSection(**algorithm)
+    return MegatronPolicy(*sections, to_be_restored=to_be_restored, reference=reference)
 
 
 def _shard(batch: TrainBatch, layout: Any, num_micro_batches: int) -> tuple[TrainBatch, list[list[int]]]:
@@ -202,7 +206,7 @@ def train_and_move(
             done.append((_told(first, before=before), _told(part_back), _told(second), _told(back)))
     return {
         "parameters": {n: t.clone().float().numpy() for n, t in policy.export()},
-        "state": {str(n): t.clone().numpy() for n, t in enumerate(policy._memory._optimizer_tensors())},
+        "state": {str(n): t.clone().numpy() for n, t in enumerate(policy._memory.optimizer_tensors())},
         "metrics": metrics,
         "moves": done,
         "refused": refused,
@@ -274,3 +278,79 @@ def save_and_leave(path: Path, layout: Any, batch: TrainBatch, directory: Path, 
     policy.onload(_ALL)
     loaded = {n: t.clone().float().numpy() for n, t in policy.export()}
     return {"writes": len(written) > 0, "waited": at_end > 0, "before": before, "loaded": loaded, "left": left}
+
+
+def go_back(
+    path: Path, layout: Any, batches: list[TrainBatch], algorithm: dict[str, Any], **options: Any
+) -> dict[str, Any]:
+    """A step, a snapshot, and a second step, which overtakes the snapshot but for its update; then back and the second
+    step again, in the same policy and in another one that was built to be restored.
+
+    Returns what there is after the second step, each of the three times; the snapshot's number before and after it.
+    """
+    from megatron_daro.actor.double_buffer import DoubleBuffer
+
+    policy, buffer = _trainee(path, layout, algorithm, **options), DoubleBuffer()
+    first, second = (_shard(batch, layout, 2) for batch in batches)
+    _whole_step(policy, *first, step=1)
+    policy.train_state.begun = True  # as after a first update that was not applied
+    with _snapshots_wait():
+        policy.start_snapshot(buffer.open(None), 1)
+        numbers = [buffer.serials]
+        results = [_after(policy, second)]
+        numbers.append(buffer.serials)
+    for _ in range(2):
+        policy.restore(buffer.whole(1))
+        assert policy.train_state.begun
+        results.append(_after(policy, second))
+        policy.start_snapshot(buffer.open(1), 2).wait()  # another one beside it
+        reference = policy.reference
+        policy = _trainee(path, layout, algorithm, to_be_restored=True, reference=reference, **options)
+    return {"results": results, "numbers": numbers}
+
+
+def _whole_step(policy: Any, batch: TrainBatch, micro_batches: list[list[int]], *, step: int) -> dict[str, float]:
+    """A step with the passes before it, on one pipeline stage."""
+    if policy.reference:
+        batch = replace(batch, ref_logprobs_R=policy.run_pass("ref_logprobs", batch, micro_batches))
+    if policy.critic:
+        batch = replace(batch, values_R=policy.run_pass("values", batch, micro_batches))
+    return comparable(policy.train_step(batch, micro_batches, step=step).metrics)
+
+
+def _after(policy: Any, shard: Any) -> dict[str, Any]:
+    """What a step leaves behind, bit for bit."""
+    import torch
+
+    from megatron_daro.actor.host_memory import bytes_of
+
+    metrics = _whole_step(policy, *shard, step=2)
+    models = policy._models()
+    return {
+        "metrics": {name: value for name, value in metrics.items() if not name.startswith("timing/")},
+        "bytes": [
+            bytes_of(s).clone().numpy() for kind in ("weights", "optimizer") for s in policy._memory.storages(kind)
+        ],
+        "options": [{k: v for k, v in g.items() if k != "params"} for m in models for g in m.optimizer.param_groups],
+        "scheduler": [model.scheduler.state_dict() for model in models],
+        "algorithm": policy.train_state.algorithm.state_dict(),
+        "random": torch.rand(4).tolist(),
+    }
+
+
+@contextmanager
+def _snapshots_wait() -> Iterator[None]:
+    """A snapshot is copied when somebody waits for it, and not before."""
+    from megatron_daro.actor.snapshot import PendingSnapshot
+
+    asked, copy, wait = threading.Event(), PendingSnapshot._copy, PendingSnapshot.wait
+
+    def waiting(self: Any, storages: Any) -> None:
+        assert asked.wait(100)
+        copy(self, storages)
+
+    PendingSnapshot._copy, PendingSnapshot.wait = waiting, lambda self: (asked.set(), wait(self))[1]
+    try:
+        yield
+    finally:
+        PendingSnapshot._copy, PendingSnapshot.wait = copy, wait

@@ -317,8 +317,8 @@ def _paint_policy(colours: Colours, policy: Any) -> None:
     """Everything that a GPU rank has on its GPU once it is built."""
     from megatron_daro.actor.compat import optimizer_parts
 
-    if policy._reference is not None:
-        policy._reference._device = GPU
+    if policy.reference is not None:
+        policy.reference._device = GPU
     states = [policy.train_state] + ([policy.critic.state] if policy.critic is not None else [])
     for state in states:
         for chunk in state.chunks:

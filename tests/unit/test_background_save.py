@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "rollout"))
 from loop_fakes import FakeProgress, make_stack, resume_stack, run_stack
 
-from megatron_daro.errors import CheckpointError, NonFiniteError
+from megatron_daro.errors import CheckpointError, LostSaveError, NonFiniteError
 from megatron_daro.recovery import find_latest_valid, step_directories
 
 
@@ -82,3 +82,20 @@ def test_a_run_that_fails_meanwhile_still_has_its_checkpoint(tmp_path):
         run_stack(stack)
     assert find_latest_valid(tmp_path, FakeProgress())[1]["step"] == 2
     assert json.loads((tmp_path / "checkpoints/step_000002/shards/0.json").read_text())[1] == 2
+
+
+def test_one_that_is_lost_with_a_rank_is_written_again(tmp_path):
+    stack = make_stack(tmp_path, trainer={"keep_checkpoints": 9})
+    save, saves = stack.policy.save, []
+
+    async def lost_once(directory, captured):
+        saves.append(directory)
+        await save(directory, captured)
+        if len(saves) == 2:
+            raise LostSaveError("rank 3 died")
+
+    stack.policy.save = lost_once
+    run_stack(stack)
+    names = [path.name for path in step_directories(tmp_path / "checkpoints")]
+    assert names[0] == "step_000006" and names[-1] == "step_000002" and len(names) == len(saves) - 1
+    assert "warning: rank 3 died; it is saved again after the next batch" in stack.progress.messages

@@ -32,6 +32,7 @@ def test_every_gpu_of_a_node_has_a_rank_and_a_servers_rank(run_files):
     [
         (["engine.sglang.sync=distributed"], "engine.sglang.sync", "NCCL takes no two processes of one GPU"),
         (["rollout.max_staleness=1"], "rollout.max_staleness", "nothing is generated while a batch is trained"),
+        (["trainer.replace_lost_ranks=true"], "trainer.replace_lost_ranks", "a GPU that servers have"),
         (["engine.replicas=2"], "engine.replicas", "got 2 x 2 GPUs, with 8 ranks"),
         (["engine.sglang.tensor_parallel=3"], "engine.sglang.tensor_parallel", "a divisor or a multiple"),
         (["engine.sglang.tensor_parallel=16"], "engine.sglang.tensor_parallel", "does not divide the 8 ranks"),

@@ -1,0 +1,452 @@
+"""Ranks that die are replaced, and all go back to the newest snapshot that every rank has.
+
+After each optimizer step the ranks take a snapshot (actor/snapshot.py) and each sends a copy to its peer, a rank of
+another node where there is one. The snapshot counts once all of that is done: `_committed`. When a rank dies, living
+ranks stay processes: they leave their process groups, get a new process in the place of the dead one, build the policy
+around new groups, and fill it from the snapshot. The step that came after it, if one did, is repeated from its batch:
+the next step begins when the snapshot before it counts. Whatever cannot be healed ends the run with the cause, as
+without all this: it resumes from a checkpoint.
+
+PolicyGroup calls this with its lock held; the watch over the processes is the only other caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeVar
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from megatron_daro.actor.double_buffer import KINDS
+from megatron_daro.errors import WorkerError
+from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.runtime.kept_states import Kept, Source
+from megatron_daro.runtime.supervisor import WorkerGroup, gather, translated, unhurried
+from megatron_daro.runtime.workers import Place
+from megatron_daro.types import MemoryKind, TrainBatch
+
+T = TypeVar("T")
+Keeps = Literal["both", "peer", "none"]
+"""Who keeps snapshots: each rank its own and its peer a copy; the peer alone; nobody."""
+_GIB = 2**30
+_HOUR_S = 3600.0
+_ANSWER_S = 30.0
+"""Until a living process says what it keeps, whatever else it does."""
+_LEAVE_S = 120.0
+"""Until a rank whose collective calls were aborted has left its groups."""
+
+
+@dataclass(frozen=True, slots=True)
+class HealingLimits:
+    """memory_gib: of each node, for snapshots; None: half of what is free. per_hour: most ranks that are replaced."""
+
+    memory_gib: float | None
+    per_hour: int
+
+
+class Ranks(Protocol):
+    """What is healed: PolicyGroup."""
+
+    workers: WorkerGroup
+
+    @property
+    def places(self) -> list[Place]:
+        """Each rank's part."""
+
+    def start_process(self, rank: int) -> ActorHandle:
+        """Return a new process for this rank, in its place or in one that is free."""
+
+    async def join(self) -> None:
+        """Have all processes meet in new groups, and build a policy that is restored next."""
+
+    async def repeat(self, batch: TrainBatch, step: int) -> object:
+        """One optimizer step."""
+
+
+def peers_of(hosts: Sequence[str]) -> list[int | None]:
+    """Return the rank that keeps the copy of each rank: on the next host, where there are several; on one, half the
+    ranks away, so that few pairs of deaths lose a state. None: there is no other rank.
+
+    Args:
+        hosts: of each rank.
+    """
+    by_host: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(rank)
+    if len(by_host) == 1:
+        world = len(hosts)
+        return [None] if world == 1 else [(rank + world // 2) % world for rank in range(world)]
+    order = list(by_host)
+    following = {host: by_host[order[(i + 1) % len(order)]] for i, host in enumerate(order)}
+    return [following[host][by_host[host].index(rank) % len(following[host])] for rank, host in enumerate(hosts)]
+
+
+def kinds_sent(places: Sequence[Place], keeps: Keeps) -> list[tuple[MemoryKind, ...]]:
+    """Return what each rank's peer is sent: weights only where no replica on another host (or on the only one) has them
+    in a snapshot of its own."""
+    one_host = len({place.host for place in places}) == 1
+
+    def has_replica(rank: int) -> bool:
+        mine = places[rank]
+        return any(
+            other.weights_key == mine.weights_key and (one_host or other.host != mine.host)
+            for number, other in enumerate(places)
+            if number != rank
+        )
+
+    return [("optimizer",) if keeps == "both" and has_replica(rank) else KINDS for rank in range(len(places))]
+
+
+def affordable(
+    places: Sequence[Place],
+    sizes: Sequence[Mapping[MemoryKind, int]],
+    free: Sequence[int],
+    memory_gib: float | None,
+) -> tuple[Keeps, float, float]:
+    """Return what fits into every node's memory, the GiB that it takes on the fullest node, and those it may take.
+
+    Args:
+        places, sizes, free: of each rank: where it is, bytes of its snapshot, free bytes of its node.
+        memory_gib: of each node; None: half of what is free.
+    """
+    hosts = [place.host for place in places]
+    peers, limits = peers_of(hosts), dict[str, float]()
+    for host, available in zip(hosts, free, strict=True):
+        allowed = available / 2 if memory_gib is None else memory_gib * _GIB
+        limits[host] = min(limits.get(host, allowed), allowed)
+    if peers == [None]:
+        return "none", 0.0, limits[hosts[0]] / _GIB
+    tried = 0.0
+    levels: tuple[tuple[Keeps, int], ...] = (("both", 2), ("peer", 1))
+    for keeps, own in levels:
+        taken, sent = dict.fromkeys(limits, 0), kinds_sent(places, keeps)
+        for rank, peer in enumerate(peers):
+            assert peer is not None
+            taken[hosts[rank]] += own * sum(sizes[rank].values())
+            taken[hosts[peer]] += 2 * sum(sizes[rank][kind] for kind in sent[rank])
+        fullest = max(taken, key=lambda host: taken[host] / max(limits[host], 1))
+        tried = taken[fullest] / _GIB
+        if all(taken[host] <= limits[host] for host in taken):
+            return keeps, tried, limits[fullest] / _GIB
+    return "none", tried, min(limits.values()) / _GIB
+
+
+def sources_of(
+    serial: int, kept: Mapping[int, Kept], places: Sequence[Place], workers: Sequence[ActorHandle]
+) -> dict[int, list[Source]] | int:
+    """Return where the ranks that do not have a snapshot get it; or the first rank whose state nobody has.
+
+    Args:
+        serial: of the snapshot. kept: what living processes have, by rank. places, workers: of all ranks.
+    """
+    sources: dict[int, list[Source]] = {}
+    for rank, place in enumerate(places):
+        if rank in kept and serial in kept[rank].own:
+            continue
+        holder = next((other for other, has in kept.items() if serial in has.copies.get(rank, ())), None)
+        if holder is None:
+            return rank
+        replica = next(
+            (o for o, has in kept.items() if serial in has.own and places[o].weights_key == place.weights_key), None
+        )
+        if replica is None:
+            sources[rank] = [Source(workers[holder], rank, KINDS, rest=True)]
+        else:
+            sources[rank] = [
+                Source(workers[replica], None, ("weights",), rest=False),
+                Source(workers[holder], rank, ("optimizer",), rest=True),
+            ]
+    return sources
+
+
+class Healing:
+    """The snapshots of one policy, and the replacement of its ranks."""
+
+    def __init__(self, ranks: Ranks, limits: HealingLimits, deadlines: Deadlines, warn: Callable[[str], None]) -> None:
+        """Do nothing yet. warn: tells a person of every replacement."""
+        self._ranks, self._limits, self._deadlines, self._warn = ranks, limits, deadlines, warn
+        self.keeps: Keeps = "none"
+        self.remark = ""
+        self.epoch = 0
+        """How often ranks were replaced."""
+        self._peers: list[int | None] = []
+        self._sent: list[tuple[MemoryKind, ...]] = []
+        self._serial = 0
+        self._committed: int | None = None
+        self._pending: asyncio.Task[None] | None = None
+        # Steps since the snapshot that counts: number of the first snapshot that has it -> batch and step.
+        self._updates: list[tuple[int, TrainBatch, int]] = []
+        self._dead: set[str] = set()
+        self._under_way = False
+        self._replaced: deque[float] = deque()
+
+    async def prepare(self) -> None:
+        """Settle who keeps what, and take the first snapshot. The ranks have their policy."""
+        await self._deal_out()
+        if self.keeps != "none":
+            await self._all(lambda worker: worker.keep_own_twice.remote(self.keeps == "both"))
+            await self.snapshot_now()
+
+    async def _deal_out(self) -> None:
+        answers = await self._all(lambda worker: worker.snapshot_bytes.remote())
+        sizes, free = [size for size, _ in answers], [available for _, available in answers]
+        places = self._ranks.places
+        self.keeps, taken, allowed = affordable(places, sizes, free, self._limits.memory_gib)
+        self._peers, self._sent = peers_of([place.host for place in places]), kinds_sent(places, self.keeps)
+        memory = f"{taken:.2g} GiB of a node's memory (up to {allowed:.2g}: trainer.snapshot_gib)"
+        self.remark = {
+            "both": f"a lost rank is replaced, and at most one step repeated; snapshots take {memory}",
+            "peer": f"a lost rank is replaced, and at most one step repeated, unless its peer is lost too: memory is "
+            f"short, so that only peers keep snapshots, in {memory}",
+            "none": "a lost rank ends the run, and --resume goes back to the newest checkpoint: "
+            + ("there is one rank only" if len(places) == 1 else f"snapshots would take {memory}"),
+        }[self.keeps]
+
+    def watched(self, name: str, worker: ActorHandle) -> None:
+        """Have the others stop waiting for a process of the group that is gone."""
+        if self._ranks.workers.get(name) is not worker:
+            return  # it was replaced
+        self._dead.add(name)
+        if not self._under_way:
+            for other, living in self._ranks.workers.items():
+                if other not in self._dead:
+                    living.abort.remote()
+
+    async def repeated(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Return what collective work gives; where ranks are lost meanwhile, heal and do it again.
+
+        Raises:
+            WorkerError: no rank died, or it cannot be healed.
+        """
+        while True:
+            await self.heal()
+            try:
+                return await work()
+            except WorkerError:
+                if not await self.lost_ranks():
+                    raise
+
+    async def lost_ranks(self) -> bool:
+        """Whether processes are gone, and not replaced yet. Looks at all of them."""
+        if self.keeps == "none":
+            return False
+        await self._look()
+        return bool(self._dead)
+
+    async def _look(self) -> dict[int, Kept]:
+        """Return what living processes keep, by rank; those that do not answer are dead."""
+        calls = {name: asyncio.ensure_future(_answer(w.kept.remote())) for name, w in self._ranks.workers.items()}
+        kept = {}
+        for rank, (name, call) in enumerate(calls.items()):
+            answer = await call
+            if answer is None:
+                self._dead.add(name)
+            elif name not in self._dead:
+                kept[rank] = answer
+        return kept
+
+    async def settle(self) -> None:
+        """Wait until the snapshot that is under way counts, so that a death costs the next step alone."""
+        if self.keeps != "none":
+            await self.repeated(self._finish_pending)
+
+    async def trained(self, batch: TrainBatch, step: int) -> None:
+        """Take note of a step that was done, and begin a snapshot of what the ranks are now."""
+        if self.keeps == "none":
+            return
+        self._updates.append((self._serial + 1, batch, step))
+        await self.repeated(self._snapshot_if_needed)
+
+    async def _snapshot_if_needed(self) -> None:
+        """Begin a snapshot, unless healing took one of the same state."""
+        if not self._updates:
+            return
+        await self._start_snapshot()
+
+    async def snapshot_now(self) -> None:
+        """Take a snapshot and wait until it counts; what came before is not repeated any more."""
+        if self.keeps == "none":
+            return
+        await self._finish_pending()
+        await self._start_snapshot()
+        await self._finish_pending(needed=True)
+
+    async def _start_snapshot(self) -> None:
+        self._serial += 1
+        serial, keep = self._serial, self._committed
+        await self._all(lambda worker: worker.start_snapshot.remote(serial, keep))
+        self._pending = asyncio.ensure_future(self._commit(serial, keep))
+
+    async def _commit(self, serial: int, keep: int | None) -> None:
+        """Wait until every rank has the snapshot, and its peer a copy: it counts from now on."""
+        workers = list(self._ranks.workers.values())
+        calls = {}
+        for rank, (name, worker) in enumerate(self._ranks.workers.items()):
+            peer = self._peers[rank]
+            to = None if peer is None else workers[peer]
+            calls[name] = worker.finish_snapshot.remote(serial, keep, to, self._sent[rank])
+        await gather(calls)
+        self._committed = serial
+        self._updates = [update for update in self._updates if update[0] > serial]
+
+    async def _finish_pending(self, *, needed: bool = False) -> None:
+        """Wait until the snapshot before counts, or failed; the one that is taken next will do. needed: raise that."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        await asyncio.wait({pending})
+        error = pending.exception()
+        if isinstance(error, WorkerError) and (needed or not await self.lost_ranks()):
+            raise error
+        if error is not None and not isinstance(error, WorkerError):
+            raise error
+
+    def close(self) -> None:
+        """Give up the snapshot that is under way. May be called twice."""
+        if self._pending is not None:
+            self._pending.cancel()
+
+    async def heal(self) -> None:
+        """Replace every rank that is known to be dead; nothing where none is.
+
+        Raises:
+            WorkerError: that is not possible, and why; the run ends.
+        """
+        while self._dead:
+            self._under_way = True
+            try:
+                await self._deadlines.within("heal", self._replace(), what=", ".join(sorted(self._dead)))
+            except WorkerError as error:
+                if getattr(error, "final", False) or not await self.lost_ranks():
+                    raise
+            finally:
+                self._under_way = False
+
+    async def _replace(self) -> None:
+        started, names = time.perf_counter(), list(self._ranks.workers)
+        if self._pending is not None:
+            await asyncio.wait({self._pending})  # it counts, or its failure is that of a dead rank
+            self._pending.exception()
+            self._pending = None
+        kept = await self._living()
+        dead = sorted(names.index(name) for name in self._dead)
+        self._check_limit(len(dead), dead)
+        for rank in dead:
+            ray.kill(self._ranks.workers[names[rank]], no_restart=True)
+            self._ranks.workers[names[rank]] = self._ranks.start_process(rank)
+        await gather({names[rank]: self._ranks.workers[names[rank]].kept.remote() for rank in dead})
+        self._dead -= {names[rank] for rank in dead}
+        repeated = await self._go_back(kept)
+        self.epoch += 1
+        what = ", ".join(f"rank {rank}" for rank in dead)
+        self._warn(f"{what} died and was replaced in {time.perf_counter() - started:.1f} s; steps repeated: {repeated}")
+
+    async def _living(self) -> dict[int, Kept]:
+        """Return what living processes keep when all have left their groups. Raises WorkerError."""
+        kept = await self._look()
+        names = list(self._ranks.workers)
+        living = {rank: self._ranks.workers[names[rank]] for rank in kept}
+        await self._each(names, {rank: worker.abort.remote() for rank, worker in living.items()}, _ANSWER_S, kept)
+        await self._each(names, {rank: worker.leave.remote() for rank, worker in living.items()}, _LEAVE_S, kept)
+        return kept
+
+    async def _each(
+        self, names: Sequence[str], calls: Mapping[int, Any], limit_s: float, kept: dict[int, Kept]
+    ) -> None:
+        """Wait for calls to living ranks; those that do not answer in time count as dead."""
+        tasks = {rank: asyncio.ensure_future(_answer(call, limit_s, default=True)) for rank, call in calls.items()}
+        for rank, task in tasks.items():
+            if await task is None:
+                self._dead.add(names[rank])
+                kept.pop(rank, None)
+
+    def _check_limit(self, count: int, dead: Sequence[int]) -> None:
+        now = time.monotonic()
+        while self._replaced and now - self._replaced[0] > _HOUR_S:
+            self._replaced.popleft()
+        if len(self._replaced) + count > self._limits.per_hour:
+            raise _final(
+                f"rank {', '.join(map(str, dead))} died, and {len(self._replaced)} ranks were replaced within the last "
+                f"hour; allowed: {self._limits.per_hour} (trainer.max_replacements)"
+            )
+        self._replaced.extend([now] * count)
+
+    async def _go_back(self, kept: Mapping[int, Kept]) -> int:
+        """Bring all ranks to the snapshot that counts, and repeat what came after it. Returns how many steps."""
+        serial, workers = self._committed, list(self._ranks.workers.values())
+        names = list(self._ranks.workers)
+        if serial is None:
+            raise _final("a rank died before the first snapshot")
+        sources = sources_of(serial, kept, self._ranks.places, workers)
+        if isinstance(sources, int):
+            raise _final(
+                f"rank {sources} and the rank that kept its copy (rank {self._peers[sources]}) died: nobody has the "
+                "state of that rank any more"
+            )
+        twice = self.keeps == "both"
+        lost = [rank for rank in range(len(workers)) if rank not in kept]
+        await gather({names[rank]: workers[rank].keep_own_twice.remote(twice) for rank in lost})
+        await gather({names[rank]: workers[rank].adopt.remote(serial, parts) for rank, parts in sources.items()})
+        await self._ranks.join()
+        self._peers = peers_of([place.host for place in self._ranks.places])
+        self._sent = kinds_sent(self._ranks.places, self.keeps)
+        await self._all(lambda worker: worker.restore.remote(serial))
+        updates = list(self._updates)
+        for _, batch, step in updates:
+            await self._ranks.repeat(batch, step)
+        await self.snapshot_now()
+        return len(updates)
+
+    async def _all(self, call: Callable[[Any], Any]) -> list[Any]:
+        return await gather({name: call(worker) for name, worker in self._ranks.workers.items()})
+
+
+class _FinalError(WorkerError):
+    """A loss that cannot be healed."""
+
+    final = True
+
+
+def _final(why: str) -> WorkerError:
+    return _FinalError(f"{why}. --resume goes on from the newest checkpoint")
+
+
+async def _answer(call: Awaitable[T], limit_s: float = _ANSWER_S, default: T | None = None) -> T | None:
+    """Return what a process answers; None where it is gone, or does not answer in time. default: in place of None that
+    it answered."""
+    try:
+        answer = await asyncio.wait_for(asyncio.ensure_future(call), limit_s)
+    except (RayError, TimeoutError):
+        return None
+    return default if answer is None else answer
+
+
+async def first_death(workers: WorkerGroup) -> tuple[str, ActorHandle, Exception]:
+    """Wait until a process of a group that was not dismissed is gone; return its name, its handle and the error."""
+    handles = dict(workers)
+    sentinels: dict[asyncio.Task[Exception], str] = {}
+    try:
+        async for name, handle in unhurried(handles.items()):
+            sentinels[asyncio.ensure_future(_ended(handle.sentinel.remote()))] = name
+        done, _ = await asyncio.wait(sentinels, return_when=asyncio.FIRST_COMPLETED)
+        if workers.dismissed:
+            await asyncio.Future()  # for ever: whoever waits here is cancelled when the work is done
+        first = next(iter(done))
+        return sentinels[first], handles[sentinels[first]], translated(sentinels[first], first.result())
+    finally:
+        for sentinel in sentinels:
+            sentinel.cancel()
+
+
+async def _ended(sentinel: Awaitable[None]) -> Exception:
+    try:
+        await sentinel
+    except Exception as error:  # the supervisor's border: whatever ends a worker is the news
+        return error
+    return RuntimeError("its sentinel returned")

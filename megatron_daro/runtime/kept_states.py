@@ -1,0 +1,191 @@
+"""The snapshots that a rank's process keeps: its own, and copies of those of other ranks.
+
+They outlive the policy of the process, which is built anew when another rank is replaced. Copies travel from process to
+process through the object store, block by block, and never through the driver. A copy is whole once it is sealed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import ray
+import torch
+from ray.actor import ActorHandle
+
+from megatron_daro.actor.double_buffer import KINDS, DoubleBuffer, Layout, Slot
+from megatron_daro.errors import WorkerError
+from megatron_daro.types import MemoryKind
+
+SEND_S = 600.0
+"""Until another process has taken, or given, one block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Numbers of the whole snapshots in a process. own: of its rank. copies: by the rank whose they are."""
+
+    own: tuple[int, ...]
+    copies: Mapping[int, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a rank gets a part of a snapshot.
+
+    owner: the rank whose state it is in that process; None: that process's own. kinds: of memory. rest: whether what is
+    small comes from there too.
+    """
+
+    worker: ActorHandle
+    owner: int | None
+    kinds: tuple[MemoryKind, ...]
+    rest: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What is known of a snapshot before its blocks. blocks: their number, by kind."""
+
+    layout: Layout
+    blocks: Mapping[MemoryKind, int]
+    rest: dict[str, Any]
+
+
+@dataclass(slots=True, eq=False)
+class _Incoming:
+    """A copy that is not whole yet. got: bytes that came, by kind."""
+
+    serial: int
+    slot: Slot
+    got: Counter[MemoryKind] = field(default_factory=Counter)
+
+
+class KeptStates:
+    """The snapshots in this process."""
+
+    def __init__(self) -> None:
+        """Take no memory."""
+        self.own = DoubleBuffer()
+        self._copies: dict[int, DoubleBuffer] = {}
+        self._incoming: dict[int, _Incoming] = {}  # by the rank whose they are
+
+    @property
+    def kept(self) -> Kept:
+        """What is whole."""
+        return Kept(self.own.serials, {rank: buffer.serials for rank, buffer in self._copies.items()})
+
+    def keep_own_twice(self, twice: bool) -> None:
+        """Say whether the newest own snapshot stays while the next is taken; else its copy elsewhere does."""
+        self.own = DoubleBuffer(2 if twice else 1)
+
+    def send(self, rank: int, serial: int, keep: int | None, peer: ActorHandle, kinds: Collection[MemoryKind]) -> None:
+        """Give another process a copy of this rank's snapshot; one block is read while the one before is taken.
+
+        Args:
+            rank: this one. serial: whole. keep: the snapshot of which the peer's copy must stay. kinds: what it gets.
+
+        Raises:
+            RayError: the peer is gone.
+        """
+        slot = self._whole(None, serial)
+        before: Any = peer.open_copy.remote(rank, serial, keep)
+        for kind in kinds:
+            for number, block in enumerate(_blocks(slot, kind)):
+                taken = peer.take_block.remote(rank, serial, kind, number, block)
+                ray.get(before, timeout=SEND_S)
+                before = taken
+        ray.get(before, timeout=SEND_S)
+        layout = {kind: slot.layout[kind] for kind in kinds}
+        ray.get(peer.seal_copy.remote(rank, serial, layout, slot.rest), timeout=SEND_S)
+
+    def open_copy(self, rank: int, serial: int, keep: int | None) -> None:
+        """Begin a copy of another rank's snapshot; one that was not sealed is forgotten."""
+        self._incoming[rank] = _Incoming(serial, self._copies.setdefault(rank, DoubleBuffer()).open(keep))
+
+    def take_block(self, rank: int, serial: int, kind: MemoryKind, number: int, block: np.ndarray) -> None:
+        """Take a block of the copy that was begun. Raises WorkerError: it is of another."""
+        incoming = self._of(rank, serial)
+        _fill(incoming.slot.blocks.setdefault(kind, []), number, block)
+        incoming.got[kind] += len(block)
+
+    def seal_copy(self, rank: int, serial: int, layout: Layout, rest: dict[str, Any]) -> None:
+        """Call the copy whole. Raises WorkerError: blocks are missing, or it is another."""
+        incoming = self._of(rank, serial)
+        _check_bytes(layout, incoming.got, f"the copy of rank {rank}'s snapshot {serial}")
+        del self._incoming[rank]
+        incoming.slot.layout, incoming.slot.rest, incoming.slot.serial = layout, rest, serial
+
+    def _of(self, rank: int, serial: int) -> _Incoming:
+        incoming = self._incoming.get(rank)
+        if incoming is None or incoming.serial != serial:  # a call of a process that has died since
+            raise WorkerError(f"a part of rank {rank}'s snapshot {serial} came late; what is awaited: {incoming}")
+        return incoming
+
+    def describe(self, owner: int | None, serial: int) -> Description:
+        """Return what a snapshot is like. Args: owner: the rank of a copy; None: this process's own."""
+        slot = self._whole(owner, serial)
+        blocks = {kind: sum(1 for _ in _blocks(slot, kind)) for kind in slot.layout}
+        return Description(slot.layout, blocks, slot.rest)
+
+    def block(self, owner: int | None, serial: int, kind: MemoryKind, number: int) -> np.ndarray:
+        """Return a block of it, uint8 [bytes]."""
+        return next(block for i, block in enumerate(_blocks(self._whole(owner, serial), kind)) if i == number)
+
+    def adopt(self, serial: int, sources: Collection[Source]) -> None:
+        """Make this process's own snapshot of what others have. Raises WorkerError: they do not have all of it;
+        RayError: one of them is gone."""
+        slot = self.own.open(None)
+        slot.layout, slot.rest = {}, {}
+        got: Counter[MemoryKind] = Counter()
+        for source in sources:
+            found = cast(Description, ray.get(source.worker.describe.remote(source.owner, serial), timeout=SEND_S))
+            slot.rest = found.rest if source.rest else slot.rest
+            for kind in source.kinds:
+                slot.layout[kind] = found.layout[kind]
+                for number in range(found.blocks[kind]):
+                    block = ray.get(source.worker.block.remote(source.owner, serial, kind, number), timeout=SEND_S)
+                    _fill(slot.blocks.setdefault(kind, []), number, block)
+                    got[kind] += len(block)
+        slot.layout = {kind: slot.layout[kind] for kind in KINDS}
+        _check_bytes(slot.layout, got, f"snapshot {serial}")
+        slot.serial = serial
+
+    def whole(self, serial: int) -> Slot:
+        """Return this process's own snapshot of this number. Raises WorkerError: there is none."""
+        return self._whole(None, serial)
+
+    def _whole(self, owner: int | None, serial: int) -> Slot:
+        buffer = self.own if owner is None else self._copies.get(owner, DoubleBuffer())
+        slot = buffer.whole(serial)
+        if slot is None:
+            whose = "its own" if owner is None else f"rank {owner}'s"
+            raise WorkerError(f"snapshot {serial} ({whose}) is not whole in this process, which has {buffer.serials}")
+        return slot
+
+
+def _blocks(slot: Slot, kind: MemoryKind) -> Iterator[np.ndarray]:
+    """Yield the used part of each block."""
+    left = sum(slot.layout[kind])
+    for block in slot.blocks.get(kind, ()):
+        if left > 0:
+            yield block[: min(left, len(block))].numpy()
+        left -= len(block)
+
+
+def _fill(blocks: list[torch.Tensor], number: int, values: np.ndarray) -> None:
+    """Copy a block into the list, in memory that is there where it fits."""
+    if number == len(blocks):
+        blocks.append(torch.empty(len(values), dtype=torch.uint8))
+    if len(blocks[number]) != len(values):
+        blocks[number] = torch.empty(len(values), dtype=torch.uint8)
+    blocks[number].numpy()[:] = values
+
+
+def _check_bytes(layout: Layout, got: Mapping[MemoryKind, int], what: str) -> None:
+    wanted = {kind: sum(sizes) for kind, sizes in layout.items()}
+    if wrong := {kind: (got.get(kind, 0), size) for kind, size in wanted.items() if got.get(kind, 0) != size}:
+        raise WorkerError(f"{what} is torn: bytes that came, and its size: {wrong}")

@@ -1,0 +1,125 @@
+"""`megatron-daro` whose ranks kill themselves at exact places of a step.
+
+Arguments: PLAN FOLDER, then those of megatron-daro. PLAN: `PLACE:RANK:COUNT[:SIGNAL]`, several with commas between. The
+rank sends itself the signal (SIGKILL) when it is at PLACE for the COUNT-th time, over all processes of that rank, and
+leaves a file PLACE.RANK.COUNT in FOLDER. Places:
+
+    idle          after its part of a step, while answers are generated
+    old_logprobs, ref_logprobs    a pass before the step begins
+    forward       a step begins
+    backward      gradients of the last micro-batch are there
+    optimizer     before the weights change
+    updated       the weights have changed, and no other rank knows
+    snapshot      the snapshot was begun
+    copy          the snapshot is whole, and no copy of it was sent
+    export        the first weights are about to be sent
+    save          its part of a checkpoint is about to be collected
+    saved         the same, and its file is being written
+    restore       it is about to go back to a snapshot
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.cloudpickle
+
+from megatron_daro import cli
+from megatron_daro.runtime import policy_group
+from megatron_daro.runtime.policy_group import PolicyGroup
+from megatron_daro.runtime.supervisor import actor_class, remote_class
+from megatron_daro.runtime.workers import _GROUPS, TrainWorker
+
+_Rank: Any = TrainWorker.__ray_metadata__.modified_class  # type: ignore[attr-defined]
+
+
+def _doomed(plan: str, folder: Path) -> Any:
+    """The class of a rank with this plan."""
+    deaths = {tuple(text.split(":")[:3]): text.split(":")[3:] for text in plan.split(",")}
+
+    def reached(rank: int, place: str) -> None:
+        count = folder / f"count.{place}.{rank}"
+        number = int(count.read_text()) + 1 if count.exists() else 1
+        count.write_text(str(number))
+        death = deaths.get((place, str(rank), str(number)))
+        if death is not None:
+            (folder / f"{place}.{rank}.{number}").touch()
+            os.kill(os.getpid(), getattr(signal, death[0] if death else "SIGKILL"))
+            time.sleep(60)
+
+    def before(owner: Any, name: str, rank: int, place: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            reached(rank, place)
+            return original(*arguments, **options)
+
+        setattr(owner, name, call)
+
+    class DoomedWorker(_Rank):  # type: ignore[misc, valid-type]
+        def __init__(self, rank: int, log_folder: Path | None = None) -> None:
+            super().__init__(rank, log_folder)
+            from megatron_daro.actor import step
+            from megatron_daro.runtime.kept_states import KeptStates
+
+            before(step, "run_schedule", rank, "forward")
+            before(step, "prepare_update", rank, "backward")
+            before(step, "apply_update", rank, "optimizer")
+            before(KeptStates, "send", rank, "copy")
+
+        @ray.method(concurrency_group="work")
+        def train(self, *arguments: Any, **columns: Any) -> Any:
+            result = super().train(*arguments, **columns)
+            reached(self._rank, "updated")
+            return result
+
+        @ray.method(concurrency_group="work")
+        def start_snapshot(self, *arguments: Any) -> None:
+            super().start_snapshot(*arguments)
+            threading.Timer(0.3, reached, (self._rank, "idle")).start()
+            reached(self._rank, "snapshot")
+
+        @ray.method(concurrency_group="work")
+        def run_pass(self, name: str, *arguments: Any) -> Any:
+            reached(self._rank, name)
+            return super().run_pass(name, *arguments)
+
+        @ray.method(concurrency_group="work")
+        def export(self, *arguments: Any, **options: Any) -> Any:
+            reached(self._rank, "export")
+            return super().export(*arguments, **options)
+
+        @ray.method(concurrency_group="work")
+        def start_save(self, *arguments: Any) -> None:
+            reached(self._rank, "save")
+            super().start_save(*arguments)
+            reached(self._rank, "saved")
+
+        @ray.method(concurrency_group="work")
+        def restore(self, *arguments: Any) -> None:
+            reached(self._rank, "restore")
+            super().restore(*arguments)
+
+    return remote_class(concurrency_groups=_GROUPS, max_restarts=0, max_task_retries=0)(DoomedWorker)
+
+
+def install(plan: str, folder: Path) -> None:
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    made = _doomed(plan, folder)
+
+    def start_process(self: PolicyGroup, rank: int) -> Any:
+        return actor_class(made).options(**self._placement.rank(rank)).remote(rank, self._logs)
+
+    policy_group.PolicyGroup.start_process = start_process  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    install(sys.argv[1], Path(sys.argv[2]))
+    sys.exit(cli.main(sys.argv[3:]))

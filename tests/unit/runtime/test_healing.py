@@ -1,0 +1,90 @@
+"""Who keeps whose snapshot, what fits into memory, and where a lost state comes from."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_daro.actor.double_buffer import KINDS
+from megatron_daro.runtime.healing import affordable, kinds_sent, peers_of, sources_of
+from megatron_daro.runtime.kept_states import Kept, Source
+from megatron_daro.runtime.workers import Place
+
+GIB = 2**30
+
+
+def places(*ranks):
+    """(host, key of the weights) of each."""
+    return [Place(0, 0, exports=False, sends=False, answers=False, host=host, weights_key=(k,)) for host, k in ranks]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [
+        ("a", [None]),
+        ("aa", [1, 0]),
+        ("aaaa", [2, 3, 0, 1]),
+        ("aabb", [2, 3, 0, 1]),
+        ("aabbcc", [2, 3, 4, 5, 0, 1]),
+        ("aaab", [3, 3, 3, 0]),
+    ],
+)
+def test_a_peer_is_on_another_host_where_there_is_one(hosts, expected):
+    assert peers_of(hosts) == expected
+
+
+def test_weights_are_sent_only_where_no_replica_elsewhere_has_them():
+    on_two = places(("a", 0), ("a", 1), ("b", 0), ("b", 1))
+    assert kinds_sent(on_two, "both") == [("optimizer",)] * 4
+    assert kinds_sent(on_two, "peer") == [KINDS] * 4, "no rank keeps its own for others"
+    replicas_beside = places(("a", 0), ("a", 0), ("b", 1), ("b", 1))
+    assert kinds_sent(replicas_beside, "both") == [KINDS] * 4, "both replicas go with their host"
+    assert kinds_sent(places(("a", 0), ("a", 0)), "both") == [("optimizer",)] * 2
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "memory_gib", "expected"),
+    [
+        # Two ranks a host, of 1 GiB of weights and 3 of optimizer each: 2 x 4 of its own and 2 x 3 of its peer.
+        (56, None, ("both", 28.0, 28.0)),
+        (55.9, None, ("peer", 24.0, 27.95)),  # 1 x 4 and 2 x 4
+        (47, None, ("none", 24.0, 23.5)),
+        (1, 28, ("both", 28.0, 28.0)),
+        (100, 24, ("peer", 24.0, 24.0)),
+        (100, 0, ("none", 24.0, 0.0)),
+    ],
+)
+def test_what_fits_into_memory_is_kept(free_gib, memory_gib, expected):
+    ranks = places(("a", 0), ("a", 1), ("b", 0), ("b", 1))
+    sizes = [{"weights": GIB, "optimizer": 3 * GIB}] * 4
+    assert affordable(ranks, sizes, [int(free_gib * GIB)] * 4, memory_gib) == pytest.approx(expected, abs=1e-6)
+
+
+def test_one_rank_has_no_peer():
+    assert affordable(places(("a", 0)), [{"weights": 1, "optimizer": 1}], [GIB], None)[0] == "none"
+
+
+def kept(own=(5,), **copies):
+    return Kept(own, {int(rank[1:]): serials for rank, serials in copies.items()})
+
+
+def test_a_lost_state_comes_from_peer_and_replica():
+    ranks, workers = places(("a", 0), ("a", 1), ("b", 0), ("b", 1)), list("wxyz")
+    living = {0: kept(r2=(4, 5)), 1: kept(r3=(5,)), 3: kept(r1=(5,))}
+    expected = [Source("w", None, ("weights",), rest=False), Source("w", 2, ("optimizer",), rest=True)]
+    assert sources_of(5, living, ranks, workers) == {2: expected}
+    assert sources_of(6, living, ranks, workers) == 0, "nobody has the snapshot 6 of rank 0"
+    del living[0]
+    assert sources_of(5, living, ranks, workers) == 0, "rank 2 kept rank 0's"
+
+
+def test_a_copy_of_another_snapshot_is_none():
+    ranks = places(("a", 0), ("a", 1))
+    assert sources_of(5, {0: kept(r1=(4, 6))}, ranks, list("wx")) == 1
+
+
+def test_where_peers_alone_keep_snapshots_a_living_rank_gets_its_own_from_there():
+    ranks, workers = places(("a", 0), ("a", 1)), list("wx")
+    living = {0: kept(own=(6,), r1=(5,)), 1: kept(own=(), r0=(5, 6))}
+    whole = {0: [Source("x", 0, KINDS, rest=True)], 1: [Source("w", 1, KINDS, rest=True)]}
+    assert sources_of(5, living, ranks, workers) == whole
+    assert sources_of(5, {0: living[0]}, ranks, workers) == 0
