@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_daro.routed_experts import StoredExperts
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "repetition"]
 PlainValue = str | int | float | bool | None
 """What a setting or a field of a record can be, written to JSON or YAML."""
 
@@ -59,6 +59,7 @@ class SamplingParams:
     seed: with group id, attempt and index it names the randomness of each answer to engines that are told one with
     every request (SGLang servers started with enable_deterministic_inference); None: they have their own.
     routed_experts: (layers, experts of a token) of the model, where the engine shall say which experts it chose.
+    repetition: (tokens, period): an answer ends where its last so many tokens repeat a block of at most `period`.
     """
 
     temperature: float = 1.0
@@ -68,6 +69,7 @@ class SamplingParams:
     seed: int | None = None
     routed_experts: tuple[int, int] | None = None
     stop: tuple[str, ...] = ()
+    repetition: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ class GroupRequest:
     partial: index -> what an abort left of that rollout, with at least one response token and fewer than
     max_new_tokens. An engine that can goes on from there (prompt and partial tokens, max_new_tokens less by those that
     are there) and answers with the whole, as `Rollout.extended` puts it together; another one starts over.
+    limits: index -> response tokens, fewer than max_new_tokens, at which that rollout ends with "length" for now.
     """
 
     group_id: int
@@ -87,6 +90,13 @@ class GroupRequest:
     indices: tuple[int, ...]
     sampling: SamplingParams
     partial: Mapping[int, Rollout] = field(default_factory=dict, hash=False)
+    limits: Mapping[int, int] = field(default_factory=dict, hash=False)
+
+    def room(self, index: int) -> int:
+        """Return how many tokens that rollout may get."""
+        earlier = self.partial.get(index)
+        so_far = earlier.response_length if earlier else 0
+        return self.limits.get(index, self.sampling.max_new_tokens) - so_far
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,11 +207,11 @@ class Rollout:
             routed_experts=self._routed_first(later),
         )
 
-    def cut(self, count: int, text: str) -> Rollout:
-        """Return its beginning as an answer that ended there by itself.
+    def cut(self, count: int, text: str, finish_reason: FinishReason = "stop") -> Rollout:
+        """Return its beginning as an answer that ended there.
 
         Args:
-            count: response tokens that stay, at least 1. text: that of the answer.
+            count: response tokens that stay, at least 1. text: that of the answer. finish_reason: why it ended.
         """
         spans, left = [], count
         for version, tokens in self.spans:
@@ -213,7 +223,7 @@ class Rollout:
             tokens=self.tokens[: self.prompt_length + count],
             loss_mask=self.loss_mask[:count],
             logprobs=self.logprobs[:count],
-            finish_reason="stop",
+            finish_reason=finish_reason,
             text=text,
             version_spans=() if spans == [(self.weight_version, count)] else tuple(spans),
             routed_experts=self.routed_experts and self.routed_experts.cut(self.prompt_length + count),

@@ -274,6 +274,8 @@ class AlgorithmSection(Section):
     """Off-policy correction."""
     overlong: OverlongSection = OverlongSection()
     """Overlong answers."""
+    repetition_penalty: float = Field(default=0.0, ge=0, le=1000)
+    """Taken from the reward of an answer that ended at rollout.repetition."""
     length_reward: LengthRewardSection = LengthRewardSection()
     """Reward for short answers."""
     daro: DaroSection = DaroSection()

@@ -17,6 +17,7 @@ from megatron_daro.config import check_training, megatron_options, precision
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.check_critic import critic
 from megatron_daro.config.check_distill import distill
+from megatron_daro.config.check_segments import segments
 from megatron_daro.config.hardware import (
     THIS_MACHINE,
     Hardware,
@@ -373,7 +374,7 @@ _CHECKS: tuple[tuple[str, _Find, _Find, Callable[[_Context], str]], ...] = (
     ),
     (
         "sampling",
-        lambda c: check_training.sampling(c.config, c.model),
+        lambda c: itertools.chain(check_training.sampling(c.config, c.model), segments(c.config)),
         lambda c: check_training.sampling_warnings(c.config),
         lambda c: f"K {c.config.rollout.rollouts_per_prompt}, temperature {c.config.rollout.temperature:g}",
     ),

@@ -128,6 +128,20 @@ class DataSection(Section):
     """Held-out sets."""
 
 
+class RepetitionSection(Section):
+    """Answers that repeat themselves end there, with finish reason `repetition`."""
+
+    tokens: int | None = Field(default=None, ge=8)
+    """An answer ends once its last so many tokens are one block over and over. Unset: off."""
+    period: int = Field(default=64, ge=1)
+    """Most tokens of the block; at most half of `tokens`."""
+
+    @property
+    def looked_for(self) -> tuple[int, int] | None:
+        """Both numbers; None where it is off."""
+        return None if self.tokens is None else (self.tokens, self.period)
+
+
 class RolloutSection(Section):
     """How much is sampled, and how."""
 
@@ -158,6 +172,22 @@ class RolloutSection(Section):
     """all: each round waits for all of its groups, so a run repeats exactly; enough: a batch ends once
     prompts_per_step groups are trainable; auto: all with the embedded engine, else enough."""
 
+    segment_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens that one answer gets while one batch is sampled; then it is set aside, and goes on with the next
+    (Kimi k1.5's partial rollouts). Unset: no limit but max_response_tokens."""
+    repetition: RepetitionSection = RepetitionSection()
+    """A stop for answers that repeat themselves."""
+
+    @property
+    def segments(self) -> int:
+        """Batches that the longest answer is sampled over."""
+        return math.ceil(self.max_response_tokens / (self.segment_tokens or self.max_response_tokens))
+
+    @property
+    def keeps_unfinished(self) -> bool:
+        """Whether unfinished groups go on with the next batch."""
+        return self.keep_surplus or self.segment_tokens is not None
+
     @property
     def batch_rollouts(self) -> int:
         """Samples of one training batch: prompts_per_step * rollouts_per_prompt."""
@@ -171,7 +201,7 @@ class RolloutSection(Section):
     @property
     def batches_ahead(self) -> int:
         """Batches by which generation runs ahead: what is kept for the next one must not be too old for it."""
-        return max(self.max_staleness - self.keep_surplus, 0)
+        return max(self.max_staleness - self.keep_surplus - (self.segments - 1), 0)
 
     def finishes_early(self, engine_kind: str) -> bool:
         """Whether a batch ends before all of its groups do: `finish_batch`, with auto resolved for this engine."""

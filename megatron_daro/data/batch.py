@@ -41,6 +41,7 @@ def build_batch(
     max_tokens: int = 20480,
     cache_tokens: int = 4096,
     length_weight: float = 0.0,
+    repetition_penalty: float = 0.0,
     teacher: tuple[float, float] | None = None,
     by_turn: bool = False,
 ) -> TrainBatch:
@@ -54,6 +55,7 @@ def build_batch(
         max_tokens: generated tokens beyond which the penalty is -1; what an environment showed does not count.
         cache_tokens: generated tokens before max_tokens over which the penalty falls.
         length_weight: factor of Kimi's length reward, which is added to the rewards.
+        repetition_penalty: what is taken from the reward of an answer that repeats itself.
         teacher: factors of log p(teacher) - log p(policy) and of the algorithm's advantage, whose sum is a token's own
             advantage. Source: https://thinkingmachines.ai/blog/on-policy-distillation/. None: no distillation.
 
@@ -85,6 +87,9 @@ def build_batch(
     if length_weight:
         shorter_N = length_rewards(generated_N, correct_N, group_ids_N)
         rewards_N = (rewards_N + length_weight * shorter_N).astype(np.float32)
+    if repetition_penalty:
+        repeating_N = np.array([r.finish_reason == "repetition" for r in rollouts])
+        rewards_N = (rewards_N - repetition_penalty * repeating_N).astype(np.float32)
     if overlong in ("penalty", "both"):
         rewards_N = rewards_N + overlong_penalty(generated_N, max_tokens, cache_tokens)
     if overlong in ("filter", "both"):

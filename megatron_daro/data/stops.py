@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from megatron_daro.errors import ModelError
 from megatron_daro.types import Rollout
 
@@ -128,6 +130,38 @@ def until_stop(rollout: Rollout, stop: Sequence[str], decode: Decode) -> Rollout
         return rollout
     length = tokens_until_stop(rollout.tokens[rollout.prompt_length :].tolist(), stop, decode)
     return rollout if length is None else rollout.cut(*length)
+
+
+def repeated_at(tokens_T: np.ndarray, span: int, period: int) -> int | None:
+    """Return how many tokens an answer has where its last `span` tokens first repeat one block, over and over.
+
+    Args:
+        tokens_T: of the answer, integers. span: tokens. period: most tokens of the block, at most span / 2.
+    """
+    found = None
+    for length in range(1, period + 1):
+        equal_T = tokens_T[length:] == tokens_T[:-length]
+        number_T = np.arange(len(equal_T))
+        run_T = number_T - np.maximum.accumulate(np.where(equal_T, -1, number_T))
+        ends = np.flatnonzero(run_T >= span - length)
+        if len(ends):
+            count = int(ends[0]) + length + 1
+            found = count if found is None else min(found, count)
+    return found
+
+
+def until_repeated(rollout: Rollout, repetition: tuple[int, int] | None, decode: Decode) -> Rollout:
+    """Return an answer up to where it began to repeat itself; as it is where it does not.
+
+    Args:
+        rollout: whole, as far as it came. repetition: tokens and period (see `repeated_at`); None: not looked for.
+        decode: tokens -> text.
+    """
+    response_R = rollout.tokens[rollout.prompt_length :]
+    if repetition is None or len(response_R) < repetition[0]:
+        return rollout
+    count = repeated_at(response_R, *repetition)
+    return rollout if count is None else rollout.cut(count, decode(response_R[:count].tolist()), "repetition")
 
 
 def window_of(stop: Sequence[str]) -> int:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from transformers.generation import LogitsProcessor, StoppingCriteria
 
-from megatron_daro.data.stops import Decode, window_of
+from megatron_daro.data.stops import Decode, repeated_at, window_of
 from megatron_daro.types import FinishReason, GroupRequest
 
 
@@ -125,6 +125,8 @@ def _invert(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
 # Measured with 256 and 512 rows of a 0.5 M parameter model: 0.7 to 0.9 are alike, 1.5 times as fast as never dropping.
 _COMPACT_BELOW = 0.75
 _COMPACT_AT_LEAST_ROWS = 16
+_LOOK_FOR_REPETITION = 32
+"""Steps between two looks; an answer is cut where it began to repeat itself, however late that is seen."""
 _RUNNING, _STOP, _LENGTH, _ABORT = range(4)
 _REASONS: dict[int, FinishReason] = {_STOP: "stop", _LENGTH: "length", _ABORT: "abort"}
 
@@ -135,6 +137,17 @@ class Row:
 
     request: GroupRequest
     index: int
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        """The tokens that it goes on from: the prompt, and what is there of the answer."""
+        earlier = self.request.partial.get(self.index)
+        return self.request.prompt.tokens if earlier is None else tuple(earlier.tokens.tolist())
+
+    @property
+    def room(self) -> int:
+        """How many tokens it may get."""
+        return self.request.room(self.index)
 
 
 class Decoding:
@@ -159,14 +172,15 @@ class Decoding:
         decode: Decode | None = None,
     ) -> None:
         sampling = [row.request.sampling for row in rows]
-        most = max(s.max_new_tokens for s in sampling)
+        most = max(row.room for row in rows)
         self._rows = rows
         self._abort, self._report, self._decode = abort, report, decode
         self._windows = {n: window_of(s.stop) for n, s in enumerate(sampling) if s.stop}
+        self._repeating = {n: s.repetition for n, s in enumerate(sampling) if s.repetition}
         self._uniforms_NM = torch.from_numpy(_uniforms(rows, seed, most))
         self._temperatures_N = torch.tensor([s.temperature for s in sampling], dtype=torch.float32)
         self._top_p_N = torch.tensor([s.top_p for s in sampling], dtype=torch.float32)
-        self._limits_N = torch.tensor([s.max_new_tokens for s in sampling])
+        self._limits_N = torch.tensor([row.room for row in rows])
         self._stops_PV, self._stop_set_N = _stop_table(sampling, vocab)
         self._tokens_NM = torch.zeros(len(rows), most, dtype=torch.int32)
         self._logprobs_NM = torch.zeros(len(rows), most)
@@ -213,6 +227,8 @@ class Decoding:
         self._lengths_N[rows_B] = step + 1
         at_limit = torch.where(self._limits_N[rows_B] == step + 1, _LENGTH, _RUNNING)
         stopped = self._stops_PV[self._stop_set_N[rows_B], tokens] | self._at_stop_text(rows_B, step + 1)
+        if self._repeating and (step + 1) % _LOOK_FOR_REPETITION == 0:
+            stopped |= self._repeats(rows_B, step + 1)
         self._finish_N[rows_B] = torch.where(stopped, _STOP, at_limit)
         self._step = step + 1
         return tokens_B
@@ -228,6 +244,15 @@ class Decoding:
             tail = self._decode(self._tokens_NM[n, max(0, length - window) : length].tolist()) if window else ""
             matches.append(any(stop in tail for stop in self._rows[n].request.sampling.stop))
         return torch.tensor(matches, dtype=torch.bool)
+
+    def _repeats(self, rows_B: Tensor, length: int) -> Tensor:
+        """Whether each row began to repeat itself since the last look: bool [B]. Whoever takes it cuts it there."""
+        found = []
+        for n in rows_B.tolist():
+            span, period = self._repeating.get(n, (length + 1, 1))
+            tail_T = self._tokens_NM[n, max(0, length - span - _LOOK_FOR_REPETITION) : length].numpy()
+            found.append(length >= span and repeated_at(tail_T, span, period) is not None)
+        return torch.tensor(found, dtype=torch.bool)
 
     def should_end(self, rows: int) -> bool:
         """Whether a call over `rows` rows is to end now: all finished, or enough of them to drop; aborts included."""
@@ -280,7 +305,7 @@ class EndOfCall(StoppingCriteria):
 def _uniforms(rows: Sequence[Row], seed: int, most: int) -> np.ndarray:
     table_NM = np.zeros((len(rows), most), dtype=np.float32)
     for n, row in enumerate(rows):
-        count = row.request.sampling.max_new_tokens
+        count = row.room
         table_NM[n, :count] = row_uniforms(seed, row.request.group_id, row.request.attempt, row.index, count)
     return table_NM
 

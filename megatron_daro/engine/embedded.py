@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 
-from megatron_daro.data.stops import until_stop
+from megatron_daro.data.stops import until_repeated, until_stop
 from megatron_daro.engine.decoding import AbortSignal, Decoding, EndOfCall, Row, TokenChooser
 from megatron_daro.errors import EngineError, ModelError
 from megatron_daro.families import families
@@ -144,8 +144,8 @@ class EmbeddedGenerator:
             raise EngineError(
                 f"rollout (group, attempt, index) {twice} is asked for twice; each must be asked for once."
             )
-        ordered = sorted(requests, key=lambda request: len(request.prompt.tokens))
-        rows = [Row(request, index) for request in ordered for index in request.indices]
+        rows = [Row(request, index) for request in requests for index in request.indices]
+        rows.sort(key=lambda row: len(row.given))
         return [rows[start : start + self.batch_size] for start in range(0, len(rows), self.batch_size)]
 
     def generate_rows(
@@ -197,7 +197,7 @@ class EmbeddedGenerator:
         decoding.settle()
         if decoding.done:
             return
-        ids_BS, mask_BS, cache = self._prefill([row.request.prompt.tokens for row in rows])
+        ids_BS, mask_BS, cache = self._prefill([row.given for row in rows])
         processors, criteria = (
             LogitsProcessorList([TokenChooser(decoding)]),
             StoppingCriteriaList([EndOfCall(decoding)]),
@@ -237,22 +237,28 @@ class EmbeddedGenerator:
         return ids_QS[rows_N], mask_QS[rows_N], cache
 
     def _rollout(self, row: Row, tokens_R: np.ndarray, logprobs_R: np.ndarray, finish: FinishReason) -> Rollout:
-        request, prompt = row.request, row.request.prompt.tokens
+        request, given = row.request, row.given
+        earlier = request.partial.get(row.index)
+        text = ""
+        if self._decode_text:
+            text = self._decode_text([*given[len(request.prompt.tokens) :], *tokens_R.tolist()])
         rollout = Rollout(
             prompt_id=request.prompt.id,
             group_id=request.group_id,
             attempt=request.attempt,
             index=row.index,
-            tokens=np.concatenate([np.array(prompt, dtype=np.int32), tokens_R]),
-            prompt_length=len(prompt),
+            tokens=np.concatenate([np.array(given, dtype=np.int32), tokens_R]),
+            prompt_length=len(given),
             loss_mask=np.ones(len(tokens_R), dtype=np.uint8),
             logprobs=logprobs_R,
             finish_reason=finish,
             weight_version=self.weight_version,
-            text=self._decode_text(tokens_R.tolist()) if self._decode_text else "",
+            text=text,
         )
-        stop = request.sampling.stop
-        return until_stop(rollout, stop, self._decode_text) if stop and self._decode_text else rollout
+        rollout = earlier.extended(rollout, text) if earlier else rollout
+        if self._decode_text:
+            rollout = until_stop(rollout, request.sampling.stop, self._decode_text)
+        return until_repeated(rollout, request.sampling.repetition, self._decode_text or _no_text)
 
     def _check(self, request: GroupRequest) -> None:
         tokens, sampling = request.prompt.tokens, request.sampling
@@ -276,6 +282,10 @@ class EmbeddedGenerator:
                 f"{where}: temperature {sampling.temperature}, top_p {sampling.top_p}; "
                 "allowed: temperature >= 0 (0 is greedy), 0 < top_p <= 1."
             )
+
+
+def _no_text(tokens: Sequence[int]) -> str:
+    return ""
 
 
 def _left_pad(prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:

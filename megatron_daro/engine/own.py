@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
-from megatron_daro.data.stops import until_stop
+from megatron_daro.data.stops import until_repeated, until_stop
 from megatron_daro.errors import ConfigError, DaroError, EngineError, SyncError
 from megatron_daro.own_class import import_own_class, make_own
 from megatron_daro.sync.check import ProbeAnswer
@@ -234,7 +234,8 @@ class OwnEngine:
             weight_version=self.version,
             text=self._decode(tokens.tolist()),
         )
-        return until_stop(rollout, request.sampling.stop, self._decode)
+        until = until_stop(rollout, request.sampling.stop, self._decode)
+        return until_repeated(until, request.sampling.repetition, self._decode)
 
     def _checked(self, answer: object, sampling: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
         """Return int32 [R] tokens and float32 [R] log-probs. Raises EngineError: the answer cannot be right."""

@@ -142,40 +142,46 @@ class BatchFiller(Protocol):
 
 
 class Rounds:
-    """Rounds of prompts until the batch is full or the rounds are used up."""
-
-    keeps_unfinished = False
+    """Rounds of groups until the batch is full or the rounds are used up."""
 
     def __init__(self, context: RolloutContext) -> None:
-        """Start nothing."""
+        """Start nothing. Groups are unfinished only where answers are set aside."""
         self._context = context
+        self.keeps_unfinished = context.section.segment_tokens is not None
 
     async def fill(self, batch: PartialBatch, waiting: Sequence[PartialGroup]) -> tuple[PartialGroup, ...]:
-        """Add rounds to the batch; see `BatchFiller.fill`. `waiting` is empty: nothing is left unfinished here."""
-        assert not waiting, "rounds have no unfinished groups"
+        """Add rounds to the batch; see `BatchFiller.fill`."""
+        queue, unfinished = deque(waiting), list[PartialGroup]()
         for _ in range(1 + self._context.section.max_refill_rounds):
             missing = self._context.section.prompts_per_step - len(batch.kept)
             if missing <= 0:
                 break
             batch.rounds += 1
-            for group, complete in await self._round(self._round_size(batch, missing)):
-                batch.classify(group, complete)
-        return ()
+            unfinished += await self._round(batch, queue, self._round_size(batch, missing))
+        return tuple(sorted([*queue, *unfinished], key=lambda group: group.group_id))
 
     def _round_size(self, batch: PartialBatch, missing: int) -> int:
         """Prompts to request: more where the filter has been keeping fewer. A function of this batch alone."""
         return math.ceil(missing * self._context.section.oversampling / batch.keep_rate())
 
-    async def _round(self, count: int) -> list[tuple[Group, bool]]:
-        """Completes `count` new groups. Returns (group, complete) by group id."""
-        pending = admit(self._context.source, self._context.ledger, count)
+    async def _round(self, batch: PartialBatch, queue: deque[PartialGroup], count: int) -> list[PartialGroup]:
+        """Go on with `count` groups, those of the queue first and then new ones. Returns those that are set aside."""
+        pending: dict[int, Pending] = {}
+        while queue and len(pending) < count:
+            group = queue.popleft()
+            self._context.ledger.resume(group.group_id)
+            self._context.collector.groups_resumed += 1
+            pending[group.group_id] = group.pending()
+        if len(pending) < count:
+            pending |= admit(self._context.source, self._context.ledger, count - len(pending))
         for attempt in range(self._context.max_attempts):
             requests = self._requests(pending, retry=attempt > 0)
             if not requests:
                 break
             await self._generate(requests, pending)
         size = self._context.section.rollouts_per_prompt
-        incomplete = [i for i, p in pending.items() if p.missing(size)]
+        waiting = {i: entry for i, entry in sorted(pending.items()) if entry.waits(size)}
+        incomplete = [i for i, p in pending.items() if i not in waiting and p.missing(size)]
         for group_id in incomplete:
             self._context.collector.discard(pending[group_id].kept(group_id))
         if incomplete:
@@ -183,13 +189,15 @@ class Rounds:
                 f"{len(incomplete)} groups were still incomplete after {self._context.max_attempts} attempts and are "
                 f"dropped (the first: group {incomplete[0]}, rollouts {list(pending[incomplete[0]].missing(size))})"
             )
-        return [(pending[i].group(i), i not in incomplete) for i in sorted(pending)]
+        for i in sorted(pending.keys() - waiting.keys()):
+            batch.classify(pending[i].group(i), i not in incomplete)
+        return [entry.kept(i) for i, entry in waiting.items()]
 
     def _requests(self, pending: Mapping[int, Pending], *, retry: bool) -> list[GroupRequest]:
         """Return requests for all rollouts that are missing; a retry is the same group at the next attempt."""
         requests = []
         for group_id, entry in pending.items():
-            if entry.missing(self._context.section.rollouts_per_prompt):
+            if entry.wanted(self._context.section.rollouts_per_prompt):
                 if retry:
                     self._context.ledger.retry(group_id)
                 requests.append(self._context.collector.request(group_id, entry))
@@ -303,7 +311,7 @@ class EarlyFill:
     async def _complete(self, flight: _Flight, group_id: int, entry: Pending) -> None:
         """One group: all attempts that it needs, one directly after the other."""
         for attempt in range(self._context.max_attempts):
-            if flight.stopping or not entry.missing(self._context.section.rollouts_per_prompt):
+            if flight.stopping or not entry.wanted(self._context.section.rollouts_per_prompt):
                 return
             if attempt > 0:
                 self._context.ledger.retry(group_id)
@@ -330,6 +338,9 @@ class EarlyFill:
             task.result()
         if flight.stopping and (missing or entry.unscored):
             self._context.collector.groups_aborted += 1
+            flight.unfinished[group_id] = entry
+            return
+        if entry.waits(self._context.section.rollouts_per_prompt):
             flight.unfinished[group_id] = entry
             return
         if missing:

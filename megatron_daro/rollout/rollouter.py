@@ -96,17 +96,28 @@ class Pending:
     """A group that is being completed.
 
     rollouts: finished ones by index. verdicts: of those that were verified. partial: by index, what an abort left of an
-    unfinished one.
+    unfinished one. begun: by index, tokens that were there when the batch began. set_aside: those that have got all
+    that this batch gives them.
     """
 
     prompt: Prompt
     rollouts: dict[int, Rollout] = field(default_factory=dict)
     verdicts: dict[int, Verdict] = field(default_factory=dict)
     partial: dict[int, Rollout] = field(default_factory=dict)
+    begun: dict[int, int] = field(default_factory=dict)
+    set_aside: set[int] = field(default_factory=set)
 
     def missing(self, rollouts_per_prompt: int) -> tuple[int, ...]:
         """Return indices without a finished rollout."""
         return tuple(i for i in range(rollouts_per_prompt) if i not in self.rollouts)
+
+    def wanted(self, rollouts_per_prompt: int) -> tuple[int, ...]:
+        """Return those of them that this batch goes on with."""
+        return tuple(i for i in self.missing(rollouts_per_prompt) if i not in self.set_aside)
+
+    def waits(self, rollouts_per_prompt: int) -> bool:
+        """Whether all that is missing is set aside."""
+        return bool(self.set_aside) and not self.wanted(rollouts_per_prompt)
 
     @property
     def unscored(self) -> bool:
@@ -161,6 +172,7 @@ class PartialGroup:
             rollouts={r.index: r for r in group.rollouts},
             verdicts={r.index: v for r, v in zip(group.rollouts, group.verdicts, strict=True)},
             partial={r.index: r for r in self.unfinished},
+            begun={r.index: r.response_length for r in self.unfinished},
         )
 
     def to_record(self) -> RecordedGroup:
@@ -212,9 +224,11 @@ class RolloutCollector:
         deadlines: Deadlines,
         phases: PhaseTimer,
         notices: Notices,
+        segment_tokens: int | None = None,
         template: Template | None = None,
     ) -> None:
-        """Start nothing. Arguments as the sampler's; template: the named one of the training data."""
+        """Start nothing. Arguments as the sampler's; segment_tokens: most tokens of an answer in a batch; template: the
+        named one of the training data."""
         self.rollouts_per_prompt = rollouts_per_prompt
         self.fresh_tokens = 0
         self.aborted_tokens = 0
@@ -226,6 +240,7 @@ class RolloutCollector:
         self._deadlines = deadlines
         self._phases = phases
         self._notices = notices
+        self._segment = segment_tokens
         self._template = template
 
     @property
@@ -234,12 +249,24 @@ class RolloutCollector:
         return self._rollouter.failed_verifier_starts
 
     def request(self, group_id: int, entry: Pending) -> GroupRequest:
-        """Return a request for all that is missing of a group, at its current attempt, with what is there in part."""
-        missing = entry.missing(self.rollouts_per_prompt)
-        partial = {i: entry.partial[i] for i in missing if i in entry.partial}
+        """Return a request for what a group still gets in this batch, at its current attempt, with what is there."""
+        wanted = entry.wanted(self.rollouts_per_prompt)
         return GroupRequest(
-            group_id, self._ledger.attempt(group_id), entry.prompt, missing, self._sampling, partial=partial
+            group_id,
+            self._ledger.attempt(group_id),
+            entry.prompt,
+            wanted,
+            self._sampling,
+            partial={i: entry.partial[i] for i in wanted if i in entry.partial},
+            limits=self._limits(entry, wanted),
         )
+
+    def _limits(self, entry: Pending, indices: Sequence[int]) -> dict[int, int]:
+        """Return how long each rollout may be when this batch ends, where that is shorter than any may be."""
+        if self._segment is None:
+            return {}
+        ends = {i: entry.begun.get(i, 0) + self._segment for i in indices}
+        return {i: end for i, end in ends.items() if end < self._sampling.max_new_tokens}
 
     def accept(self, rollouts: Sequence[Rollout], pending: Mapping[int, Pending]) -> list[Rollout]:
         """Put into the groups what counts: of the current attempt and asked for, each index once.
@@ -263,13 +290,21 @@ class RolloutCollector:
             if rollout.group_id not in prompts:
                 prompts[rollout.group_id] = np.array(entry.prompt.tokens, dtype=np.int32)
             check_shape(rollout, prompts[rollout.group_id])
-            if aborted:
+            if not aborted and self._is_segment(rollout):
+                entry.set_aside.add(rollout.index)
+                self._hold(replace(rollout, finish_reason="abort"), entry)
+            elif aborted:
                 self._hold(rollout, entry)
             else:
                 self._count(rollout, entry.partial.pop(rollout.index, None))
                 entry.rollouts[rollout.index] = rollout
                 finished.append(rollout)
         return finished
+
+    def _is_segment(self, rollout: Rollout) -> bool:
+        """Whether an answer was ended by what a batch gives it, and not by its own limit."""
+        short = rollout.response_length < self._sampling.max_new_tokens
+        return self._segment is not None and rollout.finish_reason == "length" and short
 
     async def score(self, rollouts: Sequence[Rollout], pending: Mapping[int, Pending]) -> None:
         """Verify finished rollouts of one group. Raises RewardError if a verdict is missing, DeadlineError."""

@@ -201,6 +201,7 @@ class Sampler:
             self._carry = tuple(surplus)
         else:
             batch.drop(surplus)
+        if not self._section.keeps_unfinished:
             self._discard(batch, self._partial)
             self._partial = ()
         counters = self._counters()

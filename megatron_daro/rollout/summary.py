@@ -56,7 +56,7 @@ def sample_metrics(batch: SampledBatch, rollouts_per_prompt: int) -> dict[str, f
 
     Returns:
         `accuracy/mean`, `reward/mean`, `response/length_mean`, `response/length_max`, `response/truncated_fraction`,
-        `rollout/rounds` and `throughput/rollout_tokens_per_s`.
+        `response/repetition_fraction`, `rollout/rounds` and `throughput/rollout_tokens_per_s`.
     """
     seen = [g for g in (*batch.groups, *batch.filtered, *batch.dropped) if len(g.rollouts) == rollouts_per_prompt]
     rollouts = [rollout for group in seen for rollout in group.rollouts]
@@ -68,6 +68,7 @@ def sample_metrics(batch: SampledBatch, rollouts_per_prompt: int) -> dict[str, f
         "response/length_mean": _mean(lengths),
         "response/length_max": float(max(lengths, default=0)),
         "response/truncated_fraction": _mean(rollout.finish_reason == "length" for rollout in rollouts),
+        "response/repetition_fraction": _mean(rollout.finish_reason == "repetition" for rollout in rollouts),
         "rollout/rounds": float(batch.rounds),
     }
     metrics |= turn_metrics(rollouts, verdicts)

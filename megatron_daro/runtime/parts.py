@@ -128,6 +128,7 @@ def batch_builder(config: Config, algorithm: Algorithm) -> BuildBatch:
             max_tokens=filled(overlong.max_tokens),
             cache_tokens=filled(overlong.cache_tokens),
             length_weight=length_reward.weight_at(step),
+            repetition_penalty=config.algorithm.repetition_penalty,
             teacher=teacher,
             by_turn=by_turn,
         )
@@ -144,6 +145,7 @@ def _sampling(config: Config, inputs: Inputs) -> SamplingParams:
         inputs.stops.token_ids,
         routed_experts=routed,
         stop=inputs.stops.texts,
+        repetition=section.repetition.looked_for,
     )
 
 
@@ -185,6 +187,7 @@ def generation_with(
         deadlines=limits,
         phases=phases,
         notices=progress,
+        segment_tokens=rollout.segment_tokens,
         template=trained_with(config.data),
     )
     context = RolloutContext(

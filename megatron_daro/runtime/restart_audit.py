@@ -59,6 +59,7 @@ data.eval.*.rollouts_per_prompt data.eval.*.temperature data.eval.*.max_prompts
 data.eval.*.drop_unusable data.eval.*.top_p data.eval.*.template data.eval.*.rows
 rollout.temperature rollout.top_p rollout.max_response_tokens rollout.stop rollout.stop_token_ids rollout.max_staleness
 rollout.oversampling rollout.max_refill_rounds rollout.keep_surplus
+rollout.segment_tokens rollout.repetition.tokens rollout.repetition.period algorithm.repetition_penalty
 algorithm.options algorithm.std algorithm.filter algorithm.clip_low algorithm.clip_high algorithm.dual_clip
 algorithm.entropy_coefficient
 algorithm.old_logprobs algorithm.kl.coefficient algorithm.kl.estimator

@@ -162,6 +162,24 @@ def test_two_updates_per_batch(tiny, tmp_path):
     assert versions == {0, 2, 4, 6}
 
 
+@pytest.mark.heavy
+def test_answers_in_segments_and_their_replay(tiny, tmp_path):
+    """Half of the longest answer in each batch; the second half is sampled by the next weights."""
+    options = ["rollout.segment_tokens=2", "rollout.max_staleness=1", "algorithm.correction.kind=tis"]
+    run, again = tmp_path / "run", tmp_path / "again"
+    trained(["train", tiny.config, *options, f"trainer.run_dir={run}"], tmp_path / "log")
+    trained(["train", tiny.config, *options, f"trainer.run_dir={again}", "--replay", run], tmp_path / "again.log")
+    groups = [(step, group) for step in STEPS for group, used in read_step(run, step) if used == "trained"]
+    spans = [(step, rollout.spans) for step, group in groups for rollout in group.rollouts]
+    assert all(tokens <= 2 for _, of_one in spans for _, tokens in of_one)
+    two = [(step, of_one) for step, of_one in spans if len(of_one) == 2]
+    assert two and all(of_one == ((step - 2, 2), (step - 1, of_one[1][1])) for step, of_one in two)
+    keys = ("loss/policy", "loss/grad_norm", "mismatch/logprob_abs_mean", "mismatch/corrected_fraction")
+    found = [[[line[key] for key in keys] for line in metric_lines(one, STEPS)] for one in (run, again)]
+    assert found[0] == found[1]
+    assert metric_lines(run, STEPS)[-1]["rollout/groups_partial"] >= 0
+
+
 def test_one_step_of_staleness_overlaps_and_only_loopback_is_listened_on(tiny, tmp_path):
     run_dir = tmp_path / "run"
     options = [f"trainer.run_dir={run_dir}", "rollout.max_staleness=1", "trainer.save_every_steps=0"]

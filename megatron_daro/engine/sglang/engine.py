@@ -346,8 +346,7 @@ class SGLangEngine:
     def _estimate(self, request: GroupRequest, index: int) -> int:
         earlier = request.partial.get(index)
         generated = earlier.response_length if earlier else 0
-        remaining_tokens = request.sampling.max_new_tokens - generated
-        return self.fleet.estimate(len(request.prompt.tokens) + generated, remaining_tokens)
+        return self.fleet.estimate(len(request.prompt.tokens) + generated, request.room(index))
 
     async def _ask(self, server: Server, calls: Sequence[generation.Call], version: int) -> tuple[Rollout, ...]:
         """Return the answers, unless the server is given up meanwhile."""

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatron_daro.data.stops import until_stop
+from megatron_daro.data.stops import until_repeated, until_stop
 from megatron_daro.engine.sglang.client import SGLangClient
 from megatron_daro.errors import EngineError
 from megatron_daro.routed_experts import ExpertsFolder, StoredExperts
@@ -62,7 +62,7 @@ class Call:
             "rid": self.name,
             "extra_key": self.cache_key,
             "input_ids": [[*request.prompt.tokens, *prefix] for prefix in prefixes],
-            "sampling_params": _sampling_of_each(request, len(prefixes[0])),
+            "sampling_params": _sampling_of_each(request),
             "return_logprob": True,
             "stream": False,
             **({"return_routed_experts": True} if request.sampling.routed_experts else {}),
@@ -79,7 +79,7 @@ def calls(request: GroupRequest, name: str, *, cache_key: str) -> list[Call]:
         cache_key: prefixes are found in the server's cache, and left there, only by requests with the same key. With
             one key per weight version no prompt meets a prefix of older weights, however long that stays in the cache.
     """
-    lengths = {_length_so_far(request, index) for index in request.indices}
+    lengths = {(_length_so_far(request, index), request.room(index)) for index in request.indices}
     parts = [request.indices] if len(lengths) == 1 else [(index,) for index in request.indices]
     return [_call(replace(request, indices=part), f"{name}.{part[0]}", cache_key) for part in parts]
 
@@ -141,9 +141,9 @@ def _length_so_far(request: GroupRequest, index: int) -> int:
     return 0 if earlier is None else earlier.response_length
 
 
-def _sampling_of_each(request: GroupRequest, generated: int) -> dict[str, Any] | list[dict[str, Any]]:
+def _sampling_of_each(request: GroupRequest) -> dict[str, Any] | list[dict[str, Any]]:
     """Return the sampling of all samples, or, with a seed, that of each."""
-    common = _sampling(request.sampling, generated)
+    common = _sampling(request.sampling, request.room(request.indices[0]))
     if request.sampling.seed is None:
         return common
     return [common | {"sampling_seed": _seed_of(request, index)} for index in request.indices]
@@ -155,11 +155,11 @@ def _seed_of(request: GroupRequest, index: int) -> int:
     return zlib.crc32(words) & 0x7FFFFFFF
 
 
-def _sampling(sampling: SamplingParams, generated: int) -> dict[str, Any]:
+def _sampling(sampling: SamplingParams, room: int) -> dict[str, Any]:
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "max_new_tokens": sampling.max_new_tokens - generated,
+        "max_new_tokens": room,
         "stop_token_ids": list(sampling.stop_token_ids),
         # It would ignore stop_token_ids too. With some, the model's own end token ends an answer as well, as it does
         # in the configuration; without any, nothing does.
@@ -237,7 +237,8 @@ def _routed_experts(
 
 
 def _whole(request: GroupRequest, part: Rollout, decode: Callable[[Sequence[int]], str]) -> Rollout:
-    """Return what was generated now, after what the request has of the same rollout, up to its first stop text.
+    """Return what was generated now, after what the request has of the same rollout, up to its first stop text or to
+    where it repeats itself.
 
     A server looks for a stop text in the last tokens that it generated itself, one more than the text's own encoding
     has: of one that began before an abort, or was spelled in more tokens, it knows nothing and goes on. Source:
@@ -246,7 +247,7 @@ def _whole(request: GroupRequest, part: Rollout, decode: Callable[[Sequence[int]
     earlier = request.partial.get(part.index)
     text = decode([*_so_far(request, part.index), *part.tokens[part.prompt_length :].tolist()])
     whole = replace(part, text=text) if earlier is None else earlier.extended(part, text)
-    return until_stop(whole, request.sampling.stop, decode)
+    return until_repeated(until_stop(whole, request.sampling.stop, decode), request.sampling.repetition, decode)
 
 
 def _tokens(request: GroupRequest, index: int, answer: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -260,7 +261,7 @@ def _tokens(request: GroupRequest, index: int, answer: Mapping[str, Any]) -> tup
             f"group {request.group_id} sample {index}: {len(listed)} output_ids, but log-probs of {len(ids)} tokens "
             "that are not the same; allowed: one log-prob per sampled token"
         )
-    allowed = request.sampling.max_new_tokens - _length_so_far(request, index)
+    allowed = request.room(index)
     if len(ids) > allowed:
         raise BadAnswerError(f"group {request.group_id} sample {index}: {len(ids)} tokens; asked for at most {allowed}")
     logprobs = np.array([float(pair[0]) for pair in pairs], dtype=np.float64)

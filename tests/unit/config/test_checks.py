@@ -64,6 +64,22 @@ def test_a_good_run_passes_every_check_without_warnings(run_files, cpu):
         (["actor.precision=fp8"], "actor.precision", "fp8 (tensorwise), but there is no GPU; allowed: fp32, bf16"),
         (["rollout.temperature=0"], "rollout.temperature", "8 rollouts per prompt, which would all be equal"),
         (["rollout.keep_surplus=true"], "rollout.keep_surplus", "true only with max_staleness >= 1"),
+        (
+            ["rollout.segment_tokens=1000", "rollout.max_staleness=3"],
+            "rollout.max_staleness",
+            "got 3, but an answer of 4096 tokens takes 5 batches of segment_tokens 1000; allowed: at least 4",
+        ),
+        (
+            ["rollout.segment_tokens=1000", "rollout.max_staleness=4", "engine.kind=toy_engine:Toy"],
+            "rollout.segment_tokens",
+            "1000 with engine.kind of your own, whose answers begin anew",
+        ),
+        (
+            ["rollout.repetition={tokens: 64, period: 33}"],
+            "rollout.repetition.period",
+            "set rollout.repetition.period=32",
+        ),
+        (["algorithm.repetition_penalty=0.5"], "algorithm.repetition_penalty", "0.5 without rollout.repetition.tokens"),
         (["rollout.stop_token_ids=[5,100]"], "rollout.stop_token_ids", "got [100]; allowed: ids below 100"),
         (["data.prompt_template=none", "data.template='{prompt}?'"], "data.template", "which is the whole text"),
         (

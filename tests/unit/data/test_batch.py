@@ -93,6 +93,13 @@ def test_penalty_and_length_reward_are_for_what_the_model_said():
     assert build_batch([group], algorithm(2), length_weight=1.0).rewards_N.tolist() == [1.0, 1.0]  # equally long
 
 
+def test_an_answer_that_repeats_itself_loses_its_penalty_and_no_verdict():
+    group = make_group(0, [True, False, False], [4, 4, 4], finish=["repetition", "repetition", "length"])
+    batch = build_batch([group], algorithm(3), repetition_penalty=0.25)
+    assert batch.rewards_N.tolist() == [0.75, -0.25, 0.0] and batch.rewards_N.dtype == np.float32
+    assert batch.bins_N.tolist() == [1, 1, 1] and batch.truncated_N.tolist() == [0, 0, 1]
+
+
 def test_penalty_changes_advantages_but_never_bins():
     group = make_group(0, [True, True, False, False], [1, 10, 1, 20])
     plain = build_batch([group], algorithm(4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 import megatron_daro.engine.embedded as generator_module
+from megatron_daro.data.stops import repeated_at
 from megatron_daro.engine.decoding import AbortSignal
 from megatron_daro.engine.embedded import EmbeddedEngine, EmbeddedGenerator, growing_cache
 from megatron_daro.errors import EngineError, ModelError
@@ -158,6 +160,49 @@ def test_a_stop_text_saves_the_steps_behind_it(small_models):
     steps = []
     generator.model.register_forward_hook(lambda *_: steps.append(1))
     run(generator, requests(2, max_new_tokens=200, stop_token_ids=(), stop=("a", "b")))
+    assert len(steps) < 60
+
+
+def test_an_answer_in_segments_is_that_of_one_request(small_models):
+    """Greedy: the second segment reads prompt and first segment, and goes on under the weights of its own time."""
+    generator = EmbeddedGenerator(small_models["qwen2"], seed=2, batch_size=64, decode=letters)
+    asked = requests(temperature=0.0, stop_token_ids=())
+    whole = run(generator, asked)
+    first = run(generator, [replace(one, limits=dict.fromkeys(one.indices, 5)) for one in asked])
+    assert {r.finish_reason for r in first.values()} == {"length"}
+    assert {r.response_length for r in first.values()} == {5}
+    generator.weight_version = 7
+    partial = {
+        one.group_id: {i: replace(first[one.group_id, 0, i], finish_reason="abort") for i in one.indices[:2]}
+        for one in asked
+    }
+    again = run(generator, [replace(one, attempt=1, partial=partial[one.group_id]) for one in asked])
+    for (group, _, index), rollout in again.items():
+        other = whole[group, 0, index]
+        assert (rollout.tokens.tolist(), rollout.text) == (other.tokens.tolist(), other.text)
+        np.testing.assert_allclose(rollout.logprobs, other.logprobs, atol=1e-5)
+        assert rollout.spans == (((0, 5), (7, 7)) if index < 2 else ((7, 12),))
+        assert rollout.weight_version == (0 if index < 2 else 7)
+
+
+SPAN = (8, 4)
+
+
+def test_an_answer_that_repeats_itself_ends_where_it_began_to_and_saves_the_steps_behind_it(small_models):
+    generator = EmbeddedGenerator(small_models["qwen2"], seed=2, batch_size=64, decode=letters)
+    options = {"max_new_tokens": 200, "stop_token_ids": (), "temperature": 0.0}
+    free = run(generator, requests(6, **options))
+    ended = run(generator, requests(6, repetition=SPAN, **options))
+    counts = {key: repeated_at(whole.tokens[whole.prompt_length :], *SPAN) for key, whole in free.items()}
+    for key, count in counts.items():
+        assert ended[key].response_length == (count or 200)
+        assert ended[key].finish_reason == ("repetition" if count else "length")
+        np.testing.assert_array_equal(ended[key].tokens, free[key].tokens[: len(ended[key].tokens)])
+    early = [one for one in requests(6, repetition=SPAN, **options) if (counts[one.group_id, 0, 0] or 200) < 30]
+    assert 0 < len(early) < 6 and None in counts.values()
+    steps = []
+    generator.model.register_forward_hook(lambda *_: steps.append(1))
+    run(generator, early)
     assert len(steps) < 60
 
 

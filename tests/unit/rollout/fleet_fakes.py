@@ -66,7 +66,7 @@ class FleetEngine(FakeEngine):
         """Lets time pass; how many tokens each rollout got at most."""
         group_id, turns = request.group_id, 0
         done = {i: r.response_length for i, r in request.partial.items() if self.resumes}
-        needed = max(length_of(group_id, index) - done.get(index, 0) for index in request.indices)
+        needed = max(most_of(request, index) - done.get(index, 0) for index in request.indices)
         while turns < needed or group_id in self.hangs:
             for _ in range(self.pace(group_id)):
                 await asyncio.sleep(0)
@@ -83,14 +83,15 @@ class FleetEngine(FakeEngine):
         earlier = request.partial.get(index) if self.resumes else None
         total = length_of(request.group_id, index)
         done = earlier.response_length if earlier else 0
-        fresh = min(turns, total - done)
+        fresh = min(turns, most_of(request, index) - done)
         self.generated += fresh
         if (request.group_id, request.attempt, index) in self.lost:
             self.lost_tokens += fresh
             return None
         if done + fresh == 0:
             return None
-        finish = "stop" if done + fresh == total else "abort"
+        at_limit = "length" if done + fresh == request.limits.get(index) else "abort"
+        finish = "stop" if done + fresh == total else at_limit
         prompt = earlier.tokens if earlier else np.asarray(request.prompt.tokens, np.int32)
         seed = digest("fleet", request.group_id, request.attempt, index, self.version, done)
         generator = np.random.default_rng(seed)
@@ -119,6 +120,11 @@ class FleetEngine(FakeEngine):
 def length_of(group_id: int, index: int) -> int:
     """Response tokens of a rollout when it is finished: 2, 4, 6 and 8 in every group of four."""
     return 2 + (group_id + index) * 2 % LONGEST
+
+
+def most_of(request: GroupRequest, index: int) -> int:
+    """Response tokens of a rollout when this request ends."""
+    return min(length_of(request.group_id, index), request.limits.get(index, LONGEST))
 
 
 def fatal(text: str = "no server is left") -> EngineError:

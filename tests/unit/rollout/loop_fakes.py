@@ -343,7 +343,13 @@ def make_sampler(engine, source, progress, phases, *, rollout=None, order_seed=0
     scorer, size = options.pop("scorer", None) or FakeScorer(order_seed), section.rollouts_per_prompt
     rollouter = options.pop("rollouter", None) or SingleTurn(engine, scorer)
     collector = RolloutCollector(
-        ledger, rollouter=rollouter, sampling=SamplingParams(), rollouts_per_prompt=size, phases=phases, **shared
+        ledger,
+        rollouter=rollouter,
+        sampling=SamplingParams(),
+        rollouts_per_prompt=size,
+        phases=phases,
+        segment_tokens=section.segment_tokens,
+        **shared,
     )
     context = RolloutContext(
         section=section, rollouter=rollouter, source=source, ledger=ledger, collector=collector, **shared

@@ -69,10 +69,11 @@ def test_oversampling_without_any_use_is_remarked(name, more, remarked):
 def test_the_builder_hands_the_options_of_lengths_on(monkeypatch):
     overlong = {"kind": "penalty", "max_tokens": 64, "cache_tokens": 16}
     reward = {"weight": 0.5, "fade_steps": 10}
-    config = configured(algorithm={"overlong": overlong, "length_reward": reward})
+    config = configured(algorithm={"overlong": overlong, "length_reward": reward, "repetition_penalty": 0.25})
     monkeypatch.setattr(parts, "build_batch", lambda groups, algorithm, **options: (groups, options))
     groups, options = batch_builder(config, algorithm_of(config))(["a group"], 5)
     assert groups == ["a group"] and options.pop("length_weight") == config.algorithm.length_reward.weight_at(5) > 0
+    assert options.pop("repetition_penalty") == 0.25
     assert options == {"overlong": "penalty", "max_tokens": 64, "cache_tokens": 16, "teacher": None, "by_turn": False}
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -147,6 +148,20 @@ def test_a_partial_rollout_is_continued():
     assert rollout.logprobs.tolist() == [-2.0, -2.0, -0.5, -0.5]
     assert rollout.version_spans == ((3, 2), (5, 2)) and rollout.weight_version == 3
     assert rollout.text == "[1, 1, 4, 2]" and rollout.continues(partial[0])
+
+
+def test_a_limit_is_what_the_server_may_generate_and_no_more():
+    """Samples that may get different numbers of tokens are requests of their own."""
+    most = request_of((0,)).sampling.max_new_tokens
+    request = replace(request_of((0, 1, 2), {2: cut(2, [1, 1])}), limits={0: 3, 1: 3, 2: 4})
+    made = generation.calls(request, "name", cache_key="key")
+    assert [(call.request.indices, call.body["sampling_params"]["max_new_tokens"]) for call in made] == [
+        ((0,), 3), ((1,), 3), ((2,), 2)
+    ]  # fmt: skip
+    (alone,) = generation.calls(replace(request_of((0, 1)), limits={0: 3, 1: 3}), "name", cache_key="key")
+    assert alone.body["sampling_params"]["max_new_tokens"] == 3 < most
+    with pytest.raises(BadAnswerError, match="3 tokens; asked for at most 2"):
+        rollouts(replace(request_of((0,)), limits={0: 2}), [answer([4, 2, 1], [span("5", 0, 3)])])
 
 
 def test_a_partial_rollout_that_got_nothing_further_stays_what_it_was():

@@ -1,0 +1,109 @@
+"""Answers in segments (Kimi k1.5's partial rollouts): what a batch gives one, what is set aside, and how it goes on."""
+
+from __future__ import annotations
+
+import fleet_fakes
+import pytest
+from books import check_books, recorded_once
+from fleet_fakes import LONGEST, FleetEngine, count_ids, ids, plain, sample, saved, setup, train
+from loop_fakes import Crash, K, make_stack, resume_stack, run_stack
+
+from megatron_daro.observe.metrics import comparable, read_metrics
+from megatron_daro.rollout.recorder import read_step, recorded_steps
+
+SEGMENT = 3
+ROLLOUT = {"segment_tokens": SEGMENT, "max_response_tokens": LONGEST, "max_staleness": 2}
+
+
+def length_of(group_id, index):
+    """Two groups of three end within a segment; in the others answers have 2, 4, 6 and 8 tokens."""
+    return 2 + index % 2 if group_id % 3 else 2 + (group_id + index) * 2 % LONGEST
+
+
+@pytest.fixture(autouse=True)
+def lengths(monkeypatch):
+    monkeypatch.setattr(fleet_fakes, "length_of", length_of)
+
+
+class RoundsEngine(FleetEngine):
+    """All groups of a round in one call; every answer gets what its request allows."""
+
+    async def generate(self, requests):
+        self.asked += requests
+        for request in requests:
+            yield tuple(self._rollout(request, index, LONGEST) for index in request.indices)
+
+
+def check_segments(groups):
+    """Every answer is whole, and no version of the weights gave it more than a segment."""
+    for group in groups:
+        for rollout in group.rollouts:
+            assert rollout.response_length == length_of(group.group_id, rollout.index)
+            counts = [tokens for _, tokens in rollout.spans]
+            assert counts == [SEGMENT] * (len(counts) - 1) + [counts[-1]] and 1 <= counts[-1] <= SEGMENT
+            assert rollout.finish_reason == "stop" and rollout.weight_version == rollout.spans[0][0]
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_an_answer_gets_a_segment_in_each_batch_until_it_is_whole(early):
+    options = {} if early else {"finish_early": False}
+    parts = setup(rollout={"oversampling": 1.0, **ROLLOUT}, **options)
+    if not early:
+        parts.sampler._rollouter._engine = parts.engine = RoundsEngine()
+    groups = []
+    for version in range(6):
+        parts.engine.version = version
+        before = len(parts.engine.asked)
+        batch = sample(parts, version)
+        train(parts, batch)
+        groups += batch.groups
+        asked = count_ids(parts.engine.asked[before:])
+        assert set(asked.values()) == {1}, "what is set aside in a batch is not asked for again in it"
+    check_segments(groups)
+    assert len(groups) >= 8 and len(set(ids(groups))) == len(groups)
+    spans = {len(rollout.spans) for group in groups for rollout in group.rollouts}
+    assert spans == {1, 2, 3}, "answers of 2, 4, 6 and 8 tokens"
+    assert batch.snapshot.partial, "some wait"
+    for request in parts.engine.asked:
+        for index in request.indices:
+            earlier = request.partial.get(index)
+            begun = earlier.response_length if earlier else 0
+            assert request.limits[index] == begun + SEGMENT
+
+
+def test_a_checkpoint_keeps_what_is_set_aside():
+    parts, again = (setup(rollout={"oversampling": 1.0, **ROLLOUT}) for _ in range(2))
+    batch = sample(parts)
+    train(parts, batch)
+    again.sampler.load_state_dict(*saved(batch))
+    for version in (1, 2):
+        for one in (parts, again):
+            one.engine.version = version
+        following = [sample(one, version) for one in (parts, again)]
+        assert plain(following[0].groups) == plain(following[1].groups)
+        for one, batch in zip((parts, again), following, strict=True):
+            train(one, batch)
+    assert any(len(r.spans) == 3 for group in following[0].groups for r in group.rollouts)
+
+
+def test_a_run_in_segments_that_crashed_goes_on_bit_for_bit(tmp_path):
+    """Rounds repeat exactly, whoever is set aside."""
+    options = {"engine_class": RoundsEngine, "rollout": {"prompts_per_step": 3, **ROLLOUT}, "filter_groups": False}
+    whole = make_stack(tmp_path / "whole", **options)
+    run_stack(whole)
+    stack = make_stack(tmp_path / "crashed", crash=("train", 4, "exit"), **options)
+    with pytest.raises(Crash):
+        run_stack(stack)
+    stack = make_stack(tmp_path / "crashed", **options)
+    resume_stack(stack)
+    assert stack.policy.weights == whole.policy.weights
+    lines = [[comparable(line) for line in read_metrics(tmp_path / run)] for run in ("whole", "crashed")]
+    assert lines[0] == lines[1]
+    check_books(tmp_path / "whole")
+    trained = [group for _, group, used in recorded_once(tmp_path / "whole") if used == "trained"]
+    check_segments(trained)
+    versions = [r.spans for group in trained for r in group.rollouts]
+    assert any(len(spans) == 3 for spans in versions) and all(len(group.rollouts) == K for group in trained)
+    for step in recorded_steps(tmp_path / "whole"):
+        for group, used in read_step(tmp_path / "whole", step):
+            assert used != "trained" or step - 1 - group.weight_version <= ROLLOUT["max_staleness"]
