@@ -16,11 +16,11 @@ def segments(config: Config) -> Iterator[Problem]:
             kind = "engine.kind" if config.engine.is_own else "environment.kind"
             got = f"{rollout.segment_tokens} with {kind} of your own, whose answers begin anew and do not go on"
             yield Problem(field, got, "unset there", f"set {field}=null", also=(kind,))
-        needed = rollout.segments - 1 + rollout.keep_surplus
+        needed = rollout.batches_kept
         if rollout.max_staleness < needed:
             got = f"{rollout.max_staleness}, but an answer of {rollout.max_response_tokens} tokens takes "
             got += f"{rollout.segments} batches of segment_tokens {rollout.segment_tokens}"
-            also = (field, "rollout.max_response_tokens", "rollout.keep_surplus")
+            also = (field, "rollout.max_response_tokens")
             fix = f"set rollout.max_staleness={needed}"
             yield Problem("rollout.max_staleness", got, f"at least {needed}: else it is dropped", fix, also=also)
     span, period = rollout.repetition.tokens, rollout.repetition.period

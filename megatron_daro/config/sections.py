@@ -174,7 +174,7 @@ class RolloutSection(Section):
 
     segment_tokens: int | None = Field(default=None, ge=1)
     """Most tokens that one answer gets while one batch is sampled; then it is set aside, and goes on with the next
-    (Kimi k1.5's partial rollouts). Unset: no limit but max_response_tokens."""
+    (Kimi k1.5's partial rollouts). Keeps surplus groups as well. Unset: no limit but max_response_tokens."""
     repetition: RepetitionSection = RepetitionSection()
     """A stop for answers that repeat themselves."""
 
@@ -185,8 +185,13 @@ class RolloutSection(Section):
 
     @property
     def keeps_unfinished(self) -> bool:
-        """Whether unfinished groups go on with the next batch."""
+        """Whether surplus and unfinished groups go on with the next batch."""
         return self.keep_surplus or self.segment_tokens is not None
+
+    @property
+    def batches_kept(self) -> int:
+        """Batches that a group may go on for after the one it began in: its segments, then one as surplus."""
+        return self.segments if self.segment_tokens is not None else int(self.keep_surplus)
 
     @property
     def batch_rollouts(self) -> int:
@@ -201,7 +206,7 @@ class RolloutSection(Section):
     @property
     def batches_ahead(self) -> int:
         """Batches by which generation runs ahead: what is kept for the next one must not be too old for it."""
-        return max(self.max_staleness - self.keep_surplus - (self.segments - 1), 0)
+        return max(self.max_staleness - self.batches_kept, 0)
 
     def finishes_early(self, engine_kind: str) -> bool:
         """Whether a batch ends before all of its groups do: `finish_batch`, with auto resolved for this engine."""

@@ -151,37 +151,37 @@ class Rounds:
 
     async def fill(self, batch: PartialBatch, waiting: Sequence[PartialGroup]) -> tuple[PartialGroup, ...]:
         """Add rounds to the batch; see `BatchFiller.fill`."""
-        queue, unfinished = deque(waiting), list[PartialGroup]()
+        set_aside: list[PartialGroup] = []
         for _ in range(1 + self._context.section.max_refill_rounds):
-            missing = self._context.section.prompts_per_step - len(batch.kept)
+            # What is set aside will be in a later batch: more prompts in its place would only wait as well.
+            missing = self._context.section.prompts_per_step - len(batch.kept) - len(set_aside)
             if missing <= 0:
                 break
             batch.rounds += 1
-            unfinished += await self._round(batch, queue, self._round_size(batch, missing))
-        return tuple(sorted([*queue, *unfinished], key=lambda group: group.group_id))
+            set_aside += await self._round(batch, waiting, self._round_size(batch, missing))
+            waiting = ()
+        return tuple(sorted([*waiting, *set_aside], key=lambda group: group.group_id))
 
     def _round_size(self, batch: PartialBatch, missing: int) -> int:
         """Prompts to request: more where the filter has been keeping fewer. A function of this batch alone."""
         return math.ceil(missing * self._context.section.oversampling / batch.keep_rate())
 
-    async def _round(self, batch: PartialBatch, queue: deque[PartialGroup], count: int) -> list[PartialGroup]:
-        """Go on with `count` groups, those of the queue first and then new ones. Returns those that are set aside."""
+    async def _round(self, batch: PartialBatch, waiting: Sequence[PartialGroup], count: int) -> list[PartialGroup]:
+        """Go on with the groups that wait, and begin `count` new ones. Returns those that are set aside."""
         pending: dict[int, Pending] = {}
-        while queue and len(pending) < count:
-            group = queue.popleft()
+        for group in waiting:
             self._context.ledger.resume(group.group_id)
             self._context.collector.groups_resumed += 1
             pending[group.group_id] = group.pending()
-        if len(pending) < count:
-            pending |= admit(self._context.source, self._context.ledger, count - len(pending))
+        pending |= admit(self._context.source, self._context.ledger, count)
         for attempt in range(self._context.max_attempts):
             requests = self._requests(pending, retry=attempt > 0)
             if not requests:
                 break
             await self._generate(requests, pending)
         size = self._context.section.rollouts_per_prompt
-        waiting = {i: entry for i, entry in sorted(pending.items()) if entry.waits(size)}
-        incomplete = [i for i, p in pending.items() if i not in waiting and p.missing(size)]
+        set_aside = {i: entry for i, entry in sorted(pending.items()) if entry.waits(size)}
+        incomplete = [i for i, p in pending.items() if i not in set_aside and p.missing(size)]
         for group_id in incomplete:
             self._context.collector.discard(pending[group_id].kept(group_id))
         if incomplete:
@@ -189,9 +189,9 @@ class Rounds:
                 f"{len(incomplete)} groups were still incomplete after {self._context.max_attempts} attempts and are "
                 f"dropped (the first: group {incomplete[0]}, rollouts {list(pending[incomplete[0]].missing(size))})"
             )
-        for i in sorted(pending.keys() - waiting.keys()):
+        for i in sorted(pending.keys() - set_aside.keys()):
             batch.classify(pending[i].group(i), i not in incomplete)
-        return [entry.kept(i) for i, entry in waiting.items()]
+        return [entry.kept(i) for i, entry in set_aside.items()]
 
     def _requests(self, pending: Mapping[int, Pending], *, retry: bool) -> list[GroupRequest]:
         """Return requests for all rollouts that are missing; a retry is the same group at the next attempt."""
@@ -282,17 +282,18 @@ class EarlyFill:
     async def _top_up(self, batch: PartialBatch, flight: _Flight) -> None:
         """Begins groups until as many are in flight as the missing ones are likely to need; kept ones come first."""
         section = self._context.section
-        missing = section.prompts_per_step - len(batch.kept)
+        missing = section.prompts_per_step - len(batch.kept) - len(flight.unfinished)
         if missing <= 0:
             return
         rate = batch.keep_rate(self._keep_rate, _PRIOR_GROUPS)
         missing_tasks = math.ceil(missing * section.oversampling / rate) - len(flight.tasks)
-        while missing_tasks > 0 and flight.waiting:
+        segments = section.segment_tokens is not None  # then all go on, beside new ones
+        while flight.waiting and (segments or missing_tasks > 0):
             group = flight.waiting.popleft()
             self._context.ledger.resume(group.group_id)
             self._context.collector.groups_resumed += 1
             await self._launch(flight, group.group_id, group.pending())
-            missing_tasks -= 1
+            missing_tasks -= not segments
         bound = (1 + section.max_refill_rounds) * section.prompts_requested
         count = min(missing_tasks, bound - flight.admitted)
         if count > 0:

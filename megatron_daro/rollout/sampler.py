@@ -128,14 +128,18 @@ class Sampler:
         carried_ids = {group.group_id for group in self._carry}
         self._take_carry(batch, use_version)
         self._take_partial(batch, use_version)
-        where = ""
-        for _ in range(self._max_empty):
+        where, empty = "", 0
+        while empty < self._max_empty:
+            ended_before = len(batch.filtered) + len(batch.dropped)
             await self._fill(batch)
             if batch.kept:
                 tokens = self._collector.fresh_tokens - tokens_before
                 ended = [group for group in (*batch.kept, *batch.filtered) if group.group_id not in carried_ids]
                 self._source.observe(sorted(ended, key=lambda group: group.group_id))
                 return self._complete(batch, time.perf_counter() - started, tokens)
+            if self._partial and len(batch.filtered) + len(batch.dropped) == ended_before:
+                continue  # all answers were set aside: they go on at once
+            empty += 1
             self._empty_batches += 1
             where = await self._record_skipped(batch, use_version + 1)
             self._notices.warn(f"no trainable group in this batch ({batch.why_empty()}); it is skipped; {where}")
@@ -197,11 +201,10 @@ class Sampler:
         kept = sorted(batch.kept, key=lambda group: group.group_id)
         target = self._section.prompts_per_step
         chosen, surplus = kept[:target], kept[target:]
-        if self._section.keep_surplus:
+        if self._section.keeps_unfinished:
             self._carry = tuple(surplus)
         else:
             batch.drop(surplus)
-        if not self._section.keeps_unfinished:
             self._discard(batch, self._partial)
             self._partial = ()
         counters = self._counters()

@@ -165,15 +165,16 @@ def test_two_updates_per_batch(tiny, tmp_path):
 @pytest.mark.heavy
 def test_answers_in_segments_and_their_replay(tiny, tmp_path):
     """Half of the longest answer in each batch; the second half is sampled by the next weights."""
-    options = ["rollout.segment_tokens=2", "rollout.max_staleness=1", "algorithm.correction.kind=tis"]
+    options = ["rollout.segment_tokens=2", "rollout.max_staleness=2", "algorithm.correction.kind=tis"]
     run, again = tmp_path / "run", tmp_path / "again"
     trained(["train", tiny.config, *options, f"trainer.run_dir={run}"], tmp_path / "log")
     trained(["train", tiny.config, *options, f"trainer.run_dir={again}", "--replay", run], tmp_path / "again.log")
     groups = [(step, group) for step in STEPS for group, used in read_step(run, step) if used == "trained"]
     spans = [(step, rollout.spans) for step, group in groups for rollout in group.rollouts]
-    assert all(tokens <= 2 for _, of_one in spans for _, tokens in of_one)
-    two = [(step, of_one) for step, of_one in spans if len(of_one) == 2]
-    assert two and all(of_one == ((step - 2, 2), (step - 1, of_one[1][1])) for step, of_one in two)
+    later = [(step, of_one) for step, of_one in spans if of_one[0][0] > 0]  # the first weights may give both
+    assert later and all(tokens <= 2 for _, of_one in later for _, tokens in of_one)
+    two = [of_one for _, of_one in later if len(of_one) == 2]
+    assert two and all(second == first + 1 and tokens == 2 for (first, tokens), (second, _) in two)
     keys = ("loss/policy", "loss/grad_norm", "mismatch/logprob_abs_mean", "mismatch/corrected_fraction")
     found = [[[line[key] for key in keys] for line in metric_lines(one, STEPS)] for one in (run, again)]
     assert found[0] == found[1]

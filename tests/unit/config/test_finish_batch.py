@@ -39,4 +39,6 @@ def test_enough_with_the_embedded_engine_is_a_warning(run_files):
 def test_what_is_kept_costs_a_batch_of_running_ahead(max_staleness, keep_surplus, ahead):
     assert RolloutSection(max_staleness=max_staleness, keep_surplus=keep_surplus).batches_ahead == ahead
     segments = {"segment_tokens": 1000, "max_response_tokens": 2001}  # three batches
-    assert RolloutSection(max_staleness=max_staleness + 2, keep_surplus=keep_surplus, **segments).batches_ahead == ahead
+    assert RolloutSection(max_staleness=max_staleness + 3, keep_surplus=keep_surplus, **segments).batches_ahead == (
+        max_staleness
+    )

@@ -12,7 +12,7 @@ from megatron_daro.observe.metrics import comparable, read_metrics
 from megatron_daro.rollout.recorder import read_step, recorded_steps
 
 SEGMENT = 3
-ROLLOUT = {"segment_tokens": SEGMENT, "max_response_tokens": LONGEST, "max_staleness": 2}
+ROLLOUT = {"segment_tokens": SEGMENT, "max_response_tokens": LONGEST, "max_staleness": 3}
 
 
 def length_of(group_id, index):
