@@ -44,8 +44,17 @@ PRESETS: Mapping[str, Options] = {
     "vc_ppo": {"name": "ppo", "ppo": {"gae_lambda": 0.5, "critic_lambda": 1.0}, "critic": {"pretrain_steps": 30}},
     "vapo": {"name": "ppo", "ppo": {"length_factor": 0.5, "critic_lambda": 1.0}, "critic": {"pretrain_steps": 30}},
     "gspo_wide": {"name": "grpo", "trust_region": "gspo", "clip_low": 0.02, "clip_high": 0.03},
+    "ladder_grpo": {"name": "grpo_sequence", "clip_high": 0.2},
+    "ladder_filter": {"name": "grpo_sequence", "clip_high": 0.2, "overlong": {"kind": "filter"}},
+    "ladder_clip_higher": {"name": "grpo_sequence", "overlong": {"kind": "filter"}},
+    "ladder_punishment": {"name": "grpo_sequence", "overlong": {"kind": "both"}},
+    "ladder_token": {"name": "grpo", "overlong": {"kind": "both"}},
+    "ladder_dapo": {"name": "dapo", "overlong": {"kind": "both"}},
 }
 """Arm -> options of the section `algorithm`."""
+
+LADDER = tuple(arm for arm in PRESETS if arm.startswith("ladder_"))
+"""DAPO's (arXiv 2503.14476, table 1), each rung with one technique more."""
 
 BASELINE = "grpo"
 """Whose final accuracy is the mark that the others are timed to."""
@@ -105,7 +114,13 @@ def is_daro(arm: str) -> bool:
 def needs_several_updates(arm: str) -> bool:
     """Whether an arm differs from the baseline only where the ratio is not 1: a trust region of its own."""
     sizes = {"rollouts_per_prompt": 8, "max_response_tokens": 8}
-    return arm != BASELINE and section_of(arm).arguments(**sizes) == section_of(BASELINE).arguments(**sizes)
+    own, base = section_of(arm), section_of(BASELINE)
+    return arm != BASELINE and own.arguments(**sizes) == base.arguments(**sizes) and own.overlong == base.overlong
+
+
+def needs_a_limit(arm: str) -> bool:
+    """Whether an arm treats answers that a limit cuts in a way of its own; those of the closed-form worlds all end."""
+    return section_of(arm).overlong.kind != "none"
 
 
 def _flat(prefix: str, values: Options) -> list[str]:

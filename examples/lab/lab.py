@@ -31,7 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import results
 import tiny_run
-from arms import BASELINE, arm_names, build, control, needs_several_updates, options_of
+from arms import BASELINE, arm_names, build, control, needs_a_limit, needs_several_updates, options_of
 from closed_exact import refusal
 from closed_run import run_arm
 from closed_world import MAX_TOKENS, Dials
@@ -64,10 +64,11 @@ class Plan:
         return dials
 
     def arms_in(self, world: str) -> list[str]:
-        """The arms of one world, without those that differ from the baseline only off-policy where nothing is, and
-        those whose expectation is no formula where gradients are exact."""
+        """The arms of one world, without those that differ from the baseline only off-policy where nothing is, those
+        that treat cut answers where none are, and those whose expectation is no formula where gradients are exact."""
         dials, chosen = self.dials(world), WORLDS[world].arms
         arms = [arm for arm in self.arms if chosen is None or arm in chosen]
+        arms = [arm for arm in arms if not (isinstance(dials, Dials) and needs_a_limit(arm))]
         exact = isinstance(dials, Dials) and dials.gradients == "exact"
         arms = [arm for arm in arms if dials.updates > 1 or not needs_several_updates(arm)]
         return [arm for arm in arms if not (exact and refusal(build(arm, rollouts=8, max_tokens=MAX_TOKENS)[0]))]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from arms import LADDER
 from closed_world import Dials
 from tiny_run import TinyDials
 
@@ -22,6 +23,7 @@ TINY_ARMS = (
     *("grpo", "dapo", "dr_grpo", "lite_ppo", "rloo", "maxrl", "f_grpo", "ha_dw"),
     *("daro", "daro_half_life", "daro_shared", "daro_shared_half_life"),
     *("ppo", "daro_ppo", "kimi"),
+    *LADDER,
 )
 """The arms that say most: a run by the real product takes about half a minute of a core."""
 

@@ -249,6 +249,7 @@ def test_every_arm_is_an_algorithm_of_the_product_and_a_command_line():
         algorithm, _ = arms.build(arm, rollouts=4, max_tokens=16)
         name = AlgorithmSection.model_validate(arms.options_of(arm)).name
         assert name in (algorithm.name, f"lab_algorithms:{type(algorithm).__name__}")
+    assert arms.command_line("ladder_token") == ["algorithm.name=grpo", "algorithm.overlong.kind=both"]
     assert arms.command_line("daro_token") == ["algorithm.name=daro", "algorithm.daro.magnitude=token"]
 
 
