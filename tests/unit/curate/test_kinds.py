@@ -20,6 +20,7 @@ from megatron_daro.workshop.curate.kinds import (
     topic_of,
     words_of,
 )
+from megatron_daro.workshop.curate.offline import Rules, decide
 from megatron_daro.workshop.curate.rows import Decisions
 
 
@@ -88,6 +89,24 @@ def test_other_languages_go_and_formulas_stay(rows_of):
     decisions = Decisions(3)
     drop_languages(rows, decisions, ("en",))
     assert decisions.kept() == [0, 2] and decisions.dropped[1].detail == "zh"
+
+
+def test_each_kind_that_goes_is_counted_as_it_goes(rows_of):
+    rows = rows_of(
+        ("Prove that 2 is even.", "See the proof."),
+        ("Why is the sky blue?", "since blue light is scattered"),
+        ("\u888b\u4e2d\u6709\u591a\u5c11\u4e2a\u7403", "2"),
+        ("How many are in the bag?", "1"),
+    )
+    said = []
+    rules = Rules(most_gold_words=3, languages=("en",), verifier="none", near=False)
+    decisions, _ = decide(rows, {}, rules, said.append)
+    assert decisions.kept() == [3]
+    assert said[1:4] == [
+        "problems that ask for a proof: 3 of 4 rows are left",
+        "sentences as answers: 2 of 4 rows are left",
+        "other languages: 1 of 4 rows are left",
+    ]
 
 
 def test_no_topic_has_more_than_its_share(rows_of):
