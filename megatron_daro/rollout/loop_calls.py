@@ -28,7 +28,7 @@ class LoopCalls:
         self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._scheduled = False
 
-    def post(self, function: Callable[..., object], *arguments: Any) -> None:
+    def post(self, function: Callable[..., object], *arguments: object) -> None:
         """Call it on the target loop, soon."""
         self._calls.append((function, arguments))
         if not self._scheduled:

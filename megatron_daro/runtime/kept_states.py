@@ -92,7 +92,7 @@ class KeptStates:
             RayError: the peer is gone.
         """
         slot = self._whole(None, serial)
-        before: Any = peer.open_copy.remote(rank, serial, keep)
+        before: object = peer.open_copy.remote(rank, serial, keep)
         for kind in kinds:
             for number, block in enumerate(_blocks(slot, kind)):
                 taken = peer.take_block.remote(rank, serial, kind, number, block)
