@@ -61,6 +61,11 @@ choose_environment() {
     fi
 }
 
+# in_environment COMMAND...: for scripts that take the environment which is active.
+in_environment() {
+    VIRTUAL_ENV=$("$python" -c 'import sys; print(sys.prefix)') "$@"
+}
+
 print_versions() {
     "$python" - <<'PYTHON'
 import platform
@@ -110,8 +115,8 @@ begin_proofs() {
 proof() {
     local name=$1 start=$SECONDS result=ok
     shift
-    VIRTUAL_ENV=$("$python" -c 'import sys; print(sys.prefix)') MEGATRON_DARO_TEST_PROCESSES=1 \
-        PYTEST_ADDOPTS="--junitxml=$proofs/$name.xml" "$@" >"$proofs/$name.log" 2>&1 || result=FAILED
+    in_environment env MEGATRON_DARO_TEST_PROCESSES=1 PYTEST_ADDOPTS="--junitxml=$proofs/$name.xml" "$@" \
+        >"$proofs/$name.log" 2>&1 || result=FAILED
     echo "$((SECONDS - start)) $result" >"$proofs/$name.end"
 }
 
@@ -210,10 +215,8 @@ main() {
     case "$tier" in default | all) stage sglang wait_for_sglang || failed=1 ;; esac
     [ "$tier" != all ] || begin_proofs
     [ "$tier" != all ] || stage slurm bash tests/slurm_install.sh --accounts
-    [ "$tier" != all ] || VIRTUAL_ENV=$("$python" -c 'import sys; print(sys.prefix)') \
-        stage "algo wheel" bash tests/algo_wheel.sh || failed=1
-    [ "$tier" != all ] || VIRTUAL_ENV=$("$python" -c 'import sys; print(sys.prefix)') \
-        stage "triton kernels" bash tests/triton_kernels.sh || failed=1
+    [ "$tier" != all ] || in_environment stage "algo wheel" bash tests/algo_wheel.sh || failed=1
+    [ "$tier" != all ] || in_environment stage "triton kernels" bash tests/triton_kernels.sh || failed=1
     results=$(mktemp)
     stage pytest "$python" -m pytest --durations=15 --junitxml="$results" "${pytest_arguments[@]}" || failed=1
     pytest_result=${stage_results[-1]}

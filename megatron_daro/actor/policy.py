@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_daro.actor import checkpoint, critic, snapshot
-from megatron_daro.actor.compat import allocate_optimizer_state
-from megatron_daro.actor.double_buffer import KINDS, Slot
+from megatron_daro.actor.double_buffer import Slot, num_bytes
 from megatron_daro.actor.forward import MicroBatches, OutputSettings, check_routed_experts, response_logprobs
 from megatron_daro.actor.host_memory import HostCopy, HostMemory
 from megatron_daro.actor.model import (
@@ -343,9 +342,7 @@ class MegatronPolicy:
     @property
     def snapshot_bytes(self) -> dict[MemoryKind, int]:
         """Bytes of a snapshot by kind."""
-        for model in self._models():
-            allocate_optimizer_state(model.optimizer)
-        return {kind: sum(s.nbytes() for s in self._memory.storages(kind)) for kind in KINDS}
+        return num_bytes(snapshot.layout_of(snapshot.storages_of(self._memory, self._models())))
 
     def end_background_work(self) -> None:
         """Wait until no thread reads a tensor any more, whatever became of it."""

@@ -37,6 +37,7 @@ with warnings.catch_warnings():
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 
+Storages = dict[MemoryKind, list[UntypedStorage]]
 _PARTS = {"chunks", "optimizer", "scheduler", "algorithm"}
 """Fields of a trained model that are kept in their own way; the others are plain values."""
 
@@ -44,12 +45,11 @@ _PARTS = {"chunks", "optimizer", "scheduler", "algorithm"}
 class PendingSnapshot:
     """A snapshot that a thread is taking: weights and optimizer state must not change until `wait` returns."""
 
-    def __init__(self, memory: HostMemory, slot: Slot, serial: int, rest: dict[str, Any]) -> None:
-        """Begin. Args: memory: of the rank. slot: of `DoubleBuffer.open`. rest: of `rest_of`."""
+    def __init__(self, storages: Storages, slot: Slot, serial: int, rest: dict[str, Any]) -> None:
+        """Begin. Args: storages: of `storages_of`. slot: of `DoubleBuffer.open`. rest: of `rest_of`."""
         self._slot, self._serial = slot, serial
         self._error: BaseException | None = None
         self._where = device.prepare()
-        storages = {kind: memory.storages(kind) for kind in KINDS}
         slot.layout, slot.rest = layout_of(storages), rest
         self._ready = torch.cuda.current_stream().record_event()
         self._thread = threading.Thread(target=self._run, args=(storages,), name="snapshot", daemon=True)
@@ -64,14 +64,14 @@ class PendingSnapshot:
                 "trainer.snapshot_gib, or set trainer.replace_lost_ranks=false"
             ) from self._error
 
-    def _run(self, storages: dict[MemoryKind, list[UntypedStorage]]) -> None:
+    def _run(self, storages: Storages) -> None:
         try:
             self._copy(storages)
             self._slot.serial = self._serial
         except BaseException as error:
             self._error = error
 
-    def _copy(self, storages: dict[MemoryKind, list[UntypedStorage]]) -> None:
+    def _copy(self, storages: Storages) -> None:
         if self._where.type == "cuda":
             torch.cuda.set_device(self._where)
         stream = torch.cuda.Stream()
@@ -85,7 +85,14 @@ class PendingSnapshot:
         stream.synchronize()
 
 
-def layout_of(storages: dict[MemoryKind, list[UntypedStorage]]) -> Layout:
+def storages_of(memory: HostMemory, models: Sequence[TrainedModel]) -> Storages:
+    """Return the storages of which a snapshot has copies; those of the optimizer are made where it took no step."""
+    for model in models:
+        allocate_optimizer_state(model.optimizer)
+    return {kind: memory.storages(kind) for kind in KINDS}
+
+
+def layout_of(storages: Storages) -> Layout:
     """Return the sizes of the storages."""
     return {kind: tuple(storage.nbytes() for storage in own) for kind, own in storages.items()}
 
@@ -96,10 +103,9 @@ def begin(memory: HostMemory, models: Sequence[TrainedModel], slot: Slot, serial
     Args:
         memory: of the rank. models: the policy, and a critic. slot: of `DoubleBuffer.open`. serial: its number.
     """
-    for model in models:
-        allocate_optimizer_state(model.optimizer)
+    storages = storages_of(memory, models)
     rest = {"models": [_rest_of(model, memory) for model in models], "random": _random_states()}
-    return PendingSnapshot(memory, slot, serial, rest)
+    return PendingSnapshot(storages, slot, serial, rest)
 
 
 def restore(memory: HostMemory, models: Sequence[TrainedModel], slot: Slot) -> None:
@@ -108,9 +114,7 @@ def restore(memory: HostMemory, models: Sequence[TrainedModel], slot: Slot) -> N
     Raises:
         WorkerError: it is not whole, or of another layout.
     """
-    for model in models:
-        allocate_optimizer_state(model.optimizer)
-    storages = {kind: memory.storages(kind) for kind in KINDS}
+    storages = storages_of(memory, models)
     if slot.serial is None or slot.layout != layout_of(storages):
         raise WorkerError(
             f"snapshot {slot.serial}: {num_bytes(slot.layout)} bytes, but this rank has "

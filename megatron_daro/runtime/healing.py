@@ -323,7 +323,7 @@ class Healing:
             try:
                 await self._deadlines.within("heal", self._replace(), what=", ".join(sorted(self._dead)))
             except WorkerError as error:
-                if getattr(error, "final", False) or not await self.lost_ranks():
+                if isinstance(error, _FinalError) or not await self.lost_ranks():
                     raise
             finally:
                 self._under_way = False
@@ -371,7 +371,7 @@ class Healing:
         while self._replaced and now - self._replaced[0] > _HOUR_S:
             self._replaced.popleft()
         if len(self._replaced) + count > self._limits.per_hour:
-            raise _final(
+            raise _FinalError(
                 f"rank {', '.join(map(str, dead))} died, and {len(self._replaced)} ranks were replaced within the last "
                 f"hour; allowed: {self._limits.per_hour} (trainer.max_replacements)"
             )
@@ -382,10 +382,10 @@ class Healing:
         serial, workers = self._committed, list(self._ranks.workers.values())
         names = list(self._ranks.workers)
         if serial is None:
-            raise _final("a rank died before the first snapshot")
+            raise _FinalError("a rank died before the first snapshot")
         sources = sources_of(serial, kept, self._ranks.places, workers)
         if isinstance(sources, int):
-            raise _final(
+            raise _FinalError(
                 f"rank {sources} and the rank that kept its copy (rank {self._peers[sources]}) died: nobody has the "
                 "state of that rank any more"
             )
@@ -410,11 +410,8 @@ class Healing:
 class _FinalError(WorkerError):
     """A loss that cannot be healed."""
 
-    final = True
-
-
-def _final(why: str) -> WorkerError:
-    return _FinalError(f"{why}. --resume goes on from the newest checkpoint")
+    def __init__(self, why: str) -> None:
+        super().__init__(f"{why}. --resume goes on from the newest checkpoint")
 
 
 async def _answer(call: Awaitable[T], limit_s: float = _ANSWER_S, default: T | None = None) -> T | None:

@@ -16,7 +16,7 @@ import ray
 import torch
 from ray.actor import ActorHandle
 
-from megatron_daro.actor.double_buffer import KINDS, DoubleBuffer, Layout, Slot
+from megatron_daro.actor.double_buffer import KINDS, DoubleBuffer, Layout, Slot, num_bytes
 from megatron_daro.errors import WorkerError
 from megatron_daro.types import MemoryKind
 
@@ -186,6 +186,7 @@ def _fill(blocks: list[torch.Tensor], number: int, values: np.ndarray) -> None:
 
 
 def _check_bytes(layout: Layout, got: Mapping[MemoryKind, int], what: str) -> None:
-    wanted = {kind: sum(sizes) for kind, sizes in layout.items()}
-    if wrong := {kind: (got.get(kind, 0), size) for kind, size in wanted.items() if got.get(kind, 0) != size}:
+    if wrong := {
+        kind: (got.get(kind, 0), size) for kind, size in num_bytes(layout).items() if got.get(kind, 0) != size
+    }:
         raise WorkerError(f"{what} is torn: bytes that came, and its size: {wrong}")

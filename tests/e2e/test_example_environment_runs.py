@@ -26,7 +26,10 @@ def tools(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "kind",
-    ["python_tool:PythonTool", "word_game:WordGame", pytest.param("code_tests:CodeTests", marks=pytest.mark.heavy)],
+    [
+        pytest.param(kind, marks=[pytest.mark.heavy] if kind == "code_tests:CodeTests" else [])
+        for kind in tiny_tools.ENVIRONMENTS
+    ],
 )
 def test_it_trains_three_steps(tools, tmp_path, kind):
     if kind != "word_game:WordGame":

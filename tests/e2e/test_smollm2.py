@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 from books import assert_books_add_up
-from cli_runs import run_cli, trained
+from cli_runs import trained
 from safetensors.torch import load_file
 from sglang_pool import cpu_servers
 
@@ -87,8 +87,7 @@ def test_it_trains_on_the_answers_of_a_real_server(base, tmp_path):
     content["trainer"] |= {"run_dir": str(tmp_path / "run"), "steps": 2, "save_every_steps": 0}
     content["trainer"] |= {"eval_every_steps": 0, "export_hf": False}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
-    finished = run_cli(["train", tmp_path / "config.yaml"], tmp_path / "log")
-    assert finished.code == 0, finished.stderr
+    trained(["train", tmp_path / "config.yaml"], tmp_path / "log")
     lines = [line for line in read_metrics(tmp_path / "run") if "loss/policy" in line]
     assert [line["step"] for line in lines] == [1, 2]
     for line in lines:

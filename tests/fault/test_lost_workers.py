@@ -344,15 +344,22 @@ async def held(rollouter):
     return sorted((r.group_id, r.index, r.finish_reason, r.verdict.reason, *r.tokens.tolist()) for r in found)
 
 
+async def under_way(section, warnings):
+    """Pools on all nodes, who holds the conversations, and the task in which 300 turns are answered by now."""
+    engine = Digits()
+    pools = StepPools(section, log_folder=None, warn=warnings.append, deadlines=Deadlines())
+    rollouter = conversations(engine, section, pools, warnings.append)
+    working = asyncio.create_task(held(rollouter))
+    await until(lambda: engine.answered >= 300)
+    return pools, rollouter, working
+
+
 def test_conversations_go_on_elsewhere_when_the_environments_of_a_node_are_lost(nodes, run):
     section = EnvironmentSection(kind="toy_steps:Steps", options={"tries": 4}, workers=2)
 
     async def scenario():
-        warnings, engine = [], Digits()
-        pools = StepPools(section, log_folder=None, warn=warnings.append, deadlines=Deadlines())
-        rollouter = conversations(engine, section, pools, warnings.append)
-        working = asyncio.create_task(held(rollouter))
-        await until(lambda: engine.answered >= 300)
+        warnings = []
+        pools, rollouter, working = await under_way(section, warnings)
         places = await pools._workers.each("ready")
         assert sorted(node for node, _ in places.values()) == nodes
         kill(places["environment pool 0"])
@@ -370,11 +377,8 @@ def test_conversations_go_on_elsewhere_when_a_node_is_lost(machines, nodes, run)
     third = machines.add_node(**NODE)
 
     async def scenario():
-        warnings, engine = [], Digits()
-        pools = StepPools(section, log_folder=None, warn=warnings.append, deadlines=Deadlines())
-        rollouter = conversations(engine, section, pools, warnings.append)
-        working = asyncio.create_task(held(rollouter))
-        await until(lambda: engine.answered >= 300)
+        warnings = []
+        pools, rollouter, working = await under_way(section, warnings)
         places = await pools._workers.each("ready")
         (lost_pool,) = [name for name, (node, _) in places.items() if node not in nodes]
         machines.remove_node(third, allow_graceful=False)

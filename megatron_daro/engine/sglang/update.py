@@ -116,13 +116,13 @@ class ServerUpdate:
         async def judge(server: Server) -> None:
             failure = report.failures.get(server.name)
             if not await _answers(server):
-                await self._fence(server, "send", failure or "it does not answer", unreachable=True)
+                await self._fence(server, "send", failure or "it does not answer", may_be_dead=True)
             elif failure and failure.kind == "refused":
                 self._fleet.fence(server, f"weight update, send: {failure} Does it serve the model of model.path?")
             elif self._options.sync == "distributed" and not await _is_free(server):
                 waits = f"it still waits for the broadcast that broke, after {_FREE_S:g} s"
                 why = f"{waits} ({failure or 'another server failed'})"
-                await self._fence(server, "send", why, unreachable=True)  # of several parts another one may be dead
+                await self._fence(server, "send", why, may_be_dead=True)  # of several parts, another one
 
         await asyncio.gather(*map(judge, self._taking_part()))
         others = ", ".join(server.name for server in self._taking_part()) or "none"
@@ -216,13 +216,13 @@ class ServerUpdate:
             try:
                 await work(server)
             except EngineError as error:
-                await self._fence(server, name, error, unreachable=isinstance(error, DisconnectedError))
+                await self._fence(server, name, error, may_be_dead=isinstance(error, DisconnectedError))
 
         await asyncio.gather(*(one(server) for server in self._taking_part()))
 
-    async def _fence(self, server: Server, phase: str, failure: object, *, unreachable: bool) -> None:
+    async def _fence(self, server: Server, phase: str, failure: object, *, may_be_dead: bool) -> None:
         """Give a server up. If its process is gone that is the reason: its log says more than a broken connection."""
-        death = await self._context.death_of(server) if unreachable else ""
+        death = await self._context.death_of(server) if may_be_dead else ""
         if server.state == "updating":
             self._fleet.fence(server, f"weight update, {phase}: {death or failure}")
 
