@@ -40,6 +40,7 @@ from megatron_daro.config import resolve
 from megatron_daro.config.hardware import demand_of
 from megatron_daro.controller import Controller, Parts
 from megatron_daro.engine.sglang.fleet import Fleet
+from megatron_daro.garbage import spare_event_loop
 from megatron_daro.observe.metrics import MetricsLog, Phases
 from megatron_daro.observe.progress import Progress
 from megatron_daro.rollout.recorder import Recorder
@@ -194,6 +195,7 @@ async def one_step(config: Any, inputs: Any, run_dir: Path, watch: Watch | None)
         )
         controller._weight_sync = NoWeights(made.engine.fleet)  # type: ignore[assignment,attr-defined]
         await parts.start_all(placement, group, made, progress)
+        spare_event_loop()  # as runtime/launch.py does
         with watch or nullcontext():
             metrics.begin()
             await controller.run()
