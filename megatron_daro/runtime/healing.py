@@ -184,6 +184,7 @@ class Healing:
         self._updates: list[tuple[int, TrainBatch, int]] = []
         self._dead: set[str] = set()
         self._under_way = False
+        self._failure: Exception | None = None
         self._replaced: deque[float] = deque()
 
     async def prepare(self) -> None:
@@ -316,15 +317,21 @@ class Healing:
         """Replace every rank that is known to be dead; nothing where none is.
 
         Raises:
-            WorkerError: that is not possible, and why; the run ends.
+            WorkerError: that is not possible, and why; the run ends, and whoever asks again is told the same.
         """
+        if self._failure:
+            raise self._failure
         while self._dead:
             self._under_way = True
             try:
                 await self._deadlines.within("heal", self._replace(), what=", ".join(sorted(self._dead)))
             except WorkerError as error:
                 if isinstance(error, _FinalError) or not await self.lost_ranks():
+                    self._failure = error
                     raise
+            except Exception as error:
+                self._failure = error
+                raise
             finally:
                 self._under_way = False
 
@@ -335,6 +342,8 @@ class Healing:
             self._pending.exception()
             self._pending = None
         kept = await self._living()
+        if self._ranks.workers.dismissed:
+            raise _FinalError("a rank died while the run ended")
         dead = sorted(names.index(name) for name in self._dead)
         self._check_limit(len(dead), dead)
         for rank in dead:
@@ -349,9 +358,9 @@ class Healing:
 
     async def _living(self) -> dict[int, Kept]:
         """Return what living processes keep when all have left their groups. Raises WorkerError."""
-        kept = await self._look()
-        names = list(self._ranks.workers)
-        living = {rank: self._ranks.workers[names[rank]] for rank in kept}
+        workers = dict(self._ranks.workers)
+        names, kept = list(workers), await self._look()
+        living = {rank: workers[names[rank]] for rank in kept}
         await self._each(names, {rank: worker.abort.remote() for rank, worker in living.items()}, _ANSWER_S, kept)
         await self._each(names, {rank: worker.leave.remote() for rank, worker in living.items()}, _LEAVE_S, kept)
         return kept

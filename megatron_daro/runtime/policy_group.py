@@ -207,7 +207,9 @@ class PolicyGroup:
                 try:
                     await self._healing.heal()
                 except Exception as failure:  # the supervisor's border: it ends the run
-                    return failure
+                    if not self.workers.dismissed:
+                        return failure
+                    await asyncio.Future()  # for ever: the run has ended already, for a reason of its own
 
     async def _repeated(self, work: Callable[[], Awaitable[T]]) -> T:
         """Return what collective work gives, done again where a rank was lost and replaced meanwhile."""

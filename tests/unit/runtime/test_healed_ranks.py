@@ -193,3 +193,43 @@ def test_a_death_is_found_at_every_call():
         assert asyncio.run(world.run()) == [{kind: list(range(STEPS + 1)) for kind in KINDS}] * WORLD
         healed += len(world.warnings)
     assert healed > 0.8 * unbroken.calls, "only deaths in the end of the last step are not seen"
+
+
+def test_who_asks_again_after_the_last_failure_is_told_the_same():
+    """The watch heals too, once the step that failed has given the lock back and the run is being closed."""
+    world = World([(1, 1, "before"), (1, 1, "before")])
+    world.healing = Healing(world, HealingLimits(1.0, per_hour=1), Deadlines(), world.warnings.append)
+
+    async def run():
+        with pytest.raises(WorkerError, match=r"allowed: 1 \(trainer.max_replacements\)") as first:
+            await world.run()
+        world.workers.data.clear()  # dismissed
+        with pytest.raises(WorkerError) as second:
+            await world.healing.heal()
+        assert second.value is first.value
+
+    asyncio.run(run())
+
+
+def test_a_group_that_is_dismissed_while_it_is_healed_gets_no_new_process():
+    world = World([(1, 1, "before")])
+
+    async def run():
+        await world._all("setup", True)
+        await world.healing.prepare()
+        world.healing._dead.add("actor rank 1")
+        started, look = [], world.healing._look
+        world.start_process = started.append
+
+        async def slow_look():
+            kept = await look()
+            world.workers.dismissed = True
+            world.workers.data.clear()
+            return kept
+
+        world.healing._look = slow_look
+        with pytest.raises(WorkerError, match="while the run ended"):
+            await world.healing.heal()
+        assert started == [] and world.workers == {}
+
+    asyncio.run(run())
