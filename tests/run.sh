@@ -12,8 +12,8 @@
 # Uses the virtual environment that is active, else .venv, which it makes. Packages are installed only when the
 # requirements, the interpreter or the place of this checkout changed since the last time. Without arguments, and with
 # --all, it also makes the environment of the SGLang servers (tools/sglang_cpu_env.sh; 2.5 GB in $MEGATRON_DARO_SGLANG,
-# else in .venv-sglang), while the other stages run. pytest uses three processes
-# ($MEGATRON_DARO_TEST_PROCESSES; many tests wait), but where arguments go to it.
+# else in .venv-sglang), while the other stages run. pytest uses four processes, with --all, where other proofs run beside
+# it, three ($MEGATRON_DARO_TEST_PROCESSES; many tests wait), but where arguments go to it.
 # The last line is "N passed, N failed, N skipped". Exit status: 0 when all passed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -184,7 +184,9 @@ summarize() {
 
 # Sets `tier` (quick, default, all or chosen) and `pytest_arguments`.
 choose_tier() {
-    local processes=(-n "${MEGATRON_DARO_TEST_PROCESSES:-3}" --no-loadscope-reorder) heavy_minutes=${MEGATRON_DARO_HEAVY_MINUTES:-}
+    local number=4 heavy_minutes=${MEGATRON_DARO_HEAVY_MINUTES:-}
+    [ "${1:-}" != --all ] || number=3
+    local processes=(-n "${MEGATRON_DARO_TEST_PROCESSES:-$number}" --no-loadscope-reorder)
     case "${1:-}" in
         '') tier=default pytest_arguments=("${processes[@]}") ;;
         --all) tier=all pytest_arguments=("${processes[@]}" --heavy ${heavy_minutes:+--heavy-minutes "$heavy_minutes"}) ;;
