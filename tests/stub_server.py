@@ -8,6 +8,7 @@ from SGLang 0.5.23.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
@@ -100,7 +101,7 @@ class StubServer:
         if path == "/model_info":
             return web.json_response({"model_type": self._model_type})
         if path == "/generate":
-            return await self.generate(body)
+            return await self.generate(request, body)
         if path == "/init_weights_update_group":
             self.groups.add(body["group_name"])
         if path == "/destroy_weights_update_group":
@@ -132,7 +133,7 @@ class StubServer:
         self.groups.clear()
         self.blocked.clear()
 
-    async def generate(self, body: dict[str, Any]) -> web.StreamResponse:
+    async def generate(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         """Answer one request when the gate is open, or with what an abort leaves."""
         if self.blocked.is_set():
             await asyncio.Event().wait()
@@ -152,9 +153,9 @@ class StubServer:
             self.running -= 1
             for end in ends:
                 end.cancel()
-        if self.gate.is_set():
-            return web.json_response(self.generated(body))
-        return web.json_response([self.one([1, 2], "abort") for _ in body["input_ids"]])
+        whole = self.gate.is_set()
+        answers = self.generated(body) if whole else [self.one([1, 2], "abort") for _ in body["input_ids"]]
+        return await answered(request, body, answers)
 
     def _abort(self, body: dict[str, Any]) -> None:
         """Ends requests by the name of one of their samples, or all."""
@@ -185,6 +186,55 @@ class StubServer:
                 "weight_versions": [span],
             },
         }
+
+
+async def answered(request: web.Request, body: dict[str, Any], answers: list[dict[str, Any]]) -> web.StreamResponse:
+    """These answers to a request of /generate, in the form that it asks for."""
+    if body.get("stream"):
+        return await streamed(request, answers)
+    return web.json_response(text=json.dumps(answers))
+
+
+async def streamed(
+    request: web.Request, answers: list[dict[str, Any]], go_on: asyncio.Event | None = None
+) -> web.StreamResponse:
+    """The answers as events, in any order: of each its first token, then all. go_on: when the others end too.
+
+    "yield b"data: " + dumps_json(out) + b"\\n\\n"" and "yield b"data: [DONE]\\n\\n"": `serve_generate_request` in
+    sglang/srt/entrypoints/http_server.py; "result["index"] = rid_to_index[...]": `_stream_batch_responses` in
+    managers/tokenizer_manager.py; "req.send_token_offset == 0 and num_unsent > 0": `accept` in
+    managers/scheduler_components/output_streamer.py; 0.5.23.
+    """
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+    await response.prepare(request)
+    events = [first_token(answer) | {"index": index} for index, answer in enumerate(answers)]
+    events += [answer | {"index": index} for index, answer in reversed(list(enumerate(answers)))]
+    for number, event in enumerate(events):
+        if go_on and number > len(answers):
+            await go_on.wait()
+        await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+    await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+def one_ends_early(stub: StubServer) -> tuple[Answer, asyncio.Event]:
+    """The last sample of each group ends at once; the others when the event is set."""
+    go_on = asyncio.Event()
+
+    async def answer(request: web.Request, body: Any) -> web.StreamResponse:
+        return await streamed(request, stub.generated(body), go_on)
+
+    return answer, go_on
+
+
+def first_token(answer: dict[str, Any]) -> dict[str, Any]:
+    """What a stream says of a sample at first."""
+    meta = answer["meta_info"]
+    pairs = meta["output_token_logprobs"][:1]
+    return {
+        "output_ids": answer["output_ids"][:1],
+        "meta_info": meta | {"finish_reason": None, "output_token_logprobs": pairs},
+    }
 
 
 def sampling_of(body: dict[str, Any]) -> dict[str, Any]:

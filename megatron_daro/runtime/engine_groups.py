@@ -30,7 +30,7 @@ from megatron_daro.config.sections import SHARED_FRACTION, Config, EngineSection
 from megatron_daro.engine.sglang import supervision
 from megatron_daro.engine.sglang.command import check_environments, interpreter
 from megatron_daro.engine.sglang.engine import SGLangEngine
-from megatron_daro.engine.sglang.generation import LostWorkerError, Question, probe_text
+from megatron_daro.engine.sglang.generation import EndedAnswer, LostWorkerError, Question, probe_text
 from megatron_daro.engine.sglang.servers import ExternalServer, LaunchOptions, ServerHandle
 from megatron_daro.engine.sglang.supervision import Expected
 from megatron_daro.errors import EngineError, SyncError
@@ -232,6 +232,7 @@ class AnswerWorkers:
 
         self.workers = NodeWorkers("answer worker", make, warn=warn, deadlines=deadlines)
         self._started = False
+        self._take_ended: Callable[[Sequence[EndedAnswer]], None] = lambda ended: None
 
     @property
     def restarts(self) -> int:
@@ -245,6 +246,11 @@ class AnswerWorkers:
         self._started = True
         nodes = alive_nodes()
         await self.workers.start([nodes[i % len(nodes)] for i in range(self._count or len(nodes))])
+        self.workers.listen("ended", lambda ended: self._take_ended(ended))
+
+    def when_ended(self, take: Callable[[Sequence[EndedAnswer]], None]) -> None:
+        """Has `take` called with answers that have ended, those of a few moments together."""
+        self._take_ended = take
 
     async def ask(self, question: Question) -> tuple[Rollout, ...]:
         """Return the rollouts of all calls. Raises as `Answers.ask` says; WorkerError when no worker is left."""

@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_daro.config.sections import RewardSection
 from megatron_daro.data.tokenizer import load_tokenizer, response_decoder
-from megatron_daro.engine.sglang.generation import DirectAnswers, Question
+from megatron_daro.engine.sglang.generation import DirectAnswers, EndedAnswer, Question
 from megatron_daro.engine.sglang.servers import LaunchOptions, ServerProcess
 from megatron_daro.errors import DeadlineError, WorkerError
 from megatron_daro.observe import logs
@@ -36,6 +36,8 @@ from megatron_daro.routed_experts import ExpertsFolder
 from megatron_daro.runtime.supervisor import WorkerDiedError, actor_class, gather, remote_class, translated
 from megatron_daro.types import Rollout, Verdict
 
+_TOGETHER_S = 0.05
+"""Answers that end within this time are told together."""
 MANY_CALLS = 100_000
 """Calls that an asynchronous actor has under way at most: all groups of a large batch wait in it for their servers."""
 
@@ -76,13 +78,28 @@ class AnswerWorker:
         logs.take_over(log_folder, f"answer worker {number}")
         self._path, self._trust, self._experts = path, trust_remote_code, experts
         self._answers: DirectAnswers | None = None
+        self._ended: list[EndedAnswer] = []
+        self._news = asyncio.Event()
 
     async def ready(self) -> tuple[str, int]:
         """Node and process, when the tokenizer is loaded. Raises ModelError: here, since Ray cuts what a start says."""
         if self._answers is None:
             decode = response_decoder(load_tokenizer(self._path, self._trust))
             self._answers = DirectAnswers(decode, self._experts)
+            self._answers.when_ended(self._take_ended)
         return own_place()
+
+    def _take_ended(self, ended: Sequence[EndedAnswer]) -> None:
+        self._ended += ended
+        self._news.set()
+
+    async def ended(self) -> list[EndedAnswer]:
+        """Wait until answers have ended, and return all since the last call; many come in one."""
+        await self._news.wait()
+        await asyncio.sleep(_TOGETHER_S)
+        self._news.clear()
+        ended, self._ended = self._ended, []
+        return ended
 
     async def ask(self, question: Question) -> tuple[Rollout, ...]:
         """Return the rollouts of one group. Raises as `Answers.ask` says."""
@@ -166,6 +183,7 @@ class NodeWorkers:
         self._kind, self._make, self._warn, self._deadlines = kind, make, warn, deadlines
         self._slots: list[_Slot] = []
         self._starts: set[asyncio.Task[None]] = set()
+        self._listening: set[asyncio.Task[None]] = set()
         self._closed = False
         # One call is handed to Ray at a time, so that hundreds at once do not hold the event loop together.
         self._handing = asyncio.Lock()
@@ -229,10 +247,27 @@ class NodeWorkers:
         results = await gather({slot.name: getattr(slot.handle, method).remote() for slot in there})
         return {slot.name: result for slot, result in zip(there, results, strict=True)}
 
+    def listen(self, method: str, take: Callable[[Any], None]) -> None:
+        """Has `take` called with each result of this call, which every worker is given again and again; it returns
+        when there is something to tell."""
+        self._listening |= {asyncio.create_task(self._listen(slot, method, take)) for slot in self._slots}
+
+    async def _listen(self, slot: _Slot, method: str, take: Callable[[Any], None]) -> None:
+        while slot in self._slots:
+            await slot.back.wait()
+            if (handle := slot.handle) is None:
+                return  # it is left out
+            try:
+                result = await getattr(handle, method).remote()
+            except RayError as error:
+                self._lost(slot, handle, str(translated(slot.name, error)))
+                continue
+            take(result)
+
     def close(self) -> None:
         """End every process. May be called twice."""
         self._closed = True
-        for task in self._starts:
+        for task in (*self._starts, *self._listening):
             task.cancel()
         for slot in self._slots:
             self._end(slot)

@@ -20,7 +20,7 @@ import tiny_task
 from aiohttp import web
 from ray.cluster_utils import Cluster
 from sglang_pool import collect, engine_of, group, section, started
-from stub_server import StubServer
+from stub_server import StubServer, one_ends_early
 
 from megatron_daro.config.sections import EnvironmentSection, RewardSection
 from megatron_daro.data.tokenizer import load_tokenizer
@@ -105,7 +105,7 @@ class Kept:
     """Workers that outlive the engine of one test."""
 
     def __init__(self, inner):
-        self._inner, self.ask = inner, inner.ask
+        self._inner, self.ask, self.when_ended = inner, inner.ask, inner.when_ended
 
     @property
     def restarts(self):
@@ -160,6 +160,21 @@ def test_both_nodes_ask_and_rollouts_are_those_of_one_process(nodes, model, work
         assert described(remote) == described(local) and len(remote) == 24 and not warnings
         # Mapped from the object store: nothing was copied, so nothing may be written.
         assert not any(a.flags.owndata or a.flags.writeable for r in remote for a in (r.tokens, r.logprobs))
+
+    run(scenario())
+
+
+def test_workers_tell_the_driver_of_answers_that_have_ended_before_their_group(workers, run, tmp_path):
+    async def scenario():
+        async with StubServer() as stub, asking(stub, tmp_path, workers) as engine:
+            stub.answers["/generate"], let_go_on = one_ends_early(stub)
+            working = asyncio.create_task(collect(engine, [group(0, count=4), group(1, count=4)]))
+            await until(lambda: stub.calls["/generate"] == 2)
+            (server,) = engine.fleet.servers
+            await until(lambda: len(engine._held) == 6)
+            held = server.tokens_in_flight
+            let_go_on.set()
+            assert len(await working) == 8 and held > 0 == server.tokens_in_flight
 
     run(scenario())
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -43,6 +44,7 @@ _CONNECT_S = 10.0
 _KEEPALIVE_S = 2.0
 _LONGEST_BODY = 300
 _ABORTS_AT_ONCE = 4
+_DATA, _DONE, _EVENT_END = b"data: ", b"[DONE]", b"\n\n"
 
 
 class UnreachableError(EngineError):
@@ -60,7 +62,8 @@ class ServerFacts:
     version: as text. calls: its endpoints. device: "cpu", "cuda", ... max_tokens: tokens its cache holds.
     max_input_tokens: longest prompt. context_tokens: longest prompt with its answer. tensor_parallel: ranks of its
     process group. has_tokenizer: whether it reads and writes text beside token ids. quantization: what its layers'
-    matrices are cast to, such as "fp8"; "": nothing.
+    matrices are cast to, such as "fp8"; "": nothing. streams_deltas: whether an event of a stream has what is new alone
+    (--incremental-streaming-output); else it has all so far.
     """
 
     version: str
@@ -74,6 +77,7 @@ class ServerFacts:
     model_path: str
     has_tokenizer: bool
     quantization: str = ""
+    streams_deltas: bool = False
 
     @property
     def has_sessions(self) -> bool:
@@ -124,10 +128,27 @@ class SGLangClient:
         """
         return await self._call("POST", path, body or {}, timeout_s)
 
-    async def post_all(self, path: str, bodies: Sequence[Mapping[str, Any]], *, timeout_s: float) -> list[object]:
-        """Return the answers of several POSTs at once, in order, or the first failure. Raises as `post` does."""
-        # Awaited here: a gather that is cancelled from outside reports itself as an exception nobody looked at.
-        return await asyncio.gather(*(self.post(path, body, timeout_s=timeout_s) for body in bodies))
+    async def stream(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> AsyncGenerator[Any, None]:
+        """Yield the events of a streamed answer, each as JSON; of one that is not streamed, the whole as the only one.
+
+        Source: `serve_generate_request` in sglang/srt/entrypoints/http_server.py, 0.5.23: "data: JSON", an empty line,
+        and "data: [DONE]" in the end; what goes wrong on the way is an event {"error": {"message", "code"}}.
+
+        Raises:
+            UnreachableError: connection, deadline, 5xx, or no end. RefusedError: 4xx, with what the server said.
+        """
+        async with self._response("POST", path, body, timeout_s) as answer:
+            if answer.content_type != "text/event-stream":
+                yield _parsed(await answer.read())
+                return
+            async for line in _events(answer.content):
+                if line == _DONE:
+                    return
+                event = _parsed(line)
+                if isinstance(event, dict) and isinstance(event.get("error"), dict):
+                    self._check(path, int(event["error"].get("code") or 500), line)
+                yield event
+        raise UnreachableError(f"{self.url}{path}: the stream of answers ended before its end was told")
 
     async def facts(self, *, timeout_s: float) -> ServerFacts:
         """Return what the server says of itself. Raises RefusedError where it is no SGLang server."""
@@ -176,6 +197,14 @@ class SGLangClient:
         return True
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> object:
+        async with self._response(method, path, body, timeout_s) as answer:
+            return _parsed(await answer.read())
+
+    @asynccontextmanager
+    async def _response(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Give the answer to a call that was accepted, to be read within the block."""
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector, trust_env=False)
@@ -186,17 +215,34 @@ class SGLangClient:
             async with self._session.request(
                 method, self.url + path, data=data, headers=headers, timeout=timeout
             ) as answer:
-                content = await answer.read()
-                status = answer.status
+                if answer.status >= 400:
+                    self._check(path, answer.status, await answer.read())
+                yield answer
         except TimeoutError as error:
             raise UnreachableError(f"{self.url}{path}: no answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise DisconnectedError(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+
+    def _check(self, path: str, status: int, content: bytes) -> None:
+        """Raise what a status of 400 or more means."""
         if status >= 500:
             raise UnreachableError(f"{self.url}{path}: status {status}: {_said(content)}")
         if status >= 400:
             raise RefusedError(f"{self.url}{path}: status {status}: {_said(content)}")
-        return _parsed(content)
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Yield what follows "data: " in each event, however it was cut on the way."""
+    buffer, looked = bytearray(), 0
+    async for chunk in content.iter_any():
+        buffer += chunk
+        while (end := buffer.find(_EVENT_END, looked)) >= 0:
+            event = bytes(buffer[:end])
+            del buffer[: end + len(_EVENT_END)]
+            looked = 0
+            if event.startswith(_DATA):
+                yield event[len(_DATA) :]
+        looked = max(len(buffer) - len(_EVENT_END) + 1, 0)
 
 
 def version_number(text: str) -> tuple[int, ...]:
@@ -220,6 +266,7 @@ def _facts(info: Mapping[str, Any], described: Mapping[str, Any]) -> ServerFacts
         model_path=str(info.get("model_path", "")),
         has_tokenizer=not info.get("skip_tokenizer_init", False),
         quantization=str(info.get("quantization") or ""),
+        streams_deltas=bool(info.get("incremental_streaming_output", False)),
     )
 
 

@@ -1,6 +1,7 @@
 """SGLang servers as one rollout engine.
 
-Each group is one HTTP request to the server with the fewest tokens in flight. The request is routed here, but made
+Each group is one HTTP request to the server with the fewest tokens in flight; what one of its answers holds there is
+given back when that answer has ended. The request is routed here, but made
 and parsed by whoever stands behind `Answers`, so no token passes through this process. A failed request is retried,
 elsewhere if possible; one that a weight update cut short continues from the tokens it has. Answers of weights that a
 server was never given are rejected, and every wait has a deadline.
@@ -22,7 +23,7 @@ from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang import generation, supervision
 from megatron_daro.engine.sglang.client import SGLangClient, UnreachableError
 from megatron_daro.engine.sglang.fleet import Fleet, Server
-from megatron_daro.engine.sglang.generation import Answers, BadAnswerError, LostWorkerError, Question
+from megatron_daro.engine.sglang.generation import Answers, BadAnswerError, EndedAnswer, LostWorkerError, Question
 from megatron_daro.engine.sglang.servers import ServerHandle
 from megatron_daro.engine.sglang.supervision import Expected, SharedMemory, Supervision
 from megatron_daro.engine.sglang.update import ServerUpdate, UpdateContext
@@ -147,6 +148,9 @@ class SGLangEngine:
         self._when_back: Callable[[str], Awaitable[None]] | None = None
         self._running: set[Running] = set()
         self._last_servers = _LastServers()
+        # Of each sample that is being generated: its server, and the tokens there that are reckoned with.
+        self._held: dict[str, tuple[Server, int]] = {}
+        answers.when_ended(self._take_ended)
         self._begins = asyncio.Lock()
         self._aborting: set[asyncio.Task[None]] = set()
         self._retries, self._started = 0, False
@@ -306,7 +310,8 @@ class SGLangEngine:
 
     async def _try(self, run: Running, request: GroupRequest) -> tuple[Rollout, ...]:
         """All that is missing of a group, from one server."""
-        tokens = sum(self._estimate(request, index) for index in request.indices)
+        estimates = {index: self._estimate(request, index) for index in request.indices}
+        tokens = sum(estimates.values())
         room = asyncio.ensure_future(
             self.fleet.acquire(
                 tokens,
@@ -325,9 +330,15 @@ class SGLangEngine:
             return ()
         run.server, version = server, server.version or 0
         calls = generation.calls(
-            request, f"{self._prefix}-{next(self._numbers)}", cache_key=f"{self._prefix}-weights-{version}"
+            request,
+            f"{self._prefix}-{next(self._numbers)}",
+            cache_key=f"{self._prefix}-weights-{version}",
+            streams=server.facts is not None and not server.facts.streams_deltas,
         )
-        run.ids = tuple(name for call in calls for name in call.ids)
+        run.ids = ids = tuple(name for call in calls for name in call.ids)
+        for call in calls:
+            for name, index in zip(call.ids, call.request.indices, strict=True):
+                self._held[name] = server, estimates[index]
         try:
             rollouts = await self._ask(server, calls, version)
             self._check_versions(server, rollouts)
@@ -337,11 +348,22 @@ class SGLangEngine:
             raise
         finally:
             run.ids, run.server = (), None
-            self.fleet.release(server, tokens)
+            last = {name: self._held.pop(name)[1] for name in ids if name in self._held}
+            self.fleet.release(server, sum(last.values()))
         server.progressed()
         self._last_servers.note(request, server)
-        self.fleet.learn_lengths(r.response_length for r in rollouts if r.finish_reason != "abort")
+        ended_now = (r for name, r in zip(ids, rollouts, strict=True) if name in last)
+        self.fleet.learn_lengths(r.response_length for r in ended_now if r.finish_reason != "abort")
         return rollouts
+
+    def _take_ended(self, ended: Sequence[EndedAnswer]) -> None:
+        """Give back what these answers held; the others of their group go on."""
+        for answer in ended:
+            server, tokens = self._held.pop(answer.id, (None, 0))
+            if server is not None:
+                server.progressed()
+                self.fleet.release(server, tokens)
+                self.fleet.learn_lengths(iter([answer.tokens]))
 
     def _estimate(self, request: GroupRequest, index: int) -> int:
         earlier = request.partial.get(index)

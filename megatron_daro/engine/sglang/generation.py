@@ -1,7 +1,8 @@
 """Generation requests: a group becomes the body of /generate, and SGLang's reply becomes rollouts.
 
-One HTTP request carries all samples of a group, so that they share the prompt's cache and come back together. Sampled
-tokens are taken as ids, never through text. Replies that do not fit the request are rejected.
+One HTTP request carries all samples of a group, so that they share the prompt's cache. Its answer is streamed, an event
+for each sample that has ended, whose room on the server is given to others then. Sampled tokens are taken as ids, never
+through text. Replies that do not fit the request are rejected.
 
 `DirectAnswers` posts requests and parses replies in its own process: in each of the run's answer workers
 (runtime/node_workers.py), or in the engine's process where there are none. It knows nothing of fleets, retries or
@@ -16,14 +17,15 @@ import math
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from megatron_daro.data.stops import until_repeated, until_stop
-from megatron_daro.engine.sglang.client import SGLangClient
-from megatron_daro.errors import EngineError
+from megatron_daro.engine.sglang.client import SGLangClient, UnreachableError
+from megatron_daro.errors import EngineError, RefusedError
 from megatron_daro.routed_experts import ExpertsFolder, StoredExperts
 from megatron_daro.types import FinishReason, GroupRequest, Prompt, Rollout, SamplingParams
 
@@ -46,12 +48,13 @@ class BadAnswerError(EngineError):
 @dataclass(frozen=True, slots=True)
 class Call:
     """One HTTP request for some samples of a group. name: of the request. cache_key: of its prefixes. ids: what the
-    server calls the samples."""
+    server calls the samples. streams: whether each is sent when it has ended, and not with the last."""
 
     request: GroupRequest
     name: str
     cache_key: str
     ids: tuple[str, ...]
+    streams: bool = False
 
     @property
     def body(self) -> dict[str, Any]:
@@ -62,14 +65,14 @@ class Call:
             "rid": self.name,
             "extra_key": self.cache_key,
             "input_ids": [[*request.prompt.tokens, *prefix] for prefix in prefixes],
-            "sampling_params": _sampling_of_each(request),
+            "sampling_params": _sampling_of_each(request, self.streams),
             "return_logprob": True,
-            "stream": False,
+            "stream": self.streams,
             **({"return_routed_experts": True} if request.sampling.routed_experts else {}),
         }
 
 
-def calls(request: GroupRequest, name: str, *, cache_key: str) -> list[Call]:
+def calls(request: GroupRequest, name: str, *, cache_key: str, streams: bool = False) -> list[Call]:
     """Return the HTTP requests for a group: one for all samples, or one for each where they resume at different
     lengths.
 
@@ -78,18 +81,20 @@ def calls(request: GroupRequest, name: str, *, cache_key: str) -> list[Call]:
         name: of the request, not used before.
         cache_key: prefixes are found in the server's cache, and left there, only by requests with the same key. With
             one key per weight version no prompt meets a prefix of older weights, however long that stays in the cache.
+        streams: whether the server sends each of several answers when it has ended.
     """
     lengths = {(_length_so_far(request, index), request.room(index)) for index in request.indices}
     parts = [request.indices] if len(lengths) == 1 else [(index,) for index in request.indices]
-    return [_call(replace(request, indices=part), f"{name}.{part[0]}", cache_key) for part in parts]
+    return [_call(replace(request, indices=part), f"{name}.{part[0]}", cache_key, streams=streams) for part in parts]
 
 
-def _call(request: GroupRequest, name: str, cache_key: str) -> Call:
+def _call(request: GroupRequest, name: str, cache_key: str, *, streams: bool) -> Call:
     # The server numbers the samples of a batch itself. It aborts every request whose id begins with the given text:
     # here at most others of the same group, which are aborted together.
     partial = {i: rollout for i, rollout in request.partial.items() if i in request.indices}
     request = replace(request, partial=partial)
-    return Call(request, name, cache_key, tuple(f"{name}_{i}" for i in range(len(request.indices))))
+    ids = tuple(f"{name}_{i}" for i in range(len(request.indices)))
+    return Call(request, name, cache_key, ids, streams and len(ids) > 1)
 
 
 def rollouts(
@@ -141,9 +146,14 @@ def _length_so_far(request: GroupRequest, index: int) -> int:
     return 0 if earlier is None else earlier.response_length
 
 
-def _sampling_of_each(request: GroupRequest) -> dict[str, Any] | list[dict[str, Any]]:
-    """Return the sampling of all samples, or, with a seed, that of each."""
-    common = _sampling(request.sampling, request.room(request.indices[0]))
+def _sampling_of_each(request: GroupRequest, streams: bool) -> dict[str, Any] | list[dict[str, Any]]:
+    """Return the sampling of all samples, or, with a seed, that of each.
+
+    A stream tells the first token of each sample, then every `stream_interval` tokens, of which no answer has as many,
+    and its end. Source: `accept` in sglang/srt/managers/scheduler_components/output_streamer.py, 0.5.23.
+    """
+    room = request.room(request.indices[0])
+    common = _sampling(request.sampling, room) | ({"stream_interval": room + 1} if streams else {})
     if request.sampling.seed is None:
         return common
     return [common | {"sampling_seed": _seed_of(request, index)} for index in request.indices]
@@ -304,6 +314,18 @@ def _spans(meta: Mapping[str, Any], num_tokens: int, versions: _Versions) -> tup
     return tuple((v, n) for v, n in spans if n > 0)
 
 
+def _check_status(url: str, reason: Mapping[str, Any]) -> None:
+    """Raise what a status means that the server would answer with, did it not stream.
+
+    Source: `_handle_abort_finish_reason` in sglang/srt/managers/tokenizer_manager.py, 0.5.23.
+    """
+    status = reason.get("status_code")
+    if reason["type"] != "abort" or status is None or not 400 <= status < 600:
+        return
+    kind = RefusedError if status < 500 else UnreachableError
+    raise kind(f"{url}/generate: status {status}: {reason.get('message', '')}")
+
+
 def _finish_reason(request: GroupRequest, index: int, meta: Mapping[str, Any]) -> FinishReason:
     reason = (meta.get("finish_reason") or {}).get("type", "abort")
     if reason not in ("stop", "length", "abort"):
@@ -333,7 +355,7 @@ def probe_call(tokens: Sequence[int], name: str, *, temperature: float) -> tuple
     """
     prompt = Prompt(id="probe", answer="", source="", tokens=tuple(tokens[:_PROMPT_TOKENS]))
     request = GroupRequest(-1, 0, prompt, (0,), SamplingParams(temperature, 1.0, PROBE_TOKENS))
-    body = _call(request, name, name).body
+    body = _call(request, name, name, streams=False).body
     return request, {**body, "input_ids": [list(prompt.tokens), list(tokens)], "logprob_start_len": 0}
 
 
@@ -386,6 +408,13 @@ class Question:
     keeps_cache: bool = False
 
 
+class EndedAnswer(NamedTuple):
+    """A sample that has ended. id: what the server calls it. tokens: of the answer, with those from before a resume."""
+
+    id: str
+    tokens: int
+
+
 class Answers(Protocol):
     """Whoever puts questions to servers."""
 
@@ -396,6 +425,10 @@ class Answers(Protocol):
 
     async def start(self) -> None:
         """Become ready to ask; again is nothing. Raises DaroError."""
+        ...
+
+    def when_ended(self, take: Callable[[Sequence[EndedAnswer]], None]) -> None:
+        """Has `take` called with answers that have ended, while others of their group are being generated."""
         ...
 
     async def ask(self, question: Question) -> tuple[Rollout, ...]:
@@ -422,6 +455,11 @@ class DirectAnswers:
         self._decode, self._experts = decode, experts
         self._clients: dict[str, SGLangClient] = {}
         self._turn = asyncio.Lock()
+        self._ended: Callable[[Sequence[EndedAnswer]], None] = lambda ended: None
+
+    def when_ended(self, take: Callable[[Sequence[EndedAnswer]], None]) -> None:
+        """Has `take` called with each answer that has ended."""
+        self._ended = take
 
     async def start(self) -> None:
         """Nothing is needed."""
@@ -433,8 +471,8 @@ class DirectAnswers:
         # one go keep the event loop from everything else for seconds. So each has a turn of the loop for itself.
         async with self._turn:
             await asyncio.sleep(0)
-        bodies = [call.body for call in question.calls]
-        answers = await client.post_all("/generate", bodies, timeout_s=question.timeout_s)
+        # Awaited here: a gather that is cancelled from outside reports itself as an exception nobody looked at.
+        answers = await asyncio.gather(*(self._answers(client, call, question.timeout_s) for call in question.calls))
         return tuple(
             rollout
             for call, answer in zip(question.calls, answers, strict=True)
@@ -448,6 +486,28 @@ class DirectAnswers:
                 experts=self._experts,
             )
         )
+
+    async def _answers(self, client: SGLangClient, call: Call, timeout_s: float) -> object:
+        """Return the answers of one request, in the order of its samples."""
+        if not call.streams:
+            return await client.post("/generate", call.body, timeout_s=timeout_s)
+        ended: dict[int, Any] = {}
+        async with aclosing(client.stream("/generate", call.body, timeout_s=timeout_s)) as events:
+            async for event in events:
+                if isinstance(event, list):  # it does not stream
+                    return event
+                try:
+                    if (reason := event["meta_info"]["finish_reason"]) is None:
+                        continue  # its first token
+                    index, tokens, kind = event["index"], len(event["output_ids"]), reason["type"]
+                    sample, name = call.request.indices[index], call.ids[index]
+                except (KeyError, TypeError, IndexError) as error:
+                    raise BadAnswerError(f"an event of a stream has another form: {error!r}") from error
+                _check_status(client.url, reason)
+                ended[index] = event
+                if kind != "abort":
+                    self._ended([EndedAnswer(name, _length_so_far(call.request, sample) + tokens)])
+        return [ended[index] for index in sorted(ended)]
 
     async def close(self) -> None:
         """Drop all connections."""

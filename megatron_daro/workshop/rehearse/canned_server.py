@@ -79,17 +79,18 @@ class Bodies:
         longest = max(map(max, canned.lengths))
         self._waits = [canned.delay_s * max(lengths) / longest for lengths in canned.lengths]
         self._turns = itertools.cycle(range(len(self._made)))
-        self._ready: dict[tuple[int, int, str], bytes] = {}
+        self._ready: dict[tuple[int, int, str, bool], bytes] = {}
 
-    def next(self, samples: int, version: str) -> tuple[float, bytes]:
-        """Return seconds to wait, and the body."""
+    def next(self, samples: int, version: str, *, streams: bool) -> tuple[float, bytes]:
+        """Return seconds to wait, and the body. streams: whether it is that of a stream, all of which comes at once."""
         index = next(self._turns)
-        key = index, samples, version
+        key = index, samples, version, streams
         if key not in self._ready:
             self._ready = {one: body for one, body in self._ready.items() if one[2] == version}
             canned = self._made[index]
             answers = [canned[i % len(canned)] for i in range(samples)]
-            self._ready[key] = b"[" + b",".join(answers).replace(_VERSION, json.dumps(version).encode()) + b"]"
+            whole = _stream(answers) if streams else b"[" + b",".join(answers) + b"]"
+            self._ready[key] = whole.replace(_VERSION, json.dumps(version).encode())
         return self._waits[index], self._ready[key]
 
 
@@ -108,6 +109,14 @@ def _samples(canned: CannedAnswers, lengths: list[int], seed: int) -> list[bytes
             )
         )
     return samples
+
+
+def _stream(answers: Sequence[bytes]) -> bytes:
+    """Return the events of a stream: of each sample the first token, then all. Source: `SGLangClient.stream`."""
+    firsts = [b'{"output_ids":[0],"meta_info":{"finish_reason":null}}'] * len(answers)
+    numbered = itertools.chain(enumerate(firsts), enumerate(answers))
+    events = [b'data: {"index":%d,' % index + answer.removeprefix(b"{") + b"\n\n" for index, answer in numbered]
+    return b"".join(events) + b"data: [DONE]\n\n"
 
 
 class CannedServer:
@@ -147,9 +156,10 @@ class CannedServer:
         several = isinstance(body["input_ids"][0], list)
         if count > _SHORT and several:
             async with self._room:
-                wait, answers = self._bodies.next(len(body["input_ids"]), self._version)
+                streams = body.get("stream", False)
+                wait, answers = self._bodies.next(len(body["input_ids"]), self._version, streams=streams)
                 await asyncio.sleep(wait * self._random.uniform(*self._canned.spread))
-            return web.Response(body=answers, content_type="application/json")
+            return web.Response(body=answers, content_type="text/event-stream" if streams else "application/json")
         pairs = [[-0.5, token, None] for token in range(3, 3 + count)]
         one = {"meta_info": {"finish_reason": {"type": "length"}, "output_token_logprobs": pairs}}
         return web.json_response([one] * len(body["input_ids"]) if several else one)

@@ -139,11 +139,23 @@ def test_a_server_in_parts_goes_with_either_of_its_nodes():
 
 def test_a_canned_answer_has_the_samples_and_the_version_asked_for():
     canned = CannedAnswers(lengths=[[20, 40]], ordinary=(50, 90), endings=[[1, 2], [3, 2]], vocabulary=100, delay_s=2.0)
-    wait, body = Bodies(canned).next(3, "17")
+    wait, body = Bodies(canned).next(3, "17", streams=False)
     answers = json.loads(body)
     assert wait == 2.0 and [len(answer["output_ids"]) for answer in answers] == [20, 40, 20]
     assert [answer["output_ids"][-2] for answer in answers] == [1, 3, 1]
     assert {answer["meta_info"]["weight_versions"][0]["version"] for answer in answers} == {"17"}
+
+
+def test_a_canned_stream_has_the_same_answers():
+    canned = CannedAnswers(lengths=[[20, 40]], ordinary=(50, 90), endings=[[1, 2], [3, 2]], vocabulary=100)
+    _, whole = Bodies(canned).next(3, "17", streams=False)
+    _, stream = Bodies(canned).next(3, "17", streams=True)
+    *events, end, rest = stream.split(b"\n\n")
+    events = [json.loads(event.removeprefix(b"data: ")) for event in events]
+    assert (end, rest) == (b"data: [DONE]", b"")
+    assert [event["index"] for event in events] == [0, 1, 2, 0, 1, 2]
+    assert [event["meta_info"]["finish_reason"] for event in events[:3]] == [None] * 3
+    assert [{k: v for k, v in event.items() if k != "index"} for event in events[3:]] == json.loads(whole)
 
 
 def test_a_canned_server_says_of_itself_what_the_engine_asks():
@@ -162,11 +174,11 @@ async def _most_at_once(canned):
     running = most = 0
 
     class Counted(Bodies):
-        def next(self, samples, version):
+        def next(self, samples, version, *, streams):
             nonlocal running, most
             running += 1
             most = max(most, running)
-            return super().next(samples, version)
+            return super().next(samples, version, streams=streams)
 
     async def asked():
         nonlocal running

@@ -134,4 +134,4 @@ class StubHandle:
 
 def first(stub, count, answer):
     """The stub's /generate answers so `count` times, afterwards as always."""
-    stub.answers["/generate"] = times(count, answer, lambda request, body: stub.generate(body))
+    stub.answers["/generate"] = times(count, answer, stub.generate)

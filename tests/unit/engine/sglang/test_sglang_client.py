@@ -4,6 +4,7 @@ import asyncio
 import time
 
 import pytest
+from aiohttp import web
 from stub_server import StubServer, answering, never, reset, truncated
 
 from megatron_daro.engine.sglang.client import (
@@ -42,6 +43,70 @@ def test_every_failure_is_one_to_repeat_or_one_not_to(answer, error, text):
             with pytest.raises(error, match=text):
                 await asked(stub)
             assert stub.calls["/generate"] == 1
+
+    run(scenario())
+
+
+def streaming(*parts, end=True):
+    """Events as they are cut into parts of a body."""
+
+    async def answer(request, body):
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for part in parts:
+            await response.write(part)
+            await asyncio.sleep(0.01)
+        if not end:
+            request.transport.abort()
+        return response
+
+    return answer
+
+
+async def streamed(stub, timeout_s=10):
+    async with SGLangClient(stub.url) as client:
+        return [event async for event in client.stream("/generate", {"stream": True}, timeout_s=timeout_s)]
+
+
+def test_events_are_whole_however_they_are_cut():
+    whole = b'data: {"index": 1}\n\ndata: {"text": "a\\n\\ndata: b"}\n\ndata: [DONE]\n\n'
+    expected = [{"index": 1}, {"text": "a\n\ndata: b"}]
+
+    async def scenario():
+        async with StubServer() as stub:
+            for size in (1, 2, 7, 18, 19, 20, 21, 1000):
+                parts = [whole[i : i + size] for i in range(0, len(whole), size)]
+                stub.answers["/generate"] = streaming(*parts)
+                assert await streamed(stub) == expected, size
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "text"),
+    [
+        (answering(503), UnreachableError, "status 503: told to"),
+        (streaming(b'data: {"index": 1}\n\n'), UnreachableError, "ended before its end was told"),
+        (streaming(b'data: {"ind', end=False), DisconnectedError, "/generate"),
+        (streaming(b'data: {"error": {"message": "too long", "code": 400}}\n\n'), RefusedError, "status 400: too long"),
+        (streaming(b'data: {"error": {"message": "broken"}}\n\n'), UnreachableError, "status 500: broken"),
+    ],
+)
+def test_what_goes_wrong_in_a_stream_is_one_to_repeat_or_one_not_to(answer, error, text):
+    async def scenario():
+        async with StubServer() as stub:
+            stub.answers["/generate"] = answer
+            with pytest.raises(error, match=text):
+                await streamed(stub)
+
+    run(scenario())
+
+
+def test_an_answer_that_is_not_streamed_is_one_event():
+    async def scenario():
+        async with StubServer() as stub:
+            stub.answers["/generate"] = answering(200, [1, 2])
+            assert await streamed(stub) == [[1, 2]]
 
     run(scenario())
 

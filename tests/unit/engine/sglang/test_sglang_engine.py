@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 from sglang_pool import collect, engine_of, group
 from sglang_stub_fleets import Weights, first, rig, run
-from stub_server import StubServer, answering, reset, truncated
+from stub_server import StubServer, answered, answering, one_ends_early, reset, truncated
 
 from megatron_daro.engine.sglang import engine as engine_module
 from megatron_daro.engine.sglang import fleet as fleet_module
@@ -38,7 +38,7 @@ def altered(stub, change):
     async def answer(request, body):
         content = stub.generated(body)
         change(content[0])
-        return web.json_response(text=json.dumps(content))
+        return await answered(request, body, content)
 
     return answer
 
@@ -95,6 +95,84 @@ def test_the_next_turn_of_a_conversation_goes_to_the_server_of_the_last(tmp_path
             later = [await turn(*one, 1) for one in ((0, 0), (0, 1), (1, 0))]
             assert places == later == [1, 1, 1]
             assert await turn(7, 0, 0) == 0 and await turn(8, 0, 3) == 0  # nothing is known of these
+
+    run(scenario())
+
+
+def test_what_an_answer_holds_is_given_back_when_it_has_ended(tmp_path):
+    """So that the next group begins although one answer of the first goes on."""
+
+    async def scenario():
+        async with serving(tmp_path, count=1, max_tokens_in_flight=60) as fleet:
+            (stub,), (server,) = fleet.stubs, fleet.servers
+            # 3 of the prompt and 4 of 16: a sample is reckoned with 7 tokens before any answer came.
+            stub.answers["/generate"], let_go_on = one_ends_early(stub)
+            first = asyncio.create_task(collect(fleet.engine, [group(0, count=8, max_new_tokens=16)]))
+            await fleet.until(lambda: stub.calls["/generate"] == 1)
+            await fleet.until(lambda: server.tokens_in_flight == 7 * 7)
+            second = asyncio.create_task(collect(fleet.engine, [group(1, count=1, max_new_tokens=2)]))
+            stub.answers.clear()
+            assert len(await second) == 1 and not first.done()
+            stub.gate.clear()
+            third = asyncio.create_task(collect(fleet.engine, [group(2, count=1, max_new_tokens=2)]))
+            await fleet.until(lambda: stub.running == 1)
+            third_holds = server.tokens_in_flight - 7 * 7
+            let_go_on.set()
+            assert len(await first) == 8 and server.tokens_in_flight == third_holds > 0
+            stub.gate.set()
+            assert len(await third) == 1 and server.tokens_in_flight == 0 and not fleet.engine._held
+
+    run(scenario())
+
+
+def test_a_stream_that_breaks_gives_everything_back_once(tmp_path):
+    async def broken(request, body):
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        event = StubServer().one([1, 2]) | {"index": 0}
+        await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        await asyncio.sleep(0.05)
+        request.transport.abort()
+        return response
+
+    async def scenario():
+        async with serving(tmp_path) as fleet:
+            first(fleet.stubs[0], 1, broken)
+            rollouts = await collect(fleet.engine, [group(0, count=3)])
+            assert [r.index for r in rollouts] == [0, 1, 2]
+            assert [server.tokens_in_flight for server in fleet.servers] == [0, 0] and not fleet.engine._held
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("status", "asked"), [(503, 2), (400, 1)])
+def test_a_status_within_a_stream_is_what_it_would_be_without(tmp_path, status, asked):
+    async def refusing(request, body):
+        answer = StubServer().one([], "abort")
+        answer["meta_info"]["finish_reason"] |= {"status_code": status, "message": "queue is full"}
+        return await answered(request, body, [answer] * 2)
+
+    async def scenario():
+        async with serving(tmp_path) as fleet:
+            first(fleet.stubs[0], 1, refusing)
+            if status == 503:
+                assert len(await collect(fleet.engine, [group(0, count=2)])) == 2
+            else:
+                with pytest.raises(EngineError, match=r"refused the request.*status 400: queue is full"):
+                    await collect(fleet.engine, [group(0, count=2)])
+            assert sum(stub.calls["/generate"] for stub in fleet.stubs) == asked
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("deltas", "count", "streams"), [(False, 2, True), (True, 2, False), (False, 1, False)])
+def test_several_answers_are_streamed_by_a_server_that_sends_them_whole(tmp_path, deltas, count, streams):
+    async def scenario():
+        async with serving(tmp_path, {"info": {"incremental_streaming_output": deltas}}) as fleet:
+            assert len(await collect(fleet.engine, [group(0, count=count, max_new_tokens=6)])) == count
+            (body,) = fleet.stubs[0].bodies
+            assert body["stream"] == streams
+            assert body["sampling_params"].get("stream_interval") == (7 if streams else None)
 
     run(scenario())
 
@@ -300,10 +378,10 @@ def test_an_abort_that_overtakes_its_request_is_sent_again(tmp_path):
             stub = fleet.stubs[0]
             stub.gate.clear()
 
-            async def late(_, body):
+            async def late(request, body):
                 while not stub.calls["/abort_request"]:
                     await asyncio.sleep(0.01)
-                return await stub.generate(body)
+                return await stub.generate(request, body)
 
             stub.answers["/generate"] = late
             working = asyncio.create_task(collect(fleet.engine, [group(0, count=2)]))
