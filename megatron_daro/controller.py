@@ -23,7 +23,7 @@ from megatron_daro.data.batch import with_columns_of
 from megatron_daro.errors import DataError, LostSaveError, NonFiniteError
 from megatron_daro.observe.metrics import DriftWatch
 from megatron_daro.recovery import STATE_FORMAT, BackgroundSave, check_fits
-from megatron_daro.rollout.deadlines import Deadlines, first_cause
+from megatron_daro.rollout.deadlines import Deadlines, first_cause, to_the_end
 from megatron_daro.rollout.evaluation import Evaluations
 from megatron_daro.rollout.ledger import Outcome
 from megatron_daro.rollout.protocol import CheckpointStore, MetricsSink, Phases, Progress
@@ -172,7 +172,7 @@ class Controller:
             return RunOutcome("interrupted", self.step)
         finally:
             self._parts.evaluations.cancel()
-            await self.shutdown()
+            await to_the_end(self.shutdown())  # a death that is noticed only now must not leave the rest open
         return RunOutcome("finished" if finished else "stopped", self.step)
 
     async def shutdown(self) -> None:

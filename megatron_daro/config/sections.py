@@ -411,6 +411,8 @@ class TrainerSection(Section):
     model."""
     max_replacements: int = Field(default=8, ge=0, le=100_000)
     """Ranks that are replaced within an hour; one more ends the run."""
+    hung_rank_s: float = Field(default=120.0, ge=1, le=86_400)
+    """Seconds after which a rank whose process answers nothing, not even that it lives, is killed and replaced."""
 
     @property
     def steps_per_batch(self) -> int:

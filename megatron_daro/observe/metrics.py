@@ -270,9 +270,9 @@ def read_metrics(run_dir: Path) -> list[dict[str, float | None]]:
 
 
 def comparable(metrics: Metrics) -> dict[str, float | None]:
-    """Return the metrics that two runs of the same seed share exactly: all but the keys under `timing/` and
-    `throughput/`."""
-    return {key: value for key, value in metrics.items() if not key.startswith(CLOCK_PREFIXES)}
+    """Return the metrics that two runs of the same seed share exactly: all but the keys under `timing/`, `throughput/`
+    and `recovery/`."""
+    return {key: value for key, value in metrics.items() if not key.startswith((*CLOCK_PREFIXES, "recovery/"))}
 
 
 def _record(step: int, metrics: Mapping[str, float]) -> dict[str, Any]:

@@ -112,6 +112,21 @@ async def _cancel(task: asyncio.Future) -> None:
         task.exception()  # Marks it as seen: the deadline or the cancellation is the error that is raised.
 
 
+async def to_the_end(work: Awaitable[T]) -> T:
+    """Return what work with deadlines of its own gives; a cancellation of the caller waits until it is done."""
+    task, cancelled = asyncio.ensure_future(work), None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if not task.cancelled():
+            task.exception()  # Marks it as seen.
+        raise cancelled
+    return task.result()
+
+
 def first_cause(error: BaseException) -> BaseException:
     """Return the first real error inside nested exception groups: what a person must be shown on the last line."""
     while isinstance(error, BaseExceptionGroup):

@@ -5,7 +5,7 @@ another node where there is one. The snapshot counts once all of that is done: `
 ranks stay processes: they leave their process groups, get a new process in the place of the dead one, build the policy
 around new groups, and fill it from the snapshot. The step that came after it, if one did, is repeated from its batch:
 the next step begins when the snapshot before it counts. Whatever cannot be healed ends the run with the cause, as
-without all this: it resumes from a checkpoint.
+without all this: it resumes from a checkpoint. A process that is frozen is killed, and is a dead one from then on.
 
 PolicyGroup calls this with its lock held; the watch over the processes is the only other caller.
 """
@@ -40,14 +40,19 @@ _ANSWER_S = 30.0
 """Until a living process says what it keeps, whatever else it does."""
 _LEAVE_S = 120.0
 """Until a rank whose collective calls were aborted has left its groups."""
+_BEATS = 4
+"""Looks at a process within `HealingLimits.hung_s`. They are counted, so that a driver that was suspended itself does
+not take everybody for hung."""
 
 
 @dataclass(frozen=True, slots=True)
 class HealingLimits:
-    """memory_gib: of each node, for snapshots; None: half of what is free. per_hour: most ranks that are replaced."""
+    """memory_gib: of each node, for snapshots; None: half of what is free. per_hour: most ranks that are replaced.
+    hung_s: until a process that answers nothing is killed."""
 
     memory_gib: float | None
     per_hour: int
+    hung_s: float
 
 
 class Ranks(Protocol):
@@ -175,6 +180,8 @@ class Healing:
         self.remark = ""
         self.epoch = 0
         """How often ranks were replaced."""
+        self.counts = dict.fromkeys(("recovery/ranks_replaced", "recovery/steps_repeated", "recovery/total_s"), 0.0)
+        """Metrics, since the run began or was resumed."""
         self._peers: list[int | None] = []
         self._sent: list[tuple[MemoryKind, ...]] = []
         self._serial = 0
@@ -183,6 +190,7 @@ class Healing:
         # Steps since the snapshot that counts: number of the first snapshot that has it -> batch and step.
         self._updates: list[tuple[int, TrainBatch, int]] = []
         self._dead: set[str] = set()
+        self._starting: set[str] = set()
         self._under_way = False
         self._failure: Exception | None = None
         self._replaced: deque[float] = deque()
@@ -203,8 +211,8 @@ class Healing:
         memory = f"{taken:.2g} GiB of a node's memory (up to {allowed:.2g}: trainer.snapshot_gib)"
         self.remark = {
             "both": f"a lost rank is replaced, and at most one step repeated; snapshots take {memory}",
-            "peer": f"a lost rank is replaced, and at most one step repeated, unless its peer is lost too: memory is "
-            f"short, so that only peers keep snapshots, in {memory}",
+            "peer": "a lost rank is replaced, and at most one step repeated, unless its peer is lost too or it dies "
+            f"while a snapshot is taken: memory is short, so that only peers keep snapshots, in {memory}",
             "none": "a lost rank ends the run, and --resume goes back to the newest checkpoint: "
             + ("there is one rank only" if len(places) == 1 else f"snapshots would take {memory}"),
         }[self.keeps]
@@ -218,6 +226,28 @@ class Healing:
             for other, living in self._ranks.workers.items():
                 if other not in self._dead:
                     living.abort.remote()
+
+    async def end_hung(self) -> None:
+        """For ever: kill each process that answers nothing for `hung_s`: it is frozen, or its node is. Its death is then
+        noticed as any other is."""
+        pulses: dict[str, _Pulse] = {}
+        try:
+            while True:
+                await asyncio.sleep(self._limits.hung_s / _BEATS)
+                for name, worker in list(self._ranks.workers.items()):
+                    if name in self._starting:
+                        continue  # it has a deadline of its own
+                    pulse = pulses.get(name)
+                    if pulse is None or pulse.worker is not worker:
+                        pulse = pulses[name] = _Pulse(worker)
+                    if pulse.missed() and not self._ranks.workers.dismissed:
+                        self._warn(
+                            f"{name} has not answered for {self._limits.hung_s:g} s: it is frozen, and is killed"
+                        )
+                        ray.kill(worker, no_restart=True)
+        finally:
+            for pulse in pulses.values():
+                pulse.cancel()
 
     async def repeated(self, work: Callable[[], Awaitable[T]]) -> T:
         """Return what collective work gives; where ranks are lost meanwhile, heal and do it again.
@@ -293,6 +323,10 @@ class Healing:
             to = None if peer is None else workers[peer]
             calls[name] = worker.finish_snapshot.remote(serial, keep, to, self._sent[rank])
         await gather(calls)
+        self._counts(serial)
+
+    def _counts(self, serial: int) -> None:
+        """Go back to this snapshot from now on; the steps that it has are not repeated."""
         self._committed = serial
         self._updates = [update for update in self._updates if update[0] > serial]
 
@@ -349,12 +383,13 @@ class Healing:
         for rank in dead:
             ray.kill(self._ranks.workers[names[rank]], no_restart=True)
             self._ranks.workers[names[rank]] = self._ranks.start_process(rank)
-        await gather({names[rank]: self._ranks.workers[names[rank]].kept.remote() for rank in dead})
-        self._dead -= {names[rank] for rank in dead}
+        await self._answered_first(names, dead)
         repeated = await self._go_back(kept)
         self.epoch += 1
-        what = ", ".join(f"rank {rank}" for rank in dead)
-        self._warn(f"{what} died and was replaced in {time.perf_counter() - started:.1f} s; steps repeated: {repeated}")
+        seconds, what = time.perf_counter() - started, ", ".join(f"rank {rank}" for rank in dead)
+        for name, count in zip(self.counts, (len(dead), repeated, seconds), strict=True):
+            self.counts[name] += count
+        self._warn(f"{what} died and was replaced in {seconds:.1f} s; steps repeated: {repeated}")
 
     async def _living(self) -> dict[int, Kept]:
         """Return what living processes keep when all have left their groups. Raises WorkerError."""
@@ -363,7 +398,20 @@ class Healing:
         living = {rank: workers[names[rank]] for rank in kept}
         await self._each(names, {rank: worker.abort.remote() for rank, worker in living.items()}, _ANSWER_S, kept)
         await self._each(names, {rank: worker.leave.remote() for rank, worker in living.items()}, _LEAVE_S, kept)
-        return kept
+        return await self._look()  # by now the snapshots that were being taken are whole
+
+    async def _answered_first(self, names: Sequence[str], started: Sequence[int]) -> None:
+        """Wait until new processes answer. Raises WorkerError: one died, found no place, or is frozen."""
+        limit_s = self._deadlines.placement + self._deadlines.workers_start
+        self._starting = {names[rank] for rank in started}
+        self._dead -= self._starting
+        calls = {rank: self._ranks.workers[names[rank]].kept.remote() for rank in started}
+        try:
+            await self._each(names, calls, limit_s, {})
+        finally:
+            self._starting = set()
+        if failed := sorted(self._dead):
+            raise WorkerError(f"{', '.join(failed)} did not start within {limit_s:g} s")
 
     async def _each(
         self, names: Sequence[str], calls: Mapping[int, Any], limit_s: float, kept: dict[int, Kept]
@@ -387,21 +435,18 @@ class Healing:
         self._replaced.extend([now] * count)
 
     async def _go_back(self, kept: Mapping[int, Kept]) -> int:
-        """Bring all ranks to the snapshot that counts, and repeat what came after it. Returns how many steps."""
-        serial, workers = self._committed, list(self._ranks.workers.values())
-        names = list(self._ranks.workers)
-        if serial is None:
-            raise _FinalError("a rank died before the first snapshot")
-        sources = sources_of(serial, kept, self._ranks.places, workers)
-        if isinstance(sources, int):
-            raise _FinalError(
-                f"rank {sources} and the rank that kept its copy (rank {self._peers[sources]}) died: nobody has the "
-                "state of that rank any more"
-            )
+        """Bring all ranks to the newest snapshot that all have, and repeat what came after it. Returns how many
+        steps."""
+        workers, names = list(self._ranks.workers.values()), list(self._ranks.workers)
+        serial, sources = self._newest(kept, workers)
+        self._counts(serial)
         twice = self.keeps == "both"
         lost = [rank for rank in range(len(workers)) if rank not in kept]
         await gather({names[rank]: workers[rank].keep_own_twice.remote(twice) for rank in lost})
+        await gather({names[rank]: workers[rank].load_code.remote() for rank in lost})
         await gather({names[rank]: workers[rank].adopt.remote(serial, parts) for rank, parts in sources.items()})
+        if await self.lost_ranks():  # who meets without them can neither go on nor leave
+            raise WorkerError(f"{', '.join(sorted(self._dead))} died meanwhile")
         await self._ranks.join()
         self._peers = peers_of([place.host for place in self._ranks.places])
         self._sent = kinds_sent(self._ranks.places, self.keeps)
@@ -412,8 +457,56 @@ class Healing:
         await self.snapshot_now()
         return len(updates)
 
+    def _newest(self, kept: Mapping[int, Kept], workers: Sequence[ActorHandle]) -> tuple[int, dict[int, list[Source]]]:
+        """Return the newest snapshot that every rank has or gets, which may be one whose copies were just sealed, and
+        from where. Raises WorkerError: there is none."""
+        if self._committed is None:
+            raise _FinalError("a rank died before the first snapshot")
+        missing = 0
+        for serial in sorted({self._serial, self._committed}, reverse=True):
+            sources = sources_of(serial, kept, self._ranks.places, workers)
+            if not isinstance(sources, int):
+                return serial, sources
+            missing = sources
+        raise _FinalError(
+            f"rank {missing} and the rank that kept its copy (rank {self._peers[missing]}) died: nobody has the "
+            "state of that rank any more"
+        )
+
     async def _all(self, call: Callable[[Any], Any]) -> list[Any]:
         return await gather({name: call(worker) for name, worker in self._ranks.workers.items()})
+
+
+class _Pulse:
+    """Whether a process answers. missed: looks that found no answer since it did."""
+
+    def __init__(self, worker: ActorHandle) -> None:
+        """Ask."""
+        self.worker, self._missed = worker, 0
+        self._call = asyncio.ensure_future(_beat(worker.kept.remote()))
+
+    def missed(self) -> bool:
+        """Look, and ask again where there is an answer. Whether one is missing for the last time."""
+        if not self._call.done():
+            self._missed += 1
+            return self._missed == _BEATS
+        self._missed = 0
+        if self._call.result():
+            self._call = asyncio.ensure_future(_beat(self.worker.kept.remote()))
+        return False
+
+    def cancel(self) -> None:
+        """Ask no more."""
+        self._call.cancel()
+
+
+async def _beat(call: Awaitable[Kept]) -> bool:
+    """Whether a process answers, however late. False: it is gone."""
+    try:
+        await call
+    except RayError:
+        return False
+    return True
 
 
 class _FinalError(WorkerError):

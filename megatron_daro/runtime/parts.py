@@ -316,7 +316,8 @@ def policy_group(
         )
     healing: dict[str, Any] = {}
     if config.trainer.replace_lost_ranks and warn:
-        limits = HealingLimits(config.trainer.snapshot_gib, config.trainer.max_replacements)
+        trainer = config.trainer
+        limits = HealingLimits(trainer.snapshot_gib, trainer.max_replacements, trainer.hung_rank_s)
         healing = {"healing": limits, "warn": warn}
     return kind(
         policy_settings(config),

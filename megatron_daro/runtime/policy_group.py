@@ -197,15 +197,22 @@ class PolicyGroup:
 
     async def ended(self) -> Exception:
         """Watch the processes, and heal where that is done; return why it cannot go on."""
+        if self._healing is None or self._healing.keeps == "none":
+            return (await first_death(self.workers))[-1]
+        hung = asyncio.ensure_future(self._healing.end_hung())
+        try:
+            return await self._ended(self._healing)
+        finally:
+            hung.cancel()
+
+    async def _ended(self, healing: Healing) -> Exception:
         while True:
-            name, worker, error = await first_death(self.workers)
-            if self._healing is None or self._healing.keeps == "none":
-                return error
+            name, worker, _ = await first_death(self.workers)
             # The calls that wait for it end; where one of them is under way it heals before its lock is free.
-            self._healing.watched(name, worker)
+            healing.watched(name, worker)
             async with self._busy:
                 try:
-                    await self._healing.heal()
+                    await healing.heal()
                 except Exception as failure:  # the supervisor's border: it ends the run
                     if not self.workers.dismissed:
                         return failure
@@ -256,6 +263,7 @@ class PolicyGroup:
             result = await self._repeated(lambda: self.repeat(batch, step))
             if self._healing:
                 await self._healing.trained(batch, step)
+                result = dataclasses.replace(result, metrics={**result.metrics, **self._healing.counts})
             self._version = step
         return result
 

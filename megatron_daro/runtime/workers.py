@@ -362,6 +362,11 @@ class TrainWorker:
         gc.collect()  # what is left of the policy holds process groups, and a GPU's memory
 
     @ray.method(concurrency_group="work")
+    def load_code(self) -> None:
+        """Import what `setup` needs, which takes seconds in which others would wait for this process."""
+        from megatron_daro.actor import parallel, policy  # noqa: F401
+
+    @ray.method(concurrency_group="work")
     @logs.failures_logged
     def adopt(self, serial: int, sources: Sequence[Source]) -> None:
         """Take a snapshot of this rank from others that have it."""

@@ -308,6 +308,29 @@ def test_a_close_that_fails_is_reported_and_the_rest_is_closed(tmp_path):
     assert stack.policy.closed == 1 and closed == ["pool"]
 
 
+def test_a_cancellation_while_a_run_is_closed_leaves_nothing_open(tmp_path):
+    """The supervisor's, when it notices a death while a run that has failed already is closing its engine."""
+    stack = make_stack(tmp_path, trainer={"steps": 1})
+
+    async def go():
+        closing = asyncio.Event()
+
+        async def slowly():
+            closing.set()
+            for _ in range(9):
+                await asyncio.sleep(0)
+
+        stack.engine.close = slowly
+        run = asyncio.ensure_future(stack.controller.run())
+        await closing.wait()
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+        assert stack.policy.closed == 1
+
+    asyncio.run(go())
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("where", ["generating", "training"])
 def test_ctrl_c_ends_with_a_checkpoint_and_the_resumed_run_is_the_same(tmp_path, where, staleness):

@@ -64,6 +64,9 @@ class Process:
     def abort(self):
         pass
 
+    def load_code(self):
+        pass
+
     def leave(self):
         self.seen = None
 
@@ -116,7 +119,7 @@ class World:
         ]
         self.workers = WorkerGroup()
         self.workers.update({f"actor rank {rank}": self.start_process(rank) for rank in range(WORLD)})
-        limits = HealingLimits(1.0, per_hour=100)
+        limits = HealingLimits(1.0, per_hour=100, hung_s=60.0)
         self.healing = Healing(self, limits, Deadlines(), self.warnings.append)
 
     def fate(self, rank):
@@ -198,7 +201,7 @@ def test_a_death_is_found_at_every_call():
 def test_who_asks_again_after_the_last_failure_is_told_the_same():
     """The watch heals too, once the step that failed has given the lock back and the run is being closed."""
     world = World([(1, 1, "before"), (1, 1, "before")])
-    world.healing = Healing(world, HealingLimits(1.0, per_hour=1), Deadlines(), world.warnings.append)
+    world.healing = Healing(world, HealingLimits(1.0, per_hour=1, hung_s=60.0), Deadlines(), world.warnings.append)
 
     async def run():
         with pytest.raises(WorkerError, match=r"allowed: 1 \(trainer.max_replacements\)") as first:
