@@ -35,7 +35,7 @@ hypothesis.settings.load_profile("suite")
 
 _STARTED = time.monotonic()
 HERE = Path(__file__).parent
-FOLDERS = ("unit", "golden", "contract", "plugins", "sglang", "fault", "e2e", "slurm", "parallel", "gpu")
+FOLDERS = ("unit", "golden", "contract", "plugins", "sglang", "simulation", "fault", "e2e", "slurm", "parallel", "gpu")
 """In the order in which they run: a wrong formula shows in seconds, before anything slow begins; many short files come
 last, so that two processes end at about the same time."""
 _SERVERS = "sglang"

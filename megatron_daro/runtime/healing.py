@@ -228,8 +228,8 @@ class Healing:
                     living.abort.remote()
 
     async def end_hung(self) -> None:
-        """For ever: kill each process that answers nothing for `hung_s`: it is frozen, or its node is. Its death is then
-        noticed as any other is."""
+        """For ever: kill each process that answers nothing for `hung_s`: it is frozen, or its node is. Its death is
+        noticed then as any other is."""
         pulses: dict[str, _Pulse] = {}
         try:
             while True:

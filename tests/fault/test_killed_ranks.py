@@ -105,6 +105,17 @@ def test_four_ranks_heal_wherever_one_dies(tiny, unbroken, tmp_path, plan):
 
 
 @pytest.mark.heavy
+def test_a_rank_that_is_frozen_is_killed_and_replaced(tiny, unbroken, tmp_path):
+    """Stopped in its forward pass, where the others wait for it in a collective call."""
+    plan, options = "forward:1:3:SIGSTOP", [*LARGE, "trainer.hung_rank_s=20"]
+    finished, wanted, happened = run_with_deaths(tiny, tmp_path / "run", tmp_path / "log", plan, options)
+    assert finished.code == 0, plain(finished)[-4000:]
+    assert wanted == happened and repeated_steps(finished) == [0]
+    assert "actor rank 1 has answered nothing for 20 s, and is killed" in plain(finished)
+    assert_same_steps(tmp_path / "run", unbroken, 5)
+
+
+@pytest.mark.heavy
 def test_a_rank_and_its_peer_end_the_run_which_resumes(tiny, reference, tmp_path):
     plan = "forward:0:4,forward:1:4"
     finished, wanted, happened = run_with_deaths(tiny, tmp_path / "run", tmp_path / "log", plan, AS_REFERENCE)

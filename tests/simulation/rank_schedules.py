@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from ranks import Cluster, Fault, unbroken
+from simulated_ranks import Cluster, Fault, unbroken
 from virtual_loop import VirtualLoop, run
 
 from megatron_daro.errors import DaroError, LostSaveError

@@ -312,23 +312,19 @@ def test_a_cancellation_while_a_run_is_closed_leaves_nothing_open(tmp_path):
     """The supervisor's, when it notices a death while a run that has failed already is closing its engine."""
     stack = make_stack(tmp_path, trainer={"steps": 1})
 
+    async def cancel():
+        task.cancel()
+        await asyncio.sleep(0.001)
+
     async def go():
-        closing = asyncio.Event()
+        nonlocal task
+        task = asyncio.ensure_future(stack.controller.run())
+        await task
 
-        async def slowly():
-            closing.set()
-            for _ in range(9):
-                await asyncio.sleep(0)
-
-        stack.engine.close = slowly
-        run = asyncio.ensure_future(stack.controller.run())
-        await closing.wait()
-        run.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await run
-        assert stack.policy.closed == 1
-
-    asyncio.run(go())
+    task, stack.engine.close = None, cancel
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(go())
+    assert stack.policy.closed == 1
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
