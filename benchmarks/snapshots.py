@@ -49,7 +49,7 @@ async def measure(root: Path, *, layers: int, rounds: int, tokens: int, pause_s:
         seed=1,
         updates_per_batch=1,
         placement=placement,
-        healing=HealingLimits(memory_gib=1000.0, per_hour=0),
+        healing=HealingLimits(memory_gib=1000.0, per_hour=0, hung_s=3600.0),
     )
     await group.start()
     healing = group._healing
