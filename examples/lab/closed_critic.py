@@ -2,8 +2,9 @@
 
 It sees what a critic of a language model could read: the problem, how many steps are left, and whether all steps so far
 were right; not the pass rate. Its value is a number of a table (steps left x still right), and where an answer is still
-undecided also one of the problem and one of the problem's type and strategy, all 0 at first. Its learning rate is the
-policy's. Targets, advantages and losses are the product's (`megatron_daro.algo.ppo`).
+undecided also one of the problem and one of the problem's type and strategy, all 0 at first but for the world's
+`critic_bias`. Its learning rate is the policy's. Targets, advantages and losses are the product's
+(`megatron_daro.algo.ppo`).
 
 Place in the data flow: the answers of a step, in the token order of `closed_world` -> values -> the product's
 `TokenColumns`, whose tokens stand answer by answer -> advantages and targets, in the world's order again.
@@ -40,10 +41,11 @@ class CriticColumns:
 class Critic:
     """The parameters, their optimizer, and how they learn."""
 
-    def __init__(self, problems: Problems, section: CriticSection, learning_rate: float) -> None:
+    def __init__(self, problems: Problems, section: CriticSection, learning_rate: float, bias: float = 0.0) -> None:
         self._problems, self._clip = problems, section.value_clip
         self.pretrain_steps = section.pretrain_steps
-        self.table = torch.zeros(_BEFORE_ALL + 1, 2, dtype=torch.float64, requires_grad=True)
+        low_L = -bias * torch.arange(_BEFORE_ALL + 1, dtype=torch.float64) / _BEFORE_ALL
+        self.table = low_L[:, None].repeat(1, 2).requires_grad_()
         self.own_P = torch.zeros(len(problems), dtype=torch.float64, requires_grad=True)
         self.kind = torch.zeros(TYPES, STRATEGIES + 1, dtype=torch.float64, requires_grad=True)
         parameters = [self.table, self.own_P, self.kind]
@@ -95,25 +97,36 @@ def _states(answers: Answers) -> tuple[Tensor, Tensor]:
     """Return, before each token, the row of the table and whether all steps so far are right; [T] each."""
     used_NJ = answers.used_NJ
     left_NJ = used_NJ.flip(1).cumsum(1).flip(1)
-    before_NJ = torch.nn.functional.pad((answers.good_NJ | ~used_NJ).long().cumprod(1), (1, 0), value=1)[:, :-1] > 0
+    right_NJ = torch.nn.functional.pad((answers.good_NJ | ~used_NJ).long().cumprod(1), (1, 0), value=1) > 0
+    certain = answers.certain_N[:, None].expand_as(used_NJ)[used_NJ]
+    left, before, behind = (column_NJ[used_NJ] for column_NJ in (left_NJ, right_NJ[:, :-1], right_NJ[:, 1:]))
     after_N = answers.right_N
     more = torch.cat([after_N.repeat_interleave(answers.extra_N), after_N[answers.stopped_N]])
     first_N = torch.full_like(answers.problem_N, _BEFORE_ALL)
-    left_T = torch.cat([first_N, left_NJ[used_NJ], torch.zeros(len(more), dtype=torch.int64)])
-    return left_T, torch.cat([torch.ones_like(after_N), before_NJ[used_NJ], more])
+    left_T = torch.cat(
+        [first_N, left, torch.zeros(len(more), dtype=torch.int64), (left - 1).repeat_interleave(certain)]
+    )
+    return left_T, torch.cat([torch.ones_like(after_N), before, more, behind.repeat_interleave(certain)])
 
 
 def _answer_by_answer(answers: Answers) -> Tensor:
     """Return the places, in the world's order, of the tokens of the first answer, then those of the next; int64 [T]."""
-    used_NJ, extra_N = answers.used_NJ, answers.extra_N
-    steps_N = used_NJ.sum(1)
-    extras = torch.arange(int(extra_N.sum())) - (extra_N.cumsum(0) - extra_N).repeat_interleave(extra_N)
+    used_NJ, extra_N, certain_N = answers.used_NJ, answers.extra_N, answers.certain_N
+    steps_N = used_NJ.sum(1) * (1 + certain_N)
+    choice = (1 + (used_NJ.cumsum(1) - 1) * (1 + certain_N[:, None]))[used_NJ]
+    certain = certain_N[:, None].expand_as(used_NJ)[used_NJ]
     place_T = torch.cat(
         [
             torch.zeros_like(extra_N),
-            used_NJ.cumsum(1)[used_NJ],
-            1 + steps_N.repeat_interleave(extra_N) + extras,
+            choice,
+            1 + steps_N.repeat_interleave(extra_N) + _counted(extra_N),
             (1 + steps_N + extra_N)[answers.stopped_N],
+            1 + choice.repeat_interleave(certain) + _counted(certain),
         ]
     )
     return (answers.segment_T * (int(place_T.max()) + 1) + place_T).argsort()
+
+
+def _counted(counts: Tensor) -> Tensor:
+    """Return 0, 1, ... for each of some counts, one after the other."""
+    return torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(counts)

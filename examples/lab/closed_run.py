@@ -21,6 +21,7 @@ from closed_critic import Critic, CriticColumns
 from closed_exact import expected_step, refusal
 from closed_world import (
     MAX_TOKENS,
+    STEPS,
     Answers,
     Dials,
     Policy,
@@ -74,13 +75,14 @@ class ClosedRun:
         self.policy = Policy(dials.problems, dials.wrong_length)
         self.noise = torch.Generator().manual_seed(zlib.crc32(f"answers {seed}".encode()))
         self.order = torch.Generator().manual_seed(zlib.crc32(f"order {seed}".encode()))
-        self.algorithm, self.settings = build(arm, rollouts=dials.rollouts, max_tokens=MAX_TOKENS)
+        longest = MAX_TOKENS + STEPS * (dials.step_tokens - 1)
+        self.algorithm, self.settings = build(arm, rollouts=dials.rollouts, max_tokens=longest)
         if dials.gradients == "exact" and (why := refusal(self.algorithm)):
             raise ConfigError(f"gradients: got 'exact' with arm {arm}, allowed is 'sampled': {why}")
         self.optimizer = torch.optim.AdamW(self.policy.parameters, lr=learning_rate, weight_decay=0.0)
         self.critic: Critic | None = None
         if "values" in (self.algorithm.token_columns or ()):
-            self.critic = Critic(self.problems, section_of(arm).critic, learning_rate)
+            self.critic = Critic(self.problems, section_of(arm).critic, learning_rate, dials.critic_bias)
         self.steps = 0
         self.waiting = torch.empty(0, dtype=torch.int64)
         self.answered = self.generated = 0
@@ -131,7 +133,7 @@ class ClosedRun:
         for _ in range(dials.refills + 1):
             prompts = self._next_prompts(dials.groups - found)
             problem_N = prompts.repeat_interleave(dials.rollouts)
-            answers = sample_answers(self.policy, self.problems, problem_N, self.noise)
+            answers = sample_answers(self.policy, self.problems, problem_N, self.noise, dials.step_tokens)
             correct_N = self.judge(answers)
             groups_N = torch.arange(len(prompts)).repeat_interleave(dials.rollouts) + first
             bins_N = pass_rate_bins(correct_N, groups_N, dials.rollouts)

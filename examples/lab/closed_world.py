@@ -6,7 +6,8 @@ An answer to problem p is written token by token, and each token is a choice of 
        hardness). `skill` is shared by every problem that needs it, `fine` by those of one type, and `own` belongs to
        this problem alone. The sign is -1 where a rule has an exception: most exceptions belong to a type and can be
        learnt, some to a single problem and cannot, so problems pull the shared parameters in different directions and
-       no policy solves all held-out problems;
+       no policy solves all held-out problems. With `step_tokens` above 1 a step is that long, and what follows its
+       first token is certain: as long chains of thought are, tokens that decide something are few;
     3. how long to go on: continue tokens and a stop token, with one shared logit after right and one after wrong steps.
 The answer is right if all steps are. So pass rates are sums of products of sigmoids, accuracy is known without
 sampling, and the gradient of an answer is the sum of the gradients of its tokens, as in a language model.
@@ -44,6 +45,8 @@ class Dials:
     groups, rollouts: prompts a step and K. updates: optimizer steps for each batch; above 1 the later are off-policy.
     steps: optimizer steps. problems, held_out: how many of each. refills: rounds of further prompts for algorithms
     that filter. gradients: of sampled answers, or "exact": their expectation over all answers to the step's prompts.
+    step_tokens: tokens of each step. critic_bias: by how much the critic's first values are too low before an answer
+    begins, less with each step that is there and not at all behind the last: a reward model's of unfinished answers.
     """
 
     spectrum: tuple[float, float] = (0.5, 0.5)
@@ -58,6 +61,8 @@ class Dials:
     held_out: int = 1024
     refills: int = 3
     gradients: str = "sampled"
+    step_tokens: int = 1
+    critic_bias: float = 0.0
 
     def __post_init__(self) -> None:
         if not min(self.spectrum) > 0:
@@ -71,6 +76,8 @@ class Dials:
             raise ConfigError(f"gradients: got {self.gradients!r}, allowed are sampled, exact")
         if self.gradients == "exact" and self.updates > 1:
             raise ConfigError(f"updates: got {self.updates}, allowed with exact gradients is 1: they are on-policy")
+        if self.step_tokens < 1 or (self.step_tokens > 1 and self.gradients == "exact"):
+            raise ConfigError(f"step_tokens: got {self.step_tokens}, allowed is 1 or more, with exact gradients 1")
         if self.groups % self.updates or self.steps % self.updates:
             raise ConfigError(f"updates: got {self.updates}, allowed is a divisor of groups and of steps")
 
@@ -147,7 +154,8 @@ class Policy:
 @dataclass(frozen=True, slots=True, eq=False)
 class Answers:
     """N sampled answers, as choices: problem_N, strategy_N; good_NJ and used_NJ, which steps there are and are right;
-    extra_N continue tokens; stopped_N, false where the limit ended it; right_N, whether it truly is right."""
+    extra_N continue tokens; stopped_N, false where the limit ended it; right_N, whether it truly is right; certain_N,
+    tokens of each step behind its first."""
 
     problem_N: Tensor
     strategy_N: Tensor
@@ -156,18 +164,20 @@ class Answers:
     extra_N: Tensor
     stopped_N: Tensor
     right_N: Tensor
+    certain_N: Tensor
 
     @property
     def lengths_N(self) -> Tensor:
         """int64 [N], tokens."""
-        return 1 + self.used_NJ.sum(1) + self.extra_N + self.stopped_N
+        return 1 + self.used_NJ.sum(1) * (1 + self.certain_N) + self.extra_N + self.stopped_N
 
     @property
     def segment_T(self) -> Tensor:
         """The answer of every token, in the order of `token_logprobs`."""
         rows_N = torch.arange(len(self.problem_N))
         step = rows_N[:, None].expand_as(self.used_NJ)[self.used_NJ]
-        return torch.cat([rows_N, step, rows_N.repeat_interleave(self.extra_N), rows_N[self.stopped_N]])
+        ends = [rows_N.repeat_interleave(self.extra_N), rows_N[self.stopped_N]]
+        return torch.cat([rows_N, step, *ends, step.repeat_interleave(self.certain_N[step])])
 
     def select(self, rows: Tensor) -> Answers:
         """Return some of the answers."""
@@ -196,7 +206,9 @@ def make_problems(count: int, spectrum: tuple[float, float], noise: torch.Genera
     return replace(problems, hardness_PM=apart_PM + _offsets(problems)[:, None])
 
 
-def sample_answers(policy: Policy, problems: Problems, problem_N: Tensor, noise: torch.Generator) -> Answers:
+def sample_answers(
+    policy: Policy, problems: Problems, problem_N: Tensor, noise: torch.Generator, step_tokens: int = 1
+) -> Answers:
     """One answer of the policy to each problem of `problem_N` (repeats allowed)."""
     with torch.no_grad():
         strategy_NM = policy.strategy_logprobs(problems).exp()[problem_N]
@@ -212,7 +224,8 @@ def sample_answers(policy: Policy, problems: Problems, problem_N: Tensor, noise:
         wanted_N = (uniform_N.log() / continue_N.clamp(max=-1e-12)).floor()
         stopped_N = wanted_N < MOST_EXTRA
         extra_N = wanted_N.clamp(max=MOST_EXTRA).long()
-    return Answers(problem_N, strategy_N, good_NJ, used_NJ, extra_N, stopped_N, right_N)
+    certain_N = torch.full_like(extra_N, step_tokens - 1)
+    return Answers(problem_N, strategy_N, good_NJ, used_NJ, extra_N, stopped_N, right_N, certain_N)
 
 
 def token_logprobs(policy: Policy, problems: Problems, answers: Answers) -> Tensor:
@@ -225,7 +238,8 @@ def token_logprobs(policy: Policy, problems: Problems, answers: Answers) -> Tens
     after_N = answers.right_N.long()
     more = torch.nn.functional.logsigmoid(policy.extra_2)[after_N].repeat_interleave(answers.extra_N)
     stop = torch.nn.functional.logsigmoid(-policy.extra_2)[after_N[answers.stopped_N]]
-    return torch.cat([strategy_N, steps, more, stop])
+    certain = steps.new_zeros(int((answers.used_NJ.sum(1) * answers.certain_N).sum()))
+    return torch.cat([strategy_N, steps, more, stop, certain])
 
 
 def mean_entropy(policy: Policy, problems: Problems, answers: Answers) -> float:

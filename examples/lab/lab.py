@@ -74,10 +74,11 @@ class Plan:
         return [arm for arm in arms if not (exact and refusal(build(arm, rollouts=8, max_tokens=MAX_TOKENS)[0]))]
 
     def tuning(self) -> list[Job]:
-        """Every arm, in every world, at every learning rate of the world."""
+        """Every arm, in every world that has several learning rates, at each of them."""
         return [
             Job(WORLDS[world].kind, world, arm, "tune", seed, rate)
             for world in self.worlds
+            if len(WORLDS[world].rates) > 1
             for arm in self.arms_in(world)
             for rate in (WORLDS[world].rates[:2] if self.quick else WORLDS[world].rates)
             for seed in (WORLDS[world].tuning_seeds[:1] if self.quick else WORLDS[world].tuning_seeds)
@@ -85,7 +86,8 @@ class Plan:
 
     def comparison(self, tuned: Iterable[Outcome]) -> list[Job]:
         """Every arm at its own learning rate, and the controls, on the seeds of the comparison."""
-        best = results.best_rates(tuned)
+        given = {(w, arm): rate for w in self.worlds for rate in WORLDS[w].rates for arm in self.arms_in(w)}
+        best = given | results.best_rates(tuned)
         return [
             Job(WORLDS[world].kind, world, arm, "compare", seed, rate)
             for world in self.worlds
@@ -94,8 +96,9 @@ class Plan:
         ]
 
     def _controls(self, world: str, best: Mapping[tuple[str, str], float]) -> list[tuple[str, float]]:
-        """The baseline at the other rates of the search; in the tiny world, where a run is dear, at twice its own."""
-        if self.quick:
+        """The baseline at the other rates of the search; in the tiny world, where a run is dear, at twice its own. None
+        where nothing was searched."""
+        if self.quick or len(WORLDS[world].rates) == 1:
             return []
         rates = WORLDS[world].rates if WORLDS[world].kind == "closed" else (2 * best[world, BASELINE],)
         return [(control(rate), rate) for rate in rates if rate != best[world, BASELINE]]

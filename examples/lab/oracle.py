@@ -64,7 +64,7 @@ def measure(run: ClosedRun, repeats: int = 2) -> Measured:
     """Gain and noise of groups of each pass rate under the run's policy, from `repeats` groups of every problem."""
     size, noise = run.dials.rollouts, torch.Generator().manual_seed(0)
     problem_N = torch.arange(run.dials.problems).repeat(repeats).repeat_interleave(size)
-    answers = sample_answers(run.policy, run.problems, problem_N, noise)
+    answers = sample_answers(run.policy, run.problems, problem_N, noise, run.dials.step_tokens)
     groups_N = torch.arange(len(problem_N) // size).repeat_interleave(size)
     correct_N = run.judge(answers)
     bins_N = pass_rate_bins(correct_N, groups_N, size)

@@ -28,18 +28,16 @@ _HERE = Path(__file__).parent
 @dataclass(frozen=True, slots=True)
 class TinyDials:
     """What a run in the tiny world takes: optimizer steps, steps between evaluations, answers to each held-out problem
-    in an evaluation (a power of 2), and the settings of the base model. All runs start from that one model and have its
-    problems: a seed is the order of the problems and the noise of the answers."""
+    in an evaluation (a power of 2), optimizer steps for each batch, the reward of a wrong answer, and the settings of
+    the base model. All runs start from that one model and have its problems: a seed is the order of the problems and
+    the noise of the answers."""
 
     steps: int = 30
     every: int = 5
     evaluated: int = 4
+    updates: int = 1
+    incorrect_reward: float = 0.0
     base: chains.ChainSettings = field(default_factory=chains.ChainSettings)
-
-    @property
-    def updates(self) -> int:
-        """Optimizer steps for each batch."""
-        return 1
 
 
 def base_of(dials: TinyDials, folder: Path) -> Path:
@@ -110,5 +108,7 @@ def _options(dials: TinyDials, base: Path, run_dir: Path, learning_rate: float, 
         f"trainer.run_dir={run_dir}",
         f"trainer.steps={dials.steps}",
         f"trainer.eval_every_steps={dials.every}",
+        f"trainer.updates_per_batch={dials.updates}",
+        f"reward.incorrect_reward={dials.incorrect_reward}",
         f"trainer.seed={seed}",
     ]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from arms import LADDER
+from arms import BASELINE, LADDER
 from closed_world import Dials
 from tiny_run import TinyDials
 
@@ -19,11 +19,14 @@ RATES = (0.02, 0.04, 0.08)
 TUNING_SEEDS = (1000, 1001)
 FURTHER = TUNING_SEEDS[:1]
 """The search in the worlds that turn one more dial takes one seed a rate."""
+CRITIC_ARMS = ("ppo", "ppo_decay", "ppo_decay_pretrained", "vc_ppo", "vapo")
+LADDER_WORLD = "chains_ladder"
+"""Where each rung has the rate of the one before it, as in the paper: GRPO's in `chains`, halved because a batch has
+four steps of a fourth of its groups."""
 TINY_ARMS = (
     *("grpo", "dapo", "dr_grpo", "lite_ppo", "rloo", "maxrl", "f_grpo", "ha_dw"),
     *("daro", "daro_half_life", "daro_shared", "daro_shared_half_life"),
     *("ppo", "daro_ppo", "kimi"),
-    *LADDER,
 )
 """The arms that say most: a run by the real product takes about half a minute of a core."""
 
@@ -33,7 +36,8 @@ class World:
     """A world and how much is run in it.
 
     about: one line. goal: whether its spectrum is skewed and lengths differ by verdict, so that the goal is stated for
-    it. rates, tuning_seeds: the search for each arm's learning rate. arms: only these; None is all.
+    it. rates, tuning_seeds: the search for each arm's learning rate; a single rate is taken without one. arms: only
+    these; None is all.
     """
 
     about: str
@@ -91,12 +95,26 @@ WORLDS: Mapping[str, World] = {
         replace(_SKEWED, gradients="exact"),
         tuning_seeds=FURTHER,
     ),
+    "skewed_long": World(
+        "skewed with equal lengths, steps of 8 tokens that one choice decides, and a critic like a reward model",
+        replace(_SKEWED, wrong_length=1.0, step_tokens=8, critic_bias=1.0),
+        goal=False,
+        tuning_seeds=FURTHER,
+        arms=(BASELINE, *CRITIC_ARMS),
+    ),
     "chains": World(
         "a small language model and chains of additions, by the real product",
         TinyDials(),
         rates=(2e-4, 4e-4),
         tuning_seeds=FURTHER,
         arms=TINY_ARMS,
+    ),
+    LADDER_WORLD: World(
+        "DAPO's ladder in chains: rewards of 1 and -1, four optimizer steps for each batch",
+        TinyDials(steps=120, every=20, updates=4, incorrect_reward=-1.0),
+        goal=False,
+        rates=(2e-4,),
+        arms=(BASELINE, *LADDER),
     ),
 }
 

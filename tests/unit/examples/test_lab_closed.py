@@ -66,21 +66,34 @@ def test_logprobs_and_verdicts_of_answers_are_those_of_their_choices(world):
         assert bool(answers.right_N[i]) == right
 
 
-def states_by_hand(answers, i):
+def states_by_hand(answers, i, step_tokens):
     """Steps left (one more than there are for an answer not begun), and whether all steps so far were right."""
     good = answers.good_NJ[i][answers.used_NJ[i]].tolist()
-    states = [(STEPS + 1, True)] + [(len(good) - j, all(good[:j])) for j in range(len(good))]
+    states = [(STEPS + 1, True)]
+    for j in range(len(good)):
+        states += [(len(good) - j, all(good[:j]))] + [(len(good) - j - 1, all(good[: j + 1]))] * (step_tokens - 1)
     return states + [(0, all(good))] * int(answers.extra_N[i] + answers.stopped_N[i])
 
 
-def test_the_critic_sees_the_states_of_the_answers_and_their_tokens_one_after_the_other(world):
+@pytest.mark.parametrize("step_tokens", [1, 3])
+def test_the_critic_sees_the_states_of_the_answers_and_their_tokens_one_after_the_other(world, step_tokens):
     policy, problems, noise = world
-    answers = sample_answers(policy, problems, torch.arange(60).repeat(3), noise)
+    answers = sample_answers(policy, problems, torch.arange(60).repeat(3), noise, step_tokens)
     order_T = closed_critic._answer_by_answer(answers)
     left_T, right_T = (column_T[order_T].tolist() for column_T in closed_critic._states(answers))
-    wanted = [state for i in range(180) for state in states_by_hand(answers, i)]
+    wanted = [state for i in range(180) for state in states_by_hand(answers, i, step_tokens)]
     assert answers.segment_T[order_T].tolist() == torch.arange(180).repeat_interleave(answers.lengths_N).tolist()
     assert list(zip(left_T, right_T, strict=True)) == wanted
+    certain_T = token_logprobs(policy, problems, answers).detach()[order_T] == 0
+    assert int(certain_T.sum()) == (step_tokens - 1) * int(answers.used_NJ.sum()), "what follows a choice is certain"
+
+
+def test_a_critic_that_begins_like_a_reward_model_thinks_least_of_what_is_least_written(world):
+    policy, problems, noise = world
+    answers = sample_answers(policy, problems, torch.arange(60), noise)
+    critic = closed_critic.Critic(problems, CriticSection(), 0.1, bias=1.0)
+    left_T, _ = closed_critic._states(answers)
+    torch.testing.assert_close(critic.values(answers), -left_T.double() / (STEPS + 1))
 
 
 def test_advantages_of_ppo_are_the_products_for_each_token(world):
@@ -234,6 +247,8 @@ def test_dials_without_meaning_and_unknown_arms_are_refused():
         {"wrong_length": 0.5},
         {"false_right": 0.5},
         {"updates": 3},
+        {"step_tokens": 0},
+        {"step_tokens": 2, "gradients": "exact"},
         {"gradients": "some"},
     ):
         with pytest.raises(ConfigError, match=f"^{next(iter(wrong))}: got"):
