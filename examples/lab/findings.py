@@ -12,12 +12,12 @@ import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import results
-from arms import BASELINE, is_control, is_daro
+from arms import BASELINE, LADDER, is_control, is_daro
 from results import Interval, Outcome
-from worlds import WORLDS
+from worlds import LADDER_WORLD, WORLDS
 
 Runs = Mapping[int, Outcome]
 
@@ -63,11 +63,13 @@ def table(arms: Mapping[str, Runs], searched: Sequence[float]) -> list[list[str]
 
 
 def matrix(tables: Mapping[str, Mapping[str, Runs]]) -> tuple[list[str], list[list[str]]]:
-    """Arm by world: final accuracy less the baseline's in points, with a * where the interval holds no 0.
+    """Arm by world: final accuracy less the baseline's in points, with a * where the interval holds no 0; without the
+    world of the ladder, whose arms are in no other.
 
     Returns:
         (header, rows): arms that ran in every world first, and of these the one with the highest mean difference.
     """
+    tables = {world: table for world, table in tables.items() if world != LADDER_WORLD}
     arms = dict.fromkeys(arm for table in tables.values() for arm in table if not is_control(arm) and arm != BASELINE)
     rows = []
     for arm in arms:
@@ -173,18 +175,33 @@ def speeds(tables: Mapping[str, Mapping[str, Runs]]) -> tuple[list[str], list[li
     rows = [
         [world, *(spread(results.ratios_to_baseline(t[arm], t[BASELINE])) if arm in t else "" for arm in COMPARED)]
         for world, t in tables.items()
+        if world != LADDER_WORLD
     ]
     return ["world", *COMPARED], rows
 
 
+def ladder(rungs: Mapping[str, Runs]) -> tuple[list[str], list[list[str]]]:
+    """DAPO's ladder, rung by rung: final accuracy in percent, and what each adds to the one before it, in points."""
+    rows, before = [], None
+    for arm in LADDER:
+        if arm in rungs:
+            added = "" if before is None else points(results.difference(rungs[arm], before))
+            answers = {outcome.records[-1]["answers"] for outcome in rungs[arm].values()}
+            rows.append([arm, percent(results.final_accuracy(rungs[arm])), added, str(round(fmean(answers)))])
+            before = rungs[arm]
+    return ["rung", "final accuracy", "less the rung before", "answers"], rows
+
+
 def for_docs(tables: Mapping[str, Mapping[str, Runs]]) -> str:
     """What stands between the marks of docs/lab.md."""
+    rungs = tables.get(LADDER_WORLD, {})
+    of_ladder = f"\nDAPO's ladder in `{LADDER_WORLD}`; answers are those sampled.\n\n{aligned(*ladder(rungs))}\n"
     return (
         "Final held-out accuracy less GRPO's, in points; `*`: the 95 % interval excludes 0.\n\n"
         f"{aligned(*matrix(tables))}\n\n"
         "Steps to GRPO's final accuracy as a multiple of GRPO's: median [smallest, largest] of the seeds; never: not "
         "within the run; -: fewer than half of the seeds.\n\n"
-        f"{aligned(*speeds(tables))}\n"
+        f"{aligned(*speeds(tables))}\n{of_ladder if rungs else ''}"
     )
 
 

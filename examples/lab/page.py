@@ -59,7 +59,7 @@ def _head(outcomes: list[Outcome], tables: Mapping[str, Mapping[str, Runs]]) -> 
     ]
     return {
         "verdicts": Table(findings.VERDICT_HEADER, verdicts, number_columns=0),
-        "matrix": Table(header, differences, number_columns=len(tables)),
+        "matrix": Table(header, differences, number_columns=len(header) - 1),
         "worlds": worlds,
     }
 

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import arms
 import findings
 import lab
 import psutil
@@ -132,6 +133,19 @@ def test_every_arm_stands_beside_every_world_and_differences_without_0_are_marke
     assert rows == [["dapo", "-5.0", "-5.0"], ["daro", "+5.1*", ""], ["rloo", "", "diverged"]]
 
 
+def test_each_rung_of_the_ladder_stands_beside_the_one_before_it():
+    finals = {"grpo": 0.9, "ladder_grpo": 0.4, "ladder_filter": 0.45, "ladder_dapo": 0.43}
+    rungs = {arm: {s: outcome(arm, s, [0.2, final + s / 100]) for s in (0, 1)} for arm, final in finals.items()}
+    header, rows = findings.ladder(rungs)
+    assert [row[:1] + row[2:3] for row in rows] == [
+        ["ladder_grpo", ""], ["ladder_filter", "+5.0 (+5.0 to +5.0)"], ["ladder_dapo", "-2.0 (-2.0 to -2.0)"],
+    ]  # fmt: skip
+    assert rows[0][1].startswith("40.5 ± ") and len(header) == len(rows[0])
+    tables = {"skewed": {"grpo": rungs["grpo"]}, "chains_ladder": rungs}
+    assert findings.matrix(tables) == (["arm", "skewed"], []) and len(findings.speeds(tables)[1]) == 1
+    assert "ladder_dapo" in findings.for_docs(tables)
+
+
 def test_fresh_seeds_at_the_rates_of_an_earlier_search(quick, tmp_path, monkeypatch):
     earlier, options = quick
     ran = []
@@ -218,9 +232,14 @@ def test_tuning_seeds_are_not_those_of_the_comparison_and_every_arm_has_the_same
     budget = {(j.world, j.arm): 0 for j in jobs}
     for job in jobs:
         budget[job.world, job.arm] += 1
-    for world in plan.worlds:
+    single = [world for world in plan.worlds if len(lab.WORLDS[world].rates) == 1]
+    for world in set(plan.worlds) - set(single):
         expected = len(lab.WORLDS[world].rates) * len(lab.WORLDS[world].tuning_seeds)
         assert {budget[world, arm] for arm in plan.arms_in(world)} == {expected}
+    assert single == ["chains_ladder"] and not {job.world for job in jobs} & set(single)
+    _, ladder = lab.parse(["--worlds", *single])
+    found = {(job.arm, job.learning_rate) for job in ladder.comparison([])}
+    assert found == {(arm, 2e-4) for arm in (arms.BASELINE, *arms.LADDER)}, "no search, so no control either"
     assert not {j.seed for j in jobs} & set(range(plan.seeds)) and plan.seeds == 5 and len(plan.arms) >= 11
 
 

@@ -112,6 +112,14 @@ def test_options_of_a_run_are_options_of_the_product(tmp_path):
         assert config.rollout.rollouts_per_prompt == 8, "read_records counts answers so"
 
 
+def test_the_ladders_runs_have_dapos_rewards_and_several_updates_for_each_batch(tmp_path):
+    world = WORLDS["chains_ladder"]
+    for arm in world.arms or ():
+        config = tiny_run.config_of(world.dials, arm, 2e-4, 5, tmp_path, tmp_path / "run")
+        assert config.reward.incorrect_reward == -1.0 and config.trainer.updates_per_batch == 4
+        assert config.trainer.steps == 4 * tiny_run.TinyDials().steps, "as many batches as in chains"
+
+
 def test_a_failure_that_is_not_about_numbers_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(tiny_run, "base_of", lambda *_: tmp_path / "no base")
     with pytest.raises(DaroError, match=r"tiny world: grpo, seed 0: the run failed: (.|\n)*no base"):
