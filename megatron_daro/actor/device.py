@@ -17,6 +17,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -46,6 +47,35 @@ def expand_segments(device: torch.device) -> None:
     named = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
     if device.type == "cuda" and not named:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+
+
+def bind_to_numa_node(device: torch.device) -> tuple[str, ...]:
+    """Keep the threads of this process, and so the memory that they touch first, on the NUMA node of its GPU.
+
+    Where the system names no node, as with a single one, nothing changes. Returns why it could not be, for a person.
+    torch's own way in (torchrun --numa-binding) asks for the program numactl, and takes an unnamed node for node 0.
+    Source: torch 2.13, torch/numa/binding.py, AffinityMode.NODE. SGLang binds its servers' processes by itself.
+    """
+    if device.type != "cuda":
+        return ()
+    from torch.numa import binding
+
+    gpu: Any = torch.cuda.get_device_properties(device)
+    file = _PCI_DEVICES / f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0" / "numa_node"
+    try:
+        node = int(file.read_text(encoding="ascii"))
+        cpus = binding._get_allowed_logical_cpu_indices_for_numa_node(numa_node_index=node) if node >= 0 else set()
+    except (OSError, RuntimeError, ValueError) as error:
+        return (f"a rank is not bound to the CPUs near its GPU, so copies to and from the host may be slower: {error}",)
+    if node < 0:
+        return ()
+    if not cpus:
+        return (f"a rank may use no CPU of NUMA node {node}, where its GPU is, so copies between them are slower",)
+    binding._bind_all_threads_in_current_process_to_logical_cpus(logical_cpu_indices=cpus)
+    return ()
 
 
 def shown(tensor: torch.Tensor) -> torch.Tensor:

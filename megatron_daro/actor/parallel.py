@@ -84,6 +84,16 @@ class Layout:
         return self.tensor * self.pipeline * self.context * self.data
 
 
+def prepare_process(*, expandable_segments: bool) -> tuple[str, ...]:
+    """Make the environment of a rank that has its process to itself, before its first process group: NCCL's and torch's
+    variables, how memory is allocated, the CPUs near its GPU. Returns what a person should know of it."""
+    os.environ.update(hardware.nccl_of_rank(os.environ))
+    target = device.prepare()
+    if expandable_segments:
+        device.expand_segments(target)
+    return device.bind_to_numa_node(target)
+
+
 def initialize(layout: Layout, *, rank: int = 0, init_method: str | None = None, seed: int, timeout_s: float) -> None:
     """Join the process group and build Megatron's groups. Collectives that wait longer than `timeout_s` fail.
 

@@ -95,6 +95,7 @@ class TrainWorker:
         logs.take_over(log_folder, f"actor rank {rank}")
         self._rank = rank
         self._policy: Any = None
+        self._remarks: tuple[str, ...] = ()
         self._sender: Sender | None = None
         self._reserved: Reservation | None = None
         self._relays: dict[tuple[int, ...], Any] = {}
@@ -144,11 +145,10 @@ class TrainWorker:
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         if init_method.startswith("file:"):
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        from megatron_daro.actor import device, parallel
+        from megatron_daro.actor import parallel
         from megatron_daro.actor.policy import MegatronPolicy, layout_of
 
-        if settings.expandable_segments:
-            device.expand_segments(device.prepare())
+        self._remarks = parallel.prepare_process(expandable_segments=settings.expandable_segments)
         before = parallel.listening_ports()
         parallel.initialize(layout_of(actor), rank=self._rank, init_method=init_method, seed=seed, timeout_s=timeout_s)
         self._ports = parallel.listening_ports() - before
@@ -174,7 +174,7 @@ class TrainWorker:
             answers=parallel.answers_for_shard(),
             device=device.prepare().type,
             host=ray.util.get_node_ip_address(),
-            remarks=self._policy.remarks,
+            remarks=(*self._remarks, *self._policy.remarks),
             weights_key=parallel.weights_key(),
         )
 

@@ -187,3 +187,61 @@ def test_segments_grow_on_a_gpu_unless_the_environment_says_how_memory_is_alloca
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", seen.append)  # fails where torch has it no more
     device.expand_segments(torch.device(kind))
     assert seen == set_to
+
+
+def test_a_rank_stays_on_the_cpus_near_its_gpu():
+    """In a system of two NUMA nodes as Linux shows it, with the files that torch's binding.py and ours read."""
+    out = run("""
+        import os, tempfile, threading
+        from pathlib import Path
+        from types import SimpleNamespace
+        import torch
+        from torch.numa import binding
+        from megatron_daro.actor import device
+
+        root, allowed = Path(tempfile.mkdtemp()), os.sched_getaffinity(0)
+        near = max(allowed)
+        for node, cpus in ((0, "0-255"), (1, str(near)), (2, "4000-4095")):
+            (root / f"sys/devices/system/node/node{node}").mkdir(parents=True)
+            (root / f"sys/devices/system/node/node{node}/cpulist").write_text(cpus + "\\n")
+        buses = {"far": (0x1B, -1), "near": (0xDC, 1), "barred": (0xDD, 2), "odd": (0xDE, 7)}
+        for bus, node in buses.values():
+            (root / f"sys/bus/pci/devices/0000:{bus:02x}:00.0").mkdir(parents=True)
+            (root / f"sys/bus/pci/devices/0000:{bus:02x}:00.0/numa_node").write_text(f"{node}\\n")
+        device._PCI_DEVICES = root / "sys/bus/pci/devices"
+        binding.open = lambda path: open(root / str(path).lstrip("/"))
+
+        def bound(bus):
+            gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=bus, pci_device_id=0)
+            torch.cuda.get_device_properties = lambda _: gpu
+            return device.bind_to_numa_node(torch.device("cuda", 0))
+
+        ended = threading.Event()
+        thread = threading.Thread(target=ended.wait, daemon=True)
+        thread.start()
+        print(device.bind_to_numa_node(torch.device("cpu")), bound(buses["far"][0]))
+        print(*bound(0x77), *bound(buses["odd"][0]), *bound(buses["barred"][0]), sep="\\n")
+        print("as before:", os.sched_getaffinity(0) == allowed)
+        print(bound(buses["near"][0]), os.sched_getaffinity(0) == os.sched_getaffinity(thread.native_id) == {near})
+        ended.set()
+    """)
+    lines = out.splitlines()
+    assert lines[0] == "() ()"
+    assert "No such file or directory" in lines[1] and "0000:77:00.0" in lines[1]
+    assert "Could not determine CPUs corresponding to numa_node_index=7" in lines[2]
+    assert lines[3].startswith("a rank may use no CPU of NUMA node 2, where its GPU is")
+    assert lines[4:] == ["as before: True", "() True"]
+
+
+def test_a_rank_of_its_own_process_has_all_of_its_environment_from_one_function(monkeypatch):
+    from megatron_daro.actor import parallel
+
+    gpu, seen = torch.device("cuda", 0), list[object]()
+    monkeypatch.setattr(os, "environ", {"PATH": ""})
+    monkeypatch.setattr(device, "prepare", lambda: seen.append(os.environ["NCCL_CUMEM_ENABLE"]) or gpu)
+    monkeypatch.setattr(device, "expand_segments", lambda target: seen.append(("segments", target)))
+    monkeypatch.setattr(device, "bind_to_numa_node", lambda target: ("far away", target))
+    assert parallel.prepare_process(expandable_segments=True) == ("far away", gpu)
+    assert seen == ["0", ("segments", gpu)]
+    parallel.prepare_process(expandable_segments=False)
+    assert seen[2:] == ["0"]
