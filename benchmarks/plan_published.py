@@ -30,8 +30,8 @@ import numpy as np
 from megatron_daro.config.model_shape import ModelShape, read_model_shape
 from megatron_daro.workshop.plan.gpus import GPUS
 from megatron_daro.workshop.plan.layout import ModelLayout
-from megatron_daro.workshop.plan.times import Constants, Practice, generation_s, sync_s, train_times
-from megatron_daro.workshop.plan.workload import DEFAULT_SPREAD, Workload, quantiles
+from megatron_daro.workshop.plan.times import Constants, generation_s, sync_s, train_times
+from megatron_daro.workshop.plan.workload import DEFAULT_SPREAD, Practice, Workload, quantiles
 
 TABLE = Path(__file__).with_name("published.csv")
 PROMPT_TOKENS = 115
@@ -171,6 +171,7 @@ def workload_of(row: Row) -> Workload:
         server_fraction=None,
         server_nodes=None,
         colocated=False,
+        practice=_practice(row),
     )
 
 
@@ -185,12 +186,11 @@ def planned(row: Row, constants: Constants) -> float:
     servers = int(row["server_gpus"] or 0)
     gpus = int(row["gpus"])
     training = gpus - servers if workload.staleness else gpus
-    practice = _practice(row)
-    times = train_times(workload, layout, training // layout.ranks, gpu, constants, practice)
+    times = train_times(workload, layout, training // layout.ranks, gpu, constants)
     if row["kind"] != "rl":
         return workload.tokens / times.total / gpus
     tensor = int(row["server_tensor"])
-    at_once = practice.batches_at_once
+    at_once = workload.practice.batches_at_once
     generation = generation_s(workload, tensor, servers // tensor, gpu, constants, batches_at_once=at_once)
     both = times.total + generation if workload.staleness == 0 else max(times.total, generation)
     return both + constants.fixed_s

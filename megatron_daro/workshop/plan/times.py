@@ -9,7 +9,6 @@ on top.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -95,35 +94,6 @@ class Constants:
 
 
 @dataclass(frozen=True, slots=True)
-class Practice:
-    """What a trainer's software does with a layout; the defaults are this package's.
-
-    graphs: what of a layer the GPU starts by itself (CUDA graphs): the router, attention too ("partial"), or all.
-    fused: routing and permutation of tokens are fused kernels. once: a token goes once to each node, and not
-    once to each of its experts there. overlaps, overlaps_experts: collectives of tensor and data parallelism, and the
-    exchange between experts, run beside computation. gathers: weights are gathered for each micro-batch (FSDP).
-    balanced: each expert is given equally many tokens, whatever the router says. gradient_bytes: of an element in the
-    reduction. logprobs_at_once: micro-batches that a pass without gradients takes as one. batches_at_once: whose
-    answers servers make at the same time, the next one's as soon as the first ends; 0: a batch ends before the next
-    begins.
-    """
-
-    graphs: Literal["none", "router", "partial", "full"] = "none"
-    fused: bool = False
-    once: bool = False
-    overlaps: bool = False
-    overlaps_experts: bool = False
-    gathers: bool = False
-    balanced: bool = False
-    gradient_bytes: int = 4
-    logprobs_at_once: int = 1
-    batches_at_once: int = 0
-
-
-OWN = Practice()
-
-
-@dataclass(frozen=True, slots=True)
 class TrainTimes:
     """Seconds of the trainers on one batch: `compute` and `communication` of training, `bubble` of the pipeline,
     `logprobs` of the passes beside it."""
@@ -156,24 +126,23 @@ def micro_batches_of(workload: Workload, layout: ModelLayout, data: int) -> int:
     return max(1, min(int(np.ceil(tokens / fill - 1e-9)), int(np.ceil(samples))))
 
 
-def train_times(
-    workload: Workload, layout: ModelLayout, data: int, gpu: Gpu, constants: Constants, practice: Practice = OWN
-) -> TrainTimes:
+def train_times(workload: Workload, layout: ModelLayout, data: int, gpu: Gpu, constants: Constants) -> TrainTimes:
     """Return what one batch costs on `data` replicas of this layout."""
     num = micro_batches_of(workload, layout, data)
     taken = num if layout.virtual == 1 else interleaved_group(num, layout.pipeline)[0]
     tokens = workload.tokens / workload.updates / data / num / layout.context  # of a micro-batch on one rank
-    on_gpu, on_host = _stage_s(workload, layout, tokens, gpu, constants, practice)
+    on_gpu, on_host = _stage_s(workload, layout, tokens, gpu, constants)
     again = 4 / 3 if layout.recompute == "full" else 1 + _recomputed_share(workload) / 3
-    traffic = _layer_traffic(workload, layout, tokens, gpu, constants, practice)
-    uneven = 1 + constants.imbalance * (not practice.balanced)
+    traffic = _layer_traffic(workload, layout, tokens, gpu, constants)
+    uneven = 1 + constants.imbalance * (not workload.practice.balanced)
     one = max(on_gpu * again * uneven, on_host * again)
     compute = workload.updates * (taken * one + _optimizer_s(workload, layout, data, gpu, constants))
     inner = workload.updates * taken * traffic
-    outer = workload.updates * _data_parallel_s(workload, layout, data, num, gpu, constants, practice)
+    outer = workload.updates * _data_parallel_s(workload, layout, data, num, gpu, constants)
     idle = (layout.pipeline - 1) / (taken * layout.virtual)
     bubble = workload.updates * taken * (one + traffic) * idle
-    forward = num * workload.updates * (max(on_gpu * uneven, on_host / practice.logprobs_at_once) + 0.4 * traffic) / 3
+    alone = max(on_gpu * uneven, on_host / workload.practice.logprobs_at_once)  # a micro-batch without gradients
+    forward = num * workload.updates * (alone + 0.4 * traffic) / 3
     # The critic sees the same tokens, for its values and when it is trained.
     critic = active_parameters(workload.critic) / active_parameters(workload.shape) if workload.critic else 0.0
     passes = (workload.extra_passes - (workload.critic is not None) + critic) * forward * (1 + idle)
@@ -199,13 +168,13 @@ _STARTED = {"none": 1.0, "router": 0.75, "partial": 0.5, "full": 0.0}
 
 
 def _stage_s(
-    workload: Workload, layout: ModelLayout, tokens: float, gpu: Gpu, constants: Constants, practice: Practice
+    workload: Workload, layout: ModelLayout, tokens: float, gpu: Gpu, constants: Constants
 ) -> tuple[float, float]:
     """Seconds of the slowest stage with one micro-batch, forward and backward: of the GPU's work, and of the host that
     starts it."""
     shape = workload.shape
     share = tokens / layout.tensor
-    wide = constants.routing * (not practice.balanced) if shape.experts else 0.0
+    wide = constants.routing * (not workload.practice.balanced) if shape.experts else 0.0
     bf16 = gpu.bf16_tflops * 1e12 * gpu.sustained
     rate = gpu.fp8_tflops * 1e12 * gpu.sustained * constants.matrices_fp8 if workload.fp8 else bf16 * constants.matrices
     output = shape.vocab * shape.hidden
@@ -220,19 +189,19 @@ def _stage_s(
     stages = layout.pipeline * layout.virtual
     # Where layers do not divide, the stages are cut so that the output layer counts as one.
     slowest = layers / layout.pipeline + last if shape.layers % stages == 0 else (layers + last) / layout.pipeline
-    return slowest, _host_s(workload, layout, constants, practice)
+    return slowest, _host_s(workload, layout, constants)
 
 
-def _host_s(workload: Workload, layout: ModelLayout, constants: Constants, practice: Practice) -> float:
+def _host_s(workload: Workload, layout: ModelLayout, constants: Constants) -> float:
     """Seconds in which the host starts the kernels of a stage for one micro-batch; those of experts one by one."""
     shape = workload.shape
-    each = constants.expert_layer_s * (constants.fused if practice.fused else 1.0)
+    each = constants.expert_layer_s * (constants.fused if workload.practice.fused else 1.0)
     started = (shape.layers - shape.expert_layers) * constants.layer_s + shape.expert_layers * each
-    host = _STARTED[practice.graphs] * started
-    if shape.experts and practice.graphs != "full":
+    host = _STARTED[workload.practice.graphs] * started
+    if shape.experts and workload.practice.graphs != "full":
         calls = shape.experts.number / layout.expert * (_FP8_CALLS if workload.fp8 else 1.0)
         host += shape.expert_layers * calls * constants.expert_call_s
-    return host / layout.pipeline * (1 + constants.schedule * practice.overlaps_experts)
+    return host / layout.pipeline * (1 + constants.schedule * workload.practice.overlaps_experts)
 
 
 def _optimizer_s(workload: Workload, layout: ModelLayout, data: int, gpu: Gpu, constants: Constants) -> float:
@@ -246,14 +215,12 @@ def _expert_shards(layout: ModelLayout, data: int) -> int:
     return max(data * layout.context * layout.tensor // (layout.cut.expert * layout.cut.expert_tensor), 1)
 
 
-def _layer_traffic(
-    workload: Workload, layout: ModelLayout, tokens: float, gpu: Gpu, constants: Constants, practice: Practice
-) -> float:
+def _layer_traffic(workload: Workload, layout: ModelLayout, tokens: float, gpu: Gpu, constants: Constants) -> float:
     """Seconds of one micro-batch in a stage's collectives: TP with sequence parallelism, CP, experts, next stages."""
     shape, layers = workload.shape, workload.shape.layers / layout.pipeline
     links, network = (1e9 * constants.links * rate for rate in (gpu.link_gb_s, gpu.network_gb_s))
     hidden = tokens * shape.hidden * workload.dtype_bytes
-    seen = 1 - constants.hidden * practice.overlaps
+    seen = 1 - constants.hidden * workload.practice.overlaps
     # Forward: two gathers and two scatters; backward: the same and two gathers again; recomputation: the forward's.
     collectives = 10 + 4 * (layout.recompute == "full")
     seconds = seen * layers * collectives * hidden * (layout.tensor - 1) / layout.tensor / links
@@ -262,8 +229,8 @@ def _layer_traffic(
         path = links if layout.tensor * layout.context <= gpu.linked else network
         seconds += seen * layers * 3 * keys * (layout.context - 1) / path
     if layout.expert > 1 and shape.experts:
-        seen_experts = 1 - constants.hidden * practice.overlaps_experts
-        each = _exchange_s(workload, layout, hidden / layout.tensor, gpu, constants, practice)
+        seen_experts = 1 - constants.hidden * workload.practice.overlaps_experts
+        each = _exchange_s(workload, layout, hidden / layout.tensor, gpu, constants)
         seconds += seen_experts * layers * shape.expert_layers / shape.layers * each
     if layout.pipeline > 1:
         path = links if layout.ranks <= gpu.linked else network
@@ -271,27 +238,25 @@ def _layer_traffic(
     return seconds
 
 
-def _exchange_s(
-    workload: Workload, layout: ModelLayout, hidden: float, gpu: Gpu, constants: Constants, practice: Practice
-) -> float:
+def _exchange_s(workload: Workload, layout: ModelLayout, hidden: float, gpu: Gpu, constants: Constants) -> float:
     """Seconds of a layer's exchange of `hidden` bytes of tokens with their experts and back, forward and backward."""
     experts = workload.shape.experts
     assert experts, "only asked of layers with experts"
-    uneven = 1 + constants.routing * (not practice.balanced)
+    uneven = 1 + constants.routing * (not workload.practice.balanced)
     times = 4 + 2 * (layout.recompute == "full" or "moe" in workload.recomputed)
     domains = max(layout.expert / gpu.linked, 1.0)
     outside = 1 - 1 / domains
     inside = (layout.expert - 1) / layout.expert - outside
     copies = experts.chosen
     far = copies * outside
-    if practice.once and domains > 1:
+    if workload.practice.once and domains > 1:
         far = (domains - 1) * (1 - (1 - 1 / domains) ** copies)
     rate = 1e9 * constants.expert_links
     return uneven * times * hidden * (far / (rate * gpu.network_gb_s) + copies * inside / (rate * gpu.link_gb_s))
 
 
 def _data_parallel_s(
-    workload: Workload, layout: ModelLayout, data: int, num: int, gpu: Gpu, constants: Constants, practice: Practice
+    workload: Workload, layout: ModelLayout, data: int, num: int, gpu: Gpu, constants: Constants
 ) -> float:
     """Seconds of an update in the reduction of gradients and the gather of the new weights."""
     rest, experts = counts(workload.shape, layout.cut, 0)
@@ -299,10 +264,13 @@ def _data_parallel_s(
     width = layout.ranks // layout.pipeline * data
     path = gpu.link_gb_s if width <= gpu.linked else gpu.network_gb_s
     moved = rest * (shards - 1) / shards + experts * (expert_shards - 1) / expert_shards
-    each = practice.gradient_bytes + workload.dtype_bytes
+    practice = workload.practice
+    seen = 1 - constants.hidden * practice.overlaps
+    seen_reduction = 1 - constants.hidden * (practice.overlaps or practice.overlaps_reduction)
+    each = seen_reduction * practice.gradient_bytes + seen * workload.dtype_bytes
     if practice.gathers:
-        each = num * (practice.gradient_bytes + 2 * workload.dtype_bytes)
-    return (1 - constants.hidden * practice.overlaps) * moved * each / (1e9 * constants.links * path)
+        each = num * (seen_reduction * practice.gradient_bytes + seen * 2 * workload.dtype_bytes)
+    return moved * each / (1e9 * constants.links * path)
 
 
 def generation_s(

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Literal
 
 import numpy as np
 
@@ -27,6 +28,33 @@ DEFAULT_SHARE = 0.3
 
 
 @dataclass(frozen=True, slots=True)
+class Practice:
+    """What a trainer's software does with a layout; the defaults are this package's.
+
+    graphs: what of a layer the GPU starts by itself (CUDA graphs): the router, attention too ("partial"), or all.
+    fused: routing and permutation of tokens are fused kernels. once: a token goes once to each node, and not
+    once to each of its experts there. overlaps, overlaps_experts: collectives of tensor and data parallelism, and the
+    exchange between experts, run beside computation; overlaps_reduction: of the former that of gradients alone.
+    gathers: weights are gathered for each micro-batch (FSDP). balanced: each expert is given equally many tokens,
+    whatever the router says. gradient_bytes: of an element in the reduction. logprobs_at_once: micro-batches that a
+    pass without gradients takes as one. batches_at_once: whose answers servers make at the same time, the next one's as
+    soon as the first ends; 0: a batch ends before the next begins.
+    """
+
+    graphs: Literal["none", "router", "partial", "full"] = "none"
+    fused: bool = False
+    once: bool = False
+    overlaps: bool = False
+    overlaps_experts: bool = False
+    overlaps_reduction: bool = False
+    gathers: bool = False
+    balanced: bool = False
+    gradient_bytes: int = 4
+    logprobs_at_once: int = 1
+    batches_at_once: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Workload:
     """One training batch. Lengths in tokens; response_Q are equally likely answer lengths, ascending.
 
@@ -36,7 +64,7 @@ class Workload:
     their weights, and keys and values. recomputed: modules of a layer that are computed again in the backward pass
     (selective recomputation). server_fraction: of a server's GPU for its weights and cache; None: all that is left.
     server_nodes: that each server is spread over; None: as few as hold it. colocated: servers and ranks take turns on
-    the GPUs.
+    the GPUs. practice: of the trainer.
     """
 
     shape: ModelShape
@@ -63,6 +91,7 @@ class Workload:
     critic: ModelShape | None = None
     recomputed: frozenset[str] = frozenset()
     epochs: int = 1
+    practice: Practice = Practice()
 
     @property
     def mean_response(self) -> float:
@@ -165,6 +194,7 @@ def workload_of(
         colocated=config.engine.colocate,
         recomputed=_recomputed(actor.megatron),
         epochs=config.trainer.epochs_per_batch,
+        practice=_practice(actor.megatron),
     )
 
 
@@ -174,6 +204,15 @@ def _recomputed(options: Mapping[str, object]) -> frozenset[str]:
     if options.get("recompute_granularity") != "selective":
         return frozenset()
     return frozenset(map(str, modules)) if isinstance(modules, (list, tuple)) else frozenset({"core_attn"})
+
+
+def _practice(options: Mapping[str, object]) -> Practice:
+    """Return what Megatron's options make of the trainer. The flex dispatchers send a token once to each node."""
+    return Practice(
+        fused=bool(options.get("moe_permute_fusion") and options.get("moe_router_fusion")),
+        once=options.get("moe_token_dispatcher_type") == "flex",
+        overlaps_reduction=bool(options.get("overlap_grad_reduce")),
+    )
 
 
 def least_budget(workload: Workload, multiple: int) -> int:

@@ -201,11 +201,36 @@ def test_activations_and_logits_are_within_15_percent_of_a_run(record_property, 
     assert [round(ratio, 3) for ratio in ratios if not 0.85 <= ratio <= 1.15] == [], ratios
 
 
-def test_options_of_megatron_say_what_is_recomputed_and_a_step_gets_longer_by_it():
-    def of_options(**options):
-        made = {"model": {"path": "x"}, "data": {"train": ("x",)}, "actor": {"precision": "bf16", "megatron": options}}
-        return workload_of(Config.model_validate(made), read_model_shape(small_experts()))
+def of_options(**options):
+    made = {"model": {"path": "x"}, "data": {"train": ("x",)}, "actor": {"precision": "bf16", "megatron": options}}
+    return workload_of(Config.model_validate(made), read_model_shape(small_experts()))
 
+
+def test_options_of_megatron_say_what_runs_beside_computation_in_fused_kernels_or_once_for_a_node():
+    gpu, known, layout = GPUS["h100-80g"], times.Constants(), ModelLayout(1, 1, 1, "none", 4096, expert=1)
+    two_nodes = replace(layout, expert=2 * gpu.linked)
+    layers = of_options().shape.expert_layers
+
+    def reduction_s(**options):
+        return times.train_times(of_options(**options), layout, 8, gpu, known).communication
+
+    def host_s(**options):
+        return times._host_s(of_options(**options), layout, known)
+
+    def exchange_s(**options):
+        return times._exchange_s(of_options(**options), two_nodes, 1e9, gpu, known)
+
+    # Of four bytes of a gradient and two of a weight, those of the gradient are hidden.
+    kept = (4 * (1 - known.hidden) + 2) / 6
+    assert reduction_s(overlap_grad_reduce=True) == pytest.approx(kept * reduction_s())
+    assert host_s(moe_permute_fusion=True) == host_s()
+    saved = layers * known.expert_layer_s * (1 - known.fused)
+    assert host_s() - host_s(moe_permute_fusion=True, moe_router_fusion=True) == pytest.approx(saved)
+    assert exchange_s(moe_token_dispatcher_type="alltoall") == exchange_s()
+    assert exchange_s(moe_token_dispatcher_type="flex") < exchange_s()
+
+
+def test_options_of_megatron_say_what_is_recomputed_and_a_step_gets_longer_by_it():
     assert of_options().recomputed == of_options(recompute_granularity="full").recomputed == frozenset()
     assert of_options(recompute_granularity="selective").recomputed == {"core_attn"}
     layout, gpu = ModelLayout(1, 1, 1, "none", 4096, expert=1), GPUS["h100-80g"]

@@ -87,8 +87,8 @@ def test_each_expert_of_a_rank_is_started_by_itself_and_in_fp8_with_its_conversi
     def host_s(expert: int, graphs: str, *, fp8: bool = False) -> float:
         layout = published.ModelLayout(1, 1, 1, "none", 4096, expert)
         practice = published.Practice(graphs=graphs, balanced=True)
-        small = published.replace(workload, fp8=fp8, samples=1)
-        return times._stage_s(small, layout, 1, gpu, known, practice)[1]
+        small = published.replace(workload, fp8=fp8, samples=1, practice=practice)
+        return times._stage_s(small, layout, 1, gpu, known)[1]
 
     one = 48 * known.expert_call_s
     assert host_s(8, "none") - host_s(16, "none") == pytest.approx(8 * one)
