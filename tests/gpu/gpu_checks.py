@@ -8,6 +8,7 @@ which rehearses them (tests/parallel/test_gpu_check_rehearsal.py) and proves not
 from __future__ import annotations
 
 import gc
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -250,6 +251,27 @@ def gradients_fused(device: torch.device, directory: Path) -> Outcome:
     return Outcome(worst, 0.02, "relative, worst parameter")
 
 
+def experts_fused(device: torch.device, directory: Path) -> Outcome:
+    """Gradients of a mixture of experts with Transformer Engine's fused routing and permutation against those without:
+    the options change the kernels, and neither the experts nor their weights."""
+    from policy_tasks import collect_gradients
+
+    from megatron_daro.actor.device import has_transformer_engine
+    from megatron_daro.actor.step import compute_gradients
+
+    if not has_transformer_engine():
+        raise NotHereError(NO_TRANSFORMER_ENGINE)
+    batch, found = _learnable(directory, "qwen3_moe"), []
+    for fused in (True, False):
+        options = dict.fromkeys(("moe_permute_fusion", "moe_router_fusion"), fused)
+        policy = build_policy(directory, precision="bf16", distributed=False, megatron=options)
+        compute_gradients(policy.train_state, batch, _thirds(len(batch)), policy._objective, policy._output)
+        found.append(collect_gradients(policy))
+    # A token whose two best experts are alike may go to another one: the direction of a matrix, not its largest number.
+    worst = max(_angle(value, found[1][name]) for name, value in found[0].items() if value.ndim > 1)
+    return Outcome(worst, 0.01, "1 - cosine, worst matrix")
+
+
 def policy_steps(device: torch.device, directory: Path, **options: str) -> Outcome:
     """Six steps on one batch: the loss must fall. The difference reported is the last loss minus the first."""
     losses = _losses(directory, steps=6, **options)
@@ -270,14 +292,18 @@ def policy_fp8_against_bf16(device: torch.device, directory: Path) -> Outcome:
     return Outcome(apart / (plain[0] - plain[-1]), 0.25, "largest difference of losses, relative to their fall")
 
 
-def policy_checkpoint(device: torch.device, directory: Path, *, precision: str = "bf16") -> Outcome:
-    """A policy that was saved and one that loads it, with a step after: layers' extra state comes back too."""
+def policy_checkpoint(
+    device: torch.device, directory: Path, *, precision: str = "bf16", family: str = "qwen2", trained: bool = True
+) -> Outcome:
+    """A policy that was saved, after its first step or before it, and one that loads it, with two steps after: layers'
+    extra state and the optimizer's come back too."""
     if precision == "fp8":
         check_fp8(device)
-    batch = _learnable(directory)
+    batch = _learnable(directory, family)
     saved, loaded = (build_policy(directory, precision=precision, learning_rate=3e-3) for _ in range(2))
     rows = _thirds(len(batch))
-    saved.train_step(batch, rows, step=1)
+    if trained:
+        saved.train_step(batch, rows, step=1)
     place = directory / "checkpoint"
     place.mkdir()
     saved.save(place)
@@ -393,6 +419,7 @@ CHECKS: dict[str, Check] = {
     "reference pass, bf16": reference_pass,
     "policy gradients, fp32": policy_gradients_fp32,
     "weight gradients fused, bf16": gradients_fused,
+    "routing and permutation of experts fused, bf16": experts_fused,
     "policy steps, bf16": policy_steps,
     "policy steps, fp8": policy_fp8,
     "policy steps, qwen3_moe bf16": partial(policy_steps, family="qwen3_moe"),
@@ -401,6 +428,10 @@ CHECKS: dict[str, Check] = {
     "fp8 against bf16, 50 steps": policy_fp8_against_bf16,
     "checkpoint, bf16": policy_checkpoint,
     "checkpoint, fp8": partial(policy_checkpoint, precision="fp8"),
+    "checkpoint before the first step, bf16": partial(policy_checkpoint, trained=False),
+    "checkpoint before the first step, fp8": partial(policy_checkpoint, trained=False, precision="fp8"),
+    "checkpoint, qwen3_moe bf16": partial(policy_checkpoint, family="qwen3_moe"),
+    "checkpoint, qwen3_moe fp8": partial(policy_checkpoint, family="qwen3_moe", precision="fp8"),
     "memory released": memory_released,
     "memory to the host and back": memory_in_turns,
     "weights by handles to a second process": gpu_processes.handles_to_a_second_process,
@@ -425,7 +456,15 @@ CHECKS: dict[str, Check] = {
     "ten steps, one of two servers frozen while it takes weights": partial(
         gpu_runs.ten_steps, servers=2, harm="SIGSTOP", in_broadcast=True
     ),
+    "ten steps, TP 2 PP 2 with four servers beside": partial(gpu_runs.ten_steps, servers=4, tensor=2, pipeline=2),
 }
+
+
+def gpus_of(check: Check) -> int:
+    """GPUs that a check needs: those of its ranks and of servers beside them."""
+    given = check.keywords if isinstance(check, partial) else {}
+    ranks = math.prod(given.get(name, 1) for name in ("tensor", "pipeline", "context", "data"))
+    return ranks if given.get("colocate") else ranks + given.get("servers", 0)
 
 
 def build_policy(

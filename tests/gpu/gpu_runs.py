@@ -27,6 +27,8 @@ def ten_steps(
     directory: Path,
     *,
     servers: int,
+    tensor: int = 1,
+    pipeline: int = 1,
     colocate: bool = False,
     fp8_blocks: bool = False,
     harm: Harm = "",
@@ -41,7 +43,9 @@ def ten_steps(
     from megatron_daro.observe.metrics import read_metrics
 
     on_gpu, run_dir = device.type == "cuda", directory / "run"
-    need_gpus(device, servers if colocate else servers + 1, "ranks and servers")
+    ranks = servers if colocate else tensor * pipeline
+    need_gpus(device, ranks if colocate else ranks + servers, "ranks and servers")
+    servers = servers if on_gpu else min(servers, 2)  # each takes minutes of a CPU and gigabytes
     if fp8_blocks and not on_gpu:
         raise NotHereError(
             "servers multiply fp8 blocks on a GPU; tests/sglang/test_sglang_fp8_blocks.py sends them to one"
@@ -52,6 +56,7 @@ def ten_steps(
     elif on_gpu:  # a width of the heads that fused kernels have
         tiny_task.pretrain(task.model, family="Qwen3Config", head_dim=64)
     sections = _sections(on_gpu, servers, colocate=colocate)
+    sections["actor"] |= {"tensor_parallel": tensor, "pipeline_parallel": pipeline}
     sections["engine"]["sglang"] |= {"fp8_blocks": fp8_blocks} | ({"bucket_mib": 1} if in_broadcast else {})
     config = task.write_config(directory / "run.yaml", sections)
     with cli_runs.started(["train", config, f"trainer.run_dir={run_dir}"], directory / "log") as run:
@@ -106,8 +111,7 @@ def _sections(on_gpu: bool, servers: int, *, colocate: bool) -> dict[str, Any]:
     limits = {"stall_timeout_s": 60, "sync_timeout_s": 120, "request_timeout_s": 120}
     sglang = {"python": str(environment / "bin" / "python"), "arguments": arguments, "sync": sync, **limits}
     return {
-        "actor": {"tensor_parallel": 1, "data_parallel": servers if colocate else 1}
-        | {"precision": "bf16" if on_gpu else "fp32"},
+        "actor": {"data_parallel": servers if colocate else 1, "precision": "bf16" if on_gpu else "fp32"},
         "engine": {"kind": "sglang", "replicas": servers, "colocate": colocate, "sglang": sglang},
         "rollout": {"prompts_per_step": 4, "rollouts_per_prompt": 4, "max_response_tokens": 4}
         | {"max_refill_rounds": 20},

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +27,9 @@ NOT_ON_A_CPU = {
     "policy steps, fp8 mxfp8": NO_TRANSFORMER_ENGINE,
     "fp8 against bf16, 50 steps": NO_TRANSFORMER_ENGINE,
     "checkpoint, fp8": NO_TRANSFORMER_ENGINE,
+    "checkpoint before the first step, fp8": NO_TRANSFORMER_ENGINE,
+    "checkpoint, qwen3_moe fp8": NO_TRANSFORMER_ENGINE,
+    "routing and permutation of experts fused, bf16": NO_TRANSFORMER_ENGINE,
     "ten steps, a server with fp8 blocks beside": "servers multiply fp8 blocks on a GPU; "
     "tests/sglang/test_sglang_fp8_blocks.py sends them to one",
     "memory released": "it counts the memory of a GPU, and there is none",
@@ -118,13 +122,15 @@ def test_the_report_names_what_failed():
     tool = gpu_check()
     rows = [tool.Row(*row) for row in ROWS]
     speed = ["train step", "10.0", "1,000", "2.00", "20 %", "FAILED: 20% of the peak, at least 30%"]
-    text = tool.page(rows, [speed], {"GPU": "a GPU"})
+    rows[1] = replace(rows[1], gpus=2)
+    text = tool.page(rows, {"train step": [speed]}, {"GPU": "a GPU"})
     assert "1 of 3 checks passed, 1 failed, 1 could not be run here." in text
     assert '<tr class="ERROR"><td>bad</td><td>ERROR</td><td></td><td>RuntimeError: a &lt; b\nc</td>' in text
     assert '<tr class="FAILED"><td>train step</td><td>10.0</td>' in text
-    written = json.loads(tool.as_json(rows, [speed], {"GPU": "a GPU"}))
+    assert text.index("<h2>1 GPU</h2>") < text.index("absent") < text.index("<h2>2 GPUs</h2>") < text.index("<td>bad")
+    written = json.loads(tool.as_json(rows, {"train step": [speed]}, {"GPU": "a GPU"}))
     assert [row["result"] for row in written["checks"]] == ["passed", "ERROR", "not here"]
-    assert written["speed"] == [dict(zip(tool.SPEED_COLUMNS, speed, strict=True))]
+    assert written["speed"] == [{"item": "train step", **dict(zip(tool.SPEED_COLUMNS, speed, strict=True))}]
     assert written["facts"] == {"GPU": "a GPU"}
 
 
@@ -134,19 +140,42 @@ def test_the_page_says_what_each_check_compares():
     assert "against transformers" in said["policy log-probs, qwen3 fp32"]
 
 
-def test_what_passed_on_the_same_machine_is_not_run_again(tmp_path):
+def test_what_passed_on_the_same_machine_is_not_run_again(tmp_path, monkeypatch):
     tool, report, known = gpu_check(), tmp_path / "report.html", {"date": "2026-01-01", "GPU": "a GPU", "torch": "2.13"}
-    assert tool.passed_before(report, known) == {}
-    tool.write(report, [tool.Row(*row) for row in ROWS], [], known)
-    assert tool.passed_before(report, {**known, "date": "2026-01-02"}) == {"good": tool.Row(*ROWS[0])}
-    assert tool.passed_before(report, {**known, "torch": "2.14"}) == {}
+    nothing = {}, {}
+    assert tool.found_before(report, known) == nothing
+    slow, missed, absent = (["", "1.0", "", "", "", goal] for goal in ("reached: 1", "FAILED: 2", ""))
+    absent[1] = "not here"
+    speeds = {"log-probs fp32": [slow, [*slow[:-1], ""]], "log-probs bf16": [slow, missed], tool.STEPS[0]: [absent]}
+    tool.write(report, [tool.Row(*row) for row in ROWS], speeds, known)
+    kept = {"good": tool.Row(*ROWS[0])}, {"log-probs fp32": speeds["log-probs fp32"]}
+    assert tool.found_before(report, {**known, "date": "2026-01-02"}) == kept
+    assert tool.found_before(report, {**known, "torch": "2.14"}) == nothing
+    monkeypatch.setattr(tool, "speed_lines", lambda name, device, small: [["measured", name]])
+    *_, lines = tool.run_speed(None, kept[1], small=False)
+    assert lines["log-probs fp32"] == kept[1]["log-probs fp32"] and list(lines) == list(tool.SPEEDS)
+    assert lines[tool.STEPS[0]] == [["measured", tool.STEPS[0]]]
+
+
+def test_each_check_is_listed_under_the_gpus_that_it_needs():
+    from gpu_checks import gpus_of
+
+    needed = {name: gpus_of(check) for name, check in CHECKS.items()}
+    assert sorted(set(needed.values())) == [1, 2, 3, 8]
+    assert needed["ten steps, GPUs shared with a server"] == needed["checkpoint, bf16"] == 1
+    assert needed["ten steps, a server beside"] == needed["training, EP 2 of experts"] == 2
+    assert [name for name, gpus in needed.items() if gpus == 8] == [
+        "training, TP 2 PP 2 DP 2",
+        "ten steps, TP 2 PP 2 with four servers beside",
+    ]
 
 
 def test_a_speed_below_its_goal_fails():
     tool = gpu_check()
-    ours, plain, bare = (SimpleNamespace(seconds=s) for s in (2.0, 9.0, 1.0))
+    ours, plain, bare, triton = (SimpleNamespace(seconds=s) for s in (2.0, 9.0, 1.0, 1.5))
     assert tool.logprob_goals([ours, plain, bare])[0].startswith("reached: 2.0 of at most 3")
     assert tool.logprob_goals([plain, ours, bare])[0].startswith("FAILED: 9.0 of at most 3")
+    assert tool.logprob_goals([ours, plain, bare, triton])[3] == "1.5 bare products", "on a GPU"
     assert tool.GOALS.keys() <= set(tool.SPEEDS)
 
 
