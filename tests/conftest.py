@@ -49,8 +49,9 @@ def folder_of(path: Path) -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """--heavy, and for how long."""
+    """--heavy, and for how long; --colours."""
     parser.addoption("--heavy", action="store_true", help="also run the tests that are marked heavy")
+    parser.addoption("--colours", action="store_true", help="run all of tests/parallel with storages of two colours")
     parser.addoption(
         "--heavy-minutes", type=float, default=math.inf, help="heavy tests that would begin later than this are skipped"
     )

@@ -4,11 +4,28 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+COLOURED = {
+    "test_checkpoints",
+    "test_fresh_moments",
+    "test_host_memory",
+    "test_kl_in_reward",
+    "test_learning_rate",
+    "test_nonfinite_steps",
+    "test_routing_replay",
+    "test_snapshots",
+    "test_token_advantages",
+    "test_train_steps",
+}
+"""Files whose policies always have storages of two colours (two_colours.py); a step takes five times as long then. The
+others have them with --colours only."""
+
 
 @pytest.fixture(scope="module")  # not longer: idle ranks keep busy threads of gloo
-def rank_pool():
+def rank_pool(request):
     from ranks import RankPool
 
-    pool = RankPool(4)
+    name = request.module.__name__
+    coloured = name in COLOURED or (request.config.getoption("--colours") and name != "test_two_colours")  # by itself
+    pool = RankPool(4, coloured=coloured)
     yield pool
     pool.close()

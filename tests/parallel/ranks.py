@@ -3,6 +3,9 @@
 `RankPool.run(function, layout, **arguments)` joins the first layout.world_size processes into a world with Megatron's
 groups, calls `function(layout=layout, **arguments)` on each and returns what each returned.
 `function` must be importable.
+
+With coloured=True the storages of every policy have two colours meanwhile (two_colours.py), and a task fails where a
+GPU would refuse an operation, or the host would wait where colour_limits.py does not allow it.
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ PRELOAD = ["torch", "transformers", "megatron_daro.actor.policy", "megatron_daro
 
 
 class RankPool:
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, size: int, *, coloured: bool = False) -> None:
+        self._size, self._coloured = size, coloured
         self._start()
 
     def _start(self) -> None:
@@ -31,7 +34,7 @@ class RankPool:
         self._pipes, self._processes, self._worlds = [], [], 0
         for rank in range(self._size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, theirs, self._coloured), daemon=True)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -62,7 +65,7 @@ class RankPool:
             process.join(10)
 
 
-def _serve(rank: int, pipe: Any) -> None:
+def _serve(rank: int, pipe: Any, coloured: bool) -> None:
     import warnings
 
     import torch
@@ -71,12 +74,27 @@ def _serve(rank: int, pipe: Any) -> None:
     torch.set_num_threads(1)
     from megatron_daro.actor import parallel
 
+    run = _coloured if coloured else _plain
     while True:
         function, layout, port, arguments = pipe.recv()
         try:
             parallel.initialize(layout, rank=rank, init_method=f"tcp://127.0.0.1:{port}", seed=1, timeout_s=120)
-            pipe.send((True, function(layout=layout, **arguments)))
+            pipe.send((True, run(function, layout=layout, **arguments)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
         finally:
             parallel.shutdown()
+
+
+def _plain(function: Any, **arguments: Any) -> Any:
+    return function(**arguments)
+
+
+def _coloured(function: Any, **arguments: Any) -> Any:
+    from colour_limits import unexpected
+    from two_colours import watched
+
+    with watched() as found:
+        value = function(**arguments)
+    assert not unexpected(found.calls), "\n".join(unexpected(found.calls))
+    return value

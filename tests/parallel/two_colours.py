@@ -5,8 +5,10 @@ two modes. The one over Python's calls gives `Tensor.device`, `.to`, `.cpu()`, f
 that they have with a GPU; the one over dispatched operations carries the colours on, through the backward pass too.
 
 It raises where an operation mixes the colours, and where a tensor of the host is handed to a collective call, which
-NCCL would serve. Where the host reads a value of the device, and so waits for it, it counts (`Found.reads`), by the
-innermost function of this package or of Megatron-core; a test says which of these it allows.
+NCCL would serve. Where the host reads a value of the device, and so waits for it, it counts (`Call.reads`), by the
+innermost function of this package or of Megatron-core; colour_limits.py says which of these are allowed.
+
+`RankPool(4, coloured=True)` does all of this around every task of its ranks (conftest.py says for which files).
 
 What it cannot see: threads of writers, kernels of Transformer Engine, and tensors that were made before a policy was
 and are no part of it: these count as the host's.
@@ -15,6 +17,7 @@ and are no part of it: these count as the host's.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -33,8 +36,9 @@ from torch.utils._pytree import tree_leaves
 
 GPU, HOST = torch.device("cpu", 0), torch.device("cpu")
 """What `Tensor.device` says of the two; both are the CPU, and differ."""
-METHODS = ("train_step", "logprobs", "reference_logprobs", "values", "start_save", "load", "offload", "onload")
-"""Of MegatronPolicy; `export` beside them, one tensor at a time."""
+METHODS = ("train_step", "logprobs", "reference_logprobs", "values", "offload", "onload")
+METHODS += ("start_save", "load", "start_snapshot", "restore")
+"""Of MegatronPolicy; `export` and `export_critic` beside them, one tensor at a time, and `step.compute_gradients`."""
 _READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "cpu", "nonzero"}
 _READS |= {"masked_select", "unique", "unique_consecutive", "equal", "allclose", "__contains__"}
 _FREE = {"barrier", "monitored_barrier_"}
@@ -53,18 +57,40 @@ class ColourError(RuntimeError):
 
 
 @dataclass(slots=True)
+class Call:
+    """Of a method in METHODS, with so many micro-batches (1 where it has none), of a policy with so many models.
+
+    reads: (what, where) -> how often the host read values of the device.
+    """
+
+    name: str
+    micro_batches: int = 1
+    models: int = 1
+    reads: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
 class Found:
-    """reads: (what, where) -> how often the host read values of the device. operations: how many ran on the device."""
+    """calls: one after the other; what a method calls in its turn is its own. operations: that ran on the device."""
 
     colours: Colours
-    reads: Counter[tuple[str, str]] = field(default_factory=Counter)
+    calls: list[Call] = field(default_factory=list)
     operations: int = 0
+    current: Call | None = None
 
     @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Watch what is done here too."""
-        with _inside(self.colours):
+    def inside(self, name: str, micro_batches: int = 1, models: int = 1) -> Iterator[None]:
+        """Watch what is done here as a call, unless one runs already."""
+        if self.current is not None:
             yield
+            return
+        self.current = Call(name, micro_batches, models)
+        self.calls.append(self.current)
+        try:
+            with _inside(self.colours):
+                yield
+        finally:
+            self.current = None
 
 
 class Colours:
@@ -87,7 +113,8 @@ class Colours:
                 self._known = {key: entry for key, entry in self._known.items() if not entry[0].expired()}
 
     def read(self, what: str) -> None:
-        self.found.reads[what, place()] += 1
+        if self.found.current is not None:
+            self.found.current.reads[what, place()] += 1
 
 
 def place() -> str:
@@ -113,8 +140,10 @@ class _Calls(TorchFunctionMode):
         self._colours = colours
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, colours = kwargs or {}, self._colours
         name = getattr(func, "__name__", "")
+        if name == "__get__" and func != _DEVICE:
+            return func(*args)
+        kwargs, colours = kwargs or {}, self._colours
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if name == "backward":
             return self._backward(func, args, kwargs)
@@ -210,8 +239,7 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, colours = kwargs or {}, self._colours
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        tensors = [tensor for tensor in tensors if tensor.device.type == "cpu"]
+        tensors = list(_tensors(args, kwargs.values()))
         name = func.overloadpacket.__name__
         found = {colours.of(tensor) for tensor in tensors}
         if func.namespace == "c10d":
@@ -226,10 +254,12 @@ class _Operations(TorchDispatchMode):
         if "device" in found:
             colours.found.operations += 1
         colour = "device" if "device" in found and name != "copy_" else "either" if not tensors else ""
-        for tensor in tree_leaves(out) if colour else ():
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and not _is_of(tensor, tensors):
-                colours.paint(tensor, colour)
-        if "device" in found and name != "copy_":
+        if colour:
+            own = {tensor.untyped_storage()._cdata for tensor in tensors}
+            for tensor in _tensors((out,)):
+                if tensor.untyped_storage()._cdata not in own:
+                    colours.paint(tensor, colour)
+        if "either" in found and "device" in found and name != "copy_":
             for tensor in tensors:  # what torch made itself goes along with what it is used with
                 if colours.of(tensor) == "either":
                     colours.paint(tensor, "device")
@@ -247,9 +277,15 @@ class _Operations(TorchDispatchMode):
             raise ColourError(f"{name} in {place()} is given tensors of the host, {shapes}; NCCL refuses them")
 
 
-def _is_of(tensor: torch.Tensor, tensors: Iterable[torch.Tensor]) -> bool:
-    own = tensor.untyped_storage()._cdata
-    return any(own == other.untyped_storage()._cdata for other in tensors)
+def _tensors(*groups: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Tensors of a CPU among arguments or results, in lists too. (torch's tree_leaves takes half of a test's time.)"""
+    for values in groups:
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                if value.device.type == "cpu":
+                    yield value
+            elif isinstance(value, (list, tuple)):
+                yield from _tensors(value)
 
 
 def _in_an_object_collective() -> bool:
@@ -304,10 +340,17 @@ def _redirected(colours: Colours) -> Iterator[None]:
     def cuda(self: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         return self.to(GPU)
 
+    own_shown = device.shown
+
+    def shown(tensor: torch.Tensor) -> torch.Tensor:
+        out = own_shown(tensor)  # the same memory under another storage
+        colours.paint(out, colours.of(tensor))
+        return out
+
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(device, "prepare", lambda: GPU))
         stack.enter_context(mock.patch.object(device, "_on_cpu", on_gpu))
-        stack.enter_context(mock.patch.object(device, "shown", lambda tensor: tensor))
+        stack.enter_context(mock.patch.object(device, "shown", shown))
         stack.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: GPU))
         stack.enter_context(mock.patch.object(torch.Tensor, "cuda", cuda))
         yield
@@ -346,9 +389,13 @@ def _paint_policy(colours: Colours, policy: Any) -> None:
 @contextmanager
 def watched() -> Iterator[Found]:
     """Watch every policy that is built inside; yields what is found."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    from megatron_daro.actor import step
     from megatron_daro.actor.policy import MegatronPolicy
 
     colours = Colours()
+    found = colours.found
 
     def built(original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
@@ -359,9 +406,13 @@ def watched() -> Iterator[Found]:
         return init
 
     def inside(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            with _inside(colours):
+            micro_batches = signature.bind(*args, **kwargs).arguments.get("micro_batches", [()])
+            models = 2 if getattr(args[0], "critic", None) is not None else 1
+            with found.inside(original.__name__, len(micro_batches), models):
                 return original(*args, **kwargs)
 
         return call
@@ -371,7 +422,7 @@ def watched() -> Iterator[Found]:
         def export(*args: Any, **kwargs: Any) -> Iterator[Any]:
             items = original(*args, **kwargs)
             while True:
-                with _inside(colours):
+                with found.inside("export"):
                     item = next(items, None)
                 if item is None:
                     return
@@ -380,7 +431,10 @@ def watched() -> Iterator[Found]:
         return export
 
     with ExitStack() as stack:
-        wrappers = {"__init__": built, "export": one_by_one, **dict.fromkeys(METHODS, inside)}
-        for name, wrap in wrappers.items():
+        wrappers = {"__init__": built, "export": one_by_one, "export_critic": one_by_one}
+        for name, wrap in (wrappers | dict.fromkeys(METHODS, inside)).items():
             stack.enter_context(mock.patch.object(MegatronPolicy, name, wrap(getattr(MegatronPolicy, name))))
-        yield colours.found
+        # A tensor of the class, which the policies of a process share; each pool of ranks builds many.
+        stack.enter_context(mock.patch.object(MoEAuxLossAutoScaler, "main_loss_backward_scale", None))
+        stack.enter_context(mock.patch.object(step, "compute_gradients", inside(step.compute_gradients)))
+        yield found
