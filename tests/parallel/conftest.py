@@ -11,7 +11,6 @@ COLOURED = {
     "test_kl_in_reward",
     "test_learning_rate",
     "test_nonfinite_steps",
-    "test_routing_replay",
     "test_snapshots",
     "test_token_advantages",
     "test_train_steps",
