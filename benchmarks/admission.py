@@ -7,7 +7,7 @@ The client is the run's own engine, over HTTP on loopback. The servers (a proces
 SGLang's book of the cache: who is let in, who is sent back when it is full, and how long a step takes with as many
 tokens in it. Answers are log-normal in length and the same on both sides. One side's servers say that they stream whole
 answers, the other's that they stream deltas, with which the client asks for a group as one. All sizes are a tenth of
-those of a 32B model on four H100s, and time goes by ten times as fast. Sides take turns; medians are compared.
+those of a 32B model on four H100s, and time goes by twice as fast. Sides take turns; medians are compared.
 
 Exit code 1 if the ratio is below 1.35 or the cache less than 75 % full while groups wait.
 """
@@ -44,7 +44,7 @@ of 128, keys and values, bf16). The longest answer."""
 MEDIAN, SIGMA = 250, 1.0
 WEIGHTS_MS, FULL_CACHE_MS = 7.0, 15.0
 """A step reads all weights (65.5 GB at 4 x 3.35 TB/s, and 2 ms of everything else), and what is in the cache."""
-FASTER, STRIDE = 10, 4
+FASTER, STRIDE = 2, 4
 """Tokens that are generated between two looks at the clock."""
 CLIP, FIRST_RATIO, LAST_RATIO, DECAY_STEPS = 410, 0.7, 0.7 * 0.14, 600
 """SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION (a tenth of 4096), SGLANG_INIT_NEW_TOKEN_RATIO, that times
