@@ -1,0 +1,106 @@
+"""Whole runs of the loop under drawn faults: the laws of loop_schedules.py hold after each."""
+
+from __future__ import annotations
+
+import pytest
+from loop_schedules import draw_loop, simulate_loop
+from rank_schedules import no_ray
+
+from megatron_daro.controller import Controller
+from megatron_daro.errors import CheckpointError
+from megatron_daro.rollout.ledger import Ledger
+from megatron_daro.rollout.sampled_batch import Snapshot
+from megatron_daro.rollout.sampler import Sampler
+from megatron_daro.sync.publish import WeightSync
+
+
+@pytest.fixture(autouse=True)
+def patched():
+    with no_ray() as patch:
+        yield patch
+
+
+def run_all(seeds):
+    """Every schedule must hold its laws."""
+    for seed in seeds:
+        schedule = draw_loop(seed)
+        try:
+            simulate_loop(schedule)
+        except BaseException as error:
+            error.add_note(f"tests/simulation: seed {seed} of the loop: {schedule}")
+            raise
+
+
+def test_sixty_runs():
+    run_all(range(60))
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(1200)
+def test_five_thousand_runs():
+    run_all(range(60, 5060))
+
+
+def publish_no_more(patch):
+    async def first_only(self, version):
+        return {} if version else await original(self, version)
+
+    original = WeightSync.publish
+    patch.setattr(WeightSync, "publish", first_only)
+
+
+def forget_who_came_back(patch):
+    async def never(self, name):
+        return None
+
+    patch.setattr(WeightSync, "_catch_up", never)
+
+
+def resume_with_another_cursor(patch):
+    def load(self, state, waiting=()):
+        original(self, state, waiting)
+        self._source.next(1)
+
+    original = Sampler.load_state_dict
+    patch.setattr(Sampler, "load_state_dict", load)
+
+
+def lose_what_waits(patch):
+    patch.setattr(Snapshot, "waiting", lambda self: ())
+
+
+def run_ahead_without_bound(patch):
+    async def at_once(self, index):
+        return self._planned_step < self._section.steps
+
+    patch.setattr(Controller, "_turn", at_once)
+
+
+def forget_what_was_filtered(patch):
+    def finish(self, group_ids, outcome):
+        original(self, group_ids, "dropped" if outcome == "filtered" else outcome)
+
+    original = Ledger.finish
+    patch.setattr(Ledger, "finish", finish)
+
+
+def train_without_dropping_what_is_old(patch):
+    patch.setattr(Sampler, "stale", lambda self, groups, version: ())
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        publish_no_more,
+        forget_who_came_back,
+        resume_with_another_cursor,
+        lose_what_waits,
+        run_ahead_without_bound,
+        forget_what_was_filtered,
+        train_without_dropping_what_is_old,
+    ],
+)
+def test_a_planted_fault_is_found(patched, plant):
+    plant(patched)
+    with pytest.raises((AssertionError, CheckpointError)):
+        run_all(range(150))
