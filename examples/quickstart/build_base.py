@@ -42,7 +42,7 @@ class BaseSettings:
 
     shares: weight of each number of digits in the texts; training_shares: in the problems for reinforcement learning,
     of which there are training_draws, repeats included (there are few sums of one digit).
-    batch: texts per step. The model's sizes are those of Qwen2's config.json.
+    batch: texts per step. The model's sizes are those of Qwen2's config.json; positions: tokens of the longest text.
     """
 
     seed: int = 0
@@ -55,6 +55,7 @@ class BaseSettings:
     heads: int = 4
     kv_heads: int = 2
     ffn: int = 256
+    positions: int = 128
     shares: dict[int, float] = field(default_factory=lambda: {1: 1.0, 2: 2.0, 3: 3.0, 4: 3.0, 5: 2.0})
     slips: problems.Slips = field(
         default_factory=lambda: problems.Slips(forget=0.5, digit=0.02, skip=0.02, repeat=0.04)
@@ -74,6 +75,20 @@ class BaseSettings:
     def held_out(self) -> frozenset[Any]:
         """What names the problems that no text may be about."""
         return frozenset(problem.key for problem in problems.held_out_problems(self.seed))
+
+    @property
+    def vocabulary(self) -> tokenizer.Characters:
+        """Of the model and its texts."""
+        return tokenizer.SUMS
+
+    def samples(self, step: int, held_out: frozenset[Any]) -> list[tuple[list[int], list[int], list[int]]]:
+        """The samples of one step: ids of the prompt, ids behind it, and 1 for each of these that is learnt."""
+        encode, end = self.vocabulary.encode, self.vocabulary.ids["<eos>"]
+        rows = []
+        for problem, answer in self.texts(step, held_out):
+            behind = [*encode(answer), end]
+            rows.append(([self.vocabulary.ids["<bos>"], *encode(problem)], behind, [1] * len(behind)))
+        return rows
 
     def texts(self, step: int, held_out: frozenset[Any]) -> list[tuple[str, str]]:
         """The (problem, answer) texts of one step."""
@@ -97,16 +112,13 @@ def supervised_batch(settings: BaseSettings, step: int, held_out: frozenset[Any]
     """The texts of one step as a TrainBatch of independent samples with advantage 1."""
     from megatron_daro.types import TrainBatch
 
-    rows: list[tuple[list[int], list[int]]] = []
-    for problem, answer in settings.texts(step, held_out):
-        prompt = [tokenizer.VOCABULARY["<bos>"], *tokenizer.encode(problem)]
-        rows.append((prompt, [*tokenizer.encode(answer), tokenizer.VOCABULARY["<eos>"]]))
-    num, responses = len(rows), sum(len(answer) for _, answer in rows)
+    rows = settings.samples(step, held_out)
+    num, responses = len(rows), sum(len(behind) for _, behind, _ in rows)
     return TrainBatch(
-        tokens_T=np.concatenate([np.array(p + a, dtype=np.int32) for p, a in rows]),
-        lengths_N=np.array([len(p) + len(a) for p, a in rows], dtype=np.int64),
-        prompt_lengths_N=np.array([len(p) for p, _ in rows], dtype=np.int64),
-        loss_mask_R=np.ones(responses, dtype=np.uint8),
+        tokens_T=np.concatenate([np.array(prompt + behind, dtype=np.int32) for prompt, behind, _ in rows]),
+        lengths_N=np.array([len(prompt) + len(behind) for prompt, behind, _ in rows], dtype=np.int64),
+        prompt_lengths_N=np.array([len(prompt) for prompt, _, _ in rows], dtype=np.int64),
+        loss_mask_R=np.concatenate([np.array(mask, dtype=np.uint8) for _, _, mask in rows]),
         rollout_logprobs_R=np.zeros(responses, dtype=np.float32),
         rewards_N=np.ones(num, dtype=np.float32),
         correct_N=np.ones(num, dtype=np.uint8),
@@ -123,23 +135,23 @@ def write_random_model(directory: Path, settings: BaseSettings) -> None:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    special = tokenizer.VOCABULARY
+    ids = settings.vocabulary.ids
     config = Qwen2Config(
-        vocab_size=len(special),
+        vocab_size=len(ids),
         hidden_size=settings.hidden,
         num_hidden_layers=settings.layers,
         num_attention_heads=settings.heads,
         num_key_value_heads=settings.kv_heads,
         intermediate_size=settings.ffn,
-        max_position_embeddings=128,
+        max_position_embeddings=settings.positions,
         tie_word_embeddings=False,
-        pad_token_id=special["<pad>"],
-        bos_token_id=special["<bos>"],
-        eos_token_id=special["<eos>"],
+        pad_token_id=ids["<pad>"],
+        bos_token_id=ids["<bos>"],
+        eos_token_id=ids["<eos>"],
     )
     torch.manual_seed(settings.seed)
     Qwen2ForCausalLM(config).save_pretrained(directory)
-    tokenizer.write_tokenizer(directory)
+    settings.vocabulary.write(directory)
 
 
 def pretrain(rank: int, processes: int, address: str, start: Path, target: Path, settings: BaseSettings) -> None:
@@ -160,7 +172,7 @@ def pretrain(rank: int, processes: int, address: str, start: Path, target: Path,
     optimizer = OptimizerSection(learning_rate=settings.learning_rate, warmup_steps=settings.warmup_steps)
     actor = ActorSection(data_parallel=processes, precision="fp32", optimizer=optimizer)
     policy = MegatronPolicy(
-        PolicySettings(start, 2, max_response_tokens=128, temperature=1.0, total_steps=settings.steps),
+        PolicySettings(start, 2, max_response_tokens=settings.positions, temperature=1.0, total_steps=settings.steps),
         actor,
         AlgorithmSection(name="grpo"),
     )
@@ -217,17 +229,17 @@ def _run_ranks(processes: int, start: Path, target: Path, settings: BaseSettings
         torch.multiprocessing.spawn(pretrain, arguments, nprocs=processes)
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path("runs/quickstart-base"))
-    parser.add_argument("--steps", type=int, default=BaseSettings().steps)
+def main(defaults: BaseSettings, output: Path) -> None:
+    """The command line: builds with `defaults` into `output`, unless told otherwise."""
+    parser = argparse.ArgumentParser(description=f"Builds a small base model for {output.name.removesuffix('-base')}.")
+    parser.add_argument("--output", type=Path, default=output)
+    parser.add_argument("--steps", type=int, default=defaults.steps)
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1), help="data-parallel ranks")
     arguments = parser.parse_args()
-    settings = dataclasses.replace(BaseSettings(), steps=arguments.steps)
+    settings = dataclasses.replace(defaults, steps=arguments.steps)
     if not build(arguments.output, settings, arguments.processes):
         print(f"    {arguments.output} is there already, with the same settings")
 
 
 if __name__ == "__main__":
-    main()
+    main(BaseSettings(), Path("runs/quickstart-base"))

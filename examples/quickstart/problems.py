@@ -64,12 +64,12 @@ class Slips:
     repeat: float = 0.0
 
 
-def draw(rng: random.Random, shares: Mapping[int, float]) -> Sum:
-    """A random sum. `shares`: weight of each number of digits. The shorter number has 1 to as many digits."""
+def draw(rng: random.Random, shares: Mapping[int, float], kind: type[Sum] = Sum) -> Sum:
+    """A random problem. `shares`: weight of each number of digits. The shorter number has 1 to as many digits."""
     digits = rng.choices(list(shares), weights=list(shares.values()))[0]
     numbers = [_number(rng, digits), _number(rng, rng.randint(1, digits))]
     rng.shuffle(numbers)
-    return Sum(*numbers)
+    return kind(*numbers)
 
 
 def worked_answer(problem: Sum, rng: random.Random | None = None, slips: Slips | None = None) -> str:
@@ -92,13 +92,13 @@ def worked_answer(problem: Sum, rng: random.Random | None = None, slips: Slips |
     return f"{''.join(steps)}{MARKER}{written}"
 
 
-def held_out_problems(seed: int, counts: Mapping[int, int] = HELD_OUT) -> list[Sum]:
-    """The evaluation set: `counts` sums per number of digits, no two of them the same but for their order."""
+def held_out_problems(seed: int, counts: Mapping[int, int] = HELD_OUT, kind: type[Sum] = Sum) -> list[Sum]:
+    """The evaluation set: `counts` problems per number of digits, no two of them the same but for their order."""
     rng = random.Random(f"held out {seed}")
     found: dict[tuple[int, int], Sum] = {}
     for digits, count in counts.items():
         wanted = len(found) + count
-        for problem in _draws(rng, {digits: 1.0}, 1000 * count):
+        for problem in _draws(rng, {digits: 1.0}, 1000 * count, kind):
             found.setdefault(problem.key, problem)
             if len(found) == wanted:
                 break
@@ -107,10 +107,12 @@ def held_out_problems(seed: int, counts: Mapping[int, int] = HELD_OUT) -> list[S
     return list(found.values())
 
 
-def training_problems(seed: int, draws: int, shares: Mapping[int, float], held_out: Iterable[Sum]) -> list[Sum]:
-    """The different ones among so many random sums, in random order, without those held out."""
+def training_problems(
+    seed: int, draws: int, shares: Mapping[int, float], held_out: Iterable[Sum], kind: type[Sum] = Sum
+) -> list[Sum]:
+    """The different ones among so many random problems, in random order, without those held out."""
     keys = {problem.key for problem in held_out}
-    found = _draws(random.Random(f"training {seed}"), shares, draws)
+    found = _draws(random.Random(f"training {seed}"), shares, draws, kind)
     return list(dict.fromkeys(problem for problem in found if problem.key not in keys))
 
 
@@ -124,5 +126,5 @@ def _number(rng: random.Random, digits: int) -> int:
     return rng.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
 
 
-def _draws(rng: random.Random, shares: Mapping[int, float], count: int) -> Iterator[Sum]:
-    return (draw(rng, shares) for _ in range(count))
+def _draws(rng: random.Random, shares: Mapping[int, float], count: int, kind: type[Sum]) -> Iterator[Sum]:
+    return (draw(rng, shares, kind) for _ in range(count))

@@ -1,8 +1,9 @@
-"""Prints what a run gained: held-out accuracy by difficulty, before and after.
+"""Prints what a run gained: held-out accuracy by difficulty, and tool calls, before and after.
 
     python examples/quickstart/summary.py runs/quickstart
 
-Place in the data flow: RUN/metrics.jsonl (keys eval/{name}/accuracy[/{category}]) -> a table on the terminal.
+Place in the data flow: RUN/metrics.jsonl (keys eval/{name}/accuracy[/{category}] and tool_calls_mean) -> a table on the
+terminal.
 Refuses runs that were evaluated fewer than two times.
 """
 
@@ -17,6 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+ALL, CALLS = "all", "tool calls, mean"
+
 
 def evaluations(run_dir: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl that hold an evaluation, in order."""
@@ -26,13 +29,17 @@ def evaluations(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def accuracy_rows(first: dict[str, Any], last: dict[str, Any]) -> list[tuple[str, str, float, float]]:
-    """(set, category or "all", accuracy before, after) of every key in both, the whole set last."""
+    """(set, category or `ALL`, accuracy before, after) of every key in both, the whole set behind its categories; last
+    (set, `CALLS`, tool calls per conversation before, after) where it has conversations."""
     rows = []
     for key in sorted(first):
         parts = key.split("/", 3)
         if parts[0] == "eval" and parts[2:3] == ["accuracy"] and key in last:
-            rows.append((parts[1], parts[3] if len(parts) > 3 else "all", first[key], last[key]))
-    return sorted(rows, key=lambda row: (row[0], row[1] == "all", row[1]))
+            rows.append((parts[1], parts[3] if len(parts) > 3 else ALL, first[key], last[key]))
+        elif parts[0] == "eval" and parts[2:] == ["tool_calls_mean"] and key in last:
+            rows.append((parts[1], CALLS, first[key], last[key]))
+    order = {ALL: 1, CALLS: 2}
+    return sorted(rows, key=lambda row: (row[0], order.get(row[1], 0), row[1]))
 
 
 def accuracy_table(first: dict[str, Any], last: dict[str, Any]) -> Table:
@@ -48,7 +55,7 @@ def accuracy_table(first: dict[str, Any], last: dict[str, Any]) -> Table:
             table.add_section()
         # Names come from files: Text keeps rich from reading markup in them.
         cells = (Text(name if name != previous else ""), Text(category), f"{before:.3f}", f"{after:.3f}")
-        table.add_row(*cells, f"{after - before:+.3f}", style="bold" if category == "all" else None)
+        table.add_row(*cells, f"{after - before:+.3f}", style="bold" if category == ALL else None)
         previous = name
     return table
 

@@ -49,7 +49,8 @@ class Evaluator:
 
     async def evaluate(self, step: int) -> Mapping[str, float]:
         """eval/{name}/accuracy of every set, and eval/{name}/accuracy/{category} where its problems have categories;
-        with several answers to a problem eval/{name}/pass_at/{k} for k of 2, 4, 8, ... up to their number."""
+        with several answers to a problem eval/{name}/pass_at/{k} for k of 2, 4, 8, ... up to their number; of
+        conversations eval/{name}/turns_mean and tool_calls_mean."""
         metrics: dict[str, float] = {}
         for number, held_out in enumerate(self._sets):
             metrics |= await self._evaluate_set(held_out, first_id=-1 - number, step=step)
@@ -88,6 +89,7 @@ class Evaluator:
                 [(prompts[r.group_id].category, v.correct) for r, v in zip(rollouts, verdicts, strict=True)],
             ),
             **_pass_at(section.name, list(right.values()), section.rollouts_per_prompt),
+            **_turns(section.name, rollouts),
         }
 
     async def _all(self, requests: Sequence[GroupRequest]) -> list[Rollout]:
@@ -139,6 +141,17 @@ def _pass_at(name: str, right: Sequence[int], samples: int) -> dict[str, float]:
     """Mean over problems of the unbiased estimate; right: right answers of `samples` to each."""
     ks = [2**n for n in range(1, samples.bit_length()) if 2**n <= samples]
     return {f"eval/{name}/pass_at/{k}": sum(pass_at_k(samples, c, k) for c in right) / max(len(right), 1) for k in ks}
+
+
+def _turns(name: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Of conversations, which have a report for each answer; nothing of single answers."""
+    reports = [report for rollout in rollouts for report in rollout.reports]
+    if not reports:
+        return {}
+    return {
+        f"eval/{name}/turns_mean": len(reports) / len(rollouts),
+        f"eval/{name}/tool_calls_mean": sum(report.tool_calls for report in reports) / len(rollouts),
+    }
 
 
 def _accuracies(name: str, outcomes: Sequence[tuple[str, bool]]) -> dict[str, float]:

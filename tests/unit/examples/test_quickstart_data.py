@@ -24,7 +24,8 @@ SHARES = {1: 1.0, 2: 1.0, 3: 1.0}
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
     directory = tmp_path_factory.mktemp("tokenizer")
-    tokenizer.write_tokenizer(directory)
+    tokenizer.SUMS.write(directory)
+    (directory / "config.json").write_text('{"model_type": "qwen2"}')  # transformers chooses its class by that
     return load_tokenizer(directory)
 
 
@@ -101,12 +102,13 @@ def test_files_load_with_categories(tmp_path, loaded):
 def test_own_encoding_is_that_of_the_written_tokenizer(loaded, left, right):
     problem = problems.Sum(left, right)
     text = problem.text + problems.worked_answer(problem)
-    ids = tokenizer.encode(text)
-    assert loaded(text)["input_ids"] == [tokenizer.VOCABULARY["<bos>"], *ids]
-    assert loaded.decode([*ids, tokenizer.VOCABULARY["<eos>"]], skip_special_tokens=True) == text
+    ids = tokenizer.SUMS.encode(text)
+    assert loaded(text)["input_ids"] == [tokenizer.SUMS.ids["<bos>"], *ids]
+    assert loaded.decode([*ids, tokenizer.SUMS.ids["<eos>"]], skip_special_tokens=True) == text
 
 
 def test_tokenizer_has_what_a_run_needs(loaded):
-    assert len(loaded) == len(tokenizer.VOCABULARY) == 24
-    assert read_stops(loaded).token_ids == (tokenizer.VOCABULARY["<eos>"],)
-    assert tokenizer.encode("####7") == [tokenizer.VOCABULARY["####"], tokenizer.VOCABULARY["7"]]
+    assert max(loaded(text)["input_ids"][1] for text in (*tokenizer.SUMS.alphabet, "####")) == 23
+    assert len(tokenizer.SUMS.ids) == 24
+    assert read_stops(loaded).token_ids == (tokenizer.SUMS.ids["<eos>"],)
+    assert tokenizer.SUMS.encode("####7") == [tokenizer.SUMS.ids["####"], tokenizer.SUMS.ids["7"]]

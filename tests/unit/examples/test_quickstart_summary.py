@@ -26,16 +26,19 @@ def evaluation(step: int, **accuracies: float) -> dict:
 def test_first_and_last_evaluation_are_compared(tmp_path, capsys):
     run = write_run(
         tmp_path / "run",
-        {"step": 0, "eval/sums/accuracy": 0.25, "eval/sums/accuracy/digits_1": 0.5, "eval/[b]x/accuracy": 0.1},
+        {"step": 0, "eval/sums/accuracy": 0.25, "eval/sums/accuracy/digits_1": 0.5, "eval/[b]x/accuracy": 0.1}
+        | {"eval/sums/tool_calls_mean": 0.5, "eval/sums/turns_mean": 1.5},
         {"step": 1, "loss/policy": 1.0},
         {"step": 2, "eval/sums/accuracy": 0.3, "eval/sums/accuracy/digits_1": 0.9},
-        {"step": 4, "eval/sums/accuracy": 0.75, "eval/sums/accuracy/digits_1": 1.0, "eval/[b]x/accuracy": 0.2},
+        {"step": 4, "eval/sums/accuracy": 0.75, "eval/sums/accuracy/digits_1": 1.0, "eval/[b]x/accuracy": 0.2}
+        | {"eval/sums/tool_calls_mean": 1.25, "eval/sums/turns_mean": 2.25},
     )
     first, last = (summary.evaluations(run)[i] for i in (0, -1))
     assert summary.accuracy_rows(first, last) == [
         ("[b]x", "all", 0.1, 0.2),
         ("sums", "digits_1", 0.5, 1.0),
         ("sums", "all", 0.25, 0.75),
+        ("sums", "tool calls, mean", 0.5, 1.25),
     ]
     assert summary.main([str(run)]) == 0
     out = capsys.readouterr().out

@@ -101,11 +101,20 @@ def requests(groups=3, size=4):
     return [GroupRequest(g, 0, prompt, tuple(range(size)), SAMPLING) for g, prompt in enumerate(prompts)]
 
 
-def talks(engine, *, together=True, timeout_s=60.0, pool=None, progress=None, **options):
+def talks(
+    engine,
+    *,
+    together=True,
+    timeout_s=60.0,
+    pool=None,
+    progress=None,
+    environment=toy_environment.SecondTry,
+    **options,
+):
     section = EnvironmentSection(kind="toy_environment:SecondTry", options=options, timeout_s=timeout_s)
     return Conversations(
         section,
-        toy_environment.SecondTry(tokenizer=Tokenizer(), **options),
+        environment(tokenizer=Tokenizer(), **options),
         engine,
         pool or Pool(),
         reward=RewardSection(incorrect_reward=-1.0),
@@ -267,6 +276,42 @@ def test_time_in_the_engine_is_not_the_environments():
         return await collected(talks(engine, timeout_s=0.4), requests(groups=1))
 
     assert {one.finish_reason for one in asyncio.run(run())} == {"stop"}
+
+
+def test_a_slow_environment_holds_no_slot_of_a_server():
+    """One slot; the conversations of group 0 go on only once all others have ended, with all of their turns."""
+
+    class OneSlot(Engine):
+        async def generate(self, requests):
+            for request in requests:
+                async with slot:
+                    async for some in super().generate([request]):
+                        yield some
+
+    class Slow(toy_environment.SecondTry):
+        others = 8
+
+        async def rollout(self, prompt, conversation):
+            if prompt.id == "p0":
+                await conversation.generate(max_tokens=1)
+                while self.others:
+                    await asyncio.sleep(0.01)
+                return conversation.verdict(False, "slow")
+            verdict = await super().rollout(prompt, conversation)
+            self.others -= 1
+            return verdict
+
+    async def run():
+        nonlocal slot
+        slot = asyncio.Semaphore(1)
+        async with asyncio.timeout(60):
+            return await collected(talks(OneSlot(), together=False, environment=Slow), requests())
+
+    slot = None
+    rollouts = asyncio.run(run())
+    assert {one.finish_reason for one in rollouts} == {"stop"} and len(rollouts) == 12
+    assert {one.verdict.reason for one in rollouts if one.group_id == 0} == {"slow"}
+    assert max(len(one.turns) for one in rollouts if one.group_id) == 2
 
 
 def test_an_answer_cut_or_left_out_by_the_engine_begins_again():

@@ -23,7 +23,7 @@ from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.evaluation import Evaluator, HeldOut
 from megatron_daro.rollout.ledger import Ledger
 from megatron_daro.rollout.rollouter import Pending, RolloutCollector, SingleTurn, judge
-from megatron_daro.types import Prompt, SamplingParams, Verdict
+from megatron_daro.types import Prompt, SamplingParams, TurnReport, Verdict
 
 
 def prompt(*golds: str) -> Prompt:
@@ -108,6 +108,23 @@ def test_evaluation_takes_any_of_the_golds():
     with RewardPool("exact", workers=0) as pool:
         evaluator = Evaluator(sets, SingleTurn(Engine(), pool), max_response_tokens=8, stops=Stops((1,)))
         assert asyncio.run(evaluator.evaluate(0)) == {"eval/digits/accuracy": 2 / 3}
+
+
+def test_evaluation_counts_turns_and_tool_calls_of_conversations():
+    turns = {"2": ((0, 1), (0, 1)), "3": ((0, 2),)}
+    reports = {"2": (TurnReport(tool_calls=3), TurnReport()), "3": (TurnReport(),)}
+
+    class Engine:
+        async def generate(self, requests):
+            for r in requests:
+                one = answering_two(r.group_id, 0, r.prompt)
+                yield (replace(one, turns=turns[r.prompt.answer], reports=reports[r.prompt.answer]),)
+
+    sets = [HeldOut(EvalSet(name="d", path=Path("x")), (prompt("2"), prompt("3")))]
+    with RewardPool("exact", workers=0) as pool:
+        evaluator = Evaluator(sets, SingleTurn(Engine(), pool), max_response_tokens=8, stops=Stops((1,)))
+        found = asyncio.run(evaluator.evaluate(0))
+    assert found == {"eval/d/accuracy": 0.5, "eval/d/turns_mean": 1.5, "eval/d/tool_calls_mean": 1.5}
 
 
 def test_several_answers_to_a_problem_give_pass_at_k():

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Trains a small language model to use a Python tool, with DARO on this machine, from nothing:
+#   bash examples/tool_use/run.sh [a.b=c ...]                    for example trainer.steps=5
+#   bash examples/tool_use/run.sh --engine sglang [a.b=c ...]    rollouts from two SGLang servers, into another run
+# Stages: virtual environment (unless one is active), packages, base model (kept for the next run), training with
+# evaluation at both ends, table and report. The arguments a.b=c are passed to `megatron-daro train`.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+name=tool_use minutes=5 minutes_sglang=15
+export PYTHONPATH=$PWD/examples/environments${PYTHONPATH:+:$PYTHONPATH}
+
+own_options() { :; }
+
+make_base() {
+    stage "base model: runs/tool_use-base (about 70 s, unless it is there already)"
+    "$bin/python" examples/tool_use/products.py
+}
+
+source examples/one_command.sh
+one_command "$@"
