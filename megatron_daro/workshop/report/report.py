@@ -199,7 +199,8 @@ def _lengths(rollout: Mapping[str, Any]) -> list[str]:
         return [f"{rollout['length']} tokens"]
     observed = sum(turn["observed"] for turn in turns)
     num_generated = sum(turn["generated"] > 0 for turn in turns)
-    return [f"{num_generated} turns", f"{rollout['length'] - observed} tokens generated", f"{observed} observed"]
+    turn_count = "1 turn" if num_generated == 1 else f"{num_generated} turns"
+    return [turn_count, f"{rollout['length'] - observed} tokens generated", f"{observed} observed"]
 
 
 def _generated(rollout: Mapping[str, Any]) -> list[float]:

@@ -445,6 +445,8 @@ def test_a_conversation_is_shown_with_what_the_model_said_apart():
     row["turns"] = [{"observed": 0, "generated": 2}, {"observed": 2, "generated": 1}]
     facts = _rollout_values(row)["facts"]
     assert {"2 turns", "3 tokens generated", "2 observed", "mean log-prob -2.000"} <= {*facts}
+    row |= {"turns": row["turns"][:1], "length": 2}
+    assert {"1 turn", "2 tokens generated", "0 observed"} <= {*_rollout_values(row)["facts"]}
 
 
 def test_a_conversation_is_shown_turn_by_turn_with_a_shade_for_each_token_of_the_model():
