@@ -63,7 +63,7 @@ class Habits:
     copied into a call, or out of an output, becomes another one.
     """
 
-    guess: Mapping[int, float] = field(default_factory=lambda: {2: 0.7, 3: 0.55, 4: 0.35})
+    guess: Mapping[int, float] = field(default_factory=lambda: {2: 0.65, 3: 0.5, 4: 0.3})
     operator: float = 0.1
     silent: float = 0.1
     again: float = 0.5

@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
 # Trains a small language model to use a Python tool, with DARO on this machine, from nothing:
-#   bash examples/tool_use/run.sh [a.b=c ...]                    for example trainer.steps=5
-#   bash examples/tool_use/run.sh --engine sglang [a.b=c ...]    rollouts from two SGLang servers, into another run
+#   bash examples/tool_use/run.sh [a.b=c ...]    for example trainer.steps=5
 # Stages: virtual environment (unless one is active), packages, base model (kept for the next run), training with
 # evaluation at both ends, table and report. The arguments a.b=c are passed to `megatron-daro train`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-name=tool_use minutes=5 minutes_sglang=15
+name=tool_use minutes=6 minutes_sglang=15
 export PYTHONPATH=$PWD/examples/environments${PYTHONPATH:+:$PYTHONPATH}
 
 own_options() { :; }

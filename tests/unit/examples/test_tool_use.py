@@ -156,4 +156,4 @@ def test_the_script_makes_the_base_model_trains_in_the_environments_folder_and_p
     config = resolve(CONFIG, command[2:])
     assert config.trainer.run_dir == Path("runs/tool_use") and config.environment.kind == "python_tool:PythonTool"
     shown = copy.run("--help").stdout
-    assert "examples/tool_use/run.sh --engine sglang" in shown and "set -euo" not in shown
+    assert "examples/tool_use/run.sh [a.b=c ...]" in shown and "set -euo" not in shown
