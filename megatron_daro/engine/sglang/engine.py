@@ -23,7 +23,14 @@ from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang import generation, supervision
 from megatron_daro.engine.sglang.client import SGLangClient, UnreachableError
 from megatron_daro.engine.sglang.fleet import Fleet, Server
-from megatron_daro.engine.sglang.generation import Answers, BadAnswerError, EndedAnswer, LostWorkerError, Question
+from megatron_daro.engine.sglang.generation import (
+    Answers,
+    BadAnswerError,
+    CutStreamError,
+    EndedAnswer,
+    LostWorkerError,
+    Question,
+)
 from megatron_daro.engine.sglang.servers import ServerHandle
 from megatron_daro.engine.sglang.supervision import Expected, SharedMemory, Supervision
 from megatron_daro.engine.sglang.update import ServerUpdate, UpdateContext
@@ -345,6 +352,9 @@ class SGLangEngine:
         except (UnreachableError, BadAnswerError) as error:
             run.failed_on = server
             await self._count_failure(server, error)
+            if isinstance(error, CutStreamError):
+                self._check_versions(server, error.rollouts)
+                run.take(error.rollouts)
             raise
         finally:
             run.ids, run.server = (), None

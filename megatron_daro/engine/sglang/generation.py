@@ -45,6 +45,13 @@ class BadAnswerError(EngineError):
     """A server's answer is not one to what was asked."""
 
 
+class CutStreamError(UnreachableError):
+    """A stream broke after answers had ended. ended: these, by their index in the call. rollouts: what they are."""
+
+    ended: Mapping[int, Any] = {}
+    rollouts: tuple[Rollout, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """One HTTP request for some samples of a group. name: of the request. cache_key: of its prefixes. ids: what the
@@ -435,7 +442,8 @@ class Answers(Protocol):
         """Return the rollouts of all calls, in their order; when it is cancelled, the connections are closed.
 
         Raises:
-            UnreachableError: connection, deadline or 5xx. RefusedError: 4xx. BadAnswerError: the answer does not fit.
+            UnreachableError: connection, deadline or 5xx; CutStreamError after some answers. RefusedError: 4xx.
+            BadAnswerError: the answer does not fit.
             LostWorkerError: nobody knows what became of the request.
         """
         ...
@@ -472,19 +480,28 @@ class DirectAnswers:
         async with self._turn:
             await asyncio.sleep(0)
         # Awaited here: a gather that is cancelled from outside reports itself as an exception nobody looked at.
-        answers = await asyncio.gather(*(self._answers(client, call, question.timeout_s) for call in question.calls))
-        return tuple(
-            rollout
-            for call, answer in zip(question.calls, answers, strict=True)
-            for rollout in rollouts(
-                call.request,
-                answer,
-                version=question.version,
-                loaded=question.loaded,
-                decode=self._decode,
-                keeps_cache=question.keeps_cache,
-                experts=self._experts,
+        try:
+            answers = await asyncio.gather(
+                *(self._answers(client, call, question.timeout_s) for call in question.calls)
             )
+        except CutStreamError as error:
+            (call,) = question.calls  # others than those for whole groups are not streamed
+            there, error.ended = error.ended, {}
+            request = replace(call.request, indices=tuple(call.request.indices[i] for i in sorted(there)))
+            error.rollouts = self._rollouts(question, request, [there[i] for i in sorted(there)])
+            raise
+        pairs = zip(question.calls, answers, strict=True)
+        return tuple(rollout for call, one in pairs for rollout in self._rollouts(question, call.request, one))
+
+    def _rollouts(self, question: Question, request: GroupRequest, answers: object) -> tuple[Rollout, ...]:
+        return rollouts(
+            request,
+            answers,
+            version=question.version,
+            loaded=question.loaded,
+            decode=self._decode,
+            keeps_cache=question.keeps_cache,
+            experts=self._experts,
         )
 
     async def _answers(self, client: SGLangClient, call: Call, timeout_s: float) -> object:
@@ -492,6 +509,17 @@ class DirectAnswers:
         if not call.streams:
             return await client.post("/generate", call.body, timeout_s=timeout_s)
         ended: dict[int, Any] = {}
+        try:
+            return await self._streamed(client, call, timeout_s, ended)
+        except UnreachableError as error:
+            if not ended:
+                raise
+            cut = CutStreamError(str(error))
+            cut.ended = ended
+            raise cut from error
+
+    async def _streamed(self, client: SGLangClient, call: Call, timeout_s: float, ended: dict[int, Any]) -> object:
+        """Return the answers of one request; ended: takes each, by its index, when it has ended."""
         async with aclosing(client.stream("/generate", call.body, timeout_s=timeout_s)) as events:
             async for event in events:
                 if isinstance(event, list):  # it does not stream

@@ -125,11 +125,11 @@ def test_what_an_answer_holds_is_given_back_when_it_has_ended(tmp_path):
     run(scenario())
 
 
-def test_a_stream_that_breaks_gives_everything_back_once(tmp_path):
-    async def broken(request, body):
+def test_a_stream_that_breaks_gives_everything_back_once_and_keeps_what_had_ended(tmp_path):
+    async def broken(stub, request):
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        event = StubServer().one([1, 2]) | {"index": 0}
+        event = stub.one([1, 2]) | {"index": 0}
         await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
         await asyncio.sleep(0.05)
         request.transport.abort()
@@ -137,9 +137,12 @@ def test_a_stream_that_breaks_gives_everything_back_once(tmp_path):
 
     async def scenario():
         async with serving(tmp_path) as fleet:
-            first(fleet.stubs[0], 1, broken)
+            stub = fleet.stubs[0]
+            first(stub, 1, lambda request, body: broken(stub, request))
             rollouts = await collect(fleet.engine, [group(0, count=3)])
             assert [r.index for r in rollouts] == [0, 1, 2]
+            assert rollouts[0].tokens[3:].tolist() == [1, 2], "it is not asked for again"
+            assert [len(body["input_ids"]) for stub in fleet.stubs for body in stub.bodies] == [2]
             assert [server.tokens_in_flight for server in fleet.servers] == [0, 0] and not fleet.engine._held
 
     run(scenario())
