@@ -30,6 +30,13 @@ def rank_environment(layout: Any) -> dict[str, str | None]:
     return {name: os.environ.get(name) for name in hardware.nccl_of_rank({})}
 
 
+def gloo_groups(layout: Any) -> list[str]:
+    """Megatron's groups for tensors of the host, by their names there."""
+    from megatron.core import parallel_state
+
+    return [name for name, group in vars(parallel_state).items() if name.endswith("_GLOO") and group is not None]
+
+
 def build_policy(
     path: Path, layout: Any, algorithm: dict[str, Any], *, temperature: float = 1.0, **options: Any
 ) -> Any:

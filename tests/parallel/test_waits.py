@@ -26,6 +26,11 @@ def test_ranks_have_the_environment_of_a_communicator_with_servers_before_they_j
         assert None not in found.values()
 
 
+def test_ranks_make_no_groups_that_nobody_uses(rank_pool):
+    """Gloo's connect by the name of the host, which need not resolve on a node with GPUs."""
+    assert rank_pool.run(policy_tasks.gloo_groups, layouts()["dp2"]) == [[], []]
+
+
 @pytest.mark.parametrize("term", ["all", "all_gspo"])
 def test_the_loss_of_a_micro_batch_reads_nothing_back(rank_pool, path, term):
     batch = batch_with_reference()
