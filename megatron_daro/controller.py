@@ -172,7 +172,11 @@ class Controller:
             return RunOutcome("interrupted", self.step)
         finally:
             self._parts.evaluations.cancel()
-            await to_the_end(self.shutdown())  # a death that is noticed only now must not leave the rest open
+            try:
+                await to_the_end(self.shutdown())  # a death that is noticed only now must not leave the rest open
+            except asyncio.CancelledError:
+                if not self._stop_at_once:  # the second Ctrl-C: all is closed now, and how the run ended is known
+                    raise
         return RunOutcome("finished" if finished else "stopped", self.step)
 
     async def shutdown(self) -> None:

@@ -35,6 +35,11 @@ def test_sixty_runs():
     run_all(range(60))
 
 
+def test_what_the_simulation_found():
+    """6367: a second Ctrl-C while a run was being closed made a CancelledError of how it ended."""
+    run_all([6367])
+
+
 @pytest.mark.heavy
 @pytest.mark.timeout(1200)
 def test_five_thousand_runs():
