@@ -111,7 +111,6 @@ def test_a_rank_that_is_frozen_is_killed_and_replaced(tiny, unbroken, tmp_path):
     finished, wanted, happened = run_with_deaths(tiny, tmp_path / "run", tmp_path / "log", plan, options)
     assert finished.code == 0, plain(finished)[-4000:]
     assert wanted == happened and repeated_steps(finished) == [0]
-    assert "actor rank 1 has answered nothing for 20 s, and is killed" in plain(finished)
     assert_same_steps(tmp_path / "run", unbroken, 5)
 
 
