@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import Counter
 
 import pytest
@@ -32,16 +33,19 @@ def run_all(seeds):
     return ends
 
 
-def test_a_thousand_schedules():
-    ends = run_all(range(1000))
-    assert ends["healed"] > 200 and ends["ended"] > 50 and ends["quiet"] > 100, ends
+def test_five_hundred_schedules():
+    ends = run_all(range(500))
+    assert ends["healed"] > 100 and ends["ended"] > 25 and ends["quiet"] > 50, ends
+
+
+LONG = pytest.mark.skipif("MEGATRON_DARO_LONG" not in os.environ, reason="ten minutes: MEGATRON_DARO_LONG=1 runs it")
 
 
 @pytest.mark.heavy
-@pytest.mark.timeout(1200)  # a quarter each takes two minutes on a core of its own
-@pytest.mark.parametrize("quarter", range(4))
-def test_a_hundred_thousand_schedules(quarter):
-    run_all(range(1000 + 25_000 * quarter, 26_000 + 25_000 * quarter))
+@pytest.mark.timeout(1200)  # a part takes about half a minute on a core of its own
+@pytest.mark.parametrize("part", [pytest.param(part, marks=[] if part < 3 else LONG) for part in range(20)])
+def test_a_hundred_thousand_schedules(part):
+    run_all(range(500 + 5_000 * part, 5_500 + 5_000 * part))
 
 
 FOUND = {
