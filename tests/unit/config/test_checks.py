@@ -15,6 +15,8 @@ from megatron_daro.errors import ConfigError
 GPUS = Hardware("gpu", 8, capability=9.0)
 SGLANG = ["engine.kind=sglang", 'engine.sglang.urls=["http://h:1"]']
 SERVERS = ["engine.kind=sglang", "engine.sglang.python=/usr/bin/python3"]
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+EXPERTS |= {"norm_topk_prob": True}
 CONFIGS = Path(__file__).resolve().parents[4] / "shared" / "data" / "configs"
 
 
@@ -265,6 +267,25 @@ def test_idle_gpus_and_crowded_cores_are_warnings(run_files):
     assert "4 CPU cores are on this machine" in line
 
 
+@pytest.mark.parametrize(
+    ("overrides", "field", "words"),
+    [
+        ([], "engine.kind", "set engine.kind=sglang"),
+        ([*SGLANG, "actor.megatron.moe_router_fusion=true"], "actor.megatron.moe_router_fusion", "chooses by itself"),
+    ],
+)
+def test_replayed_routing_needs_servers_that_tell_it_and_a_router_that_can_be_told(run_files, overrides, field, words):
+    run_files.set_shape(**EXPERTS)
+    found = problems(run_files, "actor.routing_replay=true", *overrides)
+    assert any(field in text and words in text for text in found), found
+    assert not any(words in text for text in problems(run_files, *overrides))
+
+
+def test_routing_is_replayed_only_where_there_are_experts(run_files):
+    found = problems(run_files, "actor.routing_replay=true", *SGLANG)
+    assert any("actor.routing_replay" in text and "the model has no experts" in text for text in found), found
+
+
 def test_fp8_is_accepted_where_gpus_and_libraries_have_it(run_files, monkeypatch):
     fp8 = "actor.precision=fp8"
     monkeypatch.setattr(precision, "_version", {"transformer_engine": (2, 20, 2)}.get)
@@ -273,8 +294,7 @@ def test_fp8_is_accepted_where_gpus_and_libraries_have_it(run_files, monkeypatch
     both = {"transformer_engine": (2, 20, 2), "megatron-core": (0, 18, 2)}
     monkeypatch.setattr(precision, "_version", both.get)
     assert not problems(run_files, fp8, hardware=GPUS)
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
-    run_files.set_shape(model_type="qwen3_moe", **experts)
+    run_files.set_shape(**EXPERTS)
     (line,) = problems(run_files, fp8, hardware=GPUS)
     assert "Megatron-core 0.18.2 with Transformer Engine 2.20.2 cannot save them" in line
     run_files.set_shape()
