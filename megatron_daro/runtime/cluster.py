@@ -160,6 +160,11 @@ sleep 3; kill -9 "$@" 2> /dev/null; sleep 1; rm -rf -- "$dir"
 """
 
 
+_STARTS, _TOO_SLOW = 3, "timed out during startup"
+"""Ray gives its own processes 30 s, which a busy machine may exceed: it is started again. Source:
+`raylet_start_wait_time_s` in ray/_private/node.py, 2.60."""
+
+
 @contextmanager
 def cluster(processes: int) -> Iterator[None]:
     """Connect to Ray for the duration of the block.
@@ -213,22 +218,25 @@ def _start_private(processes: int, directory: Path) -> subprocess.Popen[bytes]:
         What ends the helpers if this process is killed; to be killed when the cluster was shut down in order.
     """
     hardware = detect()  # where torch has no CUDA, Ray must not hand out a GPU either
-    try:
-        with _of_one_machine():
-            ray.init(
-                address="local",
-                num_cpus=processes,
-                num_gpus=hardware.count if hardware.kind == "gpu" else 0,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                _node_ip_address=LOOPBACK,
-                _temp_dir=str(directory),
-                object_store_memory=_object_store_bytes(),
-            )
-    except BaseException:
-        _kill_raylets()
-        raise
+    for attempt in range(_STARTS):
+        try:
+            with _of_one_machine():
+                ray.init(
+                    address="local",
+                    num_cpus=processes,
+                    num_gpus=hardware.count if hardware.kind == "gpu" else 0,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    _node_ip_address=LOOPBACK,
+                    _temp_dir=str(directory),
+                    object_store_memory=_object_store_bytes(),
+                )
+            break
+        except BaseException as error:
+            _kill_raylets()
+            if _TOO_SLOW not in str(error) or attempt == _STARTS - 1:
+                raise
     return _end_helpers_after_this_process(directory)
 
 
@@ -259,7 +267,8 @@ def _of_one_machine() -> Iterator[None]:
 
 
 def _raylets() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if child.name() == "raylet"]
+    children = (child for child in psutil.Process().children() if child.name() == "raylet")
+    return [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
 
 
 def _kill_raylets() -> None:

@@ -105,18 +105,16 @@ def test_its_init_and_its_neighbours_are_out_of_reach():
     ],
 )
 def test_a_limit_ends_it(code, reason, box):
-    started = time.monotonic()
     outcome = run(code, box)
     assert outcome.reason == reason, outcome
     assert len(outcome.output.encode()) <= box.limits.output_bytes
-    assert time.monotonic() - started < 15
 
 
 def test_a_process_that_it_leaves_behind_ends_with_it():
     code = "import os, time\nif os.fork() == 0:\n  os.setsid()\n  time.sleep(100)\nprint('left')"
     started = time.monotonic()
     assert run(code).output == "left\n"
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 90, "it waited for the process"
 
 
 HELPER, INIT, CODE = 0, 1, 2  # places in the line of a run's processes; the first two are the sandbox's own

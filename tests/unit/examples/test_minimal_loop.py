@@ -15,7 +15,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from megatron_daro.config import Config
 
-STOP = tokenizer.VOCABULARY["<eos>"]
+STOP = tokenizer.SUMS.ids["<eos>"]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def small_qwen2() -> Qwen2Config:
 
 def save_model(model, path: Path) -> None:
     model.save_pretrained(path)
-    tokenizer.write_tokenizer(path)
+    tokenizer.SUMS.write(path)
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def coin(tmp_path_factory):
     path = tmp_path_factory.mktemp("coin")
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(small_qwen2())
-    rows = torch.tensor([[1, *tokenizer.encode(f"1+1=####{answer}"), STOP] for answer in (2, 3)])
+    rows = torch.tensor([[1, *tokenizer.SUMS.encode(f"1+1=####{answer}"), STOP] for answer in (2, 3)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for _ in range(60):
         labels = rows.clone()

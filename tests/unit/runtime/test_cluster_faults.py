@@ -110,6 +110,26 @@ def test_a_temporary_directory_that_cannot_be_written_is_named(monkeypatch, tmp_
         own_directory(ExitStack())
 
 
+@pytest.mark.parametrize(("slow", "calls"), [(2, 3), (3, 3)])
+def test_ray_that_was_too_slow_to_start_is_started_again(monkeypatch, tmp_path, slow, calls):
+    starts = []
+
+    def init(**options):
+        starts.append(options)
+        if len(starts) <= slow:
+            # ray/_private/node.py, 2.60
+            raise Exception("The current node timed out during startup. This could happen because some of the raylet")
+
+    monkeypatch.setattr(cluster.ray, "init", init)
+    monkeypatch.setattr(cluster, "_end_helpers_after_this_process", lambda directory: "helpers")
+    if slow < calls:
+        assert cluster._start_private(1, tmp_path) == "helpers"
+    else:
+        with pytest.raises(Exception, match="timed out during startup"):
+            cluster._start_private(1, tmp_path)
+    assert len(starts) == calls
+
+
 def test_what_ray_says_becomes_one_line():
     assert str(not_started(NotADirectoryError(20, "Not a directory", "/dev/null/x/.ray"))).startswith(
         "Ray cannot write /dev/null/x/.ray (Not a directory); fix: set HOME"

@@ -103,7 +103,9 @@ def test_sigterm_ends_the_tree(tmp_path):
 
 def test_command_may_end_by_itself_within_the_grace(tmp_path):
     ready = tmp_path / "ready"
-    code = f"import signal, sys\nsignal.signal(15, lambda *_: sys.exit(5))\nopen({str(ready)!r}, 'w')\n{SLEEP}"
+    # A signal between Python's last look and one long sleep would be seen after that sleep only.
+    naps = "import os, signal, time\nsignal.signal(15, lambda *_: os._exit(5))"
+    code = f"{naps}\nopen({str(ready)!r}, 'w')\nwhile True: time.sleep(0.1)"
     process = keep(python(code), "--grace-s", "60")
     eventually(ready.exists, "the handler")
     assert close_and_wait(process) == 5
