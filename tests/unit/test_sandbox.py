@@ -120,12 +120,13 @@ def test_a_process_that_it_leaves_behind_ends_with_it():
 HELPER, INIT, CODE = 0, 1, 2  # places in the line of a run's processes; the first two are the sandbox's own
 
 
-def kill_runs(place, times, go):
-    """A thread that sends SIGKILL to that process of the next runs, once their code has begun; then it makes `go`."""
+def kill_runs(place, times, go, over=lambda: False):
+    """A thread that sends SIGKILL to that process of the next runs, once their code has begun; then it makes `go`. It
+    may take what is just ending for a run: `over` says when enough were killed."""
     killed = []
 
     def kill():
-        while len(killed) < times:
+        while len(killed) < times and not over():
             line = sandboxed.processes(os.getpid())
             if len(line) == 3 and line[0] not in killed:
                 killed.append(line[0])
@@ -160,9 +161,11 @@ def test_what_was_killed_from_outside_is_run_again(waiting, place, isolation):
 def test_code_that_kills_itself_is_killed_and_a_sandbox_that_never_lives_is_an_error(waiting):
     assert run("import os\nos.kill(os.getpid(), 9)").status == -signal.SIGKILL
     box, code, go = waiting
-    thread = kill_runs(HELPER, 3, go)
+    over = threading.Event()
+    thread = kill_runs(HELPER, 100, go, over.is_set)
     with pytest.raises(SandboxError, match="its own processes were killed from outside 3 times"):
         run(code, box)
+    over.set()
     thread.join(10)
 
 
