@@ -1,7 +1,7 @@
 """Tokens per second of the same client and servers, with the room of answers given back one by one, or group by group.
 
-    OMP_NUM_THREADS=1 python benchmarks/admission.py --json                              # about 5 minutes on 2 cores
-    OMP_NUM_THREADS=1 python benchmarks/admission.py --pairs 1 --groups 64
+    OMP_NUM_THREADS=1 python benchmarks/admission.py --json                              # about 15 minutes on 2 cores
+    OMP_NUM_THREADS=1 python benchmarks/admission.py --pairs 2 --groups 160 --json      # 4 minutes
 
 The client is the run's own engine, over HTTP on loopback. The servers (a process of their own) have no model; they keep
 SGLang's book of the cache: who is let in, who is sent back when it is full, and how long a step takes with as many
