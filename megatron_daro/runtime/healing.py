@@ -359,13 +359,11 @@ class Healing:
             self._under_way = True
             try:
                 await self._deadlines.within("heal", self._replace(), what=", ".join(sorted(self._dead)))
-            except WorkerError as error:
-                if isinstance(error, _FinalError) or not await self.lost_ranks():
+            except Exception as error:
+                may_heal = isinstance(error, WorkerError) and not isinstance(error, _FinalError)
+                if not may_heal or not await self.lost_ranks():
                     self._failure = error
                     raise
-            except Exception as error:
-                self._failure = error
-                raise
             finally:
                 self._under_way = False
 

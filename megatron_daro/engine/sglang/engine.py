@@ -1,10 +1,10 @@
 """SGLang servers as one rollout engine.
 
 Each group is one HTTP request to the server with the fewest tokens in flight; what one of its answers holds there is
-given back when that answer has ended. The request is routed here, but made
-and parsed by whoever stands behind `Answers`, so no token passes through this process. A failed request is retried,
-elsewhere if possible; one that a weight update cut short continues from the tokens it has. Answers of weights that a
-server was never given are rejected, and every wait has a deadline.
+given back when that answer has ended. The request is routed here, but made and parsed by whoever stands behind
+`Answers`, so no token passes through this process. A failed request is retried, elsewhere if possible; one that a
+weight update cut short continues from the tokens it has. Answers of weights that a server was never given are rejected,
+and every wait has a deadline.
 """
 
 from __future__ import annotations

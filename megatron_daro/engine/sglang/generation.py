@@ -46,9 +46,8 @@ class BadAnswerError(EngineError):
 
 
 class CutStreamError(UnreachableError):
-    """A stream broke after answers had ended. ended: these, by their index in the call. rollouts: what they are."""
+    """A stream broke after answers had ended. rollouts: these."""
 
-    ended: Mapping[int, Any] = {}
     rollouts: tuple[Rollout, ...] = ()
 
 
@@ -480,16 +479,7 @@ class DirectAnswers:
         async with self._turn:
             await asyncio.sleep(0)
         # Awaited here: a gather that is cancelled from outside reports itself as an exception nobody looked at.
-        try:
-            answers = await asyncio.gather(
-                *(self._answers(client, call, question.timeout_s) for call in question.calls)
-            )
-        except CutStreamError as error:
-            (call,) = question.calls  # others than those for whole groups are not streamed
-            there, error.ended = error.ended, {}
-            request = replace(call.request, indices=tuple(call.request.indices[i] for i in sorted(there)))
-            error.rollouts = self._rollouts(question, request, [there[i] for i in sorted(there)])
-            raise
+        answers = await asyncio.gather(*(self._answers(client, question, call) for call in question.calls))
         pairs = zip(question.calls, answers, strict=True)
         return tuple(rollout for call, one in pairs for rollout in self._rollouts(question, call.request, one))
 
@@ -504,18 +494,19 @@ class DirectAnswers:
             experts=self._experts,
         )
 
-    async def _answers(self, client: SGLangClient, call: Call, timeout_s: float) -> object:
-        """Return the answers of one request, in the order of its samples."""
+    async def _answers(self, client: SGLangClient, question: Question, call: Call) -> object:
+        """Return the answers of one request, in the order of its samples. Raises as `Answers.ask` says."""
         if not call.streams:
-            return await client.post("/generate", call.body, timeout_s=timeout_s)
+            return await client.post("/generate", call.body, timeout_s=question.timeout_s)
         ended: dict[int, Any] = {}
         try:
-            return await self._streamed(client, call, timeout_s, ended)
+            return await self._streamed(client, call, question.timeout_s, ended)
         except UnreachableError as error:
             if not ended:
                 raise
             cut = CutStreamError(str(error))
-            cut.ended = ended
+            request = replace(call.request, indices=tuple(call.request.indices[i] for i in sorted(ended)))
+            cut.rollouts = self._rollouts(question, request, [ended[i] for i in sorted(ended)])
             raise cut from error
 
     async def _streamed(self, client: SGLangClient, call: Call, timeout_s: float, ended: dict[int, Any]) -> object:
