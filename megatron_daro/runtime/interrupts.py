@@ -11,6 +11,8 @@ import asyncio
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -24,15 +26,22 @@ if TYPE_CHECKING:
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 INSISTING = 5
 """Signals while a command ends already, after which it is ended by force."""
+_AGAIN_S = 0.02
+_ABORT_ALARM_S = 3
 EXIT_INTERRUPTED = 130
 
 
 class Interrupts:
-    """The first signal raises KeyboardInterrupt; those after it, and all after `ending`, are counted only."""
+    """The first signal raises KeyboardInterrupt; those after it, and all after `ending`, are counted only.
+
+    Where Python cannot raise (in `__del__`, in a callback of a weak reference such as importlib's own) it swallows the
+    exception: `swallowed` lets the same signal come again.
+    """
 
     def __init__(self) -> None:
         self._ending = False
         self._ignored = 0
+        self._raised: int | None = None
 
     def ending(self) -> None:
         """From here on nothing is left to be interrupted."""
@@ -41,21 +50,42 @@ class Interrupts:
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Raise KeyboardInterrupt at the first of the three signals; later ones change nothing."""
         if not self._ending:
-            self._ending = True
+            self._ending, self._raised = True, number
             raise KeyboardInterrupt(signal.Signals(number).name)
         self._ignored += 1
         if self._ignored >= INSISTING:
             _end_by_force()
 
+    def swallowed(self, exception: type[BaseException]) -> bool:
+        """Whether Python swallowed what `handle` raised; the signal comes again then, in a moment."""
+        if self._raised is None or not issubclass(exception, KeyboardInterrupt):
+            return False
+        number, self._raised, self._ending = self._raised, None, False
+        # Not at once: here, too, nothing can be raised. Not by a timer: every signal of those may be somebody's.
+        threading.Thread(target=_send_later, args=(number,), daemon=True).start()
+        return True
+
+
+def _send_later(number: int) -> None:
+    time.sleep(_AGAIN_S)
+    os.kill(os.getpid(), number)
+
 
 @contextmanager
 def interruptible() -> Iterator[Interrupts]:
     """Handle the three signals in the block; the handlers before come back after it. For the main thread."""
-    interrupts = Interrupts()
+    interrupts, hook = Interrupts(), sys.unraisablehook
+
+    def heard(unraisable: sys.UnraisableHookArgs) -> None:
+        if not interrupts.swallowed(unraisable.exc_type):
+            hook(unraisable)
+
     before = {number: signal.signal(number, interrupts.handle) for number in SIGNALS}
+    sys.unraisablehook = heard
     try:
         yield interrupts
     finally:
+        sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -78,10 +108,14 @@ def signals_after() -> Iterator[None]:
     For the start of Ray: an exception between the parts of its C++ code leaves that hanging, out of reach of any
     further signal (Ray 2.60, `~GlobalStateAccessor` of an accessor whose constructor was interrupted). INSISTING
     signals end the process by force. For the main thread.
+
+    A SIGTERM that meets the handler of Ray's C++ code (`RayLog::InstallFailureSignalHandler`) is passed on by it, with
+    an alarm set to abort the process three seconds later (Abseil, `alarm_on_failure_secs`): the alarm is taken back.
     """
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
+        _take_back_alarm()
         received.append(number)
         if len(received) == 1:
             print("interrupted: this ends as soon as Ray has started", file=sys.stderr, flush=True)
@@ -111,6 +145,12 @@ def stop_on_signals(controller: Controller) -> Iterator[None]:
         finally:
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
+
+
+def _take_back_alarm() -> None:
+    left_s = signal.alarm(0)
+    if left_s > _ABORT_ALARM_S:  # another one
+        signal.alarm(left_s)
 
 
 def _end_by_force() -> None:

@@ -107,10 +107,11 @@ class SlurmJob:
 
     def wait(self, what: str, is_so: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
         """Wait until it is so."""
-        deadline = time.monotonic() + limit_s
+        begin = time.monotonic()
         while not is_so():
-            assert time.monotonic() < deadline, (
-                f"not within {limit_s} s: {what}; state {self.state}\n{self.everything()}"
+            assert time.monotonic() < begin + limit_s, (
+                f"not within {limit_s} s (since {time.strftime('%H:%M:%S', time.localtime(time.time() - limit_s))}): "
+                f"{what}; state {self.state}\n{self.everything()}"
             )
             time.sleep(0.3)
 
@@ -149,6 +150,8 @@ class SlurmJob:
         return {p.environ()["SLURMD_NODENAME"] for p in self.processes() if f"ray::{title}" in " ".join(p.cmdline())}
 
     def everything(self) -> str:
-        """Log of the job and of its nodes."""
-        logs = sorted((self.run_dir / "slurm").glob("attempt_*/*.log"))
+        """Log of the job and of its nodes, the newest attempt's first: what prints this may cut it."""
+        logs = sorted(
+            (self.run_dir / "slurm").glob("attempt_*/*.log"), key=lambda log: (-int(log.parent.name[8:]), log)
+        )
         return self.log + "".join(f"\n== {path}\n{path.read_text()[-3000:]}" for path in logs)

@@ -62,6 +62,48 @@ def test_a_signal_waits_for_the_end_of_what_it_must_not_interrupt(number):
     assert steps == ["started"] and signal.getsignal(number) != before[number]
 
 
+class _Interrupted:
+    """Gets a signal where Python cannot raise: what `__del__` raises is told to sys.unraisablehook, and goes on."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_an_interrupt_that_python_had_to_swallow_comes_again(monkeypatch):
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    hook = sys.unraisablehook
+    with pytest.raises(KeyboardInterrupt, match="SIGTERM"), interruptible():
+        _Interrupted()
+        time.sleep(20)
+    assert sys.unraisablehook is hook and not told
+
+
+def test_what_else_python_swallows_is_told_as_before(monkeypatch):
+    class Raises:
+        def __del__(self) -> None:
+            raise ValueError("in __del__")
+
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda args: told.append(args.exc_type))
+    with interruptible():
+        Raises()
+    assert told == [ValueError]
+
+
+@pytest.mark.parametrize(("alarm_s", "left"), [(3, False), (100, True)])
+def test_the_alarm_of_rays_signal_handler_does_not_abort_the_clean_up(alarm_s, left):
+    """`absl::InstallFailureSignalHandler` sets one of 3 s before it passes a signal on."""
+    others = signal.alarm(0)  # pytest-timeout's own
+    try:
+        with pytest.raises(KeyboardInterrupt), interruptible(), signals_after():
+            signal.alarm(alarm_s)
+            signal.raise_signal(signal.SIGTERM)
+        assert (signal.alarm(0) > 0) == left
+    finally:
+        signal.alarm(others)
+
+
 def test_what_fails_with_a_signal_waiting_says_its_own_cause():
     with pytest.raises(ValueError, match="cause"), interruptible():
         before = {n: signal.getsignal(n) for n in SIGNALS}

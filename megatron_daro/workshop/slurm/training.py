@@ -325,6 +325,7 @@ async def _ended_by_term(process: Process, exit_code: asyncio.Future[int], grace
 
 async def _ask_to_save(stops: Stops, process: Process) -> None:
     await stops.saving.wait()
+    print(f"asked to save at {time.strftime('%H:%M:%S')}: the training gets SIGTERM", flush=True)
     process.signal(signal.SIGTERM)
 
 
