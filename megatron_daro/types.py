@@ -429,6 +429,8 @@ MemoryKind = Literal["weights", "gradients", "optimizer"]
 """What a rank's memory holds for training: parameters; sums of gradients; main parameters and Adam's moments."""
 KINDS_OF_MEMORY: tuple[MemoryKind, ...] = ("weights", "gradients", "optimizer")
 """All of them."""
+TrainedName = Literal["policy", "critic"]
+"""The models that a rank may train."""
 
 
 @dataclass(frozen=True, slots=True)

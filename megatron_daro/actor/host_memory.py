@@ -1,17 +1,17 @@
 """Moving what a rank trains with to the host and back, bit for bit, while servers have the GPU.
 
-The policy leaves and comes back, kind by kind; in between its tensors are there, without
-memory: their storages are resized to 0 and filled again, so every view of them (buckets of gradients, shards of the
+The policy leaves and comes back, kind by kind (`HostMemory`), or a policy and a critic take turns between themselves
+(`TakingTurns`); in between the tensors are there, without memory: their storages are resized to 0 and filled again, so every view of them (buckets of gradients, shards of the
 optimizer) stays valid. On a GPU the host's memory is pinned and kept for the next time; on a CPU the same code runs
-with ordinary memory. Gradients and the 8-bit copies of fp8 layers are not kept: a step begins with zeros, and a pass
-makes copies again. It refuses nothing: who computes meanwhile is refused by the policy.
+with ordinary memory. The 8-bit copies of fp8 layers are not kept, a pass makes them again; nor are gradients, a step
+begins with zeros, unless it is within a step that a model leaves. It refuses nothing: who computes meanwhile is refused by the policy.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, UntypedStorage
 from megatron_daro.actor import device
 from megatron_daro.actor.compat import optimizer_parts
 from megatron_daro.actor.step import TrainedModel
-from megatron_daro.types import KINDS_OF_MEMORY, MemoryKind, MemoryMove
+from megatron_daro.types import KINDS_OF_MEMORY, MemoryKind, MemoryMove, TrainedName
 
 _BLOCK_BYTES = 256 * 2**20
 """Of host memory: torch rounds what is pinned up to a power of two, so one large piece could take twice its size."""
@@ -54,16 +54,16 @@ class HostMemory:
         """What is on the host now."""
         return frozenset(self._away)
 
-    def offload(self, kinds: Collection[MemoryKind]) -> MemoryMove:
+    def offload(self, kinds: Collection[MemoryKind], *, keep_gradients: bool = False) -> MemoryMove:
         """Give the device's memory of these kinds back; nothing for those that are away. No save may read them."""
         started, moved, others = time.perf_counter(), 0, self._of_others()
-        if "gradients" in kinds:
+        if "gradients" in kinds and not keep_gradients:
             for model in self._models:
                 model.optimizer.zero_grad()  # main gradients that are tensors of their own go for good
         drop_fp8_weights(self._chunks())
         for kind in KINDS_OF_MEMORY:
             if kind in kinds and kind not in self._away:
-                moved += self._take(kind)
+                moved += self._take(kind, keep=kind != "gradients" or keep_gradients)
         if self._where.type == "cuda":
             torch.cuda.ipc_collect()  # buckets of weights that servers have let go of
             torch.cuda.empty_cache()
@@ -79,7 +79,7 @@ class HostMemory:
             for storage, size in away.storages:
                 storage.resize_(size)
                 moved += size
-                if kind == "gradients":
+                if not away.blocks:
                     bytes_of(storage).zero_()
             for piece, held in pieces_of([storage for storage, _ in away.storages], away.blocks):
                 piece.copy_(held, non_blocking=True)
@@ -99,10 +99,10 @@ class HostMemory:
         free, total = torch.cuda.mem_get_info()
         return int(total - free - torch.cuda.memory_reserved())
 
-    def _take(self, kind: MemoryKind) -> int:
+    def _take(self, kind: MemoryKind, *, keep: bool) -> int:
         storages = [storage for storage in self.storages(kind) if storage.nbytes()]
         sizes = [storage.nbytes() for storage in storages]
-        blocks = self._host_blocks(kind, sum(sizes)) if kind != "gradients" else []
+        blocks = self._host_blocks(kind, sum(sizes)) if keep else []
         for piece, held in pieces_of(storages, blocks):
             held.copy_(piece, non_blocking=True)
         self._synchronize()
@@ -164,6 +164,68 @@ class HostMemory:
     def _synchronize(self) -> None:
         if self._where.type == "cuda":
             torch.cuda.synchronize()
+
+
+class TakingTurns:
+    """The memory of a policy and its critic of which one has the device at a time, used as a `HostMemory` is.
+
+    `take` changes turns. What `offload` gives away belongs to others than these two until `onload`, and comes to
+    neither of them meanwhile.
+    """
+
+    def __init__(self, policy: HostMemory) -> None:
+        """The policy has the device; the critic is there when it has been built beside nothing, see `admit`."""
+        self._memories: dict[TrainedName, HostMemory] = {"policy": policy}
+        self._whose: TrainedName = "policy"
+        self.away: frozenset[MemoryKind] = frozenset()
+        self._seconds = 0.0
+
+    @property
+    def whose(self) -> TrainedName:
+        """Which of the two has the device."""
+        return self._whose
+
+    def admit(self, build: Callable[[], HostMemory]) -> None:
+        """Build the critic while the policy is on the host. It has the device then."""
+        self._memories["policy"].offload(KINDS_OF_MEMORY)
+        self._memories["critic"], self._whose = build(), "critic"
+
+    def take(self, model: TrainedName, *, keep_gradients: bool = False) -> None:
+        """Let this model have the device. No save may read the other one.
+
+        Args:
+            keep_gradients: of the other one, which is in the middle of a step.
+        """
+        started, kinds = time.perf_counter(), frozenset(KINDS_OF_MEMORY) - self.away
+        if model != self._whose:
+            self._memories[self._whose].offload(KINDS_OF_MEMORY, keep_gradients=keep_gradients)
+            self._whose = model
+        self._memories[model].onload(kinds)
+        self._seconds += time.perf_counter() - started
+
+    def pop_seconds(self) -> float:
+        """Seconds that turns have taken since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def offload(self, kinds: Collection[MemoryKind]) -> MemoryMove:
+        """As `HostMemory.offload`, of the one that has the device."""
+        self.away |= frozenset(kinds)
+        return self._whole(self._memories[self._whose].offload(kinds))
+
+    def onload(self, kinds: Collection[MemoryKind]) -> MemoryMove:
+        """As `HostMemory.onload`, of the one that had the device last."""
+        self.away -= frozenset(kinds)
+        return self._whole(self._memories[self._whose].onload(kinds))
+
+    def _whole(self, move: MemoryMove) -> MemoryMove:
+        return replace(move, left=left_behind(self._memories.values()))
+
+
+def left_behind(memories: Iterable[HostMemory]) -> int:
+    """Bytes of both; on a GPU each says those of the process."""
+    counts = [memory.left_behind() for memory in memories]
+    return max(counts) if torch.cuda.is_available() else sum(counts)
 
 
 class HostCopy:

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_daro.actor import checkpoint, critic, snapshot
 from megatron_daro.actor.double_buffer import Slot, num_bytes
 from megatron_daro.actor.forward import MicroBatches, OutputSettings, check_routed_experts, response_logprobs
-from megatron_daro.actor.host_memory import HostCopy, HostMemory
+from megatron_daro.actor.host_memory import HostCopy, HostMemory, TakingTurns
 from megatron_daro.actor.model import (
     TransformerConfig,
     build_model,
@@ -50,7 +50,7 @@ from megatron_daro.config.model_shape import ModelShape, read_model_shape
 from megatron_daro.convert.hf_files import HFCheckpoint
 from megatron_daro.convert.megatron_weights import MegatronWeights
 from megatron_daro.errors import CheckpointError, ConfigError, WorkerError
-from megatron_daro.types import KINDS_OF_MEMORY, MemoryKind, MemoryMove, StepResult, TrainBatch
+from megatron_daro.types import KINDS_OF_MEMORY, MemoryKind, MemoryMove, StepResult, TrainBatch, TrainedName
 
 
 def layout_of(actor: ActorSection) -> Layout:
@@ -175,8 +175,21 @@ class MegatronPolicy:
         wrapped = wrap_data_parallel(
             self.chunks, config, distributed_optimizer=actor.optimizer.distributed, options=options["ddp"]
         )
+        optimizer = build_optimizer(wrapped, actor.optimizer, dtype=actor.dtype, options=options["optimizer"])
+        without = algorithm.critic.pretrain_steps if "values" in passes else 0  # steps in which it is not updated
+        total_steps = max(settings.total_steps - without, 1)
+        self.train_state = TrainState(
+            chunks=wrapped,
+            optimizer=optimizer,
+            scheduler=build_scheduler(optimizer, actor.optimizer, total_steps=total_steps),
+            algorithm=own,
+        )
         self.critic: critic.Critic | None = None
-        if "values" in passes:
+        self._memory: HostMemory | TakingTurns = HostMemory(self.train_state)
+        if "values" not in passes:
+            return
+
+        def build_critic() -> HostMemory:
             its_config = _transformer_config(critic.shape_of(settings, algorithm.critic), actor, options["transformer"])
             self.critic = critic.Critic(
                 settings,
@@ -187,21 +200,24 @@ class MegatronPolicy:
                 options=options,
                 to_be_restored=to_be_restored,
             )
-        optimizer = build_optimizer(wrapped, actor.optimizer, dtype=actor.dtype, options=options["optimizer"])
-        self.train_state = TrainState(
-            chunks=wrapped,
-            optimizer=optimizer,
-            scheduler=build_scheduler(optimizer, actor.optimizer, total_steps=self._own_steps(settings.total_steps)),
-            algorithm=own,
-        )
-        self._memory = HostMemory(*self._models())
+            return HostMemory(self.critic.state)
 
-    def _own_steps(self, total: int) -> int:
-        """Return the steps that the policy is updated in."""
-        return max(total - self.critic.pretrain_steps, 1) if self.critic else total
+        if algorithm.critic.offload:
+            self._memory = TakingTurns(self._memory)
+            self._memory.admit(build_critic)
+        else:
+            build_critic()
+            self._memory = HostMemory(*self._models().values())
 
-    def _models(self) -> list[TrainedModel]:
-        return [self.train_state, *([self.critic.state] if self.critic else [])]
+    def _models(self) -> dict[TrainedName, TrainedModel]:
+        return {"policy": self.train_state, **({"critic": self.critic.state} if self.critic else {})}
+
+    def _take_turn(self, model: TrainedName, *, keep_gradients: bool = False) -> None:
+        """Let this model have the device, where policy and critic take turns."""
+        if isinstance(self._memory, TakingTurns):
+            if model != self._memory.whose:
+                self._keep_what_is_saved()
+            self._memory.take(model, keep_gradients=keep_gradients)
 
     def offload(self, kinds: Collection[MemoryKind]) -> MemoryMove:
         """Move these kinds of memory to the host, so that others can use the device; waits for a save that reads it."""
@@ -221,7 +237,7 @@ class MegatronPolicy:
         """One optimizer step on this data-parallel shard. Collective over all ranks; all get the same result."""
         self._needs(*KINDS_OF_MEMORY)
         batch = self._routed(batch)
-        return train_step(
+        result = train_step(
             self.train_state,
             batch,
             micro_batches,
@@ -230,7 +246,11 @@ class MegatronPolicy:
             step=step,
             before_update=self._keep_what_is_saved,
             critic=self.critic,
+            turn=self._take_turn,
         )
+        if not isinstance(self._memory, TakingTurns) or result.skipped:
+            return result
+        return replace(result, metrics={**result.metrics, "timing/critic_turns_s": self._memory.pop_seconds()})
 
     def run_pass(self, name: str, batch: TrainBatch, micro_batches: MicroBatches) -> np.ndarray | None:
         """Compute the column `name` of `AlgorithmSection.passes`, float32 [R] of the shard's response tokens; None
@@ -247,6 +267,7 @@ class MegatronPolicy:
             batch: the shard. micro_batches: its rows. temperature: that logits are divided by; None: as configured.
         """
         self._needs("weights")
+        self._take_turn("policy")
         batch = self._routed(batch)
         output = self._output if temperature is None else replace(self._output, temperature=temperature)
         return response_logprobs(self.train_state.chunks, batch, micro_batches, output)
@@ -254,6 +275,7 @@ class MegatronPolicy:
     def reference_logprobs(self, batch: TrainBatch, micro_batches: MicroBatches) -> np.ndarray | None:
         """Return the same under the weights that the run started from, where `AlgorithmSection.passes` has them."""
         self._needs("weights")
+        self._take_turn("policy")
         batch = self._routed(batch)
         with self._reference_weights():
             return response_logprobs(self.train_state.chunks, batch, micro_batches, self._output)
@@ -261,7 +283,9 @@ class MegatronPolicy:
     def values(self, batch: TrainBatch, micro_batches: MicroBatches) -> np.ndarray | None:
         """Return what the critic says before each response token, where `AlgorithmSection.passes` has it."""
         self._needs("weights")
-        return self._critic_of("values were").values(batch, micro_batches)
+        its = self._critic_of("values were")
+        self._take_turn("critic")
+        return its.values(batch, micro_batches)
 
     def _critic_of(self, wish: str) -> critic.Critic:
         if self.critic is None:
@@ -278,12 +302,14 @@ class MegatronPolicy:
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yield this stage's weights under Hugging Face names. Every tensor-parallel rank must iterate to the end."""
         self._needs("weights")
+        self._take_turn("policy")
         return export_hf_weights(self.chunks, self.shape)
 
     def export_critic(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the same of the critic, where `AlgorithmSection.passes` has values."""
         self._needs("weights")
         its = self._critic_of("an export of the critic was")
+        self._take_turn("critic")
         return export_hf_weights(its.chunks, its.shape)
 
     def save(self, directory: Path) -> None:
@@ -304,8 +330,9 @@ class MegatronPolicy:
             pending.wait()
         self._pending_saves = []
         folders = [directory, directory / critic.FOLDER]
-        for model, folder in zip(self._models(), folders, strict=False):
+        for (name, model), folder in zip(self._models().items(), folders, strict=False):
             folder.mkdir(exist_ok=True)
+            self._take_turn(name)  # one that is saved is copied first
             self._pending_saves.append(checkpoint.start_save(model, folder))
 
     def finish_save(self) -> None:
@@ -330,19 +357,24 @@ class MegatronPolicy:
         self._needs("weights", "optimizer")
         if self._pending_snapshot is not None:
             self._pending_snapshot.wait()
-        self._pending_snapshot = snapshot.begin(self._memory, self._models(), slot, serial)
+        self._pending_snapshot = snapshot.begin(*self._for_snapshots(), slot, serial)
         return self._pending_snapshot
 
     def restore(self, slot: Slot) -> None:
         """Go back to a snapshot, bit for bit. Not collective. Raises WorkerError: it does not fit."""
         self._needs("weights", "optimizer")
         self._keep_what_is_saved()
-        snapshot.restore(self._memory, self._models(), slot)
+        snapshot.restore(*self._for_snapshots(), slot)
 
     @property
     def snapshot_bytes(self) -> dict[MemoryKind, int]:
         """Bytes of a snapshot by kind."""
-        return num_bytes(snapshot.layout_of(snapshot.storages_of(self._memory, self._models())))
+        return num_bytes(snapshot.layout_of(snapshot.storages_of(*self._for_snapshots())))
+
+    def _for_snapshots(self) -> tuple[HostMemory, list[TrainedModel]]:
+        if isinstance(self._memory, TakingTurns):
+            raise RuntimeError("algorithm.critic.offload: a snapshot needs both models on the device")
+        return self._memory, list(self._models().values())
 
     def end_background_work(self) -> None:
         """Wait until no thread reads a tensor any more, whatever became of it."""
@@ -363,8 +395,10 @@ class MegatronPolicy:
                 "with the algorithm that wrote it, or export its weights and start a new run from them, with "
                 "algorithm.critic.pretrain_steps for the critic to learn before the policy moves"
             )
+        self._take_turn("policy")
         checkpoint.load(self.train_state, directory)
         if self.critic is not None:
+            self._take_turn("critic")
             checkpoint.load(self.critic.state, folder)
 
     def _first_weights(self, settings: PolicySettings) -> HFCheckpoint | MegatronWeights:

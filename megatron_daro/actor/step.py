@@ -48,7 +48,7 @@ from megatron_daro.algo.objective import ObjectiveSettings, TokenObjective, toke
 from megatron_daro.algo.weighting import Algorithm, BatchTotals, Samples, StepStats
 from megatron_daro.data.packing import PackedMicroBatch
 from megatron_daro.errors import NonFiniteError
-from megatron_daro.types import StepResult, TrainBatch
+from megatron_daro.types import StepResult, TrainBatch, TrainedName
 
 device.prepare()
 from megatron.core import parallel_state  # noqa: E402  (the device must be prepared first)
@@ -326,6 +326,17 @@ class StepCritic(Protocol):
         """Update."""
 
 
+class Turn(Protocol):
+    """Gives the device to a model; see `actor.host_memory.TakingTurns`."""
+
+    def __call__(self, model: TrainedName, *, keep_gradients: bool = False) -> None:
+        """Let it have the device."""
+
+
+def _all_have_it(model: TrainedName, *, keep_gradients: bool = False) -> None:
+    """Change nothing: there is room for all."""
+
+
 def compute_gradients(
     train_state: TrainState,
     batch: TrainBatch,
@@ -368,16 +379,17 @@ def train_step(
     step: int,
     before_update: Callable[[], None],
     critic: StepCritic | None = None,
+    turn: Turn = _all_have_it,
 ) -> StepResult:
     """One optimizer step on this rank's shard; every rank calls it with the same number of micro-batches.
 
     `before_update` is called when the gradients are there and before anything changes. Policy and critic are updated
-    both or neither; in the critic's first `pretrain_steps` steps it alone is.
+    both or neither; in the critic's first `pretrain_steps` steps it alone is. `turn` is told whose turn it is where one
+    of them has the device at a time; the critic's gradients are wanted again after the policy's turn.
 
     Returns:
         Metrics of the whole step. `skipped` with a reason if an advantage, the loss or the gradient was not finite.
     """
-    started = time.perf_counter()
     if batch.opens_batch:
         train_state.begun = True
         train_state.algorithm.begin_batch()
@@ -385,9 +397,12 @@ def train_step(
         batch = with_advantages(train_state.algorithm, batch, settings)
     except NonFiniteError as error:  # on every rank, before anything was done
         return StepResult(step=step, metrics={}, skipped=True, reason=str(error))
-    sums = _gradients(train_state, batch, micro_batches, settings, output)
-    forward_backward_s = time.perf_counter() - started
+    turn("critic")
     of_critic = critic.gradients(batch, micro_batches) if critic else None
+    turn("policy", keep_gradients=True)
+    began = time.perf_counter()
+    sums = _gradients(train_state, batch, micro_batches, settings, output)
+    forward_backward_s = time.perf_counter() - began
     weights_before = train_state.algorithm.cell_weights
     extra_loss = train_state.algorithm.extra_loss(sums.totals)
     before_update()
@@ -399,7 +414,10 @@ def train_step(
         train_state.algorithm.learn(sums.step_stats)
     metrics = _metrics(sums, report, extra_loss) | {"timing/forward_backward_s": forward_backward_s}
     if critic is not None and of_critic is not None:
-        metrics |= of_critic.metrics | (critic.apply(of_critic) if report.applied else {})
+        metrics |= of_critic.metrics
+        if report.applied:
+            turn("critic")
+            metrics |= critic.apply(of_critic)
     if weights_before is not None:
         metrics |= _weight_metrics(weights_before)
         metrics["difficulty/clamped"] = float(train_state.algorithm.clamped)

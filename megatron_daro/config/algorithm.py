@@ -218,6 +218,9 @@ class CriticSection(Section):
     """How far a value may move from that of the batch's beginning, in the loss. Unset: no clip."""
     pretrain_steps: int = Field(default=0, ge=0)
     """First optimizer steps of the run in which the critic alone is trained."""
+    offload: bool = False
+    """Policy and critic take turns on the GPUs: while one computes, the other's weights, gradients and optimizer state
+    are in host memory. Same numbers, memory of one model."""
 
     def optimizer_of(self, policy: OptimizerSection) -> OptimizerSection:
         """Return the critic's optimizer: the policy's but for what stands here."""

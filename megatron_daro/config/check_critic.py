@@ -41,6 +41,10 @@ def critic(config: Config, policy: ModelShape | None) -> Iterator[Problem]:
             "set algorithm.critic.value_clip=null, or trainer.updates_per_batch=4",
         )
         yield Problem(f"{field}.value_clip", got, "unset with one update per batch", fix, also=also)
+    if options.offload and trainer.replace_lost_ranks:
+        got = "true with trainer.replace_lost_ranks, whose snapshots need both models on the GPUs"
+        also, fix = ("trainer.replace_lost_ranks",), "set trainer.replace_lost_ranks=false"
+        yield Problem(f"{field}.offload", got, "false with trainer.replace_lost_ranks", fix, also=also)
     if options.pretrain_steps >= trainer.steps:
         got = f"{options.pretrain_steps}, but the run has {trainer.steps} optimizer steps: the policy would never move"
         fix = "lower it or raise trainer.steps"

@@ -325,7 +325,7 @@ def _after(policy: Any, shard: Any) -> dict[str, Any]:
     from megatron_daro.actor.host_memory import bytes_of
 
     metrics = _whole_step(policy, *shard, step=2)
-    models = policy._models()
+    models = list(policy._models().values())
     return {
         "metrics": {name: value for name, value in metrics.items() if not name.startswith("timing/")},
         "bytes": [

@@ -257,7 +257,7 @@ def _sabotaged(kind: str) -> Iterator[None]:
         totals = BatchTotals.of(packed.bins_M, packed.trained_tokens_M, self._num_bins - 1)
         algorithm = module_algorithm["it"]
         own = algorithm.sample_coefficients(packed.bins_M, packed.trained_tokens_M, totals)
-        self._coefficients_N = self._coefficients_N.index_copy(0, packed.sample_indices, own)
+        self._coefficients_N = self._coefficients_N.index_copy(0, packed.sample_indices, own.to(self._sums.device))
         return original(self, model, packed, hidden)
 
     def remember(self: Any, algorithm: Any, *arguments: Any) -> None:
@@ -385,8 +385,10 @@ def skip_and_go_on(
 def everything(policy: Any) -> dict[str, np.ndarray]:
     """Every number that a checkpoint would hold, copied, as bytes with names."""
     train_state = policy.train_state
-    found = _of_model(policy.chunks, train_state)
+    policy._take_turn("policy")
+    found = {n: t.clone() for n, t in _of_model(policy.chunks, train_state).items()}
     if policy.critic is not None:
+        policy._take_turn("critic")
         found |= {
             f"critic {name}": value for name, value in _of_model(policy.critic.chunks, policy.critic.state).items()
         }
@@ -551,9 +553,13 @@ def ppo_steps(
     save_to: Path | None = None,
     load_from: Path | None = None,
     first: int = 1,
+    leaves: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Optimizer steps, values and old log-probs before each; all numbers of both models at the end."""
+    """Optimizer steps, values before each; all numbers of both models at the end. leaves: everything leaves the device
+    between steps, as for servers that share it, the policy's weights last, when they have been sent."""
+    from megatron_daro.types import KINDS_OF_MEMORY
+
     policy = build_policy(path, layout, algorithm, **{"optimizer": {"learning_rate": 1e-3}, **options})
     if load_from:
         policy.load(load_from)
@@ -565,7 +571,15 @@ def ppo_steps(
         result = policy.train_step(mine, micro_batches, step=step)
         metrics.append({n: v for n, v in result.metrics.items() if not n.startswith("timing/")})
         metrics[-1]["skipped"] = float(result.skipped)
+        if leaves:
+            policy.offload(("gradients", "optimizer"))
+            assert all(tensor.untyped_storage().nbytes() for _, tensor in policy.export())
+            assert policy.offload(("weights",)).left == 0
+            policy.onload(KINDS_OF_MEMORY)
     if save_to:
         policy.save(save_to)
+    left = {name: memory.left_behind() for name, memory in getattr(policy._memory, "_memories", {}).items()}
+    policy._take_turn("policy")
+    back = {name: memory.left_behind() for name, memory in getattr(policy._memory, "_memories", {}).items()}
     changed = [name for name, value in everything(policy).items() if name not in start or not _same(value, start[name])]
-    return {"metrics": metrics, "end": everything(policy), "changed": changed}
+    return {"metrics": metrics, "end": everything(policy), "changed": changed, "left": [left, back]}

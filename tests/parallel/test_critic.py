@@ -305,6 +305,31 @@ def test_another_layout_continues_with_the_same_numbers(rank_pool, tmp_path, unt
         assert [other[k] for k in keys] == pytest.approx([one[k] for k in keys], rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ("dp2", {}),
+        pytest.param("tp2_pp2", {"precision": "bf16"}, marks=pytest.mark.heavy),
+        pytest.param("tp2_dp2", {"precision": "bf16", "optimizer": {"distributed": False}}, marks=pytest.mark.heavy),
+    ],
+    ids=["dp2", "tp2_pp2_bf16", "tp2_dp2_plain_bf16"],
+)
+def test_models_that_take_turns_on_the_device_train_as_two_that_stay(rank_pool, tmp_path, untied, layout, options):
+    """Through saves and loads too; one of the two has no memory at any time."""
+    its = {"learning_rate": 1e-3, "warmup_steps": 3, "pretrain_steps": 1}
+    stay, turns = (section(untied[2], **its, offload=offload) for offload in (False, True))
+    saved, whole = _made(tmp_path / "checkpoint"), steps(rank_pool, layout, untied, range(4), stay, **options)
+    begun = steps(rank_pool, layout, untied, range(2), turns, save_to=saved, leaves=True, **options)
+    ended = steps(rank_pool, layout, untied, range(2, 4), turns, load_from=saved, first=3, **options)
+    for stayed, first, last in zip(whole, begun, ended, strict=True):
+        assert first["metrics"] + last["metrics"] == stayed["metrics"] and stayed["left"] == [{}, {}]
+        for name, value in stayed["end"].items():
+            np.testing.assert_array_equal(last["end"][name], value, err_msg=name)
+        for after_step, later in (first["left"], last["left"]):
+            assert after_step["critic"] > 0 == after_step["policy"], "the critic is updated last"
+            assert later["policy"] > 0 == later["critic"]
+
+
 def test_the_policy_rests_while_the_critic_learns_alone(rank_pool, untied):
     """From the policy's own checkpoint, whose head says 0: so nothing is explained at first, and more after steps."""
     algorithm = section(learning_rate=1e-3, pretrain_steps=3)

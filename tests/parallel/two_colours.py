@@ -386,6 +386,15 @@ def _paint_policy(colours: Colours, policy: Any) -> None:
                     colours.paint(tensor, "device")
 
 
+def _run_by_the_schedule(micro_batches: int) -> int:
+    """Virtual stages have at least one micro-batch for each stage: silent ones fill them up."""
+    from megatron.core import parallel_state
+
+    if (parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1) == 1:
+        return micro_batches
+    return max(micro_batches, parallel_state.get_pipeline_model_parallel_world_size())
+
+
 @contextmanager
 def watched() -> Iterator[Found]:
     """Watch every policy that is built inside; yields what is found."""
@@ -412,7 +421,7 @@ def watched() -> Iterator[Found]:
         def call(*args: Any, **kwargs: Any) -> Any:
             micro_batches = signature.bind(*args, **kwargs).arguments.get("micro_batches", [()])
             models = 2 if getattr(args[0], "critic", None) is not None else 1
-            with found.inside(original.__name__, len(micro_batches), models):
+            with found.inside(original.__name__, _run_by_the_schedule(len(micro_batches)), models):
                 return original(*args, **kwargs)
 
         return call

@@ -206,6 +206,9 @@ def _stage_memory(
     second = (
         static_bytes(workload, layout.cut, stage, shards, expert_shards, critic=True) if workload.critic else (0.0,) * 4
     )
+    # Of two that take turns the larger one is there.
+    beside = sum(second[:3]) - (weights + gradients + optimizer) * workload.critic_offload
+    fp8_elements = max(elements, second[3]) if workload.critic_offload else elements + second[3]
     local = LOCAL_FP32 if workload.dtype_bytes == 4 else LOCAL_BF16
     widest = workload.shape.hidden
     kinds = ENGINE if on_gpu and workload.dtype_bytes == 2 else local
@@ -221,7 +224,7 @@ def _stage_memory(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        critic=sum(second[:3]),
+        critic=max(beside, 0.0),
         activations=kept,
         logits=tiles,
         # Hidden states gathered over TP, what the pipeline sends and receives, and a weight sync as far as it takes
@@ -230,7 +233,7 @@ def _stage_memory(
         + 2 * hidden * (layout.pipeline > 1)
         + max(sync_bytes(workload, layout.tensor) - kept - tiles, 0.0),
         # Transformer Engine keeps an fp8 copy of each weight, and its transpose.
-        fp8=2.0 * (elements + second[3]) if workload.fp8 else 0.0,
+        fp8=2.0 * fp8_elements if workload.fp8 else 0.0,
         margin=FRAGMENTS * (kept + tiles) + _uneven_share(workload, layout) * kept if on_gpu else 0.0,
         reserve=RESERVE_BYTES + GROUP_BYTES * _groups(layout, shards) if on_gpu else 0.0,
     )

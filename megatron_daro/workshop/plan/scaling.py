@@ -118,7 +118,7 @@ def _simulated(
     if not waits_for_training:
         parts |= {"generation": generation - tail, "generation's tail": tail}
     if waits_for_training or not overlapped:
-        parts |= {"training": times.compute + times.logprobs, "pipeline bubble": times.bubble}
+        parts |= {"training": times.compute + times.turns + times.logprobs, "pipeline bubble": times.bubble}
         parts |= {"communication": times.communication}
     seconds = float(step_S.sum()) + lost
     return Size(gpus, choice, float(step_S.mean()), steps * workload.tokens / seconds, parts)

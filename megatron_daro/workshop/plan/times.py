@@ -23,6 +23,7 @@ from megatron_daro.workshop.plan.memory import (
     layer_elements,
     server_memory,
     server_weight_bytes,
+    static_bytes,
 )
 from megatron_daro.workshop.plan.workload import Workload
 
@@ -96,17 +97,18 @@ class Constants:
 @dataclass(frozen=True, slots=True)
 class TrainTimes:
     """Seconds of the trainers on one batch: `compute` and `communication` of training, `bubble` of the pipeline,
-    `logprobs` of the passes beside it."""
+    `logprobs` of the passes beside it, `turns` of a policy and a critic that take turns on the GPUs."""
 
     compute: float
     communication: float
     bubble: float
     logprobs: float
+    turns: float = 0.0
 
     @property
     def train(self) -> float:
         """The optimizer steps."""
-        return self.compute + self.communication + self.bubble
+        return self.compute + self.communication + self.bubble + self.turns
 
     @property
     def total(self) -> float:
@@ -148,7 +150,19 @@ def train_times(workload: Workload, layout: ModelLayout, data: int, gpu: Gpu, co
     passes = (workload.extra_passes - (workload.critic is not None) + critic) * forward * (1 + idle)
     factor = constants.training_factor
     models = factor * (1 + critic) * workload.epochs
-    return TrainTimes(models * compute, models * (inner + outer), models * bubble, factor * passes)
+    turns = _turns_s(workload, layout, data, constants) if workload.critic_offload else 0.0
+    return TrainTimes(models * compute, models * (inner + outer), models * bubble, factor * passes, turns)
+
+
+def _turns_s(workload: Workload, layout: ModelLayout, data: int, constants: Constants) -> float:
+    """Return the seconds in which policy and critic leave and come back: before the values, after the last update for
+    the sync, and twice an update, once with the critic's gradients."""
+    shards = data * layout.context
+    expert_shards = max(shards * layout.tensor // (layout.cut.expert * layout.cut.expert_tensor), 1)
+    own, its = (static_bytes(workload, layout.cut, 0, shards, expert_shards, critic=c) for c in (False, True))
+    updates = workload.updates * workload.epochs
+    moved = (2 + 2 * updates) * (own[0] + own[2] + its[0] + its[2]) + 2 * updates * its[1]
+    return moved / (constants.host_gb_s * 1e9)
 
 
 def _recomputed_share(workload: Workload) -> float:

@@ -60,7 +60,7 @@ class Workload:
 
     samples: of a batch; generated: answers asked for, with oversampling; extra_passes: forward passes beside
     training (old and reference log-probs, values); critic: the shape of the second model that is trained on
-    the same ranks; updates: mini-batches of a batch; epochs: how often each is trained on. servers_fp8, cache_fp8:
+    the same ranks; critic_offload: the two take turns on the GPUs; updates: mini-batches of a batch; epochs: how often each is trained on. servers_fp8, cache_fp8:
     their weights, and keys and values. recomputed: modules of a layer that are computed again in the backward pass
     (selective recomputation). server_fraction: of a server's GPU for its weights and cache; None: all that is left.
     server_nodes: that each server is spread over; None: as few as hold it. colocated: servers and ranks take turns on
@@ -89,6 +89,7 @@ class Workload:
     server_nodes: int | None
     colocated: bool
     critic: ModelShape | None = None
+    critic_offload: bool = False
     recomputed: frozenset[str] = frozenset()
     epochs: int = 1
     practice: Practice = Practice()
@@ -179,6 +180,7 @@ def workload_of(
         staleness=rollout.max_staleness,
         extra_passes=len(algorithm.passes(("values",) if algorithm.has_critic else ())),
         critic=critic_shape(config, shape),
+        critic_offload=algorithm.has_critic and algorithm.critic.offload,
         mean_prompt=float(prompt),
         longest=config.data.max_prompt_tokens + longest,
         response_Q=quantiles(mean, spread, longest) if response_Q is None else response_Q,

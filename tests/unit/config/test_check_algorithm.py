@@ -160,6 +160,11 @@ def critic_directory(run_files, vocabulary=None, **changes):
             "got 5, but the run has 5 optimizer steps",
         ),
         (
+            ["algorithm.name=ppo", "algorithm.critic.offload=true", "trainer.replace_lost_ranks=true"],
+            "algorithm.critic.offload",
+            "whose snapshots need both models on the GPUs",
+        ),
+        (
             ["algorithm.name=ppo", "algorithm.critic.warmup_steps=6", "trainer.steps=5"],
             "algorithm.critic.warmup_steps",
             "allowed: at most 5",

@@ -130,6 +130,21 @@ def test_a_critic_is_counted_as_it_is_and_comes_on_top():
     assert alone.critic == 0 and both.total - alone.total == both.critic == sum(own[:3])
 
 
+def test_of_two_that_take_turns_the_larger_one_is_counted():
+    small_one, layout = read_model_shape(small()), ModelLayout(1, 1, 1, "none", 4096)
+    large = replace(small_one, layers=3 * small_one.layers)
+
+    def total(policy, critic, offload=True):
+        asked = replace(workload(small()), shape=policy, critic=critic, critic_offload=offload)
+        return memory.trainer_memory(asked, layout, shards=2, micro_batches=1)
+
+    own, its = total(small_one, small_one), total(small_one, large)
+    assert own.critic < 0.01 * own.weights, "at most the row of its head"
+    together = total(small_one, large, offload=False)
+    static = [part.weights + part.gradients + part.optimizer for part in (its, together)]
+    assert its.critic == pytest.approx(together.critic - static[1]) and static[0] == static[1]
+
+
 def test_a_critic_of_another_shape_is_counted_as_that_shape():
     """Its activations are there when the policy's are not: the larger count."""
     asked, layout = workload(small()), ModelLayout(1, 1, 1, "none", 4096)

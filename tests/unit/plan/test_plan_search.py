@@ -19,6 +19,7 @@ from megatron_daro.workshop.plan.memory import (
     SERVER_RESERVE_BYTES,
     kv_bytes_per_token,
     server_memory,
+    static_bytes,
     trainer_memory,
 )
 from megatron_daro.workshop.plan.search import Refusals, _Fleets, search, splits
@@ -124,6 +125,17 @@ def test_a_critic_takes_time_as_it_has_parameters():
     assert small.logprobs == pytest.approx(1.5 * alone.logprobs, rel=0.02)
     often = train_times(replace(asked, epochs=3), layout, 4, H100, known)
     assert often.train == pytest.approx(3 * alone.train) and often.logprobs == alone.logprobs
+
+
+def test_models_that_take_turns_take_time_to_move():
+    """Four times a batch with one update: weights and optimizer state of both, once also the critic's gradients."""
+    asked, layout, known = replace(workload(), updates=1), ModelLayout(4, 2, 2, "none", 16384), Constants()
+    asked = replace(asked, critic=asked.shape, extra_passes=1)
+    stay, move = (train_times(replace(asked, critic_offload=offload), layout, 4, H100, known) for offload in (0, 1))
+    own, its = (static_bytes(asked, layout.cut, 0, 4 * layout.context, critic=critic) for critic in (False, True))
+    moved = 4 * (own[0] + own[2] + its[0] + its[2]) + 2 * its[1]
+    assert stay.turns == 0 and move.turns == pytest.approx(moved / (1e9 * known.host_gb_s), rel=1e-6)
+    assert move.total - stay.total == pytest.approx(move.turns)
 
 
 def test_the_bubble_grows_with_stages_and_shrinks_with_micro_batches():
