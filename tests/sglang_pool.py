@@ -25,7 +25,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from megatron_daro.config.sections import SGLangSection
-from megatron_daro.engine.sglang.client import post_to
+from megatron_daro.engine.sglang.client import calls_to_servers
 from megatron_daro.engine.sglang.command import server_command
 from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.engine.sglang.generation import DirectAnswers
@@ -319,7 +319,7 @@ class ModelWeights:
     def __init__(self, model: Any, *, named: Iterable[tuple[str, Any]] | None = None, bucket_bytes: int = 0) -> None:
         self.model, self.version, self._bucket_bytes = model, 0, bucket_bytes
         self._named = named
-        self._sender = Sender(HOST, "gloo", post_to)
+        self._sender = Sender(HOST, "gloo", calls_to_servers)
 
     @asynccontextmanager
     async def hold(self, version: int | None = None) -> AsyncIterator[int]:

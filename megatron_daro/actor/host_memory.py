@@ -1,10 +1,11 @@
 """Moving what a rank trains with to the host and back, bit for bit, while servers have the GPU.
 
 The policy leaves and comes back, kind by kind (`HostMemory`), or a policy and a critic take turns between themselves
-(`TakingTurns`); in between the tensors are there, without memory: their storages are resized to 0 and filled again, so every view of them (buckets of gradients, shards of the
-optimizer) stays valid. On a GPU the host's memory is pinned and kept for the next time; on a CPU the same code runs
-with ordinary memory. The 8-bit copies of fp8 layers are not kept, a pass makes them again; nor are gradients, a step
-begins with zeros, unless it is within a step that a model leaves. It refuses nothing: who computes meanwhile is refused by the policy.
+(`TakingTurns`); in between the tensors are there, without memory: their storages are resized to 0 and filled again, so
+every view of them (buckets of gradients, shards of the optimizer) stays valid. On a GPU the host's memory is pinned and
+kept for the next time; on a CPU the same code runs with ordinary memory. The 8-bit copies of fp8 layers are not kept, a
+pass makes them again; nor are gradients, a step begins with zeros, unless a model leaves within a step. It refuses
+nothing: who computes meanwhile is refused by the policy.
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ class TakingTurns:
     """
 
     def __init__(self, policy: HostMemory) -> None:
-        """The policy has the device; the critic is there when it has been built beside nothing, see `admit`."""
+        """Begin with the policy, which has the device; `admit` builds the critic."""
         self._memories: dict[TrainedName, HostMemory] = {"policy": policy}
         self._whose: TrainedName = "policy"
         self.away: frozenset[MemoryKind] = frozenset()

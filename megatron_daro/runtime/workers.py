@@ -31,7 +31,7 @@ from megatron_daro.actor.double_buffer import Layout
 from megatron_daro.actor.parallel import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
-from megatron_daro.engine.sglang.client import post_to
+from megatron_daro.engine.sglang.client import calls_to_servers
 from megatron_daro.errors import WorkerError
 from megatron_daro.observe import logs
 from megatron_daro.ports import Reservation, reserve_port
@@ -232,7 +232,7 @@ class TrainWorker:
         from megatron_daro.actor import device
         from megatron_daro.sync.send import push_buckets, received
 
-        return push_buckets(received(self._relays[members], device.prepare()), plan, post_to)
+        return push_buckets(received(self._relays[members], device.prepare()), plan, calls_to_servers)
 
     @ray.method(concurrency_group="work")
     @logs.failures_logged
@@ -252,7 +252,7 @@ class TrainWorker:
             return None
         if self._sender is None:
             backend = "nccl" if device.prepare().type == "cuda" else "gloo"
-            self._sender = Sender(ray.util.get_node_ip_address(), backend, post_to, _hand_over)
+            self._sender = Sender(ray.util.get_node_ip_address(), backend, calls_to_servers, _hand_over)
         label = f"stage{parallel.pipeline_parallel_rank()}"
         return self._sender.send(tensors(), plan, label=label, group=self._relays.get(members))
 

@@ -36,7 +36,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatron_daro.errors import EngineError, RefusedError
 from megatron_daro.sync.buckets import WeightBucket, bucketize
-from megatron_daro.sync.plan import Post, SendFailure, SendPlan, SendReport, Target
+from megatron_daro.sync.plan import Calls, Post, SendFailure, SendPlan, SendReport, Target
 
 _Result = TypeVar("_Result")
 # Read when a group is made. 0: a failed collective is reported by its own wait, and the process lives.
@@ -220,15 +220,17 @@ class _Sent:
 class BroadcastSender:
     """This rank's end. `close` it, or its threads and sockets stay."""
 
-    def __init__(self, host: str, backend: str, post: Post) -> None:
+    _post: Post
+
+    def __init__(self, host: str, backend: str, calls: Calls) -> None:
         """Join nothing.
 
         Args:
             host: address of this rank as servers reach it; the group's store listens on it alone.
             backend: "gloo" or "nccl".
-            post: calls a server.
+            calls: to servers.
         """
-        self._host, self._backend, self._post = host, backend, post
+        self._host, self._backend, self._calls = host, backend, calls
         self._group: SendGroup | None = None
         self._name = ""
         self._joined: tuple[Target, ...] = ()
@@ -283,6 +285,10 @@ class BroadcastSender:
         await asyncio.gather(*(end(url, name) for url, name in groups.items()))
 
     async def _send_all(self, mailbox: queue.Queue[_Packed | None], plan: SendPlan) -> _Sent:
+        async with self._calls() as self._post:  # in this event loop alone
+            return await self._send_until_none(mailbox, plan)
+
+    async def _send_until_none(self, mailbox: queue.Queue[_Packed | None], plan: SendPlan) -> _Sent:
         """Take buckets out until None comes; after a failure they are only thrown away."""
         sent = _Sent()
         crash: BaseException | None = None

@@ -7,12 +7,15 @@ SendReport goes back to the engine. Holds records only.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 Post = Callable[[str, str, Mapping[str, Any], float], Awaitable[Any]]
 """(url, path, JSON body, deadline in seconds) -> JSON answer. Raises EngineError."""
+Calls = Callable[[], AbstractAsyncContextManager[Post]]
+"""Opens what calls are made through, in one event loop: connections are used again until it is left."""
 
 Transport = Literal["distributed", "tensor", "disk", "actor"]
 """distributed: one broadcast to all servers; tensor: handles of GPU memory to servers of the same host; disk: files

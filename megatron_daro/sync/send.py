@@ -54,7 +54,7 @@ from megatron_daro.convert.hf_files import copy_model_files, shard_name, write_i
 from megatron_daro.errors import EngineError, RefusedError, SyncError
 from megatron_daro.sync.broadcast import BroadcastSender
 from megatron_daro.sync.buckets import WeightBucket, bucketize, tensor_bytes
-from megatron_daro.sync.plan import ORIGIN_FILE, Digest, Post, SendFailure, SendPlan, SendReport, is_hashed
+from megatron_daro.sync.plan import ORIGIN_FILE, Calls, Digest, Post, SendFailure, SendPlan, SendReport, is_hashed
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,43 +347,49 @@ _DEVICE_ARGUMENT = 6
 
 
 def push(
-    stream: Iterable[tuple[str, Tensor]], plan: SendPlan, post: Post, group: dist.ProcessGroup | None = None
+    stream: Iterable[tuple[str, Tensor]], plan: SendPlan, calls: Calls, group: dist.ProcessGroup | None = None
 ) -> SendReport:
     """Hands out the whole stream; reads it to its end whatever happens.
 
     Args:
         stream: (HF name, tensor on a GPU); each item may be a collective of other ranks.
         plan: to which servers, in buckets of which size.
-        post: calls a server. group: of this rank and those of other hosts that hand out the same buckets there.
+        calls: to servers. group: of this rank and those of other hosts that hand out the same buckets there.
 
     Returns:
         The report; failures by server.
     """
     # A storage that was handed out is counted by its receivers: a parameter's could not be freed after one was killed.
     buckets = bucketize(stream, plan.bucket_bytes, copy_all=True)
-    return push_buckets(buckets if group is None else passed_on(buckets, group), plan, post)
+    return push_buckets(buckets if group is None else passed_on(buckets, group), plan, calls)
 
 
-def push_buckets(buckets: Iterable[WeightBucket], plan: SendPlan, post: Post) -> SendReport:
+def push_buckets(buckets: Iterable[WeightBucket], plan: SendPlan, calls: Calls) -> SendReport:
     """Hands out buckets on a GPU that have memory of their own; reads them to their end whatever happens.
 
     Args:
-        buckets: asking for one may be a collective of other ranks. plan: to which servers. post: calls a server.
+        buckets: asking for one may be a collective of other ranks. plan: to which servers. calls: to servers.
 
     Returns:
         The report; failures by server.
     """
     started, num_bytes, num_buckets = time.perf_counter(), 0, 0
     failures: dict[str, SendFailure] = {}
-    for bucket in buckets:
-        if failures:
-            continue  # other ranks gather along
-        if not bucket.data.is_cuda:
-            refusal = SendFailure("group", "engine.sglang.sync tensor needs weights on a GPU")
-            failures = dict.fromkeys((target.name for target in plan.targets), refusal)
-            continue
-        failures = asyncio.run(_push_bucket(bucket, plan, post))
-        num_bytes, num_buckets = num_bytes + bucket.data.nbytes, num_buckets + 1
+    with asyncio.Runner() as runner:
+        opened = calls()
+        post = runner.run(opened.__aenter__())
+        try:
+            for bucket in buckets:
+                if failures:
+                    continue  # other ranks gather along
+                if not bucket.data.is_cuda:
+                    refusal = SendFailure("group", "engine.sglang.sync tensor needs weights on a GPU")
+                    failures = dict.fromkeys((target.name for target in plan.targets), refusal)
+                    continue
+                failures = runner.run(_push_bucket(bucket, plan, post))
+                num_bytes, num_buckets = num_bytes + bucket.data.nbytes, num_buckets + 1
+        finally:
+            runner.run(opened.__aexit__(None, None, None))
     return SendReport(num_bytes, num_buckets, time.perf_counter() - started, failures=failures)
 
 
@@ -429,15 +435,15 @@ HandOver = Callable[[Stream, SendPlan], SendReport]
 class Sender:
     """One rank's end. `close` it, or its threads and sockets stay."""
 
-    def __init__(self, host: str, backend: str, post: Post, hand_over: HandOver | None = None) -> None:
+    def __init__(self, host: str, backend: str, calls: Calls, hand_over: HandOver | None = None) -> None:
         """Connect to nothing.
 
         Args:
             host: address of this rank as servers reach it. backend: of broadcasts, "gloo" or "nccl".
-            post: calls a server. hand_over: gives buckets to actors.
+            calls: to servers. hand_over: gives buckets to actors.
         """
-        self._broadcast = BroadcastSender(host, backend, post)
-        self._post, self._hand_over = post, hand_over
+        self._broadcast = BroadcastSender(host, backend, calls)
+        self._calls, self._hand_over = calls, hand_over
 
     def send(self, stream: Stream, plan: SendPlan, *, label: str, group: dist.ProcessGroup | None = None) -> SendReport:
         """Send the whole stream; read it to its end whatever happens.
@@ -465,7 +471,7 @@ class Sender:
         if plan.transport == "distributed":
             return self._broadcast.send(stream, plan)
         if plan.transport == "tensor":
-            return push(stream, plan, self._post, group)
+            return push(stream, plan, self._calls, group)
         if plan.transport == "actor":
             assert self._hand_over is not None, "this process has no actors to hand buckets to"
             return self._hand_over(stream, plan)

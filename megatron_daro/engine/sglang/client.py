@@ -19,6 +19,7 @@ import aiohttp
 import orjson
 
 from megatron_daro.errors import EngineError, RefusedError
+from megatron_daro.sync.plan import Post
 
 FIRST_VERSION, LAST_TESTED = (0, 5, 18), (0, 5, 23)
 NEEDED_CALLS = (
@@ -289,7 +290,17 @@ def _said(content: bytes) -> str:
     return text if len(text) <= _LONGEST_BODY else text[:_LONGEST_BODY] + "..."
 
 
-async def post_to(url: str, path: str, body: Mapping[str, Any], timeout_s: float) -> object:
-    """One call on a connection of its own: what the exporting ranks hand to their senders."""
-    async with SGLangClient(url) as client:
-        return await client.post(path, body, timeout_s=timeout_s)
+@asynccontextmanager
+async def calls_to_servers() -> AsyncIterator[Post]:
+    """Give what calls any server, on connections that are kept within the block: what the exporting ranks hand to
+    their senders, which call each server once a bucket."""
+    clients: dict[str, SGLangClient] = {}
+
+    async def post(url: str, path: str, body: Mapping[str, Any], timeout_s: float) -> object:
+        return await clients.setdefault(url, SGLangClient(url)).post(path, body, timeout_s=timeout_s)
+
+    try:
+        yield post
+    finally:
+        for client in clients.values():
+            await client.close()

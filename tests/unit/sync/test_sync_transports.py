@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -180,7 +180,7 @@ def test_a_broadcast_that_nobody_joins_reads_the_stream_to_its_end(error):
         calls.append((url, path, body["rank_offset"]))
         raise error
 
-    sender = BroadcastSender("127.0.0.1", "gloo", post)
+    sender = BroadcastSender("127.0.0.1", "gloo", lambda: nullcontext(post))
     try:
         if isinstance(error, EngineError):
             report = sender.send(stream, plan_of(["a", "b"]))
@@ -227,7 +227,7 @@ def test_handles_of_host_memory_are_refused_and_the_stream_is_read_to_its_end():
         raise AssertionError("nothing may be sent: the server would die of it")
 
     stream = Stream(named(10))
-    report = send.push(stream, plan_of(["a"]), post)
+    report = send.push(stream, plan_of(["a"]), lambda: nullcontext(post))
     assert "needs weights on a GPU" in report.failures["a"].text and stream.taken == 10
 
 
@@ -240,7 +240,7 @@ def test_no_handle_is_of_the_storage_of_a_parameter(monkeypatch):
         return {}
 
     monkeypatch.setattr(send, "_push_bucket", push_bucket)
-    send.push(stream, plan_of(["a"]), None)
+    send.push(stream, plan_of(["a"]), lambda: nullcontext(None))
     assert [name for bucket in sent for name in bucket.names] == [name for name, _ in stream]
     storages = {tensor.untyped_storage().data_ptr() for _, tensor in stream}
     assert not storages & {bucket.data.untyped_storage().data_ptr() for bucket in sent}
@@ -329,7 +329,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
 def test_a_peer_that_stops_in_a_broadcast_costs_seconds_and_not_the_limit(monkeypatch):
     monkeypatch.setattr(broadcast, "_AFTER_FAILURE_S", 1.0)
     peer, limit_s = Peer(), 90.0
-    sender = BroadcastSender("127.0.0.1", "gloo", peer.post)
+    sender = BroadcastSender("127.0.0.1", "gloo", lambda: nullcontext(peer.post))
     large = torch.zeros(50_000_000)  # more than the system's buffers take for a reader that does not read
     stream = Stream([*named(1), ("large", large), *named(3)])
     started = time.monotonic()
@@ -409,7 +409,7 @@ def test_a_bucket_is_sent_from_a_stream_of_its_own_that_waits_for_it_alone(monke
     async def post(url, path, body, timeout_s):
         pass
 
-    sender = BroadcastSender("127.0.0.1", "nccl", post)
+    sender = BroadcastSender("127.0.0.1", "nccl", lambda: nullcontext(post))
     report = sender.send(Stream(named(5)), plan_of(["a"]))
     assert report.num_buckets == 5 and torn == [False] * 5
     for number in range(5):
@@ -434,7 +434,7 @@ def test_a_servers_death_in_an_nccl_broadcast_aborts_the_communicator_and_ends_n
                 await asyncio.sleep(0.01)
             raise RefusedError("status 400: the group broke")
 
-    sender = BroadcastSender("127.0.0.1", "nccl", post)
+    sender = BroadcastSender("127.0.0.1", "nccl", lambda: nullcontext(post))
     started = time.monotonic()
     report = sender.send(Stream(named(4)), plan_of(["alive", "dead"], timeout_s=300.0))
     assert time.monotonic() - started < 20, "neither the limit of 300 s nor that of the others was waited for"

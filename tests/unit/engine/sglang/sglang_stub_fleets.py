@@ -9,7 +9,7 @@ import numpy as np
 from sglang_pool import engine_of, section, started
 from stub_server import StubServer, times
 
-from megatron_daro.engine.sglang.client import post_to
+from megatron_daro.engine.sglang.client import SGLangClient
 from megatron_daro.errors import EngineError, RefusedError
 from megatron_daro.sync.plan import SendFailure, SendReport
 from megatron_daro.sync.publish import WeightSync
@@ -50,7 +50,8 @@ class Weights:
         failures = {}
         for target in plan.targets:
             try:
-                await post_to(target.url, path, {"names": ["w"]}, plan.timeout_s)
+                async with SGLangClient(target.url) as client:
+                    await client.post(path, {"names": ["w"]}, timeout_s=plan.timeout_s)
             except EngineError as error:
                 kind = "refused" if isinstance(error, RefusedError) else "unanswered"
                 failures[target.name] = SendFailure(kind, str(error))

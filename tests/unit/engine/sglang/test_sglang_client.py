@@ -12,6 +12,7 @@ from megatron_daro.engine.sglang.client import (
     RefusedError,
     SGLangClient,
     UnreachableError,
+    calls_to_servers,
     version_number,
 )
 
@@ -222,6 +223,34 @@ def test_thousands_of_aborts_take_few_connections():
             assert 1 < most <= 8
 
     run(scenario())
+
+
+def test_calls_of_an_export_use_their_connections_again():
+    """One to each server for all buckets; closed when the export is over."""
+    ports = {}
+
+    def from_port(name):
+        async def answer(request, body):
+            ports.setdefault(name, []).append(request.transport.get_extra_info("peername")[1])
+            return await answering(200)(request, body)
+
+        return answer
+
+    async def scenario():
+        async with StubServer() as one, StubServer() as two:
+            stubs = {"one": one, "two": two}
+            for name, stub in stubs.items():
+                stub.answers["/update_weights_from_distributed"] = from_port(name)
+            for _ in range(2):
+                async with calls_to_servers() as post:
+                    for bucket in range(3):
+                        for stub in stubs.values():
+                            await post(stub.url, "/update_weights_from_distributed", {"names": [str(bucket)]}, 10)
+
+    run(scenario())
+    for seen in ports.values():
+        first, second = seen[:3], seen[3:]
+        assert len(set(first)) == len(set(second)) == 1 and first[0] != second[0]
 
 
 def test_a_server_that_does_not_answer_an_abort_is_not_asked_for_each_request():
