@@ -43,7 +43,7 @@ engine.sglang.nodes engine.sglang.fp8_blocks
 engine.sglang.sync engine.sglang.sync_dir engine.sglang.bucket_mib engine.sglang.verify
 engine.sglang.max_tokens_in_flight engine.sglang.start_timeout_s engine.sglang.request_timeout_s
 engine.sglang.answer_workers engine.sglang.stall_timeout_s engine.sglang.sync_timeout_s engine.sglang.max_restarts
-algorithm.distill.timeout_s reward.workers environment.workers
+algorithm.critic.offload algorithm.distill.timeout_s reward.workers environment.workers
 trainer.run_dir trainer.save_every_steps trainer.keep_checkpoints trainer.keep_every_steps trainer.eval_every_steps
 trainer.deadline_scale trainer.export_hf trainer.export_critic
 trainer.replace_lost_ranks trainer.snapshot_gib trainer.max_replacements trainer.hung_rank_s

@@ -61,10 +61,10 @@ class Workload:
     samples: of a batch; generated: answers asked for, with oversampling; extra_passes: forward passes beside
     training (old and reference log-probs, values); critic: the shape of the second model that is trained on the same
     ranks; critic_offload: the two take turns on the GPUs; updates: mini-batches of a batch; epochs: how often each is
-    trained on. servers_fp8, cache_fp8: their weights, and keys and values. recomputed: modules of a layer that are computed again in the backward pass
-    (selective recomputation). server_fraction: of a server's GPU for its weights and cache; None: all that is left.
-    server_nodes: that each server is spread over; None: as few as hold it. colocated: servers and ranks take turns on
-    the GPUs. practice: of the trainer.
+    trained on. servers_fp8, cache_fp8: their weights, and keys and values. recomputed: modules of a layer that are
+    computed again in the backward pass (selective recomputation). server_fraction: of a server's GPU for its weights
+    and cache; None: all that is left. server_nodes: that each server is spread over; None: as few as hold it.
+    colocated: servers and ranks take turns on the GPUs. practice: of the trainer.
     """
 
     shape: ModelShape
