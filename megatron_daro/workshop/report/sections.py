@@ -7,6 +7,7 @@ critic in critic.py.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import cycle
 
 from megatron_daro.workshop.report.by_pass_rate import difficulty_section
@@ -20,7 +21,7 @@ _Maker = Callable[[RunData], Plot | None]
 def build_sections(run: RunData) -> list[Section]:
     """Every section in page order; a section without any plot still says what was missing."""
     return [
-        _section(run, "Accuracy and reward", {"accuracy": _accuracy, "reward": _reward, "evaluation": _evaluation}),
+        _section(run, "Accuracy and reward", {"accuracy": _accuracy, "reward": _reward, **_evaluations(run)}),
         difficulty_section(run),
         _section(run, "Length", {"response length": _length, "truncation": _truncation}),
         _section(run, "Loss and optimizer", {"losses": _losses, "gradient norm": _grad_norm, "learning rate": _rate}),
@@ -82,15 +83,22 @@ def _reward(run: RunData) -> Plot | None:
     )
 
 
-def _evaluation(run: RunData) -> Plot | None:
-    wanted = [
-        Line(key, key.removeprefix("eval/").replace("/accuracy/", ", difficulty "), dash)
-        for name, dash in zip(_evaluation_names(run), cycle(("solid", "dash", "dot", "dashdot")), strict=False)
-        for key in run.under(f"eval/{name}/accuracy/")
-    ]
+def _evaluations(run: RunData) -> dict[str, _Maker]:
+    """One plot for each set: their levels, of all of them together, are too many lines to be read."""
+    names = _evaluation_names(run)
+    if not names:
+        return {"evaluation": lambda run: None}
+    return {f"evaluation of {name} by difficulty": partial(_evaluation, name=name) for name in names}
+
+
+def _evaluation(run: RunData, name: str) -> Plot | None:
+    keys = run.under(f"eval/{name}/accuracy/")
+    several = len(_evaluation_names(run)) > 1
+    dashes = cycle(["solid"] * len(COLOURS) + ["dash"] * len(COLOURS))
+    wanted = [Line(key, key.rpartition("/")[2], dash) for key, dash in zip(keys, dashes, strict=False)]
     return _plot(
         run,
-        "Evaluation by difficulty",
+        "Evaluation by difficulty" + (f": {name}" if several else ""),
         "Accuracy on held-out problems, one line per difficulty level of the evaluation set. Lines that rise together "
         "show learning across difficulties; one that falls shows a difficulty paying for another.",
         wanted,
