@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/control_plane.py --json                       # about 15 minutes on 2 cores
     OMP_NUM_THREADS=1 python benchmarks/control_plane.py --millions 1
+    OMP_NUM_THREADS=1 python benchmarks/control_plane.py --millions 10 --servers 1024 --json
 
 Servers answer at once from memory (workshop/rehearse/canned_server.py, over HTTP on loopback, in a process of its own),
 and the policy has no model: its ranks are Ray actors that read their shards and give log-probs back. Cluster,
@@ -117,7 +118,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--millions", type=int, nargs="+", default=[1, 5, 10, 20, 40], help="tokens of each batch")
     parser.add_argument("--repeats", type=int, default=1, help="runs that CPU is measured in; median")
-    parser.add_argument("--json", action="store_true", help="also write benchmarks/results/control_plane.json")
+    parser.add_argument("--servers", type=int, default=SERVERS, help="that answer")
+    parser.add_argument(
+        "--json", action="store_true", help="also write benchmarks/results/control_plane.json (_N.json with N servers)"
+    )
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--watched", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -147,7 +151,7 @@ def write_task(directory: Path, urls: list[str], prompts: int) -> Path:
         "rollout": {"prompts_per_step": prompts, "rollouts_per_prompt": SAMPLES, "max_response_tokens": 5000},
         "algorithm": {"old_logprobs": "recompute"},
         "actor": {"data_parallel": RANKS, "micro_batch_tokens": 32768},
-        "engine": {"kind": "sglang", "replicas": SERVERS, "sglang": {"urls": urls}},
+        "engine": {"kind": "sglang", "replicas": len(urls), "sglang": {"urls": urls}},
         "trainer": {"steps": 1, "run_dir": str(directory / "run"), "save_every_steps": 0},
         "observe": {"progress": False, "tensorboard": False},
     }
@@ -263,15 +267,20 @@ def main() -> None:
     columns = ("driver_cpu_s", "event_loop_cpu_s", "latest_ms", "p99_ms", "own_gib", "mapped_gib", "seconds")
     table = Table("M tokens", *columns, title="the driver")
     rows: dict[str, dict[str, Any]] = {}
-    with canned_fleet(SERVERS, (), canned_answers()) as fleet:
+    with canned_fleet(arguments.servers, (), canned_answers()) as fleet:
         for millions in arguments.millions:
             row = rows[str(millions)] = measured(millions, fleet.urls, arguments.repeats)
             table.add_row(str(millions), *(f"{row[key]:.2f}" for key in columns))
     Console().print(table)
-    setup = {"samples": SAMPLES, "tokens": TOKENS, "servers": SERVERS, "ranks": RANKS, "cpu_count": os.cpu_count()}
-    sglang_servers.conclude(
-        "control_plane", {"setup": setup, "rows": rows, "problems": missed(rows)}, write=arguments.json
-    )
+    setup = {
+        "samples": SAMPLES,
+        "tokens": TOKENS,
+        "servers": arguments.servers,
+        "ranks": RANKS,
+        "cpu_count": os.cpu_count(),
+    }
+    name = "control_plane" if arguments.servers == SERVERS else f"control_plane_{arguments.servers}"
+    sglang_servers.conclude(name, {"setup": setup, "rows": rows, "problems": missed(rows)}, write=arguments.json)
 
 
 if __name__ == "__main__":
