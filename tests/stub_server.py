@@ -11,6 +11,7 @@ import asyncio
 import json
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable
+from itertools import pairwise
 from typing import Any
 
 from aiohttp import web
@@ -24,6 +25,7 @@ ALL_CALLS = (
     *MEMORY_CALLS,
     *("/begin_weight_update", "/end_weight_update", "/weights_checker", "/tokenize"),
 )
+_SENDS_DELTAS = web.RequestKey("sends_deltas", bool)
 Answer = Callable[[web.Request, Any], Awaitable[web.StreamResponse]]
 
 
@@ -89,6 +91,7 @@ class StubServer:
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         path, body = request.path, (await request.json() if request.can_read_body else None)
+        request[_SENDS_DELTAS] = bool(self._info.get("incremental_streaming_output"))
         self.calls[path] += 1
         self.order.append(path)
         self.said[path].append(body)
@@ -190,6 +193,9 @@ class StubServer:
 
 async def answered(request: web.Request, body: dict[str, Any], answers: list[dict[str, Any]]) -> web.StreamResponse:
     """These answers to a request of /generate, in the form that it asks for."""
+    if body.get("stream") and request[_SENDS_DELTAS]:
+        every = sampling_of(body)["stream_interval"]
+        return await written(request, [event for n, one in enumerate(answers) for event in deltas(one, n, every)])
     if body.get("stream"):
         return await streamed(request, answers)
     return web.json_response(text=json.dumps(answers))
@@ -214,6 +220,44 @@ async def streamed(
             await go_on.wait()
         await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
     await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+def deltas(answer: dict[str, Any], index: int, every: int) -> list[dict[str, Any]]:
+    """What a server with --incremental-streaming-output says of a sample: its first token, then `every` tokens, then
+    its end, each with what is new.
+
+    "meta_info[key] = meta_info[key][last_output_offset:]": `_slice_streaming_output_meta_info` in
+    sglang/srt/managers/tokenizer_manager.py; "meta_info["output_token_logprobs_length"] =
+    len(state.output_token_logprobs)": `add_logprob_to_meta_info` there; spans of weight versions "if req.finished()":
+    `accept` in managers/scheduler_components/output_streamer.py; 0.5.23.
+    """
+    ids, meta = answer["output_ids"], answer["meta_info"]
+    cuts = [0, 1, *range(1 + every, len(ids), every), len(ids)] if len(ids) > 1 else [0, len(ids)]
+    events = []
+    for start, end in pairwise(cuts):
+        told = {key: value for key, value in meta.items() if key != "weight_versions" or end == len(ids)}
+        told |= {
+            "finish_reason": meta["finish_reason"] if end == len(ids) else None,
+            "output_token_logprobs": meta["output_token_logprobs"][start:end],
+            "output_token_logprobs_length": end,
+        }
+        events.append({"output_ids": ids[start:end], "meta_info": told, "index": index})
+    return events
+
+
+async def written(request: web.Request, events: list[dict[str, Any]], breaks: bool = False) -> web.StreamResponse:
+    """A stream of these events; breaks: without its end."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+    await response.prepare(request)
+    for event in events:
+        await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+    if breaks:
+        await asyncio.sleep(0.05)
+        assert request.transport
+        request.transport.abort()
+    else:
+        await response.write(b"data: [DONE]\n\n")
     return response
 
 
