@@ -465,16 +465,15 @@ class _Told:
         self._versions = _Versions(question.version, question.loaded)
         self._pairs: list[Any] = []
         self._meta: Mapping[str, Any] = {}
-        self._certain = 0  # tokens of which it is known that they are of the oldest version that the request has seen
+        self._certain = 0  # tokens that are known to be of the oldest version which the request has seen
 
     def take(self, event: Mapping[str, Any], *, deltas: bool) -> Mapping[str, Any] | None:
         """Add an event; returns why the sample has ended, or None. Raises BadAnswerError.
 
         Args:
-            deltas: whether an event has the tokens since the one before. Source: `_handle_batch_output` and
-                `_slice_streaming_output_meta_info` in sglang/srt/managers/tokenizer_manager.py, 0.5.23; the number of
-                all log-probs is that of the whole answer in every event, and the spans of weight versions come with the
-                last one only.
+            deltas: whether an event has the tokens since the one before. It also has the number of all log-probs so
+                far; spans of weight versions come with the last one. Source: `_slice_streaming_output_meta_info` in
+                sglang/srt/managers/tokenizer_manager.py, 0.5.23.
         """
         meta = event["meta_info"]
         reason: Mapping[str, Any] | None = meta["finish_reason"]
@@ -488,10 +487,8 @@ class _Told:
         elif total == len(self._pairs) + len(new) and list(event["output_ids"]) == [pair[1] for pair in new]:
             self._pairs += new
         else:
-            raise BadAnswerError(
-                f"an event of a stream has {len(event['output_ids'])} tokens and {len(new)} log-probs after "
-                f"{len(self._pairs)}, and counts {total}: they do not fit each other"
-            )
+            counts = f"{len(event['output_ids'])} tokens and {len(new)} log-probs after {len(self._pairs)}"
+            raise BadAnswerError(f"an event of a stream has {counts}, and counts {total}: they do not fit each other")
         self._meta = meta
         if reason is not None:
             self.answer = self._answer(self._pairs, {"finish_reason": reason})
@@ -509,13 +506,13 @@ class _Told:
         )
 
     def _is_oldest(self, version: str | None) -> bool:
-        """Whether the server has these weights when it tells of tokens: then it made them with none that are newer,
-        and it was asked when it had none that are older. With newer ones some of the tokens may be older still."""
+        """Whether the server has these weights when it tells of tokens: then it made them with none that are newer, and
+        it was asked when it had none that are older."""
         return version is not None and self._versions.number(version) == self._versions.oldest
 
     def _answer(self, pairs: list[Any], meta: Mapping[str, Any]) -> dict[str, Any]:
-        own = {**self._meta, "output_token_logprobs": pairs, **meta}
-        return {"output_ids": [pair[1] for pair in pairs], "meta_info": own}
+        whole = {**self._meta, "output_token_logprobs": pairs, **meta}
+        return {"output_ids": [pair[1] for pair in pairs], "meta_info": whole}
 
 
 class DirectAnswers:
