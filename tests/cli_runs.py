@@ -29,7 +29,7 @@ _MARK = "MEGATRON_DARO_TEST_RUN"
 _SIGNALLED_DRIVER = Path(__file__).parent / "fault" / "killed_driver.py"
 _DYING_RANKS = Path(__file__).parent / "fault" / "killed_ranks.py"
 GONE_WITHIN_S = 30.0
-RUN_LIMIT_S = 240.0
+RUN_LIMIT_S = 480.0
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@
 # Uses the virtual environment that is active, else .venv, which it makes. Packages are installed only when the
 # requirements, the interpreter or the place of this checkout changed since the last time. Without arguments, and with
 # --all, it also makes the environment of the SGLang servers (tools/sglang_cpu_env.sh; 2.5 GB in $MEGATRON_DARO_SGLANG,
-# else in .venv-sglang), while the other stages run. pytest uses four processes, with --all, where other proofs run beside
-# it, three ($MEGATRON_DARO_TEST_PROCESSES; many tests wait), but where arguments go to it.
+# else in .venv-sglang), while the other stages run. pytest uses three processes ($MEGATRON_DARO_TEST_PROCESSES; many
+# tests wait), but where arguments go to it.
 # With --all, up to three tests that fail beside all the other work run once more, alone, at the end: what fails again has
 # failed. Every failure is told above the last line, those that passed alone too.
 # The last line is "N passed, N failed, N skipped". Exit status: 0 when all passed.
@@ -230,9 +230,8 @@ summarize() {
 
 # Sets `tier` (quick, default, all or chosen) and `pytest_arguments`.
 choose_tier() {
-    local number=4 heavy_minutes=${MEGATRON_DARO_HEAVY_MINUTES:-}
-    [ "${1:-}" != --all ] || number=3
-    local processes=(-n "${MEGATRON_DARO_TEST_PROCESSES:-$number}" --no-loadscope-reorder)
+    local heavy_minutes=${MEGATRON_DARO_HEAVY_MINUTES:-}
+    local processes=(-n "${MEGATRON_DARO_TEST_PROCESSES:-3}" --no-loadscope-reorder)
     case "${1:-}" in
         '') tier=default pytest_arguments=("${processes[@]}") ;;
         --all) tier=all pytest_arguments=("${processes[@]}" --heavy ${heavy_minutes:+--heavy-minutes "$heavy_minutes"}) ;;
