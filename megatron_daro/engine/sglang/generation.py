@@ -18,7 +18,7 @@ import math
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -461,8 +461,7 @@ class _Told:
     """What a stream has told of one sample. answer: the whole, when it has ended."""
 
     def __init__(self, question: Question) -> None:
-        self.answer: dict[str, Any] = {}
-        self._versions = _Versions(question.version, question.loaded)
+        self.answer, self._versions = dict[str, Any](), _Versions(question.version, question.loaded)
         self._pairs: list[Any] = []
         self._meta: Mapping[str, Any] = {}
         self._certain = 0  # tokens that are known to be of the oldest version which the request has seen
@@ -471,8 +470,8 @@ class _Told:
         """Add an event; returns why the sample has ended, or None. Raises BadAnswerError.
 
         Args:
-            deltas: whether an event has the tokens since the one before. It also has the number of all log-probs so
-                far; spans of weight versions come with the last one. Source: `_slice_streaming_output_meta_info` in
+            deltas: whether an event has the tokens since the one before, with the number of all log-probs so far; spans
+                of weight versions come last. Source: `_slice_streaming_output_meta_info` in
                 sglang/srt/managers/tokenizer_manager.py, 0.5.23.
         """
         meta = event["meta_info"]
@@ -506,9 +505,10 @@ class _Told:
         )
 
     def _is_oldest(self, version: str | None) -> bool:
-        """Whether the server has these weights when it tells of tokens: then it made them with none that are newer, and
-        it was asked when it had none that are older."""
-        return version is not None and self._versions.number(version) == self._versions.oldest
+        """Whether what is told now was made with the oldest: the server has none that are newer, nor had it older."""
+        with suppress(BadAnswerError, TypeError, ValueError):  # of a name that is none of ours the end will tell
+            return self._versions.number(version or "") == self._versions.oldest
+        return False
 
     def _answer(self, pairs: list[Any], meta: Mapping[str, Any]) -> dict[str, Any]:
         whole = {**self._meta, "output_token_logprobs": pairs, **meta}

@@ -199,31 +199,33 @@ def test_answers_are_streamed_as_the_server_can(tmp_path, sends_deltas, tokens, 
     run(scenario())
 
 
-def broken_after(stub, counts, *, newer_from=None):
+def broken_after(stub, counts, newer_from, name):
     """Streams of 12 tokens, told by two, that break when each sample has told so many; newer_from: the number of the
-    first event that is told when the server has newer weights."""
+    first event that is told when the server has newer weights, which have this name."""
 
     async def answer(request, body):
         events = []
         for index, (content, count) in enumerate(zip(stub.generated(body), counts, strict=True)):
             told = [e for e in deltas(content, index, 2) if e["meta_info"]["output_token_logprobs_length"] <= count]
             for event in told[newer_from:] if newer_from else ():
-                event["meta_info"]["weight_version"] = "2"
+                event["meta_info"]["weight_version"] = name
             events += told
         return await written(request, events, breaks=True)
 
     return answer
 
 
-@pytest.mark.parametrize(("newer_from", "kept"), [(None, [12, 7, 0]), (2, [12, 3, 0])])
-def test_tokens_of_running_answers_outlive_their_server(tmp_path, newer_from, kept):
+@pytest.mark.parametrize(
+    ("newer_from", "name", "kept"), [(None, "", [12, 7, 0]), (2, "2", [12, 3, 0]), (2, "other", [12, 3, 0])]
+)
+def test_tokens_of_running_answers_outlive_their_server(tmp_path, newer_from, name, kept):
     """They go on elsewhere from those of which it is certain which weights they are of."""
 
     async def scenario():
         stub = {"info": {"incremental_streaming_output": True}}
         async with serving(tmp_path, stub, stub, stream_tokens=2) as fleet:
             stubs = fleet.stubs
-            first(stubs[0], 1, broken_after(stubs[0], [12, 7, 0], newer_from=newer_from))
+            first(stubs[0], 1, broken_after(stubs[0], [12, 7, 0], newer_from, name))
             if newer_from:
                 fleet.servers[0].versions.add(2)
             rollouts = await collect(fleet.engine, [group(0, count=3)])
