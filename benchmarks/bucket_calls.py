@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/bucket_calls.py --json    # 20 seconds
 
-The rank posts one body a bucket to each server; here to servers in another process that answer at once and know
-nothing else. Kept: one connection a server for all buckets of an export (`calls_to_servers`, what the senders use).
-New: a connection for every call. The two take turns; CPU seconds are of the posting process alone, medians are told.
+The rank posts one body a bucket to each server; here to canned servers in another process, which answer at once.
+Kept: one connection a server for all buckets of an export (`calls_to_servers`, what the senders use). New: a connection
+for every call. The two take turns; CPU seconds are of the posting process alone, medians are told.
 """
 
 from __future__ import annotations
@@ -12,19 +12,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import multiprocessing
 import statistics
 import time
 from collections.abc import AsyncIterator
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-import orjson
-from aiohttp import web
+import sglang_servers
 
 from megatron_daro.engine.sglang.client import SGLangClient, calls_to_servers
 from megatron_daro.sync.plan import Post
+from megatron_daro.workshop.rehearse.canned_server import CannedAnswers, canned_fleet
 
 PATH = "/update_weights_from_distributed"
 NAMES = 60
@@ -38,30 +35,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=9, help="turns of each side")
     parser.add_argument("--json", action="store_true", help="also write benchmarks/results/bucket_calls.json")
     return parser.parse_args()
-
-
-def serve(count: int, pipe: Connection) -> None:
-    """Answer on so many ports, which the pipe is told, until the pipe is closed."""
-
-    async def answer(request: web.Request) -> web.Response:
-        await request.read()
-        return web.json_response({"success": True, "message": "Success"})
-
-    async def run() -> None:
-        ports = []
-        for _ in range(count):
-            app = web.Application()
-            app.router.add_post(PATH, answer)
-            runner = web.AppRunner(app)
-            await runner.setup()
-            site = web.TCPSite(runner, "127.0.0.1", 0)
-            await site.start()
-            ports.append(runner.addresses[0][1])
-        pipe.send(ports)
-        with contextlib.suppress(EOFError):
-            await asyncio.to_thread(pipe.recv)
-
-    asyncio.run(run())
 
 
 @contextlib.asynccontextmanager
@@ -92,17 +65,12 @@ async def cpu_s(calls: Any, urls: list[str], buckets: int) -> float:
 
 def main() -> None:
     options = parse_arguments()
-    ours, theirs = multiprocessing.Pipe()
-    servers = multiprocessing.get_context("spawn").Process(target=serve, args=(options.servers, theirs), daemon=True)
-    servers.start()
-    urls = [f"http://127.0.0.1:{port}" for port in ours.recv()]
     sides = {"kept": calls_to_servers, "new": new_connections}
     found: dict[str, list[float]] = {name: [] for name in sides}
-    for pair in range(options.pairs):
-        for name in sorted(sides, reverse=bool(pair % 2)):
-            found[name].append(1000 * asyncio.run(cpu_s(sides[name], urls, options.buckets)))
-    ours.close()
-    servers.kill()
+    with canned_fleet(options.servers, (), CannedAnswers([[1]], (0, 1), [[0]], 1)) as fleet:
+        for pair in range(options.pairs):
+            for name in sorted(sides, reverse=bool(pair % 2)):
+                found[name].append(1000 * asyncio.run(cpu_s(sides[name], fleet.urls, options.buckets)))
     medians = {f"{name}_cpu_ms": statistics.median(times) for name, times in found.items()}
     result = {"servers": options.servers, "buckets": options.buckets, "pairs": options.pairs, **medians}
     result["ratio"] = medians["new_cpu_ms"] / medians["kept_cpu_ms"]
@@ -111,8 +79,7 @@ def main() -> None:
     )
     print(f"{medians['new_cpu_ms']:.1f} ms on new ones ({result['ratio']:.2f} times)")
     if options.json:
-        target = Path(__file__).parent / "results" / "bucket_calls.json"
-        target.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2) + b"\n")
+        sglang_servers.write_results("bucket_calls", result)
 
 
 if __name__ == "__main__":

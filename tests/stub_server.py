@@ -211,16 +211,9 @@ async def streamed(
     managers/tokenizer_manager.py; "req.send_token_offset == 0 and num_unsent > 0": `accept` in
     managers/scheduler_components/output_streamer.py; 0.5.23.
     """
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-    await response.prepare(request)
     events = [first_token(answer) | {"index": index} for index, answer in enumerate(answers)]
     events += [answer | {"index": index} for index, answer in reversed(list(enumerate(answers)))]
-    for number, event in enumerate(events):
-        if go_on and number > len(answers):
-            await go_on.wait()
-        await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-    await response.write(b"data: [DONE]\n\n")
-    return response
+    return await written(request, events, go_on=go_on, at_once=len(answers) + 1)
 
 
 def deltas(answer: dict[str, Any], index: int, every: int) -> list[dict[str, Any]]:
@@ -246,11 +239,20 @@ def deltas(answer: dict[str, Any], index: int, every: int) -> list[dict[str, Any
     return events
 
 
-async def written(request: web.Request, events: list[dict[str, Any]], breaks: bool = False) -> web.StreamResponse:
-    """A stream of these events; breaks: without its end."""
+async def written(
+    request: web.Request,
+    events: list[dict[str, Any]],
+    breaks: bool = False,
+    *,
+    go_on: asyncio.Event | None = None,
+    at_once: int = 0,
+) -> web.StreamResponse:
+    """A stream of these events; breaks: without its end. go_on: when those after the first `at_once` are told."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
     await response.prepare(request)
-    for event in events:
+    for number, event in enumerate(events):
+        if go_on and number >= at_once:
+            await go_on.wait()
         await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
     if breaks:
         await asyncio.sleep(0.05)

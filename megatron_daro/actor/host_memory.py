@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -212,21 +212,12 @@ class TakingTurns:
     def offload(self, kinds: Collection[MemoryKind]) -> MemoryMove:
         """As `HostMemory.offload`, of the one that has the device."""
         self.away |= frozenset(kinds)
-        return self._whole(self._memories[self._whose].offload(kinds))
+        return self._memories[self._whose].offload(kinds)  # of the other one nothing is left
 
     def onload(self, kinds: Collection[MemoryKind]) -> MemoryMove:
         """As `HostMemory.onload`, of the one that had the device last."""
         self.away -= frozenset(kinds)
-        return self._whole(self._memories[self._whose].onload(kinds))
-
-    def _whole(self, move: MemoryMove) -> MemoryMove:
-        return replace(move, left=left_behind(self._memories.values()))
-
-
-def left_behind(memories: Iterable[HostMemory]) -> int:
-    """Bytes of both; on a GPU each says those of the process."""
-    counts = [memory.left_behind() for memory in memories]
-    return max(counts) if torch.cuda.is_available() else sum(counts)
+        return self._memories[self._whose].onload(kinds)
 
 
 class HostCopy:

@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -61,14 +60,10 @@ class Interrupts:
         if self._raised is None or not issubclass(exception, KeyboardInterrupt):
             return False
         number, self._raised, self._ending = self._raised, None, False
-        # Not at once: here, too, nothing can be raised. Not by a timer: every signal of those may be somebody's.
-        threading.Thread(target=_send_later, args=(number,), daemon=True).start()
+        again = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number))  # at once it would be swallowed here
+        again.daemon = True
+        again.start()
         return True
-
-
-def _send_later(number: int) -> None:
-    time.sleep(_AGAIN_S)
-    os.kill(os.getpid(), number)
 
 
 @contextmanager

@@ -373,23 +373,22 @@ def push_buckets(buckets: Iterable[WeightBucket], plan: SendPlan, calls: Calls) 
     Returns:
         The report; failures by server.
     """
+    return asyncio.run(_push_all(buckets, plan, calls))
+
+
+async def _push_all(buckets: Iterable[WeightBucket], plan: SendPlan, calls: Calls) -> SendReport:
     started, num_bytes, num_buckets = time.perf_counter(), 0, 0
     failures: dict[str, SendFailure] = {}
-    with asyncio.Runner() as runner:
-        opened = calls()
-        post = runner.run(opened.__aenter__())
-        try:
-            for bucket in buckets:
-                if failures:
-                    continue  # other ranks gather along
-                if not bucket.data.is_cuda:
-                    refusal = SendFailure("group", "engine.sglang.sync tensor needs weights on a GPU")
-                    failures = dict.fromkeys((target.name for target in plan.targets), refusal)
-                    continue
-                failures = runner.run(_push_bucket(bucket, plan, post))
-                num_bytes, num_buckets = num_bytes + bucket.data.nbytes, num_buckets + 1
-        finally:
-            runner.run(opened.__aexit__(None, None, None))
+    async with calls() as post:
+        for bucket in buckets:  # nothing else is on this event loop that would wait for the gathering
+            if failures:
+                continue  # other ranks gather along
+            if not bucket.data.is_cuda:
+                refusal = SendFailure("group", "engine.sglang.sync tensor needs weights on a GPU")
+                failures = dict.fromkeys((target.name for target in plan.targets), refusal)
+                continue
+            failures = await _push_bucket(bucket, plan, post)
+            num_bytes, num_buckets = num_bytes + bucket.data.nbytes, num_buckets + 1
     return SendReport(num_bytes, num_buckets, time.perf_counter() - started, failures=failures)
 
 

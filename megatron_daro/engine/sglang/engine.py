@@ -336,13 +336,12 @@ class SGLangEngine:
         if server is None:
             return ()
         run.server, version = server, server.version or 0
-        every = self._every(server, request)
         calls = generation.calls(
             request,
             f"{self._prefix}-{next(self._numbers)}",
             cache_key=f"{self._prefix}-weights-{version}",
-            streams=every > 0 or (server.facts is not None and not server.facts.streams_deltas),
-            every=every,
+            streams=server.facts is not None and not server.facts.streams_deltas,
+            every=self._every(server, request),
         )
         run.ids = ids = tuple(name for call in calls for name in call.ids)
         for call in calls:

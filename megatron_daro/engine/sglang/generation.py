@@ -90,7 +90,7 @@ def calls(request: GroupRequest, name: str, *, cache_key: str, streams: bool = F
         name: of the request, not used before.
         cache_key: prefixes are found in the server's cache, and left there, only by requests with the same key. With
             one key per weight version no prompt meets a prefix of older weights, however long that stays in the cache.
-        streams: whether the server sends each of several answers when it has ended.
+        streams: whether the server sends each of several answers whole when it has ended.
         every: of a server that sends what is new alone: the tokens after which it does.
     """
     lengths = {(_length_so_far(request, index), request.room(index)) for index in request.indices}
@@ -325,13 +325,13 @@ def _spans(meta: Mapping[str, Any], num_tokens: int, versions: _Versions) -> tup
     return tuple((v, n) for v, n in spans if n > 0)
 
 
-def _check_status(url: str, reason: Mapping[str, Any]) -> None:
+def _check_status(url: str, reason: Mapping[str, Any] | None) -> None:
     """Raise what a status means that the server would answer with, did it not stream.
 
     Source: `_handle_abort_finish_reason` in sglang/srt/managers/tokenizer_manager.py, 0.5.23.
     """
-    status = reason.get("status_code")
-    if reason["type"] != "abort" or status is None or not 400 <= status < 600:
+    status = reason.get("status_code") if reason else None
+    if reason is None or status is None or reason["type"] != "abort" or not 400 <= status < 600:
         return
     kind = RefusedError if status < 500 else UnreachableError
     raise kind(f"{url}/generate: status {status}: {reason.get('message', '')}")
@@ -466,8 +466,8 @@ class _Told:
         self._meta: Mapping[str, Any] = {}
         self._certain = 0  # tokens that are known to be of the oldest version which the request has seen
 
-    def take(self, event: Mapping[str, Any], *, deltas: bool) -> Mapping[str, Any] | None:
-        """Add an event; returns why the sample has ended, or None. Raises BadAnswerError.
+    def take(self, event: Mapping[str, Any], *, deltas: bool) -> None:
+        """Add an event. Raises BadAnswerError.
 
         Args:
             deltas: whether an event has the tokens since the one before, with the number of all log-probs so far; spans
@@ -475,10 +475,10 @@ class _Told:
                 sglang/srt/managers/tokenizer_manager.py, 0.5.23.
         """
         meta = event["meta_info"]
-        reason: Mapping[str, Any] | None = meta["finish_reason"]
+        ended = meta["finish_reason"] is not None
         if not deltas:
-            self.answer = dict(event) if reason is not None else {}
-            return reason
+            self.answer = dict(event) if ended else {}
+            return
         new = meta.get("output_token_logprobs") or []
         total = meta.get("output_token_logprobs_length", len(self._pairs) + len(new))
         if total == len(new) and self._pairs:  # all of one that was aborted while it waited (`_handle_abort_req`)
@@ -489,11 +489,10 @@ class _Told:
             counts = f"{len(event['output_ids'])} tokens and {len(new)} log-probs after {len(self._pairs)}"
             raise BadAnswerError(f"an event of a stream has {counts}, and counts {total}: they do not fit each other")
         self._meta = meta
-        if reason is not None:
-            self.answer = self._answer(self._pairs, {"finish_reason": reason})
+        if ended:
+            self.answer = self._answer(self._pairs, {})
         elif self._certain == len(self._pairs) - len(new) and self._is_oldest(meta.get("weight_version")):
             self._certain = len(self._pairs)
-        return reason
 
     def so_far(self) -> dict[str, Any] | None:
         """Return the answer, or what is certain of one that goes on, as of one that was aborted; None: nothing."""
@@ -582,13 +581,14 @@ class DirectAnswers:
                 try:
                     index = event["index"]
                     one, sample, name = told[index], call.request.indices[index], call.ids[index]
-                    reason = one.take(event, deltas=call.every > 0)
+                    reason = event["meta_info"]["finish_reason"]
+                    _check_status(client.url, reason)
+                    one.take(event, deltas=call.every > 0)
                     if reason is None:
                         continue
                     tokens, kind = len(one.answer["output_ids"]), reason["type"]
                 except (KeyError, TypeError, IndexError) as error:
                     raise BadAnswerError(f"an event of a stream has another form: {error!r}") from error
-                _check_status(client.url, reason)
                 if kind != "abort":
                     self._ended([EndedAnswer(name, _length_so_far(call.request, sample) + tokens)])
         return [one.answer for one in told if one.answer]

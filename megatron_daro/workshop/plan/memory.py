@@ -182,6 +182,11 @@ def static_bytes(
     return workload.dtype_bytes * buffer, 4 * buffer, state, elements
 
 
+def expert_shards_of(layout: ModelLayout, shards: int) -> int:
+    """Return the ranks that share the optimizer's state of the experts. Args: shards: DP * CP."""
+    return max(shards * layout.tensor // (layout.cut.expert * layout.cut.expert_tensor), 1)
+
+
 def trainer_memory(
     workload: Workload, layout: ModelLayout, *, shards: int, micro_batches: int, on_gpu: bool = True
 ) -> Memory:
@@ -201,7 +206,7 @@ def trainer_memory(
 def _stage_memory(
     workload: Workload, layout: ModelLayout, stage: int, shards: int, micro_batches: int, on_gpu: bool
 ) -> Memory:
-    expert_shards = max(shards * layout.tensor // (layout.cut.expert * layout.cut.expert_tensor), 1)
+    expert_shards = expert_shards_of(layout, shards)
     weights, gradients, optimizer, elements = static_bytes(workload, layout.cut, stage, shards, expert_shards)
     second = (
         static_bytes(workload, layout.cut, stage, shards, expert_shards, critic=True) if workload.critic else (0.0,) * 4

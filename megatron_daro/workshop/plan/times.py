@@ -19,6 +19,7 @@ from megatron_daro.workshop.plan.layout import ModelLayout, active_parameters, c
 from megatron_daro.workshop.plan.memory import (
     ENGINE,
     Memory,
+    expert_shards_of,
     kv_bytes_per_token,
     layer_elements,
     server_memory,
@@ -158,8 +159,8 @@ def _turns_s(workload: Workload, layout: ModelLayout, data: int, constants: Cons
     """Return the seconds in which policy and critic leave and come back: before the values, after the last update for
     the sync, and twice an update, once with the critic's gradients."""
     shards = data * layout.context
-    expert_shards = max(shards * layout.tensor // (layout.cut.expert * layout.cut.expert_tensor), 1)
-    own, its = (static_bytes(workload, layout.cut, 0, shards, expert_shards, critic=c) for c in (False, True))
+    experts = expert_shards_of(layout, shards)
+    own, its = (static_bytes(workload, layout.cut, 0, shards, experts, critic=c) for c in (False, True))
     updates = workload.updates * workload.epochs
     moved = (2 + 2 * updates) * (own[0] + own[2] + its[0] + its[2]) + 2 * updates * its[1]
     return moved / (constants.host_gb_s * 1e9)
@@ -221,12 +222,8 @@ def _host_s(workload: Workload, layout: ModelLayout, constants: Constants) -> fl
 def _optimizer_s(workload: Workload, layout: ModelLayout, data: int, gpu: Gpu, constants: Constants) -> float:
     """Seconds of the update itself: gradients, moments and weights go through the memory once each way."""
     rest, experts = counts(workload.shape, layout.cut, 0)
-    own = rest / (data * layout.context) + experts / _expert_shards(layout, data)
+    own = rest / (data * layout.context) + experts / expert_shards_of(layout, data * layout.context)
     return 28 * own / (gpu.memory_gb_s * 1e9 * constants.decoding)
-
-
-def _expert_shards(layout: ModelLayout, data: int) -> int:
-    return max(data * layout.context * layout.tensor // (layout.cut.expert * layout.cut.expert_tensor), 1)
 
 
 def _layer_traffic(workload: Workload, layout: ModelLayout, tokens: float, gpu: Gpu, constants: Constants) -> float:
@@ -274,7 +271,7 @@ def _data_parallel_s(
 ) -> float:
     """Seconds of an update in the reduction of gradients and the gather of the new weights."""
     rest, experts = counts(workload.shape, layout.cut, 0)
-    shards, expert_shards = data * layout.context, _expert_shards(layout, data)
+    shards, expert_shards = data * layout.context, expert_shards_of(layout, data * layout.context)
     width = layout.ranks // layout.pipeline * data
     path = gpu.link_gb_s if width <= gpu.linked else gpu.network_gb_s
     moved = rest * (shards - 1) / shards + experts * (expert_shards - 1) / expert_shards

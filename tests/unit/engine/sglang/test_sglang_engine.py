@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import replace
 
 import pytest
@@ -137,13 +136,7 @@ def test_what_an_answer_holds_is_given_back_when_it_has_ended(tmp_path):
 
 def test_a_stream_that_breaks_gives_everything_back_once_and_keeps_what_had_ended(tmp_path):
     async def broken(stub, request):
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        event = stub.one([1, 2]) | {"index": 0}
-        await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-        await asyncio.sleep(0.05)
-        request.transport.abort()
-        return response
+        return await written(request, [stub.one([1, 2]) | {"index": 0}], breaks=True)
 
     async def scenario():
         async with serving(tmp_path) as fleet:
