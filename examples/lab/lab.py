@@ -36,13 +36,22 @@ from closed_exact import refusal
 from closed_run import run_arm
 from closed_world import MAX_TOKENS, Dials
 from results import Job, Outcome
-from tiny_run import TinyDials
+from tiny_run import ModelDials
 from worlds import DEFAULT, WORLDS
 
 from megatron_daro.errors import ConfigError, DaroError
 
 QUICK_ARMS = (BASELINE, "dapo", "daro", "daro_token")
 QUICK_WORLDS = ("skewed", "balanced")
+_CODE = {
+    "closed": ("closed_world.py", "closed_run.py", "closed_exact.py", "closed_critic.py"),
+    "tiny": ("tiny_run.py", "one_process.py", "chains.py", "chains.yaml"),
+    "smollm2": (
+        *("tiny_run.py", "one_process.py", "smollm2.py"),
+        *(f"../smollm2/{name}" for name in ("config.yaml", "from_gguf.py", "short_problems.py")),
+    ),
+}
+"""Kind of world -> its code in the lab."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +65,7 @@ class Plan:
     quick: bool = False
     first_seed: int = 0
 
-    def dials(self, world: str) -> Dials | TinyDials:
+    def dials(self, world: str) -> Dials | ModelDials:
         """The dials of a world."""
         dials = WORLDS[world].dials
         if self.quick and isinstance(dials, Dials):
@@ -96,8 +105,8 @@ class Plan:
         ]
 
     def _controls(self, world: str, best: Mapping[tuple[str, str], float]) -> list[tuple[str, float]]:
-        """The baseline at the other rates of the search; in the tiny world, where a run is dear, at twice its own. None
-        where nothing was searched."""
+        """The baseline at the other rates of the search; with a language model, where a run is dear, at twice its own.
+        None where nothing was searched."""
         if self.quick or len(WORLDS[world].rates) == 1:
             return []
         rates = WORLDS[world].rates if WORLDS[world].kind == "closed" else (2 * best[world, BASELINE],)
@@ -111,7 +120,7 @@ class Store:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._path = folder / "finished.jsonl"
-        self._code = {kind: _code_fingerprint(kind) for kind in ("closed", "tiny")}
+        self._code = {kind: _code_fingerprint(kind) for kind in _CODE}
         self._found: dict[str, dict] = {}
         for line in self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else ():
             try:
@@ -120,7 +129,7 @@ class Store:
             except (ValueError, KeyError, TypeError):
                 continue  # the last line of a lab that was killed
 
-    def key(self, job: Job, dials: Dials | TinyDials) -> str:
+    def key(self, job: Job, dials: Dials | ModelDials) -> str:
         """Changes with the job, its world, the arm's options and the code."""
         options = options_of(job.arm)
         content = [dataclasses.astuple(job), dataclasses.asdict(dials), options, self._code[job.kind]]
@@ -128,12 +137,12 @@ class Store:
         content += [own.read_text(encoding="utf-8")] if ":" in options["name"] and own.exists() else []
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
-    def get(self, job: Job, dials: Dials | TinyDials) -> Outcome | None:
+    def get(self, job: Job, dials: Dials | ModelDials) -> Outcome | None:
         """A finished run, or None."""
         entry = self._found.get(self.key(job, dials))
         return None if entry is None else Outcome(job, entry["records"], entry["ended"], entry["cpu_seconds"])
 
-    def put(self, outcome: Outcome, dials: Dials | TinyDials) -> None:
+    def put(self, outcome: Outcome, dials: Dials | ModelDials) -> None:
         """Keep a finished run."""
         entry: dict[str, Any] = {"key": self.key(outcome.job, dials), "records": outcome.records}
         entry |= {"ended": outcome.ended, "cpu_seconds": outcome.cpu_seconds}
@@ -141,10 +150,10 @@ class Store:
             file.write(json.dumps(entry) + "\n")
 
 
-def run_job(job: Job, dials: Dials | TinyDials, folder: Path) -> Outcome:
-    """One run, in whatever process this is called. `folder`: for the files of the tiny world."""
+def run_job(job: Job, dials: Dials | ModelDials, folder: Path) -> Outcome:
+    """One run, in whatever process this is called. `folder`: for the files of a language model."""
     began = time.process_time()
-    if isinstance(dials, TinyDials):
+    if isinstance(dials, ModelDials):
         run = tiny_run.run_arm(dials, job.arm, job.learning_rate, job.seed, folder / job.world)
     else:
         run = run_arm(dials, job.arm, job.learning_rate, job.seed, every=max(1, dials.steps // 30))
@@ -172,7 +181,7 @@ def run_all(jobs: Sequence[Job], plan: Plan, store: Store, processes: int) -> It
 def _in_processes(jobs: Sequence[Job], plan: Plan, folder: Path, processes: int) -> Iterator[Outcome]:
     """The outcomes as they come. Base models are built first, so that no two runs build the same one."""
     worlds = {job.world: plan.dials(job.world) for job in jobs}
-    bases = [(dials, folder / world) for world, dials in worlds.items() if isinstance(dials, TinyDials)]
+    bases = [(dials, folder / world) for world, dials in worlds.items() if isinstance(dials, ModelDials)]
     if processes == 1 or len(jobs) < 2:
         for base in bases:
             tiny_run.base_of(*base)
@@ -252,7 +261,7 @@ def joined(folder: Path, outcomes: Iterable[Outcome], note: Mapping[str, str]) -
 
 
 def cpu_seconds(outcomes: Iterable[Outcome]) -> dict[str, int]:
-    """World -> CPU seconds of its runs, whenever they ran; without the base models of the tiny world."""
+    """World -> CPU seconds of its runs, whenever they ran; without the base models."""
     found: dict[str, float] = {}
     for outcome in outcomes:
         found[outcome.job.world] = found.get(outcome.job.world, 0.0) + outcome.cpu_seconds
@@ -274,11 +283,7 @@ def _code_fingerprint(kind: str) -> str:
     import megatron_daro.algo
 
     here, algo = Path(__file__).parent, Path(megatron_daro.algo.__file__).parent
-    own = {
-        "closed": ("closed_world.py", "closed_run.py", "closed_exact.py", "closed_critic.py"),
-        "tiny": ("tiny_run.py", "one_process.py", "chains.py", "chains.yaml"),
-    }[kind]
-    files = [*(here / name for name in own), *sorted(algo.glob("*.py"))]
+    files = [*(here / name for name in _CODE[kind]), *sorted(algo.glob("*.py"))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 

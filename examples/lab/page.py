@@ -17,9 +17,9 @@ from typing import Any
 import findings
 import results
 from arms import BASELINE, is_control, is_daro
-from chains import DIGITS
 from closed_run import BANDS, PASS_AT
 from results import Outcome
+from tiny_run import ModelDials
 from worlds import WORLDS
 
 from megatron_daro.workshop.report.page import COLOURS, Page, Plot, Section, Table, Trace, layout, render
@@ -73,6 +73,12 @@ def _section(world: str, table: Mapping[str, Runs]) -> Section:
         *_weights(table),
     ]
     return Section(f"{world}: {_about(world)}", plots)
+
+
+def _model_dials(world: str) -> ModelDials | None:
+    """The dials of a world with a language model."""
+    dials = WORLDS[world].dials if world in WORLDS else None
+    return dials if isinstance(dials, ModelDials) else None
 
 
 def _about(world: str) -> str:
@@ -168,17 +174,19 @@ def _profile(table: Mapping[str, Runs], name: str, labels: list[str], caption: s
 
 def _by_difficulty(world: str, table: Mapping[str, Runs]) -> Plot:
     labels, axis = [f"{low:g} to {high:g}" for low, high in pairwise(BANDS)], "pass rate before training"
-    if world in WORLDS and WORLDS[world].kind == "tiny":
-        labels, axis = [str(n) for n in DIGITS], "digits of the problem"
     caption = "Final held-out accuracy by difficulty, the hardest on the left; mean over seeds."
+    if dials := _model_dials(world):
+        labels, axis = list(dials.bands.values()), dials.bands_are
+        caption = f"Final held-out accuracy by {axis}; mean over seeds."
     return _profile(table, "bands", labels, caption, "Accuracy by difficulty", axis)
 
 
 def _pass_at(world: str, table: Mapping[str, Runs]) -> list[Plot]:
     if not any(_last_details(runs, "pass_at") for runs in table.values()):
         return []
-    tiny = world in WORLDS and WORLDS[world].kind == "tiny"
-    source = "estimated from the answers of the last evaluation" if tiny else "from exact pass rates of the last policy"
+    source = "from exact pass rates of the last policy"
+    if _model_dials(world):
+        source = "estimated from the answers of the last evaluation"
     caption = f"Chance that one of k answers to a held-out problem is right, {source}; mean over seeds."
     return [_profile(table, "pass_at", [str(k) for k in PASS_AT], caption, "pass@k", "k")]
 

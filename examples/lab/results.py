@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -28,7 +29,7 @@ _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One run: kind "closed" or "tiny", purpose "tune" or "compare"."""
+    """One run: kind "closed", "tiny" or "smollm2", purpose "tune" or "compare"."""
 
     kind: str
     world: str
@@ -68,7 +69,7 @@ class Outcome:
         """Where the curve first reaches an accuracy, between two evaluations by straight line; infinite if never.
 
         Args:
-            accuracy: the mark. axis: "step", or "answers" for all that were sampled, filtered ones included.
+            accuracy: the mark. axis: "step", or "answers" or "tokens" for all that were sampled, with filtered ones.
         """
         before: dict[str, Any] | None = None
         for record in self.records:
@@ -79,6 +80,24 @@ class Outcome:
                 return before[axis] + share * (record[axis] - before[axis])
             before = record
         return math.inf
+
+    def mean_accuracy(self, budget: float, axis: str) -> float:
+        """Accuracy from the start to `budget` on an axis, averaged over it, between evaluations by straight line; not a
+        number for a run that ended early.
+
+        Args:
+            budget: above 0, at most the last record's. axis: as in `steps_to`.
+        """
+        if self.ended:
+            return math.nan
+        area = 0.0
+        for before, after in pairwise(self.records):
+            start, end = before[axis], min(after[axis], budget)
+            if end <= start:
+                continue
+            slope = (after["accuracy"] - before["accuracy"]) / (after[axis] - start)
+            area += (end - start) * (before["accuracy"] + slope * (end - start) / 2)
+        return area / budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +199,18 @@ def final_accuracy(runs: Mapping[int, Outcome]) -> Interval:
 def difference(runs: Mapping[int, Outcome], other: Mapping[int, Outcome]) -> Interval:
     """Final accuracy of one arm less another's, seed by seed."""
     return Interval.of([runs[s].final - other[s].final for s in sorted(runs.keys() & other.keys())])
+
+
+def difference_over_tokens(runs: Mapping[int, Outcome], other: Mapping[int, Outcome]) -> Interval:
+    """Accuracy averaged over tokens generated, one arm less another, seed by seed, up to where the first of the two
+    ends."""
+    found = []
+    for seed in sorted(runs.keys() & other.keys()):
+        pair = (runs[seed], other[seed])
+        budget = min(outcome.records[-1]["tokens"] for outcome in pair)
+        own, others = (outcome.mean_accuracy(budget, "tokens") for outcome in pair)
+        found.append(own - others)
+    return Interval.of(found)
 
 
 def ratios_to_baseline(runs: Mapping[int, Outcome], baseline: Mapping[int, Outcome], axis: str = "step") -> list[float]:

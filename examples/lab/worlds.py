@@ -3,7 +3,7 @@
 What real dumps look like decided the numbers: pass rates in a U with more hard problems than easy ones, and wrong
 answers that are half as long again as right ones. Each further world turns one dial of `skewed`. The tiny world trains
 a small language model by the real product; it costs half a minute of a core a run, so it has fewer arms and learning
-rates.
+rates. `smollm2` trains a real one: a quarter of an hour of a core a run, so it runs only where it is asked for.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from arms import BASELINE, LADDER
 from closed_world import Dials
-from tiny_run import TinyDials
+from smollm2 import PRIMARY, SmolDials
+from tiny_run import ModelDials, TinyDials
 
 RATES = (0.02, 0.04, 0.08)
 TUNING_SEEDS = (1000, 1001)
@@ -29,6 +30,8 @@ TINY_ARMS = (
     *("ppo", "daro_ppo", "kimi"),
 )
 """The arms that say most: a run by the real product takes about half a minute of a core."""
+SMOL_ARMS = (*PRIMARY, "grpo", "daro", "daro_shared", "daro_frozen", "dr_grpo", "lite_ppo", "ha_dw")
+"""Of `smollm2`, the primary contrast first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class World:
     """
 
     about: str
-    dials: Dials | TinyDials
+    dials: Dials | ModelDials
     goal: bool = True
     rates: tuple[float, ...] = RATES
     tuning_seeds: tuple[int, ...] = TUNING_SEEDS
@@ -49,8 +52,8 @@ class World:
 
     @property
     def kind(self) -> str:
-        """Of its jobs: closed or tiny."""
-        return "closed" if isinstance(self.dials, Dials) else "tiny"
+        """Of its jobs: closed, tiny or smollm2."""
+        return "closed" if isinstance(self.dials, Dials) else self.dials.kind
 
 
 _SKEWED = Dials(spectrum=(0.4, 1.2), wrong_length=1.5)
@@ -116,6 +119,14 @@ WORLDS: Mapping[str, World] = {
         rates=(2e-4,),
         arms=(BASELINE, *LADDER),
     ),
+    "smollm2": World(
+        "SmolLM2-135M-Instruct on short problems of thirteen kinds, by the real product",
+        SmolDials(),
+        goal=False,
+        rates=(4e-5, 8e-5, 1.6e-4),
+        tuning_seeds=FURTHER,
+        arms=SMOL_ARMS,
+    ),
 }
 
-DEFAULT = tuple(WORLDS)
+DEFAULT = tuple(world for world in WORLDS if WORLDS[world].kind != "smollm2")

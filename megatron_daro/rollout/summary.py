@@ -34,6 +34,7 @@ def update_metrics(batch: SampledBatch, update: Update, columns: TrainBatch, ste
     metrics |= length_metrics(columns)
     metrics |= _divergence(update.groups)
     metrics["rollout/epoch"] = float(update.epoch)
+    metrics["rollout/generated_tokens"] = float(batch.response_tokens if update.first else 0)
     return metrics | {"rollout/staleness_mean": mean_staleness(update.groups, update.version, steps_per_batch)}
 
 

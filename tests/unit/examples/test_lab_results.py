@@ -44,6 +44,20 @@ def test_steps_are_counted_between_evaluations_by_straight_line():
     assert run.steps_to(0.1) == 0.0 and run.steps_to(0.7) == math.inf
 
 
+def test_accuracy_is_averaged_over_tokens_up_to_where_the_first_of_two_ends():
+    def run(accuracies, tokens):
+        records = [{"accuracy": a, "tokens": t} for a, t in zip(accuracies, tokens, strict=True)]
+        return Outcome(Job("smollm2", "smollm2", "daro", "compare", 0, 0.1), records, "")
+
+    short, long = run([0.2, 0.4, 0.6], [0, 100, 300]), run([0.2, 0.4, 1.0], [0, 200, 400])
+    assert short.mean_accuracy(300, "tokens") == pytest.approx((0.3 * 100 + 0.5 * 200) / 300)
+    assert long.mean_accuracy(300, "tokens") == pytest.approx((0.3 * 200 + 0.55 * 100) / 300)
+    found = results.difference_over_tokens({0: long, 1: short}, {0: short, 2: short})
+    assert found.mean == pytest.approx((0.3 * 200 + 0.55 * 100 - 0.3 * 100 - 0.5 * 200) / 300)
+    ended = Outcome(short.job, short.records, "diverged")
+    assert math.isnan(results.difference_over_tokens({0: ended}, {0: short}).mean)
+
+
 def test_intervals_are_those_of_students_t():
     found = Interval.of([1.0, 2.0, 3.0, 4.0, 5.0])
     reach = 2.776 * math.sqrt(2.5) / math.sqrt(5)

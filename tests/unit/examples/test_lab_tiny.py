@@ -94,20 +94,37 @@ def test_records_are_those_of_the_metrics(tmp_path):
             "eval/chains/pass_at/4": 0.5,
             "eval/chains/pass_at/2": 0.4,
         },
-        {"step": 1, "rollout/groups_admitted": 20, "difficulty/weight/1": 1.1, "difficulty/weight/2": 0.9},
-        {"step": 2, "rollout/groups_admitted": 41, "difficulty/clamped": 1.0, "eval/chains/accuracy": 0.4},
+        {"step": 1, "rollout/groups_admitted": 20, "difficulty/weight/1": 1.1, "difficulty/weight/2": 0.9}
+        | {"rollout/generated_tokens": 700.0},
+        {"step": 2, "rollout/groups_admitted": 41, "difficulty/clamped": 1.0, "eval/chains/accuracy": 0.4}
+        | {"rollout/generated_tokens": 55.0},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    first, last = tiny_run.read_records(tmp_path)
+    first, last = tiny_run.read_records(tmp_path, tiny_run.TinyDials())
     assert (first["step"], first["accuracy"], first["answers"], first["weights"]) == (0, 0.3, 0, [])
     assert first["pass_at"] == [0.3, 0.4, 0.5] and last["pass_at"] == [0.4]
     assert first["bands"][0] == 0.1 and first["bands"][-1] == 0.8
     assert (last["answers"], last["weights"], last["clamped"]) == (328, [1.0, 1.1, 0.9, 1.0], 1)
+    assert (first["tokens"], last["tokens"]) == (0, 755)
+
+
+def test_two_sets_are_one_accuracy_and_the_bands_are_kinds(tmp_path):
+    dials = WORLDS["smollm2"].dials
+    row = {"step": 5, "eval/numbers/accuracy": 0.4, "eval/wordings/accuracy": 0.2, "rollout/generated_tokens": 9.0}
+    row |= {"eval/numbers/accuracy/half": 0.5, "eval/wordings/accuracy/half": 0.1}
+    alone = {"step": 6, "eval/numbers/accuracy": 0.9}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(alone) + "\n")
+    (record,) = tiny_run.read_records(tmp_path, dials)
+    assert record["accuracy"] == pytest.approx(0.3) and record["pass_at"] == [record["accuracy"]]
+    assert record["bands"][list(dials.bands).index("half")] == pytest.approx(0.3) and len(record["bands"]) == 13
+    assert record["tokens"] == 9
 
 
 def test_options_of_a_run_are_options_of_the_product(tmp_path):
-    for arm in WORLDS["chains"].arms or ():
-        config = tiny_run.config_of(tiny_run.TinyDials(), arm, 1e-3, 4, tmp_path, tmp_path / "run")
+    arms = [(WORLDS[name].dials, arm) for name in ("chains", "smollm2") for arm in WORLDS[name].arms or ()]
+    for dials, arm in arms:
+        config = tiny_run.config_of(dials, arm, 1e-3, 4, tmp_path, tmp_path / "run")
+        assert [one.name for one in config.data.eval] == list(dials.sets) and config.actor.world_size == 1
         assert config.actor.optimizer.learning_rate == 1e-3 and config.trainer.seed == 4
         assert config.rollout.rollouts_per_prompt == 8, "read_records counts answers so"
 

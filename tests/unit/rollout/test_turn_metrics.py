@@ -1,7 +1,11 @@
-"""What a step says of conversations: turns, observed tokens, and the limits that ended them."""
+"""What a step says of its tokens, and of conversations: turns, observed tokens, and the limits that ended them."""
 
 import numpy as np
+import pytest
+from loop_fakes import make_stack, run_stack
 
+from megatron_daro.observe.metrics import read_metrics
+from megatron_daro.rollout.recorder import read_step
 from megatron_daro.rollout.summary import turn_metrics
 from megatron_daro.types import Rollout, Verdict
 
@@ -25,6 +29,17 @@ def test_turns_and_limits_by_hand():
         "environment/context_overflow_fraction": 0.5,
     }
     assert turn_metrics([single], [Verdict(True, 1.0, "match")]) == {}
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_every_generated_token_is_counted_once(tmp_path, updates):
+    trainer = {"steps": 6, "updates_per_batch": updates}
+    run_stack(make_stack(tmp_path, rollout={"prompts_per_step": 6}, trainer=trainer))
+    lines = read_metrics(tmp_path)
+    told = [line["rollout/generated_tokens"] for line in lines]
+    groups = [group for line in lines for group, _ in read_step(tmp_path, line["step"])]
+    assert sum(told) == sum(r.generated_length for group in groups for r in group.rollouts)
+    assert [tokens > 0 for tokens in told] == [step % updates == 0 for step in range(6)]
 
 
 def test_named_rewards_are_means_over_the_conversations_that_were_given_them():
