@@ -88,7 +88,7 @@ def _bounds(metadata: list[Any]) -> str:
         (annotated_types.Lt, "<"),
     ):
         bounds = [getattr(m, kind.__name__.lower()) for m in metadata if isinstance(m, kind)]
-        words += [f"{sign} {bound if isinstance(bound, int) else f'{bound:g}'}" for bound in bounds]
+        words += [f"{sign} {bound if isinstance(bound, int) else f'{bound:.9g}'}" for bound in bounds]
     return " and ".join(words)
 
 

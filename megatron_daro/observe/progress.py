@@ -52,10 +52,10 @@ class ProgressState:
     title: str
     clock: Callable[[], float]
     active: Callable[[], Sequence[str]]
-    step: int = 0
+    step: int = field(init=False)
     metrics: dict[str, float] = field(default_factory=dict)
     accuracy: deque[float] = field(default_factory=lambda: deque(maxlen=_HISTORY_STEPS))
-    started_at: float = 0.0
+    started_at: float = field(init=False)
     step_ends: deque[float] = field(default_factory=lambda: deque(maxlen=_ETA_STEPS + 1))
 
     def __post_init__(self) -> None:

@@ -196,12 +196,45 @@ def test_simpler_cases_are_valid():
 
     for seed in range(40):
         case = search.random_case(seed, per_token=True)
+        assert case.seed == seed, "its numbers are its own, too"
         for smaller in [case, *search.simpler(case)]:
             assert len({len(rank) for rank in smaller.schedule}) == 1
             assert all(micro_batch for rank in smaller.schedule for micro_batch in rank)
             assert smaller.world_size <= 4
         assert case not in list(search.simpler(case))
     assert list(search.simpler(replace(search.base(per_token=True), schedule=(((0,),),), responses=(1,) * 8))) == []
+
+
+def test_what_is_no_function_is_refused():
+    from megatron_daro.errors import AlgorithmError
+    from megatron_daro.workshop.check_loss.pool import find_function
+
+    with pytest.raises(AlgorithmError, match="got 'math:pi', which is no function, allowed is module:function"):
+        find_function("math:pi")
+
+
+def test_a_trace_has_the_advantages_that_the_function_was_handed(case_pool):
+    from megatron_daro.workshop.check_loss import search
+    from megatron_daro.workshop.check_loss.records import step_samples
+
+    case = search.base(per_token=True)
+    traces = case_pool.run(case, "megatron_daro.workshop.check_loss.shipped:daro").traces
+    advantages_N, seen = step_samples(case).advantages_N, set()
+    for trace in traces:
+        real_T = trace.samples_T >= 0
+        assert trace.advantages_T[real_T].tolist() == advantages_N[trace.samples_T[real_T]].tolist()
+        seen |= set(trace.advantages_T[real_T].tolist())
+    assert seen == set(advantages_N.tolist()) and len(seen) > 2
+
+
+def test_a_number_of_tokens_reaches_the_schedule_as_an_int():
+    import torch
+
+    from megatron_daro.workshop.check_loss import rank
+
+    for tokens in (7.0, torch.tensor(7.0), 7):
+        _, counted, _ = rank._checked((torch.ones(()), tokens, {}))
+        assert counted.dtype == torch.int and counted.item() == 7
 
 
 @pytest.mark.parametrize("name", ["NaN under the mask", "base"])

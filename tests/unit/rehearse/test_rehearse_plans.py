@@ -28,7 +28,7 @@ from megatron_daro.errors import ConfigError
 from megatron_daro.runtime.cluster import Placement
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.runtime.workers import TrainWorker
-from megatron_daro.workshop.rehearse.canned_server import Bodies, CannedAnswers, CannedServer
+from megatron_daro.workshop.rehearse.canned_server import Bodies, CannedAnswers, CannedServer, canned_fleet
 from megatron_daro.workshop.rehearse.loop import _part_tensors, checkpoint_plan, place_of, stage_plans
 from megatron_daro.workshop.rehearse.setting import _first_fit, node_map
 from megatron_daro.workshop.rehearse.thin_ranks import Loss, ThinPolicyGroup, ThinRanks
@@ -156,6 +156,14 @@ def test_a_canned_stream_has_the_same_answers():
     assert [event["index"] for event in events] == [0, 1, 2, 0, 1, 2]
     assert [event["meta_info"]["finish_reason"] for event in events[:3]] == [None] * 3
     assert [{k: v for k, v in event.items() if k != "index"} for event in events[3:]] == json.loads(whole)
+
+
+def test_canned_servers_end_with_the_block():
+    canned = CannedAnswers(lengths=[[20]], ordinary=(50, 90), endings=[[1]], vocabulary=100)
+    with canned_fleet(1, [], canned) as fleet:
+        (process,) = fleet._processes
+        assert process.poll() is None
+    assert process.poll() is not None
 
 
 def test_a_canned_server_says_of_itself_what_the_engine_asks():

@@ -278,6 +278,29 @@ def test_time_in_the_engine_is_not_the_environments():
     assert {one.finish_reason for one in asyncio.run(run())} == {"stop"}
 
 
+def test_what_the_engine_is_asked_ends_with_the_conversations():
+    class Waiting(Engine):
+        async def generate(self, requests):
+            asked.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append(len(requests))
+            yield ()
+
+    async def run():
+        nonlocal asked
+        asked = asyncio.Event()
+        talking = asyncio.create_task(collected(talks(Waiting()), requests()))
+        await asyncio.wait_for(asked.wait(), 20)
+        talking.cancel()
+        await asyncio.wait([talking], timeout=20)
+        return talking.cancelled(), list(ended)
+
+    asked, ended = None, []
+    assert asyncio.run(run()) == (True, [3])
+
+
 def test_a_slow_environment_holds_no_slot_of_a_server():
     """One slot; the conversations of group 0 go on only once all others have ended, with all of their turns."""
 

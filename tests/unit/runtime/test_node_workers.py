@@ -1,10 +1,11 @@
-"""Calls to workers that are spread over nodes: what a burst of them does to the event loop. Workers are faked here;
-tests/fault/test_lost_workers.py has real ones, and loses them."""
+"""Calls to workers that are spread over nodes: what a burst of them does to the event loop, and what verifiers say of
+their starts. Workers are faked here; tests/fault/test_lost_workers.py has real ones, and loses them."""
 
 import asyncio
 
+from megatron_daro.config.sections import RewardSection
 from megatron_daro.rollout.deadlines import Deadlines
-from megatron_daro.runtime.node_workers import NodeWorkers
+from megatron_daro.runtime.node_workers import NodeWorkers, Verdicts
 
 
 class Handle:
@@ -39,3 +40,15 @@ def test_between_two_calls_of_a_burst_the_event_loop_turns(monkeypatch):
 
     assert asyncio.run(scenario()) == [(i,) for i in range(50)]
     assert len(set(handle.turns)) == 50
+
+
+def test_failed_starts_are_summed_over_the_pools_of_all_nodes(monkeypatch):
+    verdicts = Verdicts(RewardSection(), beside_driver=False, warn=print, deadlines=Deadlines())
+    said = iter([(["right"], 0, 2), (["wrong"], 1, 3), (["right"], 0, 4)])  # of a pool: since it began
+
+    async def call(method, *pairs):
+        return next(said)
+
+    monkeypatch.setattr(verdicts.workers, "call", call)
+    counts = [(asyncio.run(verdicts.score_async([("a", "b", "c")])), verdicts.failed_starts) for _ in range(3)]
+    assert counts == [(["right"], 2), (["wrong"], 5), (["right"], 7)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from megatron_daro.engine.sglang.generation import probe_text
 from megatron_daro.sync.check import ProbeAnswer, UpdateCheck
-from megatron_daro.sync.plan import Digest
+from megatron_daro.sync.plan import Digest, SendReport
 from megatron_daro.sync.publish import WeightSync
 from megatron_daro.types import Rollout
 
@@ -157,6 +158,61 @@ def test_a_sampled_answer_of_another_model_is_refused_at_the_first_sync(steps, d
     assert UpdateCheck().judge({"a": replace(answer, verified=True)}, {"a": (policy_R, policy_R)}, {}).verified == (
         frozenset() if accused else {"a"}
     )
+
+
+def test_a_receiver_that_comes_back_gets_the_weights_as_they_are_now_and_alone():
+    """Once something was published; nothing where it does not wait any more."""
+
+    class Policy:
+        @asynccontextmanager
+        async def hold(self, version=None):
+            yield version or 8
+
+        async def export(self, plan):
+            return SendReport()
+
+    class Update:
+        def __init__(self, version, only):
+            self.told = [(version, only)]
+
+        async def prepare(self):
+            return "plan"
+
+        async def install(self, report):
+            self.told.append("installed")
+
+        async def probe(self):
+            return {}
+
+        async def accept(self):
+            self.told.append("serves")
+            return {}
+
+    class Engine:
+        updates = []
+
+        def when_back(self, call):
+            self.came_back = call
+
+        def update(self, version, only=None):
+            if only == "gone":
+                return None
+            self.updates.append(Update(version, only))
+            return self.updates[-1]
+
+    async def scenario():
+        await engine.came_back("early")
+        await sync.publish(7)
+        await engine.came_back("server 1")
+        await engine.came_back("gone")
+
+    engine = Engine()
+    sync = WeightSync(Policy(), engine)
+    asyncio.run(scenario())
+    assert [update.told for update in Engine.updates] == [
+        [(7, None), "installed", "serves"],
+        [(8, "server 1"), "installed", "serves"],
+    ]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
