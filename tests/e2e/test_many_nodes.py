@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import ray
 from books import assert_books_add_up
-from cli_runs import last_step, started, trained
+from cli_runs import last_step, metric_lines, started, trained
 from ray._private import ray_constants
 from ray.cluster_utils import Cluster
 
@@ -35,10 +35,10 @@ LAYOUT = {"tensor_parallel": 2, "data_parallel": 2, "precision": "fp32", "micro_
 class Nodes:
     """A head without GPUs, as a login node is, and nodes with GPUS pretended ones each, all on loopback."""
 
-    def __init__(self) -> None:
+    def __init__(self, **changes: int) -> None:
         head = NODE | {"num_cpus": 4, "num_gpus": 0, "include_dashboard": False}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
-        self.nodes = [self._cluster.add_node(wait=False, **NODE) for _ in range(2)]
+        self.nodes = [self._cluster.add_node(wait=False, **NODE | changes) for _ in range(2)]
         self.address = self._cluster.address
 
     def add(self, **changes: int) -> Any:
@@ -56,11 +56,11 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
+def nodes(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Nodes]:
     monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # else Ray listens on the network card
     monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)  # for environments of tests
-    made = Nodes()
+    made = Nodes(**getattr(request, "param", {}))
     yield made
     ray.shutdown()
     made.close()
@@ -185,3 +185,23 @@ def test_the_death_of_a_node_ends_the_run_with_the_cause(nodes, tiny, tmp_path):
         finished = run.finish(limit_s=120)
         assert finished.code == 1
         assert re.fullmatch(r"WorkerDiedError: (actor rank|engine) \d died: .*; --resume .*", finished.last_line)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("nodes", [{"num_cpus": 2}], indirect=True)
+def test_ranks_of_a_lost_node_are_replaced_on_a_spare_one(nodes, tiny, tmp_path):
+    """A node for each tensor-parallel group, and a third one that has nothing to do; the engine is on the head."""
+    nodes.add(num_cpus=2)
+    path = tiny.write_config(tmp_path / "two.yaml", {"actor": LAYOUT | {"data_parallel": 2}})
+    command = ["train", path, "trainer.steps=6", "trainer.save_every_steps=3"]
+    run_dir, alone = tmp_path / "run", tmp_path / "alone"
+    healing = [*command, f"trainer.run_dir={run_dir}", "trainer.replace_lost_ranks=true"]
+    with started(healing, tmp_path / "log", {"RAY_ADDRESS": nodes.address}) as run:
+        run.wait_until(lambda: last_step(run_dir) >= 2, "second step")
+        nodes.kill_one()
+        finished = run.finish(limit_s=300)
+    said = " ".join((finished.stdout + finished.stderr).split())
+    assert finished.code == 0, said[-4000:]
+    assert re.search(r"rank 2, rank 3 died and was replaced in [\d.]+ s; steps repeated: [01]", said), said[-4000:]
+    trained([*command, f"trainer.run_dir={alone}"], tmp_path / "alone_log")
+    assert metric_lines(run_dir) == metric_lines(alone, range(7))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -17,6 +19,7 @@ from megatron_daro.runtime.interrupts import (
     interruptible,
     kept_handlers,
     signals_after,
+    stop_on_signals,
 )
 
 
@@ -137,3 +140,24 @@ def test_who_insists_ends_a_clean_up_that_hangs_with_its_children():
     assert stderr == "interrupted again and again: ended by force, without a checkpoint\n"
     # One that no init has collected yet is a zombie.
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_when_training_is_over_the_handlers_before_are_back_and_stay():
+    """The event loop's end would put the defaults in the place of what it still handles."""
+
+    async def trained():
+        with stop_on_signals(SimpleNamespace(request_stop=asked.append)):
+            signal.raise_signal(signal.SIGTERM)
+            while not asked:
+                await asyncio.sleep(0.01)
+
+    asked, before = [], {number: signal.getsignal(number) for number in SIGNALS}
+    own = {number: lambda *_: None for number in SIGNALS}
+    try:
+        for number, handler in own.items():
+            signal.signal(number, handler)
+        asyncio.run(trained())
+        assert {number: signal.getsignal(number) for number in own} == own and asked == ["SIGTERM"]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -71,6 +71,7 @@ def test_a_server_that_is_not_idle_yet_is_waited_for(tmp_path):
                 *["/flush_cache", "/abort_request"] * 3,
                 *("/flush_cache", "/release_memory_occupation"),
             ]
+            assert fleet.stubs[0].said["/abort_request"] == [{"abort_all": True}] * 3
 
     run(scenario())
 
