@@ -162,35 +162,48 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
-def listening_ports() -> frozenset[int]:
-    """Return the TCP ports that this process listens on. Those that come with a group are where its peers connect."""
-    return frozenset(c.laddr.port for c in _tcp_connections() if c.status == psutil.CONN_LISTEN)
+Address = tuple[str, int]
+"""An IP address and a TCP port."""
 
 
-def abort(ports: Collection[int]) -> None:
+def listening() -> frozenset[Address]:
+    """Return where this process listens. What comes with a group is where its peers connect."""
+    return frozenset((c.laddr.ip, c.laddr.port) for c in _tcp_connections() if c.status == psutil.CONN_LISTEN)
+
+
+def gathered_addresses(own: Collection[Address]) -> frozenset[Address]:
+    """Return these addresses of all ranks. Collective over the world."""
+    of_ranks: list[list[Address]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, sorted(own))
+    return frozenset(address for addresses in of_ranks for address in addresses)
+
+
+def abort(own: Collection[Address], all_ranks: Collection[Address]) -> None:
     """End every collective call that waits here, and those of the peers that wait for this process, with an error.
     Call from another thread than the one that waits; `shutdown` comes next, in that one.
 
     NCCL's communicators are aborted. torch 2.13 cannot abort gloo (ProcessGroupGloo.hpp has no `abort`, Backend's is
     empty), but each gloo group listens on a port of its own for as long as it lives: what is connected there is shut,
-    and gloo raises "Connection closed by peer" at both ends. One end of each connection has accepted it, so that all of
-    a world's are shut when each process has called this.
+    by whoever accepted and whoever made the connection, and gloo raises "Connection closed by peer" at both ends. So
+    nobody depends on a peer that is frozen, or whose node is: it will never call this, nor close anything.
 
     Args:
-        ports: of `listening_ports`, those that came with the groups.
+        own: of `listening`, those that came with the groups. all_ranks: the same of every rank.
     """
     if dist.is_initialized() and dist.get_backend() == "nccl":
         c10d._abort_process_group()
+    ports = {port for _, port in own}
     for connection in _tcp_connections():
-        if connection.status != psutil.CONN_LISTEN and connection.laddr.port in ports:
-            _shut(connection.fd, ports)
+        made = bool(connection.raddr) and (connection.raddr.ip, connection.raddr.port) in all_ranks
+        if connection.status != psutil.CONN_LISTEN and (made or connection.laddr.port in ports):
+            _shut(connection.fd, connection.laddr.port)
 
 
-def _shut(descriptor: int, ports: Collection[int]) -> None:
-    """Shut a connection, if that is what the descriptor still is."""
+def _shut(descriptor: int, port: int) -> None:
+    """Shut the connection of a port, if that is what the descriptor still is."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
-            if connection.getsockname()[1] in ports:
+            if connection.getsockname()[1] == port:
                 connection.shutdown(socket.SHUT_RDWR)
     except OSError:  # closed meanwhile: nobody waits there any more
         return

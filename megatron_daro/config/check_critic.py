@@ -82,7 +82,7 @@ def _model_problems(path: Path, config: Config, policy: ModelShape) -> Iterator[
     try:
         shape = read_model_shape(path, CRITIC_HEADS)
     except ModelError as error:
-        yield Problem(field, f"{str(path)!r}, which cannot be used ({error})", allowed, fix, also=also)
+        yield Problem(field, f"{str(path)!r}, which cannot be used ({error})", allowed, fix)
         return
     numbers, own = _numbers(path), _numbers(config.model.path)
     if numbers != own:

@@ -28,7 +28,7 @@ from ray.exceptions import RayError, RayTaskError
 from torch import Tensor
 
 from megatron_daro.actor.double_buffer import Layout
-from megatron_daro.actor.parallel import PolicySettings
+from megatron_daro.actor.parallel import Address, PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.engine.sglang.client import calls_to_servers
@@ -102,7 +102,9 @@ class TrainWorker:
         self._states = KeptStates()
         self._snapshot: tuple[int, Any] | None = None  # number, and what waits for it
         self._reference: Any = None
-        self._ports: frozenset[int] = frozenset()  # what the process groups listen on
+        # Where the process groups listen: those of this rank, and of all.
+        self._addresses: frozenset[Address] = frozenset()
+        self._all_addresses: frozenset[Address] = frozenset()
 
     @ray.method(concurrency_group="watch")
     def sentinel(self) -> None:
@@ -149,9 +151,10 @@ class TrainWorker:
         from megatron_daro.actor.policy import MegatronPolicy, layout_of
 
         self._remarks = parallel.prepare_process(expandable_segments=settings.expandable_segments)
-        before = parallel.listening_ports()
+        before = parallel.listening()
         parallel.initialize(layout_of(actor), rank=self._rank, init_method=init_method, seed=seed, timeout_s=timeout_s)
-        self._ports = parallel.listening_ports() - before
+        self._addresses = parallel.listening() - before
+        self._all_addresses = parallel.gathered_addresses(self._addresses)
         if self._reserved is not None:
             self._reserved.close()  # torch listens on it
         self._policy = MegatronPolicy(
@@ -220,9 +223,10 @@ class TrainWorker:
         from megatron_daro.actor import parallel
         from megatron_daro.sync.send import groups_of
 
-        before = parallel.listening_ports()
+        before = parallel.listening()
         self._relays |= groups_of(members)
-        self._ports |= parallel.listening_ports() - before
+        self._addresses |= parallel.listening() - before
+        self._all_addresses = parallel.gathered_addresses(self._addresses)
 
     @ray.method(concurrency_group="work")
     @logs.failures_logged
@@ -344,7 +348,7 @@ class TrainWorker:
         """End the collective calls that wait in this process, and those of others that wait for it, with an error."""
         from megatron_daro.actor import parallel
 
-        parallel.abort(self._ports)
+        parallel.abort(self._addresses, self._all_addresses)
 
     @ray.method(concurrency_group="work")
     @logs.failures_logged
@@ -356,7 +360,8 @@ class TrainWorker:
             self._policy.end_background_work()
         if self._sender is not None:
             self._sender.close()
-        self._policy, self._ports, self._relays, self._snapshot = None, frozenset(), {}, None
+        self._policy, self._relays, self._snapshot = None, {}, None
+        self._addresses = self._all_addresses = frozenset()
         parallel.shutdown()
         gc.unfreeze()
         gc.collect()  # what is left of the policy holds process groups, and a GPU's memory

@@ -29,6 +29,14 @@ def slurm_with_accounts():
     yield from _cluster(needed, "bash tests/slurm_install.sh --accounts", ACCOUNTS="yes", PORT="16917")
 
 
+@pytest.fixture
+def slurm_with_spares():
+    """Another one of four nodes, which notices soon that one is gone."""
+    needed = ("slurmctld", "slurmd", "munged", "sbatch")
+    settings = {"NODES": "4", "SLURMD_TIMEOUT": "15", "PORT": "17017"}
+    yield from _cluster(needed, "bash tests/slurm_install.sh", **settings)
+
+
 def _cluster(needed, installed_by, **settings):
     missing = [name for name in needed if not shutil.which(name)]
     if missing or os.geteuid() != 0:

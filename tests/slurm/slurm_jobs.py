@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,7 @@ class Slurm:
     def __init__(self, path: Path, **settings: str) -> None:
         self.environment = {**os.environ, "R": str(path), "SLURM_CONF": str(path / "etc" / "slurm.conf"), **settings}
         self.environment.pop("RAY_ADDRESS", None)
+        self.path = path
 
     def up(self) -> None:
         code, said = self._script("up.sh")
@@ -38,6 +40,10 @@ class Slurm:
 
     def down(self) -> None:
         self._script("down.sh")
+
+    def lose(self, node: str) -> None:
+        """Kill the daemon of a node, as when it loses power; what runs there is the caller's."""
+        os.kill(int((self.path / "run" / f"slurmd.{node}.pid").read_text()), signal.SIGKILL)
 
     def run(self, *command: object, check: bool = True) -> str:
         """What a command of Slurm, or of ours, prints; both streams where it fails."""
@@ -73,7 +79,7 @@ class SlurmJob:
             "python": sys.executable,
             "term_grace_s": 5,
             "free_disk_gib": 0.1,
-            "addresses": {"node1": "127.0.0.11", "node2": "127.0.0.12"},
+            "addresses": {f"node{i}": f"127.0.0.1{i}" for i in range(1, 5)},
             **cluster,
         }
         site["environment"] = {"OMP_NUM_THREADS": "1", MARK: self.mark, **site.get("environment", {})}

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Brings up a real Slurm with two "nodes" of eight fake GPUs on this machine, loopback only, everything under $R.
+# Brings up a real Slurm with NODES (two) "nodes" of eight fake GPUs on this machine, loopback only, everything under $R.
 # Needs root and what tests/slurm_install.sh installs. Then: export SLURM_CONF=$R/etc/slurm.conf. End it with down.sh.
-# PORT is the first of its ports. With ACCOUNTS=yes only the account "research" may run jobs (accounts.sh).
+# PORT is the first of its ports; a node that says nothing is down after SLURMD_TIMEOUT seconds (60). With ACCOUNTS=yes only the account "research" may run jobs (accounts.sh).
 set -euo pipefail
 R=${R:-${TMPDIR:-/tmp}/slurm-test}
 host=$(hostname -s)
-nodes=2
+nodes=${NODES:-2}
 port=${PORT:-16817}
 mkdir -p "$R"/{etc,run,log,state,spool,dev}
 chmod 755 "$R" "$R"/*
@@ -56,7 +56,7 @@ KillWait=10
 MinJobAge=600
 MessageTimeout=30
 SlurmctldTimeout=60
-SlurmdTimeout=60
+SlurmdTimeout=${SLURMD_TIMEOUT:-60}
 InactiveLimit=0
 GresTypes=gpu
 CONF

@@ -135,7 +135,10 @@ class ClusterFile(Section):
     )
     """Time limit, as [days-]hours:minutes[:seconds]."""
     nodes: Annotated[int, Field(ge=1)] | None = None
-    """Nodes of a job. Unset: what the recipe's GPUs need."""
+    """Nodes that the run uses. Unset: what the recipe's GPUs need."""
+    spare_nodes: Annotated[int, Field(ge=0)] = 0
+    """Further nodes of a job, which stay idle: as many may be lost, and the run goes on in place. Needs
+    trainer.replace_lost_ranks."""
     gpus_per_node: Annotated[int, Field(ge=0)] = 8
     """GPUs per node; 0: a cluster without GPUs, which needs `nodes`."""
     gpu_option: Literal["auto", "gpus-per-node", "gres", "none"] = "auto"

@@ -208,7 +208,11 @@ class Greeter:
         self._changed = asyncio.Condition()
         self.members: dict[str, Member] = {}
         self.trouble: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Done with a sentence when a node is lost or fails after it was told to join."""
+        """Done with a sentence when a node is lost or fails after it was told to join, and that ends the attempt."""
+        self.first_loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """The same of the first node that is lost, whether the attempt goes on or not."""
+        self.spare = 0
+        """Nodes that may be lost from now on."""
         self._closing = False
         self._lines: set[asyncio.Task[None]] = set()
 
@@ -291,9 +295,9 @@ class Greeter:
         try:
             while (message := await asyncio.wait_for(_receive(reader), FROZEN_S)) is not None:
                 self._hear(member, message)
-            self._say(f"{name} was lost: its connection to the first node ended")
+            self._lose(member, f"{name} was lost: its connection to the first node ended")
         except TimeoutError:
-            self._say(f"{name} was lost: no sign of life for {FROZEN_S:g} s")
+            self._lose(member, f"{name} was lost: no sign of life for {FROZEN_S:g} s")
 
     def _hear(self, member: Member, message: Message) -> None:
         match message.get("event"):
@@ -305,10 +309,19 @@ class Greeter:
                 member.problems = message.get("problems", [])
                 member.checked.set()
             case _:
-                self._say(f"{member.name}: {message.get('why', 'ended')}")
+                self._lose(member, f"{member.name}: {message.get('why', 'ended')}")
 
-    def _say(self, sentence: str) -> None:
-        if not self._closing and not self.trouble.done():
+    def _lose(self, member: Member, sentence: str) -> None:
+        if self._closing or self.members.get(member.name) is not member:
+            return  # it was told already
+        if not self.first_loss.done():
+            self.first_loss.set_result(sentence)
+        if self.spare:
+            self.spare -= 1
+            del self.members[member.name]
+            member.writer.close()  # one that was frozen ends when it wakes up
+            print(f"{sentence}; the run goes on; nodes that may be lost yet: {self.spare}", flush=True)
+        elif not self.trouble.done():
             self.trouble.set_result(sentence)
 
 
@@ -361,9 +374,21 @@ async def reach_head(directory: Path, node: str, problems: list[str], limit_s: f
             f"{node} cannot reach the first node at {head['host']}:{head['port']} ({error or 'no answer'}); set "
             "network_interface in the cluster file, and look for a firewall between the nodes"
         ) from None
+    _end_with(writer.get_extra_info("socket"))
     line = Line(reader, writer)
     await line.send(Message(node=node, secret=head["secret"], time=time.time(), problems=problems))
     return line
+
+
+def _end_with(connection: socket.socket) -> None:
+    """Have a connection end within FROZEN_S of the other side's machine, which says nothing when it loses power."""
+    for option, value in (
+        (socket.TCP_KEEPIDLE, FROZEN_S / 3),
+        (socket.TCP_KEEPINTVL, FROZEN_S / 9),
+        (socket.TCP_KEEPCNT, 6),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, max(1, int(value)))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 def write_private(file: Path, text: str) -> None:

@@ -56,10 +56,33 @@ def script_of(job: Job, cluster: ClusterFile) -> str:
         attempts=cluster.attempts,
         container=" ".join(container),
         enter=_enter(job, cluster),
+        lost_node=_lost_node(cluster),
+        end_of_spares=_END_OF_SPARES.replace("GRACE", str(_grace_s(cluster))) if cluster.spare_nodes else "",
         node_command=" \\\n        ".join(_node_command(job, cluster)),
         exclude="yes" if cluster.exclude_bad_nodes else "",
-        grace=int(cluster.term_grace_s) + 5,
     )
+
+
+def _lost_node(cluster: ClusterFile) -> str:
+    """Return srun's options for the end of a node: that of all, or with spare nodes of no other."""
+    if cluster.spare_nodes:
+        return "--no-kill --kill-on-bad-exit=0 --wait=0"
+    return f"--kill-on-bad-exit=1 --wait={_grace_s(cluster)}"
+
+
+def _grace_s(cluster: ClusterFile) -> int:
+    """Seconds from the first node's end to the last one's."""
+    return int(cluster.term_grace_s) + 5
+
+
+_END_OF_SPARES = """\
+# The end of a node is not that of the others here; that of the first one is, also where one is frozen for ever.
+(
+    until [ -e "$attempt_dir/result" ]; do sleep 2; done
+    sleep GRACE
+    kill -TERM "$payload" 2>/dev/null && sleep GRACE && kill -KILL "$payload" 2>/dev/null
+) &
+"""
 
 
 def _quoted(value: object) -> str:
@@ -88,6 +111,8 @@ def _options(job: Job, cluster: ClusterFile) -> Iterator[str]:
     if cluster.qos:
         yield f"--qos={cluster.qos}"
     yield f"--nodes={job.nodes}"
+    if cluster.spare_nodes:
+        yield "--no-kill"  # the job outlives a node
     yield "--ntasks-per-node=1"
     if cluster.gpus_per_node and cluster.gpu_option != "none":
         name = "gres=gpu:" if cluster.gpu_option == "gres" else "gpus-per-node="
@@ -149,6 +174,8 @@ def _node_command(job: Job, cluster: ClusterFile) -> Iterator[str]:
     yield f"--run-dir {_quoted(job.run_dir)} --gpus {cluster.gpus_per_node} --free-disk-gib {cluster.free_disk_gib:g}"
     yield f"--check-minutes {cluster.check_minutes:g} --stall-minutes {cluster.stall_minutes:g}"
     yield f"--term-grace-s {cluster.term_grace_s:g}"
+    if cluster.spare_nodes:
+        yield f"--spare-nodes {cluster.spare_nodes}"
     if cluster.cpus_per_node and not cluster.gpus_per_node:
         yield f"--cores {cluster.cpus_per_node}"
     if cluster.network_interface:
@@ -259,12 +286,12 @@ END
 (
 @{setup}
     touch "$attempt_dir/started"
-    exec srun --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=@{grace} @{container} \\
+    exec srun --ntasks-per-node=1 @{lost_node} @{container} \\
         bash -c "$with_log" "$attempt_dir" @{enter}@{node_command} \\
         >"$attempt_dir/srun.log" 2>&1
 ) &
 payload=$!
-while :; do
+@{end_of_spares}while :; do
     # Nothing is lost by ending the setup; what has started ends by itself when it sees that it is asked to.
     [ -z "$asked" ] || [ -e "$attempt_dir/started" ] || kill -TERM "$payload" 2>/dev/null
     wait "$payload"

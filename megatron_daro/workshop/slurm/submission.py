@@ -86,10 +86,15 @@ def job_of(
                 f"{field}: got {str(value)!r}, which has {wrong}; allowed in a job: no control characters; fix: choose "
                 "a path without, or write the option into the recipe"
             )
+    if cluster.spare_nodes and not config.trainer.replace_lost_ranks:
+        raise ConfigError(
+            f"spare_nodes: got {cluster.spare_nodes} without trainer.replace_lost_ranks, so that a lost node ends the "
+            "attempt whatever is spare; allowed: 0; fix: set trainer.replace_lost_ranks=true, or spare_nodes to 0"
+        )
     most = seconds_of(cluster.time) // 2
     return Job(
         name=re.sub(r"[^\w.-]", "-", run_dir.name)[:_LONGEST_NAME] or "megatron-daro",
-        nodes=nodes_of(config, cluster),
+        nodes=nodes_of(config, cluster) + cluster.spare_nodes,
         run_dir=run_dir,
         directory=Path.cwd(),
         train=(str(recipe.absolute()), *overrides),

@@ -243,6 +243,7 @@ async def train(
     environment: Mapping[str, str],
     *,
     lost: Sequence[asyncio.Future[str]],
+    first_loss: asyncio.Future[str],
     look: Callable[[], Awaitable[Ending | None]],
 ) -> Ending:
     """Train until the run is finished, or something ends it.
@@ -251,7 +252,8 @@ async def train(
         options: of the command line.
         stops: what is asked for.
         environment: of the training process.
-        lost: done with a sentence when a node, or Ray on it, is lost.
+        lost: done with a sentence when a node, or Ray on it, is lost, and that is the end.
+        first_loss: done with a sentence when a node is lost; what fails after it is taken for its consequence.
         look: checks all nodes after a failure; returns what is wrong with them, or None.
 
     Returns:
@@ -269,7 +271,7 @@ async def train(
         if not watcher.done():
             watcher.cancel()
     if exit_code.done():
-        return await _exited(exit_code.result(), process, stops, lost, look)
+        return await _exited(exit_code.result(), process, stops, [*lost, first_loss], look)
     trouble = next((future.result() for future in lost if future.done()), "")
     if trouble and not stops.ended.done():
         # When a job is cancelled, its nodes end one after another; the first one may be the last to know.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from decimal import Decimal
 
 import pytest
 from hypothesis import given, settings
@@ -12,8 +13,13 @@ from hypothesis import strategies as st
 from megatron_daro.errors import RewardError
 from megatron_daro.reward import build_verifier
 from megatron_daro.reward.extraction import after_marker, last_answer_line, last_box, normalise_integer, trailing_number
-from megatron_daro.reward.normal_form import canonical, key
+from megatron_daro.reward.normal_form import canonical, key, number
 from megatron_daro.types import Verdict
+
+
+def test_exponents_of_up_to_9999_are_numbers_and_larger_ones_text():
+    assert number(r"2 \times 10^{9999}") == Decimal("2e9999") and number(r"2 \cdot 10^{-9999}") == Decimal("2e-9999")
+    assert number(r"2 \times 10^{10000}") is None and number(r"2 \times 10^{-10000}") is None
 
 
 @pytest.mark.parametrize(

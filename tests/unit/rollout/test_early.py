@@ -198,6 +198,22 @@ def test_a_fatal_error_of_one_group_ends_the_batch_and_everything_in_flight():
     assert parts.sampler.ledger.counts()["outstanding"] == 4
 
 
+def test_after_a_fatal_error_no_group_whose_answers_are_aborted_is_asked_again():
+    parts = setup()
+    parts.engine.pace = lambda group_id: 1 if group_id == 2 else 3
+    parts.engine.raises, parts.engine.hangs = {2: fatal()}, {0, 1, 3}
+
+    async def slow_to_answer(ids, abort=parts.engine.abort):
+        await abort(ids)
+        for _ in range(50):
+            await asyncio.sleep(0)
+
+    parts.engine.abort = slow_to_answer
+    with pytest.raises(EngineError, match="no server is left"):
+        sample(parts)
+    assert [(r.group_id, r.attempt) for r in parts.engine.asked] == [(i, 0) for i in range(4)]
+
+
 def test_the_first_error_is_the_one_that_is_raised():
     parts = setup()
     parts.engine.pace = lambda group_id: 1 + group_id

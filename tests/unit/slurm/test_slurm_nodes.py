@@ -378,3 +378,39 @@ def test_large_jobs_give_ray_more_time_and_a_users_settings_win(tmp_path, monkey
     gcs = Path(ray.__file__).parent / "core/src/ray/gcs/gcs_server"
     known = gcs.read_bytes()
     assert all(name.encode() in known for name in node._LARGE_JOB), "this Ray knows no such setting"
+
+
+def test_as_many_nodes_as_are_spare_may_be_lost_and_each_counts_once(tmp_path, capfd):
+    async def scene():
+        greeter = Greeter(tmp_path, "127.0.0.1", 3)
+        await greeter.start()
+        lines = [await reach_head(tmp_path, f"n{i}", [], 5) for i in (1, 2, 3)]
+        await greeter.gather(5)
+        greeter.spare = 1
+        await lines[0].send(Message(event="failed", why="Ray ended with code 1"))
+        first = await asyncio.wait_for(greeter.first_loss, 5)
+        told = await lines[0].receive()  # as for a node that was frozen and wakes up: it is over
+        lines[0]._writer.close()
+        await asyncio.sleep(0.2)
+        still = greeter.trouble.done(), sorted(greeter.members), greeter.spare
+        checks = asyncio.ensure_future(greeter.check(1.0))
+        lines[1]._writer.close()
+        trouble = await asyncio.wait_for(greeter.trouble, 5)
+        checked = await checks
+        await greeter.close()
+        return first, told, still, trouble, checked
+
+    first, told, still, trouble, checked = asyncio.run(scene())
+    assert first == "n1: Ray ended with code 1" and told is None
+    assert still == (False, ["n2", "n3"], 0)
+    assert trouble == "n2 was lost: its connection to the first node ended"
+    assert set(checked) == {"n2", "n3"}
+    assert "n1: Ray ended with code 1; the run goes on; nodes that may be lost yet: 0" in capfd.readouterr().out
+
+
+def test_a_node_that_is_lost_before_training_begins_ends_the_attempt(tmp_path):
+    async def other(greeter, line):
+        line._writer.close()
+        return await asyncio.wait_for(greeter.trouble, 5)
+
+    assert "n1 was lost" in meeting(tmp_path, other)

@@ -42,6 +42,7 @@ def config(**sections: object) -> Config:
         {"container": {"image": "/images/a b.sqsh", "mounts": ("/a:/a", "/b:/b")}},
         {"container": {"image": "docker://x/y", "runtime": "apptainer", "mounts": ("/a:/a",)}},
         {"setup": ("module load cuda",), "environment": {"A": "it's $HOME"}, "exclude_bad_nodes": True},
+        {"spare_nodes": 1},
     ],
 )
 def test_bash_reads_every_script(fields):
@@ -122,6 +123,18 @@ def test_cores_of_nodes_without_gpus_are_places_for_ranks_and_servers():
         nodes_of(recipe, cluster(cpus_per_node=1, **site))
     assert "--cores 2" in script_of(JOB, cluster(cpus_per_node=2, **site))
     assert "--cores" not in script_of(JOB, cluster(cpus_per_node=2))
+
+
+def test_spare_nodes_are_asked_for_and_the_end_of_a_node_is_not_that_of_the_others(tmp_path):
+    recipe = config(trainer={"run_dir": str(tmp_path), "replace_lost_ranks": True})
+    site = cluster(nodes=3, spare_nodes=2)
+    assert job_of(recipe, Path("r.yaml"), [], site).nodes == 5
+    text, plain = script_of(JOB, site), script_of(JOB, cluster(nodes=3))
+    for words in ("#SBATCH --no-kill\n", " --no-kill --kill-on-bad-exit=0 --wait=0 ", "--spare-nodes 2"):
+        assert words in text and words not in plain
+    assert 'kill -KILL "$payload"' in text and "--kill-on-bad-exit=1 --wait=25" in plain
+    with pytest.raises(ConfigError, match=r"spare_nodes: got 2 without trainer\.replace_lost_ranks"):
+        job_of(config(trainer={"run_dir": str(tmp_path)}), Path("r.yaml"), [], site)
 
 
 def test_the_job_has_absolute_paths(tmp_path, monkeypatch):

@@ -28,6 +28,7 @@ def trained_with(
     *,
     save: bool = False,
     lost: str = "",
+    lost_before: str = "",
     end: bool = False,
     found: Ending | None = None,
     **options: float,
@@ -49,6 +50,9 @@ def trained_with(
         monkeypatch.setattr(Process, "start", start)
         asking = asyncio.ensure_future(ask_to_save(stops)) if save else None
         trouble: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        survived: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        if lost_before:
+            survived.set_result(lost_before)
         if lost:
             asyncio.get_running_loop().call_later(1.0, trouble.set_result, lost)
         if end:
@@ -58,7 +62,8 @@ def trained_with(
             return found
 
         try:
-            return await train(Options(tmp_path, **options), stops, {}, lost=[trouble], look=look)  # type: ignore[arg-type]
+            given = Options(tmp_path, **options)
+            return await train(given, stops, {}, lost=[trouble], first_loss=survived, look=look)  # type: ignore[arg-type]
         finally:
             if asking:
                 asking.cancel()
@@ -69,6 +74,14 @@ def trained_with(
 def test_a_finished_training_ends_the_job_well(tmp_path, monkeypatch):
     ending = trained_with("print('run: runs/a, 6 steps')", tmp_path, monkeypatch)
     assert (ending.kind, ending.cause) == ("finished", "run: runs/a, 6 steps")
+
+
+def test_what_fails_after_the_loss_of_a_node_is_taken_for_its_consequence(tmp_path, monkeypatch):
+    code = "raise SystemExit('WorkerDiedError: engine 0 died')"
+    ending = trained_with(code, tmp_path, monkeypatch, lost_before="n2 was lost")
+    assert ending == Ending("node_lost", "n2 was lost (training: WorkerDiedError: engine 0 died)")
+    ending = trained_with("print('run: runs/a, 6 steps')", tmp_path, monkeypatch, lost_before="n2 was lost")
+    assert ending.kind == "finished"
 
 
 def test_an_error_is_the_cause(tmp_path, monkeypatch):

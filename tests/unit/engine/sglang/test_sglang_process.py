@@ -143,6 +143,17 @@ def test_kill_does_not_need_the_watchdog(managed, tmp_path):
     eventually(lambda: not alive([*pids, process.watchdog_pid]), "everything to be gone")
 
 
+def test_stop_does_not_need_the_watchdog_either(managed, tmp_path, monkeypatch):
+    monkeypatch.setattr(servers_module, "_WATCHDOG_MARGIN_S", 0.3)
+    process = managed(tree(tmp_path / "pids", own_session=True))
+    process.start()
+    pids = read_pids(tmp_path / "pids")
+    os.kill(process.watchdog_pid, signal.SIGSTOP)
+    eventually(lambda: state(process.watchdog_pid) == "T", "the watchdog to be stopped")
+    assert process.stop(grace_s=0.2) == 137
+    eventually(lambda: not alive([*pids, process.watchdog_pid]), "everything to be gone")
+
+
 def test_killed_watchdog_is_seen_and_its_group_ended(managed, tmp_path):
     process = managed(tree(tmp_path / "pids"))
     process.start()
