@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -42,6 +44,7 @@ from megatron_daro.types import Rollout, StepResult, TrainBatch
 
 _BUCKET_BYTES = 64 * 2**20
 _LIMIT_S = 300.0
+T = TypeVar("T")
 
 
 class OnePolicy:
@@ -52,6 +55,7 @@ class OnePolicy:
         self._passes = config.algorithm.passes(parts.algorithm_of(config).token_columns or ())
         self._policy = MegatronPolicy(parts.policy_settings(config), config.actor, config.algorithm)
         self._cost = CostModel.of_model(read_model_shape(config.model.path))
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="policy")
 
     async def prepare(self, batch: TrainBatch) -> TrainBatch:
         """See `PolicyGroup.prepare`."""
@@ -62,7 +66,7 @@ class OnePolicy:
         rows, local = self._scheduled(batch)
         mine, columns = batch.select(rows), dict[str, Any]()
         for name in self._passes:
-            column_R = await asyncio.to_thread(self._policy.run_pass, name, mine, local)
+            column_R = await self._in_thread(self._policy.run_pass, name, mine, local)
             assert column_R is not None  # one rank is every pipeline stage
             columns[f"{name}_R"] = joined_column(batch, [Shard(rows, cast(Any, None), local)], {0: column_R})
         return dataclasses.replace(batch, **columns)
@@ -70,7 +74,11 @@ class OnePolicy:
     async def train(self, batch: TrainBatch, step: int) -> StepResult:
         """One optimizer step, on the rows in the order and the micro-batches of the product's schedule."""
         rows, local = self._scheduled(batch)
-        return await asyncio.to_thread(self._policy.train_step, batch.select(rows), local, step=step)
+        return await self._in_thread(self._policy.train_step, batch.select(rows), local, step=step)
+
+    async def _in_thread(self, work: Callable[..., T], *arguments: Any, **options: Any) -> T:
+        """Always the same one, as in a rank: what torch keeps for a thread it would keep for several, without end."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *arguments, **options))
 
     def _scheduled(self, batch: TrainBatch) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
         (micro_batches,) = schedule(batch.lengths_N, 1, self._actor.micro_batch_tokens, cost=self._cost).ranks
@@ -101,6 +109,7 @@ class OnePolicy:
 
     async def close(self) -> None:
         """Let go of the model."""
+        self._thread.shutdown()
         self.__dict__.pop("_policy", None)
 
 
