@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from contextlib import suppress
@@ -19,7 +20,10 @@ OPTIONS = ["trainer.steps=60", "actor.data_parallel=2", "trainer.save_every_step
 SITE = {"nodes": 3, "spare_nodes": 1, "cpus_per_node": 2}
 
 
-@pytest.mark.parametrize("how", ["lost", "frozen"])
+LONG = pytest.mark.skipif("MEGATRON_DARO_LONG" not in os.environ, reason="minutes: MEGATRON_DARO_LONG=1 runs it")
+
+
+@pytest.mark.parametrize("how", ["lost", pytest.param("frozen", marks=LONG)])
 def test_the_ranks_of_a_node_are_replaced_on_a_spare_one(slurm_with_spares, tiny, tmp_path, how):
     slurm, healing = slurm_with_spares, ["trainer.replace_lost_ranks=true", "trainer.hung_rank_s=20"]
     job = SlurmJob(slurm, tiny.config, tmp_path / "run", SITE, *OPTIONS, *healing)

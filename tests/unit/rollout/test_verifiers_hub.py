@@ -229,10 +229,11 @@ def test_the_runs_signal_handlers_stay():
 
 
 def test_its_problems_are_written_by_a_command(model, capsys):
-    for split, count in (("train", 10), ("eval", 3)):
+    for split, count, source in (("train", 10, "verifiers:hub_digits"), ("eval", 3, "verifiers:hub_digits:eval")):
         assert verifiers_hub.main(["hub_digits", "--model", str(model), "--split", split]) == 0
         lines = [verifiers_hub.json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert len(lines) == count and lines[2]["messages"] == [{"role": "user", "content": "2"}]
+        assert {line["data_source"] for line in lines} == {source}
     assert verifiers_hub.main(["hub_digits", "--model", str(model), "--options", '{"kind": "group"}']) == 2
     assert "rewards of a whole group" in capsys.readouterr().err
 
