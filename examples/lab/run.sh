@@ -11,6 +11,6 @@ if ! "$bin/python" -c 'import megatron_daro' 2>/dev/null; then
 fi
 # Algorithms of the lab itself are found by the runs of the tiny world, too.
 export PYTHONPATH=$PWD/examples/lab${PYTHONPATH:+:$PYTHONPATH}
-# Of a language model's activations the C library would keep several times what is in use (glibc, mallopt(3)).
-export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-4000000}
+# The C library would keep a language model's freed activations once for each thread that had some (glibc, mallopt(3)).
+export MALLOC_ARENA_MAX=${MALLOC_ARENA_MAX:-1}
 exec env OMP_NUM_THREADS=1 HF_HUB_DISABLE_PROGRESS_BARS=1 "$bin/python" -W ignore examples/lab/lab.py "$@"
