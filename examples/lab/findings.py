@@ -17,6 +17,7 @@ from statistics import fmean, median
 import results
 from arms import BASELINE, LADDER, is_control, is_daro
 from results import Interval, Outcome
+from smollm2 import PRIMARY
 from worlds import LADDER_WORLD, WORLDS
 
 Runs = Mapping[int, Outcome]
@@ -156,10 +157,36 @@ def spread(ratios: list[float]) -> str:
     return f"{middle:.2f} [{min(ratios):.2f}, {largest}]"
 
 
+def over_tokens(arms: Mapping[str, Runs], rival: str) -> tuple[list[str], list[list[str]]]:
+    """Each arm against one rival for the same tokens generated: accuracy averaged over them and final, in points;
+    tokens are thousands in all, mean over seeds."""
+    rows = []
+    for arm, runs in arms.items():
+        tokens = [outcome.records[-1]["tokens"] for outcome in runs.values()]
+        row = [arm, str(len(runs)), f"{fmean(tokens) / 1e3:.1f}", percent(results.final_accuracy(runs))]
+        if arm != rival:
+            less = (results.difference_over_tokens, results.difference)
+            row += [points(difference(runs, arms[rival])) for difference in less]
+        rows.append([*row, *[""] * (6 - len(row))])
+    return [
+        "arm",
+        "seeds",
+        "thousand tokens",
+        "final accuracy",
+        f"over tokens, less {rival}",
+        f"final, less {rival}",
+    ], rows
+
+
 def markdown(header: list[str], rows: list[list[str]]) -> str:
     """A table for a page of the docs."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def is_by_tokens(world: str) -> bool:
+    """Whether arms are compared for the same tokens generated there."""
+    return world in WORLDS and WORLDS[world].kind == "smollm2"
 
 
 def aligned(header: list[str], rows: list[list[str]]) -> str:
@@ -228,6 +255,8 @@ def main(arguments: list[str]) -> int:
     print(f"\n{markdown(*matrix(tables))}")
     for world, arms in tables.items():
         print(f"\n{world}\n\n{markdown(HEADER, table(arms, rates[world]))}")
+        if PRIMARY[1] in arms and is_by_tokens(world):
+            print(f"\n{markdown(*over_tokens(arms, PRIMARY[1]))}")
     return 0
 
 

@@ -67,6 +67,7 @@ def _head(outcomes: list[Outcome], tables: Mapping[str, Mapping[str, Runs]]) -> 
 def _section(world: str, table: Mapping[str, Runs]) -> Section:
     plots = [
         _curves(table),
+        *([_curves(table, "tokens")] if findings.is_by_tokens(world) else []),
         _finals(table),
         _by_difficulty(world, table),
         *_pass_at(world, table),
@@ -110,15 +111,15 @@ def _whole(runs: Runs) -> list[Outcome]:
     return [o for o in runs.values() if not o.ended]
 
 
-def _curves(table: Mapping[str, Runs]) -> Plot:
+def _curves(table: Mapping[str, Runs], axis: str = "step") -> Plot:
     traces: list[Trace] = []
     for index, arm in enumerate(_drawn(table)):
         whole = _whole(table[arm])
         if not whole:
             continue
-        steps = [int(r["step"]) for r in whole[0].records]
-        points = [results.Interval.of([o.records[i]["accuracy"] for o in whole]) for i in range(len(steps))]
-        look = {"legendgroup": arm, "x": steps, "type": "scatter"}
+        places = [round(fmean(o.records[i][axis] for o in whole)) for i in range(len(whole[0].records))]
+        points = [results.Interval.of([o.records[i]["accuracy"] for o in whole]) for i in range(len(places))]
+        look = {"legendgroup": arm, "x": places, "type": "scatter"}
         colour = COLOURS[index % len(COLOURS)]
         edge = look | {"mode": "lines", "line": {"width": 0}, "showlegend": False, "hoverinfo": "skip"}
         if len(whole) > 1:
@@ -133,7 +134,11 @@ def _curves(table: Mapping[str, Runs]) -> Plot:
         f"{PUBLISHED} and the {_SHOWN} best variants of DARO by final accuracy; the others are in the table. A click "
         "on a name hides an arm."
     )
-    return Plot("Held-out accuracy", caption, traces, layout("accuracy", tickformat=".0%"))
+    axes = layout("accuracy", tickformat=".0%")
+    if axis == "step":
+        return Plot("Held-out accuracy", caption, traces, axes)
+    axes["xaxis"] = {"title": {"text": f"{axis} generated"}}
+    return Plot(f"Held-out accuracy by {axis} generated", caption, traces, axes)
 
 
 def _finals(table: Mapping[str, Runs]) -> Plot:

@@ -54,6 +54,9 @@ def test_accuracy_is_averaged_over_tokens_up_to_where_the_first_of_two_ends():
     assert long.mean_accuracy(300, "tokens") == pytest.approx((0.3 * 200 + 0.55 * 100) / 300)
     found = results.difference_over_tokens({0: long, 1: short}, {0: short, 2: short})
     assert found.mean == pytest.approx((0.3 * 200 + 0.55 * 100 - 0.3 * 100 - 0.5 * 200) / 300)
+    header, rows = findings.over_tokens({"daro": {0: long}, "dapo": {0: short}}, "dapo")
+    assert rows[0][:3] == ["daro", "1", "0.4"] and rows[0][4] == f"{100 * found.mean:+.1f}" and rows[0][5] == "+40.0"
+    assert rows[1] == ["dapo", "1", "0.3", "60.0", "", ""] and len(header) == 6
     ended = Outcome(short.job, short.records, "diverged")
     assert math.isnan(results.difference_over_tokens({0: ended}, {0: short}).mean)
 

@@ -114,7 +114,8 @@ def test_stop_ends_the_tree_and_may_be_repeated(managed, tmp_path):
 def test_stop_lets_a_willing_command_end_by_itself(managed, tmp_path):
     ready = tmp_path / "ready"
     process = managed(
-        python(f"import signal, sys\nsignal.signal(15, lambda *_: sys.exit(0))\nopen({str(ready)!r}, 'w')\n{SLEEP}")
+        # Not sys.exit: raised while the file object goes, Python would swallow it.
+        python(f"import os, signal\nsignal.signal(15, lambda *_: os._exit(0))\nopen({str(ready)!r}, 'w')\n{SLEEP}")
     )
     process.start()
     eventually(ready.exists, "the handler")
