@@ -168,14 +168,8 @@ def over_tokens(arms: Mapping[str, Runs], rival: str) -> tuple[list[str], list[l
             less = (results.difference_over_tokens, results.difference)
             row += [points(difference(runs, arms[rival])) for difference in less]
         rows.append([*row, *[""] * (6 - len(row))])
-    return [
-        "arm",
-        "seeds",
-        "thousand tokens",
-        "final accuracy",
-        f"over tokens, less {rival}",
-        f"final, less {rival}",
-    ], rows
+    differences = [f"over tokens, less {rival}", f"final, less {rival}"]
+    return ["arm", "seeds", "thousand tokens", "final accuracy", *differences], rows
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:

@@ -102,6 +102,7 @@ class TrainWorker:
         self._states = KeptStates()
         self._snapshot: tuple[int, Any] | None = None  # number, and what waits for it
         self._reference: Any = None
+        self._heals = False
         # Where the process groups listen: those of this rank, and of all.
         self._addresses: frozenset[Address] = frozenset()
         self._all_addresses: frozenset[Address] = frozenset()
@@ -153,8 +154,8 @@ class TrainWorker:
         self._remarks = parallel.prepare_process(expandable_segments=settings.expandable_segments)
         before = parallel.listening()
         parallel.initialize(layout_of(actor), rank=self._rank, init_method=init_method, seed=seed, timeout_s=timeout_s)
-        self._addresses = parallel.listening() - before
-        self._all_addresses = parallel.gathered_addresses(self._addresses)
+        self._heals = heals
+        self._note_addresses(before)
         if self._reserved is not None:
             self._reserved.close()  # torch listens on it
         self._policy = MegatronPolicy(
@@ -225,8 +226,16 @@ class TrainWorker:
 
         before = parallel.listening()
         self._relays |= groups_of(members)
-        self._addresses |= parallel.listening() - before
-        self._all_addresses = parallel.gathered_addresses(self._addresses)
+        self._note_addresses(before)
+
+    def _note_addresses(self, before: frozenset[Address]) -> None:
+        """Take in where groups listen that were made since `before`, for `abort`; nothing where nobody calls it.
+        Collective over all ranks."""
+        from megatron_daro.actor import parallel
+
+        if self._heals:
+            self._addresses |= parallel.listening() - before
+            self._all_addresses = parallel.gathered_addresses(self._addresses)
 
     @ray.method(concurrency_group="work")
     @logs.failures_logged
