@@ -1,0 +1,94 @@
+"""Says what parameters SGLang's own models have on each rank of a server. Run by the Python of its environment:
+
+    python server_parameters.py WORK
+
+WORK/cases.json is a list of {"model": directory with config.json, "arguments": of ServerArgs, "load": bool}. Every rank
+of every case is built in this process: SGLang knows its place from the published ranks, and its layers take their share
+from that where no process group exists yet (srt/layers/linear.py, `_LogicalGroup`, 0.5.23). With "load" the model's
+safetensors file is read by SGLang's own `load_weights`, over parameters full of ones; else the model stands on the meta
+device. Written are WORK/shapes.json, [case][rank][name] -> shape, and WORK/CASE_RANK.safetensors.
+"""
+
+import contextlib
+import importlib
+import json
+import sys
+import types
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from sglang.srt import runtime_context
+from sglang.srt.layers.dp_attention import initialize_dp_attention_flags
+from sglang.srt.layers.moe.utils import initialize_moe_config
+from sglang.srt.server_args import ServerArgs
+from torch import nn
+from transformers import AutoConfig
+
+
+def group(rank: int, size: int) -> types.SimpleNamespace:
+    """What layers read of a process group while they are built; nothing is ever sent."""
+    first_last = {"is_first_rank": rank == 0, "is_last_rank": rank == size - 1}
+    return types.SimpleNamespace(rank_in_group=rank, world_size=size, cpu_group=None, device_group=None, **first_last)
+
+
+@contextlib.contextmanager
+def rank_of_server(arguments: dict, rank: int):
+    """Be this rank of a server."""
+    server = ServerArgs(device="cpu", skip_tokenizer_init=True, **arguments)
+    place = runtime_context.SpawnRanks(world_rank=rank)
+    context = runtime_context.create_context(server, role="scheduler", ranks=place)
+    with runtime_context.use_context(context):
+        initialize_dp_attention_flags(server)
+        initialize_moe_config()
+        own = context.parallel
+        groups = {
+            "tp_group": group(own.tp_rank, own.tp_size),
+            "attn_tp_group": group(own.attn_tp_rank, own.attn_tp_size),
+            "moe_ep_group": group(own.moe_ep_rank, own.moe_ep_size),
+            "moe_tp_group": group(own.moe_tp_rank, own.moe_tp_size),
+            "pp_group": group(0, 1),
+        }
+        with own.override(**groups):
+            yield
+
+
+def built(directory: Path, load: bool) -> nn.Module:
+    """The model of a directory on the rank that this process is."""
+    config = AutoConfig.from_pretrained(directory)
+    module = importlib.import_module(f"sglang.srt.models.{config.model_type}")
+    module.LogitsProcessor = lambda *_, **__: nn.Identity()  # has no parameters, and wants groups that can send
+    names = {
+        entry.__name__: entry
+        for entry in (module.EntryClass if isinstance(module.EntryClass, list) else [module.EntryClass])
+    }
+    with torch.device("cpu" if load else "meta"):
+        model = names[config.architectures[0]](config)
+    if load:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(1)
+            weights = load_file(directory / "model.safetensors")
+            model.load_weights(iter(weights.items()))
+    return model
+
+
+def main() -> None:
+    work = Path(sys.argv[1])
+    shapes = []
+    for number, case in enumerate(json.loads((work / "cases.json").read_text())):
+        torch.set_default_dtype(torch.float32 if case["load"] else torch.bfloat16)
+        shapes.append([])
+        for rank in range(case["arguments"].get("tp_size", 1)):
+            with rank_of_server({"model_path": case["model"], **case["arguments"]}, rank):
+                model = built(Path(case["model"]), case["load"])
+            parameters = dict(model.named_parameters())
+            shapes[-1].append({name: list(parameter.shape) for name, parameter in parameters.items()})
+            if case["load"]:
+                values = {name: parameter.detach().contiguous() for name, parameter in parameters.items()}
+                save_file(values, work / f"{number}_{rank}.safetensors")
+    (work / "shapes.json").write_text(json.dumps(shapes))
+
+
+if __name__ == "__main__":
+    main()

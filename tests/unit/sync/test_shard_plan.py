@@ -1,0 +1,164 @@
+"""The shard-to-shard plan: every entry of every server parameter once, from a rank that has it, evenly spread.
+
+Whether the servers' layouts are SGLang's own is asked of SGLang itself in tests/sglang/test_sglang_shard_plan.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.parallel_state import RankGenerator
+from shard_cases import (
+    CASES,
+    all_writes,
+    carried_out,
+    checkpoint,
+    padding,
+    region,
+    server_shapes,
+    shards,
+    times_written,
+)
+
+from megatron_daro.errors import ModelError
+from megatron_daro.sync.shard_layouts import TrainerLayout, server_layout, trainer_parts
+from megatron_daro.sync.shard_plan import ShardPlan, _filled
+
+BY_NAME = {case.name: case for case in CASES}
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+@each_case
+def test_every_entry_is_written_once_and_padding_never(case):
+    boxes = {}
+    for _, write in all_writes(case, case.plan()):
+        boxes.setdefault((write.server, write.rank, write.target), []).append(write.target_box)
+    expected = {
+        (server, rank, name): shape
+        for server in range(case.servers)
+        for rank in range(case.server_layout.tensor)
+        for name, shape in server_shapes(case, rank).items()
+    }
+    unwritten = [padding(case, rank) for rank in range(case.server_layout.tensor)]
+    assert boxes.keys() <= expected.keys()
+    for (server, rank, name), shape in expected.items():
+        counts = times_written(shape, boxes.get((server, rank, name), []))
+        assert counts.pop(0, 0) == unwritten[rank][name], (rank, name)
+        assert counts.keys() <= {1}, (rank, name)
+
+
+@each_case
+def test_what_arrives_is_what_the_checkpoint_has(case):
+    tensors = checkpoint(case)
+    for (_, rank), parameters in carried_out(case, tensors).items():
+        unwritten = padding(case, rank)
+        for name, values in parameters.items():
+            assert int(values.isnan().sum()) == unwritten[name]
+        norm = "model.layers.3.input_layernorm.weight"
+        assert parameters[norm].equal(tensors[norm])
+        first = parameters["model.layers.5.self_attn.qkv_proj.weight"][0]
+        at = (
+            rank % case.server_layout.attention * case.shape.heads * case.shape.head_dim // case.server_layout.attention
+        )
+        assert first.equal(tensors["model.layers.5.self_attn.q_proj.weight"][at])
+
+
+@each_case
+def test_each_rank_writes_only_what_it_holds_and_no_more_than_its_share(case):
+    holders = {}
+    for held in trainer_parts(case.shape, case.trainer_layout):
+        holders.setdefault(held.part.parameter, set()).update(held.ranks)
+    plan, sent, links = case.plan(4), [0] * case.trainer_layout.world_size, set()
+    parameter = shards(case, checkpoint(case))
+    for sender, write in all_writes(case, plan):
+        assert sender in holders[write.source]
+        assert parameter(sender, write.source)[region(write.source_box)].numel() == write.entries > 0
+        sent[sender] += 4 * write.entries
+        links.add((sender, write.server, write.rank))
+    balance = plan.balance()
+    assert balance.sent == tuple(sent) and balance.links == len(links)
+    assert sum(balance.received) * case.servers == sum(sent)
+    assert max(sent) <= 1.1 * balance.floor
+
+
+def test_between_replicas_of_a_whole_model_all_send_alike():
+    balance = BY_NAME["many_replicas"].plan().balance()
+    assert balance.floor_over_mean == 1.0 and balance.over_mean < 1.01
+
+
+def test_stages_that_hold_more_send_more_and_the_floor_says_so():
+    balance = BY_NAME["uneven_stages"].plan().balance()
+    assert balance.over_mean == pytest.approx(balance.floor_over_mean, rel=0.02) and balance.floor_over_mean > 1.1
+
+
+def test_two_receivers_are_not_begun_with_by_all():
+    plan = BY_NAME["virtual_stages"].plan()
+    first = {(write.server, write.rank) for write in (next(plan.writes(sender)) for sender in range(6))}
+    assert len(first) > 3
+
+
+@pytest.mark.parametrize(("tensor", "context", "data", "pipeline"), [(2, 1, 4, 3), (4, 2, 2, 1), (1, 2, 3, 2)])
+def test_replicas_are_megatrons(tensor, context, data, pipeline):
+    parts = tuple((range(i, i + 1),) for i in range(pipeline))
+    layout = TrainerLayout(parts=parts, padded_vocab=16, tensor=tensor, context=context, data=data)
+    ranks = RankGenerator(tp=tensor, ep=1, dp=data, pp=pipeline, cp=context, order="tp-cp-ep-dp-pp").get_ranks("dp-cp")
+    ours = [layout.holders(stage, place) for stage in range(pipeline) for place in range(tensor)]
+    assert sorted(map(list, ours)) == sorted(map(sorted, ranks))
+
+
+@pytest.mark.parametrize(("expert", "expert_tensor"), [(1, 1), (2, 2), (4, 1), (8, 2), (2, 4)])
+def test_replicas_of_experts_are_megatrons(expert, expert_tensor):
+    parts = ((range(1),), (range(1, 2),))
+    layout = TrainerLayout(parts=parts, padded_vocab=16, tensor=2, data=8, expert=expert, expert_tensor=expert_tensor)
+    copies = 16 // (expert * expert_tensor)
+    generator = RankGenerator(tp=expert_tensor, ep=expert, dp=copies, pp=2, cp=1, order="tp-cp-ep-dp-pp")
+    ours = [
+        layout.expert_holders(stage, own, place)
+        for stage in range(2)
+        for own in range(expert)
+        for place in range(expert_tensor)
+    ]
+    assert sorted(map(list, ours)) == sorted(map(sorted, generator.get_ranks("dp")))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(0, 300))
+def test_the_least_loaded_are_filled_up_first(loads, amount):
+    shares = _filled(loads, amount)
+    assert sum(shares) == amount and min(shares) >= 0
+    levels = [load + share for load, share in zip(loads, shares, strict=True)]
+    given_some = [level for level, share in zip(levels, shares, strict=True) if share]
+    if given_some:
+        assert max(given_some) - 1 <= min(levels)
+
+
+@pytest.mark.parametrize(
+    ("family", "arguments", "message"),
+    [
+        ("one_to_one", {"tp_size": 3}, "3 attention ranks, 8 heads"),
+        ("one_to_one", {"tp_size": 4, "attn_dp_size": 2}, "qwen2 with DP attention"),
+        ("one_to_one", {"ep_size": 2, "tp_size": 2}, "ep_size without experts"),
+        ("one_to_one", {"quantization": "fp8"}, "quantization 'fp8'"),
+        ("ep", {"tp_size": 4, "ep_size": 3}, "ep_size 3; allowed: a ep_size that divides tp_size"),
+        ("ep", {"moe_runner_backend": "flashinfer_trtllm"}, "sync=distributed"),
+        ("ep", {"tp_size": 4, "ep_num_redundant_experts": 2}, "ep_num_redundant_experts 2"),
+    ],
+)
+def test_a_server_whose_layout_is_not_known_is_refused(family, arguments, message):
+    with pytest.raises(ModelError, match=message):
+        server_layout(BY_NAME[family].shape, arguments)
+
+
+def test_layers_that_no_stage_has_are_refused():
+    case = BY_NAME["one_to_one"]
+    lacking = replace(case.trainer_layout, parts=((range(5),),))
+    with pytest.raises(ModelError, match="5 layers in 1 stages, the model has 6"):
+        ShardPlan(case.shape, lacking, case.server_layout, 1)
+
+
+def test_experts_that_do_not_fit_the_ranks_are_refused():
+    with pytest.raises(ModelError, match="EP 3 x ETP 1 does not divide"):
+        TrainerLayout(parts=((range(1),),), padded_vocab=16, data=4, expert=3)
