@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -81,7 +82,7 @@ class ShortProblems:
     """A policy that is trained on short problems whose answer ends with the line."""
 
     def __init__(self, base: Path, rate: float, prompts: int, rollouts: int) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(base / "model", dtype=torch.float32)
+        self._model: Any = AutoModelForCausalLM.from_pretrained(base / "model", dtype=torch.float32)
         self._tokenizer = Tokenizer.from_file(str(base / "model" / "tokenizer.json"))
         self._rows = [json.loads(line) for line in (base / "train.jsonl").read_text().splitlines()]
         self._order = torch.randperm(len(self._rows), generator=torch.Generator().manual_seed(0)).tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from megatron_daro.config.model_shape import ModelShape
     from megatron_daro.workshop.plan.gpus import Gpu
     from megatron_daro.workshop.plan.search import Plan
+    from megatron_daro.workshop.plan.shard_sync import SyncRow
     from megatron_daro.workshop.plan.tables import Bill
     from megatron_daro.workshop.plan.times import Constants
     from megatron_daro.workshop.plan.workload import Workload
@@ -49,6 +51,9 @@ def plan(
     from_run: RunDirectory = None,
     scaling: PlotFile = None,
     mtbf_hours: Hours = 5e4,
+    sync: Annotated[
+        bool, typer.Option("--sync", help="Also show what weights from shards to shards would move.")
+    ] = False,
     write: Annotated[bool, typer.Option("--write", help="Put the best choice into RECIPE.")] = False,
 ) -> None:
     """Say which layouts of RECIPE fit a cluster, what each part of the memory takes and what a step costs."""
@@ -68,7 +73,8 @@ def plan(
         workload = workload_of(config, shape, mean_response=mean_response, mean_prompt=mean_prompt)
     result = search(workload, kind, gpus, constants=constants, best=best)
     updates = config.trainer.steps_per_batch
-    _show(result, workload, kind, Bill(-(-config.trainer.steps // updates), price), as_json)
+    rows = _sync_rows(config, shape, result, kind) if sync else []
+    _show(result, workload, kind, Bill(-(-config.trainer.steps // updates), price), rows, as_json)
     if scaling:
         _simulate(workload, kind, gpus, mtbf_hours, constants, config.trainer.save_every_steps // updates, scaling)
     if write:
@@ -77,7 +83,13 @@ def plan(
         typer.echo(f"written into {recipe}: " + ", ".join(f"{k}={v}" for k, v in chosen.items()), err=True)
 
 
-def _show(result: Plan, workload: Workload, gpu: Gpu, bill: Bill, as_json: bool) -> None:
+def _sync_rows(config: Config, shape: ModelShape, result: Plan, gpu: Gpu) -> list[SyncRow]:
+    from megatron_daro.workshop.plan.shard_sync import sync_rows  # imports torch
+
+    return sync_rows(config, shape, result.choices, gpu)
+
+
+def _show(result: Plan, workload: Workload, gpu: Gpu, bill: Bill, sync: Sequence[SyncRow], as_json: bool) -> None:
     """Print the plan as tables, or as JSON."""
     import json
 
@@ -86,9 +98,15 @@ def _show(result: Plan, workload: Workload, gpu: Gpu, bill: Bill, as_json: bool)
     from megatron_daro.workshop.plan.tables import as_record, view
 
     if as_json:
-        typer.echo(json.dumps(as_record(result, workload, gpu, bill), indent=2))
-    else:
-        Console(width=max(Console().width, 210), highlight=False).print(view(result, workload, gpu, bill))
+        record = as_record(result, workload, gpu, bill)
+        typer.echo(json.dumps(record | ({"shard_sync": [row.record() for row in sync]} if sync else {}), indent=2))
+        return
+    console = Console(width=max(Console().width, 210), highlight=False)
+    console.print(view(result, workload, gpu, bill))
+    if sync:
+        from megatron_daro.workshop.plan.shard_sync import sync_table
+
+        console.print(sync_table(sync))
 
 
 def _learned(run: Path, config: Config, shape: ModelShape, gpu: Gpu) -> tuple[Workload, Constants]:

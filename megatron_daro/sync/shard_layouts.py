@@ -161,7 +161,7 @@ class ServerLayout:
 _DP_ATTENTION = ("qwen3", "qwen3_moe")
 """Families whose attention SGLang 0.5.23 cuts over the attention's own ranks; llama.py, mixtral.py and qwen2.py have it
 over all ranks of TP (`get_parallel().tp_size`)."""
-_SAME_ORDER: Mapping[str, frozenset[Any]] = {
+_SAME_ORDER: Mapping[str, frozenset[object]] = {
     "moe_runner_backend": frozenset(("auto", "triton")),  # others swap gate and up, or shuffle (unquant.py)
     "moe_a2a_backend": frozenset(("none",)),
     "ep_num_redundant_experts": frozenset((0,)),
@@ -172,9 +172,12 @@ _SAME_ORDER: Mapping[str, frozenset[Any]] = {
     "quantization": frozenset((None,)),
     "rl_on_policy_target": frozenset((None,)),  # fp32 norms and embeddings (qwen2.py)
     "enable_lora": frozenset((False,)),
+    "cpu_offload_gb": frozenset((0,)),
+    "torchao_config": frozenset(("", None)),
     "weight_cache_mode": frozenset(("off",)),  # refuses weight updates (weight_updater.py)
 }
 """Arguments of a server under which each parameter keeps the order that it was loaded in, with their values."""
+_ALIASES = {"expert_parallel_size": "ep_size", "ep": "ep_size", "attention_data_parallel_size": "attn_dp_size"}
 
 
 def server_layout(shape: ModelShape, arguments: Mapping[str, Any]) -> ServerLayout:
@@ -183,6 +186,7 @@ def server_layout(shape: ModelShape, arguments: Mapping[str, Any]) -> ServerLayo
     Raises:
         ModelError: it would not start, or keeps its weights in an order that is not known here.
     """
+    arguments = {_ALIASES.get(name, name): value for name, value in arguments.items()}
     for name, known in _SAME_ORDER.items():
         if name in arguments and arguments[name] not in known:
             allowed = ", ".join(sorted(map(repr, known)))

@@ -17,13 +17,13 @@ SCRIPT = Path(__file__).parents[1] / "server_parameters.py"
 CONFIGS = Path(__file__).resolve().parents[3] / "shared" / "data" / "configs"
 
 REAL = {
-    # The layouts of examples/recipes, and odd ones.
+    # The layouts of examples/recipes, those of the largest with fewer servers, and odd ones.
     "Qwen2.5-Math-1.5B": ({"data": 2}, {"tp_size": 1}, 6),
     "Qwen2.5-Math-7B": ({"data": 8}, {"tp_size": 4}, 2),
     "Llama-3.1-8B": ({"data": 8}, {"tp_size": 4}, 2),
     "Qwen2.5-32B": ({"tensor": 2, "pipeline": 2, "virtual": 8, "data": 16}, {"tp_size": 8}, 8),
-    "Llama-3.3-70B": ({"tensor": 8, "pipeline": 2, "data": 8}, {"tp_size": 8}, 16),
-    "Qwen3-30B-A3B": ({"data": 16, "expert": 8, "expert_tensor": 1}, {"tp_size": 4}, 12),
+    "Llama-3.3-70B": ({"tensor": 8, "pipeline": 2, "data": 8}, {"tp_size": 8}, 4),
+    "Qwen3-30B-A3B": ({"data": 16, "expert": 8, "expert_tensor": 1}, {"tp_size": 4}, 3),
     "Qwen3-8B": ({"tensor": 4, "pipeline": 3}, {"tp_size": 16, "attn_dp_size": 4}, 1),
     "Qwen3-4B": ({"tensor": 16, "pipeline": 2, "context": 2}, {"tp_size": 2}, 3),
     "Qwen2.5-7B": ({"tensor": 2, "pipeline": 7}, {"tp_size": 2}, 2),

@@ -52,6 +52,7 @@ SIDEWAYS = {
         "workshop.convert",
         "workshop.report",
     },  # a Megatron checkpoint is converted first; answers are looked at as those of a dump
+    "workshop.plan": {"sync"},  # what a shard-to-shard sync would move
     "workshop.rehearse": {"workshop.plan"},  # the sizes of a run that is not there
 }
 """Imports within a level, and within the workshop, beside those within a unit; without a cycle."""

@@ -87,3 +87,18 @@ def test_options_are_set_and_all_else_stays_as_it_was_written(tmp_path):
     assert recipe.read_text() == text + "  order: epochs\nactor:\n  tensor_parallel: 2\n"
     with pytest.raises(ConfigError, match=r"got train: .*; allowed: options below train"):
         write_options(recipe, {"data.train.x": 1})
+
+
+def test_sync_has_a_row_for_the_recipe_and_for_each_choice(tmp_path, capsys):
+    _, command = written(tmp_path)
+    own = ["engine.kind=sglang", "engine.replicas=2", "engine.sglang.tensor_parallel=4", "actor.tensor_parallel=8"]
+    command = [*command[:2], *own, *command[2:], "--best", "1", "--sync"]
+    assert main([*command, "--json"]) == 0
+    recipes, choice = json.loads(capsys.readouterr().out)["shard_sync"]
+    assert recipes["layout"] == "recipe" and choice["layout"] == "1"
+    assert len(recipes["sent_bytes"]) == 8 and recipes["busiest_sender_over_mean"] < 1.01
+    copies = 2 * 2 * (8_030_261_248 + 3 * 65 * 4096)  # each norm is on four ranks of a server
+    assert sum(recipes["sent_bytes"]) == 2 * sum(recipes["received_bytes"]) == copies
+    assert main([*command, "engine.sglang.arguments={quantization: fp8}"]) == 0
+    out = capsys.readouterr().out
+    assert "Weights from shards to shards" in out and "quantization 'fp8'" in out

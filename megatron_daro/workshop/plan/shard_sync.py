@@ -1,0 +1,129 @@
+"""What a weight sync from shards to shards would move: layouts -> table.
+
+Bytes are those of sync/shard_plan.py, exact. Seconds are the busiest rank's bytes over its share of the network: a
+floor without latencies, since no run has such a sync yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from megatron_daro.config import Config
+from megatron_daro.config.check_training import part_layers
+from megatron_daro.config.model_shape import ModelShape
+from megatron_daro.errors import ModelError
+from megatron_daro.sync.shard_layouts import TrainerLayout, server_layout
+from megatron_daro.sync.shard_plan import Balance, ShardPlan
+from megatron_daro.workshop.plan.gpus import Gpu
+from megatron_daro.workshop.plan.layout import ModelLayout, padded_vocabulary
+from megatron_daro.workshop.plan.search import Choice
+
+_GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class SyncRow:
+    """One pair of layouts: how it is called, its sizes in words, the bytes of each rank, seconds (see the module); or
+    why there is no such sync."""
+
+    name: str
+    sizes: str
+    balance: Balance | None = None
+    seconds: float = 0.0
+    refused: str = ""
+
+    def record(self) -> dict[str, object]:
+        """Return it as plain values for JSON; bytes of one sync."""
+        if self.balance is None:
+            return {"layout": self.name, "refused": self.refused}
+        return {
+            "layout": self.name,
+            "sent_bytes": list(self.balance.sent),
+            "received_bytes": list(self.balance.received),
+            "links": self.balance.links,
+            "busiest_sender_over_mean": self.balance.over_mean,
+            "least_possible_over_mean": self.balance.floor_over_mean,
+            "seconds_at_least": self.seconds,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """How many replicas of a layout write to how many servers of so many GPUs; options: Megatron's, of stages."""
+
+    layout: ModelLayout
+    data: int
+    tensor: int
+    servers: int
+    options: Mapping[str, object]
+
+    def __str__(self) -> str:
+        own = self.layout
+        sizes = own.tensor, own.pipeline, own.virtual, own.context, self.data, own.expert
+        return f"{' '.join(map(str, sizes))} to {self.servers} x {self.tensor}"
+
+
+def sync_rows(config: Config, shape: ModelShape, choices: Iterable[Choice], gpu: Gpu) -> list[SyncRow]:
+    """Return the row of the recipe's own layout, where it has servers, and one for each choice that does not share its
+    GPUs with them."""
+    cases: dict[str, _Sizes] = {}
+    if config.engine.kind == "sglang" and not config.engine.colocate:
+        actor, servers = config.actor, config.engine
+        own = ModelLayout.of(actor)
+        tensor = servers.sglang.tensor_parallel
+        cases["recipe"] = _Sizes(own, actor.data_parallel, tensor, servers.replicas, actor.megatron)
+    for number, choice in enumerate(choices, 1):
+        if not choice.shared:
+            trainers, fleet = choice.trainers, choice.servers
+            cases[str(number)] = _Sizes(trainers.layout, trainers.data, fleet.tensor, fleet.replicas, {})
+    return [_row(name, sizes, config, shape, gpu) for name, sizes in cases.items()]
+
+
+def _row(name: str, sizes: _Sizes, config: Config, shape: ModelShape, gpu: Gpu) -> SyncRow:
+    layout = sizes.layout
+    parts = part_layers(shape.layers, layout.pipeline, layout.virtual, sizes.options)
+    if parts is None:
+        return SyncRow(name, str(sizes), refused="the layers do not divide over the stages")
+    arguments = {key.replace("-", "_"): value for key, value in config.engine.sglang.arguments.items()}
+    try:
+        trainer = TrainerLayout(
+            parts=tuple(map(tuple, parts)),
+            padded_vocab=padded_vocabulary(shape.vocab, layout.tensor),
+            tensor=layout.tensor,
+            context=layout.context,
+            data=sizes.data,
+            expert=layout.expert,
+        )
+        server = server_layout(shape, {**arguments, "tp_size": sizes.tensor})
+        itemsize = 4 if config.actor.precision == "fp32" else 2
+        balance = ShardPlan(shape, trainer, server, sizes.servers, itemsize=itemsize).balance()
+    except ModelError as error:
+        return SyncRow(name, str(sizes), refused=str(error))
+    busiest = max(*balance.sent, *balance.received)
+    return SyncRow(name, str(sizes), balance, busiest / (gpu.network_gb_s * _GB))
+
+
+def sync_table(rows: Iterable[SyncRow]) -> Table:
+    """Return the rows for people."""
+    title = (
+        "Weights from shards to shards (no run syncs so yet): bytes of one sync, and the least seconds on the network"
+    )
+    table = Table(title=title, title_justify="left", title_style="")
+    for name in ("", "TP PP VPP CP DP EP to servers", "senders", "GB each", "busiest / mean", "least possible"):
+        table.add_column(name, justify="right")
+    for name in ("receivers", "GB each, at most", "links", "s"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        if row.balance is None:
+            table.add_row(row.name, row.sizes, row.refused)
+            continue
+        own = row.balance
+        mean = sum(own.sent) / len(own.sent)
+        receivers = round(sum(own.sent) / sum(own.received)) * len(own.received)
+        cells = [row.name, row.sizes, str(len(own.sent)), f"{mean / _GB:.2f}", f"{own.over_mean:.3f}"]
+        cells += [f"{own.floor_over_mean:.3f}", str(receivers), f"{max(own.received) / _GB:.2f}", str(own.links)]
+        table.add_row(*cells, f"{row.seconds:.2f}")
+    return table
