@@ -88,7 +88,11 @@ class ShortProblems:
         self._order = torch.randperm(len(self._rows), generator=torch.Generator().manual_seed(0)).tolist()
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=rate, weight_decay=0.0, foreach=False)
         self._prompts, self._rollouts = prompts, rollouts
-        self.table_elements = self._model.get_input_embeddings().weight.numel()
+
+    @property
+    def table_elements(self) -> int:
+        """Return the elements of the table of embeddings, which is the output layer too."""
+        return int(self._model.get_input_embeddings().weight.numel())
 
     def train(self) -> float:
         """Make one optimizer step of prompts * rollouts answers; return the mean reward."""
