@@ -16,6 +16,7 @@ that the files do not cover completely.
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
 import json
@@ -23,7 +24,7 @@ import math
 import pickle
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,7 @@ def _stored(item: ShardedTensor | ShardedObject) -> OwnBox:
     if isinstance(item, ShardedTensor):
         shape = (*[1] * item.prepend_axis_num, *item.local_shape)
         return OwnBox(item.key, item.data, tuple(item.global_offset), shape, tuple(item.global_shape))
-    bytes_B = _bytes_of(item)
+    bytes_B = _bytes_of(item.data, item.key)
     return OwnBox(item.unique_key, bytes_B, (0,), tuple(bytes_B.shape), tuple(bytes_B.shape))
 
 
@@ -220,17 +221,15 @@ def _check_complete(shards: Sequence[StoredShard]) -> None:
             )
 
 
-def _bytes_of(item: ShardedObject) -> Tensor:
+def _bytes_of(data: object, key: str) -> Tensor:
     """Return an object as uint8 [bytes]; Transformer Engine's extra state is such a tensor, and often has no bytes."""
-    if isinstance(item.data, Tensor) and item.data.dtype is torch.uint8 and item.data.dim() == 1:
-        return item.data.detach().to("cpu", copy=True)
-    if item.data is None or isinstance(item.data, io.BytesIO):
-        content = item.data.getvalue() if item.data else b""
+    if isinstance(data, Tensor) and data.dtype is torch.uint8 and data.dim() == 1:
+        return data.detach().to("cpu", copy=True)
+    if data is None or isinstance(data, io.BytesIO):
+        content = data.getvalue() if data else b""
         return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
-    what = f"{item.data.dtype} tensor" if isinstance(item.data, Tensor) else type(item.data).__name__
-    raise CheckpointError(
-        f"{item.key}: an object of type {what} cannot be saved; allowed: uint8 [bytes], bytes, nothing"
-    )
+    what = f"{data.dtype} tensor" if isinstance(data, Tensor) else type(data).__name__
+    raise CheckpointError(f"{key}: an object of type {what} cannot be saved; allowed: uint8 [bytes], bytes, nothing")
 
 
 def _check_disjoint(key: str, shards: Sequence[StoredShard]) -> None:
@@ -312,6 +311,47 @@ def start_save(train_state: TrainedModel, directory: Path) -> PendingSave:
         raise _refused(directory, error) from error
     parameters = sum(p.numel() for chunk in train_state.chunks for p in chunk.module.parameters())
     return PendingSave(directory, file, most_copied=_COPIED_BYTES * parameters)
+
+
+def parts_of_save(train_state: TrainedModel) -> tuple[list[OwnBox], dict[tuple[str, str], str], dict[str, Any]]:
+    """Return what this rank would write now, without writing it. Not collective.
+
+    Returns:
+        Boxes, whose data are views of the live tensors; the key of each object, by (place of its chunk, name in that
+        one's state dict); what is not sharded.
+
+    Raises:
+        CheckpointError: the optimizer is not distributed, or a box is no run of its tensor's elements.
+    """
+    if not is_distributed(train_state.optimizer):
+        raise CheckpointError("the optimizer is not split over the data-parallel ranks: actor.optimizer.distributed")
+    with quiet():
+        state = _state(train_state, is_loading=False)
+        own = own_boxes(train_state.optimizer, state["model"])
+        objects = {
+            (place, name): item.unique_key
+            for place, chunk in state["model"].items()
+            for name, item in chunk.items()
+            if isinstance(item, ShardedObject) and is_main_replica(item.replica_id)
+        }
+        sharded, common = save_preprocess(state, validate_access_integrity=False)
+    main = [item for item in nested_values(sharded) if is_main_replica(item.replica_id)]
+    boxes = [*(_stored(item) for item in main if isinstance(item, ShardedTensor)), *own]
+    if wrong := sorted({box.key for box in boxes if not box.data.is_contiguous()}):
+        raise CheckpointError(f"{wrong[0]}: a part of it is no run of its elements")
+    return boxes, objects, common
+
+
+def small_parts(train_state: TrainedModel, objects: Collection[tuple[str, str]]) -> dict[str, Any]:
+    """Return copies of what a save has beside weights and optimizer state. Not collective. Args: objects: of
+    `parts_of_save`, whose bytes (uint8 [bytes]) are by the same names."""
+    states = {str(place): chunk.module.state_dict() for place, chunk in enumerate(train_state.chunks)}
+    with quiet():
+        common = {"optimizer": common_state(train_state.optimizer), "scheduler": train_state.scheduler.state_dict()}
+    return {
+        "common": copy.deepcopy(common),
+        "objects": {(place, name): _bytes_of(states[place][name], name) for place, name in objects},
+    }
 
 
 def _refused(directory: Path, error: BaseException) -> CheckpointError:
