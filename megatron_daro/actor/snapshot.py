@@ -6,8 +6,8 @@ which of them every rank has (runtime/healing.py).
 
 What a snapshot holds is what the rank's checkpoint holds, and the states of the random generators: storages bit for
 bit, options and age of the optimizer's groups, the schedule, the buffers and extra states of modules, and what the
-algorithm has learned. It fits a rank of the same layout, model and options only, which `restore` checks; with a catalogue, files for
-other layouts can be made of it (actor/snapshot_files.py).
+algorithm has learned. It fits a rank of the same layout, model and options only, which `restore` checks; with a
+catalogue, files for other layouts can be made of it (actor/snapshot_files.py).
 """
 
 from __future__ import annotations
@@ -120,9 +120,9 @@ def begin(
         catalogues: of the models, so that ranks of another layout can have it too; None: none will.
     """
     storages = storages_of(memory, models)
-    rest = {"models": [_rest_of(model, memory) for model in models], "random": _random_states()}
+    rest: dict[str, Any] = {"models": [_rest_of(model, memory) for model in models], "random": _random_states()}
     for model, kept, catalogue in zip(models, rest["models"], catalogues or (), strict=False):
-        kept |= {"catalogue": catalogue, **small_parts(model, catalogue.objects)}
+        kept.update(catalogue=catalogue, **small_parts(model, catalogue.objects))
     return PendingSnapshot(storages, slot, serial, rest)
 
 

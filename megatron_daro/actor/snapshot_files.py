@@ -82,7 +82,7 @@ def catalogue_of(
                 "trainer.fewer_replicas_after_s unset, or train without the option of actor.megatron that puts it there"
             )
         kind, number = numbers[box.data.untyped_storage()._cdata]
-        start = box.data.storage_offset() * box.data.dtype.itemsize
+        start = int(box.data.storage_offset()) * box.data.dtype.itemsize
         placed.append(PlacedBox(box.key, box.data.dtype, box.offset, box.shape, box.global_shape, kind, number, start))
     return Catalogue(tuple(placed), dict(objects), copy.deepcopy(dict(common)))
 

@@ -7,6 +7,11 @@ around new groups, and fill it from the snapshot. The step that came after it, i
 the next step begins when the snapshot before it counts. Whatever cannot be healed ends the run with the cause, as
 without all this: it resumes from a checkpoint. A process that is frozen is killed, and is a dead one from then on.
 
+Where a lost rank finds no place and `HealingLimits.fewer_after_s` allows it, the policy goes on with the replicas that
+are whole (replicas.py). Their ranks do not have the state in its new division: all snapshots are written as files,
+which any layout loads; from then on these are what is gone back to, until the new ranks have taken a snapshot. Other
+processes wait. When those that are missing have a place again, all train again, from files that are made alike.
+
 PolicyGroup calls this with its lock held; the watch over the processes is the only other caller.
 """
 
@@ -15,26 +20,26 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from megatron_daro.actor.double_buffer import KINDS
-from megatron_daro.errors import WorkerError
+from megatron_daro.config.actor import ActorSection
+from megatron_daro.errors import CheckpointError, WorkerError
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.runtime.kept_states import Kept, Source
+from megatron_daro.runtime.replicas import Aside, MovedState, ReplicaPlan, number_of
+from megatron_daro.runtime.snapshot_keepers import Keeps, affordable, kinds_sent, peers_of, sources_of
 from megatron_daro.runtime.supervisor import WorkerGroup, gather, translated, unhurried
 from megatron_daro.runtime.workers import Place
 from megatron_daro.types import MemoryKind, TrainBatch
 
 T = TypeVar("T")
-Keeps = Literal["both", "peer", "none"]
-"""Who keeps snapshots: each rank its own and its peer a copy; the peer alone; nobody."""
-_GIB = 2**30
 _HOUR_S = 3600.0
 _ANSWER_S = 30.0
 """Until a living process says what it keeps, whatever else it does."""
@@ -48,11 +53,14 @@ not take everybody for hung."""
 @dataclass(frozen=True, slots=True)
 class HealingLimits:
     """memory_gib: of each node, for snapshots; None: half of what is free. per_hour: most ranks that are replaced.
-    hung_s: until a process that answers nothing is killed."""
+    hung_s: until a process that answers nothing is killed. fewer_after_s: how long a lost rank may look for a place
+    before the others go on without its replica; None: they never do. folder: for the files that this takes."""
 
     memory_gib: float | None
     per_hour: int
     hung_s: float
+    fewer_after_s: float | None = None
+    folder: Path = Path("moved")
 
 
 class Ranks(Protocol):
@@ -64,110 +72,21 @@ class Ranks(Protocol):
     def places(self) -> list[Place]:
         """Each rank's part."""
 
+    @property
+    def actor(self) -> ActorSection:
+        """The layout as configured."""
+
     def start_process(self, rank: int) -> ActorHandle:
         """Return a new process for this rank, in its place or in one that is free."""
+
+    def consist_of(self, workers: Mapping[str, ActorHandle], replicas: int) -> None:
+        """Have these processes be the ranks from the next `join` on."""
 
     async def join(self) -> None:
         """Have all processes meet in new groups, and build a policy that is restored next."""
 
     async def repeat(self, batch: TrainBatch, step: int) -> object:
         """One optimizer step."""
-
-
-def peers_of(hosts: Sequence[str]) -> list[int | None]:
-    """Return the rank that keeps the copy of each rank: on the next host, where there are several; on one, half the
-    ranks away, so that few pairs of deaths lose a state. None: there is no other rank.
-
-    Args:
-        hosts: of each rank.
-    """
-    by_host: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        by_host.setdefault(host, []).append(rank)
-    if len(by_host) == 1:
-        world = len(hosts)
-        return [None] if world == 1 else [(rank + world // 2) % world for rank in range(world)]
-    order = list(by_host)
-    following = {host: by_host[order[(i + 1) % len(order)]] for i, host in enumerate(order)}
-    return [following[host][by_host[host].index(rank) % len(following[host])] for rank, host in enumerate(hosts)]
-
-
-def kinds_sent(places: Sequence[Place], keeps: Keeps) -> list[tuple[MemoryKind, ...]]:
-    """Return what each rank's peer is sent: weights only where no replica on another host (or on the only one) has them
-    in a snapshot of its own."""
-    one_host = len({place.host for place in places}) == 1
-
-    def has_replica(rank: int) -> bool:
-        mine = places[rank]
-        return any(
-            other.weights_key == mine.weights_key and (one_host or other.host != mine.host)
-            for number, other in enumerate(places)
-            if number != rank
-        )
-
-    return [("optimizer",) if keeps == "both" and has_replica(rank) else KINDS for rank in range(len(places))]
-
-
-def affordable(
-    places: Sequence[Place],
-    sizes: Sequence[Mapping[MemoryKind, int]],
-    free: Sequence[int],
-    memory_gib: float | None,
-) -> tuple[Keeps, float, float]:
-    """Return what fits into every node's memory, the GiB that it takes on the fullest node, and those it may take.
-
-    Args:
-        places, sizes, free: of each rank: where it is, bytes of its snapshot, free bytes of its node.
-        memory_gib: of each node; None: half of what is free.
-    """
-    hosts = [place.host for place in places]
-    peers, limits = peers_of(hosts), dict[str, float]()
-    for host, available in zip(hosts, free, strict=True):
-        allowed = available / 2 if memory_gib is None else memory_gib * _GIB
-        limits[host] = min(limits.get(host, allowed), allowed)
-    if peers == [None]:
-        return "none", 0.0, limits[hosts[0]] / _GIB
-    tried = 0.0
-    levels: tuple[tuple[Keeps, int], ...] = (("both", 2), ("peer", 1))
-    for keeps, own in levels:
-        taken, sent = dict.fromkeys(limits, 0), kinds_sent(places, keeps)
-        for rank, peer in enumerate(peers):
-            assert peer is not None
-            taken[hosts[rank]] += own * sum(sizes[rank].values())
-            taken[hosts[peer]] += 2 * sum(sizes[rank][kind] for kind in sent[rank])
-        fullest = max(taken, key=lambda host: taken[host] / max(limits[host], 1))
-        tried = taken[fullest] / _GIB
-        if all(taken[host] <= limits[host] for host in taken):
-            return keeps, tried, limits[fullest] / _GIB
-    return "none", tried, min(limits.values()) / _GIB
-
-
-def sources_of(
-    serial: int, kept: Mapping[int, Kept], places: Sequence[Place], workers: Sequence[ActorHandle]
-) -> dict[int, list[Source]] | int:
-    """Return where the ranks that do not have a snapshot get it; or the first rank whose state nobody has.
-
-    Args:
-        serial: of the snapshot. kept: what living processes have, by rank. places, workers: of all ranks.
-    """
-    sources: dict[int, list[Source]] = {}
-    for rank, place in enumerate(places):
-        if rank in kept and serial in kept[rank].own:
-            continue
-        holder = next((other for other, has in kept.items() if serial in has.copies.get(rank, ())), None)
-        if holder is None:
-            return rank
-        replica = next(
-            (o for o, has in kept.items() if serial in has.own and places[o].weights_key == place.weights_key), None
-        )
-        if replica is None:
-            sources[rank] = [Source(workers[holder], rank, KINDS, rest=True)]
-        else:
-            sources[rank] = [
-                Source(workers[replica], None, ("weights",), rest=False),
-                Source(workers[holder], rank, ("optimizer",), rest=True),
-            ]
-    return sources
 
 
 class Healing:
@@ -182,6 +101,11 @@ class Healing:
         """How often ranks were replaced."""
         self.counts = dict.fromkeys(("recovery/ranks_replaced", "recovery/steps_repeated", "recovery/total_s"), 0.0)
         """Metrics, since the run began or was resumed."""
+        self.changed = asyncio.Event()
+        """Set when other processes are the ranks."""
+        self._plan: ReplicaPlan | None = None
+        self._moved = MovedState(limits.folder)
+        self._aside = Aside(ranks.start_process)
         self._peers: list[int | None] = []
         self._sent: list[tuple[MemoryKind, ...]] = []
         self._serial = 0
@@ -197,6 +121,8 @@ class Healing:
 
     async def prepare(self) -> None:
         """Settle who keeps what, and take the first snapshot. The ranks have their policy."""
+        self._plan = ReplicaPlan(self._ranks.actor, list(self._ranks.workers), self._ranks.places)
+        self.counts["recovery/replicas"] = float(self._plan.most)
         await self._deal_out()
         if self.keeps != "none":
             await self._all(lambda worker: worker.keep_own_twice.remote(self.keeps == "both"))
@@ -265,7 +191,7 @@ class Healing:
 
     async def lost_ranks(self) -> bool:
         """Whether processes are gone, and not replaced yet. Looks at all of them."""
-        if self.keeps == "none":
+        if self.keeps == "none" and self._moved.directory is None:
             return False
         await self._look()
         return bool(self._dead)
@@ -343,9 +269,11 @@ class Healing:
             raise error
 
     def close(self) -> None:
-        """Give up the snapshot that is under way. May be called twice."""
+        """Give up the snapshot that is under way, and end the processes that take no part. May be called twice."""
         if self._pending is not None:
             self._pending.cancel()
+        self._aside.close()
+        self._moved.clear()
 
     async def heal(self) -> None:
         """Replace every rank that is known to be dead; nothing where none is.
@@ -380,14 +308,97 @@ class Healing:
         self._check_limit(len(dead), dead)
         for rank in dead:
             ray.kill(self._ranks.workers[names[rank]], no_restart=True)
-            self._ranks.workers[names[rank]] = self._ranks.start_process(rank)
-        await self._answered_first(names, dead)
+            self._ranks.workers[names[rank]] = self._ranks.start_process(number_of(names[rank]))
+        away = await self._answered_first(names, dead)
+        for _ in away:
+            self._replaced.pop()  # nobody was
+        if away:
+            await self._write_files(kept)
+            self._go_on_without([names[rank] for rank in away])
         repeated = await self._go_back(kept)
         self.epoch += 1
-        seconds, what = time.perf_counter() - started, ", ".join(f"rank {rank}" for rank in dead)
-        for name, count in zip(self.counts, (len(dead), repeated, seconds), strict=True):
-            self.counts[name] += count
-        self._warn(f"{what} died and was replaced in {seconds:.1f} s; steps repeated: {repeated}")
+        seconds, what = time.perf_counter() - started, ", ".join(names[rank].removeprefix("actor ") for rank in dead)
+        self._count(len(dead) - len(away), repeated, seconds)
+        if away:
+            how = f"died, and {len(away)} found no place; {self._replicas_now()} go on, after"
+        else:
+            how = "died and was replaced in"
+        self._warn(f"{what} {how} {seconds:.1f} s; steps repeated: {repeated}")
+
+    def _count(self, replaced: int, repeated: int, seconds: float) -> None:
+        self.counts["recovery/ranks_replaced"] += replaced
+        self.counts["recovery/steps_repeated"] += repeated
+        self.counts["recovery/total_s"] += seconds
+
+    def _replicas_now(self) -> str:
+        assert self._plan, "prepare comes first"
+        return f"{self._plan.replicas(self._ranks.workers)} of {self._plan.most} data-parallel replicas"
+
+    async def _write_files(self, kept: Mapping[int, Kept]) -> None:
+        """Have the newest snapshot that all have in files, unless files are what counts already."""
+        if self._moved.directory is None:
+            workers = dict(self._ranks.workers)
+            serial, sources = self._newest(kept, list(workers.values()))
+            self._counts(serial)
+            await self._moved.write(serial, workers, sources)
+            self._committed = None
+
+    def _go_on_without(self, away: Collection[str]) -> None:
+        """Have the replicas that are whole be the policy. Raises WorkerError: none is."""
+        assert self._plan, "prepare comes first"
+        everybody = {**self._aside.workers, **self._ranks.workers}
+        names = self._plan.names({*away, *self._aside.workers})
+        if not names:
+            raise _FinalError(f"{', '.join(away)} found no place, and no data-parallel replica is whole without")
+        self._take({name: everybody[name] for name in names}, everybody)
+
+    def _take(self, workers: Mapping[str, ActorHandle], everybody: Mapping[str, ActorHandle]) -> None:
+        assert self._plan, "prepare comes first"
+        replicas = self._plan.replicas(workers)
+        self._aside.workers = {name: worker for name, worker in everybody.items() if name not in workers}
+        self._ranks.consist_of(workers, replicas)
+        self.counts["recovery/replicas"] = float(replicas)
+        self.changed.set()
+
+    async def grow(self) -> None:
+        """Take in the replicas that are whole again. Between two steps, when the snapshot of the last one counts.
+
+        Raises:
+            WorkerError: ranks were lost meanwhile, and it cannot be healed.
+        """
+        if not self._aside.workers or self._plan is None:
+            return
+        names = self._plan.names(self._aside.workers.keys() - self._aside.back())
+        if len(names) <= len(self._ranks.workers):
+            return
+        started = time.perf_counter()
+        try:
+            await self._deadlines.within("heal", self._grow_to(names), what=f"{len(names)} ranks")
+        except CheckpointError as error:  # nothing has changed yet
+            self._warn(f"{self._replicas_now()} go on, although others have a place: {error}")
+            return
+        except WorkerError:
+            if not await self.lost_ranks():
+                raise
+            await self.heal()
+            return
+        self.epoch += 1
+        seconds = time.perf_counter() - started
+        self._count(0, 0, seconds)
+        self._warn(f"{self._replicas_now()} train again, after {seconds:.1f} s")
+
+    async def _grow_to(self, names: Sequence[str]) -> None:
+        if self.keeps == "none":
+            self._serial += 1
+            serial = self._serial
+            await self._all(lambda worker: worker.start_snapshot.remote(serial, None))
+            await self._all(lambda worker: worker.finish_snapshot.remote(serial, None, None, ()))
+            self._counts(serial)
+        await self._write_files(await self._look())
+        await self._all(lambda worker: worker.leave.remote())
+        everybody = {**self._aside.workers, **self._ranks.workers}
+        self._take({name: everybody[name] for name in names}, everybody)
+        await self._go_back({})
 
     async def _living(self) -> dict[int, Kept]:
         """Return what living processes keep when all have left their groups. Raises WorkerError."""
@@ -398,18 +409,32 @@ class Healing:
         await self._each(names, {rank: worker.leave.remote() for rank, worker in living.items()}, _LEAVE_S, kept)
         return await self._look()  # by now the snapshots that were being taken are whole
 
-    async def _answered_first(self, names: Sequence[str], started: Sequence[int]) -> None:
-        """Wait until new processes answer. Raises WorkerError: one died, found no place, or is frozen."""
-        limit_s = self._deadlines.placement + self._deadlines.workers_start
+    async def _answered_first(self, names: Sequence[str], started: Sequence[int]) -> list[int]:
+        """Wait until new processes answer. Returns the ranks without a place, where the others may go on without them.
+
+        Raises:
+            WorkerError: one died, found no place, or is frozen.
+        """
+        limit_s, fewer_s = self._deadlines.placement + self._deadlines.workers_start, self._limits.fewer_after_s
+        limit_s = limit_s if fewer_s is None else min(limit_s, fewer_s)
         self._starting = {names[rank] for rank in started}
         self._dead -= self._starting
-        calls = {rank: self._ranks.workers[names[rank]].kept.remote() for rank in started}
+        calls = {rank: asyncio.ensure_future(self._ranks.workers[names[rank]].kept.remote()) for rank in started}
         try:
-            await self._each(names, calls, limit_s, {})
+            await asyncio.wait(calls.values(), timeout=limit_s)
         finally:
             self._starting = set()
+        late = [rank for rank, call in calls.items() if not call.done()]
+        self._dead |= {names[rank] for rank, call in calls.items() if call.done() and call.exception()}
+        if fewer_s is None:
+            self._dead |= {names[rank] for rank in late}
         if failed := sorted(self._dead):
+            for rank in late:
+                calls[rank].cancel()
             raise WorkerError(f"{', '.join(failed)} did not start within {limit_s:g} s")
+        for rank in late:
+            self._aside.wait_for(names[rank], calls[rank])
+        return late
 
     async def _each(
         self, names: Sequence[str], calls: Mapping[int, Any], limit_s: float, kept: dict[int, Kept]
@@ -433,8 +458,21 @@ class Healing:
         self._replaced.extend([now] * count)
 
     async def _go_back(self, kept: Mapping[int, Kept]) -> int:
-        """Bring all ranks to the newest snapshot that all have, and repeat what came after it. Returns how many
-        steps."""
+        """Bring all ranks to the newest state that counts, and repeat what came after it. Returns how many steps."""
+        await (
+            self._back_to_snapshot(kept)
+            if self._moved.directory is None
+            else self._back_to_files(self._moved.directory)
+        )
+        updates = list(self._updates)
+        for _, batch, step in updates:
+            await self._ranks.repeat(batch, step)
+        await self.snapshot_now()
+        self._moved.clear()
+        return len(updates)
+
+    async def _back_to_snapshot(self, kept: Mapping[int, Kept]) -> None:
+        """Bring all ranks to the newest snapshot that all have."""
         workers, names = list(self._ranks.workers.values()), list(self._ranks.workers)
         serial, sources = self._newest(kept, workers)
         self._counts(serial)
@@ -443,23 +481,29 @@ class Healing:
         await gather({names[rank]: workers[rank].keep_own_twice.remote(twice) for rank in lost})
         await gather({names[rank]: workers[rank].load_code.remote() for rank in lost})
         await gather({names[rank]: workers[rank].adopt.remote(serial, parts) for rank, parts in sources.items()})
-        if await self.lost_ranks():  # who meets without them can neither go on nor leave
-            raise WorkerError(f"{', '.join(sorted(self._dead))} died meanwhile")
-        await self._ranks.join()
+        await self._join()
         self._peers = peers_of([place.host for place in self._ranks.places])
         self._sent = kinds_sent(self._ranks.places, self.keeps)
         await self._all(lambda worker: worker.restore.remote(serial))
-        updates = list(self._updates)
-        for _, batch, step in updates:
-            await self._ranks.repeat(batch, step)
-        await self.snapshot_now()
-        return len(updates)
+
+    async def _back_to_files(self, directory: Path) -> None:
+        """Bring all ranks to the state that files have, and settle anew who keeps what."""
+        await self._all(lambda worker: worker.load_code.remote())
+        await self._join()
+        await self._all(lambda worker: worker.load_moved.remote(directory))
+        await self._deal_out()
+        await self._all(lambda worker: worker.keep_own_twice.remote(self.keeps == "both"))
+
+    async def _join(self) -> None:
+        if await self.lost_ranks():  # who meets without them can neither go on nor leave
+            raise WorkerError(f"{', '.join(sorted(self._dead))} died meanwhile")
+        await self._ranks.join()
 
     def _newest(self, kept: Mapping[int, Kept], workers: Sequence[ActorHandle]) -> tuple[int, dict[int, list[Source]]]:
         """Return the newest snapshot that every rank has or gets, which may be one whose copies were just sealed, and
         from where. Raises WorkerError: there is none."""
         if self._committed is None:
-            raise _FinalError("a rank died before the first snapshot")
+            raise _FinalError("a rank died, and no snapshot is kept")
         missing = 0
         for serial in sorted({self._serial, self._committed}, reverse=True):
             sources = sources_of(serial, kept, self._ranks.places, workers)

@@ -317,7 +317,13 @@ def policy_group(
     healing: dict[str, Any] = {}
     if config.trainer.replace_lost_ranks and warn:
         trainer = config.trainer
-        limits = HealingLimits(trainer.snapshot_gib, trainer.max_replacements, trainer.hung_rank_s)
+        limits = HealingLimits(
+            trainer.snapshot_gib,
+            trainer.max_replacements,
+            trainer.hung_rank_s,
+            trainer.fewer_replicas_after_s,
+            run_directory(config) / "moved",
+        )
         healing = {"healing": limits, "warn": warn}
     return kind(
         policy_settings(config),

@@ -77,7 +77,8 @@ def test_files_of_snapshots_are_the_checkpoint(rank_pool, tmp_path, layout, smal
 
 def _assert_same_tensors(moved, saved):
     found, expected = DaroPieces(moved), DaroPieces(saved)
-    assert (keys := expected.keys()) == found.keys()
+    keys = expected.keys()
+    assert found.keys() == keys
     for key in keys:
         shape = expected.shape(key)
         assert found.shape(key) == shape

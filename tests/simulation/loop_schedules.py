@@ -27,6 +27,7 @@ from simulated_servers import FIRST_TOKEN, Servers
 from virtual_loop import VirtualLoop, run
 
 from megatron_daro import controller as controller_module
+from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.controller import Controller, Parts
 from megatron_daro.data.batch import build_batch
@@ -154,7 +155,7 @@ def _life(schedule: LoopSchedule, disk: Disk, loop: VirtualLoop, faults: tuple[F
     cluster.disk = disk.ranks
     group = LoopGroup(
         SimpleNamespace(model_path=Path("/")),
-        SimpleNamespace(world_size=2, data_parallel=2, tensor_parallel=1),
+        ActorSection(data_parallel=2),
         SimpleNamespace(passes=lambda columns: (), old_logprobs="rollout"),
         seed=0,
         updates_per_batch=schedule.updates,

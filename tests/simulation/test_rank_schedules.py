@@ -7,10 +7,11 @@ import os
 from collections import Counter
 
 import pytest
-from rank_schedules import draw, no_ray, simulate
+from rank_schedules import draw, draw_scarce, no_ray, simulate
 
 from megatron_daro.runtime import healing
 from megatron_daro.runtime.healing import Healing
+from megatron_daro.runtime.replicas import MovedState, ReplicaPlan
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +20,7 @@ def patched():
         yield patch
 
 
-def run_all(seeds):
+def run_all(seeds, draw=draw):
     """Every schedule must hold its laws; returns how many healed, and how many ended the run for a good reason."""
     ends = Counter()
     for seed in seeds:
@@ -30,12 +31,19 @@ def run_all(seeds):
             error.add_note(f"tests/simulation: seed {seed} of ranks: {schedule}")
             raise
         ends["ended" if outcome.error else "healed" if outcome.warnings else "quiet"] += 1
+        for how in ("go on, after", "train again"):
+            ends[how] += any(how in line for line in outcome.warnings)
     return ends
 
 
 def test_five_hundred_schedules():
     ends = run_all(range(500))
     assert ends["healed"] > 100 and ends["ended"] > 25 and ends["quiet"] > 50, ends
+
+
+def test_five_hundred_schedules_without_a_place_for_the_next_process():
+    ends = run_all(range(500), draw_scarce)
+    assert ends["go on, after"] > 100 and ends["train again"] > 40 and ends["ended"] > 25, ends
 
 
 LONG = pytest.mark.skipif("MEGATRON_DARO_LONG" not in os.environ, reason="ten minutes: MEGATRON_DARO_LONG=1 runs it")
@@ -131,6 +139,58 @@ def take_any_failure_for_the_last(patch):
             await self._replace()
 
     patch.setattr(Healing, "heal", once)
+
+
+def forget_that_files_have_a_step(patch):
+    """The step that is in the files is done once more."""
+    original = Healing._write_files
+
+    async def without(self, kept):
+        updates = list(self._updates)
+        await original(self, kept)
+        self._updates = updates
+
+    patch.setattr(Healing, "_write_files", without)
+
+
+def leave_the_lost_out_of_the_files(patch):
+    original = MovedState.write
+
+    async def torn(self, serial, workers, sources):
+        lost = [name for rank, name in enumerate(workers) if rank in sources]
+        await original(self, serial, {n: w for n, w in workers.items() if n not in lost}, {})
+
+    patch.setattr(MovedState, "write", torn)
+
+
+def take_ranks_of_a_torn_replica(patch):
+    patch.setattr(ReplicaPlan, "names", lambda self, gone: [name for name in self._replica if name not in gone][::-1])
+
+
+def grow_from_what_is_older(patch):
+    """From the snapshot before the newest."""
+
+    async def old(self, names):
+        self._serial, self._committed = self._serial - 1, self._committed - 1
+        await grow(self, names)
+
+    grow = Healing._grow_to
+    patch.setattr(Healing, "_grow_to", old)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        forget_that_files_have_a_step,
+        leave_the_lost_out_of_the_files,
+        take_ranks_of_a_torn_replica,
+        grow_from_what_is_older,
+    ],
+)
+def test_a_planted_fault_in_a_change_of_replicas_is_found(patched, plant):
+    plant(patched)
+    with pytest.raises((AssertionError, RuntimeError)):
+        run_all(range(400), draw_scarce)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,116 @@
+"""Whose snapshots are kept where: peers, what they are sent, what fits into memory, who has the state of a lost rank.
+
+Healing.py asks; these are functions of where the ranks are and what they have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from ray.actor import ActorHandle
+
+from megatron_daro.actor.double_buffer import KINDS
+from megatron_daro.runtime.kept_states import Kept, Source
+from megatron_daro.runtime.workers import Place
+from megatron_daro.types import MemoryKind
+
+Keeps = Literal["both", "peer", "none"]
+"""Who keeps snapshots: each rank its own and its peer a copy; the peer alone; nobody."""
+_GIB = 2**30
+
+
+def peers_of(hosts: Sequence[str]) -> list[int | None]:
+    """Return the rank that keeps the copy of each rank: on the next host, where there are several; on one, half the
+    ranks away, so that few pairs of deaths lose a state. None: there is no other rank.
+
+    Args:
+        hosts: of each rank.
+    """
+    by_host: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(rank)
+    if len(by_host) == 1:
+        world = len(hosts)
+        return [None] if world == 1 else [(rank + world // 2) % world for rank in range(world)]
+    order = list(by_host)
+    following = {host: by_host[order[(i + 1) % len(order)]] for i, host in enumerate(order)}
+    return [following[host][by_host[host].index(rank) % len(following[host])] for rank, host in enumerate(hosts)]
+
+
+def kinds_sent(places: Sequence[Place], keeps: Keeps) -> list[tuple[MemoryKind, ...]]:
+    """Return what each rank's peer is sent: weights only where no replica on another host (or on the only one) has them
+    in a snapshot of its own."""
+    one_host = len({place.host for place in places}) == 1
+
+    def has_replica(rank: int) -> bool:
+        mine = places[rank]
+        return any(
+            other.weights_key == mine.weights_key and (one_host or other.host != mine.host)
+            for number, other in enumerate(places)
+            if number != rank
+        )
+
+    return [("optimizer",) if keeps == "both" and has_replica(rank) else KINDS for rank in range(len(places))]
+
+
+def affordable(
+    places: Sequence[Place],
+    sizes: Sequence[Mapping[MemoryKind, int]],
+    free: Sequence[int],
+    memory_gib: float | None,
+) -> tuple[Keeps, float, float]:
+    """Return what fits into every node's memory, the GiB that it takes on the fullest node, and those it may take.
+
+    Args:
+        places, sizes, free: of each rank: where it is, bytes of its snapshot, free bytes of its node.
+        memory_gib: of each node; None: half of what is free.
+    """
+    hosts = [place.host for place in places]
+    peers, limits = peers_of(hosts), dict[str, float]()
+    for host, available in zip(hosts, free, strict=True):
+        allowed = available / 2 if memory_gib is None else memory_gib * _GIB
+        limits[host] = min(limits.get(host, allowed), allowed)
+    if peers == [None]:
+        return "none", 0.0, limits[hosts[0]] / _GIB
+    tried = 0.0
+    levels: tuple[tuple[Keeps, int], ...] = (("both", 2), ("peer", 1))
+    for keeps, own in levels:
+        taken, sent = dict.fromkeys(limits, 0), kinds_sent(places, keeps)
+        for rank, peer in enumerate(peers):
+            assert peer is not None
+            taken[hosts[rank]] += own * sum(sizes[rank].values())
+            taken[hosts[peer]] += 2 * sum(sizes[rank][kind] for kind in sent[rank])
+        fullest = max(taken, key=lambda host: taken[host] / max(limits[host], 1))
+        tried = taken[fullest] / _GIB
+        if all(taken[host] <= limits[host] for host in taken):
+            return keeps, tried, limits[fullest] / _GIB
+    return "none", tried, min(limits.values()) / _GIB
+
+
+def sources_of(
+    serial: int, kept: Mapping[int, Kept], places: Sequence[Place], workers: Sequence[ActorHandle]
+) -> dict[int, list[Source]] | int:
+    """Return where the ranks that do not have a snapshot get it; or the first rank whose state nobody has.
+
+    Args:
+        serial: of the snapshot. kept: what living processes have, by rank. places, workers: of all ranks.
+    """
+    sources: dict[int, list[Source]] = {}
+    for rank, place in enumerate(places):
+        if rank in kept and serial in kept[rank].own:
+            continue
+        holder = next((other for other, has in kept.items() if serial in has.copies.get(rank, ())), None)
+        if holder is None:
+            return rank
+        replica = next(
+            (o for o, has in kept.items() if serial in has.own and places[o].weights_key == place.weights_key), None
+        )
+        if replica is None:
+            sources[rank] = [Source(workers[holder], rank, KINDS, rest=True)]
+        else:
+            sources[rank] = [
+                Source(workers[replica], None, ("weights",), rest=False),
+                Source(workers[holder], rank, ("optimizer",), rest=True),
+            ]
+    return sources
