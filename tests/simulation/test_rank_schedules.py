@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from rank_schedules import draw, draw_scarce, no_ray, simulate
+from simulated_ranks import Fault
 
+from megatron_daro.errors import CheckpointError
 from megatron_daro.runtime import healing
 from megatron_daro.runtime.healing import Healing
 from megatron_daro.runtime.replicas import MovedState, ReplicaPlan
@@ -44,6 +48,29 @@ def test_five_hundred_schedules():
 def test_five_hundred_schedules_without_a_place_for_the_next_process():
     ends = run_all(range(500), draw_scarce)
     assert ends["go on, after"] > 100 and ends["train again"] > 40 and ends["ended"] > 25, ends
+
+
+@pytest.mark.parametrize("writes", [(), (2,), (1,)], ids=["room", "full_when_it_grows", "full_when_it_shrinks"])
+def test_a_full_disk_ends_a_run_only_where_it_needs_the_files(monkeypatch, writes):
+    """A rank is away for 8 s: its replica is left out and taken in again, with files that may find no room."""
+    count, original = itertools.count(1), MovedState.write
+
+    async def write(self, serial, workers, sources):
+        if next(count) in writes:
+            raise CheckpointError("no space left on the device")
+        await original(self, serial, workers, sources)
+
+    monkeypatch.setattr(MovedState, "write", write)
+    fault = Fault(2, "dies", at_s=3.0, gone_s=8.0)
+    schedule = replace(draw_scarce(1), tensor=1, data=3, hosts=1, keeps="both", per_hour=9, faults=(fault,))
+    outcome = simulate(replace(schedule, batches=tuple(range(1, 20))), checked=1 not in writes)
+    said = " ".join(outcome.warnings)
+    if 1 in writes:
+        assert "no space left" in str(outcome.error) and outcome.done < 19
+        return
+    assert outcome.error is None and "2 of 3 data-parallel replicas go on" in said
+    assert "3 of 3 data-parallel replicas train again" in said
+    assert ("although others have a place: no space left" in said) == (2 in writes)
 
 
 LONG = pytest.mark.skipif("MEGATRON_DARO_LONG" not in os.environ, reason="ten minutes: MEGATRON_DARO_LONG=1 runs it")

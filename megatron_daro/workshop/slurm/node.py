@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--check-minutes", type=float, required=True)
     parser.add_argument("--stall-minutes", type=float, required=True)
     parser.add_argument("--term-grace-s", type=float, required=True)
-    parser.add_argument("--spare-nodes", type=int, default=0)
+    parser.add_argument("--may-lose", type=int, default=0)
     parser.add_argument("--interface")
     parser.add_argument("--address", action="append", default=[], metavar="NODE=ADDRESS")
     parser.add_argument("train", nargs="+", help="after --: arguments of `megatron-daro train`")
@@ -241,7 +241,7 @@ async def _with_ray(place: Place, options: argparse.Namespace, stops: Stops, gre
     async def look() -> Ending | None:
         return await _looked_at(greeter, place, options)
 
-    greeter.spare = options.spare_nodes
+    greeter.may_lose = options.may_lose
     lost = [greeter.trouble, _ray_ended(ray, place.node)]
     return await train(options, stops, environment, lost=lost, first_loss=greeter.first_loss, look=look)
 

@@ -211,7 +211,7 @@ class Greeter:
         """Done with a sentence when a node is lost or fails after it was told to join, and that ends the attempt."""
         self.first_loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """The same of the first node that is lost, whether the attempt goes on or not."""
-        self.spare = 0
+        self.may_lose = 0
         """Nodes that may be lost from now on."""
         self._closing = False
         self._lines: set[asyncio.Task[None]] = set()
@@ -316,11 +316,11 @@ class Greeter:
             return  # it was told already
         if not self.first_loss.done():
             self.first_loss.set_result(sentence)
-        if self.spare:
-            self.spare -= 1
+        if self.may_lose:
+            self.may_lose -= 1
             del self.members[member.name]
             member.writer.close()  # one that was frozen ends when it wakes up
-            print(f"{sentence}; the run goes on; nodes that may be lost yet: {self.spare}", flush=True)
+            print(f"{sentence}; the run goes on; nodes that may be lost yet: {self.may_lose}", flush=True)
         elif not self.trouble.done():
             self.trouble.set_result(sentence)
 

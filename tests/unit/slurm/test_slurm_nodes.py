@@ -386,13 +386,13 @@ def test_as_many_nodes_as_are_spare_may_be_lost_and_each_counts_once(tmp_path, c
         await greeter.start()
         lines = [await reach_head(tmp_path, f"n{i}", [], 5) for i in (1, 2, 3)]
         await greeter.gather(5)
-        greeter.spare = 1
+        greeter.may_lose = 1
         await lines[0].send(Message(event="failed", why="Ray ended with code 1"))
         first = await asyncio.wait_for(greeter.first_loss, 5)
         told = await lines[0].receive()  # as for a node that was frozen and wakes up: it is over
         lines[0]._writer.close()
         await asyncio.sleep(0.2)
-        still = greeter.trouble.done(), sorted(greeter.members), greeter.spare
+        still = greeter.trouble.done(), sorted(greeter.members), greeter.may_lose
         checks = asyncio.ensure_future(greeter.check(1.0))
         lines[1]._writer.close()
         trouble = await asyncio.wait_for(greeter.trouble, 5)
