@@ -417,12 +417,16 @@ def _ragged_select(column: np.ndarray, lengths_N: np.ndarray, indices_M: np.ndar
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one optimizer step reports. Metric keys are paths such as `loss/policy` (docs/metrics.md)."""
+    """What one optimizer step reports. Metric keys are paths such as `loss/policy` (docs/metrics.md).
+
+    own_s: seconds of this rank's forward and backward passes, before it waited for other replicas; 0: not measured.
+    """
 
     step: int
     metrics: Mapping[str, float]
     skipped: bool = False
     reason: str = ""
+    own_s: float = 0.0
 
 
 MemoryKind = Literal["weights", "gradients", "optimizer"]

@@ -23,7 +23,8 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -118,6 +119,47 @@ def global_totals(batch: TrainBatch, length_edges: tuple[int, ...] = ()) -> Batc
     vector = own.vector().to(device.prepare())
     dist.all_reduce(vector, group=parallel_state.get_data_parallel_group())
     return BatchTotals.from_vector(vector.cpu(), len(length_edges) + 1)
+
+
+class OwnTime:
+    """How long a rank's own passes take: until it is about to reduce gradients, which waits for other replicas."""
+
+    def __init__(self) -> None:
+        self._marks: list[Any] = []
+
+    @contextmanager
+    def measured(self, config: Any) -> Iterator[None]:
+        """Measure from here to where the schedule finishes gradients. Args: config: the
+        TransformerConfig of the model, which has the hook."""
+        finish = config.finalize_model_grads_func
+
+        def noted(*arguments: Any, **options: Any) -> None:
+            self._mark()
+            finish(*arguments, **options)
+
+        config.finalize_model_grads_func = noted
+        try:
+            self._mark()
+            yield
+        finally:
+            config.finalize_model_grads_func = finish
+
+    def _mark(self) -> None:
+        if device.prepare().type != "cuda":
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+
+    def seconds(self) -> float:
+        """Return it; on a GPU once the host has waited for the step. 0: it was not measured."""
+        if len(self._marks) != 2:
+            return 0.0
+        begin, end = self._marks
+        if isinstance(begin, float):
+            return float(end - begin)
+        return float(begin.elapsed_time(end)) / 1000
 
 
 class StepLoss:
@@ -351,7 +393,7 @@ def compute_gradients(
             rank.
     """
     batch = with_advantages(train_state.algorithm, batch, settings)
-    return _gradients(train_state, batch, micro_batches, settings, output)
+    return _gradients(train_state, batch, micro_batches, settings, output, OwnTime())
 
 
 def _gradients(
@@ -360,12 +402,14 @@ def _gradients(
     micro_batches: MicroBatches,
     settings: ObjectiveSettings,
     output: OutputSettings,
+    own_time: OwnTime,
 ) -> StepSums:
     chunks, last = train_state.chunks, train_state.chunks[-1].module
     train_state.begin_step()
     packs = packed_micro_batches(last.config, batch, micro_batches, vocab_size=output.vocab_size)
     loss = StepLoss(train_state.algorithm, settings, output, batch)
-    run_schedule(chunks, packs, partial(loss.micro_batch, last), forward_only=False)
+    with own_time.measured(last.config):  # the totals' sum has just brought all replicas together
+        run_schedule(chunks, packs, partial(loss.micro_batch, last), forward_only=False)
     return loss.reduce()
 
 
@@ -400,8 +444,8 @@ def train_step(
     turn("critic")
     of_critic = critic.gradients(batch, micro_batches) if critic else None
     turn("policy", keep_gradients=True)
-    began = time.perf_counter()
-    sums = _gradients(train_state, batch, micro_batches, settings, output)
+    began, own_time = time.perf_counter(), OwnTime()
+    sums = _gradients(train_state, batch, micro_batches, settings, output, own_time)
     forward_backward_s = time.perf_counter() - began
     weights_before = train_state.algorithm.cell_weights
     extra_loss = train_state.algorithm.extra_loss(sums.totals)
@@ -422,7 +466,7 @@ def train_step(
         metrics |= _weight_metrics(weights_before)
         metrics["difficulty/clamped"] = float(train_state.algorithm.clamped)
     reason = "" if report.applied else _reason(sums, report, of_critic)
-    return StepResult(step=step, metrics=metrics, skipped=not report.applied, reason=reason)
+    return StepResult(step=step, metrics=metrics, skipped=not report.applied, reason=reason, own_s=own_time.seconds())
 
 
 def _weight_metrics(weights: Tensor) -> dict[str, float]:

@@ -173,7 +173,7 @@ class KeptStates:
     def _block_of(self, source: Source, serial: int, kind: MemoryKind, number: int) -> np.ndarray:
         if source.worker is None:
             return self.block(source.owner, serial, kind, number)
-        taken = source.worker.block.remote(source.owner, serial, kind, number)
+        taken: object = source.worker.block.remote(source.owner, serial, kind, number)
         return cast(np.ndarray, ray.get(taken, timeout=SEND_S))
 
     def whole(self, serial: int) -> Slot:

@@ -303,7 +303,7 @@ def policy_group(
     warn: Callable[[str], None] | None = None,
 ) -> PolicyGroup:
     """Return the Megatron ranks. Args: kind: what is made of them, a rehearsal's ranks for instance. warn: told of
-    ranks that were replaced; None: they never are.
+    ranks that were replaced or are slow; None: none is ever replaced.
 
     Raises:
         ConfigError: the critic shall be exported of an algorithm of your own that has none.
@@ -314,7 +314,7 @@ def policy_group(
             f"trainer.export_critic: got true, but {config.algorithm.name} has no critic (token_columns without "
             "values); fix: set trainer.export_critic=false"
         )
-    healing: dict[str, Any] = {}
+    told: dict[str, Any] = {"warn": warn} if warn else {}
     if config.trainer.replace_lost_ranks and warn:
         trainer = config.trainer
         limits = HealingLimits(
@@ -324,7 +324,7 @@ def policy_group(
             trainer.fewer_replicas_after_s,
             run_directory(config) / "moved",
         )
-        healing = {"healing": limits, "warn": warn}
+        told["healing"] = limits
     return kind(
         policy_settings(config),
         config.actor,
@@ -334,7 +334,7 @@ def policy_group(
         placement=placement,
         token_columns=columns,
         logs=log_folder(config),
-        **healing,
+        **told,
     )
 
 

@@ -33,6 +33,7 @@ from megatron_daro.errors import LostSaveError, LostSenderError, WorkerError
 from megatron_daro.runtime.cluster import Placement
 from megatron_daro.runtime.healing import Healing, HealingLimits, first_death
 from megatron_daro.runtime.replicas import name_of
+from megatron_daro.runtime.slow_replicas import SlowReplicas
 from megatron_daro.runtime.supervisor import WorkerGroup, actor_class, gather, unhurried
 from megatron_daro.runtime.workers import Place, TrainWorker
 from megatron_daro.sync import send
@@ -136,7 +137,7 @@ class PolicyGroup:
     ) -> None:
         """Start nothing; `start` does. Args: placement: where each rank goes, started before.
         token_columns: of the algorithm. logs: folder for the logs of the ranks. healing: None: a death ends the run.
-        warn: tells a person of a rank that was replaced."""
+        warn: tells a person of a rank that was replaced, or is slow."""
         self._logs = logs
         self._settings, self._actor, self._algorithm, self._seed = settings, actor, algorithm, seed
         self.actor = actor
@@ -157,6 +158,7 @@ class PolicyGroup:
         self._healing = Healing(self, healing, placement.deadlines, warn) if healing else None
         self._movable = healing is not None and healing.fewer_after_s is not None
         self._saves = 0  # that are being written
+        self._slow, self._warn = SlowReplicas(), warn
 
     async def start(self) -> None:
         """Start the processes and build the policy in them. Raises ModelError, ConfigError, WorkerError."""
@@ -307,7 +309,11 @@ class PolicyGroup:
         )
         results = await gather(calls)
         _check_agreement(results)
-        return next(result for result, place in zip(results, self._places, strict=True) if place.answers)
+        result = next(result for result, place in zip(results, self._places, strict=True) if place.answers)
+        metrics, warning = self._slow.observe([result.own_s for result in results], self._places)
+        if warning:
+            self._warn(f"step {step}: {warning}")
+        return dataclasses.replace(result, metrics={**result.metrics, **metrics})
 
     @asynccontextmanager
     async def hold(self, version: int | None = None) -> AsyncIterator[int]:

@@ -114,4 +114,4 @@ def train_without_dropping_what_is_old(patch):
 def test_a_planted_fault_is_found(patched, plant):
     plant(patched)
     with pytest.raises((AssertionError, CheckpointError)):
-        run_all(range(150))
+        run_all(range(300))
