@@ -37,6 +37,9 @@ NOT_ON_A_CPU = {
 }
 
 
+LONG = pytest.mark.skipif("MEGATRON_DARO_LONG" not in os.environ, reason="minutes: MEGATRON_DARO_LONG=1 runs it")
+
+
 def run_check(layout, name, directory):
     """On a rank: (difference, tolerance, passed), or why the check cannot run here."""
     import torch
@@ -51,9 +54,12 @@ def run_check(layout, name, directory):
 
 
 def rehearsed():
-    """Checks that start ranks or a run take half a minute or two: one of them, the others with the heavy tests."""
+    """Checks that start ranks or a run take half a minute or two: one of them, the others with the heavy tests. Of lost
+    ranks tests/fault does the same."""
     slow = {name for name in CHECKS if name.startswith(("training, ", "ten steps, "))} - {"training, CP 2"}
-    return [pytest.param(name, marks=pytest.mark.heavy) if name in slow else name for name in CHECKS]
+    marks = {name: [pytest.mark.heavy] for name in slow}
+    marks |= {name: [LONG] for name in CHECKS if name.startswith("a rank killed")}
+    return [pytest.param(name, marks=marks.get(name, [])) for name in CHECKS]
 
 
 @pytest.mark.parametrize("name", rehearsed())

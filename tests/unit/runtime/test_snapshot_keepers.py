@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_daro.actor.double_buffer import KINDS
-from megatron_daro.runtime.healing import affordable, kinds_sent, peers_of, sources_of
 from megatron_daro.runtime.kept_states import Kept, Source
+from megatron_daro.runtime.snapshot_keepers import affordable, kinds_sent, peers_of, sources_of
 from megatron_daro.runtime.workers import Place
 
 GIB = 2**30
