@@ -75,3 +75,18 @@ def test_a_replica_of_a_lost_node_is_left_out(slurm_with_spares, tiny, tmp_path)
         "recovery/replicas"
     ] == 1
     job.wait("all processes gone", lambda: not job.processes(), limit_s=60)
+
+
+@LONG
+def test_the_loss_of_the_first_node_requeues_the_job(slurm_with_spares, tiny, tmp_path):
+    """With it go the batch script, srun and the training: Slurm itself puts the job back, in spite of --no-kill."""
+    slurm = slurm_with_spares
+    job = SlurmJob(slurm, tiny.config, tmp_path / "run", SITE, *OPTIONS, "trainer.replace_lost_ranks=true")
+    job.wait("some steps", lambda: job.steps() >= 3)
+    slurm.lose("node1")
+    for process in job.processes():
+        with suppress(psutil.NoSuchProcess):
+            if process.environ().get("SLURMD_NODENAME") == "node1":
+                process.kill()
+    job.wait("put back", lambda: job.state == "PENDING", limit_s=300)
+    job.wait("all processes gone", lambda: not job.processes(), limit_s=120)
