@@ -20,6 +20,10 @@ SGLang 0.5.23 without quantization, where names are those of `named_parameters()
   `enable_dp_lm_head`; the rest over all (models/qwen3.py and qwen3_moe.py, `parallel_group="attn_tp"`). The ranks of a
   server: runtime_context.py, `derive_attention_ranks` and `derive_spawn_ranks`.
 
+Kernels that want another order have it from SGLang after an update: between /begin_weight_update and /end_weight_update
+parameters stand as here, for writers that go past its loaders (layers/quantization/unquant.py,
+`restore_weights_before_loading`; managers/scheduler_components/weight_updater.py, `end_weight_update`).
+
 Refuses layouts that SGLang would not start with, and those whose weights it keeps in another order.
 """
 
@@ -162,7 +166,8 @@ _DP_ATTENTION = ("qwen3", "qwen3_moe")
 """Families whose attention SGLang 0.5.23 cuts over the attention's own ranks; llama.py, mixtral.py and qwen2.py have it
 over all ranks of TP (`get_parallel().tp_size`)."""
 _SAME_ORDER: Mapping[str, frozenset[object]] = {
-    "moe_runner_backend": frozenset(("auto", "triton")),  # others swap gate and up, or shuffle (unquant.py)
+    "moe_runner_backend": frozenset(("auto", "triton", "flashinfer_trtllm", "flashinfer_trtllm_routed")),
+    # flashinfer_cutlass has up before gate (unquant.py, `load_up_proj_weight_first`), triton_kernels turns them over
     "moe_a2a_backend": frozenset(("none",)),
     "ep_num_redundant_experts": frozenset((0,)),
     "enable_eplb": frozenset((False,)),

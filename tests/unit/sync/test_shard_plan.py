@@ -143,7 +143,7 @@ def test_the_least_loaded_are_filled_up_first(loads, amount):
         ("one_to_one", {"ep_size": 2, "tp_size": 2}, "ep_size without experts"),
         ("one_to_one", {"quantization": "fp8"}, "quantization 'fp8'"),
         ("ep", {"tp_size": 4, "ep_size": 3}, "ep_size 3; allowed: a ep_size that divides tp_size"),
-        ("ep", {"moe_runner_backend": "flashinfer_trtllm"}, "sync=distributed"),
+        ("ep", {"moe_runner_backend": "flashinfer_cutlass"}, "sync=distributed"),
         ("ep", {"tp_size": 4, "ep_num_redundant_experts": 2}, "ep_num_redundant_experts 2"),
     ],
 )
