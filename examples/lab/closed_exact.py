@@ -29,6 +29,8 @@ def refusal(algorithm: Algorithm) -> str:
     """Why the expectation of this algorithm's gradient is no sum over right answers per group; empty if it is."""
     if algorithm.token_columns is not None:
         return "its advantages are those of single tokens"
+    if hasattr(algorithm, "learn_from_gradients"):
+        return "it learns from gradients of single steps"
     if algorithm.std == "batch":
         return "its advantages depend on the other groups of the batch"
     if algorithm.needs_group_lengths or algorithm.length_edges:

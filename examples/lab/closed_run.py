@@ -191,9 +191,21 @@ class ClosedRun:
             self.critic.learn(answers, of_critic)
             if self.steps <= self.critic.pretrain_steps:
                 return
+        self._teach(samples, totals, objective.segment_losses_M)
         self._descend((coefficients_N * objective.segment_losses_M).sum())
         sums_N = {"loss_sums": objective.segment_losses_M.detach(), **objective.segment_sums_M}
         self.algorithm.learn(evidence_of(self.algorithm, samples, totals, sums_N, slopes_PN, entropy))
+
+    def _teach(self, samples: Samples, totals: BatchTotals, losses_N: Tensor) -> None:
+        """Hand an algorithm that learns from gradients of parts of the loss those of this step (`DaroTaught`)."""
+        if not hasattr(self.algorithm, "learn_from_gradients"):
+            return
+        rows = []
+        for row_N in self.algorithm.gradient_rows(samples, totals):
+            loss, parameters = (row_N * losses_N).sum(), self.policy.parameters
+            parts = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
+            rows.append(torch.cat([part.flatten() for part in parts]))
+        self.algorithm.learn_from_gradients(torch.stack(rows))
 
     def _of_critic(self, batch: Batch) -> CriticColumns | None:
         """What the critic makes of a step; None without one. What stands for advantages of answers are their rewards
@@ -233,7 +245,7 @@ class ClosedRun:
             trained = float(self.policy.pass_rates(self.problems, held_out=False).mean())
         bands = torch.bucketize(self.held_out.first_P, torch.tensor(BANDS[1:-1], dtype=torch.float64))
         record: dict[str, Any] = {"step": step, "answers": self.answered, "accuracy": float(rates_P.mean())}
-        if self.generated:  # exact gradients generate nothing
+        if self.dials.gradients != "exact":  # which generate nothing
             record["tokens"] = self.generated
         record["trained_accuracy"] = trained
         record["bands"] = [_mean(rates_P[bands == band]) for band in range(len(BANDS) - 1)]
@@ -242,6 +254,8 @@ class ClosedRun:
         weights = self.algorithm.weights
         record["weights"] = [] if weights is None else weights.tolist()
         record["clamped"] = self.algorithm.clamped
+        if (by_sign := getattr(self.algorithm, "sign_weights", None)) is not None:
+            record["sign_weights"] = by_sign.flatten().tolist()
         return record
 
     def _next_prompts(self, count: int) -> Tensor:

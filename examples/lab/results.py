@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from megatron_daro.errors import DataError
 
 CURVES, DETAILS = "curves.parquet", "details.parquet"
-_DETAILED = ("bands", "pass_at", "weights", "trained_accuracy", "extra_wrong", "extra_right")
+_DETAILED = ("bands", "pass_at", "weights", "sign_weights", "trained_accuracy", "extra_wrong", "extra_right")
 _KEYS = ("kind", "world", "arm", "purpose", "seed", "learning_rate")
 # Two-sided 95 % points of Student's t, by degrees of freedom; beyond the table the normal's.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)

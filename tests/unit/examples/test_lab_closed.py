@@ -263,7 +263,8 @@ def test_every_arm_is_an_algorithm_of_the_product_and_a_command_line():
     for arm in arms.arm_names():
         algorithm, _ = arms.build(arm, rollouts=4, max_tokens=16)
         name = AlgorithmSection.model_validate(arms.options_of(arm)).name
-        assert name in (algorithm.name, f"lab_algorithms:{type(algorithm).__name__}")
+        modules = ("lab_algorithms", "sign_weights")
+        assert name in (algorithm.name, *(f"{module}:{type(algorithm).__name__}" for module in modules))
     assert arms.command_line("ladder_token") == ["algorithm.name=grpo", "algorithm.overlong.kind=both"]
     assert arms.command_line("daro_token") == ["algorithm.name=daro", "algorithm.daro.magnitude=token"]
 

@@ -1,0 +1,144 @@
+"""What the comparison of docs/lab_sign.md says: paired differences, their intervals, and p values corrected as written.
+
+    python examples/lab/sign_findings.py examples/lab/results/sign                              # the tables
+    python examples/lab/sign_findings.py examples/lab/results/sign --docs docs/lab_sign.md      # put them into the page
+
+Place in the data flow: results of the lab -> text. Refuses results without the arms of the comparison.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+
+from findings import Runs, aligned, compared_worlds, percent, points
+from results import Interval, final_accuracy
+
+from megatron_daro.errors import DataError
+
+NEW = ("daro_taught_sign", "daro_taught", "daro_sign", "daro_taught_unfiltered")
+RIVALS = ("dapo", "ha_dw", "grpo", "daro_shared_half_life")
+PRIMARY = (("daro_taught_sign", "dapo"), ("daro_taught", "dapo"), ("daro_sign", "dapo"))
+MEASURES = ("tokens", "answers", "final")
+MARKS = ("<!-- sign findings -->", "<!-- end of sign findings -->")
+LEVEL = 0.05
+
+
+def differences(runs: Runs, other: Runs, measure: str) -> list[float]:
+    """One arm less another, seed by seed: accuracy averaged over tokens or answers up to where the first of the pair
+    ends, or the final one."""
+    found = []
+    for seed in sorted(runs.keys() & other.keys()):
+        pair = (runs[seed], other[seed])
+        if measure == "final":
+            found.append(pair[0].final - pair[1].final)
+            continue
+        budget = min(outcome.records[-1][measure] for outcome in pair)
+        found.append(pair[0].mean_accuracy(budget, measure) - pair[1].mean_accuracy(budget, measure))
+    return found
+
+
+def p_value(values: Sequence[float]) -> float:
+    """Two-sided p of a mean of 0, by Student's t with one degree of freedom less than there are values."""
+    degrees = len(values) - 1
+    t = abs(fmean(values)) / (stdev(values) / math.sqrt(len(values)))
+    scale = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(degrees * math.pi)
+    # Simpson's rule over x = sqrt(degrees) tan(a), which makes the whole line a finite one.
+    end, parts = math.atan(t / math.sqrt(degrees)), 400
+    heights = [math.cos(end * i / parts) ** (degrees - 1) for i in range(parts + 1)]
+    inner = heights[0] + heights[-1] + 4 * sum(heights[1:-1:2]) + 2 * sum(heights[2:-1:2])
+    return max(0.0, 1 - 2 * scale * math.sqrt(degrees) * inner * end / parts / 3)
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """Adjusted p values, in the order given. Source: Holm 1979."""
+    adjusted, least = [0.0] * len(ps), 0.0
+    for rank, i in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
+        least = max(least, min(1.0, (len(ps) - rank) * ps[i]))
+        adjusted[i] = least
+    return adjusted
+
+
+def benjamini_hochberg(ps: Sequence[float]) -> list[float]:
+    """Adjusted p values, in the order given. Source: Benjamini and Hochberg 1995."""
+    adjusted, most = [0.0] * len(ps), 1.0
+    for rank, i in sorted(enumerate(sorted(range(len(ps)), key=ps.__getitem__), start=1), reverse=True):
+        most = min(most, len(ps) / rank * ps[i])
+        adjusted[i] = most
+    return adjusted
+
+
+def report(tables: Mapping[str, Mapping[str, Runs]]) -> str:
+    """The primary contrasts with Holm's p values, the others with a star by Benjamini-Hochberg, and the arms."""
+    primary = [(world, arm, rival) for world in tables for arm, rival in PRIMARY]
+    values = [differences(tables[w][arm], tables[w][rival], "tokens") for w, arm, rival in primary]
+    rows = [
+        [world, f"{arm} - {rival}", points(Interval.of(found)), f"{p:.3g}", "yes" if _beats(found, p) else "no"]
+        for (world, arm, rival), found, p in zip(primary, values, holm([p_value(v) for v in values]), strict=True)
+    ]
+    first = aligned(["world", "contrast", "over tokens", "p (Holm)", "beats DAPO"], rows)
+    cells = [(w, arm, rival, m) for w in tables for arm in NEW for rival in RIVALS for m in MEASURES]
+    cells = [(w, arm, rival, m) for w, arm, rival, m in cells if m != "tokens" or (w, arm, rival) not in primary]
+    found = {cell: differences(tables[cell[0]][cell[1]], tables[cell[0]][cell[2]], cell[3]) for cell in cells}
+    adjusted = dict(zip(cells, benjamini_hochberg([p_value(found[cell]) for cell in cells]), strict=True))
+
+    def entry(cell: tuple[str, str, str, str]) -> str:
+        if cell not in found:
+            return "above"
+        return points(Interval.of(found[cell])) + ("*" if adjusted[cell] < LEVEL else "")
+
+    second = [
+        [w, arm, rival, *(entry((w, arm, rival, m)) for m in MEASURES)]
+        for w in tables
+        for arm in NEW
+        for rival in RIVALS
+    ]
+    header = ["world", "arm", "less", "over tokens", "over answers", "final"]
+    stars = sum(p < LEVEL for p in adjusted.values())
+    return (
+        f"Primary: accuracy averaged over the same tokens, in points with 95 % intervals.\n\n{first}\n\n"
+        f"Secondary; `*`: p < 0.05 by Benjamini-Hochberg over these {len(cells)} ({stars} are).\n\n"
+        f"{aligned(header, second)}\n\n{_arms(tables)}\n"
+    )
+
+
+def _arms(tables: Mapping[str, Mapping[str, Runs]]) -> str:
+    """Rate, final accuracy, tokens and answers of each arm."""
+    rows = []
+    for world, table in tables.items():
+        for arm, runs in table.items():
+            last = [outcome.records[-1] for outcome in runs.values()]
+            sizes = [f"{fmean(r[axis] for r in last) / 1e3:.0f}" for axis in ("tokens", "answers")]
+            rate = next(iter(runs.values())).job.learning_rate
+            rows.append([world, arm, f"{rate:g}", str(len(runs)), percent(final_accuracy(runs)), *sizes])
+    return aligned(["world", "arm", "rate", "seeds", "final accuracy", "thousand tokens", "thousand answers"], rows)
+
+
+def _beats(values: Sequence[float], p: float) -> bool:
+    return fmean(values) > 0 and p < LEVEL
+
+
+def main(arguments: list[str]) -> int:
+    """Print the tables of a folder of results, or put them into a page."""
+    folder, *options = arguments
+    tables, _, _ = compared_worlds(Path(folder))
+    lacking = [f"{arm} in {world}" for world, table in tables.items() for arm in (*NEW, *RIVALS) if arm not in table]
+    if lacking or not tables:
+        raise DataError(
+            f"{folder}: got results without {', '.join(lacking) or 'worlds'}; docs/lab_sign.md has the command"
+        )
+    text = report(tables)
+    if options[:1] == ["--docs"]:
+        page = Path(options[1])
+        before, _, rest = page.read_text().partition(MARKS[0])
+        page.write_text(f"{before}{MARKS[0]}\n{text}{MARKS[1]}{rest.partition(MARKS[1])[2]}")
+    else:
+        print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
