@@ -13,7 +13,7 @@ import functools
 import math
 import zlib
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from arms import build, section_of
@@ -64,6 +64,17 @@ class Batch:
     advantages_N: Tensor
     old_T: Tensor | None = None
     values_T: Tensor | None = None
+
+
+@runtime_checkable
+class TaughtByGradients(Protocol):
+    """An algorithm that learns from the gradients of parts of a step's loss (see `sign_weights.DaroTaught`)."""
+
+    def gradient_rows(self, samples: Samples, totals: BatchTotals) -> Tensor:
+        """float64 [R, N]: what the sums of token losses are multiplied by in each part."""
+
+    def learn_from_gradients(self, gradients_RD: Tensor) -> None:
+        """Take the gradients of the parts; before `learn`."""
 
 
 class ClosedRun:
@@ -197,8 +208,8 @@ class ClosedRun:
         self.algorithm.learn(evidence_of(self.algorithm, samples, totals, sums_N, slopes_PN, entropy))
 
     def _teach(self, samples: Samples, totals: BatchTotals, losses_N: Tensor) -> None:
-        """Hand an algorithm that learns from gradients of parts of the loss those of this step (`DaroTaught`)."""
-        if not hasattr(self.algorithm, "learn_from_gradients"):
+        """Hand an algorithm that learns from gradients of parts of the loss those of this step."""
+        if not isinstance(self.algorithm, TaughtByGradients):
             return
         rows = []
         for row_N in self.algorithm.gradient_rows(samples, totals):

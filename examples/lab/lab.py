@@ -57,13 +57,15 @@ _CODE = {
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What is to be run, on `seeds` seeds from `first_seed` on. A quick plan takes a fraction of each closed-form
-    world, of the search and of the seeds."""
+    world, of the search and of the seeds. controls: arms at other learning rates than their own, ARM@RATE; None: the
+    baseline at those of the search."""
 
     arms: tuple[str, ...]
     worlds: tuple[str, ...]
     seeds: int
     quick: bool = False
     first_seed: int = 0
+    controls: tuple[str, ...] | None = None
 
     def dials(self, world: str) -> Dials | ModelDials:
         """The dials of a world."""
@@ -106,9 +108,12 @@ class Plan:
 
     def _controls(self, world: str, best: Mapping[tuple[str, str], float]) -> list[tuple[str, float]]:
         """The baseline at the other rates of the search; with a language model, where a run is dear, at twice its own.
-        None where nothing was searched."""
+        None where nothing was searched. Those asked for by name take the place of these."""
         if self.quick or len(WORLDS[world].rates) == 1:
             return []
+        if self.controls is not None:
+            given = [(name, float(name.partition("@")[2])) for name in self.controls]
+            return [(name, rate) for name, rate in given if rate != best[world, name.partition("@")[0]]]
         rates = WORLDS[world].rates if WORLDS[world].kind == "closed" else (2 * best[world, BASELINE],)
         return [(control(rate), rate) for rate in rates if rate != best[world, BASELINE]]
 
@@ -308,6 +313,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Plan]:
     parser.add_argument("--first-seed", type=int, default=0, help="the first of them; default 0")
     parser.add_argument("--rates", type=Path, metavar="RESULTS", help="take the search for learning rates from there")
     parser.add_argument("--beside", type=Path, metavar="RESULTS", help="keep these, and add arms that they lack")
+    parser.add_argument("--controls", help="ARM@RATE,...: these in the place of the baseline at other learning rates")
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--out", type=Path, default=Path("runs/lab"))
     parser.add_argument("--quick", action="store_true", help="seconds: small worlds, few arms, two seeds")
@@ -315,6 +321,10 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Plan]:
     given = parser.parse_args(arguments)
     arms = _names(given.arms or ",".join(QUICK_ARMS if given.quick else arm_names()), arm_names(), "arms")
     worlds = _names(given.worlds or ",".join(QUICK_WORLDS if given.quick else DEFAULT), list(WORLDS), "worlds")
+    controls = None
+    if given.controls is not None:
+        rates = sorted({rate for world in worlds for rate in WORLDS[world].rates})
+        controls = _names(given.controls, [f"{arm}@{rate:g}" for arm in arms for rate in rates], "controls")
     seeds = given.seeds or (2 if given.quick else 5)
     if given.seeds < 0 or given.processes < 1:
         raise ConfigError(f"--seeds, --processes: got {given.seeds}, {given.processes}, allowed are 1 or more")
@@ -326,7 +336,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Plan]:
         )
     if BASELINE not in arms:
         arms = (BASELINE, *arms)
-    return given, Plan(arms, worlds, seeds, quick=given.quick, first_seed=given.first_seed)
+    return given, Plan(arms, worlds, seeds, given.quick, given.first_seed, controls)
 
 
 def main(arguments: Sequence[str]) -> int:

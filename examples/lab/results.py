@@ -137,7 +137,10 @@ def write(folder: Path, outcomes: Iterable[Outcome], note: Mapping[str, str]) ->
                 )
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in ((CURVES, curves), (DETAILS, details)):
-        table = pa.Table.from_pylist(rows).replace_schema_metadata(dict(note))
+        # Without names Arrow takes those of the first row, and drops what only others have.
+        columns = dict.fromkeys(name for row in rows for name in row)
+        table = pa.Table.from_pydict({c: [row.get(c) for row in rows] for c in columns})
+        table = table.replace_schema_metadata(dict(note))
         pq.write_table(table, folder / name, compression="zstd", compression_level=19)
 
 
@@ -160,7 +163,7 @@ def read(folder: Path) -> tuple[list[Outcome], dict[str, str]]:
         outcome = found.setdefault(key, Outcome(Job(*key), [], row["ended"]))
         extra = more.get((*key, row["step"]), {})
         record = {k: v for k, v in row.items() if k not in (*_KEYS, "ended") and v is not None}
-        outcome.records.append(record | {k: extra[k] for k in _DETAILED if k in extra})
+        outcome.records.append(record | {k: extra[k] for k in _DETAILED if extra.get(k) is not None})
     note = {k.decode(): v.decode() for k, v in (curves.schema.metadata or {}).items()}
     return list(found.values()), note
 

@@ -22,6 +22,8 @@ from megatron_daro.errors import DataError
 NEW = ("daro_taught_sign", "daro_taught", "daro_sign", "daro_taught_unfiltered")
 RIVALS = ("dapo", "ha_dw", "grpo", "daro_shared_half_life")
 PRIMARY = (("daro_taught_sign", "dapo"), ("daro_taught", "dapo"), ("daro_sign", "dapo"))
+AFTERWARDS = (("daro_taught", "dapo@0.08"), ("daro_taught_unfiltered", "grpo@0.04"), ("daro_shared_half_life", "dapo"))
+"""Contrasts that were made when the results had been seen: at equal rates, and what DARO without the sign does."""
 MEASURES = ("tokens", "answers", "final")
 MARKS = ("<!-- sign findings -->", "<!-- end of sign findings -->")
 LEVEL = 0.05
@@ -97,12 +99,46 @@ def report(tables: Mapping[str, Mapping[str, Runs]]) -> str:
         for rival in RIVALS
     ]
     header = ["world", "arm", "less", "over tokens", "over answers", "final"]
+    after = [
+        [w, arm, rival, *(points(Interval.of(differences(t[arm], t[rival], m))) for m in MEASURES)]
+        for w, t in tables.items()
+        for arm, rival in AFTERWARDS
+        if arm in t and rival in t
+    ]
     stars = sum(p < LEVEL for p in adjusted.values())
     return (
         f"Primary: accuracy averaged over the same tokens, in points with 95 % intervals.\n\n{first}\n\n"
         f"Secondary; `*`: p < 0.05 by Benjamini-Hochberg over these {len(cells)} ({stars} are).\n\n"
-        f"{aligned(header, second)}\n\n{_arms(tables)}\n"
+        f"{aligned(header, second)}\n\n"
+        f"Made after these had been seen.\n\n{aligned(header, after)}\n\n{_arms(tables)}\n\n"
+        "Weights of wrong and of right answers, geometric mean over seeds, by step; with bands at pass rates of 1/4, "
+        f"1/2 and 3/4.\n\n{aligned(*_weights(tables))}\n"
     )
+
+
+def _weights(tables: Mapping[str, Mapping[str, Runs]]) -> tuple[list[str], list[list[str]]]:
+    """What the taught arms learnt, at the evaluations whose weights are kept."""
+    rows, steps = [], []
+    for world, table in tables.items():
+        for arm in ("daro_taught_sign", "daro_taught"):
+            kept = {
+                r["step"]: r["sign_weights"] for r in next(iter(table[arm].values())).records if "sign_weights" in r
+            }
+            steps = [step for step in kept if step]
+            cells = len(kept[steps[0]])
+            middle = cells // 4 * 2
+            bins = (middle,) if arm == "daro_taught_sign" else (middle // 2, middle, middle + middle // 2)
+            for place in bins:
+                chosen = place - place % 2
+                name = "" if len(bins) == 1 else f"{(chosen // 2) / (cells // 2 - 1):g}"
+                pairs = [[_mean_weight(table[arm], step, chosen + right) for right in (0, 1)] for step in steps]
+                rows.append([world, arm, name, *(f"{wrong:.2f} {right:.2f}" for wrong, right in pairs)])
+    return ["world", "arm", "pass rate", *map(str, steps)], rows
+
+
+def _mean_weight(runs: Runs, step: int, cell: int) -> float:
+    found = [r["sign_weights"][cell] for o in runs.values() for r in o.records if r["step"] == step]
+    return math.exp(fmean(map(math.log, found)))
 
 
 def _arms(tables: Mapping[str, Mapping[str, Runs]]) -> str:

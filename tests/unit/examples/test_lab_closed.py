@@ -341,7 +341,13 @@ def test_fade_is_told_the_expected_entropy_and_pass_rate():
 
 
 @pytest.mark.parametrize(
-    ("arm", "why"), [("lite_ppo", "other groups"), ("grpo_sequence", "lengths"), ("lambda_grpo", "lengths")]
+    ("arm", "why"),
+    [
+        ("lite_ppo", "other groups"),
+        ("grpo_sequence", "lengths"),
+        ("lambda_grpo", "lengths"),
+        ("daro_taught", "single steps"),
+    ],
 )
 def test_an_arm_whose_expectation_is_no_formula_is_refused_and_left_out(arm, why):
     with pytest.raises(ConfigError, match=f"gradients: got 'exact' with arm {arm}, .*{why}"):

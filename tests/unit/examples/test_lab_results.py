@@ -196,6 +196,16 @@ def test_what_is_written_is_read(tmp_path):
         results.read(tmp_path / "nothing")
 
 
+def test_what_only_later_runs_have_is_kept(tmp_path):
+    ran = [outcome("grpo", 0, [0.1, 0.4]), outcome("daro", 0, [0.2, 0.5])]
+    for record in ran[1].records:
+        record |= {"tokens": 7, "sign_weights": [1.0, 2.0]}
+    results.write(tmp_path, ran, {})
+    (plain, signed), _ = results.read(tmp_path)
+    assert "tokens" not in plain.records[0] and "sign_weights" not in plain.records[0]
+    assert signed.records[0]["tokens"] == 7 and signed.records[0]["sign_weights"] == [1.0, 2.0]
+
+
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
     """A quick lab of two arms in one process."""
@@ -260,9 +270,20 @@ def test_tuning_seeds_are_not_those_of_the_comparison_and_every_arm_has_the_same
     assert not {j.seed for j in jobs} & set(range(plan.seeds)) and plan.seeds == 5 and len(plan.arms) >= 11
 
 
+def test_controls_asked_for_by_name_take_the_place_of_the_baselines():
+    _, plan = lab.parse(
+        ["--arms", "grpo,dapo", "--worlds", "skewed", "--seeds", "2", "--controls", "dapo@0.08,grpo@0.04"]
+    )
+    tuned = [outcome(arm, 1000, [0.1, 0.9], purpose="tune", rate=0.04) for arm in plan.arms]
+    found = [(job.arm, job.seed, job.learning_rate) for job in plan.comparison(tuned)]
+    own = [(arm, seed, 0.04) for arm in ("grpo", "dapo") for seed in (0, 1)]
+    assert found == [*own, ("dapo@0.08", 0, 0.08), ("dapo@0.08", 1, 0.08)], "grpo@0.04 is grpo"
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (["--arms", "grpo,dapo", "--controls", "dapo@0.5"], "--controls: got dapo@0.5"),
         (["--arms", "grpo,gpro"], "--arms: got gpro"),
         (["--worlds", "flat"], "--worlds: got flat"),
         (["--seeds", "-1"], "--seeds, --processes: got -1"),

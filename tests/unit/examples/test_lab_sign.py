@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import closed_run
+import findings
 import pytest
 import sign_findings
 import torch
@@ -153,6 +155,21 @@ def test_options_out_of_range_are_refused(cls, option):
         cls(**SIZES, **option)
 
 
+def test_a_verdict_adds_one_dimension_to_what_a_step_is_expected_to_do():
+    """The expected pull of a prompt with pass rate q is f(q) grad q; f of each bin's weight, and of each cell's."""
+    size, q = 8, torch.linspace(0.02, 0.98, 97, dtype=torch.float64)[:, None]
+    k = torch.arange(1, size).double()
+    chance = torch.distributions.Binomial(size, q).log_prob(k).exp() * (k / size * (1 - k / size)).sqrt()
+    of_right, of_wrong = chance / q, chance / (1 - q)
+    assert torch.linalg.matrix_rank(of_right + of_wrong, rtol=1e-9) == size - 1
+    assert torch.linalg.matrix_rank(torch.cat([of_right, of_wrong], dim=1), rtol=1e-9) == size
+    gap = k / size - 0.5
+    of_ha_dw = of_right @ (-gap).exp() + of_wrong @ gap.exp()
+    per_bin = torch.linalg.lstsq(of_right + of_wrong, of_ha_dw[:, None]).solution[:, 0]
+    torch.testing.assert_close((of_right + of_wrong) @ per_bin, of_ha_dw, rtol=1e-10, atol=0)
+    assert [round(w, 2) for w in per_bin.tolist()] == [1.45, 1.12, 0.98, 0.92, 0.98, 1.12, 1.45]
+
+
 def test_p_values_and_their_corrections():
     """Student's t against its tables (9 degrees: 2.262 is 5 %, 3.250 is 1 %); Holm and Benjamini-Hochberg by hand."""
     values = torch.tensor([1.0, -1.0] * 5).double()
@@ -161,3 +178,10 @@ def test_p_values_and_their_corrections():
         assert sign_findings.p_value((unit + t / math.sqrt(10)).tolist()) == pytest.approx(p, rel=2e-3)
     assert sign_findings.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert sign_findings.benjamini_hochberg([0.01, 0.04, 0.03, 0.5]) == pytest.approx([0.04, 0.16 / 3, 0.16 / 3, 0.5])
+
+
+def test_the_page_has_the_tables_of_the_results():
+    root = Path(sign_findings.__file__).resolve().parents[2]
+    tables, _, _ = findings.compared_worlds(root / "examples/lab/results/sign")
+    _, _, rest = (root / "docs/lab_sign.md").read_text().partition(sign_findings.MARKS[0] + "\n")
+    assert rest.partition(sign_findings.MARKS[1])[0] == sign_findings.report(tables)
