@@ -1,6 +1,6 @@
 """How many weights does an optimizer step change, and in how few bytes can the change be sent?
 
-    OMP_NUM_THREADS=1 python benchmarks/weight_deltas.py runs/smollm2-base --json    # half an hour, 4 GB
+    OMP_NUM_THREADS=1 python benchmarks/weight_deltas.py runs/smollm2-base --json    # 25 minutes of CPU, 3.5 GB
 
 GRPO on the short problems of examples/smollm2 with the model that its run.sh makes: answers are sampled, verified and
 trained on, AdamW with fp32 master weights; arithmetic is fp32 throughout. After steps in which Adam's averages settle,
