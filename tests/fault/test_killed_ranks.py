@@ -107,6 +107,23 @@ def test_four_ranks_heal_wherever_one_dies(tiny, unbroken, tmp_path, plan):
     assert_same_steps(tmp_path / "run", unbroken, 5)
 
 
+PLACES = [death for death in DEATHS if "," not in death and death.count(":") == 2]
+
+
+@LONG
+@pytest.mark.heavy
+@pytest.mark.parametrize("how", ["SIGSEGV", "SIGSTOP"])
+@pytest.mark.parametrize("place", PLACES)
+def test_four_ranks_heal_however_one_dies(tiny, unbroken, tmp_path, place, how):
+    """At each of the places above by two more signals; a process that is stopped is killed after a while."""
+    plan, options = f"{place}:{how}", [*LARGE, "trainer.hung_rank_s=20"]
+    finished, wanted, happened = run_with_deaths(tiny, tmp_path / "run", tmp_path / "log", plan, options)
+    assert finished.code == 0, plain(finished)[-4000:]
+    assert wanted == happened
+    assert repeated_steps(finished) and max(repeated_steps(finished)) <= 1
+    assert_same_steps(tmp_path / "run", unbroken, 5)
+
+
 @pytest.mark.heavy
 def test_a_rank_that_is_frozen_is_killed_and_replaced(tiny, unbroken, tmp_path):
     """Stopped in its forward pass, where the others wait for it in a collective call."""

@@ -47,7 +47,9 @@ async def two_steps(policy, batch, put):
     results = await policy._calls(
         kept, lambda worker, s: worker.train.remote(s.reference, s.micro_batches, 2, **s.columns)
     )
-    found["metrics of ranks"] = [bool(result.metrics) for result in await gather(results)]
+    results = await gather(results)
+    found["metrics of ranks"] = [bool(result.metrics) for result in results]
+    found["own seconds"] = [result.own_s for result in results], results[0].metrics["timing/forward_backward_s"]
     unknown = dataclasses.replace(await policy.prepare(batch))
     before = len(put)
     found["last"] = (await policy.train(unknown, 3)).metrics
@@ -71,6 +73,8 @@ def test_a_shard_is_put_once_a_step_and_one_rank_answers_for_it(tmp_path, put):
     assert found["puts of a step"] == 1, "log-probs of old and reference weights, and training, of one shard"
     assert found["answers"] == [True, False]
     assert found["metrics of ranks"] == [True, False]
+    own, whole = found["own seconds"]
+    assert all(0 < seconds for seconds in own) and own[0] < whole, "before gradients are reduced"
     # Before the first step the old and the reference weights are the current ones; the columns did arrive.
     assert found["first"]["ratio/mean"] == pytest.approx(1.0, abs=1e-5)
     assert found["first"]["policy/kl_reference"] == pytest.approx(0.0, abs=1e-6)
