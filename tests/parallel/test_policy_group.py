@@ -74,7 +74,7 @@ def test_a_shard_is_put_once_a_step_and_one_rank_answers_for_it(tmp_path, put):
     assert found["answers"] == [True, False]
     assert found["metrics of ranks"] == [True, False]
     own, whole = found["own seconds"]
-    assert all(0 < seconds for seconds in own) and own[0] < whole, "before gradients are reduced"
+    assert all(seconds > 0 for seconds in own) and own[0] < whole, "before gradients are reduced"
     # Before the first step the old and the reference weights are the current ones; the columns did arrive.
     assert found["first"]["ratio/mean"] == pytest.approx(1.0, abs=1e-5)
     assert found["first"]["policy/kl_reference"] == pytest.approx(0.0, abs=1e-6)
