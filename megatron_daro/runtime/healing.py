@@ -54,13 +54,14 @@ not take everybody for hung."""
 class HealingLimits:
     """memory_gib: of each node, for snapshots; None: half of what is free. per_hour: most ranks that are replaced.
     hung_s: until a process that answers nothing is killed. fewer_after_s: how long a lost rank may look for a place
-    before the others go on without its replica; None: they never do. folder: for the files that this takes."""
+    before the others go on without its replica; None: they never do. folder: for the files that this takes, and for
+    nothing else."""
 
     memory_gib: float | None
     per_hour: int
     hung_s: float
     fewer_after_s: float | None = None
-    folder: Path = Path("moved")
+    folder: Path | None = None
 
 
 class Ranks(Protocol):
@@ -123,6 +124,7 @@ class Healing:
         """Settle who keeps what, and take the first snapshot. The ranks have their policy."""
         self._plan = ReplicaPlan(self._ranks.actor, list(self._ranks.workers), self._ranks.places)
         self.counts["recovery/replicas"] = float(self._plan.most)
+        self._moved.clear()  # of a run before, whose end came in between
         await self._deal_out()
         if self.keeps != "none":
             await self._all(lambda worker: worker.keep_own_twice.remote(self.keeps == "both"))

@@ -105,9 +105,9 @@ class Aside:
 class MovedState:
     """The files of one state, in a folder that every node sees."""
 
-    def __init__(self, folder: Path) -> None:
-        """Args: folder: of the run, for these files alone."""
-        self._folder = folder.absolute()
+    def __init__(self, folder: Path | None) -> None:
+        """Args: folder: of the run, for these files alone; None: there will be none."""
+        self._folder = folder and folder.absolute()
         self.directory: Path | None = None
         """Where the newest state is; None while snapshots have it."""
 
@@ -122,6 +122,7 @@ class MovedState:
         Raises:
             WorkerError: one was lost meanwhile. CheckpointError: the disk refused.
         """
+        assert self._folder, "HealingLimits.folder comes with fewer_after_s"
         directory = self._folder / f"snapshot_{serial}"
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
         calls: dict[str, Any] = {}
@@ -138,7 +139,8 @@ class MovedState:
     def clear(self) -> None:
         """Remove the files: others have the state now."""
         self.directory = None
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _write_indices(directory: Path, shards: Sequence[Sequence[Sequence[StoredShard]]]) -> None:

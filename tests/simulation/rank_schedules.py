@@ -274,7 +274,9 @@ def simulate(schedule: Schedule, *, checked: bool = True) -> Outcome:
         seed=0,
         updates_per_batch=1,
         placement=placement,
-        healing=HealingLimits(None, schedule.per_hour, hung_s=60.0, fewer_after_s=schedule.fewer_after_s),
+        healing=HealingLimits(
+            None, schedule.per_hour, hung_s=60.0, fewer_after_s=schedule.fewer_after_s, folder=Path("/moved")
+        ),
         warn=outcome.warnings.append,
     )
     group.cluster, group.outcome, outcome.group = cluster, outcome, group
