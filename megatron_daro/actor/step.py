@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,9 @@ from megatron_daro.types import StepResult, TrainBatch, TrainedName
 
 device.prepare()
 from megatron.core import parallel_state  # noqa: E402  (the device must be prepared first)
+
+if TYPE_CHECKING:
+    from megatron_daro.actor.model import TransformerConfig
 
 # Sums that a step adds up over its tokens, in the order of the reduced vector; see algo.objective.TokenObjective.
 TOKEN_SUMS = (
@@ -128,9 +131,9 @@ class OwnTime:
         self._marks: list[Any] = []
 
     @contextmanager
-    def measured(self, config: Any) -> Iterator[None]:
-        """Measure from here to where the schedule finishes gradients. Args: config: the
-        TransformerConfig of the model, which has the hook."""
+    def measured(self, config: TransformerConfig) -> Iterator[None]:
+        """Measure from here to where the schedule finishes gradients. Args: config: of the
+        model, which has the hook."""
         finish = config.finalize_model_grads_func
 
         def noted(*arguments: Any, **options: Any) -> None:
