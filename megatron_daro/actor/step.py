@@ -136,7 +136,7 @@ class OwnTime:
         model, which has the hook."""
         finish = config.finalize_model_grads_func
 
-        def noted(*arguments: Any, **options: Any) -> None:
+        def noted(*arguments: object, **options: object) -> None:
             self._mark()
             finish(*arguments, **options)
 
