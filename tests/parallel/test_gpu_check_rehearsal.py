@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -110,9 +111,10 @@ def gpu_check():
 def test_the_rehearsal_shows_checks_and_speed_and_writes_nothing(tmp_path):
     report = tmp_path / "report.html"
     done = run_tool("--rehearse", "--only", "log-probs, fp32", "--report", str(report))
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     assert "passed" in done.stdout
-    assert "train step 7B bf16: 2 layers from 1 and 8" in done.stdout
+    # On a machine that is so busy that eight layers take no longer than one, there is nothing to reckon with.
+    assert re.search("train step 7B bf16: (2 layers from 1 and 8|train step)", done.stdout), done.stdout
     assert "ERROR" not in done.stdout
     assert not report.exists()
 
@@ -200,6 +202,7 @@ def test_the_mfu_of_a_model_is_that_of_its_parts(monkeypatch):
     monkeypatch.setattr(gpu_speed, "train_step_speed", lambda *a, **k: gpu_speed.Speed("", 1.0, None, 1))
     with pytest.raises(RuntimeError, match="6 layers took 1 s, 2 took 1 s"):
         gpu_speed.bracketed(None, Path(), None, shape={"num_hidden_layers": 28})
+    assert gpu_speed.bracketed(None, Path(), None, shape={"num_hidden_layers": 28}, rehearsed=True).seconds == 1
 
 
 def test_the_output_layer_counts_for_trained_tokens_only():
