@@ -140,7 +140,8 @@ def bracketed(
 
     Args:
         shape: fields of a Qwen2 configuration. depths: layers of the two, each of which fits the device.
-        rehearsed: noise is let through, as the deeper one's own step: the machine may be busy. options: of `train_step_speed`.
+        rehearsed: noise is let through, as the deeper one's own step: the machine may be busy.
+        options: of `train_step_speed`.
 
     Returns:
         Seconds and operations of the whole model. Memory: of the deeper of the two.
