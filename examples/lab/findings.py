@@ -234,14 +234,18 @@ def compared_worlds(folder: Path) -> tuple[dict[str, dict[str, Runs]], list[Outc
     return tables, outcomes, note
 
 
+def put_between(page: Path, marks: tuple[str, str], text: str) -> None:
+    """Put a text between two lines of a page, in the place of what is there."""
+    before, _, rest = page.read_text().partition(marks[0])
+    page.write_text(f"{before}{marks[0]}\n{text}{marks[1]}{rest.partition(marks[1])[2]}")
+
+
 def main(arguments: list[str]) -> int:
     """Print the tables of a folder of results, or put those of the docs into a page."""
     folder, *options = arguments
     tables, outcomes, note = compared_worlds(Path(folder))
     if options[:1] == ["--docs"]:
-        page = Path(options[1])
-        before, _, rest = page.read_text().partition(MARKS[0])
-        page.write_text(f"{before}{MARKS[0]}\n{for_docs(tables)}{MARKS[1]}{rest.partition(MARKS[1])[2]}")
+        put_between(Path(options[1]), MARKS, for_docs(tables))
         return 0
     rates = searched_rates(outcomes)
     print(f"`{note.get('command', '')}`\n")

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 
-from findings import Runs, aligned, compared_worlds, percent, points
+from findings import Runs, aligned, compared_worlds, percent, points, put_between
 from results import Interval, final_accuracy
 
 from megatron_daro.errors import DataError
@@ -168,9 +168,7 @@ def main(arguments: list[str]) -> int:
         )
     text = report(tables)
     if options[:1] == ["--docs"]:
-        page = Path(options[1])
-        before, _, rest = page.read_text().partition(MARKS[0])
-        page.write_text(f"{before}{MARKS[0]}\n{text}{MARKS[1]}{rest.partition(MARKS[1])[2]}")
+        put_between(Path(options[1]), MARKS, text)
     else:
         print(text)
     return 0

@@ -330,8 +330,8 @@ class MegatronPolicy:
         for pending in self._pending_saves:
             pending.wait()
         self._pending_saves = []
-        folders = [directory, directory / critic.FOLDER]
-        for (name, model), folder in zip(self._models().items(), folders, strict=False):
+        models = self._models()
+        for (name, model), folder in zip(models.items(), snapshot_files.folders(directory, len(models)), strict=True):
             folder.mkdir(exist_ok=True)
             self._take_turn(name)  # one that is saved is copied first
             self._pending_saves.append(checkpoint.start_save(model, folder))

@@ -87,7 +87,7 @@ def catalogue_of(
     return Catalogue(tuple(placed), dict(objects), copy.deepcopy(dict(common)))
 
 
-def write(slot: Slot, directory: Path, rank: int) -> list[list[StoredShard]]:
+def write(slot: Slot, directory: Path, rank: int) -> dict[str, list[StoredShard]]:
     """Write what a snapshot has of a rank.
 
     Args:
@@ -95,16 +95,17 @@ def write(slot: Slot, directory: Path, rank: int) -> list[list[StoredShard]]:
             first one writes what is the same on all.
 
     Returns:
-        Of each model, what the index is to say.
+        The folder of each model, below the directory -> what its index is to say.
 
     Raises:
         CheckpointError: the disk refused.
     """
-    shards = []
+    shards = {}
     try:
         for model, folder in zip(slot.rest["models"], folders(directory, len(slot.rest["models"])), strict=True):
             folder.mkdir(parents=True, exist_ok=True)
-            shards.append(_write_model(slot, model, folder / f"shard_{rank:05d}.safetensors"))
+            stored = _write_model(slot, model, folder / f"shard_{rank:05d}.safetensors")
+            shards[str(folder.relative_to(directory))] = stored
             if rank == 0:
                 _write_common(model, folder)
     except OSError as error:

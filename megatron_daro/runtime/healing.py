@@ -348,17 +348,18 @@ class Healing:
     def _go_on_without(self, away: Collection[str]) -> None:
         """Have the replicas that are whole be the policy. Raises WorkerError: none is."""
         assert self._plan, "prepare comes first"
-        everybody = {**self._aside.workers, **self._ranks.workers}
         names = self._plan.names({*away, *self._aside.workers})
         if not names:
             raise _FinalError(f"{', '.join(away)} found no place, and no data-parallel replica is whole without")
-        self._take({name: everybody[name] for name in names}, everybody)
+        self._take(names)
 
-    def _take(self, workers: Mapping[str, ActorHandle], everybody: Mapping[str, ActorHandle]) -> None:
+    def _take(self, names: Sequence[str]) -> None:
+        """Have these processes be the ranks, and the others wait."""
         assert self._plan, "prepare comes first"
-        replicas = self._plan.replicas(workers)
-        self._aside.workers = {name: worker for name, worker in everybody.items() if name not in workers}
-        self._ranks.consist_of(workers, replicas)
+        everybody = {**self._aside.workers, **self._ranks.workers}
+        replicas = self._plan.replicas(names)
+        self._aside.workers = {name: worker for name, worker in everybody.items() if name not in names}
+        self._ranks.consist_of({name: everybody[name] for name in names}, replicas)
         self.counts["recovery/replicas"] = float(replicas)
         self.changed.set()
 
@@ -398,8 +399,7 @@ class Healing:
             self._counts(serial)
         await self._write_files(await self._look())
         await self._all(lambda worker: worker.leave.remote())
-        everybody = {**self._aside.workers, **self._ranks.workers}
-        self._take({name: everybody[name] for name in names}, everybody)
+        self._take(names)
         await self._go_back({})
 
     async def _living(self) -> dict[int, Kept]:

@@ -132,7 +132,7 @@ class MovedState:
             assert writer, "sources are of other processes"
             parts = [replace(part, worker=None) if part.worker is writer else part for part in parts]
             calls[name] = writer.write_snapshot.remote(serial, rank, parts, directory)
-        shards: list[list[list[StoredShard]]] = await gather(calls)
+        shards: list[dict[str, list[StoredShard]]] = await gather(calls)
         await asyncio.to_thread(_write_indices, directory, shards)
         self.directory = directory
 
@@ -143,7 +143,6 @@ class MovedState:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _write_indices(directory: Path, shards: Sequence[Sequence[Sequence[StoredShard]]]) -> None:
-    folders = [directory, directory / "critic"]
-    for number, folder in enumerate(folders[: len(shards[0])]):
-        write_index(folder, [shard for rank in shards for shard in rank[number]])
+def _write_indices(directory: Path, shards: Sequence[Mapping[str, Sequence[StoredShard]]]) -> None:
+    for folder in shards[0]:
+        write_index(directory / folder, [shard for rank in shards for shard in rank[folder]])

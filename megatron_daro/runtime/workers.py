@@ -399,9 +399,9 @@ class TrainWorker:
     @logs.failures_logged
     def write_snapshot(
         self, serial: int, rank: int, sources: Sequence[Source], directory: Path
-    ) -> list[list[StoredShard]]:
+    ) -> dict[str, list[StoredShard]]:
         """Write a rank's snapshot for another layout; without sources it is this process's own. Returns what the index
-        of each model is to say."""
+        in the folder of each model is to say."""
         from megatron_daro.actor import snapshot_files
 
         return snapshot_files.write(self._states.of_rank(serial, sources), directory, rank)

@@ -74,6 +74,17 @@ def unbroken(tiny, tmp_path_factory):
     return directory / "run"
 
 
+def assert_heals(tiny, unbroken, tmp_path, plan, options):
+    """All planned deaths happen, nothing shows but their replacement; returns the steps that each repeated."""
+    finished, wanted, happened = run_with_deaths(tiny, tmp_path / "run", tmp_path / "log", plan, options)
+    assert finished.code == 0, plain(finished)[-4000:]
+    assert wanted == happened
+    repeated = repeated_steps(finished)
+    assert repeated and max(repeated) <= 1
+    assert_same_steps(tmp_path / "run", unbroken, 5)
+    return repeated
+
+
 IN_CI = {"backward:3:3", "save:2:1", "forward:0:2,forward:0:4"}
 LONG = pytest.mark.skipif("MEGATRON_DARO_LONG" not in os.environ, reason="a minute each: MEGATRON_DARO_LONG=1 runs it")
 DEATHS = [
@@ -100,11 +111,7 @@ DEATHS = [
 @pytest.mark.heavy
 @pytest.mark.parametrize("plan", [pytest.param(plan, marks=[] if plan in IN_CI else LONG) for plan in DEATHS])
 def test_four_ranks_heal_wherever_one_dies(tiny, unbroken, tmp_path, plan):
-    finished, wanted, happened = run_with_deaths(tiny, tmp_path / "run", tmp_path / "log", plan, LARGE)
-    assert finished.code == 0, plain(finished)[-4000:]
-    assert wanted == happened
-    assert repeated_steps(finished) and max(repeated_steps(finished)) <= 1
-    assert_same_steps(tmp_path / "run", unbroken, 5)
+    assert_heals(tiny, unbroken, tmp_path, plan, LARGE)
 
 
 PLACES = [death for death in DEATHS if "," not in death and death.count(":") == 2]
@@ -116,22 +123,14 @@ PLACES = [death for death in DEATHS if "," not in death and death.count(":") == 
 @pytest.mark.parametrize("place", PLACES)
 def test_four_ranks_heal_however_one_dies(tiny, unbroken, tmp_path, place, how):
     """At each of the places above by two more signals; a process that is stopped is killed after a while."""
-    plan, options = f"{place}:{how}", [*LARGE, "trainer.hung_rank_s=20"]
-    finished, wanted, happened = run_with_deaths(tiny, tmp_path / "run", tmp_path / "log", plan, options)
-    assert finished.code == 0, plain(finished)[-4000:]
-    assert wanted == happened
-    assert repeated_steps(finished) and max(repeated_steps(finished)) <= 1
-    assert_same_steps(tmp_path / "run", unbroken, 5)
+    assert_heals(tiny, unbroken, tmp_path, f"{place}:{how}", [*LARGE, "trainer.hung_rank_s=20"])
 
 
 @pytest.mark.heavy
 def test_a_rank_that_is_frozen_is_killed_and_replaced(tiny, unbroken, tmp_path):
     """Stopped in its forward pass, where the others wait for it in a collective call."""
     plan, options = "forward:1:3:SIGSTOP", [*LARGE, "trainer.hung_rank_s=20"]
-    finished, wanted, happened = run_with_deaths(tiny, tmp_path / "run", tmp_path / "log", plan, options)
-    assert finished.code == 0, plain(finished)[-4000:]
-    assert wanted == happened and repeated_steps(finished) == [0]
-    assert_same_steps(tmp_path / "run", unbroken, 5)
+    assert assert_heals(tiny, unbroken, tmp_path, plan, options) == [0]
 
 
 EXACT = ("loss/", "difficulty/loss/", "difficulty/weight/")

@@ -98,8 +98,7 @@ def lost_rank(device: torch.device, directory: Path, *, data: int, left_out: boo
         tiny_task.pretrain(task.model, family="Qwen3Config", head_dim=64)
     command = ["train", task.config, "actor.tensor_parallel=1", f"actor.data_parallel={data}"]
     command += [f"actor.precision={precision}", "trainer.eval_every_steps=0", "trainer.save_every_steps=0"]
-    healing = ["trainer.replace_lost_ranks=true", "trainer.fewer_replicas_after_s=5"] if left_out else []
-    healing = healing or ["trainer.replace_lost_ranks=true"]
+    healing = ["trainer.replace_lost_ranks=true", *(["trainer.fewer_replicas_after_s=5"] if left_out else [])]
     run_dir, alone = directory / "run", directory / "alone"
     plan = "backward:1:3:SIGKILL" + (":gone" if left_out else "")
     steps = 100_000 if left_out else STEPS

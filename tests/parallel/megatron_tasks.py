@@ -311,7 +311,7 @@ def go_back(
 
 def snapshot_as_files(
     path: Path, layout: Any, batches: list[TrainBatch], algorithm: dict[str, Any], to: Path, **options: Any
-) -> list[Any]:
+) -> dict[str, Any]:
     """A step, then a checkpoint and a snapshot, of which files are made after a second step. Returns their index."""
     import torch.distributed as dist
 

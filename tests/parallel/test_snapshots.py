@@ -61,9 +61,10 @@ def test_files_of_snapshots_are_the_checkpoint(rank_pool, tmp_path, layout, smal
     batches = [random_batch(seed=s) for s in range(2)]
     common = {"path": tmp_path / "hf", "algorithm": algorithm, **options}
     ranks = rank_pool.run(megatron_tasks.snapshot_as_files, layout, batches=batches, to=tmp_path, **common)
-    folders = [".", "critic"][: len(ranks[0])]
-    for number, folder in enumerate(folders):
-        write_index(tmp_path / "moved" / folder, [shard for rank in ranks for shard in rank[number]])
+    folders = list(ranks[0])
+    assert folders == [".", "critic"][: len(folders)]
+    for folder in folders:
+        write_index(tmp_path / "moved" / folder, [shard for rank in ranks for shard in rank[folder]])
         _assert_same_tensors(tmp_path / "moved" / folder, tmp_path / "saved" / folder)
     moved = rank_pool.run(megatron_tasks.load_moved, smaller, batch=batches[1], moved=tmp_path / "moved", **common)
     for folder, fields in zip(folders, ('{"begun": false}', "{}"), strict=False):

@@ -507,7 +507,7 @@ class Process:
         policy.step, policy.history = slot.rest["step"], slot.rest["history"]
         self.cluster.restored.append(policy.step)
 
-    async def write_snapshot(self, serial: int, rank: int, sources: Any, directory: Any) -> list:
+    async def write_snapshot(self, serial: int, rank: int, sources: Any, directory: Any) -> dict:
         """`KeptStates.of_rank`, then actor/snapshot_files.py."""
         slot = Slot() if sources else self.states.whole(serial)
         if sources:
@@ -516,7 +516,7 @@ class Process:
         assert slot.rest["rank"] == rank, "the snapshot of another rank"
         weights, optimizer = (int(slot.blocks[kind][0].numpy().view(np.int64)[0]) for kind in KINDS)
         self.cluster.moved[directory][rank] = weights, optimizer, slot.rest["history"]
-        return [[]]
+        return {}
 
     async def load_moved(self, directory: Any) -> None:
         """Collective. What was written must be one state of all ranks of the layout before."""

@@ -87,7 +87,6 @@ def _row(name: str, sizes: _Sizes, config: Config, shape: ModelShape, gpu: Gpu) 
     parts = part_layers(shape.layers, layout.pipeline, layout.virtual, sizes.options)
     if parts is None:
         return SyncRow(name, str(sizes), refused="the layers do not divide over the stages")
-    arguments = {key.replace("-", "_"): value for key, value in config.engine.sglang.arguments.items()}
     try:
         trainer = TrainerLayout(
             parts=tuple(map(tuple, parts)),
@@ -97,7 +96,7 @@ def _row(name: str, sizes: _Sizes, config: Config, shape: ModelShape, gpu: Gpu) 
             data=sizes.data,
             expert=layout.expert,
         )
-        server = server_layout(shape, {**arguments, "tp_size": sizes.tensor})
+        server = server_layout(shape, {**config.engine.sglang.named_arguments, "tp_size": sizes.tensor})
         itemsize = 4 if config.actor.precision == "fp32" else 2
         balance = ShardPlan(shape, trainer, server, sizes.servers, itemsize=itemsize).balance()
     except ModelError as error:
