@@ -33,7 +33,7 @@ from megatron_daro.engine.sglang.servers import ExternalServer, ManagedProcess
 from megatron_daro.engine.sglang.supervision import Expected
 from megatron_daro.ports import reserve_port
 from megatron_daro.routed_experts import ExpertsFolder
-from megatron_daro.sync import send
+from megatron_daro.sync import in_server, send
 from megatron_daro.sync.plan import Digest, SendPlan, SendReport
 from megatron_daro.sync.publish import WeightSync
 from megatron_daro.sync.send import Sender, noted
@@ -115,7 +115,9 @@ def save_policy(
 
 
 # The project's own stand-ins come before those that the environment was made with, which may be older.
-SERVER_ENVIRONMENT = {"PYTHONPATH": str(_PROJECT / "tools" / "sglang_cpu" / "stand_ins")}
+SERVER_ENVIRONMENT = {
+    "PYTHONPATH": os.pathsep.join(map(str, (_PROJECT / "tools" / "sglang_cpu" / "stand_ins", in_server.FOLDER)))
+}
 
 
 class PooledServer:
@@ -136,7 +138,13 @@ class PooledServer:
             nccl_port=nccl_port,
             tensor_parallel=1,
             seed=seed,
-            arguments={"dtype": "float32", "skip_tokenizer_init": True, **CPU_ARGUMENTS, **arguments},
+            arguments={
+                "dtype": "float32",
+                "skip_tokenizer_init": True,
+                "custom_weight_loader": [in_server.LOADER],
+                **CPU_ARGUMENTS,
+                **arguments,
+            },
         )
         self._process: ManagedProcess | None = None
         self._served = False

@@ -17,14 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_daro.actor import checkpoint, critic, snapshot, snapshot_files
+from megatron_daro.actor import checkpoint, critic, device, snapshot, snapshot_files
 from megatron_daro.actor.double_buffer import Slot, num_bytes
 from megatron_daro.actor.forward import MicroBatches, OutputSettings, check_routed_experts, response_logprobs
 from megatron_daro.actor.host_memory import HostCopy, HostMemory, TakingTurns
 from megatron_daro.actor.model import (
+    LocalParameter,
     TransformerConfig,
     build_model,
     data_parallel_config,
+    local_parameters,
     split_megatron_options,
     transformer_config,
     wrap_data_parallel,
@@ -305,6 +307,13 @@ class MegatronPolicy:
         self._needs("weights")
         self._take_turn("policy")
         return export_hf_weights(self.chunks, self.shape)
+
+    def shards(self) -> list[tuple[LocalParameter, Tensor]]:
+        """Return this rank's parameters with their values, as they are: not collective."""
+        self._needs("weights")
+        self._take_turn("policy")
+        parameters = local_parameters(self.chunks, self.shape)
+        return [(local, device.shown(local.parameter.detach())) for local in parameters]
 
     def export_critic(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the same of the critic, where `AlgorithmSection.passes` has values."""

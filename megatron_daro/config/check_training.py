@@ -321,6 +321,8 @@ def engine(config: Config, hardware: Hardware) -> Iterator[Problem]:
         got = "tensor " + ("with servers that run elsewhere" if sglang.urls else "on a machine without a GPU")
         allowed = "tensor for servers of this job on GPUs of the same host; else distributed or disk"
         yield Problem(f"{field}.sync", got, allowed, f"set {field}.sync=distributed", also=(f"{field}.urls",))
+    if sglang.sync == "shards":
+        yield from _shards(config)
     yield from _server_nodes(config)
     if sglang.sync_dir and sglang.sync != "disk":
         got = f"{str(sglang.sync_dir)!r} with sync {sglang.sync}"
@@ -332,6 +334,18 @@ def _has_port(url: str) -> bool:
         return urlsplit(url).port != 0
     except ValueError:
         return False
+
+
+def _shards(config: Config) -> Iterator[Problem]:
+    """Yield what keeps weights from going from shards to shards, beside layouts that sync/shard_layouts.py refuses."""
+    sglang, field = config.engine.sglang, "engine.sglang.sync"
+    fix = f"set {field}=distributed"
+    if sglang.urls:
+        allowed = "shards with servers that the run starts: they need its loader"
+        yield Problem(field, "shards with servers that run already", allowed, fix, also=("engine.sglang.urls",))
+    if sglang.fp8_blocks:
+        allowed = "shards with servers in bf16: blocks of 128 x 128 reach over shards"
+        yield Problem(field, "shards with fp8 blocks", allowed, fix, also=("engine.sglang.fp8_blocks",))
 
 
 def _server_nodes(config: Config) -> Iterator[Problem]:

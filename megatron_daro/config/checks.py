@@ -46,9 +46,9 @@ def colocation(config: Config) -> Iterator[Problem]:
         fix, also = "set engine.kind=sglang without urls, or remove it", ("engine.kind", "engine.sglang.urls")
         yield Problem(_FIELD, got, "true with SGLang servers that the run starts", fix, also=also)
         return
-    if sglang.sync == "distributed":
-        got = "distributed with engine.colocate, where a rank and a server's rank share a GPU"
-        allowed = "tensor or disk: NCCL takes no two processes of one GPU into a group"
+    if sglang.sync in ("distributed", "shards"):
+        got = f"{sglang.sync} with engine.colocate, where a rank and a server's rank share a GPU"
+        allowed = "tensor or disk: NCCL takes no two processes of one GPU into a group, and TCP is for other hosts"
         yield Problem("engine.sglang.sync", got, allowed, "set engine.sglang.sync=tensor", also=(_FIELD,))
     if config.rollout.max_staleness > 0:
         got = f"{config.rollout.max_staleness} with engine.colocate"

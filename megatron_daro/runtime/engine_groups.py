@@ -425,6 +425,7 @@ def _handles(
         log_path=run_dir.absolute() / logs.FOLDER,
         parts=options.nodes,
         maps_memory=options.sync == "tensor",
+        takes_shards=options.sync == "shards",
     )
     return {
         f"server {i}": RayServer(_parts(first, i), partial(placement.server, i), partial(placement.gpus_of_server, i))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
@@ -338,6 +339,8 @@ class PolicyGroup:
             raise LostSenderError(f"the weights were not sent: {error}") from error
 
     async def _export(self, plan: SendPlan) -> SendReport:
+        if plan.transport == "shards":
+            return await self._export_shards(plan)
         started, report = time.perf_counter(), SendReport()
         directory = plan.directory.absolute() if plan.directory else None
         if directory:
@@ -464,6 +467,15 @@ class PolicyGroup:
 
     def _stages(self) -> list[int]:
         return sorted({place.stage for place in self._places})
+
+    async def _export_shards(self, plan: SendPlan) -> SendReport:
+        """Have every rank send what it holds to the servers' ranks that need it, all at once."""
+        offers = await self._all(lambda worker: worker.offer_shards.remote(plan))
+        caller, *others = self.workers.items()
+        calls = {caller[0]: caller[1].send_shards.remote(plan, offers)}
+        calls |= {name: worker.send_shards.remote(plan, ()) async for name, worker in unhurried(others)}
+        first, *rest = await gather(calls)
+        return functools.reduce(SendReport.beside, rest, first)
 
     async def _export_stage(self, stage: int, plan: SendPlan) -> SendReport:
         """Have the exporting ranks of a stage export, and those that have servers of the plan on their host send."""

@@ -37,9 +37,11 @@ from megatron_daro.errors import WorkerError
 from megatron_daro.observe import logs
 from megatron_daro.ports import Reservation, reserve_port
 from megatron_daro.runtime.kept_states import Description, Kept, KeptStates, Source
+from megatron_daro.runtime.shard_export import ShardExport
 from megatron_daro.runtime.supervisor import remote_class, translated
 from megatron_daro.sync.buckets import WeightBucket, bucketize
 from megatron_daro.sync.plan import ReceivingActor, SendFailure, SendPlan, SendReport
+from megatron_daro.sync.shard_tcp import Offer
 from megatron_daro.types import GroupRequest, MemoryKind, MemoryMove, Rollout, StepResult, TrainBatch
 
 if TYPE_CHECKING:
@@ -98,6 +100,7 @@ class TrainWorker:
         self._policy: Any = None
         self._remarks: tuple[str, ...] = ()
         self._sender: Sender | None = None
+        self._shards: ShardExport | None = None
         self._reserved: Reservation | None = None
         self._relays: dict[tuple[int, ...], Any] = {}
         self._states = KeptStates()
@@ -150,7 +153,7 @@ class TrainWorker:
                 its groups. to_be_restored: `restore` or `load_moved` comes next. movable: its snapshots can be written
                 for another layout.
         """
-        self._rank, self._movable = rank, movable
+        self._rank, self._movable, self._actor = rank, movable, actor
         if heals:
             # Else torch ends the process when a peer is gone. Source: torch 2.13, ProcessGroupNCCL.hpp,
             # ErrorHandlingMode; the caller of `abort` ends what waits.
@@ -280,6 +283,24 @@ class TrainWorker:
 
     @ray.method(concurrency_group="work")
     @logs.failures_logged
+    def offer_shards(self, plan: SendPlan) -> Offer:
+        """Begin to listen for the ranks of servers that need something of this rank. Not collective."""
+        if self._shards is None:
+            host = ray.util.get_node_ip_address()
+            self._shards = ShardExport(self._policy, self._actor, self._rank, host, calls_to_servers)
+        return self._shards.offer(plan)
+
+    @ray.method(concurrency_group="work")
+    @logs.failures_logged
+    def send_shards(self, plan: SendPlan, offers: Sequence[Offer]) -> SendReport:
+        """Send them what this rank offered. Args: offers: of all ranks, on the one that is to call the servers."""
+        from megatron_daro.actor.weights import sends_for_stage
+
+        assert self._shards is not None, "offer_shards comes first"
+        return self._shards.send(plan, offers, digests=sends_for_stage())
+
+    @ray.method(concurrency_group="work")
+    @logs.failures_logged
     def move(self, kinds: Sequence[MemoryKind], away: bool) -> MemoryMove:
         """Move this rank's memory to the host, or back."""
         return self._policy.offload(kinds) if away else self._policy.onload(kinds)
@@ -366,6 +387,8 @@ class TrainWorker:
         """End the collective calls that wait in this process, and those of others that wait for it, with an error."""
         from megatron_daro.actor import parallel
 
+        if (shards := self._shards) is not None:
+            shards.close()
         parallel.abort(self._addresses, self._all_addresses)
 
     @ray.method(concurrency_group="work")
@@ -378,7 +401,9 @@ class TrainWorker:
             self._policy.end_background_work()
         if self._sender is not None:
             self._sender.close()
-        self._policy, self._relays, self._snapshot = None, {}, None
+        if self._shards is not None:
+            self._shards.close()
+        self._policy, self._relays, self._snapshot, self._shards = None, {}, None, None
         self._addresses = self._all_addresses = frozenset()
         parallel.shutdown()
         gc.unfreeze()

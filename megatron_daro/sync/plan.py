@@ -8,18 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    from megatron_daro.sync.shard_layouts import ServerLayout
 
 Post = Callable[[str, str, Mapping[str, Any], float], Awaitable[Any]]
 """(url, path, JSON body, deadline in seconds) -> JSON answer. Raises EngineError."""
 Calls = Callable[[], AbstractAsyncContextManager[Post]]
 """Opens what calls are made through, in one event loop: connections are used again until it is left."""
 
-Transport = Literal["distributed", "tensor", "disk", "actor"]
-"""distributed: one broadcast to all servers; tensor: handles of GPU memory to servers of the same host; disk: files
-that servers read; actor: buckets to Ray actors."""
+Transport = Literal["distributed", "shards", "tensor", "disk", "actor"]
+"""distributed: one broadcast to all servers; shards: each rank's own to those ranks of servers that need them, over
+TCP; tensor: handles of GPU memory to servers of the same host; disk: files that servers read; actor: buckets to Ray
+actors."""
 
 ORIGIN_FILE = "megatron_daro.json"
 """In a directory of files that are the result of a run: {"step": optimizer steps}."""
@@ -60,7 +64,7 @@ class SendPlan:
     of the receivers, such as "bfloat16"; the report then has digests of some tensors. directory: of files, for disk;
     remedy: what to do when they cannot be written, for the message; step: that the files are of, where they are the
     result of a run (see `ORIGIN_FILE`). critic: it is the critic that is sent, not the policy. fp8_blocks: names of the
-    matrices that go as fp8 blocks, with `{layer}` and `{expert}` for numbers.
+    matrices that go as fp8 blocks, with `{layer}` and `{expert}` for numbers. layout: of every server, for shards.
     """
 
     transport: Transport
@@ -73,6 +77,7 @@ class SendPlan:
     step: int | None = None
     critic: bool = False
     fp8_blocks: tuple[str, ...] = ()
+    layout: ServerLayout | None = None
 
     @property
     def world_size(self) -> int:
@@ -110,7 +115,7 @@ class Digest:
 class SendReport:
     """What was sent. digests: of some tensors by HF name. fp8_blocks: HF names of the matrices that went as fp8
     blocks. files: HF name -> (file name, bytes), for disk. failures: receiver -> what went wrong; if there is one, none
-    may be taken to have the new weights."""
+    may be taken to have the new weights, unless they are `apart`: then all others have them."""
 
     num_bytes: int = 0
     num_buckets: int = 0
@@ -119,6 +124,7 @@ class SendReport:
     files: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     failures: Mapping[str, SendFailure] = field(default_factory=dict)
     fp8_blocks: tuple[str, ...] = ()
+    apart: bool = False
 
     def joined(self, other: SendReport) -> SendReport:
         """Both together: those of two pipeline stages."""
@@ -131,6 +137,11 @@ class SendReport:
             {**self.failures, **other.failures},
             self.fp8_blocks + other.fp8_blocks,
         )
+
+    def beside(self, other: SendReport) -> SendReport:
+        """Both together: those of two ranks that sent at the same time."""
+        apart = self.apart and other.apart
+        return replace(self.joined(other), send_s=max(self.send_s, other.send_s), apart=apart)
 
 
 def is_hashed(name: str) -> bool:

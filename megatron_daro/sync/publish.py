@@ -56,7 +56,8 @@ class ReceiverUpdate(Protocol):
         ...
 
     async def blame(self, report: SendReport) -> None:
-        """Give up the receivers whose fault a failed sending is; the others are prepared and sent all again."""
+        """Give up the receivers whose fault a failed sending is; the others are prepared and sent all again, unless
+        failures are apart: then these have everything."""
         ...
 
     async def install(self, report: SendReport) -> None:
@@ -172,6 +173,8 @@ class WeightSync:
             if not report.failures:
                 return report
             await update.blame(report)
+            if report.apart and len(report.failures) < len(plan.targets):
+                return report
         return None
 
     async def _compared(self, update: ReceiverUpdate, report: SendReport) -> Mapping[str, float]:

@@ -16,6 +16,8 @@ SGLang 0.5.23 without quantization, where names are those of `named_parameters()
 * `embed_tokens` and `lm_head`: rows in runs, the vocabulary padded to a multiple of 64, or of 64 x TP where that does
   not divide; SGLang zeroes the padding when it loads, and no weight update touches it
   (layers/vocab_parallel_embedding.py, `VocabParallelEmbedding.__init__` and `weight_loader`).
+* On a CPU the columns of an MLP and of an expert are padded to 32 times the ranks, gate and up each for itself
+  (configs/update_config.py, `adjust_config_with_unaligned_cpu_tp`).
 * With DP attention, attention and the embedding are cut over TP / DP ranks only, and `lm_head` with
   `enable_dp_lm_head`; the rest over all (models/qwen3.py and qwen3_moe.py, `parallel_group="attn_tp"`). The ranks of a
   server: runtime_context.py, `derive_attention_ranks` and `derive_spawn_ranks`.
@@ -91,7 +93,8 @@ class TrainerLayout:
 
     parts: for each pipeline stage the layers of each of its virtual parts (config/check_training.py, `part_layers`).
     expert_tensor: None: 1 with EP > 1, else TP. padded_vocab: rows of the padded vocabulary.
-    fused_norms: parameters have the names of Transformer Engine's layers.
+    fused_norms: parameters have the names of Transformer Engine's layers; grouped_experts: experts have those of
+    grouped ones (None: as fused_norms).
     """
 
     parts: tuple[tuple[range, ...], ...]
@@ -102,6 +105,7 @@ class TrainerLayout:
     expert: int = 1
     expert_tensor: int | None = None
     fused_norms: bool = True
+    grouped_experts: bool | None = None
 
     def __post_init__(self) -> None:
         if self.stage_ranks % (self.expert * self.expert_tensor_size):
@@ -143,13 +147,14 @@ class TrainerLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLayout:
-    """How a server's model lies on its ranks: SGLang's `tp_size`, `ep_size`, `attn_dp_size` (DP attention) and
-    `enable_dp_lm_head`."""
+    """How a server's model lies on its ranks: SGLang's `tp_size`, `ep_size`, `attn_dp_size` (DP attention),
+    `enable_dp_lm_head`, and whether its `device` is a CPU."""
 
     tensor: int = 1
     expert: int = 1
     attention_data: int = 1
     dp_lm_head: bool = False
+    on_cpu: bool = False
 
     @property
     def attention(self) -> int:
@@ -161,7 +166,14 @@ class ServerLayout:
         """Ranks that each expert is cut over."""
         return self.tensor // self.expert
 
+    def columns(self, width: int, ranks: int) -> int:
+        """Return how many columns of an MLP or an expert each of its ranks has room for."""
+        multiple = self.tensor * _CPU_COLUMNS if self.on_cpu else 1
+        return -(-width // multiple) * multiple // ranks
 
+
+_CPU_COLUMNS = 32
+"""DEFAULT_MOE_PADDING_SIZE of configs/update_config.py."""
 _DP_ATTENTION = ("qwen3", "qwen3_moe")
 """Families whose attention SGLang 0.5.23 cuts over the attention's own ranks; llama.py, mixtral.py and qwen2.py have it
 over all ranks of TP (`get_parallel().tp_size`)."""
@@ -177,6 +189,7 @@ _SAME_ORDER: Mapping[str, frozenset[object]] = {
     "quantization": frozenset((None,)),
     "rl_on_policy_target": frozenset((None,)),  # fp32 norms and embeddings (qwen2.py)
     "enable_lora": frozenset((False,)),
+    "speculative_algorithm": frozenset((None,)),  # a draft model has parameters of its own
     "cpu_offload_gb": frozenset((0,)),
     "torchao_config": frozenset(("", None)),
     "weight_cache_mode": frozenset(("off",)),  # refuses weight updates (weight_updater.py)
@@ -204,6 +217,7 @@ def server_layout(shape: ModelShape, arguments: Mapping[str, Any]) -> ServerLayo
         expert=arguments.get("ep_size", 1),
         attention_data=arguments.get("attn_dp_size", 1),
         dp_lm_head=bool(arguments.get("enable_dp_lm_head", False)),
+        on_cpu=arguments.get("device") == "cpu",
     )
     _check(shape, layout)
     return layout
@@ -221,12 +235,13 @@ def _check(shape: ModelShape, layout: ServerLayout) -> None:
         if layout.tensor % size:
             raise refuse(f"tp_size {layout.tensor} and {name} {size}", f"a {name} that divides tp_size")
     ranks, groups = layout.attention, shape.kv_heads
-    if shape.heads % ranks or (groups % ranks and ranks % groups):
+    # On a CPU, heads that do not divide are padded.
+    if shape.heads % ranks or (groups % ranks and (layout.on_cpu or ranks % groups)):
         raise refuse(
             f"{ranks} attention ranks, {shape.heads} heads and {groups} key-value heads",
             "ranks that divide the heads, and that divide or are a multiple of the key-value heads",
         )
-    if shape.expert_layers < shape.layers and shape.ffn % layout.tensor:
+    if shape.expert_layers < shape.layers and shape.ffn % layout.tensor and not layout.on_cpu:
         raise refuse(f"tp_size {layout.tensor} and an MLP of {shape.ffn} columns", "a tp_size that divides it")
     experts = shape.experts
     if experts is None and layout.expert > 1:
@@ -252,7 +267,7 @@ def trainer_parts(shape: ModelShape, layout: TrainerLayout) -> Iterator[HeldPart
     counted = sum(len(layers) for parts in layout.parts for layers in parts)
     if sorted(stage_of) != list(range(shape.layers)) or counted != shape.layers:
         raise ModelError(f"trainer: {counted} layers in {stages} stages, the model has {shape.layers}, once each")
-    rules = [*hf_to_megatron(shape, fused_norms=layout.fused_norms)]
+    rules = [*hf_to_megatron(shape, fused_norms=layout.fused_norms, grouped_experts=layout.grouped_experts)]
     if shape.tie and stages > 1:
         rules.append(output_rule(shape))  # the last stage's copy of the embedding
     for rule in rules:
@@ -326,19 +341,19 @@ def _cut_parts(rule: TensorRule, layout: ServerLayout, rank: int) -> Iterator[Pa
     is_attention = ".self_attn." in rule.hf_names[0]
     size = layout.attention if is_attention else layout.tensor
     place, dim = rank % size, rule.dim
-    ranges = []
+    starts, lengths = [], []
     for source, dims in enumerate(rule.hf_shapes):
         cut, own = size, place
         if rule.kind == "qkv" and source > 0 and rule.groups < size:
             cut, own = rule.groups, place // (size // rule.groups)
-        length = dims[dim] // cut
-        ranges.append(range(own * length, (own + 1) * length))
-    total = sum(map(len, ranges))
+        lengths.append(dims[dim] // cut if is_attention else layout.columns(dims[dim], size))
+        starts.append(own * lengths[-1])
+    total = sum(lengths)
     shape = (rule.hf_shapes[0][0], total) if dim == 1 else (total, *rule.hf_shapes[0][1:])
     parameter, at = _fused_name(rule.hf_names[0]), 0
-    for name, entries in zip(rule.hf_names, ranges, strict=True):
-        yield Part(parameter, shape, name, dim, entries.start, entries.stop, at)
-        at += len(entries)
+    for name, dims, start, length in zip(rule.hf_names, rule.hf_shapes, starts, lengths, strict=True):
+        yield Part(parameter, shape, name, dim, min(start, dims[dim]), min(start + length, dims[dim]), at)
+        at += length
 
 
 def _expert_parts(rule: TensorRule, shape: ModelShape, layout: ServerLayout, rank: int) -> Iterator[Part]:
@@ -347,14 +362,15 @@ def _expert_parts(rule: TensorRule, shape: ModelShape, layout: ServerLayout, ran
     number = shape.experts.number // layout.expert
     if rule.expert // number != own:
         return
-    length, lead = shape.experts.ffn // layout.expert_tensor, (rule.expert % number,)
+    ffn = shape.experts.ffn
+    length, lead = layout.columns(ffn, layout.expert_tensor), (rule.expert % number,)
     prefix = re.sub(rf"\.{rule.expert}\.[a-z0-9_]+\.weight$", ".", rule.hf_names[0])
     down = rule.kind == "columns"
     dims = (number, shape.hidden, length) if down else (number, 2 * length, shape.hidden)
     parameter = prefix + ("w2_weight" if down else "w13_weight")
     for source, name in enumerate(rule.hf_names):
-        start = place * length
-        yield Part(parameter, dims, name, rule.dim, start, start + length, source * length, lead)
+        start, stop = min(place * length, ffn), min((place + 1) * length, ffn)
+        yield Part(parameter, dims, name, rule.dim, start, stop, source * length, lead)
 
 
 def _fused_name(hf_name: str) -> str:

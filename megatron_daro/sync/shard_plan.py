@@ -35,14 +35,16 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """A box of a sender's parameter `source`, to be written into a box of `target` on one rank of one server. The boxes
-    hold as many entries in the same order; that of the target may have a first axis of length 1 more."""
+    """A box of a sender's parameter `source`, to be written into a box of `target` on one rank of one server, where it
+    has the shape `target_shape`. The boxes hold as many entries in the same order; that of the target may have a first
+    axis of length 1 more."""
 
     server: int
     rank: int
     source: str
     source_box: Box
     target: str
+    target_shape: tuple[int, ...]
     target_box: Box
 
     @property
@@ -102,7 +104,8 @@ class _Unit:
         if self.target.dim == 0:
             start, stop, rows = self.start + first, self.start + last, range(0)
         source_box, target_box = source.box(start, stop, rows), self.target.box(start, stop, rows)
-        return Write(server, self.rank, source.parameter, source_box, self.target.parameter, target_box)
+        target = self.target
+        return Write(server, self.rank, source.parameter, source_box, target.parameter, target.shape, target_box)
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 TEMPERATURE, K, TOLERANCE = 0.7, 4, 1e-4
 _ONE_WAY = [pytest.param(*layout, marks=pytest.mark.heavy) for layout in ((2, 1), (1, 2))]
 LAYOUTS = [(1, 1), *_ONE_WAY, (2, 2)]
-MODES = ("distributed", "disk")
+MODES = ("distributed", "shards", "disk")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -108,7 +108,7 @@ def expert_servers(tmp_path_factory):
 
 
 def check_every_sync(servers, tmp_path, model_type, **layout):
-    """Four updates, two by each way: servers and ranks agree after each of them, and did not before."""
+    """Six updates, two by each way: servers and ranks agree after each of them, and did not before."""
     model, urls = servers[0].model, [server.url for server in servers]
     expect = expected(model, model_type=model_type)
 
@@ -118,7 +118,7 @@ def check_every_sync(servers, tmp_path, model_type, **layout):
         try:
             await policy.start()
             for mode in MODES:
-                options = section(sync=mode, bucket_mib=1)
+                options = section(sync=mode, bucket_mib=1, arguments={"device": "cpu"})
                 engine = engine_of(urls, tmp_path, options=options, temperature=TEMPERATURE, expect=expect)
                 async with started(engine):
                     sync = WeightSync(policy, engine)
@@ -139,4 +139,4 @@ def check_every_sync(servers, tmp_path, model_type, **layout):
             placement.close()  # the next test needs the room
 
     asyncio.run(asyncio.wait_for(scenario(), 500))
-    assert [path.name for path in (tmp_path / "sync").iterdir()] == ["version_000003-1"]
+    assert [path.name for path in (tmp_path / "sync").iterdir()] == ["version_000005-1"]

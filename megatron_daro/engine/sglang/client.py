@@ -36,6 +36,7 @@ SYNC_CALLS = {
         "/update_weights_from_distributed",
         "/destroy_weights_update_group",
     ),
+    "shards": ("/update_weights_from_tensor", "/begin_weight_update", "/end_weight_update"),
     "disk": ("/update_weights_from_disk",),
     "tensor": ("/update_weights_from_tensor",),
 }

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang import generation, supervision
 from megatron_daro.engine.sglang.client import SGLangClient, UnreachableError
@@ -38,6 +39,7 @@ from megatron_daro.errors import EngineError, RefusedError, SyncError
 from megatron_daro.rollout.deadlines import first_cause
 from megatron_daro.rollout.environment import TURN
 from megatron_daro.sync.check import ProbeAnswer
+from megatron_daro.sync.shard_layouts import ServerLayout, server_layout
 from megatron_daro.types import GroupRequest, Rollout
 
 
@@ -113,6 +115,12 @@ class _LastServers:
         return request.group_id, request.attempt % TURN, request.indices[0]
 
 
+def layout_of_servers(options: SGLangSection, model_path: Path) -> ServerLayout:
+    """Return how each server has the model on its ranks. Raises ModelError: that is not known."""
+    arguments = {**options.named_arguments, "tp_size": options.tensor_parallel}
+    return server_layout(read_model_shape(model_path), arguments)
+
+
 class SGLangEngine:
     """A fleet of SGLang servers."""
 
@@ -137,6 +145,9 @@ class SGLangEngine:
             run_dir: for logs and weight files.
             temperature: at which the policy's log-probs are computed.
             probe_tokens: prompt of the check after each weight update.
+
+        Raises:
+            ModelError: `sync: shards` with servers whose weights lie in a way that is not known.
         """
         self._options, self._expected, self._answers, self._warn = options, expected, answers, warn
         self._temperature, self._probe_tokens = temperature, tuple(probe_tokens)
@@ -148,9 +159,17 @@ class SGLangEngine:
         )
         self._supervision = Supervision(self.fleet, handles, options, expected, warn=warn, join=self._join)
         sync_dir = options.sync_dir or run_dir / "sync"
-        blocks = supervision.fp8_matrices(expected.model_type) if options.fp8_blocks else ()
-        death_of = self._supervision.death_of
-        self._updates = UpdateContext(self.fleet, options, blocks, sync_dir, self._probe, death_of, self.metrics, warn)
+        self._updates = UpdateContext(
+            self.fleet,
+            options,
+            supervision.fp8_matrices(expected.model_type) if options.fp8_blocks else (),
+            layout_of_servers(options, expected.model_path) if options.sync == "shards" else None,
+            sync_dir,
+            self._probe,
+            self._supervision.death_of,
+            self.metrics,
+            warn,
+        )
         self._memory = SharedMemory(self.fleet, self._supervision, options)
         self._when_back: Callable[[str], Awaitable[None]] | None = None
         self._running: set[Running] = set()

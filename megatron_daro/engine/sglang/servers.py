@@ -24,6 +24,7 @@ from megatron_daro.engine.sglang import watchdog
 from megatron_daro.engine.sglang.command import CPU_SERVER, ServerPart, server_command, server_environment
 from megatron_daro.errors import EngineError
 from megatron_daro.ports import Reservation, reserve_port
+from megatron_daro.sync import in_server
 
 START_TIMEOUT_S = 60.0
 """For the watchdog to start the command; it takes 0.1 s on an idle machine."""
@@ -210,7 +211,8 @@ class LaunchOptions:
     """How one server process is started; plain values, so that they travel to other nodes.
 
     part, parts: which part of a server that is spread over nodes, and of how many; the first one answers requests.
-    maps_memory: it takes weights as handles of memory of the node's other GPUs, and must see these. gpus: those that it
+    maps_memory: it takes weights as handles of memory of the node's other GPUs, and must see these. takes_shards: it
+    takes them from the trainer's ranks, through a loader of ours. gpus: those that it
     shares, as CUDA_VISIBLE_DEVICES has them; None: those that it was given.
     """
 
@@ -224,6 +226,7 @@ class LaunchOptions:
     part: int = 0
     parts: int = 1
     maps_memory: bool = False
+    takes_shards: bool = False
     gpus: str | None = None
 
 
@@ -298,6 +301,10 @@ class ServerProcess:
         self._ports = [reserve_port(self._host), reserve_port(self._host)]
         port, nccl_port = (reservation.port for reservation in self._ports)
         options = self._options
+        arguments, paths = dict(options.arguments), options.env.get("PYTHONPATH", "")
+        if options.takes_shards:
+            arguments["custom_weight_loader"] = [*_listed(arguments.get("custom_weight_loader")), in_server.LOADER]
+            paths = os.pathsep.join(filter(None, [str(in_server.FOLDER), paths]))
         command = server_command(
             options.python,
             model_path=options.model_path,
@@ -306,10 +313,11 @@ class ServerProcess:
             nccl_port=nccl_port,
             tensor_parallel=options.tensor_parallel,
             seed=options.seed,
-            arguments=options.arguments,
+            arguments=arguments,
             part=ServerPart(options.part, options.parts, meeting or self.meeting) if options.parts > 1 else None,
         )
-        env = {**(CPU_SERVER if options.arguments.get("device") == "cpu" else {}), **options.env}
+        env = {**(CPU_SERVER if arguments.get("device") == "cpu" else {}), **options.env}
+        env |= {"PYTHONPATH": paths} if paths else {}
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES") if options.gpus is None else options.gpus
         if options.maps_memory:
             gpus = gpus_with_own_first(gpus)
@@ -341,6 +349,12 @@ class ServerProcess:
         for reservation in self._ports:
             reservation.close()
         self._ports = []
+
+
+def _listed(value: object) -> list[object]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 class LocalServer:

@@ -48,6 +48,8 @@ from megatron_daro.families import families
 
 _FP8_OLDEST_SGLANG = (0, 5, 23)
 """The first version that is known to tell which of its matrices are blocks."""
+_SHARDS_SGLANG = (0, 5, 23)
+"""The version whose parameters sync/shard_layouts.py describes."""
 FP8_MANIFEST_CALL: Mapping[str, Any] = {"action": "checksum", "skip_tensor_list": ["."]}
 """Body of /weights_checker whose answer names the quantized matrices alone."""
 _ROLES = ("qkv", "attention_output", "gate_up", "down", "expert_gate_up", "expert_down")
@@ -370,6 +372,8 @@ class Supervision:
         problems = _version_problems(facts, calls) + _length_problems(facts, self._expected)
         if self._options.fp8_blocks:
             problems += _block_problems(facts)
+        if self._options.sync == "shards":
+            problems += _shard_problems(facts)
         model_type = (await server.client.model_info(timeout_s=_CALL_S)).get("model_type")
         if model_type and model_type != self._expected.model_type:
             problems.append(
@@ -493,6 +497,16 @@ def _block_problems(facts: ServerFacts) -> list[str]:
         arguments = " ".join(f"--{name.replace('_', '-')} '{v}'" for name, v in fp8_arguments().items())
         return [f"it does not wait for fp8 blocks; allowed: a server started with {arguments}"]
     return []
+
+
+def _shard_problems(facts: ServerFacts) -> list[str]:
+    if version_number(facts.version) == _SHARDS_SGLANG:
+        return []
+    allowed = ".".join(map(str, _SHARDS_SGLANG))
+    return [
+        f"where SGLang {facts.version} keeps its weights is not known; allowed with engine.sglang.sync shards: "
+        f"{allowed}; install it, or set engine.sglang.sync=distributed"
+    ]
 
 
 def _length_problems(facts: ServerFacts, expected: Expected) -> list[str]:

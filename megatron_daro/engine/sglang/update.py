@@ -4,8 +4,9 @@ WeightSync runs one at a time, step by step; the policy's ranks send in between.
 begin, (send,) end, flush the cache, compare which matrices are fp8 blocks (of a new server), compare checksums, set the
 version, continue, probe. A server that shares GPUs with the trainer takes the memory of its weights before all of it,
 and that of its cache before it continues. A server that fails a phase leaves the update and is fenced; if sending
-fails, which breaks the group for all, the guilty ones are fenced and the others get everything again from the
-beginning. It never lets a server serve with weights that are mixed or unknown.
+fails, which breaks a broadcast's group for all, the guilty ones are fenced and the others get everything again from
+the beginning; from shards to shards the others have everything and go on. It never lets a server serve with weights
+that are mixed or unknown.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import shutil
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from megatron_daro.config.sections import CPU_BUCKET_MIB, GPU_BUCKET_MIB, SGLangSection
 from megatron_daro.engine.sglang import supervision
@@ -26,6 +27,9 @@ from megatron_daro.engine.sglang.supervision import MemoryTag, resume
 from megatron_daro.errors import EngineError, LostReceiversError, RefusedError, SyncError
 from megatron_daro.sync.check import ProbeAnswer
 from megatron_daro.sync.plan import Digest, SendPlan, SendReport, Target, is_hashed
+
+if TYPE_CHECKING:
+    from megatron_daro.sync.shard_layouts import ServerLayout
 
 _ALIVE_S = 5.0
 # Longest time in which a server does what is still queued on its GPUs, which is at most the loading of one bucket.
@@ -45,15 +49,16 @@ class Probe(Protocol):
 class UpdateContext:
     """What the updates of one fleet have in common.
 
-    fp8_blocks: names of the matrices that are sent so, with `{layer}` and `{expert}` for numbers. sync_dir: where files
-    are written. probe: asks a server. death_of: why the process of one that cannot be reached is gone. metrics: of the
-    engine. warn: tells a person. written: directories of files, oldest first. checksums: of each server, with the
-    digests of what it had been sent.
+    fp8_blocks: names of the matrices that are sent so, with `{layer}` and `{expert}` for numbers. layout: of a server,
+    for `sync: shards`. sync_dir: where files are written. probe: asks a server. death_of: why the process of one that
+    cannot be reached is gone. metrics: of the engine. warn: tells a person. written: directories of files, oldest
+    first. checksums: of each server, with the digests of what it had been sent.
     """
 
     fleet: Fleet
     options: SGLangSection
     fp8_blocks: tuple[str, ...]
+    layout: ServerLayout | None
     sync_dir: Path
     probe: Probe
     death_of: Callable[[Server], Awaitable[str]]
@@ -107,11 +112,15 @@ class ServerUpdate:
             directory=self._directory,
             remedy="free space, or set engine.sglang.sync_dir",
             fp8_blocks=self._context.fp8_blocks,
+            layout=self._context.layout,
         )
 
     async def blame(self, report: SendReport) -> None:
         """Fences those whose fault a failed sending is, and those that cannot take part in another. All others only
-        saw the group end."""
+        saw the group end; from shards to shards they have everything."""
+        if report.apart:
+            await self._fence_each(report)
+            return
 
         async def judge(server: Server) -> None:
             failure = report.failures.get(server.name)
@@ -131,6 +140,14 @@ class ServerUpdate:
         self._context.warn(f"a weight update failed while sending ({all_said}); {again}")
         for server in self._taking_part():
             server.reason = f"weight update, send: {report.failures.get(server.name, 'the group ended')}"
+
+    async def _fence_each(self, report: SendReport) -> None:
+        """Fence those that lack something."""
+        failed = [server for server in self._taking_part() if server.name in report.failures]
+        failures = [report.failures[server.name] for server in failed]
+        await asyncio.gather(
+            *(self._fence(s, "send", f, may_be_dead=f.kind != "refused") for s, f in zip(failed, failures, strict=True))
+        )
 
     async def install(self, report: SendReport) -> None:
         """Everything after the weights arrived, up to the first request."""

@@ -1,0 +1,107 @@
+"""A rank's part in a sync from shards to shards: its layout and parameters -> the plan's writes -> sync/shard_tcp.py.
+
+The plan is made on each rank by itself, from layouts alone, and kept for as long as as many servers take part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from megatron_daro.config.actor import ActorSection
+from megatron_daro.config.check_training import part_layers
+from megatron_daro.config.model_shape import ModelShape
+from megatron_daro.errors import ModelError
+from megatron_daro.sync.plan import Calls, Digest, SendPlan, SendReport
+from megatron_daro.sync.send import noted
+from megatron_daro.sync.shard_layouts import TrainerLayout
+from megatron_daro.sync.shard_plan import ShardPlan, Write
+from megatron_daro.sync.shard_tcp import Offer, ShardSender
+
+if TYPE_CHECKING:
+    from megatron_daro.actor.policy import MegatronPolicy
+
+
+class ShardExport:
+    """What one rank holds, to be sent to servers. `close` it with the policy."""
+
+    def __init__(self, policy: MegatronPolicy, actor: ActorSection, rank: int, host: str, calls: Calls) -> None:
+        """Send nothing.
+
+        Args:
+            policy: of this rank. actor: with the sizes that the policy has now. rank: of all of the policy.
+            host: address of this rank as servers reach it. calls: to servers.
+        """
+        self._policy, self._actor, self._rank = policy, actor, rank
+        self._sender = ShardSender(host, calls)
+        self._planned: tuple[object, int] | None = None
+        self._writes: list[Write] = []
+
+    def offer(self, plan: SendPlan) -> Offer:
+        """Begin to listen for the servers' ranks. Raises ModelError: there is no plan between the two layouts."""
+        assert plan.layout is not None, "a plan of shards has the servers' layout"
+        wanted = plan.layout, len(plan.targets)
+        if self._planned != wanted:
+            layout = self._trainer_layout()
+            shards = ShardPlan(self._policy.shape, layout, plan.layout, len(plan.targets))
+            self._writes, self._planned = list(shards.writes(self._rank)), wanted
+        return self._sender.offer(self._writes)
+
+    def send(self, plan: SendPlan, offers: Sequence[Offer], *, digests: bool) -> SendReport:
+        """Serve them all.
+
+        Args:
+            plan: as offered. offers: of all ranks, on the rank that calls servers. digests: report those of tensors
+                that this rank has whole.
+        """
+        shards = self._policy.shards()
+        taken: dict[str, Digest] = {}
+        if digests and plan.digest_dtype:
+            uncut = self._actor.tensor_parallel == 1
+            whole = [(local.rule.hf_names[0], v) for local, v in shards if uncut or not local.rule.is_cut]
+            for _ in noted(whole, plan.digest_dtype, taken):
+                pass
+        tensors: dict[str, Tensor] = {local.rule.megatron_name: values for local, values in shards}
+        return replace(self._sender.send(tensors, plan, offers), digests=taken)
+
+    def close(self) -> None:
+        """End what is being sent. May be called twice, from any thread."""
+        self._sender.close()
+
+    def _trainer_layout(self) -> TrainerLayout:
+        names = [local.rule.megatron_name for local, _ in self._policy.shards()]
+        return trainer_layout(
+            self._policy.shape,
+            self._actor,
+            fused_norms=any(name.endswith("layer_norm_weight") for name in names),
+            grouped_experts=any(".mlp.experts.linear_fc" in name for name in names),
+        )
+
+
+def trainer_layout(
+    shape: ModelShape, actor: ActorSection, *, fused_norms: bool, grouped_experts: bool
+) -> TrainerLayout:
+    """Return how the policy of these sizes lies on its ranks. Raises ModelError: Megatron-core alone knows."""
+    from megatron_daro.actor.model import padded_vocabulary
+
+    stages, virtual = actor.pipeline_parallel, actor.virtual_pipeline_parallel or 1
+    parts = part_layers(shape.layers, stages, virtual, actor.megatron)
+    if parts is None:
+        raise ModelError(
+            f"shard-to-shard sync: which of {shape.layers} layers are on which of {stages} stages of {virtual} parts "
+            "is not known with these actor.megatron options; set engine.sglang.sync=distributed"
+        )
+    return TrainerLayout(
+        parts=tuple(map(tuple, parts)),
+        padded_vocab=padded_vocabulary(shape.vocab, actor.tensor_parallel),
+        tensor=actor.tensor_parallel,
+        context=actor.context_parallel,
+        data=actor.data_parallel,
+        expert=actor.expert_parallel,
+        expert_tensor=actor.expert_tensor_parallel,
+        fused_norms=fused_norms,
+        grouped_experts=grouped_experts,
+    )

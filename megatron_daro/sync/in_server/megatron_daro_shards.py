@@ -1,0 +1,183 @@
+"""Runs inside SGLang: a rank of a server takes its weights from the trainer's ranks, straight into its parameters.
+
+A server is started with `--custom-weight-loader megatron_daro_shards.receive` and this folder in its PYTHONPATH. Then
+/update_weights_from_tensor with that load_format calls `receive` on each of its ranks, between /begin_weight_update
+and /end_weight_update. The first tensor's name is the request: JSON with `senders`, each [host, port, key], `server`
+and `rank` of this receiver, `entries` that it must get in all, and `timeout_s` without progress.
+
+On each connection (frames are JSON after four bytes of length, big-endian):
+
+    receiver: {"key", "server", "rank"}
+    sender:   {"pieces": [[parameter, its shape, offset, shape, dtype], ...]}      or {"error"}
+    receiver: {}                                                        or {"error", "refused"}
+    sender:   the bytes of all pieces, one after the other, then {"crc32"} of what pieces says and of them
+    receiver: {} once it has everything from everyone                   or {"error", "refused"}
+
+A receiver that fails tells all its senders. Nothing is raised: SGLang's scheduler would end with it, since nothing
+around its call of a loader catches (0.5.23, managers/scheduler_components/weight_updater.py,
+`update_weights_from_tensor`); so its answer to the request says nothing, and the senders' reports count. The standard
+library and torch are all that is used: the interpreter is the server's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import socket
+import struct
+import threading
+import zlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+LONGEST_FRAME = 2**28
+_LENGTH = struct.Struct(">I")
+# Connections that are read at once: each has a buffer of a piece.
+_AT_ONCE = 8
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+
+
+def receive(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Fill the model's parameters with what the senders of the request have for this rank. Raises nothing."""
+    try:
+        _Receipt(dict(model.named_parameters()), json.loads(named_tensors[0][0])).take()
+    except Exception:
+        logger.exception("weights from shards: the request could not be read")
+
+
+class RefusedPieceError(Exception):
+    """This server has no such place."""
+
+
+class _Receipt:
+    """One update of one rank."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], request: Mapping[str, Any]) -> None:
+        self._parameters, self._request = parameters, request
+        self._turn = threading.Semaphore(_AT_ONCE)
+        self._lock = threading.Lock()
+        self._open: dict[str, socket.socket] = {}
+        self._failure: Exception | None = None
+        self._entries = 0
+
+    def take(self) -> None:
+        """Read all senders, and tell all how it ended."""
+        senders = self._request["senders"]
+        with ThreadPoolExecutor(max(1, len(senders)), thread_name_prefix="shards") as pool:
+            list(pool.map(self._read, senders))
+            if self._failure is None and self._entries != self._request["entries"]:
+                got = f"{self._entries} entries of {self._request['entries']}"
+                self._failure = RefusedPieceError(f"{got}: the senders had different plans")
+            if self._failure is not None:
+                logger.error("weights from shards: %s", self._failure)
+            list(pool.map(self._tell, list(self._open.values())))
+
+    def _read(self, sender: Sequence[Any]) -> None:
+        host, port, key = sender
+        name = f"{host}:{port}"
+        try:
+            connection = socket.create_connection((host, port), self._request["timeout_s"])
+            with self._lock:
+                self._open[name] = connection
+            hello = {"key": key, "server": self._request["server"], "rank": self._request["rank"]}
+            send_frame(connection, hello)
+            manifest = read_frame(connection)
+            if "error" in manifest:
+                raise ConnectionError(manifest["error"])
+            self._check(manifest["pieces"])
+            send_frame(connection, {})
+            with self._turn:
+                if self._failure is None:
+                    self._copy(connection, manifest["pieces"])
+        except Exception as error:  # handed to all senders
+            self._fail(name, error)
+
+    def _fail(self, name: str, error: Exception) -> None:
+        """Keep the first failure, and end the waiting of the other threads."""
+        with self._lock:
+            if self._failure is not None:
+                return
+            refused = isinstance(error, RefusedPieceError)
+            self._failure = error if refused else ConnectionError(f"from {name}: {type(error).__name__}: {error}")
+            for connection in self._open.values():
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RD)
+
+    def _check(self, pieces: Sequence[Any]) -> None:
+        for name, whole, offset, shape, dtype in pieces:
+            parameter = self._parameters.get(name)
+            place = "is none here" if parameter is None else f"is {tuple(parameter.shape)} here"
+            if parameter is None or list(parameter.shape) != whole or dtype not in _DTYPES:
+                raise RefusedPieceError(f"{name}, planned as {tuple(whole)} and sent in {dtype}, {place}")
+            if any(o < 0 or o + n > length for o, n, length in zip(offset, shape, whole, strict=True)):
+                raise RefusedPieceError(f"{name}: got {tuple(shape)} at {tuple(offset)}, which {place}")
+
+    def _copy(self, connection: socket.socket, pieces: Sequence[Any]) -> None:
+        """Read the bytes into their places."""
+        longest = max((math.prod(shape) * _DTYPES[dtype].itemsize for *_, shape, dtype in pieces), default=0)
+        on_gpu = any(parameter.is_cuda for parameter in self._parameters.values())
+        buffer = torch.empty(longest, dtype=torch.uint8, pin_memory=on_gpu)
+        window, checksum, entries = memoryview(buffer.numpy().data), checksum_of(pieces), 0
+        for name, _, offset, shape, dtype in pieces:
+            count = math.prod(shape)
+            size = count * _DTYPES[dtype].itemsize
+            read_exactly(connection, window[:size])
+            checksum = zlib.crc32(window[:size], checksum)
+            entries += count
+            box = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+            with torch.inference_mode():
+                self._parameters[name][box].copy_(buffer[:size].view(_DTYPES[dtype]).view(shape))
+        sent = read_frame(connection)["crc32"]
+        if sent != checksum:
+            raise ConnectionError(f"the bytes that arrived are not those that were sent (crc32 {checksum}, not {sent})")
+        with self._lock:
+            self._entries += entries
+
+    def _tell(self, connection: socket.socket) -> None:
+        """Send the end. What was not read then resets the connection, which the sender finds behind the answer."""
+        failure = self._failure
+        answer = {"error": str(failure), "refused": isinstance(failure, RefusedPieceError)} if failure else {}
+        with contextlib.suppress(OSError), connection:
+            send_frame(connection, answer)
+
+
+def checksum_of(pieces: Sequence[Any]) -> int:
+    """Return the crc32 of a list of pieces: that of their bytes goes on from it."""
+    return zlib.crc32(json.dumps(pieces).encode())
+
+
+def send_frame(connection: socket.socket, content: Mapping[str, Any]) -> None:
+    """Send an object as JSON."""
+    data = json.dumps(content).encode()
+    connection.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def read_frame(connection: socket.socket) -> dict[str, Any]:
+    """Return the next object. Raises OSError: the connection ended; ValueError: it is none."""
+    header = bytearray(_LENGTH.size)
+    read_exactly(connection, memoryview(header))
+    (length,) = _LENGTH.unpack(header)
+    if length > LONGEST_FRAME:
+        raise ValueError(f"a frame of {length} bytes; allowed: {LONGEST_FRAME}")
+    data = bytearray(length)
+    read_exactly(connection, memoryview(data))
+    content = json.loads(data)
+    if not isinstance(content, dict):
+        raise ValueError(f"a frame that is no object: {content!r:.80}")
+    return content
+
+
+def read_exactly(connection: socket.socket, into: memoryview) -> None:
+    """Fill the buffer. Raises OSError: the connection ended, or nothing came for as long as its time limit is."""
+    while into:
+        count = connection.recv_into(into)
+        if not count:
+            raise ConnectionError("the connection was closed in the middle")
+        into = into[count:]
