@@ -123,7 +123,7 @@ SERVER_ENVIRONMENT = {
 class PooledServer:
     """One server process; after `kill` and `start` it is at the same address, with the weights of its files."""
 
-    def __init__(self, model: Path, log: Path, seed: int, **arguments: Any) -> None:
+    def __init__(self, model: Path, log: Path, seed: int, tensor_parallel: int = 1, **arguments: Any) -> None:
         """arguments: of the server, beside those of every test."""
         self.model, self.log = model, log
         self._python = required_environment() / "bin" / "python"
@@ -136,7 +136,7 @@ class PooledServer:
             host=HOST,
             port=port,
             nccl_port=nccl_port,
-            tensor_parallel=1,
+            tensor_parallel=tensor_parallel,
             seed=seed,
             arguments={
                 "dtype": "float32",
@@ -146,6 +146,10 @@ class PooledServer:
                 **arguments,
             },
         )
+        cores = "|".join(
+            map(str, range(tensor_parallel))
+        )  # without them it wants a NUMA node for each of several ranks
+        self._env = SERVER_ENVIRONMENT | ({"SGLANG_CPU_OMP_THREADS_BIND": cores} if tensor_parallel > 1 else {})
         self._process: ManagedProcess | None = None
         self._served = False
 
@@ -154,7 +158,7 @@ class PooledServer:
         if self._process is None or self._process.poll() is not None:
             self._served = False
             self._process = ManagedProcess(
-                self._command, host=HOST, env=SERVER_ENVIRONMENT, log_path=self.log, python=self._python
+                self._command, host=HOST, env=self._env, log_path=self.log, python=self._python
             )
             self._process.start()
 

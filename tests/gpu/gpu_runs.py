@@ -34,6 +34,7 @@ def ten_steps(
     fp8_blocks: bool = False,
     harm: Harm = "",
     in_broadcast: bool = False,
+    shards: bool = False,
 ) -> Outcome:
     """Ten steps with servers: the largest mean difference of a step between log-probs of server and trainer. It fails
     where a step is missing, a sync sends nothing, or a server that was harmed on the way, some while they take weights,
@@ -59,6 +60,7 @@ def ten_steps(
     sections = _sections(on_gpu, servers, colocate=colocate)
     sections["actor"] |= {"tensor_parallel": tensor, "pipeline_parallel": pipeline}
     sections["engine"]["sglang"] |= {"fp8_blocks": fp8_blocks} | ({"bucket_mib": 1} if in_broadcast else {})
+    sections["engine"]["sglang"] |= {"sync": "shards"} if shards else {}
     config = task.write_config(directory / "run.yaml", sections)
     with cli_runs.started(["train", config, f"trainer.run_dir={run_dir}"], directory / "log") as run:
         if harm:

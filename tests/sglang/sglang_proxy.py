@@ -8,18 +8,22 @@ from collections.abc import Callable
 import aiohttp
 from aiohttp import web
 from loopback_server import cut_off, listen, pass_on, passing_session
+from sglang_pool import ManagedServer, PooledServer
 
 Rule = Callable[[str], str]
-"""Path of a request -> "" (passes), "500", "reset" (before the server sees it), "reset_answer" (after it answered)."""
+"""Path of a request -> "" (passes), "500", "reset" (before the server sees it), "reset_answer" (after it answered),
+"pretend" (told to have succeeded; the server never sees it)."""
 
 
 class Proxy:
-    """Use as an async context manager. url: where it listens; rule: looked at for every request; done: what it did."""
+    """Use as an async context manager. url: where it listens; rule: looked at for every request; done: what it did;
+    seen: requests by path."""
 
     def __init__(self, target: str) -> None:
         self.target, self.url = target, ""
         self.rule: Rule = lambda path: ""
         self.done: Counter[str] = Counter()
+        self.seen: Counter[str] = Counter()
 
     async def __aenter__(self) -> Proxy:
         self._session = passing_session()
@@ -34,8 +38,11 @@ class Proxy:
         body = await request.read()
         action = self.rule(request.path)
         self.done[action] += 1
+        self.seen[request.path] += 1
         if action == "500":
             return web.json_response({"error": {"message": "the proxy was told to"}}, status=500)
+        if action == "pretend":
+            return web.json_response({"success": True, "message": "Success"})
         if action == "reset":
             return cut_off(request)
         try:
@@ -43,3 +50,16 @@ class Proxy:
         except aiohttp.ClientError:
             return cut_off(request)
         return cut_off(request) if action == "reset_answer" else answer
+
+
+class ProxiedServer(ManagedServer):
+    """A server of the pool that the engine may start again, behind a proxy."""
+
+    def __init__(self, server: PooledServer, proxy: Proxy) -> None:
+        super().__init__(server)
+        self._proxy = proxy
+
+    async def launch(self) -> str:
+        """Return the proxy's address."""
+        await super().launch()
+        return self._proxy.url

@@ -15,7 +15,6 @@ import psutil
 import pytest
 from sglang_pool import (
     VOCAB,
-    ManagedServer,
     collect,
     engine_of,
     expected,
@@ -26,7 +25,7 @@ from sglang_pool import (
     started,
     worst_difference,
 )
-from sglang_proxy import Proxy
+from sglang_proxy import ProxiedServer, Proxy
 from transformers import AutoModelForCausalLM
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -132,18 +131,6 @@ def test_a_server_that_stops_making_tokens_is_given_up_and_its_groups_are_answer
             assert worst_difference(models[0], await collect(engine, wanted)) <= TOLERANCE
 
     run(scenario())
-
-
-class ProxiedServer(ManagedServer):
-    """A server of the pool that the engine may start again, behind a proxy."""
-
-    def __init__(self, server, proxy):
-        super().__init__(server)
-        self._proxy = proxy
-
-    async def launch(self):
-        await super().launch()
-        return self._proxy.url
 
 
 def test_a_kill_in_the_middle_of_a_broadcast_leaves_a_server_with_all_of_the_new_weights(pool, models, tmp_path):

@@ -107,8 +107,23 @@ def expert_servers(tmp_path_factory):
             server.close()
 
 
-def check_every_sync(servers, tmp_path, model_type, **layout):
-    """Six updates, two by each way: servers and ranks agree after each of them, and did not before."""
+@pytest.mark.heavy
+def test_shards_find_their_places_on_both_ranks_of_a_server(tmp_path):
+    """Of the MLP's 48 columns, padded to 64, the second rank has 16 and room for 32."""
+    directory = tmp_path / "servers"
+    save_policy(directory / "model", 0)
+    servers = [PooledServer(directory / "model", directory / "server.log", seed=0, tensor_parallel=2)]
+    try:
+        servers[0].start()
+        servers[0].wait()
+        layout = {"tensor_parallel": 1, "pipeline_parallel": 2, "data_parallel": 2}
+        check_every_sync(servers, tmp_path, "qwen2", ("shards", "disk"), 2, **layout)
+    finally:
+        servers[0].close()
+
+
+def check_every_sync(servers, tmp_path, model_type, modes=MODES, tensor_parallel_of_servers=1, **layout):
+    """Two updates by each way: servers and ranks agree after each of them, and did not before."""
     model, urls = servers[0].model, [server.url for server in servers]
     expect = expected(model, model_type=model_type)
 
@@ -117,9 +132,14 @@ def check_every_sync(servers, tmp_path, model_type, **layout):
         version, earlier = 0, None
         try:
             await policy.start()
-            for mode in MODES:
-                options = section(sync=mode, bucket_mib=1, arguments={"device": "cpu"})
-                engine = engine_of(urls, tmp_path, options=options, temperature=TEMPERATURE, expect=expect)
+            for mode in modes:
+                own = section(
+                    sync=mode,
+                    bucket_mib=1,
+                    arguments={"device": "cpu"},
+                    tensor_parallel=tensor_parallel_of_servers,
+                )
+                engine = engine_of(urls, tmp_path, options=own, temperature=TEMPERATURE, expect=expect)
                 async with started(engine):
                     sync = WeightSync(policy, engine)
                     for _ in range(2):
@@ -127,7 +147,7 @@ def check_every_sync(servers, tmp_path, model_type, **layout):
                             version += 1
                             assert not (await policy.train(batch_of(earlier), version)).skipped
                         metrics = await sync.publish(version)
-                        assert (metrics["sync/servers"], metrics["engine/fenced"]) == (2, 0)
+                        assert (metrics["sync/servers"], metrics["engine/fenced"]) == (len(servers), 0)
                         rollouts = await sampled(engine)
                         assert {r.weight_version for r in rollouts} == {version}
                         assert await worst_difference(policy, rollouts) <= TOLERANCE, (mode, version)
@@ -139,4 +159,5 @@ def check_every_sync(servers, tmp_path, model_type, **layout):
             placement.close()  # the next test needs the room
 
     asyncio.run(asyncio.wait_for(scenario(), 500))
-    assert [path.name for path in (tmp_path / "sync").iterdir()] == ["version_000005-1"]
+    last = f"version_{2 * len(modes) - 1:06d}-1"
+    assert [path.name for path in (tmp_path / "sync").iterdir()] == [last]

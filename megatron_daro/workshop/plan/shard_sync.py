@@ -1,7 +1,7 @@
 """What a weight sync from shards to shards would move: layouts -> table.
 
 Bytes are those of sync/shard_plan.py, exact. Seconds are the busiest rank's bytes over its share of the network: a
-floor without latencies, since no run has such a sync yet.
+floor without latencies, which TCP (`engine.sglang.sync: shards`) may not reach.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _row(name: str, sizes: _Sizes, config: Config, shape: ModelShape, gpu: Gpu) 
 def sync_table(rows: Iterable[SyncRow]) -> Table:
     """Return the rows for people."""
     title = (
-        "Weights from shards to shards (no run syncs so yet): bytes of one sync, and the least seconds on the network"
+        "Weights from shards to shards (engine.sglang.sync=shards): bytes of one sync, the least seconds on the network"
     )
     table = Table(title=title, title_justify="left", title_style="")
     for name in ("", "TP PP VPP CP DP EP to servers", "senders", "GB each", "busiest / mean", "least possible"):

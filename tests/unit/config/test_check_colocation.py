@@ -31,6 +31,7 @@ def test_every_gpu_of_a_node_has_a_rank_and_a_servers_rank(run_files):
     ("overrides", "field", "words"),
     [
         (["engine.sglang.sync=distributed"], "engine.sglang.sync", "NCCL takes no two processes of one GPU"),
+        (["engine.sglang.sync=shards"], "engine.sglang.sync", "got shards with engine.colocate"),
         (["rollout.max_staleness=1"], "rollout.max_staleness", "nothing is generated while a batch is trained"),
         (["trainer.replace_lost_ranks=true"], "trainer.replace_lost_ranks", "a GPU that servers have"),
         (["engine.replicas=2"], "engine.replicas", "got 2 x 2 GPUs, with 8 ranks"),

@@ -148,6 +148,16 @@ def test_a_good_run_passes_every_check_without_warnings(run_files, cpu):
         (["engine.sglang.arguments={dtype: float32}"], "engine.sglang", "got arguments with engine.kind embedded"),
         ([*SGLANG, "engine.sglang.python=p"], "engine.sglang.urls", "and python for servers to be started"),
         ([*SGLANG, "engine.sglang.sync=tensor"], "engine.sglang.sync", "got tensor"),
+        (
+            [*SGLANG, "engine.sglang.sync=shards", "engine.sglang.urls=['http://h:1']"],
+            "engine.sglang.sync",
+            "shards with servers that run already",
+        ),
+        (
+            [*SGLANG, "engine.sglang.sync=shards", "engine.sglang.fp8_blocks=true"],
+            "engine.sglang.sync",
+            "shards with fp8 blocks",
+        ),
         ([*SGLANG, "engine.sglang.sync_dir=d"], "engine.sglang.sync_dir", "only with sync disk"),
         (["reward.correct_reward=-1"], "reward.correct_reward", "got -1 with incorrect_reward 0"),
         (["actor.optimizer.warmup_steps=101"], "actor.optimizer.warmup_steps", "the run has 100 optimizer steps"),

@@ -1,0 +1,171 @@
+"""Weights from shards to shards into real servers that are harmed on the way: each fails alone, and comes back.
+
+The sender is one rank of a trainer without a model: its parameters are made of a transformers model's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import threading
+from dataclasses import replace
+
+import psutil
+import pytest
+from sglang_pool import (
+    HOST,
+    VOCAB,
+    ModelWeights,
+    collect,
+    engine_of,
+    expected,
+    group,
+    named_weights,
+    save_policy,
+    section,
+    started,
+    worst_difference,
+)
+from sglang_proxy import ProxiedServer, Proxy
+from transformers import AutoModelForCausalLM
+
+from megatron_daro.config.model_shape import read_model_shape
+from megatron_daro.convert.mapping import hf_to_megatron, shard
+from megatron_daro.engine.sglang.client import calls_to_servers
+from megatron_daro.sync import shard_tcp
+from megatron_daro.sync.publish import WeightSync
+from megatron_daro.sync.shard_layouts import TrainerLayout
+from megatron_daro.sync.shard_plan import ShardPlan
+from megatron_daro.sync.shard_tcp import ShardSender
+
+pytestmark = [pytest.mark.slow, pytest.mark.heavy, pytest.mark.timeout(1200)]
+
+TOLERANCE, LIMIT_S = 1e-4, 500
+CALL = "/update_weights_from_tensor"
+
+
+class ShardedWeights(ModelWeights):
+    """The one rank."""
+
+    def __init__(self, model, directory):
+        super().__init__(model)
+        self._shape = read_model_shape(directory)
+        self._shards = ShardSender(HOST, calls_to_servers)
+
+    async def export(self, plan):
+        layout = TrainerLayout(parts=((range(self._shape.layers),),), padded_vocab=64, fused_norms=False)
+        writes = ShardPlan(self._shape, layout, plan.layout, len(plan.targets)).writes(0)
+        offer, named = self._shards.offer(writes), dict(named_weights(self.model))
+        held = {
+            rule.megatron_name: shard(rule, named, 0, 1, padded_vocab=64 if rule.kind == "vocab" else None)
+            for rule in hf_to_megatron(self._shape)
+        }
+        report = await asyncio.to_thread(self._shards.send, held, plan, [offer])
+        return replace(report, digests=self.digests(plan))
+
+
+@pytest.fixture(scope="module")
+def models(pool, tmp_path_factory):
+    """(model the servers were started with, another one of the same shapes)."""
+    directory = pool.up()[0].model
+    return AutoModelForCausalLM.from_pretrained(directory), save_policy(tmp_path_factory.mktemp("other"), 1)
+
+
+def scheduler_of(server):
+    (found,) = [
+        child
+        for child in psutil.Process(server.pid).children(recursive=True)
+        if any("scheduler" in word for word in child.cmdline())
+    ]
+    return found
+
+
+@contextlib.contextmanager
+def woken(process):
+    """A process that may be stopped goes on at the end, if it is there."""
+    yield
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGCONT)
+
+
+def in_the_middle(monkeypatch, harm):
+    """Have `harm` called before the fourth piece for the first server, once."""
+    of_thread, pieces = threading.local(), itertools.count(1)
+    stream, speaks = shard_tcp._Serving._stream, shard_tcp._speaks
+
+    def streaming(self, connection, writes):
+        of_thread.server = writes[0].server
+        return stream(self, connection, writes)
+
+    def speaking(connection):
+        if of_thread.server == 0 and next(pieces) == 4:
+            harm()
+        return speaks(connection)
+
+    monkeypatch.setattr(shard_tcp._Serving, "_stream", streaming)
+    monkeypatch.setattr(shard_tcp, "_speaks", speaking)
+    return pieces
+
+
+def one_wrong_checksum(monkeypatch):
+    right, calls = shard_tcp.zlib.crc32, itertools.count(1)
+    monkeypatch.setattr(shard_tcp, "zlib", type("", (), {"crc32": lambda *a: right(*a) ^ (next(calls) == 3)}))
+
+
+KINDS = {
+    "killed": "",
+    "frozen": "timed out",
+    "500": "status 500",
+    "pretend": "it did not connect",
+    "bit": "not those that were sent (crc32",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_server_that_is_harmed_while_shards_arrive_fails_alone(pool, models, tmp_path, monkeypatch, kind):
+    victim, survivor = pool.up()
+    wanted = [group(i, length=1 + i) for i in range(8)]
+    options = section(sync="shards", sync_timeout_s=15, arguments={"device": "cpu"})
+
+    async def scenario(stack):
+        proxy, witness = [await stack.enter_async_context(Proxy(server.url)) for server in (victim, survivor)]
+        handles = [ProxiedServer(victim, proxy), ProxiedServer(survivor, witness)]
+        expect = expected(victim.model, vocabulary=VOCAB)
+        engine = await stack.enter_async_context(started(engine_of(handles, tmp_path, expect=expect, options=options)))
+        weights = ShardedWeights(models[0], victim.model)
+        sync = WeightSync(weights, engine)
+        assert (await sync.publish(1))["sync/servers"] == 2
+        opened, calls = witness.seen[CALL], itertools.count(1)
+        if kind == "killed":
+            in_the_middle(monkeypatch, victim.kill)
+        elif kind == "frozen":
+            frozen = scheduler_of(victim)
+            in_the_middle(monkeypatch, lambda: os.kill(frozen.pid, signal.SIGSTOP))
+            stack.enter_context(woken(frozen))
+        elif kind == "bit":
+            one_wrong_checksum(monkeypatch)
+        else:
+            proxy.rule = lambda path: kind if path == CALL and next(calls) == 1 else ""
+        weights.model = models[1]
+        metrics = await sync.publish(2)
+        assert (metrics["sync/servers"], metrics["engine/fenced"]) == (1, 1)
+        harmed, serving = sorted(engine.fleet.servers, key=lambda server: server.state == "serving")
+        assert (serving.state, serving.version) == ("serving", 2)
+        assert KINDS[kind] in harmed.reason
+        assert witness.seen[CALL] == opened + 1, "what had everything was sent everything again"
+        rollouts = await collect(engine, wanted)
+        assert {r.weight_version for r in rollouts} == {2}
+        assert worst_difference(models[1], rollouts) <= TOLERANCE
+        while harmed.state != "serving":
+            await asyncio.sleep(0.1)
+        assert (harmed.version, harmed.restarts) == (2, 1)
+        assert worst_difference(models[1], await collect(engine, wanted)) <= TOLERANCE
+
+    async def limited():
+        async with contextlib.AsyncExitStack() as stack:
+            await scenario(stack)
+
+    asyncio.run(asyncio.wait_for(limited(), LIMIT_S))
