@@ -3,7 +3,8 @@
     python benchmarks/sglang_soak.py --json                          # 200 steps, 35 faults; about 25 minutes on 2 cores
     python benchmarks/sglang_soak.py --steps 20 --each 1 --at-least 1
 
-Trains the tiny task of the tests with its real actor and two servers, weights by broadcast. A seeded schedule kills,
+Trains the tiny task of the tests with its real actor and two servers, weights by broadcast or, with --sync shards,
+from each rank to each server, into results of its own. A seeded schedule kills,
 stops and slows servers and breaks their answers (soak_faults.py); each fault hits while both servers serve, and the
 next one waits until they do again. Afterwards soak_books.py looks at the books and recomputes every log-prob.
 Exit code 1, and a list of problems, if a fault went unnoticed or something does not hold.
@@ -33,6 +34,7 @@ from megatron_daro.runtime import engine_groups, launch, parts
 from megatron_daro.sync.plan import SendPlan
 from megatron_daro.sync.publish import WeightSync
 
+RESULTS = {"distributed": "sglang_soak", "shards": "sglang_soak_shards"}
 _REASONS = (
     ("process ended", r"process ended|Ray actor"),
     ("no token came", r"no token came out"),
@@ -50,6 +52,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--staleness", type=int, default=1)
     parser.add_argument("--pause", default="retract", choices=("retract", "in_place", "abort"))
+    parser.add_argument("--sync", default="distributed", choices=("distributed", "shards"))
     parser.add_argument("--pace-s", type=float, default=5.0, help="longest wait before a step while a server starts")
     parser.add_argument("--directory", type=Path, help="for model, run and logs; else a temporary one")
     parser.add_argument("--json", action="store_true", help="also write benchmarks/results/sglang_soak.json")
@@ -63,6 +66,7 @@ def configuration(arguments: argparse.Namespace, directory: Path) -> Path:
         "python": str(sglang_servers.require(arguments.python)),
         "arguments": {**sglang_servers.CPU_ARGUMENTS, "max_total_tokens": 4096, "max_running_requests": 32},
         "pause": arguments.pause,
+        "sync": arguments.sync,
         "bucket_mib": 1,
         "start_timeout_s": 300.0,
         "request_timeout_s": 20.0,
@@ -119,7 +123,8 @@ class Soak:
 
         async def gated(version: int) -> Any:
             if self.injector is None:
-                self.injector = Injector(engine, self._handles, self.faults, seed=self._arguments.seed, log=say)
+                own = {"seed": self._arguments.seed, "sync": self._arguments.sync}
+                self.injector = Injector(engine, self._handles, self.faults, log=say, **own)
             self._step += 1
             if self._resumed is not None:
                 self.own_s.append(time.monotonic() - self._resumed)
@@ -164,7 +169,7 @@ def summary(arguments: argparse.Namespace, soak: Soak, status: str, seconds: flo
     metrics = soak.engine.metrics()
     return {
         "setup": {
-            **{key: getattr(arguments, key) for key in ("steps", "each", "seed", "staleness", "pause")},
+            **{key: getattr(arguments, key) for key in ("steps", "each", "seed", "staleness", "pause", "sync")},
             **sglang_servers.versions(arguments.python),
         },
         "problems": problems,
@@ -239,7 +244,7 @@ def main() -> None:
     say(table(result))
     say(json.dumps({key: value for key, value in result.items() if key != "events"}, indent=1))
     if arguments.json:
-        sglang_servers.write_results("sglang_soak", result)
+        sglang_servers.write_results(RESULTS[arguments.sync], result)
     if result["problems"]:
         raise SystemExit("the soak FAILED:\n  " + "\n  ".join(result["problems"]))
     say("the soak passed")

@@ -31,6 +31,7 @@ SYNC_PATHS = (
     "/update_weight_version",
     "/continue_generation",
 )
+_OF_SHARDS = "/update_weights_from_tensor"
 _ALL_SERVE_S = 300.0
 _TRIGGER_S = 120.0
 _QUIET_S = 5.0
@@ -70,11 +71,15 @@ class Injector:
         faults: list[Fault],
         *,
         seed: int,
+        sync: str,
         log: Callable[[str], None],
     ) -> None:
-        """Args: handles: by server name, as the engine has them. log: gets a line for each event."""
+        """Args: handles: by server name, as the engine has them. sync: engine.sglang.sync. log: gets a line for each
+        event."""
         self._engine, self._handles, self.faults, self._log = engine, handles, faults, log
         self._rng = random.Random(seed + 1)
+        sending = SYNC_PATHS[2] if sync == "distributed" else _OF_SHARDS
+        self._sync_paths = (*SYNC_PATHS[:2], sending, *SYNC_PATHS[3:])
         self._started = time.monotonic()
         self._waiting = list(faults)
         self._extra = _EXTRA
@@ -144,7 +149,7 @@ class Injector:
         await self._kill_at(fault, handle, "/generate", lambda: server.state == "serving")
 
     async def _kill_sync(self, fault: Fault, server: Server, handle: ProxiedServer) -> None:
-        await self._kill_at(fault, handle, self._rng.choice(SYNC_PATHS), lambda: server.state == "updating")
+        await self._kill_at(fault, handle, self._rng.choice(self._sync_paths), lambda: server.state == "updating")
 
     async def _kill_at(self, fault: Fault, handle: ProxiedServer, path: str, when: Callable[[], bool]) -> None:
         whom = self._rng.choice(("main", "child", "all"))
@@ -171,7 +176,7 @@ class Injector:
 
     def _answer(self, fault: Fault, server: Server, handle: ProxiedServer, action: str) -> None:
         """Some requests for rollouts, or one call of a weight update, get this instead of an answer."""
-        path = self._rng.choice(("/generate", "/generate", self._rng.choice(SYNC_PATHS)))
+        path = self._rng.choice(("/generate", "/generate", self._rng.choice(self._sync_paths)))
         count = self._rng.randint(1, 8) if path == "/generate" else 1
         fault.variant = f"{count} x {action} at {path}"
 

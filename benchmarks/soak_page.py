@@ -1,9 +1,9 @@
-"""Write the soak's tables beside benchmarks/results/sglang_soak.json from it, so that no number was typed.
+"""Write the soaks' tables beside benchmarks/results/sglang_soak*.json from them, so that no number was typed.
 
     python benchmarks/soak_page.py
 
-Place in the data flow: after `sglang_soak.py --json`. It refuses results that have problems: a soak that failed has no
-page.
+Place in the data flow: after `sglang_soak.py --json`, with either --sync. It refuses results that have problems: a soak
+that failed has no page.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "sglang_soak.json"
-PAGE = RESULTS.with_suffix(".md")
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("sglang_soak*.json"))
+_HOW = {"distributed": "broadcast over gloo", "shards": "sent from shards to shards"}
 _MEANING = {
     "kill_idle": "SIGKILL (main process, scheduler, or all) while no request is at the server",
     "kill_serving": "SIGKILL within 5 ms of a request for rollouts",
@@ -27,7 +27,7 @@ _MEANING = {
 }
 MARKS = ("<!-- soak: python benchmarks/soak_page.py -->", "<!-- end of soak -->")
 _TEMPLATE = """{steps} steps of the tests' tiny task: a Megatron actor with tensor parallelism 2, two SGLang
-{sglang} servers on the CPU ({cpu_count} cores, shared with other work), weights broadcast over gloo after every step,
+{sglang} servers on the CPU ({cpu_count} cores, shared with other work), weights {how} after every step,
 `max_staleness` {staleness} with {correction}, `pause` {pause}; seed {seed}, {injected} faults.
 
 | fault | what | injected | noticed | recovered | until noticed, median (longest) | until recovered, median (longest) |
@@ -56,6 +56,7 @@ def tables(result: Mapping[str, Any]) -> str:
     last = books["last_step"]
     return _TEMPLATE.format(
         **{key: setup[key] for key in ("steps", "sglang", "cpu_count", "staleness", "pause", "seed")},
+        how=_HOW[setup.get("sync", "distributed")],
         correction="TIS" if setup["staleness"] else "no correction",
         injected=sum(row["injected"] for row in result["faults"].values()),
         rows="\n".join(_row(kind, row) for kind, row in result["faults"].items()),
@@ -83,15 +84,21 @@ def _row(kind: str, row: Mapping[str, Any]) -> str:
     return "| " + " | ".join([f"`{kind}`", _MEANING[kind], *counts, *times]) + " |"
 
 
-def main() -> None:
-    result = json.loads(RESULTS.read_text())
+def write(results: Path) -> None:
+    """Put a soak's tables into its page. Raises SystemExit: the soak failed, or there is no page with the marks."""
+    result, page = json.loads(results.read_text()), results.with_suffix(".md")
     if result["problems"]:
-        raise SystemExit(f"{RESULTS} is of a soak that failed: {result['problems']}")
-    before, mark, rest = PAGE.read_text().partition(MARKS[0] + "\n")
+        raise SystemExit(f"{results} is of a soak that failed: {result['problems']}")
+    before, mark, rest = page.read_text().partition(MARKS[0] + "\n")
     if not mark or MARKS[1] not in rest:
-        raise SystemExit(f"{PAGE} has no lines {MARKS[0]} and {MARKS[1]}")
-    PAGE.write_text(before + mark + tables(result) + MARKS[1] + rest.partition(MARKS[1])[2])
-    print(f"wrote {PAGE}")
+        raise SystemExit(f"{page} has no lines {MARKS[0]} and {MARKS[1]}")
+    page.write_text(before + mark + tables(result) + MARKS[1] + rest.partition(MARKS[1])[2])
+    print(f"wrote {page}")
+
+
+def main() -> None:
+    for results in RESULTS:
+        write(results)
 
 
 if __name__ == "__main__":
