@@ -1,43 +1,40 @@
 """Predicts weight syncs from pieces that are measured in the same run, and says what a sync of every recipe is made of.
 
-    OMP_NUM_THREADS=1 python benchmarks/sync_model.py --json    # 3 minutes, 2 GB
-    python benchmarks/sync_model.py --models DIRECTORY          # with the configurations that the recipes name
+    OMP_NUM_THREADS=1 python benchmarks/sync_model.py --json          # 2 minutes, 3 GB
+    python benchmarks/sync_model.py --rounds 1 --configs DIRECTORY    # with those of the recipes' models, for GPUs
 
-**On this machine** a `BroadcastSender` sends packed buckets over gloo and TCP to one, two or three receivers, processes
-of their own that do with a bucket what a SGLang server does (`Receiver`). Each piece is timed alone, for two sizes of
-bucket, which gives a fixed part and one for each byte: packing (`bucketize`), the broadcast (`SendGroup.broadcast`, no
-calls and no loading), the receivers' copy into their weights; and the rest of what a bucket costs, from buckets of
-almost no bytes sent for real: calls, threads, collective. Whole syncs have other sizes of bucket and of model.
+**On this machine** a `BroadcastSender` sends buckets over gloo and TCP to one, two or three receivers
+(bucket_receivers.py). Each piece of a bucket is timed alone at three sizes (FITTED) and taken to be linear between
+them: packing, the broadcast, the loading of all receivers at once; `new pages` is what packing takes more for the first
+two buckets, whose memory the system clears; `calls` is what a bucket of 4 KiB takes, sent for real, beside its
+broadcast: calls, answers, threads. The syncs that are predicted have other buckets (WHOLE), and nothing is learned from
+them. Everything takes turns; medians are compared.
 
-The model: a bucket's calls, broadcast and loading follow each other, and the next bucket is packed meanwhile, as
-broadcast.py does it. A piece needs so many seconds alone and so many cores, its CPU seconds over its seconds: with
-three receivers a broadcast already has this machine full. Where pieces that run together need more cores than there
-are, all become slower by the same factor. Not modelled: caches and memory bandwidth that pieces take from each other
-beyond what the cores do, and receivers that load while others still receive.
+The model: as in sync/broadcast.py a bucket's calls, broadcast and loading follow each other while the next bucket is
+packed. A piece needs so many seconds alone and keeps so many cores busy (CPU seconds of all processes over seconds), so
+what sender and receivers take from each other within a piece is in it. Where packing and sending together need more
+cores than there are, both become slower by that factor, and by `crowded`, which is learned from a broadcast and a
+packing that begin at once: they also share caches and memory. Not modelled: receivers that load while others still
+receive.
 
-**For GPUs** bytes are those of the recipe's model and layout, links and memory those of the data sheets
-(workshop/plan/gpus.py), the latency of a collective the planner's, learned from published runs (plan/times.py); calls
-are measured here, at canned servers. A floor: links reach their published speed. Nothing of it was run on a GPU.
+**For GPUs** bytes are those of the recipe's model and layout; links and memory those of the data sheets
+(workshop/plan/gpus.py), reached in full; the latency of a collective is the planner's, learned from published runs
+(plan/times.py). Measured on a CPU: own CPU of a call, in this run, at canned servers; the answer of a real server, by
+benchmarks/sglang_sync.py. `planner` is its formula, learned from published syncs; `shards` the floor of a sync from
+shards to shards, which no run has yet. Nothing of it was run on a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
+import json
 import math
-import multiprocessing
 import os
-import queue
 import statistics
-import threading
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -45,19 +42,13 @@ import bucket_calls
 import numpy as np
 import sglang_servers
 import torch
-import torch.distributed as dist
-from aiohttp import web
+from bucket_receivers import MIB, TINY, Times, Wire, made_model, receivers
 from rich.console import Console
 from rich.table import Table
-from torch.distributed import distributed_c10d as c10d
 
-from megatron_daro.config import resolve
-from megatron_daro.config.model_shape import read_model_shape
-from megatron_daro.engine.sglang.client import SGLangClient, calls_to_servers
-from megatron_daro.engine.sglang.command import CPU_SERVER
-from megatron_daro.sync.broadcast import BroadcastSender
-from megatron_daro.sync.buckets import bucketize
-from megatron_daro.sync.plan import SendPlan, Target
+from megatron_daro.config import Config, resolve
+from megatron_daro.config.model_shape import ModelShape, read_model_shape
+from megatron_daro.engine.sglang.client import calls_to_servers
 from megatron_daro.workshop.plan.gpus import Gpu, find_gpu
 from megatron_daro.workshop.plan.layout import ModelLayout
 from megatron_daro.workshop.plan.shard_sync import sync_rows
@@ -65,134 +56,16 @@ from megatron_daro.workshop.plan.times import Constants, sync_s, weight_bytes
 from megatron_daro.workshop.plan.workload import workload_of
 from megatron_daro.workshop.rehearse.canned_server import CannedAnswers, canned_fleet
 
-MIB = 2**20
-TENSOR = 2 * MIB
-TINY, TINY_BUCKETS = 4096, 40
 FITTED = (8 * MIB, 24 * MIB, 64 * MIB)
 """Bytes of the buckets that pieces are measured with."""
 WHOLE = ((16 * MIB, 192 * MIB), (40 * MIB, 320 * MIB))
 """Bytes of (bucket, model) of the syncs that are predicted; the buckets are none of FITTED."""
+BUCKETS_MIB = (256, 1024)
+"""Buckets of the recipes: the default on a GPU, and the largest that is worth its memory."""
 LIMITS = (0.8, 1.25)
-_LIMIT_S = 60.0
 CORES = os.cpu_count() or 1
-Times = tuple[float, float]
-"""Seconds, CPU seconds of all processes that take part."""
 Part = tuple[float, float]
 """Seconds alone, cores."""
-
-
-# What runs -------------------------------------------------------------------------------------------------------
-
-
-class Receiver:
-    """Does with a bucket what a server does: in the main thread of a process, whose freed memory is used again, as that
-    of SGLang's scheduler; another thread answers calls.
-
-    Source: sglang/srt/model_executor/model_runner_components/weight_updater.py (0.5.23),
-    `_receive_bucketed_weights_from_distributed`: `FlattenedTensorBucket.empty(...)`, `torch.distributed.broadcast(
-    flattened_tensor, src=0, group=...)`, `bucket.reconstruct_tensors()`; then `load_weights(named_tensors)`, which ends
-    in `param_data.copy_(loaded_weight)` for each tensor. The answer follows. managers/communicator.py,
-    FanOutCommunicator: one request at a time.
-    """
-
-    def __init__(self) -> None:
-        self._group: Any = None
-        self._weights: dict[str, torch.Tensor] = {}
-        self._requests: queue.Queue[tuple[str, Mapping[str, Any], Future[Times]]] = queue.Queue()
-
-    async def answer(self, request: web.Request) -> web.Response:
-        """Answer when the main thread is done."""
-        done: Future[Times] = Future()
-        self._requests.put((request.path.strip("/"), await request.json(), done))
-        wall, cpu = await asyncio.wrap_future(done)
-        return web.json_response({"success": True, "wall_s": wall, "cpu_s": cpu, "process_s": time.process_time()})
-
-    def work(self) -> None:
-        """Do what is asked, for ever."""
-        while True:
-            name, body, done = self._requests.get()
-            started, cpu = time.perf_counter(), time.process_time()
-            getattr(self, name)(body)
-            done.set_result((time.perf_counter() - started, time.process_time() - cpu))
-
-    def init_weights_update_group(self, body: Mapping[str, Any]) -> None:
-        limit, world = timedelta(seconds=_LIMIT_S), body["world_size"]
-        store = dist.TCPStore(body["master_address"], body["master_port"], world, is_master=False, timeout=limit)
-        store = c10d.PrefixStore(body["group_name"], store)
-        helper: Callable[..., Any] = c10d._new_process_group_helper
-        options = {"group_name": body["group_name"], "timeout": limit}
-        self._group, _ = helper(world, body["rank_offset"], [], dist.Backend("gloo"), store, **options)
-        c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(world)}
-
-    def destroy_weights_update_group(self, body: Mapping[str, Any]) -> None:
-        dist.destroy_process_group(self._group)
-
-    def update_weights_from_distributed(self, body: Mapping[str, Any]) -> None:
-        sizes = [math.prod(shape) for shape in body["shapes"]]
-        flat = torch.empty(sum(sizes) * 2, dtype=torch.uint8)
-        self._group.broadcast(flat, 0).wait()
-        self._load(body["names"], flat.view(torch.bfloat16).split(sizes))
-
-    def nothing(self, body: Mapping[str, Any]) -> None:
-        """Only an answer."""
-
-    def receive(self, body: Mapping[str, Any]) -> None:
-        """Only the broadcasts."""
-        for _ in range(body["count"]):
-            self._group.broadcast(torch.empty(body["bytes"], dtype=torch.uint8), 0).wait()
-
-    def load(self, body: Mapping[str, Any]) -> None:
-        """Only the loading."""
-        per_bucket = body["bytes"] // TENSOR
-        flat = torch.zeros(body["bytes"], dtype=torch.uint8).view(torch.bfloat16).split(TENSOR // 2)
-        for i in range(body["count"]):
-            self._load([str(i * per_bucket + k) for k in range(per_bucket)], flat)
-
-    def _load(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-        for name, tensor in zip(names, tensors, strict=True):
-            if name not in self._weights:
-                self._weights[name] = torch.zeros_like(tensor)
-            self._weights[name].copy_(tensor)
-
-
-def _serve(pipe: Any) -> None:
-    """A receiver's process."""
-    torch.set_num_threads(1)
-    receiver = Receiver()
-
-    async def serve() -> None:
-        application = web.Application(client_max_size=2**26)
-        application.router.add_route("*", "/{path:.*}", receiver.answer)
-        runner = web.AppRunner(application, access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        pipe.send(f"http://127.0.0.1:{runner.addresses[0][1]}")
-        await asyncio.Event().wait()
-
-    threading.Thread(target=lambda: asyncio.run(serve()), daemon=True).start()
-    receiver.work()
-
-
-@contextmanager
-def receivers(count: int) -> Iterator[list[str]]:
-    """Their URLs."""
-    # As the run starts a CPU server; the C library reads its own when a process starts.
-    os.environ.update(CPU_SERVER, GLOO_SOCKET_IFNAME="lo")
-    context, processes, urls = multiprocessing.get_context("spawn"), [], []
-    try:
-        for _ in range(count):
-            ours, theirs = context.Pipe()
-            processes.append(context.Process(target=_serve, args=(theirs,), daemon=True))
-            processes[-1].start()
-            urls.append(ours)
-        yield [pipe.recv() for pipe in urls]
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-
-
-# What is measured ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,113 +82,12 @@ class Piece:
         return max(float(np.interp(num_bytes, sizes, seconds)), 0.0), self.cores
 
 
-class Wire:
-    """One sender and its receivers."""
-
-    def __init__(self, urls: Sequence[str], model: Mapping[str, torch.Tensor]) -> None:
-        self._model = model
-        self._targets = tuple(Target(url, url, 1 + i) for i, url in enumerate(urls))
-        self._sender = BroadcastSender("127.0.0.1", "gloo", calls_to_servers)
-        self._room = [torch.ones(max(FITTED), dtype=torch.uint8) for _ in range(2)]
-
-    def send(self, tensors: Mapping[str, torch.Tensor], bucket: int) -> Times:
-        """A sync, for real."""
-        plan = SendPlan(
-            transport="distributed", targets=self._targets, bucket_bytes=bucket, timeout_s=_LIMIT_S
-        )
-        cpu, started = self._cpu_s(), time.perf_counter()
-        report = self._sender.send(iter(tensors.items()), plan)
-        seconds = time.perf_counter() - started
-        if report.failures:
-            raise SystemExit(f"a receiver failed: {dict(report.failures)}")
-        return seconds, self._cpu_s() - cpu
-
-    def _cpu_s(self) -> float:
-        """Of all processes since they began."""
-        return time.process_time() + sum(answer["process_s"] for answer in asyncio.run(self._asked("/nothing", {})))
-
-    async def _asked(self, path: str, body: Mapping[str, Any]) -> list[Any]:
-        async with calls_to_servers() as post:
-            return await asyncio.gather(*(post(target.url, path, body, _LIMIT_S) for target in self._targets))
-
-    def model(self, num_bytes: int) -> dict[str, torch.Tensor]:
-        return dict(itertools.islice(self._model.items(), num_bytes // TENSOR))
-
-    def broadcasts(self, num_bytes: int) -> Times:
-        """The collective alone."""
-        count = max(5, min(TINY_BUCKETS, 256 * MIB // num_bytes))
-        group = self._sender._group
-        assert group, "joined by a sync before"
-
-        def ours() -> Times:
-            started, cpu = time.perf_counter(), time.process_time()
-            for i in range(count):
-                group.broadcast(self._room[i % 2][:num_bytes], _LIMIT_S)
-            return time.perf_counter() - started, time.process_time() - cpu
-
-        async def both() -> tuple[Times, list[Any]]:
-            body = {"bytes": num_bytes, "count": count}
-            return await asyncio.gather(asyncio.to_thread(ours), self._asked("/receive", body))
-
-        (wall, cpu), theirs = asyncio.run(both())
-        return wall / count, (cpu + sum(times["cpu_s"] for times in theirs)) / count
-
-    def beside(self, num_bytes: int) -> Times:
-        """A broadcast and the packing of another bucket that begin at once, until both are done."""
-        group, room = self._sender._group, self._room[0][:num_bytes]
-        assert group, "joined by a sync before"
-        buckets = bucketize(itertools.cycle(self._model.items()), num_bytes, reuse=True)
-        for _ in range(2):
-            next(buckets)  # new pages
-
-        async def both() -> list[float]:
-            count, seconds = max(5, 256 * MIB // num_bytes), list[float]()
-            receiving = asyncio.ensure_future(self._asked("/receive", {"bytes": num_bytes, "count": count + 1}))
-            await asyncio.to_thread(group.broadcast, room, _LIMIT_S)  # all are there
-            for _ in range(count):
-                started = time.perf_counter()
-                await asyncio.gather(
-                    asyncio.to_thread(group.broadcast, room, _LIMIT_S), asyncio.to_thread(next, buckets)
-                )
-                seconds.append(time.perf_counter() - started)
-            await receiving
-            return seconds
-
-        return statistics.median(asyncio.run(both())), 0.0
-
-    def tiny(self) -> Times:
-        """A bucket of almost nothing."""
-        tensors = {f"tiny {i}": torch.zeros(TINY // 2, dtype=torch.bfloat16) for i in range(TINY_BUCKETS)}
-        wall, cpu = self.send(tensors, TINY)
-        return wall / TINY_BUCKETS, cpu / TINY_BUCKETS
-
-    def loading(self, num_bytes: int) -> Times:
-        """In all receivers at once."""
-        count = len(self._model) * TENSOR // num_bytes
-        times = asyncio.run(self._asked("/load", {"bytes": num_bytes, "count": count}))
-        return max(each["wall_s"] for each in times) / count, sum(each["cpu_s"] for each in times) / count
-
-    def packing(self, num_bytes: int) -> tuple[Times, float]:
-        """Of the sender; and how many seconds more one of the first two buckets takes, whose pages are new."""
-        at, cpu = [time.perf_counter()], time.process_time()
-        for _ in bucketize(iter(self._model.items()), num_bytes, reuse=True):
-            at.append(time.perf_counter())
-        each = [after - before for before, after in itertools.pairwise(at)]
-        share = (time.process_time() - cpu) / sum(each)
-        later = statistics.median(each[2:])
-        return (later, later * share), max(statistics.mean(each[:2]) - later, 0.0)
-
-    def close(self) -> None:
-        self._sender.close()
-
-
-def measured(count: int, rounds: int) -> dict[str, Any]:
+def measured(count: int, rounds: int) -> dict[Any, Times]:
     """Seconds of all pieces and whole syncs with so many receivers, in turns."""
-    largest = max(size for _, size in WHOLE)
-    tensors = {f"layers.{i}.weight": torch.ones(TENSOR // 2, dtype=torch.bfloat16) for i in range(largest // TENSOR)}
+    tensors = made_model(max(size for _, size in WHOLE))
     found: dict[Any, list[Times]] = defaultdict(list)
     with receivers(count) as urls:
-        wire = Wire(urls, tensors)
+        wire = Wire(urls, tensors, max(FITTED))
         try:
             for bucket in FITTED:
                 wire.send(tensors, bucket)  # the group is made, and all pages of the weights
@@ -354,6 +126,7 @@ def pieces(medians: Mapping[Any, Times]) -> dict[str, Piece]:
 
 # The model -------------------------------------------------------------------------------------------------------
 
+
 def together_s(chains: Sequence[Sequence[Part]], cores: float, crowded: float = 1.0) -> float:
     """Seconds until all chains are done that start at once. Parts of a chain follow each other; where those that run
     need more cores than there are, all take longer by the same factor; crowded: and by this one, where several run."""
@@ -388,3 +161,168 @@ def predicted_s(sizes: Sequence[int], parts: Mapping[str, Piece], cores: float, 
 
     stages = [together_s([sent(size), packed(i + 1)], cores, crowded) for i, size in enumerate(sizes)]
     return together_s([packed(0)], cores) + sum(stages)
+
+
+# Recipes on GPUs -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """What the calls of a bucket take. own_s: CPU of the sending rank for each server; answer_s: of a server."""
+
+    own_s: float
+    answer_s: float
+
+
+def measured_calls(servers: int = 16) -> Calls:
+    """Own CPU at canned servers, now; the answer of a real one as benchmarks/sglang_sync.py found it: /flush_cache is a
+    call that goes to the scheduler and back, as a bucket's does, and has almost nothing to do there."""
+    with canned_fleet(servers, (), CannedAnswers([[1]], (0, 1), [[0]], 1)) as fleet:
+        own = [asyncio.run(bucket_calls.cpu_s(calls_to_servers, fleet.urls, 40)) / servers for _ in range(5)]
+    phases = json.loads((sglang_servers.RESULTS / "sglang_sync.json").read_text())["phases_s"]
+    return Calls(statistics.median(own), phases["flush the cache"])
+
+
+def broadcast_parts(recipe: Config, shape: ModelShape, gpu: Gpu, calls: Calls, bucket: int) -> dict[str, float]:
+    """Seconds of each part of a sync in whole, and of the sync, `total`; `ahead`: if calls were hidden altogether.
+
+    The ranks of a stage gather over the fast links (experts over the network where EP is larger than a node); packing
+    reads and writes each byte once; every server GPU takes in all bytes over its share of the network, or the links
+    where all GPUs are of one machine, and copies its part to its place. Stages send one after the other."""
+    layout, workload = ModelLayout.of(recipe.actor), workload_of(recipe, shape)
+    rest, experts = weight_bytes(shape, workload.dtype_bytes)
+    link, memory = gpu.link_gb_s * 1e9, gpu.memory_gb_s * 1e9
+    near = (recipe.cluster.nodes or 1) * gpu.gpus_per_node <= gpu.linked
+    wire, far = link if near else gpu.network_gb_s * 1e9, layout.expert > gpu.linked
+    count = math.ceil((rest + experts) / bucket)
+    servers, tensor = recipe.engine.replicas, recipe.engine.sglang.tensor_parallel
+    parts = {
+        "gather": rest * (1 - 1 / layout.tensor) / link
+        + experts * (1 - 1 / layout.expert) / (gpu.network_gb_s * 1e9 if far else link),
+        "pack": 2 * (rest + experts) / memory,
+        "wire": (rest + experts) / wire,
+        "latency": count * (Constants().link_latency_s if near else Constants().network_latency_s),
+        "own calls": count * calls.own_s * servers,
+        "answers": count * calls.answer_s,
+        "load": 2 * (rest + experts) / tensor / memory,
+    }
+    before = parts["gather"] + parts["pack"]
+    called = parts["own calls"] + parts["answers"]
+    sent = parts["wire"] + parts["latency"]
+    first = before / count
+    return parts | {
+        "buckets": count,
+        "total": first + max(before, max(called, parts["load"]) + sent),
+        "ahead": first + called / count + max(before, sent + parts["load"]),
+    }
+
+
+def recipe_rows(configs: Path, gpu: Gpu, calls: Calls) -> list[dict[str, Any]]:
+    """A row for each recipe that has servers of its own."""
+    rows = []
+    for path in sorted((sglang_servers.ROOT / "examples" / "recipes").glob("*.yaml")):
+        recipe = resolve(path)
+        shape = read_model_shape(json.loads((configs / f"{model_name(recipe)}.json").read_text()))
+        planned = sync_s(workload_of(recipe, shape), ModelLayout.of(recipe.actor), gpu, Constants(), pauses=False)
+        shards = next(iter(sync_rows(recipe, shape, (), gpu)))
+        rows.append(
+            {
+                "recipe": path.stem,
+                "parts_s": {mib: broadcast_parts(recipe, shape, gpu, calls, mib * MIB) for mib in BUCKETS_MIB},
+                "planner_s": planned,
+                "shards_s": shards.seconds,
+                "shards": shards.sizes,
+            }
+        )
+    return rows
+
+
+def model_name(recipe: Config) -> str:
+    """What the configuration of its model is called: an instruct model has the sizes of its base."""
+    return Path(recipe.model.path).name.removesuffix("-Instruct")
+
+
+# The whole -------------------------------------------------------------------------------------------------------
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7, help="turns of every piece and sync")
+    parser.add_argument("--configs", type=Path, help="directory with config.json of the recipes' models as NAME.json")
+    parser.add_argument("--gpu", default="h100-80g", help="of the recipes, as `megatron-daro plan` names it")
+    parser.add_argument("--json", action="store_true", help="also write benchmarks/results/sync_model.json")
+    return parser.parse_args()
+
+
+def compared(count: int, rounds: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Pieces, and predicted and measured syncs, with so many receivers."""
+    medians = measured(count, rounds)
+    parts = pieces(medians)
+    factors = [
+        crowding(medians["beside", size][0], (parts["pack"].at(size), parts["broadcast"].at(size)), CORES)
+        for size in FITTED
+    ]
+    crowded = statistics.median(factors)
+    rows = []
+    for bucket, model in WHOLE:
+        predicted = predicted_s([bucket] * (model // bucket), parts, CORES, crowded)
+        seconds, cpu = medians["sync", bucket, model]
+        row = {"receivers": count, "bucket_mib": bucket // MIB, "model_mib": model // MIB, "predicted_s": predicted}
+        rows.append(row | {"measured_s": seconds, "measured_cpu_s": cpu, "ratio": predicted / seconds})
+    return {"crowded": crowded, **{name: asdict(piece) for name, piece in parts.items()}}, rows
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """The tables."""
+    console = Console(width=150)
+    table = Table("receivers", "piece, ms of one bucket of", *(f"{size / MIB:g} MiB" for size in FITTED), "cores")
+    for count, parts in result["pieces"].items():
+        for name in ("calls", "broadcast", "load", "pack", "new pages"):
+            piece = Piece(**parts[name])
+            cells = [f"{1000 * piece.at(size)[0]:.2f}" for size in FITTED]
+            table.add_row(str(count), name, *cells, f"{piece.cores:.2f}")
+    console.print(table)
+    table = Table("receivers", "bucket, MiB", "model, MiB", "predicted, s", "measured, s", "predicted / measured")
+    for row in result["syncs"]:
+        cells = [str(row[name]) for name in ("receivers", "bucket_mib", "model_mib")]
+        table.add_row(*cells, *(f"{row[name]:.3f}" for name in ("predicted_s", "measured_s")), f"{row['ratio']:.2f}")
+    console.print(table)
+    names = ("gather", "pack", "wire", "latency", "own calls", "answers", "load", "total", "ahead")
+    table = Table("recipe", "MiB", *names, "planner", "shards", title=f"seconds on {result['gpu']}", title_style="")
+    for row in result["recipes"]:
+        for mib, parts in row["parts_s"].items():
+            cells = [f"{parts[name]:.2f}" for name in names]
+            table.add_row(row["recipe"], str(mib), *cells, f"{row['planner_s']:.2f}", f"{row['shards_s']:.2f}")
+    console.print(table)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    found = {count: compared(count, arguments.rounds) for count in (1, 2, 3)}
+    calls, recipes = measured_calls(), list[dict[str, Any]]()
+    if arguments.configs:
+        recipes = recipe_rows(arguments.configs, find_gpu(arguments.gpu), calls)
+    syncs = [row for _, rows in found.values() for row in rows]
+    result = {
+        "cores": CORES,
+        "rounds": arguments.rounds,
+        "pieces": {count: parts for count, (parts, _) in found.items()},
+        "syncs": syncs,
+        "limits": LIMITS,
+        "calls": asdict(calls),
+        "gpu": arguments.gpu,
+        "recipes": recipes,
+        "problems": [
+            f"{row['receivers']} receivers, {row['bucket_mib']} MiB: predicted {row['ratio']:.2f} of what was measured"
+            for row in syncs
+            if not LIMITS[0] <= row["ratio"] <= LIMITS[1]
+        ],
+    }
+    show(result)
+    sglang_servers.conclude("sync_model", result, write=arguments.json)
+
+
+if __name__ == "__main__":
+    main()
