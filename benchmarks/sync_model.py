@@ -184,11 +184,12 @@ def measured_calls(servers: int = 16) -> Calls:
 
 
 def broadcast_parts(recipe: Config, shape: ModelShape, gpu: Gpu, calls: Calls, bucket: int) -> dict[str, float]:
-    """Seconds of each part of a sync in whole, and of the sync, `total`; `ahead`: if calls were hidden altogether.
+    """Seconds of each part of a sync in whole, and of the sync: `total`, where servers hear of a bucket while the one
+    before is sent (those on GPUs answer early, see sync/broadcast.py); `in turn`, if they heard of it afterwards.
 
     The ranks of a stage gather over the fast links (experts over the network where EP is larger than a node); packing
-    reads and writes each byte once; every server GPU takes in all bytes over its share of the network, or the links
-    where all GPUs are of one machine, and copies its part to its place. Stages send one after the other."""
+    reads and writes each byte once; every byte leaves the sender over its share of the network, or over the links where
+    all GPUs are of one machine; each GPU of a server copies its part to its place. Stages send one after the other."""
     layout, workload = ModelLayout.of(recipe.actor), workload_of(recipe, shape)
     rest, experts = weight_bytes(shape, workload.dtype_bytes)
     link, memory = gpu.link_gb_s * 1e9, gpu.memory_gb_s * 1e9
@@ -206,14 +207,14 @@ def broadcast_parts(recipe: Config, shape: ModelShape, gpu: Gpu, calls: Calls, b
         "answers": count * calls.answer_s,
         "load": 2 * (rest + experts) / tensor / memory,
     }
-    before = parts["gather"] + parts["pack"]
+    gathered = parts["gather"] + parts["pack"]
     called = parts["own calls"] + parts["answers"]
     sent = parts["wire"] + parts["latency"]
-    first = before / count
+    first = (gathered + called) / count
     return parts | {
         "buckets": count,
-        "total": first + max(before, max(called, parts["load"]) + sent),
-        "ahead": first + called / count + max(before, sent + parts["load"]),
+        "total": first + max(gathered, called, sent + parts["load"]),
+        "in turn": first + max(gathered, called + sent),
     }
 
 
@@ -287,7 +288,7 @@ def show(result: Mapping[str, Any]) -> None:
         cells = [str(row[name]) for name in ("receivers", "bucket_mib", "model_mib")]
         table.add_row(*cells, *(f"{row[name]:.3f}" for name in ("predicted_s", "measured_s")), f"{row['ratio']:.2f}")
     console.print(table)
-    names = ("gather", "pack", "wire", "latency", "own calls", "answers", "load", "total", "ahead")
+    names = ("gather", "pack", "wire", "latency", "own calls", "answers", "load", "total", "in turn")
     table = Table("recipe", "MiB", *names, "planner", "shards", title=f"seconds on {result['gpu']}", title_style="")
     for row in result["recipes"]:
         for mib, parts in row["parts_s"].items():
