@@ -4,7 +4,7 @@
     python benchmarks/sync_model.py --rounds 1 --configs DIRECTORY    # with those of the recipes' models, for GPUs
 
 **On this machine** a `BroadcastSender` sends buckets over gloo and TCP to one, two or three receivers
-(bucket_receivers.py). Each piece of a bucket is timed alone at three sizes (FITTED) and taken to be linear between
+(bucket_receivers.py). Each piece of a bucket is timed alone at four sizes (FITTED) and taken to be linear between
 them: packing, the broadcast, the loading of all receivers at once; `new pages` is what packing takes more for the first
 two buckets, whose memory the system clears; `calls` is what a bucket of 4 KiB takes, sent for real, beside its
 broadcast: calls, answers, threads. The syncs that are predicted have other buckets (WHOLE), and nothing is learned from
@@ -56,8 +56,9 @@ from megatron_daro.workshop.plan.times import Constants, sync_s, weight_bytes
 from megatron_daro.workshop.plan.workload import workload_of
 from megatron_daro.workshop.rehearse.canned_server import CannedAnswers, canned_fleet
 
-FITTED = (8 * MIB, 24 * MIB, 64 * MIB)
-"""Bytes of the buckets that pieces are measured with."""
+FITTED = (8 * MIB, 24 * MIB, 34 * MIB, 64 * MIB)
+"""Bytes of the buckets that pieces are measured with; 34 MiB, since the C library gives every buffer of more than 32
+MiB new pages, and smaller ones those of the last sync (mallopt(3), M_MMAP_THRESHOLD)."""
 WHOLE = ((16 * MIB, 192 * MIB), (40 * MIB, 320 * MIB))
 """Bytes of (bucket, model) of the syncs that are predicted; the buckets are none of FITTED."""
 BUCKETS_MIB = (256, 1024)
