@@ -194,8 +194,8 @@ def broadcast_parts(recipe: Config, shape: ModelShape, gpu: Gpu, calls: Calls, b
     layout, workload = ModelLayout.of(recipe.actor), workload_of(recipe, shape)
     rest, experts = weight_bytes(shape, workload.dtype_bytes)
     link, memory = gpu.link_gb_s * 1e9, gpu.memory_gb_s * 1e9
-    near = (recipe.cluster.nodes or 1) * gpu.gpus_per_node <= gpu.linked
-    wire, far = link if near else gpu.network_gb_s * 1e9, layout.expert > gpu.linked
+    near, far = within_links(recipe, gpu), layout.expert > gpu.linked
+    wire = link if near else gpu.network_gb_s * 1e9
     count = math.ceil((rest + experts) / bucket)
     servers, tensor = recipe.engine.replicas, recipe.engine.sglang.tensor_parallel
     parts = {
@@ -219,6 +219,11 @@ def broadcast_parts(recipe: Config, shape: ModelShape, gpu: Gpu, calls: Calls, b
     }
 
 
+def within_links(recipe: Config, gpu: Gpu) -> bool:
+    """Whether the fast links join all GPUs of the recipe."""
+    return (recipe.cluster.nodes or 1) * gpu.gpus_per_node <= gpu.linked
+
+
 def recipe_rows(configs: Path, gpu: Gpu, calls: Calls) -> list[dict[str, Any]]:
     """A row for each recipe that has servers of its own."""
     rows = []
@@ -232,7 +237,7 @@ def recipe_rows(configs: Path, gpu: Gpu, calls: Calls) -> list[dict[str, Any]]:
                 "recipe": path.stem,
                 "parts_s": {mib: broadcast_parts(recipe, shape, gpu, calls, mib * MIB) for mib in BUCKETS_MIB},
                 "planner_s": planned,
-                "shards_s": shards.seconds,
+                "shards_s": shards.seconds * (gpu.network_gb_s / gpu.link_gb_s if within_links(recipe, gpu) else 1.0),
                 "shards": shards.sizes,
             }
         )
