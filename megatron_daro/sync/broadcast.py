@@ -45,6 +45,7 @@ from megatron_daro.sync.buckets import WeightBucket, bucketize
 from megatron_daro.sync.plan import Calls, Post, SendFailure, SendPlan, SendReport, Target
 
 _Result = TypeVar("_Result")
+_Calls = set[asyncio.Future[Any]]
 # Read when a group is made. 0: a failed collective is reported by its own wait, and the process lives.
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 # NCCL's own limit comes after the one that `broadcast` is given, so that its caller is the one who ends it.
@@ -354,7 +355,8 @@ class BroadcastSender:
                 packed.sent.set()
 
         sent.last = in_thread(broadcast)
-        failures = await self._to_all("/update_weights_from_distributed", bodies, plan, broken=group.break_off)
+        path = "/update_weights_from_distributed"
+        failures = await self._to_all(path, bodies, plan, own=sent.last, broken=group.break_off)
         sent.num_bytes += bucket.data.nbytes
         sent.num_buckets += 1
         if not failures and not sent.last.done():
@@ -395,15 +397,17 @@ class BroadcastSender:
         path: str,
         bodies: Mapping[str, Mapping[str, Any]],
         plan: SendPlan,
+        own: Future[None] | None = None,
         broken: Callable[[], None] = lambda: None,
     ) -> dict[str, SendFailure]:
-        """One call to every server. Returns what failed, by server. broken: called at the first failure."""
+        """One call to every server. Returns what failed, by server. own: what goes on at this end; after its failure,
+        too, answers are not waited for long. broken: called at the first failure of a server."""
         urls = {target.name: target.url for target in plan.targets}
-        calls = {
+        calls: dict[asyncio.Future[Any], str] = {
             asyncio.ensure_future(self._post(urls[name], path, body, plan.timeout_s)): name
             for name, body in bodies.items()
         }
-        done, pending = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+        done, pending = await _until_a_failure(calls, own)
         if any(call.exception() for call in done):
             in_thread(broken)  # which may wait for a peer that hangs
         if pending:
@@ -412,7 +416,7 @@ class BroadcastSender:
         failures = {}
         for call in pending:
             call.cancel()
-            text = f"no answer within {_AFTER_FAILURE_S:g} s after another server had failed"
+            text = f"no answer within {_AFTER_FAILURE_S:g} s after another server, or the broadcast, had failed"
             failures[calls[call]] = SendFailure("group", text)
         for call in done:
             error = call.exception()
@@ -424,14 +428,32 @@ class BroadcastSender:
         return failures
 
 
+async def _until_a_failure(calls: Iterable[asyncio.Future[Any]], own: Future[None] | None) -> tuple[_Calls, _Calls]:
+    """Wait until all calls are answered, or one of them or this rank's own end has failed. Returns (done, pending)."""
+    answered = asyncio.ensure_future(asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION))
+    if own is not None:
+        ours = _awaitable(own)
+        either: _Calls = {answered, ours}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not answered.done() and ours.exception():
+            answered.cancel()  # the wait, and not the calls
+            return {call for call in calls if call.done()}, {call for call in calls if not call.done()}
+    return await answered
+
+
 async def _error_of(broadcast: Future[None] | None, timeout_s: float | None) -> BaseException | None:
     """Wait for the end of a broadcast, which may fail, but no longer than this. Returns what went wrong."""
     if broadcast is None:
         return None
-    waiting = asyncio.wrap_future(broadcast)
-    waiting.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, also where nobody waits for it
+    waiting = _awaitable(broadcast)
     await asyncio.wait({waiting}, timeout=timeout_s)
     return waiting.exception() if waiting.done() else TimeoutError("it went on after a server had failed")
+
+
+def _awaitable(broadcast: Future[None]) -> asyncio.Future[None]:
+    waiting = asyncio.wrap_future(broadcast)
+    waiting.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, also where nobody waits for it
+    return waiting
 
 
 def _names(plan: SendPlan) -> list[str]:

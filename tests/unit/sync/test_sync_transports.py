@@ -489,6 +489,27 @@ def test_a_broadcast_that_breaks_while_servers_hear_of_the_next_bucket_is_no_ser
     assert taken == 8, "other ranks gather along with it"
 
 
+def test_a_server_that_says_nothing_after_the_broadcast_broke_costs_seconds_and_not_the_limit(monkeypatch):
+    monkeypatch.setattr(broadcast, "_AFTER_FAILURE_S", 0.5)
+    servers = Answering(monkeypatch, lambda log, bucket: bucket != 1 or ("call", 2) in log, breaks=1)
+    answer = servers.post
+
+    async def post(url, path, body, timeout_s):
+        if url == "http://b" and body.get("names") == ("t2",):
+            servers.log.append(("call", 2))
+            await asyncio.sleep(timeout_s)  # its scheduler is dead, and the process before it is not
+            raise EngineError("no answer within the limit")
+        await answer(url, path, body, timeout_s)
+
+    monkeypatch.setattr(servers, "post", post)
+    started = time.monotonic()
+    report, taken = servers.send(4)
+    assert time.monotonic() - started < 20 and taken == 4
+    assert report.failures["b"] == SendFailure(
+        "group", "no answer within 0.5 s after another server, or the broadcast, had failed"
+    )
+
+
 def test_the_last_broadcast_is_waited_for_and_its_failure_told(monkeypatch):
     report, _ = Answering(monkeypatch, lambda log, bucket: log.count(("answer", bucket)) == 2, breaks=3).send(4)
     failure = SendFailure("group", "broadcast failed: NCCL: remote process exited")
