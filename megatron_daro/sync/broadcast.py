@@ -1,7 +1,11 @@
 """The sending end of a broadcast of weights to SGLang servers: one exporting rank, one process group, packed buckets.
 
 While one bucket is sent the next is gathered, so at most two exist; on a GPU on a stream of its own (`SendStream`),
-since torch makes the stream that waits for a collective call wait for it too. The group, of this rank and every rank
+since torch makes the stream that waits for a collective call wait for it too. Servers are told of the next bucket as
+soon as all have answered to this one: those on GPUs answer while the data is still on its way, so that calls cost no
+time, those on CPUs when they have loaded it. Not earlier: SGLang takes calls in the order in which they reach it, and
+two that are on their way on two connections have none; a bucket read with the names of another would be silently wrong.
+The group, of this rank and every rank
 of every server, is kept for the next update as long as the same servers take part. The stream of tensors is always
 read to its end, since other ranks gather along and would wait forever. The first server that fails breaks the
 broadcast off, so that a death costs seconds and not the limit of a call. Servers are not fenced here: what each of
@@ -11,6 +15,8 @@ A peer that died or hangs must cost this process a group and nothing else. By de
 NCCL collective fails (ProcessGroupNCCL.hpp, ErrorHandlingMode), so for this group alone its watchdog only looks on.
 
 Source: sglang/srt/utils/common.py, init_custom_process_group: both ends must derive the same store keys.
+sglang/srt/managers/tokenizer_control_mixin.py (0.5.23), update_weights_from_distributed: `async with
+self.is_pause_cond` around the call of a FanOutCommunicator, both of them queues, one call at a time in the scheduler.
 """
 
 from __future__ import annotations
@@ -39,6 +45,7 @@ from megatron_daro.sync.buckets import WeightBucket, bucketize
 from megatron_daro.sync.plan import Calls, Post, SendFailure, SendPlan, SendReport, Target
 
 _Result = TypeVar("_Result")
+_Calls = set[asyncio.Future[Any]]
 # Read when a group is made. 0: a failed collective is reported by its own wait, and the process lives.
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 # NCCL's own limit comes after the one that `broadcast` is given, so that its caller is the one who ends it.
@@ -201,20 +208,22 @@ _AFTER_FAILURE_S = 30.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Packed:
-    """A bucket, and what says on a GPU that it is full."""
+    """A bucket; what says on a GPU that it is full; set when nobody reads its memory any more."""
 
     bucket: WeightBucket
     event: torch.cuda.Event | None
+    sent: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass
 class _Sent:
-    """What was sent so far."""
+    """What was sent so far. last: how the broadcast of the last bucket ends, and so that of all before."""
 
     num_bytes: int = 0
     num_buckets: int = 0
     started: float = field(default_factory=time.perf_counter)
     failures: dict[str, SendFailure] = field(default_factory=dict)
+    last: Future[None] | None = None
 
 
 class BroadcastSender:
@@ -250,11 +259,15 @@ class BroadcastSender:
         mailbox: queue.Queue[_Packed | None] = queue.Queue()
         with ThreadPoolExecutor(1, thread_name_prefix="broadcast") as thread:
             sending = thread.submit(lambda: asyncio.run(self._send_all(mailbox, plan)))
+            before = threading.Event()
+            before.set()
             try:
                 for bucket in bucketize(stream, plan.bucket_bytes, reuse=True):
-                    mailbox.join()  # the bucket before is sent, and its buffer is the next one's
-                    mailbox.put(_Packed(bucket, self._stream.packed()))
-                    del bucket
+                    packed = _Packed(bucket, self._stream.packed())
+                    mailbox.put(packed)
+                    before.wait()  # the bucket before is sent, and its buffer is the next one's
+                    before = packed.sent
+                    del bucket, packed
             finally:
                 mailbox.put(None)
             sent = sending.result()
@@ -292,28 +305,33 @@ class BroadcastSender:
         """Take buckets out until None comes; after a failure they are only thrown away."""
         sent = _Sent()
         crash: BaseException | None = None
+        on_the_way: list[threading.Event] = []
         try:
             sent.failures |= await self._join(plan)
         except Exception as error:  # raised below: the stream must be read to its end first
             crash = error
         while (packed := await asyncio.to_thread(mailbox.get)) is not None:
+            on_the_way = [*on_the_way[-1:], packed.sent]
             try:
                 if crash is None and not sent.failures:
-                    sent.failures |= await self._send_bucket(packed, plan)
-                    sent.num_bytes += packed.bucket.data.nbytes
-                    sent.num_buckets += 1
+                    sent.failures |= await self._send_bucket(packed, plan, sent)
             except Exception as error:  # as above
                 crash = error
+            if crash is not None or sent.failures:
+                for buffer in on_the_way:
+                    buffer.set()
             del packed
-            mailbox.task_done()
+        if crash is None and not sent.failures:
+            sent.failures |= _told_apart({}, await _error_of(sent.last, None), "broadcast failed", _names(plan))
         if crash is not None or sent.failures:
             self._leave(broken=True)
         if crash is not None:
             raise crash
         return sent
 
-    async def _send_bucket(self, packed: _Packed, plan: SendPlan) -> dict[str, SendFailure]:
-        """One bucket to everyone at once. Returns failures by server."""
+    async def _send_bucket(self, packed: _Packed, plan: SendPlan, sent: _Sent) -> dict[str, SendFailure]:
+        """Tell everyone of a bucket at once, and broadcast it after the one before. Over when all have answered, which
+        may be before it is sent. Returns failures by server."""
         bucket = packed.bucket
         body = {
             "names": bucket.names,
@@ -323,19 +341,27 @@ class BroadcastSender:
             "load_format": "flattened_bucket",
             "flush_cache": False,
         }
-        bodies = {target.name: body for target in plan.targets}
-        group = self._group
+        bodies = dict.fromkeys(_names(plan), body)
+        group, before = self._group, sent.last
         assert group, "joined before"
 
         def broadcast() -> None:
-            with self._stream.after(packed.event):
-                group.broadcast(bucket.data, plan.timeout_s)
+            try:
+                if before is not None:
+                    before.result()
+                with self._stream.after(packed.event):
+                    group.broadcast(bucket.data, plan.timeout_s)
+            finally:
+                packed.sent.set()
 
-        own = asyncio.wrap_future(in_thread(broadcast))
-        own.add_done_callback(lambda done: done.exception())  # seen, also where nobody waits any more
-        failures = await self._to_all("/update_weights_from_distributed", bodies, plan, broken=group.break_off)
-        await asyncio.wait({own}, timeout=_AFTER_FAILURE_S if failures else None)
-        error = own.exception() if own.done() else TimeoutError("it went on after a server had failed")
+        sent.last = in_thread(broadcast)
+        path = "/update_weights_from_distributed"
+        failures = await self._to_all(path, bodies, plan, own=sent.last, broken=group.break_off)
+        sent.num_bytes += bucket.data.nbytes
+        sent.num_buckets += 1
+        if not failures and not sent.last.done():
+            return {}
+        error = await _error_of(sent.last, _AFTER_FAILURE_S if failures else None)
         return _told_apart(failures, error, "broadcast failed", bodies)
 
     async def _join(self, plan: SendPlan) -> dict[str, SendFailure]:
@@ -371,15 +397,17 @@ class BroadcastSender:
         path: str,
         bodies: Mapping[str, Mapping[str, Any]],
         plan: SendPlan,
+        own: Future[None] | None = None,
         broken: Callable[[], None] = lambda: None,
     ) -> dict[str, SendFailure]:
-        """One call to every server. Returns what failed, by server. broken: called at the first failure."""
+        """One call to every server. Returns what failed, by server. own: what goes on at this end; after its failure,
+        too, answers are not waited for long. broken: called at the first failure of a server."""
         urls = {target.name: target.url for target in plan.targets}
-        calls = {
+        calls: dict[asyncio.Future[Any], str] = {
             asyncio.ensure_future(self._post(urls[name], path, body, plan.timeout_s)): name
             for name, body in bodies.items()
         }
-        done, pending = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+        done, pending = await _until_a_failure(calls, own)
         if any(call.exception() for call in done):
             in_thread(broken)  # which may wait for a peer that hangs
         if pending:
@@ -388,7 +416,7 @@ class BroadcastSender:
         failures = {}
         for call in pending:
             call.cancel()
-            text = f"no answer within {_AFTER_FAILURE_S:g} s after another server had failed"
+            text = f"no answer within {_AFTER_FAILURE_S:g} s after another server, or the broadcast, had failed"
             failures[calls[call]] = SendFailure("group", text)
         for call in done:
             error = call.exception()
@@ -398,6 +426,38 @@ class BroadcastSender:
             elif error is not None:
                 raise error
         return failures
+
+
+async def _until_a_failure(calls: Iterable[asyncio.Future[Any]], own: Future[None] | None) -> tuple[_Calls, _Calls]:
+    """Wait until all calls are answered, or one of them or this rank's own end has failed. Returns (done, pending)."""
+    answered = asyncio.ensure_future(asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION))
+    if own is not None:
+        ours = _awaitable(own)
+        either: _Calls = {answered, ours}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not answered.done() and ours.exception():
+            answered.cancel()  # the wait, and not the calls
+            return {call for call in calls if call.done()}, {call for call in calls if not call.done()}
+    return await answered
+
+
+async def _error_of(broadcast: Future[None] | None, timeout_s: float | None) -> BaseException | None:
+    """Wait for the end of a broadcast, which may fail, but no longer than this. Returns what went wrong."""
+    if broadcast is None:
+        return None
+    waiting = _awaitable(broadcast)
+    await asyncio.wait({waiting}, timeout=timeout_s)
+    return waiting.exception() if waiting.done() else TimeoutError("it went on after a server had failed")
+
+
+def _awaitable(broadcast: Future[None]) -> asyncio.Future[None]:
+    waiting = asyncio.wrap_future(broadcast)
+    waiting.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, also where nobody waits for it
+    return waiting
+
+
+def _names(plan: SendPlan) -> list[str]:
+    return [target.name for target in plan.targets]
 
 
 def _told_apart(

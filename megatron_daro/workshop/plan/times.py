@@ -396,7 +396,7 @@ def sync_s(
         pauses: with the time in which servers pause and continue.
     """
     shape, link, network = workload.shape, gpu.link_gb_s * 1e9, gpu.network_gb_s * 1e9
-    rest, experts = _bytes_of(shape, workload.dtype_bytes)
+    rest, experts = weight_bytes(shape, workload.dtype_bytes)
     far = layout.expert > gpu.linked
     gathered = rest * (layout.tensor - 1) / layout.tensor / link
     gathered += experts * (layout.expert - 1) / layout.expert / (network if far else link)
@@ -416,7 +416,7 @@ def _num_tensors(shape: ModelShape) -> int:
     return shape.layers * each + 3 * (shape.layers - shape.expert_layers) + mixed
 
 
-def _bytes_of(shape: ModelShape, dtype_bytes: int) -> tuple[float, float]:
+def weight_bytes(shape: ModelShape, dtype_bytes: int) -> tuple[float, float]:
     """Bytes of a model's weights: without its experts, and of these."""
     experts = 0
     if shape.experts:

@@ -417,6 +417,105 @@ def test_a_bucket_is_sent_from_a_stream_of_its_own_that_waits_for_it_alone(monke
         assert own == [("packed", number + 1, "default"), ("wait", number + 1, "send"), ("broadcast", number, "send")]
 
 
+class Answering:
+    """Servers that answer before the data is there, as those on GPUs do, and the wire. log: (what, bucket), in order.
+
+    until: (log, bucket) -> whether its broadcast ends. breaks: one whose broadcast fails; servers refuse from then.
+    """
+
+    def __init__(self, monkeypatch, until, breaks=-1):
+        Cuda(monkeypatch)
+        self.log, self.until, self.breaks = [], until, breaks
+        monkeypatch.setattr(c10d, "_new_process_group_helper", lambda *a, **k: (Wired(self), 0))
+        monkeypatch.setattr(dist, "destroy_process_group", lambda group: None)
+
+    async def post(self, url, path, body, timeout_s):
+        if path == "/update_weights_from_distributed":
+            bucket = int(body["names"][0].removeprefix("t"))
+            self.log.append(("call", bucket))
+            await asyncio.sleep(0.01 * (url == "http://b"))
+            if ("broken", self.breaks) in self.log:
+                raise RefusedError("status 400: Failed to receive weights: the group broke")
+            self.log.append(("answer", bucket))
+
+    def send(self, count):
+        sender, stream = BroadcastSender("127.0.0.1", "nccl", lambda: nullcontext(self.post)), Stream(named(count))
+        try:
+            return sender.send(stream, plan_of(["a", "b"], timeout_s=30.0)), stream.taken
+        finally:
+            sender.close()
+
+
+class Wired:
+    def __init__(self, servers):
+        self.servers = servers
+
+    def broadcast(self, data, source):
+        bucket = int(data.view(torch.float32)[0])
+        self.servers.log.append(("begin", bucket))
+        return SimpleNamespace(wait=lambda timeout: self.wait(bucket))
+
+    def wait(self, bucket):
+        deadline = time.monotonic() + 5
+        while not self.servers.until(self.servers.log, bucket) and time.monotonic() < deadline:
+            time.sleep(0.002)
+        self.servers.log.append(("broken" if bucket == self.servers.breaks else "end", bucket))
+        if bucket == self.servers.breaks:
+            raise RuntimeError("NCCL: remote process exited")
+
+    def abort(self):
+        pass
+
+
+def test_servers_hear_of_the_next_bucket_when_all_have_answered_to_one_that_is_on_its_way(monkeypatch):
+    last = 5
+    servers = Answering(monkeypatch, lambda log, bucket: bucket == last or ("call", bucket + 1) in log)
+    report, _ = servers.send(last + 1)
+    at = {entry: (servers.log.index(entry), len(servers.log) - servers.log[::-1].index(entry)) for entry in servers.log}
+    for bucket in range(last):
+        assert at["call", bucket + 1][0] < at["end", bucket][0], "while it is on its way"
+        assert at["answer", bucket][1] <= at["call", bucket + 1][0], "calls on their way together have no order"
+        assert at["end", bucket][0] < at["begin", bucket + 1][0]
+    for bucket in range(last - 1):
+        assert at["end", bucket][0] < at["call", bucket + 2][0], "its memory is that of the next but one"
+    assert report.num_buckets == last + 1 and not report.failures
+
+
+def test_a_broadcast_that_breaks_while_servers_hear_of_the_next_bucket_is_no_servers_own_fault(monkeypatch):
+    servers = Answering(monkeypatch, lambda log, bucket: bucket != 2 or ("call", 3) in log, breaks=2)
+    report, taken = servers.send(8)
+    assert ("call", 3) in servers.log and ("begin", 3) not in servers.log and ("call", 4) not in servers.log
+    assert report.failures and {failure.kind for failure in report.failures.values()} == {"group"}
+    assert taken == 8, "other ranks gather along with it"
+
+
+def test_a_server_that_says_nothing_after_the_broadcast_broke_costs_seconds_and_not_the_limit(monkeypatch):
+    monkeypatch.setattr(broadcast, "_AFTER_FAILURE_S", 0.5)
+    servers = Answering(monkeypatch, lambda log, bucket: bucket != 1 or ("call", 2) in log, breaks=1)
+    answer = servers.post
+
+    async def post(url, path, body, timeout_s):
+        if url == "http://b" and body.get("names") == ("t2",):
+            servers.log.append(("call", 2))
+            await asyncio.sleep(timeout_s)  # its scheduler is dead, and the process before it is not
+            raise EngineError("no answer within the limit")
+        await answer(url, path, body, timeout_s)
+
+    monkeypatch.setattr(servers, "post", post)
+    started = time.monotonic()
+    report, taken = servers.send(4)
+    assert time.monotonic() - started < 20 and taken == 4
+    assert report.failures["b"] == SendFailure(
+        "group", "no answer within 0.5 s after another server, or the broadcast, had failed"
+    )
+
+
+def test_the_last_broadcast_is_waited_for_and_its_failure_told(monkeypatch):
+    report, _ = Answering(monkeypatch, lambda log, bucket: log.count(("answer", bucket)) == 2, breaks=3).send(4)
+    failure = SendFailure("group", "broadcast failed: NCCL: remote process exited")
+    assert report.failures == {"a": failure, "b": failure}
+
+
 def test_a_servers_death_in_an_nccl_broadcast_aborts_the_communicator_and_ends_no_process(monkeypatch):
     """What NCCL itself does then needs a GPU: here the order of calls, and what the group is made with."""
     Cuda(monkeypatch)
