@@ -52,6 +52,7 @@ def server(
     *,
     seed: int = 0,
     environment: dict[str, str] | None = None,
+    takes_shards: bool = False,
     **arguments: Any,
 ) -> LocalServer:
     """One server on loopback, not started."""
@@ -64,6 +65,7 @@ def server(
         arguments=given,
         env=environment or {},
         log_path=log,
+        takes_shards=takes_shards,
     )
     return LocalServer(options)
 

@@ -1,6 +1,7 @@
 """Sync of a 0.5-billion-parameter bf16 model to two SGLang servers against a bare broadcast of the same bytes.
 
     OMP_NUM_THREADS=1 python benchmarks/sglang_sync.py --rounds 9 --json      # about 3 minutes on 2 cores, 13 GiB
+    OMP_NUM_THREADS=1 python benchmarks/sglang_sync.py --sync shards --rounds 9 --json    # from shards to shards
     OMP_NUM_THREADS=1 python benchmarks/sglang_sync.py --tiny --rounds 2
 
 The shape is that of Qwen2 0.5B with random weights. A Megatron actor (one rank, a Ray actor, with gradients and
@@ -10,8 +11,8 @@ Two times are taken of ours: "send" is gathering, broadcasting and loading (a se
 bucket), without the making of the group, which the first update does; "update" is the whole transaction, from pause to
 the comparison of log-probs, where each server scores 64 tokens and samples 16. The goal of twice the bare time is for
 "send". Peak extra memory: before each update the kernel's high-water mark of the exporting process is reset
-(/proc/PID/clear_refs), afterwards VmHWM less the VmRSS from before. Its goal: two buckets. Exit code 1 if a goal is
-missed.
+(/proc/PID/clear_refs), afterwards VmHWM less the VmRSS from before. Its goal: two buckets. From shards to shards each
+server gets its own copy over TCP; the bare side stays as it is. Exit code 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--python", type=Path, default=sglang_servers.PYTHON, help="interpreter of the servers")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each side")
     parser.add_argument("--bucket-mib", type=int, default=CPU_BUCKET_MIB)
+    parser.add_argument("--sync", default="distributed", choices=("distributed", "shards"))
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the script out")
     parser.add_argument("--json", action="store_true", help="also write benchmarks/results/sglang_sync.json")
     return parser.parse_args()
@@ -180,15 +182,16 @@ def make_engine(arguments: argparse.Namespace, model: Path, directory: Path) -> 
             model,
             directory / f"server_{i}.log",
             seed=i,
+            takes_shards=arguments.sync == "shards",
             dtype="bfloat16",
             max_total_tokens=1024,
             max_running_requests=4,
         )
         for i in range(2)
     }
-    options = SGLangSection(
-        bucket_mib=arguments.bucket_mib, start_timeout_s=900, stall_timeout_s=300, sync_timeout_s=300, max_restarts=0
-    )
+    limits = {"start_timeout_s": 900, "stall_timeout_s": 300, "sync_timeout_s": 300, "max_restarts": 0}
+    own = {"sync": arguments.sync, "arguments": {"device": "cpu"}}
+    options = SGLangSection(bucket_mib=arguments.bucket_mib, **own, **limits)
     return SGLangEngine(
         handles,
         options,
@@ -228,8 +231,9 @@ async def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, A
         memory = PeakMemory(ray.get(worker.__ray_call__.remote(lambda _: os.getpid())))
         sync = WeightSync(policy, engine)
         first = await one_update(sync, 0, memory)  # joins the group
-        if first["bytes"] != 2 * parameters:
-            raise SystemExit(f"{first['bytes']} bytes were sent; {2 * parameters} are the model")
+        copies = 2 if arguments.sync == "shards" else 1
+        if first["bytes"] != copies * 2 * parameters:
+            raise SystemExit(f"{first['bytes']} bytes were sent; {copies} x {2 * parameters} are the model")
         bare = Bare(bucket_sizes(model, arguments.bucket_mib * 2**20), directory)
         bare.run()
         phases, rounds = PhaseTimes(policy), []
@@ -283,6 +287,7 @@ def summarized(arguments: argparse.Namespace, raw: dict[str, Any]) -> dict[str, 
     extra = max(r["extra_bytes"] for r in [raw["first"], *raw["rounds"]])
     result = {
         "setup": {
+            "sync": arguments.sync,
             "bucket_mib": arguments.bucket_mib,
             "rounds": arguments.rounds,
             "parameters": raw["parameters"],
@@ -333,7 +338,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="sglang_sync_") as name, cluster(1):
         result = summarized(arguments, asyncio.run(measure(arguments, Path(name))))
     show(result)
-    sglang_servers.conclude("sglang_sync", result, write=arguments.json)
+    name = "sglang_sync" if arguments.sync == "distributed" else f"sglang_sync_{arguments.sync}"
+    sglang_servers.conclude(name, result, write=arguments.json)
 
 
 if __name__ == "__main__":
