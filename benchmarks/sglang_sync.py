@@ -189,9 +189,15 @@ def make_engine(arguments: argparse.Namespace, model: Path, directory: Path) -> 
         )
         for i in range(2)
     }
-    limits = {"start_timeout_s": 900, "stall_timeout_s": 300, "sync_timeout_s": 300, "max_restarts": 0}
-    own = {"sync": arguments.sync, "arguments": {"device": "cpu"}}
-    options = SGLangSection(bucket_mib=arguments.bucket_mib, **own, **limits)
+    options = SGLangSection(
+        sync=arguments.sync,
+        arguments={"device": "cpu"},
+        bucket_mib=arguments.bucket_mib,
+        start_timeout_s=900,
+        stall_timeout_s=300,
+        sync_timeout_s=300,
+        max_restarts=0,
+    )
     return SGLangEngine(
         handles,
         options,

@@ -39,6 +39,7 @@ from megatron_daro.runtime.supervisor import WorkerGroup, actor_class, gather, u
 from megatron_daro.runtime.workers import Place, TrainWorker
 from megatron_daro.sync import send
 from megatron_daro.sync.plan import SendPlan, SendReport
+from megatron_daro.sync.shard_tcp import check_offers
 from megatron_daro.types import MemoryKind, MemoryMove, Rollout, StepResult, TrainBatch
 
 T = TypeVar("T")
@@ -471,6 +472,7 @@ class PolicyGroup:
     async def _export_shards(self, plan: SendPlan) -> SendReport:
         """Have every rank send what it holds to the servers' ranks that need it, all at once."""
         offers = await self._all(lambda worker: worker.offer_shards.remote(plan))
+        check_offers(offers, len(plan.targets))
         caller, *others = self.workers.items()
         calls = {caller[0]: caller[1].send_shards.remote(plan, offers)}
         calls |= {name: worker.send_shards.remote(plan, ()) async for name, worker in unhurried(others)}

@@ -39,6 +39,7 @@ class ShardExport:
         self._sender = ShardSender(host, calls)
         self._planned: tuple[object, int] | None = None
         self._writes: list[Write] = []
+        self._entries: tuple[int, ...] = ()
 
     def offer(self, plan: SendPlan) -> Offer:
         """Begin to listen for the servers' ranks. Raises ModelError: there is no plan between the two layouts."""
@@ -46,9 +47,10 @@ class ShardExport:
         wanted = plan.layout, len(plan.targets)
         if self._planned != wanted:
             layout = self._trainer_layout()
-            shards = ShardPlan(self._policy.shape, layout, plan.layout, len(plan.targets))
-            self._writes, self._planned = list(shards.writes(self._rank)), wanted
-        return self._sender.offer(self._writes)
+            shards = ShardPlan(self._policy.shape, layout, plan.layout, len(plan.targets), itemsize=1)
+            self._writes, self._entries = list(shards.writes(self._rank)), shards.balance().received
+            self._planned = wanted
+        return self._sender.offer(self._writes, self._entries)
 
     def send(self, plan: SendPlan, offers: Sequence[Offer], *, digests: bool) -> SendReport:
         """Serve them all.

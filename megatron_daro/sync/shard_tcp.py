@@ -15,6 +15,7 @@ import asyncio
 import base64
 import contextlib
 import hmac
+import itertools
 import json
 import math
 import pickle
@@ -33,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_daro.errors import EngineError, RefusedError
+from megatron_daro.errors import EngineError, RefusedError, SyncError
 from megatron_daro.sync.broadcast import in_thread
 from megatron_daro.sync.in_server import LOADER
 from megatron_daro.sync.in_server.megatron_daro_shards import checksum_of, read_frame, send_frame
@@ -52,12 +53,14 @@ _BACKLOG = 1024
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Where a rank waits, what must be shown there, and how many entries it has for whom."""
+    """Where a rank waits, what must be shown there, and how many entries it has for whom. wanted: how many each rank of
+    a server has in all, by this rank's plan."""
 
     host: str
     port: int
     key: str
     entries: Mapping[Receiver, int]
+    wanted: tuple[int, ...]
 
 
 class ShardSender:
@@ -68,10 +71,11 @@ class ShardSender:
         self._host, self._calls = host, calls
         self._serving: _Serving | None = None
 
-    def offer(self, writes: Iterable[Write]) -> Offer:
-        """Begin to listen for those that these writes are for; an earlier offer is withdrawn."""
+    def offer(self, writes: Iterable[Write], wanted: tuple[int, ...]) -> Offer:
+        """Begin to listen for those that these writes are for; an earlier offer is withdrawn. Args: wanted: see
+        `Offer`."""
         self.close()
-        self._serving = _Serving(self._host, writes)
+        self._serving = _Serving(self._host, writes, wanted)
         return self._serving.offer
 
     def send(self, tensors: Mapping[str, Tensor], plan: SendPlan, offers: Sequence[Offer] = ()) -> SendReport:
@@ -116,6 +120,19 @@ class ShardSender:
         await asyncio.gather(*(asyncio.to_thread(_tell, offer, told) for offer in senders))
 
 
+def check_offers(offers: Sequence[Offer], servers: int) -> None:
+    """Look whether every rank of every server is offered exactly what it has. Raises SyncError: plans differ."""
+    for receiver in itertools.product(range(servers), range(len(offers[0].wanted))):
+        offered = sum(offer.entries.get(receiver, 0) for offer in offers)
+        wanted = {offer.wanted[receiver[1]] for offer in offers}
+        if wanted != {offered}:
+            raise SyncError(
+                f"weights from shards to shards: rank {receiver[1]} of server {receiver[0]} has {sorted(wanted)} entries, "
+                f"the trainer's ranks offer {offered}: they took different layouts. Please report it, and set "
+                "engine.sglang.sync=distributed"
+            )
+
+
 def request_for(receiver: Receiver, offers: Sequence[Offer], timeout_s: float) -> str:
     """Return a receiver's part of the call: the base64 of what SGLang unpickles as its named tensors."""
     senders = [offer for offer in offers if receiver in offer.entries]
@@ -143,13 +160,13 @@ def _tell(offer: Offer, content: Mapping[str, Any]) -> None:
 class _Serving:
     """One offer."""
 
-    def __init__(self, host: str, writes: Iterable[Write]) -> None:
+    def __init__(self, host: str, writes: Iterable[Write], wanted: tuple[int, ...]) -> None:
         self._writes: dict[Receiver, list[Write]] = {}
         for write in writes:
             self._writes.setdefault((write.server, write.rank), []).append(write)
         self._listener = socket.create_server((host, 0), backlog=_BACKLOG)
         entries = {receiver: sum(write.entries for write in own) for receiver, own in self._writes.items()}
-        self.offer = Offer(host, self._listener.getsockname()[1], secrets.token_hex(16), entries)
+        self.offer = Offer(host, self._listener.getsockname()[1], secrets.token_hex(16), entries, wanted)
         self._changed = threading.Condition()
         self._connected: dict[Receiver, socket.socket] = {}
         self._ended: dict[Receiver, SendFailure | None] = {}

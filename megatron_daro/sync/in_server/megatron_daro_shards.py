@@ -73,8 +73,8 @@ class _Receipt:
         with ThreadPoolExecutor(max(1, len(senders)), thread_name_prefix="shards") as pool:
             list(pool.map(self._read, senders))
             if self._failure is None and self._entries != self._request["entries"]:
-                got = f"{self._entries} entries of {self._request['entries']}"
-                self._failure = RefusedPieceError(f"{got}: the senders had different plans")
+                got, wanted = self._entries, self._request["entries"]
+                self._failure = RefusedPieceError(f"got {got} entries in all, {wanted} were offered")
             if self._failure is not None:
                 logger.error("weights from shards: %s", self._failure)
             list(pool.map(self._tell, list(self._open.values())))

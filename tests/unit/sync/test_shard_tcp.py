@@ -17,7 +17,7 @@ import pytest
 import torch
 from shard_cases import CASES, carried_out, checkpoint, server_shapes, shards
 
-from megatron_daro.errors import EngineError, RefusedError
+from megatron_daro.errors import EngineError, RefusedError, SyncError
 from megatron_daro.sync import shard_tcp
 from megatron_daro.sync.in_server import FOLDER, LOADER, megatron_daro_shards
 from megatron_daro.sync.in_server.megatron_daro_shards import read_frame, receive, send_frame
@@ -72,14 +72,16 @@ class Fleet:
             receive(self.modules[server, rank], [(json.dumps(request), tensor)])
 
 
-def synced(case, fleet, *, before_sending=lambda senders: None, tensors=None, timeout_s=SECONDS):
-    """The reports of all ranks of the trainer."""
-    parameter = shards(case, checkpoint(case) if tensors is None else tensors)
+def synced(case, fleet, *, before_sending=lambda senders: None, offered=lambda writes: writes, timeout_s=SECONDS):
+    """The reports of all ranks of the trainer. offered: changes what they offer."""
+    parameter = shards(case, checkpoint(case))
     world, plan = case.trainer_layout.world_size, case.plan(4)
     senders = [ShardSender("127.0.0.1", fleet.calls) for _ in range(world)]
-    writes = [list(plan.writes(rank)) for rank in range(world)]
-    offers = [sender.offer(own) for sender, own in zip(senders, writes, strict=True)]
+    wanted = tuple(n // 4 for n in plan.balance().received)
+    writes = offered([list(plan.writes(rank)) for rank in range(world)])
+    offers = [sender.offer(own, wanted) for sender, own in zip(senders, writes, strict=True)]
     send_plan = SendPlan(transport="shards", targets=fleet.targets, bucket_bytes=2**20, timeout_s=timeout_s)
+    shard_tcp.check_offers(offers, case.servers)
     before_sending(senders)
 
     def send(rank):
@@ -160,14 +162,22 @@ def test_a_receiver_without_the_parameter_is_told_apart(monkeypatch):
     )
 
 
-def test_senders_of_different_plans_are_noticed():
-    def fewer(server, rank, request):
-        return {**request, "senders": request["senders"][1:]} if (server, rank) == (1, 0) else request
+def test_a_receiver_that_gets_less_than_was_offered_says_so():
+    def more(server, rank, request):
+        return {**request, "entries": request["entries"] + (1 if (server, rank) == (1, 0) else 0)}
 
-    fleet = Fleet(CASE, fewer)
-    found = failures(synced(CASE, fleet))
-    assert list(found) == ["server 1"]
-    assert "different plans" in found["server 1"].text or "did not connect" in found["server 1"].text
+    fleet = Fleet(CASE, more)
+    fails_alone(fleet, synced(CASE, fleet), "refused", "entries in all")
+
+
+def test_ranks_with_different_plans_send_nothing():
+    def forgets(writes):
+        return [writes[0][1:], *writes[1:]]
+
+    fleet = Fleet(CASE)
+    with pytest.raises(SyncError, match="they took different layouts"):
+        synced(CASE, fleet, offered=forgets)
+    assert all(values.isnan().all() for module in fleet.modules.values() for values in module.held.values())
 
 
 def test_one_wrong_bit_on_the_way_is_noticed(monkeypatch):
@@ -274,12 +284,12 @@ def test_a_fault_of_the_sender_itself_is_raised():
     plan = CASE.plan(4)
     fleet = Fleet(replace(CASE, servers=3))
     sender = ShardSender("127.0.0.1", fleet.calls)
-    offer = sender.offer(plan.writes(0))
+    offer = sender.offer(plan.writes(0), ())
     held = {w.source: parameter(0, w.source).to(torch.float64) for w in plan.writes(0)}
     send_plan = SendPlan(transport="shards", targets=fleet.targets, bucket_bytes=1, timeout_s=SECONDS)
     report = sender.send(held, send_plan, [offer])
     assert {failure.kind for failure in report.failures.values()} == {"refused"}  # float64 cannot be received
-    sender.offer(plan.writes(0))
+    sender.offer(plan.writes(0), ())
     with pytest.raises(KeyError):
         sender.send({}, send_plan, [sender._serving.offer])
 
