@@ -127,8 +127,8 @@ def check_offers(offers: Sequence[Offer], servers: int) -> None:
         wanted = {offer.wanted[receiver[1]] for offer in offers}
         if wanted != {offered}:
             raise SyncError(
-                f"weights from shards to shards: rank {receiver[1]} of server {receiver[0]} has {sorted(wanted)} entries, "
-                f"the trainer's ranks offer {offered}: they took different layouts. Please report it, and set "
+                f"weights from shards to shards: rank {receiver[1]} of server {receiver[0]} has {sorted(wanted)} "
+                f"entries, the trainer's ranks offer {offered}: they took different layouts. Please report it, and set "
                 "engine.sglang.sync=distributed"
             )
 
