@@ -21,7 +21,7 @@ receive.
 (workshop/plan/gpus.py), reached in full; the latency of a collective is the planner's, learned from published runs
 (plan/times.py). Measured on a CPU: own CPU of a call, in this run, at canned servers; the answer of a real server, by
 benchmarks/sglang_sync.py. `planner` is its formula, learned from published syncs; `shards` the floor of a sync from
-shards to shards, which no run has yet. Nothing of it was run on a GPU.
+shards to shards. Nothing of it was run on a GPU.
 """
 
 from __future__ import annotations

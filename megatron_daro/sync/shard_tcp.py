@@ -328,10 +328,12 @@ class _Buffer:
         """Return the bytes of a tensor, valid until the next call."""
         if values.device.type == "cpu" and values.is_contiguous():
             return memoryview(values.reshape(-1).view(torch.uint8).numpy().data)
-        if self._held.nbytes < values.nbytes:
-            self._held = torch.empty(values.nbytes, dtype=torch.uint8, pin_memory=values.is_cuda)
-        host = self._held[: values.nbytes]
-        host.view(values.dtype).view(values.shape).copy_(values)
+        # Pinning memory makes a context on the device that is current, in a new thread the first.
+        with torch.cuda.device(values.device) if values.is_cuda else contextlib.nullcontext():
+            if self._held.nbytes < values.nbytes:
+                self._held = torch.empty(values.nbytes, dtype=torch.uint8, pin_memory=values.is_cuda)
+            host = self._held[: values.nbytes]
+            host.view(values.dtype).view(values.shape).copy_(values)
         return memoryview(host.numpy().data)
 
 

@@ -14,6 +14,7 @@ there is a file `back` in FOLDER, as if there were no node for it. Places:
     snapshot      the snapshot was begun
     copy          the snapshot is whole, and no copy of it was sent
     export        the first weights are about to be sent
+    shards        the same, with engine.sglang.sync shards, where every rank sends
     save          its part of a checkpoint is about to be collected
     saved         the same, and its file is being written
     restore       it is about to go back to a snapshot
@@ -100,6 +101,11 @@ def _doomed(plan: str, folder: Path) -> Any:
         def export(self, *arguments: Any, **options: Any) -> Any:
             reached(self._rank, "export")
             return super().export(*arguments, **options)
+
+        @ray.method(concurrency_group="work")
+        def send_shards(self, *arguments: Any) -> Any:
+            reached(self._rank, "shards")
+            return super().send_shards(*arguments)
 
         @ray.method(concurrency_group="work")
         def start_save(self, *arguments: Any) -> None:

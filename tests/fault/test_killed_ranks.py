@@ -6,11 +6,13 @@ of a run in which nobody died, bit for bit; at most one step may be repeated, an
 
 from __future__ import annotations
 
+import json
 import os
 import re
 
 import pytest
 from cli_runs import assert_same_run, checkpoint, digests, last_step, metric_lines, trained, with_dying_ranks
+from sglang_pool import cpu_servers
 
 from megatron_daro.observe.metrics import read_metrics
 from megatron_daro.rollout.recorder import read_step
@@ -124,6 +126,20 @@ PLACES = [death for death in DEATHS if "," not in death and death.count(":") == 
 def test_four_ranks_heal_however_one_dies(tiny, unbroken, tmp_path, place, how):
     """At each of the places above by two more signals; a process that is stopped is killed after a while."""
     assert_heals(tiny, unbroken, tmp_path, f"{place}:{how}", [*LARGE, "trainer.hung_rank_s=20"])
+
+
+@pytest.mark.heavy
+def test_a_rank_that_dies_while_shards_are_sent_is_replaced_and_servers_take_all_again(tiny, tmp_path):
+    servers = json.dumps(cpu_servers(sync="shards", sync_timeout_s=60, stall_timeout_s=120))
+    options = ["engine.kind=sglang", f"engine.sglang={servers}", "engine.replicas=1", "trainer.steps=3"]
+    plan = "shards:1:2,shards:0:4"  # also the rank that calls the servers
+    finished, wanted, happened = run_with_deaths(tiny, tmp_path / "run", tmp_path / "log", plan, options)
+    assert finished.code == 0, plain(finished)[-4000:]
+    assert wanted == happened and repeated_steps(finished) == [0, 0]
+    lines = read_metrics(tmp_path / "run")
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert lines[-1]["engine/restarts"] == lines[-1]["engine/fenced"] == 0
+    assert all(line["sync/servers"] == 1 for line in lines[1:])
 
 
 @pytest.mark.heavy
