@@ -121,9 +121,14 @@ class _Receipt:
 
     def _copy(self, connection: socket.socket, pieces: Sequence[Any]) -> None:
         """Read the bytes into their places."""
+        device = next(iter(self._parameters.values())).device
+        with torch.inference_mode(), torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            self._copy_on(device, connection, pieces)
+
+    def _copy_on(self, device: torch.device, connection: socket.socket, pieces: Sequence[Any]) -> None:
+        """Do so where `device` is the current one: pinning memory makes a context there."""
         longest = max((math.prod(shape) * _DTYPES[dtype].itemsize for *_, shape, dtype in pieces), default=0)
-        on_gpu = any(parameter.is_cuda for parameter in self._parameters.values())
-        buffer = torch.empty(longest, dtype=torch.uint8, pin_memory=on_gpu)
+        buffer = torch.empty(longest, dtype=torch.uint8, pin_memory=device.type == "cuda")
         window, checksum, entries = memoryview(buffer.numpy().data), checksum_of(pieces), 0
         for name, _, offset, shape, dtype in pieces:
             count = math.prod(shape)
@@ -132,8 +137,7 @@ class _Receipt:
             checksum = zlib.crc32(window[:size], checksum)
             entries += count
             box = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
-            with torch.inference_mode():
-                self._parameters[name][box].copy_(buffer[:size].view(_DTYPES[dtype]).view(shape))
+            self._parameters[name][box].copy_(buffer[:size].view(_DTYPES[dtype]).view(shape))
         sent = read_frame(connection)["crc32"]
         if sent != checksum:
             raise ConnectionError(f"the bytes that arrived are not those that were sent (crc32 {checksum}, not {sent})")
