@@ -24,7 +24,6 @@ import select
 import socket
 import threading
 import time
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from torch import Tensor
 from megatron_daro.errors import EngineError, RefusedError, SyncError
 from megatron_daro.sync.broadcast import in_thread
 from megatron_daro.sync.in_server import LOADER
-from megatron_daro.sync.in_server.megatron_daro_shards import checksum_of, read_frame, send_frame
+from megatron_daro.sync.in_server.megatron_daro_shards import checksum_of, read_frame, send_frame, start_of_checksum
 from megatron_daro.sync.plan import Calls, Post, SendFailure, SendPlan, SendReport
 from megatron_daro.sync.shard_plan import Box, Write
 
@@ -285,16 +284,16 @@ class _Serving:
         answer = read_frame(connection)
         if "error" in answer:
             return _failure(answer)
-        buffer, checksum = _Buffer(), checksum_of(manifest)
+        buffer, checksum = _Buffer(), start_of_checksum(manifest)
         try:
             for piece in pieces:
                 if _speaks(connection):  # only where it failed
                     break
                 data = buffer.filled(_boxed(self._tensors[piece.source], piece.source_box))
-                checksum = zlib.crc32(data, checksum)
+                checksum = checksum_of(data, checksum)
                 connection.sendall(data)
             else:
-                send_frame(connection, {"crc32": checksum})
+                send_frame(connection, {"checksum": checksum})
         except OSError as error:
             with contextlib.suppress(OSError, ValueError):
                 return _failure(read_frame(connection))  # what it said before it closed

@@ -10,7 +10,7 @@ On each connection (frames are JSON after four bytes of length, big-endian):
     receiver: {"key", "server", "rank"}
     sender:   {"pieces": [[parameter, its shape, offset, shape, dtype], ...]}      or {"error"}
     receiver: {}                                                        or {"error", "refused"}
-    sender:   the bytes of all pieces, one after the other, then {"crc32"} of what pieces says and of them
+    sender:   the bytes of all pieces, one after the other, then {"checksum"} of what pieces says and of them
     receiver: {} once it has everything from everyone                   or {"error", "refused"}
 
 A receiver that fails tells all its senders. Nothing is raised: SGLang's scheduler would end with it, since nothing
@@ -28,11 +28,11 @@ import math
 import socket
 import struct
 import threading
-import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ LONGEST_FRAME = 2**28
 _LENGTH = struct.Struct(">I")
 # Connections that are read at once: each has a buffer of a piece.
 _AT_ONCE = 8
+_ODD = 0x9E3779B97F4A7C15
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 
@@ -129,18 +130,20 @@ class _Receipt:
         """Do so where `device` is the current one: pinning memory makes a context there."""
         longest = max((math.prod(shape) * _DTYPES[dtype].itemsize for *_, shape, dtype in pieces), default=0)
         buffer = torch.empty(longest, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        window, checksum, entries = memoryview(buffer.numpy().data), checksum_of(pieces), 0
+        window, checksum, entries = memoryview(buffer.numpy().data), start_of_checksum(pieces), 0
         for name, _, offset, shape, dtype in pieces:
             count = math.prod(shape)
             size = count * _DTYPES[dtype].itemsize
             read_exactly(connection, window[:size])
-            checksum = zlib.crc32(window[:size], checksum)
+            checksum = checksum_of(window[:size], checksum)
             entries += count
             box = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
             self._parameters[name][box].copy_(buffer[:size].view(_DTYPES[dtype]).view(shape))
-        sent = read_frame(connection)["crc32"]
+        sent = read_frame(connection)["checksum"]
         if sent != checksum:
-            raise ConnectionError(f"the bytes that arrived are not those that were sent (crc32 {checksum}, not {sent})")
+            raise ConnectionError(
+                f"the bytes that arrived are not those that were sent (checksum {checksum}, not {sent})"
+            )
         with self._lock:
             self._entries += entries
 
@@ -152,9 +155,19 @@ class _Receipt:
             send_frame(connection, answer)
 
 
-def checksum_of(pieces: Sequence[Any]) -> int:
-    """Return the crc32 of a list of pieces: that of their bytes goes on from it."""
-    return zlib.crc32(json.dumps(pieces).encode())
+def start_of_checksum(pieces: Sequence[Any]) -> int:
+    """Return the checksum of a list of pieces, from which that of their bytes goes on."""
+    return checksum_of(memoryview(json.dumps(pieces).encode()), 0)
+
+
+def checksum_of(data: memoryview, before: int) -> int:
+    """Return the sum of the words of 8 bytes and of the bytes after the last one, added to a multiple of the checksum
+    of all that came before, modulo 2**64. Every change of one bit changes it. With a crc32 (3.9 GB/s) a sync on
+    two cores took 1.66 times a bare broadcast, with this 1.27.
+    """
+    words = len(data) // 8
+    total = int(np.frombuffer(data, np.uint64, words).sum(dtype=np.uint64)) + sum(data[8 * words :])
+    return (before * _ODD + total) % 2**64
 
 
 def send_frame(connection: socket.socket, content: Mapping[str, Any]) -> None:

@@ -15,12 +15,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from shard_cases import CASES, carried_out, checkpoint, server_shapes, shards
 
 from megatron_daro.errors import EngineError, RefusedError, SyncError
 from megatron_daro.sync import shard_tcp
 from megatron_daro.sync.in_server import FOLDER, LOADER, megatron_daro_shards
-from megatron_daro.sync.in_server.megatron_daro_shards import read_frame, receive, send_frame
+from megatron_daro.sync.in_server.megatron_daro_shards import checksum_of, read_frame, receive, send_frame
 from megatron_daro.sync.plan import SendPlan, SendReport, Target
 from megatron_daro.sync.shard_tcp import ShardSender
 
@@ -193,7 +195,17 @@ def test_one_wrong_bit_on_the_way_is_noticed(monkeypatch):
     monkeypatch.setattr(megatron_daro_shards, "read_exactly", reading)
     found = failures(synced(CASE, fleet))
     assert len(found) == 1
-    assert "not those that were sent (crc32" in next(iter(found.values())).text
+    assert "not those that were sent (checksum" in next(iter(found.values())).text
+
+
+@given(st.binary(min_size=1, max_size=100), st.data())
+def test_every_changed_bit_changes_the_checksum(data, draw):
+    place, bit = draw.draw(st.integers(0, len(data) - 1)), draw.draw(st.integers(0, 7))
+    other = bytearray(data)
+    other[place] ^= 1 << bit
+    first, second = checksum_of(memoryview(data), 5), checksum_of(memoryview(other), 5)
+    assert first != second
+    assert checksum_of(memoryview(data), first) != checksum_of(memoryview(data), second), "nor is it lost later"
 
 
 def test_a_receiver_that_dies_in_the_middle_fails_alone():
