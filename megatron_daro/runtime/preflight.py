@@ -25,6 +25,7 @@ from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.config.sections import EnvironmentSection, RewardSection
 from megatron_daro.engine.own import own_engine_class
 from megatron_daro.engine.sglang.command import check_environments
+from megatron_daro.engine.sglang.engine import layout_of_servers
 from megatron_daro.errors import ConfigError, DataError, RefusedError, RewardError, RolloutError
 from megatron_daro.observe import logs
 from megatron_daro.observe.progress import Progress
@@ -39,6 +40,8 @@ from megatron_daro.runtime import restart_audit, run_directory
 from megatron_daro.runtime.inputs import read_inputs
 from megatron_daro.runtime.restart_audit import provenance
 from megatron_daro.runtime.run_directory import LOCK_FILE, require_usable
+from megatron_daro.runtime.shard_export import trainer_layout
+from megatron_daro.sync.shard_plan import ShardPlan
 
 CONFIG_FILE = "config.yaml"
 
@@ -193,7 +196,8 @@ def check_start(config: Config, *, resume: bool, generates: bool) -> None:
 
     Raises:
         ConfigError: a field that cannot work here. CheckpointError: the run directory holds the wrong thing.
-        EngineError: a server that runs already does not answer.
+        EngineError: a server that runs already does not answer. ModelError: `sync: shards` between layouts without a
+            plan.
     """
     require_usable(filled(config.trainer.run_dir), resume=resume)
     run_directory.require_replaceable_export(config.trainer)
@@ -207,10 +211,19 @@ def check_start(config: Config, *, resume: bool, generates: bool) -> None:
         check_environments(config.engine.sglang)
         if config.engine.sglang.urls:
             asyncio.run(_ask_servers(config.engine.sglang.urls))
+        if config.engine.sglang.sync == "shards":
+            _plan_shards(config)
     if _megatron_looks_at_options(config):
         from megatron_daro.actor.policy import check_megatron_options
 
         check_megatron_options(config.actor, read_model_shape(config.model.path))
+
+
+def _plan_shards(config: Config) -> None:
+    """Look whether there is a plan from the policy's layout to the servers'. Raises ModelError: there is none."""
+    shape = read_model_shape(config.model.path)
+    trainer = trainer_layout(shape, config.actor, fused_norms=True, grouped_experts=True)
+    ShardPlan(shape, trainer, layout_of_servers(config.engine.sglang, config.model.path), 1)
 
 
 def _try_own_environment(section: EnvironmentSection) -> None:

@@ -47,6 +47,7 @@ _PIECE_BYTES = 2**24
 # Servers were just asked to open the update: those that still answer ask their ranks to connect at once.
 _LONGEST_JOIN_S = 60.0
 _TELL_S = 5.0
+_NOT_CONNECTED = "it did not connect (can its host reach the trainer's, at ports that the system chooses?)"
 _BACKLOG = 1024
 
 
@@ -110,7 +111,7 @@ class ShardSender:
         target = plan.targets[server]
         requests = [request_for((server, rank), offers, plan.timeout_s) for rank in range(target.ranks)]
         body = {"serialized_named_tensors": requests, "load_format": LOADER, "flush_cache": False, "selector": "target"}
-        told: dict[str, Any] = {"server": server, "lost": "it did not connect"}
+        told: dict[str, Any] = {"server": server, "lost": _NOT_CONNECTED}
         try:
             await post(target.url, "/update_weights_from_tensor", body, plan.timeout_s)
         except EngineError as error:
@@ -163,7 +164,8 @@ class _Serving:
         self._writes: dict[Receiver, list[Write]] = {}
         for write in writes:
             self._writes.setdefault((write.server, write.rank), []).append(write)
-        self._listener = socket.create_server((host, 0), backlog=_BACKLOG)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         entries = {receiver: sum(write.entries for write in own) for receiver, own in self._writes.items()}
         self.offer = Offer(host, self._listener.getsockname()[1], secrets.token_hex(16), entries, wanted)
         self._changed = threading.Condition()

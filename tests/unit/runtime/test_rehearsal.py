@@ -20,11 +20,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_daro import recovery
-from megatron_daro.config import Config, loading, resolve
+from megatron_daro.config import Config, check, loading, resolve
 from megatron_daro.config.loading import ITEM
 from megatron_daro.errors import CheckpointError, ConfigError, DaroError
 from megatron_daro.observe.metrics import Phases
 from megatron_daro.observe.progress import Progress
+from megatron_daro.runtime import preflight
 from megatron_daro.runtime.inputs import read_inputs
 from megatron_daro.runtime.preflight import ENDS, rehearse, taken_back_if_it_fails
 from megatron_daro.runtime.restart_audit import provenance
@@ -118,6 +119,12 @@ def ends_with_the_same_error(config: Config, *, resume: bool = False) -> str:
 def test_a_field_that_cannot_work_is_found_before_anything_starts(configured, tmp_path, override, says):
     (tmp_path / "bad.jsonl").write_bytes(lines([ROWS[0], {"problem": "1="}]))
     assert says in ends_with_the_same_error(configured(override))
+
+
+def test_shards_into_servers_that_keep_weights_elsewhere_are_refused_before_anything_starts(configured, monkeypatch):
+    monkeypatch.setattr(preflight, "check_environments", lambda options: None)
+    config = configured("engine={{kind: sglang, sglang: {{sync: shards, arguments: {{enable_lora: true}}}}}}")
+    assert "shard-to-shard sync: enable_lora True" in ends_with_the_same_error(config)
 
 
 @pytest.mark.parametrize("run_dir", ["/proc/one", "/proc/self/fd/one", "/sys/one"])
@@ -280,6 +287,8 @@ def test_what_passes_the_rehearsal_can_be_put_together(configured, overrides):
         config = configured(
             *(f"{path}={json.dumps(value)}".replace("{", "{{").replace("}", "}}") for path, value in overrides.items())
         )
+        if check(config).problems:  # a rehearsal is of a configuration that was checked
+            return
         rehearse(config, resume=False, replay=None)
     except DaroError:
         return
