@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
@@ -279,6 +280,13 @@ class ManagedServer:
     async def stop(self) -> None:
         """Remembers that the process is not wanted any more; the next launch ends it."""
         self._stopped = True
+
+
+def scheduler_of(server: PooledServer) -> psutil.Process:
+    """The process that makes the tokens; the one that listens is another."""
+    children = psutil.Process(server.pid).children(recursive=True)
+    (found,) = [child for child in children if any("scheduler" in word for word in child.cmdline())]
+    return found
 
 
 def section(**options: Any) -> SGLangSection:

@@ -500,9 +500,7 @@ def local_parameters(chunks: Chunks, shape: ModelShape) -> list[LocalParameter]:
     Raises:
         ModelError: a parameter that no rule names.
     """
-    names = [name for chunk in chunks for name, _ in chunk.named_parameters()]
-    fused_norms = any(name.endswith("layer_norm_weight") for name in names)
-    grouped = any(".mlp.experts.linear_fc" in name for name in names)
+    fused_norms, grouped = naming_of([name for chunk in chunks for name, _ in chunk.named_parameters()])
     rules = _rules(shape, fused_norms, grouped, any(isinstance(chunk, ValueModel) for chunk in chunks))
     ranks = parallel_state.get_expert_model_parallel_world_size()
     own = parallel_state.get_expert_model_parallel_rank()
@@ -516,6 +514,12 @@ def local_parameters(chunks: Chunks, shape: ModelShape) -> list[LocalParameter]:
         peers = (rule,) if rule.expert is None else tuple(rules[other] for other in of_ranks)
         parameters.append(LocalParameter(parameter, rule, peers))
     return parameters
+
+
+def naming_of(names: Sequence[str]) -> tuple[bool, bool]:
+    """Return whether parameters of these names are of layers that hold the norm before them, and of grouped experts."""
+    fused_norms = any(name.endswith("layer_norm_weight") for name in names)
+    return fused_norms, any(".mlp.experts.linear_fc" in name for name in names)
 
 
 def _named_parameters(chunks: Chunks) -> Iterator[tuple[int, str, torch.nn.Parameter]]:

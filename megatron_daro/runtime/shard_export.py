@@ -74,13 +74,10 @@ class ShardExport:
         self._sender.close()
 
     def _trainer_layout(self) -> TrainerLayout:
-        names = [local.rule.megatron_name for local, _ in self._policy.shards()]
-        return trainer_layout(
-            self._policy.shape,
-            self._actor,
-            fused_norms=any(name.endswith("layer_norm_weight") for name in names),
-            grouped_experts=any(".mlp.experts.linear_fc" in name for name in names),
-        )
+        from megatron_daro.actor.model import naming_of
+
+        fused_norms, grouped = naming_of([local.rule.megatron_name for local, _ in self._policy.shards()])
+        return trainer_layout(self._policy.shape, self._actor, fused_norms=fused_norms, grouped_experts=grouped)
 
 
 def trainer_layout(

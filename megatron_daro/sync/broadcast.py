@@ -5,11 +5,10 @@ since torch makes the stream that waits for a collective call wait for it too. S
 soon as all have answered to this one: those on GPUs answer while the data is still on its way, so that calls cost no
 time, those on CPUs when they have loaded it. Not earlier: SGLang takes calls in the order in which they reach it, and
 two that are on their way on two connections have none; a bucket read with the names of another would be silently wrong.
-The group, of this rank and every rank
-of every server, is kept for the next update as long as the same servers take part. The stream of tensors is always
-read to its end, since other ranks gather along and would wait forever. The first server that fails breaks the
-broadcast off, so that a death costs seconds and not the limit of a call. Servers are not fenced here: what each of
-them did is reported.
+The group, of this rank and every rank of every server, is kept for the next update as long as the same servers take
+part. The stream of tensors is always read to its end, since other ranks gather along and would wait forever. The first
+server that fails breaks the broadcast off, so that a death costs seconds and not the limit of a call. Servers are not
+fenced here: what each of them did is reported.
 
 A peer that died or hangs must cost this process a group and nothing else. By default torch ends the process when an
 NCCL collective fails (ProcessGroupNCCL.hpp, ErrorHandlingMode), so for this group alone its watchdog only looks on.

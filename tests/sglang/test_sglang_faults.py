@@ -11,7 +11,6 @@ import itertools
 import os
 import signal
 
-import psutil
 import pytest
 from sglang_pool import (
     VOCAB,
@@ -21,6 +20,7 @@ from sglang_pool import (
     give,
     group,
     save_policy,
+    scheduler_of,
     section,
     started,
     worst_difference,
@@ -90,13 +90,6 @@ def test_500s_and_connections_that_break_lose_and_double_no_group(pool, models, 
             await until(lambda: engine.metrics()["engine/servers"] == 2)
 
     run(scenario())
-
-
-def scheduler_of(server):
-    """The process that makes the tokens; the one that listens is another."""
-    children = psutil.Process(server.pid).children(recursive=True)
-    (found,) = [child for child in children if any("scheduler" in word for word in child.cmdline())]
-    return found
 
 
 @contextlib.contextmanager

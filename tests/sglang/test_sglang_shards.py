@@ -13,7 +13,6 @@ import signal
 import threading
 from dataclasses import replace
 
-import psutil
 import pytest
 from sglang_pool import (
     HOST,
@@ -25,6 +24,7 @@ from sglang_pool import (
     group,
     named_weights,
     save_policy,
+    scheduler_of,
     section,
     started,
     worst_difference,
@@ -72,15 +72,6 @@ def models(pool, tmp_path_factory):
     """(model the servers were started with, another one of the same shapes)."""
     directory = pool.up()[0].model
     return AutoModelForCausalLM.from_pretrained(directory), save_policy(tmp_path_factory.mktemp("other"), 1)
-
-
-def scheduler_of(server):
-    (found,) = [
-        child
-        for child in psutil.Process(server.pid).children(recursive=True)
-        if any("scheduler" in word for word in child.cmdline())
-    ]
-    return found
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ On each connection (frames are JSON after four bytes of length, big-endian):
 A receiver that fails tells all its senders. Nothing is raised: SGLang's scheduler would end with it, since nothing
 around its call of a loader catches (0.5.23, managers/scheduler_components/weight_updater.py,
 `update_weights_from_tensor`); so its answer to the request says nothing, and the senders' reports count. The standard
-library and torch are all that is used: the interpreter is the server's.
+library, numpy and torch are all that is used: the interpreter is the server's.
 """
 
 from __future__ import annotations
