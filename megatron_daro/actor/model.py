@@ -41,6 +41,7 @@ from megatron_daro.convert.mapping import (
     TensorRule,
     global_name,
     hf_to_megatron,
+    naming_of,
     output_rule,
     padded_vocab_size,
     value_head_rule,
@@ -514,12 +515,6 @@ def local_parameters(chunks: Chunks, shape: ModelShape) -> list[LocalParameter]:
         peers = (rule,) if rule.expert is None else tuple(rules[other] for other in of_ranks)
         parameters.append(LocalParameter(parameter, rule, peers))
     return parameters
-
-
-def naming_of(names: Sequence[str]) -> tuple[bool, bool]:
-    """Return whether parameters of these names are of layers that hold the norm before them, and of grouped experts."""
-    fused_norms = any(name.endswith("layer_norm_weight") for name in names)
-    return fused_norms, any(".mlp.experts.linear_fc" in name for name in names)
 
 
 def _named_parameters(chunks: Chunks) -> Iterator[tuple[int, str, torch.nn.Parameter]]:

@@ -233,6 +233,12 @@ def _window(runs: Iterable[Piece], start: int, stop: int) -> Iterator[Piece]:
         position += run.stop - run.start
 
 
+def naming_of(names: Sequence[str]) -> tuple[bool, bool]:
+    """Return whether parameters of these names are of layers that hold the norm before them, and of grouped experts."""
+    fused_norms = any(name.endswith("layer_norm_weight") for name in names)
+    return fused_norms, any(".mlp.experts.linear_fc" in name for name in names)
+
+
 def hf_to_megatron(
     shape: ModelShape, *, fused_norms: bool = False, grouped_experts: bool | None = None
 ) -> list[TensorRule]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.check_training import part_layers
 from megatron_daro.config.model_shape import ModelShape
+from megatron_daro.convert.mapping import naming_of
 from megatron_daro.errors import ModelError
 from megatron_daro.sync.plan import Calls, Digest, SendPlan, SendReport
 from megatron_daro.sync.send import noted
@@ -74,8 +75,6 @@ class ShardExport:
         self._sender.close()
 
     def _trainer_layout(self) -> TrainerLayout:
-        from megatron_daro.actor.model import naming_of
-
         fused_norms, grouped = naming_of([local.rule.megatron_name for local, _ in self._policy.shards()])
         return trainer_layout(self._policy.shape, self._actor, fused_norms=fused_norms, grouped_experts=grouped)
 
