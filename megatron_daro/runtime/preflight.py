@@ -25,7 +25,6 @@ from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.config.sections import EnvironmentSection, RewardSection
 from megatron_daro.engine.own import own_engine_class
 from megatron_daro.engine.sglang.command import check_environments
-from megatron_daro.engine.sglang.engine import layout_of_servers
 from megatron_daro.errors import ConfigError, DataError, RefusedError, RewardError, RolloutError
 from megatron_daro.observe import logs
 from megatron_daro.observe.progress import Progress
@@ -40,8 +39,6 @@ from megatron_daro.runtime import restart_audit, run_directory
 from megatron_daro.runtime.inputs import read_inputs
 from megatron_daro.runtime.restart_audit import provenance
 from megatron_daro.runtime.run_directory import LOCK_FILE, require_usable
-from megatron_daro.runtime.shard_export import trainer_layout
-from megatron_daro.sync.shard_plan import ShardPlan
 
 CONFIG_FILE = "config.yaml"
 
@@ -221,6 +218,11 @@ def check_start(config: Config, *, resume: bool, generates: bool) -> None:
 
 def _plan_shards(config: Config) -> None:
     """Look whether there is a plan from the policy's layout to the servers'. Raises ModelError: there is none."""
+    # Layouts need torch; a dry run of other configurations does without.
+    from megatron_daro.engine.sglang.engine import layout_of_servers
+    from megatron_daro.runtime.shard_export import trainer_layout
+    from megatron_daro.sync.shard_plan import ShardPlan
+
     shape = read_model_shape(config.model.path)
     trainer = trainer_layout(shape, config.actor, fused_norms=True, grouped_experts=True)
     ShardPlan(shape, trainer, layout_of_servers(config.engine.sglang, config.model.path), 1)

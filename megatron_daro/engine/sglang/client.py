@@ -103,6 +103,7 @@ class SGLangClient:
         """Connect to nothing. Args: url: http://host:port."""
         self.url = url.rstrip("/")
         self._session: aiohttp.ClientSession | None = None
+        self._answers: set[aiohttp.ClientResponse] = set()
 
     async def __aenter__(self) -> Self:
         return self
@@ -114,6 +115,10 @@ class SGLangClient:
 
     async def close(self) -> None:
         """Drop all connections; running calls fail. May be called twice."""
+        # The session alone would leave whoever reads a body without a length waiting: `ResponseHandler.close` forgets
+        # the body before `connection_lost` could say that no more comes (aiohttp/client_proto.py, 3.14.5).
+        for answer in self._answers:
+            answer.close()
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -217,9 +222,13 @@ class SGLangClient:
             async with self._session.request(
                 method, self.url + path, data=data, headers=headers, timeout=timeout
             ) as answer:
-                if answer.status >= 400:
-                    self._check(path, answer.status, await answer.read())
-                yield answer
+                self._answers.add(answer)
+                try:
+                    if answer.status >= 400:
+                        self._check(path, answer.status, await answer.read())
+                    yield answer
+                finally:
+                    self._answers.discard(answer)
         except TimeoutError as error:
             raise UnreachableError(f"{self.url}{path}: no answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:

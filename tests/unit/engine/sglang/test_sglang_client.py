@@ -103,6 +103,38 @@ def test_what_goes_wrong_in_a_stream_is_one_to_repeat_or_one_not_to(answer, erro
     run(scenario())
 
 
+async def all_events(client):
+    return [event async for event in client.stream("/generate", {"stream": True}, timeout_s=60)]
+
+
+READS = {"stream": all_events, "body": lambda client: client.post("/generate", {}, timeout_s=60)}
+
+
+@pytest.mark.parametrize("kind", READS)
+def test_what_is_being_read_when_the_client_is_closed_fails(kind):
+    async def scenario():
+        begun = asyncio.Event()
+
+        async def never_ends(request, body):
+            response = web.StreamResponse()
+            await response.prepare(request)
+            await response.write(b'data: {"index": 1}\n\n')
+            begun.set()
+            await asyncio.sleep(60)
+
+        async with StubServer() as stub:
+            stub.answers["/generate"] = never_ends
+            client = SGLangClient(stub.url)
+            reading = asyncio.create_task(READS[kind](client))
+            await begun.wait()
+            await asyncio.sleep(0.05)  # what was written is there
+            await client.close()
+            with pytest.raises(DisconnectedError, match="/generate"):
+                await asyncio.wait_for(reading, 10)
+
+    run(scenario())
+
+
 def test_an_answer_that_is_not_streamed_is_one_event():
     async def scenario():
         async with StubServer() as stub:
