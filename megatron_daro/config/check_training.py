@@ -263,8 +263,7 @@ def _other_than_published(config: Config) -> Iterator[Problem]:
     shaped = (reward.correct_reward, reward.incorrect_reward) != (1, 0) or section.overlong.penalizes
     shaped = shaped or section.length_reward.weight > 0
     if section.name == "dgpo" and section.dgpo.deviation == "verdicts" and (shaped or section.kl.in_reward):
-        got = "verdicts with rewards other than 0 and 1"
-        fix = "set algorithm.dgpo.deviation=rewards"
+        got, fix = "verdicts with rewards other than 0 and 1", "set algorithm.dgpo.deviation=rewards"
         yield Problem("algorithm.dgpo.deviation", got, "rewards is the published DGPO", fix)
     if section.name == "ha_dw" and section.ha_dw.every == "step" and updates > 1:
         got = f"step with {updates} updates per batch"
@@ -324,6 +323,9 @@ def engine(config: Config, hardware: Hardware) -> Iterator[Problem]:
     if sglang.sync == "shards":
         yield from _shards(config)
     yield from _server_nodes(config)
+    if sglang.shards_over != "tcp" and sglang.sync != "shards":
+        got = f"{sglang.shards_over} with sync {sglang.sync}"
+        yield Problem(f"{field}.shards_over", got, "only with sync shards", f"set {field}.sync=shards or remove it")
     if sglang.sync_dir and sglang.sync != "disk":
         got = f"{str(sglang.sync_dir)!r} with sync {sglang.sync}"
         yield Problem(f"{field}.sync_dir", got, "only with sync disk", f"set {field}.sync=disk or remove it")

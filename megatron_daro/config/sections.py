@@ -245,8 +245,11 @@ class SGLangSection(Section):
     """Places that each server is spread over, each on one node with an equal part of its GPUs."""
     sync: Literal["distributed", "shards", "disk", "tensor"] = "distributed"
     """How weights reach the servers. distributed: broadcast (NCCL, or gloo on CPU); shards: each rank sends its own to
-    those that need them (TCP, SGLang 0.5.23); disk: files in sync_dir, which trainer and servers both see; tensor: CUDA
+    those that need them (SGLang 0.5.23); disk: files in sync_dir, which trainer and servers both see; tensor: CUDA
     IPC from a rank on the server's host."""
+    shards_over: Literal["tcp", "rdma", "mooncake_tcp"] = "tcp"
+    """What carries the bytes of sync shards. tcp: through host memory; rdma: Mooncake's transfer engine, from GPU to
+    GPU (mooncake-transfer-engine in both environments); mooncake_tcp: the same without its hardware, to try it."""
     fp8_blocks: bool = False
     """Send the layers' matrices as fp8 blocks of 128 x 128 (compute capability 8.9 or 9.0, SGLang 0.5.23)."""
     sync_dir: ExpandedPath | None = None

@@ -21,8 +21,8 @@ Calls = Callable[[], AbstractAsyncContextManager[Post]]
 """Opens what calls are made through, in one event loop: connections are used again until it is left."""
 
 Transport = Literal["distributed", "shards", "tensor", "disk", "actor"]
-"""distributed: one broadcast to all servers; shards: each rank's own to those ranks of servers that need them, over
-TCP; tensor: handles of GPU memory to servers of the same host; disk: files that servers read; actor: buckets to Ray
+"""distributed: one broadcast to all servers; shards: each rank's own to those ranks of servers that need them;
+tensor: handles of GPU memory to servers of the same host; disk: files that servers read; actor: buckets to Ray
 actors."""
 
 ORIGIN_FILE = "megatron_daro.json"
@@ -64,7 +64,8 @@ class SendPlan:
     of the receivers, such as "bfloat16"; the report then has digests of some tensors. directory: of files, for disk;
     remedy: what to do when they cannot be written, for the message; step: that the files are of, where they are the
     result of a run (see `ORIGIN_FILE`). critic: it is the critic that is sent, not the policy. fp8_blocks: names of the
-    matrices that go as fp8 blocks, with `{layer}` and `{expert}` for numbers. layout: of every server, for shards.
+    matrices that go as fp8 blocks, with `{layer}` and `{expert}` for numbers. layout: of every server, for shards;
+    shards_over: what carries them, as engine.sglang.shards_over has it.
     """
 
     transport: Transport
@@ -78,6 +79,7 @@ class SendPlan:
     critic: bool = False
     fp8_blocks: tuple[str, ...] = ()
     layout: ServerLayout | None = None
+    shards_over: str = "tcp"
 
     @property
     def world_size(self) -> int:

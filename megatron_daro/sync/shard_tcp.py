@@ -1,7 +1,8 @@
-"""The sending end of a sync from shards to shards: each rank of the trainer serves what the plan has it send, by TCP.
+"""The sending end of a sync from shards to shards: each rank of the trainer serves what the plan has it send.
 
 A rank listens (`ShardSender.offer`); one of them tells each server by HTTP where its ranks find their senders; these
-connect, and each connection carries what one sender has for one receiver. The receiving end, which runs inside SGLang,
+connect, and each connection carries what one sender has for one receiver, or says when Mooncake's transfer engine has
+carried it from GPU to GPU (`SendPlan.shards_over`). The receiving end, which runs inside SGLang,
 and what travels on a connection: in_server/megatron_daro_shards.py. A pair that fails fails alone: everyone else's
 bytes arrive, and the report names the servers that lack some. A server answers its call when all of its ranks are
 through; who has not connected by then never will.
@@ -26,6 +27,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,7 +38,18 @@ from torch import Tensor
 from megatron_daro.errors import EngineError, RefusedError, SyncError
 from megatron_daro.sync.broadcast import in_thread
 from megatron_daro.sync.in_server import LOADER
-from megatron_daro.sync.in_server.megatron_daro_shards import checksum_of, read_frame, send_frame, start_of_checksum
+from megatron_daro.sync.in_server.megatron_daro_shards import (
+    SLOTS,
+    Engine,
+    bundle_bytes,
+    checksum_of,
+    checksum_of_words,
+    engine_of,
+    packed,
+    read_frame,
+    send_frame,
+    start_of_checksum,
+)
 from megatron_daro.sync.plan import Calls, Post, SendFailure, SendPlan, SendReport
 from megatron_daro.sync.shard_plan import Box, Write
 
@@ -49,6 +62,10 @@ _LONGEST_JOIN_S = 60.0
 _TELL_S = 5.0
 _NOT_CONNECTED = "it did not connect (can its host reach the trainer's, at ports that the system chooses?)"
 _BACKLOG = 1024
+_PROTOCOLS = {"rdma": "rdma", "mooncake_tcp": "tcp"}
+"""SendPlan.shards_over -> Mooncake's name of it."""
+# Connections that have memory at once for Mooncake to write from: 16 MiB of the device each.
+_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +190,7 @@ class _Serving:
         self._ended: dict[Receiver, SendFailure | None] = {}
         self._crash: BaseException | None = None
         self._closed = False
+        self._turn = threading.Semaphore(_AT_ONCE)
 
     def serve(self, tensors: Mapping[str, Tensor], plan: SendPlan, calling: Future[None] | None) -> SendReport:
         """See `ShardSender.send`. calling: the call to the servers, where it comes from this rank."""
@@ -278,30 +296,99 @@ class _Serving:
             self._ended.setdefault(receiver, SendFailure("unanswered", why))
 
     def _stream(self, connection: socket.socket, writes: Sequence[Write]) -> SendFailure | None:
-        """Send a receiver what it is to get. Returns what it found wrong."""
+        """Give a receiver what it is to get. Returns what it found wrong."""
         pieces = [piece for write in writes for piece in _pieces(write, self._tensors[write.source].element_size())]
         dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self._tensors.items()}
         manifest = [[p.target, p.target_shape, *p.target_box, dtypes[p.source]] for p in pieces]
-        send_frame(connection, {"pieces": manifest})
+        protocol = _PROTOCOLS.get(self._plan.shards_over)
+        send_frame(connection, {"pieces": manifest} | ({"protocol": protocol} if protocol else {}))
         answer = read_frame(connection)
         if "error" in answer:
             return _failure(answer)
-        buffer, checksum = _Buffer(), start_of_checksum(manifest)
         try:
-            for piece in pieces:
-                if _speaks(connection):  # only where it failed
-                    break
-                data = buffer.filled(_boxed(self._tensors[piece.source], piece.source_box))
-                checksum = checksum_of(data, checksum)
-                connection.sendall(data)
+            if protocol:
+                checksum = self._write_all(connection, pieces, manifest, _engine(self.offer.host, protocol), answer)
             else:
-                send_frame(connection, {"checksum": checksum})
+                checksum = self._send_all(connection, pieces, manifest)
+            send_frame(connection, {"checksum": checksum})
+            answer = _last_word(connection)
+        except _FailedThereError as error:
+            return _failure(error.answer)
         except OSError as error:
             with contextlib.suppress(OSError, ValueError):
-                return _failure(read_frame(connection))  # what it said before it closed
+                return _failure(_last_word(connection))  # what it said before it closed
             raise error
-        answer = read_frame(connection)
         return _failure(answer) if "error" in answer else None
+
+    def _send_all(self, connection: socket.socket, pieces: Sequence[Write], manifest: Sequence[Any]) -> int:
+        """Send the bytes of all pieces. Returns their checksum. Raises OSError, _FailedThereError."""
+        buffer, checksum = _Buffer(), start_of_checksum(manifest)
+        for piece in pieces:
+            if _speaks(connection):
+                raise _FailedThereError(read_frame(connection))
+            data = buffer.filled(_boxed(self._tensors[piece.source], piece.source_box))
+            checksum = checksum_of(data, checksum)
+            connection.sendall(data)
+        return checksum
+
+    def _write_all(
+        self,
+        connection: socket.socket,
+        pieces: Sequence[Write],
+        manifest: Sequence[Any],
+        engine: Engine,
+        granted: Mapping[str, Any],
+    ) -> int:
+        """Write all pieces into the memory that was granted. Returns and raises as `_send_all` does."""
+        slot_bytes, bundles = packed(manifest)
+        checksum, device = start_of_checksum(manifest), self._tensors[pieces[0].source].device
+        with self._turn, _current(device), _memory(engine, slot_bytes, device) as memory:
+            for number, bundle in enumerate(bundles):
+                if number >= SLOTS and "free" not in (answer := read_frame(connection)):
+                    raise _FailedThereError(answer)
+                for index, at in bundle:
+                    values = _boxed(self._tensors[pieces[index].source], pieces[index].source_box)
+                    memory[at : at + values.nbytes].view(values.dtype).view(values.shape).copy_(values)
+                filled = memory[: bundle_bytes(manifest, bundle)]
+                checksum = checksum_of_words(filled, checksum)  # a GPU has copied then
+                engine.write(granted["session"], filled, granted["slots"][number % SLOTS])
+                send_frame(connection, {"written": number})
+        return checksum
+
+
+@contextlib.contextmanager
+def _memory(engine: Engine, num_bytes: int, device: torch.device) -> Iterator[Tensor]:
+    memory = engine.take(num_bytes, device)
+    try:
+        yield memory
+    finally:
+        engine.give_back(memory)
+
+
+class _FailedThereError(Exception):
+    """A receiver said in the middle that it failed."""
+
+    def __init__(self, answer: Mapping[str, Any]) -> None:
+        super().__init__(answer.get("error"))
+        self.answer = answer
+
+
+def _engine(host: str, protocol: str) -> Engine:
+    """Return Mooncake's engine of this process. Raises SyncError: it is this side that has none."""
+    try:
+        return engine_of(host, protocol)
+    except (ImportError, OSError) as error:
+        raise SyncError(
+            f"engine.sglang.shards_over: {error}; fix: `pip install mooncake-transfer-engine` for the trainer too (it "
+            "needs libibverbs), or set engine.sglang.shards_over=tcp"
+        ) from error
+
+
+def _last_word(connection: socket.socket) -> dict[str, Any]:
+    """Return what a receiver says at its end."""
+    while "free" in (answer := read_frame(connection)):
+        pass
+    return answer
 
 
 def _failure(answer: Mapping[str, Any]) -> SendFailure:
@@ -329,13 +416,17 @@ class _Buffer:
         """Return the bytes of a tensor, valid until the next call."""
         if values.device.type == "cpu" and values.is_contiguous():
             return memoryview(values.reshape(-1).view(torch.uint8).numpy().data)
-        # Pinning memory makes a context on the device that is current, in a new thread the first.
-        with torch.cuda.device(values.device) if values.is_cuda else contextlib.nullcontext():
+        with _current(values.device):
             if self._held.nbytes < values.nbytes:
                 self._held = torch.empty(values.nbytes, dtype=torch.uint8, pin_memory=values.is_cuda)
             host = self._held[: values.nbytes]
             host.view(values.dtype).view(values.shape).copy_(values)
         return memoryview(host.numpy().data)
+
+
+def _current(device: torch.device) -> AbstractContextManager[None]:
+    """Pinning memory makes a context on the device that is current, in a new thread the first."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _boxed(tensor: Tensor, box: Box) -> Tensor:

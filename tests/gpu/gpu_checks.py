@@ -450,9 +450,14 @@ CHECKS: dict[str, Check] = {
     "a rank killed in a step, its replica left out and back, DP 3": partial(gpu_runs.lost_rank, data=3, left_out=True),
     "ten steps, GPUs shared with a server": partial(gpu_runs.ten_steps, servers=1, colocate=True),
     "ten steps, a server beside": partial(gpu_runs.ten_steps, servers=1),
-    "ten steps, a server beside, weights from shards to shards": partial(gpu_runs.ten_steps, servers=1, shards=True),
+    "ten steps, a server beside, weights from shards to shards": partial(
+        gpu_runs.ten_steps, servers=1, shards_over="tcp"
+    ),
+    "ten steps, a server beside, weights from shards to shards by RDMA": partial(
+        gpu_runs.ten_steps, servers=1, shards_over="rdma"
+    ),
     "ten steps, TP 2 PP 2 with four servers beside, weights from shards to shards": partial(
-        gpu_runs.ten_steps, servers=4, tensor=2, pipeline=2, shards=True
+        gpu_runs.ten_steps, servers=4, tensor=2, pipeline=2, shards_over="tcp"
     ),
     "ten steps, a server with fp8 blocks beside": partial(gpu_runs.ten_steps, servers=1, fp8_blocks=True),
     "ten steps, one of two servers killed": partial(gpu_runs.ten_steps, servers=2, harm="SIGKILL"),

@@ -34,7 +34,7 @@ def ten_steps(
     fp8_blocks: bool = False,
     harm: Harm = "",
     in_broadcast: bool = False,
-    shards: bool = False,
+    shards_over: Literal["", "tcp", "rdma"] = "",
 ) -> Outcome:
     """Ten steps with servers: the largest mean difference of a step between log-probs of server and trainer. It fails
     where a step is missing, a sync sends nothing, or a server that was harmed on the way, some while they take weights,
@@ -47,6 +47,8 @@ def ten_steps(
     on_gpu, run_dir = device.type == "cuda", directory / "run"
     ranks = servers if colocate else tensor * pipeline
     need_gpus(device, ranks if colocate else ranks + servers, "ranks and servers")
+    if shards_over == "rdma" and not any(Path("/sys/class/infiniband").glob("*")):
+        raise NotHereError("no RDMA device is here (/sys/class/infiniband)")
     servers = servers if on_gpu else min(servers, 2)  # each takes minutes of a CPU and gigabytes
     if fp8_blocks and not on_gpu:
         raise NotHereError(
@@ -60,7 +62,7 @@ def ten_steps(
     sections = _sections(on_gpu, servers, colocate=colocate)
     sections["actor"] |= {"tensor_parallel": tensor, "pipeline_parallel": pipeline}
     sections["engine"]["sglang"] |= {"fp8_blocks": fp8_blocks} | ({"bucket_mib": 1} if in_broadcast else {})
-    sections["engine"]["sglang"] |= {"sync": "shards"} if shards else {}
+    sections["engine"]["sglang"] |= {"sync": "shards", "shards_over": shards_over} if shards_over else {}
     config = task.write_config(directory / "run.yaml", sections)
     with cli_runs.started(["train", config, f"trainer.run_dir={run_dir}"], directory / "log") as run:
         if harm:

@@ -1,7 +1,4 @@
-"""Weights from shards to shards into real servers that are harmed on the way: each fails alone, and comes back.
-
-The sender is one rank of a trainer without a model: its parameters are made of a transformers model's.
-"""
+"""Weights from shards to shards into real servers that are harmed on the way: each fails alone, and comes back."""
 
 from __future__ import annotations
 
@@ -11,18 +8,14 @@ import itertools
 import os
 import signal
 import threading
-from dataclasses import replace
 
 import pytest
 from sglang_pool import (
-    HOST,
     VOCAB,
-    ModelWeights,
     collect,
     engine_of,
     expected,
     group,
-    named_weights,
     save_policy,
     scheduler_of,
     section,
@@ -30,41 +23,16 @@ from sglang_pool import (
     worst_difference,
 )
 from sglang_proxy import ProxiedServer, Proxy
+from sglang_shards import ShardedWeights
 from transformers import AutoModelForCausalLM
 
-from megatron_daro.config.model_shape import read_model_shape
-from megatron_daro.convert.mapping import hf_to_megatron, shard
-from megatron_daro.engine.sglang.client import calls_to_servers
 from megatron_daro.sync import shard_tcp
 from megatron_daro.sync.publish import WeightSync
-from megatron_daro.sync.shard_layouts import TrainerLayout
-from megatron_daro.sync.shard_plan import ShardPlan
-from megatron_daro.sync.shard_tcp import ShardSender
 
 pytestmark = [pytest.mark.slow, pytest.mark.heavy, pytest.mark.timeout(1200)]
 
 TOLERANCE, LIMIT_S = 1e-4, 500
 CALL = "/update_weights_from_tensor"
-
-
-class ShardedWeights(ModelWeights):
-    """The one rank."""
-
-    def __init__(self, model, directory):
-        super().__init__(model)
-        self._shape = read_model_shape(directory)
-        self._shards = ShardSender(HOST, calls_to_servers)
-
-    async def export(self, plan):
-        layout = TrainerLayout(parts=((range(self._shape.layers),),), padded_vocab=64, fused_norms=False)
-        shards = ShardPlan(self._shape, layout, plan.layout, len(plan.targets), itemsize=1)
-        offer, named = self._shards.offer(shards.writes(0), shards.balance().received), dict(named_weights(self.model))
-        held = {
-            rule.megatron_name: shard(rule, named, 0, 1, padded_vocab=64 if rule.kind == "vocab" else None)
-            for rule in hf_to_megatron(self._shape)
-        }
-        report = await asyncio.to_thread(self._shards.send, held, plan, [offer])
-        return replace(report, digests=self.digests(plan))
 
 
 @pytest.fixture(scope="module")

@@ -53,6 +53,7 @@ NOT_REQUIRED = {
     "slime": "the host of plugins/slime.py",
     "roll": "the host of plugins/roll.py",
     "dacite": "ROLL's configuration",
+    "mooncake": "what carries weights over RDMA, and its package depends on the CUDA version",
     "hydra": "ROLL's configuration",
     "omegaconf": "ROLL's configuration",
     "sympy": "torch and math-verify both require it; their results are sympy objects",

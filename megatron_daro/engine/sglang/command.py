@@ -280,21 +280,24 @@ class ServerEnvironment:
     argument_names: names of the command line's arguments, with underscores, aliases included; empty when a new
         version declares them in another way, then the server itself is left to refuse unknown ones.
     nccl: the NCCL that its torch brought, as `package==version`; None without CUDA.
+    mooncake: whether Mooncake's transfer engine is there.
     """
 
     version: str
     argument_names: frozenset[str]
     nccl: str | None = None
+    mooncake: bool = False
 
 
 def check_environments(options: SGLangSection) -> None:
-    """Look at the interpreter of servers to be started: NCCL, names of arguments. Raises ConfigError."""
+    """Look at the interpreter of servers to be started: NCCL, Mooncake, names of arguments. Raises ConfigError."""
     if options.urls:
         return
     python = interpreter(options)
     environment = inspect_environment(python, env=options.env)
     problems = argument_problems(options.arguments, environment.argument_names)
     problems += _nccl_problems(options, python, environment.nccl)
+    problems += _mooncake_problems(options, python, environment.mooncake)
     if problems:
         raise config_error(f"SGLang {environment.version} of {python}", problems)
 
@@ -335,7 +338,7 @@ def inspect_environment(python: Path, *, env: Mapping[str, str] | None = None) -
     numbers = version_numbers(version)
     if numbers is None or numbers < OLDEST_SGLANG:
         raise refuse(f"which has sglang {version}", f"install a newer sglang there, or correct {_FIELD}")
-    return ServerEnvironment(version, frozenset(facts["names"]), facts.get("nccl"))
+    return ServerEnvironment(version, frozenset(facts["names"]), facts.get("nccl"), facts.get("mooncake", False))
 
 
 def _nccl_problems(options: SGLangSection, python: Path, theirs: str | None) -> list[Problem]:
@@ -349,6 +352,16 @@ def _nccl_problems(options: SGLangSection, python: Path, theirs: str | None) -> 
     got = f"distributed, between the trainer's NCCL {own_version} and NCCL {version} of {python}"
     fix = f"run `pip install --no-deps {package}=={version}` for the trainer, or set engine.sglang.sync=disk"
     return [Problem("engine.sglang.sync", got, "one version of NCCL at both ends of a broadcast", fix, also=(_FIELD,))]
+
+
+def _mooncake_problems(options: SGLangSection, python: Path, theirs: bool) -> list[Problem]:
+    lacking = [sys.executable] * (not upstream_names.has_mooncake()) + [str(python)] * (not theirs)
+    if options.shards_over == "tcp" or not lacking:
+        return []
+    got = f"{options.shards_over}, but no mooncake-transfer-engine for {' and '.join(lacking)}"
+    fix = f"run `{lacking[0]} -m pip install mooncake-transfer-engine`, or set engine.sglang.shards_over=tcp"
+    allowed = "Mooncake's transfer engine at both ends"
+    return [Problem("engine.sglang.shards_over", got, allowed, fix, also=(_FIELD,))]
 
 
 def version_numbers(version: str) -> tuple[int, int, int] | None:

@@ -113,6 +113,7 @@ class ServerUpdate:
             remedy="free space, or set engine.sglang.sync_dir",
             fp8_blocks=self._context.fp8_blocks,
             layout=self._context.layout,
+            shards_over=self._options.shards_over,
         )
 
     async def blame(self, report: SendReport) -> None:

@@ -77,19 +77,25 @@ def nccl_package() -> str | None:
     return None
 
 
+def has_mooncake() -> bool:
+    """Whether Mooncake's transfer engine is installed, in any of its packages."""
+    return importlib.util.find_spec("mooncake") is not None
+
+
 def describe() -> dict[str, Any]:
-    """`version` (null: not installed), `names`, `python`, `nccl`; sglang itself is only located."""
+    """`version` (null: not installed), `names`, `python`, `nccl`, `mooncake`; sglang itself is only located."""
+    packages = {"nccl": nccl_package(), "mooncake": has_mooncake()}
     python = ".".join(map(str, sys.version_info[:3]))
     try:
         version = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
-        return {"version": None, "names": [], "python": python, "nccl": None}
+        return {"version": None, "names": [], "python": python, **packages}
     spec = importlib.util.find_spec("sglang")
     names: set[str] = set()
     for root in (spec.submodule_search_locations or []) if spec else []:
         for path in sources(Path(root)):
             names |= flags(ast.parse(path.read_text(encoding="utf-8")))
-    return {"version": version if spec else None, "names": sorted(names), "python": python, "nccl": nccl_package()}
+    return {"version": version if spec else None, "names": sorted(names), "python": python, **packages}
 
 
 if __name__ == "__main__":

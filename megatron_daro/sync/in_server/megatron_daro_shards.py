@@ -13,10 +13,18 @@ On each connection (frames are JSON after four bytes of length, big-endian):
     sender:   the bytes of all pieces, one after the other, then {"checksum"} of what pieces says and of them
     receiver: {} once it has everything from everyone                   or {"error", "refused"}
 
+Where the sender's first frame names a `protocol`, Mooncake's transfer engine carries the bytes instead, from memory of
+one device to that of another, several pieces at once (`packed`). Both then need mooncake-transfer-engine:
+
+    receiver: {"session", "slots": [address, ...]}                      or {"error", "refused"}
+    sender:   writes a bundle into the next slot, then {"written"}
+    receiver: {"free"} when it has copied it out                        or {"error", "refused"}
+    sender:   {"checksum"} after the last one; the rest is as above
+
 A receiver that fails tells all its senders. Nothing is raised: SGLang's scheduler would end with it, since nothing
 around its call of a loader catches (0.5.23, managers/scheduler_components/weight_updater.py,
 `update_weights_from_tensor`); so its answer to the request says nothing, and the senders' reports count. The standard
-library, numpy and torch are all that is used: the interpreter is the server's.
+library, numpy and torch are all else that is used: the interpreter is the server's.
 """
 
 from __future__ import annotations
@@ -28,6 +36,7 @@ import math
 import socket
 import struct
 import threading
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -42,6 +51,9 @@ _LENGTH = struct.Struct(">I")
 # Connections that are read at once: each has a buffer of a piece.
 _AT_ONCE = 8
 _ODD = 0x9E3779B97F4A7C15
+_WORD = 8
+SLOTS = 2
+_SLOT_BYTES = 2**24
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 
@@ -93,10 +105,11 @@ class _Receipt:
             if "error" in manifest:
                 raise ConnectionError(manifest["error"])
             self._check(manifest["pieces"])
-            send_frame(connection, {})
+            if "protocol" not in manifest:
+                send_frame(connection, {})
             with self._turn:
                 if self._failure is None:
-                    self._copy(connection, manifest["pieces"])
+                    self._copy(connection, manifest)
         except Exception as error:  # handed to all senders
             self._fail(name, error)
 
@@ -120,32 +133,57 @@ class _Receipt:
             if any(o < 0 or o + n > length for o, n, length in zip(offset, shape, whole, strict=True)):
                 raise RefusedPieceError(f"{name}: got {tuple(shape)} at {tuple(offset)}, which {place}")
 
-    def _copy(self, connection: socket.socket, pieces: Sequence[Any]) -> None:
-        """Read the bytes into their places."""
+    def _copy(self, connection: socket.socket, manifest: Mapping[str, Any]) -> None:
+        """Have all pieces in their places."""
         device = next(iter(self._parameters.values())).device
+        # Pinning memory makes a context on the device that is current.
         with torch.inference_mode(), torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            self._copy_on(device, connection, pieces)
-
-    def _copy_on(self, device: torch.device, connection: socket.socket, pieces: Sequence[Any]) -> None:
-        """Do so where `device` is the current one: pinning memory makes a context there."""
-        longest = max((math.prod(shape) * _DTYPES[dtype].itemsize for *_, shape, dtype in pieces), default=0)
-        buffer = torch.empty(longest, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        window, checksum, entries = memoryview(buffer.numpy().data), start_of_checksum(pieces), 0
-        for name, _, offset, shape, dtype in pieces:
-            count = math.prod(shape)
-            size = count * _DTYPES[dtype].itemsize
-            read_exactly(connection, window[:size])
-            checksum = checksum_of(window[:size], checksum)
-            entries += count
-            box = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
-            self._parameters[name][box].copy_(buffer[:size].view(_DTYPES[dtype]).view(shape))
+            copy = self._copy_written if "protocol" in manifest else self._copy_sent
+            checksum = copy(device, connection, manifest)
         sent = read_frame(connection)["checksum"]
         if sent != checksum:
             raise ConnectionError(
                 f"the bytes that arrived are not those that were sent (checksum {checksum}, not {sent})"
             )
         with self._lock:
-            self._entries += entries
+            self._entries += sum(math.prod(shape) for *_, shape, _ in manifest["pieces"])
+
+    def _copy_sent(self, device: torch.device, connection: socket.socket, manifest: Mapping[str, Any]) -> int:
+        """Read the bytes of all pieces from the connection. Returns their checksum."""
+        pieces = manifest["pieces"]
+        longest = max(map(_bytes_of, pieces), default=0)
+        buffer = torch.empty(longest, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        window, checksum = memoryview(buffer.numpy().data), start_of_checksum(pieces)
+        for piece in pieces:
+            size = _bytes_of(piece)
+            read_exactly(connection, window[:size])
+            checksum = checksum_of(window[:size], checksum)
+            self._place(piece, buffer[:size])
+        return checksum
+
+    def _copy_written(self, device: torch.device, connection: socket.socket, manifest: Mapping[str, Any]) -> int:
+        """Take all pieces out of the memory that the sender writes them into. Returns their checksum."""
+        pieces = manifest["pieces"]
+        slot_bytes, bundles = packed(pieces)
+        checksum = start_of_checksum(pieces)
+        engine = engine_of(connection.getsockname()[0], manifest["protocol"])
+        memory = engine.take(SLOTS * slot_bytes, device)
+        slots = memory.split(slot_bytes)
+        send_frame(connection, {"session": engine.session, "slots": [slot.data_ptr() for slot in slots]})
+        for number, bundle in enumerate(bundles):
+            read_frame(connection)
+            slot = slots[number % SLOTS]
+            for index, at in bundle:
+                self._place(pieces[index], slot[at : at + _bytes_of(pieces[index])])
+            checksum = checksum_of_words(slot[: bundle_bytes(pieces, bundle)], checksum)  # a GPU has copied then
+            send_frame(connection, {"free": number})
+        engine.give_back(memory)  # not after a failure: the sender may still write
+        return checksum
+
+    def _place(self, piece: Sequence[Any], data: torch.Tensor) -> None:
+        name, _, offset, shape, dtype = piece
+        box = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+        self._parameters[name][box].copy_(data.view(_DTYPES[dtype]).view(shape))
 
     def _tell(self, connection: socket.socket) -> None:
         """Send the end. What was not read then resets the connection, which the sender finds behind the answer."""
@@ -168,6 +206,112 @@ def checksum_of(data: memoryview, before: int) -> int:
     words = len(data) // 8
     total = int(np.frombuffer(data, np.uint64, words).sum(dtype=np.uint64)) + sum(data[8 * words :])
     return (before * _ODD + total) % 2**64
+
+
+def checksum_of_words(data: torch.Tensor, before: int) -> int:
+    """`checksum_of` of bytes on any device, uint8 [a multiple of 8]. Sums of int64 wrap around, as those of words."""
+    return (before * _ODD + int(data.view(torch.int64).sum())) % 2**64
+
+
+# Mooncake's transfer engine --------------------------------------------------------------------------------------
+
+
+class Engine:
+    """That of this process, which has threads and ports of its own."""
+
+    def __init__(self, host: str, protocol: str) -> None:
+        """Start it. Args: host: an address of this machine that the others reach. protocol: "rdma" or "tcp".
+
+        Raises:
+            ImportError: mooncake-transfer-engine is not installed here. OSError: it did not start.
+        """
+        from mooncake.engine import TransferEngine  # type: ignore[import-not-found,unused-ignore]
+
+        self._engine = TransferEngine()
+        # Which of the machine's network devices it takes for which memory is its own choice (the last argument).
+        if self._engine.initialize(host, "P2PHANDSHAKE", protocol, ""):
+            raise OSError(f"Mooncake's transfer engine does not start on {host} with the protocol {protocol!r}")
+        name = f"[{host}]" if ":" in host else host
+        self.session = f"{name}:{self._engine.get_rpc_port()}"
+        self._lock = threading.Lock()
+        self._free: dict[tuple[int, str], list[torch.Tensor]] = defaultdict(list)
+        self._kept: list[torch.Tensor] = []
+
+    def take(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """Return memory, uint8, that can be written into and from. Raises OSError: it cannot.
+
+        What was given back is used again, and stays registered: a peer asks for the key of an address once, and would
+        write with that of an earlier registration (mooncake-transfer-engine/src/transport/rdma_transport/
+        worker_pool.cpp, `submitPostSend`: descriptors are read again only where the address is not in them).
+        """
+        with self._lock:
+            if blocks := self._free[num_bytes, str(device)]:
+                return blocks.pop()
+        with torch.inference_mode(False):
+            memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        if self._engine.register_memory(memory.data_ptr(), num_bytes):
+            raise OSError(f"Mooncake's transfer engine cannot register {num_bytes} bytes of {device}")
+        self._kept.append(memory)
+        return memory
+
+    def give_back(self, memory: torch.Tensor) -> None:
+        """Have memory used again into which nobody writes any more."""
+        with self._lock:
+            self._free[memory.nbytes, str(memory.device)].append(memory)
+
+    def write(self, session: str, source: torch.Tensor, address: int) -> None:
+        """Copy bytes of memory of ours to an address of another process; they are there when this returns. Raises
+        OSError."""
+        if self._engine.transfer_sync_write(session, source.data_ptr(), address, source.nbytes):
+            raise OSError(f"Mooncake's transfer engine could not write to {session}; its own log says more")
+
+
+_engines: dict[tuple[str, str], Engine] = {}
+_making = threading.Lock()
+
+
+def engine_of(host: str, protocol: str) -> Engine:
+    """Return the engine of this process, made at the first call. Raises as `Engine` does."""
+    with _making:
+        if (host, protocol) not in _engines:
+            _engines[host, protocol] = Engine(host, protocol)
+        return _engines[host, protocol]
+
+
+def packed(pieces: Sequence[Any]) -> tuple[int, list[list[tuple[int, int]]]]:
+    """Return (bytes of a slot, the bundles in their order: of each piece in it (index, first byte)). Both ends know
+    from the pieces what is in a bundle."""
+    sizes = [_aligned(_bytes_of(piece)) for piece in pieces]
+    slot_bytes = max([_SLOT_BYTES, *sizes])
+    bundles: list[list[tuple[int, int]]] = []
+    at = slot_bytes
+    for index, size in enumerate(sizes):
+        if at + size > slot_bytes:
+            bundles.append([])
+            at = 0
+        bundles[-1].append((index, at))
+        at += size
+    return slot_bytes, bundles
+
+
+def bundle_bytes(pieces: Sequence[Any], bundle: Sequence[tuple[int, int]]) -> int:
+    """Return how much of a slot a bundle takes."""
+    index, at = bundle[-1]
+    return at + _aligned(_bytes_of(pieces[index]))
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _WORD) * _WORD
+
+
+def _bytes_of(piece: Sequence[Any]) -> int:
+    *_, shape, dtype = piece
+    return math.prod(shape) * _DTYPES[dtype].itemsize
+
+
+# Frames ----------------------------------------------------------------------------------------------------------
 
 
 def send_frame(connection: socket.socket, content: Mapping[str, Any]) -> None:

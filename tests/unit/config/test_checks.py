@@ -158,6 +158,7 @@ def test_a_good_run_passes_every_check_without_warnings(run_files, cpu):
             "engine.sglang.sync",
             "shards with fp8 blocks",
         ),
+        ([*SGLANG, "engine.sglang.shards_over=rdma"], "engine.sglang.shards_over", "rdma with sync distributed"),
         ([*SGLANG, "engine.sglang.sync_dir=d"], "engine.sglang.sync_dir", "only with sync disk"),
         (["reward.correct_reward=-1"], "reward.correct_reward", "got -1 with incorrect_reward 0"),
         (["actor.optimizer.warmup_steps=101"], "actor.optimizer.warmup_steps", "the run has 100 optimizer steps"),

@@ -175,6 +175,22 @@ def test_symbolic_link_to_the_interpreter_stays_in_its_environment(environment_w
     assert inspect_environment(python).version == "0.5.20"
 
 
+@pytest.mark.parametrize("lacking", ["servers", "trainer"])
+def test_mooncake_is_wanted_at_both_ends(environment_with, monkeypatch, lacking):
+    files = {"sglang/__init__.py": EXPLODES, "sglang/srt/server_args.py": ONE_CLASS}
+    if lacking == "trainer":
+        files["mooncake/__init__.py"] = ""
+    python = environment_with({"sglang": "0.5.23"}, files)
+    monkeypatch.setattr(command.upstream_names, "has_mooncake", lambda: lacking == "servers")
+    check_environments(SGLangSection(python=python, sync="shards"))
+    with pytest.raises(ConfigError, match="shards_over") as caught:
+        check_environments(SGLangSection(python=python, sync="shards", shards_over="rdma"))
+    assert f"{python if lacking == 'servers' else sys.executable} -m pip install mooncake" in str(caught.value)
+    monkeypatch.setattr(command.upstream_names, "has_mooncake", lambda: True)
+    if lacking == "trainer":
+        check_environments(SGLangSection(python=python, sync="shards", shards_over="rdma"))
+
+
 def test_two_versions_of_nccl_are_refused_before_a_broadcast(environment_with, monkeypatch):
     """NCCL would say so itself, at the first weight update and in C++."""
     packages = {"sglang": "0.5.23", "nvidia-nccl-cu13": "2.30.7"}
