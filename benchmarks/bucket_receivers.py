@@ -1,17 +1,21 @@
-"""One sender and receivers of weight buckets on this machine, whole and in pieces, for benchmarks/sync_model.py.
+"""One sender and receivers of weights on this machine, whole and in pieces, for benchmarks/sync_model.py and
+shard_model.py.
 
-The sender is `BroadcastSender`; receivers are processes that do with a bucket what a SGLang server does, over gloo and
-TCP. Each piece of a sync can be timed alone.
+The sender of buckets is `BroadcastSender`; receivers are processes that do with a bucket what a SGLang server does,
+over gloo and TCP, and take shards with the loader that runs inside one. Each piece of a sync can be timed alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import math
 import multiprocessing
 import os
+import pickle
 import queue
+import socket
 import statistics
 import threading
 import time
@@ -30,6 +34,7 @@ from megatron_daro.engine.sglang.client import calls_to_servers
 from megatron_daro.engine.sglang.command import CPU_SERVER
 from megatron_daro.sync.broadcast import BroadcastSender, SendGroup
 from megatron_daro.sync.buckets import bucketize
+from megatron_daro.sync.in_server.megatron_daro_shards import checksum_of, read_exactly, receive
 from megatron_daro.sync.plan import SendPlan, Target
 
 MIB = 2**20
@@ -94,6 +99,34 @@ class Receiver:
         flat = torch.empty(sum(sizes) * 2, dtype=torch.uint8)
         self._group.broadcast(flat, 0).wait()
         self._load(body["names"], flat.view(torch.bfloat16).split(sizes))
+
+    def update_weights_from_tensor(self, body: Mapping[str, Any]) -> None:
+        """Take shards. Source: `update_weights_from_tensor` of the same file calls the loader that load_format names
+        with the model and the unpickled tensors."""
+        receive(self, pickle.loads(base64.b64decode(body["serialized_named_tensors"][0])))
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """As a module has it."""
+        return iter(self._weights.items())
+
+    def hold(self, body: Mapping[str, Any]) -> None:
+        """Have parameters in bf16 of so many bytes each."""
+        self._weights = {name: torch.ones(body["bytes"] // 2, dtype=torch.bfloat16) for name in body["names"]}
+
+    def read(self, body: Mapping[str, Any]) -> None:
+        """Only read what a connection brings, piece by piece."""
+        window = memoryview(bytearray(body["bytes"]))
+        with socket.create_connection(("127.0.0.1", body["port"]), _LIMIT_S) as connection:
+            for _ in range(body["count"]):
+                read_exactly(connection, window)
+
+    def place(self, body: Mapping[str, Any]) -> None:
+        """Only what follows the reading of a shard's piece: its checksum and the copy."""
+        piece, checksum = torch.ones(body["bytes"] // 2, dtype=torch.bfloat16), 0
+        window = memoryview(piece.view(torch.uint8).numpy().data)
+        for parameter in itertools.islice(itertools.cycle(self._weights.values()), body["count"]):
+            checksum = checksum_of(window, checksum)
+            parameter.copy_(piece)
 
     def nothing(self, body: Mapping[str, Any]) -> None:
         """Only an answer."""

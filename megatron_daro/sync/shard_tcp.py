@@ -47,6 +47,7 @@ from megatron_daro.sync.in_server.megatron_daro_shards import (
     engine_of,
     packed,
     read_frame,
+    send_at_once,
     send_frame,
     start_of_checksum,
 )
@@ -248,6 +249,7 @@ class _Serving:
         try:
             with connection:
                 connection.settimeout(self._plan.timeout_s)
+                send_at_once(connection)
                 hello = read_frame(connection)
                 if not hmac.compare_digest(str(hello.get("key")), self.offer.key):
                     send_frame(connection, {"error": "the key is not that of this update"})

@@ -79,6 +79,21 @@ def test_ranks_with_different_plans_send_nothing():
     assert all(values.isnan().all() for module in fleet.modules.values() for values in module.held.values())
 
 
+def test_no_short_frame_waits_for_an_acknowledgement(monkeypatch):
+    """Nagle's algorithm keeps a second one back until the first is acknowledged, which takes 40 ms."""
+    at_once = set()
+
+    def sending(connection, content):
+        if "lost" not in content:  # those are on a connection each
+            at_once.add(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0)
+        send_frame(connection, content)
+
+    monkeypatch.setattr(shard_tcp, "send_frame", sending)
+    monkeypatch.setattr(megatron_daro_shards, "send_frame", sending)
+    assert failures(synced(CASE, Fleet(CASE))) == {}
+    assert at_once == {True}
+
+
 def test_one_wrong_bit_on_the_way_is_noticed(monkeypatch):
     fleet = Fleet(CASE)
     read, spoiled = megatron_daro_shards.read_exactly, threading.Event()
