@@ -32,8 +32,7 @@ import sglang_servers
 import torch
 from bucket_receivers import MIB, TINY, Times, receivers
 from rich.console import Console
-from rich.table import Table
-from sync_model import CORES, LIMITS, Piece, together_s
+from sync_model import CORES, LIMITS, Piece, missed, show_syncs, together_s
 
 from megatron_daro.engine.sglang.client import calls_to_servers
 from megatron_daro.sync.in_server.megatron_daro_shards import checksum_of
@@ -143,7 +142,7 @@ def measured(count: int, rounds: int) -> dict[Any, Times]:
         shards = Shards(urls)
         try:
             for number in range(rounds + 1):
-                taken = {("open", TINY): shards.sync(TINY, TINY)}
+                taken: dict[Any, Times] = {("open", TINY): shards.sync(TINY, TINY)}
                 for size in FITTED:
                     taken["sum", size] = shards.sums(size)
                     taken["wire", size] = shards.wire(size)
@@ -189,24 +188,6 @@ def compared(count: int, rounds: int) -> tuple[dict[str, Any], list[dict[str, An
     return {name: asdict(part) for name, part in parts.items()}, rows
 
 
-def show(result: Mapping[str, Any]) -> None:
-    """The tables."""
-    console = Console(width=150)
-    table = Table("receivers", "ms of a piece of", *(f"{size / MIB:g} MiB" for size in FITTED), "cores")
-    for count, parts in result["pieces"].items():
-        for name, fields in parts.items():
-            piece = Piece(**fields)
-            table.add_row(
-                str(count), name, *(f"{1000 * piece.at(size)[0]:.2f}" for size in FITTED), f"{piece.cores:.2f}"
-            )
-    console.print(table)
-    table = Table("receivers", "piece, MiB", "model, MiB", "predicted, s", "measured, s", "predicted / measured")
-    for row in result["syncs"]:
-        cells = [str(row[name]) for name in ("receivers", "piece_mib", "model_mib")]
-        table.add_row(*cells, *(f"{row[name]:.3f}" for name in ("predicted_s", "measured_s")), f"{row['ratio']:.2f}")
-    console.print(table)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="turns of every piece and sync")
@@ -222,13 +203,9 @@ def main() -> None:
         "pieces": {count: parts for count, (parts, _) in found.items()},
         "syncs": syncs,
         "limits": LIMITS,
-        "problems": [
-            f"{row['receivers']} receivers, {row['piece_mib']} MiB: predicted {row['ratio']:.2f} of what was measured"
-            for row in syncs
-            if not LIMITS[0] <= row["ratio"] <= LIMITS[1]
-        ],
+        "problems": missed(syncs, "piece"),
     }
-    show(result)
+    show_syncs(Console(width=150), result, FITTED, "piece")
     sglang_servers.conclude("shard_model", result, write=arguments.json)
 
 

@@ -279,21 +279,36 @@ def compared(count: int, rounds: int) -> tuple[dict[str, Any], list[dict[str, An
     return {"crowded": crowded, **{name: asdict(piece) for name, piece in parts.items()}}, rows
 
 
+def show_syncs(console: Console, result: Mapping[str, Any], sizes: Sequence[int], cut: str) -> None:
+    """The tables of pieces, which were measured at these sizes, and of syncs, whose model is cut into such parts."""
+    table = Table("receivers", f"ms of a {cut} of", *(f"{size / MIB:g} MiB" for size in sizes), "cores")
+    for count, parts in result["pieces"].items():
+        for name, fields in parts.items():
+            if isinstance(fields, dict):
+                piece = Piece(**fields)
+                cells = [f"{1000 * piece.at(size)[0]:.2f}" for size in sizes]
+                table.add_row(str(count), name, *cells, f"{piece.cores:.2f}")
+    console.print(table)
+    table = Table("receivers", f"{cut}, MiB", "model, MiB", "predicted, s", "measured, s", "predicted / measured")
+    for row in result["syncs"]:
+        cells = [str(row[name]) for name in ("receivers", f"{cut}_mib", "model_mib")]
+        table.add_row(*cells, *(f"{row[name]:.3f}" for name in ("predicted_s", "measured_s")), f"{row['ratio']:.2f}")
+    console.print(table)
+
+
+def missed(syncs: Sequence[Mapping[str, Any]], cut: str) -> list[str]:
+    """Return which predictions were outside LIMITS."""
+    return [
+        f"{row['receivers']} receivers, {row[f'{cut}_mib']} MiB: predicted {row['ratio']:.2f} of what was measured"
+        for row in syncs
+        if not LIMITS[0] <= row["ratio"] <= LIMITS[1]
+    ]
+
+
 def show(result: Mapping[str, Any]) -> None:
     """The tables."""
     console = Console(width=150)
-    table = Table("receivers", "piece, ms of one bucket of", *(f"{size / MIB:g} MiB" for size in FITTED), "cores")
-    for count, parts in result["pieces"].items():
-        for name in ("calls", "broadcast", "load", "pack", "new pages"):
-            piece = Piece(**parts[name])
-            cells = [f"{1000 * piece.at(size)[0]:.2f}" for size in FITTED]
-            table.add_row(str(count), name, *cells, f"{piece.cores:.2f}")
-    console.print(table)
-    table = Table("receivers", "bucket, MiB", "model, MiB", "predicted, s", "measured, s", "predicted / measured")
-    for row in result["syncs"]:
-        cells = [str(row[name]) for name in ("receivers", "bucket_mib", "model_mib")]
-        table.add_row(*cells, *(f"{row[name]:.3f}" for name in ("predicted_s", "measured_s")), f"{row['ratio']:.2f}")
-    console.print(table)
+    show_syncs(console, result, FITTED, "bucket")
     names = ("gather", "pack", "wire", "latency", "own calls", "answers", "load", "total", "in turn")
     table = Table("recipe", "MiB", *names, "planner", "shards", title=f"seconds on {result['gpu']}", title_style="")
     for row in result["recipes"]:
@@ -321,11 +336,7 @@ def main() -> None:
         "calls": asdict(calls),
         "gpu": arguments.gpu,
         "recipes": recipes,
-        "problems": [
-            f"{row['receivers']} receivers, {row['bucket_mib']} MiB: predicted {row['ratio']:.2f} of what was measured"
-            for row in syncs
-            if not LIMITS[0] <= row["ratio"] <= LIMITS[1]
-        ],
+        "problems": missed(syncs, "bucket"),
     }
     show(result)
     sglang_servers.conclude("sync_model", result, write=arguments.json)

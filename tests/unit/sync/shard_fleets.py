@@ -6,8 +6,9 @@ import asyncio
 import base64
 import json
 import pickle
+import socket
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 
 import torch
@@ -15,7 +16,7 @@ from shard_cases import CASES, carried_out, checkpoint, server_shapes, shards
 
 from megatron_daro.sync import shard_tcp
 from megatron_daro.sync.in_server import LOADER
-from megatron_daro.sync.in_server.megatron_daro_shards import receive
+from megatron_daro.sync.in_server.megatron_daro_shards import read_frame, receive, send_frame
 from megatron_daro.sync.plan import SendPlan, SendReport, Target
 from megatron_daro.sync.shard_tcp import ShardSender
 
@@ -95,6 +96,16 @@ def synced(
 
     with ThreadPoolExecutor(world) as pool:
         return list(pool.map(send, range(world)))
+
+
+@contextmanager
+def asked(sender, server, rank):
+    """The connection of a receiver that was told what it is to get, and has not said anything to it."""
+    host, port, key = sender
+    with socket.create_connection((host, port)) as connection:
+        send_frame(connection, {"key": key, "server": server, "rank": rank})
+        read_frame(connection)
+        yield connection
 
 
 def failures(reports):

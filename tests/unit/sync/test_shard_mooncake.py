@@ -3,7 +3,6 @@ to addresses that it is told, and it listens on every address of its machine: so
 
 from __future__ import annotations
 
-import socket
 import threading
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from own_network import in_own_network
-from shard_fleets import CASE, Fleet, case_of, fails_alone, failures, has_everything, synced
+from shard_fleets import CASE, Fleet, asked, case_of, fails_alone, failures, has_everything, synced
 
 from megatron_daro.errors import SyncError
 from megatron_daro.sync import shard_tcp
@@ -20,7 +19,6 @@ from megatron_daro.sync.in_server.megatron_daro_shards import (
     checksum_of,
     checksum_of_words,
     packed,
-    read_frame,
     send_frame,
 )
 
@@ -92,10 +90,8 @@ def dies(granted):
     def dying(server, rank, request):
         if (server, rank) != (1, 1):
             return request
-        for host, port, key in request["senders"]:
-            with socket.create_connection((host, port)) as connection:
-                send_frame(connection, {"key": key, "server": server, "rank": rank})
-                read_frame(connection)
+        for sender in request["senders"]:
+            with asked(sender, server, rank) as connection:
                 if granted:  # nobody is there any more
                     send_frame(connection, {"session": "127.0.0.1:1", "slots": [4096, 8192]})
         return None

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from shard_cases import CASES, carried_out, checkpoint, shards
-from shard_fleets import CASE, SECONDS, Fleet, Module, fails_alone, failures, has_everything, synced
+from shard_fleets import CASE, SECONDS, Fleet, Module, asked, fails_alone, failures, has_everything, synced
 
 from megatron_daro.errors import EngineError, RefusedError, SyncError
 from megatron_daro.sync import shard_tcp
@@ -124,10 +124,8 @@ def test_a_receiver_that_dies_in_the_middle_fails_alone():
     def dies(server, rank, request):
         if (server, rank) != (1, 1):
             return request
-        for host, port, key in request["senders"]:
-            with socket.create_connection((host, port)) as connection:
-                send_frame(connection, {"key": key, "server": server, "rank": rank})
-                read_frame(connection)
+        for sender in request["senders"]:
+            with asked(sender, server, rank) as connection:
                 send_frame(connection, {})
         return None
 

@@ -1,4 +1,5 @@
-"""benchmarks/sync_model.py: the arithmetic of its model, and how near its predictions were in the recorded run."""
+"""benchmarks/sync_model.py and shard_model.py: the arithmetic of their models, and how near their predictions were in
+the recorded runs."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.fixture
 def model(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    ours = ("sync_model", "bucket_receivers", "bucket_calls", "sglang_servers", "plan_published")
+    ours = ("shard_model", "sync_model", "bucket_receivers", "bucket_calls", "sglang_servers", "plan_published")
     import sync_model
 
     yield sync_model
@@ -27,8 +28,19 @@ def model(monkeypatch):
 
 
 @pytest.fixture
+def shard_model(model):
+    import shard_model
+
+    return shard_model
+
+
+def results(name):
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+@pytest.fixture
 def recorded():
-    return json.loads((ROOT / "benchmarks" / "results" / "sync_model.json").read_text())
+    return results("sync_model")
 
 
 @pytest.mark.parametrize(
@@ -105,3 +117,27 @@ def test_the_parts_of_a_recipe_come_from_its_bytes_and_the_data_sheet(model):
     assert model.broadcast_parts(near, shape, gpu, calls, 256 * model.MIB)["wire"] == pytest.approx(
         2 * shape.num_parameters / 450e9
     )
+
+
+def test_one_piece_of_shards_is_summed_while_the_one_before_is_placed(shard_model):
+    mib = shard_model.MIB
+    parts = {"open": shard_model.Piece(((1, 0.5),), 1.0), "wire": shard_model.Piece(((mib, 2.0), (3 * mib, 6.0)), 1.5)}
+    parts |= {"sum": shard_model.Piece(((mib, 1.0), (3 * mib, 3.0)), 1.0)}
+    parts |= {"place": shard_model.Piece(((mib, 1.5), (3 * mib, 4.5)), 1.0)}
+    # 0.5, 2 to sum the first, 3 times 4 on the wire, twice 3 to place and sum, 3 to place the last.
+    assert shard_model.predicted_s(2 * mib, 6 * mib, parts, 2) == pytest.approx(0.5 + 2 + 12 + 6 + 3)
+    assert shard_model.predicted_s(2 * mib, 6 * mib, parts, 1) == pytest.approx(0.5 + 2 + 12 + 2 * 5 + 3)
+    assert shard_model.predicted_s(2 * mib, 2 * mib, parts, 2) == pytest.approx(0.5 + 2 + 4 + 3)
+
+
+def test_what_was_predicted_of_shards_was_so_within_a_fifth(shard_model):
+    recorded, mib = results("shard_model"), shard_model.MIB
+    assert {row["piece_mib"] * mib for row in recorded["syncs"]}.isdisjoint(shard_model.FITTED)
+    assert {row["receivers"] for row in recorded["syncs"]} == {1, 2, 3}
+    for row in recorded["syncs"]:
+        assert 0.8 <= row["predicted_s"] / row["measured_s"] <= 1.25
+        pieces = recorded["pieces"][str(row["receivers"])]
+        parts = {name: shard_model.Piece(**fields) for name, fields in pieces.items()}
+        sizes = row["piece_mib"] * mib, row["model_mib"] * mib
+        again = shard_model.predicted_s(*sizes, parts, recorded["cores"])
+        assert again == pytest.approx(row["predicted_s"]), "of the pieces that stand beside it"
