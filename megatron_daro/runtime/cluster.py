@@ -267,8 +267,12 @@ def _of_one_machine() -> Iterator[None]:
 
 
 def _raylets() -> list[psutil.Process]:
-    children = (child for child in psutil.Process().children() if child.name() == "raylet")
-    return [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # ended since
+            if child.name() == "raylet" and child.status() != psutil.STATUS_ZOMBIE:
+                found.append(child)
+    return found
 
 
 def _kill_raylets() -> None:

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from contextlib import ExitStack
 
+import psutil
 import pytest
 from ray._private import services
 from ray.exceptions import ActorDiedError
@@ -113,6 +114,10 @@ def test_a_temporary_directory_that_cannot_be_written_is_named(monkeypatch, tmp_
 @pytest.mark.parametrize(("slow", "calls"), [(2, 3), (3, 3)])
 def test_ray_that_was_too_slow_to_start_is_started_again(monkeypatch, tmp_path, slow, calls):
     starts = []
+    ended = subprocess.Popen(["sleep", "0"])
+    child = psutil.Process(ended.pid)
+    ended.wait()
+    monkeypatch.setattr(psutil.Process, "children", lambda self, recursive=False: [child])  # listed, and gone since
 
     def init(**options):
         starts.append(options)
