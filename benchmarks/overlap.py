@@ -1,6 +1,6 @@
 """Steps per hour and final accuracy with generation beside training (max_staleness 1, TIS) and without (0).
 
-    OMP_NUM_THREADS=1 python benchmarks/overlap.py --json                                # about 22 minutes on 2 cores
+    OMP_NUM_THREADS=1 python benchmarks/overlap.py --json                                # about 24 minutes on 2 cores
     OMP_NUM_THREADS=1 python benchmarks/overlap.py --seeds 1 --steps 3 --prompts 4       # to try the script out
 
 The task: write one of 62 letters and digits twenty times, then once more after a mark; the base model, made here,
