@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/control_plane.py --json                       # about 15 minutes on 2 cores
     OMP_NUM_THREADS=1 python benchmarks/control_plane.py --millions 1
     OMP_NUM_THREADS=1 python benchmarks/control_plane.py --millions 10 --servers 1024 --json
-    OMP_NUM_THREADS=1 python benchmarks/control_plane.py --millions 100 --tokens 12000 --json    # 9 minutes
+    OMP_NUM_THREADS=1 python benchmarks/control_plane.py --millions 100 --tokens 12000 --json    # 7 minutes
 
 Servers answer at once from memory (workshop/rehearse/canned_server.py, over HTTP on loopback, in a process of its own),
 and the policy has no model: its ranks are Ray actors that read their shards and give log-probs back. Cluster,
