@@ -188,12 +188,27 @@ def receivers(count: int) -> Iterator[list[str]]:
             process.join()
 
 
-class Wire:
+class Receivers:
+    """All of them, as their sender has them."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self._targets = tuple(Target(url, url, 1 + i) for i, url in enumerate(urls))
+
+    def _cpu_s(self) -> float:
+        """Of all processes since they began."""
+        return time.process_time() + sum(answer["process_s"] for answer in asyncio.run(self._asked("/nothing", {})))
+
+    async def _asked(self, path: str, body: Mapping[str, Any]) -> list[Any]:
+        async with calls_to_servers() as post:
+            return await asyncio.gather(*(post(target.url, path, body, _LIMIT_S) for target in self._targets))
+
+
+class Wire(Receivers):
     """One sender and its receivers."""
 
     def __init__(self, urls: Sequence[str], model: Mapping[str, torch.Tensor], largest_bucket: int) -> None:
+        super().__init__(urls)
         self._model = model
-        self._targets = tuple(Target(url, url, 1 + i) for i, url in enumerate(urls))
         self._sender = BroadcastSender("127.0.0.1", "gloo", calls_to_servers)
         self._room = [torch.ones(largest_bucket, dtype=torch.uint8) for _ in range(2)]
 
@@ -211,14 +226,6 @@ class Wire:
         group = self._sender._group
         assert group, "joined by a sync before"
         return group
-
-    def _cpu_s(self) -> float:
-        """Of all processes since they began."""
-        return time.process_time() + sum(answer["process_s"] for answer in asyncio.run(self._asked("/nothing", {})))
-
-    async def _asked(self, path: str, body: Mapping[str, Any]) -> list[Any]:
-        async with calls_to_servers() as post:
-            return await asyncio.gather(*(post(target.url, path, body, _LIMIT_S) for target in self._targets))
 
     def model(self, num_bytes: int) -> dict[str, torch.Tensor]:
         return dict(itertools.islice(self._model.items(), num_bytes // TENSOR))

@@ -20,7 +20,6 @@ import argparse
 import asyncio
 import os
 import socket
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -30,9 +29,9 @@ from typing import Any
 
 import sglang_servers
 import torch
-from bucket_receivers import MIB, TINY, Times, receivers
+from bucket_receivers import MIB, TINY, Receivers, Times, receivers
 from rich.console import Console
-from sync_model import CORES, LIMITS, Piece, missed, show_syncs, together_s
+from sync_model import CORES, LIMITS, Piece, beside, medians_of, missed, piece_of, show_syncs, together_s
 
 from megatron_daro.engine.sglang.client import calls_to_servers
 from megatron_daro.sync.in_server.megatron_daro_shards import checksum_of
@@ -47,11 +46,11 @@ WHOLE = ((2 * MIB, 192 * MIB), (10 * MIB, 320 * MIB))
 _LIMIT_S, _MEASURED = 60.0, 256 * MIB
 
 
-class Shards:
+class Shards(Receivers):
     """One sender, and receivers that take everything."""
 
     def __init__(self, urls: Sequence[str]) -> None:
-        self._targets = tuple(Target(url, url, 1) for url in urls)
+        super().__init__(urls)
         self._sender = ShardSender("127.0.0.1", calls_to_servers)
         self._memory = torch.ones(max(size for _, size in WHOLE) // 2, dtype=torch.bfloat16)
         self._held: tuple[int, int] | None = None
@@ -127,13 +126,6 @@ class Shards:
             asyncio.run(self._asked("/hold", {"names": list(self._parts(piece, model)), "bytes": piece}))
             self._held = piece, model
 
-    def _cpu_s(self) -> float:
-        return time.process_time() + sum(answer["process_s"] for answer in asyncio.run(self._asked("/nothing", {})))
-
-    async def _asked(self, path: str, body: Mapping[str, Any]) -> list[Any]:
-        async with calls_to_servers() as post:
-            return await asyncio.gather(*(post(target.url, path, body, _LIMIT_S) for target in self._targets))
-
 
 def measured(count: int, rounds: int) -> dict[Any, Times]:
     """Seconds of all pieces and whole syncs with so many receivers, in turns; the first turn is not counted."""
@@ -153,27 +145,23 @@ def measured(count: int, rounds: int) -> dict[Any, Times]:
                     found[key] += [times] if number else []
         finally:
             shards.close()
-    return {key: tuple(map(statistics.median, zip(*times, strict=True))) for key, times in found.items()}
+    return medians_of(found)
 
 
 def pieces(medians: Mapping[Any, Times]) -> dict[str, Piece]:
     """The model's constants."""
 
-    def piece(name: str, *sizes: int) -> Piece:
-        times = {size: medians[name, size] for size in sizes}
-        cores = statistics.median(cpu / wall for wall, cpu in times.values())
-        return Piece(tuple((size, wall) for size, (wall, _) in times.items()), cores)
-
-    return {"open": piece("open", TINY)} | {name: piece(name, *FITTED) for name in ("sum", "wire", "place")}
+    fitted = {name: piece_of(medians, name, *FITTED) for name in ("sum", "wire", "place")}
+    return {"open": piece_of(medians, "open", TINY)} | fitted
 
 
 def predicted_s(piece: int, model: int, parts: Mapping[str, Piece], cores: float) -> float:
     """Seconds of a sync of so many bytes in pieces of this size."""
     count = model // piece
     at = {name: part.at(piece) for name, part in parts.items()}
-    beside = together_s([[at["sum"]], [at["place"]]], cores)
+    both = together_s([[at["sum"]], [at["place"]]], cores)
     ends = at["open"][0] + at["sum"][0] + at["place"][0]
-    return ends + count * at["wire"][0] + (count - 1) * beside
+    return ends + count * at["wire"][0] + (count - 1) * both
 
 
 def compared(count: int, rounds: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -181,10 +169,10 @@ def compared(count: int, rounds: int) -> tuple[dict[str, Any], list[dict[str, An
     medians = measured(count, rounds)
     parts, rows = pieces(medians), []
     for piece, model in WHOLE:
-        predicted = predicted_s(piece, model, parts, CORES)
-        seconds, cpu = medians["sync", piece, model]
-        row = {"receivers": count, "piece_mib": piece // MIB, "model_mib": model // MIB, "predicted_s": predicted}
-        rows.append(row | {"measured_s": seconds, "measured_cpu_s": cpu, "ratio": predicted / seconds})
+        predicted, times = predicted_s(piece, model, parts, CORES), medians["sync", piece, model]
+        rows.append(
+            {"receivers": count, "piece_mib": piece // MIB, "model_mib": model // MIB} | beside(predicted, times)
+        )
     return {name: asdict(part) for name, part in parts.items()}, rows
 
 

@@ -106,19 +106,25 @@ def measured(count: int, rounds: int) -> dict[Any, Times]:
                     found["sync", bucket, model].append(wire.send(wire.model(model), bucket))
         finally:
             wire.close()
+    return medians_of(found)
+
+
+def medians_of(found: Mapping[Any, Sequence[Times]]) -> dict[Any, Times]:
+    """Of the turns of each piece and sync."""
     return {key: tuple(map(statistics.median, zip(*times, strict=True))) for key, times in found.items()}
+
+
+def piece_of(medians: Mapping[Any, Times], name: str, *sizes: int) -> Piece:
+    """What was measured at these sizes."""
+    times = {size: medians[name, size] for size in sizes}
+    cores = statistics.median(cpu / wall for wall, cpu in times.values() if wall)
+    return Piece(tuple((size, wall) for size, (wall, _) in times.items()), cores)
 
 
 def pieces(medians: Mapping[Any, Times]) -> dict[str, Piece]:
     """The model's constants."""
-
-    def piece(name: str, *sizes: int) -> Piece:
-        times = {size: medians[name, size] for size in sizes}
-        cores = statistics.median(cpu / wall for wall, cpu in times.values() if wall)
-        return Piece(tuple((size, wall) for size, (wall, _) in times.items()), cores)
-
-    result = {name: piece(name, *FITTED) for name in ("load", "pack", "new pages")}
-    result["broadcast"] = piece("broadcast", TINY, *FITTED)
+    result = {name: piece_of(medians, name, *FITTED) for name in ("load", "pack", "new pages")}
+    result["broadcast"] = piece_of(medians, "broadcast", TINY, *FITTED)
     wall, cpu = medians["tiny"]
     rest = max(wall - medians["broadcast", TINY][0], 0.0)
     result["calls"] = Piece(((TINY, rest),), cpu / wall)
@@ -273,10 +279,20 @@ def compared(count: int, rounds: int) -> tuple[dict[str, Any], list[dict[str, An
     rows = []
     for bucket, model in WHOLE:
         predicted = predicted_s([bucket] * (model // bucket), parts, CORES, crowded)
-        seconds, cpu = medians["sync", bucket, model]
-        row = {"receivers": count, "bucket_mib": bucket // MIB, "model_mib": model // MIB, "predicted_s": predicted}
-        rows.append(row | {"measured_s": seconds, "measured_cpu_s": cpu, "ratio": predicted / seconds})
+        row = {"receivers": count, "bucket_mib": bucket // MIB, "model_mib": model // MIB}
+        rows.append(row | beside(predicted, medians["sync", bucket, model]))
     return {"crowded": crowded, **{name: asdict(piece) for name, piece in parts.items()}}, rows
+
+
+def beside(predicted: float, measured: Times) -> dict[str, float]:
+    """A prediction and what was measured."""
+    seconds, cpu = measured
+    return {
+        "predicted_s": predicted,
+        "measured_s": seconds,
+        "measured_cpu_s": cpu,
+        "ratio": predicted / seconds,
+    }
 
 
 def show_syncs(console: Console, result: Mapping[str, Any], sizes: Sequence[int], cut: str) -> None:
