@@ -336,7 +336,8 @@ class RayServer:
 
     async def _call(self, reference: Awaitable[_Answer], timeout_s: float) -> _Answer:
         try:
-            return await asyncio.wait_for(reference, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await reference
         except TimeoutError:
             raise EngineError(f"the Ray actor of a server did not answer within {timeout_s:g} s") from None
         except RayError as error:

@@ -564,7 +564,8 @@ async def _answer(call: Awaitable[T], limit_s: float = _ANSWER_S, default: T | N
     """Return what a process answers; None where it is gone, or does not answer in time. default: in place of None that
     it answered."""
     try:
-        answer = await asyncio.wait_for(asyncio.ensure_future(call), limit_s)
+        async with asyncio.timeout(limit_s):  # `wait_for` of Python 3.11 loses a cancellation that meets the answer
+            answer = await call
     except (RayError, TimeoutError):
         return None
     return default if answer is None else answer

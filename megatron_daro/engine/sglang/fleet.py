@@ -189,7 +189,8 @@ class Fleet:
 
     async def _change(self, timeout_s: float) -> None:
         try:
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
         except TimeoutError:
             states = ", ".join(f"{s.name} {s.state}" for s in self.servers)
             raise DeadlineError(

@@ -293,7 +293,7 @@ class Greeter:
         async with self._changed:
             self._changed.notify_all()
         try:
-            while (message := await asyncio.wait_for(_receive(reader), FROZEN_S)) is not None:
+            while (message := await _in_time(reader)) is not None:
                 self._hear(member, message)
             self._lose(member, f"{name} was lost: its connection to the first node ended")
         except TimeoutError:
@@ -405,6 +405,12 @@ async def _send(writer: asyncio.StreamWriter, message: Message) -> None:
         await writer.drain()
     except (ConnectionError, RuntimeError):
         return  # the other side is gone; whoever reads from it says so
+
+
+async def _in_time(reader: asyncio.StreamReader) -> Message | None:
+    """Return the next message; None at the end. Raises TimeoutError: the other side is frozen."""
+    async with asyncio.timeout(FROZEN_S):
+        return await _receive(reader)
 
 
 async def _receive(reader: asyncio.StreamReader) -> Message | None:

@@ -86,7 +86,8 @@ class Process:
         """Return the exit code once it has ended and all it printed was passed on."""
         code = await self._child.wait()
         with suppress(TimeoutError):  # a grandchild may hold the pipe open
-            await asyncio.wait_for(asyncio.shield(self._reader), 5)
+            async with asyncio.timeout(5):
+                await asyncio.shield(self._reader)
         return code
 
     async def kill(self) -> None:
