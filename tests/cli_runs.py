@@ -116,9 +116,12 @@ class Run:
         end = time.monotonic() + limit_s
         while (code := self._ended_within(0.5)) is None:
             self._seen |= self._descendants()
-            assert time.monotonic() < end, (
-                f"still running after {limit_s} s:\n{self.output()[-2000:]}\n{self._stderr.read_text()[-4000:]}"
-            )
+            if time.monotonic() >= end:
+                self.driver.send_signal(signal.SIGUSR2)  # it says where it stands (fault/driver_stacks.py), or ends
+                time.sleep(2)
+                raise AssertionError(
+                    f"still running after {limit_s} s:\n{self.output()[-2000:]}\n{self._stderr.read_text()[-20000:]}"
+                )
         return Finished(code, self.output(), self._stderr.read_text(errors="replace"))
 
     def _ended_within(self, seconds: float) -> int | None:

@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import driver_stacks
+
 from megatron_daro import cli, recovery
 from megatron_daro.controller import Controller
 from megatron_daro.observe.metrics import Phases
@@ -72,6 +74,7 @@ def install(plan: Plan) -> None:
 
 
 if __name__ == "__main__":
+    driver_stacks.install()
     name, place, after_step, run_dir, fired = sys.argv[1:6]
     install(Plan(signal.Signals[name], place, int(after_step), Path(run_dir), Path(fired)))
     sys.exit(cli.main(sys.argv[6:]))

@@ -30,6 +30,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import driver_stacks
 import ray
 import ray.cloudpickle
 
@@ -132,5 +133,6 @@ def install(plan: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    driver_stacks.install()
     install(sys.argv[1], Path(sys.argv[2]))
     sys.exit(cli.main(sys.argv[3:]))
